@@ -24,11 +24,31 @@ from torch.overrides import TorchFunctionMode
 
 from ..compiler.function import function_of
 from ..compiler.tracing import traced_with_others
-from ..core import compat
+from ..core.compat.dispatch import without_modes
 from ..core.launches import launch
 from ..models.tricks.masks import made_contiguous
 from ..models.tricks.padding import HALF
 from .changes import NotCapturedError, without_writes
+from .fx import (
+    AUTOCASTS,
+    CHECKPOINTED,
+    GRAD_MODES,
+    HIGHER_ORDER,
+    NESTED,
+    OPERATORS,
+    OWN_DERIVATIVE,
+    as_fake,
+    copy_sources,
+    has_own_derivative,
+    is_pure,
+    is_traceable_subclass,
+    may_save_changed_inputs,
+    recorded_attribute,
+    recorded_call,
+    recorded_graph,
+    recorded_node,
+    recording_nothing,
+)
 from .heads import Repeats
 from .masks import Constants, Mask
 from .regions import FUNCTION, drop_unused, name_of, tensors_in
@@ -66,9 +86,9 @@ def captured(gm: fx.GraphModule, inputs: Sequence[Any], inner: Inner) -> fx.Grap
     Raises:
         NotCapturedError: a capture could change what the graph computes, or its derivative.
     """
-    if any(isinstance(value, Tensor) and compat.is_traceable_subclass(value) for value in inputs):
+    if any(isinstance(value, Tensor) and is_traceable_subclass(value) for value in inputs):
         raise NotCapturedError("an input is a tensor subclass")
-    return _captured(gm, compat.as_fake(inputs), inner)
+    return _captured(gm, as_fake(inputs), inner)
 
 
 def _captured(
@@ -83,16 +103,16 @@ def _captured(
     def run(*args: Any) -> Any:
         constants = {}
         for position, value in (known or {}).items():
-            constants[compat.recorded_node(args[position])] = value
+            constants[recorded_node(args[position])] = value
         return _Capture(gm, inner, Constants(constants)).run(*args)
 
     # Before the capture, which may change them.
     trained = [isinstance(fake, Tensor) and fake.requires_grad for fake in fakes]
     computed = list(filter(_is_differentiated, fakes))
     versions = [fake._version for fake in computed]
-    result = compat.recorded_graph(run, fakes)
+    result = recorded_graph(run, fakes)
     is_changed = versions != [fake._version for fake in computed]
-    if is_changed and compat.may_save_changed_inputs():
+    if is_changed and may_save_changed_inputs():
         raise NotCapturedError("it changes an input that others are differentiated through")
     attributes = gm.graph.find_nodes(op="get_attr")
     _inline_constants(result, {str(node.target).replace(".", "_") for node in attributes})
@@ -123,13 +143,13 @@ def _check_operators(gm: fx.GraphModule) -> None:
 
 def _is_known(target: Any) -> bool:
     """Whether a function computes the same in a captured graph."""
-    if isinstance(target, compat.OPERATORS):
+    if isinstance(target, OPERATORS):
         return True
-    if target in compat.GRAD_MODES or target in compat.AUTOCASTS:
+    if target in GRAD_MODES or target in AUTOCASTS:
         return True
     if function_of(target) is not None:
         return True
-    return compat.is_pure(target) or getattr(target, "__name__", "") in WITHOUT_EFFECT
+    return is_pure(target) or getattr(target, "__name__", "") in WITHOUT_EFFECT
 
 
 def _inline_constants(gm: fx.GraphModule, attributes: Collection[str]) -> None:
@@ -147,7 +167,7 @@ def _inline_constants(gm: fx.GraphModule, attributes: Collection[str]) -> None:
         tensor = getattr(gm, node.target)
         if node.target in attributes or not _is_inlined(tensor):
             continue
-        with compat.without_modes():
+        with without_modes():
             numbers = tensor.tolist()
         options = {"dtype": tensor.dtype, "device": tensor.device}
         # `torch.tensor` is recorded as a held tensor and its copy.
@@ -190,7 +210,7 @@ def copy_metadata(source: fx.GraphModule, target: fx.GraphModule) -> None:
             {key: value for key, value in other.meta.items() if key not in ("val", "example_value")}
         )
     target.meta.update(source.meta)
-    compat.copy_sources(source, target)
+    copy_sources(source, target)
 
 
 # --- custom autograd functions --------------------------------------------------------------------
@@ -254,16 +274,16 @@ class _Capture(fx.Interpreter):
         value = self.fetch_attr(target)
         name = self.prefix + target.replace(".", "_")
         if isinstance(value, Tensor):
-            return compat.recorded_attribute(value, name)
+            return recorded_attribute(value, name)
         self.names[id(value)] = name
         return value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """See `fx.Interpreter`."""
-        if target in compat.GRAD_MODES:
-            compat.recorded_call(target, args, kwargs)
+        if target in GRAD_MODES:
+            recorded_call(target, args, kwargs)
             return target(*args, **kwargs)
-        if isinstance(target, compat.HIGHER_ORDER):
+        if isinstance(target, HIGHER_ORDER):
             return self._one_node(target, args, kwargs)
         if target is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
@@ -281,27 +301,27 @@ class _Capture(fx.Interpreter):
 
         The body of a checkpointed part is captured by itself.
         """
-        if target is compat.NESTED:
+        if target is NESTED:
             return self._nested(*args)
         body = None
-        known = self._known_masks(args[1:]) if target is compat.CHECKPOINTED else {}
-        with compat.recording_nothing():
-            if target is compat.CHECKPOINTED:
+        known = self._known_masks(args[1:]) if target is CHECKPOINTED else {}
+        with recording_nothing():
+            if target is CHECKPOINTED:
                 part, *rest = args
                 body = self.inner(_captured(part, rest, self.inner, known))
                 self.names[id(body)] = self.names[id(part)]
                 args = (body, *rest)
-            elif target is compat.OWN_DERIVATIVE:
+            elif target is OWN_DERIVATIVE:
                 forward, backward, *rest = args
                 body = _captured_forward(forward, backward, rest)
             result = target(*args, **kwargs)
-        return compat.recorded_call(target, args, kwargs, result, self.names, body)
+        return recorded_call(target, args, kwargs, result, self.names, body)
 
     def _known_masks(self, arguments: Sequence[Any]) -> dict[int, Tensor]:
         """The values of constant masks among arguments, by their positions."""
         known = dict[int, Tensor]()
         for position, arg in enumerate(arguments):
-            value = self.constants.value(compat.recorded_node(arg)) if _is_mask(arg) else None
+            value = self.constants.value(recorded_node(arg)) if _is_mask(arg) else None
             if value is not None:
                 known[position] = value
         return known
@@ -357,7 +377,7 @@ class _Capture(fx.Interpreter):
                 )
         result = F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)
         for change in changes:
-            note_change(compat.recorded_node(result), change)
+            note_change(recorded_node(result), change)
         return result
 
     def _kind_of_mask(
@@ -366,7 +386,7 @@ class _Capture(fx.Interpreter):
         """The kind of a mask, if the attention may do without it."""
         if not _is_mask(mask):
             return Mask.OTHER
-        kind = self.constants.kind(compat.recorded_node(mask))
+        kind = self.constants.kind(recorded_node(mask))
         if kind is Mask.CAUSAL and not _is_causal_call(query, key, mask, options):
             return Mask.OTHER
         return kind
@@ -429,8 +449,8 @@ class _GradModes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in compat.GRAD_MODES:
-            compat.recorded_call(func, args, kwargs)
+        if func in GRAD_MODES:
+            recorded_call(func, args, kwargs)
         name = getattr(func, "__name__", "")
         if name in _CHANGES_DERIVATIVE:
             raise NotCapturedError(f"it calls {name}")
@@ -444,7 +464,7 @@ def _inlined(function: Callable[..., Any], name: str, args: Any) -> Any:
     results = tensors_in(result)
     for value in results:
         if not any(value is arg for arg in args):
-            compat.recorded_node(value).meta[FUNCTION] = name
-    if compat.has_own_derivative(results, tensors_in(args)):
+            recorded_node(value).meta[FUNCTION] = name
+    if has_own_derivative(results, tensors_in(args)):
         raise NotCapturedError(f"it calls {name}, which calls a custom autograd function")
     return result

@@ -7,7 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..core import compat
+from ..core.compat.fake import share_memory
+from .fx import (
+    CAST,
+    GRAD_MODES,
+    aten_name,
+    changes_shape,
+    is_view,
+    mutates,
+    recording_nothing,
+    returning,
+)
 from .regions import is_input, tensors_in, users_of, value_of
 
 __all__ = ["NotCapturedError", "without_writes"]
@@ -41,9 +51,9 @@ def without_writes(graph: fx.Graph) -> None:
     """
     enabled, recorded = torch.is_grad_enabled(), set[fx.Node]()
     for node in list(graph.nodes):
-        if node.target in compat.GRAD_MODES:
+        if node.target in GRAD_MODES:
             enabled = bool(node.args[0])
-        elif compat.changes_shape(node.target):
+        elif changes_shape(node.target):
             keeps_derivative = enabled or node.args[0] not in recorded
             _replace_by_view(graph, node, keeps_derivative=keeps_derivative)
         else:
@@ -57,16 +67,16 @@ def without_writes(graph: fx.Graph) -> None:
 
 def _out_of_place(node: fx.Node) -> Any:
     """The operator that returns what an in-place one writes; None if there is none."""
-    name = compat.aten_name(node.target)
-    if not name.endswith("_") or not compat.mutates(node.target) or name in _WITHOUT_DERIVATIVE:
+    name = aten_name(node.target)
+    if not name.endswith("_") or not mutates(node.target) or name in _WITHOUT_DERIVATIVE:
         return None
     first = node.args[0] if node.args else None
     if not isinstance(first, fx.Node) or "out" in node.kwargs:
         return None
     if not isinstance(value_of(first), Tensor):
         return None
-    operator = compat.returning(node.target)
-    return None if operator is None or compat.mutates(operator) else operator
+    operator = returning(node.target)
+    return None if operator is None or mutates(operator) else operator
 
 
 def _is_private(node: fx.Node) -> bool:
@@ -84,17 +94,17 @@ def _share_memory(other: fx.Node, changed: fx.Node, node: fx.Node) -> bool:
     if other is changed or not other < node:
         return False
     written = changed.meta["val"]
-    return any(compat.share_memory(tensor, written) for tensor in tensors_in(value_of(other)))
+    return any(share_memory(tensor, written) for tensor in tensors_in(value_of(other)))
 
 
 def _replace_by_view(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) -> None:
     """Replaces a change of a tensor's shape by a view."""
-    name, changed = compat.aten_name(node.target), node.args[0]
+    name, changed = aten_name(node.target), node.args[0]
     assert isinstance(changed, fx.Node)
-    operator = compat.returning(node.target)
+    operator = returning(node.target)
     if is_input(changed):
         raise NotCapturedError(f"{name} changes the shape of an input")
-    if operator is None or not compat.is_view(operator) or not keeps_derivative:
+    if operator is None or not is_view(operator) or not keeps_derivative:
         raise NotCapturedError(f"{name} changes a tensor's shape in place; compute another tensor")
     with graph.inserting_before(node):
         view = graph.call_function(operator, node.args, node.kwargs)
@@ -108,14 +118,14 @@ def _replace(graph: fx.Graph, node: fx.Node, operator: Any) -> None:
     value = changed.meta["val"]
     with graph.inserting_before(node):
         result = graph.call_function(operator, node.args, node.kwargs)
-        with compat.recording_nothing():
+        with recording_nothing():
             args, kwargs = fx.node.map_arg(
                 (node.args, node.kwargs), lambda other: other.meta["val"]
             )
             result.meta["val"] = operator(*args, **kwargs)
         # A write casts to the dtype of the tensor; the operator promotes instead.
         if result.meta["val"].dtype != value.dtype:
-            result = graph.call_function(compat.CAST, (result,), {"dtype": value.dtype})
+            result = graph.call_function(CAST, (result,), {"dtype": value.dtype})
         result.meta["val"] = value  # later views were recorded as ones of this memory
     _replace_later_uses(graph, node, result)
 

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from ..core import compat
 from . import storing
 from .capture import NotCapturedError, captured
 from .fusing import fused
+from .fx import casts_recorded, check_of_inductor, compile_by_inductor, contiguous_tangents
 from .gradients import needs_gradients
 from .products import returns_padded
 from .regions import tensors_of
@@ -66,7 +66,7 @@ def compile(  # noqa: A001
             "compile: options must be a mapping of Inductor's options, "
             f"got {type(options).__name__}"
         )
-    compat.check_of_inductor(mode, options)
+    check_of_inductor(mode, options)
     arguments: dict[str, Any] = {
         "fullgraph": fullgraph,
         "dynamic": dynamic,
@@ -140,9 +140,9 @@ def backend(
         )
     # The gradient of a padded product comes without padding: contiguous, unlike the result.
     is_padded = returns_padded(graph.graph)
-    tangents = compat.contiguous_tangents() if is_padded else nullcontext()
+    tangents = contiguous_tangents() if is_padded else nullcontext()
     with _autocast_of(report), tangents:
-        return compat.compile_by_inductor(graph, inputs, mode, options)
+        return compile_by_inductor(graph, inputs, mode, options)
 
 
 def _stored(gm: fx.GraphModule, inputs: Sequence[Any], report: CompileReport) -> fx.GraphModule:
@@ -163,7 +163,7 @@ def _autocast_of(report: CompileReport) -> AbstractContextManager[None]:
     In a captured graph casts are operators: autocast must not add others. A graph that is left to
     Inductor is cast while it is compiled.
     """
-    return nullcontext() if report.left else compat.casts_recorded()
+    return nullcontext() if report.left else casts_recorded()
 
 
 def _explained(

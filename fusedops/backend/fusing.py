@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, fx
 
 from ..compiler.errors import NotRowwiseError
-from ..core import compat
 from ..core.calls import operators
+from ..core.compat.fake import hints
 from ..core.random import rng
 from .casts import cast_together
 from .dimensions import join, split
 from .embeddings import with_summed_gradients
+from .fx import is_erased
 from .gradients import needs_gradients, receives_gradients, recorded
 from .grouped import with_offsets_on_cpu
 from .layouts import restore_strides
@@ -50,6 +51,7 @@ from .regions import (
     written,
 )
 from .report import RegionReport
+from .symbols import fix
 
 __all__ = ["fused"]
 
@@ -145,7 +147,7 @@ class _Planner:
                     self.reports.append(report)
                 continue
             program = match.program
-            compat.fix(program.numbers)
+            fix(program.numbers)
             # Also where no backward follows: inference is to compute the same.
             self.saved.update(_saved(program))
             self.matches.append(match)
@@ -226,7 +228,7 @@ def _functions(region: Region) -> tuple[str, ...]:
 
 def _shape(region: Region) -> tuple[int, ...]:
     """The shape of the largest output, in the call that is traced."""
-    shapes = [compat.hints(tensor.shape) for tensor in tensors_of(region.outputs)]
+    shapes = [hints(tensor.shape) for tensor in tensors_of(region.outputs)]
     return max(shapes, key=math.prod, default=())
 
 
@@ -237,7 +239,7 @@ def _unfused_bytes(region: Region) -> int:
         if not name_of(node) or name_of(node) in VIEWS:
             continue
         tensors = tensors_of([node, *node.all_input_nodes])
-        moved += sum([math.prod(compat.hints(t.shape)) * t.dtype.itemsize for t in tensors])
+        moved += sum([math.prod(hints(t.shape)) * t.dtype.itemsize for t in tensors])
     return moved
 
 
@@ -306,7 +308,7 @@ def _restore_biases(
         receives: the nodes that receive gradients, to which restored products are added.
     """
     for total, product in sums.items():
-        if compat.is_erased(total):  # a region has it
+        if is_erased(total):  # a region has it
             continue
         rows, bias = total.args
         assert isinstance(rows, fx.Node)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx
 
-from ..core import compat
+from .fx import GRAD_MODES, OWN_DERIVATIVE
 from .regions import (
     aliased_inputs,
     captured_body,
@@ -40,7 +40,7 @@ def _with_grad_mode(graph: fx.Graph) -> Iterator[tuple[fx.Node, bool]]:
     """The nodes of a graph, each with whether gradients are on; without those that switch them."""
     enabled = torch.is_grad_enabled()
     for node in graph.nodes:
-        if node.target in compat.GRAD_MODES:
+        if node.target in GRAD_MODES:
             enabled = bool(node.args[0])
         else:
             yield node, enabled
@@ -115,7 +115,7 @@ def _reads_no_numbers(node: fx.Node) -> bool:
 def _written_with_gradients(node: fx.Node) -> list[Tensor]:
     """The tensors into which a node writes values with gradients."""
     # A custom autograd function gives gradients to its results alone.
-    if node.target is compat.OWN_DERIVATIVE:
+    if node.target is OWN_DERIVATIVE:
         return []
     body = captured_body(node)
     if body is None:

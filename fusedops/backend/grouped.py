@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..core import compat
 from ..core.calls.registration import implement
 from ..core.launches import launch
+from .fx import schema
 from .regions import changed_in, overlap, tensors_of, value_of
 from .report import note_change
 
@@ -27,7 +27,7 @@ _REPLACED = "transformers::grouped_mm_fallback(Tensor input, Tensor weight, Tens
 
 def is_grouped(target: Any) -> bool:
     """Whether a node calls the operator of Transformers, with the schema that is replaced here."""
-    return compat.schema(target) == _REPLACED
+    return schema(target) == _REPLACED
 
 
 def with_offsets_on_cpu(graph: fx.Graph) -> None:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from ..core import compat
+from ..core.compat.fake import hints
+from .fx import OVERLOAD, casts_recorded, leaves, namespace, recording_nothing
 from .regions import (
     VIEWS,
     aliased_inputs,
@@ -27,6 +28,7 @@ from .regions import (
     tensors_in,
     value_of,
 )
+from .symbols import have_hints
 
 __all__ = ["restore_strides"]
 
@@ -47,7 +49,7 @@ def restore_strides(graph: fx.Graph, results: Iterable[fx.Node]) -> None:
     contiguous = set(results)
     # The values of nodes whose strides are no longer the model's.
     now = dict[fx.Node, Any]()
-    with compat.recording_nothing(), compat.casts_recorded(), torch.no_grad():
+    with recording_nothing(), casts_recorded(), torch.no_grad():
         for node in list(graph.nodes):
             wanted = value_of(node)
             if node in contiguous:
@@ -76,7 +78,7 @@ def _value_now(graph: fx.Graph, node: fx.Node, now: dict[fx.Node, Any]) -> Any:
     and the result is None.
     """
     tensors = tensors_in(value_of(node))
-    if not tensors or not all(compat.have_hints(tensor.shape) for tensor in tensors):
+    if not tensors or not all(have_hints(tensor.shape) for tensor in tensors):
         return None
     value = None
     if _accepts_any_strides(node):
@@ -93,9 +95,9 @@ def _value_now(graph: fx.Graph, node: fx.Node, now: dict[fx.Node, Any]) -> Any:
 
 def _accepts_any_strides(node: fx.Node) -> bool:
     """Whether a node is no operator of another library, which may depend on strides."""
-    if not isinstance(node.target, compat.OVERLOAD):
+    if not isinstance(node.target, OVERLOAD):
         return True
-    return compat.namespace(node.target) in _OF_ANY_STRIDES
+    return namespace(node.target) in _OF_ANY_STRIDES
 
 
 def _shares_memory(node: fx.Node) -> bool:
@@ -106,12 +108,12 @@ def _shares_memory(node: fx.Node) -> bool:
 
 def _have_equal_strides(value: Any, wanted: Any) -> bool:
     """Whether the dimensions of tensors have the same strides, except those of one element."""
-    pairs = zip(compat.leaves(value), compat.leaves(wanted), strict=True)
+    pairs = zip(leaves(value), leaves(wanted), strict=True)
     return all(_strides(own) == _strides(other) for own, other in pairs if isinstance(own, Tensor))
 
 
 def _strides(tensor: Tensor) -> list[int]:
-    sizes, strides = compat.hints(tensor.shape), compat.hints(tensor.stride())
+    sizes, strides = hints(tensor.shape), hints(tensor.stride())
     return [stride for size, stride in zip(sizes, strides, strict=True) if size != 1]
 
 
@@ -139,7 +141,7 @@ def _memory_order(value: Tensor) -> list[int]:
 
     Dimensions of one element keep their positions: their strides mean nothing.
     """
-    strides, sizes = compat.hints(value.stride()), compat.hints(value.shape)
+    strides, sizes = hints(value.stride()), hints(value.shape)
     long = [dim for dim, size in enumerate(sizes) if size != 1]
     order = list(range(value.dim()))
     by_stride = sorted(long, key=strides.__getitem__, reverse=True)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..core import compat
+from ..core.compat.dispatch import without_modes
+from .fx import draws
 from .regions import are_numbers, arguments_first, changed_in, name_of, overlap, tensors_of
 
 __all__ = ["Constants", "Mask"]
@@ -34,7 +35,7 @@ class Mask(Enum):
 
 def _kind_of(mask: Tensor) -> Mask:
     """The kind of a mask: a causal one has as many queries as keys."""
-    with compat.without_modes():
+    with without_modes():
         visible = _visible(mask)
         if visible is None:
             return Mask.OTHER
@@ -87,7 +88,7 @@ class Constants:
             needed: the node and all that it is computed from, arguments first.
         """
         values: dict[fx.Node, Any] = dict(self._known)
-        with compat.without_modes():
+        with without_modes():
             for other in needed:
                 if other in values:
                     continue
@@ -132,7 +133,7 @@ def _is_constant(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return True
-    return bool(name_of(node)) and not compat.draws(node.target)
+    return bool(name_of(node)) and not draws(node.target)
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..core import compat
+from ..core.compat.fake import hints
 from ..core.launches import launch
 from ..models.tricks.padding import ALIGNED, HALF, LEAST_OUTPUTS, LEAST_ROWS, MULTIPLE
 from .casts import JOINED
+from .fx import namespace
 from .regions import (
     VIEWS,
     are_numbers,
@@ -27,6 +28,7 @@ from .regions import (
     value_of,
 )
 from .report import note_change
+from .symbols import have_hints
 
 __all__ = ["join_products", "pad_products", "returns_padded"]
 
@@ -143,7 +145,7 @@ def _elements_from(node: fx.Node) -> set[fx.Node]:
 
 def _feeds_operators(node: fx.Node) -> bool:
     """Whether an operator of a region reads a product: its gradients would be concatenated."""
-    return any(compat.namespace(user.target) == "fusedops" for user in _consumers(node))
+    return any(namespace(user.target) == "fusedops" for user in _consumers(node))
 
 
 def _is_saved_by_attention(part: fx.Node) -> bool:
@@ -263,7 +265,7 @@ def _is_wide_and_unaligned(columns: Any, depth: Any) -> bool:
 
 
 def _has_many_rows(rows: Tensor) -> bool:
-    return compat.have_hints(rows.shape) and compat.hints(rows.shape)[0] >= LEAST_ROWS
+    return have_hints(rows.shape) and hints(rows.shape)[0] >= LEAST_ROWS
 
 
 def _pad(graph: fx.Graph, node: fx.Node) -> None:

@@ -20,7 +20,8 @@ from ..compiler.planning import planned
 from ..compiler.structure import Structure, structured
 from ..compiler.traced import Traced
 from ..compiler.tracing import trace
-from ..core import compat
+from ..core.compat import fake
+from ..core.compat.dispatch import without_modes
 from ..core.configs import tuning
 from ..core.launches import launch
 from .dimensions import (
@@ -32,7 +33,9 @@ from .dimensions import (
     split_shape,
     splits_of,
 )
+from .fx import recording_nothing
 from .regions import CHANGING, Region, name_of, value_of
+from .symbols import has_one_value, hint_of, settled
 
 __all__ = ["RegionProgram", "Source", "build", "prepare"]
 
@@ -67,8 +70,8 @@ class RegionProgram:
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of the program's inputs in the call that is traced."""
-        shapes = [compat.hints(value_of(node).shape) for node in self.inputs]
-        sizes = [compat.hints([value_of(node)]) for node in self.sizes]
+        shapes = [fake.hints(value_of(node).shape) for node in self.inputs]
+        sizes = [fake.hints([value_of(node)]) for node in self.sizes]
         return self.source.shapes([*shapes, *sizes])
 
     @property
@@ -196,7 +199,7 @@ def prepare(
     device = value_of(program.inputs[0]).device
     if not launch.runs_kernels(device.type) or tuning.on_demand():  # the tuner would run them
         return
-    with compat.recording_nothing(), compat.without_modes():
+    with recording_nothing(), without_modes():
         numbers = {number for node, number in program.outputs if node in receives}
         reason = _prepared(
             program.program,
@@ -315,17 +318,17 @@ class _Function:
 
         It is a number if it never changes: a plain one, or one rounded from the caller's floats.
         """
-        size = compat.settled(size, self._single)
+        size = settled(size, self._single)
         is_rounded = any(number.is_Function for number in _free_symbols(size))
-        if not is_rounded or not compat.has_one_value(size):
+        if not is_rounded or not has_one_value(size):
             return size
         self.numbers.append(size)
         return size.node.hint
 
     def _is_no_size_of(self, value: Any) -> bool:
         """Whether a number is a size that does not follow from the sizes of tensors."""
-        value = compat.settled(value, self._single)
-        if not isinstance(value, torch.SymInt) or compat.has_one_value(value):
+        value = settled(value, self._single)
+        if not isinstance(value, torch.SymInt) or has_one_value(value):
             return False
         return not all(symbol in self._sizes for symbol in _free_symbols(value))
 
@@ -334,10 +337,10 @@ class _Function:
 
         A number that never changes is returned as it is.
         """
-        value = compat.settled(value, self._single)
+        value = settled(value, self._single)
         if not isinstance(value, (torch.SymInt, torch.SymFloat)):
             return value
-        if compat.has_one_value(value):
+        if has_one_value(value):
             self.numbers.append(value)
             return value.node.hint
         expression: Any = getattr(getattr(value, "node", None), "expr", None)
@@ -414,7 +417,7 @@ def _shapes(shapes: Sequence[Sequence[Any]], times: int) -> list[tuple[int, ...]
     The numbers are multiples of those, so that they have their divisors.
     """
     hints = {
-        symbol: compat.hint_of(symbol, size)
+        symbol: hint_of(symbol, size)
         for shape in shapes
         for size in shape
         for symbol in _free_symbols(size)
@@ -554,7 +557,7 @@ def _structure(
         tensor.fusedops_device = value.device  # type: ignore[attr-defined]
         tensors.append(tensor)
     names = [f"t{position}" for position in range(len(tensors))]
-    with compat.recording_nothing(), compat.without_modes():
+    with recording_nothing(), without_modes():
         sizes = [size for (size,) in shapes[len(values) :]]
         traced = trace(call, [*tensors, *sizes], region, names, lambda _: None)
     output_numbers = _merge_outputs(traced)

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, fx
 
 from ..compiler.lowering import TABLE
-from ..core import compat
 from ..core.calls.operators import NAMES
+from ..core.compat.fake import hints, memory_of
 from ..core.launches import launch
+from .fx import GRAD_MODES, HIGHER_ORDER, aten_name, leaves, mutates, named_again, written_arguments
+from .symbols import have_hints, settled
 
 __all__ = [
     "BIAS",
@@ -179,7 +181,7 @@ def value_of(node: fx.Node) -> Any:
 
 def tensors_in(values: Any) -> list[Tensor]:
     """The tensors in a value, or in nested lists, tuples and dictionaries of values."""
-    return [leaf for leaf in compat.leaves(values) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves(values) if isinstance(leaf, Tensor)]
 
 
 def tensors_of(nodes: Iterable[fx.Node]) -> list[Tensor]:
@@ -209,7 +211,7 @@ def is_input(node: fx.Node) -> bool:
 
 def overlap(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
     """Whether a tensor of one group shares memory with a tensor of the other."""
-    return not set(map(compat.memory_of, tensors)).isdisjoint(map(compat.memory_of, others))
+    return not set(map(memory_of, tensors)).isdisjoint(map(memory_of, others))
 
 
 def captured_body(node: fx.Node) -> fx.Graph | None:
@@ -229,8 +231,8 @@ def written(node: fx.Node) -> list[Tensor]:
     if body is not None:
         return changed_in(body)
     targets: Any = node.all_input_nodes
-    if not isinstance(node.target, compat.HIGHER_ORDER):
-        targets = compat.written(node.target, node.args, node.kwargs)
+    if not isinstance(node.target, HIGHER_ORDER):
+        targets = written_arguments(node.target, node.args, node.kwargs)
     return tensors_of(nodes_in(targets))
 
 
@@ -253,14 +255,14 @@ def drop_unused(graph: fx.Graph) -> None:
 
 def _has_effect(node: fx.Node) -> bool:
     """Whether a node is needed even if nothing uses its value."""
-    if node.is_impure() or node.target in compat.GRAD_MODES:
+    if node.is_impure() or node.target in GRAD_MODES:
         return True
     return bool(written(node))
 
 
 def name_of(node: fx.Node) -> str:
     """The name of a node's aten operator, without its overload; "" for other nodes."""
-    return compat.aten_name(node.target)
+    return aten_name(node.target)
 
 
 def _direct_tensors(value: Any) -> list[Tensor]:
@@ -272,7 +274,7 @@ def _direct_tensors(value: Any) -> list[Tensor]:
 def size_of(node: fx.Node) -> Any:
     """The number of elements of a node's first tensor, a number or a symbol; 0 without a tensor."""
     tensors = _direct_tensors(value_of(node))
-    return math.prod(compat.hints(tensors[0].shape)) if tensors else 0
+    return math.prod(hints(tensors[0].shape)) if tensors else 0
 
 
 def parts_of(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -339,7 +341,7 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     """The nodes that a node returns or is a view of."""
     if node.target is operator.getitem:
         return node.all_input_nodes
-    aliased = compat.named_again(node.target, node.args, node.kwargs)
+    aliased = named_again(node.target, node.args, node.kwargs)
     return nodes_in(aliased)
 
 
@@ -585,7 +587,7 @@ def _columns(node: fx.Node) -> int | torch.SymInt:
     is_over_all = len(dims) == rank
     if not dims or is_over_all or dims != list(range(rank - len(dims), rank)):
         return 0
-    sizes: list[Any] = [compat.settled(value.shape[dim]) for dim in dims]
+    sizes: list[Any] = [settled(value.shape[dim]) for dim in dims]
     return math.prod(sizes)  # type: ignore[no-any-return]
 
 
@@ -618,15 +620,15 @@ def _is_readable(tensor: Tensor) -> bool:
     """Whether a kernel can read a tensor: strided, of a supported dtype and device, not empty."""
     if tensor.dtype not in NAMES or tensor.layout is not torch.strided:
         return False
-    if not launch.runs_kernels(tensor.device.type) or not compat.have_hints(tensor.shape):
+    if not launch.runs_kernels(tensor.device.type) or not have_hints(tensor.shape):
         return False
-    return 0 not in compat.hints(tensor.shape)
+    return 0 not in hints(tensor.shape)
 
 
 def is_fixed(node: fx.Node) -> bool:
     """Whether a node keeps its position among all others."""
     if node.op != "call_function":
         return False
-    if node.target in compat.GRAD_MODES or isinstance(node.target, compat.HIGHER_ORDER):
+    if node.target in GRAD_MODES or isinstance(node.target, HIGHER_ORDER):
         return True
-    return compat.mutates(node.target)
+    return mutates(node.target)

@@ -11,9 +11,9 @@ from torch import fx
 
 from ..compiler.codegen import backward_kernels, forward_kernels
 from ..compiler.operator import Program
-from ..core import compat
 from ..core.calls import operators
 from ..core.launches import launch
+from .fx import namespace
 from .regions import captured_body
 
 __all__ = ["CompileReport", "RegionReport", "changes_in", "note_change", "operators_in"]
@@ -48,7 +48,7 @@ def changes_in(graph: fx.Graph) -> Counter[str]:
 
 def operators_in(graph: fx.Graph) -> Counter[str]:
     """The operators of this library that a graph calls, and how often."""
-    calls = [node for node in graph.nodes if compat.namespace(node.target) == "fusedops"]
+    calls = [node for node in graph.nodes if namespace(node.target) == "fusedops"]
     # The operator's name is in the text that encodes its constants.
     encoded = [arg for node in calls for arg in node.args if isinstance(arg, str)]
     return Counter(map(operators.name_in, encoded))

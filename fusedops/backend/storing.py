@@ -30,10 +30,19 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..compiler import storing
 from ..compiler.operator import Program
-from ..core import compat
+from ..core.compat.fake import memory_of
 from ..core.configs import cache
 from ..core.launches import launch
 from .capture import WITHOUT_EFFECT, copy_metadata
+from .fx import (
+    AUTOCASTS,
+    CHECKPOINTED,
+    GRAD_MODES,
+    OPERATORS,
+    attention_order,
+    is_pure,
+    is_traceable_subclass,
+)
 from .grouped import is_grouped
 from .products import PADDED
 from .programs import Source
@@ -52,8 +61,8 @@ _FUNCTIONS = {
     "getitem": operator.getitem,
     "dropout": F.dropout,
     "tensor": torch.tensor,
-    "checkpointed": compat.CHECKPOINTED,
-    **{f"grad_mode{number}": mode for number, mode in enumerate(compat.GRAD_MODES)},
+    "checkpointed": CHECKPOINTED,
+    **{f"grad_mode{number}": mode for number, mode in enumerate(GRAD_MODES)},
 }
 _KINDS = ("cpu", "cuda")
 # The kinds of nodes of captured graphs.
@@ -145,7 +154,7 @@ def _settings() -> list[str]:
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
         torch.backends.cuda.cudnn_sdp_enabled(),
-        compat.attention_order(),
+        attention_order(),
         torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed(),
         torch.backends.cudnn.version(),
         torch.backends.opt_einsum.is_available(),
@@ -196,7 +205,7 @@ def _input(value: Any) -> str:
         return repr(value)
     is_plain = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
     # Subclasses, sparse and nested tensors have more than is described here.
-    if not is_plain or compat.is_traceable_subclass(value) or value.device.type not in _KINDS:
+    if not is_plain or is_traceable_subclass(value) or value.device.type not in _KINDS:
         raise _NoValueError
     numbers = (*value.shape, *value.stride(), value.storage_offset())
     if not are_numbers(numbers):
@@ -219,8 +228,7 @@ def _sharing(tensors: Sequence[Tensor]) -> str:
     """Which tensors share memory: for each, the position of the first with its memory."""
     first: dict[Any, int] = {}
     owners = [
-        first.setdefault(compat.memory_of(tensor), position)
-        for position, tensor in enumerate(tensors)
+        first.setdefault(memory_of(tensor), position) for position, tensor in enumerate(tensors)
     ]
     return repr(owners)
 
@@ -372,7 +380,7 @@ def _named(function: Any) -> str:
     for name, known in _FUNCTIONS.items():
         if known is function:
             return name
-    if isinstance(function, compat.OPERATORS):
+    if isinstance(function, OPERATORS):
         name = str(function)
         if name.partition(".")[0] in _NAMESPACES or is_grouped(function):
             return name
@@ -387,7 +395,7 @@ def _named(function: Any) -> str:
 
 def _has_importable_name(function: Any) -> bool:
     """Whether a function is one that a capture may call, and that is no operator."""
-    if compat.is_pure(function) or function in compat.AUTOCASTS:
+    if is_pure(function) or function in AUTOCASTS:
         return True
     return getattr(function, "__name__", "") in WITHOUT_EFFECT
 
@@ -414,6 +422,6 @@ def _function(name: str) -> Any:
     if name.partition(".")[0] not in _NAMESPACES:
         raise _NoValueError
     function = _at(torch.ops, name)
-    if not isinstance(function, compat.OPERATORS):
+    if not isinstance(function, OPERATORS):
         raise _NoValueError
     return function

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..core import compat
+from ..core.compat.triton import compiles_ahead
 from ..core.configs import tuning
 from ..core.configs.tuning_key import TuningKey
 from ..core.launches import launch
@@ -187,7 +187,7 @@ def _device_index(device: torch.device) -> int:
 
 def _usage(request: launch.Request, device_index: int) -> Usage | None:
     """Return the registers of a compiled kernel; None where kernels are not compiled."""
-    if device_index < 0 or not compat.compiles_ahead():
+    if device_index < 0 or not compiles_ahead():
         return None
     return usage_of(launch.compile_fitting(request, launch.shared_memory(device_index)))
 

@@ -14,8 +14,9 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import torch
 from torch import Tensor
 
-from ..core import compat
 from ..core.calls.call import run
+from ..core.compat.dispatch import any_autocast_enabled, in_forward_mode, transforms
+from ..core.compat.dynamo import constant_when_traced, is_exporting
 from ..core.launches import launch
 from .codegen import backward_kernels, forward_kernels
 from .errors import NotRowwiseError
@@ -151,12 +152,10 @@ class Rowwise(Generic[_P, _R]):
         self._in_graph.__name__ = self.name
         self._in_graph.__fusedops_function__ = self._run  # type: ignore[attr-defined]
         self._guards = Guards(function)
-        self._guard_attribute: Callable[[], str] = compat.constant_when_traced(
+        self._guard_attribute: Callable[[], str] = constant_when_traced(
             lambda: self._guards.attribute()
         )
-        self._allow: Callable[[], bool] = compat.constant_when_traced(
-            lambda: _allowed(self._in_graph)
-        )
+        self._allow: Callable[[], bool] = constant_when_traced(lambda: _allowed(self._in_graph))
 
     def __call__(self, *arguments: _P.args, **kwargs: _P.kwargs) -> _R:
         """Return the function's outputs."""
@@ -169,11 +168,11 @@ class Rowwise(Generic[_P, _R]):
 
     def _called(self, *args: Any) -> Any:
         """Return the outputs for all arguments by position. This is the hot path of a call."""
-        autocast = compat.any_autocast_enabled() and _autocast()
+        autocast = any_autocast_enabled() and _autocast()
         # The function itself runs as a part of another trace; under a transform, where PyTorch's
         # operators run, on what is captured now; and for `torch.export`, because the process that
         # loads the exported program has not registered this program's operators.
-        if recording() or compat.transforms() or compat.in_forward_mode() or compat.is_exporting():
+        if recording() or transforms() or in_forward_mode() or is_exporting():
             return self._run(*args)
         # Two lookups lead to a program: by the kinds of the arguments to a group of calls, and by
         # the state around the function (its globals, closures, objects) to a call of the group.
@@ -256,7 +255,7 @@ class Rowwise(Generic[_P, _R]):
             kwargs: as in a call.
         """
         arguments = self._positional(args, kwargs)
-        autocast = compat.any_autocast_enabled() and _autocast()
+        autocast = any_autocast_enabled() and _autocast()
         call = self._resolved(arguments, autocast, warns=False)
         if call.program is None:
             return Explanation(self.name, call.reason)
@@ -277,7 +276,7 @@ class Rowwise(Generic[_P, _R]):
             NotRowwiseError: the function cannot be one kernel.
         """
         arguments = self._positional(args, kwargs)
-        autocast = compat.any_autocast_enabled() and _autocast()
+        autocast = any_autocast_enabled() and _autocast()
         match = self._programs.find(arguments, autocast)
         program, plan = match.program, match.program.plan
         grouped = program.is_grouped(self._tensors(arguments, match.captured))
@@ -314,7 +313,7 @@ class Rowwise(Generic[_P, _R]):
             args = self._positional(args, kwargs)
         if any(not isinstance(a, (Tensor, *PLAIN)) for a in args):
             return self._run(*args)
-        if compat.is_exporting():
+        if is_exporting():
             return self._run(*args)
         # Without guards the variables that the function reads would be constants of the graph.
         guards = self._guard_attribute()

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import compat
+from ..core.compat.dispatch import without_modes, without_transforms
+from ..core.compat.fake import hints
 from . import storing
 from .axes import Label
 from .effects import check_effects
@@ -112,7 +113,7 @@ class Programs:
         # refusal's key, because most refusals are the same for any number of rows.
         numbers = tuple([None if isinstance(a, Tensor) else plain_state(a) for a in args])
         key = (numbers, state, autocast, torch.get_default_dtype(), tensors[0].device.type)
-        kinds = [(t.dtype, t.layout, t.dim(), compat.hints(t.shape[1:])) for t in tensors]
+        kinds = [(t.dtype, t.layout, t.dim(), hints(t.shape[1:])) for t in tensors]
         refusal_key = (key, *kinds)
         if refusal_key in self.refused:
             raise NotRowwiseError(self.refused[refusal_key])
@@ -122,7 +123,7 @@ class Programs:
                 return match
         call = _Call(args, look, state_tensors, self._path(look, key))
         try:
-            with compat.without_transforms(), compat.without_modes():
+            with without_transforms(), without_modes():
                 match = self._stored(call, tensors) or self._traced(call)
         except NotRowwiseError as error:
             # The text alone: the error would keep the tensors of its frames alive.
@@ -201,7 +202,7 @@ class Programs:
         """Return the function's structure, which is the same for other numbers of rows."""
         for code in call.look.codes:
             check_effects(code, self.name)
-        shapes = [compat.hints(tensor.shape) for tensor in tensors_of(call.args)]
+        shapes = [hints(tensor.shape) for tensor in tensors_of(call.args)]
         traced, structure = self._of_any_rows(call, shapes)
         return traced, replace(structure, loose=self._loose(call, structure))
 

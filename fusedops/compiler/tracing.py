@@ -26,9 +26,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..core import compat
 from ..core.calls.call import as_references
 from ..core.calls.operators import NAMES
+from ..core.compat import dispatch
+from ..core.compat.autograd import noticing_autograd_functions
+from ..core.compat.fake import fake_mode, is_fake, quiet, share_memory
 from .axes import Axes, AxisError
 from .errors import NotRowwiseError
 from .ir import Graph, Node
@@ -72,11 +74,11 @@ def trace(
             traced_with_others(),
             as_references(),
             torch.enable_grad(),
-            compat.quiet(),
+            quiet(),
             recorder.fake,
             recorder,
             _Functions(recorder),
-            compat.noticing_autograd_functions(recorder.refuse_autograd_function),
+            noticing_autograd_functions(recorder.refuse_autograd_function),
         ):
             returned = call(*fake_arguments)
         # The function caught the refusal, and continued in a branch that no call takes: PyTorch
@@ -143,14 +145,14 @@ def traced_with_others() -> Iterator[None]:
         _running.count -= 1
 
 
-class _Recorder(compat.DispatchMode):  # type: ignore[misc]
+class _Recorder(dispatch.DispatchMode):  # type: ignore[misc]
     """A dispatch mode that runs every operator on tensors without memory, and records a node."""
 
     def __init__(
         self, function: Callable[..., Any], find: Callable[[Tensor], tuple[int, str] | None]
     ) -> None:
         super().__init__()
-        self.fake = compat.fake_mode()
+        self.fake = fake_mode()
         self.function = function
         self.name = getattr(function, "__name__", type(function).__name__)
         self.find = find
@@ -210,7 +212,7 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a tensor without memory."""
-        with compat.without_modes(), self.fake:
+        with dispatch.without_modes(), self.fake:
             return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def set(self, tensor: Tensor, value: Value) -> None:
@@ -229,7 +231,7 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
         known = self.stand_ins.get(id(tensor))
         if known is not None:
             return known[1]
-        if compat.is_fake(tensor):
+        if is_fake(tensor):
             raise NotRowwiseError("it uses a result of an operator that no kernel computes")
         captured = self.find(tensor)
         if captured is None:
@@ -271,13 +273,13 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
         if name.startswith("prim::"):  # reads a property of a tensor, and computes nothing
             return func(*args, **kwargs)
         # `torch.tensor(2.0)` in the function.
-        is_new_tensor = name.startswith("lift_fresh") and not compat.is_fake(args[0])
+        is_new_tensor = name.startswith("lift_fresh") and not is_fake(args[0])
         if is_new_tensor and args[0].numel() == 1:
             return self._number(func, args[0])
         lower = lowering.TABLE.get(name)
         in_place = name.endswith("_") and not name.endswith("__")
         if lower is None:
-            out_of_place = compat.out_of_place(func) if in_place else None
+            out_of_place = dispatch.out_of_place(func) if in_place else None
             if out_of_place is None or name[:-1] in lowering.REFUSED:
                 plain_name = name.removesuffix("_") if in_place else name
                 return self._decomposed(func, plain_name, args, kwargs)
@@ -301,7 +303,7 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
         try:
             # PyTorch turns a mode off while the mode handles an operator: it is entered again.
             with self:
-                result = compat.out_of_place(func)(*args, **kwargs).to(target.dtype)
+                result = dispatch.out_of_place(func)(*args, **kwargs).to(target.dtype)
         finally:
             self._decomposing = outer
         if result.shape != target.shape:  # PyTorch raises its own error for the call
@@ -327,7 +329,7 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
 
     def _number(self, func: Any, tensor: Tensor) -> Tensor:
         """Record a tensor that the function creates of a Python number as a constant."""
-        with compat.without_modes():
+        with dispatch.without_modes():
             number = tensor.item()
         out = self.empty(tensor.shape, tensor.dtype, tensor.device)
         self.set(out, Value(self.graph.const(number), ((),) * tensor.dim(), tensor.dtype))
@@ -337,13 +339,13 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
         """Raise where an in-place operator changes an input, or memory that tensors share."""
         self.value(target)
         for tensor, value in self.protected:
-            if tensor is target or compat.share_memory(tensor, target):
+            if tensor is target or share_memory(tensor, target):
                 raise NotRowwiseError(
                     f"{name} changes {value.node.names[0]} in place, which the function was given; "
                     "change a copy"
                 )
         for other, _ in self.values.values():
-            if other is not target and compat.share_memory(other, target):
+            if other is not target and share_memory(other, target):
                 raise NotRowwiseError(
                     f"{name} changes in place what another tensor shares; change a copy, put parts "
                     "together with torch.cat, or use torch.where"
@@ -388,7 +390,7 @@ class _Recorder(compat.DispatchMode):  # type: ignore[misc]
         )
         if name in lowering.REFUSED:
             raise refused
-        decompose = compat.decompositions().get(func)
+        decompose = dispatch.decompositions().get(func)
         if decompose is None:
             decompose = func.decompose
         before, self._decomposing = self._decomposing, outer
@@ -471,7 +473,7 @@ class _Functions(TorchFunctionMode):
             replacement = _REPLACEMENTS.get(func)
             if replacement is not None:
                 return replacement(self, *args, **kwargs)
-            if func is torch.einsum and not compat.any_autocast_enabled():
+            if func is torch.einsum and not dispatch.any_autocast_enabled():
                 elementwise = _elementwise_einsum(*args)
                 if elementwise is not None:
                     return elementwise()

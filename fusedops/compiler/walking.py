@@ -17,7 +17,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..core import compat
+from ..core.compat.modules import (
+    BACKWARD_HOOKS,
+    FORWARD_HOOKS,
+    MODULE_INTERNALS,
+    MODULE_MEMBERS,
+    has_backward_hooks,
+    has_global_hooks,
+)
 from .errors import NotRowwiseError
 from .looking import Writer
 from .surroundings import (
@@ -532,7 +539,7 @@ class Walk(Writer):
         prefix = f"{short}_" if short and short != name else ""
         for key, inner in list(vars(value).items()):
             named = self.is_named(key)
-            if key not in compat.MODULE_INTERNALS and (whole or named):
+            if key not in MODULE_INTERNALS and (whole or named):
                 self.visit(
                     inner,
                     f"{namespace}[{key!r}]",
@@ -540,11 +547,11 @@ class Walk(Writer):
                     short=f"{prefix}{key}",
                     required=named,
                 )
-        for registry in compat.MODULE_MEMBERS:
+        for registry in MODULE_MEMBERS:
             members = vars(value)[registry]
             self.members(members, f"{namespace}[{registry!r}]", name, prefix, whole=whole)
         own = dict(vars(value))
-        for registry in compat.MODULE_MEMBERS:
+        for registry in MODULE_MEMBERS:
             own.update(vars(value)[registry])
         self.missing_attributes(value, variable)
         self.class_attributes(type(value), name, own, namespace)
@@ -556,19 +563,19 @@ class Walk(Writer):
     def check_module(self, value: nn.Module, variable: str, name: str, namespace: str) -> None:
         """Raise for a module that is not initialised, or has backward hooks."""
         registries = {
-            *compat.BACKWARD_HOOKS,
-            *compat.FORWARD_HOOKS,
-            *compat.MODULE_MEMBERS,
+            *BACKWARD_HOOKS,
+            *FORWARD_HOOKS,
+            *MODULE_MEMBERS,
         }
         if not registries <= set(vars(value)):
             raise NotRowwiseError(f"{self.role} {name} is a module that was not initialised")
-        if compat.has_backward_hooks(value):
-            self.expect(f"{self.constant(compat.has_backward_hooks)}({variable})")
+        if has_backward_hooks(value):
+            self.expect(f"{self.constant(has_backward_hooks)}({variable})")
             raise NotRowwiseError(
                 f"{self.role} {name} is a module with backward hooks, which no kernel calls; call "
                 "it outside"
             )
-        for registry in compat.BACKWARD_HOOKS:
+        for registry in BACKWARD_HOOKS:
             self.expect(f"not {namespace}[{registry!r}]")
 
     def members(
@@ -586,15 +593,15 @@ class Walk(Writer):
 
     def call(self, value: nn.Module, namespace: str, name: str) -> None:
         """Visit what a call of a module runs: its hooks, and the forward."""
-        has_hooks = f"{self.constant(compat.has_global_hooks)}()"
-        if compat.has_global_hooks():
+        has_hooks = f"{self.constant(has_global_hooks)}()"
+        if has_global_hooks():
             self.expect(has_hooks)
             raise NotRowwiseError(
                 f"{self.role} {name} is a module, and there are hooks on all modules; call it "
                 "outside"
             )
         self.expect(f"not {has_hooks}")
-        for registry in compat.FORWARD_HOOKS:
+        for registry in FORWARD_HOOKS:
             hooks, expression = vars(value)[registry], f"{namespace}[{registry!r}]"
             self.expect(f"len({expression}) == {len(hooks)}" if hooks else f"not {expression}")
             for i, hook in enumerate(hooks.values()):

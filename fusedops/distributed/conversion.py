@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import compat
 from ..core.calls.operator import Tensors
+from ..core.compat import distributed
+from ..core.compat.autograd import fast_apply
 
 __all__ = ["ShardSpec", "parts", "strides", "total", "wholes"]
 
@@ -50,7 +51,7 @@ def parts(tensors: Sequence[Any], gradients: Sequence[ShardSpec]) -> list[Tensor
     if _needs_graph(tensors):
         return list(_apply_parts(tuple(gradients), *tensors))
     with torch.no_grad():
-        return [compat.waited(t.to_local()) for t in tensors]
+        return [distributed.waited(t.to_local()) for t in tensors]
 
 
 def wholes(tensors: Tensors, specs: Sequence[ShardSpec]) -> tuple[Tensor | None, ...]:
@@ -118,11 +119,13 @@ def _constant_dtensor(t: Tensor, spec: ShardSpec) -> Any:
     key = stride, t.dtype
     dtensor_spec = spec.dtensor_specs.get(key)
     if dtensor_spec is None:
-        dtensor_spec = compat.dtensor_spec(spec.mesh, spec.placements, spec.shape, stride, t.dtype)
+        dtensor_spec = distributed.dtensor_spec(
+            spec.mesh, spec.placements, spec.shape, stride, t.dtype
+        )
         if dtensor_spec is None:
             return _from_local(t, spec)
         spec.dtensor_specs[key] = dtensor_spec
-    return compat.dtensor(t.detach() if t.requires_grad else t, dtensor_spec)
+    return distributed.dtensor(t.detach() if t.requires_grad else t, dtensor_spec)
 
 
 class _Parts(torch.autograd.Function):
@@ -131,7 +134,7 @@ class _Parts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: tuple[ShardSpec, ...], *tensors: Any) -> tuple[Tensor, ...]:
         """Returns the views; no data is moved."""
-        own = [compat.waited(t.to_local()) for t in tensors]
+        own = [distributed.waited(t.to_local()) for t in tensors]
         own = [t.view_as(t) for t in own]
         ctx.gradients = gradients
         ctx.set_materialize_grads(False)
@@ -187,11 +190,11 @@ def _part(grad: Any, spec: ShardSpec) -> Tensor:
     """Returns this rank's part of a gradient."""
     if tuple(grad.placements) != spec.placements:
         grad = grad.redistribute(spec.mesh, spec.placements)
-    return compat.waited(grad.to_local())
+    return distributed.waited(grad.to_local())
 
 
-_apply_parts: Any = compat.fast_apply(_Parts)
-_apply_wholes: Any = compat.fast_apply(_Wholes)
+_apply_parts: Any = fast_apply(_Parts)
+_apply_wholes: Any = fast_apply(_Wholes)
 
 
 class _Total(torch.autograd.Function):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..core import compat
+from ..core.compat.distributed import is_distributed
 
 __all__ = ["TensorsBeside"]
 
@@ -25,7 +25,7 @@ class TensorsBeside(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module, as `torch.nn.Module` does."""
-        if compat.is_distributed(self):
+        if is_distributed(self):
             args, others = args[:1], args[1:]
             kwargs |= zip(self._beside[: len(others)], others, strict=True)
         return super().__call__(*args, **kwargs)
@@ -55,7 +55,7 @@ class TensorsBeside(nn.Module):
 
     def _needs_placement(self, t: Tensor, x: Any) -> bool:
         """Whether the hooks made ``x`` a DTensor, and left ``t`` a plain tensor."""
-        if not compat.is_distributed(self):
+        if not is_distributed(self):
             return False
         # `distribute_module`, which set the mark, is in the same module.
         dtensor: Any = sys.modules["torch.distributed.tensor"].DTensor

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core.compat import has_compiled_call, has_global_hooks, rows_placed_by
+from ..core.compat.distributed import rows_placed_by
+from ..core.compat.modules import has_compiled_call, has_global_hooks
 from ..models.hooks import keeps_method
 
 __all__ = ["Rows", "rows_of_norm"]

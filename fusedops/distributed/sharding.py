@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core import compat
 from ..core.calls.operator import Axes, Operator, Tensors
+from ..core.compat.dispatch import is_intercepted
+from ..core.compat.distributed import replicates_implicitly
 from ..core.random import dropout
 from ..core.random.dropout import Dropout
 from ..core.random.rng import NO_DROPOUT
@@ -49,7 +50,7 @@ def distributes(tensors: Tensors) -> bool:
 
 def replicated(tensors: Tensors) -> Tensors:
     """Returns the tensors, replicated DTensors where PyTorch's ``implicit_replication`` is on."""
-    if torch.compiler.is_dynamo_compiling() or not compat.replicates_implicitly():
+    if torch.compiler.is_dynamo_compiling() or not replicates_implicitly():
         return tensors
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -209,7 +210,7 @@ class Layout(NamedTuple):
             # A copy that blocks would wait for all work that the GPU still has to do.
             values = torch.tensor([*seed, *_cached_numbers(*shard)], dtype=torch.int64)
             return values.to(device, non_blocking=True)
-        is_recorded = torch.compiler.is_compiling() or compat.is_intercepted()
+        is_recorded = torch.compiler.is_compiling() or is_intercepted()
         numbers_on = _numbers_on if is_recorded else _cached_numbers_on
         return torch.cat([seed, numbers_on(*shard, device)])
 

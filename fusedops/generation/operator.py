@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core import compat
 from ..core.calls import checks
 from ..core.calls.function import PLAIN, on_device
 from ..core.calls.registration import implement
+from ..core.compat.dispatch import dispatch_modes, in_forward_mode, transforms
 from ..core.launches import launch
 from . import launching, reference
 from .launching import Site, site_of
@@ -73,7 +73,7 @@ class NoRepeatNGram:
             padded = rule.pad_token_id is not None
             site, special = self._signature(*tensors, padded=padded, inplace=inplace)
             runs = site is not None
-            observed = special or compat.dispatch_modes() > 0
+            observed = special or dispatch_modes() > 0
         differentiated = _is_differentiated(scores)
         try:
             if not runs or differentiated or scores.numel() == 0:
@@ -125,7 +125,7 @@ def _is_differentiated(scores: Tensor) -> bool:
     """Whether a gradient, a transform or a tangent needs PyTorch's operators."""
     if scores.requires_grad and torch.is_grad_enabled():
         return True
-    return compat.transforms() or compat.in_forward_mode()
+    return transforms() or in_forward_mode()
 
 
 # --- checks ---------------------------------------------------------------------------------------

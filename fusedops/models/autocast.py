@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.compat import any_autocast_enabled, constant_when_traced
+from ..core.compat.dispatch import any_autocast_enabled
+from ..core.compat.dynamo import constant_when_traced
 from .hooks import can_call, has_hooks, is_linear, is_plain
 
 __all__ = ["autocast_dtype", "consumers", "low_dtype", "narrowed", "normed", "under_autocast"]

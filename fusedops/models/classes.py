@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from ..core import compat
+from ..core.compat.distributed import sharded_class, unsharded_class
 from .hooks import ORIGINAL
 from .rule import Family, Rule
 
@@ -198,16 +198,14 @@ def unsharded(model: nn.Module) -> Iterator[Collection[nn.Module]]:
     the module's class is changed below FSDP's, the order of `fully_shard` and `fuse_model` does not
     matter.
     """
-    sharded = {
-        m: type(m) for m in model.modules() if compat.unsharded_class(type(m)) is not type(m)
-    }
+    sharded = {m: type(m) for m in model.modules() if unsharded_class(type(m)) is not type(m)}
     for module, cls in sharded.items():
-        module.__class__ = compat.unsharded_class(cls)
+        module.__class__ = unsharded_class(cls)
     try:
         yield sharded
     finally:
         for module, cls in sharded.items():
-            _become(module, compat.sharded_class(cls, type(module)))
+            _become(module, sharded_class(cls, type(module)))
 
 
 def _become(module: nn.Module, cls: type[nn.Module]) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core import compat
+from ..core.compat.distributed import FSDP
+from ..core.compat.modules import is_compiled
 from .rule import Rule
 
 __all__ = ["check_flags", "check_model", "check_module", "check_rules", "check_whole", "excluded"]
@@ -84,7 +85,7 @@ def _is_scripted(module: nn.Module) -> bool:
 
 
 def _is_in_fsdp(module: nn.Module) -> bool:
-    return any(_full_name(cls).startswith(compat.FSDP) for cls in type(module).__mro__)
+    return any(_full_name(cls).startswith(FSDP) for cls in type(module).__mro__)
 
 
 def _is_quantized(module: nn.Module) -> bool:
@@ -107,7 +108,7 @@ _OBSTACLES: tuple[tuple[Callable[[nn.Module], bool], str], ...] = (
         "is scripted or traced; fuse the model before torch.jit.script or torch.jit.trace",
     ),
     (
-        compat.is_compiled,
+        is_compiled,
         (
             "is compiled; fuse the model before torch.compile, or pass compile_rest=True instead "
             "of compiling (after that, unfuse_model first)"

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..core import compat
+from ..core.compat.modules import forget_compiled
 from ..distributed.sequence import rows_of_norm
 from . import classes, eligibility
 from .hooks import has_hooks, is_simple, submodule
@@ -179,7 +179,7 @@ def _unfuse(model: nn.Module) -> None:
         classes.unfuse(module)
         if module in _compiled:
             _compiled.remove(module)
-            compat.forget_compiled(module)
+            forget_compiled(module)
 
 
 def fusion_status(model: nn.Module) -> FusionReport:

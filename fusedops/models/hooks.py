@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..core.compat import constant_when_traced, has_compiled_call, has_global_hooks, has_own_hooks
+from ..core.compat.dynamo import constant_when_traced
+from ..core.compat.modules import has_compiled_call, has_global_hooks, has_own_hooks
 
 __all__ = [
     "ORIGINAL",

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from ..activations.ops import bias_act, gated_act
 from ..core.activations import ActivationName
-from ..core.compat import constant_when_traced
+from ..core.compat.dynamo import constant_when_traced
 from ..distributed.sequence import Rows, rows_of_norm
 from ..norms.ops import bias_dropout_add
 from .autocast import low_dtype, narrowed, normed

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..core.compat import cast_by_autocast, without_modes
+from ..core.compat.dispatch import cast_by_autocast, without_modes
 from ..norms.reference import NormRule, Rounding, normalize
 from .fingerprint import definition, digest, is_pytorchs
 

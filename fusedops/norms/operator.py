@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core import compat
 from ..core.calls import checks
 from ..core.calls.function import vjp
 from ..core.calls.operator import Dtypes, Operator
 from ..core.calls.operators import encode
 from ..core.calls.registration import define
+from ..core.compat.dispatch import cast_by_autocast, in_forward_mode, transforms
 from ..core.launches import launch
 from ..core.launches.operand import empty
 from ..core.random.dropout import Dropout
@@ -36,7 +36,7 @@ _SAVES = ("sum", "output", "inputs")
 _SOURCES = tuple(map(frozenset, (range(5), range(3), range(5))))
 
 # Whether GPU autocast runs PyTorch's norms in fp32 (rms_norm: from 2.12 on).
-_WIDENED = {kind: compat.cast_by_autocast(f"aten::{kind}_norm") for kind in ("layer", "rms")}
+_WIDENED = {kind: cast_by_autocast(f"aten::{kind}_norm") for kind in ("layer", "rms")}
 
 
 def constants_of(
@@ -255,7 +255,7 @@ class Norm(Operator):
             flat = x.flatten(-dims)
             weight, ln_bias = (None if t is None else t.flatten() for t in (weight, ln_bias))
         # Under transforms and in forward mode some derivatives of PyTorch's own norms are wrong.
-        elementary = compat.transforms() or compat.in_forward_mode()
+        elementary = transforms() or in_forward_mode()
         y, z = reference.forward(
             (flat, bias, residual, weight, ln_bias),
             constants.rule,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import compat
+from ..core.compat.runtime import capturing, current_stream
 from ..core.configs.tuning import Config
 from ..core.launches import launch
 from ..core.launches.launch import Variant
@@ -62,8 +62,8 @@ def gather(
     the stream that it was filled on. While a graph is captured it is filled by recorded kernels,
     and belongs to the graph: a replay needs neither memory of the host nor the cache.
     """
-    stream = compat.current_stream(device_index) if device_index >= 0 else 0
-    recorded = device_index >= 0 and compat.capturing()
+    stream = current_stream(device_index) if device_index >= 0 else 0
+    recorded = device_index >= 0 and capturing()
     key = (device_index, stream, recorded, pointers, strides)
     values = pointers if strides is None else pointers + strides
     if recorded:

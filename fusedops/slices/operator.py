@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import compat
 from ..core.activations import ACTIVATIONS
 from ..core.calls import checks
 from ..core.calls.function import vjp
 from ..core.calls.operator import Axes, Dtypes, Operator
 from ..core.calls.operators import encode
 from ..core.calls.registration import define
+from ..core.compat.autograd import below_autograd, unflatten
+from ..core.compat.dispatch import cast_by_autocast, in_forward_mode, transforms
 from ..core.launches.operand import empty
 from ..core.random.dropout import Dropout
 from . import configs, launching, reference
@@ -32,7 +33,7 @@ __all__ = ["ACTIVATION_NAMES", "SLICES"]
 ACTIVATION_NAMES = (*ACTIVATIONS, "none")
 
 # Whether GPU autocast runs PyTorch's LayerNorm in fp32.
-_WIDENED = compat.cast_by_autocast("aten::layer_norm")
+_WIDENED = cast_by_autocast("aten::layer_norm")
 
 
 # The attributes of each of many tensors that a key has: `map` over these runs in C.
@@ -197,7 +198,7 @@ class SliceOperator(Operator):
         self, constants: SliceConstants, tensors: Any, dropout: Dropout
     ) -> tuple[Tensor, ...]:
         """See `reference`."""
-        elementary = compat.transforms() or compat.in_forward_mode()
+        elementary = transforms() or in_forward_mode()
         return _reference(constants, tensors, constants.out_dtype, elementary=elementary)
 
     def derivative(
@@ -336,12 +337,12 @@ def _split_buffer(
     """
     if torch.compiler.is_dynamo_compiling():
         return _views(buffer, slices)
-    with compat.below_autograd():
+    with below_autograd():
         if type(buffer) is not Tensor:
             return _views(buffer, slices)
         if widths_of(constants.sizes).uniform:
             return buffer.view(len(slices), *slices[0].shape).unbind(0)
-        return tuple(compat.unflatten(buffer, list(slices)))
+        return tuple(unflatten(buffer, list(slices)))
 
 
 def _views(buffer: Tensor, slices: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..core import compat
+from ..core.compat.triton import current_target
 from ..core.configs import cache, tuning
 from ..core.configs.tuning_key import Config, TuningKey
 from ..core.spec import Shape, Spec
@@ -186,7 +186,7 @@ def _print_comparison(path: Path) -> int:
 
 def pool_for(device: torch.device, jobs: int) -> Pool:
     """Create a pool of compilers for a GPU."""
-    return Pool(jobs, compat.current_target(), limits_of(device).shared)
+    return Pool(jobs, current_target(), limits_of(device).shared)
 
 
 def sweeper_for(device: torch.device, pool: Pool, timer: Timer) -> Sweeper:

@@ -30,7 +30,8 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from ..core import compat
+from ..core.compat.dispatch import dispatch_modes
+from ..core.compat.distributed import default_store
 from ..core.configs import tuning
 from ..core.configs.tuning_key import Config, TuningKey, valid
 from ..core.launches import launch
@@ -75,7 +76,7 @@ def _has_other_ranks() -> bool:
 
 def _is_recording(device_index: int) -> bool:
     """Whether calls are captured, traced or only planned, so that a benchmark must not run."""
-    if launch.collects() or torch.compiler.is_compiling() or compat.dispatch_modes() > 0:
+    if launch.collects() or torch.compiler.is_compiling() or dispatch_modes() > 0:
         return True
     return tuning.capturing(device_index)
 
@@ -176,7 +177,7 @@ def _agreed(key: TuningKey, device_index: int, config: Config, origin: tuning.So
     usually rank 0's, for which the others wait. A rank whose wait timed out stores the config it
     has; if rank 0 reaches the key later, it uses that config and does not tune.
     """
-    store = compat.default_store()
+    store = default_store()
     name = f"fusedops_tune {tuning.device_name(device_index)} {key}"
     reached = f"{name} reached"
     problem: Exception | None = None

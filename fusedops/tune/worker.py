@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from ..compiler import loading
-from ..core import compat
+from ..core.compat.triton import gpu_target
 from ..core.configs.tuning_key import Config
 from ..core.launches import launch
 from ..core.launches.usage import Usage, usage_of
@@ -91,7 +91,7 @@ def serve(requests: TextIO, replies: TextIO) -> None:
 
 
 def _compile(plain: Mapping[str, Any]) -> Usage:
-    request, target = decode(plain["request"]), compat.gpu_target(*plain["target"])
+    request, target = decode(plain["request"]), gpu_target(*plain["target"])
     try:
         # The heuristic's config must run, with fewer stages if necessary; others that do not fit
         # are dropped.

@@ -36,10 +36,10 @@ from architectures.comparing import (
     size_of,
 )
 from architectures.compiled import compiled, compiled_alone
+from fusedops.backend import entry
 from fusedops.backend.entry import backend
 from fusedops.backend.regions import CHANGING
 from fusedops.backend.report import CompileReport
-from fusedops.core import compat
 from support import DEVICE
 from zoo import without_dropout
 
@@ -336,7 +336,7 @@ def test_without_kernels_everything_is_inductors(monkeypatch: pytest.MonkeyPatch
     model, arguments = _on_cpu()
     expected, graphs = _values(model, arguments), []
     monkeypatch.setattr(
-        compat, "compile_by_inductor", lambda gm, *_: graphs.append(gm) or gm.forward
+        entry, "compile_by_inductor", lambda gm, *_: graphs.append(gm) or gm.forward
     )
     model.compile(backend=backend)
     found = _values(model, arguments)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedops
 from backends import Backend, PostNorm, randn
 from fusedops.backend import entry, programs
-from fusedops.core import compat
+from fusedops.backend.fx import leaves, may_save_changed_inputs, namespace
 from fusedops.core.calls import operators, registration
 from support import DEVICE
 
@@ -315,7 +315,7 @@ def test_semantics_of_the_graph(function: Callable[..., Any]) -> None:
     x, w = randn(4, 6, 8).double().requires_grad_(), randn(8).double().requires_grad_()
 
     def results(call: Callable[..., Any]) -> list[Tensor]:
-        outputs = compat.leaves(call(x, w))
+        outputs = leaves(call(x, w))
         total = sum([(index + 1) * (t * t.detach().cos()).sum() for index, t in enumerate(outputs)])
         return [*outputs, *torch.autograd.grad(total, (x, w), materialize_grads=True)]
 
@@ -379,14 +379,14 @@ def test_changes_of_inputs_that_were_computed(function: Callable[..., Any]) -> N
         x, w = [t.double().requires_grad_() for t in (start, weight)]
         y = x * 2
         v = y[1:3]
-        outputs = [*compat.leaves(call(y, v, w)), y, v]
+        outputs = [*leaves(call(y, v, w)), y, v]
         total = sum([(index + 1) * (t * t.detach().cos()).sum() for index, t in enumerate(outputs)])
         return [*outputs, *torch.autograd.grad(total, (x, w))]
 
     start, weight = randn(4, 6, 8), randn(8)
     backend = Backend()
     found, expected = results(torch.compile(function, backend=backend)), results(function)
-    if compat.may_save_changed_inputs():
+    if may_save_changed_inputs():
         assert backend.report.left == ["it changes an input that others are differentiated through"]
     else:
         assert backend.report.fused and not backend.report.left
@@ -633,9 +633,7 @@ def test_parts_without_gradients_save_nothing() -> None:
             randn(4, 8).requires_grad_(), randn(8).requires_grad_()
         )
     calls = [
-        str(node.args[-1])
-        for node in graphs[0].graph.nodes
-        if compat.namespace(node.target) == "fusedops"
+        str(node.args[-1]) for node in graphs[0].graph.nodes if namespace(node.target) == "fusedops"
     ]
     assert ["saves" if " saves " in call else "drops" for call in calls] == [
         "drops",
@@ -675,7 +673,7 @@ def test_graph_that_cannot_be_captured_is_left_with_a_warning(
         casts.append(torch.is_autocast_enabled(DEVICE.type))
         return gm.forward
 
-    monkeypatch.setattr(compat, "compile_by_inductor", compile_)
+    monkeypatch.setattr(entry, "compile_by_inductor", compile_)
     x, w = randn(4, 8), randn(8)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         fusedops.compile(lambda x, w: F.layer_norm(x, (8,), w))(x, w)

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from backends import randn
 from fusedops.backend import entry
+from fusedops.backend.fx import aten_name
 from fusedops.backend.report import CompileReport
-from fusedops.core import compat
 from support import DEVICE, KERNEL_PATH
 
 ROWS, TIMES = 12, 3
@@ -143,7 +143,7 @@ def _compiled(
     names, replaced = list[str](), list[int]()
 
     def backward(gm: torch.fx.GraphModule, _: Any) -> Any:
-        names.extend(compat.aten_name(node.target) for node in gm.graph.nodes)
+        names.extend(aten_name(node.target) for node in gm.graph.nodes)
         return make_boxed_func(gm.forward)
 
     def compiler(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from backends import Backend, check, randn, results
 from fusedops.backend import entry
+from fusedops.backend.fx import aten_name, casts_recorded
 from fusedops.backend.report import CompileReport
-from fusedops.core import compat
 from support import DEVICE, KERNEL_PATH
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
@@ -64,7 +64,7 @@ def test_products_of_the_same_rows_are_one() -> None:
         with torch.autocast(DEVICE.type, torch.bfloat16):
             found = results(compiled, model, (x,), cotangent)
             check(found, model, (x,), cotangent, 2 * torch.finfo(torch.bfloat16).eps)
-    names = [[compat.aten_name(node.target) for node in gm.graph.nodes] for gm in graphs]
+    names = [[aten_name(node.target) for node in gm.graph.nodes] for gm in graphs]
     assert [found.count("addmm") for found in names] == [5, 3]  # q with k and v, frozen, narrow
     assert [found.count("mm") for found in names] == [
         4,
@@ -105,7 +105,7 @@ def test_parameters_are_cast_together() -> None:
 
     def casting(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         made = entry._with_operators(gm, inputs, CompileReport())
-        with compat.casts_recorded():
+        with casts_recorded():
             return aot_autograd(fw_compiler=keep, bw_compiler=keep)(made, inputs)
 
     with torch.autocast(DEVICE.type, torch.bfloat16):
@@ -113,14 +113,14 @@ def test_parameters_are_cast_together() -> None:
         found = results(torch.compile(model, backend=casting), model, (x,), cotangent)
         check(found, model, (x,), cotangent, 2 * torch.finfo(torch.bfloat16).eps)
     forward, backward = [
-        [node for node in graph.nodes if compat.aten_name(node.target) in ("cat", "_to_copy")]
+        [node for node in graph.nodes if aten_name(node.target) in ("cat", "_to_copy")]
         for graph in graphs
     ]
     # Trained and frozen ones, not the rows, nor the bias of four elements, which is not aligned;
     # the gradients of the former two.
-    large = [node for node in forward if compat.aten_name(node.target) == "cat"]
+    large = [node for node in forward if aten_name(node.target) == "cat"]
     assert sorted(len(node.args[0]) for node in large) == [2, 4] if KERNEL_PATH else not large
-    casts = [node for node in backward if compat.aten_name(node.target) == "_to_copy"]
+    casts = [node for node in backward if aten_name(node.target) == "_to_copy"]
     widths = [node.meta["val"].numel() for node in casts if node.meta["val"].dtype == torch.float32]
     assert 16 * 8 + 8 + 16 * 24 + 24 * 4 in widths or not KERNEL_PATH
 
@@ -202,7 +202,7 @@ def test_gradients_of_small_tables_are_products(dtype: torch.dtype) -> None:
         return F.embedding(places, few) + F.embedding(places, many) + skipped
 
     def backward(gm: torch.fx.GraphModule, _: Any) -> Any:
-        names.extend(compat.aten_name(node.target) for node in gm.graph.nodes)
+        names.extend(aten_name(node.target) for node in gm.graph.nodes)
         return make_boxed_func(gm.forward)
 
     def summing(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -281,13 +281,13 @@ def test_vocabularies_are_padded_to_whole_vectors(bias: bool) -> None:
         seen.extend(
             value
             for node in gm.graph.nodes
-            if compat.aten_name(node.target) in ("mm", "addmm")
+            if aten_name(node.target) in ("mm", "addmm")
             for value in (node.meta["val"], *[arg.meta["val"] for arg in node.all_input_nodes])
         )
         return make_boxed_func(gm.forward)
 
     def padding(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        with compat.casts_recorded():
+        with casts_recorded():
             made = entry._with_operators(gm, inputs, CompileReport())
             return aot_autograd(fw_compiler=graph, bw_compiler=graph)(made, inputs)
 
@@ -331,7 +331,7 @@ def test_gradients_of_padded_logits_are_not_copied_to_be_padded(
         with torch.autocast(DEVICE.type, torch.bfloat16):
             return model(x).transpose(0, 1)
 
-    monkeypatch.setattr(compat, "compile_by_inductor", compiled)
+    monkeypatch.setattr(entry, "compile_by_inductor", compiled)
     torch.compile(function, backend=entry.backend)(x).sum().backward()
     is_padded = KERNEL_PATH and columns == 4099
     as_results = torch._functorch.config.guess_tangent_strides_as_outputs and not is_padded

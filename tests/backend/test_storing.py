@@ -33,7 +33,6 @@ from fusedops.backend import entry, storing
 from fusedops.backend.products import PADDED
 from fusedops.backend.programs import Source
 from fusedops.backend.report import CompileReport, RegionReport
-from fusedops.core import compat
 from fusedops.core.configs import cache
 from fusedops.core.launches import launch
 from support import DEVICE
@@ -48,7 +47,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 import backends, fusedops
 from fusedops.backend import entry
-from fusedops.core import compat, launch
+from fusedops.core import launch
 
 def compiled(gm, inputs, mode, options):
     run = lambda graph, _: make_boxed_func(graph.forward)
@@ -57,7 +56,7 @@ def compiled(gm, inputs, mode, options):
 captured = mock.patch.object(entry, "captured", side_effect=AssertionError) if sys.argv[1] == "again" else mock.MagicMock()
 torch.manual_seed(0)
 model, x = backends.PostNorm(p=0.5).to(backends.DEVICE), backends.randn(6, 24)
-with mock.patch.object(compat, "compile_by_inductor", compiled), captured, launch.record() as launched:
+with mock.patch.object(entry, "compile_by_inductor", compiled), captured, launch.record() as launched:
     output = fusedops.compile(model)(x)
     output.square().sum().backward()
 numbers = [output, *[parameter.grad for parameter in model.parameters()]]
@@ -194,7 +193,7 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "attention's sums": lambda: _set(
         cuda.fp16_bf16_reduction_math_sdp_allowed, cuda.allow_fp16_bf16_reduction_math_sdp, True
     ),
-    "attention's order": lambda: _patched(compat, "attention_order", lambda: [0]),
+    "attention's order": lambda: _patched(storing, "attention_order", lambda: [0]),
     "kernels": lambda: _patched(launch, "runs_kernels", lambda kind: False),
     "code": lambda: _patched(cache, "code_of_package", lambda: "other"),
     "version": lambda: _patched(cache, "__version__", "other"),

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_map_only
 
 import fusedops
 from fusedops.compiler.errors import NotRowwiseError
-from fusedops.core import compat
 from fusedops.core.configs import tuning
 from fusedops.core.launches import launch
 from rowwise_checks import check, cotangents_of, every, kernels, of, randn, results, rowwise
@@ -477,7 +476,7 @@ def test_an_error_of_the_compiler_names_the_kernel(monkeypatch: pytest.MonkeyPat
     def fails(*_: Any) -> None:
         raise ValueError("a trace")
 
-    monkeypatch.setattr(compat, "compile_ahead", fails)
+    monkeypatch.setattr(launch, "compile_ahead", fails)
     kernel = SimpleNamespace(fn=SimpleNamespace(__name__="a_kernel"), arg_names=("x",))
     with pytest.raises(
         launch.NotCompiledError, match=r"^Triton cannot compile a_kernel \(ValueError: a trace\)$"
@@ -492,7 +491,7 @@ def test_an_error_of_the_machine_is_none_of_the_compiler(monkeypatch: pytest.Mon
     def fails(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(compat, "compile_ahead", fails)
+    monkeypatch.setattr(launch, "compile_ahead", fails)
     kernel = SimpleNamespace(fn=SimpleNamespace(__name__="a_kernel"), arg_names=("x",))
     with pytest.raises(OSError, match="No space left"):
         launch.compile_kernel(

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import fusedops
 from fusedops.activations.operator import ACTIVATION
-from fusedops.core import compat
+from fusedops.core.compat import distributed
 from fusedops.core.launches import launch
 from fusedops.distributed import check_seeds, sharding
 from fusedops.distributed.sharding import numbers
@@ -349,7 +349,7 @@ def _without_kernels(meshes: dict[tuple[int, ...], Any]) -> None:
 def _without_private_names(meshes: dict[tuple[int, ...], Any]) -> None:
     """Of DTensor: its public functions give the same."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compat, "_dtensor_parts", lambda: None)
+        patch.setattr(distributed, "_dtensor_parts", lambda: None)
         patch.setattr(sharding, "_plans", {})
         for case in CASES[::3]:
             check(call_named("bias_dropout_add_ln with dropout"), case, meshes)

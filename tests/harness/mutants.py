@@ -215,14 +215,14 @@ MUTANTS = (
     Mutant(
         "a random state that does not advance",
         "core/random/rng.py",
-        "compat.without_modes():\n            seed, offset",
-        "compat.without_modes(), torch.random.fork_rng(devices=[]):\n            seed, offset",
+        "without_modes():\n            seed, offset",
+        "without_modes(), torch.random.fork_rng(devices=[]):\n            seed, offset",
         ("operators/test_rng.py", "test_generator_moves_on or test_state_is_the_generators"),
     ),
     Mutant(
         "a random state recorded as numbers",
         "core/calls/call.py",
-        "    if 0.0 < p < 1.0 and compat.is_recording(*tensors):\n",
+        "    if 0.0 < p < 1.0 and is_recording(*tensors):\n",
         "    if False:\n",
         ("operators/test_rng_recorded.py", "test_traced_calls"),
     ),
@@ -281,7 +281,7 @@ MUTANTS = (
     ),
     Mutant(
         "casts by autocast while a captured graph runs",
-        "core/compat.py",
+        "backend/fx.py",
         '    torch.set_autocast_enabled("hpu", True)\n',
         "",
         ("backend/test_regions.py", "test_parts_without_autocast_keep_their_precision"),
@@ -421,7 +421,7 @@ MUTANTS = (
     ),
     Mutant(
         "a kernel assembled by Triton's tool where Inductor is loaded",
-        "core/compat.py",
+        "core/compat/triton.py",
         "    _choose_assembler()\n",
         "",
         ("operators/test_compat.py", "test_a_kernel_is_assembled_as_by_inductor"),

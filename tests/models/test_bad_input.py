@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fusedops
-from fusedops.core import compat
+from fusedops.core.compat import distributed
 
 pytestmark = pytest.mark.once
 
@@ -152,7 +152,7 @@ def test_fused_and_sharded(table: bool, first: bool, monkeypatch: pytest.MonkeyP
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     if not table:
-        monkeypatch.setattr(compat, "_imported", lambda module, name: None)
+        monkeypatch.setattr(distributed, "imported", lambda module, name: None)
     original, model = _model(), _model()
     model.load_state_dict(original.state_dict())
     mesh = init_device_mesh("cpu", (1,))

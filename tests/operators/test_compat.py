@@ -19,9 +19,19 @@ import pytest
 import torch
 
 import fusedops
-from fusedops.core import compat
+from fusedops.backend.fx import contiguous_tangents
+from fusedops.core.compat.dynamo import is_exporting
+from fusedops.core.compat.lookup import PRIVATE
+from fusedops.core.compat.triton import (
+    compile_ahead,
+    compiles_ahead,
+    current_target,
+    gpu_target,
+    launch_hooks,
+    overlaps_launches,
+)
 from fusedops.core.configs.tuning_key import Config
-from fusedops.core.launches import launch
+from fusedops.core.launches import direct, launch
 from support import INTERPRETED
 
 triton = pytest.importorskip("triton")
@@ -29,7 +39,7 @@ triton = pytest.importorskip("triton")
 PACKED = (4, 1, 2048)
 FUNCTION = 4711
 STREAM = 55
-SM_90 = compat.gpu_target("cuda", 90, 32)
+SM_90 = gpu_target("cuda", 90, 32)
 # The run-time arguments of the kernel in these tests, and their types; two constants follow.
 KINDS = {"x": "*fp32", "bias": None, "rows": "i64", "y": "*fp32"}
 CONSTANTS = {"N": 8, "STAGES": 1}
@@ -173,8 +183,8 @@ def build(
 
     monkeypatch.setattr(launch, "interpreting", lambda: False)
     monkeypatch.setattr(launch, "shared_memory", lambda device_index: 1 << 16)
-    monkeypatch.setattr(compat, "compiles_ahead", lambda: True)
-    monkeypatch.setattr(compat, "current_stream", lambda device_index: STREAM + device_index)
+    monkeypatch.setattr(launch, "compiles_ahead", lambda: True)
+    monkeypatch.setattr(direct, "current_stream", lambda device_index: STREAM + device_index)
     return built
 
 
@@ -342,7 +352,7 @@ def test_without_launch_hooks_nothing_is_launched_directly(
     build: Callable[[Any], launch.Kernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(triton, "knobs")
-    assert compat.launch_hooks() is None
+    assert launch_hooks() is None
     assert build(Launcher37).launcher == "compiled"
 
 
@@ -352,11 +362,11 @@ def test_without_compilation_ahead_kernels_are_launched_ordinarily(
     monkeypatch.undo()
     monkeypatch.setattr(launch, "interpreting", lambda: False)
     monkeypatch.delattr(triton.compiler, "ASTSource")
-    assert not compat.compiles_ahead()
+    assert not compiles_ahead()
     kernel = build(Launcher37)
     assert kernel.launcher == "ordinary" and "cannot compile" in kernel.reason
     with pytest.raises(RuntimeError, match="cannot compile a kernel without launching it"):
-        compat.compile_ahead(None, {}, {}, {}, {})
+        compile_ahead(None, {}, {}, {}, {})
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -380,7 +390,7 @@ def test_the_installed_release_is_launched_directly(monkeypatch: pytest.MonkeyPa
     }.items():
         monkeypatch.setattr(driver, name, value, raising=False)
     monkeypatch.setattr(driver, "compile_module_from_src", lambda **_: utils, raising=False)
-    monkeypatch.setattr(compat, "current_stream", lambda index: STREAM)
+    monkeypatch.setattr(direct, "current_stream", lambda index: STREAM)
     monkeypatch.setattr(launch, "shared_memory", lambda index: 1 << 16)
     fitting = launch.compile_fitting
 
@@ -418,7 +428,7 @@ def test_the_installed_release_is_launched_directly(monkeypatch: pytest.MonkeyPa
 def test_the_target_without_triton_s_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert compat.current_target() == SM_90
+    assert current_target() == SM_90
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -435,7 +445,7 @@ def test_a_kernel_is_assembled_as_by_inductor(
     from torch._inductor.runtime import compile_tasks
     from triton.backends.nvidia import compiler
 
-    ampere = compat.gpu_target("cuda", 80, 32)
+    ampere = gpu_target("cuda", 80, 32)
     its, used = tmp_path / "ptxas", tmp_path / "used"
     its.write_text(f'#!/bin/sh\necho >>{used}\n{triton.knobs.nvidia.ptxas.path} "$@" && echo its\n')
     its.chmod(0o755)
@@ -463,7 +473,7 @@ def test_a_kernel_is_assembled_as_by_inductor(
 def test_launches_overlap_only_where_the_compiler_knows_how(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    overlaps = compat.overlaps_launches.__wrapped__
+    overlaps = overlaps_launches.__wrapped__
     assert overlaps()
     with monkeypatch.context() as patch:
         patch.delattr("triton.backends.nvidia.compiler.CUDAOptions")
@@ -473,10 +483,16 @@ def test_launches_overlap_only_where_the_compiler_knows_how(
 
 
 # Run with a name hidden from the package while it is imported; torch itself keeps it. Each name has
-# a process of its own, forked after the slow imports.
+# a process of its own, forked after the slow imports: those of torch's own first calls too, which
+# would otherwise be repeated in each. The package's bytecode is written by the first.
 _WITHOUT = """
 import importlib, os, sys, traceback
-import torch, torch.distributed, torch._subclasses.functional_tensor
+import einops, torch, torch.distributed, torch._subclasses.functional_tensor
+
+def warm_up():
+    x = torch.ones(2, 4, requires_grad=True)
+    torch.testing.assert_close(torch.func.grad(lambda x: x.sum())(x), torch.ones_like(x))
+    torch.autograd.grad(torch.nn.functional.layer_norm(x, (4,)).sum(), x)
 
 def hiding(found, names):
     class Hiding:
@@ -518,7 +534,9 @@ def import_module(name, package=None, real=importlib.import_module):
         raise ImportError(name)
     return real(name, package)
 
-for path in sys.argv[1:]:
+warm_up()
+sys.pycache_prefix, sys.dont_write_bytecode = sys.argv[1], False
+for path in sys.argv[2:]:
     child = os.fork()
     if child:
         failed = os.waitpid(child, 0)[1]
@@ -529,8 +547,9 @@ for path in sys.argv[1:]:
             importlib.import_module = import_module
         else:
             sys.modules["torch"] = hiding(torch, path.split("."))
-        import fusedops.core.compat
+        import fusedops
         sys.modules["torch"] = torch
+        assert path == "imports" or path in sys.modules["fusedops.core.compat.lookup"].PRIVATE
         importlib.import_module = import_module.__defaults__[1]
         torch.manual_seed(0)
         check()
@@ -545,12 +564,12 @@ def test_tangents_are_left_as_they_are_where_the_setting_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch._functorch, "config", SimpleNamespace())
-    with compat.contiguous_tangents():
+    with contiguous_tangents():
         pass
 
 
 def _stage(x: torch.Tensor) -> torch.Tensor:
-    return x + (2.0 if compat.is_exporting() else 1.0)
+    return x + (2.0 if is_exporting() else 1.0)
 
 
 class _Stage(torch.nn.Module):
@@ -568,14 +587,11 @@ def test_exporting_is_told_from_compiling(fresh_dynamo: None) -> None:
 
 
 @pytest.mark.once
-def test_values_without_private_names() -> None:
-    """Without each private path in torch, and without private modules.
-
-    A process for all imports torch once.
-    """
-    paths = [*compat.PRIVATE, "imports"]
+def test_values_without_private_names(tmp_path: Path) -> None:
+    """Without each private path in torch, and without private modules."""
+    paths = [*sorted(PRIVATE), "imports"]
     environment = {**os.environ, "PYTHONPATH": str(Path(fusedops.__file__).parents[1])}
-    command = [sys.executable, "-c", _WITHOUT, *paths]
+    command = [sys.executable, "-c", _WITHOUT, str(tmp_path), *paths]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     outcomes = dict(line.split() for line in done.stdout.splitlines())
     assert outcomes == dict.fromkeys(paths, "holds"), done.stderr

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fusedops
-from fusedops.core import compat
 from fusedops.core.calls.operators import site_of
 from fusedops.core.configs import tuning
 from fusedops.core.configs.tuning import forced
@@ -188,7 +187,7 @@ def on_stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     def enter(stream: int, limit: int = 0, library: Any = None) -> None:
         found = Driver(limit) if library is None else library
         monkeypatch.setattr(ctypes, "CDLL", lambda name: found)
-        monkeypatch.setattr(compat, "current_stream", lambda index: stream)
+        monkeypatch.setattr(launch, "current_stream", lambda index: stream)
         driver._function.cache_clear()
         launch._left_by_mps.cache_clear()
 
@@ -225,7 +224,7 @@ def test_without_cooperative_launches_no_program_waits(
     on_stream: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_stream(0)
-    monkeypatch.setattr(compat, "launches_cooperatively", lambda: False)
+    monkeypatch.setattr(launch, "launches_cooperatively", lambda: False)
     assert not launch.waits(0, torch.float32, 2)
 
 

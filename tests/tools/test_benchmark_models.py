@@ -328,7 +328,7 @@ def test_compiled_is_compiled(name, fused, ours, monkeypatch, fresh_dynamo):
     """Inductor takes seconds a graph: it is left out, and who called it is noted."""
     graphs, modes = [], []
     monkeypatch.setattr(
-        "fusedops.core.compat.compile_by_inductor", lambda gm, *_: graphs.append(gm) or gm.forward
+        "fusedops.backend.entry.compile_by_inductor", lambda gm, *_: graphs.append(gm) or gm.forward
     )
     monkeypatch.setattr(
         "torch._inductor.compile_fx.compile_fx",

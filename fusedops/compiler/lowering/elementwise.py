@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...core import compat
+from ...core.compat.autograd import clamp_has_gradients_at_limits, known_extrema_share_ties
 from ..errors import NotRowwiseError
 from ..ir import Node, value_of
 from ..traced import Value, kind_of
@@ -276,7 +276,7 @@ def _extremum_but_nan(comparison: str, extremum: str) -> Lower:
                 return graph.where(is_first, a, b)  # type: ignore[no-any-return]
             is_first = graph.binary("or", is_first, graph.make("isnan", b))
             result: Node = graph.where(is_first, a, b)
-            if not compat.known_extrema_share_ties():
+            if not known_extrema_share_ties():
                 return result
             tied = graph.where(graph.make("eq", a, b), graph.binary(extremum, a, b), result)
             return graph.make("instead", result, tied)  # type: ignore[no-any-return]
@@ -386,7 +386,7 @@ def _clamp(r: Any, out: Any, x: Value, min: Any = None, max: Any = None) -> Valu
     values = [value for value in (x, min, max) if value is not None]
     is_float = kind_of(out.dtype) == "float"
     has_tensor = isinstance(min, Value) or isinstance(max, Value)
-    is_tied = has_tensor and not compat.clamp_has_gradients_at_limits()
+    is_tied = has_tensor and not clamp_has_gradients_at_limits()
     gradient_of = _between_tied if is_tied else _between
 
     def limited(a: Node, *bounds: Node) -> Node:
@@ -418,7 +418,7 @@ def _limited(graph: Any, comparison: str, x: Node, bound: Node, is_float: bool) 
 def _between(graph: Any, x: Node, low: Node | None, high: Node | None) -> Node:
     """The value whose gradient a limited value has, by PyTorch's formula."""
     zero = graph.const(0.0)
-    from_low, to_high = ("ge", "le") if compat.clamp_has_gradients_at_limits() else ("gt", "lt")
+    from_low, to_high = ("ge", "le") if clamp_has_gradients_at_limits() else ("gt", "lt")
     inside = []
     if low is not None:
         inside.append(graph.make(from_low, x, low))

@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 
 from ...distributed import sharding
-from .. import compat
+from ..compat.dispatch import any_autocast_enabled, in_forward_mode, is_intercepted, transforms
+from ..compat.dynamo import transforms_when_traced
+from ..compat.fake import is_recording
 from ..launches import launch
 from ..random import dropout, rng
 from ..random.dropout import Dropout
@@ -125,7 +127,7 @@ def run(op: Operator, arguments: Any, tensors: Any, p: Any = 0.0) -> Any:
     if torch.compiler.is_dynamo_compiling():
         return _traced(op, op.record(*arguments), tensors, p)
     try:
-        autocast = compat.any_autocast_enabled() and torch.is_autocast_enabled("cuda")
+        autocast = any_autocast_enabled() and torch.is_autocast_enabled("cuda")
         signature = op.signatures[autocast].get(op.key(arguments, tensors))
     except (AttributeError, IndexError, TypeError, RuntimeError):
         # An argument is wrong, and the checks will raise an error that names it; or a tensor
@@ -138,7 +140,7 @@ def run(op: Operator, arguments: Any, tensors: Any, p: Any = 0.0) -> Any:
     first = tensors[op.first]
     try:
         elements = first.numel()
-        if signature.special or compat.is_intercepted() or not elements:
+        if signature.special or is_intercepted() or not elements:
             return _elsewhere(op, tensors, p, signature)
         if elements <= op.native_elements and signature.native is not None and p == 0.0:
             return (signature.native(signature.constants, tensors),)
@@ -219,7 +221,7 @@ def _elsewhere(op: Operator, tensors: Tensors, p: float, signature: Signature) -
     is_empty = type(elements) is int and not elements
     if is_empty or not signature.kernels or _references.on:
         return op.reference(constants, tensors, dropout.dropout_of(p, NO_DROPOUT, signature.cols))
-    if compat.transforms() or compat.in_forward_mode():
+    if transforms() or in_forward_mode():
         state = rng.state_of(p, first.device)
         return op.reference(constants, tensors, dropout.dropout_of(p, state, signature.cols))
     return _called(op, signature, tensors, _drawn(p, tensors, first.device), registered=True)
@@ -227,7 +229,7 @@ def _elsewhere(op: Operator, tensors: Tensors, p: float, signature: Signature) -
 
 def _drawn(p: float, tensors: Tensors, device: torch.device) -> State:
     """Returns the random state of a call whose tensors may be recorded."""
-    if 0.0 < p < 1.0 and compat.is_recording(*tensors):
+    if 0.0 < p < 1.0 and is_recording(*tensors):
         return rng.recorded(device), None, rng.threshold(p)
     return rng.state_of(p, device)
 
@@ -260,7 +262,7 @@ def _traced(op: Operator, constants: Any, tensors: Tensors, p: Any) -> Any:
     first = tensors[op.first]
     assert first is not None
     has_kernels = launch.runs_kernels(first.device.type)
-    is_fused = has_kernels and not is_nested and not compat.transforms_when_traced()
+    is_fused = has_kernels and not is_nested and not transforms_when_traced()
     if not is_nested and _is_on_shards(op, constants, tensors):
         return _on_shards(op, constants, tensors, p)
     cols = op.cols(constants, tensors) if is_fused else -1
@@ -353,7 +355,7 @@ def with_state(op: Operator, constants: Any, tensors: Tensors, state: State | Dr
     elements = first.numel()
     if type(elements) is int and not elements:
         return _nothing(op, signature, tensors)
-    registered = signature.special or compat.is_intercepted()
+    registered = signature.special or is_intercepted()
     return _called(op, signature, tensors, state, registered=registered)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import compat
+from ..compat import autograd
+from ..compat.dispatch import in_forward_mode, is_intercepted, transforms
 from ..launches import launch
 from ..random import dropout, rng
 from ..random.dropout import Dropout
@@ -85,7 +86,7 @@ class Call(torch.autograd.Function):
         return None, *gradients(op, site, state, ctx.saved_tensors, grads, ctx.needs_input_grad[1:])
 
 
-apply: Callable[..., Any] = compat.fast_apply(Call)
+apply: Callable[..., Any] = autograd.fast_apply(Call)
 
 
 class Nothing(torch.autograd.Function):
@@ -174,12 +175,12 @@ def gradients(
         return _registered(op, site, state, saved, grads, needs)
     needs = _reached(op, site, grads, needs)
     is_absent = True
-    launches = not torch.is_grad_enabled() and not compat.is_intercepted()
+    launches = not torch.is_grad_enabled() and not is_intercepted()
     for g in grads:
         if g is None:
             continue
         is_absent = False
-        if type(g) is not Tensor or compat.is_batched(g):
+        if type(g) is not Tensor or autograd.is_batched(g):
             launches = False
     if is_absent or not any(needs):
         return (None,) * len(needs)
@@ -202,9 +203,9 @@ def _elsewhere(
 
     They are differentiable, or batched, or a dispatch mode or tensor subclass intercepts them.
     """
-    is_batched = any(g is not None and compat.is_batched(g) for g in grads)
-    is_differentiable = torch.is_grad_enabled() or compat.in_forward_mode()
-    if is_batched or is_differentiable or compat.transforms():
+    is_batched = any(g is not None and autograd.is_batched(g) for g in grads)
+    is_differentiable = torch.is_grad_enabled() or in_forward_mode()
+    if is_batched or is_differentiable or transforms():
         return op.derivative(site, grads, saved, mask_of(site, state), needs)
     return _registered(op, site, state, saved, grads, needs)
 
@@ -245,7 +246,7 @@ def vjp(
     It is differentiable in both. The function gets an alias of each tensor: where one tensor
     depends on another, the other's gradient does not include the path through the first.
     """
-    if compat.transforms():
+    if transforms():
         return _vjp_under_transforms(function, primals, cotangents, needs)
     wanted = _needed(primals, needs)
     inputs: list[Any] = list(primals)

@@ -30,7 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import compat
+from ..compat import dispatch
+from ..compat.dynamo import is_exporting
+from ..compat.fake import Functional, are_functional
 from ..random import rng
 from . import function
 from .operator import Operator, Site
@@ -72,7 +74,7 @@ def define(op: Operator) -> None:
     try:
         _define_all(op, library)
     except BaseException:
-        compat.undefine(library)
+        dispatch.undefine(library)
         raise
     _LIBRARIES.append(library)
 
@@ -285,12 +287,12 @@ def _define(
     if not lists:
         # The tensors that it writes are new, and nobody has saved a version of them: the dispatcher
         # need not count versions either.
-        compat.replace_call(operator, lambda dispatched: _shortened(dispatched, write, count))
+        dispatch.replace_call(operator, lambda dispatched: _shortened(dispatched, write, count))
 
     def functional(mode: Any, itself: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Programs of `torch.export` have the operator that returns, and a tensor subclass sees it
         # first.
-        is_unchanged = kwargs or compat.is_exporting() or not compat.are_functional(types)
+        is_unchanged = kwargs or is_exporting() or not are_functional(types)
         if is_unchanged or not _planned(args):
             return mode.__torch_dispatch__(itself, types, args, kwargs)
         with mode:
@@ -298,9 +300,9 @@ def _define(
             operator(*args[:count], *outs, _string(args[count:]))
             return _returned(outs)
 
-    if compat.Functional is not None:
+    if Functional is not None:
         torch.library.register_torch_dispatch(
-            f"fusedops::{name}", compat.Functional, functional, lib=library
+            f"fusedops::{name}", Functional, functional, lib=library
         )
 
 
@@ -359,7 +361,7 @@ def implement(
     """
     library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fusedops::{name}", fake, lib=library)
-    if decomposed and compat.Functional is not None:
+    if decomposed and Functional is not None:
 
         def functional(
             mode: Any, itself: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -368,7 +370,7 @@ def implement(
                 return function(*args, **(kwargs or {}))
 
         torch.library.register_torch_dispatch(
-            f"fusedops::{name}", compat.Functional, functional, lib=library
+            f"fusedops::{name}", Functional, functional, lib=library
         )
 
 
@@ -386,13 +388,13 @@ def _shortened(
         read: the number of arguments, from the first, that are read and therefore inspected.
     """
     # Every call evaluates all of these: one flat function, with no attribute to look up.
-    modes = compat.dispatch_modes
-    function_mode = compat.function_modes
-    transforms = compat.transforms
+    modes = dispatch.dispatch_modes
+    function_mode = dispatch.function_modes
+    transforms = dispatch.transforms
     grad_mode = torch.is_grad_enabled
-    profiling = compat.profiling
-    tracing = compat.jit_tracing
-    forward_mode = compat.in_forward_mode
+    profiling = dispatch.profiling
+    tracing = dispatch.jit_tracing
+    forward_mode = dispatch.in_forward_mode
 
     def call(*args: Any, **named: Any) -> Any:
         observed = (

@@ -16,7 +16,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .. import compat
+from ..compat.runtime import current_stream
+from ..compat.triton import GRID, STREAM, NoDirectCallError, Place, direct_call, launch_hooks
 
 __all__ = ["bind"]
 
@@ -67,17 +68,17 @@ def bind(
             long for axis 1.
         namespace: the globals of the function.
     Raises:
-        compat.NoDirectCallError: only Triton's own launcher can launch this kernel.
+        NoDirectCallError: only Triton's own launcher can launch this kernel.
     """
-    runtime = compat.launch_hooks()
+    runtime = launch_hooks()
     if runtime is None:
-        raise compat.NoDirectCallError("it has no launch hooks that could be looked at")
+        raise NoDirectCallError("it has no launch hooks that could be looked at")
     # Triton's launcher is called with placeholders: the arguments that arrive at its C function
     # show where each run-time argument goes, and all other values, which stay the same.
-    placeholders = [None if kind is None else compat.Place(f"a{i}") for i, kind in enumerate(kinds)]
-    call = compat.direct_call(compiled, [*placeholders, *[None] * constants])
-    expressions: dict[Any, str] = {axis: axis.name for axis in compat.GRID[:2]}
-    expressions |= {compat.GRID[2]: "1", compat.STREAM: f"current_stream({device_index})"}
+    placeholders = [None if kind is None else Place(f"a{i}") for i, kind in enumerate(kinds)]
+    call = direct_call(compiled, [*placeholders, *[None] * constants])
+    expressions: dict[Any, str] = {axis: axis.name for axis in GRID[:2]}
+    expressions |= {GRID[2]: "1", STREAM: f"current_stream({device_index})"}
     for placeholder, kind in zip(placeholders, kinds, strict=True):
         if placeholder is None:
             continue
@@ -96,7 +97,7 @@ def bind(
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     variant: Callable[..., None] = defined["bind"](
         call.launch,
-        compat.current_stream,
+        current_stream,
         name,
         general,
         runtime,
@@ -120,11 +121,11 @@ def _expression(value: Any, expressions: dict[Any, str], fixed: list[Any]) -> st
 
     The fixed values become the arguments of the generated ``bind``.
     """
-    if isinstance(value, compat.Place):
+    if isinstance(value, Place):
         return expressions[value]
     if value is None or isinstance(value, bool):
         return repr(value)
-    if isinstance(value, tuple) and any(isinstance(part, compat.Place) for part in value):
+    if isinstance(value, tuple) and any(isinstance(part, Place) for part in value):
         parts = [_expression(part, expressions, fixed) for part in value]
         return f"({', '.join(parts)},)"
     fixed.append(value)

@@ -25,7 +25,15 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .. import compat
+from ..compat import runtime
+from ..compat.dynamo import constant_when_traced
+from ..compat.triton import (
+    NoDirectCallError,
+    compile_ahead,
+    compiles_ahead,
+    launches_cooperatively,
+    overlaps_launches,
+)
 from ..configs.tuning_key import Config
 from . import direct, driver
 
@@ -106,7 +114,7 @@ def _has_triton() -> bool:
     return True
 
 
-@compat.constant_when_traced
+@constant_when_traced
 def runs_kernels(device_type: str) -> bool:
     """Whether kernels run for tensors on such a device: a GPU, or the CPU under the interpreter."""
     if device_type == "cuda":
@@ -143,7 +151,7 @@ def processors(device_index: int) -> int:
     return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
 
 
-current_device = compat.current_device
+current_device = runtime.current_device
 
 
 @functools.cache
@@ -154,7 +162,7 @@ def overlaps(device_index: int) -> bool:
     """
     if device_index < 0 or interpreting():
         return False
-    if torch.version.hip is not None or not compat.overlaps_launches():
+    if torch.version.hip is not None or not overlaps_launches():
         return False
     return torch.cuda.get_device_capability(device_index) >= (9, 0)
 
@@ -164,7 +172,7 @@ def multiprocessors(device_index: int) -> int:
 
     These are its green context's, or all those of the GPU that MPS leaves to the process.
     """
-    own = driver.multiprocessors_of(compat.current_stream(device_index))
+    own = driver.multiprocessors_of(runtime.current_stream(device_index))
     return _left_by_mps(device_index) if own is None else own
 
 
@@ -196,7 +204,7 @@ def may_wait(device_index: int, acc: torch.dtype) -> bool:
         return False
     if _cannot_compile(device_index):
         return False
-    return compat.launches_cooperatively() and _is_waiting_on()
+    return launches_cooperatively() and _is_waiting_on()
 
 
 def waits(device_index: int, acc: torch.dtype, programs: int) -> bool:
@@ -397,7 +405,7 @@ class Kernel:
                 namespace=globals(),
             )
             self.launcher = "direct"
-        except compat.NoDirectCallError as error:
+        except NoDirectCallError as error:
             self.launcher, self.reason = "compiled", str(error)
             self.variant = self._observed(self._launch_compiled)
         if request.cooperative:
@@ -454,7 +462,7 @@ def _cannot_compile(device_index: int) -> str:
         return "kernels are interpreted"
     if torch.version.hip is not None:
         return "only NVIDIA's launchers have been tested"
-    if not compat.compiles_ahead():
+    if not compiles_ahead():
         return "this Triton cannot compile a kernel without launching it"
     return ""
 
@@ -560,7 +568,7 @@ def compile_kernel(request: Request, target: Any = None) -> Any:
         if request.types.get(name) is not None
     }
     try:
-        return compat.compile_ahead(
+        return compile_ahead(
             request.kernel, signature, constants, divisible, request.options, target
         )
     except (OSError, MemoryError, ImportError):  # of the machine, not of the kernel

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import compat
+from ..compat.dispatch import transforms
 from ..configs.tuning_key import Config
 from ..launches import launch
 from . import rng
@@ -43,7 +43,7 @@ def dropout_of(p: float, state: State, cols: int) -> Dropout:
 
     def as_kernels(h: Tensor, dtype: torch.dtype) -> Tensor:
         like = torch.empty_like(h, memory_format=torch.contiguous_format)
-        if compat.transforms() and p < 1.0:
+        if transforms() and p < 1.0:
             # The sum with a random operator's result behaves as PyTorch's random operators do:
             # it is batched for randomness="different", and raises for randomness="error".
             like = like + F.dropout(torch.zeros((), dtype=h.dtype, device=h.device), 0.5)

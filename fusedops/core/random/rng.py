@@ -19,7 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import compat
+from ..compat.dispatch import without_modes, without_transforms
+from ..compat.dynamo import is_exporting
+from ..compat.fake import Functional, current_tracer
+from ..compat.runtime import capturing, other_threads
 
 __all__ = [
     "NO_DROPOUT",
@@ -88,14 +91,14 @@ def draw(device: torch.device) -> Seed:
     if device.type != "cuda":
         # Outside any torch.func transform: the state is one for the whole call, whatever is being
         # mapped.
-        with compat.without_transforms(), compat.without_modes():
+        with without_transforms(), without_modes():
             seed, offset = _draw_tensor(device).tolist()
         return seed, offset
-    if compat.capturing():
+    if capturing():
         return _draw_captured(device)
     index = device.index
     generator, steps, locks = _generator(index)
-    if not (locks and compat.other_threads()):
+    if not (locks and other_threads()):
         offset = generator.get_offset()
         generator.set_offset(offset + steps)
     else:
@@ -115,7 +118,7 @@ def _advance(index: int) -> None:
     another thread. `torch.poisson` advances the generator under the lock, and launches nothing for
     no elements; it takes 1.4 µs more.
     """
-    with compat.without_transforms(), compat.without_modes():
+    with without_transforms(), without_modes():
         torch.poisson(_empty(index))
 
 
@@ -141,7 +144,7 @@ def _generator(index: int) -> tuple[torch.Generator, int, bool]:
 
 @functools.cache
 def _empty(index: int) -> Tensor:
-    with compat.without_transforms(), compat.without_modes(), torch.inference_mode(False):
+    with without_transforms(), without_modes(), torch.inference_mode(False):
         return torch.empty(0, device=torch.device("cuda", index))
 
 
@@ -216,7 +219,7 @@ def _draw_captured(device: torch.device) -> torch.Tensor:
     stream = torch.cuda.current_stream(device).cuda_stream
     capture = _capture_id(stream)
     # One state for the whole call, whatever a transform maps.
-    with compat.without_transforms(), compat.without_modes():
+    with without_transforms(), without_modes():
         if capture is None:
             return _draw_tensor(device)
         with _lock:
@@ -273,9 +276,9 @@ def _functional_state(
     mode: Any, itself: Any, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
     """Records the next state of the graph's pool where a graph is made functional."""
-    tracer = compat.current_tracer()
+    tracer = current_tracer()
     with mode:
-        if tracer is None or compat.is_exporting():
+        if tracer is None or is_exporting():
             return _draw_tensor(*args)
         pools = _traced.setdefault(tracer, {})
         states, used = pools.get(args[0], (None, _POOL))
@@ -286,7 +289,7 @@ def _functional_state(
 
 
 torch.library.register_fake("fusedops::random_state", _fake_state, lib=_LIBRARY)
-if compat.Functional is not None:
+if Functional is not None:
     torch.library.register_torch_dispatch(
-        "fusedops::random_state", compat.Functional, _functional_state, lib=_LIBRARY
+        "fusedops::random_state", Functional, _functional_state, lib=_LIBRARY
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...core.compat import constant_when_traced
+from ...core.compat.dynamo import constant_when_traced
 
 __all__ = ["TRICKS", "allowed"]
 

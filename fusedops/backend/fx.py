@@ -1,0 +1,435 @@
+"""Graphs of torch.compile: operators in them, their capture, and Inductor.
+
+Private names of FX, Dynamo, AOTAutograd and Inductor that the backend alone uses. Those of symbols
+are in ``symbols.py``, others in ``core/compat/``. Without a private name a graph is left to
+Inductor as it is, or fewer regions of it are fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..core.compat.fake import fake_mode, is_fake
+from ..core.compat.lookup import find
+
+__all__ = [
+    "AUTOCASTS",
+    "CAST",
+    "CHECKPOINTED",
+    "GRAD_MODES",
+    "HIGHER_ORDER",
+    "NESTED",
+    "OPERATORS",
+    "OVERLOAD",
+    "OWN_DERIVATIVE",
+    "as_fake",
+    "aten_name",
+    "attention_order",
+    "casts_recorded",
+    "changes_shape",
+    "check_of_inductor",
+    "compile_by_inductor",
+    "contiguous_tangents",
+    "copy_sources",
+    "draws",
+    "has_own_derivative",
+    "is_erased",
+    "is_pure",
+    "is_traceable_subclass",
+    "is_view",
+    "leaves",
+    "may_save_changed_inputs",
+    "mutates",
+    "named_again",
+    "namespace",
+    "recorded_attribute",
+    "recorded_call",
+    "recorded_graph",
+    "recorded_node",
+    "recording_nothing",
+    "returning",
+    "schema",
+    "written_arguments",
+]
+
+# --- targets of nodes -----------------------------------------------------------------------------
+# A type that is not there is that of None, which no target has; a function is None, which no target
+# is.
+
+# The types of PyTorch's operators: with an overload, without one, and those that take functions.
+OVERLOAD: type = find("_ops.OpOverload", type(None))
+HIGHER_ORDER: type = find("_ops.HigherOrderOperator", type(None))
+OPERATORS: tuple[type, ...] = (OVERLOAD, find("_ops.OpOverloadPacket", type(None)), HIGHER_ORDER)
+
+CAST: Any = find("ops.aten._to_copy.default", None)
+
+# A part that `torch.utils.checkpoint` computes again in the backward.
+CHECKPOINTED: Any = find("_higher_order_ops.wrap.tag_activation_checkpoint", None)
+# A part that is marked by `torch.compiler.nested_compile_region`: one graph for all of its calls.
+NESTED: Any = find("ops.higher_order.invoke_subgraph", None)
+# A call of a custom `torch.autograd.Function`.
+OWN_DERIVATIVE: Any = find("_functorch.autograd_function.autograd_function_apply", None)
+
+# Functions that change what is recorded after them: whether gradients are, and in which dtype.
+GRAD_MODES = frozenset({find("_C._set_grad_enabled", None)})
+AUTOCASTS = frozenset(
+    {find(f"amp.autocast_mode.{name}", None) for name in ("_enter_autocast", "_exit_autocast")}
+)
+
+# In which order PyTorch tries its implementations of attention. A stored graph is of one order.
+# Without it two orders have the same key.
+attention_order: Callable[[], Any] = find("_C._get_sdp_priority_order", lambda: None)
+
+# The modules whose functions compute tensors and do nothing else, by the names that nodes have.
+# Dynamo calls `torch._refs` in the place of `torch.tensor` with numbers that are symbols.
+_PURE_MODULES = frozenset(
+    {
+        "torch",
+        "torch._refs",
+        "torch.functional",
+        "torch.nn.functional",
+        "torch._tensor",
+        "torch._C._nn",
+        "torch._C._special",
+        "torch._C._linalg",
+        "torch._C._fft",
+        "_operator",
+        "builtins",
+        "math",
+    }
+)
+
+
+def is_pure(target: Any) -> bool:
+    """Returns whether a function computes tensors and does nothing else."""
+    module = str(getattr(target, "__module__", None))
+    # Where Dynamo does not look into einops (PyTorch 2.11), its functions are nodes.
+    return module in _PURE_MODULES or module.partition(".")[0] == "einops"
+
+
+# --- schemas of operators -------------------------------------------------------------------------
+# What an operator writes, returns and draws is in its schema and its tags. Of other functions the
+# answers are those of an operator that does none of it: `is_pure` tells whether that holds.
+
+
+def mutates(target: Any) -> bool:
+    """Returns whether an operator writes into one of its arguments."""
+    return isinstance(target, OVERLOAD) and target._schema.is_mutable  # type: ignore[attr-defined]
+
+
+def _has_tag(target: Any, tag: torch.Tag) -> bool:
+    return isinstance(target, OVERLOAD) and tag in cast(Any, target).tags
+
+
+def changes_shape(target: Any) -> bool:
+    """Returns whether an operator changes the shape, strides or memory of its input tensor."""
+    return _has_tag(target, torch.Tag.inplace_view)
+
+
+def draws(target: Any) -> bool:
+    """Returns whether an operator's results are random."""
+    return _has_tag(target, torch.Tag.nondeterministic_seeded)
+
+
+def is_view(target: Any) -> bool:
+    """Returns whether an operator's result shares the memory of an argument and writes to none."""
+    arguments = target._schema.arguments
+    writes = {argument.is_write for argument in arguments if argument.alias_info is not None}
+    return writes == {False}
+
+
+def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Returns the arguments that an operator writes into."""
+    if not mutates(target):
+        return []
+    return _passed(target, args, kwargs, lambda argument: argument.is_write)
+
+
+def named_again(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Returns the arguments of which an operator's results are views, or which it returns."""
+    if not isinstance(target, OVERLOAD):
+        return []
+    # One without an aliased result, such as `_foreach_add_`, writes and returns nothing.
+    results = target._schema.returns  # type: ignore[attr-defined]
+    if all(result.alias_info is None for result in results):
+        return []
+    return _passed(target, args, kwargs, lambda argument: argument.alias_info is not None)
+
+
+def _passed(
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_wanted: Callable[[Any], bool]
+) -> list[Any]:
+    """Returns what is passed as the arguments that are wanted, by position or by name."""
+    values: list[Any] = []
+    for position, argument in enumerate(target._schema.arguments):
+        if is_wanted(argument):
+            is_positional = position < len(args)
+            values += leaves(args[position] if is_positional else kwargs.get(argument.name))
+    return values
+
+
+def aten_name(target: Any) -> str:
+    """Returns the name of one of PyTorch's operators, without its overload; "" for others."""
+    return str(target.overloadpacket.__name__) if namespace(target) == "aten" else ""
+
+
+def namespace(target: Any) -> str:
+    """Returns the namespace of an operator; "" for other functions."""
+    return str(cast(Any, target).namespace) if isinstance(target, OVERLOAD) else ""
+
+
+def schema(target: Any) -> str:
+    """Returns the schema of an operator, or of its only overload, as text; "" for others."""
+    return str(getattr(getattr(target, "default", target), "_schema", ""))
+
+
+def _arguments(operator: Any) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
+
+
+def returning(target: Any) -> Any:
+    """Returns the operator that returns what an in-place operator of aten writes, or None."""
+    packet = getattr(torch.ops.aten, aten_name(target).removesuffix("_"), None)
+    if packet is None:
+        return None
+    # The overloads of the two need not have the same names: their arguments tell them.
+    arguments = _arguments(target)
+    for name in packet.overloads():
+        overload = getattr(packet, name)
+        if _arguments(overload) == arguments:
+            return overload
+    return None
+
+
+# --- graphs and their inputs ----------------------------------------------------------------------
+
+
+def leaves(value: Any) -> list[Any]:
+    """Returns what is in tuples, lists and dictionaries, as PyTorch's graphs flatten them."""
+    from torch.utils import _pytree as pytree
+
+    return pytree.tree_leaves(value)
+
+
+def is_erased(node: torch.fx.Node) -> bool:
+    """Returns whether a node is no longer in its graph; ``node.graph`` stays after `erase_node`."""
+    return bool(node._erased)
+
+
+def is_traceable_subclass(tensor: Tensor) -> bool:
+    """Returns whether a tensor is of a class that holds others, as DTensor."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def copy_sources(source: torch.fx.GraphModule, target: torch.fx.GraphModule) -> None:
+    """Copies where Dynamo got a graph's inputs.
+
+    AOTAutograd recognises parameters by it: without, CUDA graphs copy each parameter in each run.
+    """
+    names = getattr(source, "_param_name_to_source", None)
+    if names is None:
+        return
+    from torch._dynamo.source import ConstantSource
+
+    # AOTAutograd wants a source of every parameter and buffer: also of a constant of the capture.
+    sources: Any = {}
+    for name, _ in (*target.named_parameters(), *target.named_buffers()):
+        sources[name] = names.get(name, ConstantSource(name))
+    target._param_name_to_source = sources
+    placeholders = [graph.find_nodes(op="placeholder") for graph in (source.graph, target.graph)]
+    for theirs, ours in zip(*placeholders, strict=True):
+        ours._dynamo_source = theirs._dynamo_source
+
+
+def as_fake(inputs: Sequence[Any]) -> list[Any]:
+    """Returns a Dynamo graph's inputs as fake tensors, with the sizes that are symbols in it."""
+    context = torch._guards.TracingContext.try_get()
+    contexts: Any = {} if context is None else context.tensor_to_context
+    mode: Any = torch._guards.detect_fake_mode(list(inputs)) or fake_mode()
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, Tensor) or getattr(value, "fake_mode", None) is mode:
+            return value
+        known = None if is_fake(value) else contexts.get(value)
+        if known is None:
+            return mode.from_tensor(value)
+        # With Dynamo's own record of the tensor: otherwise its sizes become new symbols.
+        return mode.from_tensor(
+            value, symbolic_context=known, source=known.tensor_source, trace=False
+        )
+
+    with mode:
+        return list(map(fake, inputs))
+
+
+# --- capture --------------------------------------------------------------------------------------
+
+
+def recorded_graph(function: Callable[..., Any], fakes: Sequence[Any]) -> torch.fx.GraphModule:
+    """Returns the operators that a function of fake tensors calls, in the current gradient mode."""
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = torch._guards.detect_fake_mode(list(fakes))
+    with mode or nullcontext(), enable_python_dispatcher():
+        # With a table of its own: without one, `detach` becomes `alias` (PyTorch 2.14), which has a
+        # derivative.
+        return make_fx(function, decomposition_table={}, _allow_non_fake_inputs=True)(*fakes)
+
+
+def recording_nothing() -> AbstractContextManager[Any]:
+    """Does not record what is computed in the block; fake tensors stay fake in it."""
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    return disable_proxy_modes_tracing()
+
+
+def _tracer() -> Any:
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode().tracer  # type: ignore[union-attr]
+
+
+def recorded_node(tensor: Tensor) -> torch.fx.Node:
+    """Returns the node of a value of the graph that is being recorded."""
+    node: torch.fx.Node = _tracer().unwrap_proxy(tensor).node
+    return node
+
+
+def recorded_attribute(tensor: Tensor, name: str) -> Tensor:
+    """Returns a tensor that a graph holds, as a value of the graph that is being recorded."""
+    from torch.fx.experimental.proxy_tensor import track_tensor_tree
+
+    tracer = _tracer()
+    setattr(tracer.root, name, tensor)
+    with recording_nothing():
+        fake: Tensor = as_fake([tensor])[0]
+    track_tensor_tree(
+        fake, tracer.create_proxy("get_attr", name, (), {}), constant=None, tracer=tracer
+    )
+    return fake
+
+
+_NO_NAMES: Mapping[int, str] = {}
+
+
+def recorded_call(
+    target: Any,
+    args: Any,
+    kwargs: Any,
+    result: Any = None,
+    names: Mapping[int, str] = _NO_NAMES,
+    body: torch.fx.GraphModule | None = None,
+) -> Any:
+    """Records a call as one node, whose value is ``result``.
+
+    `make_fx` would record the operators that such a function calls instead.
+
+    Args:
+        names: of the modules among the arguments, by `id`.
+        body: the captured form of the first module among the arguments.
+    """
+    from torch.fx.experimental.proxy_tensor import track_tensor_tree
+    from torch.utils import _pytree as pytree
+
+    tracer = _tracer()
+
+    def proxy(value: Any) -> Any:
+        if isinstance(value, torch.nn.Module):
+            name = names[id(value)]
+            setattr(tracer.root, name, value)
+            return tracer.create_proxy("get_attr", name, (), {})
+        return tracer.unwrap_proxy(value)
+
+    node = tracer.create_proxy("call_function", target, *pytree.tree_map(proxy, (args, kwargs)))
+    if body is not None:
+        node.node.args[0].meta["val"] = body
+    return track_tensor_tree(result, node, constant=None, tracer=tracer)
+
+
+def has_own_derivative(results: Iterable[Tensor], arguments: Iterable[Tensor]) -> bool:
+    """Returns whether a custom autograd function is between the results and the arguments."""
+    # Autograd's graph from the results back: what is behind the arguments is not looked at.
+    seen = {None, *[tensor.grad_fn for tensor in arguments]}
+    todo = [tensor.grad_fn for tensor in results]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        seen.add(node)
+        todo += [other for other, _ in node.next_functions]  # type: ignore[union-attr]
+    return False
+
+
+def may_save_changed_inputs() -> bool:
+    """Returns whether a graph may save an input that it changes: its backward raises.
+
+    So up to PyTorch 2.14. From 2.15 on AOTAutograd's partitioner saves another.
+    """
+    return torch.__version__ < "2.15"
+
+
+# --- compilation of the rest ----------------------------------------------------------------------
+
+
+def compile_by_inductor(
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: Any
+) -> Any:
+    """Returns what Inductor compiles a graph to, under a mode and options of `torch.compile`."""
+    # What `torch.compile` calls itself: it turns the two into Inductor's settings.
+    return torch._TorchCompileInductorWrapper(mode, options, None)(gm, list(inputs))
+
+
+def check_of_inductor(mode: str | None, options: Mapping[str, Any] | None) -> None:
+    """Raises `torch.compile`'s own error for a mode or options that Inductor does not know."""
+    torch._TorchCompileInductorWrapper(mode, options, None)
+
+
+def contiguous_tangents() -> AbstractContextManager[Any]:
+    """Compiles a graph for contiguous gradients of its results, whatever their strides.
+
+    After PyTorch 2.11 AOTAutograd takes it that a gradient has the strides of the result, and
+    copies one that comes otherwise. Without the private name it does so here, too: slower.
+    """
+    import torch._functorch as functorch
+
+    config: Any = getattr(functorch, "config", None)
+    if not hasattr(config, "guess_tangent_strides_as_outputs"):
+        return nullcontext()
+    return config.patch(guess_tangent_strides_as_outputs=False)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def casts_recorded() -> Iterator[None]:
+    """Compiles a graph as it is: autocast casts neither at compile time nor in its runs.
+
+    AOTAutograd switches autocast off at each run, forward and backward, if it is on for any device
+    at compile time: it is then left on for one that nobody has.
+    """
+    kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
+    if not kinds:
+        yield
+        return
+    # Intel's Gaudi, where no operator of a captured graph runs.
+    before = torch.is_autocast_enabled("hpu")
+    _set_autocast(kinds, False)
+    torch.set_autocast_enabled("hpu", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("hpu", before)
+        _set_autocast(kinds, True)
+
+
+def _set_autocast(kinds: Iterable[str], is_enabled: bool) -> None:
+    for kind in kinds:
+        torch.set_autocast_enabled(kind, is_enabled)

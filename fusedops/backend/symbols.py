@@ -1,0 +1,174 @@
+"""Sizes and numbers of graphs that are symbols: what they stand for, and what guards say of them.
+
+Private names of Dynamo and of its symbolic shapes. Without one, symbols stay symbols, and fewer
+regions are fused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..core.compat.lookup import imported
+
+__all__ = ["fix", "has_one_value", "have_hints", "hint_of", "settled"]
+
+# --- sizes ----------------------------------------------------------------------------------------
+# With dynamic shapes a size is a `torch.SymInt` around an expression of sympy, and its environment
+# has the guards under which the graph is used. PyTorch has no public access to either.
+
+
+def have_hints(sizes: Iterable[Any]) -> bool:
+    """Returns whether numbers are known for all sizes: not for those that depend on data."""
+    return all(map(_has_hint, sizes))
+
+
+def _has_hint(size: Any) -> bool:
+    if isinstance(size, torch.SymInt):
+        return bool(size.node.has_hint())
+    return True
+
+
+def _is_expression(size: Any) -> bool:
+    """Returns whether a size is computed from symbols, and is no symbol itself."""
+    if not isinstance(size, torch.SymInt):
+        return False
+    return not size.node.expr.is_Symbol and size.node.has_hint()
+
+
+def hint_of(symbol: Any, size: Any) -> int:
+    """Returns the number that a symbol, or an expression of symbols, has in the traced call."""
+    environment = size.node.shape_env
+    # Renamed between releases.
+    known = getattr(environment, "backed_var_to_val", None)
+    known = known or getattr(environment, "var_to_val", {})
+    number = symbol.xreplace(known)
+    return int(number if number.is_number else size.node.hint)
+
+
+def settled(size: Any, others: Iterable[Any] = ()) -> Any:
+    """Returns a size as a number, or as another size, where the graph's guards determine it.
+
+    Such are the rows that a table of positions is added to. Symbols are numbers then already,
+    expressions of symbols are not. Without the private name they stay expressions.
+    """
+    if not _is_expression(size):
+        return size
+    node = size.node
+    if node.expr.xreplace(_guarded(node.shape_env)).is_number:
+        return node.hint
+    is_known = imported("torch.fx.experimental.symbolic_shapes", "statically_known_true")
+    if is_known is None:
+        return size
+    for candidate in (node.hint, *others):
+        if is_known(size == candidate):
+            return candidate
+    return size
+
+
+# By environment: how many of its guards are read, and what they say.
+_guarded_in: Any = weakref.WeakKeyDictionary()
+
+
+def _guarded(environment: Any) -> dict[Any, Any]:
+    """Maps an expression of sizes to the one value that the graph's guards leave it.
+
+    What is computed of them has one value, too. Empty without the private name.
+    """
+    guards = getattr(environment, "guards", ())
+    count, values = _guarded_in.get(environment, (0, {}))
+    while count < len(guards):
+        count, before = len(guards), len(values)
+        for guard in guards:
+            _solve(guard.expr, values)
+        # A new value may determine others: all guards are read again.
+        if len(values) > before:
+            count = 0
+    _guarded_in[environment] = count, values
+    return values  # type: ignore[no-any-return]
+
+
+def _solve(guard: Any, values: dict[Any, Any]) -> None:
+    """Adds the value of the one unknown expression of an equation, if it is a whole number."""
+    if getattr(guard, "rel_op", "") != "==":
+        return
+    # ``left - right`` is ``constant + factor * unit``, where the unit is no number.
+    constant, rest = (guard.lhs - guard.rhs).xreplace(values).as_coeff_Add()
+    factor, unit = rest.as_coeff_Mul()
+    if unit.is_number:
+        return
+    if (-constant / factor).is_Integer:
+        values[unit] = -constant / factor
+
+
+# --- numbers of the caller ------------------------------------------------------------------------
+# With ``dynamic=True`` Dynamo makes symbols of all Python numbers, also of the eps of a norm, and
+# without it of those that changed.
+
+
+def has_one_value(number: Any) -> bool:
+    """Returns whether a symbolic number depends only on the caller's numbers, which never changed.
+
+    Of sizes it is False, and without the private names.
+    """
+    sources: list[Any] = []
+    for symbol in number.node.expr.free_symbols:
+        sources += number.node.shape_env.var_to_sources.get(symbol, [None])
+    # Dynamo's record of the values that it saw, by code object and then by name.
+    states: Any = (imported("torch._dynamo.pgo", "get_code_state") or dict)()
+    return all(_never_changed(_name_of_number(source), states.values()) for source in sources)
+
+
+def _never_changed(name: str, states: Iterable[Any]) -> bool:
+    """Returns whether each code object that knows a number saw one value of it, and one does."""
+    is_known = False
+    for state in states:
+        record = state.automatic_dynamic.get(name)
+        if record is None:
+            continue
+        # One that changed has a marker in the place of its value.
+        if not isinstance(record.scalar, (int, float)):
+            return False
+        is_known = True
+    return is_known
+
+
+def _name_of_number(source: Any) -> str:
+    """Returns the name by which Dynamo knows a number: a float is an item of a tensor to it."""
+    while type(source).__name__ in ("CallMethodItemSource", "FloatTensorSource"):
+        source = source.base
+    name = getattr(source, "name", "")
+    # A method or an attribute, by release.
+    return str(name() if callable(name) else name)
+
+
+def fix(numbers: Iterable[Any]) -> None:
+    """Makes symbolic numbers constants of Dynamo's graph: it is traced anew if one changes.
+
+    To PyTorch a float that is a constant of one graph is one of all later graphs. Here it becomes a
+    symbol again where it has changed, as `has_one_value` then tells.
+    """
+    for number in numbers:
+        _fixed.update(map(str, number.node.expr.free_symbols))
+        if isinstance(number, torch.SymFloat):
+            number.node.guard_float("", 0)
+        else:
+            number.node.guard_int("", 0)
+    handler = imported("torch._dynamo.callback", "callback_handler")
+    if handler is not None and _forget_fixed not in handler.end_callbacks:
+        handler.register_end_callback(_forget_fixed)
+
+
+# The names of symbols that are constants of the graph that is being traced.
+_fixed: set[str] = set()
+
+
+def _forget_fixed(*_: Any) -> None:
+    """Takes them out of PyTorch's set of floats that are constants, at the end of a compilation."""
+    state = imported("torch._dynamo.symbolic_convert", "TensorifyState")
+    constants: set[str] = getattr(state, "force_specializations", set())
+    constants -= _fixed
+    _fixed.clear()

@@ -1,0 +1,136 @@
+"""PyTorch's autograd: Functions without their checks, and derivatives that releases differ in."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dispatch import without_modes
+from .lookup import find
+
+__all__ = [
+    "below_autograd",
+    "clamp_has_gradients_at_limits",
+    "fast_apply",
+    "is_batched",
+    "known_extrema_share_ties",
+    "noticing_autograd_functions",
+    "unflatten",
+]
+
+# Views that are created in the block are not views to autograd: the slices of one buffer, which are
+# an operator's outputs. Without it a slice of an output refuses changes in place.
+below_autograd: Callable[[], AbstractContextManager[Any]] = find(
+    "_C._AutoDispatchBelowADInplaceOrView", nullcontext
+)
+
+
+def _sliced(buffer: Tensor, like: list[Tensor]) -> list[Tensor]:
+    parts = buffer.split([t.numel() for t in like])
+    return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
+
+
+# Splits a buffer into tensors of the shapes of others, in one call. Without it by a slice for each:
+# slower.
+unflatten: Callable[[Tensor, list[Tensor]], Sequence[Tensor]] = (
+    find("_C._nn.unflatten_dense_tensors", None) or _sliced
+)
+
+# Whether a gradient is a batch in disguise, with no memory to read (``autograd.grad(…,
+# is_grads_batched=True)``). Its type is Tensor, so that nothing public tells it. Without the
+# private name every backward runs in PyTorch operators: slower.
+is_batched: Callable[[Tensor], bool] = find("_C._functorch.is_legacy_batchedtensor", lambda t: True)
+
+# --- autograd Functions ---------------------------------------------------------------------------
+
+
+class _Notices(threading.local):
+    """A notice for each block that this thread is in; the latest is called."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Callable[[type], None]] = []
+
+
+_notices = _Notices()
+# `Function.apply` is one for all threads: it is replaced by the first block that begins, and
+# restored by the last that ends. The list has an entry for each of them.
+_lock, _originals = threading.Lock(), list[Any]()
+
+
+@contextmanager
+def noticing_autograd_functions(notice: Callable[[type], None]) -> Iterator[None]:
+    """Calls ``notice`` with each `torch.autograd.Function` of this thread, before it is applied.
+
+    `Function.apply` is replaced meanwhile: from PyTorch 2.15 it has no frame of Python.
+    """
+    function = torch.autograd.Function
+    with _lock:
+        original = _originals[0] if _originals else vars(function)["apply"]
+        _originals.append(original)
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            # Other threads' Functions pass here too, and have no notices.
+            for latest in _notices.blocks[-1:]:
+                latest(cls)
+            return original.__get__(None, cls)(*args, **kwargs)
+
+        function.apply = classmethod(apply)  # type: ignore[assignment]
+    _notices.blocks.append(notice)
+    try:
+        yield
+    finally:
+        _notices.blocks.pop()
+        with _lock:
+            _originals.pop()
+            if not _originals:
+                function.apply = original  # type: ignore[method-assign]
+
+
+def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Returns ``function.apply`` without its checks, for calls outside torch.func.
+
+    It takes 10 µs instead of 15 on a CPU. The public method looks for transforms, which the caller
+    has done. Without the private names the public methods serve: slower.
+    """
+    # The engine calls `BackwardCFunction.apply` on a node, which finds out which of the Function's
+    # methods to call. Here it is known: the engine calls ``function.backward`` itself.
+    if find("autograd.function.BackwardCFunction.apply", None) is not None:
+        function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
+    if find("_C._FunctionBase.apply", None) is None:
+        return function.apply
+    # The next class in the order of resolution has the C function that the public method calls.
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
+
+
+# --- derivatives that changed ---------------------------------------------------------------------
+# Kernels have the derivatives of the installed PyTorch. An example tells which, computed once.
+
+
+def _gradient_at_one(function: Callable[[Tensor], Tensor]) -> float:
+    with without_modes(), torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones((), device="cpu", requires_grad=True)
+        return float(torch.autograd.grad(function(x), x)[0])
+
+
+@functools.cache
+def clamp_has_gradients_at_limits() -> bool:
+    """Returns whether an element equal to a limit of `torch.clamp` has a gradient.
+
+    It has up to PyTorch 2.14.
+    """
+    return _gradient_at_one(lambda x: x.clamp(max=1.0)) == 1.0
+
+
+@functools.cache
+def known_extrema_share_ties() -> bool:
+    """Returns whether equal arguments of `torch.fmax` share the gradient.
+
+    They do from PyTorch 2.15 on.
+    """
+    return _gradient_at_one(lambda x: torch.fmax(x, torch.ones_like(x))) == 0.5
