@@ -32,7 +32,7 @@ below_autograd: Callable[[], AbstractContextManager[Any]] = find(
 
 
 def _sliced(buffer: Tensor, like: list[Tensor]) -> list[Tensor]:
-    parts = buffer.split([t.numel() for t in like])
+    parts = buffer.split(list(map(Tensor.numel, like)))
     return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
 
 
