@@ -242,7 +242,7 @@ def test_specs_are_not_imported(name: str) -> None:
 
 # --- private names --------------------------------------------------------------------------------
 
-# The files of private names: tests/test_compat.py hides each name from them.
+# The files of private names: tests/operators/test_compat.py hides each name from them.
 _COMPAT = {name for name in MODULES if name.startswith("fusedops.core.compat.")} | {
     "fusedops.backend.fx",
     "fusedops.backend.symbols",
