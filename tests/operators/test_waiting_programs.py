@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 import fusedops
 from fusedops.core.calls.operators import site_of
+from fusedops.core.compat import runtime
 from fusedops.core.configs import tuning
 from fusedops.core.configs.tuning import forced
 from fusedops.core.configs.tuning_key import Config
@@ -187,7 +188,7 @@ def on_stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     def enter(stream: int, limit: int = 0, library: Any = None) -> None:
         found = Driver(limit) if library is None else library
         monkeypatch.setattr(ctypes, "CDLL", lambda name: found)
-        monkeypatch.setattr(launch, "current_stream", lambda index: stream)
+        monkeypatch.setattr(runtime, "current_stream", lambda index: stream)
         driver._function.cache_clear()
         launch._left_by_mps.cache_clear()
 
