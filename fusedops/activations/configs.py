@@ -61,6 +61,7 @@ def _reduction(cols: int, itemsize: int, bucket: int) -> Config:
     Tiles of columns with several rows, whose loads are pipelined.
     """
     block = _fitting(cols, 1024)
+    # Half a tile, where rows are few or an element takes two registers.
     half_rows = max(1, _ELEMENTS // 2 // block)
     if itemsize == 8:
         return Config(block, half_rows, 4, 3, 4)
@@ -102,6 +103,8 @@ def valid(key: TuningKey, config: Config) -> bool:
 def candidates(key: TuningKey) -> list[Config]:
     """The heuristic's config and others to measure; the same set for any number of rows."""
     heuristics = in_buckets(heuristic, key)
+    # The set may not depend on the bucket: `fingerprint` digests it, for all buckets of a row in a
+    # table.
     first = heuristics[_MANY]
     if key.is_vector:
         return list(dict.fromkeys([first, *[Config(b, 1, warps) for b, warps in _VECTOR_TILES]]))

@@ -19,6 +19,14 @@ from ..core.device import (
 )
 
 
+# Kernels with a bias or a mask need to know rows and columns, and have tiles of both:
+#
+#                   axis 0: columns
+#     axis 1    | (0, 0) | (1, 0) | (2, 0) |    tile 0 of rows
+#               | (0, 1) | (1, 1) | (2, 1) |    tile 1
+#
+# Neighbours along axis 0 run at the same time and access adjacent memory. Nothing is summed over a
+# row, so that its tiles are independent of one another.
 @triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
 def bias_act_forward_kernel(
     x,
@@ -39,6 +47,7 @@ def bias_act_forward_kernel(
 ):
     """``y = activation(x + bias) * keep_scale``, one tile a program."""
     await_predecessor(OVERLAP)
+    # A folded grid has more programs than tiles: their rows are past the end, and masked.
     tile, _ = place_along_rows()
     rows = rows_of(tile, ROWS)
     first_col = tl.program_id(0) * BLOCK_N
@@ -56,6 +65,9 @@ def bias_act_forward_kernel(
     tl.store(y + rows[:, None] * N + cols[None, :], out.to(y.dtype.element_ty), mask=mask)
 
 
+# For ``y = VALUE(h) * scale`` with ``h = x + bias``: ``dh = dy * scale * DERIVATIVE(h)`` is the
+# gradient of x, and its sum over rows that of bias. h is computed again from x: no tensor is saved
+# for it, and ``scale`` is drawn again.
 @triton.jit
 def _bias_act_gradient(
     dy,
@@ -89,11 +101,19 @@ def _bias_act_gradient(
     if scale is not None:
         dh *= scale
     dh *= DERIVATIVE(h)
+    # Only the bias may need a gradient.
     if dx is not None:
         tl.store(dx + rows[:, None] * N + cols[None, :], dh.to(dx.dtype.element_ty), mask=mask)
     return dh
 
 
+# With a bias gradient a line of programs has every second tile of rows, here of two lines, and the
+# columns of one tile:
+#
+#     program 0    tiles 4, 2, 0    sums of its rows    -> line 0 of ``partials``, N wide
+#     program 1    tiles 3, 1       sums of its rows    -> line 1
+#
+# `sum_partials_kernel` adds the lines.
 @triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
 def bias_act_backward_kernel(
     dy,
@@ -270,11 +290,14 @@ def glu_backward_kernel(
             tl.store(dup + out, (d * VALUE(g)).to(dup.dtype.element_ty), mask=mask)
     else:
         out = rows * (2 * N) + cols
+        # The gradient of packed rows is packed as they are: no copy joins two halves.
         kind: tl.constexpr = dgate.dtype.element_ty
         tl.store(dgate + out, (d * u * DERIVATIVE(g)).to(kind), mask=mask)
         tl.store(dgate + out + N, (d * VALUE(g)).to(kind), mask=mask)
 
 
+# The pointwise kernels see a tensor as one vector, whatever its shape: dense tensors of the same
+# strides need no rows. ``start`` is a multiple of ``BLOCK_N``, so that addresses are aligned.
 @triton.jit
 def _load_places(vector, start, places, mask, ACC: tl.constexpr):
     """Elements from ``start`` on; without a mask the loads are 16 bytes wide."""

@@ -59,6 +59,7 @@ def device_functions(name: str, *, narrow: bool = False) -> tuple[Any, Any]:
     """
     from . import device
 
+    # Imported here: `device` imports Triton, which importing the package does not.
     is_shorter = narrow and ACTIVATIONS[name].has_narrow
     function = getattr(device, f"{name}_in_16_bits" if is_shorter else name)
     return function, getattr(device, f"{name}_derivative")

@@ -89,6 +89,13 @@ def _rows_of_all(rows, words):
     )
 
 
+# The counter of Philox is the number of a group of eight columns in the whole tensor, so that a
+# tile computes the counters of its own elements, wherever it is. With 20 columns:
+#
+#     row 0    group 0: columns 0 to 7    group 1: 8 to 15    group 2: 16 to 19, half unused
+#     row 1    group 3                    group 4             group 5
+#
+# Rows are those of the whole tensor on a shard too, so that ranks draw what one process would.
 @triton.jit
 def _groups(rows, words, slots, N: tl.constexpr):
     """Returns the indices of a tile's groups of columns; ``slots`` are their indices in a row."""
@@ -131,6 +138,12 @@ def _kept(word, HIGH: tl.constexpr, threshold, scale):
     return tl.where(bits.to(tl.int32) >= threshold, scale, 0.0)
 
 
+# Neighbouring columns of a thread, and the calls of Philox that they take:
+#
+#     VECTOR 8    thread 0: columns 0 to 7, one call      thread 1: columns 8 to 15, one call
+#     VECTOR 4    thread 0: columns 0 to 3, one call      thread 1: columns 4 to 7, the same call
+#
+# In both, a thread has the bits of exactly its own columns.
 @triton.jit
 def _keep_scale(
     seed,
@@ -152,6 +165,8 @@ def _keep_scale(
     ``VECTOR`` is the number of adjacent columns per thread, 8 or 4: with 4, two threads make the
     same call, which is cheaper than an exchange.
     """
+    # One over the keep probability as it was rounded to 16 bits, so that the expectation is exact.
+    # With a threshold of 65536 all elements are dropped, and the divisor is not 0.
     scale = 65536.0 / tl.maximum(65536 - threshold, 1).to(ACC)
     if VECTOR == 8:
         slots = tl.arange(0, BLOCK_N // 8)

@@ -29,6 +29,8 @@ def sum_partials_kernel(
         ...           |                          axis 1 of the grid: slots
                     first    second   third
     """
+    # The predecessor is often the backward that wrote ``partials``, whose stores are visible from
+    # here on.
     await_predecessor(OVERLAP)
     slots: tl.constexpr = (first is not None) + (second is not None) + (third is not None)
     slot = tl.program_id(1)
@@ -45,6 +47,8 @@ def sum_partials_kernel(
             partials + at, mask=(rows < programs)[:, None] & in_cols[None, :], other=0.0
         )
     total = tl.sum(parts, axis=0)
+    # ``slot`` is a number of the grid, absence a constant: of three comparisons those of absent
+    # gradients are not compiled. Each program stores one gradient.
     if first is not None:
         if slot == 0:
             tl.store(first + cols, total.to(first.dtype.element_ty), mask=in_cols)

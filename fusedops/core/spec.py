@@ -21,6 +21,8 @@ __all__ = ["BadSample", "Maker", "Sample", "Shape", "Spec", "Sweep", "masked", "
 Shape = tuple[int | str, ...]
 
 
+# A spec yields its samples one after the other, each with tensors of its own. A test takes one of
+# them: with the others on the meta device it does not pay for their values.
 _only: list[str] = []
 
 
@@ -40,6 +42,7 @@ class Maker:
     def __init__(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
         self.device = torch.device("meta") if _only and _only[-1] != name else device
         self.dtype = dtype
+        # Not `hash`, which differs from process to process for strings.
         self.generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
 
     def __call__(
@@ -48,10 +51,12 @@ class Maker:
         """Returns a normally distributed tensor, in the maker's dtype by default."""
         if self.device.type == "meta":
             return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        # Drawn on the CPU in fp64, so that every device and dtype has the same values, rounded.
         values = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale + shift
         return values.to(device=self.device, dtype=dtype or self.dtype)
 
 
+# Multiplied by the reciprocal, as in the kernels: a quotient would be rounded differently.
 def masked(keep: Tensor | None, keep_probability: float) -> Callable[[Tensor, torch.dtype], Tensor]:
     """Returns dropout with a known keep mask, None for no dropout, for the references."""
     if keep is None:
@@ -168,3 +173,8 @@ class Spec:
     sweep: Sweep = Sweep()
     exact: bool = False
     transformers: Callable[[], Callable[..., Any]] | None = None
+
+    @property
+    def public_name(self) -> str:
+        """The functional's name, which users know."""
+        return self.functional or self.name

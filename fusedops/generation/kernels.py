@@ -18,6 +18,7 @@ def _leading(ids, ids_step, pad, end, L, BLOCK_N: tl.constexpr):
     """
     lanes = tl.arange(0, BLOCK_N)
     count = 0
+    # A loop in Triton has no `break`.
     searching = L > 0
     while searching:
         at = count + lanes
@@ -76,13 +77,16 @@ def no_repeat_ngram_forward_kernel(
     at = first + tl.arange(0, BLOCK_N)
     same = at < L - ngram + 1
     if pad is not None:
+        # The scan ends with the tile: padding beyond it does not concern the tile's windows.
         same = same & (at >= _leading(ids, ids_step, pad, first + BLOCK_N, L, BLOCK_N))
     for behind in range(1, ngram):
         # Lanes whose window differs already are masked, and load nothing more.
+        # From the last token back.
         wanted = tl.load(ids + (L - behind) * ids_step)
         same = same & (
             tl.load(ids + (at + ngram - 1 - behind) * ids_step, mask=same, other=0) == wanted
         )
+    # A token outside of the vocabulary has no score to write. -1 is one, for masked lanes.
     token = tl.load(ids + (at + ngram - 1) * ids_step, mask=same, other=-1)
     same = same & (token >= 0) & (token < V)
     if allowed is not None:

@@ -43,6 +43,17 @@ _MOST_WARPS = 16
 # --- rules ----------------------------------------------------------------------------------------
 
 
+# A multiprocessor has 65,536 registers, which its resident programs share. A program with a row of
+# N columns in W warps has N / (32 W) elements of it in each thread, of one register each in fp32:
+#
+#     warps         threads    registers per thread, if the program is alone
+#     8             256        255, the most that a thread may have
+#     16            512        128
+#     32            1024       64
+#
+# More warps hold wider rows; fewer exchange a row's sums in fewer steps, and leave room for another
+# program, which loads while this one computes or stores. A limit of 64 registers lets two programs
+# of 16 warps run at a time.
 @dataclass(frozen=True)
 class _Call:
     """The properties of a call that rules test.
@@ -190,6 +201,9 @@ _FROM_SOME_ROWS, _MANY_ROWS = _above(_FEW), _above(_SOME)
 # --- the forward ----------------------------------------------------------------------------------
 
 
+# Whatever the call, the forward reads x once if a program holds the row. What differs is how a row
+# is laid out: in one tile, in parts, or in passes over tiles. `_forward` chooses this first, then a
+# table.
 def _widest_filled(configs: Sequence[Config], cols: int, otherwise: Config) -> Config:
     """The first config that leaves at most a tenth of its lanes idle."""
     for config in configs:
@@ -387,6 +401,7 @@ _FORWARD_ONE_TILE = (
 def _forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Config:
     """The config of the forward: a whole row per program where it fits, tiles beyond."""
     block, parts = _forward_tiles(cols, itemsize, adds, rms)
+    # The tiles decide which table applies. The rest of the call decides within the table.
     plain_layer_norm = not (adds or rms)
     if block * parts == 8192 and plain_layer_norm and bucket <= _SOME:
         block, parts = 8192, 1  # few rows alone are faster in one tile
@@ -444,6 +459,8 @@ def _dropout_add(cols: int, bucket: int) -> Config:
     return Config(block, 2048 // block, 8 if block == 2048 else 4)
 
 
+# A thread loads 16 bytes at a time if rows begin at multiples of 16 bytes: eight columns of 16
+# bits.
 def _is_unaligned(cols: int, itemsize: int) -> bool:
     """Whether rows of 16 bits are loaded element by element.
 
@@ -456,6 +473,9 @@ def _is_unaligned(cols: int, itemsize: int) -> bool:
 # --- the backward ---------------------------------------------------------------------------------
 
 # Configs of programs that share rows, by bytes per element, the widest first.
+# The backward holds, beside the row and its gradient, up to three sums over rows, in fp32 for each
+# column, and the next rows, which the pipeline has in shared memory. So a program holds narrower
+# rows than in the forward, and wide rows are shared: see `kernels.backward`.
 _SHARED_NARROW = Config(1024, 1, 4, 3, 2, parts=3)
 _SHARED_TWO_ROWS = Config(4096, 2, 8, 3, 1)
 _SHARED = {
@@ -835,6 +855,8 @@ def valid(key: TuningKey, config: Config) -> bool:
     return config.columns <= block_holding(key.cols)
 
 
+# `valid` also judges entries of tables for other widths: `tuning.shipped` may take that of a row up
+# to twice as wide.
 def _valid_forward(key: TuningKey, config: Config) -> bool:
     cols, itemsize = key.cols, key.itemsize
     block, parts = _forward_tiles(cols, itemsize, "adds" in key.variant, "rms" in key.variant)
@@ -864,6 +886,7 @@ def _valid_backward(key: TuningKey, config: Config) -> bool:
 def candidates(key: TuningKey) -> list[Config]:
     """The heuristic's config and others to measure; the same set for any number of rows."""
     heuristics = in_buckets(heuristic, key)
+    # Neighbours are those of one bucket's config, so that all buckets have the same set.
     first = heuristics[_MANY]
     if key.kernel == "norm_forward":
         others = _other_forwards(key)

@@ -177,7 +177,7 @@ class FusedBiasDropoutAdd(TensorsBeside, nn.Dropout):
         ValueError: ``p`` is outside [0, 1]; a shape does not fit.
         TypeError: an input is not a floating-point tensor.
         RuntimeError: the inputs are on different devices.
-    Numerics: GPUs round p to a multiple of 2⁻¹⁶ and divide the kept values by the rounded keep
+    Numerics: GPUs round p to a multiple of 2⁻¹⁶ and divide what is not dropped by the rounded keep
         probability, so the expectation is exact; the backward regenerates the mask from the seed.
     Source: Srivastava et al. 2014, JMLR 15(56).
     """

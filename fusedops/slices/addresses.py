@@ -71,11 +71,14 @@ def gather(
     addresses = _tables.get(key)
     if addresses is not None:
         return addresses
+    # Pinned, because the host would wait for a copy from pageable memory.
     table = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=device_index >= 0)
     addresses = Addresses(table.to(device, non_blocking=True), pointers, strides)
     with _lock:
         _tables[key] = addresses
         if len(_tables) > _MOST_TABLES:
+            # Kernels in the stream may still read it. PyTorch's allocator hands its memory out
+            # again only to later work of the same stream.
             del _tables[next(iter(_tables))]  # the oldest
     return addresses
 

@@ -551,11 +551,11 @@ def compiled_plans(
         plans["slices without a common factor"] = partial(build, odd, 1)
     return plans | {
         "slices that share parameters": partial(build, equal, 2, shared=True),
-        "rows far apart": partial(build, equal, 2, near=False),
-        "slices apart": partial(build, equal, 0),
-        "slices apart, some unused": partial(build, unequal, 0, unused=True),
+        "rows far from each other": partial(build, equal, 2, near=False),
+        "separate slices": partial(build, equal, 0),
+        "separate slices, some unused": partial(build, unequal, 0, unused=True),
         "a table of addresses": partial(store_variant, -1),
-        "slices apart, of several widths": partial(build, unequal, 0),
+        "separate slices of several widths": partial(build, unequal, 0),
         "slices joined": partial(build, unequal, 0, concat=True),
     }
 

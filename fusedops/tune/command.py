@@ -28,7 +28,7 @@ from ..core.spec import Shape, Spec
 from ..core.version import __version__
 from . import table as tables
 from .compiling import Pool
-from .functions import FunctionError, FunctionWorkload, parsed, planned
+from .functions import FunctionError, FunctionWorkload, parsed, planned, sides_of
 from .progress import Progress
 from .sweep import Outcome, Sweeper
 from .timing import GraphTimer, Timer, copy_bandwidth
@@ -156,6 +156,7 @@ def run(options: argparse.Namespace) -> int:
         workloads = [_planned(function, device)]
     with ExitStack() as stack:
         pool = stack.enter_context(pool_for(device, options.jobs))
+        # Small workloads would otherwise time PyTorch's own operators, under every config alike.
         stack.enter_context(kernels_alone())
         sweeper = sweeper_for(device, pool, GraphTimer(device))
         bandwidth = copy_bandwidth(device)
@@ -218,6 +219,7 @@ class _Cache:
 class _Ship:
     """Collects the best configs in the shipped table, which is written every few seconds."""
 
+    # A table has thousands of entries, and a sweep that is stopped loses what was not written.
     # Seconds between writes.
     _EVERY = 5.0
 
@@ -282,6 +284,7 @@ def _sweep(
     """Tune the workloads within the budget, and return the exit code."""
     indices = {str(workload): index for index, workload in enumerate(workloads)}
     progress = Progress(len(workloads))
+    # The budget ends the sweep between two keys: a key that is being measured is completed.
     end, count = time.monotonic() + budget, 0
     try:
         for outcome in sweeper.sweep(
@@ -293,11 +296,13 @@ def _sweep(
             progress.at(indices[str(outcome.workload)], str(outcome.workload))
     finally:
         progress.close()
+        # Also after an interrupt: what was measured until then is stored.
         print(f"{count} keys tuned; {store.close()}")
     if time.monotonic() >= end:
         print(f"stopped: the budget of {budget:.0f} s is spent")
     for failure in sweeper.failures:
         print(f"fusedops: left out {failure}", file=sys.stderr)
+    # Entries that were tuned stay tuned; the code tells a script that some were left out.
     return 1 if sweeper.failures else 0
 
 
@@ -328,7 +333,7 @@ def _short(config: Config) -> str:
 
 def _listed(specs: Sequence[Spec]) -> str:
     """Return the operators' public names as text; the names of specs are accepted too."""
-    return ", ".join(sorted({spec.functional or spec.name for spec in specs}))
+    return ", ".join(sorted({spec.public_name for spec in specs}))
 
 
 def _specs(names: Sequence[str]) -> list[Spec]:
@@ -336,15 +341,16 @@ def _specs(names: Sequence[str]) -> list[Spec]:
     every = discover()
     if not names:
         return list(every)
-    known = {spec.name for spec in every} | {spec.functional for spec in every if spec.functional}
+    known = {spec.name for spec in every} | {spec.public_name for spec in every}
     for name in names:
         if name in known:
             continue
         if name in operators():
             raise UsageError(f"{name} cannot be tuned: its kernel has one config for all sizes")
+        # Names of specs are accepted, but only functionals are listed, which users know.
         hint = _hint(difflib.get_close_matches(name, known, 3), _listed(every))
         raise UsageError(f"no operator {name!r}; {hint}")
-    return [spec for spec in every if not {spec.name, spec.functional}.isdisjoint(names)]
+    return [spec for spec in every if not {spec.name, spec.public_name}.isdisjoint(names)]
 
 
 def _hint(near: Sequence[str], known: str) -> str:
@@ -353,12 +359,10 @@ def _hint(near: Sequence[str], known: str) -> str:
 
 
 def _shape(text: str) -> Shape:
-    # The documentation writes shapes with a multiplication sign.
-    sides = text.lower().replace("×", "x").split("x")  # noqa: RUF001
-    numbers = [int(side) if side.isdecimal() else 0 for side in sides]
-    if len(sides) not in (2, 3) or min(numbers) < 1:
+    sides = sides_of(text)
+    if len(sides) not in (2, 3) or min(sides) < 1:
         raise UsageError(f"--shape must be rows x columns, such as 8192x4096, got {text!r}")
-    return tuple(numbers)
+    return sides
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -423,12 +427,12 @@ def _pairs(
     spec: Spec, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype]
 ) -> list[tuple[Shape, torch.dtype]]:
     """Return the shapes and dtypes to tune: those of the command line, or the benchmark's."""
+    benchmarked = list(dict(spec.shapes))  # without their dtypes, each once
     if shapes:
         # Shapes are for all operators, so those of another number of dimensions are skipped.
-        dimensions = {len(shape) for shape, _ in spec.shapes}
+        dimensions = set(map(len, benchmarked))
         fitting = [shape for shape in shapes if len(shape) in dimensions]
         return list(itertools.product(fitting, dtypes or [torch.bfloat16]))
     if dtypes:
-        benchmarked = dict.fromkeys(shape for shape, _ in spec.shapes)
         return list(itertools.product(benchmarked, dtypes))
     return list(spec.shapes)

@@ -26,6 +26,7 @@ def child_environment() -> dict[str, str]:
     They import this package, whatever the current directory, and do not tune on demand themselves.
     """
     root = str(Path(__file__).parents[2])
+    # First, so that a child runs the code of this process, also where another release is installed.
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
     return {**os.environ, "PYTHONPATH": path, "FUSEDOPS_TUNE": "", "OMP_NUM_THREADS": "1"}
 
@@ -62,6 +63,8 @@ class Pool:
         With ``fit``, the kernel is compiled with as many stages as fit into shared memory.
         """
         key = (request.key, fit)
+        # Workloads and candidates share kernels: those of other parts of a step are the same in
+        # each.
         if key not in self._known:
             message = {
                 "request": encode(request),
@@ -74,6 +77,8 @@ class Pool:
 
     def close(self) -> None:
         """Stop all processes, and cancel requests that have not begun."""
+        # First no more requests, then no more processes: the threads that wait for replies read the
+        # end of a pipe, and end.
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in list(self._workers.values()):
             worker.kill()
@@ -99,6 +104,7 @@ class Pool:
             reply = worker.stdout.readline()
         except OSError:
             reply = ""
+        # A crash of the compiler ends the worker, and not the sweep: the config is dropped.
         if not reply:
             worker.kill()
             _reap(worker)

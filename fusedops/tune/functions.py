@@ -23,7 +23,7 @@ from ..compiler.function import Rowwise
 from ..core.configs.tuning_key import TuningKey
 from .workloads import DTYPES, Step
 
-__all__ = ["FunctionError", "FunctionWorkload", "parsed", "planned"]
+__all__ = ["FunctionError", "FunctionWorkload", "parsed", "planned", "sides_of"]
 
 # A number, a bool or None, or a tensor's shape and dtype.
 Argument = float | bool | None | tuple[tuple[int, ...], torch.dtype]
@@ -60,7 +60,7 @@ class FunctionWorkload:
 
     def step(self, device: torch.device) -> Step:
         """See `Tunable`."""
-        return Step(self.call, self.made(device))
+        return Step(self.call, self.inputs(device))
 
     def call(self, **arguments: Any) -> Any:
         """Call the function with arguments by name."""
@@ -70,6 +70,7 @@ class FunctionWorkload:
     def bound(self, arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the positional and the keyword arguments of a call."""
         parameters = inspect.signature(self.function.function).parameters
+        # By position wherever that is possible: a parameter may be positional-only.
         positional, named = [], {}
         for name, value in arguments.items():
             if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY:
@@ -78,7 +79,7 @@ class FunctionWorkload:
                 positional.append(value)
         return positional, named
 
-    def made(self, device: torch.device) -> dict[str, Any]:
+    def inputs(self, device: torch.device) -> dict[str, Any]:
         """Create the arguments, with random tensors."""
         return {name: self._value(argument, device) for name, argument in self.arguments}
 
@@ -135,7 +136,7 @@ def planned(workload: FunctionWorkload, device: torch.device) -> FunctionWorkloa
     """
     name = workload.name
     try:
-        positional, named = workload.bound(workload.made(device))
+        positional, named = workload.bound(workload.inputs(device))
         explanation = workload.function.explain(*positional, **named)
     except Exception as error:  # noqa: BLE001 - the user's function may raise anything
         raise FunctionError(
@@ -167,6 +168,7 @@ def _loaded(name: str) -> Rowwise[..., Any]:
     function = getattr(module, attribute, None)
     if function is None:
         raise FunctionError(f"{source} has no {attribute}")
+    # A decorated function keeps the options of its decorator.
     if isinstance(function, Rowwise):
         return function
     if not inspect.isfunction(function):
@@ -186,6 +188,7 @@ def _module(source: str) -> Any:
         itertools.takewhile(lambda folder: (folder / "__init__.py").exists(), path.parents)
     )
     if packages:
+        # Imported as part of its package, so that relative imports work.
         sys.path.insert(0, str(packages[-1].parent))
         names = [folder.name for folder in reversed(packages)]
         return importlib.import_module(".".join([*names, path.stem]))
@@ -205,15 +208,23 @@ def _argument(text: str, dtype: torch.dtype) -> Argument:
     """Parse an ``--arg``: a number behind ``=``, or a shape, by default of this dtype."""
     if text.startswith("="):
         with contextlib.suppress(ValueError, SyntaxError):
+            # Literals only: a command line must not run code.
             value = ast.literal_eval(text[1:])
             if value is None or isinstance(value, (bool, int, float)):
                 return value
         raise FunctionError(f"--arg {text}: expected a number, True, False or None behind =")
-    sides, _, kind = text.lower().replace("×", "x").partition(":")  # noqa: RUF001 - as for --shape
-    shape = tuple([int(side) if side.isdecimal() else 0 for side in sides.split("x")])
-    if min(shape) < 1 or (kind and kind not in _KINDS):
+    sides, _, kind = text.lower().partition(":")
+    shape, kinds = sides_of(sides), {**_KINDS, "": dtype}
+    if min(shape) < 1 or kind not in kinds:
         raise FunctionError(
             f"--arg must be a shape and perhaps a dtype of {', '.join(_KINDS)}, such as "
             f"8192x4096:fp32, or a number such as =0.1; got {text!r}"
         )
-    return shape, _KINDS[kind] if kind else dtype
+    return shape, kinds[kind]
+
+
+def sides_of(text: str) -> tuple[int, ...]:
+    """Return the sides of a shape such as ``8192x4096``, 0 for one that is no number."""
+    # The documentation writes shapes with a multiplication sign.
+    sides = text.lower().replace("×", "x").split("x")  # noqa: RUF001
+    return tuple([int(side) if side.isdecimal() else 0 for side in sides])

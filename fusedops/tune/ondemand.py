@@ -83,8 +83,9 @@ def _is_recording(device_index: int) -> bool:
 
 def _tuned(key: TuningKey, device_index: int, config: Config, origin: tuning.Source) -> Config:
     """Return the child process's config, or the current one if that was measured or none comes."""
-    retunes = origin == "table" and tuning.on_demand() == "force"
-    if origin in ("cache", "table") and not retunes:
+    # A forced tuning replaces what was measured elsewhere, not what was measured here.
+    measured = ("cache",) if tuning.on_demand() == "force" else ("cache", "table")
+    if origin in measured:
         return config
     with _lock:
         if "hang" in _warned:

@@ -16,6 +16,7 @@ class Progress:
     def __init__(self, total: int) -> None:
         self._total, self._done = max(total, 1), 0
         self._begun = time.monotonic()
+        # In a file or a pipe a bar would be many lines.
         self._shown = sys.stderr.isatty()
 
     def at(self, done: int, what: str) -> None:
@@ -44,4 +45,5 @@ class Progress:
         spent = time.monotonic() - self._begun
         left = f"{spent / part - spent:.0f} s left" if part else ""
         bar = f"{'#' * full}{'-' * (_WIDTH - full)} {self._done}/{self._total} {left} {what}"
+        # A line that wraps could not be overwritten.
         print(f"\r\x1b[K{bar[:110]}", end="", file=sys.stderr, flush=True)

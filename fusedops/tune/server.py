@@ -50,6 +50,7 @@ def tune(message: Mapping[str, Any], sweeper: Callable[[int], Sweeper]) -> Outco
     if workload is None:
         raise LookupError("no workload has this key")
     with kernels_alone():
+        # Of a step's keys only the parent's: it asks for the others when it reaches them.
         tuner = sweeper(index)
         outcome = next(tuner.sweep([workload], wanted=key.__eq__), None)
     if outcome is None:
@@ -63,6 +64,7 @@ def _gpu_sweeper() -> Callable[[int], Sweeper]:
     """Return a function that creates the sweeper of each GPU when it is first used."""
     from .command import pool_for, sweeper_for
 
+    # A sweeper has a pool of processes and a stream, which serve all keys of its GPU.
     sweepers: dict[int, Sweeper] = {}
 
     def sweeper(index: int) -> Sweeper:

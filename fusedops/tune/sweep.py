@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from ..core.configs import tuning
-from ..core.configs.tuning_key import Config, TuningKey, family_of, valid
+from ..core.configs.tuning_key import Config, TuningKey, family_of
 from ..core.launches import launch
 from ..core.launches.usage import Usage
 from .compiling import Pool
@@ -58,7 +59,7 @@ class Outcome:
 
     def us_of(self, config: Config) -> float:
         """Return a candidate's microseconds."""
-        return next(candidate.us for candidate in self.measured if candidate.config == config)
+        return {candidate.config: candidate.us for candidate in self.measured}[config]
 
     @property
     def gain(self) -> float:
@@ -84,6 +85,7 @@ class Sweeper:
         self._pool, self._timer, self._device = pool, timer, device
         self._name, self._limits = name, limits
         self.failures: list[str] = []
+        # Caches of a sweep, by workload at a fixed number of rows.
         # Keys and compiled kernels do not depend on the number of rows, so workloads that differ
         # only in that share them.
         self._keys_at: dict[Any, list[TuningKey]] = {}
@@ -136,6 +138,8 @@ class Sweeper:
             for key in keys:
                 for config in self._candidates(key):
                     self._compile(workload, key, config)
+            # The oldest is timed once the queue is full: the next ones compile on the CPU
+            # meanwhile.
             if len(queue) == _AHEAD:
                 yield queue.popleft()
         yield from queue
@@ -144,19 +148,23 @@ class Sweeper:
         candidates = self._candidates(key)
         heuristic = candidates[0]
         pending = {config: self._compile(workload, key, config) for config in candidates}
+        # Waits only now that all candidates are being compiled.
         usages: dict[Config, list[Usage]] = {}
         for config, futures in pending.items():
-            usages[config] = [future.result() for future in futures]
+            usages[config] = list(map(Future.result, futures))
         dropped = self._dropped(candidates, usages)
-        remaining = [config for config in candidates if not dropped[config]]
-        times = {config: bench.us(key, config, careful=False) for config in remaining}
+        times: dict[Config, float] = {}
+        for config in candidates:
+            if not dropped[config]:
+                times[config] = bench.us(key, config, careful=False)
+        # The second round is needed only to replace the heuristic's config.
         best = heuristic
         if min(times, key=times.__getitem__) != heuristic:
             best = _best_of_finalists(key, heuristic, times, bench)
         measured = []
         for config in candidates:
-            registers = max((usage.registers for usage in usages[config]), default=0)
-            spills = max((usage.spills for usage in usages[config]), default=0)
+            registers = max(map(attrgetter("registers"), usages[config]), default=0)
+            spills = max(map(attrgetter("spills"), usages[config]), default=0)
             us = times.get(config, float("inf"))
             measured.append(Measured(config, registers, spills, us, dropped[config]))
         return Outcome(key, workload, heuristic, best, tuple(measured))
@@ -178,8 +186,8 @@ class Sweeper:
         family = family_of(key.kernel)
         assert family is not None
         candidates = list(family.candidates(key))
-        shipped = tuning.shipped(key, self._name) if self._name else None
-        if shipped is not None and valid(key, shipped):
+        shipped = tuning.shipped(key, self._name)
+        if shipped is not None:
             candidates.append(shipped)
         return list(dict.fromkeys(candidates))
 
@@ -226,6 +234,7 @@ def _best_of_finalists(
     finalists = fastest(config for config in times if config != heuristic)[:_FINALISTS]
     for config in (heuristic, *finalists):
         times[config] = bench.us(key, config, careful=True)
+    # A config that wins by less may win by chance, and would differ from run to run.
     limit = times[heuristic] * (1.0 - _NOISE)
     for config in fastest(finalists):
         if times[config] < limit and bench.agree(key, heuristic, config):

@@ -53,9 +53,10 @@ RAW_COLUMNS = (
 @cache
 def _sources(family: str) -> str:
     """Return a digest of a family's kernels."""
-    package = resources.files("fusedops")
+    package = Path(str(resources.files("fusedops")))
+    files = sorted([*package.glob(f"{family}/kernels.py"), *package.glob(f"{family}/kernels/*.py")])
     # The kernels call device functions that all families share.
-    files = (package / family / "kernels.py", package / "core" / "device.py")
+    files.append(package / "core" / "device.py")
     texts = [code(file.read_text("utf-8")) for file in files]
     return hashlib.sha256("".join(texts).encode()).hexdigest()
 
@@ -84,6 +85,7 @@ def _tree(node: Any) -> str:
 
 def _is_docstring(node: Any) -> bool:
     """Whether the node is a statement that consists of a string."""
+    # A string alone has no effect, at the beginning of a body or elsewhere.
     constant = node.value if isinstance(node, ast.Expr) else None
     return isinstance(constant, ast.Constant) and isinstance(constant.value, str)
 
@@ -127,6 +129,7 @@ class Table:
         rows, name = self._rows.setdefault(key.kernel, {}), _row_name(key)
         row = rows.get(name, [])
         if not _is_current(row, key):
+            # A row has one mark, so its configs must all be of the current code.
             row = rows[name] = [None] * len(BUCKETS) + [mark(key)]
         row[key.bucket] = list(astuple(config))
 
@@ -145,6 +148,7 @@ class Table:
             yield f" {json.dumps(name)}: {json.dumps(value)},"
         yield ' "configs": {'
         for kernel in sorted(self._rows):
+            # JSON has no comma after the last element.
             last = "" if kernel == max(self._rows) else ","
             yield f"  {json.dumps(kernel)}: {{"
             names = sorted(self._rows[kernel], key=_order)
@@ -276,10 +280,12 @@ def _timings(
     for row in rows:
         if not row["us"]:
             continue
+        # The inverse of `TuningKey.group`.
         *variant, widths = row["group"].split("|")
         key = TuningKey(row["kernel"], tuple(variant), widths, int(row["cols"]), int(row["bucket"]))
         config = Config(*(int(row[name]) for name in _CONFIG))
         times, best = timings.get(key, ({}, config))
+        # A sweep that was resumed may have measured a config again.
         times[config] = float(row["us"])
         timings[key] = (times, config if int(row["best"]) else best)
     return timings

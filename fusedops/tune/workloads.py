@@ -45,6 +45,9 @@ DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# By bytes per element; of two dtypes with the same the first stays: bf16.
+_OF_ITEMSIZE = {dtype.itemsize: dtype for dtype in reversed(DTYPES.values())}
 # The number of rows that represents each bucket.
 _ROWS = (4, 64, 1024, 8192, 262144)
 # The limit of a tensor's elements: wide tensors have fewer rows.
@@ -60,7 +63,7 @@ _Recast = tuple[tuple[str, torch.dtype], ...]
 
 @cache
 def _families() -> tuple[ModuleType, ...]:
-    """Return the spec modules of all families, found by name, so that a new family is included."""
+    """Return the spec modules of all families, by name, so that a new family is included."""
     packages = [module.name for module in pkgutil.iter_modules(fusedops.__path__) if module.ispkg]
     families = []
     for package in packages:
@@ -83,7 +86,7 @@ def _specs_of(families: tuple[ModuleType, ...]) -> Iterator[Spec]:
 
 def operators() -> list[str]:
     """Return the functionals of all families."""
-    return sorted({spec.functional or spec.name for spec in _specs_of(_families())})
+    return sorted({spec.public_name for spec in _specs_of(_families())})
 
 
 def discover() -> tuple[Spec, ...]:
@@ -148,11 +151,11 @@ class Workload:
         return math.ceil(count * elements * self.dtype.itemsize) / bandwidth * 1e6
 
     def __str__(self) -> str:
-        dtype = next(name for name, known in DTYPES.items() if known == self.dtype)
         extras = [f"{name}={value}" for name, value in self.options]
         extras += [f"no {name}" for name in self.absent]
         extras += [f"{name} {str(other).removeprefix('torch.')}" for name, other in self.recast]
-        return " ".join((self.spec.name, "x".join(map(str, self.shape)), dtype, *extras))
+        shape = "x".join(map(str, self.shape))
+        return " ".join((self.spec.name, shape, _NAMES[self.dtype], *extras))
 
 
 class Tunable(Protocol):
@@ -185,8 +188,10 @@ class Step:
 
     def __init__(self, call: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         self._call, self._arguments = call, arguments
-        tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
-        self._leaves = [tensor.requires_grad_() for tensor in tensors if tensor.is_floating_point()]
+        self._leaves: list[Tensor] = []
+        for value in arguments.values():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                self._leaves.append(value.requires_grad_())
         self._cotangents: list[Tensor] = []
 
     @property
@@ -212,8 +217,9 @@ class Step:
         outputs = tuple([out for out in outputs if out.requires_grad])
         if not outputs:
             return ()
+        # Drawn outside of what is timed, and the same for every config.
         if not self._cotangents:
-            self._cotangents = [torch.randn_like(out) for out in outputs]
+            self._cotangents = list(map(torch.randn_like, outputs))
         gradients = torch.autograd.grad(
             outputs, self._leaves, self._cotangents, retain_graph=True, allow_unused=True
         )
@@ -241,6 +247,7 @@ def keys_of(workload: Tunable, device: torch.device) -> list[TuningKey]:
 
     Kernels are neither compiled nor run, and the tensors have few rows.
     """
+    # Four rows: keys depend on rows by bucket alone, and `key_at` sets the bucket of all rows.
     with kernels_alone(), tuning.collected_keys() as keys, launch.collecting():
         workload.at(4).step(device)()
     # Plans of calls that were only collected must not be used for calls that run.
@@ -265,7 +272,7 @@ def elements_per_row(spec: Spec, tail: Shape) -> int:
 
 @cache
 def _elements(name: str, tail: Shape) -> int:
-    spec = next(spec for spec in discover() if spec.name == name)
+    spec = {spec.name: spec for spec in discover()}[name]
     sample = spec.benchmark((1, *tail), torch.float32, torch.device("meta"))
     return sum(out.numel() for out in spec.eager(**sample.tensors, **sample.options))
 
@@ -303,6 +310,7 @@ def _cells(
 
 def _rows_in(bucket: int, spec: Spec, tail: Shape) -> int:
     """Return the number of rows for a bucket, or 0 if its least number would be too large."""
+    # 2**28 elements are 1 GiB in fp32; a step has several such tensors, and several sets of them.
     most = _MOST_ELEMENTS // elements_per_row(spec, tail)
     rows = min(_ROWS[bucket], most)
     return rows if rows >= BUCKETS[bucket] else 0
@@ -336,16 +344,14 @@ def _has_key(workload: Workload, key: TuningKey, device: torch.device) -> bool:
 
 def _plausible(key: TuningKey) -> Iterator[Workload]:
     """Yield operators in the key's dtypes, with all variations of their arguments."""
-    bits = [int(part) for part in key.widths.removesuffix("bit").split("-")]
-    # Of two dtypes of the same width the first stays: bf16.
-    by_width = {dtype.itemsize * 8: dtype for dtype in reversed(DTYPES.values())}
-    dtypes = [by_width[width] for width in dict.fromkeys(bits)]
+    dtypes = [_OF_ITEMSIZE[size] for size in dict.fromkeys(key.itemsizes)]
+    narrowest = _OF_ITEMSIZE[min(key.itemsizes)]
     for family in _tunable():
         for spec, tail in itertools.product(family.SPECS, family.GRID.tails_of(key.cols)):
             rows = _rows_in(key.bucket, spec, tail)
             if rows:
                 for variation in _variations(spec, dtypes):
-                    yield Workload(spec, (rows, *tail), by_width[min(bits)], *variation)
+                    yield Workload(spec, (rows, *tail), narrowest, *variation)
 
 
 def _variations(
@@ -369,6 +375,7 @@ def _variations(
     if len(dtypes) > 1:
         low = min(dtypes, key=lambda dtype: dtype.itemsize)
         high = max(dtypes, key=lambda dtype: dtype.itemsize)
+        # For example a residual stream in fp32 beside activations in bf16.
         recasts = [((name, high),) for name in optional]
         outs += [(("out_dtype", dtype),) for dtype in dtypes]
         # Post-norm blocks under autocast return fp32 outputs, and also half-precision copies.

@@ -56,7 +56,7 @@ MUTANTS = (
     # --- kernels ----------------------------------------------------------------------------------
     Mutant(
         "a norm's backward without the keep mask",
-        "norms/kernels.py",
+        "norms/kernels/backward.py",
         "                if scale is not None:\n                    dz *= scale\n",
         "",
         ("operators/test_rng.py", "test_backward_has_the_forwards_mask"),
@@ -77,7 +77,7 @@ MUTANTS = (
     ),
     Mutant(
         "the current rows loaded again instead of the next",
-        "norms/kernels.py",
+        "norms/kernels/backward.py",
         "loaded = rows_of(tiles - 1 - step - tl.num_programs(1), ROWS)",
         "loaded = rows_of(tiles - 1 - step, ROWS)",
         ("operators/test_norm_tiles.py", "test_next_rows_in_registers"),
@@ -91,14 +91,14 @@ MUTANTS = (
     ),
     Mutant(
         "the sums of a program that shares rows taken for those of the rows",
-        "norms/kernels.py",
+        "norms/kernels/backward.py",
         "place = 2 * column * M + rows[None, :]",
         "place = rows[None, :] + 0 * column",
         ("operators/test_norm_tiles.py", "test_rows_that_programs_share"),
     ),
     Mutant(
         "the gradients of rows that programs share of the rows after them",
-        "norms/kernels.py",
+        "norms/kernels/backward.py",
         "rows = rows_of(tiles - 1 - step + ahead, ROWS)",
         "rows = rows_of(tiles - 1 - step + ahead - 1, ROWS)",
         ("operators/test_norm_tiles.py", "test_rows_whose_programs_wait"),
@@ -112,14 +112,14 @@ MUTANTS = (
     ),
     Mutant(
         "the loads that a loop takes ahead of the slices' rows one tile late",
-        "slices/kernels.py",
+        "slices/kernels/backward.py",
         "                tl.maximum(tiles - 1 - step - programs, 0), own, M, ROWS\n",
         "                tl.maximum(tiles - 1 - step, 0), own, M, ROWS\n",
         ("operators/test_slice_tiles.py", "several_tiles_of_rows"),
     ),
     Mutant(
         "a slice's parts summed without the second",
-        "slices/kernels.py",
+        "slices/kernels/tiles.py",
         "for part in tl.static_range(1, PARTS):\n        terms += parts[part].to(ACC)",
         "for part in tl.static_range(2, PARTS):\n        terms += parts[part].to(ACC)",
         ("operators/test_slice_tiles.py", "several_tiles"),

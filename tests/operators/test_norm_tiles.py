@@ -109,7 +109,7 @@ def test_rows_whose_programs_wait(case: Case, monkeypatch: pytest.MonkeyPatch) -
 
     Each launch is made twice, and the second finds all the words.
     """
-    from fusedops.norms import kernels
+    from fusedops.norms.kernels import backward
 
     waiting = []
     build = launch.build
@@ -128,7 +128,7 @@ def test_rows_whose_programs_wait(case: Case, monkeypatch: pytest.MonkeyPatch) -
 
         return launched
 
-    monkeypatch.setattr(kernels, "_await_words", _found)
+    monkeypatch.setattr(backward, "_await_words", _found)
     monkeypatch.setattr(launch, "build", twice)
     monkeypatch.setattr(launch, "waits", lambda index, acc, programs: acc == torch.float32)
     sample = case.sample()

@@ -88,12 +88,14 @@ def _called(node: ast.Call) -> str:
 
 
 def _families() -> set[str]:
-    """The folders with kernels, except core."""
-    return {
-        path.parent.name
-        for path in FILES
-        if path.name == "kernels.py" and path.parent.name != "core"
-    }
+    """The folders with kernels, in a file or a package, except core."""
+    with_kernels = {name.split(".")[1] for name in MODULES if name.endswith(".kernels")}
+    return with_kernels - {"core"}
+
+
+def _has_kernels(name: str) -> bool:
+    """Whether a module is a file of kernels, or one of a package of kernels."""
+    return "kernels" in name.split(".")
 
 
 # The files of ``distributed/``, each of the layer that calls it: "" is the public package.
@@ -201,13 +203,15 @@ def test_core_is_imported_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in MODULES if name.endswith((".kernels", "core.device"))]
+    "name", [name for name in MODULES if _has_kernels(name) or name.endswith("core.device")]
 )
 def test_kernels_import_only_triton(name: str) -> None:
+    """And the device functions of core, and files of their own package."""
+    package = name.partition(".kernels")[0] + ".kernels."
     for target in _imports(MODULES[name]):
-        assert (
-            target.split(".")[0] in ("triton", "__future__") or target == "fusedops.core.device"
-        ), target
+        is_triton = target.split(".")[0] in ("triton", "__future__")
+        is_own = _has_kernels(name) and target.startswith(package)
+        assert is_triton or is_own or target == "fusedops.core.device", target
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.endswith(".reference")])
@@ -386,7 +390,12 @@ def _functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.argum
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in MODULES if not name.endswith((".kernels", ".launching", ".device"))]
+    "name",
+    [
+        name
+        for name in MODULES
+        if not _has_kernels(name) and not name.endswith((".launching", ".device"))
+    ],
 )
 def test_functions_take_few_arguments(name: str) -> None:
     """Kernels, and what launches them, take what they take."""

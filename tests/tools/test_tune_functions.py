@@ -165,7 +165,7 @@ def test_file_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_generated_kernels_compile_in_workers(blocks: str) -> None:
     compiler = pytest.importorskip("triton.backends.compiler")
     workload = parsed(f"{blocks}:gated_norm", _GATED, torch.bfloat16)
-    tensors = list(workload.made(torch.device("cpu")).values())
+    tensors = list(workload.inputs(torch.device("cpu")).values())
     program = workload.function._programs.find([*tensors, 0.1], False).program
     with Pool(2, compiler.GPUTarget("cuda", 90, 32), 232_448) as pool:
         usages = [pool.submit(request).result() for _, request, _ in chosen(program, -1, tensors)]

@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+# As text: the order of a set is not fixed, and messages are.
 _DTYPE_NAMES = "torch.float16, torch.bfloat16, torch.float32, torch.float64"
 
 
@@ -29,6 +30,7 @@ def check_tensor(op: str, name: str, value: Any, like: torch.Tensor | None = Non
     """Raises unless ``value`` is a dense floating-point tensor, on the device of any ``like``."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
+    # Its dtype would be refused below, but without the remedy.
     if value.is_quantized:
         raise TypeError(
             f"{op}: {name} is quantised, expected one of {_DTYPE_NAMES}; static quantisation takes "
@@ -65,6 +67,7 @@ def _check_is_number(op: str, name: str, value: Any) -> None:
 def check_p(op: str, p: Any) -> None:
     """Raises unless ``p`` is a probability."""
     _check_is_number(op, "p", p)
+    # Comparisons with NaN are False, so that NaN is refused.
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{op}: p must be in [0, 1], got {p}")
 

@@ -80,6 +80,16 @@ def directory() -> Path | None:
     return base / "fusedops"
 
 
+# What is read from this directory was written by a user, a tool, or another release, and is
+# checked:
+#
+#     entries     numbers of a config, each within what a config may have, and as a whole what the
+#                 family's `valid` accepts; a wrong one that passes is slow, not wrong
+#     sealed      text that starts with a checksum of it; traced functions and graphs, which become
+#                 code, and are checked word by word where they are read
+#
+# A checksum finds torn and edited files. It keeps nobody out who may write to the directory, which
+# is the user's own.
 @functools.cache
 def code_of_package() -> str:
     """Returns names, sizes and times of this package's files.
@@ -102,6 +112,8 @@ def file_of(folder: str, text: Sequence[str]) -> Path | None:
     root = directory()
     if root is None:
         return None
+    # All that a result may depend on is in the name: another version neither reads nor replaces the
+    # file.
     parts = [__version__, torch.__version__, sys.version, code_of_package(), *text]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     return root / folder / f"{digest[:32]}.json"
@@ -138,6 +150,7 @@ def path_of(key: TuningKey, device: str) -> Path | None:
     root = directory()
     if root is None:
         return None
+    # A hash, since a key may have any length and characters that no file name may have.
     text = json.dumps(_entry_key(key, device), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return root / slug(device) / key.kernel / f"{digest[:32]}.json"
@@ -179,6 +192,7 @@ def check(path: Path, expected: Mapping[str, Any] | None = None) -> Config:
         OSError: the file cannot be read.
     """
     try:
+        # Whatever the bytes are: a file with enough brackets is a RecursionError.
         content = json.loads(path.read_bytes())
         entry_key, space, numbers = content["key"], content["space"], content["config"]
         parts = {**entry_key, "variant": tuple(entry_key["variant"])}
@@ -197,6 +211,7 @@ def check(path: Path, expected: Mapping[str, Any] | None = None) -> Config:
         is_foreign = entry_key != dict(expected)
     if is_foreign:
         raise EntryError("foreign", "another device's, version's or kernel's")
+    # The best of other candidates may be worse than today's heuristic.
     if space != fingerprint(key) or not valid(key, config):
         raise EntryError("stale", "chosen from other candidates than today's")
     return config
@@ -241,6 +256,7 @@ def replace(path: Path, text: str) -> None:
         with os.fdopen(handle, "w") as file:
             file.write(text)
             file.flush()
+            # Otherwise the rename might reach the disk before the content.
             os.fsync(file.fileno())
         os.replace(scratch, path)  # noqa: PTH105 - the atomic step, by the system call's name
     except BaseException:

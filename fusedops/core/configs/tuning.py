@@ -76,6 +76,12 @@ _load_tuner: Callable[[], Tuner] | None = None
 # A hidden size without an entry uses the next larger one's, if that is at most this many times as
 # large.
 _NEAR = 2
+# The meanings of ``FUSEDOPS_TUNE``, by its value in lower case.
+_SWITCH = {
+    **dict.fromkeys(("1", "true", "on", "yes", "y"), "1"),
+    **dict.fromkeys(("", "0", "false", "off", "no", "n"), ""),
+    "force": "force",
+}
 
 
 def register_cache(plans: dict[Any, Any]) -> dict[Any, Any]:
@@ -102,17 +108,25 @@ def plan(
     for any number of rows; the plan of a bucket is the fastest for it.
     """
     if capturing(key[0].device_index):
-        # No kernel can be compiled and loaded while a CUDA graph is captured: such a call uses the
-        # plan of the nearest bucket that has one.
-        *same, bucket = key
-        for other in sorted(range(len(BUCKETS)), key=lambda other: abs(other - bucket)):
-            nearest = plans.get((*same, other))
-            if nearest is not None:
-                return nearest
+        # No kernel can be compiled and loaded while a CUDA graph is captured.
+        nearest = _of_nearest_bucket(plans, key)
+        if nearest is not None:
+            return nearest
+    # Kernels stay compiled: a plan that is needed again costs a choice of config and a look-up.
     if len(plans) >= _MOST_PLANS:
         plans.clear()
     result = plans[key] = make(*key, *more)
     return result
+
+
+def _of_nearest_bucket(plans: dict[Any, _Plan], key: tuple[Any, ...]) -> _Plan | None:
+    """Returns the plan for the same call with the nearest number of rows; None without any."""
+    *same, bucket = key
+    for other in sorted(range(len(BUCKETS)), key=lambda other: abs(other - bucket)):
+        near = plans.get((*same, other))
+        if near is not None:
+            return near
+    return None
 
 
 def capturing(device_index: int) -> bool:
@@ -130,6 +144,7 @@ def forget() -> None:
 def forced(kernel: str, config: Config) -> Iterator[None]:
     """Makes ``kernel`` run with ``config`` inside the block, whatever the other sources have."""
     before = _forced.get(kernel)
+    # Plans have configs of their own: without this a call would run with what it chose before.
     forget()
     _forced[kernel] = config
     try:
@@ -158,6 +173,7 @@ def collected_keys() -> Iterator[dict[TuningKey, None]]:
     try:
         yield seen
     finally:
+        # By identity: two dicts with the same keys are equal, and another block's must stay.
         _collectors[:] = [other for other in _collectors if other is not seen]
 
 
@@ -188,6 +204,7 @@ def _lookup(key: TuningKey, device_index: int) -> tuple[Config, Source]:
         return _forced[key.kernel], "forced"
     name = device_name(device_index)
     if name:
+        # What was measured on this machine comes before what was measured on another one like it.
         config = cache.read(key, name)
         if config is not None:
             return config, "cache"
@@ -220,12 +237,7 @@ def on_demand() -> str:
 
 def switch(value: str) -> str | None:
     """Returns the meaning of a value of ``FUSEDOPS_TUNE``; None for an unknown value."""
-    value = value.lower()
-    if value in ("1", "true", "on", "yes", "y"):
-        return "1"
-    if value in ("", "0", "false", "off", "no", "n"):
-        return ""
-    return value if value == "force" else None
+    return _SWITCH.get(value.lower())
 
 
 @functools.cache
@@ -240,14 +252,16 @@ def shipped(key: TuningKey, device: str) -> Config | None:
     It is the entry for these columns or the next larger ones in the table, and of those for this
     bucket of rows or the nearest.
     """
-    sizes = table(device).get(key.kernel, {}).get(key.group)
-    if not sizes:
+    sizes = table(device).get(key.kernel, {}).get(key.group, {})
+    largest = _NEAR * key.cols
+    near = [cols for cols in sizes if key.cols <= cols <= largest]
+    if not near:
         return None
-    larger = [cols for cols in sizes if cols >= key.cols]
-    if not larger or min(larger) > _NEAR * key.cols:
+    config = _nearest(sizes[min(near)], key.bucket)
+    # A config for more columns may leave too many lanes idle here, or not hold a row.
+    if config is None or not valid(key, config):
         return None
-    config = _nearest(sizes[min(larger)], key.bucket)
-    return config if config is not None and valid(key, config) else None
+    return config
 
 
 def _nearest(row: Sequence[Config | None], bucket: int) -> Config | None:
@@ -272,7 +286,12 @@ def table(device: str) -> Mapping[str, Mapping[str, Mapping[int, list[Config | N
         for name, row in groups.items():
             group, _, cols = name.rpartition("|")
             sizes = kernels.setdefault(kernel, {}).setdefault(group, {})
-            # The last element of a row, for the tuner, identifies the code that was measured.
-            measured = row[: len(BUCKETS)]
-            sizes[int(cols)] = [Config(*numbers) if numbers else None for numbers in measured]
+            sizes[int(cols)] = _configs_of(row)
     return kernels
+
+
+def _configs_of(row: Sequence[Any]) -> list[Config | None]:
+    """Returns the config of each bucket in a row of a table; None where none was measured."""
+    # The last element of a row, for the tuner, identifies the code that was measured.
+    measured = row[: len(BUCKETS)]
+    return [Config(*numbers) if numbers else None for numbers in measured]

@@ -78,6 +78,10 @@ def widths(*itemsizes: int) -> str:
     return "-".join(map(str, bits)) + "bit"
 
 
+# Every config is correct: it changes the speed and the order of sums. So a tuning key is not the
+# key of the compiled code, and holds only what decides which config is fastest: dtypes by their
+# widths, since bf16 and fp16 move the same bytes, and rows by their bucket. The cache adds the
+# device and the versions: see `cache.path_of`.
 @dataclass(frozen=True)
 class TuningKey:
     """All that a choice of config depends on.
@@ -103,9 +107,14 @@ class TuningKey:
         return self.kernel.startswith("pointwise")
 
     @property
+    def itemsizes(self) -> list[int]:
+        """Bytes per element of each width, in order."""
+        return [int(bits) // 8 for bits in self.widths.removesuffix("bit").split("-")]
+
+    @property
     def itemsize(self) -> int:
         """Bytes per element of the widest tensor."""
-        return max(map(int, self.widths.removesuffix("bit").split("-"))) // 8
+        return max(self.itemsizes)
 
     @property
     def group(self) -> str:
@@ -156,6 +165,8 @@ _MOST_WARPS = 32
 
 # The steps of `around`: factors of rows, warps and programs per multiprocessor, and an increment of
 # the stages.
+# Most move one parameter. The last ones trade rows for programs or warps, at about the same work a
+# thread.
 _MOVES = (
     (1, 1, 1, 0),
     (2, 1, 1, 0),
@@ -190,6 +201,7 @@ def around(config: Config, *, least: int = 4, most: int = 64) -> list[Config]:
             per_sm=int(config.per_sm * per_sm),
             stages=config.stages + stages,
         )
+        # The config itself comes without a condition: a heuristic may be outside of these limits.
         if near == config or (_is_launchable(near) and least <= _per_thread(near) <= most):
             configs.append(near)
     return configs
@@ -246,6 +258,8 @@ def adding(parts: int, cols: int) -> Config:
 
     Few columns are the work of few programs, which then load many parts at a time.
     """
+    # A tile has rows of partial sums and columns. Each program adds all parts of its columns, so
+    # that narrow tiles are more programs.
     if parts <= 32:
         return Config(64, 32, 4)
     if parts > 384 or cols <= 512:
@@ -294,6 +308,7 @@ def valid(key: TuningKey, config: Config) -> bool:
     if family is None:
         return False
     for name, value in asdict(config).items():
+        # True and False are integers to `isinstance`.
         if type(value) is not int or value not in _ALLOWED[name]:
             return False
     return family.valid(key, config)
@@ -304,5 +319,6 @@ def fingerprint(key: TuningKey) -> str:
     family = family_of(key.kernel)
     space: list[tuple[int, ...]] = []
     if family is not None:
+        # In a fixed order: which candidate comes first, the heuristic's, depends on the bucket.
         space = sorted(astuple(config) for config in family.candidates(key))
     return hashlib.sha256(repr(space).encode()).hexdigest()[:16]

@@ -47,29 +47,35 @@ def _function(name: str, *types: Any) -> Any:
     return function
 
 
+def _succeeds(name: str, types: tuple[Any, ...], *arguments: Any) -> bool:
+    """Calls a function of the driver; returns False for an error, or where it is missing."""
+    function = _function(name, *types)
+    # Functions of the driver return 0 for no error.
+    return function is not None and function(*arguments) == 0
+
+
 def multiprocessors_of(stream: int) -> int | None:
     """Returns the multiprocessors of a stream's green context; None where it has none."""
-    # Functions of the driver return 0 for no error.
-    green_of = _function("cuStreamGetGreenCtx", ctypes.c_void_p, ctypes.c_void_p)
-    if green_of is None:
-        return None
     green = ctypes.c_void_p()
-    if green_of(stream, ctypes.byref(green)) or not green.value:
+    pointers = (ctypes.c_void_p, ctypes.c_void_p)
+    if not _succeeds("cuStreamGetGreenCtx", pointers, stream, ctypes.byref(green)):
         return None
-    resource_of = _function(
-        "cuGreenCtxGetDevResource", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int
-    )
+    # An ordinary stream has none.
+    if not green.value:
+        return None
     resource = _Resource()
-    if resource_of is None or resource_of(green, ctypes.byref(resource), _MULTIPROCESSORS):
+    types = (*pointers, ctypes.c_int)
+    arguments = (green, ctypes.byref(resource), _MULTIPROCESSORS)
+    if not _succeeds("cuGreenCtxGetDevResource", types, *arguments):
         return None
     return int(resource.multiprocessors)
 
 
 def limit_of_process() -> int | None:
     """Returns the multiprocessors that MPS leaves to the current context; None without a limit."""
-    affinity_of = _function("cuCtxGetExecAffinity", ctypes.c_void_p, ctypes.c_int)
     affinity = _Affinity()
-    if affinity_of is None or affinity_of(ctypes.byref(affinity), _LIMITED):
+    types = (ctypes.c_void_p, ctypes.c_int)
+    if not _succeeds("cuCtxGetExecAffinity", types, ctypes.byref(affinity), _LIMITED):
         return None
     return int(affinity.multiprocessors) or None
 
@@ -82,14 +88,10 @@ def programs_at_a_time(function: int, threads: int, shared: int) -> int | None:
         threads: the threads of a program.
         shared: the bytes of shared memory of a program.
     """
-    occupancy_of = _function(
-        "cuOccupancyMaxActiveBlocksPerMultiprocessor",
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_int,
-        ctypes.c_size_t,
-    )
+    name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+    types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
     count = ctypes.c_int()
-    if occupancy_of is None or occupancy_of(ctypes.byref(count), function, threads, shared):
+    # Registers and shared memory limit it, of which architectures have different amounts.
+    if not _succeeds(name, types, ctypes.byref(count), function, threads, shared):
         return None
     return count.value or None

@@ -39,9 +39,12 @@ def usage_of(compiled: Any) -> Usage:
         return Usage(registers, spills, shared)
     import triton
 
+    # Triton has these numbers once a kernel is loaded, which needs a GPU. They are in the binary
+    # too, and Triton's wheels have NVIDIA's tool that prints them.
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not tool.exists():
         return Usage(shared=shared)
+    # The tool reads files only.
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(compiled.asm["cubin"])
         binary.flush()

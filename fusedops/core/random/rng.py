@@ -260,7 +260,7 @@ _traced: weakref.WeakKeyDictionary[Any, dict[torch.device, tuple[torch.Tensor, i
 )
 
 # The operator that torch.compile, torch.export and make_fx record: one state, drawn when it runs.
-# Where a graph is made functional, it becomes one of many states of one operator (all of such a
+# In a functionalised graph it becomes one of many states of one operator (all of such a
 # graph is computed together, and recomputed together). In an exported program, once it is
 # decomposed, it becomes a random operator by itself.
 _LIBRARY = torch.library.Library("fusedops", "FRAGMENT")
@@ -275,7 +275,7 @@ def _fake_state(device: torch.device) -> torch.Tensor:
 def _functional_state(
     mode: Any, itself: Any, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
-    """Records the next state of the graph's pool where a graph is made functional."""
+    """Records the next state of the graph's pool where a graph is functionalised."""
     tracer = current_tracer()
     with mode:
         if tracer is None or is_exporting():

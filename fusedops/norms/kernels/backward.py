@@ -1,510 +1,29 @@
-"""The norm family's kernels: one forward, with and without a norm, and one backward.
-
-A pointer that is None is absent, and the instructions for it are not compiled. ``ACC`` is the dtype
-of statistics and sums. ``N`` is a constant; M, the strides and the dropout threshold are not:
-kernels do not depend on the batch size. Rows are int64 wherever they are multiplied by a stride.
-"""
+"""The norms' backward: one kernel for all gradients of the family."""
 
 import triton
 import triton.language as tl
 
-from ..core.device import (
-    await_predecessor,
-    keep_scale,
-    load_row_vector,
-    load_seed,
-    place_along_rows,
-    rows_of,
-)
+from ...core.device import keep_scale, load_row_vector, load_seed, rows_of
+from .tiles import _inside, _load_sum, _vectors
 
 
-@triton.jit
-def _load_weight(weight, cols, N: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ACC: tl.constexpr):
-    """The weight with its offset; None if it is absent."""
-    if weight is not None:
-        w = load_row_vector(weight, cols, N, ACC)
-        if WEIGHT_OFFSET != 0.0:
-            w += WEIGHT_OFFSET
-        return w
-
-
-@triton.jit
-def _load_sum(
-    x, bias_row, residual, scale, x_stride, residual_stride, rows, cols, mask, ACC: tl.constexpr
-):
-    """``(x + bias) * scale + residual`` for one tile, unrounded."""
-    z = tl.load(x + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
-    if bias_row is not None:
-        z += bias_row
-    if scale is not None:
-        z *= scale
-    if residual is not None:
-        z += tl.load(
-            residual + rows[:, None] * residual_stride + cols[None, :], mask=mask, other=0.0
-        ).to(ACC)
-    return z
-
-
-@triton.jit
-def _store_sum(z, value, rows, cols, mask, N: tl.constexpr):
-    """Stores a tile, unless ``z`` is None."""
-    if z is not None:
-        tl.store(z + rows[:, None] * N + cols[None, :], value.to(z.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _round(value, DTYPE: tl.constexpr, ACC: tl.constexpr):
-    """The value as rounded to ``DTYPE``, in the accumulator's dtype again."""
-    return value.to(DTYPE).to(ACC) if DTYPE != ACC else value
-
-
-@triton.jit
-def _affine(z, mean, rstd, w, b, WEIGHT: tl.constexpr, HAT: tl.constexpr, ACC: tl.constexpr):
-    """The normalised tile, scaled and shifted.
-
-    ``HAT`` is the dtype to which it is rounded before the weight multiplies it. Where it is
-    rounded, the weight with its offset is too, to the weight's own dtype ``WEIGHT``.
-    """
-    if mean is not None:
-        z = z - mean[:, None]
-    hat = _round(z * rstd[:, None], HAT, ACC)
-    if w is not None:
-        hat *= _round(w, ACC if HAT == ACC else WEIGHT, ACC)
-    if b is not None:
-        hat += b
-    return hat
-
-
-@triton.jit
-def _inside(in_rows, cols, EXACT: tl.constexpr, N: tl.constexpr):
-    """A tile's mask; ``EXACT`` tiles do not reach beyond the last column, and mask rows only."""
-    if EXACT:
-        return in_rows[:, None]
-    else:
-        return in_rows[:, None] & (cols < N)[None, :]
-
-
-@triton.jit
-def _forward_sum(
-    x,
-    bias_row,
-    residual,
-    z,
-    seed,
-    offset,
-    threshold,
-    x_stride,
-    residual_stride,
-    rows,
-    first_col,
-    in_rows,
-    EXACT: tl.constexpr,
-    SUM: tl.constexpr,
-    ACC: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """A tile of the sum as rounded to its dtype, stored unless ``z`` is None."""
-    cols = first_col + tl.arange(0, BLOCK_N)
-    mask = _inside(in_rows, cols, EXACT, N)
-    scale = keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
-    h = _load_sum(x, bias_row, residual, scale, x_stride, residual_stride, rows, cols, mask, ACC)
-    _store_sum(z, h, rows, cols, mask, N)
-    return _round(h, SUM, ACC)
-
-
-@triton.jit
-def _store_output(y, cast, out, rows, cols, mask, N: tl.constexpr, ACC: tl.constexpr):
-    """The output, and its low-precision copy: the output as rounded, rounded again."""
-    place = rows[:, None] * N + cols[None, :]
-    tl.store(y + place, out.to(y.dtype.element_ty), mask=mask)
-    if cast is not None:
-        tl.store(
-            cast + place, _round(out, y.dtype.element_ty, ACC).to(cast.dtype.element_ty), mask=mask
-        )
-
-
-@triton.jit
-def _vectors(
-    vector,
-    first_col,
-    OFFSET: tl.constexpr,
-    ACC: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """A parameter, part by part; no parts if it is absent."""
-    parts = ()
-    if vector is not None:
-        for part in tl.static_range(PARTS):
-            cols = first_col + part * BLOCK_N + tl.arange(0, BLOCK_N)
-            parts = parts + (_load_weight(vector, cols, N, OFFSET, ACC),)
-    return parts
-
-
-@triton.jit
-def _forward_rows(
-    x,
-    bias,
-    residual,
-    weight,
-    ln_bias,
-    vectors,
-    y,
-    cast,
-    z,
-    stats,
-    seed,
-    offset,
-    threshold,
-    x_stride,
-    residual_stride,
-    tile,
-    M,
-    KIND: tl.constexpr,
-    EPS: tl.constexpr,
-    WEIGHT_OFFSET: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    SUM: tl.constexpr,
-    HAT: tl.constexpr,
-    ACC: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    VECTOR: tl.constexpr,
-    LOADED: tl.constexpr,
-):
-    """Normalises a tile of whole rows in registers: mean, centred squares, output.
-
-    ``vectors`` are the bias, the weight and the shift, part by part, where they are ``LOADED``.
-    """
-    biases, ws, bs = vectors
-    rows = rows_of(tile, ROWS)
-    in_rows = rows < M
-    parts = ()
-    for part in tl.static_range(PARTS):
-        if LOADED and bias is not None:
-            bias_row = biases[part]
-        else:
-            bias_row = load_row_vector(bias, part * BLOCK_N + tl.arange(0, BLOCK_N), N, ACC)
-        h = _forward_sum(
-            x,
-            bias_row,
-            residual,
-            None,
-            seed,
-            offset,
-            threshold,
-            x_stride,
-            residual_stride,
-            rows,
-            part * BLOCK_N,
-            in_rows,
-            (part + 1) * BLOCK_N <= N,
-            SUM,
-            ACC,
-            N,
-            BLOCK_N,
-            ROWS,
-            VECTOR,
-        )
-        parts = parts + (h,)
-    if z is not None:
-        # The compiler moves no load before a store, so all parts are loaded first.
-        for part in tl.static_range(PARTS):
-            cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
-            _store_sum(
-                z, parts[part], rows, cols, _inside(in_rows, cols, (part + 1) * BLOCK_N <= N, N), N
-            )
-    # With a second input the rows are in registers late, so the vectors are loaded before the
-    # reductions if sum and vectors fit in three quarters of the 65,536 registers, counted in
-    # halves. Alone, vectors would only take registers meanwhile.
-    vector_halves: tl.constexpr = (
-        WEIGHT.primitive_bitwidth // 16 * ((weight is not None) + (ln_bias is not None))
-    )
-    halves: tl.constexpr = ROWS * PARTS * BLOCK_N * (ACC.primitive_bitwidth // 16 + vector_halves)
-    early: tl.constexpr = residual is not None and halves <= 3 * 32768
-    if not LOADED and early:
-        ws = _vectors(weight, 0, WEIGHT_OFFSET, ACC, N, BLOCK_N, PARTS)
-        bs = _vectors(ln_bias, 0, 0.0, ACC, N, BLOCK_N, PARTS)
-    if KIND == "layer":
-        terms = parts[0]
-        for part in tl.static_range(1, PARTS):
-            terms += parts[part]
-        mean = tl.sum(terms, axis=1) / N
-        tl.store(stats + M + rows, mean, mask=in_rows)
-    else:
-        mean = None
-    squares = tl.zeros((ROWS, BLOCK_N), ACC)
-    for part in tl.static_range(PARTS):
-        centred = parts[part]
-        if KIND == "layer":
-            mask = _inside(
-                in_rows, part * BLOCK_N + tl.arange(0, BLOCK_N), (part + 1) * BLOCK_N <= N, N
-            )
-            # Idle lanes hold 0, not the mean: without the mask they would add its square.
-            centred = tl.where(mask, centred - mean[:, None], 0.0)
-        squares += centred * centred
-    rstd = tl.rsqrt(tl.sum(squares, axis=1) / N + EPS)
-    tl.store(stats + rows, rstd, mask=in_rows)
-    if not LOADED and not early:
-        ws = _vectors(weight, 0, WEIGHT_OFFSET, ACC, N, BLOCK_N, PARTS)
-        bs = _vectors(ln_bias, 0, 0.0, ACC, N, BLOCK_N, PARTS)
-    for part in tl.static_range(PARTS):
-        cols = part * BLOCK_N + tl.arange(0, BLOCK_N)
-        w = ws[part] if weight is not None else None
-        b = bs[part] if ln_bias is not None else None
-        out = _affine(parts[part], mean, rstd, w, b, WEIGHT, HAT, ACC)
-        _store_output(
-            y, cast, out, rows, cols, _inside(in_rows, cols, (part + 1) * BLOCK_N <= N, N), N, ACC
-        )
-
-
-@triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
-def norm_forward_kernel(
-    x,
-    bias,
-    residual,
-    weight,
-    ln_bias,
-    y,
-    cast,
-    z,
-    stats,
-    seed,
-    offset,
-    threshold,
-    x_stride,
-    residual_stride,
-    M,
-    KIND: tl.constexpr,
-    EPS: tl.constexpr,
-    WEIGHT_OFFSET: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    SUM: tl.constexpr,
-    HAT: tl.constexpr,
-    ACC: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    VECTOR: tl.constexpr,
-    STAGES: tl.constexpr,
-    PERSISTENT: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """``y = norm(z)`` with ``z = (x + bias) * keep_scale + residual``, ROWS rows at a time.
-
-    ``stats`` receives rstd in its first M elements and, for LayerNorm, the mean in the next M;
-    ``cast`` receives the output in another dtype. ``SUM`` is the sum's dtype: the sum is normalised
-    as rounded to it, so that the statistics belong to what the backward reads. ``PERSISTENT``
-    programs loop over several tiles: they hold the row vectors in registers and load the next rows
-    ahead. A row is whole in ``PARTS`` tiles side by side, or read twice tile by tile:
-
-        PARTS * BLOCK_N >= N   | part 0 | part 1 | part 2 |    all in registers
-        else                   | BLOCK_N | BLOCK_N | ...  |    first for statistics, then for y
-    """
-    await_predecessor(OVERLAP)
-    if seed is not None:
-        seed, offset = load_seed(seed, offset)
-    tiles = tl.cdiv(M, ROWS).to(tl.int32)
-    if PARTS * BLOCK_N >= N:
-        if PERSISTENT:
-            # The parameters are loaded once per program, and not once per tile.
-            vectors = (
-                _vectors(bias, 0, 0.0, ACC, N, BLOCK_N, PARTS),
-                _vectors(weight, 0, WEIGHT_OFFSET, ACC, N, BLOCK_N, PARTS),
-                _vectors(ln_bias, 0, 0.0, ACC, N, BLOCK_N, PARTS),
-            )
-            for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-                _forward_rows(
-                    x,
-                    bias,
-                    residual,
-                    weight,
-                    ln_bias,
-                    vectors,
-                    y,
-                    cast,
-                    z,
-                    stats,
-                    seed,
-                    offset,
-                    threshold,
-                    x_stride,
-                    residual_stride,
-                    tile,
-                    M,
-                    KIND,
-                    EPS,
-                    WEIGHT_OFFSET,
-                    WEIGHT,
-                    SUM,
-                    HAT,
-                    ACC,
-                    N,
-                    BLOCK_N,
-                    PARTS,
-                    ROWS,
-                    VECTOR,
-                    True,
-                )
-        else:
-            _forward_rows(
-                x,
-                bias,
-                residual,
-                weight,
-                ln_bias,
-                ((), (), ()),
-                y,
-                cast,
-                z,
-                stats,
-                seed,
-                offset,
-                threshold,
-                x_stride,
-                residual_stride,
-                tl.program_id(0),
-                M,
-                KIND,
-                EPS,
-                WEIGHT_OFFSET,
-                WEIGHT,
-                SUM,
-                HAT,
-                ACC,
-                N,
-                BLOCK_N,
-                PARTS,
-                ROWS,
-                VECTOR,
-                False,
-            )
-    else:
-        # Wider rows are read twice, tile by tile. The mean and the squares of a tile are merged
-        # into those of the tiles before it as in Chan et al. (1979).
-        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-            rows = rows_of(tile, ROWS)
-            in_rows = rows < M
-            # Of the columns before ``start``: their mean, and their squares about it.
-            mean = tl.zeros((ROWS,), ACC)
-            squares = tl.zeros((ROWS,), ACC)
-            for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
-                cols = start + tl.arange(0, BLOCK_N)
-                mask = in_rows[:, None] & (cols < N)[None, :]
-                bias_row = load_row_vector(bias, cols, N, ACC)
-                h = _forward_sum(
-                    x,
-                    bias_row,
-                    residual,
-                    z,
-                    seed,
-                    offset,
-                    threshold,
-                    x_stride,
-                    residual_stride,
-                    rows,
-                    start,
-                    in_rows,
-                    False,
-                    SUM,
-                    ACC,
-                    N,
-                    BLOCK_N,
-                    ROWS,
-                    VECTOR,
-                )
-                if KIND == "layer":
-                    count = tl.minimum(N - start, BLOCK_N).to(ACC)
-                    tile_mean = tl.sum(h, axis=1) / count
-                    delta = tile_mean - mean
-                    h = tl.where(mask, h - tile_mean[:, None], 0.0)
-                    mean += delta * (count / (start + count))
-                    squares += delta * delta * (start * count / (start + count))
-                squares += tl.sum(h * h, axis=1)
-            rstd = tl.rsqrt(squares / N + EPS)
-            tl.store(stats + rows, rstd, mask=in_rows)
-            if KIND == "layer":
-                tl.store(stats + M + rows, mean, mask=in_rows)
-            # The second pass loads elements of z that other threads have stored.
-            tl.debug_barrier()
-            for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
-                cols = start + tl.arange(0, BLOCK_N)
-                mask = in_rows[:, None] & (cols < N)[None, :]
-                # A sum that is not rounded is computed again, whether z is stored or not. The
-                # compiler contracts a recomputed sum with the operations that follow, and not a
-                # loaded one: training and inference would differ in their last bits.
-                if z is not None and SUM != ACC:
-                    h = tl.load(z + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(ACC)
-                else:
-                    bias_row = load_row_vector(bias, cols, N, ACC)
-                    h = _forward_sum(
-                        x,
-                        bias_row,
-                        residual,
-                        None,
-                        seed,
-                        offset,
-                        threshold,
-                        x_stride,
-                        residual_stride,
-                        rows,
-                        start,
-                        in_rows,
-                        False,
-                        SUM,
-                        ACC,
-                        N,
-                        BLOCK_N,
-                        ROWS,
-                        VECTOR,
-                    )
-                w = _load_weight(weight, cols, N, WEIGHT_OFFSET, ACC)
-                b = load_row_vector(ln_bias, cols, N, ACC)
-                out = _affine(h, mean if KIND == "layer" else None, rstd, w, b, WEIGHT, HAT, ACC)
-                _store_output(y, cast, out, rows, cols, mask, N, ACC)
-
-
-@triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
-def dropout_add_kernel(
-    x,
-    bias,
-    residual,
-    y,
-    seed,
-    offset,
-    threshold,
-    x_stride,
-    residual_stride,
-    M,
-    ACC: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
-    VECTOR: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """``y = (x + bias) * keep_scale + residual``, the forward without a norm, in any tiles."""
-    await_predecessor(OVERLAP)
-    tile, _ = place_along_rows()
-    rows = rows_of(tile, ROWS)
-    first_col = tl.program_id(0) * BLOCK_N
-    cols = first_col + tl.arange(0, BLOCK_N)
-    mask = (rows < M)[:, None] & (cols < N)[None, :]
-    if seed is not None:
-        seed, offset = load_seed(seed, offset)
-    bias_row = load_row_vector(bias, cols, N, ACC)
-    scale = keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
-    h = _load_sum(x, bias_row, residual, scale, x_stride, residual_stride, rows, cols, mask, ACC)
-    _store_sum(y, h, rows, cols, mask, N)
-
-
+# The gradients, with ``hat`` the normalised row and means over columns:
+#
+#     g           dy * weight
+#     dz          (g - mean(g) - hat * mean(g * hat)) * rstd + dsum; RMSNorm has no mean(g)
+#     dresidual   dz
+#     dx          dz * scale
+#     dbias       dx, summed over rows
+#     dweight     dy * hat, summed over rows
+#     dln_bias    dy, summed over rows
+#
+# In the code ``total`` is a row's sum of g, and ``along`` its sum of g * hat. ``hat`` is computed
+# from one of three tensors that the forward saved:
+#
+#     SAVED       tensor   hat
+#     "sum"       z        (z - mean) * rstd
+#     "inputs"    x        likewise; z = (x + bias) * scale + residual is computed again
+#     "output"    y        (y - ln_bias) / weight
 @triton.jit
 def _load_rows(
     dy,
@@ -545,6 +64,7 @@ def _load_rows(
         first = first_col + part * BLOCK_N
         cols = first + tl.arange(0, BLOCK_N)
         mask = _inside(in_rows, cols, part < exact, N)
+        # Rows past the end are 0, so that they add nothing to the sums over rows.
         g = tl.load(dy + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0)
         if dcast is not None:
             # Output and copy hold the same values, whose gradient is the sum.
@@ -559,6 +79,7 @@ def _load_rows(
                 scale = keep_scale(
                     seed, offset, threshold, rows, first, N, ROWS, BLOCK_N, VECTOR, ACC
                 )
+                # Rounded as in the forward, which normalised the rounded sum.
                 k = _load_sum(
                     kept,
                     bias_row,
@@ -602,6 +123,7 @@ def _hat_of(k, mean, rstd, w, b, KIND: tl.constexpr, SAVED: tl.constexpr, ACC: t
     return hat
 
 
+# A sum over columns is exchanged between warps, which wait at barriers. LayerNorm has two sums.
 @triton.jit
 def _sums(along_terms, total_terms, TOGETHER: tl.constexpr):
     """Sums both terms over the columns of rows.
@@ -614,6 +136,20 @@ def _sums(along_terms, total_terms, TOGETHER: tl.constexpr):
         return tl.sum(along_terms, axis=1), tl.sum(total_terms, axis=1)
 
 
+# Programs that share rows exchange two sums per row through memory. ``moments`` has one 64-bit word
+# for each program and row. A program writes its own line and reads all lines:
+#
+#                  row 0    row 1    row 2   ...
+#     program 0    [word]   [word]   [word]
+#     program 1    [word]   [word]   [word]        each word: this program's part of both sums
+#     program 2    [word]   [word]   [word]
+#                    |        |        |
+#                  added by every program, in the order of the lines
+#
+# A word is 0 until it is written, so that it is its own flag, and no other data depends on it.
+# Therefore relaxed accesses suffice: no fence orders them with other stores. They are atomic for
+# the whole GPU, because the programs run on different multiprocessors, whose L1 caches do not see
+# each other's stores.
 @triton.jit
 def _post(
     moments, along, total, column, rows, in_rows, M, KIND: tl.constexpr, EXCHANGE: tl.constexpr
@@ -671,6 +207,7 @@ def _collect(
     The second is used by LayerNorm only.
     """
     column = tl.arange(0, triton.next_power_of_2(COLUMNS))[:, None]
+    # The lanes beyond the last program must not wait: no program writes their words.
     there = (column < COLUMNS) & in_rows[None, :]
     if EXCHANGE == "wait":
         word = _await_words(moments + column * M + rows[None, :], there)
@@ -685,6 +222,8 @@ def _collect(
     return tl.sum(along, axis=0), tl.sum(total, axis=0)
 
 
+# The types of a loop's variables must not change in its first step: the sums begin as zeros, and so
+# do the rows of the step before (`_nothing`).
 @triton.jit
 def _zeros(vector, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr):
     """Zeros for a gradient's column sums, part by part; no parts if it is absent."""
@@ -719,6 +258,16 @@ def _nothing(
     return gradients, rest
 
 
+# ``partials`` has a line for each program along the rows. A gradient that is not computed has no
+# slot:
+#
+#     program 0    | dbias, N | dweight, N | dln_bias, N |
+#     program 1    | dbias, N | dweight, N | dln_bias, N |
+#                       |           |             |
+#                  summed over the programs, in order, by `sum_partials_kernel`
+#
+# Atomic additions would need no second kernel, but their order, and so the bits of the result,
+# would change from run to run.
 @triton.jit
 def _store_gradient(
     gradient,
@@ -745,6 +294,18 @@ def _store_gradient(
                 tl.store(partials + row * N + cols, sums[part], mask=cols < N)
 
 
+# A grid in which three programs share each row. There are seven tiles of rows:
+#
+#                   axis 0: columns
+#     axis 1        +-----------+-----------+-----------+
+#     program 0     |  (0, 0)   |  (1, 0)   |  (2, 0)   |    tiles 6, 4, 2, 0
+#                   +-----------+-----------+-----------+
+#     program 1     |  (0, 1)   |  (1, 1)   |  (2, 1)   |    tiles 5, 3, 1
+#                   +-----------+-----------+-----------+
+#
+# Programs side by side exchange the sums over columns by ``moments``. Programs one above the other
+# each store sums over their own rows in ``partials``. The grid has only as many programs as run at
+# the same time, so that there are few partial sums.
 @triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
 def norm_backward_kernel(
     dy,
@@ -968,6 +529,8 @@ def norm_backward_kernel(
                         w = ws[part] if weight is not None else None
                         b = bs[part] if ln_bias is not None else None
                         hat = _hat_of(rest[part], mean, rstd, w, b, KIND, SAVED, ACC)
+                        # A sum is one row of columns, not a tile: it stays in registers over all
+                        # steps.
                         if dweight is not None:
                             new_dweight_sums = new_dweight_sums + (
                                 dweight_sums[part] + tl.sum(dz * hat, axis=0),
@@ -994,6 +557,7 @@ def norm_backward_kernel(
                     dz = tl.load(
                         dsum + rows[:, None] * dsum_stride + cols[None, :], mask=mask, other=0.0
                     ).to(ACC)
+                # The residual is added after dropout, so its gradient has no factor of dropout.
                 out = rows[:, None] * N + cols[None, :]
                 if dresidual is not None:
                     tl.store(dresidual + out, dz.to(dresidual.dtype.element_ty), mask=mask)
