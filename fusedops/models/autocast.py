@@ -47,25 +47,34 @@ def consumers(*names: str) -> dict[str, Consumers]:
 def low_dtype(x: Tensor, modules: tuple[nn.Module, ...]) -> torch.dtype | None:
     """Return the dtype to which autocast casts these rows in all the modules, or None."""
     # The first test is the cheapest: most calls are not under autocast.
-    if not any_autocast_enabled() or not modules or not under_autocast(x):
+    if not any_autocast_enabled() or not modules:
         return None
-    if not all(map(_multiplies, modules)):
+    # One consumer that reads the rows itself would get them rounded.
+    if not under_autocast(x) or not all(map(_multiplies, modules)):
         return None
     return torch.get_autocast_dtype(x.device.type)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Return the dtype to which autocast casts fp32 weights for these rows, or None."""
-    if not any_autocast_enabled() or x.dtype == torch.float64 or not under_autocast(x):
+    if not any_autocast_enabled() or not under_autocast(x):
+        return None
+    # Autocast does not cast fp64.
+    if x.dtype == torch.float64:
         return None
     dtype = torch.get_autocast_dtype(x.device.type)
-    return None if dtype == torch.float32 else dtype
+    if dtype == torch.float32:
+        return None
+    return dtype
 
 
 def under_autocast(x: Tensor) -> bool:
     """Whether autocast is on for the tensor's device; some devices (meta) have none."""
     device = x.device.type
-    return _has_autocast(device) and torch.is_autocast_enabled(device)
+    # `is_autocast_enabled` raises for a device without autocast.
+    if not _has_autocast(device):
+        return False
+    return torch.is_autocast_enabled(device)
 
 
 @constant_when_traced  # torch.compile up to 2.11 cannot trace it
@@ -76,12 +85,17 @@ def _has_autocast(device: str) -> bool:
 def _multiplies(module: Any) -> bool:
     """Whether the module's input goes to linear layers only, none of which has hooks."""
     if is_linear(module):
-        # Another kind of tensor (a quantised one, say) may use the rows in another way.
-        return not has_hooks(module) and is_plain(module.weight)
+        # Another kind of tensor (a quantised one, say) may use the rows in another way, and a hook
+        # could see them.
+        if has_hooks(module):
+            return False
+        return is_plain(module.weight)
     if not can_call(module, "_fusedops_consumers"):
         return False
     children: Any = module._fusedops_consumers()
-    return children is not None and all(map(_multiplies, children))
+    if children is None:
+        return False
+    return all(map(_multiplies, children))
 
 
 def narrowed(x: Tensor, *modules: nn.Module) -> Tensor:

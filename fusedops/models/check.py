@@ -12,7 +12,8 @@ rounding of the result itself.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,7 @@ def fuse_and_check(
     call = _call_of(model, check)
     differences: dict[nn.Module, Difference] = {}
     with _evaluating(model), _undone_on_errors(planned):
+        # Before anything is fused: each module is compared on the original's inputs.
         calls = _recorded(model, list(planned), call)
         for module in reversed(list(planned)):  # children before their parents
             if module in calls:
@@ -93,16 +95,9 @@ def _compare(
 ) -> Difference:
     """Compare the module with itself while nothing in it is fused."""
     after = _run(module, call)
-    # All modules inside are restored for a while: the original calls original children.
-    fused = [inner for inner in module.modules() if inner in planned and classes.is_fused(inner)]
-    for inner in fused:
-        classes.unfuse(inner)
-    try:
+    with _restored(module, planned, off):
         before = _run(module, call)
         perturbed = [_run(module, call, _perturbation(seed)) for seed in range(_DRAWS)]
-    finally:
-        for inner in fused:
-            classes.fuse(inner, planned[inner], off)
     output, allowed_output = _worst(
         after.outputs, before.outputs, [result.outputs for result in perturbed]
     )
@@ -110,6 +105,21 @@ def _compare(
         after.gradients, before.gradients, [result.gradients for result in perturbed]
     )
     return Difference(output, gradient, allowed_output, allowed_gradient)
+
+
+@contextmanager
+def _restored(
+    module: nn.Module, planned: Mapping[nn.Module, Rule], off: frozenset[str]
+) -> Iterator[None]:
+    """Restore a module and all modules inside for a while: the original calls original children."""
+    fused = [inner for inner in module.modules() if inner in planned and classes.is_fused(inner)]
+    for inner in fused:
+        classes.unfuse(inner)
+    try:
+        yield
+    finally:
+        for inner in fused:
+            classes.fuse(inner, planned[inner], off)
 
 
 # The difference between results that cannot be compared.
@@ -122,14 +132,13 @@ def _worst(after: list[Any], before: list[Any], perturbed: list[list[Any]]) -> t
         return _INCOMPARABLE
     worst, worst_limit = 0.0, 0.0
     for index, (new, old) in enumerate(zip(after, before, strict=True)):
+        # Neither has a gradient.
         if new is None and old is None:
             continue
         if not _is_comparable(new, old):
             return _INCOMPARABLE
-        change = max(_distance(results[index], old) for results in perturbed)
-        rounding = torch.finfo(old.dtype).eps * _largest(old)
-        limit = rounding + _PERTURBATIONS * change
         difference = _distance(new, old)
+        limit = _limit(old, [results[index] for results in perturbed])
         # Negated, so that NaN exceeds the limit.
         if not difference <= limit:
             return difference, limit
@@ -139,16 +148,29 @@ def _worst(after: list[Any], before: list[Any], perturbed: list[list[Any]]) -> t
     return worst, worst_limit
 
 
+def _limit(old: Tensor, changed: list[Tensor]) -> float:
+    """Return the largest difference that rounding explains, by the results of perturbed inputs."""
+    change = max(_distance(other, old) for other in changed)
+    # The result itself is rounded once, whatever the inputs are.
+    rounding = torch.finfo(old.dtype).eps * _largest(old)
+    return rounding + _PERTURBATIONS * change
+
+
 def _is_comparable(new: Tensor | None, old: Tensor | None) -> bool:
+    # One of them alone has a gradient.
     if new is None or old is None:
         return False
-    return new.shape == old.shape and new.dtype == old.dtype
+    if new.shape != old.shape:
+        return False
+    return new.dtype == old.dtype
 
 
 def _largest(x: Tensor) -> float:
     """Return the largest finite magnitude."""
     finite = x[x.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
+    if not finite.numel():
+        return 0.0
+    return float(finite.abs().max())
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
@@ -156,7 +178,9 @@ def _distance(a: Tensor, b: Tensor) -> float:
     a, b = a.double(), b.double()
     same = (a == b) | (a.isnan() & b.isnan())
     difference = (a - b).abs().masked_fill(same, 0.0)
-    return float(difference.max()) if difference.numel() else 0.0
+    if not difference.numel():
+        return 0.0
+    return float(difference.max())
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -164,6 +188,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 def _perturbation(seed: int) -> Callable[[Tensor], Tensor]:
     """Build a function that changes every number by a unit in the last place, up or down."""
+    # On the CPU, so that every device gets the same numbers.
     generator = torch.Generator("cpu").manual_seed(seed)
 
     def perturb(x: Tensor) -> Tensor:
@@ -183,17 +208,25 @@ def _run(
     def fresh(x: Tensor) -> Tensor:
         if not x.is_floating_point():
             return x.clone()
+        # Cloned, since the module may write to its arguments.
         inputs.append(perturb(x).clone().requires_grad_())
         return inputs[-1]
 
     args, kwargs = _mapped(call.args, fresh), _mapped(call.kwargs, fresh)
-    parameters = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
-    copies = {name: perturb(p).requires_grad_(p.requires_grad) for name, p in parameters.items()}
+    copies: Parameters = {}
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point():
+            copies[name] = perturb(parameter).requires_grad_(parameter.requires_grad)
     with torch.enable_grad():
+        # The module's own parameters stay as they are, and so do their gradients.
         outputs = list(_tensors(torch.func.functional_call(module, copies, args, kwargs)))
-        leaves = [*inputs, *(p for p in copies.values() if p.requires_grad)]
-        gradients = _gradients([y for y in outputs if y.requires_grad], leaves, perturb)
+        leaves = _differentiable([*inputs, *copies.values()])
+        gradients = _gradients(_differentiable(outputs), leaves, perturb)
     return _Result([y.detach() for y in outputs], gradients)
+
+
+def _differentiable(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list(filter(operator.attrgetter("requires_grad"), tensors))
 
 
 def _gradients(
@@ -202,25 +235,25 @@ def _gradients(
     """Return the gradients for the leaves, with random gradients of the outputs."""
     if not outputs or not leaves:
         return [None] * len(leaves)
+    # The same at each run, but perturbed: they are inputs of the backward.
     generator = torch.Generator("cpu").manual_seed(0)
     random = [torch.randn(y.shape, generator=generator, device="cpu") for y in outputs]
     pairs = zip(outputs, random, strict=True)
     terms = [(y * perturb(cotangent.to(y))).sum() for y, cotangent in pairs]
+    # In fp64, since the outputs may be of several dtypes.
     total = torch.stack([term.double() for term in terms]).sum()
     return list(torch.autograd.grad(total, leaves, allow_unused=True))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     """Yield the floating-point tensors in a result."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, (tuple, list)):
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
         for inner in value:
             yield from _tensors(inner)
+    elif isinstance(value, Tensor) and value.is_floating_point():
+        yield value
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -230,10 +263,12 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """
     if isinstance(value, Tensor):
         return function(value)
+    if type(value) is dict:
+        values = _mapped(list(value.values()), function)
+        return dict(zip(value, values, strict=True))
+    # Only of these types is it known how they are built.
     if type(value) in (tuple, list):
         return type(value)(_mapped(inner, function) for inner in value)
-    if type(value) is dict:
-        return {key: _mapped(inner, function) for key, inner in value.items()}
     return copy.deepcopy(value)
 
 
@@ -258,27 +293,33 @@ def _recorded(model: nn.Module, modules: list[nn.Module], call: _Call) -> dict[n
 
 def _call_of(model: nn.Module, check: Any) -> _Call:
     """Return the call of the model that the argument ``check`` describes."""
-    if check is True:
-        check = getattr(model, "dummy_inputs", None)
-        if check is None:
-            raise TypeError(
-                "fuse_model: check=True needs a model with dummy_inputs; "
-                "give example inputs as check"
-            )
-    if isinstance(check, Mapping):
-        return _Call((), dict(check))
-    if isinstance(check, (tuple, list)):
-        return _Call(tuple(check), {})
-    if isinstance(check, Tensor):
-        return _Call((check,), {})
+    inputs = _dummy_inputs(model) if check is True else check
+    match inputs:
+        case Mapping():
+            return _Call((), dict(inputs))
+        case tuple() | list():
+            return _Call(tuple(inputs), {})
+        case Tensor():
+            return _Call((inputs,), {})
     raise TypeError(
         f"fuse_model: check must be True or example inputs (a tensor, a tuple or a dict), "
-        f"got {type(check).__name__}"
+        f"got {type(inputs).__name__}"
     )
+
+
+def _dummy_inputs(model: nn.Module) -> Any:
+    """Return the example inputs that models of Transformers have."""
+    inputs = getattr(model, "dummy_inputs", None)
+    if inputs is None:
+        raise TypeError(
+            "fuse_model: check=True needs a model with dummy_inputs; give example inputs as check"
+        )
+    return inputs
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model in evaluation mode for a while: dropouts would differ from run to run."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -290,6 +331,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _undone_on_errors(planned: Mapping[nn.Module, Rule]) -> Iterator[None]:
+    """Restore all modules if the model raises on the example inputs, or the user interrupts."""
     try:
         yield
     except BaseException:

@@ -79,6 +79,7 @@ class _Fused(type):
 @functools.cache
 def _metaclass(kind: Any) -> type:
     """Return the metaclass of fused classes whose original has the metaclass ``kind``."""
+    # Python wants a class's metaclass to inherit from those of its bases.
     if kind is type:
         metaclass: type = _Fused
     else:
@@ -100,12 +101,12 @@ def _original_methods(original: type[nn.Module], rule: Rule) -> dict[str, Any]:
     torch.compile guards on what it sees looked up in a class (see `hooks`), so the originals are
     looked up in instances.
     """
-    names = ("forward", *rule.methods)
-    return {
-        ORIGINAL + name: staticmethod(getattr(original, name))
-        for name in names
-        if hasattr(original, name)
-    }
+    methods = {}
+    for name in ("forward", *rule.methods):
+        if hasattr(original, name):
+            # Static, so that an instance has the function itself, and not a method bound to it.
+            methods[ORIGINAL + name] = staticmethod(getattr(original, name))
+    return methods
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -230,7 +231,11 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
     cls: Any = type(self)
     # From protocol 2 on, an object is its class and its state.
     reduced = cls._fusedops_original.__reduce_ex__(self, max(2, int(protocol)))
-    if not is_fused(self) or reduced[:2] != (_new_object, (cls,)):
+    # A user's subclass of a fused class is stored by its name.
+    if not is_fused(self):
+        return reduced
+    # The class reduces its instances in a way of its own.
+    if reduced[:2] != (_new_object, (cls,)):
         return reduced
     return (_rebuild, _named_rule(cls), *reduced[2:])
 
@@ -241,6 +246,7 @@ def _named_rule(cls: Any) -> tuple[type[nn.Module], Any, frozenset[str]]:
     The rule is stored as a family's name and key, as a name if it is in the table, or itself.
     """
     rule: Rule = cls._fusedops_rule
+    # A generated rule is built again when it is loaded: its functions cannot be pickled.
     stored: Any = rule.made
     if not stored:
         stored = rule.name if _builtin(rule.name) is rule else rule
@@ -267,6 +273,7 @@ def _rebuilt_class(
 
     Another release may not have the rule, or the class may have other code.
     """
+    # A model must load even where it cannot be fused: its parameters are the same.
     current = _restored_rule(original, rule)
     if current is not None:
         return fused_class(original, current, off)
@@ -281,10 +288,18 @@ def _rebuilt_class(
 
 def _restored_rule(original: type[nn.Module], stored: Any) -> Rule | None:
     """Return the rule that `_named_rule` stored, if it applies to the class."""
-    if isinstance(stored, tuple):
-        family = _builtin(stored[0])
-        return family.rule(original, stored[1]) if isinstance(family, Family) else None
-    rule = _builtin(stored) if isinstance(stored, str) else stored
+    match stored:
+        case (name, key):
+            family = _builtin(name)
+            if not isinstance(family, Family):
+                return None
+            return family.rule(original, key)
+        case str():
+            rule = _builtin(stored)
+        case _:
+            rule = stored
+    # There may be no rule of that name any more.
     if not isinstance(rule, Rule):
         return None
+    # And the class may have other code.
     return rule if rule.knows(original) else None

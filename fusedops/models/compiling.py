@@ -15,4 +15,6 @@ def makes_kernels(x: Tensor) -> bool:
 
     It does for GPUs, and for CPUs where Triton's interpreter runs the kernels.
     """
-    return torch.compiler.is_compiling() and launch.runs_kernels(x.device.type)
+    if not torch.compiler.is_compiling():
+        return False
+    return launch.runs_kernels(x.device.type)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import itertools
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -27,14 +29,15 @@ _QUANTIZED = (
     "gptqmodel.",
     "awq.",
 )
-# Modules with observers, whose weights are still numbers.
+# By names, since these packages may not be installed. In quantised modules a weight is no matrix of
+# numbers, which the operators could read. In these modules, which have observers, it still is.
 _OBSERVED = ("torch.ao.nn.qat", "torch.ao.nn.intrinsic.qat", "torch.ao.nn.quantizable")
 
 
-def check_module(model: Any) -> None:
-    """Raise unless the model is a torch.nn.Module."""
+def check_module(model: Any, function: str) -> None:
+    """Raise unless the model, an argument of this function, is a torch.nn.Module."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"fuse_model: model must be a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(f"{function}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
 def check_model(model: nn.Module) -> None:
@@ -42,9 +45,8 @@ def check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         obstacle = _obstacle(module)
         if obstacle:
-            raise ValueError(
-                f"fuse_model: {f'module {name!r}' if name else 'the model'} {obstacle}"
-            )
+            subject = f"module {name!r}" if name else "the model"
+            raise ValueError(f"fuse_model: {subject} {obstacle}")
 
 
 def check_whole(model: nn.Module, sharded: Collection[nn.Module]) -> None:
@@ -63,17 +65,14 @@ def check_whole(model: nn.Module, sharded: Collection[nn.Module]) -> None:
 def _has_dtensors(model: nn.Module) -> bool:
     # There are no DTensors before somebody imports the module.
     distributed: Any = sys.modules.get("torch.distributed.tensor")
-    if not distributed:
-        return False
-    return any(isinstance(p, distributed.DTensor) for p in model.parameters())
+    dtensor = getattr(distributed, "DTensor", ())
+    return any(isinstance(parameter, dtensor) for parameter in model.parameters())
 
 
 def _obstacle(module: nn.Module) -> str:
     """Return why the module cannot be fused, and what to do first; "" if it can."""
-    for applies, reason in _OBSTACLES:
-        if applies(module):
-            return reason
-    return ""
+    reasons = (reason for applies, reason in _OBSTACLES if applies(module))
+    return next(reasons, "")
 
 
 def _full_name(cls: type) -> str:
@@ -98,7 +97,9 @@ def _is_prepared(module: nn.Module) -> bool:
     """Whether torch.ao's ``prepare`` replaced the module or attached an observer to it."""
     if _full_name(type(module)).startswith(_OBSERVED):
         return True
-    return bool(getattr(module, "qconfig", None)) and hasattr(module, "activation_post_process")
+    if not getattr(module, "qconfig", None):
+        return False
+    return hasattr(module, "activation_post_process")
 
 
 # The first that applies is reported.
@@ -145,6 +146,7 @@ def check_rules(rules: Any) -> tuple[Rule, ...]:
         return ()
     if isinstance(rules, (str, Rule)) or not isinstance(rules, Iterable):
         raise TypeError(f"fuse_model: rules must be a sequence of Rule, got {type(rules).__name__}")
+    # Once, since it may be a generator.
     checked = tuple(rules)
     for rule in checked:
         if not isinstance(rule, Rule):
@@ -167,19 +169,27 @@ def excluded(
     matches: list[nn.Module] = []
     excluded_rules: set[str] = set()
     for entry in exclude:
-        if isinstance(entry, type) and issubclass(entry, nn.Module):
-            matches += _of_class(entry, modules)
-        elif not isinstance(entry, str):
-            raise TypeError(
-                f"fuse_model: exclude takes names and subclasses of torch.nn.Module, got {entry!r}"
-            )
-        elif named := _named(entry, modules):
+        # A name in the model comes before the name of a rule.
+        named = _entry(entry, modules)
+        if named:
             matches += named
         elif entry in rules:
             excluded_rules.add(entry)
         else:
             raise ValueError(_unknown(entry, modules, rules))
-    return {inner for module in matches for inner in module.modules()}, frozenset(excluded_rules)
+    inside = itertools.chain.from_iterable(module.modules() for module in matches)
+    return set(inside), frozenset(excluded_rules)
+
+
+def _entry(entry: Any, modules: dict[str, nn.Module]) -> list[nn.Module]:
+    """Return the modules that an entry of ``exclude`` names; none for the name of a rule."""
+    if isinstance(entry, str):
+        return _named(entry, modules)
+    if isinstance(entry, type) and issubclass(entry, nn.Module):
+        return _of_class(entry, modules)
+    raise TypeError(
+        f"fuse_model: exclude takes names and subclasses of torch.nn.Module, got {entry!r}"
+    )
 
 
 def _check_sequence(exclude: Any) -> None:
@@ -209,10 +219,12 @@ def _named(entry: str, modules: dict[str, nn.Module]) -> list[nn.Module]:
     """Return the modules of a name; else of a pattern; else of the name of a class or a base."""
     if entry in modules:
         return [modules[entry]]
-    matches = [module for name, module in modules.items() if fnmatch.fnmatchcase(name, entry)]
-    if matches:
-        return matches
-    return [module for module in modules.values() if entry in _class_names(module)]
+    matches = re.compile(fnmatch.translate(entry)).match
+    names = list(filter(matches, modules))
+    if not names:
+        # What matches no module's name may be the name of a class.
+        names = [name for name in modules if entry in _class_names(modules[name])]
+    return [modules[name] for name in names]
 
 
 def _class_names(module: nn.Module) -> list[str]:
@@ -225,9 +237,9 @@ def _unknown(entry: str, modules: dict[str, nn.Module], rules: frozenset[str]) -
     classes = [type(module).__name__ for module in modules.values()]
     names = sorted(filter(None, {*modules, *classes, *rules}))
     near = difflib.get_close_matches(entry, names, n=3)
-    hint = "the report of a dry_run has the names"
-    if near:
-        hint = f"did you mean {' or '.join(map(repr, near))}?"
+    hint = f"did you mean {' or '.join(map(repr, near))}?"
+    if not near:
+        hint = "the report of a dry_run has the names"
     return (
         f"fuse_model: exclude names {entry!r}, which is no module of this model, "
         f"no class in it and no rule; {hint}"

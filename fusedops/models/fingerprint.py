@@ -16,7 +16,7 @@ import itertools
 import math
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -24,9 +24,18 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["canonical", "definition", "digest", "fingerprint", "is_pytorchs", "renamed"]
+__all__ = [
+    "canonical",
+    "definition",
+    "digest",
+    "fingerprint",
+    "is_pytorchs",
+    "names_in",
+    "renamed",
+]
 
-# Fields of syntax trees that do not change behaviour, or differ between Python releases.
+# Fields of syntax trees that do not change behaviour, or differ between Python releases: the rules'
+# digests have to match under all that the package supports.
 _SKIPPED = frozenset({"annotation", "returns", "type_comment", "type_params", "ctx", "kind"})
 # The modules of wrappers that only choose the function to call, or rename its arguments.
 _WRAPPERS = ("transformers.utils.deprecation", "transformers.integrations.moe")
@@ -40,20 +49,22 @@ def canonical(node: Any) -> str:
         return "[" + " ".join(map(canonical, node)) + "]"
     if not isinstance(node, ast.AST):
         return repr(node)
+    # What an error says changes nothing that is computed.
     if isinstance(node, ast.Raise):
         return "Raise"
-    fields = []
-    for name, value in ast.iter_fields(node):
-        if name in _SKIPPED or value in (None, []):
-            continue
-        if name == "body" and _has_docstring(node):
-            value = value[1:]
-        fields.append(f"{name}={canonical(value)}")
+    fields = [f"{name}={canonical(value)}" for name, value in _compared_fields(node)]
     return f"({type(node).__name__} {' '.join(fields)})"
 
 
-def _has_docstring(node: ast.AST) -> bool:
-    return isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None
+def _compared_fields(node: ast.AST) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a node that matter, without the docstring of a function's body."""
+    for name, value in ast.iter_fields(node):
+        if name in _SKIPPED or value in (None, []):
+            continue
+        if name == "body" and isinstance(node, ast.FunctionDef):
+            has_docstring = ast.get_docstring(node) is not None
+            value = value[has_docstring:]
+        yield name, value
 
 
 def fingerprint(cls: type, methods: tuple[str, ...] = ("forward",)) -> str:
@@ -69,6 +80,7 @@ def digest(*functions: Any) -> str:
     parts = list(map(_code, functions))
     if not all(parts):
         return ""
+    # 48 bits: no two of a library's forwards, which are thousands, will have the same.
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
@@ -79,13 +91,20 @@ def _code(function: Callable[..., Any] | None) -> str:
     """
     function, _wrappers = renamed(function)
     tree = definition(function)
-    if tree is None or not inspect.isfunction(function):
+    if tree is None:
         return ""
-    for node in ast.walk(tree):
-        name = node.id if isinstance(node, ast.Name) else ""
-        if name in _MEANINGS and function.__globals__.get(name) is not _MEANINGS[name]:
+    # The text alone does not tell what `F.gelu` is.
+    names = names_in(tree)
+    meanings: Mapping[str, Any] = function.__globals__
+    for name in names & _MEANINGS.keys():
+        if meanings.get(name) is not _MEANINGS[name]:
             return ""
     return canonical([tree])
+
+
+def names_in(tree: ast.AST) -> set[str]:
+    """Return the names that code reads or binds."""
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -102,7 +121,11 @@ def definition(function: Any) -> ast.FunctionDef | None:
     except (OSError, SyntaxError, TypeError):
         return None
     result = tree.body[0]
-    if not isinstance(result, ast.FunctionDef) or not _is_source_of(function, result):
+    # A lambda is part of another statement.
+    if not isinstance(result, ast.FunctionDef):
+        return None
+    # The file may not be the one that was imported.
+    if not _is_source_of(function, result):
         return None
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
     return result
@@ -122,17 +145,22 @@ def renamed(function: Any) -> tuple[Any, list[Any]]:
 
 def _unwrapped(function: Any) -> Any:
     """Return the forward inside the wrapper by which Transformers checkpoints every layer."""
-    while (
-        _is_in(function, ("transformers.modeling_layers",))
-        and function.__code__.co_name == "forward_with_checkpointing"
-    ):
+    while _is_checkpointing(function):
         function = function.__wrapped__
     return function
 
 
+def _is_checkpointing(function: Any) -> bool:
+    if not _is_in(function, ("transformers.modeling_layers",)):
+        return False
+    return bool(function.__code__.co_name == "forward_with_checkpointing")
+
+
 def _is_in(function: Any, modules: tuple[str, ...]) -> bool:
     """Whether this is a function of one of these modules, by its globals."""
-    return inspect.isfunction(function) and function.__globals__.get("__name__") in modules
+    if not inspect.isfunction(function):
+        return False
+    return function.__globals__.get("__name__") in modules
 
 
 def _is_source_of(function: FunctionType, tree: ast.FunctionDef) -> bool:
@@ -157,8 +185,10 @@ def _is_source_of(function: FunctionType, tree: ast.FunctionDef) -> bool:
 
 def _inside(codes: Iterable[CodeType]) -> list[CodeType]:
     """Return the code of the functions and classes that these define."""
-    constants = itertools.chain.from_iterable(code.co_consts for code in codes)
-    return [constant for constant in constants if isinstance(constant, CodeType)]
+    inside = []
+    for code in codes:
+        inside += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return inside
 
 
 def is_pytorchs(base: type, name: str) -> bool:
@@ -167,12 +197,13 @@ def is_pytorchs(base: type, name: str) -> bool:
     if not owner.__module__.startswith("torch."):
         return True
     method = vars(owner).get(name)
+    # A patch is another object, or a function of another name or from another file.
     if not isinstance(method, FunctionType):
         return False
     if method.__qualname__ != f"{owner.__qualname__}.{name}":
         return False
     file = getattr(sys.modules.get(owner.__module__), "__file__", None)
-    return file is None or file == method.__code__.co_filename
+    return file in (None, method.__code__.co_filename)
 
 
 def _is_same_code(one: CodeType, other: CodeType) -> bool:
@@ -180,10 +211,13 @@ def _is_same_code(one: CodeType, other: CodeType) -> bool:
     if one.co_varnames != other.co_varnames:
         return False
     pairs = itertools.zip_longest(_instructions(one), _instructions(other), fillvalue=("", None))
-    for (name, value), (other_name, other_value) in pairs:
-        if name != other_name or not _is_same_value(value, other_value):
-            return False
-    return True
+    return all(itertools.starmap(_is_same_instruction, pairs))
+
+
+def _is_same_instruction(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
+    if one[0] != other[0]:
+        return False
+    return _is_same_value(one[1], other[1])
 
 
 # Python compiles ``name.method()`` in another way if the same source imports ``name``. The source
@@ -202,13 +236,10 @@ def _instructions(code: CodeType) -> list[tuple[str, Any]]:
     """Return the names and arguments of a code's instructions, as far as they can be compared."""
     instructions = []
     for instruction in dis.get_instructions(code):
-        name, value = instruction.opname, instruction.argval
+        name = _CALLS.get(instruction.opname, instruction.opname)
         # The distances of jumps depend on the instructions that were mapped or dropped.
-        if "JUMP" in name or "FOR_ITER" in name:
-            value = None
-        name = _CALLS.get(name, name)
-        if name == "CALL":
-            value = None
+        is_jump = "JUMP" in name or "FOR_ITER" in name
+        value = None if is_jump or name == "CALL" else instruction.argval
         if name:
             instructions.append((name, value))
     return instructions
@@ -219,8 +250,10 @@ def _is_same_value(one: Any, other: Any) -> bool:
 
     The indentation of docstrings differs, as the source was dedented.
     """
-    if isinstance(one, CodeType) and isinstance(other, CodeType):
-        return _is_same_code(one, other)
-    if isinstance(one, str) and isinstance(other, str):
-        return one.split() == other.split()
-    return type(one) is type(other) and repr(one) == repr(other)
+    match one, other:
+        case CodeType(), CodeType():
+            return _is_same_code(one, other)
+        case str(), str():
+            return one.split() == other.split()
+    # Equal numbers may be of different types, and 0.0 equals -0.0.
+    return (type(one), repr(one)) == (type(other), repr(other))

@@ -69,7 +69,7 @@ def fuse_model(
             `FullyShardedDataParallel`; check is given for a sharded model; a name in exclude is
             unknown, or the model has no module of a class in it.
     """
-    eligibility.check_module(model)
+    eligibility.check_module(model, "fuse_model")
     eligibility.check_flags(dry_run=dry_run, compile_rest=compile_rest)
     with classes.unsharded(model) as sharded:
         eligibility.check_model(model)
@@ -78,6 +78,7 @@ def fuse_model(
         report = _fused(
             model, exclude, eligibility.check_rules(rules), dry_run=dry_run, check=check
         )
+    # After fusing, since it compiles the forwards that the modules have then.
     if compile_rest and not dry_run:
         model.compile()
         _compiled.add(model)
@@ -102,6 +103,7 @@ def _fused(
             verdicts[module] = Verdict(None, "excluded")
         else:
             verdicts[module] = _judge(module, table, excluded_names)
+    # A block that is idle takes no ends, so its branches are looked at after it.
     _drop_idle(verdicts)
     _drop_unused_ends(model, verdicts)
     planned = {
@@ -110,6 +112,7 @@ def _fused(
     # Before any class changes, so that an error in a user's rule leaves the model unchanged.
     report = _report(model, verdicts)
     if check is not False:
+        # It fuses the modules: there is no other way to run them.
         report = _check_fused(model, verdicts, planned, check, excluded_tricks)
         if dry_run:
             for module in planned:
@@ -129,6 +132,7 @@ def _check_fused(
     """Fuse the planned modules that pass the check; report all modules with their differences."""
     from .check import fuse_and_check
 
+    # On errors all modules are as they were before.
     differences, whole = fuse_and_check(model, planned, check, excluded_tricks)
     for module, difference in differences.items():
         if not difference.passes:
@@ -153,10 +157,7 @@ def unfuse_model(model: nn.Module) -> None:
         ValueError: after fusing, a module's class was changed (as by a parametrization), or its
             forward was replaced (as by Accelerate). Undo that first. The model is unchanged.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"unfuse_model: model must be a torch.nn.Module, got {type(model).__name__}"
-        )
+    eligibility.check_module(model, "unfuse_model")
     with classes.unsharded(model):
         _unfuse(model)
 
@@ -198,10 +199,7 @@ def fusion_status(model: nn.Module) -> FusionReport:
     Raises:
         TypeError: the model is not a torch.nn.Module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"fusion_status: model must be a torch.nn.Module, got {type(model).__name__}"
-        )
+    eligibility.check_module(model, "fusion_status")
     with classes.unsharded(model):
         verdicts = {module: _current_verdict(module) for module in model.modules()}
         _drop_idle(verdicts, hooks_count=True)
@@ -222,11 +220,15 @@ def _current_verdict(module: nn.Module) -> Verdict:
 
 def _was_changed(module: nn.Module) -> bool:
     """Whether the module has a subclass of a fused class, as from a parametrization."""
-    return hasattr(type(module), "_fusedops_original") and not classes.is_fused(module)
+    if not hasattr(type(module), "_fusedops_original"):
+        return False
+    return not classes.is_fused(module)
 
 
 def _names(entry: Rule | Family) -> tuple[str, ...]:
-    return (entry.name,) if isinstance(entry, Rule) else entry.names
+    if isinstance(entry, Rule):
+        return (entry.name,)
+    return entry.names
 
 
 def _judge(
@@ -250,11 +252,17 @@ def _rules_in(
         inner = submodule(module, path)
         if inner is None or inner not in verdicts:
             return None
-        if hooks_count and has_hooks(inner) and not rows_of_norm(inner):
+        if hooks_count and _is_called(inner):
             return None
+        # A module that was fused before has no verdict of its own, but its rule still holds.
         return verdicts[inner].rule or getattr(type(inner), "_fusedops_rule", None)
 
     return at
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether the module's block has to call it, to run its hooks."""
+    return has_hooks(module) and not rows_of_norm(module)
 
 
 def _drop_idle(verdicts: dict[nn.Module, Verdict], *, hooks_count: bool = False) -> None:
@@ -264,11 +272,12 @@ def _drop_idle(verdicts: dict[nn.Module, Verdict], *, hooks_count: bool = False)
     """
     # Inner modules come first: whether a block calls an operator depends on the rules inside.
     for module, verdict in reversed(list(verdicts.items())):
-        if verdict.rule is not None:
-            at = _rules_in(module, verdicts, hooks_count=hooks_count)
-            reason = verdict.rule.needs(module, at)
-            if reason:
-                verdicts[module] = Verdict(None, reason)
+        if verdict.rule is None:
+            continue
+        at = _rules_in(module, verdicts, hooks_count=hooks_count)
+        reason = verdict.rule.needs(module, at)
+        if reason:
+            verdicts[module] = Verdict(None, reason)
 
 
 def _drop_unused_ends(model: nn.Module, verdicts: dict[nn.Module, Verdict]) -> None:
@@ -279,14 +288,25 @@ def _drop_unused_ends(model: nn.Module, verdicts: dict[nn.Module, Verdict]) -> N
         rule = verdicts[module].rule
         if rule is None:
             continue
-        # A rule that takes from all modules inside (None) is a block's, and needs no other block.
-        only_leaves = not rule.calls and rule.takes is not None
-        if only_leaves and module not in used:
+        if _only_leaves(rule) and module not in used:
             verdicts[module] = Verdict(None, NO_RULE)
-        elif rule.takes is None:
-            used.update(module.modules())
         else:
-            used.update(inner for _, inner in _inner(module, rule.takes))
+            used.update(_taken(module, rule))
+
+
+def _only_leaves(rule: Rule) -> bool:
+    """Whether modules of the rule do nothing but to leave their last steps to a block.
+
+    A rule that takes from all modules inside (None) is a block's, and needs no other block.
+    """
+    return not rule.calls and rule.takes is not None
+
+
+def _taken(module: nn.Module, rule: Rule) -> Iterable[nn.Module]:
+    """Return the modules inside whose last steps the module computes."""
+    if rule.takes is None:
+        return module.modules()
+    return [inner for _, inner in _inner(module, rule.takes)]
 
 
 def _inner(module: nn.Module, paths: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
@@ -300,6 +320,7 @@ def _inner(module: nn.Module, paths: Iterable[str]) -> Iterator[tuple[str, nn.Mo
 def _report(model: nn.Module, verdicts: Mapping[nn.Module, Verdict]) -> FusionReport:
     names = {module: name for name, module in model.named_modules()}
     blocks: dict[nn.Module, str] = {}
+    # Outer modules come first, so of several blocks the innermost is reported.
     for module, name in names.items():
         for inner in _computed_by(module, verdicts):
             blocks[inner] = name
@@ -312,7 +333,8 @@ def _computed_by(module: nn.Module, verdicts: Mapping[nn.Module, Verdict]) -> It
     rule = verdicts[module].rule
     if rule is None:
         return
-    paths = rule.parts if isinstance(rule.parts, tuple) else rule.parts(module)
+    parts = rule.parts
+    paths = parts if isinstance(parts, tuple) else parts(module)
     at = _rules_in(module, verdicts)
     for path, inner in _inner(module, paths):
         if at(path) or is_simple(inner):
@@ -326,10 +348,9 @@ def _line(
     rule, reason = verdicts[module].rule, verdicts[module].reason
     cls = type(module).__name__
     if rule is None:
-        # The reason is the module's own, and is reported instead of its block.
-        if reason not in (NO_RULE, NOT_FUSED):
-            by = None
-        return ModuleReport(name, cls, reason=reason, by=by)
+        # Any other reason is the module's own, and is reported instead of its block.
+        is_general = reason in (NO_RULE, NOT_FUSED)
+        return ModuleReport(name, cls, reason=reason, by=by if is_general else None)
     if by is not None:
         return ModuleReport(name, cls, rule.name, helps="computed by its block", by=by)
     calls, helps = rule.calls, rule.helps

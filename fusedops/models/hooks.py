@@ -15,6 +15,7 @@ __all__ = [
     "has_hooks",
     "is_conv1d",
     "is_linear",
+    "is_named",
     "is_plain",
     "is_simple",
     "is_unchanged",
@@ -33,9 +34,12 @@ def has_hooks(module: nn.Module) -> bool:
     That is so if it has hooks, a forward of its own (patched on the instance) or a compiled one.
     Hooks on all modules count: if there are any, a fused block calls each of its modules.
     """
+    # Accelerate, for one, replaces the forward on the instance.
     if has_own_hooks(module) or "forward" in module.__dict__:
         return True
-    return has_compiled_call(module) or has_global_hooks()
+    if has_compiled_call(module):
+        return True
+    return has_global_hooks()
 
 
 # The usual ``__call__`` of modules. A class with its own, or a patched one, must be called by it.
@@ -64,6 +68,7 @@ def is_unchanged(cls: Any, method: str) -> bool:
 
 def original(module: Any, method: str) -> Any:
     """Return the current method of a fused module's original class."""
+    # Read from the instance, as said above; after a patch, from the class.
     if is_unchanged(type(module), method):
         return getattr(module, ORIGINAL + method)
     return getattr(type(module)._fusedops_original, method)
@@ -71,23 +76,29 @@ def original(module: Any, method: str) -> Any:
 
 def can_call(module: nn.Module, method: str) -> bool:
     """Whether the module has this method of a rule, which may be called instead of the module."""
-    return keeps_method(type(module), method) and not has_hooks(module)
+    if not keeps_method(type(module), method):
+        return False
+    return not has_hooks(module)
+
+
+def is_named(cls: type, module: str, name: str) -> bool:
+    """Whether this is the class of that name in a package that may not be installed."""
+    return (cls.__module__, cls.__name__) == (module, name)
 
 
 @constant_when_traced
 def is_conv1d(cls: type) -> bool:
-    """Whether this is Transformers' linear layer with a transposed weight.
-
-    It is recognised by its name, since Transformers may not be installed.
-    """
-    return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
+    """Whether this is Transformers' linear layer with a transposed weight."""
+    return is_named(cls, "transformers.pytorch_utils", "Conv1D")
 
 
 @constant_when_traced
 def _multiplies(cls: type) -> bool:
     if cls is nn.Linear or cls is nn.modules.linear.NonDynamicallyQuantizableLinear:
         return True
-    return is_conv1d(cls) or "_fusedops_multiplies" in vars(cls)
+    if is_conv1d(cls):
+        return True
+    return "_fusedops_multiplies" in vars(cls)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -97,7 +108,8 @@ def is_linear(module: nn.Module) -> bool:
 
 def is_simple(module: nn.Module) -> bool:
     """Whether a block computes this linear layer, dropout or activation without calling it."""
-    return (is_linear(module) or type(module) in _SIMPLE) and not has_hooks(module)
+    is_known = is_linear(module) or type(module) in _SIMPLE
+    return is_known and not has_hooks(module)
 
 
 _SIMPLE = (nn.Dropout, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity)
@@ -108,7 +120,9 @@ def submodule(module: nn.Module, path: str) -> nn.Module | None:
     inner: Any = module
     for name in path.split("."):
         inner = inner._modules.get(name) if isinstance(inner, nn.Module) else None
-    return inner if isinstance(inner, nn.Module) else None
+    if not isinstance(inner, nn.Module):
+        return None
+    return inner
 
 
 def is_plain(t: object) -> bool:

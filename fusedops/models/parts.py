@@ -28,7 +28,7 @@ from ..distributed.sequence import Rows, rows_of_norm
 from ..norms.ops import bias_dropout_add
 from .autocast import low_dtype, narrowed, normed
 from .cast import Cast
-from .hooks import can_call, has_hooks, is_conv1d, is_linear, original
+from .hooks import can_call, has_hooks, is_conv1d, is_linear, is_named, original
 
 __all__ = [
     "Branch",
@@ -87,6 +87,7 @@ class Branch(NamedTuple):
 def product(layer: Any, x: Tensor) -> Tensor:
     """Return a linear layer's product, without its bias."""
     cls = type(layer)
+    # Conv1D has its weight transposed. The test for the usual class is the cheaper one.
     if cls is not nn.Linear and is_conv1d(cls):
         return torch.matmul(x, layer.weight)
     return F.linear(x, layer.weight)
@@ -94,32 +95,48 @@ def product(layer: Any, x: Tensor) -> Tensor:
 
 def linear(layer: Any, x: Tensor) -> Branch:
     """Return a linear layer's product, with its bias left to the caller."""
-    if type(layer) is Cast or (is_linear(layer) and not has_hooks(layer)):
+    if type(layer) is Cast or _is_plain_linear(layer):
         return Branch(product(layer, x), layer.bias)
     return Branch(layer(x))
 
 
+def _is_plain_linear(layer: Any) -> bool:
+    """Whether a product and a sum compute what a call of this layer does."""
+    return is_linear(layer) and not has_hooks(layer)
+
+
+def _is_plain_dropout(module: Any) -> bool:
+    """Whether the operators' dropout computes what a call of this module does."""
+    if type(module) is not nn.Dropout:
+        return False
+    return not has_hooks(module)
+
+
 def dropped(end: Branch, dropout: Any) -> Branch:
     """Postpone a dropout behind the branch, or call it if it must be called."""
-    is_dropout = type(dropout) is nn.Dropout and not has_hooks(dropout)
-    # A branch has one dropout.
-    if is_dropout and not end.drops and _needs_no_write(end, dropout):
+    if _is_plain_dropout(dropout) and _may_postpone(end, dropout):
         return Branch(end.product, end.bias, dropout.p, dropout.training, end.activation)
     if type(dropout) is nn.Identity and not has_hooks(dropout):
         return end
     return Branch(dropout(finished(end)))
 
 
-def _needs_no_write(end: Branch, module: Any) -> bool:
-    """Whether nothing can read what the module would write in place to its input.
+def _may_postpone(end: Branch, dropout: Any) -> bool:
+    """Whether a dropout behind the branch may be computed later.
 
-    It does not write, or its input is the sum with the bias, which only the branch has.
+    A branch has one dropout. And nothing may read what the module would write in place to its
+    input: it does not write, or its input is the sum with the bias, which only the branch has.
     """
-    return end.bias is not None or not getattr(module, "inplace", False)
+    if end.drops:
+        return False
+    if end.bias is not None:
+        return True
+    return not getattr(dropout, "inplace", False)
 
 
 def drop(end: Branch, p: float, *, training: bool) -> Branch:
     """Postpone a dropout that has no module behind the branch."""
+    # Two dropouts are two draws of random numbers, not one of a joint probability.
     if end.drops:
         return Branch(finished(end), None, p, training)
     return Branch(end.product, end.bias, p, training, end.activation)
@@ -129,6 +146,7 @@ def activated(end: Branch, activation: Any) -> Branch:
     """Postpone an activation behind a linear layer."""
     if not callable(activation):  # raises as the module's own forward does
         return Branch(activation(finished(end)))
+    # In a branch the activation comes before the dropout, and there is one.
     if end.drops or end.activation is not None:
         return Branch(finished(end), activation=activation)
     return Branch(end.product, end.bias, activation=activation)
@@ -171,24 +189,35 @@ def leaving(module: Any, *args: Any, **kwargs: Any) -> Branch:
 
 def first(module: Any, *args: Any, **kwargs: Any) -> Branch:
     """Return ``module(...)[0]``, unfinished if the class postpones its end."""
-    if can_call(module, "_fusedops_branch"):
-        end, others = module._fusedops_branch(*args, **kwargs)
-        # A single output is a tensor, whose first row is taken.
-        return Branch(finished(end)[0]) if others is None else end
-    return Branch(module(*args, **kwargs)[0])
+    end, output = _called(module, args, kwargs)
+    # A single output is a tensor, whose first row is taken.
+    if end is None:
+        return Branch(output[0])
+    return end
 
 
 def branches(module: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Return all outputs of a module, the first unfinished if the class postpones its end."""
-    if can_call(module, "_fusedops_branch"):
-        end, others = module._fusedops_branch(*args, **kwargs)
-        if others is not None:
-            return (end, *others)
-        output: Any = finished(end)
-    else:
-        output = module(*args, **kwargs)
+    end, output = _called(module, args, kwargs)
+    if end is not None:
+        return (end, *output)
     first_output, *others = output
     return (Branch(first_output), *others)
+
+
+def _called(module: Any, args: Any, kwargs: Any) -> tuple[Branch | None, Any]:
+    """Call a module whose caller may want several outputs.
+
+    Returns:
+        The end and the other outputs, if the module returns a tuple and postpones its end. Else
+        None and the whole output, finished, of whatever type.
+    """
+    if not can_call(module, "_fusedops_branch"):
+        return None, module(*args, **kwargs)
+    end, others = module._fusedops_branch(*args, **kwargs)
+    if others is None:
+        return (None, finished(end))
+    return (end, others)
 
 
 def handed(module: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...] | None]:
@@ -200,14 +229,10 @@ def handed(module: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, .
 
 def split(module: Any, *args: Any, **kwargs: Any) -> tuple[Branch, Any]:
     """Return ``module(...)[0]``, unfinished if the class postpones its end, and ``[1:]``."""
-    if can_call(module, "_fusedops_branch"):
-        end, others = module._fusedops_branch(*args, **kwargs)
-        if others is not None:
-            return end, others
-        output: Any = finished(end)
-    else:
-        output = module(*args, **kwargs)
-    return Branch(output[0]), output[1:]
+    end, output = _called(module, args, kwargs)
+    if end is None:
+        return (Branch(output[0]), output[1:])
+    return (end, output)
 
 
 def rejoined(end: Branch, others: Any) -> tuple[Any, ...]:
@@ -223,7 +248,11 @@ def whole(output: Any) -> tuple[Branch, tuple[Any, ...] | None]:
 
 
 class _Replacing:
-    """A proxy of a module with some attributes replaced; writes go to the module."""
+    """A proxy of a module with some attributes replaced; writes go to the module.
+
+    A forward of the module's class runs with it as ``self``. The module itself is not changed, not
+    even for a moment: other threads may run it.
+    """
 
     def __init__(self, module: nn.Module, instead: dict[str, Any]) -> None:
         # Saves a call of `__getattr__` for each child. torch.compile does not trace this.
@@ -267,44 +296,34 @@ class _Product:
         return product(self._layer, x)
 
 
-def _identity(x: Tensor) -> Tensor:
-    return x
-
-
 def replacing(module: Any, instead: dict[str, Any]) -> Any:
     """Return a proxy of the module with these attributes replaced; without any, the module."""
-    return _Replacing(module, instead) if instead else module
+    if instead:
+        return _Replacing(module, instead)
+    return module
 
 
 def without(
     module: Any,
     output: str,
-    dropout: str | None,
     instead: dict[str, Any],
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Branch, tuple[Any, ...]]:
-    """Call the module's own forward, but postpone its last steps.
+    """Call the module's own forward, but postpone the bias of its last linear layer, ``output``.
 
-    These are the bias of the linear layer ``output``, and ``dropout``. The module has no hooks, and
-    its forward is known to end in them (see `branch`). ``instead`` has replacements of children.
+    The module has no hooks, and its forward is known to end in the layer (see `branch`).
+    ``instead`` has replacements of children.
     """
     layer = module._modules[output]
-    last = None if dropout is None else module._modules[dropout]
-    instead = dict(instead)
-    bias, p, training = None, 0.0, False
-    # If the dropout must be called, the bias before it must be added.
-    if last is None or (type(last) is nn.Dropout and not has_hooks(last)):
-        if last is not None:
-            p, training = last.p, last.training
-            instead[dropout] = _identity  # type: ignore[index]
-        if is_linear(layer) and not has_hooks(layer) and layer.bias is not None:
-            bias = layer.bias
-            instead[output] = _Product(instead.get(output, layer))
+    bias = None
+    if _is_plain_linear(layer) and layer.bias is not None:
+        bias = layer.bias
+        instead = {**instead, output: _Product(instead.get(output, layer))}
     result = original(module, "forward")(replacing(module, instead), *args, **kwargs)
     if isinstance(result, tuple):
-        return Branch(result[0], bias, p, training), result[1:]
-    return Branch(result, bias, p, training), ()
+        return Branch(result[0], bias), result[1:]
+    return Branch(result, bias), ()
 
 
 # --- what a block does with them ------------------------------------------------------------------
@@ -318,6 +337,7 @@ def folded(end: Branch, residual: Tensor | None = None) -> Tensor | None:
     bias, dtype = end.bias, end.product.dtype
     if bias is None or bias.dtype == dtype:
         return bias
+    # Such a residual widens the sum anyway.
     if residual is not None and residual.dtype == bias.dtype:
         return bias
     return bias.to(dtype)
@@ -355,8 +375,12 @@ def in_place(end: Branch, residual: Any) -> tuple[Branch, Any]:
 
 def _can_fuse_sum(end: Branch, residual: Any) -> bool:
     """Whether the branch has postponed steps that one operator computes along with the sum."""
-    has_rest = end.bias is not None or end.drops
-    return has_rest and end.activation is None and _match(end.product, residual)
+    if end.bias is None and not end.drops:
+        return False
+    # The operator of the sum has no activation before it.
+    if end.activation is not None:
+        return False
+    return _match(end.product, residual)
 
 
 def add(end: Branch, residual: Tensor | None, *, first: bool = False) -> Tensor:
@@ -369,6 +393,7 @@ def add(end: Branch, residual: Tensor | None, *, first: bool = False) -> Tensor:
     """
     if residual is None:
         return finished(end)
+    # Without postponed steps the sum is one operation, of any types.
     if _can_fuse_sum(end, residual):
         return bias_dropout_add(
             end.product, folded(end, residual), residual, p=end.p, training=end.training
@@ -390,12 +415,36 @@ def add_norm(
     if residual is not None and _match(end.product, residual):
         if can_call(norm, "_fusedops_add_norm"):
             return norm._fusedops_add_norm(end, residual, return_sum, low_dtype(residual, modules))
-        layout = rows_of_norm(norm) if end.bias is None else None
-        rows = None if layout is None else _rows_in(layout, end, residual)
-        if layout is not None and rows is not None:
-            return _add_norm_of_rows(end, residual, norm, rows, layout.to_local, return_sum)
+        sharded = _add_sharded_norm(end, residual, norm, return_sum)
+        if sharded is not None:
+            return sharded
+    # The modules are called, with their hooks and whatever they were replaced by.
     z = add(end, residual)
     return (norm(z), z) if return_sum else norm(z)
+
+
+def _add_sharded_norm(end: Branch, residual: Tensor, norm: Any, return_sum: bool) -> Any:
+    """Return the result of `add_norm` for a norm under `SequenceParallel`; None for others."""
+    layout = rows_of_norm(norm) if end.bias is None else None
+    if layout is None:
+        return None
+    rows = _rows_in(layout, end, residual)
+    if rows is None:
+        return None
+    # In the layout that the norm's hooks would give the sum.
+    product, stream = rows
+    end = end._replace(product=product)
+    result = norm._fusedops_add_norm(end, stream, return_sum, None)
+    if not return_sum:
+        return _local(result, layout.to_local)
+    y, z = result
+    # The sum has the type of the residual that came in.
+    return _local(y, layout.to_local), _local(z, stream is not residual)
+
+
+def _local(x: Any, to_local: bool) -> Tensor:
+    """Return a DTensor, or with ``to_local`` this rank's part of it."""
+    return x.to_local() if to_local else x  # type: ignore[no-any-return]
 
 
 def _rows_in(layout: Rows, end: Branch, residual: Tensor) -> tuple[Any, ...] | None:
@@ -408,25 +457,6 @@ def _rows_in(layout: Rows, end: Branch, residual: Tensor) -> tuple[Any, ...] | N
     return None if is_plain and end.drops else rows
 
 
-def _add_norm_of_rows(
-    end: Branch, residual: Tensor, norm: Any, rows: Any, to_local: bool, return_sum: bool
-) -> Any:
-    """Return the result of `add_norm` for a norm under `SequenceParallel`.
-
-    ``rows`` are the product and the residual in the layout that the norm's hooks would give the
-    sum.
-    """
-    product, stream = rows
-    end = end._replace(product=product)
-    result = norm._fusedops_add_norm(end, stream, return_sum, None)
-    if not return_sum:
-        return result.to_local() if to_local else result
-    y, z = result
-    y = y.to_local() if to_local else y
-    # The sum has the type of the residual that came in.
-    return y, z if stream is residual else z.to_local()
-
-
 def add_norm_cast(
     end: Branch, residual: Tensor | None, norm: Any, *modules: nn.Module
 ) -> tuple[Tensor, Tensor]:
@@ -436,12 +466,21 @@ def add_norm_cast(
     is a low-precision copy of the second, from the same pass.
     """
     low = None if residual is None else low_dtype(residual, modules)
-    casts = low is not None and end.activation is None and can_call(norm, "_fusedops_add_norm")
-    if casts and _match(end.product, residual):
-        y = norm._fusedops_add_norm(end, residual, False, low, with_cast=True)
-        return (y[1], y[0]) if isinstance(y, tuple) else (y, y)
-    y = add_norm(end, residual, norm, return_sum=False)
-    return y, y
+    if low is None or not _can_add_and_norm(end, residual, norm):
+        y = add_norm(end, residual, norm, return_sum=False)
+        return y, y
+    y = norm._fusedops_add_norm(end, residual, False, low, with_cast=True)
+    # No copy, where one would be rounded twice: see `rules.norms._narrowed`.
+    if isinstance(y, tuple):
+        return (y[1], y[0])
+    return (y, y)
+
+
+def _can_add_and_norm(end: Branch, residual: Any, norm: Any) -> bool:
+    """Whether one operator computes the branch's last steps, the sum and the norm."""
+    if end.activation is not None or not can_call(norm, "_fusedops_add_norm"):
+        return False
+    return _match(end.product, residual)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -470,31 +509,42 @@ _FUNCTIONS: dict[Any, ActivationName] = {
 def activation_name(activation: Any) -> ActivationName | None:
     """Return the operators' name of an activation, a module or a function; None if it has none."""
     if not isinstance(activation, nn.Module):
-        # By identity: an activation may be any callable, also one that cannot be hashed.
-        return next((name for function, name in _FUNCTIONS.items() if activation is function), None)
+        return _function_name(activation)
     if can_call(activation, "_fusedops_activation"):
         return activation._fusedops_activation()  # type: ignore[no-any-return, operator]
     if has_hooks(activation):
         return None
     cls = type(activation)
-    return "silu" if _is_silu(cls) else _NATIVE.get(cls)
+    if _is_silu(cls):
+        return "silu"
+    return _NATIVE.get(cls)
+
+
+def _function_name(activation: Any) -> ActivationName | None:
+    # By identity: an activation may be any callable, also one that cannot be hashed.
+    for function, name in _FUNCTIONS.items():
+        if activation is function:
+            return name
+    return None
 
 
 @constant_when_traced
 def _is_silu(cls: type) -> bool:
-    return cls.__name__ == "SiLUActivation" and cls.__module__ == "transformers.activations"
+    return is_named(cls, "transformers.activations", "SiLUActivation")
 
 
 def activate(end: Branch, activation: Any, p: float = 0.0, *, training: bool = False) -> Tensor:
     """Return ``dropout(activation(branch))``."""
     drops = training and p > 0.0
-    # The operator pays if it has a bias or a dropout to fuse.
-    plain = end.bias is None and not drops
-    name = None if plain or end.drops else activation_name(activation)
+    # The operator pays if it has a bias or a dropout to fuse; it has no dropout before it.
+    pays = (end.bias is not None or drops) and not end.drops
+    name = activation_name(activation) if pays else None
     if name is not None:
         return bias_act(end.product, folded(end), name, p=p, training=training)
     y: Tensor = activation(finished(end))
-    return F.dropout(y, p, training) if drops else y
+    if drops:
+        return F.dropout(y, p, training)
+    return y
 
 
 def like(end: Branch, residual: Tensor | None) -> Tensor:
@@ -506,24 +556,24 @@ def like(end: Branch, residual: Tensor | None) -> Tensor:
 
 def reshaped(end: Branch, residual: Tensor | None, *shape: Any) -> tuple[Branch, Tensor | None]:
     """Reshape the branch and the residual."""
-    if residual is None or not _match(end.product, residual):
-        return Branch(add(end, residual).reshape(*shape)), None
-    product = end.product.reshape(*shape)
-    # The bias belongs to the last dimension.
-    if end.bias is not None and product.shape[-1:] != end.product.shape[-1:]:
-        return Branch(add(end, residual).reshape(*shape)), None
-    return end._replace(product=product), residual.reshape(*shape)
+    if residual is not None and _match(end.product, residual):
+        product = end.product.reshape(*shape)
+        # The bias belongs to the last dimension.
+        if end.bias is None or product.shape[-1:] == end.product.shape[-1:]:
+            return end._replace(product=product), residual.reshape(*shape)
+    return Branch(add(end, residual).reshape(*shape)), None
 
 
 def gated(end: Branch, up: Tensor) -> Tensor:
     """Return ``activation(gate) * up``, where `waiting` postponed the activation."""
     gate, activation = end.product, end.activation
+    # `waiting` called it already.
     if activation is None:
         return gate * up
     name = activation_name(activation)
-    if name is None or not _match(gate, up):
-        return activation(gate) * up  # type: ignore[no-any-return]
-    return gated_act(gate, up, name)
+    if name is not None and _match(gate, up):
+        return gated_act(gate, up, name)
+    return activation(gate) * up  # type: ignore[no-any-return]
 
 
 def gated_by(up: Tensor, end: Branch) -> Tensor:
@@ -537,6 +587,7 @@ def packed_gated(x: Tensor, activation: Any) -> Tensor:
     The operator takes the tensor as it is, so that both halves have one gradient.
     """
     name = activation_name(activation)
+    # An odd length has no two halves; an activation in place would write to x.
     if name is None or x.shape[-1] % 2 or getattr(activation, "inplace", False):
         gate, up = x.chunk(2, dim=-1)
         return activation(gate) * up  # type: ignore[no-any-return]

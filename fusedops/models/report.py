@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -95,19 +97,19 @@ class FusionReport:
     @property
     def replaced(self) -> tuple[ModuleReport, ...]:
         """The modules that got another class: they call operators, or help their block."""
-        return tuple(module for module in self.modules if module.replaced)
+        return tuple(filter(_is_replaced, self.modules))
 
     @property
     def left(self) -> tuple[ModuleReport, ...]:
         """The modules that were left, each with its reason."""
-        return tuple(module for module in self.modules if not module.replaced)
+        return tuple(itertools.filterfalse(_is_replaced, self.modules))
 
     @property
     def unchecked(self) -> tuple[ModuleReport, ...]:
         """The replaced modules that the inputs of ``check`` do not reach; empty without a check."""
         if self.difference is None:
             return ()
-        return tuple(module for module in self.replaced if module.difference is None)
+        return tuple(itertools.filterfalse(_is_compared, self.replaced))
 
     def __iter__(self) -> Iterator[ModuleReport]:
         return iter(self.replaced)
@@ -117,19 +119,33 @@ class FusionReport:
 
     def __str__(self) -> str:
         """Return the summary: a line for each kind of module."""
-        fused = sum(module.fused for module in self.modules)
+        lines = [
+            self._headline(),
+            *self._kind_lines(),
+            *self._rest_lines(),
+            *self._checked(),
+            "table() has a line for each module",
+        ]
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        fused = sum(map(_is_fused, self.modules))
         headline = f"{fused} of {len(self.modules)} modules call fused operators"
         if len(self) > fused:
             headline += f", {len(self) - fused} more are computed inside them or support them"
-        lines = [headline]
+        return headline
+
+    def _kind_lines(self) -> list[str]:
         rows = [(f"{count} x", kind, outcome) for (kind, outcome), count in _kinds(self.modules)]
         counts, kinds = _width(rows, 0), _width(rows, 1)
+        lines = []
         for count, kind, outcome in rows:
             lines.append(f"  {count:>{counts}} {kind:{kinds}}  {outcome}")
-        rest = Counter(module.reason for module in self.modules if _is_rest(module))
-        for reason, number in rest.items():
-            lines.append(f"{number} {_REST[reason]}")
-        return "\n".join([*lines, *self._checked(), "table() has a line for each module"])
+        return lines
+
+    def _rest_lines(self) -> list[str]:
+        rest = Counter(map(_reason, filter(_is_rest, self.modules)))
+        return [f"{number} {_REST[reason]}" for reason, number in rest.items()]
 
     def __repr__(self) -> str:
         return str(self)
@@ -146,10 +162,22 @@ class FusionReport:
         return "\n".join([*lines, *self._checked()])
 
     def _checked(self) -> list[str]:
-        lines = [] if self.difference is None else [f"largest difference: {self.difference}"]
+        if self.difference is None:
+            return []
+        lines = [f"largest difference: {self.difference}"]
         if self.unchecked:
             lines.append(f"not checked, as the inputs do not reach them: {len(self.unchecked)}")
         return lines
+
+
+_is_replaced = operator.attrgetter("replaced")
+_is_fused = operator.attrgetter("fused")
+_reason = operator.attrgetter("reason")
+
+
+def _is_compared(module: ModuleReport) -> bool:
+    """Whether ``check`` compared the module."""
+    return module.difference is not None
 
 
 def _kinds(modules: Iterable[ModuleReport]) -> list[tuple[tuple[str, str], int]]:
@@ -157,9 +185,17 @@ def _kinds(modules: Iterable[ModuleReport]) -> list[tuple[tuple[str, str], int]]
 
     Modules that the summary only counts, or that their block computes, are left out.
     """
-    shown = [m for m in modules if m.replaced or (m.by is None and not _is_rest(m))]
-    shown.sort(key=lambda m: (not m.fused, not m.replaced))
-    return list(Counter((m.type, _outcome(m)) for m in shown).items())
+    shown = list(filter(_is_shown, modules))
+    # The sort is stable: within each group the order is the model's.
+    shown.sort(key=lambda module: (not module.fused, not module.replaced))
+    return list(Counter((module.type, _outcome(module)) for module in shown).items())
+
+
+def _is_shown(module: ModuleReport) -> bool:
+    """Whether the summary has the module's class in a line."""
+    if module.replaced:
+        return True
+    return module.by is None and not _is_rest(module)
 
 
 def _is_rest(module: ModuleReport) -> bool:
@@ -182,4 +218,6 @@ def _outcome(module: ModuleReport) -> str:
 def _difference(module: ModuleReport, *, unchecked: bool) -> str:
     if unchecked:
         return " (not checked)"
-    return "" if module.difference is None else f" ({module.difference})"
+    if module.difference is None:
+        return ""
+    return f" ({module.difference})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -29,7 +29,7 @@ def _something(module: nn.Module, at: At) -> bool:
     return True
 
 
-def has_method(rule: Rule | None, method: str) -> bool:
+def has_method(rule: Rule | None, method: str) -> TypeGuard[Rule]:
     """Whether a module fused by this rule has the method."""
     return rule is not None and method in rule.methods
 
@@ -39,7 +39,9 @@ def named_cache(past_key_values: Any) -> dict[str, Any]:
 
     Layers of later releases take ``cache``, which the caller passes through unchanged.
     """
-    return {} if past_key_values is None else {"past_key_values": past_key_values}
+    if past_key_values is None:
+        return {}
+    return {"past_key_values": past_key_values}
 
 
 def needs_norm(*paths: str) -> Callable[[nn.Module, At], str]:
@@ -47,7 +49,9 @@ def needs_norm(*paths: str) -> Callable[[nn.Module, At], str]:
 
     def needs(module: nn.Module, at: At) -> str:
         fused = any(has_method(at(path), "_fusedops_add_norm") for path in paths)
-        return "" if fused else "none of the norms behind its branches is fused"
+        if fused:
+            return ""
+        return "none of the norms behind its branches is fused"
 
     return needs
 
@@ -108,30 +112,45 @@ class Rule:
         base = self._base_of(cls)
         if base is not None:
             return all(_inherits(cls, base, name) for name in self.known)
+        # Parsing the class's source is what takes time.
         if not self.fingerprints:
             return False
         return fingerprint(cls, self.known) in self.fingerprints
 
+    def _rule_for(self, module: nn.Module) -> Rule | None:
+        """Return this rule, if it matches the module's class."""
+        if not self.knows(type(module)):
+            return None
+        return self
+
     def resembles(self, cls: type) -> bool:
         """Whether a user would expect the rule to match the class, by its name or its base."""
-        return cls.__name__ in self.names or self._base_of(cls) is not None
+        if cls.__name__ in self.names:
+            return True
+        return self._base_of(cls) is not None
+
+    def _why_not(self, module: nn.Module) -> str:
+        """Return why the rule does not match a module whose class it resembles; "" for others."""
+        if not self.resembles(type(module)):
+            return ""
+        return f"its forward is not the one that rule {self.name} knows"
 
     def _base_of(self, cls: type) -> type | None:
         """Return the rule's base if the class inherits from it, else None."""
         if self.base is None:
             return None
-        if not isinstance(self.base, str):
-            return self.base if issubclass(cls, self.base) else None
-        # The class is named, not imported: its package may not be installed.
         for base in cls.__mro__:
-            if f"{base.__module__}.{base.__qualname__}" == self.base:
+            # By identity or by its name: a named class's package may not be installed.
+            if self.base in (base, f"{base.__module__}.{base.__qualname__}"):
                 return base
         return None
 
 
 def _inherits(cls: type, base: type, method: str) -> bool:
     """Whether a class has its base's method, and nobody has patched that on the base."""
-    return getattr(cls, method) is getattr(base, method) and is_pytorchs(base, method)
+    if getattr(cls, method) is not getattr(base, method):
+        return False
+    return is_pytorchs(base, method)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -161,7 +180,11 @@ class Family:
     def __call__(self, module: nn.Module) -> Rule | None:
         """Return the rule for a module, or None."""
         key = self.key(module)
-        return None if key is None else self.rule(type(module), key)
+        if key is None:
+            return None
+        return self.rule(type(module), key)
+
+    _rule_for = __call__
 
 
 @dataclass(frozen=True)
@@ -180,22 +203,22 @@ def judge(
     The first match decides: if it is excluded by name or does not fit the module, later rules are
     not tried.
     """
+    # A user's rules come first in the table, so they override those of the library.
     rule = _first_match(module, rules)
     if rule is None:
         return Verdict(None, _why_no_match(module, rules))
     if rule.name in excluded:
         return Verdict(None, f"excluded, with rule {rule.name}")
     reason = _why_unfit(module, rule)
-    return Verdict(None, reason) if reason else Verdict(rule)
+    if reason:
+        return Verdict(None, reason)
+    return Verdict(rule)
 
 
 def _first_match(module: nn.Module, rules: tuple[Rule | Family, ...]) -> Rule | None:
     """Return the first rule, from the table or from a family, that matches the module's class."""
     for entry in rules:
-        if isinstance(entry, Family):
-            rule = entry(module)
-        else:
-            rule = entry if entry.knows(type(module)) else None
+        rule = entry._rule_for(module)
         if rule is not None:
             return rule
     return None
@@ -207,14 +230,16 @@ def _why_no_match(module: nn.Module, rules: tuple[Rule | Family, ...]) -> str:
     What the module computes tells more than its class's name, so reasons from names come last.
     """
     families = [entry for entry in rules if isinstance(entry, Family)]
-    for family in families:
-        if reason := family.why(module):
-            return reason
-    for entry in rules:
-        if isinstance(entry, Rule) and entry.resembles(type(module)):
-            return f"its forward is not the one that rule {entry.name} knows"
-    for family in families:
-        if reason := family.why_of_name(module):
+    table = [entry for entry in rules if isinstance(entry, Rule)]
+    explanations = [
+        *[family.why for family in families],
+        *[rule._why_not for rule in table],
+        *[family.why_of_name for family in families],
+    ]
+    # Each is called only if those before it return "": some run the module's forward.
+    for explain in explanations:
+        reason = explain(module)
+        if reason:
             return reason
     return "no rule"
 
@@ -225,6 +250,7 @@ def _why_unfit(module: nn.Module, rule: Rule) -> str:
         # An attribute of the instance hides the fused class's method.
         if name in vars(module):
             return f"its {name} was replaced on the instance"
+    # A parametrization has changed the class already, to compute the parameter at each access.
     if "parametrizations" in module._modules:
         return "its parameters are parametrized"
     return rule.fits(module)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import operator
 import types
 from collections.abc import Callable, Mapping
 from types import FunctionType
@@ -45,6 +46,8 @@ _METHODS = ("forward", "_apply_gate")
 #     "?self.bias"  a condition's value: "True" or "False"
 #     "!method"     the method is not used
 Key = tuple[tuple[str, str], ...]
+# What rewritten functions may call, in their closure. In the original's globals, which they have
+# too, these names could mean anything.
 _HELPERS: dict[str, Any] = {
     **{name: getattr(parts, name) for name in parts.__all__},
     "cast_together": cast_together,
@@ -68,18 +71,31 @@ def family(leaf_rules: tuple[Rule | Family, ...]) -> Family:
 def _key(module: nn.Module, leaf_rules: tuple[Rule | Family, ...]) -> Key | None:
     """Return the kinds of what the module's methods use, or None if nothing can be fused."""
     cls = type(module)
-    if not module._modules or cls.__module__.startswith("torch."):
+    # Steps are joined with those of layers, which are children.
+    if not module._modules:
         return None
+    # PyTorch's own layers have rules in the table.
+    if cls.__module__.startswith("torch."):
+        return None
+    kinds = _kinds(module, leaf_rules)
+    # Without what `rewriting` has no use for.
+    key = tuple(sorted(filter(operator.itemgetter(1), kinds.items())))
+    if not key:
+        return None
+    return key if structural_rule(cls, key) is not None else None
+
+
+def _kinds(module: nn.Module, leaf_rules: tuple[Rule | Family, ...]) -> dict[str, str]:
+    """Return the names and kinds of a key; "" for what `rewriting` has no use for."""
     kinds: dict[str, str] = {}
     # Experts without a gate have `_apply_gate` too, but do not call it.
     if not getattr(module, "has_gate", True):
         kinds["!_apply_gate"] = "unused"
     for name in _METHODS:
-        method = _read(getattr(cls, name, None))
+        method = _read(getattr(type(module), name, None))
         if method is not None:
             kinds |= _kinds_in(module, *method, leaf_rules)
-    key = tuple(sorted((name, kind) for name, kind in kinds.items() if kind))
-    return key if key and structural_rule(cls, key) is not None else None
+    return kinds
 
 
 def _kinds_in(
@@ -88,7 +104,7 @@ def _kinds_in(
     tree: ast.FunctionDef,
     leaf_rules: tuple[Rule | Family, ...],
 ) -> dict[str, str]:
-    """Return the kinds of what one method uses; "" for what `rewriting` has no use for."""
+    """Return the names and kinds of what one method uses."""
     kinds: dict[str, str] = {}
     paths, names = called_paths(tree)
     for path in paths:
@@ -111,13 +127,21 @@ def _kind(module: nn.Module, path: str, leaf_rules: tuple[Rule | Family, ...]) -
         return _activation_kind(child)
     if is_linear(child) or _adapts_linear(child):
         return "linear"
+    # `parts.dropped` leaves an identity out.
     if type(child) in (nn.Dropout, nn.Identity):
         return "dropout"
+    return _fused_kind(child, leaf_rules)
+
+
+def _fused_kind(child: nn.Module, leaf_rules: tuple[Rule | Family, ...]) -> str:
+    """Return the kind of a module by its rule, or by what is in it."""
+    # The rule of a module that is fused already, since its class is no longer the one to judge.
     rule = getattr(type(child), "_fusedops_rule", None) or judge(child, leaf_rules).rule
     if has_method(rule, "_fusedops_add_norm"):
         return "norm"
-    if has_method(rule, "_fusedops_activation") or parts.activation_name(child):
+    if _activates(rule, child):
         return "activation"
+    # Of a module without children nothing is known: it has no last layer to leave.
     return "module" if child._modules else ""
 
 
@@ -129,7 +153,8 @@ def _attribute(value: Any, path: str) -> Any:
 
 
 def _activation_kind(value: Any) -> str:
-    return "activation" if callable(value) and parts.activation_name(value) else ""
+    is_activation = callable(value) and parts.activation_name(value)
+    return "activation" if is_activation else ""
 
 
 def _adapts_linear(module: nn.Module) -> bool:
@@ -144,7 +169,9 @@ def _truth(module: nn.Module, tree: ast.FunctionDef, condition: str) -> str:
     """Return the value of a condition on the module's attributes, or "" if it has none."""
     self_name = tree.args.args[0].arg
     value = _evaluated(module, self_name, condition)
-    return str(value) if isinstance(value, bool) else ""
+    if not isinstance(value, bool):
+        return ""
+    return str(value)
 
 
 def _evaluated(module: nn.Module, self_name: str, expression: str) -> Any:
@@ -158,30 +185,43 @@ def _evaluated(module: nn.Module, self_name: str, expression: str) -> Any:
 
 def _function(function: FunctionType, name: str) -> str:
     """Return the kind of the function that a global name means, for `rewriting.Kinds`."""
-    first, _, rest = name.partition(".")
+    # By what the name means now: `dropout` may be anybody's.
+    first, *others = name.split(".")
     value = function.__globals__.get(first)
-    if rest:
-        value = _attribute(value, rest)
-    return "functional dropout" if value is F.dropout else _activation_kind(value)
+    for other in others:
+        value = getattr(value, other, None)
+    if value is F.dropout:
+        return "functional dropout"
+    return _activation_kind(value)
 
 
 @functools.lru_cache(maxsize=4096)
 def _read(function: Any) -> tuple[FunctionType, ast.FunctionDef] | None:
     """Return a method and its tree, or None if it cannot be compiled again from its source."""
     function, _wrappers = renamed(function)
-    if not inspect.isfunction(function):
-        return None
-    # A rewritten function has the helpers as its closure, and no other.
-    code = function.__code__
-    if code.co_freevars or code.co_flags & _SUSPENDS:
+    if not inspect.isfunction(function) or not _is_compilable(function):
         return None
     tree = definition(function)
-    if tree is None or any(map(_is_unsupported, ast.walk(tree))):
+    if tree is None:
+        return None
+    if any(map(_is_unsupported, ast.walk(tree))):
         return None
     return function, tree
 
 
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def _is_compilable(function: FunctionType) -> bool:
+    """Whether a function can be compiled outside of its class, and runs in one go.
+
+    A rewritten function has the helpers as its closure, and no other. So ``super()``, which reads
+    ``__class__`` from a closure, is not rewritten.
+    """
+    code = function.__code__
+    if code.co_freevars:
+        return False
+    return not code.co_flags & _SUSPENDS
 
 
 def _is_unsupported(node: ast.AST) -> bool:
@@ -192,7 +232,9 @@ def _is_unsupported(node: ast.AST) -> bool:
     if isinstance(node, (ast.Global, ast.Nonlocal, ast.NamedExpr)):
         return True
     name = node.attr if isinstance(node, ast.Attribute) else ""
-    return name.startswith("__") and not name.endswith("__")
+    if not name.startswith("__"):
+        return False
+    return not name.endswith("__")
 
 
 def _rewrapped(function: Method, wrappers: list[Any]) -> Method:
@@ -203,11 +245,12 @@ def _rewrapped(function: Method, wrappers: list[Any]) -> Method:
         wrappers: as `renamed` returns them.
     """
     for wrapper in reversed(wrappers):
-        # A wrapper calls what it wraps through a cell of its closure.
-        cells = [
-            types.CellType(function) if cell.cell_contents is wrapper.__wrapped__ else cell
-            for cell in wrapper.__closure__
-        ]
+        # A wrapper calls what it wraps through a cell of its closure. The original's is not
+        # changed, since the original class goes on using it.
+        cells = []
+        for cell in wrapper.__closure__:
+            is_wrapped = cell.cell_contents is wrapper.__wrapped__
+            cells.append(types.CellType(function) if is_wrapped else cell)
         copied = FunctionType(
             wrapper.__code__,
             wrapper.__globals__,
@@ -231,40 +274,78 @@ def structural_rule(cls: type[nn.Module], key: Key) -> Rule | None:
 @functools.lru_cache(maxsize=4096)
 def _built(cls: Any, functions: tuple[Any, ...], key: Key) -> Rule | None:
     kinds = dict(key)
-
-    def kind_of(path: str) -> str:
-        return kinds.get(path, "")
-
-    facts = {name[1:]: kind == "True" for name, kind in key if name.startswith("?")}
-    methods: dict[str, Method] = {}
-    steps: tuple[Step, ...] = ()
-    left_paths: tuple[str, ...] = ()
+    building = _Building(kinds)
     for name, method in zip(_METHODS, functions, strict=True):
         read = _read(method)
-        if read is None or kind_of("!" + name):
-            continue
-        function, tree = read
+        if read is not None and "!" + name not in kinds:
+            building.add_method(name, method, *read)
+            if name == "forward":
+                building.add_branch(cls, method, *read)
+                building.add_consumers(read[1])
+    steps, left_paths = building.steps, building.left_paths
+    if steps or left_paths:
+        return _rule(building.methods, steps, left_paths, key)
+    return None
+
+
+class _Building:
+    """The methods of a rule while they are built, and what they do.
+
+    Attributes:
+        methods: by name.
+        steps: those that the methods join.
+        left_paths: what the forward leaves to the block.
+    """
+
+    def __init__(self, kinds: Mapping[str, str]) -> None:
+        self.methods: dict[str, Method] = {}
+        self.steps: tuple[Step, ...] = ()
+        self.left_paths: tuple[str, ...] = ()
+        self._kinds = kinds
+        # The conditions on the module's attributes, and whether they hold.
+        self._facts: dict[str, bool] = {}
+        for name, kind in kinds.items():
+            if name.startswith("?"):
+                self._facts[name[1:]] = kind == "True"
+
+    def _kind_of(self, path: str) -> str:
+        return self._kinds.get(path, "")
+
+    def _rewritten(self, tree: ast.FunctionDef, *, leaving: bool) -> Rewritten | None:
+        return rewrite(tree, self._kind_of, leaving=leaving, facts=self._facts)
+
+    def add_method(
+        self, name: str, method: Any, function: FunctionType, tree: ast.FunctionDef
+    ) -> None:
+        """Add a method with its steps joined, if that pays."""
+        own = self._rewritten(tree, leaving=False)
+        if own is not None and _pays(own, self._kinds):
+            _inner, wrappers = renamed(method)
+            self.methods[name] = _rewrapped(_compiled(function, own), wrappers)
+            self.steps += own.steps
+
+    def add_branch(
+        self, cls: type, method: Any, function: FunctionType, tree: ast.FunctionDef
+    ) -> None:
+        """Add a second forward, which returns its last steps unfinished, for a block to compute."""
+        leaving = self._rewritten(tree, leaving=True)
+        if leaving is None:
+            return
+        self.left_paths = leaving.leaves
         _inner, wrappers = renamed(method)
-        own = rewrite(tree, kind_of, leaving=False, facts=facts)
-        if own is not None and _pays(own, kinds):
-            methods[name] = _rewrapped(_compiled(function, own), wrappers)
-            steps += own.steps
-        if name != "forward":
-            continue
-        # A second version of the forward returns its last steps unfinished, for a block to compute.
-        leaving = rewrite(tree, kind_of, leaving=True, facts=facts)
-        if leaving is not None:
-            left_paths = leaving.leaves
-            unfinished = _rewrapped(_compiled(function, leaving), wrappers)
-            unfinished = _with_tricks(unfinished, cls, tree, left_paths[0])
-            # A module that keeps its own forward has to follow later patches of it.
-            if name not in methods:
-                unfinished = _unless_patched(unfinished)
-            methods["_fusedops_branch"] = unfinished
-        takers_of_rows = rows_of(tree, kind_of)
-        if takers_of_rows:
-            methods |= consumers(*takers_of_rows)
-    return _rule(methods, steps, left_paths, key) if steps or left_paths else None
+        unfinished = _rewrapped(_compiled(function, leaving), wrappers)
+        # Of what is left, the layer comes before the dropout behind it.
+        unfinished = _with_tricks(unfinished, cls, tree, self.left_paths[0])
+        # A module that keeps its own forward has to follow later patches of it.
+        if "forward" not in self.methods:
+            unfinished = _unless_patched(unfinished)
+        self.methods["_fusedops_branch"] = unfinished
+
+    def add_consumers(self, tree: ast.FunctionDef) -> None:
+        """Add the method that returns the layers to which the rows go, if they go nowhere else."""
+        paths = rows_of(tree, self._kind_of)
+        if paths:
+            self.methods |= consumers(*paths)
 
 
 def _pays(own: Rewritten, kinds: Mapping[str, str]) -> bool:
@@ -272,9 +353,9 @@ def _pays(own: Rewritten, kinds: Mapping[str, str]) -> bool:
     for step in own.steps:
         if step.kind != "add":
             return True
-        for path in step.sources:
-            if path.startswith(" ") or kinds.get(path) in ("dropout", "module"):
-                return True
+        # A path that begins with a space is a functional dropout's.
+        if any(kinds.get(path, "dropout") != "linear" for path in step.sources):
+            return True
     return False
 
 
@@ -289,16 +370,8 @@ def _compiled(function: FunctionType, rewritten: Rewritten) -> Method:
             return forward
     """
     tree = rewritten.tree
-    # Annotations and defaults are copied from the original below, not evaluated again.
-    arguments = tree.args
-    positional = (*arguments.posonlyargs, *arguments.args)
-    for argument in (*positional, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
-        if argument is not None:
-            argument.annotation = None
-    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
-    arguments.kw_defaults = [
-        None if default is None else ast.Constant(None) for default in arguments.kw_defaults
-    ]
+    _drop_values(tree.args)
+    # The original's file and lines, so that tracebacks and debuggers show its source.
     names = [ast.arg(PREFIX + name) for name in _HELPERS]
     body: list[ast.stmt] = [tree, ast.Return(ast.Name(tree.name, ast.Load()))]
     maker = ast.FunctionDef("make", ast.arguments([], names, None, [], [], None, []), body, [])
@@ -311,6 +384,17 @@ def _compiled(function: FunctionType, rewritten: Rewritten) -> Method:
     result.__doc__, result.__qualname__ = function.__doc__, function.__qualname__
     result.__annotations__ = dict(function.__annotations__)
     return result  # type: ignore[no-any-return]
+
+
+def _drop_values(arguments: ast.arguments) -> None:
+    """Drop annotations and defaults: the original's are copied, not evaluated a second time."""
+    positional = (*arguments.posonlyargs, *arguments.args)
+    every = (*positional, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg)
+    for argument in filter(None, every):
+        argument.annotation = None
+    # An argument with a default still needs one.
+    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+    arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
 
 
 def _unless_patched(unfinished: Method) -> Method:
@@ -335,20 +419,22 @@ def _with_tricks(unfinished: Method, cls: type, tree: ast.FunctionDef, last: str
     """
     names = [argument.arg for argument in (*tree.args.args, *tree.args.kwonlyargs)]
     qkv, scales_query = packable(cls)
-    masked = any("mask" in name for name in names)
-    if not qkv and not masked:
-        return unfinished
+    if qkv:
+        unfinished = _with_packing(unfinished, names[1], last, qkv, scales_query=scales_query)
+    if any("mask" in name for name in names):
+        unfinished = _with_masks(unfinished, names[1])
+    return unfinished
+
+
+def _with_packing(
+    unfinished: Method, first: str, last: str, qkv: tuple[str, ...], *, scales_query: bool
+) -> Method:
+    """Return the method with query, key and value as one product; ``first`` names its rows."""
 
     def branch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = args[0] if args else kwargs[names[1]]
-        if masked and compiling.makes_kernels(rows) and allowed(self, "masks"):
-            # The mask may be a positional or a keyword argument.
-            args = tuple(map(laid_out, args))
-            kwargs = {name: laid_out(value) for name, value in kwargs.items()}
-        if not qkv:
-            return unfinished(self, *args, **kwargs)
+        rows = args[0] if args else kwargs[first]
         others = kwargs.get("key_value_states")
-        # A scaled query is not packed: where ``others`` are given, only key and value are.
+        # A scaled query is not packed: with ``others``, only key and value are.
         if others is None and scales_query:
             others = rows
         past = kwargs.get("cache", kwargs.get("past_key_values"))
@@ -358,14 +444,32 @@ def _with_tricks(unfinished: Method, cls: type, tree: ast.FunctionDef, last: str
     return branch
 
 
+def _with_masks(unfinished: Method, first: str) -> Method:
+    """Return the method with masks laid out for PyTorch's fused attention."""
+
+    def branch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = args[0] if args else kwargs[first]
+        if compiling.makes_kernels(rows) and allowed(self, "masks"):
+            # The mask may be a positional or a keyword argument.
+            args = tuple(map(laid_out, args))
+            kwargs = {name: laid_out(value) for name, value in kwargs.items()}
+        return unfinished(self, *args, **kwargs)
+
+    return branch
+
+
 def _rule(
     methods: dict[str, Method], steps: tuple[Step, ...], left_paths: tuple[str, ...], key: Key
 ) -> Rule:
     """Build the rule of a module with these steps, which leaves these paths to its block."""
     kinds = dict(key)
-    sources = {path for step in steps for path in step.sources}
-    # A dict keeps the order. "module" is also the default, which drops "" and functional dropouts.
-    paths = {path: None for step in steps for path in (step.path, *step.sources)}
+    sources: set[str] = set()
+    # A dict keeps the order.
+    paths: dict[str, None] = {}
+    for step in steps:
+        sources.update(step.sources)
+        paths.update(dict.fromkeys((step.path, *step.sources)))
+    # "module" is also the default, which drops "" and functional dropouts.
     children = tuple([path for path in paths if kinds.get(path, "module") != "module"])
 
     def calls(module: nn.Module, at: At) -> str:
@@ -373,7 +477,10 @@ def _rule(
         return ", ".join(dict.fromkeys(filter(None, operators)))
 
     def needs(module: nn.Module, at: At) -> str:
-        return "" if left_paths or calls(module, at) else "what it would join is not there"
+        is_needed = left_paths or calls(module, at)
+        if is_needed:
+            return ""
+        return "what it would join is not there"
 
     def leaves(module: nn.Module, at: At) -> bool:
         return any(_is_left(path, module, at) for path in left_paths)
@@ -447,17 +554,25 @@ def _postponed(
 
 
 def _operator(step: Step, module: nn.Module, at: At) -> str:
-    """Return the operator that a step calls, given the module's current children; "" for none."""
-    rule = at(step.path) if step.path else None
+    """Return the operator that a step calls, with the module's current children; "" for none."""
+    rule = at(step.path)
     if step.kind == "add_norm":
         return _norm_operator(rule)
-    if step.path and not _activates(rule, module, step.path):
+    if step.path and not _activates(rule, _attribute(module, step.path)):
         return ""
-    # Without a bias or dropout, a sum or an activation is one operation, which PyTorch computes. A
-    # gate is two.
-    if step.kind != "gate" and not any(_is_left(path, module, at) for path in step.sources):
+    if not _is_several(step, module, at):
         return ""
     return _OPERATORS[step.kind]
+
+
+def _is_several(step: Step, module: nn.Module, at: At) -> bool:
+    """Whether PyTorch computes the step in more than one operation.
+
+    A gate is two. Without a bias or dropout, a sum or an activation is one.
+    """
+    if step.kind == "gate":
+        return True
+    return any(_is_left(path, module, at) for path in step.sources)
 
 
 # The operators of steps other than "add_norm".
@@ -466,17 +581,17 @@ _OPERATORS = {"gate": "gated_act", "activate": "bias_act", "add": "bias_dropout_
 
 def _norm_operator(rule: Rule | None) -> str:
     """Return the operator that adds and normalises, by the norm's rule; "" if it has none."""
-    if rule is None or not has_method(rule, "_fusedops_add_norm"):
-        return ""
-    is_layer_norm = str(rule.calls).startswith("layer_norm")
-    return "bias_dropout_add_ln" if is_layer_norm else "bias_dropout_add_rms_norm"
+    if has_method(rule, "_fusedops_add_norm"):
+        is_layer_norm = str(rule.calls).startswith("layer_norm")
+        return "bias_dropout_add_ln" if is_layer_norm else "bias_dropout_add_rms_norm"
+    return ""
 
 
-def _activates(rule: Rule | None, module: nn.Module, path: str) -> bool:
-    """Whether the operators have the activation at the path, by its rule or its name."""
+def _activates(rule: Rule | None, activation: Any) -> bool:
+    """Whether the operators have the activation, by its rule or its name."""
     if has_method(rule, "_fusedops_activation"):
         return True
-    return bool(parts.activation_name(_attribute(module, path)))
+    return bool(parts.activation_name(activation))
 
 
 def _is_left(path: str, module: nn.Module, at: At) -> bool:
@@ -486,15 +601,20 @@ def _is_left(path: str, module: nn.Module, at: At) -> bool:
     """
     if path.startswith(" "):
         p = _evaluated(module, "self", path[1:])
+        # A probability that depends on an argument may be any.
         return p is None or p > 0.0
     inner = submodule(module, path)
     if inner is None:
         return False
     if is_linear(inner):
-        return getattr(inner, "bias", None) is not None and not has_hooks(inner)
+        if getattr(inner, "bias", None) is None:
+            return False
+        return not has_hooks(inner)
     if isinstance(inner, nn.Dropout):
         return inner.p > 0.0 and not has_hooks(inner)
-    rule = at(path)
-    if rule is None or not has_method(rule, "_fusedops_branch"):
-        return False
-    return rule.leaves(inner, lambda inside: at(f"{path}.{inside}"))
+    return _leaves(inner, at(path), lambda inside: at(f"{path}.{inside}"))
+
+
+def _leaves(module: nn.Module, rule: Rule | None, at: At) -> bool:
+    """Whether a module with this rule leaves its last steps to its caller."""
+    return has_method(rule, "_fusedops_branch") and rule.leaves(module, at)

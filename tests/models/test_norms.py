@@ -24,7 +24,8 @@ from torch.nn import functional as F
 
 import fusedops
 from fusedops.models import probe
-from fusedops.models.probe import Form
+from fusedops.models.fingerprint import digest
+from fusedops.models.probe import Form, forms
 from fusedops.models.rules.norms import RULES, _computed
 from modules import randomise
 from zoo import transformers_only
@@ -636,7 +637,7 @@ def test_nothing_is_touched() -> None:
     module.register_forward_hook(lambda *args: calls.append(1))
     module.note = object()  # type: ignore[assignment]
     before, weight, version = dict(vars(module)), module.weight.clone(), module.weight._version
-    probe._fitted.cache_clear()
+    forms._fitted.cache_clear()
     state = torch.get_rng_state()
     with FakeTensorMode(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
         assert probe.form(module, _computed) is not None
@@ -656,7 +657,7 @@ def test_on_the_meta_device() -> None:
 
 def test_a_class_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For as many modules of one size as there are; again for another size or configuration."""
-    probe._fitted.cache_clear()
+    forms._fitted.cache_clear()
     for model, runs in (
         (nn.Sequential(*[Metas(eps=1e-6) for _ in range(50)]), 1),
         (nn.Sequential(*[Metas(16) for _ in range(5)]), 2),
@@ -664,7 +665,7 @@ def test_a_class_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
         (WithoutScale(False), 5),  # without a weight, of two sizes in one run
     ):
         assert fusedops.fuse_model(model)
-        assert probe._fitted.cache_info().misses <= runs
+        assert forms._fitted.cache_info().misses <= runs
 
 
 @taken
@@ -780,8 +781,8 @@ def test_every_norm_of_transformers() -> None:
         if cls.__name__.endswith("RMSNorm"):
             known += found is not None
             left |= {cls.__name__} if found is None else set()
-        if found is not None and (found, probe.digest(cls.forward)) not in met:
-            met.add((found, probe.digest(cls.forward)))
+        if found is not None and (found, digest(cls.forward)) not in met:
+            met.add((found, digest(cls.forward)))
             assert module is not None
             _compared(module, cls.__name__, same_bits=False)
     assert left <= _NO_NORMS

@@ -261,7 +261,7 @@ ALLOWED = {
     ("", "_parameters"): "as `_modules`",
     ("backend/capture.py", "_version"): "how often a tensor was changed in place",
     ("backend/heads.py", "_version"): "as in capture.py",
-    ("models/probe.py", "_buffers"): "a module's own buffers by name, absent ones too",
+    ("models/probe/arithmetic.py", "_buffers"): "a module's own buffers by name, absent ones too",
     (
         "models/tricks/one_token.py",
         "_attn_implementation",

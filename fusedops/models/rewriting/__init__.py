@@ -1,7 +1,7 @@
 """Forwards rewritten, with the steps joined that one operator does together: see `statements`."""
 
 from .conditions import conditions
-from .ends import Step
+from .expressions import Step
 from .reading import Kinds, called_paths, rows_of
 from .statements import Rewritten, rewrite
 from .trees import PREFIX

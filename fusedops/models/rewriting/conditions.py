@@ -12,27 +12,34 @@ from __future__ import annotations
 import ast
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from .reading import Kinds
-from .trees import ends_function, is_pure, path_of, writes_attributes
+from .trees import ends_function, is_pure, nodes, path_of, self_name_of, writes_attributes
 
 __all__ = ["conditions", "under_conditions"]
 
 # The texts of conditions whose results are known, and these.
 Known = tuple[tuple[str, bool], ...]
 
-# Along one path so many conditions get the rest of the function in both branches: each doubles it.
+# Along one path so many conditions get the rest of the function in both branches: each doubles it,
+# and the rewriting takes time in proportion.
 _SPLITS = 3
 
 
 class _Pruning(ast.NodeTransformer):
-    """Replaces conditions with known results by their branches."""
+    """Replaces conditions with known results by their branches.
+
+    They are recognised by their text. It depends on the module's attributes alone (`conditions`),
+    so wherever it stands in the function, it has one value.
+    """
 
     def __init__(self, facts: Mapping[str, bool]) -> None:
         self.facts = facts
 
     def visit_If(self, node: ast.If) -> Any:
+        # First what is inside, since a branch replaces its condition.
         self.generic_visit(node)
         truth = self.facts.get(ast.unparse(node.test))
         if truth is None:
@@ -47,15 +54,16 @@ def conditions(function: ast.FunctionDef) -> list[str]:
     # A write may change the result of a condition from one evaluation to the next.
     if writes_attributes(function):
         return []
-    self_name = function.args.args[0].arg if function.args.args else ""
-    tests = [node.test for node in ast.walk(function) if isinstance(node, ast.If)]
+    self_name = self_name_of(function)
+    tests = [node.test for node in nodes(function, ast.If)]
     return [ast.unparse(test) for test in tests if _reads_only(test, self_name)]
 
 
 def _reads_only(test: ast.expr, name: str) -> bool:
     """Whether a condition has no side effects and reads no other name."""
-    names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
-    return is_pure(test) and names == {name}
+    if not is_pure(test):
+        return False
+    return {node.id for node in nodes(test, ast.Name)} == {name}
 
 
 def under_conditions(
@@ -67,22 +75,30 @@ def under_conditions(
 
         if fact and not (other): pruned body
         else: body
+
+    The facts are tested at each call: an attribute may change after the module was fused.
     """
     splitting = _Splitting(kinds, self_name)
     general = splitting.body(body, _SPLITS, ())
     if not facts:
         return general, None
+    # A block around the body, whose statements may be replaced by several.
+    block = ast.Module(copy.deepcopy(body), [])
+    pruned = _Pruning(facts).visit(block).body
+    special = ast.If(_holding(facts), splitting.body(pruned, _SPLITS, ()), general)
+    return [special], special
+
+
+def _holding(facts: Mapping[str, bool]) -> ast.expr:
+    """The condition that all facts hold."""
     tests = []
     for text, truth in facts.items():
         source = text if truth else f"not ({text})"
         tests.append(ast.parse(source, mode="eval").body)
-    test = ast.BoolOp(ast.And(), tests) if len(tests) > 1 else tests[0]
-    pruned: list[ast.stmt] = []
-    for statement in copy.deepcopy(body):
-        new = _Pruning(facts).visit(statement)
-        pruned += new if isinstance(new, list) else [new]
-    special = ast.If(test, splitting.body(pruned, _SPLITS, ()), general)
-    return [special], special
+    # An `and` of one operand is no valid tree.
+    if len(tests) == 1:
+        return tests[0]
+    return ast.BoolOp(ast.And(), tests)
 
 
 class _Splitting:
@@ -108,32 +124,36 @@ class _Splitting:
             if chosen is not None:
                 return self.body([*before, *chosen, *rest], budget, known)
             if budget and rest and self._decides_calls(statement):
-                is_constant = self._is_constant(statement.test, body)
-                branches = []
-                for truth, branch in ((True, statement.body), (False, statement.orelse)):
-                    facts = _facts(statement.test, truth) if is_constant else ()
-                    extended = _joined(branch, rest)
-                    branches.append(self.body(extended, budget - 1, (*known, *facts)))
-                return [*before, ast.If(statement.test, *branches)]
+                # Later conditions on the same attribute are decided, too.
+                facts = _Facts()
+                if self._is_constant(statement.test, body):
+                    facts = _facts_of(statement.test)
+                extended = _joined(statement.body, rest)
+                first = self.body(extended, budget - 1, (*known, *facts.if_true))
+                extended = _joined(statement.orelse, rest)
+                second = self.body(extended, budget - 1, (*known, *facts.if_false))
+                return [*before, ast.If(statement.test, first, second)]
         return body
 
     def _decides_calls(self, statement: ast.If) -> bool:
         """Whether the condition decides which modules are called, and both branches go on."""
+        # After an early return the rest runs on one path only, and needs no copy.
         if ends_function(statement.body):
             return False
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Call):
-                path = path_of(node.func, self.self_name)
-                # A space: the name of a function, here none.
-                if self.kinds(path or " "):
-                    return True
-        return False
+        return any(map(self._is_joinable, nodes(statement, ast.Call)))
+
+    def _is_joinable(self, call: ast.Call) -> bool:
+        """Whether the call is one that the rewriting has a use for."""
+        path = path_of(call.func, self.self_name)
+        # A space: the name of a function, here none.
+        return self.kinds(path or " ") != ""
 
     def _is_constant(self, test: ast.expr, body: list[ast.stmt]) -> bool:
         """Whether this is an attribute or its negation, and nothing in the body changes it."""
         operand = test.operand if isinstance(test, ast.UnaryOp) else test
-        is_attribute = path_of(operand, self.self_name) != ""
-        return is_attribute and not any(map(writes_attributes, body))
+        if not path_of(operand, self.self_name):
+            return False
+        return not any(map(writes_attributes, body))
 
 
 def _joined(branch: list[ast.stmt], rest: list[ast.stmt]) -> list[ast.stmt]:
@@ -148,14 +168,29 @@ def _chosen(statement: ast.If, known: Known) -> list[ast.stmt] | None:
     test = ast.dump(statement.test)
     for text, truth in known:
         if text == test:
-            return statement.body if truth else statement.orelse
+            if truth:
+                return statement.body
+            return statement.orelse
     return None
 
 
-def _facts(test: ast.expr, truth: bool) -> Known:
-    """The results of a condition and of its opposite."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        opposite = test.operand
-    else:
-        opposite = ast.UnaryOp(ast.Not(), test)
-    return ((ast.dump(test), truth), (ast.dump(opposite), not truth))
+@dataclass(frozen=True)
+class _Facts:
+    """What is known in the branches of a condition."""
+
+    if_true: Known = ()
+    if_false: Known = ()
+
+
+def _facts_of(test: ast.expr) -> _Facts:
+    """The results of a condition and of its opposite, in each branch."""
+    match test:
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            opposite = operand
+        case _:
+            opposite = ast.UnaryOp(ast.Not(), test)
+    texts = ast.dump(test), ast.dump(opposite)
+    return _Facts(
+        if_true=((texts[0], True), (texts[1], False)),
+        if_false=((texts[0], False), (texts[1], True)),
+    )

@@ -6,10 +6,13 @@ import ast
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from .trees import nodes
+
 __all__ = ["Definition", "Flow", "is_copy", "is_opaque"]
 
 Reaching = frozenset["Definition"]
-# Statements in which nothing is rewritten.
+# Statements in which nothing is rewritten. An exception may leave some of them half run, and nested
+# functions run later: the flow below follows neither.
 _OPAQUE = (ast.Try, ast.With, ast.FunctionDef, ast.ClassDef, ast.Delete, ast.Match)
 
 
@@ -39,15 +42,24 @@ def is_copy(statement: ast.stmt) -> bool:
 def is_opaque(statement: ast.stmt) -> bool:
     """Whether nothing in the statement is rewritten; so it is with a loop that has a break."""
     if isinstance(statement, (ast.For, ast.While)):
-        return any(isinstance(node, (ast.Break, ast.Continue)) for node in ast.walk(statement))
+        return any(map(_is_jump, ast.walk(statement)))
     return isinstance(statement, _OPAQUE)
+
+
+def _is_jump(node: ast.AST) -> bool:
+    return isinstance(node, (ast.Break, ast.Continue))
 
 
 class Flow:
     """Definitions and uses of the names in a function.
 
     The statements are walked once, with an environment from names to the definitions that may
-    reach the statement. It is copied at a branch, and the copies are joined after it.
+    reach the statement. It is copied at a branch, and the copies are joined after it::
+
+        y = f(x)                {y: 1}
+        if c: y = g(y)          {y: 2}
+        else: z = h(y)          {y: 1}
+        return y                {y: 1, 2}: no single definition, so nothing is joined here
 
     Attributes:
         parent: of each node in the function.
@@ -57,21 +69,16 @@ class Flow:
     """
 
     def __init__(self, function: ast.FunctionDef) -> None:
-        self.parent: dict[ast.AST, ast.AST] = {}
+        self.parent: dict[ast.AST, ast.AST] = _parents(function)
         self.reaching: dict[ast.Name, Reaching] = {}
         self.definitions: dict[ast.AST, Definition] = {}
-        for node in ast.walk(function):
-            for child in ast.iter_child_nodes(node):
-                # Contexts and operators are singletons, without one parent.
-                if not isinstance(child, (ast.expr_context, ast.operator)):
-                    self.parent[child] = node
         env: dict[str, Reaching] = {}
         a = function.args
-        for argument in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg):
-            if argument is not None:
-                definition = Definition()
-                self.definitions[argument] = definition
-                env[argument.arg] = frozenset([definition])
+        parameters = (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg)
+        for argument in filter(None, parameters):
+            definition = Definition()
+            self.definitions[argument] = definition
+            env[argument.arg] = frozenset([definition])
         positional = (*a.posonlyargs, *a.args)
         self.parameters = [self.definitions[argument] for argument in positional]
         self._loops: list[tuple[dict[str, Definition], ast.For | ast.While]] = []
@@ -82,15 +89,34 @@ class Flow:
         """The definition that a target makes; one without uses in an opaque statement."""
         return self.definitions.get(target) or Definition()
 
-    def only(self, name: ast.expr | None) -> Definition | None:
-        """The definition that a name reads, if there is exactly one."""
-        reaching: Reaching = frozenset()
+    def only(self, name: ast.AST | None) -> Definition:
+        """The definition that a name reads, if there is exactly one; otherwise an unknown one."""
+        reaching = self._reaching(name)
+        if len(reaching) == 1:
+            return next(iter(reaching))
+        return Definition()
+
+    def has_only(self, name: ast.AST | None) -> bool:
+        """Whether exactly one definition reaches a name."""
+        return len(self._reaching(name)) == 1
+
+    def reads_only(self, name: ast.AST, definition: Definition) -> bool:
+        """Whether this definition reaches a name, and no other."""
+        return self.only(name) is definition
+
+    def may_read(self, name: ast.Name, definition: Definition) -> bool:
+        """Whether this definition reaches a name, maybe among others."""
+        return definition in self._reaching(name)
+
+    def _reaching(self, name: ast.AST | None) -> Reaching:
+        nothing: Reaching = frozenset()
         if isinstance(name, ast.Name):
-            reaching = self.reaching.get(name, reaching)
-        return next(iter(reaching)) if len(reaching) == 1 else None
+            return self.reaching.get(name, nothing)
+        return nothing
 
     def _block(self, statements: Iterable[ast.stmt], env: dict[str, Reaching]) -> bool:
         """Whether the block may end without leaving the function."""
+        # Ends at a return: statements after it never run.
         return all(self._statement(statement, env) for statement in statements)
 
     def _statement(self, statement: ast.stmt, env: dict[str, Reaching]) -> bool:
@@ -101,30 +127,32 @@ class Flow:
         if is_opaque(statement):
             self._opaque(statement, env)
             return True
-        match statement:
-            case ast.If():
-                return self._if(statement, env)
-            case ast.For() | ast.While():
-                self._loop(statement, env)
-            case ast.Assign(targets=targets, value=value):
-                self._read(value, env)
-                known = value if len(targets) == 1 else None
-                for target in targets:
-                    self._write(target, known, env)
-            case ast.AnnAssign(value=None):
-                pass
-            case ast.AnnAssign(target=target, value=ast.expr() as value):
-                self._read(value, env)
-                self._write(target, None, env)
-            case ast.AugAssign(target=target, value=value):
-                self._read(value, env)
-                # It reads its target, too. (Of `x.a += 1`, `_write` records that x is read.)
-                if isinstance(target, ast.Name):
-                    self._use(target, env)
-                self._write(target, None, env)
-            case _:
-                self._read(statement, env)
+        if isinstance(statement, ast.If):
+            return self._if(statement, env)
+        record = _RECORDS.get(type(statement), Flow._read)
+        record(self, statement, env)
         return not isinstance(statement, (ast.Return, ast.Raise))
+
+    def _assign(self, statement: ast.Assign, env: dict[str, Reaching]) -> None:
+        self._read(statement.value, env)
+        # In ``a = b = value`` both names are those of one object: changes of one would show.
+        known = statement.value if len(statement.targets) == 1 else None
+        for target in statement.targets:
+            self._write(target, known, env)
+
+    def _annotated(self, statement: ast.AnnAssign, env: dict[str, Reaching]) -> None:
+        # `x: int` alone binds nothing, and the annotation is not evaluated.
+        if statement.value is not None:
+            self._read(statement.value, env)
+            self._write(statement.target, None, env)
+
+    def _augmented(self, statement: ast.AugAssign, env: dict[str, Reaching]) -> None:
+        target = statement.target
+        self._read(statement.value, env)
+        # It reads its target, too. (Of `x.a += 1`, `_write` records that x is read.)
+        if isinstance(target, ast.Name):
+            self._use(target, env)
+        self._write(target, None, env)
 
     def _copy(self, statement: Any, env: dict[str, Reaching]) -> None:
         """``a = b``: no use of b's definition, whose uses are those of both names."""
@@ -147,7 +175,10 @@ class Flow:
         return body_continues or orelse_continues
 
     def _opaque(self, statement: ast.stmt, env: dict[str, Reaching]) -> None:
-        """A statement in which each assignment may run or not."""
+        """A statement in which each assignment may run or not.
+
+        So the definitions from before it stay, beside one of an unknown value.
+        """
         for target in _written(statement):
             # `del x` needs a value of x.
             if isinstance(target.ctx, ast.Del):
@@ -161,10 +192,8 @@ class Flow:
         The body is walked once. A definition of its own stands for the values of earlier
         iterations; `_close_loops` hands the uses of it on to the loop's real definitions.
         """
-        if isinstance(statement, ast.For):
-            self._read(statement.iter, env)
-        else:
-            self._read(statement.test, env)
+        # Evaluated before the first iteration.
+        self._read(statement.iter if isinstance(statement, ast.For) else statement.test, env)
         earlier = {name.id: Definition() for name in _written(statement)}
         for name, definition in earlier.items():
             env[name] = env.get(name, frozenset()) | {definition}
@@ -173,8 +202,10 @@ class Flow:
             for target in _written(statement.target):
                 self._define(target, Definition(), inner)
         self._block(statement.body, inner)
+        # A condition is evaluated again after each iteration.
         if isinstance(statement, ast.While):
             self._read(statement.test, inner)
+        # After the loop its body may have run, or not.
         for name in earlier:
             env[name] |= inner.get(name, frozenset())
         self._loops.append((earlier, statement))
@@ -192,6 +223,7 @@ class Flow:
         if isinstance(target, ast.Name):
             self._define(target, Definition(value), env)
             return
+        # Of a tuple of names each gets the tuple's value, with its index.
         elements = target.elts if isinstance(target, ast.Tuple) else [target]
         if all(isinstance(element, ast.Name) for element in elements):
             for index, element in enumerate(elements):
@@ -208,9 +240,9 @@ class Flow:
         env[target.id] = frozenset([definition])
 
     def _read(self, node: ast.AST, env: dict[str, Reaching]) -> None:
-        for inner in ast.walk(node):
-            if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load):
-                self._use(inner, env)
+        for name in nodes(node, ast.Name):
+            if isinstance(name.ctx, ast.Load):
+                self._use(name, env)
 
     def _use(self, name: ast.Name, env: dict[str, Reaching]) -> None:
         self.reaching[name] = env.get(name.id, frozenset())
@@ -218,8 +250,28 @@ class Flow:
             definition.uses.append(name)
 
 
+# The methods that record a statement; without an entry, all its names are read.
+_RECORDS: dict[type[ast.stmt], Any] = {
+    ast.For: Flow._loop,
+    ast.While: Flow._loop,
+    ast.Assign: Flow._assign,
+    ast.AnnAssign: Flow._annotated,
+    ast.AugAssign: Flow._augmented,
+}
+
+
+def _parents(function: ast.FunctionDef) -> dict[ast.AST, ast.AST]:
+    parents: dict[ast.AST, ast.AST] = {}
+    for node in ast.walk(function):
+        for child in ast.iter_child_nodes(node):
+            # Contexts and operators are singletons, without one parent.
+            if not isinstance(child, (ast.expr_context, ast.operator)):
+                parents[child] = node
+    return parents
+
+
 def _written(node: ast.AST) -> Iterator[ast.Name]:
     """The names that are bound or deleted anywhere in a node."""
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.Name) and not isinstance(inner.ctx, ast.Load):
-            yield inner
+    for name in nodes(node, ast.Name):
+        if not isinstance(name.ctx, ast.Load):
+            yield name

@@ -22,9 +22,11 @@ from .trees import (
     is_term,
     is_unary,
     local_names,
+    nodes,
     only_target,
     path_of,
     root_of,
+    self_name_of,
     unique,
 )
 
@@ -37,6 +39,8 @@ Kinds = Callable[[str], str]
 DROPOUTS = ("dropout", "functional dropout")
 # The keywords by which a module takes its rows, if they are not its first argument.
 ROWS = ("hidden_states", "x", "input")
+# The kinds of what may take rows in autocast's dtype.
+_TAKING_ROWS = ("linear", "module")
 # Functions that multiply matrices.
 _PRODUCTS = (".linear", ".matmul", ".bmm", ".einsum")
 # The one keyword of a GELU, and the helper that computes it; "" for the operators' default.
@@ -45,17 +49,15 @@ _GELUS = {"approximate='tanh'": "gelu_tanh", "approximate='none'": ""}
 
 def called_paths(function: ast.FunctionDef) -> tuple[list[str], list[str]]:
     """The paths in its first parameter that the function calls, and the names of functions."""
-    self_name = function.args.args[0].arg if function.args.args else ""
+    self_name = self_name_of(function)
     paths: dict[str, None] = {}
     others: dict[str, None] = {}
-    for node in ast.walk(function):
-        if not isinstance(node, ast.Call):
-            continue
-        path = path_of(node.func, self_name)
+    for call in nodes(function, ast.Call):
+        path = path_of(call.func, self_name)
         if path:
             paths[path] = None
-        elif isinstance(node.func, (ast.Name, ast.Attribute)):
-            others[ast.unparse(node.func)] = None
+        elif isinstance(call.func, (ast.Name, ast.Attribute)):
+            others[ast.unparse(call.func)] = None
     return list(paths), list(others)
 
 
@@ -65,42 +67,62 @@ def rows_of(function: ast.FunctionDef, kinds: Kinds) -> tuple[str, ...]:
     The rows are the first argument after ``self``.
     """
     flow = Flow(function)
-    self_name = function.args.args[0].arg if function.args.args else ""
     if len(flow.parameters) < 2:
         return ()
     paths: dict[str, None] = {}
     # The list grows by the names that a conditional expression assigns the rows to.
     definitions = [flow.parameters[1]]
     for definition in definitions:
-        for use in definition.uses:
-            if _reads_shape(flow, use):
-                continue
+        for use in _tensor_uses(flow, definition):
             selected = _selected(flow, use)
             if selected is not None:
                 definitions.append(selected)
                 continue
-            call = _taking_call(flow, use)
-            path = "" if call is None else path_of(call.func, self_name)
-            is_child = path != "" and "." not in path
-            if not is_child or kinds(path) not in ("linear", "module", "absent"):
+            path = _path_of_taker(flow, use, self_name_of(function))
+            # One other use, and the rows have to stay in their own dtype.
+            if path is None or kinds(path) not in (*_TAKING_ROWS, "absent"):
                 return ()
             paths[path] = None
     return tuple(paths)
 
 
+def _path_of_taker(flow: Flow, use: ast.AST, self_name: str) -> str | None:
+    """The name of the module's child that takes a value as its rows; None if none does."""
+    call = _taking_call(flow, use)
+    if call is None:
+        return None
+    path = path_of(call.func, self_name)
+    # `consumers` looks children up by name.
+    if path == "" or "." in path:
+        return None
+    return path
+
+
+def _tensor_uses(flow: Flow, definition: Definition) -> list[ast.Name]:
+    """The uses of a tensor, without those that read only its shape."""
+    return [use for use in definition.uses if not _reads_shape(flow, use)]
+
+
 def _reads_shape(flow: Flow, use: ast.AST) -> bool:
     """Whether this use of a tensor reads only what is known before the tensor is computed."""
     parent = flow.parent.get(use)
-    return isinstance(parent, ast.Attribute) and parent.attr in SHAPE
+    if not isinstance(parent, ast.Attribute):
+        return False
+    return parent.attr in SHAPE
 
 
 def _selected(flow: Flow, use: ast.Name) -> Definition | None:
     """The definition of y in ``y = x if ... else z``, for a use of x or z."""
     choice = flow.parent[use]
-    if not isinstance(choice, ast.IfExp) or use is choice.test:
+    if not isinstance(choice, ast.IfExp):
+        return None
+    # As the condition it is not what is assigned.
+    if use is choice.test:
         return None
     target = first_target(flow.parent[choice])
-    return None if target is None else flow.written(target)
+    if target is None:
+        return None
+    return flow.written(target)
 
 
 def _taking_call(flow: Flow, use: ast.AST) -> ast.Call | None:
@@ -113,11 +135,24 @@ def _taking_call(flow: Flow, use: ast.AST) -> ast.Call | None:
     else:
         call = parent
         is_rows = first_argument(parent) is use
-    return call if is_rows and isinstance(call, ast.Call) else None
+    if is_rows and isinstance(call, ast.Call):
+        return call
+    return None
 
 
 class Reader:
-    """Answers questions about a function's values from its text."""
+    """A function, read: the kinds of its calls, and the uses of its values.
+
+    The methods change nothing. Rewriting changes the tree in place, so they are called before the
+    node that they are about is rewritten.
+
+    Attributes:
+        kinds: see `Kinds`.
+        leaving: whether the last steps of the first output are left to the caller.
+        self_name: the name of the first parameter.
+        local: the other names that the function binds.
+        flow: its definitions and uses.
+    """
 
     def __init__(self, function: ast.FunctionDef, kinds: Kinds, leaving: bool) -> None:
         self.kinds = kinds
@@ -128,27 +163,35 @@ class Reader:
 
     # --- calls ---
 
-    def _kind(self, node: ast.AST) -> str:
+    def _kind(self, node: ast.AST | None) -> str:
         """The kind of what a call calls; "" for anything that is not rewritten."""
         if not isinstance(node, ast.Call):
             return ""
-        if any(isinstance(argument, ast.Starred) for argument in node.args):
+        # How many arguments ``*args`` stands for is not known.
+        if _is_starred(node):
             return ""
-        called = self._path(node)
-        if not called:
-            # The name of a function may be looked up in the globals, unless it is a local one.
-            root = root_of(node.func)
-            if not root or root in self.local:
-                return ""
-            called = " " + ast.unparse(node.func)
-        kind = self.kinds(called)
-        # An activation has no other arguments, except for a GELU's approximation.
-        is_plain = kind != "activation" or is_unary(node) or self._gelu(node) is not None
-        return kind if is_plain else ""
+        kind = self.kinds(self._path(node) or self._global(node))
+        if kind == "activation" and not self._takes_rows_alone(node):
+            return ""
+        return kind
+
+    def _takes_rows_alone(self, activation: ast.Call) -> bool:
+        """Whether an activation has one argument, but for a GELU's approximation."""
+        if is_unary(activation):
+            return True
+        return self._gelu(activation) is not None
+
+    def _call(self, node: ast.AST | None, *kinds: str) -> ast.Call | None:
+        """The node, if it is a call of one of these kinds."""
+        if self._kind(node) not in kinds:
+            return None
+        assert isinstance(node, ast.Call)
+        return node
 
     def _is_unary_of(self, node: ast.AST, kind: str) -> bool:
         """Whether this is a call of that kind with one argument."""
-        return isinstance(node, ast.Call) and self._kind(node) == kind and is_unary(node)
+        call = self._call(node, kind)
+        return call is not None and is_unary(call)
 
     def _gelu(self, node: ast.Call) -> str | None:
         """The helper for a GELU that a function's one keyword asks for; None for other calls."""
@@ -157,66 +200,69 @@ class Reader:
                 return _GELUS.get(ast.unparse(keyword))
         return None
 
-    def _path(self, node: ast.Call) -> str:
+    def _path(self, node: ast.AST) -> str:
+        """The path of the module that a call calls; "" for other nodes."""
+        if not isinstance(node, ast.Call):
+            return ""
         return path_of(node.func, self.self_name)
+
+    def _global(self, node: ast.Call) -> str:
+        """A space and the name of a function, for `Kinds`; a space alone if it may be any.
+
+        The name is looked up in the globals, unless it is a local one.
+        """
+        root = root_of(node.func)
+        if not root or root in self.local:
+            return " "
+        return " " + ast.unparse(node.func)
 
     def _activation_path(self, gate: ast.expr) -> str:
         """The path of the activation that computes a gate."""
-        definition = self.flow.only(gate)
-        if definition is not None and definition.value is not None:
-            gate = definition.value
-        return self._path(gate) if isinstance(gate, ast.Call) else ""
+        return self._path(self.flow.only(gate).value or gate)
 
     def _is_function(self, call: ast.Call, name: str) -> bool:
         return ast.unparse(call.func) == f"torch.{name}"
 
-    def _is_chunked(self, value: ast.expr) -> bool:
+    def _is_chunked(self, value: ast.AST) -> bool:
         """Whether this is ``x.chunk(2, dim=-1)`` or ``torch.chunk(x, 2, dim=-1)``."""
         match value:
-            case ast.Call(func=ast.Attribute(attr="chunk")):
-                arguments = value.args
+            case ast.Call(func=ast.Attribute(attr="chunk"), args=arguments):
+                pass
             case _:
                 return False
         if self._is_function(value, "chunk"):
             arguments = arguments[1:]
-        texts = [ast.unparse(argument) for argument in arguments]
-        texts += [ast.unparse(keyword.value) for keyword in value.keywords]
-        return texts == ["2", "-1"]
+        values = [*arguments, *[keyword.value for keyword in value.keywords]]
+        return list(map(ast.unparse, values)) == ["2", "-1"]
 
     # --- values ---
 
     def _value_of(self, node: ast.AST) -> ast.AST:
         """The expression whose value this is; a name's definition, where that is known."""
-        if not isinstance(node, ast.Name):
-            return node
         definition = self.flow.only(node)
-        if definition is None or definition.value is None:
-            return node
         # Of a module's outputs, the first is the one that is an end.
-        return definition.value if definition.index in (None, 0) else node
+        if definition.index not in (None, 0):
+            return node
+        return definition.value or node
 
     def _is_computed(self, node: ast.expr) -> bool:
         """Whether a module's call computes this.
 
         Embeddings are no residual stream: they are broadcast, and no call computes them.
         """
-        for inner in ast.walk(node):
-            if isinstance(inner, ast.Name):
-                call = self._value_of(inner)
-                if self._kind(call) not in ("", "absent"):
-                    return True
-        return False
+        values = map(self._value_of, nodes(node, ast.Name))
+        return any(self._kind(value) not in ("", "absent") for value in values)
 
     def _is_product(self, node: ast.AST) -> bool:
         """Whether this is a matrix product, or half of a tensor."""
-        node = self._value_of(node)
-        if isinstance(node, ast.BinOp):
-            return isinstance(node.op, ast.MatMult)
-        if not isinstance(node, ast.Call):
-            return False
-        if self._kind(node) == "linear" or self._is_chunked(node):
-            return True
-        return ast.unparse(node.func).endswith(_PRODUCTS)
+        match self._value_of(node):
+            case ast.BinOp(op=operator):
+                return isinstance(operator, ast.MatMult)
+            case ast.Call(func=called) as call:
+                if self._kind(call) == "linear" or self._is_chunked(call):
+                    return True
+                return ast.unparse(called).endswith(_PRODUCTS)
+        return False
 
     def _is_layer(self, node: ast.AST) -> bool:
         """Whether this is the output of a linear layer."""
@@ -224,10 +270,10 @@ class Reader:
 
     def _is_activated(self, node: ast.AST) -> bool:
         """Whether this is the activation of a matrix product."""
-        node = self._value_of(node)
-        if not isinstance(node, ast.Call) or self._kind(node) != "activation":
+        call = self._call(self._value_of(node), "activation")
+        if call is None:
             return False
-        return self._is_product(node.args[0])
+        return self._is_product(call.args[0])
 
     def _activates(self, node: ast.AST) -> bool:
         """Whether this is the activation of a linear layer's output, or a dropout of it."""
@@ -237,7 +283,9 @@ class Reader:
             return False
         kind = self._kind(node)
         if kind == "activation":
-            return self._is_layer(rows) and not self._is_gate(node)
+            if not self._is_layer(rows):
+                return False
+            return not self._is_gate(node)
         return kind in DROPOUTS and self._activates(rows)
 
     def _sources(self, node: ast.AST) -> list[str]:
@@ -245,45 +293,43 @@ class Reader:
         node = self._value_of(node)
         if isinstance(node, ast.Subscript):
             node = self._value_of(node.value)
-        if not isinstance(node, ast.Call):
-            return []
-        kind = self._kind(node)
-        if kind in ("linear", "module"):
-            return [self._path(node)]
-        if kind not in DROPOUTS or not node.args:
-            return []
-        if kind == "functional dropout":
-            return [*self._sources(node.args[0]), " " + _probability(node)]
-        return [*self._sources(node.args[0]), self._path(node)] if is_unary(node) else []
+        match self._kind(node), node:
+            case "linear" | "module", _:
+                return [self._path(node)]
+            case "functional dropout", ast.Call(args=[rows, *_]) as call:
+                return [*self._sources(rows), " " + _probability(call)]
+            case "dropout", ast.Call(args=[rows], keywords=[]):
+                return [*self._sources(rows), self._path(node)]
+        return []
 
     # --- uses ---
 
     def _uses(self, definition: Definition) -> int:
         """The number of a value's uses, without those that read its shape."""
-        return sum(not self._is_shape(use) for use in definition.uses)
+        return len(_tensor_uses(self.flow, definition))
 
     def _is_shape(self, use: ast.Name) -> bool:
         return _reads_shape(self.flow, use)
 
     def _is_residual(self, name: ast.Name) -> bool:
         """Whether another use of the value is a term of a sum, or another operand."""
-        definition = self.flow.only(name)
-        if definition is None:
-            return False
-        others = [use for use in definition.uses if use is not name]
-        return any(isinstance(self.flow.parent[use], ast.BinOp) for use in others)
+        others = [use for use in self.flow.only(name).uses if use is not name]
+        return any(map(self._is_operand, others))
+
+    def _is_operand(self, use: ast.AST) -> bool:
+        return isinstance(self.flow.parent[use], ast.BinOp)
 
     def _single_use(self, target: ast.Name) -> ast.Name | None:
         """The one use of an assigned name, if no other assignment reaches it."""
-        uses = self.flow.written(target).uses
-        if len(uses) != 1 or self.flow.only(uses[0]) is None:
-            return None
-        return uses[0]
+        match self.flow.written(target).uses:
+            case [use] if self.flow.has_only(use):
+                return use
+        return None
 
-    def _in_one_block(self, *nodes: ast.AST) -> bool:
+    def _in_one_block(self, *expressions: ast.AST) -> bool:
         """Whether all of these are evaluated, or none: in one block, and unconditionally."""
         blocks = set[ast.AST]()
-        for node in nodes:
+        for node in expressions:
             while not isinstance(node, ast.stmt):
                 if isinstance(node, CONDITIONAL):
                     return False
@@ -294,44 +340,54 @@ class Reader:
     def _second_layer(self, node: ast.Call) -> ast.Call | None:
         """The linear layer that takes this one's output after an activation and dropouts.
 
+        ::
+
+            h = self.act(self.fc1(x))
+            y = residual + self.drop2(self.fc2(self.drop1(h)))     fc2 is that of fc1
+
         Only one that its consumer joins: cast together with this one, it has its bias in fp32.
         """
-        current: ast.AST = node
-        is_activated = False
-        while True:
-            parent = self.flow.parent[current]
-            # A name goes on where it is used.
-            target = first_target(parent)
-            if target is not None:
-                use = self._single_use(target)
-                if use is None:
+        kinds: list[str] = []
+        consumer = self._caller(node)
+        while consumer is not None:
+            kind = self._kind(consumer)
+            if kind == "linear" and "activation" in kinds and is_unary(consumer):
+                if not self._consumer_joins(consumer):
                     return None
-                current = use
-                continue
-            if not isinstance(parent, ast.Call) or first_argument(parent) is not current:
+                return consumer
+            if kind not in ("activation", *DROPOUTS):
                 return None
-            kind = self._kind(parent)
-            if kind == "linear" and is_activated and is_unary(parent):
-                return parent if self._consumer_joins(parent) else None
-            if kind != "activation" and kind not in DROPOUTS:
+            kinds.append(kind)
+            consumer = self._caller(consumer)
+        return None
+
+    def _caller(self, node: ast.expr) -> ast.Call | None:
+        """The call that has a value as its first argument, and is its one use."""
+        use: ast.expr | None = node
+        parent = self.flow.parent[node]
+        # A name goes on where it is used.
+        while (target := first_target(parent)) is not None:
+            use = self._single_use(target)
+            if use is None:
                 return None
-            is_activated = is_activated or kind == "activation"
-            current = parent
+            parent = self.flow.parent[use]
+        if first_argument(parent) is not use:
+            return None
+        assert isinstance(parent, ast.Call)
+        return parent
 
     # --- gates ---
 
-    def _gate_of(self, target: ast.Tuple) -> ast.Call | None:
-        """The activation of the first half of two, where its product with the second is all."""
-        gate, up = [self.flow.written(element).uses for element in target.elts]
-        if len(gate) != 1 or len(up) != 1:
-            return None
-        call = self.flow.parent[gate[0]]
-        if not isinstance(call, ast.Call) or self._kind(call) != "activation":
-            return None
-        match self.flow.parent[call]:
-            case ast.BinOp(op=ast.Mult()) as product:
-                return call if self.flow.parent[up[0]] is product else None
-        return None
+    def _are_gated(self, halves: list[ast.Name]) -> bool:
+        """Whether the product of the first half, activated, and the second one is all."""
+        gate, up = [self.flow.written(half).uses for half in halves]
+        if [len(gate), len(up)] != [1, 1]:
+            return False
+        call = self._call(self.flow.parent[gate[0]], "activation")
+        if call is None:
+            return False
+        product = self.flow.parent[call]
+        return _is_product_of(product) and self.flow.parent[up[0]] is product
 
     def _is_gate(self, node: ast.AST) -> bool:
         """Whether this activation is a gate: its consumer is a multiplication."""
@@ -342,7 +398,7 @@ class Reader:
             if use is None:
                 return False
             parent = self.flow.parent[use]
-        return isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Mult)
+        return _is_product_of(parent)
 
     # --- whether it gains to leave a value unfinished ---
 
@@ -351,16 +407,17 @@ class Reader:
         firsts = []
         for use in definition.uses:
             part = self.flow.parent[use]
-            # All outputs together would have to be a tuple, with the first one finished.
-            if not isinstance(part, ast.Subscript) or part.value is not use:
-                return False
-            if self.flow.only(use) is not definition:
+            if not self.flow.reads_only(use, definition):
                 return False
             if is_first(part):
                 firsts.append(part)
+            # All outputs together would have to be a tuple, with the first one finished.
             elif from_first(part) is None:
                 return False
-        return len(firsts) == 1 and self._consumer_joins(firsts[0])
+        # With two uses of the first output, one of them would need it finished.
+        if len(firsts) != 1:
+            return False
+        return self._consumer_joins(firsts[0])
 
     def _use_joins(self, definition: Definition) -> bool:
         """Whether a value has one consumer, which joins it."""
@@ -368,7 +425,9 @@ class Reader:
         if len(definition.uses) != 1:
             return False
         use = definition.uses[0]
-        return self.flow.only(use) is definition and self._consumer_joins(use)
+        if not self.flow.reads_only(use, definition):
+            return False
+        return self._consumer_joins(use)
 
     def _consumer_joins(self, node: ast.AST) -> bool:
         """Whether the consumer of this value takes an end, and does more than to finish it."""
@@ -381,29 +440,43 @@ class Reader:
             case ast.AugAssign(op=ast.Add(), value=value):
                 return parent.target is node and is_pure(value)
             case ast.Subscript():
-                return parent.value is node and self._consumer_joins(parent)
+                if parent.value is not node:
+                    return False
+                return self._consumer_joins(parent)
             case ast.Assign(targets=[ast.Name() as target]):
                 return self._use_joins(self.flow.written(target))
-        # The caller joins what is left to it.
-        return self.leaving and self._is_returned(node) and bool(self._sources(node))
+        return self._caller_joins(node)
+
+    def _caller_joins(self, node: ast.AST) -> bool:
+        """Whether the value is left to the function's caller, which joins its last steps."""
+        if not self.leaving or not self._is_returned(node):
+            return False
+        return len(self._sources(node)) > 0
 
     def _call_joins(self, call: ast.Call, node: ast.AST) -> bool:
         kind = self._kind(call)
         if kind == "activation":
             # A bias joins the activation of a linear layer; a gate joins its product instead.
-            return self._is_layer(node) and not self._is_gate(call)
+            if not self._is_layer(node):
+                return False
+            return not self._is_gate(call)
         if kind in DROPOUTS:
-            return self._consumer_joins(call) or self._activates(call)
+            if self._consumer_joins(call):
+                return True
+            return self._activates(call)
         return False
 
     def _operator_joins(self, operation: ast.BinOp, node: ast.AST) -> bool:
         if isinstance(operation.op, ast.Mult):
             return self._is_activated(node)
         other = operation.right if operation.left is node else operation.left
-        return isinstance(operation.op, ast.Add) and is_term(other)
+        if not isinstance(operation.op, ast.Add):
+            return False
+        return is_term(other)
 
     def _is_returned(self, node: ast.AST) -> bool:
         """Whether this is what the function returns, or the first output of several."""
+        # A block takes the first of several outputs: attentions return their weights behind it.
         parent = self.flow.parent[node]
         if isinstance(parent, ast.Tuple) and parent.elts[0] is node:
             parent = self.flow.parent[parent]
@@ -413,17 +486,21 @@ class Reader:
 
     def _consumers(self, node: ast.Call) -> list[ast.expr]:
         """The modules that take a norm's output, if nothing else does."""
+        # Another use would get rounded rows, which the original does not round.
         target = only_target(self.flow.parent[node])
         uses = [node] if target is None else self.flow.written(target).uses
-        consumers = [self._consumer(use) for use in uses]
-        return unique(consumers) if all(consumers) else []
+        consumers = list(map(self._consumer, uses))
+        if all(consumers):
+            return unique(consumers)
+        return []
 
     def _consumer(self, use: ast.AST) -> ast.expr | None:
         """The module that takes this as its rows."""
-        call = _taking_call(self.flow, use)
-        if call is None or self._kind(call) not in ("linear", "module"):
+        call = self._call(_taking_call(self.flow, use), *_TAKING_ROWS)
+        if call is None:
             return None
-        if isinstance(use, ast.Name) and self.flow.only(use) is None:
+        # Of another assignment's value nobody knows who else takes it.
+        if isinstance(use, ast.Name) and not self.flow.has_only(use):
             return None
         return copy.deepcopy(call.func)
 
@@ -436,20 +513,29 @@ class Reader:
         target = first_target(self.flow.parent[call])
         if target is None:
             return None
-        low, modules = [], []
-        has_residual = False
-        for use in self.flow.written(target).uses:
-            if self.flow.only(use) is None:
-                return None
+        uses = dict.fromkeys(self.flow.written(target).uses)
+        consumers: dict[ast.Name, ast.expr] = {}
+        for use in uses:
             consumer = self._consumer(use)
             if consumer is not None:
-                low.append(use)
-                modules.append(consumer)
-            elif isinstance(self.flow.parent[use], ast.BinOp):
-                has_residual = True
-            else:
+                consumers[use] = consumer
+            elif not self._is_operand(use) or not self.flow.has_only(use):
                 return None
-        return (low, unique(modules)) if low and has_residual else None
+        if len(consumers) in (0, len(uses)):
+            return None
+        return list(consumers), unique(list(consumers.values()))
+
+
+def _is_starred(call: ast.Call) -> bool:
+    return any(isinstance(argument, ast.Starred) for argument in call.args)
+
+
+def _is_product_of(node: ast.AST) -> bool:
+    """Whether this is a multiplication, element by element."""
+    match node:
+        case ast.BinOp(op=ast.Mult()):
+            return True
+    return False
 
 
 def _probability(dropout: ast.Call) -> str:
@@ -457,4 +543,6 @@ def _probability(dropout: ast.Call) -> str:
     for keyword in dropout.keywords:
         if keyword.arg == "p":
             return ast.unparse(keyword.value)
-    return ast.unparse(dropout.args[1]) if len(dropout.args) > 1 else "0.5"
+    if len(dropout.args) > 1:
+        return ast.unparse(dropout.args[1])
+    return "0.5"

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .conditions import under_conditions
-from .ends import Ends, Pending, Step, Sum, aliases
+from .expressions import Expressions, Pending, Step, Sum, aliases
 from .flow import Definition, is_copy, is_opaque
 from .reading import DROPOUTS, Kinds
 from .trees import (
@@ -34,7 +34,6 @@ from .trees import (
     assign,
     ends_function,
     first_call,
-    first_target,
     from_first,
     helper_call,
     inspects_locals,
@@ -45,8 +44,12 @@ from .trees import (
     names_bound,
     names_captured,
     names_written,
+    nodes,
+    only_target,
     replace,
+    self_name_of,
     store,
+    together,
     unpack,
     view_of,
 )
@@ -91,7 +94,7 @@ def rewrite(
             written.
     """
     function = copy.deepcopy(function)
-    self_name = function.args.args[0].arg if function.args.args else ""
+    self_name = self_name_of(function)
     function.body, special = under_conditions(function.body, facts, kinds, self_name)
     try:
         return _Statements(function, kinds, leaving, special).result()
@@ -99,7 +102,7 @@ def rewrite(
         return None
 
 
-class _Statements(Ends):
+class _Statements(Expressions):
     """Rewrites a function's statements, one after another."""
 
     def __init__(
@@ -115,21 +118,25 @@ class _Statements(Ends):
 
     def _is_rewritable(self) -> bool:
         """Whether delayed assignments and new names would go unnoticed."""
-        function = self.function
         # The function has been rewritten already, or its names would clash with temporaries.
         if any(name.startswith(PREFIX) for name in self.local):
             return False
-        # A nested function may read a variable whose assignment is delayed.
-        bound = names_bound(function)
-        if self.self_name in bound or bound & names_captured(function):
+        bound = names_bound(self.function)
+        # Another ``self`` would have other modules at the same paths.
+        if self.self_name in bound:
             return False
-        return not inspects_locals(function)
+        # A nested function may read a variable whose assignment is delayed.
+        if bound & names_captured(self.function):
+            return False
+        return not inspects_locals(self.function)
 
     def result(self) -> Rewritten | None:
         """The rewritten function; None if nothing was joined, or nothing left to the caller."""
         body = self._block(self.function.body, last=True)
+        # A forward without steps is as it was. One that leaves nothing is of no use to a block.
         if not self.leaves and (self.leaving or not self.steps):
             return None
+        # Decorators and annotations are those of the original: `structure` puts them back.
         f = self.function
         tree = ast.FunctionDef(name=f.name, args=f.args, body=body, decorator_list=[], returns=None)
         ast.fix_missing_locations(ast.copy_location(tree, f))
@@ -141,31 +148,40 @@ class _Statements(Ends):
 
     def _block(self, statements: list[ast.stmt], *, last: bool) -> list[ast.stmt]:
         """The statements rewritten. ``last``: nothing runs after them."""
-        out: list[ast.stmt] = []
         # Values of the enclosing block may stay pending over this one.
-        outer = set() if last else set(self.pending)
-        for index, statement in enumerate(statements):
-            rest = statements[index + 1 :]
-            for new in self._statement(statement, rest, last=last and not rest):
-                ast.copy_location(new, statement)
-                out.append(ast.fix_missing_locations(new))
+        outer = [] if last else list(self.pending)
+        out = self._each(statements, last=last)
         # Code after the block may read those of this one.
         if not last or not ends_function(statements):
-            out += self._materialize([d for d in self.pending if d not in outer])
+            out += self._materialize_if(lambda definition: definition not in outer)
+        # A block may not be empty.
         return out or [ast.Pass()]
+
+    def _each(self, statements: list[ast.stmt], *, last: bool) -> list[ast.stmt]:
+        """The statements rewritten, one after another."""
+        out: list[ast.stmt] = []
+        for index, statement in enumerate(statements):
+            rest = statements[index + 1 :]
+            is_last = last and not rest
+            for new in self._statement(statement, rest, last=is_last):
+                # Tracebacks show the line in the source.
+                ast.copy_location(new, statement)
+                out.append(ast.fix_missing_locations(new))
+        return out
 
     def _statement(
         self, statement: ast.stmt, rest: list[ast.stmt], *, last: bool
     ) -> list[ast.stmt]:
+        # A name that is only another name for a pending value does not need it.
         if is_copy(statement):
             return self._copied(statement)
         if isinstance(statement, ast.If):
             return self._if(statement, last=last)
         if is_opaque(statement):
-            return [*self._materialize(list(self.pending)), statement]
+            return [*self._materialize_all(), statement]
         if isinstance(statement, (ast.For, ast.While)):
             # No value may be pending at the beginning of some iterations and not of others.
-            finished = self._materialize(list(self.pending))
+            finished = self._materialize_all()
             statement.body = self._block(statement.body, last=False)
             return [*finished, statement]
         return self._simple(statement, rest)
@@ -181,44 +197,51 @@ class _Statements(Ends):
         return [statement]
 
     def _if(self, statement: ast.If, *, last: bool) -> list[ast.stmt]:
-        test = statement.test
-        finished = self._materialize(self._needed_by_test(test))
-        if not last:
-            ending = [d for d in self.pending if not self._outlasts(statement, d)]
-            finished += self._materialize(ending)
+        finished = self._finished_before(statement, last=last)
         # Both branches begin with the same pending values, which each may compute, or not.
-        saved = copy.copy(self.pending)
-        self.pending = _copied_values(saved)
-        body = self._block(statement.body, last=last or ends_function(statement.body))
-        self.pending = _copied_values(saved)
+        saved = self.pending
+        # Nothing runs after a branch that returns, so what is pending there needs no computation.
+        body_is_last = last or ends_function(statement.body)
+        body = self._branch(statement.body, saved, last=body_is_last)
         steps, leaves = list(self.steps), list(self.leaves)
         orelse: list[ast.stmt] = []
         # Without a branch of its own, the other path still computes what is pending at the end.
         if statement.orelse or (last and saved):
-            orelse = self._block(statement.orelse, last=last)
+            orelse = self._branch(statement.orelse, saved, last=last)
         if statement is self.special:
             # Report the branch that runs as the facts are now.
             self.steps, self.leaves = steps, leaves
         if not last:
+            # On the path that goes on, none of these was computed: see `_outlasts`.
             self.pending = saved
             for name in names_written(statement):
                 self._forget(name)
-        return [*finished, ast.If(test, body, orelse)]
+        return [*finished, ast.If(statement.test, body, orelse)]
 
-    def _needed_by_test(self, test: ast.expr) -> list[Definition]:
-        """The pending values that have to be computed before a condition."""
-        if self._has_effects(test):
-            return list(self.pending)
-        return [d for d in self.pending if self._reads(test, d)]
+    def _branch(
+        self, statements: list[ast.stmt], pending: Mapping[Definition, Pending], *, last: bool
+    ) -> list[ast.stmt]:
+        """The statements of a branch, which begins with copies of these pending values."""
+        self.pending = {definition: copy.deepcopy(value) for definition, value in pending.items()}
+        return self._block(statements, last=last)
+
+    def _finished_before(self, statement: ast.If, *, last: bool) -> list[ast.stmt]:
+        """The computation of the values that cannot stay pending over a condition."""
+        finished = self._materialize_if(lambda value: self._blocks(statement.test, value))
+        # Where nothing follows, each branch computes what it needs.
+        if not last:
+            finished += self._materialize_if(lambda value: not self._outlasts(statement, value))
+        return finished
 
     def _outlasts(self, statement: ast.If, definition: Definition) -> bool:
         """Whether a value may stay pending over a condition that other statements follow."""
         inner = (*statement.body, *statement.orelse)
-        if any(self._reads(node, definition) for node in inner):
+        if self._reads(together(inner), definition):
             return False
         # A branch that leaves the function without reading the value does not need it.
-        if ends_function(statement.body) and not statement.orelse:
+        if _is_early_return(statement):
             return True
+        # Its name would be that of another value on one of the paths.
         if self.pending[definition].names & names_written(statement):
             return False
         return not any(map(self._has_effects, inner))
@@ -227,10 +250,10 @@ class _Statements(Ends):
         """A statement without statements inside, and the computation of the values it needs."""
         original = set(self.pending)
         has_effects = self._has_effects(statement)
-        # A value that only some paths through the statement read is computed on all of them.
-        conditional = [node for node in ast.walk(statement) if isinstance(node, CONDITIONAL)]
-        read = [d for d in self.pending if any(self._reads(node, d) for node in conditional)]
-        early = self._materialize(read)
+        # A value that only some paths through the statement read, or read repeatedly, is computed
+        # once, on all of them.
+        conditional = together(nodes(statement, CONDITIONAL))
+        early = self._materialize_if(lambda value: self._reads(conditional, value))
 
         self.before = []
         new = [] if self._hoist(statement) else self._rewritten(statement, rest)
@@ -238,13 +261,14 @@ class _Statements(Ends):
 
         # Rewriting took the values that it joined from those pending. Others that the statement
         # reads are computed before it, and so are those that must not move after it.
-        waiting = [d for d in self.pending if d in original]
-        due = [d for d in waiting if self._is_due(statement, d, has_effects)]
-        finished = self._materialize(due)
+        def is_due(value: Definition) -> bool:
+            return value in original and self._is_due(statement, value, has_effects)
+
+        # A dictionary keeps its order, which is the source's: random numbers are drawn in it.
+        finished = self._materialize_if(is_due)
         written = names_written(statement)
-        for definition, pending in self.pending.items():
-            if definition in original:
-                pending.names -= written
+        for definition in original & self.pending.keys():
+            self.pending[definition].names -= written
         return [*early, *finished, *before, *new]
 
     def _is_due(self, statement: ast.stmt, definition: Definition, has_effects: bool) -> bool:
@@ -253,7 +277,10 @@ class _Statements(Ends):
             return True
         if has_effects and not self._may_cross(statement, definition):
             return True
-        return isinstance(statement, ast.Return) and self._is_random(definition)
+        # A value that is still pending at the return is one that nothing reads.
+        if not isinstance(statement, ast.Return):
+            return False
+        return self._is_random(definition)
 
     def _rewritten(self, statement: ast.stmt, rest: list[ast.stmt]) -> list[ast.stmt]:
         match statement:
@@ -269,37 +296,56 @@ class _Statements(Ends):
             case ast.AugAssign():
                 return self._augmented(statement, rest)
             case _:
-                for field, child in ast.iter_fields(statement):
-                    if isinstance(child, ast.expr):
-                        setattr(statement, field, self._value(child))
+                self._rewrite_fields(statement)
         return [statement]
+
+    def _rewrite_fields(self, statement: ast.stmt) -> None:
+        for field, child in ast.iter_fields(statement):
+            if isinstance(child, ast.expr):
+                setattr(statement, field, self._value(child))
 
     # --- assignments ---
 
     def _assigned(self, target: ast.Name, value: ast.expr, rest: list[ast.stmt]) -> list[ast.stmt]:
         """``target = value``, which may be put off until what consumes it is known."""
         definition = self.flow.written(target)
-        end = self._end(value) if self._use_joins(definition) else None
-        if end is not None:
-            return self._pending_end_statements(definition, target.id, value, end)
+        if self._use_joins(definition):
+            end = self._end(value)
+            if end is not None:
+                return self._pending_end_statements(definition, target.id, value, end)
         if self._kind(value) == "module" and self._is_split(definition):
             return self._split_outputs(definition, target.id, value)
         if self._reaches_norm(definition, rest):
-            view = view_of(value)
-            total = self._sum(value if view is None else view.value, plain=True)
-            if total is not None and view is None:
-                return self._pending_sum_statements(definition, target.id, total)
-            if total is not None:
-                return self._pending_view(definition, target.id, total, value)
-        if isinstance(value, ast.Call) and self._is_unary_of(value, "norm"):
-            total = self._sum(value.args[0], plain=True)
-            if total is not None:
-                return self._norm_of_sum(value, total, target.id)
+            pending = self._pending_sum_of(definition, target.id, value)
+            if pending is not None:
+                return pending
+        if self._is_unary_of(value, "norm"):
+            return self._assigned_norm(target, value)
         return [ast.Assign([target], self._value(value))]
+
+    def _pending_sum_of(
+        self, definition: Definition, name: str, value: ast.expr
+    ) -> list[ast.stmt] | None:
+        """``name = a + b``, or a view of that, with the sum pending; None for other values."""
+        view = view_of(value)
+        total = self._sum(value if view is None else view.value, plain=True)
+        if total is None:
+            return None
+        if view is None:
+            return self._pending_sum_statements(definition, name, total)
+        return self._pending_view(definition, name, total, value)
+
+    def _assigned_norm(self, target: ast.Name, value: Any) -> list[ast.stmt]:
+        """``target = norm(...)``, joined with the sum that it takes, if that is one."""
+        total = self._sum(value.args[0], plain=True)
+        if total is None:
+            return [ast.Assign([target], self._value(value))]
+        return self._norm_of_sum(value, total, target.id)
 
     def _pending_end_statements(
         self, definition: Definition, name: str, value: ast.expr, end: ast.expr
     ) -> list[ast.stmt]:
+        # The product is computed here, in its place; only the steps behind it are put off.
         temporary = self._temporary()
         self._forget(name)
         sources = tuple(self._sources(value))
@@ -325,6 +371,7 @@ class _Statements(Ends):
     def _pending_sum_statements(
         self, definition: Definition, name: str, total: Sum
     ) -> list[ast.stmt]:
+        # The terms are evaluated here, in their place; only the sum is put off.
         before: list[ast.stmt] = []
         end = self._in_temporary(total.end, before)
         residual = self._in_temporary(total.residual, before)
@@ -343,11 +390,9 @@ class _Statements(Ends):
         ]
         # The arguments may read the sizes of the sum, for which it has to be pending meanwhile.
         old = self.flow.only(value.func.value)
-        if old is not None:
-            self.pending[old] = Pending(parts[0], set(), parts[1])
-        shape = [self._value(argument) for argument in value.args]
-        if old is not None:
-            del self.pending[old]
+        self.pending[old] = Pending(parts[0], set(), parts[1])
+        shape = list(map(self._value, value.args))
+        del self.pending[old]
         new = [self._temporary(), self._temporary()]
         self._forget(name)
         self.pending[definition] = Pending(new[0], {name}, new[1], total.sources, total.first)
@@ -360,6 +405,7 @@ class _Statements(Ends):
         """``target = norm(sum)``, and the sum under these names."""
         self.steps.append(Step("add_norm", self._path(call), total.sources))
         operands = (total.end, total.residual, call.func)
+        # The residual stream goes on with the sum: the operator returns both.
         if names:
             value = helper_call("add_norm", *operands, *self._consumers(call))
             return [unpack([target, names[0]], value), *aliases(names)]
@@ -378,7 +424,7 @@ class _Statements(Ends):
         target = statement.target
         old, pending = self._pending_of(target)
         is_sum = isinstance(statement.op, ast.Add) and is_pure(statement.value)
-        if pending is None or not pending.is_end or not is_sum:
+        if not pending.is_end or not is_sum:
             statement.value = self._value(statement.value)
             return [statement]
         assert isinstance(target, ast.Name)
@@ -393,15 +439,14 @@ class _Statements(Ends):
 
     def _unpacked(self, target: ast.expr, value: ast.expr) -> list[ast.stmt] | None:
         """``a, b = value``, with pending values for the names; None where nothing is pending."""
-        if not isinstance(target, ast.Tuple) or not target.elts:
+        names = _unpacked_names(target)
+        if not names:
             return None
-        elements = [element for element in target.elts if isinstance(element, ast.Name)]
-        if len(elements) < len(target.elts) or not isinstance(value, ast.Call):
-            return None
-        if self._kind(value) == "module" and self._use_joins(self.flow.written(elements[0])):
-            return self._unpacked_outputs(elements, value)
-        if len(elements) == 2 and self._is_chunked(value) and self._gate_of(target) is not None:
-            return self._unpacked_halves(elements, value)
+        call = self._call(value, "module")
+        if call is not None and self._use_joins(self.flow.written(names[0])):
+            return self._unpacked_outputs(names, call)
+        if len(names) == 2 and self._is_chunked(value) and self._are_gated(names):
+            return self._unpacked_halves(names, value)
         return None
 
     def _unpacked_outputs(self, elements: list[ast.Name], value: ast.Call) -> list[ast.stmt]:
@@ -418,6 +463,8 @@ class _Statements(Ends):
 
     def _unpacked_halves(self, elements: list[ast.Name], value: Any) -> list[ast.stmt]:
         """Two halves of a tensor that a gated activation takes whole, without the chunks."""
+        # Both names stand for the whole. If one of them is read otherwise than in the product,
+        # `_materialize` refuses the rewriting.
         temporary = self._temporary()
         rows = value.args[0] if self._is_function(value, "chunk") else value.func.value
         for element in elements:
@@ -434,35 +481,34 @@ class _Statements(Ends):
             return ast.Return(None)
         if not self.leaving:
             return ast.Return(self._value(value))
-        if isinstance(value, ast.Call) and self._kind(value) == "module":
-            self.leaves.append(self._path(value))
-            return ast.Return(self._module_call("handed", value))
-        if isinstance(value, ast.Tuple) and value.elts:
-            first, others = value.elts[0], value.elts[1:]
-            is_known = not isinstance(first, ast.Starred)
-        else:
-            first, others = value, None
-            is_known = self._is_one_tensor(value)
-        if not is_known:
-            return ast.Return(helper_call("whole", self._value(value)))
-        return ast.Return(self._end_and_others(first, others))
+        call = self._call(value, "module")
+        if call is not None:
+            self.leaves.append(self._path(call))
+            return ast.Return(self._module_call("handed", call))
+        match value:
+            case ast.Tuple(elts=[ast.Starred(), *_]):
+                pass
+            case ast.Tuple(elts=[first, *others]):
+                return ast.Return(self._end_and_others(first, others))
+            case _ if self._is_one_tensor(value):
+                return ast.Return(self._end_and_others(value, None))
+        # It may be a tuple or not, which the helper finds out.
+        return ast.Return(helper_call("whole", self._value(value)))
 
     def _end_and_others(self, first: ast.expr, others: list[ast.expr] | None) -> ast.Tuple:
         """``(end, (other, ...))``, or ``(end, None)`` where the function returns no tuple."""
-        end = self._end(first, leaving=True)
-        if end is None:
-            end = helper_call("Branch", self._value(first))
+        end = self._end(first, leaving=True) or helper_call("Branch", self._value(first))
+        # The others are finished: only a first output is left to a caller.
         rest: ast.expr = ast.Constant(None)
         if others is not None:
-            rest = ast.Tuple([self._value(other) for other in others], ast.Load())
+            rest = ast.Tuple(list(map(self._value, others)), ast.Load())
         return ast.Tuple([end, rest], ast.Load())
 
     def _is_one_tensor(self, value: ast.expr) -> bool:
         """Whether this value is known to be an end, and so no tuple."""
         if isinstance(value, ast.Name):
             return self.flow.only(value) in self.pending
-        kind = self._kind(value)
-        return kind == "linear" or kind in DROPOUTS
+        return self._kind(value) in ("linear", *DROPOUTS)
 
     # --- norms of pending sums ---
 
@@ -471,18 +517,18 @@ class _Statements(Ends):
 
         Returns whether the norm was all that the statement computed.
         """
-        call = first_call(statement)
-        if call is None or not self._is_unary_of(call, "norm"):
+        call = self._first_norm(statement)
+        if call is None:
             return False
         definition, pending = self._pending_of(call.args[0])
-        if pending is None or not pending.is_sum:
+        if not pending.is_sum:
             return False
         del self.pending[definition]
         # `y = norm(x)` is replaced by the operator; elsewhere the norm is replaced by a temporary.
+        target = only_target(statement)
         direct = ""
-        if isinstance(statement, ast.Assign) and statement.value is call:
-            target = first_target(statement) if len(statement.targets) == 1 else None
-            direct = "" if target is None else target.id
+        if target is not None and self.flow.parent[call] is statement:
+            direct = target.id
         # The sum itself is needed if the residual stream goes on with it.
         names: list[str] = []
         if self._uses(definition) > 1:
@@ -496,6 +542,16 @@ class _Statements(Ends):
         replace(self.flow.parent[call], call, load(output))
         return False
 
+    def _first_norm(self, statement: ast.stmt) -> ast.Call | None:
+        """The norm that a statement calls first.
+
+        Nothing with side effects is evaluated before it, so it may be computed ahead.
+        """
+        call = first_call(statement)
+        if call is not None and self._is_unary_of(call, "norm"):
+            return call
+        return None
+
     def _reaches_norm(self, definition: Definition, rest: list[ast.stmt]) -> bool:
         """Whether a norm of a sum is its first use, on some path, with no side effects before."""
         for index, statement in enumerate(rest):
@@ -503,20 +559,30 @@ class _Statements(Ends):
             if isinstance(statement, ast.If):
                 if self._blocks(statement.test, definition):
                     return False
-                # An early return: the sum goes on after it.
-                if ends_function(statement.body) and not statement.orelse:
+                # The sum goes on after it.
+                if _is_early_return(statement):
                     continue
-                return not following and self._branch_reaches_norm(definition, statement)
+                if following:
+                    return False
+                return self._branch_reaches_norm(definition, statement)
             viewed = self._view_target(statement, definition)
             if viewed is not None:
-                return self._uses(definition) == 1 and self._reaches_norm(viewed, following)
-            if is_opaque(statement) or isinstance(statement, (ast.For, ast.While)):
-                return False
+                if self._uses(definition) != 1:
+                    return False
+                return self._reaches_norm(viewed, following)
             if self._begins_with_norm(statement, definition):
                 return True
-            if not is_copy(statement) and self._blocks(statement, definition):
+            if self._ends_pending(statement, definition):
                 return False
         return False
+
+    def _ends_pending(self, statement: ast.stmt, definition: Definition) -> bool:
+        """Whether a value cannot stay pending over a statement, or could not be joined after it."""
+        if is_opaque(statement) or isinstance(statement, (ast.For, ast.While)):
+            return True
+        if is_copy(statement):
+            return False
+        return self._blocks(statement, definition)
 
     def _branch_reaches_norm(self, definition: Definition, statement: ast.If) -> bool:
         if self._reaches_norm(definition, statement.body):
@@ -525,22 +591,25 @@ class _Statements(Ends):
 
     def _blocks(self, node: ast.AST, definition: Definition) -> bool:
         """Whether a value cannot stay pending over the code."""
-        return self._has_effects(node) or self._reads(node, definition)
+        if self._has_effects(node):
+            return True
+        return self._reads(node, definition)
 
     def _begins_with_norm(self, statement: ast.stmt, definition: Definition) -> bool:
         """Whether the first call of a statement is a norm of the value."""
-        call = first_call(statement)
-        if call is None or not self._is_unary_of(call, "norm"):
+        call = self._first_norm(statement)
+        if call is None:
             return False
-        return self.flow.only(call.args[0]) is definition
+        return self.flow.reads_only(call.args[0], definition)
 
     def _view_target(self, statement: ast.stmt, definition: Definition) -> Definition | None:
-        """The definition of y in ``y = x.reshape(...)``, where x is of the given definition."""
-        target = first_target(statement)
-        if target is None:
-            return None
-        view = view_of(statement.value)  # type: ignore[attr-defined]
-        if view is None or self.flow.only(view.value) is not definition:
+        """The definition of y in ``y = x.reshape(...)``, where x is of that definition."""
+        match statement:
+            case ast.Assign(targets=[ast.Name() as target, *_], value=value):
+                view = view_of(value)
+            case _:
+                return None
+        if view is None or not self.flow.reads_only(view.value, definition):
             return None
         return self.flow.written(target)
 
@@ -555,29 +624,35 @@ class _Statements(Ends):
             if pending is None or not pending.names:
                 continue
             # A statement between the halves of a tensor and their gate reads one of them.
-            if not pending.end:
+            if pending.whole:
                 raise _RefusedError
             out += self._finished(definition, pending)
         return out
 
+    def _materialize_all(self) -> list[ast.stmt]:
+        return self._materialize(list(self.pending))
+
+    def _materialize_if(self, condition: Callable[[Definition], bool]) -> list[ast.stmt]:
+        """The statements that compute the pending values for which a condition holds."""
+        return self._materialize(list(filter(condition, self.pending)))
+
     def _reads(self, node: ast.AST, definition: Definition) -> bool:
         """Whether the code reads more of a value than what is known while it is pending."""
-        for inner in ast.walk(node):
-            if not isinstance(inner, ast.Name):
-                continue
-            if definition not in self.flow.reaching.get(inner, frozenset()):
-                continue
-            if not self._is_known(inner, definition):
+        for name in nodes(node, ast.Name):
+            if self.flow.may_read(name, definition) and not self._is_known(name, definition):
                 return True
         return False
 
     def _is_known(self, use: ast.Name, definition: Definition) -> bool:
         """Whether a use reads the shape of a sum, or split outputs after the first."""
+        # It is asked of values that are yet to be pending, too (`_reaches_norm`): those are sums.
         pending = self.pending.get(definition)
         is_sum = pending is None or pending.is_sum
         if is_sum and self._is_shape(use):
             return True
-        return definition in self.rests and from_first(self.flow.parent.get(use)) is not None
+        if definition not in self.rests:
+            return False
+        return from_first(self.flow.parent.get(use)) is not None
 
     def _has_effects(self, node: ast.AST) -> bool:
         """Whether the code may do more than to compute a value and bind names."""
@@ -597,8 +672,29 @@ class _Statements(Ends):
         # `g = act(gate(x)); u = up(x); y = g * u`
         if not self.pending[definition].is_gate:
             return False
-        calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
-        return all(is_helper(call) or self._kind(call) == "linear" for call in calls)
+        # A layer neither reads the gate nor changes it, so the two may trade places.
+        return all(map(self._calls_layer, nodes(statement, ast.Call)))
+
+    def _calls_layer(self, call: ast.Call) -> bool:
+        if is_helper(call):
+            return True
+        return self._kind(call) == "linear"
+
+
+def _unpacked_names(target: ast.expr) -> list[ast.Name]:
+    """The names in a tuple of names; none for another target."""
+    elements = target.elts if isinstance(target, ast.Tuple) else []
+    names = [element for element in elements if isinstance(element, ast.Name)]
+    if len(names) == len(elements):
+        return names
+    return []
+
+
+def _is_early_return(statement: ast.If) -> bool:
+    """Whether this is ``if ...: return ...``, without another branch."""
+    if not ends_function(statement.body):
+        return False
+    return not statement.orelse
 
 
 def _is_effect(node: ast.AST) -> bool:
@@ -608,7 +704,3 @@ def _is_effect(node: ast.AST) -> bool:
     if isinstance(node, (ast.Subscript, ast.Attribute)):
         return not isinstance(node.ctx, ast.Load)
     return isinstance(node, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom))
-
-
-def _copied_values(pending: Mapping[Definition, Pending]) -> dict[Definition, Pending]:
-    return {definition: copy.deepcopy(value) for definition, value in pending.items()}

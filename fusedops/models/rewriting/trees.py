@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 __all__ = [
     "CONDITIONAL",
@@ -31,18 +31,24 @@ __all__ = [
     "names_bound",
     "names_captured",
     "names_written",
+    "nodes",
     "only_target",
     "path_of",
     "replace",
     "root_of",
+    "self_name_of",
     "shifted",
     "store",
+    "together",
     "unique",
     "unpack",
     "view_of",
     "writes_attributes",
 ]
 
+_Node = TypeVar("_Node", bound=ast.AST)
+
+# No name of a model begins so: `rewrite` refuses a function that has one.
 PREFIX = "_fusedops_"
 # Builtins without side effects: a pending value may stay pending while they are called.
 _HARMLESS = frozenset({"isinstance", "len", "hasattr"})
@@ -53,7 +59,7 @@ _SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 _DEFERRED = (ast.Lambda, ast.GeneratorExp, ast.FunctionDef, ast.ClassDef)
 # Expressions whose parts may be evaluated on some paths through a statement only, or repeatedly.
 CONDITIONAL = (ast.IfExp, ast.BoolOp, *_SCOPES)
-# Builtins that read the local variables of their caller.
+# Builtins that read the local variables of their caller, under the names of the source.
 _INSPECTING = frozenset({"locals", "vars", "dir", "eval", "exec"})
 
 
@@ -104,6 +110,7 @@ def unpack(names: Sequence[str], value: ast.expr) -> ast.Assign:
 
 def shifted(node: ast.Subscript, rest: str) -> ast.expr:
     """``x[i]`` or ``x[i:]`` as a subscript of ``rest``, which is ``x[1:]``."""
+    # ``rest`` begins at the second output.
     start = ast.Constant((from_first(node) or 1) - 1)
     index: ast.expr = start
     if isinstance(node.slice, ast.Slice):
@@ -116,13 +123,34 @@ def replace(parent: ast.AST, old: ast.expr, new: ast.expr) -> None:
     for name, value in ast.iter_fields(parent):
         if value is old:
             setattr(parent, name, new)
+        # Nodes are compared by identity.
         elif isinstance(value, list) and old in value:
             value[value.index(old)] = new
 
 
 def unique(nodes: Sequence[Any]) -> list[ast.expr]:
     """The expressions without repetitions."""
+    # By what they say: a node equals only itself.
     return list({ast.dump(node): node for node in nodes}.values())
+
+
+# --- searching ------------------------------------------------------------------------------------
+
+
+def nodes(tree: ast.AST, kind: type[_Node] | tuple[type[_Node], ...]) -> list[_Node]:
+    """The nodes of these types in a tree."""
+    return [node for node in ast.walk(tree) if isinstance(node, kind)]
+
+
+def together(trees: Iterable[Any]) -> ast.AST:
+    """A node that contains these, to search them in one go."""
+    return ast.Module(list(trees), [])
+
+
+def self_name_of(function: ast.FunctionDef) -> str:
+    """The name of the function's first parameter; "" if it has none by position."""
+    names = [argument.arg for argument in function.args.args]
+    return next(iter(names), "")
 
 
 # --- expressions ----------------------------------------------------------------------------------
@@ -130,7 +158,9 @@ def unique(nodes: Sequence[Any]) -> list[ast.expr]:
 
 def is_helper(node: ast.Call) -> bool:
     """Whether this calls a helper."""
-    return isinstance(node.func, ast.Name) and node.func.id.startswith(PREFIX)
+    if not isinstance(node.func, ast.Name):
+        return False
+    return node.func.id.startswith(PREFIX)
 
 
 def is_unary(node: ast.Call) -> bool:
@@ -156,18 +186,26 @@ def is_first(node: ast.AST) -> bool:
 
 def is_term(node: ast.expr) -> bool:
     """Whether a sum may add this as a residual: it has no side effects and is no constant."""
-    return is_pure(node) and not isinstance(node, ast.Constant)
+    if not is_pure(node):
+        return False
+    return not isinstance(node, ast.Constant)
 
 
 def is_harmless(node: ast.Call) -> bool:
     """Whether the call has no side effects and computes no tensor."""
-    if isinstance(node.func, ast.Attribute):
-        return node.func.attr in SHAPE and is_pure(node.func.value)
-    return isinstance(node.func, ast.Name) and node.func.id in _HARMLESS
+    match node.func:
+        case ast.Attribute(attr=name, value=owner) if name in SHAPE:
+            return is_pure(owner)
+        case ast.Name(id=name):
+            return name in _HARMLESS
+    return False
 
 
-def is_pure(node: ast.expr) -> bool:
-    """Whether evaluating this has no side effects."""
+def is_pure(node: ast.AST) -> bool:
+    """Whether evaluating this has no side effects.
+
+    Attributes and operators count as pure: those of modules and tensors are.
+    """
     effects = (ast.Call, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
     return not any(isinstance(inner, effects) for inner in ast.walk(node))
 
@@ -183,22 +221,21 @@ def view_of(node: ast.expr) -> ast.Attribute | None:
 def from_first(node: ast.AST | None) -> int | None:
     """The first index, from one on, of ``x[1]`` or ``x[1:]``."""
     match node:
-        case ast.Subscript(slice=ast.Constant(value=int(start))):
-            pass
         case ast.Subscript(
-            slice=ast.Slice(lower=ast.Constant(value=int(start)), upper=None, step=None)
-        ):
-            pass
-        case _:
-            return None
-    return start if start > 0 else None
+            slice=ast.Constant(value=int(start))
+            | ast.Slice(lower=ast.Constant(value=int(start)), upper=None, step=None)
+        ) if start > 0:
+            return start
+    return None
 
 
 def root_of(node: ast.expr) -> str:
     """``a`` of ``a.b.c``."""
     while isinstance(node, ast.Attribute):
         node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
+    if not isinstance(node, ast.Name):
+        return ""
+    return node.id
 
 
 def path_of(node: ast.expr, self_name: str) -> str:
@@ -243,27 +280,30 @@ def first_call(statement: ast.stmt) -> ast.Call | None:
     return None
 
 
-def _first_in(node: ast.expr) -> ast.Call | None:
+def _first_in(node: ast.AST) -> ast.Call | None:
     # A comparison may stop after its first operands.
     if isinstance(node, (*CONDITIONAL, ast.Compare)):
         return None
     # Operands and arguments are evaluated from left to right, before the call itself.
     for child in ast.iter_child_nodes(node):
-        inner = child.value if isinstance(child, ast.keyword) else child
-        if isinstance(inner, ast.expr) and not is_pure(inner):
-            return _first_in(inner)
-    return node if isinstance(node, ast.Call) else None
+        if not is_pure(child):
+            return _first_in(child)
+    if not isinstance(node, ast.Call):
+        return None
+    return node
 
 
 def ends_function(statements: Sequence[ast.stmt]) -> bool:
     """Whether a block ends by leaving the function."""
-    return bool(statements) and isinstance(statements[-1], (ast.Return, ast.Raise))
+    match statements:
+        case [*_, ast.Return() | ast.Raise()]:
+            return True
+    return False
 
 
 def writes_attributes(node: ast.AST) -> bool:
     """Whether the code assigns or deletes any attribute."""
-    attributes = [inner for inner in ast.walk(node) if isinstance(inner, ast.Attribute)]
-    return not all(isinstance(attribute.ctx, ast.Load) for attribute in attributes)
+    return not all(isinstance(inner.ctx, ast.Load) for inner in nodes(node, ast.Attribute))
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -271,17 +311,22 @@ def writes_attributes(node: ast.AST) -> bool:
 
 def inspects_locals(function: ast.FunctionDef) -> bool:
     """Whether the function calls a builtin that reads its local variables."""
-    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
-    return any(isinstance(called, ast.Name) and called.id in _INSPECTING for called in calls)
+    return any(_is_inspecting(call.func) for call in nodes(function, ast.Call))
+
+
+def _is_inspecting(called: ast.expr) -> bool:
+    if not isinstance(called, ast.Name):
+        return False
+    return called.id in _INSPECTING
 
 
 def names_written(node: ast.AST) -> set[str]:
     """The names that are bound, without those that are local to a comprehension."""
     if isinstance(node, _SCOPES):
         return set()
-    if isinstance(node, ast.Name):
-        return set() if isinstance(node.ctx, ast.Load) else {node.id}
     names = set()
+    if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+        names.add(node.id)
     for child in ast.iter_child_nodes(node):
         names |= names_written(child)
     return names
@@ -289,31 +334,34 @@ def names_written(node: ast.AST) -> set[str]:
 
 def local_names(function: ast.FunctionDef) -> set[str]:
     """The names that the function binds, including its arguments."""
-    names = {argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)}
-    for node in ast.walk(function):
-        match node:
-            case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
-                names.add(name)
-            case ast.alias(name=name, asname=asname):
-                # `import a.b` binds a.
-                names.add((asname or name).partition(".")[0])
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) if node is not function:
-                names.add(name)
-    return names
+    names = {argument.arg for argument in nodes(function.args, ast.arg)}
+    for statement in function.body:
+        names.update(map(_name_bound_by, ast.walk(statement)))
+    return names - {""}
+
+
+def _name_bound_by(node: ast.AST) -> str:
+    """The name that a node by itself binds; "" for none."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
+            return name
+        case ast.alias(name=name, asname=asname):
+            # `import a.b` binds a.
+            return (asname or name).partition(".")[0]
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            return name
+    return ""
 
 
 def names_captured(function: ast.FunctionDef) -> set[str]:
     """The names in nested functions and the like, which may read them after later statements."""
     names = set()
-    for scope in ast.walk(function):
-        if isinstance(scope, _DEFERRED) and scope is not function:
-            names |= {node.id for node in ast.walk(scope) if isinstance(node, ast.Name)}
+    for scope in nodes(function, _DEFERRED):
+        if scope is not function:
+            names |= {name.id for name in nodes(scope, ast.Name)}
     return names
 
 
 def names_bound(function: ast.FunctionDef) -> set[str]:
     """The names that the function's own statements bind, without its arguments."""
-    names = set()
-    for statement in function.body:
-        names |= names_written(statement)
-    return names
+    return names_written(together(function.body))

@@ -182,7 +182,9 @@ def _is_plain_linear(layer: Any) -> bool:
     """Whether this is a linear layer without hooks, and its weight no tensor subclass."""
     if layer is None or not is_linear(layer):
         return False
-    return not has_hooks(layer) and is_plain(layer.weight)
+    if has_hooks(layer):
+        return False
+    return is_plain(layer.weight)
 
 
 def _distilbert_branch(self: Any, x: Tensor) -> tuple[Branch, None]:

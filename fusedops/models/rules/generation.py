@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...generation import FusedNoRepeatNGramLogitsProcessor
+from ..hooks import is_named
 from ..rule import Rule
 
 __all__ = ["RULES"]
@@ -12,11 +13,8 @@ __all__ = ["RULES"]
 
 def _is_blocker(processor: Any) -> bool:
     """Whether this is Transformers' own processor, and no subclass."""
-    cls = type(processor)
-    return (
-        cls.__name__ == "NoRepeatNGramLogitsProcessor"
-        and cls.__module__ == "transformers.generation.logits_process"
-    )
+    module = "transformers.generation.logits_process"
+    return is_named(type(processor), module, "NoRepeatNGramLogitsProcessor")
 
 
 def _get_logits_processor(self: Any, *args: Any, **kwargs: Any) -> Any:

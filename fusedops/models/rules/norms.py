@@ -35,8 +35,11 @@ def _narrowed(low: torch.dtype | None, *dtypes: torch.dtype) -> torch.dtype | No
     """
     if low is None:
         return None
+    # The dtype that the operators give the sum, and so the norm.
     own = functools.reduce(torch.promote_types, dtypes)
-    return low if own in (torch.float32, low) else None
+    if own in (torch.float32, low):
+        return low
+    return None
 
 
 def _methods(norm: Method, add_norm: Method, argument: str) -> dict[str, Method]:
@@ -126,7 +129,9 @@ def _output_dtype(
         dtype = weight
     elif rounding == "t5":
         dtype = torch.promote_types(torch.promote_types(x, weight), torch.float32)
-    return low if low is not None and dtype == torch.float32 else dtype
+    if low is not None and dtype == torch.float32:
+        return low
+    return dtype
 
 
 def _of(form: Form) -> dict[str, Method]:
@@ -134,6 +139,7 @@ def _of(form: Form) -> dict[str, Method]:
     layer, rounding, offset, eps = form.kind == "layer", form.rounding, form.offset, form.eps
     weight_name, bias_name, widened = form.weight, form.bias, form.widened
 
+    # At each call, since a user may assign others.
     def constants(self: Any) -> tuple[Tensor | None, Any]:
         weight = None if weight_name is None else getattr(self, weight_name)
         # The LayerNorm operators have no offset.
@@ -219,7 +225,9 @@ def _key(module: nn.Module) -> Form | None:
 
 def _rule_for(cls: type[nn.Module], form: Form) -> Rule | None:
     """The rule for a class, if it has the code of the form."""
-    return _rule(form) if probe.same_code(cls, form) else None
+    if not probe.same_code(cls, form):
+        return None
+    return _rule(form)
 
 
 def _why(module: nn.Module) -> str:

@@ -97,7 +97,9 @@ def _layer(child: str, call: Method) -> dict[str, Method]:
         end, others = inner(self, x, *args, **kwargs)
         y = add(end, hidden_states)
         # An attention returns its position bias and its weights, too.
-        return y if call is _feed_forward else (y, *others)
+        if call is _feed_forward:
+            return y
+        return (y, *others)
 
     def consumer(self: Any) -> Any:
         return self._modules[child]
@@ -188,7 +190,6 @@ def _attention(
     return without(
         self,
         "o",
-        None,
         parts,
         hidden_states,
         mask,
@@ -272,9 +273,12 @@ def _layer_rule(
 
 def _needs_layers(module: nn.Module, at: At) -> str:
     layers = module._modules.get("layer")
-    paths = [] if layers is None else [f"layer.{name}" for name in layers._modules]
+    names = [] if layers is None else list(layers._modules)
+    paths = [f"layer.{name}" for name in names]
     is_fused = all(has_method(at(path), "_fusedops_inner") for path in paths)
-    return "" if paths and is_fused else "not all of its layers are fused"
+    if paths and is_fused:
+        return ""
+    return "not all of its layers are fused"
 
 
 RULES = (

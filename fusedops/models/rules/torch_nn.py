@@ -59,7 +59,9 @@ def _multihead_consumers(self: Any) -> tuple[nn.Module, ...] | None:
     # The weights are the module's own parameters, so it is the one that casts the rows. PyTorch's
     # fast path, which would not cast, is not taken under autocast.
     weights = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-    return () if all(weight is None or is_plain(weight) for weight in weights) else None
+    if not all(weight is None or is_plain(weight) for weight in weights):
+        return None
+    return ()
 
 
 def _multihead_helps(module: Any) -> str:
@@ -73,7 +75,7 @@ def _multihead_helps(module: Any) -> str:
 
 def _multihead_branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
     if self.training:
-        return without(self, "out_proj", None, {}, *args, **kwargs)
+        return without(self, "out_proj", {}, *args, **kwargs)
     # The module may take PyTorch's fast path, which needs the bias.
     result = self(*args, **kwargs)
     return Branch(result[0]), result[1:]
@@ -94,11 +96,15 @@ def _may_take_the_fast_path(self: Any, src: Tensor) -> bool:
         return False
     if src.is_nested:
         return True
-    return not torch.is_grad_enabled() or not _differentiates(self, src)
+    if not torch.is_grad_enabled():
+        return True
+    return not _differentiates(self, src)
 
 
 def _differentiates(self: Any, src: Tensor) -> bool:
-    return src.requires_grad or any(parameter.requires_grad for parameter in self.parameters())
+    if src.requires_grad:
+        return True
+    return any(parameter.requires_grad for parameter in self.parameters())
 
 
 def _encoder_layer(
@@ -108,6 +114,7 @@ def _encoder_layer(
     src_key_padding_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Any:
+    # Decided before anything is computed, since that operator takes the whole layer.
     if _may_take_the_fast_path(self, src):
         return original(self, "forward")(self, src, src_mask, src_key_padding_mask, is_causal)
     before = self.norm_first

@@ -35,20 +35,20 @@ _MOST = 8
 _ALIGNED = 8
 
 
-def castable(layer: nn.Module | None) -> bool:
+def castable(layer: Any) -> bool:
     """Whether this is a linear layer in fp32, which autocast casts, without subclass or hooks."""
-    if layer is None:
-        return False
     is_linear = type(layer) is nn.Linear or is_conv1d(type(layer))
+    # `Cast` takes the layer's place, and runs no hooks.
     if not is_linear or has_hooks(layer):
         return False
-    if not _is_fp32(layer.weight):
-        return False
-    return layer.bias is None or _is_fp32(layer.bias)
+    parameters = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+    return all(map(_is_fp32, parameters))
 
 
 def _is_fp32(parameter: Any) -> bool:
-    return is_plain(parameter) and parameter.dtype == torch.float32
+    if not is_plain(parameter):
+        return False
+    return bool(parameter.dtype == torch.float32)
 
 
 def cast_as_one(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[Tensor] | None:
@@ -69,6 +69,7 @@ def cast_as_one(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[
     for group in groups:
         sizes.append(sum([t.numel() for t in group]))
         shapes.append((sum([t.shape[0] for t in group]), *group[0].shape[1:]))
+    # One split, whose backward is one concatenation; of slices each would have its own.
     parts = flat.split(sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -80,10 +81,15 @@ def _can_share(tensors: Sequence[Tensor]) -> bool:
         # One tensor requires a gradient or not: backward would compute some that are not required.
         if t.requires_grad != first.requires_grad or t.device != first.device:
             return False
-        # Only of matrices: vectors come last, and nothing that needs alignment follows them.
-        if t.dim() > 1 and t.numel() % _ALIGNED:
-            return False
-    return True
+    return all(map(_is_aligned, tensors))
+
+
+def _is_aligned(t: Tensor) -> bool:
+    """Whether what follows the tensor may be a matrix.
+
+    Vectors come last, and nothing that needs alignment follows them.
+    """
+    return t.dim() < 2 or t.numel() % _ALIGNED == 0
 
 
 def cast_stacks(stacks: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[Cast] | None:
@@ -97,10 +103,10 @@ def cast_stacks(stacks: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[Cas
             of one layer.
         dtype: of the weights and biases.
     """
-    weights = [[layer.weight for layer in stack] for stack in stacks]
-    biased = [stack for stack in stacks[:-1] if stack[0].bias is not None]
-    biases = [[layer.bias for layer in stack] for stack in biased]
     # Matrices before vectors, whose lengths may be odd.
+    biased = [stack for stack in stacks[:-1] if stack[0].bias is not None]
+    weights = [_of_layers("weight", stack) for stack in stacks]
+    biases = [_of_layers("bias", stack) for stack in biased]
     parts = cast_as_one([*weights, *biases], dtype)
     if parts is None:
         return None
@@ -115,6 +121,11 @@ def cast_stacks(stacks: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[Cas
     return casts
 
 
+def _of_layers(name: str, layers: Sequence[Any]) -> list[Tensor]:
+    """Return the parameters of this name of the layers."""
+    return [getattr(layer, name) for layer in layers]
+
+
 def cast_together(owner: Any, x: Tensor, *layers: Any) -> Sequence[Any]:
     """The linear layers of one branch, as `Cast` with weights cast in one pass, or unchanged.
 
@@ -125,12 +136,10 @@ def cast_together(owner: Any, x: Tensor, *layers: Any) -> Sequence[Any]:
         x: the rows that the branch takes.
         layers: in the order in which they are called.
     """
-    if not compiling.makes_kernels(x):
+    if not compiling.makes_kernels(x) or not allowed(owner, "casts"):
         return layers
     dtype = autocast_dtype(x)
-    if dtype is None or not allowed(owner, "casts"):
+    if dtype is None or not all(map(castable, layers)):
         return layers
-    if not all(map(castable, layers)):
-        return layers
-    casts = cast_stacks([[layer] for layer in layers], dtype)
-    return layers if casts is None else casts
+    stacks = [[layer] for layer in layers]
+    return cast_stacks(stacks, dtype) or layers

@@ -15,7 +15,7 @@ __all__ = ["laid_out", "made_contiguous"]
 
 def laid_out(mask: Any) -> Any:
     """An attention's mask, contiguous along the keys, where torch.compile makes kernels."""
-    if not isinstance(mask, Tensor) or not compiling.makes_kernels(mask) or not is_plain(mask):
+    if not is_plain(mask) or not compiling.makes_kernels(mask):
         return mask
     return made_contiguous(mask)
 
@@ -31,9 +31,7 @@ def made_contiguous(mask: Tensor) -> Tensor:
     Lengths of 64 more than a multiple of 128 are left: with a mask, cuDNN's backward may give NaN
     there (PyTorch's issue 196678).
     """
-    if mask.layout != torch.strided or mask.is_nested or not mask.dim():
-        return mask
-    if not _is_strided_along_keys(mask):
+    if not _has_strides(mask) or not _is_strided_along_keys(mask):
         return mask
     # The last condition: for a length that may change, Dynamo makes it a guard.
     if mask.shape[-1] % 128 == 64:
@@ -43,6 +41,13 @@ def made_contiguous(mask: Tensor) -> Tensor:
     # Copy each number once, and expand again.
     unexpanded = tuple([slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride()])
     return mask[unexpanded].contiguous().expand(mask.shape)
+
+
+def _has_strides(mask: Tensor) -> bool:
+    """Whether this is a dense tensor of at least one dimension."""
+    if mask.layout != torch.strided or mask.is_nested:
+        return False
+    return mask.dim() > 0
 
 
 def _is_strided_along_keys(mask: Tensor) -> bool:

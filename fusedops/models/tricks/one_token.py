@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..fingerprint import digest, renamed
-from ..hooks import has_hooks
+from ..hooks import has_hooks, is_named
 from ..parts import Branch
 from . import allowed
 
@@ -40,7 +40,9 @@ def next_token(
     cache: Any,
 ) -> tuple[Branch, tuple[Any, ...]] | None:
     """The output of T5's attention for one token; None to run the module's own forward instead."""
-    if cache is None or hidden_states.shape[1] != 1 or not allowed(self, "one_token"):
+    if cache is None or hidden_states.shape[1] != 1:
+        return None
+    if not allowed(self, "one_token"):
         return None
     weights = _weights(self, cross, cache, position_bias is not None)
     if weights is None:
@@ -55,18 +57,27 @@ def has_plain_weights(self: Any) -> bool:
 
 def _weights(self: Any, cross: bool, cache: Any, biased: bool) -> tuple[Tensor, ...] | None:
     """The weights of q, k, v and o if this is an ordinary step of a generation, or else None."""
-    is_inference = not self.training and not torch.is_grad_enabled()
-    if not is_inference or torch.compiler.is_compiling():
+    if not _is_inference(self) or not _is_encoder_decoder(cache):
         return None
-    if not _is_encoder_decoder(cache):
-        return None
-    # A static cache returns its length as a tensor, and its masks are of its full size.
-    if not biased and type(cache.get_seq_length(self.layer_idx)) is not int:
-        return None
-    # The first step fills a cross-attention's cache.
-    if cross and not cache.is_updated.get(self.layer_idx):
+    if not _has_keys(self, cross, cache, biased):
         return None
     return _plain_weights(self)
+
+
+def _has_keys(self: Any, cross: bool, cache: Any, biased: bool) -> bool:
+    """Whether the cache has this layer's keys and values, in a form that the fast path takes."""
+    # A static cache returns its length as a tensor, and its masks are of its full size.
+    if not biased and type(cache.get_seq_length(self.layer_idx)) is not int:
+        return False
+    # The first step fills a cross-attention's cache.
+    return not cross or bool(cache.is_updated.get(self.layer_idx))
+
+
+def _is_inference(module: Any) -> bool:
+    """Whether this is eager mode, without dropout and without a backward."""
+    if module.training or torch.is_grad_enabled():
+        return False
+    return not torch.compiler.is_compiling()
 
 
 def _plain_weights(self: Any) -> tuple[Tensor, ...] | None:
@@ -89,8 +100,7 @@ def _plain_weights(self: Any) -> tuple[Tensor, ...] | None:
 
 def _is_encoder_decoder(cache: Any) -> bool:
     """Whether the cache is Transformers' own, with a part for self- and for cross-attention."""
-    cls = type(cache)
-    return cls.__name__ == "EncoderDecoderCache" and cls.__module__ == "transformers.cache_utils"
+    return is_named(type(cache), "transformers.cache_utils", "EncoderDecoderCache")
 
 
 def _next_token(

@@ -134,35 +134,45 @@ def packed(
     weight is cast together with theirs (see `fusedops.models.tricks.casts`); a query that is not
     packed is then replaced too. ``cache`` is where the module may get its keys and values from.
     """
+    # In a cross-attention the query takes other rows than key and value.
     separate: tuple[str, ...] = ()
     if others is not None:
         separate, names, x = names[:1], names[1:], others
     layers: list[Any] = [module._modules.get(name) for name in names]
-    dtype = None
-    if names and module.training and allowed(module, "packing"):
-        dtype = autocast_dtype(x)
-    if dtype is None or not _are_alike(layers):
+    dtype = _packing_dtype(module, x)
+    if dtype is None or not names or not _are_alike(layers):
         return {}, last
-
     casts: list[Cast] | None = None
-    is_casting = compiling.makes_kernels(x) and allowed(module, "casts")
-    if is_casting and (others is None or not _is_filled(cache, module)):
+    if _may_cast(module, x) and (others is None or not _is_filled(cache, module)):
         casts = _cast(layers, [module._modules.get(name) for name in separate], last, dtype)
         # Without the query, which may be what prevents it.
         if casts is None and separate:
             separate = ()
             casts = _cast(layers, [], last, dtype)
-
+    if casts is None:
+        return _parts(names, _Packed(layers, dtype, None), layers), last
+    # In the order of `_cast`: the packed layers, the separate ones, the last.
     replacements: dict[str, Any] = {}
-    cast = None
-    if casts is not None:
-        # In the order of `_cast`: the packed layers, the separate ones, the last.
-        cast, last = casts[0], casts[-1]
-        replacements.update(zip(separate, casts[1:-1], strict=True))
-    whole = _Packed(layers, dtype, cast)
-    for index, name in enumerate(names):
-        replacements[name] = _Part(whole, index, layers[index])
-    return replacements, last
+    replacements.update(zip(separate, casts[1:-1], strict=True))
+    replacements.update(_parts(names, _Packed(layers, dtype, casts[0]), layers))
+    return replacements, casts[-1]
+
+
+def _packing_dtype(module: nn.Module, x: Tensor) -> torch.dtype | None:
+    """Return the dtype in which a module's layers are packed; None if they are not."""
+    if not module.training or not allowed(module, "packing"):
+        return None
+    return autocast_dtype(x)
+
+
+def _may_cast(module: nn.Module, x: Tensor) -> bool:
+    """Whether the module's layers may be cast in one pass."""
+    return compiling.makes_kernels(x) and allowed(module, "casts")
+
+
+def _parts(names: tuple[str, ...], whole: _Packed, layers: list[Any]) -> dict[str, Any]:
+    """Return the replacements of packed layers, by name."""
+    return {name: _Part(whole, index, layers[index]) for index, name in enumerate(names)}
 
 
 def _are_alike(layers: list[Any]) -> bool:

@@ -48,24 +48,38 @@ def padded_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
 
 def _product_dtype(input: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
     """The half precision of a product that gains by padding; None for other products."""
+    # torch.compile pads by itself.
     if not input.is_cuda or torch.compiler.is_compiling():
         return None
-    # Padding aligns the rows of the output; these are the input's and the weight's.
-    K = input.shape[-1]
-    if K % ALIGNED or input.numel() < LEAST_ROWS * K:
+    if not _gains(input):
         return None
     tensors = (input, weight) if bias is None else (input, weight, bias)
     if not all(map(is_plain, tensors)):
         return None
-    dtypes = {t.dtype for t in tensors}
+    dtype = _common_dtype({t.dtype for t in tensors})
+    return dtype if dtype in HALF else None
+
+
+def _gains(input: Tensor) -> bool:
+    """Whether the rows are many, and aligned, as the weight's then are."""
+    # Padding aligns the rows of the output alone.
+    K = input.shape[-1]
+    if K % ALIGNED != 0:
+        return False
+    return input.numel() >= LEAST_ROWS * K
+
+
+def _common_dtype(dtypes: set[torch.dtype]) -> torch.dtype | None:
+    """Return the dtype in which PyTorch multiplies tensors of these dtypes; None if it raises."""
     if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
         # Autocast does not cast other dtypes, fp64 for one.
         is_cast = dtypes <= {*HALF, torch.float32}
-    else:
-        dtype = weight.dtype
-        is_cast = dtypes == {dtype}
-    return dtype if is_cast and dtype in HALF else None
+        if not is_cast:
+            return None
+        return torch.get_autocast_dtype("cuda")
+    if len(dtypes) == 1:
+        return next(iter(dtypes))
+    return None
 
 
 def _linear(self: Any, input: Tensor) -> Tensor:
@@ -77,7 +91,9 @@ def _linear(self: Any, input: Tensor) -> Tensor:
 
 def _fits(module: nn.Module) -> str:
     outputs = int(module.out_features)  # type: ignore[arg-type]
-    return "" if outputs >= LEAST_OUTPUTS and outputs % ALIGNED else "no rule"
+    if outputs >= LEAST_OUTPUTS and outputs % ALIGNED:
+        return ""
+    return "no rule"
 
 
 RULES = (

@@ -1,4 +1,9 @@
-"""Expressions rewritten: ends and sums, joined with the operators that consume them."""
+"""Expressions rewritten: ends and sums, joined with the operators that consume them.
+
+`Expressions._value` is the way in, for an expression whose finished value is needed. Where the
+value may stay unfinished, `_end` or `_sum` is tried first; each returns None if there are no steps
+to join.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from .trees import (
     SHAPE,
     added,
     assign,
+    first_argument,
     from_first,
     helper,
     helper_call,
@@ -27,9 +33,9 @@ from .trees import (
     unpack,
 )
 
-__all__ = ["Ends", "Pending", "Step", "Sum", "aliases"]
+__all__ = ["Expressions", "Pending", "Step", "Sum", "aliases"]
 
-# Expressions with a scope of their own, in which nothing is rewritten.
+# Nothing is rewritten in these.
 _NESTED = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
@@ -54,7 +60,8 @@ class Pending:
     """A value that is not computed yet.
 
     It is an end (the temporary ``end``), a sum (``end`` and ``residual``), or one half of a tensor
-    that a gated activation takes whole (``residual`` alone).
+    that a gated activation takes whole (``residual`` alone). Without either, it stands for a value
+    that is not pending.
 
     Attributes:
         end: the temporary of the end; "" for a half.
@@ -75,12 +82,17 @@ class Pending:
     @property
     def is_end(self) -> bool:
         """Whether this is an end."""
-        return not self.residual
+        return self.end != "" and self.residual == ""
 
     @property
     def is_sum(self) -> bool:
         """Whether this is a sum."""
-        return self.residual != "" and self.end != ""
+        return self.end != "" and self.residual != ""
+
+    @property
+    def whole(self) -> str:
+        """The temporary of the tensor of which this is a half; "" for ends and sums."""
+        return "" if self.end else self.residual
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,7 @@ class Sum:
     first: bool = False
 
 
-class Ends(Reader):
+class Expressions(Reader):
     """Rewrites a function's expressions, and holds the values pending between its statements.
 
     Attributes:
@@ -122,14 +134,12 @@ class Ends(Reader):
 
     def _value(self, node: ast.expr) -> ast.expr:
         """The expression rewritten, for a use that needs the finished value."""
-        new = self._joined(node)
-        if new is None:
-            new = self._renamed(node)
+        new = self._joined(node) or self._renamed(node)
         if new is not None:
             return new
-        if isinstance(node, _NESTED):
-            return node
-        self._rewrite_children(node)
+        # The body of a nested scope runs later, or several times; its names may be its own.
+        if not isinstance(node, _NESTED):
+            self._rewrite_children(node)
         return node
 
     def _rewrite_children(self, node: ast.AST) -> None:
@@ -150,14 +160,17 @@ class Ends(Reader):
         """The replacement of a name, or of an access to a value that is in temporaries."""
         match node:
             case ast.Name():
-                return load(self.low[node]) if node in self.low else node
+                if node in self.low:
+                    return load(self.low[node])
+                return node
             case ast.Subscript(value=ast.Name() as name) if from_first(node) is not None:
-                definition = self.flow.only(name)
-                if definition is not None and definition in self.rests:
-                    return shifted(node, self.rests[definition])
+                rest = self.rests.get(self.flow.only(name))
+                if rest is None:
+                    return None
+                return shifted(node, rest)
             case ast.Attribute(value=ast.Name() as name, attr=attribute) if attribute in SHAPE:
                 _, pending = self._pending_of(name)
-                if pending is not None and pending.is_sum:
+                if pending.is_sum:
                     # The sum's shape without the sum.
                     total = helper_call("like", load(pending.end), load(pending.residual))
                     return ast.Attribute(total, attribute, ast.Load())
@@ -169,25 +182,30 @@ class Ends(Reader):
             case ast.BinOp(op=ast.Mult()):
                 return self._gated(node)
             case ast.BinOp(op=ast.Add()):
-                total = self._sum(node, plain=False)
-                if total is None:
-                    return None
-                self.steps.append(Step("add", "", total.sources))
-                return added(total.end, total.residual, total.first)
+                return self._added(node)
             case ast.Call():
                 return self._joined_call(node)
         return None
+
+    def _added(self, node: ast.BinOp) -> ast.expr | None:
+        total = self._sum(node, plain=False)
+        if total is None:
+            return None
+        self.steps.append(Step("add", "", total.sources))
+        return added(total.end, total.residual, total.first)
 
     def _joined_call(self, node: ast.Call) -> ast.expr | None:
         kind = self._kind(node)
         if kind == "norm" and is_unary(node):
             return self._normed(node)
-        if kind == "module" and node.args:
+        if kind == "module":
+            # The call stays, with its first argument cast.
             self._narrow_rows(node)
-            return None
-        if (kind == "activation" or kind in DROPOUTS) and self._activates(node):
+        elif kind in ("activation", *DROPOUTS) and self._activates(node):
             end = self._end(node)
-            return None if end is None else helper_call("finished", end)
+            if end is None:
+                return None
+            return helper_call("finished", end)
         return None
 
     def _normed(self, node: ast.Call) -> ast.expr | None:
@@ -197,6 +215,7 @@ class Ends(Reader):
             self.steps.append(Step("add_norm", self._path(node), total.sources))
             arguments = (total.end, total.residual, node.func, *consumers)
             return helper_call("add_norm", *arguments, return_sum=False)
+        # Without a sum to join, the norm's output may still be in its consumers' dtype.
         if consumers:
             return helper_call("normed", node.func, self._value(node.args[0]), *consumers)
         return None
@@ -208,30 +227,41 @@ class Ends(Reader):
 
         The helper casts if the module does nothing else with its rows than to cast them.
         """
-        rows = call.args[0]
-        if self._is_wide(rows):
-            call.args[0] = helper_call("narrowed", rows, copy.deepcopy(call.func))
+        if call.args:
+            call.args[0] = self._narrowed(call.args[0], call)
+
+    def _narrowed(self, rows: ast.expr, call: ast.Call) -> ast.expr:
+        """The rows of a module's call, cast if they are wide."""
+        if not self._is_wide(rows):
+            return rows
+        return helper_call("narrowed", rows, copy.deepcopy(call.func))
 
     def _is_wide(self, rows: ast.expr) -> bool:
         """Whether these rows are the residual stream, and without a low-precision copy."""
-        return isinstance(rows, ast.Name) and rows not in self.low and self._is_residual(rows)
+        if not isinstance(rows, ast.Name):
+            return False
+        # A low-precision copy needs no cast.
+        if rows in self.low:
+            return False
+        return self._is_residual(rows)
 
     def _module_call(self, name: str, node: ast.Call) -> ast.expr:
         """A module's call by a helper, its arguments rewritten."""
-        if node.args:
-            self._narrow_rows(node)
-        arguments = []
-        for argument in node.args:
-            is_narrowed = isinstance(argument, ast.Call) and is_helper(argument)
-            arguments.append(argument if is_narrowed else self._value(argument))
-        node.args = arguments
+        self._narrow_rows(node)
         for keyword in node.keywords:
-            rows = keyword.value
-            if keyword.arg in ROWS and self._is_wide(rows):
-                keyword.value = helper_call("narrowed", rows, copy.deepcopy(node.func))
-            else:
-                keyword.value = self._value(rows)
-        return ast.Call(helper(name), [node.func, *node.args], node.keywords)
+            if keyword.arg in ROWS:
+                keyword.value = self._narrowed(keyword.value, node)
+        arguments = list(map(self._argument, node.args))
+        for keyword in node.keywords:
+            keyword.value = self._argument(keyword.value)
+        return ast.Call(helper(name), [node.func, *arguments], node.keywords)
+
+    def _argument(self, node: ast.expr) -> ast.expr:
+        """An argument rewritten, unless `_narrowed` has replaced it already."""
+        is_narrowed = isinstance(node, ast.Call) and is_helper(node)
+        if is_narrowed:
+            return node
+        return self._value(node)
 
     # --- gates ---
 
@@ -245,6 +275,7 @@ class Ends(Reader):
             halves = self._gated_halves(gate, up)
             if halves is not None:
                 return halves
+            # A gate has no sources: the product behind it is computed, with its bias.
             self.steps.append(Step("gate", self._activation_path(gate), ()))
             other = self._value(up)
             # Operands stay in the order in which the source evaluates them.
@@ -256,40 +287,34 @@ class Ends(Reader):
         """An activated value that is left to its multiplication."""
         if isinstance(node, ast.Name):
             definition, pending = self._pending_of(node)
-            is_gate = pending is not None and pending.is_end and pending.is_gate
-            return self._take(definition) if is_gate else None
-        if not isinstance(node, ast.Call) or self._kind(node) != "activation":
+            if not pending.is_gate:
+                return None
+            return self._take(definition)
+        call = self._call(node, "activation")
+        if call is None:
             return None
-        if len(node.args) != 1:
-            return None
-        rows = node.args[0]
-        if isinstance(rows, ast.Name) and self._whole_of(rows) is not None:
+        rows = call.args[0]
+        if self._whole_of(rows):
             # `_gated_halves` replaces the product: this only marks a gate.
             return ast.Constant(None)
         if not self._is_product(rows):
             return None
-        return helper_call("waiting", self._value(rows), self._activation(node))
+        return helper_call("waiting", self._value(rows), self._activation(call))
 
-    def _whole_of(self, name: ast.Name) -> str | None:
-        """The temporary of the tensor of which this is a half."""
-        _, pending = self._pending_of(name)
-        if pending is None or pending.end:
-            return None
-        return pending.residual
+    def _whole_of(self, name: ast.expr) -> str:
+        """The temporary of the tensor of which this is a half; "" if it is none."""
+        return self._pending_of(name)[1].whole
 
     def _gated_halves(self, gate: ast.expr, up: ast.expr) -> ast.expr | None:
         """``activation(a) * b`` for the halves a and b of one tensor, from that tensor."""
-        match gate, up:
-            case ast.Call(args=[ast.Name() as first, *_]), ast.Name() as second:
-                pass
-            case _:
-                return None
-        whole = self._whole_of(first)
-        if whole is None or whole != self._whole_of(second):
+        rows = first_argument(gate)
+        whole = "" if rows is None else self._whole_of(rows)
+        # The halves of two tensors, or a half and another value, have no common tensor.
+        if not whole or whole != self._whole_of(up):
             return None
-        for half in (first, second):
-            definition, _ = self._pending_of(half)
-            del self.pending[definition]
+        for half in (rows, up):
+            del self.pending[self.flow.only(half)]
+        assert isinstance(gate, ast.Call)
         self.steps.append(Step("gate", self._path(gate), ()))
         return helper_call("packed_gated", load(whole), self._activation(gate))
 
@@ -301,18 +326,33 @@ class Ends(Reader):
             case ast.Name():
                 return self._pending_sum(node)
             case ast.BinOp(op=ast.Add(), left=left, right=right):
-                pass
-            case _:
-                return None
-        for term, other in ((right, left), (left, right)):
-            if isinstance(other, ast.Name):
-                # Read first: `_end` rewrites the term.
-                sources = tuple(self._sources(term))
-                end = self._end(term)
-                if end is not None:
-                    return Sum(end, self._value(other), sources, term is left)
-        if not plain or not isinstance(left, ast.Name) or not is_term(right):
+                total = self._sum_with_end(right, left, first=False)
+                if total is None:
+                    total = self._sum_with_end(left, right, first=True)
+                if total is None and plain:
+                    total = self._plain_sum(left, right)
+                return total
+        return None
+
+    def _sum_with_end(self, term: ast.expr, residual: ast.expr, *, first: bool) -> Sum | None:
+        """The sum of a term with last steps to join, and a residual.
+
+        The residual is a name: a call might draw random numbers, and has to stay in its place.
+        """
+        if not isinstance(residual, ast.Name):
             return None
+        # Read first: `_end` rewrites the term.
+        sources = tuple(self._sources(term))
+        end = self._end(term)
+        if end is None:
+            return None
+        return Sum(end, self._value(residual), sources, first)
+
+    def _plain_sum(self, left: ast.expr, right: ast.expr) -> Sum | None:
+        """The sum of two tensors without steps to join, for a norm."""
+        if not isinstance(left, ast.Name) or not is_term(right):
+            return None
+        # Sums of embeddings broadcast, which the operators do not.
         if not any(map(self._is_computed, (left, right))):
             return None
         return Sum(helper_call("Branch", self._value(right)), self._value(left), ())
@@ -320,8 +360,10 @@ class Ends(Reader):
     def _pending_sum(self, name: ast.Name) -> Sum | None:
         """The sum that is pending by this name, if only this use needs it."""
         definition, pending = self._pending_of(name)
+        if not pending.is_sum:
+            return None
         # Its shape is known without the sum: uses of it do not count.
-        if pending is None or not pending.is_sum or self._uses(definition) > 1:
+        if self._uses(definition) > 1:
             return None
         del self.pending[definition]
         return Sum(load(pending.end), load(pending.residual), pending.sources)
@@ -357,7 +399,10 @@ class Ends(Reader):
     def _pending_end(self, name: ast.Name, leaving: bool) -> ast.expr | None:
         """The end that is pending by this name, if nothing else needs the value."""
         definition, pending = self._pending_of(name)
-        if pending is None or not pending.is_end or len(definition.uses) > 1:
+        if not pending.is_end:
+            return None
+        # Another use needs the finished value, which is then computed for both.
+        if len(definition.uses) > 1:
             return None
         # The name of split outputs has all of them.
         if definition in self.rests:
@@ -370,11 +415,12 @@ class Ends(Reader):
         """``module(...)[0]``, or ``outputs[0]`` of split outputs, as an end."""
         if not is_first(node):
             return None
-        outputs = node.value
-        if isinstance(outputs, ast.Call) and self._kind(outputs) == "module":
-            return self._module_call("first", outputs)
-        definition, pending = self._pending_of(outputs)
-        if pending is None or definition not in self.rests:
+        call = self._call(node.value, "module")
+        if call is not None:
+            return self._module_call("first", call)
+        definition = self.flow.only(node.value)
+        is_split = definition in self.pending and definition in self.rests
+        if not is_split:
             return None
         return self._take(definition)
 
@@ -402,7 +448,9 @@ class Ends(Reader):
     def _inner(self, node: ast.expr) -> ast.expr:
         """The expression as an end, which may be one without last steps."""
         end = self._end(node)
-        return helper_call("Branch", self._value(node)) if end is None else end
+        if end is None:
+            return helper_call("Branch", self._value(node))
+        return end
 
     def _functional_dropout(self, node: ast.Call) -> ast.expr | None:
         names = ("input", "p", "training")
@@ -414,6 +462,7 @@ class Ends(Reader):
             return None
         p = arguments.get("p", ast.Constant(0.5))
         training = arguments.get("training", ast.Constant(True))
+        # The helper evaluates them after its rows, the function in the order of the source.
         if not is_pure(p) or not is_pure(training):
             return None
         return helper_call("drop", self._inner(arguments["input"]), p, training=training)
@@ -422,15 +471,27 @@ class Ends(Reader):
         if not is_unary(node):
             return None
         rows = node.args[0]
-        layer: ast.expr = node.func
         second = self._second_layer(node)
+        layer: ast.expr
         if node in self.cast:
             layer = load(self.cast[node])
-        elif isinstance(rows, ast.Name) and second is not None and self._in_one_block(node, second):
+        elif second is not None and self._may_cast_together(node, second):
             layer = self._cast_together(node, second, rows)
+        else:
+            layer = node.func
         return helper_call("linear", layer, self._value(rows))
 
-    def _cast_together(self, first: ast.Call, second: ast.Call, rows: ast.Name) -> ast.expr:
+    def _may_cast_together(self, first: ast.Call, second: ast.Call) -> bool:
+        """Whether two layers may be cast ahead of the statement that calls the first.
+
+        Its rows are read there, too, which is free for a name. If the second were called on some
+        paths only, it would be cast for nothing on the others.
+        """
+        if not isinstance(first.args[0], ast.Name):
+            return False
+        return self._in_one_block(first, second)
+
+    def _cast_together(self, first: ast.Call, second: ast.Call, rows: ast.expr) -> ast.expr:
         """Cast two layers in one pass, ahead of the statement; return the first one's cast.
 
         ::
@@ -446,7 +507,9 @@ class Ends(Reader):
             first.func,
             copy.deepcopy(second.func),
         )
+        # Ahead of the statement, and before the second layer's, where both names exist.
         self.before.append(unpack(names, helper_call("cast_together", *arguments)))
+        # The second layer comes later in the source, and reads its cast there.
         self.cast[second] = names[1]
         return load(names[0])
 
@@ -457,12 +520,10 @@ class Ends(Reader):
 
     # --- pending values ---
 
-    def _pending_of(self, name: ast.expr) -> tuple[Definition, Pending | None]:
-        """A name's definition, and its pending value; without one, any definition."""
+    def _pending_of(self, name: ast.expr) -> tuple[Definition, Pending]:
+        """A name's definition, and its pending value, or one that is neither end nor sum."""
         definition = self.flow.only(name)
-        if definition is None or definition not in self.pending:
-            return Definition(), None
-        return definition, self.pending[definition]
+        return definition, self.pending.get(definition, Pending("", set()))
 
     def _temporary(self) -> str:
         self.count += 1
@@ -479,6 +540,7 @@ class Ends(Reader):
 
     def _in_temporary(self, node: ast.expr, before: list[ast.stmt]) -> str:
         """The temporary that holds the value; a statement that assigns it may be added."""
+        # Evaluated now, as the source does; only its use is put off.
         if isinstance(node, ast.Name) and node.id.startswith(PREFIX):
             return node.id
         name = self._temporary()
@@ -487,6 +549,7 @@ class Ends(Reader):
 
     def _finished(self, definition: Definition, pending: Pending) -> list[ast.stmt]:
         """The statements that compute a pending value, under all of its names."""
+        # Sorted: the generated source may not depend on the order of a set.
         names = sorted(pending.names)
         if definition in self.rests:
             parts = [load(pending.end), load(self.rests[definition])]
