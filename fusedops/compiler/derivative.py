@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..core.activations import ACTIVATIONS
-from .ir import Graph, Node, topological
+from .ir import Graph, Node, topological, value_of
 from .structure import Part, Structure, without
 
 __all__ = ["cotangent", "gradients"]
@@ -116,18 +116,19 @@ class _Backward:
         """Return the sum of all terms of a node; None without any."""
         adjoint: Node | None = None
         for (factor, over), term in self.terms.get(node, {}).items():
-            total = self.graph.binary("mul", factor, self.graph.reduce("sum", term, over))
+            summed = self.graph.reduce("sum", term, over, exact=True)
+            total = self.graph.binary("mul", factor, summed)
             adjoint = total if adjoint is None else self.graph.binary("add", adjoint, total)
         return adjoint
 
     def _factored(self, node: Node, over: Sequence[int]) -> tuple[Node, Node]:
-        """Return a value as a factor that is constant along axes, and the rest.
+        """Return a value as a finite factor that is constant along axes, and the rest.
 
         Without axes the value is the rest.
         """
         factor = self.graph.const(1.0)
         while over:
-            constants = [arg for arg in node.args if not arg.axes & set(over)]
+            constants = [arg for arg in node.args if not arg.axes & set(over) and _is_bounded(arg)]
             is_product = node.op == "mul" and bool(constants)
             if node.op != "neg" and not is_product:
                 break
@@ -191,6 +192,25 @@ class _Backward:
         graph, (axis,) = self.graph, node.attrs[0]
         index = graph.make("iota", attrs=(axis,), axes=(axis,), kind="int")
         return graph.where(graph.make("eq", index, node.args[1]), g, graph.const(0.0))
+
+
+def _is_bounded(factor: Node) -> bool:
+    """Whether a factor is finite or NaN, so that it may move out of a sum.
+
+    Infinity times a sum is not the sum of infinities, which is NaN where their signs differ.
+    Cotangents count as finite: a loss of each row needs one pass over its columns then.
+    """
+    if factor.op in ("mul", "neg"):
+        return all(map(_is_bounded, factor.args))
+    if factor.op == "rsqrt" and factor.args[0].op == "add":  # of a mean of squares and an epsilon
+        return any(map(_is_positive, factor.args[0].args))
+    number = value_of(factor)
+    return factor.op == "cotangent" or (number is not None and math.isfinite(number))
+
+
+def _is_positive(node: Node) -> bool:
+    number = value_of(node)
+    return number is not None and number > 0
 
 
 def _mul(graph: Graph, *factors: Node) -> Node:

@@ -195,18 +195,21 @@ class Graph:
         rest = (x.axes | index.axes) - over
         return self.make("pick", x, index, attrs=picked, axes=rest, kind=x.kind)
 
-    def reduce(self, op: str, x: Node, axes: Iterable[int]) -> Node:
+    def reduce(self, op: str, x: Node, axes: Iterable[int], *, exact: bool = False) -> Node:
         """Return a reduction over those of the axes along which the value varies.
 
-        A factor that is constant along these axes moves out of a sum.
+        A factor that is constant along these axes moves out of a sum. In an ``exact`` one only
+        finite numbers do. Any other factor may be infinite: ``inf * (1 - 2)`` is minus infinity,
+        and the sum of ``inf * 1`` and ``inf * -2`` is NaN.
         """
         over = tuple(sorted(set(axes) & x.axes))
         if not over:
             return x
         if op == "sum" and x.op == "neg":
-            return self.unary("neg", self.reduce(op, x.args[0], over))
-        if op == "sum" and x.op == "mul" and _has_constant(x.args, set(over)):
-            return self.binary("mul", *[self.reduce(op, arg, over) for arg in x.args])
+            return self.unary("neg", self.reduce(op, x.args[0], over, exact=exact))
+        is_product = op == "sum" and x.op == "mul" and _has_constant(x.args, set(over))
+        if is_product and (not exact or _has_finite_factor(x)):
+            return self.binary("mul", *[self.reduce(op, arg, over, exact=exact) for arg in x.args])
         return self.make(op, x, attrs=(over,), axes=x.axes - set(over))
 
 
@@ -222,6 +225,14 @@ def value_of(node: Node) -> Any:
 def _has_constant(args: Iterable[Node], axes: Set[int]) -> bool:
     """Whether one of the values does not vary along axes."""
     return any(not arg.axes & axes for arg in args)
+
+
+def _has_finite_factor(product: Node) -> bool:
+    """Whether a product is of integers, or has a finite constant as a factor."""
+    if product.kind != "float":
+        return True
+    numbers = [value_of(arg) for arg in product.args]
+    return any(number is not None and math.isfinite(number) for number in numbers)
 
 
 def _kind(op: str, args: Sequence[Node]) -> str:

@@ -668,7 +668,7 @@ class _Structuring:
             if not product.axes & set(over):
                 total = self._sum(node.args[0], over, shifted=not shifted)
                 return graph.binary("sub", total, product)
-        total = graph.reduce("sum", node, over)
+        total = graph.reduce("sum", node, over, exact=True)
         # A part may be one number of a row, unlike the others that it was stacked with.
         count = math.prod([self.sizes[axis] for axis in without(over, node.axes)])
         if count == 1:

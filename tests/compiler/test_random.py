@@ -24,8 +24,9 @@ _SHORT, _FULL, _AT_ONCE = 60, 2000, 20
 _COMPILED = _SHORT if DEVICE.type == "cpu" else 15
 # The mean of var_mean beside an infinity, the second derivative of sinc beside zero, that of
 # hardsigmoid in fp64, and a column of a vector that is repeated; columns taken apart in two ways,
-# and a derivative of a part of a row, refused by name.
-_KNOWN = (11919, 32530, 700017, 900269, 2005403, 2003244)
+# and a derivative of a part of a row, refused by name; the second derivative of a norm of zero of
+# order 3, a sum of products with an infinite number, and a view of transposed rows.
+_KNOWN = (11919, 32530, 700017, 900269, 2005403, 2003244, 4030136, 4040401, 4030792)
 
 
 def _assert_none_is_wrong(seeds: range) -> None:
@@ -95,6 +96,7 @@ _faulty = _rows(faults=True)  # of seed 3: with NaN
 _number = Given("t", (), torch.float32, differentiated=True)
 _row = Given("r", ("s", "1"), torch.float32, faults=True, differentiated=True)
 _given_row = Given("r", ("s", "1"), torch.float32, differentiated=True)
+_ORDERS = (-1, 0.5, 1.5, 3)  # of norms: for each range of them PyTorch has a formula of its own
 FOUND = {
     "an output of no differentiated input beside an unused one": _of(
         "x * 2.0", _rows(differentiated=False), _rows("y")
@@ -201,6 +203,18 @@ FOUND = {
     "a cotangent of NaN beside a norm of zeros": _of(
         "(x * 0.0).norm(dim=-1, keepdim=True) * r", _x, _row, seed=3
     ),
+    **{
+        f"second derivatives of a norm of order {order} of zeros": _of(
+            f"(x * 0.0).norm(p={order}, dim=-1, keepdim=True) + x * x", _x, second=True
+        )
+        for order in _ORDERS
+    },
+    **{
+        f"a cotangent of NaN beside a norm of order {order} of zeros": _of(
+            f"(x * 0.0).norm(p={order}, dim=-1, keepdim=True) * r", _x, _row, seed=3
+        )
+        for order in _ORDERS
+    },
     "a cotangent of NaN beside a norm of the largest": _of(
         "torch.linalg.vector_norm(x, float('inf'), dim=-1, keepdim=True).logsumexp(-1, keepdim=True) + x",
         _faulty,
@@ -222,6 +236,29 @@ FOUND = {
     "a cotangent of NaN beside what takes the place of NaN": _of(
         "x.nan_to_num() * x", _faulty, seed=3
     ),
+    "a view that PyTorch does not have of the strides of an argument": _of(
+        "x.view(-1).view(x.shape) * 2.0", _rows(layout="transposed")
+    ),
+    **{
+        f"an infinite number of each row in {name}": _of(text, _x, _row, seed=2)
+        for name, text in {
+            "a sum": "(x * r).sum(-1, keepdim=True) + x",
+            "a mean with a factor": "(-(x * r) * 0.5).mean(-1, keepdim=True) + x",
+            "a sum of a part": "(x * r).chunk(2, -1)[0].sum(-1, keepdim=True) + x",
+            "a variance": "(x * r).var(-1, keepdim=True) + x",
+        }.items()
+    },
+    "an infinite number of each row in a sum, in tiles": _of(
+        "(x * r).sum(-1, keepdim=True) + x", _x, _row, seed=2, tiled=True
+    ),
+    **{
+        f"an infinite factor in a gradient of {name}": _of(text, _x, _row, seed=seed)
+        for name, text, seed in (
+            ("a mean", "(x - x.mean(-1, keepdim=True)) * r", 2),
+            ("a sum of zero", "(x * r).mean(-1, keepdim=True).reciprocal() + x", 3),
+        )
+    },
+    "an infinite constant in a sum": _of("(x * float('inf')).sum(-1, keepdim=True) + x", _x),
 }
 
 
@@ -234,6 +271,12 @@ def test_found_at_random(name: str) -> None:
     # PyTorch has no max along a dimension of a number on a GPU.
     fails = name == "the place of the largest of a number" and DEVICE.type == "cuda"
     assert outcome == "right" or (fails and outcome == "invalid"), reason
+
+
+def test_view_of_a_transposed_tensor_of_its_own_fails_as_in_pytorch() -> None:
+    random = _of("x.transpose(0, 1).view(-1)", _x)
+    outcome, reason = check(random)
+    assert outcome == "invalid" and "view size is not compatible" in reason
 
 
 def test_tensors_in_half_precision_are_compared_as_rounded() -> None:

@@ -370,16 +370,25 @@ def _norm_of_order(r: Any, out: Any, x: Value, order: float, dim: Any, keepdim: 
         total, labels, axes = reduced(r, "sum", value, dim, keepdim, "float")
         return repeated(r, value, total, axes), labels
 
+    def rooted(total: Node) -> Node:
+        norm = power(total, 1.0 / order)
+        steep = graph.binary("mul", power(norm, 1.0 - order), graph.const(1.0 / order))
+        steep = graph.where(graph.make("eq", norm, zero), zero, steep)
+        return differentiated(r, norm, (total, steep))
+
     if order == 0:  # the number of elements that are not zero
         return Value(*summed(graph.where(is_zero, zero, graph.const(1.0))), out.dtype)
     size = graph.unary("abs", a)
     slope = graph.binary("mul", graph.unary("sign", a), power(size, order - 1.0))
     slope = graph.where(is_zero, zero, graph.binary("mul", slope, graph.const(order)))
     total, labels = summed(differentiated(r, power(size, order), (a, slope)))
-    norm = power(total, 1.0 / order)
-    steep = graph.binary("mul", power(norm, 1.0 - order), graph.const(1.0 / order))
-    steep = graph.where(graph.make("eq", norm, zero), zero, steep)
-    return Value(differentiated(r, norm, (total, steep)), labels, out.dtype)
+    if order < 1:
+        return Value(rooted(total), labels, out.dtype)
+    # As in PyTorch a selection, which a cotangent of NaN does not go through. The root is of one
+    # there: a second derivative would multiply zero by the infinite one of a root at zero.
+    is_nothing = graph.make("eq", total, zero)
+    norm = rooted(graph.where(is_nothing, graph.const(1.0), total))
+    return Value(graph.where(is_nothing, zero, norm), labels, out.dtype)
 
 
 # --- softmax and losses ---------------------------------------------------------------------------
