@@ -17,7 +17,8 @@ from ..compiler import launching
 from ..compiler.errors import NotRowwiseError
 from ..compiler.operator import Program
 from ..compiler.planning import planned
-from ..compiler.structure import Structure, structured
+from ..compiler.rows import structured
+from ..compiler.structure import Structure
 from ..compiler.traced import Traced
 from ..compiler.tracing import trace
 from ..core.compat import fake

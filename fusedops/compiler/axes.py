@@ -38,7 +38,11 @@ class Axes:
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
-        # A forest: an axis points to one that is the same, and a root to itself.
+        # A forest: an axis points to one that is the same, and a root to itself. Only roots have
+        # parts:
+        #
+        #   _same    0 -> 0   1 -> 1   3 -> 1      axis 3 is axis 1
+        #   _parts   1 -> (4, 5)                   which is split: the leaves of (3,) are (4, 5)
         self._same: list[int] = []
         self._parts: dict[int, Label] = {}
 
@@ -68,13 +72,15 @@ class Axes:
 
     def unify(self, one: Label, other: Label) -> None:
         """Make two labels the same dimension."""
-        one_size, other_size = self.size(self.leaves(one)), self.size(self.leaves(other))
+        one_size = self.size(self.leaves(one))
+        other_size = self.size(self.leaves(other))
         if one_size != other_size:
             raise AxisError(f"dimensions of {one_size} and {other_size} meet")
         # From the outermost axis on, the first two that differ are made one; where their sizes
         # differ, the larger one is split first, and its outer part meets the other one next.
         while True:
-            first, second = self.leaves(one), self.leaves(other)
+            first = self.leaves(one)
+            second = self.leaves(other)
             pair = next(((a, b) for a, b in zip(first, second, strict=False) if a != b), None)
             if pair is None:
                 return
@@ -93,7 +99,8 @@ class Axes:
             while self.size(part) < size:
                 if not rest or size % self.size(part):
                     raise AxisError(_ACROSS)
-                axis, needed = rest[0], size // self.size(part)
+                axis = rest[0]
+                needed = size // self.size(part)
                 # A larger axis is split, and the outer part of it taken in the next turn.
                 if self.sizes[axis] > needed:
                     self._divide(axis, needed)

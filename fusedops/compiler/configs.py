@@ -50,8 +50,10 @@ def heuristic(key: TuningKey) -> Config:
 
 def _without_sums(key: TuningKey) -> Config:
     """Return the config of a forward, or of a backward that sums over no rows."""
-    block, width = block_holding(key.cols), _width(key)
-    is_short, are_many = width <= _SHORT_ROW, key.bucket >= 2
+    block = block_holding(key.cols)
+    width = _width(key)
+    is_short = width <= _SHORT_ROW
+    are_many = key.bucket >= 2
     each = _FORWARD_ELEMENTS[is_short, are_many] // _registers(key)
     if is_short:
         elements = 2048 if are_many else 512
@@ -59,7 +61,7 @@ def _without_sums(key: TuningKey) -> Config:
         return Config(block, rows, fewest_warps(rows * width, each, 32))
     # With one tensor in and one out a program has registers for two rows.
     has_room = _moved(key) <= 2 and width <= 8192
-    rows = 2 if are_many and has_room else 1
+    rows = 2 if has_room and are_many else 1
     return Config(block, rows, fewest_warps(width, each, 32))
 
 
@@ -70,14 +72,14 @@ def _with_sums(key: TuningKey) -> Config:
     next rows ahead. A thread of 32 elements has registers for 96 sums: three of each column, or six
     where the elements are of two rows.
     """
-    block, width = block_holding(key.cols), _width(key)
-    rows = 2 if _takes_two_rows(key) else max(1, 1024 // power_of_two(width))
+    block = block_holding(key.cols)
+    width = _width(key)
+    rows = max(1, 1024 // power_of_two(width))
+    if _takes_two_rows(key):
+        rows = 2
     elements = 32 if _sums(key) <= 3 * rows else 16
     warps = fewest_warps(rows * width, elements // _registers(key), 16)
-    each = block * _parts(key) // (32 * warps)  # elements of a row in a thread, with the padding
-    held = each * (_sums(key) + _moved(key)) * _registers(key)
-    can_double = rows == 1 and warps <= 4 and block >= 64 * warps
-    if can_double and held > _MOST_HELD:
+    if rows == 1 and _spills(key, warps):
         warps *= 2
     stages = 3 if width < 8192 else 2
     # Left to itself, ptxas may use half of the registers and spill much. A multiprocessor has 128
@@ -86,11 +88,22 @@ def _with_sums(key: TuningKey) -> Config:
     return Config(block, rows, warps, stages, max(8 // warps, 1), max_registers)
 
 
+def _spills(key: TuningKey, warps: int) -> bool:
+    """Whether a thread would hold too many values, and there is a block for twice the warps."""
+    block = block_holding(key.cols)
+    if warps > 4 or block < 64 * warps:
+        return False
+    each = block * _parts(key) // (32 * warps)  # elements of a row in a thread, with the padding
+    held = each * (_sums(key) + _moved(key)) * _registers(key)
+    return held > _MOST_HELD
+
+
 def _takes_two_rows(key: TuningKey) -> bool:
     """Whether two rows fit a program that sums: rows of a power of two columns, not of fp64."""
     width = _width(key)
-    is_plain = key.variant[0] == "rows" and _registers(key) == 1
-    return is_plain and power_of_two(width) == width and 1024 <= width <= 4096
+    if key.variant[0] != "rows" or _registers(key) != 1:
+        return False
+    return power_of_two(width) == width and 1024 <= width <= 4096
 
 
 def _width(key: TuningKey) -> int:
@@ -141,23 +154,28 @@ def candidates(key: TuningKey) -> list[Config]:
     return list(configs)
 
 
+# CUDA's limit: a block has at most 1024 threads.
+_MOST_WARPS = 32
 # Factors of rows and warps of the configs near another.
 _FACTORS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (1, 0.5), (0.5, 0.5)]
 
 
 def _near(config: Config) -> list[Config]:
-    near = []
+    """Return configs of about as many rows and warps, or of fewer stages."""
+    near: list[Config] = []
     for row_factor, warp_factor in _FACTORS:
-        rows, warps = int(config.rows * row_factor), int(config.warps * warp_factor)
+        rows = int(config.rows * row_factor)
+        warps = int(config.warps * warp_factor)
         near.append(replace(config, rows=rows, warps=warps))
     if config.stages > 1:
         near.append(replace(config, stages=config.stages - 1))
         near.append(replace(config, stages=config.stages - 2))
-    return [one for one in near if _is_possible(one)]
+    return list(filter(_is_possible, near))
 
 
 def _is_possible(config: Config) -> bool:
-    return min(config.rows, config.stages, config.warps) >= 1 and config.warps <= 32
+    least = min(config.rows, config.stages, config.warps)
+    return least >= 1 and config.warps <= _MOST_WARPS
 
 
 def valid(key: TuningKey, config: Config) -> bool:

@@ -65,7 +65,8 @@ class _Backward:
     """
 
     def __init__(self, structure: Structure) -> None:
-        self.structure, self.graph = structure, structure.graph
+        self.structure = structure
+        self.graph = structure.graph
         self.terms: dict[Node, dict[tuple[Node, tuple[int, ...]], Node]] = {}
 
     def visit(self, node: Node) -> None:
@@ -76,13 +77,16 @@ class _Backward:
         if adjoint is None:
             return
         contributions = self._contributions(node, adjoint)
-        if node.op in ("sub", "div") and node.args[0] is node.args[1]:
+        if _is_of_itself(node):
             # The two contributions cancel, as where a row's mean is its one element. They are added
             # first: added one by one to other terms they would leave a rounding error.
             contributions = (self.graph.binary("add", *contributions), None)  # type: ignore[arg-type]
+        spread = self._spread(node)
         for arg, contribution in zip(node.args, contributions, strict=True):
-            if contribution is not None and arg.kind == "float":
-                self.add(arg, contribution, self._spread(node))
+            if contribution is None:
+                continue
+            if arg.kind == "float":
+                self.add(arg, contribution, spread)
 
     def _spread(self, node: Node) -> frozenset[int]:
         """Return the columns that a node's adjoint has: all or none.
@@ -91,6 +95,17 @@ class _Backward:
         """
         columns = frozenset(self.structure.columns)
         return columns if node.axes & columns else frozenset()
+
+    # The adjoint of a number of a row is a sum over the row. For y = (x - mean) * rstd, with the
+    # adjoint g of y:
+    #
+    #   argument   contribution      is added as
+    #   rstd       g * (x - mean)    terms[rstd][1, columns] += g * (x - mean)
+    #   x - mean   g * rstd          terms[x - mean][1, ()] += g * rstd
+    #   mean       -(g * rstd)       terms[mean][-rstd, columns] += g
+    #
+    # A factor that is the same along the row, as rstd is, stays outside of the sum. Contributions
+    # with one factor are added, and then summed once.
 
     def add(self, node: Node, contribution: Node, columns: frozenset[int]) -> None:
         """Add a contribution, which has or stands for these columns, to a node's adjoint."""
@@ -110,7 +125,7 @@ class _Backward:
         terms[factor, over] = rest if known is None else self.graph.binary("add", known, rest)
 
     def _count(self, axes: Iterable[int]) -> int:
-        return math.prod([self.structure.sizes[axis] for axis in axes])
+        return self.structure.size(axes)
 
     def adjoint(self, node: Node) -> Node | None:
         """Return the sum of all terms of a node; None without any."""
@@ -128,20 +143,37 @@ class _Backward:
         """
         factor = self.graph.const(1.0)
         while over:
-            constants = [arg for arg in node.args if not arg.axes & set(over) and _is_bounded(arg)]
-            is_product = node.op == "mul" and bool(constants)
-            if node.op != "neg" and not is_product:
+            split = self._split(node, over)
+            if split is None:
                 break
-            # Both cases create this node: the order of creation decides that of operands.
-            minus_one = self.graph.const(-1.0)
-            constant = constants[0] if is_product else minus_one
-            node = next(arg for arg in node.args if arg is not constant)
+            constant, node = split
             factor = self.graph.binary("mul", factor, constant)
         return factor, node
 
+    def _split(self, node: Node, over: Sequence[int]) -> tuple[Node, Node] | None:
+        """Return a product's bounded factor that is constant along axes, and the other.
+
+        None if the node has no such factor.
+
+        A negated value is a product with minus one.
+        """
+        if node.op not in ("neg", "mul"):
+            return None
+        constants = [arg for arg in node.args if arg.axes.isdisjoint(over) and _is_bounded(arg)]
+        if node.op == "mul" and not constants:
+            return None
+        # Both cases create this node: the order of creation decides that of operands.
+        minus_one = self.graph.const(-1.0)
+        if node.op == "neg":
+            return minus_one, node.args[0]
+        first, second = node.args
+        constant = constants[0]
+        return constant, second if constant is first else first
+
     def _contributions(self, node: Node, g: Node) -> Sequence[Node | None]:
         """Return the products of a node's adjoint and its partial derivatives."""
-        op, graph = node.op, self.graph
+        op = node.op
+        graph = self.graph
         if op in ("sum", "round", "narrowed", "rounded"):
             return (g,)
         if op == "amax":
@@ -160,11 +192,13 @@ class _Backward:
 
     def _amax(self, node: Node, g: Node) -> Node:
         """Return the gradient of a row whose largest elements share it."""
-        graph, (x,) = self.graph, node.args
+        graph = self.graph
+        (x,) = node.args
         if len(node.attrs) > 1:
             return self._first(node, g)
         largest = graph.make("eq", x, node)
-        zero, one = graph.const(0.0), graph.const(1.0)
+        zero = graph.const(0.0)
+        one = graph.const(1.0)
         count = graph.reduce("sum", graph.where(largest, one, zero), node.attrs[0])
         share = graph.binary("div", g, count)
         # A product with zero, for a row that has a NaN: no element equals it, the share is infinite
@@ -176,7 +210,9 @@ class _Backward:
 
         The first is the least index among the largest, computed as the largest negative index.
         """
-        graph, (x,), (axis,) = self.graph, node.args, node.attrs[0]
+        graph = self.graph
+        (x,) = node.args
+        (axis,) = node.attrs[0]
         index = graph.make("iota", attrs=(axis,), axes=(axis,), kind="int")
         position = graph.make("cast", index, kind="float")
         beyond = graph.const(-float(self.structure.sizes[axis]))
@@ -189,7 +225,8 @@ class _Backward:
 
     def _picked(self, node: Node, g: Node) -> Node:
         """Return the gradient of a row whose picked element has it."""
-        graph, (axis,) = self.graph, node.attrs[0]
+        graph = self.graph
+        (axis,) = node.attrs[0]
         index = graph.make("iota", attrs=(axis,), axes=(axis,), kind="int")
         return graph.where(graph.make("eq", index, node.args[1]), g, graph.const(0.0))
 
@@ -213,6 +250,14 @@ def _is_positive(node: Node) -> bool:
     return number is not None and number > 0
 
 
+def _is_of_itself(node: Node) -> bool:
+    """Whether this is the difference of a value from itself, or its quotient by itself."""
+    if node.op not in ("sub", "div"):
+        return False
+    first, second = node.args
+    return first is second
+
+
 def _mul(graph: Graph, *factors: Node) -> Node:
     product = factors[0]
     for factor in factors[1:]:
@@ -226,14 +271,27 @@ def _of_one(function: Callable[[Graph, Node, Node], Node]) -> _Rule:
 
 
 def _divided(graph: Graph, node: Node, g: Node) -> Sequence[Node]:
+    # By y it is -(g / y) * (x / y), of the forward's own quotient.
     quotient = graph.binary("div", g, node.args[1])
     return quotient, graph.unary("neg", _mul(graph, quotient, node))
+
+
+# At a kink a derivative is a convention. These are PyTorch's:
+#
+#   relu, abs at 0                 0
+#   maximum, minimum of equals     half of the gradient for each
+#   amax of several equal          an equal share for each of them
+#   max(dim), min(dim)             all of it for the first
+#   std, norms at 0                0
+#
+# Where a formula would multiply zero by infinity, a selection stands in place of the product.
 
 
 def _extremum(comparison: str) -> _Rule:
     def rule(graph: Graph, node: Node, g: Node) -> Sequence[Node]:
         x, y = node.args
-        half, zero = _mul(graph, g, graph.const(0.5)), graph.const(0.0)
+        half = _mul(graph, g, graph.const(0.5))
+        zero = graph.const(0.0)
         # NaN compares false: then both arguments have the whole gradient.
         tied = graph.where(graph.make("eq", x, y), half, g)
         return (
@@ -254,7 +312,8 @@ def _rooted(graph: Graph, node: Node, g: Node) -> Sequence[Node]:
 
     The divisor is one there, so that neither divides by zero.
     """
-    is_zero, zero = graph.make("eq", node, graph.const(0.0)), graph.const(0.0)
+    is_zero = graph.make("eq", node, graph.const(0.0))
+    zero = graph.const(0.0)
     divisor = graph.where(is_zero, graph.const(1.0), node)
     gradient = graph.binary("div", _mul(graph, g, graph.const(0.5)), divisor)
     return (graph.where(is_zero, zero, gradient),)
@@ -265,7 +324,8 @@ def _one_less(graph: Graph, node: Node) -> Node:
 
     Roots of minus infinity are NaN, as in PyTorch: powers of it are not.
     """
-    (x,), exponent = node.args, node.attrs[0] - 1.0
+    (x,) = node.args
+    exponent = node.attrs[0] - 1.0
     roots = {0.5: "sqrt", -0.5: "rsqrt"}
     if exponent in roots:
         return graph.unary(roots[exponent], x)
@@ -274,7 +334,8 @@ def _one_less(graph: Graph, node: Node) -> Node:
 
 def _powered(graph: Graph, node: Node, g: Node) -> Sequence[Node]:
     x, exponent = node.args
-    zero, one = graph.const(0.0), graph.const(1.0)
+    zero = graph.const(0.0)
+    one = graph.const(1.0)
     less = graph.make("power", x, graph.binary("sub", exponent, one))
     by_base = graph.where(graph.make("eq", exponent, zero), zero, _mul(graph, exponent, less))
     # Zero to a power does not depend on the exponent. Where it is zero, the logarithm is that of
@@ -287,6 +348,7 @@ def _powered(graph: Graph, node: Node, g: Node) -> Sequence[Node]:
 
 def _xlogy(graph: Graph, node: Node, g: Node) -> Sequence[Node]:
     x, y = node.args
+    # As in PyTorch: where x is zero, and y has no logarithm, x has no gradient.
     zero = graph.const(0.0)
     flat = graph.binary("and", graph.make("eq", x, zero), graph.make("le", y, zero))
     by_x = graph.where(flat, zero, graph.make("xlogy", g, y))
@@ -311,6 +373,8 @@ def _erf(graph: Graph, x: Node, y: Node) -> Node:
     return _mul(graph, bell, graph.const(2.0 / math.sqrt(math.pi)))
 
 
+# Values without a gradient, and steps, whose derivative is zero. An input that no contribution
+# reaches has no adjoint, and the kernels write zeros for it.
 def _nothing(graph: Graph, node: Node, g: Node) -> Sequence[None]:
     return (None,) * len(node.args)
 

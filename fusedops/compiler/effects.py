@@ -11,6 +11,7 @@ import itertools
 import linecache
 import textwrap
 from types import CodeType
+from typing import TypeVar
 
 from .errors import NotRowwiseError
 
@@ -35,6 +36,11 @@ _CHANGING = frozenset(
 )
 
 
+# Names of modules: `torch.add` returns a new tensor.
+_LIBRARIES = ("torch", "F")
+_F = TypeVar("_F", ast.Lambda, ast.FunctionDef)
+
+
 def check_effects(code: CodeType, name: str) -> None:
     """Raise where a function of this code changes anything but its own variables.
 
@@ -44,6 +50,8 @@ def check_effects(code: CodeType, name: str) -> None:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, TypeError, SyntaxError):
         return
+    # Variables of the function itself. Those that it takes from an outer function are free
+    # variables.
     local = {*code.co_varnames, *code.co_cellvars}
     for node in _nodes_of(tree, code):
         effect = _effect(node, local)
@@ -62,20 +70,27 @@ def _nodes_of(tree: ast.Module, code: CodeType) -> list[ast.AST]:
     The source of a lambda is its whole line. Where that has several lambdas with the same
     parameters, it is unknown which one this is, and no nodes are returned.
     """
-    kind = ast.Lambda if code.co_name == "<lambda>" else ast.FunctionDef
     parameters = list(code.co_varnames[: code.co_argcount])
-
-    def has_parameters(node: ast.Lambda | ast.FunctionDef) -> bool:
-        return [argument.arg for argument in node.args.args] == parameters
-
-    functions = [node for node in ast.walk(tree) if isinstance(node, kind)]
-    candidates = list(filter(has_parameters, functions))
-    is_unknown = kind is ast.Lambda and len(candidates) > 1
-    if not candidates or is_unknown:
+    if code.co_name == "<lambda>":
+        lambdas = _with_parameters(tree, ast.Lambda, parameters)
+        is_known = len(lambdas) == 1
+        return list(ast.walk(lambdas[0].body)) if is_known else []
+    functions = _with_parameters(tree, ast.FunctionDef, parameters)
+    if not functions:
         return []
-    body = candidates[0].body
-    statements: list[ast.AST] = [*body] if isinstance(body, list) else [body]
-    return list(itertools.chain.from_iterable(map(ast.walk, statements)))
+    return list(itertools.chain.from_iterable(map(ast.walk, functions[0].body)))
+
+
+def _with_parameters(tree: ast.Module, kind: type[_F], parameters: list[str]) -> list[_F]:
+    """Return the functions or lambdas in a source that have parameters of these names."""
+    functions: list[_F] = []
+    for node in ast.walk(tree):
+        if not isinstance(node, kind):
+            continue
+        names = [argument.arg for argument in node.args.args]
+        if names == parameters:
+            functions.append(node)
+    return functions
 
 
 def _effect(node: ast.AST, local: set[str]) -> str:
@@ -83,24 +98,32 @@ def _effect(node: ast.AST, local: set[str]) -> str:
     if isinstance(node, (ast.Global, ast.Nonlocal)):
         return f"assigns {', '.join(node.names)}"
     if isinstance(node, (ast.Attribute, ast.Subscript)):
-        # Elements of a local variable may be assigned, but no attributes of it.
-        is_own = isinstance(node, ast.Subscript) and _root(node) in local
-        is_load = isinstance(node.ctx, ast.Load)
-        return "" if is_load or is_own else f"changes {ast.unparse(node)}"
+        return _effect_of_target(node, local)
     if isinstance(node, ast.Call):
         return _effect_of_call(node.func, local)
     return ""
 
 
+def _effect_of_target(node: ast.Attribute | ast.Subscript, local: set[str]) -> str:
+    """Return what an attribute or an element does where it is assigned or deleted."""
+    if isinstance(node.ctx, ast.Load):
+        return ""
+    # Elements of a local variable may be assigned, but no attributes of it.
+    if isinstance(node, ast.Subscript) and _root(node) in local:
+        return ""
+    return f"changes {ast.unparse(node)}"
+
+
 def _effect_of_call(function: ast.expr, local: set[str]) -> str:
     """Return what a call of a function does beside its result; "" for nothing."""
-    if isinstance(function, ast.Name):
-        return "prints" if function.id == "print" else ""
-    if not isinstance(function, ast.Attribute) or function.attr not in _CHANGING:
+    if isinstance(function, ast.Name) and function.id == "print":
+        return "prints"
+    if not isinstance(function, ast.Attribute):
         return ""
-    root = _root(function)
-    is_known = root == "" or root in ("torch", "F")  # `torch.add` returns a new tensor
-    return "" if is_known or root in local else f"calls {ast.unparse(function)}"
+    harmless = {"", *_LIBRARIES, *local}
+    if function.attr in _CHANGING and _root(function) not in harmless:
+        return f"calls {ast.unparse(function)}"
+    return ""
 
 
 def _root(node: ast.AST) -> str:

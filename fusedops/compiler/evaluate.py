@@ -119,9 +119,8 @@ def assembled(
     unrolled = within(structure.unrolled, operand.axes)
     rolled = within(full_order, without(operand.axes, unrolled))
     full_shape = [sizes.get(axis, 1) for axis in full_order]
-    values = [value.expand(full_shape) for value in parts.values()]
-    stacked = torch.stack(values) if unrolled else values[0].unsqueeze(0)
-    # Dimension 0 is that of the parts.
+    stacked = torch.stack([value.expand(full_shape) for value in parts.values()])
+    # Dimension 0 is that of the parts, of which a tensor without unrolled axes has one.
     absent = without(full_order, rolled)
     stacked = stacked.squeeze(tuple([1 + full_order.index(axis) for axis in absent]))
     axes = [*unrolled, *rolled]
@@ -160,6 +159,8 @@ def topological_until(
     roots: Iterable[Node], leaves: Callable[[Node], Tensor | None], values: dict[Node, Tensor]
 ) -> list[Node]:
     """Return the nodes to compute, arguments first; the values of leaves are put in ``values``."""
+    # Leaves first: a node that was saved is a leaf, and its arguments are not visited, which may
+    # have no value, such as inputs that a backward does not save.
     order: dict[Node, None] = {}
 
     def visit(node: Node) -> None:

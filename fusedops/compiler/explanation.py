@@ -17,6 +17,7 @@ from ..core.launches import launch
 from ..core.launches.usage import Usage, usage_of
 from .launching import chosen
 from .planning import Alternative
+from .structure import within
 
 if TYPE_CHECKING:
     from .operator import Program
@@ -130,7 +131,8 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def explained(program: Program, tensors: Sequence[Tensor]) -> Explanation:
     """Return what runs for a call of a program with these tensors."""
-    structure, sizes = program.structure, program.sizes_of(tensors)
+    structure = program.structure
+    sizes = program.sizes_of(tensors)
     operands = [
         (operand.name, _name_of(operand.dtype), _variation(program, operand.axes))
         for operand in (*structure.inputs, *structure.outputs)
@@ -194,15 +196,19 @@ def _usage(request: launch.Request, device_index: int) -> Usage | None:
 
 def _variation(program: Program, axes: tuple[int, ...]) -> str:
     """Return the dimensions along which a tensor varies."""
-    structure = program.structure
-    rows = tuple([axis for axis in axes if axis in structure.rows])
-    has_columns = len(rows) < len(axes)
-    if not rows:
-        return "columns" if has_columns else "one number"
-    if rows == structure.rows:
-        name = "rows"
-    elif rows == program.group:
-        name = "groups of rows"
-    else:
-        name = "some rows, by index"
-    return f"{name} and columns" if has_columns else name
+    rows = tuple(within(axes, program.structure.rows))
+    names: list[str] = []
+    if rows:
+        names.append(_name_of_rows(program, rows))
+    if len(rows) < len(axes):
+        names.append("columns")
+    return " and ".join(names) or "one number"
+
+
+def _name_of_rows(program: Program, rows: tuple[int, ...]) -> str:
+    """Return what a tensor's rows are to those of the call."""
+    if rows == program.structure.rows:
+        return "rows"
+    if rows == program.group:
+        return "groups of rows"
+    return "some rows, by index"

@@ -21,13 +21,13 @@ from ..core.launches import launch
 from .codegen import backward_kernels, forward_kernels
 from .errors import NotRowwiseError
 from .explanation import Explanation, explained
+from .guards import Guards
+from .objects import PLAIN
 from .operator import Program
 from .programs import Programs, tensors_of
 from .state import Looks, plain_state
-from .surroundings import PLAIN
 from .tracing import recording
 from .walking import UNWRAPPED
-from .watching import Guards
 
 __all__ = ["Rowwise", "function_of", "rowwise"]
 
@@ -125,7 +125,8 @@ class Rowwise(Generic[_P, _R]):
 
     def __init__(self, function: Callable[_P, _R], *, strict: bool = False) -> None:
         functools.update_wrapper(self, function)
-        self.function, self.strict = function, strict
+        self.function = function
+        self.strict = strict
         self.name = getattr(function, "__name__", type(function).__name__)
         self._signature = inspect.signature(function)
         parameters = self._signature.parameters.values()
@@ -198,9 +199,7 @@ class Rowwise(Generic[_P, _R]):
             args = tuple(map(_number, args))
             group = _CallGroup(self._programs.looks(args), {})
         if group is None:
-            if len(self._calls) >= _MOST_CALLS:
-                self._calls.clear()
-            group = self._calls[key] = _CallGroup(self._programs.looks(args), {})
+            group = self._new_group(key, args)
         _, state, state_tensors = group.looks.at(args)
         call = group.calls.get(state)
         if call is None:
@@ -208,7 +207,8 @@ class Rowwise(Generic[_P, _R]):
         program = call.program
         if program is None:
             return self._run(*args)
-        tensors, token = [args[position] for position in call.positions], call.token
+        tensors = [args[position] for position in call.positions]
+        token = call.token
         if call.captured:
             tensors += [state_tensors[position] for position in call.captured]
             token = (token, *map(type, tensors))
@@ -223,6 +223,13 @@ class Rowwise(Generic[_P, _R]):
         # What follows the function's own results is only saved for the backward.
         results = outs[: program.count]
         return tuple(results) if container == "tuple" else list(results)
+
+    def _new_group(self, key: Any, args: Sequence[Any]) -> _CallGroup:
+        """Return a group of calls that is added to the cache."""
+        if len(self._calls) >= _MOST_CALLS:
+            self._calls.clear()
+        group = self._calls[key] = _CallGroup(self._programs.looks(args), {})
+        return group
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> Rowwise[_P, _R]: ...
@@ -278,10 +285,12 @@ class Rowwise(Generic[_P, _R]):
         arguments = self._positional(args, kwargs)
         autocast = any_autocast_enabled() and _autocast()
         match = self._programs.find(arguments, autocast)
-        program, plan = match.program, match.program.plan
+        program = match.program
+        plan = match.program.plan
         grouped = program.is_grouped(self._tensors(arguments, match.captured))
         layout: dict[str, bool] = {"grouped": grouped, "tiled": program.tiled}
-        outputs, wanted = list(range(program.count)), list(plan.differentiable)
+        outputs = list(range(program.count))
+        wanted = list(plan.differentiable)
         kernels = forward_kernels(plan, program.acc, **layout, saves=True)
         kernels += backward_kernels(plan, program.acc, **layout, given=outputs, wanted=wanted)
         return "\n\n".join([kernel.source for kernel in kernels])
@@ -311,7 +320,7 @@ class Rowwise(Generic[_P, _R]):
         """Add one node to torch.compile's graph, from which a later tracer calls the operators."""
         if kwargs or len(args) != self._count:
             args = self._positional(args, kwargs)
-        if any(not isinstance(a, (Tensor, *PLAIN)) for a in args):
+        if not all(isinstance(a, (Tensor, *PLAIN)) for a in args):
             return self._run(*args)
         if is_exporting():
             return self._run(*args)
@@ -338,10 +347,8 @@ class Rowwise(Generic[_P, _R]):
             self._check_tensors(tensors, devices)
             match = self._programs.find(args, autocast)
         except NotRowwiseError as error:
-            if self.strict and warns:
-                raise
             if warns:
-                self._warn_once(error)
+                self._raise_or_warn(error)
             return _Call(None, reason=str(error))
         match.program.strict = self.strict
         positions = tuple([i for i, a in enumerate(args) if isinstance(a, Tensor)])
@@ -356,6 +363,12 @@ class Rowwise(Generic[_P, _R]):
             raise NotRowwiseError(
                 f"{self.name}: a number is a tensor of another device; pass it as a number"
             )
+
+    def _raise_or_warn(self, error: NotRowwiseError) -> None:
+        """Raise the error if the function is strict; else warn."""
+        if self.strict:
+            raise error
+        self._warn_once(error)
 
     def _warn_once(self, error: NotRowwiseError) -> None:
         """Warn that the function runs unfused, with the caller's line."""
@@ -388,7 +401,8 @@ class Method(Generic[_P, _R]):
 
     def __init__(self, function: Rowwise[..., _R], instance: Any) -> None:
         self._bound = function, instance
-        self.__doc__, self.__name__ = function.__doc__, function.name
+        self.__doc__ = function.__doc__
+        self.__name__ = function.name
         self.__qualname__ = getattr(function, "__qualname__", function.name)
 
     @property
@@ -445,9 +459,10 @@ def _reason_to_run_unfused(args: Sequence[Any], tensors: Sequence[Tensor]) -> st
         names = " and ".join(sorted(kinds)) or "calls without"
         return f"there are no kernels for {names} tensors"
     # A nested or sparse tensor is an error, which comes later, even if another tensor is empty.
-    if all(map(_is_dense, tensors)) and any(t.numel() == 0 for t in tensors):
-        return "a tensor has no elements"
-    return ""
+    if not all(map(_is_dense, tensors)):
+        return ""
+    has_empty = any(tensor.numel() == 0 for tensor in tensors)
+    return "a tensor has no elements" if has_empty else ""
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -468,7 +483,8 @@ def _stacklevel() -> int:
     It counts the frames of this file. This function's own frame stands for the user's, which is
     one above them, as `warnings.warn` counts from one.
     """
-    frame, level = inspect.currentframe(), 0
+    frame = inspect.currentframe()
+    level = 0
     while frame is not None and frame.f_code.co_filename == __file__:
         frame, level = frame.f_back, level + 1
     return level

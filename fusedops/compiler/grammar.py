@@ -39,6 +39,26 @@ _ARITIES = {
 _NAME = re.compile(r"[^\W\d]\w*(\.\w+)*")
 
 
+# A structure as JSON, here of ``x * w + 2.0`` for 64 columns. Nodes are numbered by their place in
+# the list, axes by their place among the sizes:
+#
+#   node       operator, arguments, attributes, axes, kind, names
+#     is 0     ["input", [], [0, []], [0, 1], "float", ["x"]]     input 0, of no part
+#     is 1     ["input", [], [1, []], [1], "float", ["w"]]
+#     is 2     ["mul", [0, 1], [], [0, 1], "float", []]
+#     is 3     ["const", [], ["2.0"], [], "float", []]            as text: JSON has no NaN
+#     is 4     ["add", [2, 3], [], [0, 1], "float", []]
+#   sizes      of axes 0 and 1: [5, 64]; rows are [0], columns [1], unrolled [], fixed []
+#   inputs     labels, dtype, kind, name: [[[0], [1]], "float32", "float", "x"] and so on
+#   outputs    in the same form
+#   results    for each output its parts, each with its node: [[[], 4]]
+#   values     the same for each tensor that may be saved, with its dtype
+#   lines      a node and its line in the user's file
+#   flags      "used" of each input, "wide"; for "loose", "drops", "container" see `Structure`
+#
+# Names become variables of generated code, and attributes its numbers: neither may be other text.
+
+
 class GrammarError(ValueError):
     """A value that was read is no structure."""
 
@@ -66,17 +86,21 @@ def _are_numbers(values: Iterable[Any], end: float = math.inf) -> bool:
     return all(_is_number(value, end) for value in values)
 
 
+def _is_attribute(value: Any) -> bool:
+    """Whether a value is a number or the name of a dtype."""
+    return type(value) is float or value in _DTYPES
+
+
 def _is_probability(value: Any) -> bool:
     return type(value) is float and 0.0 <= value <= 1.0
 
 
 def _kind_of(dtype: str) -> str:
-    if dtype == "bool":
-        return "bool"
-    return "float" if "float" in dtype else "int"
+    if "float" in dtype:
+        return "float"
+    return "bool" if dtype == "bool" else "int"
 
 
-# The fields that are checked one by one. All others are flags.
 _FIELDS = frozenset(
     {
         "nodes",
@@ -90,6 +114,8 @@ _FIELDS = frozenset(
         "outputs",
         "results",
         "lines",
+        "used",
+        "wide",
         "loose",
         "fixed",
         "values",
@@ -106,13 +132,25 @@ class _Checker:
     def run(self) -> None:
         """Check everything."""
         # Later checks index by numbers that earlier ones have found to be in range.
+        _require(self.fields.keys() == _FIELDS, "fields")
+        self._flags()
         self._scalars()
         self._operands()
         self._nodes()
         self._results()
-        for key in self.fields.keys() - _FIELDS:
-            flags = self.fields[key] if isinstance(self.fields[key], list) else [self.fields[key]]
-            _require(all(type(value) in (int, bool) for value in flags), key)
+
+    def _flags(self) -> None:
+        """Check which inputs are used, and whether anything is computed in fp64.
+
+        A tensor may have any shape where its input is not used, and so no node may read it. A value
+        in fp64 would lose bits in a program that is not.
+        """
+        fields = self.fields
+        _require(len(fields["used"]) == len(fields["inputs"]), "used")
+        _require(all(type(flag) is bool for flag in fields["used"]), "used")
+        _require(type(fields["wide"]) is bool, "wide")
+        dtypes = [dtype for _, dtype in fields["values"]]
+        _require(fields["wide"] or "float64" not in dtypes, "wide")
 
     def _scalars(self) -> None:
         """Check sizes, axes and other numbers."""
@@ -129,11 +167,10 @@ class _Checker:
     def _operands(self) -> None:
         """Check the inputs and outputs."""
         fields = self.fields
-        _require(len(fields["used"]) == len(fields["inputs"]), "used")
-        inputs = list(zip(fields["inputs"], fields["used"], strict=True))
-        for ((labels, *_), used), loose in zip(inputs, fields["loose"], strict=True):
-            _require(_is_number(loose, 1 if used else len(labels) + 1), "loose")
-        for operand, used in inputs:
+        inputs = zip(fields["inputs"], fields["used"], fields["loose"], strict=True)
+        for operand, used, loose in inputs:
+            dims = 0 if used else len(operand[0])
+            _require(_is_number(loose, dims + 1), "loose")
             self._operand(*operand, used=used)
         for operand in fields["outputs"]:
             self._operand(*operand, used=True)
@@ -164,7 +201,8 @@ class _Checker:
         _require(name == "" or _NAME.fullmatch(name), "operand")
 
     def _nodes(self) -> None:
-        depths, axes = list[int](), list[set[int]]()
+        depths = list[int]()
+        axes = list[set[int]]()
         _require(len(self.fields["nodes"]) <= _MOST_NODES, "too many values")
         for op, args, attrs, own, kind, names in self.fields["nodes"]:
             _require(len(args) == _ARITIES[op], f"arguments of {op}")
@@ -189,13 +227,16 @@ class _Checker:
             _require(options in ([], ["first"]), "reduction")
             _require(set(over) <= set(self.fields["columns"]), "reduction")
             return axes - set(over)
-        _require(all(type(value) is float or value in _DTYPES for value in attrs), "attributes")
-        _require(op != "pow" or [type(value) for value in attrs] == [float], "exponent")
+        _require(all(map(_is_attribute, attrs)), "attributes")
+        if op == "pow":
+            (exponent,) = attrs
+            _require(type(exponent) is float, "exponent")
         return axes
 
     def _input(self, attrs: Any, kind: str) -> set[int]:
         position, part = attrs
         _require(_is_number(position, len(self.fields["inputs"])), "input")
+        _require(self.fields["used"][position], "used")
         labels, _, input_kind, _ = self.fields["inputs"][position]
         self._part(part)
         _require(input_kind == kind, "kind")
@@ -238,16 +279,19 @@ class _Checker:
         keys = [tuple(map(tuple, part)) for part, _ in parts]
         if axes is None:
             axes = {axis for axis, _ in itertools.chain(*keys)}
-        split = [axis for axis in self.unrolled if axis in axes]
+        split = filter(axes.__contains__, self.unrolled)
         # A part is an index along each unrolled axis of the tensor.
-        indices = [[(axis, i) for i in range(self.sizes[axis])] for axis in split]
-        expected = itertools.product(*indices)
+        expected = itertools.product(*map(self._indices, split))
         # Sorted: a value's parts are in the order of its axes, a tensor's in that of the structure.
         _require(_sorted(keys) == _sorted(expected), "parts")
 
+    def _indices(self, axis: int) -> list[tuple[int, int]]:
+        """Return the index of each part along an axis."""
+        return [(axis, index) for index in range(self.sizes[axis])]
+
 
 def _sorted(parts: Iterable[Any]) -> list[Any]:
-    return sorted(tuple(sorted(part)) for part in parts)
+    return sorted(map(tuple, map(sorted, parts)))
 
 
 _LEAVES: Mapping[str, Callable[[_Checker, Any, str], set[int]]] = {

@@ -9,7 +9,9 @@ dtype; the operator ``round`` rounds to another.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +26,22 @@ __all__ = [
     "computed_of",
     "derived_of",
     "gradient_sources",
+    "promoted",
     "reachable",
     "topological",
 ]
 
+# Some operators compute nothing. They tell a derivative, or the place of a rounding:
+#
+#   detached(x)               x, through which no gradient goes
+#   constant_to_gradients(x)  x in a derivative that is a formula of its own: a backward has no
+#                             gradient through it, and a second derivative has
+#   instead(x, y)             x, with the gradient of y
+#   narrowed(x)               x after a cast: rounded where it is saved or returned, which leaves
+#                             the other consumers of x alone
+#   rounded(x), round(x)      x in the bits of a dtype: for the user's casts and comparisons, and
+#                             for what is saved or returned
+#
 # Operators of one value, of two, and of two that return a boolean; ``where`` takes three. The
 # activations of `fusedops.core.activations` are operators of one value too, and so are their
 # derivatives, ``d:name``.
@@ -75,6 +89,15 @@ BINARY = frozenset(
 )
 COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 REDUCTIONS = frozenset({"sum", "amax", "pick"})
+# Kinds in the order of promotion, as that of PyTorch's dtypes.
+_RANKS = {"bool": 0, "int": 1, "float": 2}
+_OF_NO_GRADIENT = ("detached", "const")
+_CONDITIONS = COMPARISONS | {"not", "isnan"}
+# The value of their argument, without its gradient.
+_WITHOUT_GRADIENTS = ("constant_to_gradients", "detached")
+# Operators of which a factor or term that is constant along a row moves out of a `pick`.
+_PICKED_BY_ARGUMENT = ("add", "sub", "mul")
+_NUMBER = operator.attrgetter("number")
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,16 +146,17 @@ class Graph:
         if op == "constant_to_gradients" and args[0].op == "instead":
             # Its second argument is for gradients only.
             args = computed_of(args[0])
-        if op in ("constant_to_gradients", "detached") and args[0].op == "const":
+        if op in _WITHOUT_GRADIENTS and args[0].op == "const":
             return args[0]  # numbers have no gradients
-        kind = kind or _kind(op, args)
-        if axes is None:
-            axes = frozenset().union(*[arg.axes for arg in args])
-        axes = frozenset(axes)
-        key = (op, tuple([arg.number for arg in args]), attrs, axes, kind)
+        if kind is None:
+            kind = _kind(op, args)
+        own = _axes_of(args) if axes is None else frozenset(axes)
+        # Names are no part of the key: an expression that the user names twice is one node.
+        key = (op, tuple(map(_NUMBER, args)), attrs, own, kind)
         node = self.nodes.get(key)
         if node is None:
-            node = self.nodes[key] = Node(op, args, attrs, axes, kind, len(self.nodes), [])
+            node = Node(op, args, attrs, own, kind, len(self.nodes), [])
+            self.nodes[key] = node
         return node
 
     # --- operators, in a normal form so that more expressions are equal ---------------------------
@@ -151,26 +175,26 @@ class Graph:
         """Return an operator of one value."""
         if op == "neg" and x.op == "neg":
             return x.args[0]
-        number = value_of(x)
-        if number is not None and op in _FOLDED:
+        fold = _FOLDED.get(op)
+        if fold is not None and x.op == "const":
             # Where Python raises, the kernel computes an infinity or NaN.
             with contextlib.suppress(ValueError, OverflowError, ZeroDivisionError):
-                return self.const(_FOLDED[op](float(number)))
+                return self.const(fold(float(value_of(x))))
         return self.make(op, x)
 
     def binary(self, op: str, x: Node, y: Node) -> Node:
         """Return an operator of two values."""
-        a, b = value_of(x), value_of(y)
-        if op in _FOLDED2 and a is not None and b is not None:
+        fold = _FOLDED2.get(op)
+        if fold is not None and x.op == y.op == "const":
             with contextlib.suppress(OverflowError, ZeroDivisionError):
-                return self.const(_FOLDED2[op](a, b))
+                return self.const(fold(value_of(x), value_of(y)))
+        # One order of the operands, so that x + y and y + x are one node.
         if op in _COMMUTATIVE and x.number > y.number:
             x, y = y, x
-        simplify = _SIMPLIFICATIONS.get(op)
-        simplified = simplify(self, x, y) if simplify else None
-        if simplified is None:
-            return self.make(op, x, y)
-        return simplified
+        simplified = None
+        if op in _SIMPLIFICATIONS:
+            simplified = _SIMPLIFICATIONS[op](self, x, y)
+        return self.make(op, x, y) if simplified is None else simplified
 
     def where(self, condition: Node, x: Node, y: Node) -> Node:
         """Return ``x`` where the condition holds, else ``y``."""
@@ -185,12 +209,13 @@ class Graph:
         ``pick(x) - mean``.
         """
         over = set(axes)
-        if not x.axes & over:
+        if x.axes.isdisjoint(over):
             return x
-        if x.op in ("add", "sub", "mul") and _has_constant(x.args, over):
-            return self.binary(x.op, *[self.pick(arg, index, over) for arg in x.args])
         if x.op == "neg":
             return self.unary("neg", self.pick(x.args[0], index, over))
+        if x.op in _PICKED_BY_ARGUMENT and _has_constant(x.args, over):
+            one, other = x.args
+            return self.binary(x.op, self.pick(one, index, over), self.pick(other, index, over))
         picked = (tuple(sorted(over & x.axes)),)
         rest = (x.axes | index.axes) - over
         return self.make("pick", x, index, attrs=picked, axes=rest, kind=x.kind)
@@ -205,12 +230,15 @@ class Graph:
         over = tuple(sorted(set(axes) & x.axes))
         if not over:
             return x
-        if op == "sum" and x.op == "neg":
+        rest = x.axes - set(over)
+        if op != "sum":
+            return self.make(op, x, attrs=(over,), axes=rest)
+        if x.op == "neg":
             return self.unary("neg", self.reduce(op, x.args[0], over, exact=exact))
-        is_product = op == "sum" and x.op == "mul" and _has_constant(x.args, set(over))
+        is_product = x.op == "mul" and _has_constant(x.args, set(over))
         if is_product and (not exact or _has_finite_factor(x)):
             return self.binary("mul", *[self.reduce(op, arg, over, exact=exact) for arg in x.args])
-        return self.make(op, x, attrs=(over,), axes=x.axes - set(over))
+        return self.make(op, x, attrs=(over,), axes=rest)
 
 
 def value_of(node: Node) -> Any:
@@ -224,7 +252,15 @@ def value_of(node: Node) -> Any:
 
 def _has_constant(args: Iterable[Node], axes: Set[int]) -> bool:
     """Whether one of the values does not vary along axes."""
-    return any(not arg.axes & axes for arg in args)
+    return any(arg.axes.isdisjoint(axes) for arg in args)
+
+
+def _axes_of(args: Iterable[Node]) -> frozenset[int]:
+    """Return the axes along which a value of these arguments varies."""
+    axes: frozenset[int] = frozenset()
+    for arg in args:
+        axes |= arg.axes
+    return axes
 
 
 def _has_finite_factor(product: Node) -> bool:
@@ -237,20 +273,22 @@ def _has_finite_factor(product: Node) -> bool:
 
 def _kind(op: str, args: Sequence[Node]) -> str:
     """Return the kind of an operator's result."""
-    if op in COMPARISONS or op in ("not", "isnan"):
+    if op in _CONDITIONS:
         return "bool"
-    promoted = args[1:] if op == "where" else args
-    kinds = [arg.kind for arg in promoted]
-    for kind in ("float", "int"):
-        if kind in kinds:
-            return kind
-    return "bool"
+    converted = args[1:] if op == "where" else args
+    return promoted([arg.kind for arg in converted])
+
+
+def promoted(kinds: Iterable[str]) -> str:
+    """Return the kind in which values of these kinds are computed together."""
+    return max(kinds, key=_RANKS.__getitem__, default="bool")
 
 
 # --- simplifications: each returns a simpler node, or None where no rule applies ------------------
 
 
 def _simplified_add(graph: Graph, x: Node, y: Node) -> Node | None:
+    # A zero of either sign: where x is -0.0, x + 0.0 is 0.0 in PyTorch, and -0.0 here.
     if value_of(y) == 0:
         return x
     if value_of(x) == 0:
@@ -271,7 +309,8 @@ def _simplified_sub(graph: Graph, x: Node, y: Node) -> Node | None:
 
 
 def _simplified_mul(graph: Graph, x: Node, y: Node) -> Node | None:
-    a, b = value_of(x), value_of(y)
+    a = value_of(x)
+    b = value_of(y)
     if a == 1:
         return y
     if b == 1:
@@ -281,12 +320,11 @@ def _simplified_mul(graph: Graph, x: Node, y: Node) -> Node | None:
     if b == -1:
         return graph.unary("neg", x)
     # Signs move out of products: two of them cancel.
-    if x.op == "neg" or y.op == "neg":
-        product = graph.binary("mul", _without_sign(x), _without_sign(y))
-        if x.op == y.op:
-            return product
-        return graph.unary("neg", product)
-    return None
+    signs = (x.op, y.op).count("neg")
+    if not signs:
+        return None
+    product = graph.binary("mul", _without_sign(x), _without_sign(y))
+    return product if signs == 2 else graph.unary("neg", product)
 
 
 def _without_sign(node: Node) -> Node:
@@ -311,6 +349,7 @@ _SIMPLIFICATIONS: dict[str, Callable[[Graph, Node, Node], Node | None]] = {
     "mul": _simplified_mul,
     "div": _simplified_div,
 }
+# Operators whose operands are put in the order of their numbers.
 _COMMUTATIVE = ("add", "mul", "maximum", "minimum", "and", "or", "xor")
 
 
@@ -322,6 +361,7 @@ def _is_power_of_two(value: float) -> bool:
     return abs(mantissa) == 0.5 and math.isfinite(1.0 / value)
 
 
+# Operators of numbers, which Python computes in fp64 while a function is traced.
 _FOLDED: dict[str, Callable[[float], float]] = {
     "neg": lambda a: -a,
     "exp": math.exp,
@@ -342,14 +382,14 @@ _FOLDED2: dict[str, Callable[[Any, Any], Any]] = {
 def topological(roots: Iterable[Node]) -> list[Node]:
     """Return all nodes that the roots are computed of, arguments first."""
     seen: dict[Node, None] = {}
+    # A stack in place of recursion, which a long chain of operators would take too deep.
     stack: list[tuple[Node, Iterator[Node]]] = []
     for root in roots:
-        if root in seen:
-            continue
-        stack.append((root, iter(root.args)))
+        if root not in seen:
+            stack.append((root, iter(root.args)))
         while stack:
             node, arguments = stack[-1]
-            following = next((arg for arg in arguments if arg not in seen), None)
+            following = next(itertools.filterfalse(seen.__contains__, arguments), None)
             if following is None:
                 seen.setdefault(node)
                 stack.pop()
@@ -373,7 +413,7 @@ def derived_of(node: Node) -> tuple[Node, ...]:
 
     Of ``instead`` these are both, where the first has no gradient of its own.
     """
-    if node.op == "instead" and node.args[0].op in ("detached", "const"):
+    if node.op == "instead" and node.args[0].op in _OF_NO_GRADIENT:
         return node.args
     return computed_of(node)
 
@@ -406,15 +446,22 @@ def gradient_sources(roots: Iterable[Node]) -> frozenset[int]:
     A gradient that is always zero, as that of ``sign``, counts; detached and compared values have
     none.
     """
-    inputs, seen, todo = set[int](), set[Node](), list(roots)
+    inputs = set[int]()
+    seen = set[Node]()
+    todo = list(roots)
     while todo:
         node = todo.pop()
-        is_constant = node.kind != "float" or node.op in ("detached", "constant_to_gradients")
-        if is_constant or node in seen:
+        if node in seen or _is_constant(node):
             continue
         seen.add(node)
         if node.op == "input":
             inputs.add(node.attrs[0])
         # The first argument is a condition, or a value whose gradient another replaces.
-        todo += node.args[1:] if node.op in ("instead", "where") else node.args
+        skipped = 1 if node.op in ("instead", "where") else 0
+        todo += node.args[skipped:]
     return frozenset(inputs)
+
+
+def _is_constant(node: Node) -> bool:
+    """Whether autograd goes no further than a value."""
+    return node.kind != "float" or node.op in _WITHOUT_GRADIENTS

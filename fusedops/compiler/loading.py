@@ -7,7 +7,7 @@ import linecache
 import re
 from typing import Any
 
-from .emitting import HEADER
+from .identifiers import HEADER
 
 __all__ = ["loaded", "made", "text_of"]
 
@@ -29,6 +29,7 @@ def made(path: str, name: str, text: str) -> Any:
     """
     kernel = _kernels.get(path)
     if kernel is None:
+        # Triton reads a kernel's source by `inspect`, which asks `linecache`.
         linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
         namespace: dict[str, Any] = {
             "__name__": f"fusedops.compiler.generated.{re.sub(r'[^A-Za-z0-9]+', '_', path)}"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.calls.operator import Axes, Constants, Dtypes, Operator, Site
+from ..core.calls.operator import Axes, Constants, Dtypes, Operator
 from ..core.calls.operators import encode
 from ..core.calls.registration import MOST_ARGUMENTS, arguments, define
 from ..core.configs import tuning
@@ -25,16 +25,17 @@ from ..core.random import rng
 from ..core.random.dropout import Dropout, dropout_of
 from ..core.random.rng import NO_DROPOUT
 from . import launching
-from .allocating import gradient_allocator, output_allocator
+from .allocators import gradient_allocator, output_allocator
 from .axes import Label
-from .emitting import group_of
 from .errors import NotRowwiseError
 from .evaluate import assembled, evaluate, part_of
 from .ir import Node, gradient_sources
+from .layouts import group_of
 from .planning import Plan
+from .site import BackwardKey, RowwiseSite
 from .structure import Operand, Part, Structure
 
-__all__ = ["LONGEST_ROW", "Program", "RowwiseConstants", "RowwiseSite", "dynamic_axes"]
+__all__ = ["LONGEST_ROW", "Program", "RowwiseConstants", "dynamic_axes"]
 
 _registered: set[str] = set()
 _registering = threading.RLock()
@@ -54,19 +55,6 @@ class RowwiseConstants(Constants):
     def read(cls, words: Sequence[str], numbers: Sequence[float]) -> RowwiseConstants:
         """See `Constants`."""
         return cls(words[0])
-
-
-@dataclass(frozen=True, eq=False)
-class RowwiseSite(Site):
-    """The part of a call that stays the same from step to step.
-
-    Attributes:
-        program: the function's program.
-        launches: the functions that launch its kernels, by the variant of the kernels.
-    """
-
-    program: Program
-    launches: dict[Any, Any]
 
 
 class Program(Operator):
@@ -130,9 +118,7 @@ class Program(Operator):
         self._gradients: dict[int, Any] = {}
         self.group = () if self.tiled else group_of(structure)
         self.is_grouped: Callable[[Any], bool] = launching.grouping(self)
-        self.backward_key: Callable[[Any, Any], launching.BackwardKey] = launching.backward_key(
-            self
-        )
+        self.backward_key: Callable[[Any, Any], BackwardKey] = launching.backward_key(self)
         with _registering:
             self._register()
 

@@ -11,6 +11,7 @@ gradient: training and inference compute the same.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -87,14 +88,17 @@ def seeds(plan: Plan, given: Iterable[int]) -> dict[Node, Node]:
         is_output = number < len(structure.results)
         results = structure.results[number] if is_output else plan.intermediate
         for part, node in results.items():
-            if node.kind != "float":
-                continue
-            seed = _cotangent(plan, number, part)
-            # A value may be returned twice.
-            if node in cotangents:
-                seed = structure.graph.binary("add", cotangents[node], seed)
-            cotangents[node] = seed
+            if node.kind == "float":
+                seed = _cotangent(plan, number, part)
+                cotangents[node] = _added(structure.graph, cotangents.get(node), seed)
     return cotangents
+
+
+def _added(graph: Graph, known: Node | None, seed: Node) -> Node:
+    """Return the sum of cotangents: a value may be returned twice."""
+    if known is None:
+        return seed
+    return graph.binary("add", known, seed)
 
 
 def _cotangent(plan: Plan, number: int, part: Part) -> Node:
@@ -115,10 +119,7 @@ def planned(structure: Structure, *, memory: bool = False, kept: Collection[int]
         kept: the indices of inputs that others save: to save these, too, takes no memory.
     """
     structure = _rounded(*_separate_dtypes(structure))
-    differentiable = []
-    for index, operand in enumerate(structure.inputs):
-        if operand.kind == "float" and structure.used[index]:
-            differentiable.append(index)
+    differentiable = _differentiable(structure)
     bare = Plan(structure, {}, None, -1, (), (), (), tuple(differentiable))
     numbers = range(len(structure.outputs))
     _check_reductions(structure, nodes_of(bare.gradients(numbers, differentiable).values()))
@@ -139,15 +140,23 @@ def planned(structure: Structure, *, memory: bool = False, kept: Collection[int]
     return _completed(bare, parts, dtype, alternatives)
 
 
+def _differentiable(structure: Structure) -> list[int]:
+    """Return the indices of the inputs that have gradients."""
+    indices: list[int] = []
+    for index, operand in enumerate(structure.inputs):
+        if operand.kind == "float" and structure.used[index]:
+            indices.append(index)
+    return indices
+
+
 def _candidates(structure: Structure, roots: list[Node], kept: Collection[int]) -> list[_Candidate]:
     """Return all choices of what is saved: nothing, or one whole tensor of the forward."""
     forward = reachable(nodes_of(structure.results))
     nothing = Alternative("", *_cost(structure, forward, roots, {}, None, kept))
     candidates: list[_Candidate] = [(nothing, {}, None)]
     for parts, dtype in structure.values:
-        if not forward.issuperset(parts.values()):
-            continue
-        if all(_is_whole(structure, node) for node in parts.values()):
+        is_computed = forward.issuperset(parts.values())
+        if is_computed and _are_whole(structure, parts.values()):
             cost = _cost(structure, forward, roots, parts, dtype, kept)
             alternative = Alternative(_name_of(structure, parts), *cost)
             candidates.append((alternative, parts, dtype))
@@ -167,8 +176,11 @@ def _check_reductions(structure: Structure, roots: list[Node]) -> None:
 
 def _name_of(structure: Structure, parts: Parts) -> str:
     """Return the user's name of a value, or the line that computes it."""
-    numbers = [node.number for node in parts.values()]
-    line = next((structure.lines[n] for n in numbers if n in structure.lines), 0)
+    line = 0
+    for node in parts.values():
+        if node.number in structure.lines:
+            line = structure.lines[node.number]
+            break
     return _user_name(parts, f"a value of line {line}" if line else "a value")
 
 
@@ -184,10 +196,12 @@ def _completed(
     bare: Plan, parts: Parts, dtype: torch.dtype | None, alternatives: tuple[Alternative, ...]
 ) -> Plan:
     """Return the plan that saves a value: it is rounded, unless it is an output already."""
-    structure, operand = bare.structure, None
+    structure = bare.structure
+    operand = None
     output = _output_of(structure, parts)
     if output >= 0:
-        parts, operand = structure.results[output], structure.outputs[output]
+        parts = structure.results[output]
+        operand = structure.outputs[output]
     elif parts:
         assert dtype is not None
         structure, parts = _with_value_rounded(structure, parts, dtype)
@@ -200,13 +214,13 @@ def _completed(
         intermediate_output=output,
         alternatives=alternatives,
     )
-    given = list(range(len(structure.outputs)))
-    if parts and output < 0:
-        given.append(len(given))
+    # The intermediate has a cotangent, too: a second derivative reaches it from the backward.
+    is_own = bool(parts) and output < 0
+    given = range(len(structure.outputs) + is_own)
     roots = nodes_of(plan.gradients(given, bare.differentiable).values())
     intermediate = set(parts.values())
     # For a second derivative the numbers of a row are computed again.
-    computed = reachable(roots, lambda node: node in intermediate, derived_of)
+    computed = reachable(roots, intermediate.__contains__, derived_of)
     saved = sorted({node.attrs[0] for node in computed if node.op == "input"})
     stats = _stats(structure, roots, intermediate)
     return replace(plan, stats=tuple(stats), saved_inputs=tuple(saved))
@@ -219,21 +233,35 @@ def _stats(structure: Structure, roots: list[Node], intermediate: set[Node]) -> 
     """
     forward = reachable(nodes_of(structure.results))
     stats = {node for node in forward if _is_stat(structure, node)}
-    reached = reachable(roots, lambda node: node in intermediate or node in stats)
-    read = stats & reached
-    return [node for node in topological(roots) if node in read]
+    saved = intermediate | stats
+    read = stats & reachable(roots, saved.__contains__)
+    return list(filter(read.__contains__, topological(roots)))
 
 
 def _output_of(structure: Structure, parts: Parts) -> int:
     """Return the index of the output that a value is; -1 if it is none."""
-    if parts:
-        for number, results in enumerate(structure.results):
-            if set(results.values()) == set(parts.values()):
-                return number
+    nodes = set(parts.values())
+    if not nodes:
+        return -1
+    for number, results in enumerate(structure.results):
+        if nodes == set(results.values()):
+            return number
     return -1
 
 
 # --- what an alternative costs --------------------------------------------------------------------
+
+
+# For z = dropout(x + bias) + residual and the LayerNorm of z, in bf16 and with N columns, in bytes
+# of a row:
+#
+#   saved           forward writes   backward reads       moved   held
+#   nothing         -                x, residual: 4 N     4 N     4 N
+#   z               2 N              z: 2 N               4 N     2 N
+#   z, a result     -                z: 2 N               2 N     -
+#
+# What all alternatives move, as the gradients, is left out. Of those that move as much, the one
+# that holds less is taken: here z.
 
 
 def _cost(
@@ -245,44 +273,52 @@ def _cost(
     kept: Collection[int],
 ) -> tuple[int, int, int]:
     """Return the bytes moved, the bytes held and the operators of a backward, of one row."""
+    intermediate = set(parts.values())
 
     def is_saved(node: Node) -> bool:
-        return node in intermediate or (node in forward and _is_stat(structure, node))
+        if node in intermediate:
+            return True
+        return node in forward and _is_stat(structure, node)
 
-    def size(node: Node) -> int:
-        operand: Operand = structure.inputs[node.attrs[0]]
-        return operand.dtype.itemsize
-
-    intermediate = set(parts.values())
     reached = reachable(roots, is_saved)
     # Only whole tensors count: numbers of rows, and vectors, are few bytes beside them.
     read = {node for node in reached if node.op == "input" and _is_whole(structure, node)}
-    moved = sum([size(node) for node in read])
-    held = sum([size(node) for node in read if node.attrs[0] not in kept])
-    if parts:
-        assert dtype is not None
+    held = sum([_bytes_of(structure, node) for node in read if node.attrs[0] not in kept])
+    moved = sum([_bytes_of(structure, node) for node in read])
+    if dtype is not None:
         own = len(parts) * dtype.itemsize
         moved += own  # the backward reads it
         if not _returned(structure, parts, dtype):
             moved += own  # the forward writes it
             held += own
-    operators = sum(bool(node.args) and node not in intermediate for node in reached)
-    return moved * structure.cols, held * structure.cols, operators
+    computed = [node for node in reached - intermediate if node.args]
+    return moved * structure.cols, held * structure.cols, len(computed)
+
+
+def _bytes_of(structure: Structure, node: Node) -> int:
+    """Return the bytes of an element of an input."""
+    operand: Operand = structure.inputs[node.attrs[0]]
+    return operand.dtype.itemsize
 
 
 def _returned(structure: Structure, parts: Parts, dtype: torch.dtype | None) -> int:
     """Return the bytes of a row of a saved value that is one of the outputs; 0 for others."""
     if dtype is None:
         return 0
-    nodes = set(parts.values())
-    if not any(nodes == set(results.values()) for results in structure.results):
+    if _output_of(structure, parts) < 0:
         return 0
     return len(parts) * dtype.itemsize * structure.cols
 
 
+def _are_whole(structure: Structure, nodes: Iterable[Node]) -> bool:
+    return all(_is_whole(structure, node) for node in nodes)
+
+
 def _is_whole(structure: Structure, node: Node) -> bool:
     """Whether the value varies along all rows and columns."""
-    return node.kind == "float" and len(node.axes) == len(structure.rows) + len(structure.columns)
+    if node.kind != "float":
+        return False
+    return len(node.axes) == len(structure.rows) + len(structure.columns)
 
 
 def _is_counted(structure: Structure, operand: Operand) -> bool:
@@ -296,9 +332,11 @@ def _is_counted(structure: Structure, operand: Operand) -> bool:
 
 def _is_stat(structure: Structure, node: Node) -> bool:
     """Whether this is a number of each row that a reduction gives."""
-    if not node.args or node.kind != "float" or node.op in _SAME_VALUE:
+    if node.kind != "float" or node.op in _SAME_VALUE:
         return False
-    return node.axes == set(structure.rows) and _has_reduction(node)
+    if not node.args or node.axes != set(structure.rows):
+        return False
+    return _has_reduction(node)
 
 
 # Operators that change only gradients: their argument is the value that is saved.
@@ -329,9 +367,9 @@ def _rounded(structure: Structure, dtypes: Mapping[Node, torch.dtype]) -> Struct
     results = tuple([rebuilt_parts(parts) for parts in structure.results])
     values = tuple([(rebuilt_parts(parts), dtype) for parts, dtype in structure.values])
     lines: dict[int, int] = {}
-    for node in list(structure.graph.nodes.values()):
-        if node.number in structure.lines:
-            lines[again(node).number] = structure.lines[node.number]
+    nodes = list(structure.graph.nodes.values())
+    for node in [node for node in nodes if node.number in structure.lines]:
+        lines[again(node).number] = structure.lines[node.number]
     return replace(structure, graph=graph, results=results, values=values, lines=lines)
 
 
@@ -342,15 +380,22 @@ def _separate_dtypes(structure: Structure) -> tuple[Structure, dict[Node, torch.
     for operand, parts in outputs:
         for node in parts.values():
             known = dtypes.get(node, operand.dtype)
-            dtypes[node] = operand.dtype if operand.dtype.itemsize > known.itemsize else known
+            dtypes[node] = _wider(known, operand.dtype)
+
+    def narrowed(node: Node, dtype: torch.dtype) -> Node:
+        if node.kind != "float" or dtypes[node] == dtype:
+            return node
+        return structure.graph.make("round", node, attrs=(dtype,))
+
     results = []
     for operand, parts in outputs:
-        result = dict(parts)
-        for part, node in parts.items():
-            if node.kind == "float" and dtypes[node] != operand.dtype:
-                result[part] = structure.graph.make("round", node, attrs=(operand.dtype,))
-        results.append(result)
+        results.append({part: narrowed(node, operand.dtype) for part, node in parts.items()})
     return replace(structure, results=tuple(results)), dtypes
+
+
+def _wider(first: torch.dtype, second: torch.dtype) -> torch.dtype:
+    """Return the dtype of more bytes; the first of two that have as many."""
+    return max(first, second, key=lambda dtype: dtype.itemsize)
 
 
 def _with_value_rounded(
@@ -365,15 +410,24 @@ def _with_value_rounded(
 def _round(graph: Graph, node: Node, dtype: torch.dtype, structure: Structure) -> Node:
     if node.kind != "float":
         return node
-    if node.op == "input" and structure.inputs[node.attrs[0]].dtype == dtype:
-        return node
-    if node.op == "round" and node.attrs[0] == dtype:
-        return node
     if node.op == "const":
         return graph.const(float(torch.tensor(value_of(node), dtype=dtype, device="cpu")))
+    if _dtype_of(node, structure) == dtype:
+        return node
     result = graph.make("round", node, attrs=(dtype,))
     _add_names(result, node)
     return result
+
+
+def _dtype_of(node: Node, structure: Structure) -> torch.dtype | None:
+    """Return the dtype to which a value is rounded already; None if it is to none."""
+    if node.op == "input":
+        operand: Operand = structure.inputs[node.attrs[0]]
+        return operand.dtype
+    if node.op != "round":
+        return None
+    dtype: torch.dtype = node.attrs[0]
+    return dtype
 
 
 def rebuilt(graph: Graph, change: Callable[[Node, Node], Node]) -> Callable[[Node], Node]:
@@ -384,12 +438,11 @@ def rebuilt(graph: Graph, change: Callable[[Node, Node], Node]) -> Callable[[Nod
     done: dict[Node, Node] = {}
 
     def again(root: Node) -> Node:
-        for node in topological([root]):
-            if node not in done:
-                args = [done[arg] for arg in node.args]
-                built = graph.make(node.op, *args, attrs=node.attrs, axes=node.axes, kind=node.kind)
-                _add_names(built, node)
-                done[node] = change(node, built)
+        for node in itertools.filterfalse(done.__contains__, topological([root])):
+            args = map(done.__getitem__, node.args)
+            built = graph.make(node.op, *args, attrs=node.attrs, axes=node.axes, kind=node.kind)
+            _add_names(built, node)
+            done[node] = change(node, built)
         return done[root]
 
     return again
@@ -401,7 +454,7 @@ def _add_names(node: Node, other: Node) -> None:
 
 def _operand_of(structure: Structure, parts: Parts, dtype: torch.dtype) -> Operand:
     """Return the tensor of an intermediate: rows, then its parts one after the other."""
-    unrolled = dict.fromkeys(axis for part in parts for axis, _ in part)
+    unrolled = dict.fromkeys(axis for axis, _ in itertools.chain(*parts))
     axes = (*structure.rows, *unrolled, *structure.columns)
     labels = tuple([(axis,) for axis in axes])
     return Operand(labels, dtype, "float", _user_name(parts, "intermediate"))

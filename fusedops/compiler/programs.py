@@ -25,12 +25,13 @@ from . import storing
 from .axes import Label
 from .effects import check_effects
 from .errors import NotRowwiseError
-from .looking import Look
+from .objects import PLAIN
 from .operator import Program, dynamic_axes
 from .planning import planned
+from .reader import Look
+from .rows import structured
 from .state import Looks, plain_state
-from .structure import Operand, Structure, structured
-from .surroundings import PLAIN
+from .structure import Operand, Structure
 from .traced import Traced
 from .tracing import trace
 
@@ -60,6 +61,11 @@ class Match:
     program: Program
     captured: tuple[int, ...]
 
+    def fits(self, tensors: Sequence[Tensor], state_tensors: Sequence[Tensor]) -> bool:
+        """Whether the program is for tensors like those of a call and of the state."""
+        captured = [state_tensors[position] for position in self.captured]
+        return self.program.fits([*tensors, *captured])
+
 
 def tensors_of(args: Sequence[Any]) -> list[Tensor]:
     """Return the tensors among the arguments of a call."""
@@ -79,7 +85,10 @@ class Programs:
     def __init__(
         self, function: FunctionType, name: str, names: Sequence[str], run: Callable[..., Any]
     ) -> None:
-        self.function, self.name, self.names, self.run = function, name, names, run
+        self.function = function
+        self.name = name
+        self.names = names
+        self.run = run
         self.known: dict[Any, list[Match]] = {}
         self.refused: dict[Any, str] = {}
         self._looks: dict[tuple[int, ...], Looks] = {}
@@ -87,10 +96,9 @@ class Programs:
     def looks(self, args: Sequence[Any]) -> Looks:
         """Return the `Looks` for the arguments of a call that are objects, and so have a state."""
         objects = tuple([i for i, a in enumerate(args) if not isinstance(a, (Tensor, *PLAIN))])
-        looks = self._looks.get(objects)
-        if looks is None:
-            looks = self._looks[objects] = Looks(self.function, self.names, objects)
-        return looks
+        if objects not in self._looks:
+            self._looks[objects] = Looks(self.function, self.names, objects)
+        return self._looks[objects]
 
     def find(self, args: Sequence[Any], autocast: Any) -> Match:
         """Return the program for a call.
@@ -104,22 +112,21 @@ class Programs:
         tensors = tensors_of(args)
         if not tensors:
             raise NotRowwiseError(f"{self.name}: {self._why_no_tensors(args)}")
-
-        def fits(match: Match) -> bool:
-            captured = [state_tensors[position] for position in match.captured]
-            return match.program.fits([*tensors, *captured])
-
-        # Programs with one key differ in the tensors that fit. The first size is not a part of a
-        # refusal's key, because most refusals are the same for any number of rows.
+        # Programs with one key differ in the tensors that fit:
+        #
+        #   numbers, state, autocast, default dtype, kind of device  -> known programs
+        #   the same, and each tensor's kind and sizes but the first -> a refusal
+        #
+        # The first size is not a part of a refusal's key, because most refusals are the same for
+        # any number of rows.
         numbers = tuple([None if isinstance(a, Tensor) else plain_state(a) for a in args])
         key = (numbers, state, autocast, torch.get_default_dtype(), tensors[0].device.type)
-        kinds = [(t.dtype, t.layout, t.dim(), hints(t.shape[1:])) for t in tensors]
-        refusal_key = (key, *kinds)
+        refusal_key = (key, *map(_kind_of, tensors))
         if refusal_key in self.refused:
             raise NotRowwiseError(self.refused[refusal_key])
         known = self.known.setdefault(key, [])
         for match in known:
-            if fits(match):
+            if match.fits(tensors, state_tensors):
                 return match
         call = _Call(args, look, state_tensors, self._path(look, key))
         try:
@@ -129,7 +136,7 @@ class Programs:
             # The text alone: the error would keep the tensors of its frames alive.
             self.refused[refusal_key] = str(error)
             raise
-        if not fits(match):
+        if not match.fits(tensors, state_tensors):
             raise NotRowwiseError(f"{self.name}: it was traced for tensors of other shapes")
         known.append(match)
         return match
@@ -138,7 +145,8 @@ class Programs:
         """Return why a call has no tensors: they are in tuples or lists, or there are none."""
         reasons: list[str] = []
         for name, a in zip(self.names, args, strict=True):
-            if isinstance(a, (tuple, list)) and tensors_of(a):
+            is_sequence = isinstance(a, (tuple, list))
+            if is_sequence and tensors_of(a):
                 reasons.append(f"{name} is a {type(a).__name__} of tensors; pass them one by one")
         return "; ".join(reasons) or "none of its arguments is a tensor"
 
@@ -249,11 +257,8 @@ class Programs:
 
     def _depends_on_rows(self, call: _Call, structure: Structure) -> str:
         """Return why the structure differs for other numbers of rows; "" if it does not."""
-        for sizes in _other_rows(structure):
-            why = self._differs(call, structure, sizes)
-            if why:
-                return why
-        return ""
+        reasons = (self._differs(call, structure, sizes) for sizes in _other_rows(structure))
+        return next(filter(None, reasons), "")
 
     def _differs(self, call: _Call, structure: Structure, sizes: Mapping[int, int]) -> str:
         """Return why a trace with other sizes of some axes differs; "" if it does not."""
@@ -284,38 +289,23 @@ class Programs:
         That is 0 for inputs that are used. For the others it is all, or all but the last, or none,
         depending on the sizes that the function reads.
         """
-        inputs = zip(structure.inputs, structure.used, strict=True)
-        unused = {i: operand for i, (operand, is_used) in enumerate(inputs) if not is_used}
-        known = _used_axes(structure)
-
-        def separate(labels: Sequence[Label]) -> int:
-            """Count the leading dimensions that no other tensor has.
-
-            Dimensions of one are not counted: without an axis they cannot be tested.
-            """
-            for dim, label in enumerate(labels):
-                if not label or known.intersection(label):
-                    return dim
-            return len(labels)
-
         for fixed_dims in (0, 1):  # the number of last dimensions that keep their size
-            loose: dict[int, int] = {}
-            axes: dict[int, None] = {}
-            for i, operand in unused.items():
-                free_dims = min(separate(operand.labels), len(operand.labels) - fixed_dims)
-                loose[i] = max(free_dims, 0)
-                axes.update(
-                    dict.fromkeys(itertools.chain.from_iterable(operand.labels[: loose[i]]))
-                )
+            loose = _separate_dims(structure, fixed_dims)
+            labels = [
+                operand.labels[:count]
+                for operand, count in zip(structure.inputs, loose, strict=True)
+            ]
+            axes = dict.fromkeys(itertools.chain(*itertools.chain(*labels)))
             if not self._differs_for(call, structure, list(axes)):
-                return tuple([loose.get(i, 0) for i in range(len(structure.inputs))])
+                return loose
         return (0,) * len(structure.inputs)
 
     def _differs_for(self, call: _Call, structure: Structure, axes: Sequence[int]) -> bool:
         """Whether the function differs for some other sizes of these axes."""
         if not axes:
             return False
-        few, many = _primes(structure, _FEW), _divisible(structure, _MANY)
+        few = _primes(structure, _FEW)
+        many = _divisible(structure, _MANY)
         choices = (few, [1] * len(axes), many)
         return any(
             self._differs(call, structure, dict(zip(axes, choice, strict=False)))
@@ -358,6 +348,11 @@ class Programs:
             raise NotRowwiseError(f"{self.name}: {error}") from None
 
 
+def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return all of a tensor's kind and shape that a refusal depends on."""
+    return tensor.dtype, tensor.layout, tensor.dim(), hints(tensor.shape[1:])
+
+
 def _without_memory(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a tensor on the meta device; one that is not dense is returned as it is."""
     if like.layout is not torch.strided or like.is_nested:
@@ -373,6 +368,33 @@ def _used_axes(structure: Structure) -> set[int]:
     return {axis for operand in (*inputs, *structure.outputs) for axis in operand.axes}
 
 
+def _separate_dims(structure: Structure, fixed_dims: int) -> tuple[int, ...]:
+    """Return how many of each unused input's first dimensions no other tensor has; 0 for others.
+
+    The last dimensions, ``fixed_dims`` of them, are not counted.
+    """
+    known = _used_axes(structure)
+    counts = []
+    for operand, is_used in zip(structure.inputs, structure.used, strict=True):
+        if is_used:
+            counts.append(0)
+            continue
+        most = len(operand.labels) - fixed_dims
+        counts.append(max(min(_separate(operand.labels, known), most), 0))
+    return tuple(counts)
+
+
+def _separate(labels: Sequence[Label], known: Collection[int]) -> int:
+    """Return how many leading dimensions have no known axis.
+
+    Dimensions of one are not counted: without an axis they cannot be tested.
+    """
+    for dim, label in enumerate(labels):
+        if not label or not set(known).isdisjoint(label):
+            return dim
+    return len(labels)
+
+
 def _of_one(shapes: Sequence[tuple[int, ...]]) -> set[int]:
     """Return the dimensions, counted from the last, that are one in all tensors.
 
@@ -380,18 +402,22 @@ def _of_one(shapes: Sequence[tuple[int, ...]]) -> set[int]:
     """
     ones: set[int] = set()
     for dim in range(2, max(map(len, shapes)) + 1):
-        sizes = [shape[-dim] for shape in shapes if len(shape) >= dim]
-        if all(size == 1 for size in sizes):
+        sizes = {shape[-dim] for shape in shapes if len(shape) >= dim}
+        if sizes == {1}:
             ones.add(dim)
     return ones
 
 
 def _larger(shapes: Sequence[tuple[int, ...]], dims: Collection[int]) -> list[tuple[int, ...]]:
     """Return the shapes with two in some dimensions, counted from the last, in place of one."""
-    return [
-        tuple([2 if len(shape) - i in dims else size for i, size in enumerate(shape)])
-        for shape in shapes
-    ]
+    larger = []
+    for shape in shapes:
+        sizes = list(shape)
+        for dim in dims:
+            if dim <= len(sizes):
+                sizes[-dim] = 2
+        larger.append(tuple(sizes))
+    return larger
 
 
 def _is_dynamic(structure: Structure, dim: int) -> bool:
@@ -424,31 +450,38 @@ def _other_rows(structure: Structure) -> list[dict[int, int]]:
     few = _primes(structure, _FEW)
     ones = [few[-i - 1] if axis in structure.counted else 1 for i, axis in enumerate(axes)]
     choices = (ones, few, _divisible(structure, _MANY))
-    others = [
-        {axis: choices[(i + turn) % 3][i] for i, axis in enumerate(axes)} for turn in range(3)
-    ]
+
+    def sizes(turn: int) -> dict[int, int]:
+        return {axis: choices[(i + turn) % 3][i] for i, axis in enumerate(axes)}
+
+    others = list(map(sizes, range(3)))
     if len(axes) < 2:
         return others
     return [dict(zip(axes, ones, strict=True)), *others]
+
+
+# Small sizes show what is compared with a number or unrolled; one shows what broadcasts; large ones
+# show what depends on a limit. Sizes that axes have already are left out, since two axes of one
+# size could stand for one another unseen.
 
 
 def _limit(structure: Structure, largest: int) -> int:
     """Return the largest size of rows, up to a limit, with which no tensor is too large."""
     axes = dynamic_axes(structure)
     # The product of all constant sizes: no tensor has more axes.
-    constant = _used_axes(structure) - axes.keys()
-    fixed = math.prod([structure.sizes[axis] for axis in constant])
+    fixed = structure.size(_used_axes(structure) - axes.keys())
     return min(largest, int((_ELEMENTS / fixed) ** (1 / max(len(axes), 1))))
 
 
 def _primes(structure: Structure, largest: int) -> list[int]:
     """Return primes that are no axis's size, the largest first."""
-
-    def is_prime(n: int) -> bool:
-        return all(n % divisor for divisor in range(2, math.isqrt(n) + 1))
-
     numbers = range(_limit(structure, largest), 1, -1)
-    return [n for n in numbers if n not in structure.sizes and is_prime(n)]
+    others = itertools.filterfalse(structure.sizes.__contains__, numbers)
+    return list(filter(_is_prime, others))
+
+
+def _is_prime(n: int) -> bool:
+    return all(n % divisor for divisor in range(2, math.isqrt(n) + 1))
 
 
 def _divisible(structure: Structure, largest: int) -> list[int]:
@@ -456,7 +489,8 @@ def _divisible(structure: Structure, largest: int) -> list[int]:
 
     They are multiples of the first step of which the range has enough for all axes.
     """
-    limit, count = _limit(structure, largest), len(structure.sizes)
+    limit = _limit(structure, largest)
+    count = len(structure.sizes)
     step = 2
     for candidate in (5040, 720, 48, 8):
         if limit // candidate > 2 * count:
@@ -470,7 +504,8 @@ def _shapes(
 ) -> list[tuple[int, ...]]:
     """Return the shapes of tensors, with other sizes of some axes."""
     sizes = dict(enumerate(structure.sizes)) | dict(others)
-    return [
-        tuple([math.prod([sizes[axis] for axis in label]) for label in operand.labels])
-        for operand in operands
-    ]
+
+    def size(label: Label) -> int:
+        return math.prod([sizes[axis] for axis in label])
+
+    return [tuple(map(size, operand.labels)) for operand in operands]

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from .errors import NotRowwiseError
-from .looking import Look
-from .surroundings import PLAIN
+from .objects import PLAIN
+from .reader import Look
 from .walking import Names, Walk
 
 __all__ = ["Looks", "plain_state", "simple_variables"]
@@ -59,11 +59,15 @@ class Looks:
     def __init__(
         self, function: FunctionType, names: Sequence[str], positions: tuple[int, ...]
     ) -> None:
-        self.function, self.names, self.positions = function, names, positions
+        self.function = function
+        self.names = names
+        self.positions = positions
         self._known: tuple[Look, ...] = ()  # the last used first
 
     def at(self, args: Sequence[Any]) -> tuple[Look, Any, list[Tensor]]:
         """Return the `Look` that reads the state, the hashable state, and the tensors in it."""
+        # Objects of several structures may alternate, as modules of several classes do. The last
+        # used one is tried first.
         known = self._known
         for i, look in enumerate(known):
             state = look.read(args)
@@ -108,7 +112,8 @@ def _walked(
     """
     known = Names()
     while True:
-        walk, reason = Walk(known), ""
+        walk = Walk(known)
+        reason = ""
         try:
             walk.root(function)
             for i in positions:
@@ -117,6 +122,9 @@ def _walked(
             reason = str(error)
         except RecursionError:
             reason = "what it reads is too deep; pass what is needed of it"
+        except ValueError as error:
+            # Of an attribute that is computed. Without the rest of the walk a change is unseen.
+            reason = f"what it reads raises an error: {error}; pass what is needed of it"
         if reason or walk.read == known:
             return walk, reason
         known = walk.read

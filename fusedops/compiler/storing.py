@@ -23,15 +23,28 @@ import torch
 from ..core.configs import cache
 from . import grammar
 from .ir import Graph, Node, topological
-from .looking import Look
-from .structure import Operand, Part, Structure
-from .surroundings import PLAIN, is_of_a_library
+from .objects import PLAIN, is_of_a_library
+from .reader import Look
+from .structure import Operand, Part, Structure, nodes_of
 
 __all__ = ["decoded", "encoded", "read", "stored_at", "write"]
 
 
 class _NoValueError(Exception):
     """A value that may differ in another process."""
+
+
+# The key of a file has to contain everything on which a trace depends, and nothing that another
+# process has otherwise:
+#
+#   part of the key                           from
+#   numbers among the arguments               repr, so that 1, 1.0 and True differ
+#   the state around the function             its numbers, and words of the walk: names, classes
+#   the code of all functions that it calls   bytecode, constants, names, file and first line
+#   autocast, default dtype, kind of device   the call
+#   versions of PyTorch, Python, the package  `core.configs.cache`
+#
+# An id, or the text of an object at an address, would let two processes share a file by accident.
 
 
 def stored_at(look: Look, *key: Any) -> Path | None:
@@ -102,7 +115,7 @@ def _plain(value: Any) -> str:
         return value.__name__
     # A bound method is refused: its object has a state, and its class may change.
     owner = getattr(value, "__self__", None)
-    is_bound = owner is not None and not isinstance(owner, ModuleType)
+    is_bound = not isinstance(owner, (ModuleType, type(None)))
     if is_bound or not is_of_a_library(value):
         raise _NoValueError
     # A method that is written in C has no module, but its class has.
@@ -120,14 +133,13 @@ def encoded(structure: Structure) -> dict[str, Any]:
     derivatives. Nodes are numbered in the order of the graph, so that arguments come first.
     """
     tensors = [*structure.results, *[parts for parts, _ in structure.values]]
-    used = set(topological([node for parts in tensors for node in parts.values()]))
-    stored = [node for node in structure.graph.nodes.values() if node in used]
+    used = set(topological(nodes_of(tensors)))
+    stored = list(filter(used.__contains__, structure.graph.nodes.values()))
     numbers = {node: number for number, node in enumerate(stored)}
-    lines = [
-        (numbers[node], structure.lines[node.number])
-        for node in stored
-        if node.number in structure.lines
-    ]
+    lines = []
+    for node, number in numbers.items():
+        if node.number in structure.lines:
+            lines.append((number, structure.lines[node.number]))
     return {
         "nodes": [_node(node, numbers) for node in stored],
         "sizes": structure.sizes,
@@ -151,7 +163,10 @@ def encoded(structure: Structure) -> dict[str, Any]:
 def decoded(fields: Any) -> Structure:
     """Return the structure that was encoded, after a check of everything in it: see `grammar`."""
     grammar.check(fields)
-    graph, nodes = Graph(), list[Node]()
+    # Nodes are built again by `Graph.make`, so that equal ones are one, but not simplified again:
+    # the file has the graph as the trace left it.
+    graph = Graph()
+    nodes = list[Node]()
     for op, args, attrs, axes, kind, names in fields["nodes"]:
         node = graph.make(
             op, *[nodes[arg] for arg in args], attrs=_tuple(attrs), axes=axes, kind=kind
@@ -209,4 +224,6 @@ def _name(dtype: torch.dtype) -> str:
 
 def _tuple(value: Any) -> Any:
     """Return nested lists as nested tuples, since JSON has lists only."""
-    return tuple([_tuple(inner) for inner in value]) if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    return tuple(map(_tuple, value))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import functools
@@ -10,9 +9,9 @@ import inspect
 import itertools
 import keyword
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,21 +24,20 @@ from ..core.compat.modules import (
     has_backward_hooks,
     has_global_hooks,
 )
+from .bytecode import Reads, reads_of
 from .errors import NotRowwiseError
-from .looking import Writer
-from .surroundings import (
+from .objects import (
     MODES,
     PLAIN,
-    Reads,
     inherits_a_forward,
     is_apply,
     is_autograd,
     is_of_a_library,
     is_of_python,
     is_pure,
-    reads_of,
     slots_of,
 )
+from .reader import Writer
 
 __all__ = ["APPLIED", "UNWRAPPED", "Names", "Walk"]
 
@@ -105,6 +103,19 @@ class Names:
             self.everything or reads.everything,
             self.calls or reads.calls,
         )
+
+
+# What a walk does with a value depends on how it can change:
+#
+#   numbers, strings         read in each call: constants of the kernels
+#   tensors                  read in each call: arguments of the kernels
+#   code, classes, enums     compared by identity
+#   containers, objects      their class and length are compared; what they hold is visited
+#   functions of libraries   compared by identity, and not entered
+#   anything else            refused, as what has its state in C: a generator of random numbers
+#
+# Objects are visited by the attributes that any visited function names. To visit all would read
+# what no code uses, such as caches, and refuse functions for it.
 
 
 class Walk(Writer):
@@ -244,13 +255,9 @@ class Walk(Writer):
             return None
         for kind, handler in _HANDLERS.items():
             if isinstance(value, kind):
-                is_code = kind in (FunctionType, type)
-                return Walk.immutable if is_code and is_of_a_library(value) else handler
-        if inspect.isbuiltin(value):
-            return Walk.immutable if is_pure(value) else None
-        if callable(value) and is_of_a_library(value):
-            return Walk.immutable
-        return Walk.instance if is_of_python(type(value)) else None
+                is_library_code = kind in _CODE and is_of_a_library(value)
+                return Walk.immutable if is_library_code else handler
+        return _handler_of_other(value)
 
     def leaf(self, value: Any, variable: str, name: str) -> None:
         """Read a number, a string or the like."""
@@ -299,7 +306,8 @@ class Walk(Writer):
         ``variable`` is "" for the root, whose cells and globals are constants of the written
         function; it finds those of other functions by attributes.
         """
-        code, scope = function.__code__, function.__globals__
+        code = function.__code__
+        scope = function.__globals__
         reads = reads_of(code)
         self.codes.append(code)
         self.words.append(code)
@@ -313,20 +321,24 @@ class Walk(Writer):
         for first, *attributes in reads.chains:
             called = first in reads.called
             if first in cells:
-                index = code.co_freevars.index(first)
-                with contextlib.suppress(ValueError):  # the cell is empty
-                    value = cells[first].cell_contents
-                    if variable:
-                        cell = f"{variable}.__closure__[{index}]"
-                    else:
-                        cell = self.constant(cells[first])
-                    expression = f"{cell}.cell_contents"
-                    self.chain(value, expression, first, attributes, simple, called=called)
+                cell = cells[first]
+                if _is_empty(cell):
+                    continue
+                value = cell.cell_contents
+                expression = self.contents_of(cell, code, first, variable)
             elif first in scope:
+                value = scope[first]
                 expression = f"{globals_}[{first!r}]"
-                self.chain(scope[first], expression, first, attributes, simple, called=called)
             else:  # one of the builtins, unless the module defines it later
                 self.expect(f"{first!r} not in {globals_}")
+                continue
+            self.chain(value, expression, first, attributes, simple, called=called)
+
+    def contents_of(self, cell: CellType, code: CodeType, name: str, variable: str) -> str:
+        """Return the expression of a cell's contents: see `outer_variables` for ``variable``."""
+        if variable:
+            return f"{variable}.__closure__[{code.co_freevars.index(name)}].cell_contents"
+        return f"{self.constant(cell)}.cell_contents"
 
     def chain(
         self,
@@ -361,14 +373,11 @@ class Walk(Writer):
             simple.append((expression, value))
         if handler is not Walk.function:
             return
-        defaults: list[tuple[str, Any]] = []
-        for index, default in enumerate(value.__defaults__ or ()):
-            defaults.append((f"{expression}.__defaults__[{index}]", default))
-        for key, default in (value.__kwdefaults__ or {}).items():
-            defaults.append((f"{expression}.__kwdefaults__[{key!r}]", default))
-        simple += defaults
-        are_plain = all(isinstance(default, PLAIN) for _, default in defaults)
-        self.is_simple &= are_plain and not value.__closure__
+        for default_expression, default in _defaults_of(value, expression):
+            simple.append((default_expression, default))
+            self.is_simple &= isinstance(default, PLAIN)
+        if value.__closure__:
+            self.is_simple = False
 
     def method(self, value: MethodType, variable: str, name: str) -> None:
         """Visit a bound method: its function and its object."""
@@ -407,7 +416,7 @@ class Walk(Writer):
         """Visit the values of a dict."""
         self.expect_type(variable, value)
         self.expect(f"tuple({variable}) == {self.constant(tuple(value))}")
-        if not all(type(key) in (str, int) or isinstance(key, enum.Enum) for key in value):
+        if not all(map(_is_plain_key, value)):
             why = "is a dict whose keys are no strings; pass what is needed of it"
             self.refuse(variable, value, f"{self.role} {name} {why}")
         self.words.append(list(map(str, value)))
@@ -447,22 +456,30 @@ class Walk(Writer):
 
     def attributes(self, value: Any, variable: str, name: str) -> None:
         """Visit the attributes of an object that the function's code names."""
-        own, is_library = getattr(value, "__dict__", None), is_of_a_library(type(value))
+        own = getattr(value, "__dict__", None)
         namespace = ""
         if own is not None:
             namespace = self.at(f"{variable}.__dict__")
-            for key, inner in list(own.items()):
-                named = self.is_named(key)
-                # The code of a library is not read, so that it may read every attribute.
-                if is_library or named:
-                    expression = f"{namespace}[{key!r}]"
-                    self.visit(inner, expression, f"{name}.{key}", required=named)
-        for key in slots_of(type(value)):
-            if self.is_named(key) and hasattr(value, key):
+            self.own_attributes(own, namespace, name, whole=is_of_a_library(type(value)))
+        for key in filter(self.is_named, slots_of(type(value))):
+            if hasattr(value, key):
                 self.visit(getattr(value, key), _attribute(variable, key), f"{name}.{key}")
         self.missing_attributes(value, variable)
         self.class_attributes(type(value), name, own, namespace)
         self.special_methods(type(value), name, instantiated=False)
+
+    def own_attributes(
+        self, own: dict[str, Any], namespace: str, name: str, *, whole: bool
+    ) -> None:
+        """Visit the attributes that an object has itself.
+
+        Those of a library's object are visited as a ``whole``: its code is not read, so that it
+        may read every attribute.
+        """
+        for key, inner in list(own.items()):
+            named = self.is_named(key)
+            if whole or named:
+                self.visit(inner, f"{namespace}[{key!r}]", f"{name}.{key}", required=named)
 
     def missing_attributes(self, value: Any, variable: str) -> None:
         """Check that optional attributes which the object lacks are still missing."""
@@ -487,11 +504,11 @@ class Walk(Writer):
         keys = dict.fromkeys(itertools.chain.from_iterable(map(vars, classes)))
         known = self.constant(kind) if classes else ""
         named = filter(self.is_named, itertools.filterfalse(_is_special, keys))
+        own_keys = () if own is None else own
         for key in named:
-            owner = next(one for one in kind.__mro__ if key in vars(one))
-            raw = vars(owner)[key]
+            raw = _in_class(kind, key)
             # An object's own attribute comes first, but not before a property of its class.
-            is_hidden = own is not None and key in own and not isinstance(raw, property)
+            is_hidden = key in own_keys and not isinstance(raw, property)
             if is_hidden or isinstance(raw, _IN_C):
                 continue
             if namespace:
@@ -510,17 +527,23 @@ class Walk(Writer):
         not the ``__init__`` that a dataclass generates.
         """
         for owner in _user_classes(kind):
-            constructors = {"__post_init__"}
-            if not dataclasses.is_dataclass(owner):
-                constructors.add("__init__")
+            constructors = _constructors_of(owner) if instantiated else ()
             for key, inner in vars(owner).items():
-                if not isinstance(inner, FunctionType):
-                    continue
-                constructs = instantiated and key in constructors
-                if constructs or _is_operator(key):
+                is_called = key in constructors or _is_operator(key)
+                if is_called and isinstance(inner, FunctionType):
                     self.visit(inner, f"{self.constant(owner)}.{key}", f"{name}.{key}")
 
     # --- modules of PyTorch -----------------------------------------------------------------------
+
+    # What a call of a module reads, all of which may change between two calls:
+    #
+    #   module.__dict__     attributes, training mode, a forward of its own
+    #   _parameters, ...    members by name, each of which may be replaced
+    #   hooks               of the module, and of all modules
+    #   type(module)        the forward, properties, numbers of the class
+    #
+    # Without a forward whose code names them, members may still be read by iteration, as by
+    # `parameters()`: then all of them are visited, and their names compared.
 
     def module(
         self, value: nn.Module, variable: str, name: str, short: str, *, called: bool
@@ -530,23 +553,20 @@ class Walk(Writer):
         self.storable = False
         namespace = self.at(f"{variable}.__dict__")
         self.check_module(value, variable, name, namespace)
-        # Whether the code may reach every member, also those that it does not name.
-        whole = (
-            self.known.everything
-            or bool(_ACCESSORS & self.known.names)
-            or inherits_a_forward(type(value))
-        )
+        whole = self.reaches_all_members(value)
         prefix = f"{short}_" if short and short != name else ""
         for key, inner in list(vars(value).items()):
             named = self.is_named(key)
-            if key not in MODULE_INTERNALS and (whole or named):
-                self.visit(
-                    inner,
-                    f"{namespace}[{key!r}]",
-                    f"{name}.{key}",
-                    short=f"{prefix}{key}",
-                    required=named,
-                )
+            is_internal = key in MODULE_INTERNALS
+            if is_internal or not (whole or named):
+                continue
+            self.visit(
+                inner,
+                f"{namespace}[{key!r}]",
+                f"{name}.{key}",
+                short=f"{prefix}{key}",
+                required=named,
+            )
         for registry in MODULE_MEMBERS:
             members = vars(value)[registry]
             self.members(members, f"{namespace}[{registry!r}]", name, prefix, whole=whole)
@@ -559,6 +579,12 @@ class Walk(Writer):
             self.call(value, namespace, name)
         else:
             self.uncalled[id(value)] = value, namespace, name
+
+    def reaches_all_members(self, module: nn.Module) -> bool:
+        """Whether the code may reach every member of a module, also those that it does not name."""
+        if self.known.everything or inherits_a_forward(type(module)):
+            return True
+        return not _ACCESSORS.isdisjoint(self.known.names)
 
     def check_module(self, value: nn.Module, variable: str, name: str, namespace: str) -> None:
         """Raise for a module that is not initialised, or has backward hooks."""
@@ -586,10 +612,10 @@ class Walk(Writer):
             self.expect(f"tuple({self.at(expression)}) == {self.constant(tuple(members))}")
         elif whole:
             self.expect(f"not {expression}")
-        for key, inner in list(members.items()):
-            if whole or self.is_named(key):
-                item = f"{self.at(expression)}[{key!r}]"
-                self.visit(inner, item, f"{name}.{key}", short=f"{prefix}{key}")
+        visited = list(members) if whole else list(filter(self.is_named, members))
+        for key in visited:
+            item = f"{self.at(expression)}[{key!r}]"
+            self.visit(members[key], item, f"{name}.{key}", short=f"{prefix}{key}")
 
     def call(self, value: nn.Module, namespace: str, name: str) -> None:
         """Visit what a call of a module runs: its hooks, and the forward."""
@@ -602,7 +628,8 @@ class Walk(Writer):
             )
         self.expect(f"not {has_hooks}")
         for registry in FORWARD_HOOKS:
-            hooks, expression = vars(value)[registry], f"{namespace}[{registry!r}]"
+            hooks = vars(value)[registry]
+            expression = f"{namespace}[{registry!r}]"
             self.expect(f"len({expression}) == {len(hooks)}" if hooks else f"not {expression}")
             for i, hook in enumerate(hooks.values()):
                 self.visit(hook, f"list({expression}.values())[{i}]", f"a hook of {name}")
@@ -628,6 +655,7 @@ _HANDLERS: dict[Any, Callable[..., None]] = {
     set: Walk.set,
     frozenset: Walk.set,
 }
+_CODE = (FunctionType, type)
 # Descriptors that are written in C: slots, and methods of types in C.
 _IN_C = (
     types.MemberDescriptorType,
@@ -637,9 +665,55 @@ _IN_C = (
 )
 
 
+def _handler_of_other(value: Any) -> Callable[..., None] | None:
+    """Return the method that visits a function in C, or an object; None for unsupported ones."""
+    if inspect.isbuiltin(value):
+        return Walk.immutable if is_pure(value) else None
+    if callable(value) and is_of_a_library(value):
+        return Walk.immutable
+    return Walk.instance if is_of_python(type(value)) else None
+
+
+def _defaults_of(function: FunctionType, expression: str) -> Iterator[tuple[str, Any]]:
+    """Yield a function's defaults, each with the expression that reads it."""
+    for index, default in enumerate(function.__defaults__ or ()):
+        yield f"{expression}.__defaults__[{index}]", default
+    for key, default in (function.__kwdefaults__ or {}).items():
+        yield f"{expression}.__kwdefaults__[{key!r}]", default
+
+
 def _user_classes(kind: type) -> list[type]:
     """Return a class and those that it inherits from, without those of libraries."""
     return list(itertools.filterfalse(is_of_a_library, kind.__mro__))
+
+
+def _is_empty(cell: CellType) -> bool:
+    """Whether a cell's variable is not assigned yet, or was deleted."""
+    try:
+        cell.cell_contents  # noqa: B018 - the read raises
+    except ValueError:
+        return True
+    return False
+
+
+def _constructors_of(kind: type) -> tuple[str, ...]:
+    """Return the methods of the user's that create an object of a class."""
+    if dataclasses.is_dataclass(kind):
+        return ("__post_init__",)
+    return ("__post_init__", "__init__")
+
+
+def _in_class(kind: type, key: str) -> Any:
+    """Return an attribute that a class has or inherits, as it is: a property, not its value."""
+    for owner in kind.__mro__:
+        if key in vars(owner):
+            return vars(owner)[key]
+    raise AttributeError(key)
+
+
+def _is_plain_key(key: Any) -> bool:
+    """Whether the words of a state hold a key of a dict."""
+    return type(key) in (str, int) or isinstance(key, enum.Enum)
 
 
 def _is_special(key: str) -> bool:

@@ -271,7 +271,7 @@ def test_integers_in_long_rows() -> None:
 @pytest.fixture
 def three_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rows of 24 columns are three parts, as those of 1536 are."""
-    monkeypatch.setattr("fusedops.compiler.structure._LEAST_PART", 4)
+    monkeypatch.setattr("fusedops.compiler.rows._LEAST_PART", 4)
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))  # others are stored as one part
 
 

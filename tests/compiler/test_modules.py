@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 
 import fusedops
 import rowwise_operators
-from fusedops.compiler import programs, storing
+from fusedops.compiler import grammar, programs, storing
 from fusedops.compiler.codegen import backward_kernels, forward_kernels
 from fusedops.core.configs import cache
 from fusedops.core.launches import launch
@@ -318,6 +318,29 @@ def test_nothing_of_a_file_is_executed(tmp_path: Path, monkeypatch: pytest.Monke
     assert torch.equal(
         fusedops.rowwise(scaled_norm, strict=True)(x, weight, training=False), expected
     )
+
+
+def test_files_with_wrong_flags_are_not_used() -> None:
+    """An input of a node that is marked as unused would be read in any shape.
+
+    A value in fp64 would be computed in fp32.
+    """
+
+    def function(x: Tensor, unused: Tensor) -> Tensor:
+        return x.double().square().sum(-1, keepdim=True).float()
+
+    before = json.dumps(storing.encoded(_structure(function, torch.rand(5, 24), torch.rand(5, 24))))
+    assert storing.decoded(json.loads(before)).used == (True, False)
+    for field, values in {
+        "used": ([False, False], [1, 0], [True], [True, True, False], True),
+        "wide": (False, 1, [True]),
+        "other": (True,),
+    }.items():
+        for value in values:
+            fields = json.loads(before)
+            fields[field] = value
+            with pytest.raises((grammar.GrammarError, TypeError)):
+                storing.decoded(fields)
 
 
 @kernels

@@ -17,7 +17,7 @@ from backends import Backend
 from fusedops.compiler import launching
 from fusedops.compiler.operator import Program
 from fusedops.compiler.planning import planned
-from fusedops.compiler.structure import structured
+from fusedops.compiler.rows import structured
 from fusedops.compiler.tracing import trace
 from fusedops.core.launches import launch
 from rowwise_operators import BINARY, ROWS, UNARY, numbers, pairs, rows

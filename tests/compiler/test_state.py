@@ -893,6 +893,25 @@ def test_function_with_a_state_that_is_another_at_each_look_is_refused() -> None
         fusedops.rowwise(lambda x: x * k).source(randn(5, 24))
 
 
+def test_function_whose_closure_raises_an_error_when_it_is_read_is_refused() -> None:
+    """The rest of what the variable holds would change unseen."""
+
+    class Config:
+        gain = 3.0
+
+        @property
+        def extra(self) -> float:
+            raise ValueError("no extra was set")
+
+    config, other = Config(), types.SimpleNamespace()
+
+    def function(x: Tensor) -> Tensor:
+        return x * config.gain * getattr(other, "extra", 2.0)
+
+    with pytest.raises(fusedops.NotRowwiseError, match="no extra was set"):
+        fusedops.rowwise(function).source(randn(5, 24))
+
+
 # --- the graph instead of the function ------------------------------------------------------------
 
 

@@ -84,7 +84,7 @@ MUTANTS = (
     ),
     Mutant(
         "strides of rows and of vectors of groups ignored",
-        "compiler/emitting.py",
+        "compiler/addresses.py",
         '        return self.argument("stride", index, f"{operand.name}_stride", kind)\n',
         "        return size\n",
         ("compiler/test_inputs.py", "test_strided_rows or test_vectors_of_groups"),

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from fusedops.compiler import launching
 from fusedops.compiler.operator import Program
 from fusedops.compiler.planning import planned
-from fusedops.compiler.structure import structured
+from fusedops.compiler.rows import structured
 from fusedops.compiler.tracing import trace
 from fusedops.core.calls.operators import site_of
 from fusedops.core.configs import cache, tuning

@@ -158,19 +158,9 @@ def test_core_names_no_module_above_it(name: str) -> None:
     assert not found, f"{name} has {found}"
 
 
-# Imported for annotations alone, from the module that calls these.
-_FOR_TYPES = {
-    f"fusedops.compiler.{name}": {"fusedops.compiler.operator"}
-    for name in ("allocating", "launching", "unfused")
-}
-
-
 def test_no_import_circle() -> None:
-    """Imports inside functions and for annotations count, with one exception."""
-    graph = {
-        name: (set(_imports(path)) & set(MODULES)) - {name} - _FOR_TYPES.get(name, set())
-        for name, path in MODULES.items()
-    }
+    """Imports inside functions and for annotations count."""
+    graph = {name: (set(_imports(path)) & set(MODULES)) - {name} for name, path in MODULES.items()}
     assert list(graphlib.TopologicalSorter(graph).static_order())  # else CycleError names it
 
 

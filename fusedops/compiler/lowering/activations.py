@@ -23,7 +23,8 @@ def _elu(
     def elu(a: Node) -> Node:
         is_negative = graph.make("le", a, graph.const(0.0))
         inner = graph.binary("mul", a, graph.const(float(input_scale)))
-        height, slope = graph.const(float(alpha * scale)), graph.const(float(scale))
+        height = graph.const(float(alpha * scale))
+        slope = graph.const(float(scale))
         curve = graph.binary("mul", graph.unary("expm1", inner), height)
         result = graph.where(is_negative, curve, graph.binary("mul", a, slope))
         steepness = graph.const(float(alpha * scale * input_scale))
@@ -57,7 +58,8 @@ def _softshrink(r: Any, out: Any, x: Value, lambd: float = 0.5) -> Value:
     """Numbers nearer to zero by ``lambd``; those that become zero have no gradient."""
     graph: Any = r.graph
     zero = graph.const(0.0)
-    low, high = graph.const(-float(lambd)), graph.const(float(lambd))
+    low = graph.const(-float(lambd))
+    high = graph.const(float(lambd))
 
     def softshrink(a: Node) -> Node:
         nearer = graph.binary("sub", a, graph.binary("mul", graph.unary("sign", a), high))
@@ -198,14 +200,18 @@ def _sinc(r: Any, out: Any, x: Value) -> Value:
 @lowers("logit", "logit_")
 def _logit(r: Any, out: Any, x: Value, eps: float | None = None) -> Value:
     graph = r.graph
-    zero, one = graph.const(0.0), graph.const(1.0)
+    zero = graph.const(0.0)
+    one = graph.const(1.0)
     if eps is None:
-        low, high = zero, one
+        low = zero
+        high = one
     else:
-        low, high = graph.const(float(eps)), graph.const(1.0 - eps)
+        low = graph.const(float(eps))
+        high = graph.const(1.0 - eps)
 
     def logit(a: Node) -> Node:
-        below, above = graph.make("lt", a, low), graph.make("gt", a, high)
+        below = graph.make("lt", a, low)
+        above = graph.make("gt", a, high)
         inner = a
         if eps is not None:
             inner = graph.where(below, low, graph.where(above, high, a))

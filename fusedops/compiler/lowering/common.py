@@ -57,16 +57,23 @@ def joined(r: Any, *labels: tuple[Label, ...]) -> tuple[Label, ...]:
     # dimensions, and a dimension of one element has the empty label.
     for dim in range(-rank, 0):
         aligned = [label[dim] for label in labels if len(label) >= -dim]
-        present = [label for label in aligned if label]
-        for other in present[1:]:
-            r.axes.unify(present[0], other)
-        result.append(present[0] if present else ())
+        result.append(_unified(r, list(filter(None, aligned))))
     return tuple(result)
+
+
+def _unified(r: Any, labels: list[Label]) -> Label:
+    """One label for dimensions that are as long; the empty one for none."""
+    if not labels:
+        return ()
+    for other in labels[1:]:
+        r.axes.unify(labels[0], other)
+    return labels[0]
 
 
 def picked(r: Any, x: Value, dim: int, index: Node) -> Node:
     """One element along a dimension, by its number."""
-    label, varies = x.labels[dim], set(r.axes.of(x.node.axes))
+    label = x.labels[dim]
+    varies = set(r.axes.of(x.node.axes))
     leaves = set(r.axes.leaves(label))
     if leaves.isdisjoint(varies):  # all elements are the same
         return x.node
@@ -130,15 +137,21 @@ def pointwise(
 
     The inputs are converted to ``kind``, by default the output's.
     """
-    kind = kind or kind_of(out.dtype)
-    is_narrow_int = kind_of(out.dtype) == "int" and out.dtype != torch.int64
-    if kind == "int" and is_narrow_int:
+    own_kind = kind_of(out.dtype)
+    if kind is None:
+        kind = own_kind
+    if kind == own_kind == "int" and out.dtype != torch.int64:
         raise NotRowwiseError(
             f"arithmetic of {str(out.dtype).removeprefix('torch.')}, which wraps around"
         )
     inputs = [as_value(r, value, kind) for value in values]
     node = function(*[value.node for value in inputs])
     return Value(node, joined(r, *[value.labels for value in inputs]), out.dtype)
+
+
+# PyTorch raises for an index beside the row; a kernel cannot. It reads nothing there, and its
+# result has to show it: NaN among floats. Integers have no NaN, so that their mark is the least
+# one, which becomes NaN in a cast to floats (`as_kind`).
 
 
 def where_within(r: Any, index: Node, size: int, node: Node, dtype: torch.dtype) -> Node:
@@ -150,7 +163,8 @@ def where_within(r: Any, index: Node, size: int, node: Node, dtype: torch.dtype)
     Raises:
         NotRowwiseError: the dtype has no such value.
     """
-    graph, position = r.graph, as_kind(r, index, "int")
+    graph = r.graph
+    position = as_kind(r, index, "int")
     if node.kind != "float" and dtype not in (torch.int32, torch.int64):
         name = str(dtype).removeprefix("torch.")
         raise NotRowwiseError(
@@ -176,8 +190,10 @@ def differentiated(r: Any, node: Node, *partials: tuple[Node, Node]) -> Node:
         node: the value.
         partials: of each argument that has a gradient, the argument and the derivative by it.
     """
-    graph, linear = r.graph, None
+    graph = r.graph
+    linear = None
     for argument, partial in partials:
-        term = graph.binary("mul", argument, graph.make("constant_to_gradients", partial))
+        constant = graph.make("constant_to_gradients", partial)
+        term = graph.binary("mul", argument, constant)
         linear = term if linear is None else graph.binary("add", linear, term)
     return graph.make("instead", node, linear)  # type: ignore[no-any-return]

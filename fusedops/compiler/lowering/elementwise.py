@@ -10,7 +10,7 @@ import torch
 
 from ...core.compat.autograd import clamp_has_gradients_at_limits, known_extrema_share_ties
 from ..errors import NotRowwiseError
-from ..ir import Node, value_of
+from ..ir import Node, promoted, value_of
 from ..traced import Value, kind_of
 from .common import TABLE, Lower, as_kind, as_value, differentiated, joined, lowers, pointwise
 from .functions import whole_quotient
@@ -133,12 +133,11 @@ def _in_half_precision(r: Any, values: list[Value]) -> list[Value]:
     PyTorch converts a number to the tensor's dtype before it compares them. The graph computes in
     fp32, so that the conversion must be an operator of its own.
     """
-    dtypes = {value.dtype for value in values if value.labels and value.dtype.is_floating_point}
-    if len(dtypes) != 1:
+    tensors = [value for value in values if value.labels]
+    dtypes = {value.dtype for value in tensors if value.dtype.is_floating_point}
+    if dtypes not in ({torch.float16}, {torch.bfloat16}):
         return values
     (dtype,) = dtypes
-    if dtype not in (torch.float16, torch.bfloat16):
-        return values
 
     def rounded(value: Value) -> Value:
         if value.labels or value.dtype == dtype:
@@ -173,9 +172,11 @@ def _as_represented(r: Any, value: Value) -> Value:
 
     A comparison of two values must not depend on which of them is saved, and so rounded.
     """
-    is_wide = any(one.dtype == torch.float64 for one in r.traced.inputs)
-    widest = 4 if is_wide else 2
-    if value.node.kind != "float" or value.dtype.itemsize > widest or _is_exact(value.node):
+    if value.node.kind != "float" or _is_exact(value.node):
+        return value
+    # The graph computes in fp64 if an input is of it, else in fp32.
+    is_wide = torch.float64 in [one.dtype for one in r.traced.inputs]
+    if value.dtype.itemsize > (4 if is_wide else 2):
         return value
     node = r.graph.make("rounded", value.node, attrs=(_name_of(value.dtype),))
     return Value(node, value.labels, value.dtype)
@@ -186,8 +187,7 @@ def _compare(op: str) -> Lower:
         x, y = _in_half_precision(r, [as_value(r, value) for value in (x, y)])
         if x.labels and y.labels:
             x, y = _as_represented(r, x), _as_represented(r, y)
-        kinds = (x.node.kind, y.node.kind)
-        kind = next(known for known in ("float", "int", "bool") if known in kinds)
+        kind = promoted([x.node.kind, y.node.kind])
         result = pointwise(r, out, lambda a, b: r.graph.make(op, a, b), x, y, kind=kind)
         return Value(result.node, result.labels, torch.bool)
 
@@ -227,7 +227,8 @@ def _masked_fill(r: Any, out: Any, x: Value, mask: Value, value: Any) -> Value:
 @lowers("_prelu_kernel")
 def _prelu(r: Any, out: Any, x: Value, weight: Value) -> Value:
     """``x`` where it is positive, else ``weight * x``."""
-    graph, zero = r.graph, r.graph.const(0.0)
+    graph = r.graph
+    zero = r.graph.const(0.0)
 
     def prelu(a: Node, w: Node) -> Node:
         positive = graph.make("gt", a, zero)
@@ -242,10 +243,12 @@ def _prelu(r: Any, out: Any, x: Value, weight: Value) -> Value:
 
 @lowers("special_xlog1py")
 def _xlog1py(r: Any, out: Any, x: Any, y: Any) -> Value:
-    graph, zero = r.graph, r.graph.const(0.0)
+    graph = r.graph
+    zero = r.graph.const(0.0)
 
     def xlog1py(a: Node, b: Node) -> Node:
-        is_zero, logarithm = graph.make("eq", a, zero), graph.unary("log1p", b)
+        is_zero = graph.make("eq", a, zero)
+        logarithm = graph.unary("log1p", b)
         is_nan = graph.make("isnan", b)
         product = graph.where(is_zero, zero, graph.binary("mul", a, logarithm))
         result = graph.where(is_nan, b, product)
@@ -298,16 +301,19 @@ def _square(r: Any, out: Any, x: Value) -> Value:
 @lowers("pow", "pow_")
 def _pow(r: Any, out: Any, x: Any, exponent: Any) -> Value:
     kind = kind_of(out.dtype)
-    if isinstance(exponent, Value):
-        if kind != "float":
-            raise NotRowwiseError("a power of integers")
-        if x == 2:
-            return pointwise(r, out, lambda a: r.graph.unary("exp2", a), exponent)
-        return pointwise(r, out, lambda a, b: r.graph.make("power", a, b), x, exponent)
-    is_count = exponent == int(exponent) and exponent >= 0
-    if kind != "float" and not is_count:
+    has_tensor = isinstance(exponent, Value)
+    if kind != "float" and (has_tensor or not _is_count(exponent)):
         raise NotRowwiseError("a power of integers")
-    return pointwise(r, out, lambda a: _power(r, a, exponent), x, kind=kind)
+    if not has_tensor:
+        return pointwise(r, out, lambda a: _power(r, a, exponent), x, kind=kind)
+    if x == 2:
+        return pointwise(r, out, lambda a: r.graph.unary("exp2", a), exponent)
+    return pointwise(r, out, lambda a, b: r.graph.make("power", a, b), x, exponent)
+
+
+def _is_count(number: float) -> bool:
+    """Whether a number is whole and not negative."""
+    return number >= 0 and number == int(number)
 
 
 # Whole exponents up to this are products; beyond, of negative numbers a power is NaN.
@@ -341,7 +347,8 @@ def _power(r: Any, x: Node, exponent: float) -> Node:
 def _product(r: Any, x: Node, count: int) -> Node:
     """``x ** count``, by repeated squaring."""
     graph = r.graph
-    result, square = as_kind(r, graph.const(1), x.kind), x
+    result = as_kind(r, graph.const(1), x.kind)
+    square = x
     while count:
         if count & 1:
             result = graph.binary("mul", result, square)
@@ -361,7 +368,8 @@ def _nan_to_num(
     """
     if not out.dtype.is_floating_point:
         return Value(x.node, x.labels, out.dtype)
-    graph, limits = r.graph, torch.finfo(out.dtype)
+    graph = r.graph
+    limits = torch.finfo(out.dtype)
     result = node = as_kind(r, x.node, "float")
     is_nan = graph.make("isnan", node)
     infinity = graph.const(math.inf)
@@ -382,12 +390,13 @@ def _nan_to_num(
 @lowers("clamp", "clamp_")
 def _clamp(r: Any, out: Any, x: Value, min: Any = None, max: Any = None) -> Value:
     """Limits; an element at a number for a limit has its gradient, or none from PyTorch 2.15 on."""
-    has_low, has_high = min is not None, max is not None
+    has_low = min is not None
+    has_high = max is not None
     values = [value for value in (x, min, max) if value is not None]
     is_float = kind_of(out.dtype) == "float"
-    has_tensor = isinstance(min, Value) or isinstance(max, Value)
-    is_tied = has_tensor and not clamp_has_gradients_at_limits()
-    gradient_of = _between_tied if is_tied else _between
+    between = _between
+    if _share_ties(min, max):
+        between = _between_tied
 
     def limited(a: Node, *bounds: Node) -> Node:
         low = bounds[0] if has_low else None
@@ -399,10 +408,17 @@ def _clamp(r: Any, out: Any, x: Value, min: Any = None, max: Any = None) -> Valu
             result = _limited(r.graph, "gt", result, high, is_float)
         if not is_float:
             return result
-        node: Node = r.graph.make("instead", result, gradient_of(r.graph, a, low, high))
+        node: Node = r.graph.make("instead", result, between(r.graph, a, low, high))
         return node
 
     return pointwise(r, out, limited, *values)
+
+
+def _share_ties(*limits: Any) -> bool:
+    """Whether an element that equals a limit shares its gradient with it: see `_between_tied`."""
+    if clamp_has_gradients_at_limits():
+        return False
+    return any(isinstance(limit, Value) for limit in limits)
 
 
 def _limited(graph: Any, comparison: str, x: Node, bound: Node, is_float: bool) -> Node:
@@ -418,7 +434,11 @@ def _limited(graph: Any, comparison: str, x: Node, bound: Node, is_float: bool) 
 def _between(graph: Any, x: Node, low: Node | None, high: Node | None) -> Node:
     """The value whose gradient a limited value has, by PyTorch's formula."""
     zero = graph.const(0.0)
-    from_low, to_high = ("ge", "le") if clamp_has_gradients_at_limits() else ("gt", "lt")
+    from_low = "gt"
+    to_high = "lt"
+    if clamp_has_gradients_at_limits():
+        from_low = "ge"
+        to_high = "le"
     inside = []
     if low is not None:
         inside.append(graph.make(from_low, x, low))
@@ -426,17 +446,26 @@ def _between(graph: Any, x: Node, low: Node | None, high: Node | None) -> Node:
         inside.append(graph.make(to_high, x, high))
     condition = functools.reduce(functools.partial(graph.binary, "and"), inside)
     result = graph.where(condition, x, zero)
-    below = graph.make("lt", x, low) if low is not None else None
-    above = graph.make("gt", x, high) if high is not None else None
-    if below is not None and above is not None:
-        # With limits in the wrong order the upper one is the result.
-        below = graph.binary("and", below, graph.make("lt", low, high))
-        above = graph.binary("or", above, graph.make("lt", high, low))
-    for is_beyond, bound in ((below, low), (above, high)):
-        if bound is None or bound.op == "const":
-            continue
-        result = graph.binary("add", result, graph.where(is_beyond, bound, zero))
+    for is_beyond, bound in _beyond(graph, x, low, high):
+        # A number has no gradient.
+        if bound.op != "const":
+            result = graph.binary("add", result, graph.where(is_beyond, bound, zero))
     return result  # type: ignore[no-any-return]
+
+
+def _beyond(graph: Any, x: Node, low: Node | None, high: Node | None) -> list[tuple[Node, Node]]:
+    """Each limit after the condition under which it is the result."""
+    if low is None:
+        assert high is not None
+        return [(graph.make("gt", x, high), high)]
+    below = graph.make("lt", x, low)
+    if high is None:
+        return [(below, low)]
+    above = graph.make("gt", x, high)
+    # With limits in the wrong order the upper one is the result.
+    below = graph.binary("and", below, graph.make("lt", low, high))
+    above = graph.binary("or", above, graph.make("lt", high, low))
+    return [(below, low), (above, high)]
 
 
 def _between_tied(graph: Any, x: Node, low: Node | None, high: Node | None) -> Node:
@@ -449,7 +478,8 @@ def _between_tied(graph: Any, x: Node, low: Node | None, high: Node | None) -> N
         return graph.binary("minimum", x, high)  # type: ignore[no-any-return]
     if high is None:
         return graph.binary("maximum", x, low)  # type: ignore[no-any-return]
-    zero, both = graph.const(0.0), functools.partial(graph.binary, "and")
+    zero = graph.const(0.0)
+    both = functools.partial(graph.binary, "and")
     below = graph.make("lt", x, low)
     above = graph.make("gt", x, high)
     are_distinct = graph.make("lt", low, high)
@@ -481,6 +511,14 @@ def _clamp_max(r: Any, out: Any, x: Value, limit: Any) -> Value:
 def _detach(r: Any, out: Any, x: Value) -> Value:
     node = r.graph.make("detached", x.node) if x.node.kind == "float" else x.node
     return Value(node, x.labels, out.dtype)
+
+
+# Casts. The graph computes everything in fp32, or in fp64, and rounds what leaves a kernel. Where
+# an earlier rounding changes the result, it is an operator:
+#
+#   one cast to a narrower dtype   a value of its own, "narrowed", rounded if saved or returned
+#   a second cast                  "rounded" to the dtype between: two roundings are not one
+#   a comparison                   "rounded", so that it does not depend on what is saved
 
 
 def _is_narrowed(node: Node) -> bool:

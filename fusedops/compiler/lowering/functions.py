@@ -19,7 +19,8 @@ def _remainder_of(r: Any, a: Node, b: Node) -> tuple[Node, Node]:
 
     ``fmod`` has the dividend's sign: where the two differ, the remainder is one divisor further.
     """
-    graph, zero = r.graph, _zero(r, a)
+    graph = r.graph
+    zero = _zero(r, a)
     rest = graph.make("fmod", a, b)
     signs = graph.binary("xor", graph.make("lt", rest, zero), graph.make("lt", b, zero))
     is_moved = graph.binary("and", graph.make("ne", rest, zero), signs)
@@ -37,6 +38,14 @@ def _trunc_of(r: Any, a: Node) -> Node:
     return node
 
 
+# How a quotient is rounded down without the error of a rounding in the division:
+#
+#   a / b                       may be rounded up to the next whole number
+#   (a - fmod(a, b)) / b        is whole, but for a rounding
+#   less 1                      where the remainder has another sign than b
+#   floor, and 1 more           where it is more than a half above its floor: the rounding is undone
+
+
 def _floored(r: Any, a: Node, b: Node) -> Node:
     """The quotient, rounded down; exact where the rounded quotient would be the next number.
 
@@ -49,7 +58,8 @@ def _floored(r: Any, a: Node, b: Node) -> Node:
         node: Node = graph.make("quotient", graph.binary("sub", a, rest), b)
         return node
     quotient = graph.binary("div", graph.binary("sub", a, graph.make("fmod", a, b)), b)
-    zero, one = graph.const(0.0), graph.const(1.0)
+    zero = graph.const(0.0)
+    one = graph.const(1.0)
     quotient = graph.where(is_moved, graph.binary("sub", quotient, one), quotient)
     whole = graph.unary("floor", quotient)
     is_above = graph.make("lt", graph.const(0.5), graph.binary("sub", quotient, whole))
@@ -63,8 +73,10 @@ def _floored(r: Any, a: Node, b: Node) -> Node:
 
 def _check_divisor(y: Any, kind: str) -> None:
     """Raises if integers are divided by anything that may be zero."""
+    if kind == "float":
+        return
     is_known = isinstance(y, int) and y != 0
-    if kind != "float" and not is_known:
+    if not is_known:
         raise NotRowwiseError("a division of integers by what is no number; convert them to floats")
 
 
@@ -211,7 +223,8 @@ _FAR = 1e10
 
 
 def _asinh(graph: Any, a: Node) -> tuple[Node, Node]:
-    one, size = graph.const(1.0), graph.unary("abs", a)
+    one = graph.const(1.0)
+    size = graph.unary("abs", a)
     is_far = graph.make("gt", size, graph.const(_FAR))
     inner = graph.where(is_far, one, size)
     square = graph.binary("mul", inner, inner)
@@ -237,7 +250,8 @@ def _acosh(graph: Any, a: Node) -> tuple[Node, Node]:
 
 
 def _atanh(graph: Any, a: Node) -> tuple[Node, Node]:
-    one, size = graph.const(1.0), graph.unary("abs", a)
+    one = graph.const(1.0)
+    size = graph.unary("abs", a)
     rest = graph.binary("sub", one, size)
     quotient = graph.binary("div", _scaled(graph, size, 2.0), rest)
     result = _scaled(graph, graph.unary("log1p", quotient), 0.5)
@@ -258,10 +272,13 @@ def _hypot(r: Any, out: Any, x: Value, y: Value) -> Value:
 
     If one number is infinite, so is the result, even beside NaN.
     """
-    graph, zero, infinity = r.graph, r.graph.const(0.0), r.graph.const(math.inf)
+    graph = r.graph
+    zero = r.graph.const(0.0)
+    infinity = r.graph.const(math.inf)
 
     def hypot(a: Node, b: Node) -> Node:
-        first, second = graph.unary("abs", a), graph.unary("abs", b)
+        first = graph.unary("abs", a)
+        second = graph.unary("abs", b)
         large = graph.binary("maximum", first, second)
         small = graph.binary("minimum", first, second)
         # The larger number is taken out of the root, which is then of 1 to 2.

@@ -24,6 +24,7 @@ def _of_difference(
 ) -> Value:
     """A loss and its derivative, of the difference of two tensors."""
 
+    # One formula serves both arguments: the difference has the derivative, and is linear in each.
     def both(a: Node, b: Node) -> Node:
         difference = r.graph.binary("sub", a, b)
         value, partial = loss(difference)
@@ -41,7 +42,8 @@ def _huber(
         raise NotRowwiseError(
             "huber_loss of two dtypes, whose result has the first one's dtype; convert one of them"
         )
-    graph, width = r.graph, r.graph.const(float(delta))
+    graph = r.graph
+    width = r.graph.const(float(delta))
 
     def loss(d: Node) -> tuple[Node, Node]:
         size = graph.unary("abs", d)
@@ -66,7 +68,8 @@ def _smooth_l1(
     if beta < 0:
         raise RuntimeError("smooth_l1_loss does not support negative values for beta.")
     _unreduced(reduction)
-    graph, width = r.graph, r.graph.const(float(beta))
+    graph = r.graph
+    width = r.graph.const(float(beta))
 
     def loss(d: Node) -> tuple[Node, Node]:
         size = graph.unary("abs", d)
@@ -89,12 +92,14 @@ def _binary_cross_entropy(
     """The loss of probabilities; NaN for one outside [0, 1], for which PyTorch raises an error."""
     _unreduced(reduction)
     graph: Any = r.graph
-    least, one = graph.const(-100.0), graph.const(1.0)
+    least = graph.const(-100.0)
+    one = graph.const(1.0)
 
     def loss(a: Node, t: Node, *weights: Node) -> Node:
         # PyTorch limits the logarithms, and the divisor of the derivative: where a probability is
         # 0 or 1, both loss and gradient are finite.
-        log_wrong, log_right = graph.unary("log1p", graph.unary("neg", a)), graph.unary("log", a)
+        log_wrong = graph.unary("log1p", graph.unary("neg", a))
+        log_right = graph.unary("log", a)
         wrong = graph.binary("sub", t, one)
         wrong = graph.binary("mul", wrong, graph.binary("maximum", log_wrong, least))
         right = graph.binary("mul", t, graph.binary("maximum", log_right, least))
@@ -132,7 +137,8 @@ def _multi_margin(
     _unreduced(reduction)
     if weight is not None:
         raise NotRowwiseError("a loss with weights of classes; multiply by weight[target] outside")
-    graph, zero = r.graph, r.graph.const(0.0)
+    graph = r.graph
+    zero = r.graph.const(0.0)
     last = len(x.labels) - 1
     index = Value(target.node, (*target.labels, ()), target.dtype)
     right = gather(r, out, x, last, index)

@@ -78,6 +78,7 @@ def _group_norm(r: Any, out: Any, x: Value, weight: Any, bias: Any, *sizes: Any)
         r.traced.fixed.append(x.labels[1])
         if not any(x.labels[2:]):  # of one element each, which PyTorch refuses in a batch of one
             r.traced.fixed.append(x.labels[0])
+    # A group is a row, and its channels and their space are the columns:
     # (batch, channels, *space) -> (batch, groups, channels of a group, *space)
     split = iter(r.axes.split(x.labels[1], [size for size in (groups, inner) if size != 1]))
     group_label = next(split) if groups != 1 else ()

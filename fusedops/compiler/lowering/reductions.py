@@ -31,7 +31,8 @@ def reduced(
             labels.append(())
     # Only the axes along which the value varies are reduced over: a sum is corrected for the
     # others by `repeated`.
-    varying, reduced_axes = r.axes.of(node.axes), set(r.axes.of(axes))
+    varying = r.axes.of(node.axes)
+    reduced_axes = set(r.axes.of(axes))
     along = tuple([axis for axis in varying if axis in reduced_axes])
     if along:
         rest = frozenset(varying) - reduced_axes
@@ -86,7 +87,8 @@ def averaged(r: Any, x: Value, total: Node, axes: Sequence[int]) -> Node:
 
 @lowers("amax")
 def _amax(r: Any, out: Any, x: Value, dim: Any = (), keepdim: bool = False) -> Value:
-    graph, kind = r.graph, kind_of(out.dtype)
+    graph = r.graph
+    kind = kind_of(out.dtype)
     node, labels, _axes = reduced(r, "amax", x, dim, keepdim, _ordered_kind(kind))
     is_reduced = node.op == "amax"
     if kind == "float" and not is_reduced:
@@ -140,7 +142,8 @@ def _argmax(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) 
     graph = r.graph
     kind = "float" if x.node.kind == "float" else "int"
     label = x.labels[dim] if x.labels else ()
-    node, size = as_kind(r, x.node, kind), length(r, label)
+    node = as_kind(r, x.node, kind)
+    size = length(r, label)
     value = Value(node, x.labels, x.dtype)
     largest, labels, _axes = reduced(r, "amax", value, dim, keepdim, kind)
     if largest is node:  # all are equal
@@ -197,6 +200,15 @@ def _max(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> 
 
 # Longer rows are passed over tile by tile, once for each sum of differences.
 _MOST_SUMMED_AGAIN = 16384
+
+
+# The variance of N equal numbers is zero, but their sum may be rounded:
+#
+#   mean                        off by a rounding
+#   x - mean                    that error for each number, which a standard deviation shows
+#   mean + sum(x - mean) / N    the number itself
+#
+# The variance of a norm, to which an epsilon is added, takes the first mean.
 
 
 def variance(
@@ -350,15 +362,18 @@ def _root_of_norm(r: Any, squares: Node) -> Node:
     That is by a product: PyTorch lets a cotangent of NaN through, as it does not for a standard
     deviation.
     """
-    graph, norm = r.graph, r.graph.make("root", squares)
-    is_zero, zero = graph.make("eq", norm, graph.const(0.0)), graph.const(0.0)
+    graph = r.graph
+    norm = r.graph.make("root", squares)
+    is_zero = graph.make("eq", norm, graph.const(0.0))
+    zero = graph.const(0.0)
     slope = graph.binary("div", graph.const(0.5), graph.where(is_zero, graph.const(1.0), norm))
     return differentiated(r, norm, (squares, graph.where(is_zero, zero, slope)))
 
 
 def _norm_of_order(r: Any, out: Any, x: Value, order: float, dim: Any, keepdim: bool) -> Value:
     """A root of a sum of powers; zeros have no gradient, nor has a norm of zero."""
-    graph, a = r.graph, x.node
+    graph = r.graph
+    a = x.node
     zero = graph.const(0.0)
     is_zero = graph.make("eq", a, zero)
 
@@ -424,7 +439,8 @@ def _softmax(r: Any, out: Any, x: Value, dim: int, *_: Any, **__: Any) -> Value:
 @lowers("_safe_softmax")
 def _safe_softmax(r: Any, out: Any, x: Value, dim: int, *_: Any, **__: Any) -> Value:
     """The softmax, with zeros for rows of nothing but minus infinity."""
-    graph, largest = r.graph, _largest(r, x, dim)
+    graph = r.graph
+    largest = _largest(r, x, dim)
     is_nothing = graph.make("eq", largest, graph.const(-math.inf))
     shift = graph.where(is_nothing, graph.const(0.0), largest)
     _shifted, exponentials, total = _exponentials(r, x, dim, shift)

@@ -10,8 +10,9 @@ is a node, ``select``, of one position along an axis, and ``stack`` is the inver
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..axes import Label
@@ -31,9 +32,8 @@ def _afresh(r: Any, x: Value) -> Value:
     """
     if not _is_made_of_indices(x.node):
         return x
-    axes = [axis for label in x.labels for axis in label]
     fresh: dict[int, int] = {}
-    for axis in dict.fromkeys(r.axes.leaves(tuple(axes))):
+    for axis in dict.fromkeys(r.axes.leaves(_flat(x.labels))):
         (fresh[axis],) = r.axes.new(r.axes.sizes[axis])
 
     def renamed(label: Label) -> Label:
@@ -42,7 +42,7 @@ def _afresh(r: Any, x: Value) -> Value:
     copies: dict[Node, Node] = {}
     for node in topological([x.node]):
         attrs = renamed(node.attrs) if node.op == "iota" else node.attrs
-        arguments = [copies[arg] for arg in node.args]
+        arguments = map(copies.__getitem__, node.args)
         axes_of_copy = renamed(tuple(node.axes))
         copies[node] = r.graph.make(
             node.op, *arguments, attrs=attrs, axes=axes_of_copy, kind=node.kind
@@ -77,15 +77,20 @@ def _size_of(r: Any, label: Label) -> int:
 @lowers("view", "_unsafe_view", "reshape", "_reshape_alias")
 def _view(r: Any, out: Any, x: Value, *_: Any, **__: Any) -> Value:
     x = _afresh(r, x)
-    flat = tuple([axis for label in x.labels for axis in label])
-    return Value(x.node, tuple(_split_label(r, flat, out.shape)), out.dtype)
+    return Value(x.node, tuple(_split_label(r, _flat(x.labels), out.shape)), out.dtype)
+
+
+def _flat(labels: Sequence[Label]) -> Label:
+    """All dimensions as one, the outermost first."""
+    return tuple(itertools.chain.from_iterable(labels))
 
 
 def _split_label(r: Any, label: Label, sizes: Sequence[int]) -> list[Label]:
     """The labels of dimensions of these sizes that ``label`` is split into."""
     # A dimension of one element has no axis.
-    split = iter(r.axes.split(label, [size for size in sizes if size != 1]))
-    return [next(split) if size != 1 else () for size in sizes]
+    larger = [size for size in sizes if size != 1]
+    split = iter(r.axes.split(label, larger))
+    return [() if size == 1 else next(split) for size in sizes]
 
 
 @lowers("expand")
@@ -108,12 +113,15 @@ def _squeeze(r: Any, out: Any, x: Value, dim: Any = None) -> Value:
     rank = len(x.labels)
     if rank == 0:
         return Value(x.node, (), out.dtype)
-    if dim is None:
-        dims = set(range(rank))
-    else:
-        dims = {d % rank for d in ([dim] if isinstance(dim, int) else dim)}
-    # Dimensions of more than one element stay.
-    labels = [label for d, label in enumerate(x.labels) if label or d not in dims]
+    named = [dim] if isinstance(dim, int) else dim
+    if named is None:
+        named = range(rank)
+    dims = {d % rank for d in named}
+    labels: list[Label] = []
+    for d, label in enumerate(x.labels):
+        # Dimensions of more than one element stay.
+        if label or d not in dims:
+            labels.append(label)
     return Value(x.node, tuple(labels), out.dtype)
 
 
@@ -139,6 +147,15 @@ def _t(r: Any, out: Any, x: Value) -> Value:
 
 
 # --- parts of a dimension -------------------------------------------------------------------------
+
+
+# A row of 24 columns as 4 parts of 6, and what is selected of it by ``x[..., 6:12]`` and by
+# ``x[..., 1::4]``:
+#
+#   neighbours    a -> (parts, columns)    part 1 is columns 6 to 11
+#   interleaved   a -> (columns, parts)    part 1 is columns 1, 5, 9, 13, 17, 21
+#
+# Only equal parts are axes. Other slices are put together from parts of the greatest common width.
 
 
 def _part(
@@ -170,7 +187,8 @@ def _slice(
     r: Any, out: Any, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Value:
     dim %= len(x.labels)
-    size, count = _size_of(r, x.labels[dim]), out.shape[dim]
+    size = _size_of(r, x.labels[dim])
+    count = out.shape[dim]
     if count == size:
         return x
     first = _first_column(start, size)
@@ -199,7 +217,8 @@ def _columns(r: Any, x: Value, dim: int, first: int, count: int) -> tuple[Node, 
         raise NotRowwiseError("an empty slice of columns")
     if count == 1 and size > MOST_PARTS:
         return picked(r, x, dim, r.graph.const(first)), ()
-    # The widest parts of the row at whose bounds the slice begins and ends.
+    # The widest parts of the row at whose bounds the slice begins and ends: columns 4 to 11 of 24
+    # are parts 1 and 2 of six parts of 4.
     width = math.gcd(size, first, count)
     parts = size // width
     if width != count and parts > MOST_PARTS:
@@ -208,9 +227,10 @@ def _columns(r: Any, x: Value, dim: int, first: int, count: int) -> tuple[Node, 
     pieces = [_part(r, x, dim, parts, position, False) for position in positions]
     if len(pieces) == 1:
         return pieces[0]
-    axis = r.axes.new(len(pieces))
+    nodes = [node for node, _ in pieces]
     _, rest = pieces[0]
-    return _stack_node(r, [node for node, _ in pieces], axis, x.node.kind), (*axis, *rest)
+    axis = r.axes.new(len(nodes))
+    return _stack_node(r, nodes, axis, x.node.kind), (*axis, *rest)
 
 
 def _too_many(parts: int) -> str:
@@ -239,11 +259,13 @@ def _side_by_side(r: Any, out: Any, x: Value, dim: int, pieces: Sequence[tuple[i
 @lowers("roll")
 def _roll(r: Any, out: Any, x: Value, shifts: Any, dims: Any = ()) -> Value:
     """Columns moved by a multiple of one of at most `MOST_PARTS` equal parts of a row."""
-    dims = [dims] if isinstance(dims, int) else list(dims)
-    if len(dims) != 1:
+    along = [dims] if isinstance(dims, int) else list(dims)
+    if len(along) != 1:
         raise NotRowwiseError(_MOVED)
-    dim, size = dims[0] % out.dim(), out.shape[dims[0]]
-    shift = (shifts if isinstance(shifts, int) else shifts[0]) % size
+    dim = along[0] % out.dim()
+    size = out.shape[along[0]]
+    by = shifts if isinstance(shifts, int) else shifts[0]
+    shift = by % size
     if not shift:
         return x
     return _side_by_side(r, out, x, dim, [(size - shift, shift), (0, size - shift)])
@@ -251,9 +273,10 @@ def _roll(r: Any, out: Any, x: Value, shifts: Any, dims: Any = ()) -> Value:
 
 @lowers("flip")
 def _flip(r: Any, out: Any, x: Value, dims: Sequence[int]) -> Value:
-    if not x.labels:
+    rank = len(x.labels)
+    if not rank:
         return x
-    for dim in [d % len(x.labels) for d in dims]:
+    for dim in [d % rank for d in dims]:
         if x.labels[dim]:
             columns = [(column, 1) for column in reversed(range(out.shape[dim]))]
             x = _side_by_side(r, out, x, dim, columns)
@@ -264,7 +287,8 @@ def _flip(r: Any, out: Any, x: Value, dims: Sequence[int]) -> Value:
 def _pad(r: Any, out: Any, x: Value, pad: Sequence[int], value: float = 0) -> Value:
     """The columns with numbers before and behind them."""
     before, behind, *others = pad
-    if any(others) or min(before, behind) < 0:
+    cuts = min(before, behind) < 0
+    if cuts or any(others):
         raise NotRowwiseError(
             "it adds or cuts rows; pad the last dimension alone, or outside of the function"
         )
@@ -276,7 +300,8 @@ def _pad(r: Any, out: Any, x: Value, pad: Sequence[int], value: float = 0) -> Va
             return []
         return [Value(number, (*x.labels[:dim], r.axes.new(count)), out.dtype)]
 
-    first, last = padding(before), padding(behind)
+    first = padding(before)
+    last = padding(behind)
     return _cat(r, out, [*first, x, *last], dim)
 
 
@@ -295,7 +320,8 @@ def _split(r: Any, out: Any, x: Value, sizes: Any, dim: int = 0) -> list[Value]:
     dim %= len(x.labels)
     if len(out) == 1:
         return [x]
-    values, first = [], 0
+    values = []
+    first = 0
     for part in out:
         count = part.shape[dim]
         node, rest = _columns(r, x, dim, first, count)
@@ -316,18 +342,26 @@ def _stacked(r: Any, values: Sequence[Value], kind: str) -> tuple[Node, tuple[La
     """Values of the same dimensions along a new axis; these dimensions, and the axis."""
     labels = joined(r, *[value.labels for value in values])
     axis = _axis_of(r, values)
-    varying = r.axes.of([axis for value in values for axis in value.node.axes])
-    # An axis along which a value still varies would appear twice.
-    if axis is None or set(r.axes.leaves(axis)) & set(varying):
+    varying = _varying(r, [value.node for value in values])
+    # An axis along which a value still varies would appear twice: one of its parts beside all of
+    # them.
+    if axis is None or not varying.isdisjoint(r.axes.leaves(axis)):
         axis = r.axes.new(len(values))
     nodes = [as_kind(r, value.node, kind) for value in values]
     return _stack_node(r, nodes, axis, kind), labels, axis
 
 
 def _stack_node(r: Any, nodes: Sequence[Node], axis: Label, kind: str) -> Node:
-    varying = r.axes.of(frozenset().union(*[node.axes for node in nodes]))
-    axes = frozenset(varying) | set(axis)
+    axes = _varying(r, nodes) | set(axis)
     return r.graph.make("stack", *nodes, attrs=(axis,), axes=axes, kind=kind)
+
+
+def _varying(r: Any, nodes: Sequence[Node]) -> frozenset[int]:
+    """The axes along which any of these values varies."""
+    axes: frozenset[int] = frozenset()
+    for node in nodes:
+        axes |= node.axes
+    return frozenset(r.axes.of(axes))
 
 
 # Operators that a part of a row goes through before it is put back, as in a rotary embedding.
@@ -340,14 +374,21 @@ def _axis_of(r: Any, values: Sequence[Value]) -> Label | None:
     Parts that are put back along their own axis have the columns of the row that they came from.
     """
     for value in values:
-        pending = [value.node]
-        while pending:
-            node = pending.pop()
-            if node.op == "select" and r.axes.size(node.attrs[0]) == len(values):
+        for node in _selections(value.node):
+            if r.axes.size(node.attrs[0]) == len(values):
                 return node.attrs[0]
-            if node.op in _KEEPS_PART:
-                pending.extend(node.args)
     return None
+
+
+def _selections(node: Node) -> Iterator[Node]:
+    """The parts of rows that a value is computed of, the last argument first."""
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        if node.op == "select":
+            yield node
+        if node.op in _KEEPS_PART:
+            pending.extend(node.args)
 
 
 @lowers("stack")
@@ -359,6 +400,9 @@ def _stack(r: Any, out: Any, values: Sequence[Value], dim: int = 0) -> Value:
     return Value(node, (*labels[:dim], axis, *labels[dim:]), out.dtype)
 
 
+_SINK = "; a column that a softmax has for a sink is a term of its sum: exp(sink - largest)"
+
+
 @lowers("cat")
 def _cat(r: Any, out: Any, values: Sequence[Value], dim: int = 0) -> Value:
     dim %= out.dim()
@@ -368,12 +412,8 @@ def _cat(r: Any, out: Any, values: Sequence[Value], dim: int = 0) -> Value:
     width = math.gcd(*sizes)
     count = sum(sizes) // width
     if count > MOST_PARTS and len(set(sizes)) > 1:
-        term = ""
-        if 1 in sizes:
-            term = (
-                "; a column that a softmax has for a sink is a term of its sum: exp(sink - largest)"
-            )
-        raise NotRowwiseError(f"columns put together as {sizes} {_too_many(count)}{term}")
+        hint = _SINK if 1 in sizes else ""
+        raise NotRowwiseError(f"columns put together as {sizes} {_too_many(count)}{hint}")
     # The values' parts of the common width, stacked: their axis is the slower one of the result.
     parts: list[Value] = []
     for value, size in zip(values, sizes, strict=True):

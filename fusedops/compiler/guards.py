@@ -12,7 +12,7 @@ from types import FunctionType
 from typing import Any
 
 from .state import simple_variables
-from .surroundings import PLAIN
+from .text import indented
 
 __all__ = ["Guards"]
 
@@ -39,11 +39,12 @@ class Guards:
         texts: list[Any] = []
         comparisons: list[FunctionType] = []
         for function, variables in functions:
-            if variables:
-                text, compare = _comparing(function, variables)
-                # The attribute holds the function and so its globals, whose id is not reused.
-                texts.append((text, id(compare.__globals__)))
-                comparisons.append(compare)
+            if not variables:
+                continue
+            text, compare = _comparing(function, variables)
+            # The attribute holds the function and so its globals, whose id is not reused.
+            texts.append((text, id(compare.__globals__)))
+            comparisons.append(compare)
         key = tuple(texts)
         if key not in self._names:
             self._names[key] = f"values{len(self._names)}"
@@ -57,7 +58,7 @@ def _comparing(
     """Return a function that compares the variables of another, in its scope, and the source."""
     free = sorted({name for name, _ in variables} & set(function.__code__.co_freevars))
     lines = dict.fromkeys(f"if {name} {_same(name, value)}: pass" for name, value in variables)
-    body = "\n".join(f"        {line}" for line in lines)
+    body = "\n".join(indented(lines, 2))
     text = f"def around({', '.join(free)}):\n    def compare():\n{body}\n    return compare\n"
     scope: dict[str, Any] = {}
     exec(text, scope)
@@ -71,10 +72,17 @@ def _comparing(
 
 def _same(name: str, value: Any) -> str:
     """Return a comparison with a value; Dynamo guards on a value on which a branch depends."""
-    if isinstance(value, float) and math.isnan(value):
-        return f"!= {name}"
-    if isinstance(value, float) and math.isinf(value):
-        return f"== {'-' * (value < 0)}1e999"  # `inf` is no literal
-    if isinstance(value, (int, float, str)) and isinstance(value, PLAIN):
+    if isinstance(value, float):
+        return _same_float(name, value)
+    if isinstance(value, (int, str)):
         return f"== {value!r}"
     return "is None"
+
+
+def _same_float(name: str, value: float) -> str:
+    if math.isnan(value):
+        return f"!= {name}"  # NaN alone differs from itself
+    if math.isinf(value):
+        sign = "-" if value < 0 else ""
+        return f"== {sign}1e999"  # `inf` is no literal
+    return f"== {value!r}"

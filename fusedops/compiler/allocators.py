@@ -13,28 +13,28 @@ and two numbers that are saved for each row, it is, on one line:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.launches.operand import empty
+from .site import LaunchedProgram
 from .structure import Operand
-
-if TYPE_CHECKING:
-    from .operator import Program
+from .text import product, tuple_of
 
 __all__ = ["gradient_allocator", "output_allocator"]
 
 Allocated = tuple[Tensor | None, ...]
 
 
-def output_allocator(program: Program) -> Callable[[Any, bool], Allocated]:
+def output_allocator(program: LaunchedProgram) -> Callable[[Any, bool], Allocated]:
     """Return a function that allocates the outputs, the intermediate and the numbers of each row.
 
     Its arguments are the inputs, and whether a backward follows.
     """
-    structure, plan = program.structure, program.plan
+    structure = program.structure
+    plan = program.plan
     first = f"tensors[{program.first}]"
     sizes = {
         axis: f"tensors[{position}].shape[{dim}]"
@@ -55,7 +55,7 @@ def output_allocator(program: Program) -> Callable[[Any, bool], Allocated]:
     return _function("tensors, saves", expressions)
 
 
-def gradient_allocator(program: Program, output: int) -> Callable[[Any, Any], Allocated]:
+def gradient_allocator(program: LaunchedProgram, output: int) -> Callable[[Any, Any], Allocated]:
     """Return a function that allocates the gradients.
 
     Its arguments are the cotangent of an output, and which inputs need a gradient.
@@ -71,7 +71,7 @@ def gradient_allocator(program: Program, output: int) -> Callable[[Any, Any], Al
 
 
 def _new(
-    program: Program,
+    program: LaunchedProgram,
     operand: Operand,
     like: str,
     sizes: dict[int, str],
@@ -86,22 +86,22 @@ def _new(
         sizes: the expressions of dynamic sizes.
         likes: known tensors, with their labels. One with the operand's labels has its shape.
     """
+    # `empty` copies the shape of a known tensor, and reads no sizes in Python.
     for labels, name in likes:
         if labels == operand.labels:
             return f"empty({name}, {operand.dtype})"
-    shape = "".join([f"{_product(program, label, sizes)}, " for label in operand.labels])
-    return f"{like}.new_empty(({shape}), dtype={operand.dtype})"
+    shape = tuple_of([_product(program, label, sizes) for label in operand.labels])
+    return f"{like}.new_empty({shape}, dtype={operand.dtype})"
 
 
-def _product(program: Program, axes: Sequence[int], sizes: dict[int, str]) -> str:
+def _product(program: LaunchedProgram, axes: Sequence[int], sizes: dict[int, str]) -> str:
     """Return an expression for the product of the sizes of axes."""
     factors = [sizes.get(axis, str(program.structure.sizes[axis])) for axis in axes]
-    return " * ".join(factors) or "1"
+    return product(factors)
 
 
 def _function(parameters: str, expressions: Sequence[str]) -> Callable[..., Allocated]:
     """Compile a function that returns the values of expressions."""
     namespace: dict[str, Any] = {"empty": empty, "torch": torch}
-    results = "".join([f"{expression}, " for expression in expressions])
-    exec(f"def allocate({parameters}):\n    return ({results})", namespace)
+    exec(f"def allocate({parameters}):\n    return {tuple_of(expressions)}", namespace)
     return namespace["allocate"]  # type: ignore[no-any-return]

@@ -6,39 +6,37 @@ may alternate: a forward of one kind goes with a backward of the other.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..core.calls.function import mask_of
 from ..core.random.rng import State
 from .evaluate import assembled
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from .ir import Node
-    from .operator import RowwiseSite
-    from .structure import Operand, Part
+from .site import RowwiseSite
+from .structure import nodes_of
 
 __all__ = ["backward", "forward"]
 
 
 def forward(site: RowwiseSite, tensors: Any, outs: Any, state: State) -> None:
     """Write what the kernels of a forward write."""
-    program, structure, plan = site.program, site.program.structure, site.program.plan
+    program = site.program
+    structure = site.program.structure
+    plan = site.program.plan
     sizes = program.sizes_of(tensors)
-    written: list[tuple[Operand, Mapping[Part, Node]]] = list(
-        zip(structure.outputs, structure.results, strict=True)
-    )
+    # In the order of `outs`: the results, then the intermediate. The numbers of rows come last.
+    operands = list(structure.outputs)
+    results = list(structure.results)
     if program.own and site.saves:
         assert plan.intermediate_operand is not None
-        written.append((plan.intermediate_operand, plan.intermediate))
+        operands.append(plan.intermediate_operand)
+        results.append(plan.intermediate)
     stats = plan.stats if site.saves else ()
-    roots = [node for _, parts in written for node in parts.values()]
+    roots = [*nodes_of(results), *stats]
     with torch.no_grad():
-        values = program.evaluated([*roots, *stats], tensors, mask_of(site, state))
-        for out, (operand, parts) in zip(outs, written, strict=False):
+        values = program.evaluated(roots, tensors, mask_of(site, state))
+        for out, operand, parts in zip(outs, operands, results, strict=False):
             part_values = {part: values[node] for part, node in parts.items()}
             out.copy_(assembled(structure, operand, part_values, out.shape))
         # One line of `outs[-1]` for each number, with an element for each row.
@@ -55,13 +53,18 @@ def backward(site: RowwiseSite, grads: Any, saved: Any, outs: Any, state: State)
     with torch.no_grad():
         gradients = site.program.derivative(site, grads, saved, mask_of(site, state), needs)
         for out, gradient in zip(outs, gradients, strict=True):
-            if out is None:
-                continue
-            if gradient is None:
-                out.zero_()
-            else:
-                out.copy_(gradient)
+            _write(out, gradient)
+
+
+def _write(out: Any, gradient: Any) -> None:
+    """Write a gradient, of which None stands for zeros, where it is wanted."""
+    if out is None:
+        return
+    if gradient is None:
+        out.zero_()
+    else:
+        out.copy_(gradient)
 
 
 def _detached(tensors: Any) -> list[Any]:
-    return [None if t is None else t.detach() for t in tensors]
+    return [None if tensor is None else tensor.detach() for tensor in tensors]

@@ -26,6 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from .errors import NotRowwiseError
+from .text import indented, tuple_of
 
 __all__ = ["Look", "Writer"]
 
@@ -80,10 +81,11 @@ class Writer:
         """Compile the lines that were written."""
         tensors = ", ".join([variable for variable, _ in self.tensors])
         identical = f"_ones([{tensors}])" if len(self.tensors) > 1 else "None"
-        leaves = "".join([f"{leaf}, " for leaf in self.leaves])
-        lines = [*self.lines, f"return ({leaves}), {identical}, [{tensors}]"]
-        body = "\n".join([f"        {line}" for line in lines])
+        lines = [*self.lines, f"return {tuple_of(self.leaves)}, {identical}, [{tensors}]"]
+        body = "\n".join(indented(lines, 2))
         text = f"def read(args):\n    try:\n{body}\n    except _ERRORS:\n        return None\n"
+        # An attribute, a key or an element that is missing is another structure, as one of another
+        # class is: the function returns None for both.
         errors = (AttributeError, KeyError, IndexError, TypeError, ValueError)
         scope = {**self.constants, "_ones": _identical, "_ERRORS": errors, "Tensor": Tensor}
         exec(text, scope)
@@ -95,6 +97,9 @@ class Writer:
             self.storable,
             reason,
         )
+
+    # Each expression is read once, in the order of the walk, and each check comes before what it
+    # protects: `v1.__dict__` is read after the class of `v1` was compared.
 
     def at(self, expression: str) -> str:
         """Return the variable with the value of an expression, after a line that assigns it."""

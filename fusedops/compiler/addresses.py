@@ -1,0 +1,225 @@
+"""Arguments of a generated kernel, and the addresses of what it reads and writes.
+
+An address is a sum of terms, each of which may be absent::
+
+    pointer + row * stride of rows + column * stride of columns + offset of the part
+
+and its mask tells which elements of the tile exist::
+
+                           columns   | padding
+    rows of the call    [  mask      |    0    ]     in_rows: (ROWS, 1)
+    rows after the last [   0        |    0    ]     in_cols: (1, BLOCK_N)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .identifiers import Identifiers
+from .layouts import BY_ROW, RowLayout, offsets_along, row_layout, strides_of, times
+from .structure import Operand, Part, Structure, within
+from .text import product
+
+__all__ = ["Addresses", "Argument"]
+
+_PREFIXES = {"cotangent": "d_", "gradient": "grad_"}
+# What this package allocates for the call is contiguous.
+_ALLOCATED = ("output", "intermediate", "gradient")
+# By whether an address varies along rows and along columns.
+_MASKS = {
+    (True, True): "mask",
+    (True, False): "in_rows",
+    (False, True): "in_cols",
+    (False, False): "",
+}
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A run-time argument of a kernel.
+
+    Attributes:
+        name: in the source.
+        kind: "input", "output", "intermediate", "stats", "moments", "cotangent", "gradient",
+            "partials", "seed", "offset", "threshold", "stride" (of the tensor that ``of`` names),
+            "size" (of a row axis), "rows", "chunks" or "programs".
+        index: of the input, output, dropout or axis.
+        of: for a stride: the kind of its tensor.
+    """
+
+    name: str
+    kind: str
+    index: int = 0
+    of: str = ""
+
+
+class Addresses:
+    """Writes addresses, and collects the arguments that they use.
+
+    Attributes:
+        arguments: by kind, index, and for a stride the kind of its tensor.
+        names: the names of the kernel.
+        grouped: whether axis 1 of the grid is groups of rows.
+    """
+
+    def __init__(self, structure: Structure, names: Identifiers, *, grouped: bool) -> None:
+        self.structure = structure
+        self.names = names
+        self.grouped = grouped
+        self.arguments: dict[tuple[str, int, str], Argument] = {}
+        self._indexed_axes: set[int] = set()  # the row axes whose index is used
+
+    def argument(self, kind: str, index: int, name: str, of: str = "") -> str:
+        """Return the name of an argument, which is added if it is new."""
+        key = (kind, index, of)
+        argument = self.arguments.get(key)
+        if argument is None:
+            argument = Argument(self.names.free(name), kind, index, of)
+            self.arguments[key] = argument
+        return argument.name
+
+    def varies_by_row(self, operand: Operand) -> bool:
+        """Whether tiles of rows have different elements of an operand."""
+        return row_layout(self.structure, operand, self.grouped) in BY_ROW
+
+    def number_of_rows(self, kind: str, index: int) -> str:
+        """Return the address of a number of each row.
+
+        It is one of ``stats``, which a backward reads, or of ``moments``, which the next kernel
+        reads::
+
+            stats = [number 0 of all rows | number 1 of all rows | ...]
+        """
+        pointer = self.argument(kind, 0, kind)
+        total = "M * groups" if self.grouped else "M"
+        if index:
+            return f"{pointer} + {index} * {total} + rows"
+        return f"{pointer} + rows"
+
+    def tile(
+        self,
+        kind: str,
+        index: int,
+        operand: Operand,
+        part: Part,
+        *,
+        full: bool = False,
+        element: str = "",
+    ) -> tuple[str, str]:
+        """Return the address of a tile of an operand, or of an element of each row; and its mask.
+
+        Args:
+            kind: as in `Argument`.
+            index: as in `Argument`.
+            operand: the tensor.
+            part: the part of a row.
+            full: whether the tile has all its columns, so that none is masked.
+            element: the index of an element; "" for a tile.
+        """
+        structure = self.structure
+        # Arguments are named in the order of these calls.
+        pointer = self.argument(kind, index, _PREFIXES.get(kind, "") + operand.name)
+        layout = row_layout(structure, operand, self.grouped)
+        strides, _ = strides_of(structure, operand)
+        columns = within(structure.columns, strides)
+        terms = [pointer, *self._row_terms(kind, index, operand, layout)]
+        if columns and element:
+            terms.append(times(element, strides[columns[0]]))
+        elif columns:
+            terms.append(offsets_along(structure, strides))
+        terms += self._part_offsets(operand, part)
+        by_column = bool(columns) and not (element or full)
+        mask = _MASKS[layout in BY_ROW, by_column]
+        if layout == "group" and not mask:
+            # An element's address is a block, that of a group's number is a scalar.
+            mask = "in_groups" if element else "(group < groups)"
+        return " + ".join(terms), mask
+
+    def _row_terms(self, kind: str, index: int, operand: Operand, layout: RowLayout) -> list[str]:
+        """Return the terms of an address that lead to a row; none for what all rows share."""
+        if layout == "vector":
+            return []
+        if layout == "indexed":
+            return [self._row_offset(operand)]
+        row = "group" if layout == "group" else "rows"
+        return [times(row, self._row_stride(kind, index, operand, layout))]
+
+    def _row_stride(self, kind: str, index: int, operand: Operand, layout: RowLayout) -> int | str:
+        """Return the distance of rows, or of groups: a constant where the tensor is contiguous."""
+        strides, size = strides_of(self.structure, operand)
+        # A number of each group is read from a contiguous tensor: see
+        # `launcher.Launcher._row_dims`.
+        is_vector = bool(set(self.structure.columns) & set(strides))
+        is_number_of_group = layout == "group" and not is_vector
+        if kind in _ALLOCATED or size == 1 or is_number_of_group:
+            return size
+        return self.argument("stride", index, f"{operand.name}_stride", kind)
+
+    def _part_offsets(self, operand: Operand, part: Part) -> list[str]:
+        """Return the terms of an address that lead to a part of a row."""
+        strides, _ = strides_of(self.structure, operand)
+        terms: list[str] = []
+        # Where an unrolled axis is outside of rows, parts are a number of rows away from each
+        # other:
+        #
+        #   (batch, 3, columns)   part 2 begins at 2 * columns
+        #   (3, batch, columns)   part 2 begins at 2 * batch * columns, of any batch
+        offset = 0
+        for axis, position in part:
+            inner = operand.axes[operand.axes.index(axis) + 1 :]
+            inner_rows = within(inner, self.structure.rows)
+            distance = strides[axis] * position
+            if position and inner_rows:
+                # Each part has rows of its own: their number is not a constant.
+                terms.append(product([str(distance), *map(self._size, inner_rows)]))
+            else:
+                offset += distance
+        if offset:
+            terms.append(str(offset))
+        return terms
+
+    def _row_offset(self, operand: Operand) -> str:
+        """Return the offset of a row of a contiguous operand that has other rows than the call."""
+        structure = self.structure
+        terms = []
+        for dim, axis in enumerate(operand.axes):
+            if axis not in structure.rows:
+                continue
+            self._indexed_axes.add(axis)
+            sizes = map(self._size_of, operand.axes[dim + 1 :])
+            terms.append(product([f"row{axis}", *sizes]))
+        for axis in self._indexed_axes:  # registers the sizes, as in `index_of_row`
+            self._row_index(axis)
+        return " + ".join(terms)
+
+    def _size_of(self, axis: int) -> str:
+        """Return an axis's size: an argument for that of a row axis, else a constant."""
+        if axis in self.structure.rows:
+            return self._size(axis)
+        return str(self.structure.sizes[axis])
+
+    def _size(self, axis: int) -> str:
+        return self.argument("size", axis, f"size{axis}")
+
+    # --- indices of rows --------------------------------------------------------------------------
+
+    def index_of_row(self, axis: int) -> str:
+        """Return the variable with the index along a row axis, which `indices` assigns."""
+        self._indexed_axes.add(axis)
+        # The line itself comes from `indices`, when the list of arguments is complete: this call
+        # registers the sizes that it uses.
+        self._row_index(axis)
+        return f"row{axis}"
+
+    def indices(self) -> list[str]:
+        """Return the lines that compute the index along each row axis whose index is used."""
+        return [f"row{axis} = {self._row_index(axis)}" for axis in sorted(self._indexed_axes)]
+
+    def _row_index(self, axis: int) -> str:
+        """Return the index along a row axis: ``rows`` counts all of them, the last one fastest."""
+        rows = self.structure.rows
+        inner = rows[rows.index(axis) + 1 :]
+        text = f"(rows // ({product(map(self._size, inner))}))" if inner else "rows"
+        if axis == rows[0]:
+            return text
+        return f"{text} % {self._size(axis)}"

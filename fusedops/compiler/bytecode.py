@@ -1,0 +1,177 @@
+"""What the code of a function reads beside its arguments: variables and attributes, by bytecode."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType
+
+from .objects import LIBRARIES, MODES
+
+__all__ = ["Reads", "reads_of"]
+
+# Functions that return the variables of a scope, or attributes whose names are in no instruction.
+_SCOPES = frozenset(
+    {"globals", "locals", "vars", "eval", "exec", "__import__", "attrgetter", "methodcaller"}
+)
+
+
+@dataclass(frozen=True)
+class Reads:
+    """The variables and attributes that the code of a function, and of its inner ones, reads.
+
+    Attributes:
+        chains: global variables and those of closures, each with the attributes that are read
+            directly from it: ``ops.SCALE``.
+        names: the names of all attributes that it reads.
+        optional: those that it reads by `getattr` or `hasattr`, which may be missing.
+        everything: whether it reads attributes by computed names.
+        called: global variables and those of closures that it calls.
+        calls: whether it calls the value of a local variable.
+        refusal: why the code is refused, because it reads what a walk cannot visit; "" if not.
+    """
+
+    chains: tuple[tuple[str, ...], ...]
+    names: frozenset[str]
+    optional: frozenset[str]
+    everything: bool
+    called: frozenset[str]
+    calls: bool
+    refusal: str
+
+
+@functools.lru_cache(4096)
+def reads_of(code: CodeType) -> Reads:
+    """Return what code reads."""
+    instructions = list(_instructions(code))
+    attributes = _attributes_by_name(instructions)
+    optional = frozenset(filter(None, attributes))
+    called: set[str] = set()
+    # A call of a local variable calls what the function was passed, or has computed: a module,
+    # perhaps. Before Python 3.11 no instruction tells which value is called.
+    calls = sys.version_info < (3, 11)
+    for name, is_local in _called(instructions):
+        if is_local:
+            calls = True
+        else:
+            called.add(name)
+    named = [str(one.argval) for one in instructions if one.opname in _ATTRIBUTES]
+    return Reads(
+        chains=tuple(_chains(instructions)),
+        names=frozenset(named) | optional,
+        optional=optional,
+        everything=None in attributes,
+        called=frozenset(called),
+        calls=calls,
+        refusal=next(filter(None, map(_refusal, instructions)), ""),
+    )
+
+
+def _chains(instructions: list[dis.Instruction]) -> dict[tuple[str, ...], None]:
+    """Return the outer variables, each with the attributes that are read from it, in order.
+
+    The instructions of ``ops.table.SCALE`` follow one another::
+
+        LOAD_GLOBAL ops   LOAD_ATTR table   LOAD_ATTR SCALE
+    """
+    chains: dict[tuple[str, ...], None] = {}  # as an ordered set
+    current: list[str] = []
+    for instruction in instructions:
+        name = str(instruction.argval)
+        is_attribute = instruction.opname in _ATTRIBUTES
+        if is_attribute and current:
+            current.append(name)
+        if is_attribute:
+            continue
+        if current:
+            chains[tuple(current)] = None
+        current = [name] if instruction.opname.startswith(_OUTER) else []
+    return chains
+
+
+def _attributes_by_name(instructions: list[dis.Instruction]) -> set[str | None]:
+    """Return the attributes that `getattr` and `hasattr` read; None for a computed name."""
+    attributes: set[str | None] = set()
+    for i, instruction in enumerate(instructions):
+        if instruction.argval in ("getattr", "hasattr"):
+            attributes.add(_attribute_after(instructions[i:]))
+    return attributes
+
+
+# Instructions that read an attribute, and those that read a variable from outside of the function.
+_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
+_OUTER = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR")
+
+
+def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
+    """Yield the instructions of code, and of functions and classes that it defines."""
+    yield from dis.get_instructions(code)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _instructions(constant)
+
+
+def _called(instructions: list[dis.Instruction]) -> Iterator[tuple[str, bool]]:
+    """Yield the variables that are called, and whether they are local.
+
+    A call of a function that is no method pushes a NULL beside it: before the function or after
+    it, depending on the version of Python, or within LOAD_GLOBAL.
+    """
+    for one, following in itertools.pairwise(instructions):
+        load = following if one.opname == "PUSH_NULL" else one
+        is_local = load.opname.startswith("LOAD_FAST")
+        is_outer = load.opname.startswith(_OUTER)
+        if not (is_local or is_outer):
+            continue
+        has_null = load.opname == "LOAD_GLOBAL" and "NULL" in load.argrepr
+        if has_null or "PUSH_NULL" in (one.opname, following.opname):
+            yield str(load.argval), is_local
+
+
+def _attribute_after(instructions: list[dis.Instruction]) -> str | None:
+    """Return the attribute's name in a call of `getattr`; None where it is computed.
+
+    Args:
+        instructions: those from the load of `getattr` on.
+    """
+    arguments = list(itertools.takewhile(_is_no_call, instructions))
+    if len(arguments) == len(instructions):
+        return None
+    # Nothing but loads from the string up to the call: the string is an argument as it is.
+    loads = list(itertools.takewhile(_is_load, reversed(arguments)))
+    for instruction in reversed(loads):
+        if instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, str):
+            return str(instruction.argval)
+    return None
+
+
+def _is_load(instruction: dis.Instruction) -> bool:
+    return instruction.opname.startswith("LOAD")
+
+
+def _is_no_call(instruction: dis.Instruction) -> bool:
+    return not instruction.opname.startswith(("CALL", "PRECALL"))
+
+
+def _refusal(instruction: dis.Instruction) -> str:
+    """Return why code with this instruction is refused; "" if it is not."""
+    name = str(instruction.argval)
+    opname = instruction.opname
+    if opname == "IMPORT_NAME" and name.partition(".")[0] not in LIBRARIES:
+        return (
+            f"it imports {name} in its body, whose numbers may change unseen; import it outside of "
+            "the function"
+        )
+    loads_name = opname.startswith(("LOAD_GLOBAL", "LOAD_NAME", *_ATTRIBUTES))
+    if loads_name and (name in _SCOPES or name == "__dict__"):
+        return f"it reads {name}, which may change unseen; name the variables and attributes"
+    if opname.startswith("LOAD") and name in MODES:
+        return (
+            f"it calls {name}, whose result may change unseen; call it outside, and pass it as a "
+            "number"
+        )
+    return ""

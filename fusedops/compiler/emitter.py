@@ -1,0 +1,528 @@
+"""Triton code of values: one line each, with the user's names.
+
+A program has a tile of ROWS rows and BLOCK_N columns. A value's shape follows from the axes along
+which it varies::
+
+                    along columns      not along columns
+    along rows      (ROWS, BLOCK_N)    (ROWS, 1)
+    not along rows  (1, BLOCK_N)       (1, 1)
+
+A line goes where it is computed least often: before all tiles, once for a tile of rows, or once for
+a tile of columns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from ..core.activations import ACTIVATIONS
+from .addresses import Addresses
+from .identifiers import Identifiers
+from .ir import BINARY, COMPARISONS, REDUCTIONS, Node, computed_of
+from .layouts import column_index
+from .literals import KINDS, as_tensor, filled, literal, neutral
+from .planning import Plan
+from .structure import Operand, Part
+from .text import indented
+
+__all__ = ["Emitter"]
+
+# Operators as formats of their arguments. Those that depend on more are methods of `Emitter`.
+_FORMATS = {
+    "exp": "tl.exp({})",
+    "exp2": "tl.exp2({})",
+    "log2": "tl.log2({})",
+    "log": "tl.log({})",
+    "log1p": "log1p({})",
+    "expm1": "expm1({})",
+    "sqrt": "tl.sqrt({})",
+    "root": "tl.sqrt({})",
+    "rsqrt": "tl.rsqrt({})",
+    "reciprocal": "1.0 / {}",
+    "abs": "tl.abs({})",
+    "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0)).to(ACC)",
+    "sin": "tl.sin({})",
+    "cos": "tl.cos({})",
+    "erf": "tl.erf({})",
+    "floor": "tl.floor({})",
+    "ceil": "tl.ceil({})",
+    "not": "{} == 0",
+    "isnan": "{0} != {0}",
+    "fmod": "{} % {}",
+    "quotient": "{} // {}",
+    "add": "{} + {}",
+    "sub": "{} - {}",
+    "mul": "{} * {}",
+    "div": "{} / {}",
+    "and": "{} & {}",
+    "or": "{} | {}",
+    "xor": "{} ^ {}",
+    "lt": "{} < {}",
+    "le": "{} <= {}",
+    "gt": "{} > {}",
+    "ge": "{} >= {}",
+    "eq": "{} == {}",
+    "ne": "{} != {}",
+    # NaN propagates, as in PyTorch.
+    "maximum": "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
+    "minimum": "tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
+    **{name: f"{name}({{}})" for name in ACTIVATIONS},
+    **{f"d:{name}": f"{name}_derivative({{}})" for name in ACTIVATIONS},
+}
+_TYPES = {
+    torch.float16: "tl.float16",
+    torch.bfloat16: "tl.bfloat16",
+    torch.float32: "tl.float32",
+    torch.float64: "tl.float64",
+}
+_READ_AS = {"float": ".to(ACC)", "int": ".to(tl.int64)", "bool": " != 0"}
+_SCALARS = {"float": "ACC", "int": "tl.int64", "bool": "tl.int8"}
+# Operators that differ from their argument in gradients only.
+_SAME_VALUE = ("constant_to_gradients", "detached", "instead", "narrowed")
+_Key = TypeVar("_Key")
+_NAME = re.compile(r"[^\W\d]\w*")
+
+
+class Emitter:
+    """Writes values of a function, and the arguments that they are read from.
+
+    A kernel's lines are in three lists, one for each level of its loops::
+
+        invariant                    # vectors: once in a program
+        for tile in tiles of rows:
+            lines                    # numbers of rows, and whole rows
+            for start in tiles of columns:
+                body                 # only between open_columns() and close_columns()
+
+    Attributes:
+        names: the names in use.
+        addresses: writes addresses, and has the kernel's arguments.
+        flat: whether nothing precedes the loop over tiles: a program has one tile, or its registers
+            hold no vectors beside the sums.
+        invariant: the lines before all tiles.
+        lines: the lines of a tile of rows.
+        body: the lines of a tile of columns, in a loop over a row's tiles; None where one program
+            has one tile.
+        full: whether that tile has all its columns.
+        leaves: values that are read, not computed: "intermediate", "stats 3" or "moments 0".
+        moved: the dtypes of whole tensors that are read or written.
+        stores_after: stores of numbers of rows, which follow the line that computes the number.
+            Triton 3.6 to 3.9 cannot compile some kernels that compute more of a number before it is
+            stored: the pass that removes layout conversions uses a value ahead of its definition.
+    """
+
+    def __init__(self, plan: Plan, acc: torch.dtype, *, grouped: bool) -> None:
+        self.plan = plan
+        self.structure = plan.structure
+        self.acc = acc
+        self.grouped = grouped
+        self.names = Identifiers()
+        self.addresses = Addresses(plan.structure, self.names, grouped=grouped)
+        self.flat = False
+        self.invariant: list[str] = []
+        self.lines: list[str] = []
+        self.body: list[str] | None = None
+        self.full = False
+        self.leaves: dict[Node, str] = {}
+        self.intermediate_parts: dict[Node, Part] = {}
+        self.moved: list[torch.dtype] = []
+        self.named: dict[Node, str] = {}
+        self.stores_after: dict[Node, list[Callable[[], None]]] = {}
+        self._literals: set[str] = set()  # the texts of values that are written as numbers
+        self._by_row: dict[Node, bool] = {}
+        self._known: dict[str, str] = {}  # from an expression to its name
+
+    # --- values -----------------------------------------------------------------------------------
+
+    def value(self, root: Node) -> str:
+        """Emit the lines that compute a value, and return its name."""
+        # Depth first, without recursion: a node is popped once all its arguments have names.
+        todo = [root]
+        while todo:
+            node = todo[-1]
+            missing = self._missing(node)
+            if missing:
+                todo += missing
+                continue
+            todo.pop()
+            if node not in self.named:
+                self._define(node)
+        return self.named[root]
+
+    def _missing(self, node: Node) -> list[Node]:
+        """Return the arguments that have no name yet, the first to be emitted last."""
+        if node in self.named:
+            return []
+        missing = [arg for arg in self._arguments(node) if arg not in self.named]
+        # Vectors are emitted last: they are in cache, and take registers.
+        missing.sort(key=self.has_rows, reverse=True)
+        missing.reverse()
+        return missing
+
+    def _define(self, node: Node) -> None:
+        """Emit a value whose arguments have names, and the stores that follow its line."""
+        self.named[node] = self._emit(node)
+        for store in self.stores_after.pop(node, ()):
+            store()
+
+    def _arguments(self, node: Node) -> Sequence[Node]:
+        """Return the values that are computed before this one."""
+        if node in self.leaves:
+            return ()
+        if self._is_loaded(node):
+            return node.args[1:]
+        return computed_of(node)
+
+    def open_columns(self, *, full: bool) -> None:
+        """Begin the body of a loop over tiles of columns."""
+        self.body = []
+        self.full = full
+
+    def close_columns(self, *header: str) -> None:
+        """End the body of the loop that ``header`` begins."""
+        assert self.body is not None
+        self.lines.append(header[0])
+        self.lines += indented([*header[1:], *self.body])
+        self._forget(self._wide_names())
+        self.body = None
+        self.full = False
+
+    def _forget(self, ended: set[str]) -> None:
+        """Take names out of scope: the next pass over the columns computes them again."""
+        self.named = _without_names(self.named, ended)
+        self._known = _without_names(self._known, ended)
+
+    def _wide_names(self) -> set[str]:
+        """Return the names of values along columns."""
+        return {name for node, name in self.named.items() if self.has_columns(node)}
+
+    def live(self) -> int:
+        """Return how many values along columns are live at a time, in the order of the lines.
+
+        Vectors before all tiles are always live.
+        """
+        wide = self._wide_names()
+        vectors = [line for line in self.invariant if line.partition(" = ")[0] in wide]
+        return _most_live(self.lines, wide) + len(vectors)
+
+    def is_reduced(self, node: Node) -> bool:
+        """Whether a reduction passes over the columns of rows."""
+        if node in self.leaves or not self.has_columns(node.args[0]):
+            return False
+        return not self._is_loaded(node)
+
+    def _is_loaded(self, node: Node) -> bool:
+        """Whether this is one element of each row of an input, which is loaded by its address."""
+        if node.op != "pick" or node.attrs[0] != self.structure.columns:
+            return False
+        source = node.args[0]
+        return source.op == "input" and source not in self.leaves
+
+    def has_columns(self, node: Node) -> bool:
+        """Whether a value varies along a row."""
+        return bool(node.axes & set(self.structure.columns))
+
+    def has_rows(self, node: Node) -> bool:
+        """Whether a value differs between tiles of rows: it is computed of what is read by row."""
+        if node not in self._by_row:
+            self._by_row[node] = self._varies_by_row(node)
+        return self._by_row[node]
+
+    def _varies_by_row(self, node: Node) -> bool:
+        if node in self.leaves or node.op in ("cotangent", "keep"):
+            return True
+        if node.op == "input":
+            operand = self.structure.inputs[node.attrs[0]]
+            return self.addresses.varies_by_row(operand)
+        if node.op == "iota":
+            return node.attrs[0] in self.structure.rows
+        return any(map(self.has_rows, node.args))
+
+    def _emit(self, node: Node) -> str:
+        """Emit the line that computes a value of named arguments, and return its name."""
+        is_read = node in self.leaves
+        if node.op == "const" and not is_read:
+            text = literal(node, self.acc)
+            self._literals.add(text)
+            return text
+        if node.op in _SAME_VALUE and not is_read:
+            return self.named[node.args[0]]
+        text = self._expression(node)
+        # Different nodes may have the same text, as where operators differ only in gradients.
+        if text not in self._known:
+            self._known[text] = self._assign(node, text)
+        return self._known[text]
+
+    def _assign(self, node: Node, text: str) -> str:
+        """Emit a line that assigns an expression, and return the variable."""
+        user_name = node.names[-1] if node.names else f"v{len(self._known)}"
+        name = self.names.free(user_name)
+        line = self.structure.lines.get(node.number)
+        comment = f"  # line {line}" if line else ""
+        self._lines_for(node).append(f"{name} = {text}{comment}")
+        return name
+
+    def _lines_for(self, node: Node) -> list[str]:
+        """Return the lines in which a value is computed least often."""
+        if self.body is not None and self.has_columns(node):
+            return self.body
+        if self.flat or self.has_rows(node):
+            return self.lines
+        return self.invariant
+
+    def _expression(self, node: Node) -> str:
+        """Return the expression of a value."""
+        if node in self.leaves:
+            return self._leaf(node, self.leaves[node])
+        args = self._named_arguments(node)
+        method = _METHODS.get(node.op)
+        if method is not None:
+            return method(self, node, args)
+        return _FORMATS[node.op].format(*args)
+
+    def _named_arguments(self, node: Node) -> list[str]:
+        """Return the names of a node's arguments; of numbers alone as tensors.
+
+        Triton computes operators of numbers alone when it compiles, without a tensor's dtype.
+        """
+        arguments = self._arguments(node)
+        names = [self.named[argument] for argument in arguments]
+        if node.op == "where" or not self._literals.issuperset(names):
+            return names
+        kinds = [argument.kind for argument in arguments]
+        return list(map(filled, names, kinds))
+
+    def _cast(self, node: Node, args: Sequence[str]) -> str:
+        if node.kind == "bool":
+            return f"{args[0]} != 0"
+        return f"{args[0]}.to({KINDS[node.kind]})"
+
+    def _round(self, node: Node, args: Sequence[str]) -> str:
+        return self._rounded_to(node.attrs[0], args[0])
+
+    def _rounded(self, node: Node, args: Sequence[str]) -> str:
+        return self._rounded_to(getattr(torch, node.attrs[0]), args[0])
+
+    def _rounded_to(self, dtype: torch.dtype, value: str) -> str:
+        if dtype == self.acc:
+            return value
+        return f"{value}.to({_TYPES[dtype]}).to(ACC)"
+
+    def _where(self, node: Node, args: Sequence[str]) -> str:
+        text = f"tl.where({', '.join(args)})"
+        # Of two numbers Triton makes fp32, whatever ACC is.
+        if node.kind == "float" and self._literals.issuperset(args[1:]):
+            text += ".to(ACC)"
+        return text
+
+    def _negative(self, node: Node, args: Sequence[str]) -> str:
+        # Triton subtracts from zero, which has another zero.
+        if node.kind == "float":
+            return f"{args[0]} * -1.0"
+        return f"-{args[0]}"
+
+    def _device_call(self, node: Node, args: Sequence[str]) -> str:
+        """Return a call of a function of two numbers, of which the second may be an attribute."""
+        if node.kind != "float":
+            return _FORMATS[node.op].format(*args)
+        graph = self.structure.graph
+        exponents = [literal(graph.const(number), self.acc) for number in node.attrs]
+        name = "power" if node.op == "pow" else node.op
+        return f"{name}({', '.join(map(as_tensor, (*args, *exponents)))})"
+
+    def _reduction(self, node: Node, args: Sequence[str]) -> str:
+        if self._is_loaded(node):
+            return self._element(node)
+        if not self.is_reduced(node):
+            return self.named[node.args[0]]
+        return self.reduced(node, self.reducible(node))
+
+    def reducible(self, node: Node) -> str:
+        """Return the argument of a reduction, with its neutral element in the padding."""
+        value = self.value(node.args[0])
+        if node.op == "pick":
+            index = column_index(self.structure, node.attrs[0][0])
+            return f"tl.where({index} == {self.value(node.args[1])}, {value}, 0)"
+        if not self._is_padded():
+            return value
+        return f"tl.where(in_cols, {value}, {neutral(node.op, node.kind)})"
+
+    def _is_padded(self) -> bool:
+        """Whether a tile may have more columns than the row: blocks are powers of two, from 16.
+
+        In 16 lanes, a row of 12 columns needs the neutral element in four::
+
+            maximum    x x x x x x x x x x x x -inf -inf -inf -inf
+        """
+        if self.body is not None:
+            return not self.full
+        cols = self.structure.cols
+        return cols < 16 or cols & (cols - 1) != 0
+
+    def reduced(self, node: Node, value: str) -> str:
+        """Return the reduction of a tile."""
+        if node.op == "amax":
+            return f"largest({value})"
+        return f"tl.sum({value}, axis=1, keep_dims=True)"
+
+    # --- leaves -----------------------------------------------------------------------------------
+
+    def _leaf(self, node: Node, source: str) -> str:
+        if source == "intermediate":
+            operand = self.plan.intermediate_operand
+            assert operand is not None
+            return self._load("intermediate", 0, operand, self.intermediate_parts[node])
+        kind, index = source.split()
+        number = (
+            f"tl.load({self.addresses.number_of_rows(kind, int(index))}, mask=in_rows, other=0)"
+        )
+        if node.kind == "int":
+            return f"{number}.to(tl.int64)"
+        return number
+
+    def _input(self, node: Node, args: Sequence[str]) -> str:
+        index, part = node.attrs
+        return self._load("input", index, self.structure.inputs[index], part)
+
+    def _cotangent(self, node: Node, args: Sequence[str]) -> str:
+        index, part = node.attrs
+        # The intermediate counts as an output after the others.
+        is_output = index < len(self.structure.outputs)
+        operand = self.structure.outputs[index] if is_output else self.plan.intermediate_operand
+        assert operand is not None
+        return self._load("cotangent", index, operand, part)
+
+    def _iota(self, node: Node, args: Sequence[str]) -> str:
+        """Return the index along an axis."""
+        (axis,) = node.attrs
+        if axis in self.structure.columns:
+            return f"{column_index(self.structure, axis)}.to(tl.int64)"
+        return self.addresses.index_of_row(axis)
+
+    def _keep(self, node: Node, args: Sequence[str]) -> str:
+        """Return dropout's factors: random numbers count each part of a row as a row."""
+        structure = self.structure
+        (number, part) = node.attrs
+        threshold = self.addresses.argument("threshold", number, f"threshold{number}")
+        parts = 1
+        part_index = 0
+        for axis in structure.unrolled:
+            size = structure.sizes[axis]
+            parts *= size
+            part_index = part_index * size + dict(part).get(axis, 0)
+        rows = "(group * M + places)" if self.grouped else "places"
+        if parts > 1:
+            rows = f"{rows} * {parts} + {part_index}"
+        offset = f"offset + {number << 48}" if number else "offset"
+        factors = (
+            f"keep_scale(seed, {offset}, {threshold}, {rows}, start, N, ROWS, BLOCK_N, VECTOR, ACC)"
+        )
+        # A row of one element has no column axis, but the factors are a block: all but the first
+        # are zeroed.
+        if not structure.columns:
+            return f"tl.sum(tl.where(in_cols, {factors}, 0), axis=1, keep_dims=True)"
+        return factors
+
+    # --- memory -----------------------------------------------------------------------------------
+
+    def store(self, kind: str, index: int, operand: Operand, part: Part, node: Node) -> None:
+        """Write a part of a tensor."""
+        value = self.value(node)
+        address, mask = self.addresses.tile(kind, index, operand, part, full=self.full)
+        self._count(operand)
+        pointer = self.addresses.arguments[kind, index, ""].name
+        if value in self._literals:
+            value = filled(value, node.kind)
+        stored = f"tl.store({address}, {value}.to({pointer}.dtype.element_ty), mask={mask})"
+        # A number of a row is stored once, not for each tile of columns.
+        if self.body is None or mask == "in_rows":
+            self.lines.append(stored)
+        else:
+            self.body.append(stored)
+
+    def store_number(self, kind: str, index: int, node: Node) -> None:
+        """Write a number of each row."""
+        value = self.value(node)
+        self.lines.append(
+            f"tl.store({self.addresses.number_of_rows(kind, index)}, {value}, mask=in_rows)"
+        )
+
+    def _load(self, kind: str, index: int, operand: Operand, part: Part) -> str:
+        address, mask = self.addresses.tile(kind, index, operand, part, full=self.full)
+        self._count(operand)
+        loaded = f"tl.load({address}, mask={mask}, other=0)" if mask else f"tl.load({address})"
+        if self.structure.has_columns(operand) or self.addresses.varies_by_row(operand):
+            return loaded + _READ_AS[operand.kind]
+        # Of a scalar, which Triton's interpreter cannot compare, a tensor of one element. All
+        # values of a kernel have two dimensions then, and broadcast.
+        dtype = _SCALARS[operand.kind]
+        block = f"tl.full((1, 1), {loaded}.to({dtype}), {dtype})"
+        if operand.kind == "bool":
+            return f"{block} != 0"
+        return block
+
+    def _element(self, node: Node) -> str:
+        """Return an element of each row; zero where its index is out of range."""
+        source, index_node = node.args
+        (number, part) = source.attrs
+        index = self.named[index_node]
+        operand = self.structure.inputs[number]
+        if index_node.op == "const" and not self.addresses.varies_by_row(operand):
+            # The address depends on the index alone: it has to be a block, as the mask is one.
+            index = f"tl.full((1, 1), {index}, tl.int64)"
+        address, mask = self.addresses.tile(
+            "input", number, operand, part, full=self.full, element=index
+        )
+        conditions = [f"({index} >= 0)", f"({index} < N)"]
+        if mask:
+            conditions.append(mask)
+        return f"tl.load({address}, mask={' & '.join(conditions)}, other=0){_READ_AS[operand.kind]}"
+
+    def _count(self, operand: Operand) -> None:
+        """Count the bytes of a whole tensor, in a loop over tiles of columns only once."""
+        is_whole = {*self.structure.rows, *self.structure.columns} <= set(operand.axes)
+        if is_whole and not self.full:
+            self.moved.append(operand.dtype)
+
+
+_METHODS: dict[str, Callable[[Emitter, Node, Sequence[str]], str]] = {
+    "input": Emitter._input,
+    "cotangent": Emitter._cotangent,
+    "iota": Emitter._iota,
+    "keep": Emitter._keep,
+    "cast": Emitter._cast,
+    "round": Emitter._round,
+    "rounded": Emitter._rounded,
+    "where": Emitter._where,
+    "neg": Emitter._negative,
+    "fmod": Emitter._device_call,
+    "pow": Emitter._device_call,
+    "power": Emitter._device_call,
+    "xlogy": Emitter._device_call,
+    **dict.fromkeys(REDUCTIONS, Emitter._reduction),
+}
+assert set(BINARY | COMPARISONS) <= set(_FORMATS) | set(_METHODS)
+
+
+def _without_names(named: dict[_Key, str], ended: set[str]) -> dict[_Key, str]:
+    """Return the entries of names that are still in scope."""
+    return {key: name for key, name in named.items() if name not in ended}
+
+
+def _most_live(lines: Sequence[str], wide: set[str]) -> int:
+    """Return the most of these variables that are live after a line: assigned, and used later."""
+    names_by_line = [_NAME.findall(line.partition("  # line ")[0]) for line in lines]
+    last_use: dict[str, int] = {}
+    for number, names in enumerate(names_by_line):
+        last_use |= dict.fromkeys(names, number)
+    most = 0
+    live = set[str]()
+    for number, names in enumerate(names_by_line):
+        live |= wide & set(names[:1])
+        most = max(most, len(live))
+        live -= {name for name in live if last_use[name] <= number}
+    return most

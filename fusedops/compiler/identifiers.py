@@ -1,0 +1,109 @@
+"""Names in generated kernels: those of functions that they import, and of the user's values."""
+
+from __future__ import annotations
+
+import keyword
+import re
+
+__all__ = ["HEADER", "Identifiers"]
+
+_DEVICE = (
+    "await_predecessor",
+    "gelu",
+    "gelu_derivative",
+    "gelu_tanh",
+    "gelu_tanh_derivative",
+    "keep_scale",
+    "load_seed",
+    "relu",
+    "relu_derivative",
+    "rows_of",
+    "sigmoid",
+    "sigmoid_derivative",
+    "silu",
+    "silu_derivative",
+    "tanh",
+    "tanh_derivative",
+)
+_OWN = ("expm1", "fmod", "largest", "log1p", "negative_zero", "power", "xlogy")
+HEADER = f"""import triton
+import triton.language as tl
+
+from fusedops.core.device import {", ".join(_DEVICE)}
+from fusedops.compiler.device import {", ".join(_OWN)}
+"""
+# Names that the templates of kernels use.
+_RESERVED = {
+    "tl",
+    "triton",
+    "ACC",
+    "N",
+    "BLOCK_N",
+    "ROWS",
+    "VECTOR",
+    "STAGES",
+    "OVERLAP",
+    "M",
+    "rows",
+    "cols",
+    "tile",
+    "tiles",
+    "group",
+    "groups",
+    "mask",
+    "in_rows",
+    "in_cols",
+    "in_groups",
+    "in_group",
+    "places",
+    "seed",
+    "offset",
+    "partials",
+    "program",
+    "start",
+    "float",
+    "range",
+    *_DEVICE,
+    *_OWN,
+    *keyword.kwlist,
+}
+# Names of the package's own in kernels, which end with a number or in "_base".
+_OWN_NAMES = re.compile(r"(sum|row)\d+|.*_base")
+_NUMBERED = re.compile(r"(.*?)(\d*)")
+
+
+class Identifiers:
+    """The names that a kernel uses, each once."""
+
+    def __init__(self) -> None:
+        self._used = set(_RESERVED)
+
+    def free(self, name: str) -> str:
+        """Return a name that is not in use, as similar as possible."""
+        name = _valid(name)
+        while name in self._used or not name.isidentifier():
+            name = _following(name)
+        self._used.add(name)
+        return name
+
+
+def _valid(name: str) -> str:
+    """Return the text with what makes it an identifier that is not one of the package's own."""
+    name = re.sub(r"\W", "_", name)
+    if not name.isascii():
+        name = "v"
+    starts_well = name[:1].isalpha() or name[:1] == "_"
+    if not starts_well:
+        name = f"v{name}"  # no suffix makes 0_weight an identifier
+    if _OWN_NAMES.fullmatch(name):
+        return f"v_{name}_"
+    return name
+
+
+def _following(name: str) -> str:
+    """Return the name with the next number: x, x2, x3."""
+    match = _NUMBERED.fullmatch(name)
+    assert match is not None
+    stem = match[1] or "v"
+    number = int(match[2] or 1)
+    return f"{stem}{number + 1}"

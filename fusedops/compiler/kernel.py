@@ -1,0 +1,67 @@
+"""The record of a generated kernel, and its source from the lines of its body."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .addresses import Argument
+from .structure import Part
+from .text import indented
+
+__all__ = ["Kernel", "source_of"]
+
+# Arguments whose values Triton does not compile into a kernel.
+_NOT_SPECIALIZED = ("seed", "offset", "rows", "chunks", "programs", "groups")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel's source.
+
+    Attributes:
+        name: of its function.
+        source: of it.
+        arguments: in order.
+        grouped: whether axis 1 of the grid is the groups of rows.
+        tiled: whether axis 1 of the grid is tiles of columns.
+        sums: the inputs whose gradients are sums over rows, with their parts, in the order of their
+            slots.
+        written: the inputs whose gradients are written whole and are for the caller to sum.
+        moved: the dtypes of the whole tensors, or of parts of all rows, that it reads and writes.
+        moments: how many numbers of each row it writes for the next kernel.
+        live: how many values of a tile are live at a time, sums over rows and vectors included.
+    """
+
+    name: str
+    source: str
+    arguments: tuple[Argument, ...]
+    grouped: bool = False
+    tiled: bool = False
+    sums: tuple[tuple[int, Part], ...] = ()
+    written: tuple[int, ...] = ()
+    moved: tuple[torch.dtype, ...] = ()
+    moments: int = 0
+    live: int = 0
+
+
+def source_of(
+    name: str, arguments: Sequence[Argument], constants: Sequence[str], body: Sequence[str]
+) -> str:
+    """Return the source of a kernel.
+
+    Args:
+        name: of its function.
+        arguments: those at run time, in order.
+        constants: the names of those at compile time.
+        body: the lines of the function.
+    """
+    # These change from call to call: a variant of its own for values like 1 or multiples of 16
+    # would be compiled again and again.
+    fixed = [argument.name for argument in arguments if argument.kind in _NOT_SPECIALIZED]
+    lines = [f"@triton.jit(do_not_specialize={fixed!r})", f"def {name}("]
+    lines += indented([f"{argument.name}," for argument in arguments])
+    lines += indented(map("{}: tl.constexpr,".format, constants))
+    return "\n".join([*lines, "):", *indented(body)]) + "\n"

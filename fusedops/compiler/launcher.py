@@ -1,0 +1,366 @@
+"""The generated Python function that launches a call's kernels.
+
+It is flat code, which checks shapes, collects the bits of addresses and strides, looks up the plan,
+and passes tensors in the order of the kernels' arguments. For one kernel with a vector it is like::
+
+    def run(tensors, outs, state):
+        seed, offset, _ = state
+        kind = 0 if seed is None else seed_kind(offset)
+        bits = 0
+        full = outs[0].shape
+        rows = outs[0].numel() // 64
+        if tensors[0].shape != (full[0], 64, ):
+            other_shape(site, 'input', 0, tensors[0].shape, (full[0], 64, ))
+        ...
+        key = (site, kind, bits & 15 == 0, BUCKET[rows.bit_length()])
+        plan = plans.get(key)
+        if plan is None:
+            plan = make(key, build)
+        programs = -(-rows // plan.rows[0])
+        plan.variants[0](programs, 1, input0, input1, output0, input0_stride, rows)
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.configs import tuning
+from ..core.configs.tuning import BUCKET
+from ..core.launches.operand import rows as as_rows
+from ..core.launches.operand import vector
+from ..core.random.rng import seed_kind
+from .addresses import Argument
+from .axes import Label
+from .kernel import Kernel
+from .layouts import row_layout, unreduced
+from .partials import reduce_kernel
+from .site import RowwiseSite
+from .structure import Operand, within
+from .text import indented, product, tuple_of
+from .variants import LaunchPlan, Variants, operand_of
+
+__all__ = ["Launch", "Launcher"]
+
+Launch = Callable[..., None]
+# Arguments that a launch has once, under the name of their kind.
+_SINGLE = ("seed", "offset", "rows", "groups", "programs", "partials")
+
+# Tensors that may be absent.
+_OPTIONAL = ("stats", "intermediate")
+# Tensors that a call has, and those that are allocated for it.
+_READ = ("input", "cotangent")
+_ALLOCATED = ("output", "gradient", "intermediate", "stats")
+
+
+def _other_shape(
+    site: RowwiseSite, kind: str, index: int, shape: Sequence[int], expected: Sequence[int]
+) -> None:
+    raise RuntimeError(
+        f"{site.program.op}: {kind} {index} has the shape {tuple(shape)}, "
+        f"but its program was made for {expected}"
+    )
+
+
+class Launcher:
+    """Writes the function that launches kernels one after the other.
+
+    Attributes:
+        names: from the kind and index of a tensor to its expression in the function's parameters.
+        like: a tensor that has all rows, and its index among the outputs.
+        last: the last kernel, which has the groups and the sums over rows, if there are any.
+        variants: compiles the kernels.
+    """
+
+    def __init__(
+        self,
+        site: RowwiseSite,
+        kernels: Sequence[Kernel],
+        names: dict[tuple[str, int], str],
+        parameters: str,
+        cotangents: Sequence[torch.dtype | None],
+    ) -> None:
+        self.site = site
+        self.kernels = kernels
+        self.last = kernels[-1]
+        self.names = names
+        self.arguments = list(itertools.chain(*[kernel.arguments for kernel in kernels]))
+        self.parameters = parameters
+        self.cotangents = cotangents
+        self.program = site.program
+        self.structure = self.program.structure
+        self.reduce = reduce_kernel(self.program.plan, self.last) if self.last.sums else None
+        self.variants = Variants(site, kernels, self.reduce, cotangents)
+        output = next((i for i, dtype in enumerate(cotangents) if dtype is not None), 0)
+        self.like = names["cotangent" if cotangents else "output", output], output
+
+    def build(self) -> Launch:
+        """Compile and return the function."""
+        plans: dict[Any, LaunchPlan] = tuning.register_cache({})
+        namespace: dict[str, Any] = {
+            "as_rows": as_rows,
+            "vector": vector,
+            "BUCKET": BUCKET,
+            "plans": plans,
+            "torch": torch,
+            "seed_kind": seed_kind,
+            "other_shape": _other_shape,
+            "make": functools.partial(tuning.plan, plans),
+            "build": self.variants.plan,
+            "site": self.site,
+            "summed": self._summed,
+        }
+        exec(compile(self.source(), f"<fusedops launch of {self.program.op}>", "exec"), namespace)
+        return namespace["run"]  # type: ignore[no-any-return]
+
+    def source(self) -> str:
+        """Return the source of the function."""
+        like, output = self.like
+        lines = [
+            "seed, offset, _ = state",
+            "kind = 0 if seed is None else seed_kind(offset)",
+            "bits = 0",
+            f"full = {like}.shape",
+            f"rows = {like}.numel() // {self.program.row_size(output)}",
+        ]
+        tensors = dict.fromkeys((argument.kind, argument.index) for argument in self.arguments)
+        # All shapes are checked before any tensor is copied.
+        for kind, index in tensors:
+            lines += self._check(kind, index)
+        for kind, index in tensors:
+            lines += self._operand(kind, index)
+        if self.last.grouped:
+            lines += [f"groups = {self._product(self.program.group)}", "rows //= groups"]
+        # The low bits of addresses and strides are collected: the variant for aligned tensors needs
+        # multiples of 16.
+        lines += [
+            "key = (site, kind, bits & 15 == 0, BUCKET[rows.bit_length()])",
+            "plan = plans.get(key)",
+            "if plan is None:",
+            "    plan = make(key, build)",
+        ]
+        moments = max(kernel.moments for kernel in self.kernels)
+        if moments:
+            lines.append(f"moments0 = {like}.new_empty({moments}, rows, dtype={self.program.acc})")
+        for number in range(len(self.kernels)):
+            lines += self._launch(number)
+        if self.reduce is not None:
+            lines.append(self._launch_of_reduce(self.reduce))
+        sizes = tuple_of(map(self._size, range(len(self.structure.sizes))))
+        for index in self.last.written:
+            out = self.names["gradient", index]
+            lines.append(f"summed({index}, gradient{index}, {out}, {sizes})")
+        return "\n".join([f"def run({self.parameters}):", *indented(lines)]) + "\n"
+
+    def _launch(self, number: int) -> list[str]:
+        """Return the lines that launch a kernel: axis 0 of the grid is tiles of rows."""
+        kernel = self.kernels[number]
+        across = self._across(number)
+        lines = [f"programs = -(-rows // plan.rows[{number}])"]
+        if kernel.sums:
+            # Programs that sum over rows take several tiles of rows each. The limit counts those of
+            # both axes.
+            most = f"plan.programs[{number}]"
+            if across != "1":
+                most = f"max({most} // {across}, 1)"
+            count = "programs * groups" if kernel.grouped else "programs"
+            shape = f"{count}, {len(kernel.sums)}, {self.structure.cols}"
+            lines.append(f"programs = min(programs, {most})")
+            lines.append(f"partials = {self.like[0]}.new_empty({shape}, dtype={self.program.acc})")
+        lines.append(f"plan.variants[{number}](programs, {across}, {self._passed(kernel)})")
+        return lines
+
+    def _across(self, number: int) -> str:
+        """Return the programs along axis 1 of the grid, as an expression."""
+        kernel = self.kernels[number]
+        if kernel.grouped:
+            return "groups"
+        return f"plan.columns[{number}]" if kernel.tiled else "1"
+
+    def _launch_of_reduce(self, reduce: Kernel) -> str:
+        """Return the launch of the reduction: tiles of columns, then slots and groups."""
+        slots = len(self.last.sums)
+        cols = self.structure.cols
+        across = f"{slots} * groups" if self.last.grouped else slots
+        return f"plan.reduce(-(-{cols} // plan.reduce_block), {across}, {self._passed(reduce)})"
+
+    def _passed(self, kernel: Kernel) -> str:
+        """Return a kernel's arguments in the launch."""
+        return ", ".join([self._expression(argument, kernel) for argument in kernel.arguments])
+
+    def _expression(self, argument: Argument, kernel: Kernel) -> str:
+        """Return the expression of a kernel's argument."""
+        kind = argument.kind
+        index = argument.index
+        is_of_reduction = kernel is self.reduce
+        if kind == "gradient" and is_of_reduction:
+            return self.names[kind, index]
+        if kind == "programs" and self.last.grouped:
+            return "programs * groups"
+        if kind in _SINGLE:
+            return kind
+        write = _EXPRESSIONS.get(kind)
+        return f"{kind}{index}" if write is None else write(self, argument)
+
+    def _stride(self, argument: Argument) -> str:
+        return f"{argument.of}{argument.index}_stride"
+
+    def _size_argument(self, argument: Argument) -> str:
+        return self._size(argument.index)
+
+    def _threshold(self, argument: Argument) -> str:
+        return str(self.program.thresholds[argument.index])
+
+    def _chunks(self, argument: Argument) -> str:
+        return "programs"
+
+    # --- operands ---------------------------------------------------------------------------------
+
+    def _operand(self, kind: str, index: int) -> list[str]:
+        """Return the lines that make an operand's address, row stride and bits."""
+        name = f"{kind}{index}"
+        if kind == "gradient" and index in self.last.written:
+            return [self._unreduced_gradient(index)]
+        # A backward reads what a forward wrote.
+        is_backward = bool(self.cotangents)
+        if kind == "stats" and is_backward:
+            return [f"{name}, more = vector({self.names[kind, index]})", "bits |= more"]
+        read = _READ if not is_backward else (*_READ, "intermediate")
+        if kind in read:
+            return self._operand_read(kind, index)
+        # What is allocated for this call is aligned.
+        if kind in _ALLOCATED:
+            return [f"{name} = {self.names[kind, index]}"]
+        return []
+
+    def _unreduced_gradient(self, index: int) -> str:
+        """Return the line that allocates a gradient with all rows, which `_summed` sums."""
+        operand = operand_of(self.program, "gradient", index)
+        labels = unreduced(self.structure, operand, self.program.acc).labels
+        shape = ", ".join(map(self._product, labels))
+        return f"gradient{index} = {self.like[0]}.new_empty({shape}, dtype={self.program.acc})"
+
+    def _operand_read(self, kind: str, index: int) -> list[str]:
+        """Return the lines of an operand that the call's tensors include.
+
+        A tensor with strided rows is read in place if a kernel takes its row stride. Others are
+        copied if they are not contiguous.
+        """
+        name = f"{kind}{index}"
+        operand = operand_of(self.program, kind, index)
+        size = self.program.size_of_row(operand)
+        lines = [f"{name}, {name}_stride = {self.names[kind, index]}, {size}"]
+        strided = self._has_stride(kind, index)
+        # The row stride of a contiguous tensor counts for the alignment, too: rows of a multiple of
+        # eight elements are aligned. In one number, of which only the low four bits matter:
+        #
+        #   address of the first row    ....0000  a multiple of 16 bytes
+        #   row stride, times two       ....0000  a multiple of 8 elements
+        #   bits, of all tensors        ....0000  the variant for aligned tensors is right
+        bits = f"more | {size << 1 & 15}" if strided else "more"
+        read = [f"{name}, more = vector({name})", f"bits |= {bits}"]
+        if kind == "intermediate":  # which may be absent
+            return [*lines, *read]
+        dims = self._row_dims(operand) if strided else None
+        if dims is not None:
+            in_place = f"{name}, {name}_stride, more = as_rows({name}, {dims[0]}, {dims[1]})"
+            if row_layout(self.structure, operand, self.last.grouped) == "group":
+                # A copy of few vectors costs less than kernels for tensors that are not aligned.
+                copied = [f"{name}_stride = {size}", *read]
+                read = [in_place, "if more & 15:", *indented(copied)]
+            else:
+                read = [in_place, "bits |= more"]
+        # What `as_rows` and `vector` do with nearly all tensors, without a call.
+        return [
+            *lines,
+            f"more = {name}.data_ptr()",
+            f"if more and {name}.is_contiguous() and not {name}.is_neg():",
+            f"    bits |= {bits}",
+            "else:",
+            *indented(read),
+        ]
+
+    def _has_stride(self, kind: str, index: int) -> bool:
+        """Whether a kernel has an argument for the row stride of a tensor."""
+        keys = {(argument.kind, argument.index, argument.of) for argument in self.arguments}
+        return ("stride", index, kind) in keys
+
+    def _check(self, kind: str, index: int) -> list[str]:
+        """Return the lines that compare a tensor's shape with the one that the program expects.
+
+        Kernels compute addresses from the expected shape alone.
+        """
+        name = self.names.get((kind, index))
+        if name is None:
+            return []
+        if kind == "stats":
+            sizes = [str(len(self.program.plan.stats)), "rows"]
+        else:
+            sizes = list(map(self._product, operand_of(self.program, kind, index).labels))
+        shape = tuple_of(sizes)
+        present = f"{name} is not None and " if kind in _OPTIONAL else ""
+        return [
+            f"if {present}{name}.shape != {shape}:",
+            f"    other_shape(site, '{kind}', {index}, {name}.shape, {shape})",
+        ]
+
+    # Which tensors may have strided rows, with rows (batch, sequence) and columns of 64:
+    #
+    #   (batch, sequence, 64)      yes: 64 elements, one dimension
+    #   (batch, sequence, 3, 64)   yes: 192 elements, two dimensions
+    #   (batch, sequence)          no dimension is left for the elements of a row
+    #   (batch * 3, 64)            no: the first dimension joins a row axis and parts
+
+    def _row_dims(self, operand: Operand) -> tuple[int, int] | None:
+        """Return the elements and the dimensions of a row, where rows may be strided.
+
+        Returns None where the tensor has to be contiguous: it has no dimension after those of rows,
+        or one of its leading dimensions joins rows and other axes.
+        """
+        labels = operand.labels
+        rows = set(self.structure.rows)
+        # Dimensions of rows, and those of one element that follow.
+        leading = _last_with(labels, rows) + 1
+        while leading < len(labels) and not labels[leading]:
+            leading += 1
+        are_rows = all(map(rows.issuperset, labels[:leading]))
+        if leading == len(labels) or not are_rows:
+            return None
+        return self.program.size_of_row(operand), len(labels) - leading
+
+    def _product(self, axes: Sequence[int]) -> str:
+        """Return the number of elements along axes, as an expression."""
+        return product(map(self._size, axes))
+
+    def _size(self, axis: int) -> str:
+        if axis not in self.program.dynamic:
+            return str(self.structure.sizes[axis])
+        return f"full[{self.program.dims_of(self.like[1])[axis]}]"
+
+    def _summed(self, index: int, gradient: Tensor, out: Tensor, sizes: Sequence[int]) -> None:
+        """Sum a gradient over the axes that the input does not have."""
+        operand = self.structure.inputs[index]
+        axes = unreduced(self.structure, operand, self.program.acc).axes
+        summed = [dim for dim, axis in enumerate(axes) if axis not in operand.axes]
+        rest = within(axes, operand.axes)
+        total = gradient.sum(summed) if summed else gradient
+        out.copy_(total.permute([rest.index(axis) for axis in operand.axes]).reshape(out.shape))
+
+
+def _last_with(labels: Sequence[Label], axes: set[int]) -> int:
+    """Return the last dimension that has one of these axes; -1 for none."""
+    with_axes = [dim for dim, label in enumerate(labels) if not axes.isdisjoint(label)]
+    return max(with_axes, default=-1)
+
+
+_EXPRESSIONS: dict[str, Callable[[Launcher, Argument], str]] = {
+    "stride": Launcher._stride,
+    "size": Launcher._size_argument,
+    "threshold": Launcher._threshold,
+    "chunks": Launcher._chunks,
+}

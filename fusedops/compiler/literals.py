@@ -1,0 +1,100 @@
+"""Numbers in generated code, with the value and the dtype that PyTorch gives them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import torch
+
+from .ir import Node, value_of
+
+__all__ = ["KINDS", "as_tensor", "filled", "literal", "neutral"]
+
+# Triton's dtype of each kind of values.
+KINDS = {"float": "ACC", "int": "tl.int64", "bool": "tl.int1"}
+# The maximum of nothing.
+_LEAST = {"float": 'float("-inf")', "int": str(-(2**63))}
+_NAME = re.compile(r"[^\W\d]\w*")
+
+
+def neutral(op: str, kind: str) -> str:
+    """Return what a reduction begins with, and has in the padding: it changes no result."""
+    return _LEAST[kind] if op == "amax" else "0"
+
+
+def filled(literal: str, kind: str) -> str:
+    """Return a number as a tensor of one element.
+
+    Numbers in parentheses are sums of such tensors already: see `_exact_fp64`.
+    """
+    is_tensor = literal.startswith(("(", "negative_zero"))
+    if is_tensor:
+        return literal
+    return f"tl.full((1, 1), {literal}, {KINDS[kind]})"
+
+
+def literal(node: Node, acc: torch.dtype) -> str:
+    """Return a number as Triton code that keeps its value in ``acc``."""
+    value = value_of(node)
+    if not isinstance(value, float):
+        return repr(value)
+    if not math.isfinite(value):
+        return f'float("{value}")'
+    if repr(value) == "-0.0":
+        return "negative_zero(ACC)"
+    if acc == torch.float64 and _in_fp32(value) != value:
+        return _exact_fp64(value)
+    return repr(value)
+
+
+def _exact_fp64(value: float) -> str:
+    """Return a number that is not one of fp32 as a sum of numbers that are.
+
+    Triton takes a number for fp32. The sum is computed in fp64, where it is exact, and so is a
+    product with powers of two.
+    """
+    # The mantissa of a number beyond fp32's range is scaled afterwards.
+    mantissa, exponent = math.frexp(value)
+    if -100 <= exponent <= 127:
+        mantissa = value
+        exponent = 0
+    total = f"({' + '.join(map(_fp64_block, _terms_in_fp32(mantissa)))})"
+    factors = list(map(_fp64_block, _powers_of_two(exponent)))
+    if factors:
+        return f"({' * '.join([total, *factors])})"
+    return total
+
+
+def _terms_in_fp32(value: float) -> list[float]:
+    """Return numbers of fp32 whose sum a number is: fp64 has 53 bits, and three terms of 24 do."""
+    terms: list[float] = []
+    while value and len(terms) < 3:
+        terms.append(_in_fp32(value))
+        value -= terms[-1]
+    return terms
+
+
+def _powers_of_two(exponent: int) -> list[float]:
+    """Return factors of ``2 ** exponent``, each in fp32's range."""
+    sign = 1 if exponent > 0 else -1
+    count, rest = divmod(abs(exponent), 100)
+    powers = [100] * count
+    if rest:
+        powers.append(rest)
+    return [math.ldexp(1.0, sign * power) for power in powers]
+
+
+def _in_fp32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
+
+
+def as_tensor(value: str) -> str:
+    """Return a value, which may be a number, for a device function that reads its dtype."""
+    if _NAME.fullmatch(value):
+        return value
+    return f"tl.zeros((1, 1), ACC) + {value}"
+
+
+def _fp64_block(value: float) -> str:
+    return f"tl.full((1, 1), {value!r}, ACC)"

@@ -1,0 +1,114 @@
+"""Sums over rows: each program writes partial sums, and one more kernel adds them up.
+
+Floating-point atomics would add the programs' sums in another order in each call. Here the order
+is fixed, so that the same inputs give the same bits::
+
+    program 0   slot 0: sums of N columns | slot 1 | ...
+    program 1   slot 0                    | slot 1 | ...
+    ...
+    programs of the next group of rows
+    ---------------------------------------------------- added up along the programs
+    gradient    slot 0                    | slot 1 | ...
+
+A slot is one part of one input's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .addresses import Argument
+from .kernel import Kernel, source_of
+from .layouts import offsets_along, row_layout, strides_of
+from .planning import Plan
+from .structure import Part, Structure
+
+__all__ = ["reduce_kernel", "stores_of_partials"]
+
+
+def stores_of_partials(
+    structure: Structure, sums: Sequence[tuple[int, Part]], *, grouped: bool
+) -> list[str]:
+    """Return the lines that store a program's partial sums, ``partials`` in the picture above."""
+    program = "program = tl.program_id(0).to(tl.int64)"
+    if grouped:
+        program += " + group * tl.num_programs(0)"
+    lines = [program]
+    for slot, (index, _) in enumerate(sums):
+        address = f"partials + (program * {len(sums)} + {slot}) * N + cols"
+        has_columns = structure.has_columns(structure.inputs[index])
+        mask = "in_cols" if has_columns else "in_cols & (cols < 1)"
+        lines.append(f"tl.store({address}, sum{slot}, mask={mask})")
+    return lines
+
+
+def reduce_kernel(plan: Plan, kernel: Kernel) -> Kernel:
+    """Return the kernel that adds up the partial sums of a backward.
+
+    Axis 0 of the grid is tiles of columns. Axes 1 and 2 are slots and groups: a program adds up one
+    slot, of the programs of one group or of all::
+
+        partials = (programs, slots, N) -> total of a slot = (N,)
+    """
+    slots = len(kernel.sums)
+    inputs = dict.fromkeys(index for index, _ in kernel.sums)
+    arguments = [
+        Argument("partials", "partials"),
+        *[Argument(f"grad{index}", "gradient", index) for index in inputs],
+        Argument("chunks", "chunks"),
+        Argument("programs", "programs"),
+    ]
+    grouped_slots = []
+    stores = list[str]()
+    for slot, (index, part) in enumerate(kernel.sums):
+        operand = plan.structure.inputs[index]
+        in_group = row_layout(plan.structure, operand, kernel.grouped) == "group"
+        if in_group:
+            grouped_slots.append(slot)
+        stores.append(f"if slot == {slot}:")
+        stores.append(f"    {_total_store(plan.structure, index, part, in_group)}")
+    is_grouped = " | ".join([f"(slot == {slot})" for slot in grouped_slots])
+    # A slot that groups have is summed over the programs of each group. Another one is summed over
+    # all programs, by the kernel's programs of group 0; those of other groups have none to add.
+    #
+    #   programs of the backward    0 1 2 | 3 4 5 | 6 7 8      three groups, chunks = 3
+    #   slot of groups              group 0, 1, 2: three each
+    #   slot of all                 group 0: all nine
+    count_of_all = "tl.where(group == 0, programs, 0)"
+    # Rows of this tile are programs, ROWS at a time, and columns are the row's.
+    mask = "(part < count)[:, None] & (cols < N)[None, :]"
+    body = [
+        "await_predecessor(OVERLAP)",
+        "place = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)",
+        f"slot = place % {slots}",
+        f"group = (place // {slots}).to(tl.int64)",
+        "in_group = tl.full((BLOCK_N,), group, tl.int64)",
+        "cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)",
+        f"grouped = {is_grouped or 'slot < 0'}",
+        "first = tl.where(grouped, group * chunks, 0)",
+        f"count = tl.where(grouped, tl.minimum(chunks, programs - first), {count_of_all})",
+        "sums = tl.zeros((ROWS, BLOCK_N), ACC)",
+        "for start in range(0, count, ROWS):",
+        "    part = start + tl.arange(0, ROWS)",
+        f"    at = ((first + part) * {slots} + slot)[:, None] * N + cols[None, :]",
+        f"    sums += tl.load(partials + at, mask={mask}, other=0.0)",
+        "total = tl.sum(sums, axis=0)",
+        *stores,
+    ]
+    source = source_of("reduce_kernel", arguments, ("ACC", "N", "BLOCK_N", "ROWS", "OVERLAP"), body)
+    return Kernel("reduce_kernel", source, tuple(arguments), kernel.grouped, sums=kernel.sums)
+
+
+def _total_store(structure: Structure, index: int, part: Part, in_group: bool) -> str:
+    """Return the store of a slot's total into its part of an input's gradient."""
+    strides, size = strides_of(structure, structure.inputs[index])
+    columns = offsets_along(structure, strides)
+    terms = [f"grad{index}", columns or "cols"]
+    if in_group:
+        terms.append(f"group * {size}")
+    terms.append(str(sum(strides[axis] * position for axis, position in part)))
+    # A gradient without columns is one number. One that groups do not have is stored by the first.
+    column_mask = f"(cols < {'N' if columns else 1})"
+    group_mask = f"(in_group {'< programs // chunks' if in_group else '== 0'})"
+    value = f"total.to(grad{index}.dtype.element_ty)"
+    return f"tl.store({' + '.join(terms)}, {value}, mask={column_mask} & {group_mask})"

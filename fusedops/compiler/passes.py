@@ -1,0 +1,286 @@
+"""Passes over the columns of long rows: which reductions share one, and the lines of each.
+
+A program holds whole rows no longer than a block. It reads a longer row tile by tile, once for each
+reduction that depends on the result of another::
+
+    variance:   pass 0: sum -> mean      pass 1: sum of (x - mean) ** 2
+    softmax:    pass 0: maximum and sum of exponentials, which is rescaled with each larger maximum
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from .emitter import Emitter
+from .errors import NotRowwiseError
+from .ir import REDUCTIONS, Node, computed_of, reachable, topological
+from .literals import neutral
+
+__all__ = ["COLUMNS", "IN_COLUMNS", "MASK", "emit_passes", "moments_of"]
+
+# How a loop over whole tiles of columns begins, and what follows it: one tile of fewer columns, or
+# none. No kernel with such a loop has groups, whose masks would be others.
+COLUMNS = "cols = start + tl.arange(0, BLOCK_N)[None, :]"
+IN_COLUMNS = "in_cols = cols < N"
+MASK = "mask = in_rows & in_cols"
+_FULL_TILES = (
+    "for start in tl.range(0, N // BLOCK_N * BLOCK_N, BLOCK_N, num_stages=STAGES):",
+    COLUMNS,
+)
+_LAST_TILE = (
+    "if N % BLOCK_N:",
+    "start = N // BLOCK_N * BLOCK_N",
+    COLUMNS,
+    IN_COLUMNS,
+    MASK,
+)
+# Values that are no larger than the number of columns, and operators whose results are no larger.
+_INDICES = ("const", "iota")
+_OF_INDICES = ("cast", "where", "neg")
+_ACCUMULATORS = {"amax": "largest"}
+
+
+# --- the numbers of rows that one kernel computes for the next ------------------------------------
+
+
+def moments_of(roots: Sequence[Node], emitter: Emitter) -> list[Node]:
+    """Return the numbers of rows that whole values are computed of, and reductions give.
+
+    Raises:
+        NotRowwiseError: one of them is a whole number that a float may not hold.
+    """
+    used = reachable(roots, emitter.leaves.__contains__)
+    candidates = list(roots)
+    for node in filter(emitter.has_columns, used.difference(emitter.leaves)):
+        candidates += node.args
+    moments: set[Node] = set()
+    for node in candidates:
+        _add_moments(node, emitter, moments)
+    moments &= used
+    return list(filter(moments.__contains__, topological(roots)))
+
+
+def _add_moments(node: Node, emitter: Emitter, moments: set[Node]) -> None:
+    """Add a number of a row to the moments, or what it is computed of.
+
+    Moments are stored as floats: a whole number is not one unless it is small enough.
+    """
+    if emitter.has_columns(node) or not _has_reduction(node, emitter):
+        return
+    if node.kind == "float":
+        moments.add(node)
+    elif node.op not in REDUCTIONS:
+        for arg in node.args:
+            _add_moments(arg, emitter, moments)
+    elif _counts_columns(node):
+        moments.add(node)
+    else:
+        raise NotRowwiseError(
+            "sums of whole numbers along rows that are longer than a program holds"
+        )
+
+
+def _has_reduction(node: Node, emitter: Emitter) -> bool:
+    """Whether a value that is not read is computed of a reduction that is not."""
+    computed = reachable([node], emitter.leaves.__contains__).difference(emitter.leaves)
+    return not REDUCTIONS.isdisjoint([inner.op for inner in computed])
+
+
+def _counts_columns(node: Node) -> bool:
+    """Whether a reduction of whole numbers is at most the count of columns, which fp32 holds.
+
+    So it is for `any` and `argmax`.
+    """
+    if node.op == "sum":
+        (summed,) = node.args
+        return summed.op == "cast" and summed.args[0].kind == "bool"
+    return all(map(_is_index, node.args))
+
+
+def _is_index(node: Node) -> bool:
+    """Whether a value is a truth value, a number, an index, or one of these with another sign."""
+    if node.kind == "bool" or node.op in _INDICES:
+        return True
+    if node.op not in _OF_INDICES or _has_floats(node):
+        return False
+    return all(map(_is_index, node.args))
+
+
+def _has_floats(node: Node) -> bool:
+    """Whether an argument is a floating-point number."""
+    return any(arg.kind == "float" for arg in node.args)
+
+
+# --- which pass a reduction belongs to ------------------------------------------------------------
+
+
+def _passes(roots: Sequence[Node], emitter: Emitter) -> dict[Node, int]:
+    """Return for each reduction of whole rows how many passes over the rows precede its own."""
+    # Of all nodes: how many passes precede what is computed of them. For a variance:
+    #
+    #   x                       0
+    #   sum(x), mean            pass 0, so 1 from here on
+    #   (x - mean) ** 2         1
+    #   sum, variance, rstd     pass 1, so 2 from here on
+    levels: dict[Node, int] = {}
+    passes: dict[Node, int] = {}
+    used = reachable(roots, emitter.leaves.__contains__)
+    for node in filter(used.__contains__, topological(roots)):
+        levels[node] = _level(node, emitter, levels)
+        if node.op in REDUCTIONS and emitter.is_reduced(node):
+            passes[node] = _shared_pass(node, passes, levels[node])
+            levels[node] = passes[node] + 1
+    return passes
+
+
+def _level(node: Node, emitter: Emitter, levels: dict[Node, int]) -> int:
+    """Return how many passes precede the computation of a value."""
+    if node in emitter.leaves:
+        return 0
+    return max([levels[arg] for arg in computed_of(node)], default=0)
+
+
+def _shared_pass(node: Node, passes: dict[Node, int], level: int) -> int:
+    """Return the pass of a reduction.
+
+    A sum of exponentials shares the pass of its maximum, which it is computed of.
+    """
+    for other, number in passes.items():
+        if _is_online(node, other):
+            return number
+    return level
+
+
+def _is_online(total: Node, largest: Node) -> bool:
+    """Whether this is the sum of ``exp(x - largest)`` over the row x: one pass computes both."""
+    if (total.op, largest.op) != ("sum", "amax") or total.attrs[0] != largest.attrs[0]:
+        return False
+    exponential = total.args[0]
+    if exponential.op != "exp":
+        return False
+    shifted = exponential.args[0]
+    if shifted.op != "sub":
+        return False
+    x, shift = shifted.args
+    if x is not largest.args[0]:
+        return False
+    if shift.op == "constant_to_gradients":
+        shift = shift.args[0]
+    return shift is largest
+
+
+# --- lines ----------------------------------------------------------------------------------------
+
+
+def emit_passes(roots: Sequence[Node], emitter: Emitter) -> None:
+    """Emit the passes over rows that the reductions among these values, and before them, need."""
+    by_pass: dict[int, list[Node]] = {}
+    for node, number in _passes(roots, emitter).items():
+        by_pass.setdefault(number, []).append(node)
+    for number in sorted(by_pass):
+        _emit_pass(emitter, by_pass[number])
+
+
+def _emit_pass(emitter: Emitter, nodes: Sequence[Node]) -> None:
+    """Emit one pass over the columns of the rows, for reductions that depend on no other.
+
+    A loop over full tiles, which need no mask, the last tile, and the reduction of the lanes::
+
+        total = tl.full((ROWS, BLOCK_N), 0, ACC)    # one sum a lane
+        for start in full tiles: total += tile
+        if there is a rest:      total += masked tile
+        total = tl.sum(total)
+    """
+    names: dict[Node, str] = {}
+    for node in nodes:
+        names[node] = emitter.names.free(_ACCUMULATORS.get(node.op, "total"))
+    online = _online_sums(nodes)
+    online_maxima = list(online.values())
+    for node, name in names.items():
+        # A maximum that rescales its sums is one for the row in each tile. Other reductions are
+        # computed lane by lane until the end.
+        columns = "1" if node in online_maxima else "BLOCK_N"
+        emitter.lines.append(f"{name} = {_initial(node, columns)}")
+    # Most tiles are full, and need no mask: the code for them is separate from the last one's.
+    emitter.open_columns(full=True)
+    _accumulate(emitter, names, online)
+    emitter.close_columns(*_FULL_TILES)
+    emitter.open_columns(full=False)
+    _accumulate(emitter, names, online)
+    emitter.close_columns(*_LAST_TILE)
+    for node, name in names.items():
+        if node not in online_maxima:
+            emitter.lines.append(f"{name} = {emitter.reduced(node, name)}")
+    emitter.named |= names
+
+
+def _online_sums(nodes: Sequence[Node]) -> dict[Node, Node]:
+    """Return the maximum for each sum of exponentials that is computed in its pass."""
+    pairs = itertools.product(nodes, nodes)
+    return {total: largest for total, largest in pairs if _is_online(total, largest)}
+
+
+def _accumulate(emitter: Emitter, names: dict[Node, str], online: dict[Node, Node]) -> None:
+    """Emit the lines that add a tile to what is reduced."""
+    body = emitter.body
+    assert body is not None
+    online_maxima = list(online.values())
+    # The exponentials are taken after the maximum of their tile.
+    for node in sorted(names, key=online.__contains__):
+        name = names[node]
+        if node in online_maxima:
+            totals = [names[total] for total in online if online[total] is node]
+            _accumulate_online(emitter, body, node, name, totals)
+        elif node in online:
+            _accumulate_exponentials(emitter, body, node, name, names[online[node]])
+        elif node.op == "amax":
+            larger = _maximum(name, emitter.reducible(node))
+            body.append(f"{name} = {larger}")
+        else:
+            body.append(f"{name} += {emitter.reducible(node)}")
+
+
+def _accumulate_online(
+    emitter: Emitter, body: list[str], node: Node, name: str, totals: Sequence[str]
+) -> None:
+    """Emit the lines of a maximum whose sums of exponentials are taken in the same pass.
+
+    When the maximum grows, the sums are rescaled (Milakov and Gimelshein 2018,
+    arXiv:1805.02867)::
+
+        sum of exp(x - old)  ->  sum * exp(old - new)
+
+    Nothing is subtracted from an infinite maximum: rows may begin masked, and the difference of
+    two infinities would be NaN.
+    """
+    following = emitter.names.free("next")
+    base = f"{name}_base"
+    larger = _maximum(name, emitter.reduced(node, emitter.reducible(node)))
+    body.append(f"{following} = {larger}")
+    body.append(f'{base} = tl.where({following} == float("-inf"), 0.0, {following})')
+    body.extend(f"{total} *= tl.exp({name} - {base})" for total in totals)
+    body.append(f"{name} = {following}")
+
+
+def _accumulate_exponentials(
+    emitter: Emitter, body: list[str], node: Node, name: str, largest: str
+) -> None:
+    """Emit the line of a sum of exponentials, of differences from its maximum so far."""
+    shifted = node.args[0].args[0]
+    value = f"tl.exp({emitter.value(shifted.args[0])} - {largest}_base)"
+    # The exponential of the zeros in the padding is one.
+    if not emitter.full:
+        value = f"tl.where(in_cols, {value}, 0)"
+    body.append(f"{name} += {value}")
+
+
+def _initial(node: Node, columns: str) -> str:
+    """Return the accumulator of a reduction before the first tile."""
+    start = neutral(node.op, node.kind)
+    dtype = "tl.int64" if node.kind == "int" else "ACC"
+    return f"tl.full((ROWS, {columns}), {start}, {dtype})"
+
+
+def _maximum(one: str, other: str) -> str:
+    return f"tl.maximum({one}, {other}, propagate_nan=tl.PropagateNan.ALL)"

@@ -1,0 +1,333 @@
+"""Rows and columns of a traced function: which axes are which, and whether one kernel has them.
+
+What no kernel computes is refused here with the user's line: reductions over rows, rows inside
+columns, one dimension twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .axes import AxisError, Label
+from .errors import NotRowwiseError
+from .ir import REDUCTIONS, Node, topological
+from .numbering import Numbering
+from .parts import Parts
+from .structure import MOST_COLUMNS, MOST_PARTS, Operand, Structure, nodes_of, within, without
+from .traced import TWICE, Traced, Value, twice
+
+__all__ = ["structured"]
+
+# The fewest columns of a part of a row that no operator of the function splits.
+_LEAST_PART = 128
+# How many parts such a row may have: 5120 columns are five parts of 1024, where one block that
+# holds them all has 3072 idle lanes.
+_PARTS = (3, 5)
+_MIXES_ROWS = (
+    "it reduces over a dimension that is not the last: it mixes rows. Move the dimension to "
+    "the end outside, or add what unbind takes apart"
+)
+
+
+def structured(traced: Traced) -> Structure:
+    """Return the structure of a traced function.
+
+    Raises:
+        NotRowwiseError: its rows and columns are not those of one kernel.
+    """
+    try:
+        return _Structuring(traced).result()
+    except AxisError as error:  # where dimensions that are as long are made one
+        raise NotRowwiseError(str(error)) from None
+
+
+# How the axes of ``q, k, v = x.unbind(2)`` are told, with sums over the last dimension of each:
+#
+#   dimensions of x   batch  sequence  3  64
+#   reduced over                          64   -> column
+#   selected along                     3       -> unrolled
+#   the others        batch  sequence          -> rows
+#
+# A kernel's program has some rows, all columns, and code of its own for each index along the
+# unrolled axes. So rows have to be outside of columns in every tensor, and all reductions have to
+# be over the same columns.
+
+
+class _Structuring:
+    """Assigns the axes of a traced function to rows, columns and unrolled parts.
+
+    Attributes:
+        nodes: the traced nodes that outputs are computed of.
+        used: the inputs among them.
+        numbering: the axes, with those that are unrolled.
+    """
+
+    def __init__(self, traced: Traced) -> None:
+        self.traced = traced
+        self.nodes = topological([value.node for value in traced.outputs])
+        self.node_set = set(self.nodes)
+        self.used = list(filter(self._is_computed, traced.inputs))
+        # Joining may make two dimensions of a value one, and unrolling needs the final axes: the
+        # order of these steps matters.
+        self._join_columns()
+        self._check_dimensions()
+        self.numbering = Numbering(traced, self.nodes, self.used)
+        widest = max(self.nodes, key=self.numbering.count_of_parts)
+        count = self.numbering.count_of_parts(widest)
+        if count > MOST_PARTS:
+            raise self._refused(f"rows are taken apart into more than {MOST_PARTS} parts", widest)
+        self._unroll_columns(count)
+
+    def result(self) -> Structure:
+        """Return the structure, after checks of its operands."""
+        traced = self.traced
+        numbering = self.numbering
+        inputs = [self._operand(value, value.node.names[0]) for value in traced.inputs]
+        outputs = self._outputs()
+        rows, columns = self._rows_and_columns()
+        self._check(inputs, outputs, rows, columns)
+        parts = Parts(traced, numbering, columns)
+        fixed = numbering.of(itertools.chain(*traced.fixed))
+        bare = Structure(
+            parts.graph,
+            numbering.sizes,
+            rows,
+            columns,
+            numbering.unrolled,
+            tuple(inputs),
+            tuple(outputs),
+            (),
+            tuple(traced.drops),
+            traced.container,
+            parts.lines,
+            tuple(map(self._is_computed, traced.inputs)),
+            wide=traced.wide,
+            fixed=tuple(within(rows, fixed)),
+        )
+        results = []
+        for value, operand in zip(traced.outputs, outputs, strict=True):
+            results.append(parts.of(value.node, bare.parts(operand)))
+        values = []
+        for value in filter(self._is_computed, traced.values):
+            nodes = parts.of(value.node, numbering.parts(value.node))
+            values.append((nodes, value.dtype))
+        structure = replace(
+            bare, results=tuple(results), values=tuple(values), loose=(0,) * len(inputs)
+        )
+        _check_dropouts(structure)
+        return structure
+
+    def _outputs(self) -> list[Operand]:
+        """Return the outputs, with the last name that the user gave to each."""
+        outputs = []
+        for number, value in enumerate(self.traced.outputs):
+            names = value.node.names or [f"output{number}"]
+            outputs.append(self._operand(value, names[-1]))
+        return outputs
+
+    def _operand(self, value: Value, name: str) -> Operand:
+        labels = tuple(map(self.numbering.of_label, value.labels))
+        return Operand(labels, value.dtype, value.node.kind, name)
+
+    # --- checks -----------------------------------------------------------------------------------
+
+    def _check_dimensions(self) -> None:
+        """Raise where two dimensions of a value are one, which another operator made so later."""
+        for value in filter(self._is_computed, self.traced.noted):
+            if twice(self.traced.axes, value):
+                raise self._refused(TWICE, value.node)
+
+    def _is_computed(self, value: Value) -> bool:
+        """Whether an output is computed of a value, or is it."""
+        return value.node in self.node_set
+
+    def _check(
+        self, inputs: Sequence[Operand], outputs: Sequence[Operand], rows: Label, columns: Label
+    ) -> None:
+        """Raise where tensors do not have the rows and columns that the kernels take."""
+        operands = [*inputs, *outputs]
+        if not any(operand.labels for operand in operands):
+            raise NotRowwiseError("none of its tensors has a dimension")
+        values = [*self.traced.inputs, *self.traced.outputs]
+        for operand, value in zip(operands, values, strict=True):
+            if self._is_computed(value):
+                self._check_operand(operand, value.node, rows)
+        for operand, value in zip(outputs, self.traced.outputs, strict=True):
+            if not set(rows) <= set(operand.axes):
+                raise self._refused(
+                    f"{operand.name} does not vary along all rows, and is returned", value.node
+                )
+        for node, over in self._reductions().items():
+            if set(over) - set(self.numbering.unrolled) != set(columns):
+                raise self._refused("it reduces over other dimensions than elsewhere", node)
+
+    def _check_operand(self, operand: Operand, node: Node, rows: Label) -> None:
+        """Raise where an operand's rows are not its outer dimensions."""
+        if len(set(operand.axes)) < len(operand.axes):
+            raise self._refused(
+                f"{operand.name} has one dimension twice: rows and columns are mixed", node
+            )
+        # Parts of a row may be rows of another tensor, such as heads of a packed projection: row
+        # axes may lie inside unrolled ones, but not inside columns.
+        is_row = [axis in rows for axis in without(operand.axes, self.numbering.unrolled)]
+        columns_last = is_row == sorted(is_row, reverse=True)
+        # A first dimension that joins parts and rows, the parts outermost, has no row stride.
+        first = operand.labels[0] if operand.labels else ()
+        parts_first = bool(first) and first[0] in self.numbering.unrolled
+        joins_rows = not set(rows).isdisjoint(first)
+        if not columns_last or (parts_first and joins_rows):
+            raise self._refused(f"in {operand.name} the rows are not the outer dimensions", node)
+
+    def _refused(self, why: str, node: Node) -> NotRowwiseError:
+        """Return the error, with the user's line if it is known."""
+        line = self._line_of(node)
+        if not line:
+            return NotRowwiseError(why)
+        text = linecache.getline(self.traced.file, line).strip()
+        return NotRowwiseError(f"{why}\n  line {line} of {self.traced.file}: {text}")
+
+    def _line_of(self, node: Node) -> int:
+        """Return the user's line of a node, or of the nearest that is computed of it; or 0."""
+        users = {node: None}  # as an ordered set
+        for other in self.nodes:
+            if not users.keys().isdisjoint(other.args):
+                users[other] = None
+        for user in users:
+            if user.number in self.traced.lines:
+                return self.traced.lines[user.number]
+        return 0
+
+    # --- dimensions that are the same -------------------------------------------------------------
+
+    def _join_columns(self) -> None:
+        """Unify the dimensions of outputs of one shape, and equally long ones that are reduced.
+
+        They meet in no value, so that one tile serves both.
+        """
+        shapes = {value: self._shape(value) for value in self.traced.outputs}
+        for first, second in itertools.combinations(self.traced.outputs, 2):
+            if shapes[first] == shapes[second]:
+                self._join_all(first.labels, second.labels)
+        self._join_reduced()
+
+    def _join_reduced(self) -> None:
+        """Unify dimensions that are reduced with the last ones of inputs."""
+        axes = self.traced.axes
+        reduced = dict.fromkeys([node.attrs[0] for node in self._reducing()])
+        last_labels = [value.labels[-1] for value in self.used if value.labels]
+        for over, label in itertools.product(reduced, last_labels):
+            self._join(axes.of(over), axes.leaves(label))
+
+    def _reducing(self) -> list[Node]:
+        """Return the nodes that reduce over a dimension."""
+        return [node for node in self.nodes if node.op in REDUCTIONS]
+
+    def _shape(self, value: Value) -> list[int]:
+        """Return the shape of a tensor, as the trace has it."""
+        axes = self.traced.axes
+        return [axes.size(axes.leaves(label)) for label in value.labels]
+
+    def _join_all(self, labels: Sequence[Label], others: Sequence[Label]) -> None:
+        """Unify the dimensions of two tensors."""
+        axes = self.traced.axes
+        for one, other in zip(labels, others, strict=True):
+            self._join(axes.leaves(one), axes.leaves(other))
+
+    def _join(self, one: Label, other: Label) -> None:
+        """Unify two dimensions, if they are as long and no value has both."""
+        axes = self.traced.axes
+        if axes.size(one) != axes.size(other) or not set(one).isdisjoint(other):
+            return
+        for node in self.nodes:
+            present = set(axes.of(node.axes))
+            if not (present.isdisjoint(one) or present.isdisjoint(other)):
+                return
+        axes.unify(one, other)
+
+    # --- rows and columns -------------------------------------------------------------------------
+
+    def _unroll_columns(self, parts: int) -> None:
+        """Unroll rows of three or five times a power of two columns, so that no lane is idle.
+
+        Blocks are powers of two, as here of 3072 columns::
+
+            one block     |<------ 3072 columns ------>|<- 1024 idle ->|
+            three blocks  |<- 1024 ->|<- 1024 ->|<- 1024 ->|
+        """
+        _, columns = self._rows_and_columns()
+        if len(columns) != 1 or any(map(_depends_on_order, self.nodes)):
+            return
+        (column,) = columns
+        size = self.numbering.sizes[column]
+        count = _count_of_blocks(size, MOST_PARTS // parts)
+        if count == 1:
+            return
+        label = (self.numbering.order[column],)
+        outer, _ = self.traced.axes.split(label, (count, size // count))
+        self.numbering = Numbering(self.traced, self.nodes, self.used, outer)
+
+    def _reductions(self) -> dict[Node, Label]:
+        """Return the reductions, each with the axes that it is over."""
+        return {node: self.numbering.of(node.attrs[0]) for node in self._reducing()}
+
+    def _rows_and_columns(self) -> tuple[Label, Label]:
+        over = self._reductions()
+        rolled = without(range(self.numbering.count), self.numbering.unrolled)
+        columns = within(rolled, set(itertools.chain(*over.values())))
+        if not columns:
+            columns = within(rolled[-1:], self._innermost())
+        rows = without(rolled, columns)
+        if not rows and len(columns) > 1:
+            raise self._refused("it reduces over all dimensions: it mixes rows", next(iter(over)))
+        last_row = max(rows, default=0)
+        for node, axes in over.items():
+            if any(axis < last_row for axis in axes):
+                raise self._refused(_MIXES_ROWS, node)
+        return tuple(rows), tuple(columns)
+
+    def _innermost(self) -> set[int]:
+        """Return the axes of the last dimension.
+
+        Tensors of fewer dimensions do not count. Rows of one element have no axes.
+        """
+        tensors = [value.labels for value in (*self.used, *self.traced.outputs)]
+        rank = max(map(len, tensors))
+        axes: set[int] = set()
+        for labels in tensors:
+            if labels and len(labels) == rank:
+                axes.update(self.numbering.of_label(labels[-1]))
+        return axes
+
+
+def _count_of_blocks(size: int, most: int) -> int:
+    """Return how many blocks a row is split into: at most so many; 1 where it is not."""
+    if size > MOST_COLUMNS:
+        return 1
+    for count in _PARTS:
+        if count <= most and _splits(size, count):
+            return count
+    return 1
+
+
+def _splits(size: int, count: int) -> bool:
+    """Whether a row has this many equal parts of enough columns, each a power of two."""
+    each, rest = divmod(size, count)
+    if rest or each < _LEAST_PART:
+        return False
+    return each & (each - 1) == 0
+
+
+def _depends_on_order(node: Node) -> bool:
+    """Whether a node depends on the order of columns: a gather, or the first largest element."""
+    return node.op == "pick" or (node.op == "amax" and len(node.attrs) > 1)
+
+
+def _check_dropouts(structure: Structure) -> None:
+    """Raise where a dropout's random numbers would be those of several elements."""
+    whole = frozenset((*structure.rows, *structure.columns))
+    for node in topological(nodes_of(structure.results)):
+        if node.op == "keep" and node.axes != whole:
+            raise NotRowwiseError("dropout of what does not vary along all dimensions")

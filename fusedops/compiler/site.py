@@ -1,0 +1,129 @@
+"""The part of a call that stays the same from step to step, and what launches read of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..core.calls.operator import Site
+from ..core.launches.launch import NotCompiledError
+from ..core.random.dropout import Dropout
+from .ir import Node
+from .planning import Plan
+from .structure import Operand, Structure
+
+__all__ = ["BackwardKey", "LaunchedProgram", "RowwiseSite"]
+
+# Whether the rows are grouped, the dtype of each cotangent, and whether each gradient is wanted.
+BackwardKey = tuple[bool, tuple[torch.dtype | None, ...], tuple[bool, ...]]
+
+
+class LaunchedProgram(Protocol):
+    """A program as the code that allocates, launches and falls back reads it.
+
+    `operator.Program` is one. It calls that code, which therefore cannot import it.
+
+    Attributes:
+        op: the function's name.
+        digest: the hash of all on which its registered operators depend.
+        plan: the function, with what it saves.
+        structure: that of the plan.
+        acc: the dtype in which kernels compute.
+        dtypes: those of the inputs.
+        thresholds: of each dropout's random numbers.
+        count: the number of the function's results.
+        own: whether an intermediate is saved that is no result.
+        wanted: which inputs have gradients.
+        dynamic: the row axes whose sizes may change: see `operator.dynamic_axes`.
+        group: the row axes of groups of rows; () without groups.
+        tiled: whether rows are read tile by tile.
+        is_long: whether rows have more columns than any kernel supports.
+        is_grouped: for the inputs, whether the rows come in groups, each of many rows.
+        backward_key: for cotangents and gradients, the key of their launches.
+    """
+
+    op: str
+    digest: str
+    plan: Plan
+    structure: Structure
+    acc: torch.dtype
+    dtypes: tuple[torch.dtype, ...]
+    thresholds: tuple[int, ...]
+    count: int
+    own: bool
+    wanted: tuple[bool, ...]
+    dynamic: dict[int, tuple[int, int, int]]
+    group: tuple[int, ...]
+    tiled: bool
+    is_long: bool
+    is_grouped: Callable[[Any], bool]
+    backward_key: Callable[[Any, Any], BackwardKey]
+
+    # Properties, because `Operator` declares both as variables of the class.
+    @property
+    def visible(self) -> int:
+        """Return the number of results, and of the intermediate where there is one."""
+
+    @property
+    def first(self) -> int:
+        """Return the position of the input from which sizes and the device are read."""
+
+    def record(self, *arguments: Any) -> Any:
+        """Return the call's constants."""
+
+    def site(
+        self,
+        constants: Any,
+        dtypes: Any,
+        cols: int,
+        device_index: int,
+        *,
+        dropout: bool,
+        saves: bool,
+    ) -> RowwiseSite:
+        """Return the site of a call."""
+
+    def operand(self, output: int) -> Operand:
+        """Return the operand of an output, or of the intermediate that follows the outputs."""
+
+    def row_size(self, output: int) -> int:
+        """Return the number of elements in a row of an output."""
+
+    def size_of_row(self, operand: Operand) -> int:
+        """Return the number of elements in a row of an operand."""
+
+    def dims_of(self, output: int) -> dict[int, int]:
+        """Return the dimension of an output that each axis has to itself."""
+
+    def sizes_of(self, tensors: Any) -> list[int]:
+        """Return the sizes of all axes, read from the inputs."""
+
+    def evaluated(
+        self, roots: Iterable[Node], tensors: Any, draw: Callable[..., Dropout]
+    ) -> dict[Node, Tensor]:
+        """Return the values of nodes, computed by PyTorch's operators."""
+
+    def derivative(
+        self, site: RowwiseSite, grads: Any, saved: Any, dropout: Any, needs: Sequence[bool]
+    ) -> Any:
+        """Return the gradients, computed by PyTorch's operators."""
+
+    def runs_unfused(self, error: NotCompiledError) -> None:
+        """Warn, once, that PyTorch's operators run instead of kernels, or raise."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowwiseSite(Site):
+    """The part of a call that stays the same from step to step.
+
+    Attributes:
+        program: the function's program.
+        launches: the functions that launch its kernels, by the variant of the kernels.
+    """
+
+    program: LaunchedProgram
+    launches: dict[Any, Any]
