@@ -24,10 +24,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..compiler.function import function_of
 from ..compiler.tracing import traced_with_others
+from ..core.alignment import HALF, made_contiguous
 from ..core.compat.dispatch import without_modes
 from ..core.launches import launch
-from ..models.tricks.masks import made_contiguous
-from ..models.tricks.padding import HALF
 from .changes import NotCapturedError, without_writes
 from .fx import (
     AUTOCASTS,
@@ -49,9 +48,18 @@ from .fx import (
     recorded_node,
     recording_nothing,
 )
+from .graphs import (
+    FUNCTION,
+    are_numbers,
+    direct_tensors,
+    drop_unused,
+    held_names,
+    name_of,
+    nodes_in,
+    tensors_in,
+)
 from .heads import Repeats
 from .masks import Constants, Mask
-from .regions import FUNCTION, drop_unused, name_of, tensors_in
 from .report import note_change
 
 __all__ = ["WITHOUT_EFFECT", "NotCapturedError", "captured", "copy_metadata"]
@@ -86,36 +94,36 @@ def captured(gm: fx.GraphModule, inputs: Sequence[Any], inner: Inner) -> fx.Grap
     Raises:
         NotCapturedError: a capture could change what the graph computes, or its derivative.
     """
-    if any(isinstance(value, Tensor) and is_traceable_subclass(value) for value in inputs):
+    if any(map(is_traceable_subclass, direct_tensors(list(inputs)))):
         raise NotCapturedError("an input is a tensor subclass")
-    return _captured(gm, as_fake(inputs), inner)
+    return _captured(gm, as_fake(inputs), inner, {})
 
 
 def _captured(
     gm: fx.GraphModule,
     fakes: Sequence[Any],
     inner: Inner,
-    known: Mapping[int, Tensor] | None = None,
+    known: Mapping[int, Tensor],
 ) -> fx.GraphModule:
     """See `captured`; ``known`` are the values of placeholders, by their positions."""
     _check_operators(gm)
 
     def run(*args: Any) -> Any:
         constants = {}
-        for position, value in (known or {}).items():
+        for position, value in known.items():
             constants[recorded_node(args[position])] = value
         return _Capture(gm, inner, Constants(constants)).run(*args)
 
     # Before the capture, which may change them.
-    trained = [isinstance(fake, Tensor) and fake.requires_grad for fake in fakes]
-    computed = list(filter(_is_differentiated, fakes))
-    versions = [fake._version for fake in computed]
+    trained = list(map(_is_trained, fakes))
+    computed = list(filter(_is_differentiated, direct_tensors(list(fakes))))
+    versions = _versions(computed)
     result = recorded_graph(run, fakes)
-    is_changed = versions != [fake._version for fake in computed]
+    is_changed = versions != _versions(computed)
+    # Up to PyTorch 2.14 the compiled graph saves such an input, and its backward raises.
     if is_changed and may_save_changed_inputs():
         raise NotCapturedError("it changes an input that others are differentiated through")
-    attributes = gm.graph.find_nodes(op="get_attr")
-    _inline_constants(result, {str(node.target).replace(".", "_") for node in attributes})
+    _inline_constants(result, {name.replace(".", "_") for name in held_names(gm.graph)})
     copy_metadata(gm, result)
     for node, needed in zip(result.graph.find_nodes(op="placeholder"), trained, strict=True):
         node.meta["requires_grad"] = needed
@@ -125,31 +133,65 @@ def _captured(
     return result
 
 
-def _is_differentiated(fake: Any) -> bool:
+def _is_trained(fake: Any) -> bool:
+    return isinstance(fake, Tensor) and fake.requires_grad
+
+
+def _versions(fakes: Sequence[Tensor]) -> list[int]:
+    """How often each tensor was changed in place."""
+    return [fake._version for fake in fakes]
+
+
+def _is_differentiated(fake: Tensor) -> bool:
     """Whether an input is computed from others that have gradients."""
-    return isinstance(fake, Tensor) and fake.requires_grad and not fake.is_leaf
+    return fake.requires_grad and not fake.is_leaf
 
 
 def _check_operators(gm: fx.GraphModule) -> None:
     """Raises where a graph has a node that a capture could change."""
     for node in gm.graph.nodes:
-        if node.op == "call_module":
-            raise NotCapturedError(f"it calls the module {node.target}")
-        if node.op == "call_method" and node.target in _CHANGES_DERIVATIVE:
-            raise NotCapturedError(f"it calls {node.target}")
-        if node.op == "call_function" and not _is_known(node.target):
-            raise NotCapturedError(f"it calls {getattr(node.target, '__name__', node.target)}")
+        reason = _CHECKS.get(node.op, _accepted)(node.target)
+        if reason:
+            raise NotCapturedError(reason)
+
+
+def _accepted(target: Any) -> str:
+    """The reason why nodes of an operator are not captured: none."""
+    return ""
+
+
+def _why_not_module(target: Any) -> str:
+    """The reason why a call of a module is not captured: its forward is not in the graph."""
+    return f"it calls the module {target}"
+
+
+def _why_not_method(target: Any) -> str:
+    """The reason why a call of a method is not captured; "" if it is."""
+    return f"it calls {target}" if target in _CHANGES_DERIVATIVE else ""
+
+
+def _why_not_function(target: Any) -> str:
+    """The reason why a call of a function is not captured; "" if it is."""
+    return "" if _is_known(target) else f"it calls {getattr(target, '__name__', target)}"
+
+
+# Reasons against capturing a node, by its kind.
+_CHECKS: dict[str, Callable[[Any], str]] = {
+    "call_module": _why_not_module,
+    "call_method": _why_not_method,
+    "call_function": _why_not_function,
+}
 
 
 def _is_known(target: Any) -> bool:
     """Whether a function computes the same in a captured graph."""
     if isinstance(target, OPERATORS):
         return True
-    if target in GRAD_MODES or target in AUTOCASTS:
+    if target in GRAD_MODES | AUTOCASTS:
         return True
-    if function_of(target) is not None:
+    if function_of(target) is not None or is_pure(target):
         return True
-    return is_pure(target) or getattr(target, "__name__", "") in WITHOUT_EFFECT
+    return getattr(target, "__name__", "") in WITHOUT_EFFECT
 
 
 def _inline_constants(gm: fx.GraphModule, attributes: Collection[str]) -> None:
@@ -162,31 +204,34 @@ def _inline_constants(gm: fx.GraphModule, attributes: Collection[str]) -> None:
         gm: the captured graph.
         attributes: the names of the attributes of Dynamo's graph, which are not replaced.
     """
-    graph = gm.graph
-    for node in graph.find_nodes(op="get_attr"):
+    for node in gm.graph.find_nodes(op="get_attr"):
         tensor = getattr(gm, node.target)
-        if node.target in attributes or not _is_inlined(tensor):
-            continue
-        with without_modes():
-            numbers = tensor.tolist()
-        options = {"dtype": tensor.dtype, "device": tensor.device}
-        # `torch.tensor` is recorded as a held tensor and its copy.
-        for copy in [user for user in node.users if name_of(user) == "lift_fresh_copy"]:
-            with graph.inserting_before(copy):
-                call = graph.call_function(torch.tensor, (numbers,), options)
-            call.meta.update(copy.meta)
-            copy.replace_all_uses_with(call)
-            graph.erase_node(copy)
-        if not node.users:
-            graph.erase_node(node)
+        if node.target not in attributes and _is_inlined(tensor):
+            _inline(node, tensor)
     _delete_unused_buffers(gm)
+
+
+def _inline(node: fx.Node, tensor: Tensor) -> None:
+    """Replaces the copies of a held tensor by calls of `torch.tensor`."""
+    graph = node.graph
+    with without_modes():
+        numbers = tensor.tolist()
+    options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+    # `torch.tensor` is recorded as a held tensor and its copy.
+    for copy in [user for user in node.users if name_of(user) == "lift_fresh_copy"]:
+        with graph.inserting_before(copy):
+            call = graph.call_function(torch.tensor, (numbers,), options)
+        call.meta.update(copy.meta)
+        copy.replace_all_uses_with(call)
+        graph.erase_node(copy)
+    if not node.users:
+        graph.erase_node(node)
 
 
 def _delete_unused_buffers(gm: fx.GraphModule) -> None:
     """Deletes the buffers of a module that its graph does not read."""
-    buffers = {name for name, _ in gm.named_buffers(recurse=False)}
-    used = {node.target for node in gm.graph.find_nodes(op="get_attr")}
-    for name in buffers - used:
+    buffers = set(dict(gm.named_buffers(recurse=False)))
+    for name in buffers.difference(held_names(gm.graph)):
         delattr(gm, name)
 
 
@@ -194,10 +239,11 @@ def _is_inlined(tensor: Any) -> bool:
     """Whether `torch.tensor` makes this tensor again, from few numbers."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return False
-    if tensor.device.type != "cpu" or tensor.numel() > _MOST_NUMBERS:
+    if tensor.device.type != "cpu":
         return False
     # A list without elements has no shape but for its last dimension.
-    return 0 not in tensor.shape[:-1]
+    is_empty = 0 in tensor.shape[:-1]
+    return not is_empty and tensor.numel() <= _MOST_NUMBERS
 
 
 def copy_metadata(source: fx.GraphModule, target: fx.GraphModule) -> None:
@@ -206,9 +252,11 @@ def copy_metadata(source: fx.GraphModule, target: fx.GraphModule) -> None:
     placeholders = [graph.find_nodes(op="placeholder") for graph in graphs]
     for own, other in zip(*placeholders, strict=True):
         own.target = other.target
-        own.meta.update(
-            {key: value for key, value in other.meta.items() if key not in ("val", "example_value")}
-        )
+        # The values are the fake tensors of another trace: each graph has its own.
+        meta = dict(other.meta)
+        for value in ("val", "example_value"):
+            meta.pop(value, None)
+        own.meta.update(meta)
     target.meta.update(source.meta)
     copy_sources(source, target)
 
@@ -223,36 +271,48 @@ def _captured_forward(
 
     It tells which tensors the function changes. None if it does not.
     """
+    # A region may save what the backward changes.
     if _writes_into_inputs(backward.graph):
         return None
     # The capture may change the metadata of its inputs.
-    aliases = [fake.detach() if isinstance(fake, Tensor) else fake for fake in fakes]
+    aliases = list(map(_alias, fakes))
     with torch.set_grad_enabled(torch.is_grad_enabled()):
         try:
-            return _captured(body, aliases, lambda inner: inner)
+            return _captured(body, aliases, lambda inner: inner, {})
         except Exception:  # noqa: BLE001 - something in it is unknown: so is what it changes
             return None
 
 
+def _alias(value: Any) -> Any:
+    """A tensor with the memory of another, and metadata of its own; other values as they are."""
+    return value.detach() if isinstance(value, Tensor) else value
+
+
 def _writes_into_inputs(graph: fx.Graph) -> bool:
-    """Whether a graph of Dynamo's changes one of its inputs, or may.
+    """Whether a graph of Dynamo's changes one of its inputs, or may."""
+    inputs = graph.find_nodes(op="placeholder")
+    written = map(_origin, filter(_is_write, graph.nodes))
+    return not set(inputs).isdisjoint(nodes_in(written))
+
+
+def _origin(node: Any) -> Any:
+    """The first argument of the first argument, and so on, up to an input or a clone.
 
     Any result but a clone may be a view of an argument.
     """
-    for node in graph.nodes:
-        changed = node if _is_write(node) else None
-        while isinstance(changed, fx.Node) and changed.target != "clone":
-            if changed.op == "placeholder":
-                return True
-            changed = changed.args[0] if changed.args else None
-    return False
+    while isinstance(node, fx.Node) and node.args and node.target != "clone":
+        node = node.args[0]
+    return node
 
 
 def _is_write(node: fx.Node) -> bool:
     """Whether a node of Dynamo's calls a method or a function that writes, by its name."""
-    is_method = node.op == "call_method"
-    name = str(node.target if is_method else getattr(node.target, "__name__", ""))
-    return name in _WRITE or (name.endswith("_") and not name.endswith("__"))
+    name = str(getattr(node.target, "__name__", ""))
+    if node.op == "call_method":
+        name = str(node.target)
+    if name in _WRITE:
+        return True
+    return name.endswith("_") and not name.endswith("__")
 
 
 # --- the capture ----------------------------------------------------------------------------------
@@ -319,15 +379,20 @@ class _Capture(fx.Interpreter):
 
     def _known_masks(self, arguments: Sequence[Any]) -> dict[int, Tensor]:
         """The values of constant masks among arguments, by their positions."""
+        # In the graph of a checkpointed part a mask is an input, though it may be constant outside.
         known = dict[int, Tensor]()
         for position, arg in enumerate(arguments):
-            value = self.constants.value(recorded_node(arg)) if _is_mask(arg) else None
+            if not _is_mask(arg):
+                continue
+            value = self.constants.value(recorded_node(arg))
             if value is not None:
                 known[position] = value
         return known
 
     def _nested(self, part: fx.GraphModule, _identifier: str, *operands: Any) -> Any:
         """Runs the graph of a marked part: regions then reach across its borders."""
+        # In the place of each call: PyTorch caches what it compiled of a marked part by the part's
+        # identifier, and cannot differentiate a body that calls this package's operators.
         _check_operators(part)
         inner = _Capture(part, self.inner, self.constants)
         inner.names, inner.repeats, inner.calls = self.names, self.repeats, self.calls
@@ -353,31 +418,26 @@ class _Capture(fx.Interpreter):
             return F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)
         changes = []
         if attn_mask is not None:
-            # Without it, or with ``is_causal``, fused kernels compute only the scores that count.
             kind = Mask.OTHER
+            # Not where ``is_causal`` is an argument by position, or on: PyTorch refuses both.
             if len(rest) < 2 and not options.get("is_causal"):
                 kind = self._kind_of_mask(query, key, attn_mask, options)
-            if kind is Mask.ALL:
-                attn_mask = None
-                changes.append("an attention without its mask, which masks nothing")
-            elif kind is Mask.CAUSAL:
-                attn_mask, options = None, {**options, "is_causal": True}
-                changes.append("an attention that is causal in the place of its mask")
-            else:
-                contiguous = made_contiguous(attn_mask)
-                if contiguous is not attn_mask:
-                    changes.append("an attention whose mask is made contiguous")
-                attn_mask = contiguous
-        if attn_mask is None and len(rest) < 4 and _accepts_groups(query, key, value):
-            heads = self._without_repeats(key, value)
+            attn_mask, change = _needed_mask(attn_mask, kind)
+            if kind is Mask.CAUSAL:
+                options = {**options, "is_causal": True}
+            changes += change
+        # Transformers repeats heads wherever it has a mask, which a compiled model always has.
+        # The fourth positional argument after the mask would be ``enable_gqa``.
+        if attn_mask is None and len(rest) < 4:
+            heads = self._without_repeats(query, key, value)
             if heads is not None:
                 (key, value), options = heads, {**options, "enable_gqa": True}
                 changes.append(
                     "an attention of keys and values that are not repeated for groups of queries"
                 )
         result = F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)
-        for change in changes:
-            note_change(recorded_node(result), change)
+        for what in changes:
+            note_change(recorded_node(result), what)
         return result
 
     def _kind_of_mask(
@@ -387,16 +447,38 @@ class _Capture(fx.Interpreter):
         if not _is_mask(mask):
             return Mask.OTHER
         kind = self.constants.kind(recorded_node(mask))
-        if kind is Mask.CAUSAL and not _is_causal_call(query, key, mask, options):
-            return Mask.OTHER
-        return kind
+        if kind is not Mask.CAUSAL or _is_causal_call(query, key, mask, options):
+            return kind
+        return Mask.OTHER
 
-    def _without_repeats(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Keys and values before their heads were repeated, if both were, and equally."""
-        keys, values = self.repeats.once(key), self.repeats.once(value)
-        if keys is None or values is None or keys.shape[1] != values.shape[1]:
+    def _without_repeats(
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Keys and values before their heads were repeated, if both were, and equally.
+
+        None where no fused kernel accepts them so.
+        """
+        if not _accepts_groups(query, key, value):
             return None
-        return keys, values
+        keys, values = self.repeats.once(key), self.repeats.once(value)
+        if keys is None or values is None:
+            return None
+        return (keys, values) if keys.shape[1] == values.shape[1] else None
+
+
+def _needed_mask(mask: Tensor, kind: Mask) -> tuple[Tensor | None, list[str]]:
+    """The mask that an attention needs, and what is changed.
+
+    Without a mask, or with ``is_causal``, fused kernels compute only the scores that count.
+    """
+    if kind is Mask.ALL:
+        return None, ["an attention without its mask, which masks nothing"]
+    if kind is Mask.CAUSAL:
+        return None, ["an attention that is causal in the place of its mask"]
+    contiguous = made_contiguous(mask)
+    if contiguous is mask:
+        return mask, []
+    return contiguous, ["an attention whose mask is made contiguous"]
 
 
 def _is_causal_call(query: Tensor, key: Tensor, mask: Tensor, options: Mapping[str, Any]) -> bool:
@@ -415,23 +497,30 @@ def _accepts_groups(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def _has_grouped_kernel(query: Tensor, value: Tensor) -> bool:
     """Whether a fused kernel accepts groups: in half precision, of heads that are not too wide."""
-    kind = query.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    if query.dim() != 4 or dtype not in HALF:
+    if query.dim() != 4 or _dtype_of_attention(query) not in HALF:
         return False
     widths = (query.shape[-1], value.shape[-1])
-    if not all(type(width) is int and width <= _WIDEST_HEADS for width in widths):
+    if not are_numbers(widths) or max(widths) > _WIDEST_HEADS:
         return False
-    if kind != "cuda":
+    if query.device.type != "cuda":
         return True
+    # On GPUs it is flash attention alone, which needs Ampere.
     if not torch.backends.cuda.flash_sdp_enabled():
         return False
     return torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
+def _dtype_of_attention(query: Tensor) -> torch.dtype:
+    """The dtype in which attention computes, after autocast."""
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+
+
 def _is_positive(scale: Any) -> bool:
     """Whether scores are scaled so that the least, which are masked, stay the least."""
-    return scale is None or (type(scale) in (int, float) and scale > 0)
+    if scale is None:
+        return True
+    return type(scale) in (int, float) and scale > 0
 
 
 def _is_mask(value: Any) -> bool:
@@ -465,6 +554,7 @@ def _inlined(function: Callable[..., Any], name: str, args: Any) -> Any:
     for value in results:
         if not any(value is arg for arg in args):
             recorded_node(value).meta[FUNCTION] = name
+    # Its derivative would be lost: the capture has only the operators that it calls.
     if has_own_derivative(results, tensors_in(args)):
         raise NotCapturedError(f"it calls {name}, which calls a custom autograd function")
     return result

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from ..core.compat.fake import share_memory
 from .fx import (
     CAST,
     GRAD_MODES,
@@ -18,7 +18,7 @@ from .fx import (
     recording_nothing,
     returning,
 )
-from .regions import is_input, tensors_in, users_of, value_of
+from .graphs import is_input, is_tensor, nodes_in, overlap, tensors_of, users_of
 
 __all__ = ["NotCapturedError", "without_writes"]
 
@@ -53,48 +53,70 @@ def without_writes(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target in GRAD_MODES:
             enabled = bool(node.args[0])
-        elif changes_shape(node.target):
-            keeps_derivative = enabled or node.args[0] not in recorded
-            _replace_by_view(graph, node, keeps_derivative=keeps_derivative)
         else:
-            operator = _out_of_place(node)
-            keeps_derivative = operator is not None and (enabled or node.args[0] not in recorded)
-            if keeps_derivative and _is_private(node):
-                _replace(graph, node, operator)
+            keeps_derivative = enabled or recorded.isdisjoint(node.all_input_nodes[:1])
+            _replace_write(graph, node, keeps_derivative=keeps_derivative)
         if enabled:
             recorded.add(node)
 
 
+def _replace_write(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) -> None:
+    """Replaces a node if it changes a tensor in place, and nothing but its users would differ.
+
+    Args:
+        graph: of the node.
+        node: any.
+        keeps_derivative: whether an operator in its place would have the same derivative.
+    """
+    if changes_shape(node.target):
+        _replace_by_view(graph, node, keeps_derivative=keeps_derivative)
+        return
+    operator = _out_of_place(node)
+    if operator is None or not keeps_derivative:
+        return
+    if _is_private(node):
+        _replace(graph, node, operator)
+
+
 def _out_of_place(node: fx.Node) -> Any:
     """The operator that returns what an in-place one writes; None if there is none."""
-    name = aten_name(node.target)
-    if not name.endswith("_") or not mutates(node.target) or name in _WITHOUT_DERIVATIVE:
+    if not _is_in_place(node.target) or "out" in node.kwargs:
         return None
-    first = node.args[0] if node.args else None
-    if not isinstance(first, fx.Node) or "out" in node.kwargs:
+    if not any(map(is_tensor, nodes_in(node.args[:1]))):
         return None
-    if not isinstance(value_of(first), Tensor):
-        return None
+    # The overload with the same arguments: `pow`, for one, has several.
     operator = returning(node.target)
-    return None if operator is None or mutates(operator) else operator
+    if operator is None or mutates(operator):
+        return None
+    return operator
+
+
+def _is_in_place(target: Any) -> bool:
+    """Whether an operator is one in place that may have an out-of-place variant."""
+    name = aten_name(target)
+    if not name.endswith("_") or name in _WITHOUT_DERIVATIVE:
+        return False
+    return mutates(target)
 
 
 def _is_private(node: fx.Node) -> bool:
-    """Whether neither an input nor another value that is used later shares the written memory."""
+    """Whether neither an input nor another value that is used later shares the written memory.
+
+    a ──▶ add_ ──▶ users           private: `add` in its place writes other memory
+    a ──▶ view ──▶ later users     not: the view would have to show what `add_` wrote
+    """
     changed: Any = node.args[0]
-    sharing = [other for other in node.graph.nodes if _share_memory(other, changed, node)]
-    if is_input(changed) or any(map(is_input, sharing)):
+    earlier = itertools.takewhile(lambda other: other is not node, node.graph.nodes)
+    sharing = [other for other in earlier if _share_memory(other, changed)]
+    if any(map(is_input, [changed, *sharing])):
         return False
     users = users_of(sharing)
     return node not in users and not any(node < user for user in users)
 
 
-def _share_memory(other: fx.Node, changed: fx.Node, node: fx.Node) -> bool:
-    """Whether a node before a write, other than the changed one, shares the changed memory."""
-    if other is changed or not other < node:
-        return False
-    written = changed.meta["val"]
-    return any(share_memory(tensor, written) for tensor in tensors_in(value_of(other)))
+def _share_memory(other: fx.Node, changed: fx.Node) -> bool:
+    """Whether a node other than the changed one shares the changed memory."""
+    return other is not changed and overlap(tensors_of([other]), [changed.meta["val"]])
 
 
 def _replace_by_view(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) -> None:
@@ -103,9 +125,13 @@ def _replace_by_view(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) 
     assert isinstance(changed, fx.Node)
     operator = returning(node.target)
     if is_input(changed):
+        # The caller's tensor changes its shape, too: no operator of the graph does that.
         raise NotCapturedError(f"{name} changes the shape of an input")
-    if operator is None or not is_view(operator) or not keeps_derivative:
+    is_replaceable = keeps_derivative and operator is not None
+    if not is_replaceable or not is_view(operator):
         raise NotCapturedError(f"{name} changes a tensor's shape in place; compute another tensor")
+    # As a change, later nodes would have the metadata from before it: kernels would write beyond
+    # the memory that is allocated.
     with graph.inserting_before(node):
         view = graph.call_function(operator, node.args, node.kwargs)
     view.meta.update(node.meta)
@@ -118,22 +144,26 @@ def _replace(graph: fx.Graph, node: fx.Node, operator: Any) -> None:
     value = changed.meta["val"]
     with graph.inserting_before(node):
         result = graph.call_function(operator, node.args, node.kwargs)
-        with recording_nothing():
-            args, kwargs = fx.node.map_arg(
-                (node.args, node.kwargs), lambda other: other.meta["val"]
-            )
-            result.meta["val"] = operator(*args, **kwargs)
+        result.meta["val"] = computed = _result_of(node, operator)
         # A write casts to the dtype of the tensor; the operator promotes instead.
-        if result.meta["val"].dtype != value.dtype:
+        if computed.dtype != value.dtype:
             result = graph.call_function(CAST, (result,), {"dtype": value.dtype})
         result.meta["val"] = value  # later views were recorded as ones of this memory
     _replace_later_uses(graph, node, result)
 
 
+def _result_of(node: fx.Node, operator: Any) -> Any:
+    """The value of an operator with the arguments of a node."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda other: other.meta["val"])
+    with recording_nothing():
+        return operator(*args, **kwargs)
+
+
 def _replace_later_uses(graph: fx.Graph, node: fx.Node, result: fx.Node) -> None:
-    """Has all that reads a tensor after a write, or the write's result, read another node."""
+    """Replaces a tensor by another node in all that reads it, or the write's result, later."""
     changed: Any = node.args[0]
-    for user in [user for user in changed.users if node < user]:
-        user.replace_input_with(changed, result)
+    for user in list(changed.users):
+        if node < user:
+            user.replace_input_with(changed, result)
     node.replace_all_uses_with(result)
     graph.erase_node(node)

@@ -19,7 +19,7 @@ from torch import fx
 from ..compiler.axes import Label
 from ..compiler.errors import NotRowwiseError
 from ..compiler.structure import Operand, Structure
-from .regions import value_of
+from .graphs import value_of
 
 __all__ = [
     "Join",
@@ -45,7 +45,12 @@ _SIZE = torch.ops.aten.sym_size.int
 
 def _is_joined(label: Label, moving: Collection[int]) -> bool:
     """Whether a dimension is several axes, one of which has a size that is a symbol."""
-    return len(label) > 1 and any(axis in moving for axis in label)
+    return len(label) > 1 and not set(label).isdisjoint(moving)
+
+
+def _joined_dims(operand: Operand, moving: Collection[int]) -> list[int]:
+    """The dimensions of a tensor that are several axes, one of them with a symbolic size."""
+    return [dim for dim, label in enumerate(operand.labels) if _is_joined(label, moving)]
 
 
 def are_joined(structure: Structure, moving: Collection[int]) -> bool:
@@ -56,7 +61,7 @@ def are_joined(structure: Structure, moving: Collection[int]) -> bool:
         moving: the axes whose sizes are symbols.
     """
     operands = (*structure.inputs, *structure.outputs)
-    return any(_is_joined(label, moving) for operand in operands for label in operand.labels)
+    return any(_joined_dims(operand, moving) for operand in operands)
 
 
 def splits_of(
@@ -72,7 +77,8 @@ def splits_of(
         NotRowwiseError: several sizes of such a dimension follow from nothing, or one of `axes`
             is no tensor's.
     """
-    if not {axis for operand in structure.inputs for axis in operand.axes}.issuperset(axes):
+    axes_of_tensors = set().union(*[operand.axes for operand in structure.inputs])
+    if not axes_of_tensors.issuperset(axes):
         raise NotRowwiseError("a size is not one of its tensors'")
     locations = _locations(structure, axes)
 
@@ -81,17 +87,17 @@ def splits_of(
 
     every: list[list[Split]] = []
     for operand in structure.inputs:
-        splits: list[Split] = [
-            (dim, list(map(size_of, label)))
-            for dim, label in enumerate(operand.labels)
-            if _is_joined(label, moving)
-        ]
-        # A quotient gives one size; two would be any numbers of the same product.
-        if any(sizes.count(None) > 1 for _, sizes in splits):
-            raise NotRowwiseError(
-                "rows that are one dimension of all its tensors, and several within it"
-            )
-        every.append(splits[::-1])
+        splits: list[Split] = []
+        # The last first: a split moves the dimensions after it.
+        for dim in reversed(_joined_dims(operand, moving)):
+            sizes = list(map(size_of, operand.labels[dim]))
+            # A quotient gives one size; two would be any numbers of the same product.
+            if sizes.count(None) > 1:
+                raise NotRowwiseError(
+                    "rows that are one dimension of all its tensors, and several within it"
+                )
+            splits.append((dim, sizes))
+        every.append(splits)
     return every
 
 
@@ -103,10 +109,14 @@ def _locations(structure: Structure, axes: Sequence[int]) -> dict[int, tuple[int
     count = len(structure.inputs)
     locations = {axis: (count + number, 0) for number, axis in enumerate(axes)}
     for position, operand in enumerate(structure.inputs):
-        for dim, label in enumerate(operand.labels):
-            if len(label) == 1:
-                locations[label[0]] = (position, dim)
+        for axis, dim in _single_axes(operand.labels).items():
+            locations[axis] = (position, dim)
     return locations
+
+
+def _single_axes(labels: Sequence[Label]) -> dict[int, int]:
+    """The axes that are a dimension alone, and these dimensions."""
+    return {label[0]: dim for dim, label in enumerate(labels) if len(label) == 1}
 
 
 def joins_of(operand: Operand, moving: Collection[int]) -> list[Join]:
@@ -114,11 +124,8 @@ def joins_of(operand: Operand, moving: Collection[int]) -> list[Join]:
 
     The first dimension is first: its join moves the others to where the next joins expect them.
     """
-    return [
-        (dim, dim + len(label) - 1)
-        for dim, label in enumerate(operand.labels)
-        if _is_joined(label, moving)
-    ]
+    labels = operand.labels
+    return [(dim, dim + len(labels[dim]) - 1) for dim in _joined_dims(operand, moving)]
 
 
 def split_dimensions(
@@ -133,6 +140,9 @@ def split_dimensions(
     It joins its inputs first, and splits its results last. It takes sizes from its tensors, and no
     longer after them.
 
+        before    x [b * t, d] ──▶ body ──▶ [b * t, d]
+        after     x [b, t, d] ──flatten──▶ body ──unflatten──▶ [b, t, d]
+
     Args:
         graph: of the function.
         structure: of it.
@@ -140,13 +150,13 @@ def split_dimensions(
         moving: the axes whose sizes are symbols.
         axes: those whose sizes it takes after its tensors.
     """
+    # Only the program is changed so: around its operator, splits and joins of dimensions are views.
     placeholders = graph.find_nodes(op="placeholder")
     body = placeholders[-1].next
     locations = dict[int, tuple[fx.Node, int]]()
     for node, operand in zip(placeholders, structure.inputs, strict=False):
-        for dim, label in enumerate(_split_labels(operand, moving)):
-            if len(label) == 1:
-                locations[label[0]] = (node, dim)
+        for axis, dim in _single_axes(_split_labels(operand, moving)).items():
+            locations[axis] = (node, dim)
         users = set(node.users)  # not the joins, which are new
         with graph.inserting_before(body):
             whole = join(graph, node, joins_of(operand, moving))
@@ -162,7 +172,10 @@ def _split_labels(operand: Operand, moving: Collection[int]) -> list[Label]:
     """The labels of a tensor's dimensions once they are split."""
     labels: list[Label] = []
     for label in operand.labels:
-        labels += [(axis,) for axis in label] if _is_joined(label, moving) else [label]
+        if _is_joined(label, moving):
+            labels += [(axis,) for axis in label]
+        else:
+            labels.append(label)
     return labels
 
 
@@ -182,15 +195,15 @@ def _split_results(
     results = list(output.args[0])
 
     def size_of(axis: int) -> Any:
-        return (
-            graph.call_function(_SIZE, locations[axis]) if axis in moving else structure.sizes[axis]
-        )
+        if axis not in moving:
+            return structure.sizes[axis]
+        return graph.call_function(_SIZE, locations[axis])
 
     with graph.inserting_before(output):
         for position, number in enumerate(output_numbers):
             operand = structure.outputs[number]
             # The last first: a split moves the dimensions after it.
-            for dim, _ in reversed(joins_of(operand, moving)):
+            for dim in reversed(_joined_dims(operand, moving)):
                 sizes = list(map(size_of, operand.labels[dim]))
                 split_ = graph.call_function(_UNFLATTEN, (results[position], dim, sizes))
                 results[position] = split_
@@ -203,10 +216,28 @@ def split_shape(
     """The shape of an input after its splits, from the shapes of all inputs before theirs."""
     shape = list(shapes[position])
     for dim, sizes in splits:
-        known = [shapes[size[0]][size[1]] if isinstance(size, tuple) else size for size in sizes]
-        quotient = shape[dim] // math.prod([size for size in known if size is not None])
-        shape[dim : dim + 1] = [quotient if size is None else size for size in known]
+        shape[dim : dim + 1] = _split_size(shape[dim], sizes, shapes)
     return tuple(shape)
+
+
+def _split_size(
+    whole: int,
+    sizes: Sequence[int | tuple[int, int] | None],
+    shapes: Sequence[Sequence[int]],
+) -> list[int]:
+    """The sizes into which a dimension is split; one of them is the quotient by the others."""
+    known = list[int]()
+    quotient_at = None
+    for position, size in enumerate(sizes):
+        if size is None:
+            quotient_at = position
+        elif isinstance(size, tuple):
+            known.append(shapes[size[0]][size[1]])
+        else:
+            known.append(size)
+    if quotient_at is not None:
+        known.insert(quotient_at, whole // math.prod(known))
+    return known
 
 
 def split(

@@ -16,11 +16,11 @@ from . import storing
 from .capture import NotCapturedError, captured
 from .fusing import fused
 from .fx import casts_recorded, check_of_inductor, compile_by_inductor, contiguous_tangents
-from .gradients import needs_gradients
-from .products import returns_padded
-from .regions import tensors_of
+from .graphs import tensors_of
+from .passes import PASSES_OF_WHOLE_GRAPHS
+from .passes.padding import returns_padded
 from .report import CompileReport, changes_in, operators_in
-from .returned import recompute_returned
+from .rewrite import Rewrite
 
 __all__ = ["backend", "compile", "explain"]
 
@@ -99,6 +99,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileRepo
     traced: Any = torch.compile(
         _in_code_of_its_own(model), backend=functools.partial(_explained, report)
     )
+    # Each graph is reported when Dynamo compiles it, and then runs as it is.
     traced(*args, **kwargs)
     return report
 
@@ -152,6 +153,7 @@ def _stored(gm: fx.GraphModule, inputs: Sequence[Any], report: CompileReport) ->
     if graph is not None:
         return graph
     graph = _with_operators(gm, inputs, report)
+    # A graph that is left is captured by each process, so that each warns of it.
     if path is None or report.left:
         return graph
     return storing.write(path, gm, graph, report.programs)
@@ -189,7 +191,9 @@ def _with_operators(
     report.graphs += 1
     try:
         result = inner(captured(gm, inputs, inner))
-        recompute_returned(result.graph, needs_gradients(result.graph))
+        rewrite = Rewrite(result.graph)
+        for apply in PASSES_OF_WHOLE_GRAPHS:
+            apply(rewrite)
     except Exception as error:  # noqa: BLE001 - a graph with an unknown part is Inductor's
         report.left.append(_reason_of(error))
         return gm

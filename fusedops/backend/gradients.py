@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, fx
 
 from .fx import GRAD_MODES, OWN_DERIVATIVE
-from .regions import (
+from .graphs import (
     aliased_inputs,
     captured_body,
     is_fixed,
@@ -26,14 +28,37 @@ def needs_gradients(graph: fx.Graph) -> set[fx.Node]:
     """The nodes whose values have gradients."""
     needs: set[fx.Node] = set()
     for node, enabled in _with_grad_mode(graph):
-        if not _is_source(node) and not _inherits(node, needs, enabled=enabled):
+        if not _has_gradient(node, needs, enabled=enabled):
             continue
         needs.add(node)
         # A write with gradients gives them to all values that share the memory, earlier ones too.
         changed = _written_with_gradients(node)
         if changed:
-            needs.update(other for other in graph.nodes if overlap(tensors_of([other]), changed))
+            needs |= _sharing(graph, changed)
     return needs
+
+
+def _sharing(graph: fx.Graph, changed: list[Tensor]) -> set[fx.Node]:
+    """The nodes whose values share memory with tensors."""
+    return {node for node in graph.nodes if overlap(tensors_of([node]), changed)}
+
+
+def _has_gradient(node: fx.Node, needs: set[fx.Node], *, enabled: bool) -> bool:
+    """Whether a node's value has gradients: its own, or its arguments'.
+
+    Args:
+        node: of the graph.
+        needs: the earlier nodes whose values have gradients.
+        enabled: whether gradients are recorded. Where they are not, only views inherit them.
+    """
+    if _is_source(node):
+        return True
+    if _cuts_gradient(node):
+        return False
+    # In PyTorch a view that is created without gradients requires one if its base does. So does
+    # what an operator in place returns there.
+    inherited = node.all_input_nodes if enabled else aliased_inputs(node)
+    return not needs.isdisjoint(inherited)
 
 
 def _with_grad_mode(graph: fx.Graph) -> Iterator[tuple[fx.Node, bool]]:
@@ -48,22 +73,10 @@ def _with_grad_mode(graph: fx.Graph) -> Iterator[tuple[fx.Node, bool]]:
 
 def _is_source(node: fx.Node) -> bool:
     """Whether a node is an input or an attribute that requires a gradient."""
+    # Of a placeholder the capture noted it before it ran, since it may change its inputs.
     if node.meta.get("requires_grad"):
         return True
     return node.op == "get_attr" and bool(getattr(value_of(node), "requires_grad", False))
-
-
-def _inherits(node: fx.Node, needs: set[fx.Node], *, enabled: bool) -> bool:
-    """Whether a node's value has gradients because one of its arguments has.
-
-    Args:
-        node: of the graph.
-        needs: the earlier nodes whose values have gradients.
-        enabled: whether gradients are recorded. Where they are not, only views inherit them.
-    """
-    if _cuts_gradient(node):
-        return False
-    return bool(needs.intersection(node.all_input_nodes if enabled else aliased_inputs(node)))
 
 
 def _cuts_gradient(node: fx.Node) -> bool:
@@ -71,7 +84,10 @@ def _cuts_gradient(node: fx.Node) -> bool:
     if _reads_no_numbers(node):
         return True
     value = value_of(node)
-    return isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+    # A comparison of trained values has no gradient, and so has nothing that only selects by it.
+    if not isinstance(value, Tensor):
+        return False
+    return not (value.is_floating_point() or value.is_complex())
 
 
 def recorded(graph: fx.Graph) -> set[fx.Node]:
@@ -90,25 +106,30 @@ def receives_gradients(graph: fx.Graph, needs: set[fx.Node]) -> set[fx.Node]:
         needs: the nodes whose values may have gradients.
     """
     receives: set[fx.Node] = set()
+    # Zeros are not the same as none: an optimizer such as AdamW decays a parameter with zeros.
+    passes_gradient = functools.partial(_passes_gradient, receives)
     # Backwards: a node's users are decided before it.
     for node in reversed(graph.nodes):
-        if node in needs and any(_passes_gradient(user, receives) for user in node.users):
+        if node in needs and any(map(passes_gradient, node.users)):
             receives.add(node)
     return receives
 
 
-def _passes_gradient(user: fx.Node, receives: set[fx.Node]) -> bool:
+def _passes_gradient(receives: set[fx.Node], user: fx.Node) -> bool:
     """Whether a gradient may come from a user of a node.
 
     A user that is fixed counts, since it may write into an argument: nodes that are not among its
     users may read what it wrote.
     """
-    return user in receives or user.op == "output" or is_fixed(user)
+    if user.op == "output":
+        return True
+    return user in receives or is_fixed(user)
 
 
 def _reads_no_numbers(node: fx.Node) -> bool:
     """Whether a node detaches its argument, or creates a tensor of the argument's shape."""
     name = name_of(node)
+    # `ones_like(x)` would seem to need a backward, which has nothing to compute.
     return name == "detach" or name.endswith("_like") or name.startswith("new_")
 
 
@@ -120,9 +141,7 @@ def _written_with_gradients(node: fx.Node) -> list[Tensor]:
     body = captured_body(node)
     if body is None:
         return written(node)
+    # Of a checkpointed part, only the writes of values with gradients count.
     needs = needs_gradients(body)
-    changed = []
-    for inner in body.nodes:
-        if inner in needs:
-            changed += _written_with_gradients(inner)
-    return changed
+    trained = filter(needs.__contains__, body.nodes)
+    return list(itertools.chain.from_iterable(map(_written_with_gradients, trained)))

@@ -51,16 +51,12 @@ class Repeats:
     def note(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
         """Records a call if it may repeat heads; returns its result."""
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
-        if name not in _REPEATING or not isinstance(result, Tensor):
+        source = next(iter(args), None)
+        if not isinstance(result, Tensor) or not isinstance(source, Tensor):
             return result
-        if not args or not isinstance(args[0], Tensor):
-            return result
-        if name == "repeat_interleave":
-            repeats = args[1] if len(args) > 1 else kwargs.get("repeats")
-            if not isinstance(repeats, int):  # a tensor may repeat each head another time
-                return result
-        versions = (result._version, args[0]._version)
-        self._calls[id(result)] = _Call(result, name, args[0], versions)
+        if _may_repeat(name, args, kwargs):
+            versions = (result._version, source._version)
+            self._calls[id(result)] = _Call(result, name, source, versions)
         return result
 
     def once(self, heads: Tensor) -> Tensor | None:
@@ -69,14 +65,23 @@ class Repeats:
         Args:
             heads: of shape (batch, heads, length, size).
         """
-        call = self._calls.get(id(heads))
-        if heads.dim() != 4 or call is None or call.is_stale:
+        if heads.dim() != 4:
             return None
-        if call.name == "reshape":
-            return self._before_expand(call.source, heads)
-        if call.name == "repeat_interleave":
-            return _before_interleave(call.source, heads)
-        return None
+        expanded = self._source_of(heads, "reshape")
+        if expanded is not None:
+            return self._before_expand(expanded, heads)
+        source = self._source_of(heads, "repeat_interleave")
+        return None if source is None else _before_interleave(source, heads)
+
+    def _source_of(self, result: Tensor, name: str) -> Tensor | None:
+        """The first argument of the call that returned a tensor.
+
+        None if another function returned it, or a tensor was changed after the call.
+        """
+        call = self._calls.get(id(result))
+        if call is None or call.name != name:
+            return None
+        return None if call.is_stale else call.source
 
     def _before_expand(self, expanded: Tensor, heads: Tensor) -> Tensor | None:
         """The heads that `expand` repeats before they are reshaped.
@@ -88,24 +93,32 @@ class Repeats:
             expanded: the argument of `reshape`.
             heads: its result.
         """
-        call = self._calls.get(id(expanded))
-        if call is None or call.name != "expand" or call.is_stale or expanded.dim() != 5:
+        source = self._source_of(expanded, "expand")
+        if source is None or expanded.dim() != 5:
             return None
         batch, count, group, *rows = expanded.shape
-        if call.source.shape != (batch, count, 1, *rows):
+        shapes = ((batch, count, 1, *rows), (batch, count * group, *rows))
+        if (source.shape, heads.shape) != shapes or group <= 1:
             return None
-        if heads.shape != (batch, count * group, *rows):
-            return None
-        is_repeated = group > 1 and _have_gradients_alike(call.source, heads)
-        return call.source.squeeze(2) if is_repeated else None
+        return source.squeeze(2) if _have_gradients_alike(source, heads) else None
+
+
+def _may_repeat(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call may repeat each head next to itself."""
+    if name != "repeat_interleave":
+        return name in _REPEATING
+    # A tensor may repeat each head another time.
+    repeats = args[1] if len(args) > 1 else kwargs.get("repeats")
+    return isinstance(repeats, int)
 
 
 def _before_interleave(source: Tensor, heads: Tensor) -> Tensor | None:
     """The argument of `repeat_interleave`, if that repeats along the heads."""
     if source.dim() != 4 or not _have_gradients_alike(source, heads):
         return None
-    is_along_heads = _without_heads(source) == _without_heads(heads)
-    return source if is_along_heads and source.shape[1] < heads.shape[1] else None
+    if _without_heads(source) != _without_heads(heads):
+        return None
+    return source if source.shape[1] < heads.shape[1] else None
 
 
 def _have_gradients_alike(source: Tensor, heads: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from ..core.compat.dispatch import without_modes
 from .fx import draws
-from .regions import are_numbers, arguments_first, changed_in, name_of, overlap, tensors_of
+from .graphs import are_numbers, arguments_first, changed_in, name_of, overlap, tensors_of
 
 __all__ = ["Constants", "Mask"]
 
@@ -25,6 +25,8 @@ __all__ = ["Constants", "Mask"]
 _MOST_BYTES = 2**30
 
 
+# A step of Llama 1B, 4 x 2048, on an H200: attention takes 31.9 ms with a mask of numbers, and 13.0
+# ms with `is_causal`.
 class Mask(Enum):
     """The kinds of masks, by the keys that queries attend to."""
 
@@ -41,11 +43,21 @@ def _kind_of(mask: Tensor) -> Mask:
             return Mask.OTHER
         if bool(visible.all()):
             return Mask.ALL
-        *_, queries, keys = visible.shape
-        if queries != keys:
-            return Mask.OTHER
-        causal = visible.new_ones(keys, keys).tril()
-        return Mask.CAUSAL if bool((visible == causal).all()) else Mask.OTHER
+        return Mask.CAUSAL if _is_causal(visible) else Mask.OTHER
+
+
+def _is_causal(visible: Tensor) -> bool:
+    """Whether each query attends to the keys up to its own position, as with ``is_causal``.
+
+    1 0 0
+    1 1 0
+    1 1 1
+    """
+    *_, queries, keys = visible.shape
+    if queries != keys:
+        return False
+    causal = visible.new_ones(keys, keys).tril()
+    return bool((visible == causal).all())
 
 
 class Constants:
@@ -67,9 +79,12 @@ class Constants:
         if _is_changed(node.graph, needed):
             return None
         if node not in self._values:
-            is_constant = all(other in self._known or _is_constant(other) for other in needed)
+            is_constant = all(map(self._is_constant, needed))
             self._values[node] = self._compute(node, needed) if is_constant else None
         return self._values[node]
+
+    def _is_constant(self, node: fx.Node) -> bool:
+        return node in self._known or _is_constant(node)
 
     def kind(self, node: fx.Node) -> Mask:
         """The kind of a node's value as a mask."""
@@ -89,20 +104,24 @@ class Constants:
         """
         values: dict[fx.Node, Any] = dict(self._known)
         with without_modes():
-            for other in needed:
-                if other in values:
-                    continue
-                target: Any = other.target
-                args, kwargs = fx.node.map_arg((other.args, dict(other.kwargs)), values.__getitem__)
-                if "device" in kwargs:
-                    kwargs = kwargs | {"device": torch.device("cpu")}
-                try:
-                    values[other] = target(*args, **kwargs)
-                # There is no such operator on the CPU, or not for these tensors.
-                except Exception:  # noqa: BLE001
-                    return None
+            try:
+                for other in needed:
+                    if other not in values:
+                        values[other] = _call(other, values)
+            # There is no such operator on the CPU, or not for these tensors.
+            except Exception:  # noqa: BLE001
+                return None
         value = values[node]
         return value if isinstance(value, Tensor) else None
+
+
+def _call(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """Calls the operator of a node on the CPU, with the values of its arguments."""
+    target: Any = node.target
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+    if "device" in kwargs:
+        kwargs = kwargs | {"device": torch.device("cpu")}
+    return target(*args, **kwargs)
 
 
 def _visible(mask: Tensor) -> Tensor | None:
@@ -121,19 +140,21 @@ def _visible(mask: Tensor) -> Tensor | None:
 
 def _is_changed(graph: fx.Graph, nodes: list[fx.Node]) -> bool:
     """Whether an operator writes into the memory of one of the nodes."""
+    # Only of the nodes that the mask is computed from. Rotary embeddings are computed from the same
+    # positions, and a change behind them leaves the mask as it is.
     return overlap(tensors_of(nodes), changed_in(graph))
 
 
 def _is_constant(node: fx.Node) -> bool:
     """Whether a node's value follows from its arguments alone, and is small enough."""
-    if node.op != "call_function":
-        return False
     tensors = tensors_of([node])
     if not tensors or not all(map(_is_small, tensors)):
         return False
     if node.target is operator.getitem:
         return True
-    return bool(name_of(node)) and not draws(node.target)
+    # Of an input or an attribute the name is empty.
+    is_operator = bool(name_of(node))
+    return is_operator and not draws(node.target)
 
 
 def _is_small(tensor: Tensor) -> bool:

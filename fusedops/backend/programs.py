@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -35,7 +37,8 @@ from .dimensions import (
     splits_of,
 )
 from .fx import recording_nothing
-from .regions import CHANGING, Region, name_of, value_of
+from .graphs import dtype_of, hints_of, is_tensor, name_of, value_of
+from .regions import CHANGING, Region
 from .symbols import has_one_value, hint_of, settled
 
 __all__ = ["RegionProgram", "Source", "build", "prepare"]
@@ -71,22 +74,21 @@ class RegionProgram:
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of the program's inputs in the call that is traced."""
-        shapes = [fake.hints(value_of(node).shape) for node in self.inputs]
+        shapes = list(map(hints_of, self.inputs))
         sizes = [fake.hints([value_of(node)]) for node in self.sizes]
         return self.source.shapes([*shapes, *sizes])
 
     @property
     def rows(self) -> int:
         """The number of rows of the program in the call that is traced."""
-        structure, shapes = self.program.structure, self.shapes
-        rows = 1
-        for axis in structure.rows:
-            if axis in self.program.dynamic:
-                _, position, dim = self.program.dynamic[axis]
-                rows *= shapes[position][dim]
-            else:
-                rows *= structure.sizes[axis]
-        return rows
+        return math.prod(map(self._size, self.program.structure.rows))
+
+    def _size(self, axis: int) -> int:
+        """The size of an axis in the call that is traced."""
+        if axis not in self.program.dynamic:
+            return self.program.structure.sizes[axis]
+        _, position, dim = self.program.dynamic[axis]
+        return self.shapes[position][dim]
 
 
 class Source:
@@ -152,14 +154,11 @@ def build(region: Region, saved: Collection[fx.Node] = ()) -> RegionProgram:
     Raises:
         NotRowwiseError: it cannot be one kernel.
     """
-    tensors = [node for node in region.inputs if isinstance(value_of(node), Tensor)]
+    tensors = list(filter(is_tensor, region.inputs))
     function = _Function(region, tensors)
     saved_inputs = tuple([position for position, node in enumerate(tensors) if node in saved])
-    operands = [
-        (value_of(node).dtype, str(list(map(str, shape))))
-        for node, shape in zip(tensors, function.shapes, strict=True)
-    ]
-    key = (function.text, saved_inputs, tuple(operands), value_of(tensors[0]).device.type)
+    # Regions of one key have one program: a model's layers are traced and compiled once.
+    key = (function.text, saved_inputs, _operands(function, tensors), _device_of(tensors).type)
     if key not in _known:
         if len(_known) >= _MOST:
             _known.clear()
@@ -168,6 +167,21 @@ def build(region: Region, saved: Collection[fx.Node] = ()) -> RegionProgram:
     if isinstance(known, str):
         raise NotRowwiseError(known)
     return RegionProgram(known, function, tensors)
+
+
+def _operands(
+    function: _Function, tensors: Sequence[fx.Node]
+) -> tuple[tuple[torch.dtype, str], ...]:
+    """The dtype of each tensor of a function, and its shape as text."""
+    dtypes = map(dtype_of, tensors)
+    shapes = [str(list(map(str, shape))) for shape in function.shapes]
+    return tuple(zip(dtypes, shapes, strict=True))
+
+
+def _device_of(tensors: Sequence[fx.Node]) -> torch.device:
+    """The device of a region's tensors, which is one."""
+    device: torch.device = value_of(tensors[0]).device
+    return device
 
 
 def _source_or_reason(
@@ -197,17 +211,18 @@ def prepare(
     Raises:
         NotRowwiseError: Triton cannot compile one.
     """
-    device = value_of(program.inputs[0]).device
+    device = _device_of(program.inputs)
     if not launch.runs_kernels(device.type) or tuning.on_demand():  # the tuner would run them
         return
+    # Only the backward of the gradients that are wanted: with a frozen norm it is another kernel.
     with recording_nothing(), without_modes():
         numbers = {number for node, number in program.outputs if node in receives}
         reason = _prepared(
             program.program,
             device,
             program.shapes,
-            tuple([node in wanted for node in program.inputs]),
-            tuple([number in numbers for number in range(program.program.count)]),
+            tuple(map(wanted.__contains__, program.inputs)),
+            tuple(map(numbers.__contains__, range(program.program.count))),
         )
     if reason:
         raise NotRowwiseError(reason)
@@ -219,7 +234,7 @@ def _prepared(
     device: torch.device,
     shapes: Sequence[tuple[int, ...]],
     wanted: tuple[bool, ...],
-    given: tuple[bool, ...],
+    received: tuple[bool, ...],
 ) -> str:
     """The reason why Triton cannot compile a kernel; "" where it compiles all.
 
@@ -228,7 +243,7 @@ def _prepared(
         device: of its tensors.
         shapes: of its inputs.
         wanted: whether each input has a gradient.
-        given: whether each output has one.
+        received: whether each output has one.
     """
     # Without memory: kernels are compiled, but not launched.
     tensors = [
@@ -239,7 +254,7 @@ def _prepared(
     try:
         with torch.cuda.device(device) if is_gpu else nullcontext():
             index = launch.current_device() if is_gpu else -1
-            launching.prepare(program, index, tensors, wanted, given)
+            launching.prepare(program, index, tensors, wanted, received)
     except launch.NotCompiledError as error:
         return str(error)
     return ""
@@ -288,14 +303,14 @@ class _Function:
         for position, node in enumerate(tensors):
             copies[node] = self.graph.placeholder(f"t{position}")
         arguments = list(copies.values())
-        others = [node for node in region.inputs if node not in copies]
+        others = list(itertools.filterfalse(copies.__contains__, region.inputs))
         self.sizes = [node for node in others if self._is_no_size_of(value_of(node))]
         for position, node in enumerate(self.sizes):
             copies[node] = self.graph.placeholder(f"size{position}")
             self.expressions.append(f"size{position} is {value_of(node)}")
-        for node in others:
-            if node not in copies:
-                copies[node] = self._size(value_of(node), arguments)
+        # All placeholders come first: the sizes are computed after them.
+        for node in itertools.filterfalse(copies.__contains__, others):
+            copies[node] = self._size(value_of(node), arguments)
 
     def _copy(self, node: fx.Node) -> Any:
         """The copy of a node in the function; of dropout a tuple of the result and None."""
@@ -304,13 +319,10 @@ class _Function:
             args = (copies[node.args[0]], *node.args[1:3])  # type: ignore[index]
             # The compiler traces F.dropout, which returns no mask.
             return self.graph.call_function(F.dropout, args), None
-        is_item = node.target is operator.getitem
-        results = copies[node.args[0]] if is_item else None  # type: ignore[index]
-        if isinstance(results, tuple):
-            result = results[node.args[1]]  # type: ignore[index]
-            if result is None:
-                raise NotRowwiseError("dropout's mask is used")
-            return result
+        if node.target is operator.getitem:
+            results = copies[node.args[0]]  # type: ignore[index]
+            if isinstance(results, tuple):
+                return _result_of_dropout(results, node.args[1])
         arguments, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
         return self.graph.call_function(node.target, arguments, kwargs)  # type: ignore[arg-type]
 
@@ -321,6 +333,7 @@ class _Function:
         """
         size = settled(size, self._single)
         is_rounded = any(number.is_Function for number in _free_symbols(size))
+        # Such is the number of tokens of a masked autoencoder, from the share that stays visible.
         if not is_rounded or not has_one_value(size):
             return size
         self.numbers.append(size)
@@ -331,7 +344,7 @@ class _Function:
         value = settled(value, self._single)
         if not isinstance(value, torch.SymInt) or has_one_value(value):
             return False
-        return not all(symbol in self._sizes for symbol in _free_symbols(value))
+        return not self._sizes.keys() >= set(_free_symbols(value))
 
     def _size(self, value: Any, arguments: Sequence[fx.Node]) -> Any:
         """A symbolic number as a node that computes it from sizes of tensors.
@@ -341,12 +354,19 @@ class _Function:
         value = settled(value, self._single)
         if not isinstance(value, (torch.SymInt, torch.SymFloat)):
             return value
+        # With ``dynamic=True`` Dynamo makes symbols of all Python numbers, also of the eps of a
+        # norm.
         if has_one_value(value):
             self.numbers.append(value)
             return value.node.hint
-        expression: Any = getattr(getattr(value, "node", None), "expr", None)
+        expression = _expression_of(value)
+        # A fraction of sizes, such as 1 / x.shape[0], is no size.
         if expression is None or not expression.is_integer:
             raise NotRowwiseError("a number in it may change from call to call; make it a tensor")
+        return self._computed(expression, arguments)
+
+    def _computed(self, expression: Any, arguments: Sequence[fx.Node]) -> fx.Node:
+        """A node that computes an expression of whole numbers from sizes of tensors."""
         symbols = sorted(_whole_numbers(expression), key=str)
         locations = [self._sizes[symbol] for symbol in symbols]
         sizes = [
@@ -361,9 +381,17 @@ class _Function:
             ]
             return _evaluated(expression, symbols, *values)
 
-        # FX writes only the function's name into the code: the text has to tell two of them apart.
+        # FX writes only the function's name into the code: the text has to distinguish two of them.
         self.expressions.append(f"{expression} of {symbols} at {locations}")
         return self.graph.call_function(size, tuple(sizes))
+
+
+def _result_of_dropout(results: tuple[Any, ...], number: Any) -> Any:
+    """One of dropout's two results: the tensor, or the mask, which the kernel does not store."""
+    result = results[number]
+    if result is None:
+        raise NotRowwiseError("dropout's mask is used")
+    return result
 
 
 # --- sizes that are symbols -----------------------------------------------------------------------
@@ -371,8 +399,17 @@ class _Function:
 
 def _single_symbols(tensors: Sequence[fx.Node]) -> list[Any]:
     """The sizes of tensors that are one symbol."""
-    sizes = [size for node in tensors for size in value_of(node).shape if _free_symbols(size)]
-    return list({size.node.expr: size for size in sizes if size.node.expr.is_Symbol}.values())
+    singles: dict[Any, Any] = {}
+    for size in itertools.chain.from_iterable(value_of(node).shape for node in tensors):
+        expression = _expression_of(size)
+        if expression is not None and expression.is_Symbol:
+            singles[expression] = size
+    return list(singles.values())
+
+
+def _expression_of(size: Any) -> Any:
+    """The expression of a symbolic number; None of others."""
+    return getattr(getattr(size, "node", None), "expr", None)
 
 
 def _evaluated(expression: Any, symbols: Sequence[Any], *sizes: int) -> int:
@@ -380,19 +417,33 @@ def _evaluated(expression: Any, symbols: Sequence[Any], *sizes: int) -> int:
 
 
 def _locations(shapes: Sequence[Sequence[Any]]) -> dict[Any, _Location]:
-    """The location of each symbol in the shapes of tensors, preferably where it is a whole size."""
+    """The location of each symbol in the shapes of tensors, preferably where it is a whole size.
+
+    A symbol follows from a size that is linear in it: ``(size - summand) / factor``.
+    """
     locations: dict[Any, _Location] = {}
     for position, shape in enumerate(shapes):
         for dim, size in enumerate(shape):
+            expression = _expression_of(size)
             for symbol in _free_symbols(size):
-                expression: Any = size.node.expr
-                factor = expression.coeff(symbol)
-                summand = expression - factor * symbol
-                if not factor.is_Integer or not summand.is_Integer or factor == 0:
+                # Behind a class token a tensor has s + 1 rows, and none may have s.
+                terms = _linear_terms(expression, symbol)
+                if terms is None:
                     continue
-                if symbol not in locations or expression.is_Symbol:
-                    locations[symbol] = (position, dim, int(factor), int(summand))
+                location = (position, dim, *terms)
+                locations.setdefault(symbol, location)
+                if expression.is_Symbol:
+                    locations[symbol] = location
     return locations
+
+
+def _linear_terms(expression: Any, symbol: Any) -> tuple[int, int] | None:
+    """The factor and the summand of a symbol in an expression; None if it has others in it."""
+    factor = expression.coeff(symbol)
+    summand = expression - factor * symbol
+    if not factor.is_Integer or not summand.is_Integer:
+        return None
+    return None if factor == 0 else (int(factor), int(summand))
 
 
 def _free_symbols(size: Any) -> Any:
@@ -400,11 +451,12 @@ def _free_symbols(size: Any) -> Any:
 
     They are symbols, and functions of symbols of floats, such as their integral parts.
     """
-    expression = getattr(getattr(size, "node", None), "expr", None)
+    expression = _expression_of(size)
     return () if expression is None else _whole_numbers(expression)
 
 
 def _whole_numbers(expression: Any) -> set[Any]:
+    """The whole numbers in an expression, see `_free_symbols`."""
     if all(symbol.is_integer for symbol in expression.free_symbols):
         return expression.free_symbols  # type: ignore[no-any-return]
     if expression.is_Function:
@@ -417,16 +469,14 @@ def _shapes(shapes: Sequence[Sequence[Any]], times: int) -> list[tuple[int, ...]
 
     The numbers are multiples of those, so that they have their divisors.
     """
-    hints = {
-        symbol: hint_of(symbol, size)
-        for shape in shapes
-        for size in shape
-        for symbol in _free_symbols(size)
-    }
-    numbers = {
-        symbol: (times + 2 * position) * hints[symbol]
-        for position, symbol in enumerate(sorted(hints, key=str))
-    }
+    hints: dict[Any, int] = {}
+    for size in itertools.chain.from_iterable(shapes):
+        for symbol in _free_symbols(size):
+            hints[symbol] = hint_of(symbol, size)
+    numbers = {}
+    for position, symbol in enumerate(sorted(hints, key=str)):
+        # A different multiple for each symbol: equal sizes would seem to be one axis.
+        numbers[symbol] = (times + 2 * position) * hints[symbol]
 
     def sized(size: Any) -> int:
         if not _free_symbols(size):
@@ -449,14 +499,15 @@ def _build(function: _Function, tensors: Sequence[fx.Node], saved_inputs: Sequen
     Raises:
         NotRowwiseError: it cannot be one kernel.
     """
-    values = [value_of(node) for node in tensors]
+    values = list(map(value_of, tensors))
     symbolic = [*function.shapes, *[(value_of(node),) for node in function.sizes]]
     # Multiples of the sizes, which are divisible by what those are, and none of which is 1 or alike
     # another.
+    # In the traced call itself a size such as s // 32 may be 1, and would be broadcast.
     shapes = [_shapes(symbolic, times) for times in (1009, 2003)]
     source, moving = _source(function.graph, values, shapes, saved_inputs)
     _check_constants(source.structure, symbolic, moving)
-    if are_joined(source.structure, moving) or function.sizes:
+    if function.sizes or are_joined(source.structure, moving):
         axes = _axes_of_sizes(len(values), shapes, moving)
         splits = splits_of(source.structure, moving, axes)
         joins = [joins_of(operand, moving) for operand in source.structure.outputs]
@@ -484,7 +535,8 @@ def _check_constants(
     """
     for operand, shape in zip(structure.inputs, symbolic, strict=False):
         for label, size in zip(operand.labels, shape, strict=True):
-            if _free_symbols(size) and moving.keys().isdisjoint(label):
+            is_constant = moving.keys().isdisjoint(label)
+            if is_constant and _free_symbols(size):
                 raise NotRowwiseError("a size that changes from call to call is a constant in it")
 
 
@@ -502,10 +554,12 @@ def _axes_of_sizes(
         shapes: of the tensors, then the sizes, in two calls.
         moving: the axes whose sizes change, with both sizes.
     """
-    by_size = {pair: axis for axis, pair in moving.items()}
-    sizes = [inputs[count:] for inputs in shapes]
-    pairs = [(first, second) for (first,), (second,) in zip(*sizes, strict=True)]
-    return [by_size.get(pair, -1) for pair in pairs]
+    by_size = dict(zip(moving.values(), moving.keys(), strict=True))
+    axes = []
+    for sizes in zip(*[inputs[count:] for inputs in shapes], strict=True):
+        (first,), (second,) = sizes
+        axes.append(by_size.get((first, second), -1))
+    return axes
 
 
 def _source(
@@ -524,17 +578,21 @@ def _source(
     """
     call = _forward(graph)
     # Once, if no size is a symbol: both calls then have the same shapes.
-    different = dict.fromkeys(map(tuple, shapes))
-    (structure, output_numbers), *others = [
-        _structure(call, values, inputs) for inputs in different
-    ]
+    different = list(dict.fromkeys(map(tuple, shapes)))
+    structure, output_numbers = _structure(call, values, different[0])
     moving = dict[int, tuple[int, int]]()
-    for other, _ in others:
+    for inputs in different[1:]:
+        other, _ = _structure(call, values, inputs)
         if _outline(other) != _outline(structure):
             raise NotRowwiseError("the result depends on the number of rows")
-        pairs = enumerate(zip(structure.sizes, other.sizes, strict=True))
-        moving |= {axis: pair for axis, pair in pairs if pair[0] != pair[1]}
+        moving |= _different_sizes(structure, other)
     return Source(graph, output_numbers, structure, saved_inputs), moving
+
+
+def _different_sizes(structure: Structure, other: Structure) -> dict[int, tuple[int, int]]:
+    """The axes whose sizes differ between two structures, with both sizes."""
+    pairs = enumerate(zip(structure.sizes, other.sizes, strict=True))
+    return {axis: pair for axis, pair in pairs if len(set(pair)) > 1}
 
 
 def _outline(structure: Structure) -> Any:
@@ -554,6 +612,7 @@ def _structure(
     """
     tensors = []
     for value, shape in zip(values, shapes, strict=False):
+        # Without memory: the sizes are some thousand times those of the call.
         tensor = torch.empty(shape, dtype=value.dtype, device="meta")
         tensor.fusedops_device = value.device  # type: ignore[attr-defined]
         tensors.append(tensor)

@@ -4,6 +4,10 @@ A region grows around a *seed* along the edges of the graph: through operators o
 and through what is broadcast to them if nothing else uses it. Seeds are reductions over the last
 dimensions, dropouts, and biases of matrix products. A region is convex: no path leaves it and comes
 back.
+
+    mm ──▶ add bias ──▶ dropout ──▶ add ──▶ layer_norm ──▶ mm      nodes of one size: one region
+                                     ▲                             its seed is layer_norm
+                                     └── residual
 """
 
 from __future__ import annotations
@@ -20,76 +24,29 @@ from torch import Tensor, fx
 
 from ..compiler.lowering import TABLE
 from ..core.calls.operators import NAMES
-from ..core.compat.fake import hints, memory_of
+from ..core.compat.fake import hints
 from ..core.launches import launch
-from .fx import GRAD_MODES, HIGHER_ORDER, aten_name, leaves, mutates, named_again, written_arguments
+from .graphs import (
+    BIAS,
+    FUNCTION,
+    VIEWS,
+    direct_tensors,
+    is_fixed,
+    is_part_of_view,
+    is_view,
+    name_of,
+    parts_of,
+    positions_of,
+    size_of,
+    users_of,
+    value_of,
+)
 from .symbols import have_hints, settled
 
-__all__ = [
-    "BIAS",
-    "CHANGING",
-    "COPIES",
-    "FUNCTION",
-    "VIEWS",
-    "Finder",
-    "Region",
-    "aliased_inputs",
-    "are_numbers",
-    "arguments_first",
-    "captured_body",
-    "changed_in",
-    "columns_of",
-    "drop_unused",
-    "escapes",
-    "is_fixed",
-    "is_input",
-    "is_laid_out",
-    "is_of_elements",
-    "is_view",
-    "name_of",
-    "nodes_in",
-    "overlap",
-    "parts_of",
-    "reshapes",
-    "size_of",
-    "tensors_in",
-    "tensors_of",
-    "users_of",
-    "users_through",
-    "value_of",
-    "written",
-]
+__all__ = ["CHANGING", "Finder", "Region", "columns_of", "is_of_elements"]
 
-# The mark of a sum of a matrix product and a bias, in `fx.Node.meta`.
-BIAS = "fusedops_bias"
-# The mark of the results of a function of `rowwise`, in `fx.Node.meta`: the function's name.
-FUNCTION = "fusedops_function"
-# Operators whose results are views: they address the same elements by other indices.
-VIEWS = frozenset(
-    {
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "_reshape_alias",
-        "expand",
-        "unsqueeze",
-        "squeeze",
-        "permute",
-        "transpose",
-        "t",
-        "alias",
-        "split",
-        "split_with_sizes",
-        "chunk",
-        "select",
-        "slice",
-        "unbind",
-    }
-)
 # The reason for leaving a region whose kernel would depend on a length that changes between calls.
 CHANGING = "a length that changes from call to call is one of columns"
-# Operators that compute nothing.
-COPIES = VIEWS | {"_to_copy", "clone", ""}
 # Operators that move elements to other rows or columns.
 _MOVES = (VIEWS - {"view", "_unsafe_view", "reshape", "_reshape_alias", "alias", "unsqueeze"}) | {
     "cat",
@@ -101,6 +58,8 @@ _MOVES = (VIEWS - {"view", "_unsafe_view", "reshape", "_reshape_alias", "alias",
 _OVER_DIMS = frozenset(
     {"sum", "mean", "amax", "amin", "var", "std", "var_mean", "logsumexp", "linalg_vector_norm"}
 )
+# Where a reduction has its dimensions, if not after its tensor.
+_POSITION_OF_DIMS = {"linalg_vector_norm": 2}
 _NORMS = frozenset({"native_layer_norm", "_fused_rms_norm"})
 _SOFTMAX = frozenset({"_softmax", "_safe_softmax"})
 # Operators that the tracer supports, but regions leave out: those that create tensors, reductions
@@ -174,194 +133,6 @@ class Region:
         return [node for node in self.nodes if not own.issuperset(node.users)]
 
 
-def value_of(node: fx.Node) -> Any:
-    """The fake tensor of a node, or the other value that it stands for."""
-    return node.meta.get("val")
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    """The tensors in a value, or in nested lists, tuples and dictionaries of values."""
-    return [leaf for leaf in leaves(values) if isinstance(leaf, Tensor)]
-
-
-def tensors_of(nodes: Iterable[fx.Node]) -> list[Tensor]:
-    """The fake tensors of nodes."""
-    return tensors_in(list(map(value_of, nodes)))
-
-
-def nodes_in(arguments: Iterable[Any]) -> list[fx.Node]:
-    """The arguments that are nodes."""
-    return [arg for arg in arguments if isinstance(arg, fx.Node)]
-
-
-def users_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The users of nodes."""
-    return set().union(*[node.users for node in nodes])
-
-
-def are_numbers(sizes: Iterable[Any]) -> bool:
-    """Whether no size is a symbol."""
-    return all(type(size) is int for size in sizes)
-
-
-def is_input(node: fx.Node) -> bool:
-    """Whether a node is an input of the graph, or a tensor or module that the graph holds."""
-    return node.op in ("placeholder", "get_attr")
-
-
-def overlap(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    """Whether a tensor of one group shares memory with a tensor of the other."""
-    return not set(map(memory_of, tensors)).isdisjoint(map(memory_of, others))
-
-
-def captured_body(node: fx.Node) -> fx.Graph | None:
-    """The captured graph of the function that an operator calls; None if there is none."""
-    arguments = node.all_input_nodes
-    body = value_of(arguments[0]) if arguments else None
-    return body.graph if isinstance(body, fx.GraphModule) else None
-
-
-def written(node: fx.Node) -> list[Tensor]:
-    """The tensors that a node writes into.
-
-    An operator with a captured body writes what the body writes, also tensors of its own. Any
-    other operator that calls functions may write into each of its arguments.
-    """
-    body = captured_body(node)
-    if body is not None:
-        return changed_in(body)
-    targets: Any = node.all_input_nodes
-    if not isinstance(node.target, HIGHER_ORDER):
-        targets = written_arguments(node.target, node.args, node.kwargs)
-    return tensors_of(nodes_in(targets))
-
-
-def changed_in(graph: fx.Graph) -> list[Tensor]:
-    """The tensors that the nodes of a graph write into."""
-    return list(itertools.chain.from_iterable(map(written, graph.nodes)))
-
-
-def drop_unused(graph: fx.Graph) -> None:
-    """Erases the nodes that nothing uses and that change nothing.
-
-    `fx.Graph.eliminate_dead_code` would also erase a checkpointed part that only writes and, in the
-    bodies of other operators, calls of methods that write.
-    """
-    # Backwards, so that the arguments of an erased node are unused when their turn comes.
-    for node in reversed(graph.nodes):
-        if not node.users and not _has_effect(node):
-            graph.erase_node(node)
-
-
-def _has_effect(node: fx.Node) -> bool:
-    """Whether a node is needed even if nothing uses its value."""
-    if node.is_impure() or node.target in GRAD_MODES:
-        return True
-    return bool(written(node))
-
-
-def name_of(node: fx.Node) -> str:
-    """The name of a node's aten operator, without its overload; "" for other nodes."""
-    return aten_name(node.target)
-
-
-def _direct_tensors(value: Any) -> list[Tensor]:
-    """A tensor alone, or the tensors of a tuple or a list."""
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return [tensor for tensor in values if isinstance(tensor, Tensor)]
-
-
-def size_of(node: fx.Node) -> Any:
-    """The number of elements of a node's first tensor, a number or a symbol; 0 without a tensor."""
-    tensors = _direct_tensors(value_of(node))
-    return math.prod(hints(tensors[0].shape)) if tensors else 0
-
-
-def parts_of(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The part of the graph that each node is in, as a number.
-
-    A node may move among the nodes of its part. Parts are separated by nodes that switch gradients
-    on or off, or change tensors; each of these is a part by itself.
-    """
-    parts, number = {}, 0
-    for node in graph.nodes:
-        number += is_fixed(node)  # the part before it ends
-        parts[node] = number
-        number += is_fixed(node)  # the next begins after it
-    return parts
-
-
-def arguments_first(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Nodes and all their ancestors in topological order, otherwise in the order of the nodes."""
-    order: dict[fx.Node, None] = {}
-    for root in list(nodes):
-        if root in order:
-            continue
-        # A depth-first walk with its own stack: graphs may be deeper than Python's recursion limit.
-        stack: list[tuple[fx.Node, Any]] = [(root, iter(root.all_input_nodes))]
-        while stack:
-            node, arguments = stack[-1]
-            pending = next((arg for arg in arguments if arg not in order), None)
-            if pending is not None:
-                stack.append((pending, iter(pending.all_input_nodes)))
-                continue
-            order.setdefault(node)
-            stack.pop()
-    return list(order)
-
-
-def escapes(node: fx.Node) -> bool:
-    """Whether a value needs its own memory: it or a view of it is returned or changed in place."""
-    users = list(users_through(node, _is_alias))
-    return any(map(is_fixed, users)) or any(user.op == "output" for user in users)
-
-
-def is_laid_out(node: fx.Node) -> bool:
-    """Whether the strides of a value count: it, or a view of it, is changed or read by strides."""
-    users = list(users_through(node, _is_alias))
-    return any(map(is_fixed, users)) or "as_strided" in map(name_of, users)
-
-
-def users_through(node: fx.Node, passes: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
-    """The users of a node, and the users of those for which ``passes`` holds."""
-    todo = list(node.users)
-    while todo:
-        user = todo.pop()
-        yield user
-        if passes(user):
-            todo += user.users
-
-
-def _is_alias(node: fx.Node) -> bool:
-    """Whether a node's value has the memory of an argument."""
-    return name_of(node) in VIEWS or bool(aliased_inputs(node))
-
-
-def aliased_inputs(node: fx.Node) -> list[fx.Node]:
-    """The nodes that a node returns or is a view of."""
-    if node.target is operator.getitem:
-        return node.all_input_nodes
-    aliased = named_again(node.target, node.args, node.kwargs)
-    return nodes_in(aliased)
-
-
-def reshapes(node: fx.Node) -> bool:
-    """Whether a node is a view in another shape, which other strides may make a copy."""
-    return name_of(node) in ("view", "_unsafe_view") and not isinstance(node.args[1], torch.dtype)
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a node is a view, or one of the views that another node returns."""
-    return name_of(node) in VIEWS or _is_part_of_view(node)
-
-
-def _is_part_of_view(node: fx.Node) -> bool:
-    """Whether a node is one of several views of a tensor, such as one result of a split."""
-    if node.target is not operator.getitem:
-        return False
-    return name_of(node.args[0]) in VIEWS  # type: ignore[arg-type]
-
-
 @dataclass(frozen=True)
 class _Reach:
     """The nodes of a region, their ancestors and their descendants, as bit sets of positions.
@@ -387,7 +158,7 @@ class Finder:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.nodes = list(graph.nodes)
-        self.position = {node: position for position, node in enumerate(self.nodes)}
+        self.position = positions_of(graph)
         self.ancestors = self._closure(self.nodes, lambda node: node.all_input_nodes)
         self.descendants = self._closure(self.nodes[::-1], lambda node: node.users)
         self.part = parts_of(graph)
@@ -405,32 +176,37 @@ class Finder:
         """
         self.claimed.difference_update(region.nodes)
         eligible = self.eligible
-        self.eligible = {node for node in region.nodes if name_of(node) not in _MOVES}
+        self.eligible = set(itertools.filterfalse(_moves_elements, region.nodes))
         regions = list(self._find(region.nodes))
         self.eligible = eligible
-        # One that is no smaller is the region that has failed.
+        # One that is no smaller is the region that has failed: to try it again would not end.
         return [other for other in regions if len(other.nodes) < len(region.nodes)]
 
     def changing(self) -> list[Region]:
         """The unclaimed reductions whose number of columns may change between calls, each alone."""
         unclaimed = filter(self._is_free, self.nodes)
-        return [Region([node]) for node in unclaimed if isinstance(_columns(node), torch.SymInt)]
+        return [Region([node]) for node in filter(_has_changing_columns, unclaimed)]
 
     def _is_free(self, node: fx.Node) -> bool:
         return node in self.eligible and node not in self.claimed
 
     def _find(self, nodes: Iterable[fx.Node]) -> Iterator[Region]:
-        # Reductions first: they fix the number of columns, and other seeds join their regions.
-        for node in nodes:
-            columns = columns_of(node) if self._is_free(node) else 0
+        # Reductions first: they fix the number of columns, and other seeds join their regions. A
+        # region claims nodes while it grows, so each node is looked at when its turn comes.
+        for node in filter(self._is_free, nodes):
+            columns = columns_of(node)
             if columns:
                 yield from self._grow(node, columns)
-        for node in nodes:
-            if _is_other_seed(node) and self._is_free(node):
+        for node in filter(_is_other_seed, nodes):
+            if self._is_free(node):
                 yield from self._grow(node, 0)
 
-    def _closure(self, nodes: Sequence[fx.Node], next_to: Any) -> dict[fx.Node, int]:
+    def _closure(
+        self, nodes: Sequence[fx.Node], next_to: Callable[[fx.Node], Iterable[fx.Node]]
+    ) -> dict[fx.Node, int]:
         """The ancestors (or the descendants) of each node, as a bit set of positions.
+
+        Integers are the bit sets: the union of two is one operation, whatever the graph's size.
 
         Args:
             nodes: in an order in which those of `next_to` come first.
@@ -453,6 +229,14 @@ class Finder:
             seed: the first node.
             columns: the number of columns of the seed's reduction; 0 for other seeds.
         """
+        nodes = self._trimmed(self._reached_from(seed, columns))
+        self.claimed.update(nodes)
+        if seed in nodes:
+            yield Region(nodes)
+
+    def _reached_from(self, seed: fx.Node, columns: int) -> list[fx.Node]:
+        """The nodes that a region may have with a seed, in the order of the graph; see `_grow`."""
+        # A reduction is smaller than the rows that it reads: the region has the size of these.
         size = max(map(size_of, [seed, *seed.all_input_nodes]))
         own: dict[fx.Node, None] = {}  # in the order of growth
         reach = _Reach()
@@ -461,6 +245,7 @@ class Finder:
             node = todo.pop()
             if node in own or not self._may_join(node, own, size, columns):
                 continue
+            # A node that closes a path over nodes outside is left; a later one may fill the gap.
             extended = self._extended(reach, node)
             if not extended.is_convex:
                 continue
@@ -468,11 +253,9 @@ class Finder:
             reach = extended
             todo += self._neighbours(node)
             if not todo:
+                # Last: whether nothing else uses an input is known once all its users have joined.
                 todo = self._broadcast_inputs(own, size)
-        nodes = self._trimmed(sorted(own, key=self.position.__getitem__))
-        self.claimed.update(nodes)
-        if seed in nodes:
-            yield Region(nodes)
+        return sorted(own, key=self.position.__getitem__)
 
     def _extended(self, reach: _Reach, node: fx.Node) -> _Reach:
         """The reach of a region with one more node."""
@@ -492,12 +275,16 @@ class Finder:
         """Whether a region may have one more node, as far as its convexity allows it."""
         if not self._is_free(node):
             return False
-        first = next(iter(own), None)
-        if first is not None and self.part[first] != self.part[node]:
+        first = next(iter(own), node)
+        # The operator takes one position among the nodes that are fixed.
+        if self.part[first] != self.part[node]:
             return False
-        if size_of(node) > size or not self._is_along(node, columns):
+        if not self._is_along(node, columns):
             return False
-        if first is None or size_of(node) == size:
+        size_of_node = size_of(node)
+        if size_of_node > size:
+            return False
+        if first is node or size_of_node == size:
             return True
         # A smaller value that the region does not compute itself is broadcast to it. It joins only
         # if nothing else uses it: otherwise the region would have to write it, too.
@@ -507,13 +294,8 @@ class Finder:
     def _broadcast_inputs(self, own: Mapping[fx.Node, None], size: int) -> list[fx.Node]:
         """The smaller inputs of a region that nothing else uses."""
         arguments = itertools.chain.from_iterable(node.all_input_nodes for node in own)
-        return [arg for arg in arguments if self._is_only_broadcast(arg, own, size)]
-
-    def _is_only_broadcast(self, arg: fx.Node, own: Mapping[fx.Node, None], size: int) -> bool:
-        """Whether an input of a region is smaller than it, and used by nothing else."""
-        if arg in own or arg not in self.eligible:
-            return False
-        return size_of(arg) < size and arg.users.keys() <= own.keys()
+        eligible = filter(self.eligible.__contains__, arguments)
+        return [arg for arg in eligible if _is_only_broadcast(arg, own, size)]
 
     def _is_along(self, node: fx.Node, columns: int) -> bool:
         """Whether a node is no reduction, or one over rows of the region's length."""
@@ -525,13 +307,13 @@ class Finder:
     def _trimmed(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """The nodes without the views at the region's borders, where a kernel gains nothing."""
         own = dict.fromkeys(nodes)
-        changing = True
-        while changing:
-            changing = False
-            for node in list(own):
-                if is_view(node) and _is_at_border(node, own):
+        count = -1
+        # Again until none leaves: behind a view that leaves, another may be at the border.
+        while count != len(own):
+            count = len(own)
+            for node in filter(is_view, list(own)):
+                if _is_at_border(node, own):
                     del own[node]
-                    changing = True
         return list(own)
 
 
@@ -543,20 +325,36 @@ def _is_eligible(node: fx.Node) -> bool:
         return is_of_elements(node.args[0])  # type: ignore[arg-type]
     if not is_of_elements(node) or is_fixed(node):
         return False
-    tensors = _direct_tensors(value_of(node))
+    tensors = direct_tensors(value_of(node))
     for arg in node.all_input_nodes:
-        tensors += _direct_tensors(value_of(arg))
-    devices = {tensor.device for tensor in tensors}
-    return all(map(_is_readable, tensors)) and len(devices) == 1
+        tensors += direct_tensors(value_of(arg))
+    if not all(map(_is_readable, tensors)):
+        return False
+    # PyTorch's operators accept a CPU tensor without dimensions beside tensors of a GPU. A kernel
+    # cannot read it.
+    devices = set(map(_device_of, tensors))
+    return len(devices) == 1
+
+
+def _moves_elements(node: fx.Node) -> bool:
+    return name_of(node) in _MOVES
+
+
+def _is_only_broadcast(arg: fx.Node, own: Mapping[fx.Node, None], size: int) -> bool:
+    """Whether an input of a region is smaller than it, and used by nothing else."""
+    is_broadcast = arg not in own and size_of(arg) < size
+    return is_broadcast and arg.users.keys() <= own.keys()
 
 
 def _is_at_border(node: fx.Node, own: Mapping[fx.Node, None]) -> bool:
     """Whether a node of a region has no argument in it, or no user in it."""
     if own.keys().isdisjoint(node.all_input_nodes):
         return True
-    # All parts of a tensor leave together.
-    leaving = list(node.all_input_nodes[0].users) if _is_part_of_view(node) else [node]
-    return all(own.keys().isdisjoint(other.users) for other in leaving)
+    leaving = [node]
+    if is_part_of_view(node):
+        # All parts of a tensor leave together.
+        leaving = list(node.all_input_nodes[0].users)
+    return own.keys().isdisjoint(users_of(leaving))
 
 
 def _is_dropout(node: fx.Node) -> bool:
@@ -576,36 +374,58 @@ def columns_of(node: fx.Node) -> int:
     return columns if type(columns) is int else 0
 
 
+def _has_changing_columns(node: fx.Node) -> bool:
+    return isinstance(_columns(node), torch.SymInt)
+
+
 def _columns(node: fx.Node) -> int | torch.SymInt:
     """The number of columns of a reduction over the last dimensions; 0 for other nodes."""
-    source = node.args[0] if node.args else None
-    value = value_of(source) if isinstance(source, fx.Node) else None
-    if not isinstance(value, Tensor) or value.dim() == 0:
+    value = _first_tensor(node)
+    if value is None or value.dim() == 0:
         return 0
     rank = value.dim()
     dims = _reduced_dims(node, rank)
-    is_over_all = len(dims) == rank
-    if not dims or is_over_all or dims != list(range(rank - len(dims), rank)):
+    last_dims = list(range(rank - len(dims), rank))
+    # Over all dimensions there are no rows.
+    if dims != last_dims or len(dims) in (0, rank):
         return 0
     sizes: list[Any] = [settled(value.shape[dim]) for dim in dims]
     return math.prod(sizes)  # type: ignore[no-any-return]
 
 
+def _first_tensor(node: fx.Node) -> Tensor | None:
+    """The value of a node's first argument; None if that is no tensor."""
+    source = next(iter(node.args), None)
+    if not isinstance(source, fx.Node):
+        return None
+    value = value_of(source)
+    return value if isinstance(value, Tensor) else None
+
+
 def _reduced_dims(node: fx.Node, rank: int) -> list[int]:
     """The dimensions that a reduction is over, in their order; empty for other nodes."""
-    name = name_of(node)
-    dims: Any = ()
-    if name in _NORMS:
-        dims = range(rank - len(node.args[1]), rank)  # type: ignore[arg-type]
-    elif name in _SOFTMAX:
-        dims = [node.args[1]]
-    elif name in _OVER_DIMS:
-        position = 2 if name == "linalg_vector_norm" else 1
-        is_positional = len(node.args) > position
-        dims = node.args[position] if is_positional else node.kwargs.get("dim", ())
+    dims = _named_dims(node, rank)
     if isinstance(dims, int):
         dims = [dims]
-    return sorted(dim % rank for dim in dims or ())
+    elif dims is None:  # of a sum over everything
+        dims = []
+    return sorted(dim % rank for dim in dims)
+
+
+def _named_dims(node: fx.Node, rank: int) -> Any:
+    """The dimensions as the arguments of a reduction have them: a number, several, or None."""
+    name = name_of(node)
+    if name in _NORMS:
+        normalized_shape: Any = node.args[1]
+        return range(rank - len(normalized_shape), rank)
+    if name in _SOFTMAX:
+        return node.args[1]
+    if name not in _OVER_DIMS:
+        return ()
+    position = _POSITION_OF_DIMS.get(name, 1)
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get("dim", ())
 
 
 def is_of_elements(node: fx.Node) -> bool:
@@ -613,22 +433,22 @@ def is_of_elements(node: fx.Node) -> bool:
     if _is_dropout(node):
         return True
     name = name_of(node)
-    return name in TABLE and name not in _EXCLUDED and not name.endswith("_")
+    if name in _EXCLUDED or name.endswith("_"):
+        return False
+    return name in TABLE
+
+
+def _device_of(tensor: Tensor) -> torch.device:
+    return tensor.device
 
 
 def _is_readable(tensor: Tensor) -> bool:
     """Whether a kernel can read a tensor: strided, of a supported dtype and device, not empty."""
     if tensor.dtype not in NAMES or tensor.layout is not torch.strided:
         return False
-    if not launch.runs_kernels(tensor.device.type) or not have_hints(tensor.shape):
+    if not launch.runs_kernels(tensor.device.type):
+        return False
+    # Sizes that depend on data have no number in the traced call.
+    if not have_hints(tensor.shape):
         return False
     return 0 not in hints(tensor.shape)
-
-
-def is_fixed(node: fx.Node) -> bool:
-    """Whether a node keeps its position among all others."""
-    if node.op != "call_function":
-        return False
-    if node.target in GRAD_MODES or isinstance(node.target, HIGHER_ORDER):
-        return True
-    return mutates(node.target)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
-from ..compiler.codegen import backward_kernels, forward_kernels
+from ..compiler.codegen import Kernel, backward_kernels, forward_kernels
 from ..compiler.operator import Program
 from ..core.calls import operators
 from ..core.launches import launch
 from .fx import namespace
-from .regions import captured_body
+from .graphs import captured_body
 
 __all__ = ["CompileReport", "RegionReport", "changes_in", "note_change", "operators_in"]
 
@@ -37,21 +39,27 @@ def note_change(node: fx.Node, what: str) -> None:
 def changes_in(graph: fx.Graph) -> Counter[str]:
     """The changes of the marked nodes of a graph, and of the bodies in it, and how often."""
     # A node that replaces another may have its marks.
-    changes = {change for node in graph.nodes for change in node.meta.get(_CHANGES, ())}
-    counts = Counter([change.what for change in changes])
+    changes, counts = set[_Change](), Counter[str]()
     for node in graph.nodes:
+        changes.update(node.meta.get(_CHANGES, ()))
         body = captured_body(node)
         if body is not None:
             counts += changes_in(body)
-    return counts
+    return Counter([change.what for change in changes]) + counts
 
 
 def operators_in(graph: fx.Graph) -> Counter[str]:
     """The operators of this library that a graph calls, and how often."""
-    calls = [node for node in graph.nodes if namespace(node.target) == "fusedops"]
-    # The operator's name is in the text that encodes its constants.
-    encoded = [arg for node in calls for arg in node.args if isinstance(arg, str)]
-    return Counter(map(operators.name_in, encoded))
+    names = list[str]()
+    for node in filter(_is_own_operator, graph.nodes):
+        # The operator's name is in the text that encodes its constants.
+        encoded = [arg for arg in node.args if isinstance(arg, str)]
+        names += map(operators.name_in, encoded)
+    return Counter(names)
+
+
+def _is_own_operator(node: fx.Node) -> bool:
+    return namespace(node.target) == "fusedops"
 
 
 @dataclass(frozen=True)
@@ -79,12 +87,12 @@ class RegionReport:
     @property
     def forward(self) -> int:
         """Bytes of full tensors that its forward kernel reads and writes before a backward."""
-        return 0 if self.program is None else self.rows * _moved_of_row(self.program)[0]
+        return self.rows * _moved_of_row(self.program)[0]
 
     @property
     def moved(self) -> int:
         """Bytes of full tensors that its kernels read and write, forward and backward."""
-        return 0 if self.program is None else self.rows * sum(_moved_of_row(self.program))
+        return self.rows * sum(_moved_of_row(self.program))
 
     @property
     def saved(self) -> int:
@@ -93,8 +101,10 @@ class RegionReport:
 
 
 @functools.lru_cache(maxsize=1024)
-def _moved_of_row(program: Program) -> tuple[int, int]:
-    """Bytes that the kernels move for a row, forward and backward."""
+def _moved_of_row(program: Program | None) -> tuple[int, int]:
+    """Bytes that the kernels move for a row, forward and backward; 0 without a program."""
+    if program is None:
+        return 0, 0
     plan, acc = program.plan, program.acc
     how = {"grouped": False, "tiled": program.tiled}
     forward = forward_kernels(plan, acc, **how, saves=True)
@@ -102,12 +112,14 @@ def _moved_of_row(program: Program) -> tuple[int, int]:
     backward = []
     if wanted:
         backward = backward_kernels(plan, acc, **how, given=range(program.count), wanted=wanted)
-    moved = [
-        program.structure.cols
-        * sum([dtype.itemsize for kernel in kernels for dtype in kernel.moved])
-        for kernels in (forward, backward)
-    ]
-    return moved[0], moved[1]
+    cols = program.structure.cols
+    return cols * _moved_of_column(forward), cols * _moved_of_column(backward)
+
+
+def _moved_of_column(kernels: Sequence[Kernel]) -> int:
+    """Bytes that kernels move for one column of a row."""
+    moved = itertools.chain.from_iterable(kernel.moved for kernel in kernels)
+    return sum([dtype.itemsize for dtype in moved])
 
 
 @dataclass
@@ -146,18 +158,15 @@ class CompileReport:
 
     def __str__(self) -> str:
         """A line for each kind of region, and for each kind of change."""
-        left, regions = Counter(self.left), Counter(map(_line, self.regions))
-        called, changed = sorted(self.operators.items()), sorted(self.changes.items())
-        lines = [
-            self._summary(),
-            *[
-                f"a graph is left to Inductor: {reason} ({count} x)"
-                for reason, count in left.items()
-            ],
-            *[f"  {count} x {kind}" for kind, count in regions.items()],
-            *[f"  called by the model: {count} x {name}" for name, count in called],
-            *[f"  changed: {count} x {what}" for what, count in changed],
-        ]
+        lines = [self._summary()]
+        for reason, count in Counter(self.left).items():
+            lines.append(f"a graph is left to Inductor: {reason} ({count} x)")
+        for kind, count in Counter(map(_line, self.regions)).items():
+            lines.append(f"  {count} x {kind}")
+        for name, count in sorted(self.operators.items()):
+            lines.append(f"  called by the model: {count} x {name}")
+        for what, count in sorted(self.changes.items()):
+            lines.append(f"  changed: {count} x {what}")
         return "\n".join(lines)
 
     def _summary(self) -> str:
@@ -172,10 +181,13 @@ class CompileReport:
             )
         if self.regions:
             return f"0 of {len(self.regions)} row-wise regions are one operator, in {where}"
-        summary = f"no row-wise region was found, in {where}"
-        if self.devices and not any(map(launch.runs_kernels, self.devices)):
-            summary += f": there are no kernels for {' and '.join(sorted(self.devices))} tensors"
-        return summary
+        return f"no row-wise region was found, in {where}{self._why_none()}"
+
+    def _why_none(self) -> str:
+        """The reason why there is no region, if it is the device, after a colon; else empty."""
+        if not self.devices or any(map(launch.runs_kernels, self.devices)):
+            return ""
+        return f": there are no kernels for {' and '.join(sorted(self.devices))} tensors"
 
 
 def _line(region: RegionReport) -> str:
@@ -194,4 +206,6 @@ def _line(region: RegionReport) -> str:
 def _bytes(size: int) -> str:
     if size < 2**20:
         return f"{size / 2**10:.1f} KiB"
-    return f"{size / 2**20:.1f} MiB" if size < 10 * 2**20 else f"{math.ceil(size / 2**20)} MiB"
+    if size < 10 * 2**20:
+        return f"{size / 2**20:.1f} MiB"
+    return f"{math.ceil(size / 2**20)} MiB"

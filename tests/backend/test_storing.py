@@ -30,7 +30,7 @@ from torch.utils.checkpoint import (
 
 from backends import randn
 from fusedops.backend import entry, storing
-from fusedops.backend.products import PADDED
+from fusedops.backend.passes.padding import PADDED
 from fusedops.backend.programs import Source
 from fusedops.backend.report import CompileReport, RegionReport
 from fusedops.core.configs import cache

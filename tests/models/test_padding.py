@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedops
+from fusedops.core.alignment import LEAST_ROWS
 from fusedops.models import parts
 from fusedops.models.tricks import padding
 from fusedops.models.tricks.padding import padded_linear
@@ -86,7 +87,7 @@ def test_which_layers(outputs: int, fused: bool) -> None:
 def test_elsewhere_it_is_the_layer_that_it_was() -> None:
     """On the CPU: bit for bit, and contiguous."""
     model = nn.Sequential(_layer(device=torch.device("cpu")))
-    rows = _rows(2 * padding.LEAST_ROWS, device=torch.device("cpu"))
+    rows = _rows(2 * LEAST_ROWS, device=torch.device("cpu"))
     before = model(rows)
     assert fusedops.fuse_model(model)
     assert torch.equal(model(rows), before) and model(rows).is_contiguous()

@@ -17,17 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...core.alignment import ALIGNED, HALF, LEAST_OUTPUTS, LEAST_ROWS, MULTIPLE
 from ..hooks import is_plain
 from ..rule import Rule
 
-__all__ = ["ALIGNED", "HALF", "LEAST_OUTPUTS", "LEAST_ROWS", "MULTIPLE", "RULES", "padded_linear"]
-
-MULTIPLE = 64
-ALIGNED = 8
-# With fewer outputs, or fewer rows of input, padding gains nothing.
-LEAST_OUTPUTS = 4096
-LEAST_ROWS = 1024
-HALF = (torch.float16, torch.bfloat16)
+__all__ = ["RULES", "padded_linear"]
 
 
 def padded_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

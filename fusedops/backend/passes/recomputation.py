@@ -1,12 +1,19 @@
-"""Activations that a model returns and reads again in its backward, such as soft-capped logits."""
+"""Activations that a model returns and reads again in its backward, such as soft-capped logits.
+
+x ──▶ tanh ──▶ mul by the cap ──▶ logits, which are returned ──▶ loss
+saved: logits for the loss, the result of tanh for its derivative
+saved with the mark: the result of tanh; the loss's backward multiplies it by the cap again
+"""
 
 from __future__ import annotations
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .regions import COPIES, is_of_elements, name_of, users_through
-from .report import note_change
+from ..graphs import COPIES, name_of, users_through
+from ..regions import is_of_elements
+from ..report import note_change
+from ..rewrite import Rewrite
 
 __all__ = ["recompute_returned"]
 
@@ -20,20 +27,17 @@ _LINEAR = frozenset({"add", "sub", "mul", "div", "neg"})
 _OF_ONE_TENSOR = _OF_INPUT | _OF_RESULT | _LINEAR | _COPIES
 
 
-def recompute_returned(graph: fx.Graph, needs: set[fx.Node]) -> None:
+def recompute_returned(rewrite: Rewrite) -> None:
     """Marks returned activations, for the backward to compute them again where it reads them.
 
     To save a returned tensor costs no memory, so PyTorch saves it for a loss that reads it. But the
     activation's own derivative may read another tensor, which is saved as well: the backward
     reads two tensors where one would do. For soft-capped logits of 256,000 columns that is a third
     of what the loss's backward reads.
-
-    Args:
-        graph: of operators.
-        needs: the nodes whose values have gradients.
     """
-    for node in graph.output_node().all_input_nodes:
-        if node in needs and _is_activation(node) and _is_read_by_elements(node):
+    returned = rewrite.graph.output_node().all_input_nodes
+    for node in filter(rewrite.needs.__contains__, returned):
+        if _is_activation(node) and _is_read_by_elements(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             note_change(node, "a returned activation that is computed again in the backward")
 
@@ -44,13 +48,13 @@ def _is_activation(node: fx.Node) -> bool:
     The walk goes from the result to the input. The derivative of an activation of `_OF_RESULT`
     reads the returned tensor itself, unless that is scaled after the activation.
     """
-    reads_intermediate = is_scaled = False
+    reading = _OF_INPUT
+    reads_intermediate = False
     while name_of(node) in _OF_ONE_TENSOR and len(node.all_input_nodes) == 1:
         name = name_of(node)
-        if name in _OF_INPUT or (name in _OF_RESULT and is_scaled):
-            reads_intermediate = True
+        reads_intermediate |= name in reading
         if name in _LINEAR:
-            is_scaled = True
+            reading = _OF_INPUT | _OF_RESULT
         node = node.all_input_nodes[0]
     return reads_intermediate
 
@@ -60,9 +64,13 @@ def _is_read_by_elements(node: fx.Node) -> bool:
 
     These compute it inline.
     """
-    users = [user for user in users_through(node, _is_copy) if not _is_copy(user)]
-    readers = [user for user in users if user.op != "output"]
+    readers = list(filter(_is_reader, users_through(node, _is_copy)))
     return bool(readers) and all(map(_is_in_kernel, readers))
+
+
+def _is_reader(node: fx.Node) -> bool:
+    """Whether a node computes something, unlike a copy, and unlike the end of the graph."""
+    return node.op != "output" and not _is_copy(node)
 
 
 def _is_copy(node: fx.Node) -> bool:

@@ -2,23 +2,25 @@
 
 A region's operator returns contiguous tensors. PyTorch's operators give results strides in the
 order of their arguments', so the strides of a tensor that the graph returns may depend on a region
-many operators before.
+many operators before. Where nothing sees strides, nothing is copied.
+
+    model    mul (channels last) ──▶ norm ──▶ gelu ──▶ output, channels last
+    graph    operator, contiguous ──────────▶ gelu ──▶ copy ──▶ output, channels last
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import operator
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from ..core.compat.fake import hints
-from .fx import OVERLOAD, casts_recorded, leaves, namespace, recording_nothing
-from .regions import (
+from ...core.compat.fake import hints
+from ..fx import OVERLOAD, casts_recorded, leaves, namespace, recording_nothing
+from ..graphs import (
     VIEWS,
     aliased_inputs,
     escapes,
@@ -28,7 +30,8 @@ from .regions import (
     tensors_in,
     value_of,
 )
-from .symbols import have_hints
+from ..rewrite import Rewrite
+from ..symbols import have_hints
 
 __all__ = ["restore_strides"]
 
@@ -36,33 +39,28 @@ __all__ = ["restore_strides"]
 _OF_ANY_STRIDES = frozenset({"aten", "prims", "fusedops"})
 
 
-def restore_strides(graph: fx.Graph, results: Iterable[fx.Node]) -> None:
+def restore_strides(rewrite: Rewrite) -> None:
     """Copies tensors that would have other strides than in the model, where something sees them.
 
     The graph's caller sees the strides of what it returns. So do a change in place, `as_strided`,
     an operator of another library, and an operator that accepts some strides only.
-
-    Args:
-        graph: with operators in the place of regions.
-        results: of these operators. Their values have the strides of the model.
     """
-    contiguous = set(results)
+    contiguous = set(rewrite.results)
     # The values of nodes whose strides are no longer the model's.
     now = dict[fx.Node, Any]()
     with recording_nothing(), casts_recorded(), torch.no_grad():
-        for node in list(graph.nodes):
-            wanted = value_of(node)
+        for node in list(rewrite.graph.nodes):
+            wanted = value_of(node)  # with the strides of the model
             if node in contiguous:
                 value: Any = torch.empty_like(wanted, memory_format=torch.contiguous_format)
-            elif now.keys().isdisjoint(node.all_input_nodes):
-                continue
             else:
-                value = _value_now(graph, node, now)
+                value = _value_now(rewrite.graph, node, now)
             if value is None or _have_equal_strides(value, wanted):
                 continue
+            # Of a view the base is copied: `escapes` and `is_laid_out` look through views.
             has_memory = node in contiguous or not _shares_memory(node)
-            if isinstance(value, Tensor) and has_memory and _are_strides_visible(node):
-                _copy(graph, node)
+            if has_memory and _are_strides_visible(node) and isinstance(value, Tensor):
+                _copy(rewrite.graph, node)
             else:
                 now[node] = value
 
@@ -74,23 +72,36 @@ def _are_strides_visible(node: fx.Node) -> bool:
 def _value_now(graph: fx.Graph, node: fx.Node, now: dict[fx.Node, Any]) -> Any:
     """The value of a node whose inputs have other strides than in the model.
 
-    Inputs are copied for an operator that accepts no other strides; then its value is the model's,
-    and the result is None.
+    None if the value is the model's. Inputs are copied for an operator that accepts no other
+    strides; then its value is the model's, too.
     """
-    tensors = tensors_in(value_of(node))
-    if not tensors or not all(have_hints(tensor.shape) for tensor in tensors):
+    changed = now.keys() & node.all_input_nodes
+    if not changed or not _has_known_strides(node):
         return None
-    value = None
-    if _accepts_any_strides(node):
-        # A view in another shape may be impossible with the strides that the input has now.
-        called: Any = torch.ops.aten.reshape.default if reshapes(node) else node.target
-        args, kwargs = map_arg((node.args, node.kwargs), lambda arg: now.get(arg, value_of(arg)))
-        with contextlib.suppress(Exception):
-            value = called(*args, **kwargs)
+    value = _computed(node, now) if _accepts_any_strides(node) else None
     if value is None:
-        for arg in now.keys() & node.all_input_nodes:
+        for arg in changed:
             _copy(graph, arg, node)
     return value
+
+
+def _has_known_strides(node: fx.Node) -> bool:
+    """Whether a node has tensors, and no size of them depends on data."""
+    tensors = tensors_in(value_of(node))
+    shapes = [tensor.shape for tensor in tensors]
+    return bool(shapes) and all(map(have_hints, shapes))
+
+
+def _computed(node: fx.Node, now: dict[fx.Node, Any]) -> Any:
+    """The value of a node with the strides that its inputs have now; None if it has none."""
+    # A view in another shape may be impossible with the strides that the input has now.
+    called: Any = torch.ops.aten.reshape.default if reshapes(node) else node.target
+    args, kwargs = map_arg((node.args, node.kwargs), lambda arg: now.get(arg, value_of(arg)))
+    try:
+        # On fake tensors: their strides are computed, and no elements.
+        return called(*args, **kwargs)
+    except Exception:  # noqa: BLE001 - the operator accepts other strides only
+        return None
 
 
 def _accepts_any_strides(node: fx.Node) -> bool:
@@ -113,8 +124,13 @@ def _have_equal_strides(value: Any, wanted: Any) -> bool:
 
 
 def _strides(tensor: Tensor) -> list[int]:
+    """The strides of a tensor, without those of dimensions of one element, which mean nothing."""
     sizes, strides = hints(tensor.shape), hints(tensor.stride())
-    return [stride for size, stride in zip(sizes, strides, strict=True) if size != 1]
+    return list(itertools.compress(strides, map(_is_long, sizes)))
+
+
+def _is_long(size: int) -> bool:
+    return size != 1
 
 
 def _copy(graph: fx.Graph, node: fx.Node, user: fx.Node | None = None) -> None:
@@ -124,7 +140,7 @@ def _copy(graph: fx.Graph, node: fx.Node, user: fx.Node | None = None) -> None:
     """
     aten = torch.ops.aten
     order = _memory_order(value_of(node))
-    back = [order.index(dim) for dim in range(len(order))]
+    back = list(map(order.index, range(len(order))))
     with graph.inserting_after(node):
         permuted = graph.call_function(aten.permute.default, (node, order))
     with graph.inserting_after(permuted):
@@ -142,7 +158,7 @@ def _memory_order(value: Tensor) -> list[int]:
     Dimensions of one element keep their positions: their strides mean nothing.
     """
     strides, sizes = hints(value.stride()), hints(value.shape)
-    long = [dim for dim, size in enumerate(sizes) if size != 1]
+    long = list(itertools.compress(range(value.dim()), map(_is_long, sizes)))
     order = list(range(value.dim()))
     by_stride = sorted(long, key=strides.__getitem__, reverse=True)
     for dim, other in zip(long, by_stride, strict=True):

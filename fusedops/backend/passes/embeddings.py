@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..core.calls.registration import implement
-from ..core.launches import launch
-from .regions import are_numbers, name_of, value_of
-from .report import note_change
+from ...core.calls.registration import implement
+from ...core.launches import launch
+from ..graphs import are_numbers, name_of, value_of
+from ..report import note_change
+from ..rewrite import Rewrite
 
-__all__ = ["with_summed_gradients"]
+__all__ = ["sum_embedding_gradients"]
 
+# T5's table of distances has 32 rows and 262,144 look-ups a batch: atomic additions took 3.1 of the
+# 30.0 ms that the GPU is busy in a step of T5-base on an H200.
 _MOST_ROWS, _LEAST_LOOKUPS = 64, 4096
 # The most elements of the matrix of zeros and ones.
 _MOST_ELEMENTS = 2**26
@@ -27,23 +30,18 @@ _MOST_ELEMENTS = 2**26
 _MOST_PARTS = 256
 
 
-def with_summed_gradients(graph: fx.Graph, needs: set[fx.Node]) -> None:
-    """Replaces the embeddings of few rows whose gradients are wanted.
-
-    Args:
-        graph: of operators.
-        needs: the nodes whose values have gradients.
-    """
-    for node in graph.nodes:
-        if name_of(node) == "embedding" and node.args[0] in needs and _is_of_few(node):
+def sum_embedding_gradients(rewrite: Rewrite) -> None:
+    """Replaces the embeddings of few rows whose gradients are wanted."""
+    for node in filter(_is_of_few, rewrite.graph.nodes):
+        if node.args[0] in rewrite.needs:
             node.target = torch.ops.fusedops.embedding_of_few.default
             note_change(node, "an embedding of few rows, whose gradient is a matrix product")
 
 
 def _is_of_few(node: fx.Node) -> bool:
-    """Whether an embedding has few rows and many look-ups, of known numbers."""
+    """Whether a node is an embedding of few rows and many look-ups, of known numbers."""
     # Others have a row without a gradient, or gradients scaled by frequency.
-    if len(node.args) != 2 or node.kwargs:
+    if name_of(node) != "embedding" or len(node.args) != 2 or node.kwargs:
         return False
     table, indices = value_of(node.args[0]), value_of(node.args[1])  # type: ignore[arg-type]
     if not are_numbers((*table.shape, *indices.shape)):

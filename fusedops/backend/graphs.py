@@ -1,0 +1,357 @@
+"""Nodes of a captured graph: names, values, users, aliases, and what they write.
+
+A node's value is the fake tensor that the capture recorded for it, in ``meta["val"]``. It has
+sizes, strides and an identity of its memory, but no elements.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx
+
+from ..core.compat.fake import hints, memory_of
+from .fx import GRAD_MODES, HIGHER_ORDER, aten_name, leaves, mutates, named_again, written_arguments
+
+__all__ = [
+    "BIAS",
+    "COPIES",
+    "FUNCTION",
+    "VIEWS",
+    "aliased_inputs",
+    "are_numbers",
+    "arguments_first",
+    "captured_body",
+    "changed_in",
+    "direct_tensors",
+    "drop_unused",
+    "dtype_of",
+    "escapes",
+    "held_names",
+    "hints_of",
+    "is_fixed",
+    "is_input",
+    "is_laid_out",
+    "is_part_of_view",
+    "is_tensor",
+    "is_view",
+    "name_of",
+    "nodes_in",
+    "overlap",
+    "parts_of",
+    "positions_of",
+    "reshapes",
+    "size_of",
+    "tensors_in",
+    "tensors_of",
+    "users_of",
+    "users_through",
+    "value_of",
+    "written",
+]
+
+_Kind = TypeVar("_Kind")
+
+# The mark of a sum of a matrix product and a bias, in `fx.Node.meta`.
+BIAS = "fusedops_bias"
+# The mark of the results of a function of `rowwise`, in `fx.Node.meta`: the function's name.
+FUNCTION = "fusedops_function"
+# Operators whose results are views: they address the same elements by other indices.
+VIEWS = frozenset(
+    {
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "_reshape_alias",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+        "permute",
+        "transpose",
+        "t",
+        "alias",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "select",
+        "slice",
+        "unbind",
+    }
+)
+# Operators that compute nothing.
+COPIES = VIEWS | {"_to_copy", "clone", ""}
+
+
+# --- names and values -----------------------------------------------------------------------------
+
+
+def name_of(node: fx.Node) -> str:
+    """The name of a node's aten operator, without its overload; "" for other nodes."""
+    return aten_name(node.target)
+
+
+def value_of(node: fx.Node) -> Any:
+    """The fake tensor of a node, or the other value that it stands for."""
+    return node.meta.get("val")
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors in a value, or in nested lists, tuples and dictionaries of values."""
+    return _instances(Tensor, leaves(values))
+
+
+def tensors_of(nodes: Iterable[fx.Node]) -> list[Tensor]:
+    """The fake tensors of nodes."""
+    return tensors_in(list(map(value_of, nodes)))
+
+
+def direct_tensors(value: Any) -> list[Tensor]:
+    """A tensor alone, or the tensors of a tuple or a list."""
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return _instances(Tensor, values)
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether a node's value is one tensor."""
+    return isinstance(value_of(node), Tensor)
+
+
+def dtype_of(node: fx.Node) -> torch.dtype:
+    """The dtype of a node that is a tensor."""
+    dtype: torch.dtype = value_of(node).dtype
+    return dtype
+
+
+def hints_of(node: fx.Node) -> tuple[int, ...]:
+    """The shape of a node that is a tensor, in the traced call."""
+    return hints(value_of(node).shape)
+
+
+def nodes_in(arguments: Iterable[Any]) -> list[fx.Node]:
+    """The arguments that are nodes."""
+    return _instances(fx.Node, arguments)
+
+
+def _instances(kind: type[_Kind], values: Iterable[Any]) -> list[_Kind]:
+    """The values that are instances of a class."""
+    return [value for value in values if isinstance(value, kind)]
+
+
+def size_of(node: fx.Node) -> int:
+    """The number of elements of a node's first tensor in the traced call; 0 without a tensor."""
+    tensors = direct_tensors(value_of(node))
+    if not tensors:
+        return 0
+    return math.prod(hints(tensors[0].shape))
+
+
+def are_numbers(sizes: Iterable[Any]) -> bool:
+    """Whether no size is a symbol."""
+    return {int}.issuperset(map(type, sizes))
+
+
+def held_names(graph: fx.Graph) -> list[str]:
+    """The names of the tensors and modules that a graph holds, for each node that reads one."""
+    return list(map(str, map(operator.attrgetter("target"), graph.find_nodes(op="get_attr"))))
+
+
+def is_input(node: fx.Node) -> bool:
+    """Whether a node is an input of the graph, or a tensor or module that the graph holds."""
+    return node.op in ("placeholder", "get_attr")
+
+
+# --- order ----------------------------------------------------------------------------------------
+
+
+def positions_of(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The position of each node in a graph."""
+    return dict(zip(graph.nodes, itertools.count()))
+
+
+def parts_of(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The part of the graph that each node is in, as a number.
+
+    A node may move among the nodes of its part. Parts are separated by nodes that switch gradients
+    on or off, or change tensors; each of these is a part by itself.
+
+        a   b   add_   c   d   set_grad_enabled   e
+        0   0    1     2   2          3           4
+    """
+    parts, number = {}, 0
+    for node in graph.nodes:
+        number += is_fixed(node)  # the part before it ends
+        parts[node] = number
+        number += is_fixed(node)  # the next begins after it
+    return parts
+
+
+def is_fixed(node: fx.Node) -> bool:
+    """Whether a node keeps its position among all others."""
+    if node.op != "call_function":
+        return False
+    # Autograd records what runs between two switches; a higher-order operator may call anything.
+    if node.target in GRAD_MODES:
+        return True
+    if isinstance(node.target, HIGHER_ORDER):
+        return True
+    return mutates(node.target)
+
+
+def arguments_first(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Nodes and all their ancestors in topological order, otherwise in the order of the nodes."""
+    order: dict[fx.Node, None] = {}
+    for root in list(nodes):
+        if root not in order:
+            _add_after_arguments(root, order)
+    return list(order)
+
+
+def _add_after_arguments(root: fx.Node, order: dict[fx.Node, None]) -> None:
+    """Appends a node to an order, after those of its ancestors that are not in it."""
+    # A depth-first walk with its own stack: graphs may be deeper than Python's recursion limit.
+    stack: list[tuple[fx.Node, Iterator[fx.Node]]] = [(root, iter(root.all_input_nodes))]
+    while stack:
+        node, arguments = stack[-1]
+        pending = next(itertools.filterfalse(order.__contains__, arguments), None)
+        if pending is None:
+            order.setdefault(node)
+            stack.pop()
+        else:
+            stack.append((pending, iter(pending.all_input_nodes)))
+
+
+# --- users ----------------------------------------------------------------------------------------
+
+
+def users_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The users of nodes."""
+    return set().union(*[node.users for node in nodes])
+
+
+def users_through(node: fx.Node, passes: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
+    """The users of a node, and the users of those for which ``passes`` holds."""
+    todo = list(node.users)
+    while todo:
+        user = todo.pop()
+        yield user
+        if passes(user):
+            todo += user.users
+
+
+def escapes(node: fx.Node) -> bool:
+    """Whether a value needs its own memory: it or a view of it is returned or changed in place."""
+    users = list(users_through(node, _is_alias))
+    if any(map(is_fixed, users)):
+        return True
+    return "output" in {user.op for user in users}
+
+
+def is_laid_out(node: fx.Node) -> bool:
+    """Whether the strides of a value count: it, or a view of it, is changed or read by strides."""
+    users = list(users_through(node, _is_alias))
+    if any(map(is_fixed, users)):
+        return True
+    return "as_strided" in map(name_of, users)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def _is_alias(node: fx.Node) -> bool:
+    """Whether a node's value has the memory of an argument."""
+    if name_of(node) in VIEWS:
+        return True
+    return bool(aliased_inputs(node))
+
+
+def aliased_inputs(node: fx.Node) -> list[fx.Node]:
+    """The nodes that a node returns or is a view of."""
+    if node.target is operator.getitem:
+        return node.all_input_nodes
+    aliased = named_again(node.target, node.args, node.kwargs)
+    return nodes_in(aliased)
+
+
+def reshapes(node: fx.Node) -> bool:
+    """Whether a node is a view in another shape, which other strides may make a copy."""
+    # PyTorch 2.15 splits the rows of a linear layer's product by `_unsafe_view`.
+    if name_of(node) not in ("view", "_unsafe_view"):
+        return False
+    # ``view(dtype)`` has the same name.
+    return not isinstance(node.args[1], torch.dtype)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node is a view, or one of the views that another node returns."""
+    if name_of(node) in VIEWS:
+        return True
+    return is_part_of_view(node)
+
+
+def is_part_of_view(node: fx.Node) -> bool:
+    """Whether a node is one of several views of a tensor, such as one result of a split."""
+    if node.target is not operator.getitem:
+        return False
+    return name_of(node.args[0]) in VIEWS  # type: ignore[arg-type]
+
+
+def overlap(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    """Whether a tensor of one group shares memory with a tensor of the other."""
+    return not set(map(memory_of, tensors)).isdisjoint(map(memory_of, others))
+
+
+# --- changes in place -----------------------------------------------------------------------------
+
+
+def captured_body(node: fx.Node) -> fx.Graph | None:
+    """The captured graph of the function that an operator calls; None if there is none."""
+    arguments = node.all_input_nodes
+    if not arguments:
+        return None
+    body = value_of(arguments[0])
+    return body.graph if isinstance(body, fx.GraphModule) else None
+
+
+def written(node: fx.Node) -> list[Tensor]:
+    """The tensors that a node writes into.
+
+    An operator with a captured body writes what the body writes, also tensors of its own. Any
+    other operator that calls functions may write into each of its arguments.
+    """
+    body = captured_body(node)
+    if body is not None:
+        return changed_in(body)
+    targets: Any = node.all_input_nodes
+    if not isinstance(node.target, HIGHER_ORDER):
+        targets = written_arguments(node.target, node.args, node.kwargs)
+    return tensors_of(nodes_in(targets))
+
+
+def changed_in(graph: fx.Graph) -> list[Tensor]:
+    """The tensors that the nodes of a graph write into."""
+    return list(itertools.chain.from_iterable(map(written, graph.nodes)))
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Erases the nodes that nothing uses and that change nothing.
+
+    `fx.Graph.eliminate_dead_code` would also erase a checkpointed part that only writes and, in the
+    bodies of other operators, calls of methods that write.
+    """
+    # Backwards, so that the arguments of an erased node are unused when their turn comes.
+    for node in reversed(graph.nodes):
+        is_used = bool(node.users)
+        if not is_used and not _has_effect(node):
+            graph.erase_node(node)
+
+
+def _has_effect(node: fx.Node) -> bool:
+    """Whether a node is needed even if nothing uses its value."""
+    if node.is_impure() or node.target in GRAD_MODES:
+        return True
+    return bool(written(node))

@@ -1,0 +1,192 @@
+"""Indices that are permutations, as in a mixture of experts: their gradients put the rows back.
+
+An index may name a row more than once. PyTorch therefore compiles its gradient to atomic additions,
+in any order. The indices from a sort name each row once. Divided by k, they name each row k times.
+
+    forward     rows[order]
+    backward    grad[inverse of order], which reads each row once
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from ...core.calls.registration import implement
+from ...core.launches import launch
+from ..graphs import (
+    are_numbers,
+    changed_in,
+    dtype_of,
+    is_tensor,
+    name_of,
+    overlap,
+    tensors_of,
+    value_of,
+)
+from ..report import note_change
+from ..rewrite import Rewrite
+
+__all__ = ["put_rows_back"]
+
+
+def put_rows_back(rewrite: Rewrite) -> None:
+    """Replaces the index operators whose index is a permutation and whose gradient is wanted."""
+    nodes = list(filter(rewrite.needs.__contains__, filter(_is_index, rewrite.graph.nodes)))
+    changed = changed_in(rewrite.graph) if nodes else []
+    for node in nodes:
+        order, each = _order_of(node)
+        sources = _permutation(order)
+        # An index that something writes into may be another by the time of the backward.
+        read = tensors_of([*sources, *node.all_input_nodes[1:]])
+        if not sources or overlap(read, changed):
+            continue
+        node.target = torch.ops.fusedops.rows_in_order.default
+        node.args = (node.args[0], order, each)
+        note_change(node, "rows in the order of a sort, whose gradients are put back")
+
+
+def _is_index(node: fx.Node) -> bool:
+    # Not `index_select`, whose rows are contiguous where those of an index need not be.
+    return name_of(node) == "index"
+
+
+def _order_of(node: fx.Node) -> tuple[fx.Node | None, int]:
+    """The node that may be a permutation, and how often the index names each row.
+
+    None and 1 for any other index.
+    """
+    order, each = _divided(node.args[1])
+    if _runs_kernels(node.args[0]) and _names_rows(order, each, node.args[0]):
+        return order, each
+    return None, 1
+
+
+def _runs_kernels(node: Any) -> bool:
+    """Whether a node is a tensor of rows, on a device with kernels."""
+    rows = value_of(node)
+    if not is_tensor(node) or rows.dim() == 0:
+        return False
+    return launch.runs_kernels(rows.device.type)
+
+
+def _names_rows(order: Any, each: Any, rows: Any) -> bool:
+    """Whether an index has as many elements as there are rows, each of them ``each`` times."""
+    if not isinstance(order, fx.Node) or type(each) is not int:
+        return False
+    count = value_of(rows).shape[0]
+    lengths = value_of(order).shape
+    # To compare a symbolic length would add a guard, and make the dimension constant.
+    if each < 1 or not are_numbers((*lengths, count)):
+        return False
+    return tuple(lengths) == (count * each,)
+
+
+def _divided(indices: Any) -> tuple[Any, Any]:
+    """The dividend and the divisor of the only index; the index and 1 if it is no quotient."""
+    if len(indices) != 1:
+        return None, 1
+    order = indices[0]
+    if not isinstance(order, fx.Node) or name_of(order) not in ("floor_divide", "div"):
+        return order, 1
+    dividend, divisor = cast("Any", order.args[:2])
+    return dividend, divisor
+
+
+def _permutation(node: Any) -> list[fx.Node]:
+    """The nodes from which a permutation of 0, 1, 2, … is computed.
+
+    Empty if the node may be something else.
+    """
+    size = _vector_size(node)
+    if size is None:
+        return []
+    if _is_permutation(node, size):
+        return [node]
+    return _inverted(node, size)
+
+
+def _is_permutation(node: fx.Node, size: int) -> bool:
+    """Whether a node is itself 0, 1, 2, …, or the indices of a sort."""
+    args: Any = node.args
+    if name_of(node) == "arange":
+        return args in ((size,), (0, size), (0, size, 1))
+    if node.target is operator.getitem:
+        return name_of(args[0]) == "sort" and args[1] == 1  # sort returns values and indices
+    return False
+
+
+def _inverted(node: fx.Node, size: int) -> list[fx.Node]:
+    """The sources of a permutation that is written to the indices of another: a permutation, too.
+
+    Empty if the node is something else.
+
+    Args:
+        node: that may be the operator that writes.
+        size: of the permutations.
+    """
+    parts = _written_parts(node)
+    sources = list(map(_permutation, parts))
+    if len(parts) != 2 or not all(sources):
+        return []
+    # Both of the whole size: if there were fewer, some elements would be those of before.
+    if not all(value_of(part).shape == (size,) for part in parts):
+        return []
+    return [node, *sources[0], *sources[1]]
+
+
+def _written_parts(node: fx.Node) -> tuple[Any, ...]:
+    """The indices to which an operator writes, and the values; empty for other operators."""
+    args: Any = node.args
+    if node.target is torch.ops.aten.scatter.src:
+        return tuple(args[2:])
+    # With a fourth argument it adds.
+    if name_of(node) == "index_put" and len(args) == 3:
+        return (*args[1], args[2])
+    return ()
+
+
+def _vector_size(node: Any) -> int | None:
+    """The size of a vector of int64; None for any other value, and where the size is a symbol."""
+    if not isinstance(node, fx.Node) or not is_tensor(node):
+        return None
+    shape = value_of(node).shape
+    if dtype_of(node) != torch.int64 or len(shape) != 1:
+        return None
+    return shape[0] if are_numbers(shape) else None
+
+
+# --- the operator ---------------------------------------------------------------------------------
+
+
+def _rows_in_order(rows: Tensor, order: Tensor, each: int) -> Tensor:
+    return rows[order if each == 1 else order // each]
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    _, order, ctx.each = inputs
+    ctx.save_for_backward(order)
+
+
+def _derivative(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    (order,) = ctx.saved_tensors
+    # The inverse permutation: the row order[i] of the input is the row i of the result.
+    # Zeros, and no memory as it is: whatever `order` has, no index is out of bounds.
+    inverse = torch.zeros_like(order)
+    inverse = inverse.scatter(0, order, torch.arange(order.shape[0], device=order.device))
+    rows = grad[inverse]
+    if ctx.each != 1:
+        # The results of one row are now adjacent.
+        rows = rows.unflatten(0, (-1, ctx.each)).sum(1)
+    return rows, None, None
+
+
+_LIBRARY = torch.library.Library("fusedops", "FRAGMENT")
+_LIBRARY.define("rows_in_order(Tensor rows, Tensor order, int each) -> Tensor")
+implement(_LIBRARY, "rows_in_order", _rows_in_order, _rows_in_order, decomposed=True)
+torch.library.register_autograd(
+    "fusedops::rows_in_order", _derivative, setup_context=_setup, lib=_LIBRARY
+)

@@ -1,0 +1,48 @@
+"""A captured graph while the passes rewrite it, with what they share."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from .gradients import needs_gradients, receives_gradients, recorded
+from .report import RegionReport
+
+__all__ = ["Rewrite"]
+
+
+@dataclass(eq=False)
+class Rewrite:
+    """A captured graph while the passes rewrite it.
+
+    The sets of nodes are computed when the first pass reads them. A pass that replaces nodes later
+    adds the new ones, so that the next passes read sets of the graph as it is.
+
+    Attributes:
+        graph: of operators. PyTorch has not differentiated it yet.
+        sums: from each sum with a bias to the matrix product that it was split from.
+        results: the nodes that have replaced the outputs of regions.
+        reports: of all regions.
+    """
+
+    graph: fx.Graph
+    sums: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    results: list[fx.Node] = field(default_factory=list)
+    reports: list[RegionReport] = field(default_factory=list)
+
+    @functools.cached_property
+    def needs(self) -> set[fx.Node]:
+        """The nodes whose values have gradients."""
+        return needs_gradients(self.graph)
+
+    @functools.cached_property
+    def receives(self) -> set[fx.Node]:
+        """Those of `needs` whose gradients come from a result of the graph."""
+        return receives_gradients(self.graph, self.needs)
+
+    @functools.cached_property
+    def recorded(self) -> set[fx.Node]:
+        """The nodes where gradients are recorded."""
+        return recorded(self.graph)

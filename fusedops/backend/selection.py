@@ -1,0 +1,359 @@
+"""Selects the regions of a captured graph that become operators.
+
+A region becomes an operator if the compiler has a program for it, if its gradients are those of the
+model, and if a rule says that it pays beside Inductor's own kernels. In a region that cannot be one
+kernel, smaller ones are tried.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, fx
+
+from ..compiler.errors import NotRowwiseError
+from ..core.compat.fake import hints
+from .graphs import (
+    BIAS,
+    COPIES,
+    FUNCTION,
+    VIEWS,
+    dtype_of,
+    is_tensor,
+    is_view,
+    name_of,
+    overlap,
+    positions_of,
+    size_of,
+    tensors_of,
+    users_of,
+    value_of,
+    written,
+)
+from .programs import RegionProgram, build, prepare
+from .regions import CHANGING, Finder, Region, columns_of
+from .report import RegionReport
+from .symbols import fix
+
+__all__ = ["Match", "Selector"]
+
+# Up to so many columns Inductor's kernels hold a row in registers.
+_LONGEST_OF_INDUCTOR = 1024
+
+
+@dataclass(frozen=True)
+class Match:
+    """A region that becomes one operator.
+
+    Attributes:
+        region: the region.
+        program: the operator.
+        reached: the inputs that have gradients through it.
+    """
+
+    region: Region
+    program: RegionProgram
+    reached: set[fx.Node]
+
+
+class Selector:
+    """Selects the regions of a graph that become operators.
+
+    Attributes:
+        matches: these regions, in the order in which they were selected.
+        saved: the nodes that they save for the backward.
+        reports: of all regions.
+        replaced: from views in regions to their copies outside.
+    """
+
+    def __init__(self, graph: fx.Graph, needs: set[fx.Node], receives: set[fx.Node]) -> None:
+        self.graph, self.needs, self.receives = graph, needs, receives
+        self.finder = Finder(graph)
+        # The tensors that nodes write into, each with the part of the graph in which.
+        self.changes: list[tuple[int, Tensor]] = []
+        for node in graph.nodes:
+            part = self.finder.part[node]
+            self.changes += [(part, tensor) for tensor in written(node)]
+        # Later regions count these as saved anyway when they choose what to save: of a residual
+        # stream, every other sum is then computed again.
+        self.saved = set[fx.Node]()
+        self.matches: list[Match] = []
+        self.reports: list[RegionReport] = []
+        self.replaced: dict[fx.Node, fx.Node] = {}
+
+    def select(self) -> None:
+        """Tries each region, and smaller ones in those that cannot be one kernel."""
+        todo, tried = deque(self.finder.regions()), set[Region]()
+        while todo:
+            region = todo.popleft()
+            # Before the trial, which may copy views out of the region.
+            report = _report_of(region)
+            try:
+                match = self._match(region)
+            # Inductor compiles a region with an unknown part; the report has the reason.
+            except Exception as error:  # noqa: BLE001
+                parts = [] if region in tried else self.finder.smaller(region)
+                tried.update(parts)
+                todo.extendleft(reversed(parts))
+                if not parts:
+                    self.reports.append(replace(report, reason=_reason_of(error)))
+            else:
+                self._add(match, report)
+        for region in self.finder.changing():
+            self.reports.append(RegionReport(_operators(region), _shape(region), CHANGING))
+
+    def _add(self, match: Match, report: RegionReport) -> None:
+        """Adds a region that becomes an operator, and reports it."""
+        program = match.program
+        fix(program.numbers)
+        # Also where no backward follows: inference is to compute the same.
+        self.saved.update(_saved(program))
+        self.matches.append(match)
+        self.reports.append(
+            replace(
+                report,
+                apart=_unfused_bytes(match.region),
+                rows=program.rows,
+                program=program.program,
+            )
+        )
+
+    def _match(self, region: Region) -> Match:
+        """The operator of a region.
+
+        Raises:
+            NotRowwiseError: it cannot be one, or Inductor computes the region as well.
+        """
+        reason = _why_not(region, self.needs)
+        if reason:
+            raise NotRowwiseError(reason)
+        self._copy_views(region)
+        program = build(region, self.saved)
+        reached = self._reached(region, program)
+        trained = {program.inputs[position] for position in program.program.plan.differentiable}
+        # PyTorch's operators would return zeros. The program has no gradient to return.
+        if not reached <= trained:
+            raise NotRowwiseError("a gradient of it is zero")
+        # Its backward would read the changed tensor.
+        if reached and self._saves_changed(region, program):
+            raise NotRowwiseError("a tensor that it saves is changed later")
+        if _is_cyclic(region, [match.region for match in self.matches]):
+            raise NotRowwiseError("as an operator it would be in a cycle with another region")
+        prepare(program, reached, self.receives)
+        return Match(region, program, reached)
+
+    def _copy_views(self, region: Region) -> None:
+        """Copies the views out of a region, and records what the copies replace."""
+        copies = _copy_views(self.graph, region)
+        for nodes in (self.needs, self.receives):
+            copied = nodes.intersection(copies)
+            nodes.update(map(copies.__getitem__, copied))
+        self.replaced |= copies
+
+    def _reached(self, region: Region, program: RegionProgram) -> set[fx.Node]:
+        """The inputs that have gradients through a region, if only zeros."""
+        own, reached = set(region.nodes), set[fx.Node]()
+        todo = [node for node in region.outputs if node in self.receives]
+        while todo:
+            new = self.needs.intersection(todo.pop().all_input_nodes) - reached
+            reached |= new
+            todo += own & new
+        return reached.intersection(program.inputs)
+
+    def _saves_changed(self, region: Region, program: RegionProgram) -> bool:
+        """Whether a later part of the graph writes into a tensor that the backward reads."""
+        part = self.finder.part[region.nodes[0]]
+        later = [tensor for other, tensor in self.changes if other > part]
+        return overlap(tensors_of(_saved(program)), later)
+
+
+def _report_of(region: Region) -> RegionReport:
+    """The report of a region whose outcome is not known yet."""
+    return RegionReport(_operators(region), _shape(region), functions=_functions(region))
+
+
+def _reason_of(error: Exception) -> str:
+    if isinstance(error, NotRowwiseError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _operators(region: Region) -> tuple[str, ...]:
+    """The names of a region's operators, each once."""
+    names = dict.fromkeys(map(name_of, region.nodes))
+    names.pop("", None)
+    return tuple(names)
+
+
+def _functions(region: Region) -> tuple[str, ...]:
+    """The functions of `rowwise` whose results are in a region."""
+    marked = [node.meta[FUNCTION] for node in region.nodes if FUNCTION in node.meta]
+    return tuple(dict.fromkeys(marked))
+
+
+def _shape(region: Region) -> tuple[int, ...]:
+    """The shape of the largest output, in the call that is traced."""
+    shapes = [hints(tensor.shape) for tensor in tensors_of(region.outputs)]
+    return max(shapes, key=math.prod, default=())
+
+
+def _unfused_bytes(region: Region) -> int:
+    """The bytes that a region's operators read and write one by one; views move none."""
+    moved = 0
+    for node in region.nodes:
+        name = name_of(node)
+        if not name or name in VIEWS:
+            continue
+        tensors = tensors_of([node, *node.all_input_nodes])
+        moved += sum(map(_bytes, tensors))
+    return moved
+
+
+def _bytes(tensor: Tensor) -> int:
+    """The bytes of a tensor's elements in the traced call."""
+    return math.prod(hints(tensor.shape)) * tensor.dtype.itemsize
+
+
+def _copy_views(graph: fx.Graph, region: Region) -> dict[fx.Node, fx.Node]:
+    """Repeats outside a region the views that are used there: then its outputs share no memory.
+
+    A registered operator must not return views of its arguments, nor two views of one tensor.
+
+    Returns:
+        A map from each view to its copy outside. Programs that were built earlier read the copy.
+    """
+    own, copies = set(region.nodes), dict[fx.Node, fx.Node]()
+    # Backwards: of a view of a view, the copy then reads the copy of the other.
+    for node in filter(is_view, reversed(region.nodes)):
+        if own.issuperset(node.users):
+            continue
+        with graph.inserting_after(node):
+            copy = graph.node_copy(node, lambda arg: arg)
+        _replace_outside(node, copy, own)
+        copies[node] = copy
+    return copies
+
+
+def _replace_outside(node: fx.Node, copy: fx.Node, own: set[fx.Node]) -> None:
+    """Replaces a view by its copy in what uses it outside a region, whose nodes are ``own``."""
+    # With the memory of the region's result, a change of one would be seen in the other.
+    node.replace_all_uses_with(copy, lambda user: user not in own and user is not copy)
+
+
+def _has_several_results(region: Region, needs: set[fx.Node]) -> bool:
+    """Whether an output is no tensor."""
+    return not all(map(is_tensor, region.outputs))
+
+
+def _is_of_rowwise(region: Region, needs: set[fx.Node]) -> bool:
+    return bool(_functions(region))
+
+
+def _has_dropout(region: Region, needs: set[fx.Node]) -> bool:
+    return "native_dropout" in map(name_of, region.nodes)
+
+
+def _has_long_rows(region: Region, needs: set[fx.Node]) -> bool:
+    return max(map(columns_of, region.nodes)) > _LONGEST_OF_INDUCTOR
+
+
+def _sums_no_gradient(region: Region, needs: set[fx.Node]) -> bool:
+    """Whether no input is smaller than the region and has a gradient, as a norm's weight has."""
+    # Without such a sum Inductor is as fast, and may fuse the region with its neighbours.
+    full = max(map(size_of, region.nodes))
+    return not any(_is_summed_over_rows(node, full, needs) for node in region.inputs)
+
+
+def _is_summed_over_rows(node: fx.Node, full: int, needs: set[fx.Node]) -> bool:
+    """Whether the gradient of an input is a sum over rows.
+
+    A vector counts without a gradient, too: inference is to compute the same as training.
+    """
+    if not is_tensor(node) or size_of(node) >= full:
+        return False
+    if not dtype_of(node).is_floating_point:
+        return False
+    is_vector = value_of(node).dim() == 1
+    return is_vector or node in needs
+
+
+def _adds_bias_alone(region: Region, needs: set[fx.Node]) -> bool:
+    # The matrix product adds its bias at no cost.
+    return all(node.meta.get(BIAS) or name_of(node) in COPIES for node in region.nodes)
+
+
+# Which regions become operators: the first rule that holds decides. Its reason leaves a region to
+# Inductor; "" has it become an operator, as a region does for which no rule holds.
+_RULES: tuple[tuple[Callable[[Region, set[fx.Node]], bool], str], ...] = (
+    (_has_several_results, "a part of it has several results"),
+    (_is_of_rowwise, ""),  # the user wants a kernel
+    (_has_dropout, ""),  # its mask is not stored
+    (_has_long_rows, ""),  # a row is read once, and not once a reduction
+    (_sums_no_gradient, "no gradient is summed over its rows, and no mask is stored"),
+    (_adds_bias_alone, "it adds a bias to a matrix product, and nothing more"),
+)
+
+
+def _why_not(region: Region, needs: set[fx.Node]) -> str:
+    """The reason why Inductor computes a region as well; "" if it does not."""
+    return next((reason for holds, reason in _RULES if holds(region, needs)), "")
+
+
+def _saved(program: RegionProgram) -> list[fx.Node]:
+    """The inputs and outputs that are saved for the backward."""
+    plan = program.program.plan
+    inputs = [program.inputs[position] for position in plan.saved_inputs]
+    outputs = [node for node, number in program.outputs if number == plan.intermediate_output]
+    return [*inputs, *outputs]
+
+
+def _is_cyclic(region: Region, others: Sequence[Region]) -> bool:
+    """Whether a region as a single node would be in a cycle.
+
+    The ``others`` become single nodes, too, without a cycle: a path that enters one of them may
+    leave it from any of its nodes.
+
+        region ──▶ a        a and b are nodes of one other region: each region alone is convex,
+        region ◀── b        but as operators each would read the other's results
+    """
+    position = positions_of(region.nodes[0].graph)
+    owners: dict[fx.Node, Region] = {}
+    for other in others:
+        owners.update(dict.fromkeys(other.nodes, other))
+    # Only what the region reaches, up to the last node that may lead back: a search of the whole
+    # graph for each region would be quadratic in the number of layers.
+    end = _end_of_overlap(region, others, position)
+    own, seen = set(region.nodes), set[fx.Node]()
+    todo = users_of(own) - own
+    while todo:
+        node = todo.pop()
+        if node in own:
+            return True
+        if position[node] > end:
+            continue
+        reached = owners[node].nodes if node in owners else [node]
+        seen.update(reached)
+        todo |= users_of(reached) - seen
+    return False
+
+
+def _end_of_overlap(
+    region: Region, others: Sequence[Region], position: Mapping[fx.Node, int]
+) -> int:
+    """The last position from which a path may lead back to a region.
+
+    Regions that overlap in the order of the graph are joined to one span; no path leads back from
+    after its end.
+    """
+    spans = []
+    for other in others:
+        positions = list(map(position.__getitem__, other.nodes))
+        spans.append((min(positions), max(positions)))
+    end = max(map(position.__getitem__, region.nodes))
+    for first, last in sorted(spans):
+        if first <= end:
+            end = max(end, last)
+    return end
