@@ -9,8 +9,8 @@ import torch
 
 __all__ = ["PRIVATE", "find", "imported"]
 
-# The paths in torch that `find` looked up: ``tests/operators/test_compat.py`` hides each in a process
-# of its own and compares values.
+# The paths in torch that `find` looked up. ``tests/operators/test_compat.py`` hides each in a
+# process of its own and compares values.
 PRIVATE: set[str] = set()
 
 
