@@ -6,7 +6,8 @@ Each test compares a model with itself; `architectures.comparing` says how far t
 and `architectures.compiled` what is compiled. A model that PyTorch's own parts of that do not
 compile or compute rightly is skipped.
 
-The short suite takes `_SHORT`; with ``--full`` all of `architectures.names` run.
+The short suite takes the names at each test, since a model takes seconds to interpret; with
+``--full`` all of `architectures.names` run.
 """
 
 from __future__ import annotations
@@ -45,19 +46,24 @@ from zoo import without_dropout
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-# Post-norm, biases and dropout; relative positions and a decoder; rotary embeddings; packed
-# projections in parts; experts.
-_SHORT = {"bert", "t5", "llama", "gpt_neox", "mixtral"}
-_every = pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in _SHORT else pytest.mark.full) for n in architectures.names()],
-)
 Check = Callable[[Callable[[nn.Module], Any]], None]
 
 
-def every(test: Callable[..., None]) -> Callable[..., None]:
-    """For all architectures, with the kernels."""
-    return pytest.mark.kernels(_every(test))
+def every(*short: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """For all architectures, with the kernels; ``short`` are those of the short suite.
+
+    These are bert for post-norm, biases and dropout, t5 for relative positions and a decoder, llama
+    for rotary embeddings, gpt_neox for packed projections in parts, and mixtral for experts.
+    """
+    names = [
+        pytest.param(name, marks=() if name in short else pytest.mark.full)
+        for name in architectures.names()
+    ]
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        return pytest.mark.kernels(pytest.mark.parametrize("name", names)(test))
+
+    return decorate
 
 
 @pytest.fixture(autouse=True)
@@ -113,13 +119,13 @@ def _draws(model: nn.Module, arguments: dict[str, Any]) -> bool:
     return not torch.equal(generator.get_state(), before)
 
 
-@every
+@every("bert", "t5", "llama", "gpt_neox", "mixtral")
 def test_training(name: str) -> None:
     """With nothing dropped."""
     _holds(partial(_agrees, name, without_dropout))
 
 
-@every
+@every("t5", "mixtral")
 def test_inference(name: str) -> None:
     """In evaluation mode, with no gradient recorded."""
 
@@ -143,7 +149,7 @@ def _values(model: nn.Module, arguments: dict[str, Any]) -> Results:
         return {f"output {index}": y for index, y in enumerate(outputs(model(**arguments)))}
 
 
-@every
+@every("bert", "llama")
 def test_checkpointing(name: str) -> None:
     """The same values and gradients, with nothing dropped; what is dropped is dropped again."""
     model, _ = built(name)
@@ -161,7 +167,7 @@ def _checkpointed(model: Any) -> nn.Module:
     return model
 
 
-@every
+@every("bert", "t5")
 def test_dropout(name: str) -> None:
     """A seed gives the same bits again, and gradients are those of the function with its mask."""
     _holds(partial(_drops, name, nn.Module.train))
@@ -226,7 +232,7 @@ def _weighted(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
     return total
 
 
-@every
+@every("llama", "gpt_neox")
 def test_autocast(name: str) -> None:
     """Training in bf16: the dtypes of before, and no further from the fp32 results than twice that, or 8 roundings more.
 
@@ -313,8 +319,14 @@ def test_regions_whose_columns_change_are_not_missing(
     assert max(0, backend_coverage.missing(*found)) == count
 
 
+_AS_MUCH = ("gpt2", "llama", "opt", "vit")
+
+
 @pytest.mark.kernels
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "mixtral", "opt", "vit"])
+@pytest.mark.parametrize(
+    "name",
+    ["bert", "mixtral", *(pytest.param(n, marks=pytest.mark.full) for n in _AS_MUCH)],
+)
 def test_as_much_is_fused_where_sizes_and_numbers_are_symbols(name: str) -> None:
     """But for attention weights with dropout, whose columns change in number."""
     numbers = backend_coverage.regions_of(name, DEVICE)

@@ -370,6 +370,18 @@ def test_the_page_of_a_folder_names_files_that_are_there(folder: str) -> None:
     )
 
 
+def test_the_page_on_tests_names_every_folder_and_helper() -> None:
+    tests = ROOT / "tests"
+    named = set(re.findall(r"`(\w+\.py|\w+/)`", TEXTS["docs/testing.md"].partition("\n## Sel")[0]))
+    files = {path.name for path in (tests / "harness").glob("*.py")}
+    folders = {
+        f"{path.name}/"
+        for path in (*tests.iterdir(), tests / "harness/architectures")
+        if path.is_dir() and not path.name.startswith(("_", "."))
+    }
+    assert files | folders <= named
+
+
 def test_readme_is_one_page_and_begins_with_code() -> None:
     text = TEXTS["README.md"]
     assert len(text.splitlines()) <= 130
