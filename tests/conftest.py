@@ -6,12 +6,14 @@ What a setting cannot run is deselected, not skipped, so that a skip in a report
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +83,20 @@ def pytest_configure(config: pytest.Config) -> None:
         "plain: of whole models or programs, which the interpreter is too slow for",
     ):
         config.addinivalue_line("markers", line)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Python's garbage collector skips what is imported and collected.
+
+    These objects stay until the end, and each full collection would walk them all again.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m, which then take of the same choice

@@ -488,6 +488,7 @@ def _load_alone(folder: Path) -> None:
 
 
 @pytest.mark.once
+@pytest.mark.full  # CI runs the example in a step of its own
 def test_example_trains_as_one_process() -> None:
     """`make demo-distributed`, for a few steps of a tiny model."""
     sizes = [

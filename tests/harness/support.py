@@ -48,6 +48,7 @@ __all__ = [
     "fixed_draw",
     "gradients",
     "keep_mask",
+    "of_families",
     "oracle",
     "philox",
     "random_like",
@@ -176,6 +177,30 @@ def cases(
     ]
     assert found, "no sample was selected"
     return pytest.mark.parametrize("case", found, ids=[case.id for case in found])
+
+
+def specs_of(names: Sequence[str]) -> pytest.MarkDecorator:
+    """Parametrises a test over ``spec``: those of ``names``, with ``--full`` all."""
+    return pytest.mark.parametrize(
+        "spec",
+        [
+            pytest.param(spec, id=spec.name, marks=[] if spec.name in names else pytest.mark.full)
+            for spec in ALL_SPECS
+        ],
+    )
+
+
+# A graph takes a second, and how one is made is the same for all operators of a family.
+of_families = specs_of(
+    (
+        "bias_act",
+        "glu",
+        "layer_norm",
+        "bias_dropout_add_ln",
+        "batched_layer_norm_tanh",
+        "batched_layer_norm_tanh_sequence",
+    )
+)
 
 
 def tensors_of(spec: Spec, sample: Sample) -> dict[str, Tensor]:

@@ -31,20 +31,22 @@ _NAMES = (
     "gemma",
 )
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-some = pytest.mark.parametrize(
-    "spec", [spec for spec in SAMPLES if spec.name in _NAMES], ids=lambda spec: spec.name
-)
-# What Dynamo asks of classes depends on what kinds of blocks a model has, and takes seconds a
-# model.
-_KINDS = ("leaves", "torch_pre_norm", "bert", "gpt2")
-each_kind = pytest.mark.parametrize(
-    "spec",
-    [
-        pytest.param(spec, id=spec.name, marks=[] if spec.name in _KINDS else pytest.mark.full)
-        for spec in SAMPLES
-        if spec.name in _NAMES
-    ],
-)
+
+
+def some(*short: str) -> pytest.MarkDecorator:
+    """Models; ``short`` are those of the short suite, as Dynamo takes seconds for each."""
+    return pytest.mark.parametrize(
+        "spec",
+        [
+            pytest.param(spec, id=spec.name, marks=[] if spec.name in short else pytest.mark.full)
+            for spec in SAMPLES
+            if spec.name in _NAMES
+        ],
+    )
+
+
+# What Dynamo asks of classes depends on what kinds of blocks a model has.
+each_kind = some("leaves", "torch_pre_norm", "bert", "gpt2")
 
 
 class _Recorder:
@@ -75,7 +77,7 @@ def _arguments(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-@some
+@some("leaves", "torch_post_norm", "bert", "gpt2", "t5_gated", "llama")
 def test_one_graph(spec: ModelSpec) -> None:
     """In training mode; dropout off, so that there is something to compare with."""
     model, arguments = undropped(spec), _arguments(spec)
@@ -163,7 +165,7 @@ def test_guards(spec: ModelSpec) -> None:
 
 @pytest.mark.once
 @passing_over
-@each_kind
+@some("torch_pre_norm", "bert")
 def test_changes_of_class(spec: ModelSpec) -> None:
     """Compiled code notices that the model, or a module of it, was fused or is no longer."""
     model, arguments = undropped(spec), _arguments(spec)

@@ -6,19 +6,15 @@ Fused they compute what they did, call what they called, and join what can be jo
 from __future__ import annotations
 
 import copy
-import functools
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.functional import dropout, gelu
 
 import fusedops
+from forwards import CASES, Base, N, Returning
 from fusedops.models.parts import finished
 from zoo import counted
 
@@ -26,1343 +22,14 @@ from zoo import counted
 pytestmark = pytest.mark.once
 DEVICE = torch.device("cpu")
 
-_N = 8
 # fp64 has all of a result but for the last bits of sums in another order.
 _CLOSE = 1e-11
-
-
-class _Mlp(nn.Module):
-    """A branch that may leave its last bias and dropout to the block."""
-
-    def __init__(self, bias: bool = True) -> None:
-        super().__init__()
-        self.first, self.act, self.second = (
-            nn.Linear(_N, 12),
-            nn.GELU(),
-            nn.Linear(12, _N, bias=bias),
-        )
-        self.drop = nn.Dropout(0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.second(self.act(self.first(x))))
-
-
-class _Attention(nn.Module):
-    """A branch with another output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out, self.drop = nn.Linear(_N, 3 * _N), nn.Linear(_N, _N), nn.Dropout(0.3)
-
-    def forward(self, x: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        q, k, v = self.qkv(x).split(_N, -1)
-        weights = torch.softmax(scale * q @ k.transpose(-1, -2), -1)
-        return self.drop(self.out(weights @ v)), weights
-
-
-@dataclass
-class _Output:
-    states: Tensor
-    weights: Tensor
-
-    def __getitem__(self, place: int) -> Tensor:
-        return (self.states, self.weights)[place]
-
-    def __iter__(self) -> Any:
-        return iter((self.states, self.weights))
-
-
-class _Returning(nn.Module):
-    """Returns an attention's outputs as something else than a tuple."""
-
-    def __init__(self, kind: Callable[..., Any]) -> None:
-        super().__init__()
-        self.inner, self.kind = _Attention(), kind
-
-    def forward(self, x: Tensor) -> Any:
-        x, weights = self.inner(x)
-        return self.kind(x, weights)
-
-
-class _Base(nn.Module):
-    flag, other, p, record = True, False, 0.3, None
-    forward: Callable[..., Any]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2, self.norm4 = nn.LayerNorm(_N), nn.LayerNorm(_N), nn.LayerNorm(4)
-        self.fc, self.fc1, self.fc2 = nn.Linear(_N, _N), nn.Linear(_N, 12), nn.Linear(12, _N)
-        self.gate, self.up, self.down = (
-            nn.Linear(_N, 12),
-            nn.Linear(_N, 12),
-            nn.Linear(12, _N, bias=False),
-        )
-        self.packed, self.act = nn.Linear(_N, 24), nn.GELU()
-        self.relu, self.silu, self.fn = nn.ReLU(inplace=True), nn.SiLU(inplace=True), torch.tanh
-        self.drop1, self.drop2, self.drop_in = (
-            nn.Dropout(0.3),
-            nn.Dropout(0.2),
-            nn.Dropout(0.3, inplace=True),
-        )
-        self.mlp, self.attn, self.unbiased = _Mlp(), _Attention(), _Mlp(bias=False)
-        self.lists = _Returning(lambda *outputs: list(outputs))
-        self.outputs = _Returning(_Output)
-        self.dicts = _Returning(lambda x, weights: OrderedDict(x=x, weights=weights))
-        self.layers = nn.ModuleList([nn.Linear(_N, _N), nn.Linear(_N, _N)])
-        self.seen: list[Any] = []
-
-    def note(self, *values: Any) -> None:
-        """A side effect."""
-        self.seen.append([v.detach().clone() if isinstance(v, Tensor) else v for v in values])
-
-
-_CASES: dict[str, tuple[type[_Base], dict[str, int] | None]] = {}
-
-
-def _case(**calls: int) -> Callable[[Any], Any]:
-    """A forward, with how often each operator is called when it is fused, in training."""
-
-    def add(forward: Any) -> Any:
-        cls = forward if isinstance(forward, type) else type("Case", (_Base,), {"forward": forward})
-        _CASES[forward.__name__] = (cls, calls)
-        return forward
-
-    return add
-
-
-# --- styles ---------------------------------------------------------------------------------------
-
-
-@_case(bias_act=1, bias_dropout_add=1, bias_dropout_add_ln=1, layer_norm=1)
-def inline(self, x):
-    x = x + self.drop1(self.fc(self.norm1(x)))
-    return x + self.drop2(self.fc2(self.act(self.fc1(self.norm2(x)))))
-
-
-@_case(bias_act=1, bias_dropout_add=1, bias_dropout_add_ln=1, layer_norm=1)
-def statements(self, x):
-    residual = x
-    h = self.norm1(x)
-    h = self.fc(h)
-    h = self.drop1(h)
-    x = residual + h
-    residual = x
-    h = self.norm2(x)
-    h = self.fc1(h)
-    h = self.act(h)
-    h = self.fc2(h)
-    h = self.drop2(h)
-    return h + residual
-
-
-@_case(bias_act=1, bias_dropout_add_ln=2)
-def post_norm(self, x):
-    x = self.norm1(x + self.drop1(self.fc(x)))
-    return self.norm2(self.drop2(self.fc2(self.act(self.fc1(x)))) + x)
-
-
-@_case(bias_dropout_add_ln=1)
-def two_names_of_a_norm(self, x):
-    h = x + self.drop1(self.fc(x))
-    y = z = self.norm1(h)
-    return y * 2 + z + h
-
-
-@_case(bias_act=1, bias_dropout_add_ln=2)
-def post_norm_statements(self, x):
-    h = self.drop1(self.fc(x))
-    h = h + x
-    x = self.norm1(h)
-    h = self.mlp(x)
-    x = x + h
-    x = self.norm2(x)
-    return x  # noqa: RET504, as models write it
-
-
-@_case(bias_dropout_add=1)
-def augmented(self, x):
-    h = self.drop1(self.fc(x))
-    h += x
-    return h
-
-
-@_case(bias_dropout_add_ln=1)
-def augmented_and_norm(self, x):
-    h = self.fc(x)
-    h += x
-    y = self.norm1(h)
-    return y * h
-
-
-@_case(layer_norm=1)
-def augmented_residual(self, x):
-    h = self.fc(x)
-    x = x * 1
-    x += h
-    return self.norm1(x)
-
-
-@_case(bias_act=1, bias_dropout_add=1)
-def functional(self, x):
-    h = F.gelu(self.fc1(x))
-    h = F.dropout(h, p=self.p, training=self.training)
-    h = self.fc2(h)
-    h = F.dropout(h, self.p, self.training)
-    return x + h
-
-
-@_case(bias_dropout_add=1)
-def functional_defaults(self, x):
-    h = dropout(gelu(self.fc1(x), approximate="tanh"), training=self.training)
-    return x + dropout(self.fc2(h))
-
-
-@_case(bias_act=1, bias_dropout_add_ln=2)
-def flags(self, x):
-    residual = x
-    if self.other:
-        x = self.norm1(x)
-    x = residual + self.drop1(self.fc(x))
-    if not self.other:
-        x = self.norm1(x)
-    residual = x
-    if self.other:
-        x = self.norm2(x)
-    x = residual + self.mlp(x)
-    if not self.other:
-        x = self.norm2(x)
-    return x
-
-
-@_case(bias_act=1, bias_dropout_add=1, bias_dropout_add_ln=1, layer_norm=1)
-def flags_the_other_way(self, x):
-    residual = x
-    if self.flag:
-        x = self.norm1(x)
-    x = residual + self.drop1(self.fc(x))
-    if not self.flag:
-        x = self.norm1(x)
-    residual = x
-    if self.flag:
-        x = self.norm2(x)
-    x = residual + self.mlp(x)
-    if not self.flag:
-        x = self.norm2(x)
-    return x
-
-
-@_case(bias_act=1, bias_dropout_add=1)
-def early_return(self, x):
-    if x.shape[0] > 100:
-        return x
-    h = self.mlp(x)
-    if self.other:
-        return h
-    return x + h
-
-
-@_case(bias_dropout_add_ln=1)
-def return_while_it_waits(self, x):
-    x = x + self.drop1(self.fc(x))
-    if self.other:
-        return x, None
-    y = self.norm1(x)
-    return x, y
-
-
-@_case(bias_dropout_add_ln=1, layer_norm=1)
-def tuple_out(self, x):
-    h, weights = self.attn(self.norm1(x), scale=0.5)
-    x = x + h
-    y = self.norm2(x)
-    return y, weights, x
-
-
-@_case(bias_dropout_add=1)
-def outputs_of_attention(self, x):
-    outputs = self.attn(x)
-    h = outputs[0]
-    h = x + h
-    return (h,) + outputs[1:]  # noqa: RUF005, as models write it
-
-
-@_case(bias_dropout_add=1, layer_norm=1)
-def first_of_outputs(self, x):
-    h = self.attn(x=self.norm1(x))[0]
-    return x + h
-
-
-@_case(bias_dropout_add_ln=1, layer_norm=1)
-def the_same_norm_twice(self, x):
-    x = x + self.fc(x)
-    y = self.norm1(x)
-    z = self.norm1(y)
-    return y + z * x
-
-
-@_case(bias_act=1, bias_dropout_add_ln=2)
-def the_same_norm_of_two_sums(self, x):
-    x = self.norm1(x + self.fc(x))
-    return self.norm1(x + self.mlp(x))
-
-
-@_case(bias_act=1, bias_dropout_add=2)
-def a_shared_dropout(self, x):
-    x = x + self.drop1(self.fc(x))
-    return x + self.drop1(self.layers[0](x)) + self.drop1(self.mlp(x))
-
-
-@_case(bias_dropout_add=2)
-def two_dropouts_in_order(self, x):
-    a = self.drop1(self.fc(x))
-    b = self.drop2(self.fc2(self.fc1(x)))
-    x = x + b
-    return x + a
-
-
-@_case(bias_act=1, bias_dropout_add=1)
-def dropout_of_an_activation(self, x):
-    return x + self.fc2(self.drop1(self.act(self.fc1(x))))
-
-
-@_case(gelu=1)
-def activation_of_a_dropout(self, x):
-    return x + self.fc2(self.act(self.drop1(self.fc1(x))))
-
-
-@_case(bias_act=1)
-def activation_of_an_activation(self, x):
-    return self.fn(self.act(self.fc1(x)))
-
-
-@_case(bias_dropout_add=1)
-def dropout_of_a_dropout(self, x):
-    return x + self.drop2(self.drop1(self.fc(x)))
-
-
-@_case(bias_act=1)
-def activation_that_is_a_function(self, x):
-    return self.fc2(self.fn(self.fc1(x)))
-
-
-@_case(gated_act=1)
-def gated(self, x):
-    return self.down(self.act(self.gate(x)) * self.up(x))
-
-
-@_case(gated_act=1)
-def gated_second(self, x):
-    return self.down(self.up(x) * self.act(self.gate(x)))
-
-
-@_case(gated_act=1)
-def gated_in_statements(self, x):
-    gate = self.act(self.gate(x))
-    up = self.up(x)
-    h = gate * up
-    h = self.drop1(h)
-    return self.down(h)
-
-
-@_case(bias_dropout_add=1, gated_act=1)
-def gated_and_added(self, x):
-    return x + self.drop1(self.fc2(self.fn(self.gate(x)) * self.up(x)))
-
-
-@_case(gated_act=1)
-def chunked(self, x):
-    gate, up = self.packed(x).chunk(2, dim=-1)
-    return self.down(self.act(gate) * up)
-
-
-@_case(gated_act=1)
-def chunked_and_kept(self, x):
-    both = self.packed(x)
-    gate, up = torch.chunk(both, 2, dim=-1)
-    return self.down(up * self.act(gate)) + both.sum()
-
-
-@_case(gelu=1)
-def chunked_with_the_gate_second(self, x):
-    up, gate = self.packed(x).chunk(2, -1)
-    return self.down(up * self.act(gate))
-
-
-@_case(gelu=1)
-def chunked_with_the_gates_swapped(self, x):
-    gate, up = self.packed(x).chunk(2, -1)
-    return self.down(self.act(up) * gate)
-
-
-@_case(gelu=1)
-def split(self, x):
-    gate, up = self.packed(x).split(12, dim=-1)
-    return self.down(self.act(gate) * up)
-
-
-@_case(gelu=1)
-def chunked_along_rows(self, x):
-    gate, up = self.packed(x).chunk(2, dim=0)
-    return self.down((self.act(gate) * up)[..., :12])
-
-
-@_case(gated_act=1)
-def a_gate_used_again(self, x):
-    gate, up = self.packed(x).chunk(2, dim=-1)
-    return self.down(self.act(gate) * up) + gate.sum()
-
-
-@_case()
-def gate_changed_in_place(self, x):
-    gate = self.gate(x)
-    y = self.relu(gate) * self.up(x)
-    return y + gate
-
-
-@_case()
-def chunk_changed_in_place(self, x):
-    both = self.packed(x) * 1
-    y = self.silu(both[..., :12]) * self.up(x)
-    return y.sum(-1), both
-
-
-@_case()
-def in_place_dropout(self, x):
-    h = self.fc(x)
-    y = self.drop_in(h)
-    return x + y + h
-
-
-@_case()
-def in_place_dropout_of_rows(self, x):
-    h = x * 1
-    y = x + self.drop_in(h)
-    return y * h
-
-
-# --- sums that wait -------------------------------------------------------------------------------
-
-
-@_case(layer_norm=1)
-def residual_changed_between(self, x):
-    residual = x * 1
-    z = residual + self.fc(x)
-    residual[..., 0] = 3.0
-    y = self.norm1(z)
-    return y + residual
-
-
-@_case(layer_norm=1)
-def residual_multiplied_between(self, x):
-    residual = x * 1
-    z = residual + self.fc(x)
-    residual *= 2
-    return self.norm1(z) + residual
-
-
-@_case(layer_norm=1)
-def residual_changed_by_a_method(self, x):
-    residual = x * 1
-    z = residual + self.fc(x)
-    residual.zero_()
-    return self.norm1(z) + residual
-
-
-@_case(layer_norm=1)
-def sum_changed_between(self, x):
-    z = x + self.fc(x)
-    z[0] = 0.0
-    return self.norm1(z) * z
-
-
-@_case(bias_dropout_add=1, layer_norm=1)
-def a_call_between(self, x):
-    z = x + self.drop1(self.fc(x))
-    self.note("between", x)
-    return self.norm1(z)
-
-
-@_case(bias_dropout_add=1, layer_norm=1)
-def another_dropout_between(self, x):
-    z = x + self.drop1(self.fc(x))
-    w = self.drop2(x)
-    return self.norm1(z) + w
-
-
-@_case(bias_dropout_add_ln=1)
-def statements_between(self, x):
-    z = x + self.fc(x)
-    scale, size = 2.0, z.shape[-1]
-    flag = size > 3 and isinstance(scale, float)
-    y = self.norm1(z)
-    return y * scale + flag
-
-
-@_case(bias_dropout_add_ln=1)
-def an_alias_between(self, x):
-    z = x + self.fc(x)
-    kept = z
-    x = 2 * x
-    z = self.norm1(z)
-    return z + kept * x
-
-
-@_case(layer_norm=1)
-def an_attribute_between(self, x):
-    z = x + self.fc(x)
-    self.kept = z.detach()
-    return self.norm1(z)
-
-
-@_case(bias_act=1, bias_dropout_add=1, bias_dropout_add_ln=1)
-def the_sum_again(self, x):
-    z = x + self.fc(x)
-    y = self.norm1(z)
-    w = z + self.mlp(y)
-    return w, z
-
-
-@_case(bias_dropout_add_ln=1)
-def another_shape(self, x):
-    z = x + self.drop1(self.fc(x))
-    z = z.view(-1, z.shape[-1])
-    return self.norm1(z)
-
-
-@_case(bias_dropout_add=1, layer_norm=1)
-def another_width(self, x):
-    z = x + self.drop1(self.fc(x))
-    z = z.reshape(-1, 4)
-    return self.norm4(z)
-
-
-@_case(bias_dropout_add=1, layer_norm=1)
-def another_width_in_one(self, x):
-    z = (x + self.fc(x)).reshape(2, 3, 2, 4)
-    return self.norm4(z)
-
-
-@_case(layer_norm=1)
-def a_sum_of_two_tensors(self, x):
-    z = x + 2 * x
-    y = x + z
-    return self.norm1(y) + y
-
-
-# --- what is added --------------------------------------------------------------------------------
-
-
-@_case(bias_dropout_add=2, layer_norm=1)
-def a_row_is_added(self, x):
-    row = x[:1, :1]
-    return self.norm1(row + self.fc(x)) + (row + self.fc(x))
-
-
-@_case(bias_dropout_add=1, layer_norm=1)
-def added_to_more_rows(self, x):
-    h = self.fc(x[0])
-    z = x + h
-    return self.norm1(z) + z
-
-
-@_case(bias_dropout_add=1, layer_norm=1)
-def a_number_is_added(self, x):
-    one = 1.0
-    z = one + self.drop1(self.fc(x))
-    return self.norm1(z) + z
-
-
-@_case(bias_dropout_add=1)
-def tuples_are_added(self, x):
-    extra = (x,)
-    return self.attn(x) + extra
-
-
-@_case()
-def lists_are_added(self, x):
-    extra = [x]
-    h = self.lists(x)
-    h = h + extra
-    return tuple(h)
-
-
-@_case()
-def lists_are_extended(self, x):
-    kept = h = self.lists(x)
-    h += [x]
-    return tuple(kept)
-
-
-# --- what modules return --------------------------------------------------------------------------
-
-
-@_case(bias_dropout_add=1)
-def a_list_unpacked(self, x):
-    h, weights = self.lists(x)
-    return x + self.drop1(h), weights
-
-
-@_case(bias_dropout_add=1)
-def a_list_indexed(self, x):
-    return x + self.drop1(self.lists(x)[0])
-
-
-@_case(bias_dropout_add=1)
-def a_dataclass_unpacked(self, x):
-    h, weights = self.outputs(x)
-    return x + self.drop1(h), weights
-
-
-@_case(bias_dropout_add=1)
-def a_dataclass_indexed(self, x):
-    out = self.outputs(x)
-    return x + self.drop1(out[0]) + out.states
-
-
-@_case(bias_dropout_add=1)
-def a_dict(self, x):
-    one, two = self.dicts(x)
-    out = self.dicts(x)
-    return x + self.drop1(out[one]), out[two]
-
-
-@_case(bias_act=1)
-def a_tensor_unpacked(self, x):
-    one, two = self.mlp(x)
-    return x[0] + self.drop1(one), two
-
-
-@_case(bias_act=1)
-def a_tensor_indexed(self, x):
-    return x[0] + self.drop1(self.mlp(x)[0])
-
-
-@_case()
-def unpacked_with_a_star(self, x):
-    h, *rest = self.attn(x)
-    return x + h, *rest
-
-
-@_case()
-def unpacked_to_one_name(self, x):
-    _, _ = self.attn(x)
-    h, h = self.attn(x)
-    return h
-
-
-@_case(bias_dropout_add=1)
-def several_targets(self, x):
-    a = b = self.fc(x)
-    return x + self.drop1(a) + b
-
-
-@_case()
-def unpacked_to_an_attribute(self, x):
-    h, self.kept = self.attn(x)
-    return x + h
-
-
-@_case()
-def annotated(self, x):
-    h: Tensor = self.drop1(self.fc(x))
-    y: Tensor
-    y = x + h
-    return y
-
-
-# --- control flow ---------------------------------------------------------------------------------
-
-
-@_case(bias_dropout_add=1)
-def rebound_in_a_branch(self, x):
-    h = self.drop1(self.fc(x))
-    if self.other:
-        h = x
-    return x + h
-
-
-@_case(bias_dropout_add=1)
-def residual_rebound_in_a_branch(self, x):
-    residual = x
-    h = self.drop1(self.fc(x))
-    if self.flag:
-        residual = 2 * x
-    return residual + h
-
-
-@_case(bias_dropout_add_ln=1)
-def norm_in_a_branch(self, x):
-    z = x + self.fc(x)
-    if self.flag:
-        z = self.norm1(z)
-    return z
-
-
-@_case(bias_dropout_add_ln=1)
-def norm_in_a_branch_and_the_sum_behind(self, x):
-    z = x + self.fc(x)
-    y = z
-    if self.flag:
-        y = self.norm1(z)
-    return y * z
-
-
-@_case(bias_dropout_add_ln=1)
-def branches(self, x):
-    z = x + self.fc(x)
-    if self.flag:
-        y = self.norm1(z)
-    elif self.other:
-        y = self.norm2(z)
-    else:
-        y = z
-    return y + z
-
-
-@_case()
-def unused_in_a_branch(self, x):
-    h = self.drop1(self.fc(x))
-    y = x + h if self.other else x
-    return self.drop2(y)
-
-
-@_case()
-def unused_before_a_return(self, x):
-    h = self.drop1(self.fc(x))
-    if self.flag:
-        return self.drop2(x)
-    return x + h
-
-
-@_case()
-def unused_before_a_plain_return(self, x):
-    h = self.drop1(self.fc(x))
-    if self.flag:
-        return 2 * x
-    return x + h
-
-
-@_case()
-def conditional_layers(self, x):
-    h = self.fc2(self.act(self.fc1(x))) if self.other else self.fc(x)
-    return x + (self.drop1(h) if self.flag else h)
-
-
-@_case()
-def a_layer_that_is_not_there(self, x):
-    h = self.fc2(self.act(self.missing(x))) if hasattr(self, "missing") else x
-    return self.fc(h)
-
-
-@_case()
-def a_layer_that_is_not_there_in_a_sum(self, x):
-    return x + (self.fc2(self.act(self.missing(x))) if hasattr(self, "missing") else self.fc(x))
-
-
-@_case(bias_dropout_add=1)
-def conditional_sums(self, x):
-    return x + self.fc2(self.act(self.fc1(x))) if self.other else x + self.drop1(self.fc(x))
-
-
-@_case()
-def a_with_between(self, x):
-    h = self.drop1(self.fc(x))
-    with torch.enable_grad():
-        w = self.drop2(x)
-    return x + h, w
-
-
-@_case(bias_act=1, bias_dropout_add=1)
-def short_circuit(self, x):
-    y = self.other and self.norm1(x)
-    return x + self.mlp(x) if y is False else y
-
-
-@_case()
-def a_loop(self, x):
-    h = self.drop1(self.fc(x))
-    for layer in self.layers:
-        x = x + layer(x)
-        h = h + x
-    return x + h
-
-
-@_case()
-def a_loop_that_binds(self, x):
-    h = self.drop1(self.fc(x))
-    x = x + h
-    for h in (x, x):
-        x = x + h
-    return h
-
-
-@_case(bias_dropout_add=2)
-def a_while_loop(self, x):
-    n = 2
-    h = self.fc(x)
-    while n:
-        x = x + h
-        n -= 1
-    return x + self.drop1(self.fc(x))
-
-
-@_case(bias_dropout_add=2, layer_norm=1)
-def a_try(self, x):
-    z = x + self.fc(x)
-    try:
-        y = self.norm1(z)
-        self.nothing(x)
-    except AttributeError:
-        y = z
-    return y + self.drop1(self.fc(z))
-
-
-@_case(layer_norm=1)
-def a_with(self, x):
-    h = self.fc(x)
-    with torch.no_grad():
-        z = x + h
-        h = self.drop1(h)
-    return self.norm1(z) + h
-
-
-@_case()
-def a_with_around_it(self, x):
-    with torch.no_grad():
-        return x + self.drop1(self.fc(x))
-
-
-@_case(layer_norm=1)
-def deleted(self, x):
-    h = self.drop1(self.fc(x))
-    z = x + h
-    del h
-    return self.norm1(z)
-
-
-@_case()
-def asserted(self, x):
-    h = self.drop1(self.fc(x))
-    assert h.shape == x.shape, f"{h}"
-    return x + h
-
-
-# --- names that others see ------------------------------------------------------------------------
-
-
-@_case()
-def a_lambda(self, x):
-    later = lambda: h  # noqa: E731
-    h = self.drop1(self.fc(x))
-    y = x + h
-    return y + later()
-
-
-@_case(layer_norm=1)
-def a_lambda_of_the_sum(self, x):
-    z = x + self.fc(x)
-    later = lambda: z  # noqa: E731
-    z = self.norm1(z)
-    return z + later()
-
-
-@_case()
-def a_nested_function(self, x):
-    def later():
-        return h
-
-    h = self.drop1(self.fc(x))
-    y = x + h
-    return y * later()
-
-
-@_case(layer_norm=1)
-def a_generator(self, x):
-    z = x
-    later = (z for _ in range(1))
-    z = x + self.fc(x)
-    y = self.norm1(z)
-    return y + next(later)
-
-
-@_case(bias_dropout_add_ln=1)
-def a_comprehension(self, x):
-    z = x + self.fc(x)
-    numbers = [1.0 for z in (1, 2)]
-    return self.norm1(z) + z * numbers[0]
-
-
-@_case()
-def a_comprehension_that_reads(self, x):
-    h = self.drop1(self.fc(x))
-    y = x + h
-    return torch.stack([y + h for h in (x, y)])
-
-
-@_case()
-def a_walrus(self, x):
-    if (h := self.drop1(self.fc(x))) is not None:
-        x = x + h
-    return x * h
-
-
-@_case(layer_norm=1)
-def local_names(self, x):
-    z = x + self.fc(x)
-    known = "z" in locals()
-    return self.norm1(z) if known else x
-
-
-@_case()
-def local_names_that_are_gone(self, x):
-    h = self.drop1(self.fc(x))
-    y = x + h
-    return y + locals()["h"]
-
-
-@_case(bias_dropout_add_ln=1)
-def an_alias_that_is_bound_again(self, x):
-    z = x + self.drop1(self.fc(x))
-    other = z
-    other = x
-    y = self.norm1(z)
-    return y + z * other
-
-
-@_case()
-def a_global_name_that_is_local(self, x, dropout=lambda h: 2 * h):
-    h = self.fc(x)
-    return x + dropout(h)
-
-
-@_case()
-def a_module_by_a_global_name(self, x):
-    dropout, gelu = self.drop2, self.fn
-    h = gelu(self.fc1(x))
-    return x + dropout(self.fc2(h))
-
-
-@_case()
-def another_self(self, x):
-    y = self.fc(x)
-    self = self.mlp
-    self.fc = torch.sin
-    y = x + self.fc(y)
-    del self.fc
-    return y
-
-
-@_case(bias_dropout_add=1)
-def default_arguments(self, x, scale=2.0, *, more=0.5, **others):
-    x = x * scale * more + len(others)
-    return self.drop1(self.fc(x)) + x
-
-
-@_case(bias_dropout_add=1)
-def handed_on(self, x, *args, **kwargs):
-    h, _ = self.attn(x, *args, **kwargs)
-    return x + self.drop1(h)
-
-
-def _doubling(forward):
-    @functools.wraps(forward)
-    def wrapper(self, x):
-        return 2 * forward(self, x)
-
-    return wrapper
-
-
-@_case()
-@_doubling
-def decorated(self, x):
-    return x + self.drop1(self.fc(x))
-
-
-@_case()
-@torch.no_grad()
-def without_gradients(self, x):
-    return x + self.drop1(self.fc(x))
-
-
-@_case()
-class Super(_Base):
-    def forward(self, x):
-        self.note(super().__class__)
-        return x + self.drop1(self.fc(x))
-
-
-class _Middle(_Base):
-    def forward(self, x):
-        return x + self.drop1(self.fc(x))
-
-
-@_case(bias_dropout_add=1)
-class Inherited(_Middle):
-    pass
-
-
-@_case()
-class Mangled(_Base):
-    __hidden = 2.0
-
-    def forward(self, x):
-        return x + self.drop1(self.fc(x)) * self.__hidden
-
-
-@_case(bias_dropout_add=1)
-class Property(_Base):
-    @property
-    def chance(self):
-        self.note("read")
-        return 0.4
-
-    def forward(self, x):
-        h = F.dropout(self.fc(x), p=self.chance, training=self.training)
-        return x + h
-
-
-# --- loops ----------------------------------------------------------------------------------------
-
-
-@_case(bias_dropout_add_ln=2)
-def a_loop_of_blocks(self, x):
-    for layer in self.layers:
-        h = self.drop1(layer(x))
-        x = x + h
-        x = self.norm1(x)
-    return x
-
-
-@_case(bias_dropout_add_ln=2)
-def a_loop_of_pre_norm_blocks(self, x):
-    y = x
-    for layer in self.layers:
-        x = x + self.drop1(layer(y))
-        y = self.norm1(x)
-    return x, y
-
-
-@_case(layer_norm=2)
-def a_value_of_the_iteration_before(self, x):
-    h = x
-    for layer in self.layers:
-        y = self.norm1(h)
-        h = self.drop1(layer(y))
-        x = x + h
-    return x
-
-
-@_case()
-def a_value_behind_the_loop(self, x):
-    h = x
-    for layer in self.layers:
-        h = self.drop1(layer(x))
-        x = 2 * x
-    return x + h
-
-
-@_case()
-def a_break(self, x):
-    h = None
-    for layer in self.layers:
-        h = self.drop1(layer(x))
-        if self.flag:
-            break
-        x = x + h
-    else:
-        h = x
-    return x + h
-
-
-@_case(layer_norm=1)
-def a_continue(self, x):
-    for place, layer in enumerate(self.layers):
-        h = self.drop1(layer(x))
-        z = x + h
-        if place == 0:
-            x = z
-            continue
-        x = self.norm1(z)
-    return x
-
-
-@_case(bias_dropout_add_ln=1)
-def a_return_in_a_loop(self, x):
-    for layer in self.layers:
-        z = x + self.drop1(layer(x))
-        if self.flag:
-            return z, self.norm1(z)
-        x = self.norm2(z)
-    return x, z
-
-
-@_case(bias_dropout_add=2, layer_norm=4)
-def loops_in_loops(self, x):
-    for layer in self.layers:
-        h = self.drop1(layer(x))
-        for _ in range(2):
-            x = x + h
-            h = self.norm1(x)
-        x = x + self.drop2(h)
-    return x
-
-
-@_case(bias_dropout_add=1, layer_norm=3)
-def sums_over_a_loop(self, x):
-    z = x + self.drop1(self.fc(x))
-    for norm in (self.norm1, self.norm2):
-        x = norm(z) + x
-    return self.norm1(z) + x
-
-
-@_case(bias_dropout_add=1, bias_dropout_add_ln=1)
-def a_comprehension_of_layers(self, x):
-    h = self.drop1(self.fc(x))
-    ys = [self.drop2(layer(x)) for layer in self.layers]
-    return sum(ys) + self.norm1(x + h)
-
-
-# --- more of what may stand between ---------------------------------------------------------------
-
-
-@_case()
-def swapped(self, x):
-    h = self.drop1(self.fc(x))
-    x, h = h, x
-    return x + h
-
-
-@_case(bias_dropout_add=1, layer_norm=1)
-def assigned_together(self, x):
-    h = self.drop1(self.fc(x))
-    residual, x = x, x + h
-    return self.norm1(x) + residual
-
-
-@_case(bias_dropout_add_ln=1)
-def normed_together(self, x):
-    x = x + self.drop1(self.fc(x))
-    x, residual = self.norm1(x), x
-    return x * residual
-
-
-@_case(bias_act=1, bias_dropout_add=1, bias_dropout_add_ln=1, layer_norm=1)
-def five_conditions(self, x):
-    residual = x
-    if self.flag:
-        x = self.norm1(x)
-    x = self.fc(x)
-    if self.other:
-        x = self.act(x)
-    x = self.drop1(x)
-    if self.record is None:
-        x = residual + x
-    if not self.flag:
-        x = self.norm1(x)
-    residual = x
-    if self.flag:
-        x = self.norm2(x)
-    elif self.other:
-        x = self.norm1(x)
-    x = residual + self.mlp(x)
-    return x if not self.other else self.norm2(x)
-
-
-@_case(bias_dropout_add=1)
-def a_condition_on_numbers(self, x):
-    z = x + self.drop1(self.fc(x))
-    if z.sum() > 0:
-        z = self.norm1(z)
-    return z
-
-
-@_case(bias_dropout_add_ln=1)
-def raising(self, x):
-    h = self.drop1(self.fc(x))
-    if h.dim() != 3:
-        raise ValueError(h)
-    z = x + self.drop2(self.fc(x))
-    if self.record is not None:
-        raise ValueError(z)
-    return self.norm1(z) + h
-
-
-@_case(bias_dropout_add=1)
-def keyword_rows(self, x):
-    h = self.drop1(input=self.fc(input=x))
-    return x + self.drop2(self.fc(input=h))
-
-
-@_case()
-def starred_rows(self, x):
-    return x + self.drop1(*[self.fc(*[x])])
-
-
-@_case()
-def functional_dropout_in_place(self, x):
-    h = self.fc(x)
-    y = F.dropout(h, 0.3, self.training, inplace=True)
-    return x + y + h
-
-
-@_case(bias_dropout_add=1)
-def functional_dropout_by_mode(self, x):
-    h = F.dropout(self.fc(x), self.p if self.training else 0.0)
-    return x + h
-
-
-@_case()
-def dropout_by_mode(self, x):
-    h = self.fc(x)
-    h = self.drop1(h) if self.training else h
-    return x + h
-
-
-@_case(layer_norm=1)
-def added_in_place(self, x):
-    h = self.drop1(self.fc(x))
-    z = x * 1
-    z.add_(h)
-    return self.norm1(z)
-
-
-@_case(bias_dropout_add_ln=1)
-def residual_changed_afterwards(self, x):
-    residual = x * 1
-    z = residual + self.drop1(self.fc(x))
-    y = self.norm1(z)
-    residual.zero_()
-    return y + z + residual
-
-
-@_case(bias_dropout_add_ln=1)
-def output_changed_afterwards(self, x):
-    y = self.norm1(x + self.drop1(self.fc(x)))
-    kept = y
-    y = y * 1
-    y += 1
-    return y + kept
-
-
-@_case(bias_act=1, bias_dropout_add=1)
-def three_terms(self, x):
-    return x + self.drop1(self.fc(x)) + self.drop2(self.mlp(x))
-
-
-@_case(layer_norm=1)
-def subtracted(self, x):
-    h = self.drop1(self.fc(x))
-    return self.norm1(x - h)
-
-
-@_case(bias_dropout_add_ln=1)
-def added_twice(self, x):
-    h = self.drop1(self.fc(x))
-    return self.norm1(h + h)
-
-
-@_case(layer_norm=1)
-def added_to_itself(self, x):
-    x = x + x
-    return self.norm1(x) + x
-
-
-@_case(layer_norm=1)
-def matched(self, x):
-    h = self.drop1(self.fc(x))
-    match self.flag:
-        case True:
-            y = x + h
-        case _:
-            y = x
-    return self.norm1(y)
-
-
-@_case(bias_dropout_add=1, layer_norm=1)
-def a_module_that_keeps(self, x):
-    z = x + self.drop1(self.fc(x))
-    self.kept = z
-    y = self.norm1(z)
-    return y + self.kept
-
-
-@_case(bias_dropout_add=1)
-def an_import(self, x):
-    from torch import sin as gelu
-
-    return x + self.drop1(self.fc2(gelu(self.fc1(x))))
-
-
-@_case(layer_norm=1)
-def an_argument_by_the_name_of_a_temporary(self, x, _fusedops_1=2.0):
-    z = x + self.drop1(self.fc(x))
-    return self.norm1(z) + z * _fusedops_1
-
-
-@_case(bias_dropout_add_ln=1)
-def no_tensor_between(self, x):
-    h = self.fc(x)
-    h = h.view(h.shape)
-    z = x + self.drop1(h)
-    z = z.view(*z.shape)
-    return self.norm1(z) + z
-
-
-@_case(bias_dropout_add=1, layer_norm=1)
-def kept_under_two_names(self, x):
-    a = b = x + self.drop1(self.fc(x))
-    c = a
-    a = self.norm1(a)
-    return a + b + c
-
-
-@_case(bias_dropout_add=1, gelu=1)
-def a_gate_between_dropouts(self, x):
-    gate = self.act(self.gate(x))
-    up = self.drop2(self.up(x))
-    return x + self.drop1(self.fc2(gate * up))
-
-
-@_case(bias_dropout_add=1, gated_act=1)
-def a_gate_that_is_none(self, x):
-    gate = self.act(self.gate(x))
-    if self.other:
-        return gate
-    return x + self.drop1(self.fc2(gate * self.up(x)))
-
-
-@_case()
-def a_gate_changed_before(self, x):
-    gate = self.gate(x)
-    act = self.fn(gate)
-    gate.zero_()
-    return act * self.up(x)
-
-
-@_case(gated_act=1)
-def a_gate_whose_rows_change(self, x):
-    x = x * 1
-    gate = self.act(self.gate(x * 1))
-    x[..., 0] = 0.0
-    return gate * self.up(x * 1)
-
-
-@_case(bias_dropout_add_ln=1)
-def a_flag_that_turns(self, x):
-    if self.flag:
-        x = x + 1
-    self.flag = not self.flag
-    x = x + self.fc(x)
-    x = self.norm1(x)
-    if self.flag:
-        x = x * 2
-    return x
 
 
 # --- what they compute ----------------------------------------------------------------------------
 
 
-def _made(cls: type[_Base], dtype: torch.dtype = torch.float64) -> _Base:
+def _made(cls: type[Base], dtype: torch.dtype = torch.float64) -> Base:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         model = cls()
@@ -1373,9 +40,9 @@ def _made(cls: type[_Base], dtype: torch.dtype = torch.float64) -> _Base:
 
 
 def _rows(dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(
-        2, 3, _N, generator=torch.Generator().manual_seed(5), dtype=torch.float64
-    ).to(DEVICE, dtype)
+    return torch.randn(2, 3, N, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(
+        DEVICE, dtype
+    )
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -1422,19 +89,19 @@ def _same(found: dict[str, Tensor], expected: dict[str, Tensor], close: float = 
         )
 
 
-def _fused(model: _Base, **options: Any) -> _Base:
+def _fused(model: Base, **options: Any) -> Base:
     model = copy.deepcopy(model)
     fusedops.fuse_model(model, **options)
     return model
 
 
-case = pytest.mark.parametrize("name", _CASES)
+case = pytest.mark.parametrize("name", CASES)
 # What is true of every rewritten forward for one reason shows in a third of them.
 some = pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=[] if i % 3 == 0 else pytest.mark.full)
-        for i, name in enumerate(_CASES)
+        for i, name in enumerate(CASES)
     ],
 )
 
@@ -1446,7 +113,7 @@ def test_values(name: str, training: bool) -> None:
 
     So in the other mode, and with the flags the other way.
     """
-    model = _made(_CASES[name][0]).train(training)
+    model = _made(CASES[name][0]).train(training)
     fused = _fused(model)
     for flag, mode in ((True, training), (False, training), (True, not training)):
         for each in (model, fused):
@@ -1464,7 +131,7 @@ def test_values(name: str, training: bool) -> None:
 @case
 def test_operators(name: str) -> None:
     """Where a forward can be fused, it is."""
-    cls, calls = _CASES[name]
+    cls, calls = CASES[name]
     fused = _made(cls).train()
     fusedops.fuse_model(fused)
     with counted() as found:
@@ -1476,7 +143,7 @@ def test_operators(name: str) -> None:
 @pytest.mark.parametrize("training", [True, False], ids=["training", ""])
 def test_what_is_left_to_a_block(name: str, training: bool) -> None:
     """Finished by whoever takes it, it is what the module returns; all other outputs are there."""
-    model = _made(_CASES[name][0]).train(training)
+    model = _made(CASES[name][0]).train(training)
     fused = _fused(model)
     if not hasattr(fused, "_fusedops_branch"):
         return
@@ -1492,14 +159,14 @@ def test_what_is_left_to_a_block(name: str, training: bool) -> None:
     _same({key.removeprefix("inner."): value for key, value in found.items()}, expected)
 
 
-def _run(model: _Base) -> dict[str, Tensor] | type[Exception]:
+def _run(model: Base) -> dict[str, Tensor] | type[Exception]:
     try:
         return _results(model, _rows())
     except Exception as error:  # noqa: BLE001, of any kind
         return type(error)
 
 
-def _alike(fused: _Base, model: _Base) -> None:
+def _alike(fused: Base, model: Base) -> None:
     """The same results; or an error, if the module as it was raises one."""
     expected, found = _run(model), _run(fused)
     if isinstance(expected, dict):
@@ -1521,7 +188,7 @@ def _called(model: nn.Module, names: set[str] | None = None) -> list[str]:
 @case
 def test_hooks(name: str) -> None:
     """With hooks on all modules these are called in their order, and compute the same bits."""
-    model = _made(_CASES[name][0]).train()
+    model = _made(CASES[name][0]).train()
     fused = _fused(model)
     calls = _called(model), _called(fused)
     results = _results(model, _rows()), _results(fused, _rows())
@@ -1531,7 +198,7 @@ def test_hooks(name: str) -> None:
         assert torch.equal(results[1][key], y), key
 
 
-def _used(model: _Base) -> list[str]:
+def _used(model: Base) -> list[str]:
     """The children that a forward calls."""
     other = copy.deepcopy(model)
     calls = _called(other)
@@ -1542,7 +209,7 @@ def _used(model: _Base) -> list[str]:
 @some
 def test_one_hook(name: str) -> None:
     """Whichever child has it: that is called as often as it was, and the rest is what it was."""
-    model = _made(_CASES[name][0]).train()
+    model = _made(CASES[name][0]).train()
     for child in _used(model):
         plain, fused = copy.deepcopy(model), _fused(model)
         calls = _called(plain, {child}), _called(fused, {child})
@@ -1579,14 +246,14 @@ _REPLACED: dict[str, Callable[[nn.Module], Any]] = {
     "another shape": _Shifted,
     "dropout": lambda child: nn.Dropout(0.4),
     "another activation": lambda child: nn.ReLU(inplace=True),
-    "norm": lambda child: nn.LayerNorm(_N).to(DEVICE, torch.float64),
-    "tuple": lambda child: _Returning(lambda *ys: ys).to(DEVICE, torch.float64),
+    "norm": lambda child: nn.LayerNorm(N).to(DEVICE, torch.float64),
+    "tuple": lambda child: Returning(lambda *ys: ys).to(DEVICE, torch.float64),
 }
 
 
 def test_a_layer_that_is_gone() -> None:
     """What a forward does not come to need not be there."""
-    model = _made(_CASES["conditional_sums"][0]).train()
+    model = _made(CASES["conditional_sums"][0]).train()
     fused = _fused(model)
     del model.fc1, fused.fc1
     _same(_results(fused, _rows()), _results(model, _rows()))
@@ -1597,7 +264,7 @@ def test_a_layer_that_is_gone() -> None:
 @pytest.mark.parametrize("how", _REPLACED)
 def test_replaced_children(name: str, how: str) -> None:
     """After the model was fused: each child in turn, by something else."""
-    model = _made(_CASES[name][0]).train()
+    model = _made(CASES[name][0]).train()
     for child in _used(model):
         plain, fused = copy.deepcopy(model), _fused(model)
         for each in (plain, fused):
@@ -1610,7 +277,7 @@ def test_replaced_children(name: str, how: str) -> None:
 @some
 def test_excluded_children(name: str) -> None:
     """Each child in turn is left, and the rest is what it was."""
-    model = _made(_CASES[name][0]).train()
+    model = _made(CASES[name][0]).train()
     for child in _used(model):
         fused = _fused(model, exclude=[child])
         assert type(getattr(fused, child)) is type(getattr(model, child))
@@ -1620,7 +287,7 @@ def test_excluded_children(name: str) -> None:
 @case
 def test_autocast(name: str) -> None:
     """The same dtypes, and the same numbers but for roundings."""
-    model = _made(_CASES[name][0], torch.float32).eval()
+    model = _made(CASES[name][0], torch.float32).eval()
     fused = _fused(model)
     results = []
     for each in (model, fused):
@@ -1650,11 +317,11 @@ _COMPILED = (
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in _COMPILED else pytest.mark.full) for name in _CASES],
+    [pytest.param(name, marks=[] if name in _COMPILED else pytest.mark.full) for name in CASES],
 )
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled(name: str) -> None:
-    model = _made(_CASES[name][0]).eval()
+    model = _made(CASES[name][0]).eval()
     expected, found = (
         _results(torch.compile(each, backend="aot_eager"), _rows())
         for each in (model, _fused(model))

@@ -22,31 +22,17 @@ from support import (
     cases,
     dropout_mask,
     gradients,
+    of_families,
     oracle,
     random_like,
+    specs_of,
     tensors_of,
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
-# A graph takes a second, and how one is made is the same for all operators of a family.
-_OF_FAMILIES = (
-    "bias_act",
-    "glu",
-    "layer_norm",
-    "bias_dropout_add_ln",
-    "batched_layer_norm_tanh",
-    "batched_layer_norm_tanh_sequence",
-)
-of_families = pytest.mark.parametrize(
-    "spec",
-    [
-        pytest.param(
-            spec, id=spec.name, marks=[] if spec.name in _OF_FAMILIES else pytest.mark.full
-        )
-        for spec in ALL_SPECS
-    ],
-)
+# Inductor takes several: one operator of the elements, one of rows, one of several tensors.
+_THROUGH_INDUCTOR = ("glu", "bias_dropout_add_ln", "batched_layer_norm_tanh_sequence")
 
 
 def _backend(device: torch.device) -> str:
@@ -127,7 +113,7 @@ def _close(actual: Tensor, expected: Tensor, eps: float) -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.pairs("spec dtype", of="spec dtype")
+@pytest.mark.pairs(of="spec dtype")
 @cases((torch.float32, torch.bfloat16), _worth_a_graph)
 def test_values_and_gradients(case: Case, device: torch.device) -> None:
     sample = case.sample()
@@ -135,7 +121,7 @@ def test_values_and_gradients(case: Case, device: torch.device) -> None:
     _compare(case.spec, sample, compiled)
 
 
-@of_families
+@specs_of(_THROUGH_INDUCTOR)
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor's CPU code needs a C++ compiler")
 def test_inductor(spec: Spec, device: torch.device) -> None:
     """All the way through Inductor, on whatever device.
@@ -185,6 +171,7 @@ def _run(spec: Spec, compiled: Callable[..., Any], rows: int, device: torch.devi
     )
 
 
+@pytest.mark.pairs
 @of_families
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
 def test_new_row_counts_do_not_recompile(
@@ -225,6 +212,7 @@ def test_leading_dimensions_are_dynamic_too(spec: Spec, device: torch.device) ->
     assert counts[0] <= 2 and len(set(counts)) == 1
 
 
+@pytest.mark.pairs
 @every
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 def test_compiling_neither_breaks_nor_warns(

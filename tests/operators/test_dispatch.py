@@ -35,7 +35,7 @@ from fusedops.core.launches import launch
 from fusedops.core.spec import Spec
 from fusedops.norms.operator import NORM
 from fusedops.slices.operator import SLICES
-from support import ALL_SPECS, Case, as_tuple, cases, covers_the_schema, random_like
+from support import ALL_SPECS, Case, as_tuple, cases, covers_the_schema, of_families, random_like
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
@@ -246,7 +246,7 @@ def _planner(seen: list[str]) -> Callable[..., Any]:
     return aot_autograd(fw_compiler=compiler)
 
 
-@every
+@of_families
 @pytest.mark.kernels
 @pytest.mark.usefixtures("plans")
 def test_compiled_code_takes_the_fast_path(
@@ -376,7 +376,7 @@ def test_an_operators_arguments_give_the_calls_site(case: Case) -> None:
     )
 
 
-@every
+@of_families
 @pytest.mark.kernels
 @pytest.mark.usefixtures("plans")
 def test_a_tensor_subclass_sees_the_operator_that_returns(
@@ -404,7 +404,7 @@ def test_a_tensor_subclass_sees_the_operator_that_returns(
     assert ours and not any("_out" in target for target in ours)
 
 
-@every
+@of_families
 @pytest.mark.kernels
 @pytest.mark.usefixtures("plans")
 def test_an_exported_program_keeps_the_operators_that_return(

@@ -110,6 +110,7 @@ def test_gradgradcheck(case: Case) -> None:
     )
 
 
+@pytest.mark.pairs
 @cases((torch.float64,), _twice)
 def test_create_graph_changes_no_gradient(case: Case) -> None:
     """`gradgradcheck` holds the second derivative to the differentiable first one.

@@ -74,6 +74,7 @@ def test_a_twin_is_the_output_in_another_dtype(case: Case) -> None:
     assert (cast is y) == (cast.dtype == y.dtype)
 
 
+@pytest.mark.once
 @cases((torch.float64,))
 def test_reference_is_what_pytorch_computes(case: Case) -> None:
     """The oracle itself, so that nothing is only ever compared with itself."""

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import __main__ as command
 from benchmarks.models import distributed_results, traffic
 
 ROOT = Path(__file__).parents[2]
@@ -162,9 +161,3 @@ def test_bytes_of_collectives():
             assert sum(seen.counts.values()) == counted.get_total_counts() == (moved > 0)
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_one_process_is_told_to_use_torchrun(monkeypatch, capsys):
-    monkeypatch.delenv("RANK", raising=False)
-    assert command.main(["distributed"]) == 2
-    assert "torchrun" in capsys.readouterr().err

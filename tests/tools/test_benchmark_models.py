@@ -32,9 +32,9 @@ from benchmarks.models import (
     written,
 )
 from benchmarks.models import providers as contenders
-from benchmarks.models.providers import COMPILING, PROVIDERS, Contender, contender, offered
+from benchmarks.models.providers import COMPILING, PROVIDERS, Contender, contender
 from benchmarks.models.results import Row
-from benchmarks.results import UnreadableError, read_records
+from benchmarks.results import UnreadableError
 from zoo import HAS_TRANSFORMERS, counted, transformers_only
 
 if HAS_TRANSFORMERS:
@@ -96,14 +96,6 @@ def test_every_named_model_is_there_in_every_mode():
         ("t5", "generate"),
     }
     assert {w.name for w in workloads.loss_workloads()} == NAMES
-
-
-def test_the_most_telling_come_first():
-    assert [str(w) for w in workloads.workloads()][:3] == [
-        "bert train 32x512",
-        "gpt2 train 16x1024",
-        "t5 train 16x512+128",
-    ]
 
 
 @transformers_only
@@ -344,21 +336,6 @@ def test_compiled_is_compiled(name, fused, ours, monkeypatch, fresh_dynamo):
     assert modes == [name == "compile_autotune"] or ours
 
 
-def test_what_is_offered():
-    train, generate = (workloads.workloads(["gpt2"], [mode])[0] for mode in ("train", "generate"))
-    llama = workloads.workloads(["llama"], ["train"])[0]
-    assert offered(train) == [
-        "eager",
-        "fused",
-        "compile",
-        "fused_compile",
-        "backend",
-        "fused_backend",
-    ]
-    assert offered(generate) == ["eager", "fused"]
-    assert sorted(offered(llama)) == sorted(name for name in PROVIDERS if "without" not in name)
-
-
 @transformers_only
 def test_ligers_patch_is_in_force_for_its_own_steps_alone(monkeypatch):
     """Its function sets names in the model's module, for all instances."""
@@ -555,21 +532,6 @@ def test_seconds_of_a_first_call_are_those_beyond_a_later_ones(clock, monkeypatc
     assert order == ["eager", *["backend"] * 4]
 
 
-def test_first_calls_are_written_and_replaced(tmp_path, monkeypatch, capsys):
-    path, seconds = tmp_path / "compile.csv", iter(range(1, 100))
-    monkeypatch.setattr(first_calls, "_in_a_new_process", lambda *_: float(next(seconds)))
-    for _ in range(2):
-        assert run("--first-calls", "--model", "gpt2", "--output", path) == 0
-    records = read_records(path, first_calls.COLUMNS)
-    assert [(r["mode"], r["provider"]) for r in records] == [
-        (mode, name) for mode in ("infer", "train") for name in ("backend", "compile")
-    ]
-    assert (
-        all(float(r["cold_s"]) > 8 for r in records)
-        and "gpt2 train 2x16 backend: 3.0 s, 4.0 s" in capsys.readouterr().out
-    )
-
-
 # --- rows and runs --------------------------------------------------------------------------------
 
 
@@ -600,16 +562,6 @@ def test_a_run_writes_rows_with_the_issues_columns_first(tmp_path, capsys):
         )
         assert line["torch"] == torch.__version__ and line["commit"] and line["transformers"]
     assert "gpt2   generate  2x8+6  " in capsys.readouterr().out
-
-
-@transformers_only
-def test_a_loss_is_a_row_of_its_own(tmp_path):
-    path = tmp_path / "models.csv"
-    assert run("--loss", "--model", "vit", "--seeds", 2, "--steps", 5, "--output", path) == 0
-    for line in results.read(path):
-        assert (line.mode, line.ms, line.shape) == ("loss", None, "2x3x32x32")
-        assert line.loss > 0 and line.loss_spread > 0
-    assert [line.provider for line in results.read(path)] == ["eager", "fused"]
 
 
 def test_stages_put_compilers_last():
@@ -648,16 +600,6 @@ def test_a_killed_run_loses_nothing_and_is_resumed(tmp_path, monkeypatch):
     assert len({line.key for line in results.read(path)}) == len(results.read(path)) == 26
 
 
-def test_the_budget_starts_nothing_new(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(
-        models_command, "run_work", lambda work, setting: [setting.row(work.workload, "eager")]
-    )
-    path = tmp_path / "models.csv"
-    assert run("--budget", 0, "--output", path) == 0
-    assert "stopped before bert train 2x16" in capsys.readouterr().out
-    assert not path.exists()
-
-
 @transformers_only
 def test_a_failing_provider_is_left_out_and_ours_fails_the_run(monkeypatch, capsys):
     def fails(model):
@@ -673,27 +615,6 @@ def test_a_failing_provider_is_left_out_and_ours_fails_the_run(monkeypatch, caps
     monkeypatch.setitem(PROVIDERS, "fused", fails)
     assert run("--model", "bert", "--mode", "infer", "--provider", "fused") == 1
     assert run("--model", "bert", "--loss", "--provider", "fused") == 1
-
-
-@pytest.mark.parametrize(
-    ("option", "given", "near"),
-    [("model", "brt", "bert"), ("mode", "tain", "train"), ("provider", "fusd", "fused")],
-)
-def test_unknown_names_are_refused_with_near_ones(option, given, near, capsys):
-    assert run(f"--{option}", given) == 2
-    assert f"no {option} '{given}'; did you mean {near}" in capsys.readouterr().err
-    assert run(f"--{option}", "zzzzz") == 2
-    assert "there are: " in capsys.readouterr().err
-
-
-@transformers_only
-def test_a_profile_has_the_steps_operators(capsys):
-    assert run("--profile", "--model", "bert", "--mode", "infer", "--provider", "eager") == 0
-    said = capsys.readouterr().out
-    assert "bert infer 2x16 eager" in said and "aten::addmm" in said
-    (line,) = [line for line in said.splitlines() if "aten::native_layer_norm" in line]
-    # Two in each of two layers, one behind the embeddings, one in the head.
-    assert float(line.split()[1]) == 6
 
 
 # --- the file and what is made of it --------------------------------------------------------------
@@ -713,54 +634,6 @@ def test_rows_come_back_as_they_were_written(tmp_path):
     path.write_text(path.read_text().replace("host_ms", "host"))
     with pytest.raises(UnreadableError, match="has the columns"):
         results.read(path)
-
-
-def test_table():
-    rows = [
-        row("fused", 8.0, 700.0),
-        row(),
-        row("compile", 12.5, None),
-        row("fused", 3.0, 1.0, model="t5", shape="1x2+3"),
-    ]
-    assert page.table(rows).splitlines() == [
-        "model  mode   shape   eager              fused                    compile",
-        "bert   train  32x512  10.00 ms 1000 MiB  8.00 ms (1.25x) 700 MiB  12.50 ms (0.80x)",
-        "t5     train  1x2+3                      3.00 ms 1 MiB",
-    ]
-
-
-def test_columns_and_models_without_figures_are_not_on_the_page(tmp_path):
-    """Nor is what is said of them."""
-    path = tmp_path / "models_nvidia_h200.csv"
-    results.write(path, [row(), row("fused", 8.0)])
-    assert "fusedops.compile" not in page.markdown(path) + page.summary(
-        path
-    ) and "by hand" not in page.markdown(path)
-    results.write(path, [row("backend", 7.0), row(model="nanogpt")])
-    assert " | `fusedops.compile` |\n" in page.markdown(
-        path
-    ) and "torch.compile |" not in page.markdown(path)
-    assert "`fusedops.compile` is" in page.markdown(path) and "by hand" in page.markdown(path)
-    assert " | `fusedops.compile` |\n" in page.summary(path)
-
-
-def test_page(tmp_path):
-    path = tmp_path / "models_nvidia_h200.csv"
-    losses = [
-        row(name, None, None, mode="loss", loss=loss, loss_spread=0.01, shape="8x128")
-        for name, loss in (("eager", 2.5), ("fused", 2.4))
-    ]
-    results.write(path, [row("fused", 8.0, 700.0), row(), *losses])
-    text = page.markdown(path)
-    assert "| NVIDIA H200 | 2.11.0 | 3.6.0 | 5.17.0 | abc1234 | 4 |" in text
-    for cells in (
-        "10.00 ± 0.10 | 8.00 ± 0.10 (1.25)",
-        "1000 | 700 (0.70)",
-        "5.00 | 5.00 (1.00)",
-        "2.5000 (0.0100) | 2.4000 (0.0100)",
-    ):
-        assert f" | {cells} |\n" in text
-    assert "## Generation" not in text and "torch.compile |" not in text
 
 
 def test_a_speed_up_over_another_run_is_marked(tmp_path):
@@ -801,31 +674,6 @@ def test_the_committed_page_is_what_its_results_give():
     """If this fails, run ``python -m benchmarks models --page`` and commit what it wrote."""
     text = page.markdown(ROOT / "benchmarks" / "results" / "models_nvidia_h200.csv")
     assert (ROOT / "docs" / "model_figures.md").read_text(encoding="utf-8") == text
-
-
-def test_the_command_writes_the_page_and_prints_the_table(tmp_path, capsys):
-    path, written = tmp_path / "models_nvidia_h200.csv", tmp_path / "page.md"
-    results.write(path, [row(), row("fused", 8.0)])
-    assert run("--page", written, "--output", path) == 0
-    assert written.read_text(encoding="utf-8") == page.markdown(path)
-    assert run("--table", "--output", path) == 0
-    assert page.table(results.read(path)) in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "arguments, match",
-    [
-        (["--steps", "0"], "models: --steps must be at least 1, got 0"),
-        (["--seeds", "0"], "--seeds must be at least 1, got 0"),
-        (["--jobs", "-1"], "--jobs must be at least 0, got -1"),
-        (["--budget", "-1"], "--budget must be at least 0 seconds, got -1"),
-    ],
-)
-def test_numbers_that_mean_nothing(arguments, match, monkeypatch, capsys):
-    monkeypatch.setattr(models_command, "_measure", None)
-    assert run("--loss", *arguments) == 2
-    said = capsys.readouterr()
-    assert match in said.err and said.err.count("\n") == 1 and not said.out
 
 
 @pytest.mark.parametrize(

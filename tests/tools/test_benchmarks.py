@@ -10,7 +10,6 @@ from benchmarks import floors, providers, results, runner, targets, timing
 from benchmarks.cases import Case, cases, discover
 from benchmarks.results import Row
 from benchmarks.values import ExactOracle, Oracle, oracle_of
-from fusedops.core.spec import Spec
 
 pytestmark = pytest.mark.once
 
@@ -40,19 +39,6 @@ def case_of(op, rows=64, cols=96, dtype=torch.float32):
 
 
 # --- cases and floors -----------------------------------------------------------------------------
-
-
-def test_every_family_with_a_spec_is_found():
-    assert {"layer_norm", "rms_norm", "bias_dropout_add_ln"} <= set(SPECS)
-    assert all(isinstance(spec, Spec) for spec in SPECS.values())
-
-
-def test_cases_are_narrowed_by_name():
-    every = list(cases(SPECS.values()))
-    assert len(every) == sum(len(spec.shapes) for spec in SPECS.values())
-    (one,) = cases(SPECS.values(), ["layer_norm"], ["8192x4096"], ["bf16"])
-    assert str(one) == "layer_norm 8192x4096 bf16"
-    assert not list(cases(SPECS.values(), ["layer_norm"], ["8192x4097"]))
 
 
 def test_every_target_has_a_case():
@@ -109,21 +95,6 @@ def test_new_rows_replace_old_ones_of_the_same_key(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["device.csv"]
 
 
-def test_the_columns_are_the_published_ones(tmp_path):
-    path = tmp_path / "device.csv"
-    results.write(path, [row()])
-    assert path.read_text().splitlines() == [
-        "op,shape,dtype,mode,provider,gpu_us,loop_us,floor_us,peak_mib,commit,torch,triton",
-        "layer_norm,8192x4096,bf16,fwd_bwd,fusedops,100.000,200.000,80.000,64.000,abc1234,2.11.0,3.6.0",
-    ]
-
-
-def test_shapes_are_ordered_as_numbers():
-    shapes = ["1024x32768", "8192x1024", "8x256", "2048x16384"]
-    merged = results.merge([], [row(shape=shape) for shape in shapes])
-    assert [r.shape for r in merged] == ["8x256", "8192x1024", "2048x16384", "1024x32768"]
-
-
 def test_a_file_with_other_columns_is_refused_and_left_alone(tmp_path):
     path = tmp_path / "device.csv"
     path.write_text("op,time\nlayer_norm,3\n")
@@ -132,16 +103,6 @@ def test_a_file_with_other_columns_is_refused_and_left_alone(tmp_path):
     ):
         results.write(path, [row()])
     assert path.read_text() == "op,time\nlayer_norm,3\n"
-
-
-def test_device_slug():
-    assert results.device_slug("NVIDIA H200") == "nvidia_h200"
-    assert results.device_slug("AMD Instinct(TM) MI300X") == "amd_instinct_tm_mi300x"
-
-
-def test_commit_can_be_named(monkeypatch):
-    monkeypatch.setenv("FUSEDOPS_COMMIT", "feed123")
-    assert results.commit() == "feed123"
 
 
 # --- targets --------------------------------------------------------------------------------------
