@@ -99,6 +99,11 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Modules check at the end of the process that nothing of theirs is left."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(tryfirst=True)  # before -k and -m, which then take of the same choice
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     short = not config.getoption("--full")
