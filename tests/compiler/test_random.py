@@ -263,7 +263,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_found_at_random(name: str) -> None:
+def test_seeds_that_were_wrong_once(name: str) -> None:
     random = FOUND[name]
     with in_tiles() if random.tiled else contextlib.nullcontext(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

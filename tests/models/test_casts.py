@@ -281,7 +281,7 @@ def test_where_autocast_casts_nothing() -> None:
             assert _stand_ins(module, x) == layers
 
 
-def test_eagerly_autocast_casts() -> None:
+def test_eager_calls_use_the_casts_of_autocast() -> None:
     module = _Two()
     assert _stand_ins(module) == (module.first, module.second)
     attention = _Attention()

@@ -132,7 +132,7 @@ def test_exclude(exclude: Any, left: list[str]) -> None:
     }
 
 
-def test_report_of_the_rule_that_was_excluded() -> None:
+def test_the_rule_that_was_excluded() -> None:
     report = fusedops.fuse_model(_model(), exclude=["1", "layer_norm", "gelu"])
     reasons = {m.name: m.reason for m in report.left}
     assert (
@@ -322,7 +322,7 @@ def _reported(report: Any, model: nn.Module) -> dict[nn.Module, str]:
 
 @every
 @pytest.mark.parametrize("hooked", [False, True], ids=["", "hooked"])
-def test_report_of_what_is_left_to_the_block(
+def test_what_is_left_to_the_block(
     spec: ModelSpec, hooked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A last bias, a dropout, both or neither: as in a forward.
@@ -415,7 +415,7 @@ def test_block_whose_norms_are_not_fused() -> None:
     assert table["model.layers.0.mlp"] == "gated_act"
 
 
-def test_report_of_an_attention_with_hooks() -> None:
+def test_an_attention_with_hooks() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     layer.self_attn.register_forward_hook(lambda *args: None)
     (attention,) = (m for m in fusedops.fuse_model(layer) if m.rule == "multihead_attention")
@@ -423,7 +423,7 @@ def test_report_of_an_attention_with_hooks() -> None:
 
 
 @transformers_only
-def test_report_of_an_attention_without_a_bias() -> None:
+def test_an_attention_without_a_bias() -> None:
     spec = next(spec for spec in MODELS if spec.name == "llama")
     model = build(spec)
     model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *args: None)
@@ -434,7 +434,7 @@ def test_report_of_an_attention_without_a_bias() -> None:
 
 @transformers_only
 @pytest.mark.parametrize("name", ["query", "key", "value"])
-def test_report_of_berts_attention_that_casts_its_input(name: str) -> None:
+def test_berts_attention_that_casts_its_input(name: str) -> None:
     """It does not where one of its linear layers has hooks."""
     model = build(next(spec for spec in MODELS if spec.name == "bert"))
     path = "bert.encoder.layer.1.attention.self"
@@ -445,7 +445,7 @@ def test_report_of_berts_attention_that_casts_its_input(name: str) -> None:
 
 
 @transformers_only
-def test_report_of_t5s_attentions_with_a_fast_path() -> None:
+def test_t5s_attentions_with_a_fast_path() -> None:
     model = build(next(spec for spec in MODELS if spec.name == "t5"))
     blocks = model.decoder.block
     blocks[0].layer[0].SelfAttention.o.register_forward_hook(lambda *args: None)

@@ -139,6 +139,7 @@ def test_operators(name: str) -> None:
     assert dict(found) == calls
 
 
+@pytest.mark.pairs
 @case
 @pytest.mark.parametrize("training", [True, False], ids=["training", ""])
 def test_what_is_left_to_a_block(name: str, training: bool) -> None:
@@ -284,7 +285,7 @@ def test_excluded_children(name: str) -> None:
         _alike(fused, copy.deepcopy(model))
 
 
-@case
+@some
 def test_autocast(name: str) -> None:
     """The same dtypes, and the same numbers but for roundings."""
     model = _made(CASES[name][0], torch.float32).eval()

@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 
 from fusedops.core.spec import Sample, Spec
-from support import ALL_SPECS, DEVICE, Case, call, cases, eager, random_like, rows_of, tensors_of
+from support import (
+    ALL_SPECS,
+    DEVICE,
+    Case,
+    call,
+    cases,
+    eager,
+    of_families,
+    random_like,
+    rows_of,
+    tensors_of,
+)
 from tolerances import check_gradients, check_values
 
 PROCESSORS = (
@@ -209,7 +220,7 @@ over_specs = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.na
 over_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-@over_specs
+@of_families
 @over_dtypes
 @pytest.mark.parametrize("rows", sorted({PROCESSORS + d for d in (-1, 0, 1)} | {131, 132, 133}))
 def test_rows_around_a_multiple_of_the_processors(
@@ -218,7 +229,7 @@ def test_rows_around_a_multiple_of_the_processors(
     _check(spec, _resized(spec, dtype, (rows, 24)))
 
 
-@over_specs
+@of_families
 @pytest.mark.parametrize(
     "cols", [1, 2, 3, 5, 7, 8, 9, 15, 16, 31, 33, 63, 65, 255, 257, 1023, 1025]
 )

@@ -46,6 +46,7 @@ from tolerances import (
 )
 
 
+@pytest.mark.pairs("spec dtype", "sample dtype")
 @cases()
 def test_values(case: Case) -> None:
     check_values(case.spec, case.sample())
@@ -67,7 +68,7 @@ def test_output_is_the_norm_of_the_returned_sum(case: Case) -> None:
 
 
 @cases(select=lambda spec, sample: "cast_dtype" in sample.options)
-def test_a_twin_is_the_output_in_another_dtype(case: Case) -> None:
+def test_a_cast_output_is_the_output_in_another_dtype(case: Case) -> None:
     """To the last bit; and it is the output itself, not a copy, if that has its dtype."""
     y, *_, cast = call(case.spec, case.sample())(tensors_of(case.spec, case.sample()))
     assert torch.equal(cast, y.to(cast.dtype))

@@ -62,6 +62,9 @@ TEXT = text.Text(CPU)
 LIGHT = measuring.Effort(rounds=2, block_s=0.001, singles=1, most=2)
 SETTING = runner.Setting(CPU, TEXT, LIGHT, seeds=(0, 1), steps=6)
 every_tiny = pytest.mark.parametrize("workload", workloads.workloads(tiny=True), ids=str)
+each_mode = pytest.mark.parametrize(
+    "workload", workloads.workloads(["bert", "gpt2", "dit"], tiny=True), ids=str
+)
 
 
 def row(
@@ -257,7 +260,7 @@ def test_text_is_text():
 
 
 @transformers_only
-@every_tiny
+@each_mode
 def test_a_step_does_the_whole_thing(workload, monkeypatch):
     made = contender("eager", workload, CPU, TEXT.reseeded(0))
     if workload.mode == "generate":
