@@ -190,7 +190,8 @@ def specs_of(names: Sequence[str]) -> pytest.MarkDecorator:
     )
 
 
-# A graph takes a second, and how one is made is the same for all operators of a family.
+# An operator of each kind of kernel and of call. For properties that those of a kind share where a
+# case takes a second, as a graph does.
 of_families = specs_of(
     (
         "bias_act",
