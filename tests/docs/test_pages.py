@@ -372,7 +372,7 @@ def test_the_page_of_a_folder_names_files_that_are_there(folder: str) -> None:
 
 def test_the_pages_agree_on_how_long_the_tests_take() -> None:
     pages = ("README.md", "CONTRIBUTING.md", "docs/testing.md")
-    found = [re.findall(r"(\d+) minutes on two cores", TEXTS[page]) for page in pages]
+    found = [re.findall(r"(\d+)\s+minutes\s+on\s+two\s+cores", TEXTS[page]) for page in pages]
     assert len(set(map(tuple, found))) == len(found[0]) == 1
 
 
