@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.plain
 
 
+@pytest.mark.full  # half a minute of two cores
 def test_two_processes_are_measured_alike(tmp_path):
     """Fused and as it is, a spread model has one loss and the same collectives.
 

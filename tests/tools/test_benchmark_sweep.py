@@ -294,6 +294,7 @@ def key():
 """
 
 
+@pytest.mark.full  # half a minute, in several processes
 def test_workers_make_the_keys_that_the_measuring_process_looks_for(tmp_path):
     """As a program of its own, as the key depends on which modules a process has, in which order.
 
