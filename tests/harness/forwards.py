@@ -1330,7 +1330,25 @@ def a_gate_changed_before(self, x):
     return act * self.up(x)
 
 
-@_case(gated_act=1)
+@_case()
+def a_gate_changed_by_an_operator(self, x):
+    gate = self.gate(x)
+    act = self.fn(gate)
+    gate += 1
+    return self.down(act * gate)
+
+
+@_case()
+def a_gate_changed_within_conditions(self, x):
+    gate = self.gate(x)
+    act = self.fn(gate)
+    if self.flag:
+        if not self.other:
+            gate += 1
+    return self.down(act * gate)
+
+
+@_case(gelu=1)
 def a_gate_whose_rows_change(self, x):
     x = x * 1
     gate = self.act(self.gate(x * 1))

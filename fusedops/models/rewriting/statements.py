@@ -656,8 +656,6 @@ class _Statements(Expressions):
 
     def _has_effects(self, node: ast.AST) -> bool:
         """Whether the code may do more than to compute a value and bind names."""
-        if isinstance(node, (ast.AugAssign, ast.Delete)):
-            return True
         return any(map(_is_effect, ast.walk(node)))
 
     def _is_random(self, definition: Definition) -> bool:
@@ -672,8 +670,11 @@ class _Statements(Expressions):
         # `g = act(gate(x)); u = up(x); y = g * u`
         if not self.pending[definition].is_gate:
             return False
-        # A layer neither reads the gate nor changes it, so the two may trade places.
-        return all(map(self._calls_layer, nodes(statement, ast.Call)))
+        # A layer neither reads the gate nor changes it, so the two may trade places. What has an
+        # effect without a call may change it: `gate += 1`.
+        calls = nodes(statement, ast.Call)
+        effects = filter(_is_effect, ast.walk(statement))
+        return all(map(self._calls_layer, calls)) and set(effects) <= set(calls)
 
     def _calls_layer(self, call: ast.Call) -> bool:
         if is_helper(call):
@@ -697,10 +698,14 @@ def _is_early_return(statement: ast.If) -> bool:
     return not statement.orelse
 
 
+# An augmented assignment changes a tensor in place, wherever in a statement it stands.
+_EFFECTS = (ast.AugAssign, ast.Delete, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
+
+
 def _is_effect(node: ast.AST) -> bool:
     """Whether a node by itself may have side effects."""
     if isinstance(node, ast.Call):
         return not is_harmless(node)
     if isinstance(node, (ast.Subscript, ast.Attribute)):
         return not isinstance(node.ctx, ast.Load)
-    return isinstance(node, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom))
+    return isinstance(node, _EFFECTS)
