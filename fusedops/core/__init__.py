@@ -1,1 +1,1 @@
-"""The modules that all operator families use: calls, launches, tuning, random state, DTensors."""
+"""What all operator families share: calls, launches, configs, random states."""

@@ -47,7 +47,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 import backends, fusedops
 from fusedops.backend import entry
-from fusedops.core import launch
+from fusedops.core.launches import launch
 
 def compiled(gm, inputs, mode, options):
     run = lambda graph, _: make_boxed_func(graph.forward)

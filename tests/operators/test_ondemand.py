@@ -122,7 +122,7 @@ def test_tuner_is_loaded_only_when_it_is_on(monkeypatch: pytest.MonkeyPatch) -> 
 def test_values_of_the_variable(value: str | None, on: str) -> None:
     """The variable is read once; an unknown value is off, with one warning that lists the known ones."""
     environment = {name: text for name, text in os.environ.items() if name != "FUSEDOPS_TUNE"}
-    code = "from fusedops.core import tuning; tuning.on_demand(); print(repr(tuning.on_demand()))"
+    code = "from fusedops.core.configs import tuning; tuning.on_demand(); print(repr(tuning.on_demand()))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -186,7 +186,7 @@ def test_failing_tuner_warns_once(reply: dict[str, Any], monkeypatch: pytest.Mon
 _SERVER = """
 import sys
 import made_up
-from fusedops.core import tuning
+from fusedops.core.configs import tuning
 from fusedops.tune import server
 assert not tuning.on_demand()
 tuning.device_name = lambda index: made_up.NAME
@@ -431,7 +431,7 @@ def test_failing_store(ranks: threading.local, monkeypatch: pytest.MonkeyPatch) 
 _RANK = """
 import os, sys
 import torch.distributed as dist
-from fusedops.core import tuning
+from fusedops.core.configs import tuning
 from fusedops.core.configs.tuning_key import TuningKey
 from fusedops.tune import ondemand
 tuning.device_name = lambda index: "Test GPU"

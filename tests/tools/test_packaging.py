@@ -254,7 +254,7 @@ from pathlib import Path
 import torch
 
 import fusedops
-from fusedops.core import launch
+from fusedops.core.launches import launch
 
 assert Path(fusedops.__file__).is_relative_to(sys.prefix), fusedops.__file__
 x, weight = torch.randn(4, 32, requires_grad=True), torch.rand(32)
