@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from ..core.activations import ACTIVATIONS
 from ..core.calls import checks
 from ..core.calls.function import vjp
-from ..core.calls.operator import Dtypes, Operator
-from ..core.calls.operators import encode, site_of
+from ..core.calls.operator import Axes, Dtypes, Operator, axes_of_rows
+from ..core.calls.operators import site_of
 from ..core.calls.registration import define
 from ..core.launches import launch
 from ..core.launches.operand import empty, empty_dense
@@ -35,12 +35,9 @@ class ActivationOperator(Operator):
     tensors = ("x", "other")
     outputs = ("y",)
     saved = ("kept", "kept_other")
-    rows = frozenset(("x", "y", "kept"))
-
-    record = staticmethod(ActivationConstants)
 
     @staticmethod
-    def key(arguments: Any, tensors: Any) -> Hashable:
+    def key(mode: int, constants: Any, tensors: Any) -> Hashable:
         """All shapes, dtypes, types and devices that are checked; of rows only the last dimension.
 
         The number of rows is not checked, and differs from batch to batch.
@@ -49,10 +46,11 @@ class ActivationOperator(Operator):
         shape = x.shape
         cols = shape[-1] if shape else None
         if other is None:
-            return arguments, type(x), x.dtype, x.device, cols
-        fits = other.shape if arguments[1] == "bias" else other.shape == shape
+            return mode, constants, type(x), x.dtype, x.device, cols
+        fits = other.shape if constants.kind == "bias" else other.shape == shape
         return (
-            arguments,
+            mode,
+            constants,
             type(x),
             x.dtype,
             x.device,
@@ -63,8 +61,16 @@ class ActivationOperator(Operator):
             fits,
         )
 
-    def check(self, constants: ActivationConstants, tensors: Any) -> None:
-        """Checks all but p."""
+    def check(
+        self, constants: ActivationConstants, tensors: Any, *, nested: bool
+    ) -> ActivationConstants:
+        """See `Operator`; it checks all but p. Autocast changes no activation."""
+        if not nested:
+            self._check_tensors(constants, tensors)
+        checks.check_choice(constants.op, "activation", constants.activation, ACTIVATIONS)
+        return constants
+
+    def _check_tensors(self, constants: ActivationConstants, tensors: Any) -> None:
         op, kind = constants.op, constants.kind
         x, other = tensors
         first, second = _arguments(constants)
@@ -80,11 +86,6 @@ class ActivationOperator(Operator):
             expected = x.shape[-1:] if kind == "bias" else x.shape
             checks.check_tensor(op, second, other, x)
             checks.check_shape(op, second, other, tuple(expected))
-        self.check_constants(constants)
-
-    def check_constants(self, constants: ActivationConstants) -> None:
-        """Checks that the activation is in the table."""
-        checks.check_choice(constants.op, "activation", constants.activation, ACTIVATIONS)
 
     def cols(self, constants: ActivationConstants, tensors: Any) -> int:
         """The width of an output's row."""
@@ -125,32 +126,31 @@ class ActivationOperator(Operator):
             (True,),
             1,
             itemgetter(0, 1),
-            encode(constants, dtypes, saves),
             y,
             vector,
+            native=_native(constants, dtypes),
         )
-
-    def has_rows(self, constants: ActivationConstants, name: str) -> bool:
-        """See `Operator`; up has rows, a bias has none."""
-        if name in ("other", "kept_other"):
-            return constants.kind != "bias"
-        return name in self.rows
-
-    def has_columns(self, constants: ActivationConstants) -> bool:
-        """See `Operator`; a shard of packed columns has other columns of the gate than of up."""
-        return constants.kind != "packed"
 
     def argument(self, constants: ActivationConstants, place: int) -> str:
         """See `Operator`."""
         return _arguments(constants)[place]
 
-    # --- PyTorch's operators ----------------------------------------------------------------------
+    def axes(self, constants: ActivationConstants, tensors: Any) -> Axes:
+        """See `Operator`; up has rows, a bias has none.
 
-    def native(self, constants: ActivationConstants, dtypes: Dtypes) -> Callable[..., Any] | None:
-        """`F.gelu`."""
-        if constants.kind != "bias" or dtypes[1] is not None:
-            return None
-        return _gelu if constants.activation in ("gelu", "gelu_tanh") else None
+        A shard of packed columns has other columns of the gate than of up.
+        """
+        return axes_of_rows(
+            tensors,
+            0,
+            dims=1,
+            columns=int(self.cols(constants, tensors)),
+            carriers=(0,) if constants.kind == "bias" else (0, 1),
+            are_split=constants.kind != "packed",
+            outputs=1,
+        )
+
+    # --- PyTorch's operators ----------------------------------------------------------------------
 
     def reference(
         self, constants: ActivationConstants, tensors: Any, dropout: Dropout
@@ -222,6 +222,13 @@ def _arguments(constants: ActivationConstants) -> tuple[str, str]:
     if constants.kind != "bias":
         return "gate", "up"
     return "input" if constants.op == "gelu" else "x", "bias"
+
+
+def _native(constants: ActivationConstants, dtypes: Dtypes) -> Callable[..., Any] | None:
+    """`F.gelu`, where it computes exactly this."""
+    if constants.kind != "bias" or dtypes[1] is not None:
+        return None
+    return _gelu if constants.activation in ("gelu", "gelu_tanh") else None
 
 
 def _gelu(constants: ActivationConstants, tensors: Any) -> Tensor:

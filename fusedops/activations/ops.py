@@ -1,4 +1,4 @@
-"""The activation family's functionals: each passes constants and tensors to `core.calls.call`."""
+"""The activation family's functionals: each passes its record and tensors to `core.calls.call`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ..core.activations import ActivationName
+from ..core.activations import ACTIVATIONS, ActivationName
 from ..core.calls.call import run
 from ..core.calls.checks import check_choice, check_p_off
 from .operator import ACTIVATION
+from .site import ActivationConstants, Kind
 
 __all__ = [
     "APPROXIMATIONS",
@@ -42,8 +43,8 @@ def gelu(input: Tensor, approximate: Approximate = "none") -> Tensor:
     Saved for backward: the input.
     Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
     """
-    arguments = ("gelu", "bias", _approximation("gelu", approximate))
-    return run(ACTIVATION, arguments, (input, None))[0]  # type: ignore[no-any-return]
+    constants = _record("gelu", "bias", _approximation("gelu", approximate))
+    return run(ACTIVATION, constants, (input, None))[0]  # type: ignore[no-any-return]
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None, approximate: Approximate = "none") -> Tensor:
@@ -64,8 +65,8 @@ def bias_gelu(x: Tensor, bias: Tensor | None, approximate: Approximate = "none")
     Saved for backward: x and bias.
     Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
     """
-    arguments = ("bias_gelu", "bias", _approximation("bias_gelu", approximate))
-    return run(ACTIVATION, arguments, (x, bias))[0]  # type: ignore[no-any-return]
+    constants = _record("bias_gelu", "bias", _approximation("bias_gelu", approximate))
+    return run(ACTIVATION, constants, (x, bias))[0]  # type: ignore[no-any-return]
 
 
 def bias_act(
@@ -99,9 +100,9 @@ def bias_act(
     Saved for backward: x and bias.
     Source: Srivastava et al. 2014, "Dropout"; Salmon et al. 2011 for the mask's generator, Philox.
     """
-    arguments = ("bias_act", "bias", activation)
+    constants = _record("bias_act", "bias", activation)
     p_applied = p if training else check_p_off("bias_act", p)
-    return run(ACTIVATION, arguments, (x, bias), p_applied)[0]  # type: ignore[no-any-return]
+    return run(ACTIVATION, constants, (x, bias), p_applied)[0]  # type: ignore[no-any-return]
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: Approximate = "none") -> Tensor:
@@ -122,8 +123,10 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: Approximate = "no
     Saved for backward: gate and up. If they are packed, so is their gradient.
     Source: Shazeer 2020, arXiv:2002.05202.
     """
-    arguments = ("geglu", "packed" if up is None else "glu", _approximation("geglu", approximate))
-    return run(ACTIVATION, arguments, (gate, up))[0]  # type: ignore[no-any-return]
+    constants = _record(
+        "geglu", "packed" if up is None else "glu", _approximation("geglu", approximate)
+    )
+    return run(ACTIVATION, constants, (gate, up))[0]  # type: ignore[no-any-return]
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -142,8 +145,8 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     Saved for backward: gate and up. If they are packed, so is their gradient.
     Source: Shazeer 2020, arXiv:2002.05202.
     """
-    arguments = ("swiglu", "packed" if up is None else "glu", "silu")
-    return run(ACTIVATION, arguments, (gate, up))[0]  # type: ignore[no-any-return]
+    constants = _record("swiglu", "packed" if up is None else "glu", "silu")
+    return run(ACTIVATION, constants, (gate, up))[0]  # type: ignore[no-any-return]
 
 
 def gated_act(
@@ -174,8 +177,33 @@ def gated_act(
     Saved for backward: gate and up.
     Source: Dauphin et al. 2017, arXiv:1612.08083; Shazeer 2020, arXiv:2002.05202.
     """
-    arguments = ("gated_act", "packed" if up is None else "glu", activation)
-    return run(ACTIVATION, arguments, (gate, up))[0]  # type: ignore[no-any-return]
+    constants = _record("gated_act", "packed" if up is None else "glu", activation)
+    return run(ACTIVATION, constants, (gate, up))[0]  # type: ignore[no-any-return]
+
+
+_KINDS: dict[str, tuple[Kind, ...]] = {
+    "gelu": ("bias",),
+    "bias_gelu": ("bias",),
+    "bias_act": ("bias",),
+    "geglu": ("glu", "packed"),
+    "swiglu": ("glu", "packed"),
+    "gated_act": ("glu", "packed"),
+}
+# The records of all calls: none of the constants is a number.
+_RECORDS: dict[tuple[str, str, str], ActivationConstants] = {
+    (op, kind, activation): ActivationConstants(op, kind, activation)
+    for op, kinds in _KINDS.items()
+    for kind in kinds
+    for activation in ACTIVATIONS
+}
+
+
+def _record(op: str, kind: Kind, activation: Any) -> ActivationConstants:
+    """The record of a call; the checks raise for an activation that is not in the table."""
+    try:
+        return _RECORDS[op, kind, activation]
+    except (KeyError, TypeError):
+        return ActivationConstants(op, kind, activation)
 
 
 def _approximation(op: str, approximate: Any) -> str:

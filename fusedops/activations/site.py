@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from ..core.activations import ACTIVATIONS, Activation
-from ..core.calls.operator import Constants, Site
+from ..core.calls.operator import Site
+from ..core.calls.words import dispatched
 
 __all__ = ["ActivationConstants", "ActivationSite", "Kind"]
 
@@ -19,21 +19,19 @@ __all__ = ["ActivationConstants", "ActivationSite", "Kind"]
 Kind = Literal["bias", "glu", "packed"]
 
 
-@dataclass(frozen=True)
-class ActivationConstants(Constants):
-    """The constants of an activation's call: the kind of function, and the activation's name."""
+@dispatched
+class ActivationConstants(NamedTuple):
+    """The constants of an activation's call.
 
+    Attributes:
+        op: the functional's name, for messages.
+        kind: the kind of function.
+        activation: the activation's name.
+    """
+
+    op: str
     kind: Kind
     activation: str
-
-    def words(self) -> tuple[str, ...]:
-        """See `Constants`."""
-        return self.kind, self.activation
-
-    @classmethod
-    def read(cls, words: Sequence[str], numbers: Sequence[float]) -> ActivationConstants:
-        """See `Constants`."""
-        return cls(*words)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)

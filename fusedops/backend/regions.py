@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from ..compiler.lowering import TABLE
-from ..core.calls.operators import NAMES
+from ..core.calls.words import NAMES
 from ..core.compat.fake import hints
 from ..core.launches import launch
 from .graphs import (

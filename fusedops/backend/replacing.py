@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..core.calls import operators
+from ..core.calls.words import encode
 from ..core.random import rng
 from .dimensions import join, split
 from .graphs import dtype_of, escapes, positions_of, users_of, value_of
@@ -104,13 +104,12 @@ def _call(
     region_program = match.program
     program, inputs = region_program.program, region_program.inputs
     dtypes = tuple(map(dtype_of, inputs))
-    constants = program.record(program.op)
     seed, threshold = None, rng.threshold(program.p)
     if threshold > 0:
         device = value_of(inputs[0]).device
         seed = graph.call_function(torch.ops.fusedops.random_state.default, (device,))
     target = getattr(torch.ops.fusedops, f"{program.name}_forward").default
-    encoded = operators.encode(constants, dtypes, bool(match.reached))
+    encoded = encode(program.record, dtypes, bool(match.reached))
     arguments = _arguments(graph, match, cut, replaced)
     args = (*arguments, seed, threshold, program.structure.cols, encoded)
     call = graph.call_function(target, args)

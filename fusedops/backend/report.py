@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from ..compiler.codegen import Kernel, backward_kernels, forward_kernels
+from ..compiler.codegen import backward_kernels, forward_kernels
+from ..compiler.kernel import Kernel
 from ..compiler.operator import Program
-from ..core.calls import operators
+from ..core.calls.words import name_in
 from ..core.launches import launch
 from .fx import namespace
 from .graphs import captured_body
@@ -54,7 +55,7 @@ def operators_in(graph: fx.Graph) -> Counter[str]:
     for node in filter(_is_own_operator, graph.nodes):
         # The operator's name is in the text that encodes its constants.
         encoded = [arg for arg in node.args if isinstance(arg, str)]
-        names += map(operators.name_in, encoded)
+        names += map(name_in, encoded)
     return Counter(names)
 
 

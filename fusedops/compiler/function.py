@@ -23,7 +23,7 @@ from .errors import NotRowwiseError
 from .explanation import Explanation, explained
 from .guards import Guards
 from .objects import PLAIN
-from .operator import Program
+from .operator import Program, RowwiseConstants
 from .programs import Programs, tensors_of
 from .state import Looks, plain_state
 from .tracing import recording
@@ -97,14 +97,14 @@ class _Call:
         positions: the positions of the tensors among the arguments.
         captured: the positions, in the state, of the captured tensors.
         reason: why no program runs; "" if one does.
-        token: the device and the types of the tensors, as a part of a key.
+        constants: the record of the call's constants; None for the function itself.
     """
 
     program: Program | None
     positions: tuple[int, ...] = ()
     captured: tuple[int, ...] = ()
     reason: str = ""
-    token: Any = None
+    constants: RowwiseConstants | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,15 +208,15 @@ class Rowwise(Generic[_P, _R]):
         if program is None:
             return self._run(*args)
         tensors = [args[position] for position in call.positions]
-        token = call.token
+        constants = call.constants
         if call.captured:
             tensors += [state_tensors[position] for position in call.captured]
-            token = (token, *map(type, tensors))
+            constants = RowwiseConstants(self.name, (constants, *map(type, tensors)))
             # The state holds only that there is a tensor: its dtype or shape may have changed.
             if not program.fits(tensors):
                 del group.calls[state]
                 return self._called(*args)
-        outs = run(program, (self.name, token), tensors, program.p)
+        outs = run(program, constants, tensors, program.p)
         container = program.structure.container
         if container == "tensor":
             return outs[0]
@@ -352,8 +352,8 @@ class Rowwise(Generic[_P, _R]):
             return _Call(None, reason=str(error))
         match.program.strict = self.strict
         positions = tuple([i for i, a in enumerate(args) if isinstance(a, Tensor)])
-        token = (*devices, *map(type, tensors))
-        return _Call(match.program, positions, match.captured, token=token)
+        constants = RowwiseConstants(self.name, (*devices, *map(type, tensors)))
+        return _Call(match.program, positions, match.captured, constants=constants)
 
     def _check_tensors(self, tensors: Sequence[Tensor], devices: Collection[torch.device]) -> None:
         """Raise `NotRowwiseError` for tensors that kernels cannot read."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..core.activations import ACTIVATIONS
-from ..core.calls.operators import NAMES
+from ..core.calls.words import NAMES
 from .ir import BINARY, COMPARISONS, REDUCTIONS, UNARY
 
 __all__ = ["GrammarError", "check"]

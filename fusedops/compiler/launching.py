@@ -201,7 +201,7 @@ def _launchers(
     sizes = program.sizes_of(tensors)
     axes = without(program.structure.rows, program.group if grouped else ())
     site = program.site(
-        program.record(program.op),
+        program.record,
         program.dtypes,
         program.structure.cols,
         device_index,

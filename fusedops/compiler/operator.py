@@ -9,16 +9,15 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..core.calls.operator import Axes, Constants, Dtypes, Operator
-from ..core.calls.operators import encode
+from ..core.calls.operator import Axes, Dtypes, Operator
 from ..core.calls.registration import MOST_ARGUMENTS, arguments, define
+from ..core.calls.words import dispatched
 from ..core.configs import tuning
 from ..core.launches import launch
 from ..core.random import rng
@@ -43,24 +42,25 @@ _registering = threading.RLock()
 LONGEST_ROW = 16384
 
 
-@dataclass(frozen=True)
-class RowwiseConstants(Constants):
-    """No constants: a function is traced again for other numbers."""
+@dispatched
+class RowwiseConstants(NamedTuple):
+    """No constants: a function is traced again for other numbers.
 
-    def words(self) -> tuple[str, ...]:
-        """See `Constants`."""
-        return ()
+    Attributes:
+        op: the function's name, for messages.
+        token: the device and the types of the tensors, which `Program.fits` does not check. It is
+            a part of the key, and of no record that `Program.check` returns.
+    """
 
-    @classmethod
-    def read(cls, words: Sequence[str], numbers: Sequence[float]) -> RowwiseConstants:
-        """See `Constants`."""
-        return cls(words[0])
+    op: str
+    token: Hashable = None
 
 
 class Program(Operator):
     """A function traced for tensors of these dtypes, columns and broadcast dimensions.
 
     Attributes:
+        record: the constants of all its calls.
         strict: whether kernels that cannot be compiled are an error.
         uncompiled: why PyTorch's operators run instead of kernels; "" where kernels run.
         is_long: whether rows have more columns than any kernel supports, so that PyTorch's
@@ -77,6 +77,7 @@ class Program(Operator):
         structure = plan.structure
         self.plan, self.structure, self.function = plan, structure, function
         self.op, self.strict = name, False
+        self.record = RowwiseConstants(name)
         self.is_long = structure.cols > launch.LONGEST_ROW
         self.uncompiled = (
             f"rows of more than {launch.LONGEST_ROW:,} columns" if self.is_long else ""
@@ -104,6 +105,7 @@ class Program(Operator):
             "saved_stats",
         )
         self.dtypes = tuple([operand.dtype for operand in structure.inputs])
+        # An input that is only detached or compared is no source: it gets no gradient.
         self._sources = _sources_of(plan)
         self.wanted = tuple([i in plan.differentiable for i in range(len(structure.inputs))])
         dtypes = {*self.dtypes, *[operand.dtype for operand in structure.outputs]}
@@ -140,20 +142,13 @@ class Program(Operator):
     # --- before a call ----------------------------------------------------------------------------
 
     @staticmethod
-    def record(*arguments: Any) -> RowwiseConstants:
-        """See `Operator`."""
-        return RowwiseConstants(arguments[0])
+    def key(mode: int, constants: Any, tensors: Any) -> Hashable:
+        """See `Operator`; `Program.fits` checked the rest."""
+        return mode, constants
 
-    @staticmethod
-    def key(arguments: Any, tensors: Any) -> Hashable:
-        """Return the call's token, with the types of the tensors, which `Program.fits` checked."""
-        return arguments  # type: ignore[no-any-return]
-
-    def check(self, constants: Any, tensors: Any) -> None:
-        """Check nothing: `Program.fits` checked the tensors."""
-
-    def check_constants(self, constants: Any) -> None:
-        """Check nothing: there are no constants."""
+    def check(self, constants: Any, tensors: Any, *, nested: bool) -> RowwiseConstants:
+        """See `Operator`; it checks nothing, as `Program.fits` checked the tensors."""
+        return self.record
 
     def cols(self, constants: Any, tensors: Any) -> int:
         """Return the number of columns in a part of a row."""
@@ -198,9 +193,9 @@ class Program(Operator):
             outs,
             self.count + (self.own and saves),
             itemgetter(*plan.saved_inputs, intermediate, stats),
-            encode(constants, dtypes, saves),
             self,
             {},
+            sources=self._sources,
         )
 
     # --- DTensors ---------------------------------------------------------------------------------
@@ -416,10 +411,6 @@ class Program(Operator):
     def needed(self, site: Any, grads: Any, needs: Any) -> tuple[bool, ...]:
         """Return which inputs need a gradient and are used."""
         return tuple([need and used for need, used in zip(needs, self.structure.used, strict=True)])
-
-    def sources(self, constants: Any, outputs: int) -> tuple[frozenset[int], ...] | None:
-        """See `Operator`; an input that is only detached or compared gets no gradient."""
-        return self._sources
 
     def allocate_gradients(
         self, site: RowwiseSite, grads: Any, saved: Any, needed: Any

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.calls.operators import NAMES
+from ..core.calls.words import NAMES
 from ..core.compat.dispatch import DispatchMode, decompositions, out_of_place, without_modes
 from ..core.compat.fake import fake_mode, is_fake, share_memory
 from .axes import Axes, AxisError

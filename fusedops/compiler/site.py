@@ -72,8 +72,9 @@ class LaunchedProgram(Protocol):
     def first(self) -> int:
         """Return the position of the input from which sizes and the device are read."""
 
-    def record(self, *arguments: Any) -> Any:
-        """Return the call's constants."""
+    @property
+    def record(self) -> Any:
+        """Return the constants of all calls."""
 
     def site(
         self,

@@ -15,15 +15,13 @@ saved for every ``save``.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..compiler.function import rowwise
-from ..core.calls.call import with_state
-from ..core.calls.operator import Operator
 from ..core.random import dropout
 from ..core.random.dropout import Dropout
 from ..core.random.rng import State
@@ -35,36 +33,32 @@ __all__ = ["norm_over_columns"]
 
 
 def norm_over_columns(
-    norm: Operator,
     constants: NormConstants,
     tensors: Any,
     state: State | Dropout,
     layout: Layout,
+    compute: Callable[..., Any],
 ) -> tuple[Tensor | None, ...]:
     """The output, the pre-norm sum and the low-precision copy of a norm, in this rank's columns.
 
     Args:
-        norm: the operator of the norms, which computes the pre-norm sum.
         constants: of the call.
         tensors: this rank's parts, in the operator's order.
         state: the random state of the dropout.
         layout: how the rows and columns are sharded.
+        compute: computes a call of the operator of the norms on this rank's tensors: here the
+            pre-norm sum.
     """
     x, bias, residual, weight, ln_bias = tensors
-    rule, z, columns = constants.rule, x, layout.axes.columns
+    rule, z, columns = constants.rule(), x, layout.axes.columns
     drops = state is not dropout.none
     if isinstance(state, tuple):
         drops = state[0] is not None
     if bias is not None or residual is not None or drops:
-        added = replace(
-            constants,
-            rule=replace(rule, kind="none"),
-            shape=None,
-            return_sum=False,
-            out_dtype=None,
-            cast_dtype=None,
+        added = NormConstants(
+            constants.op, "none", rule.rounding, rule.eps, rule.weight_offset, None, constants.save
         )
-        z = with_state(norm, added, (x, bias, residual, None, None), state)[0]
+        z = compute(added, (x, bias, residual, None, None), state)[0]
     acc, mean = accumulator(z.dtype), None
     if rule.kind == "rms":
         squares = layout.total(_squares(z, acc))

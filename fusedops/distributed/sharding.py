@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,12 +27,13 @@ from torch import Tensor
 from ..core.calls.operator import Axes, Operator, Tensors
 from ..core.compat.dispatch import is_intercepted
 from ..core.compat.distributed import replicates_implicitly
+from ..core.launches import launch
 from ..core.random import dropout
 from ..core.random.dropout import Dropout
-from ..core.random.rng import NO_DROPOUT
+from ..core.random.rng import NO_DROPOUT, State, drawn, recorded_state
 from .conversion import ShardSpec, parts, total, wholes
 
-__all__ = ["Layout", "distributes", "layout", "numbers", "planned", "replicated"]
+__all__ = ["Layout", "distributes", "layout", "numbers", "planned", "replicated", "run"]
 
 # Columns whose keep decisions are drawn at once.
 _LANES = 8
@@ -46,6 +47,55 @@ def distributes(tensors: Tensors) -> bool:
     # Without an import: if nobody has imported the module, there is no DTensor.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(t, module.DTensor) for t in tensors)
+
+
+def run(
+    op: Operator, constants: Any, tensors: Tensors, p: float, compute: Callable[..., Any]
+) -> Any:
+    """Returns the outputs of a checked call, as DTensors, of rows that kernels can be compiled for.
+
+    Args:
+        op: the operator.
+        constants: the call's constants.
+        tensors: its tensors, all DTensors.
+        p: the drop probability.
+        compute: computes a call of the operator from constants, a rank's own tensors and the state
+            of its dropout. It is an argument because `call`, which has it, imports this module.
+    """
+    tensors = replicated(tensors)
+    plan = planned(op, constants, tensors, dropout=p > 0.0)
+    local = plan.local(tensors)
+    first = local[op.first]
+    assert first is not None
+    state = _of_shard(plan.layout, p, local, first.device)
+    axes = plan.layout.axes
+    if plan.layout.splits_columns and axes.over_columns is not None:
+        outs = axes.over_columns(constants, local, state, plan.layout, compute)
+    else:
+        outs = compute(constants, local, state)
+    if torch.compiler.is_dynamo_compiling() and len(axes.outputs) > op.visible:
+        # AOTAutograd loses DTensors that are views of one tensor (PyTorch 2.13).
+        outs = [out.clone() for out in outs]
+    return plan.whole(outs)
+
+
+def _of_shard(layout: Layout, p: float, local: Tensors, device: torch.device) -> State | Dropout:
+    """Returns the random state of a rank's kernels.
+
+    Where no kernels run, it is dropout with the rank's part of PyTorch's mask.
+    """
+    if not launch.runs_kernels(device.type):
+        return layout.dropout(p)
+    if layout.axes.rows.count(0):  # one process draws nothing for no elements either
+        return NO_DROPOUT
+    is_traced = torch.compiler.is_dynamo_compiling()
+    state = recorded_state(p, device) if is_traced else drawn(p, local, device)
+    first, second, threshold = state
+    if first is None:
+        return state
+    own: Any = first if isinstance(first, Tensor) else (first, second)
+    seed = layout.seed(own, device)
+    return seed, seed, threshold
 
 
 def replicated(tensors: Tensors) -> Tensors:

@@ -14,20 +14,17 @@ from torch.nn import functional as F
 
 from ..core.calls import checks
 from ..core.calls.function import vjp
-from ..core.calls.operator import Dtypes, Operator
-from ..core.calls.operators import encode
+from ..core.calls.operator import Axes, Dtypes, Operator, axes_of_rows
 from ..core.calls.registration import define
 from ..core.compat.dispatch import cast_by_autocast, in_forward_mode, transforms
 from ..core.launches import launch
 from ..core.launches.operand import empty
 from ..core.random.dropout import Dropout
-from ..core.random.rng import State
-from ..distributed.sharding import Layout
 from . import launching, reference
-from .reference import NormRule, accumulator
+from .reference import accumulator
 from .site import TENSORS, NormConstants, NormSite
 
-__all__ = ["NORM", "check_constants", "constants_of"]
+__all__ = ["NORM", "check_constants"]
 
 _ROUNDINGS = ("once", "llama", "t5")
 _SAVES = ("sum", "output", "inputs")
@@ -39,13 +36,6 @@ _SOURCES = tuple(map(frozenset, (range(5), range(3), range(5))))
 _WIDENED = {kind: cast_by_autocast(f"aten::{kind}_norm") for kind in ("layer", "rms")}
 
 
-def constants_of(
-    op: str, kind: Any, eps: Any, weight_offset: Any, rounding: Any, shape: Any, *rest: Any
-) -> NormConstants:
-    """The record of a call's constants; ``rest`` are the fields from ``save`` on."""
-    return NormConstants(op, NormRule(kind, eps, weight_offset, rounding), shape, *rest)
-
-
 class Norm(Operator):
     """LayerNorm, RMSNorm or no norm of ``dropout(x + bias) + residual``."""
 
@@ -55,21 +45,16 @@ class Norm(Operator):
     outputs = ("y", "z", "cast", "stats")
     visible = 3
     saved = ("kept", "kept_bias", "kept_residual", "kept_weight", "kept_ln_bias", "stats")
-    numbers = ("eps", "weight_offset")
-    shares = (0, 2)
-    rows = frozenset(("x", "residual", "y", "z", "cast", "kept", "kept_residual"))
-
-    record = staticmethod(constants_of)
 
     @staticmethod
-    def key(arguments: Any, tensors: Any) -> Hashable:
+    def key(mode: int, constants: Any, tensors: Any) -> Hashable:
         """All shapes, dtypes, types and devices that are checked; of rows only the last dimensions.
 
         The number of rows is not checked, and differs from batch to batch.
         """
         # This runs in every call: no helper function, and no loop over the tensors.
         x, bias, residual, weight, ln_bias = tensors
-        shape, normalized = x.shape, arguments[5]
+        shape, normalized = x.shape, constants.shape
         one_dimension = normalized is None or len(normalized) == 1
         tail = shape[-1] if one_dimension else shape[-len(normalized) :]
         bias_key = residual_key = weight_key = ln_bias_key = None
@@ -83,7 +68,8 @@ class Norm(Operator):
         if ln_bias is not None:
             ln_bias_key = (type(ln_bias), ln_bias.dtype, ln_bias.device, ln_bias.shape)
         return (
-            arguments,
+            mode,
+            constants,
             type(x),
             x.dtype,
             x.device,
@@ -94,8 +80,29 @@ class Norm(Operator):
             ln_bias_key,
         )
 
-    def check(self, constants: NormConstants, tensors: Any) -> None:
-        """Checks all but p."""
+    def check(self, constants: NormConstants, tensors: Any, *, nested: bool) -> NormConstants:
+        """See `Operator`; it checks all but p. PyTorch's norms may return fp32 under autocast."""
+        op = constants.op
+        if not nested:
+            self._check_tensors(constants, tensors)
+        check_constants(
+            op,
+            constants.kind,
+            constants.eps,
+            constants.weight_offset,
+            constants.rounding,
+            constants.save,
+        )
+        checks.check_out_dtype(op, constants.out_dtype)
+        checks.check_out_dtype(op, constants.cast_dtype, "cast_dtype")
+        if not torch.is_autocast_enabled("cuda"):
+            return constants
+        is_widened = constants.out_dtype is None and _WIDENED.get(constants.kind)
+        if not is_widened or not _all_on_gpu(tensors[:3]):
+            return constants
+        return constants._replace(out_dtype=torch.float32)
+
+    def _check_tensors(self, constants: NormConstants, tensors: Any) -> None:
         op, shape = constants.op, constants.shape
         x, bias, residual, weight, ln_bias = tensors
         first, last = self.argument(constants, 0), self.argument(constants, 4)
@@ -116,20 +123,6 @@ class Norm(Operator):
             if value is not None:
                 checks.check_tensor(op, name, value, x)
                 checks.check_shape(op, name, value, tail)
-        self.check_constants(constants)
-
-    def check_constants(self, constants: NormConstants) -> None:
-        """Checks the constants."""
-        op, rule = constants.op, constants.rule
-        check_constants(op, rule.kind, rule.eps, rule.weight_offset, rule.rounding, constants.save)
-        checks.check_out_dtype(op, constants.out_dtype)
-        checks.check_out_dtype(op, constants.cast_dtype, "cast_dtype")
-
-    def autocast(self, constants: NormConstants, tensors: Any) -> NormConstants:
-        """The constants, with an output in fp32 where PyTorch's norm returns one."""
-        if constants.out_dtype is not None or not _WIDENED.get(constants.rule.kind):
-            return constants
-        return _in_fp32(constants) if _all_on_gpu(tensors[:3]) else constants
 
     def cols(self, constants: NormConstants, tensors: Any) -> int:
         """The hidden size."""
@@ -144,7 +137,7 @@ class Norm(Operator):
 
         The pre-norm sum z is written if it is returned, or if it is saved and not equal to x.
         """
-        if constants.rule.kind == "none":
+        if constants.kind == "none":
             return True, False, False, False
         is_x = dtypes[1] is None and dtypes[2] is None and not dropout
         saves_sum = saves and constants.save == "sum" and not is_x
@@ -169,7 +162,7 @@ class Norm(Operator):
         # derivatives are taken of it.
         several = constants.return_sum or constants.cast_dtype is not None
         returned = 3 if several else 1 + outs[1]
-        moments = {"layer": 2, "rms": 1, "none": 0}[constants.rule.kind]
+        moments = {"layer": 2, "rms": 1, "none": 0}[constants.kind]
         shares = not dropout and dtypes[0] is dtypes[2]
         return NormSite(
             constants,
@@ -182,22 +175,16 @@ class Norm(Operator):
             outs,
             returned,
             _saved(constants, outs[1]),
-            encode(constants, dtypes, saves),
             y,
             z,
             constants.cast_dtype if outs[2] else None,
-            constants.dims,
+            constants.dims(),
             moments,
             shares,
+            # The pre-norm sum depends on none of the norm's parameters.
+            sources=_SOURCES if constants.return_sum else None,
+            native=_native(constants, dtypes),
         )
-
-    def leading(self, constants: NormConstants, dims: int) -> int:
-        """See `Operator`."""
-        return dims - constants.dims
-
-    def has_columns(self, constants: NormConstants) -> bool:
-        """See `Operator`; of several normalised dimensions none is sharded."""
-        return constants.dims == 1
 
     def argument(self, constants: NormConstants, place: int) -> str:
         """See `Operator`."""
@@ -207,38 +194,25 @@ class Norm(Operator):
             return "bias"
         return "input" if name == "x" and norm_alone else name
 
-    def sources(self, constants: NormConstants, outputs: int) -> tuple[frozenset[int], ...] | None:
-        """See `Operator`; the pre-norm sum depends on none of the norm's parameters."""
-        return _SOURCES if constants.return_sum else None
-
-    def over_columns(
-        self, constants: NormConstants, tensors: Any, state: State | Dropout, layout: Layout
-    ) -> Any:
-        """See `sharded`."""
-        if constants.rule.kind == "none":
-            return None
+    def axes(self, constants: NormConstants, tensors: Any) -> Axes:
+        """See `Operator`; of several normalised dimensions none is sharded."""
+        dims = constants.dims()
+        axes = axes_of_rows(
+            tensors,
+            0,
+            dims=dims,
+            columns=int(self.cols(constants, tensors)),
+            carriers=(0, 2),
+            are_split=dims == 1,
+            outputs=self.visible,
+        )
+        if constants.kind == "none":
+            return axes
         from ..distributed.norms import norm_over_columns
 
-        return norm_over_columns(self, constants, tensors, state, layout)
+        return axes._replace(over_columns=norm_over_columns)
 
     # --- PyTorch's operators ----------------------------------------------------------------------
-
-    def native(self, constants: NormConstants, dtypes: Dtypes) -> Callable[..., Any] | None:
-        """`F.layer_norm` or `F.rms_norm`, where it computes exactly this."""
-        rule = constants.rule
-        x, bias, residual, weight, ln_bias = dtypes
-        if constants.shape is None or rule.kind == "none":
-            return None
-        if bias is not None or residual is not None:
-            return None
-        if rule.rounding != "once" or rule.weight_offset != 0.0:
-            return None
-        if weight is None and ln_bias is not None:
-            return None
-        y, _ = _output_dtypes(constants, dtypes)
-        if len({x, weight, ln_bias, y} - {None}) > 1:
-            return None
-        return _layer_norm if rule.kind == "layer" else _rms_norm
 
     def reference(
         self, constants: NormConstants, tensors: Any, dropout: Dropout
@@ -247,10 +221,10 @@ class Norm(Operator):
         x, bias, residual, weight, ln_bias = tensors
         if x.is_nested:
             dtypes = tuple([None if t is None else t.dtype for t in tensors])
-            native = self.native(constants, dtypes)
+            native = _native(constants, dtypes)
             if native is not None:
                 return native(constants, tensors), None, None
-        dims, flat = constants.dims, x
+        dims, flat = constants.dims(), x
         if dims > 1:
             flat = x.flatten(-dims)
             weight, ln_bias = (None if t is None else t.flatten() for t in (weight, ln_bias))
@@ -258,7 +232,7 @@ class Norm(Operator):
         elementary = transforms() or in_forward_mode()
         y, z = reference.forward(
             (flat, bias, residual, weight, ln_bias),
-            constants.rule,
+            constants.rule(),
             dropout=dropout,
             out_dtype=constants.out_dtype,
             elementary=elementary,
@@ -367,6 +341,14 @@ class Norm(Operator):
             empty(saved[4], saved[4].dtype) if needed[4] else None,
         )
 
+    def expose_gradients(
+        self, site: NormSite, grads: Any, saved: Any, outs: Any, needs: Any
+    ) -> Sequence[Tensor | None]:
+        """See `Operator`; a gradient of x that was not written is the residual's: see `needed`."""
+        if needs[0] and outs[0] is None:
+            return outs[2], *outs[1:]
+        return outs  # type: ignore[no-any-return]
+
 
 def _flat(t: Tensor, dims: int) -> Tensor:
     """A tensor whose last ``dims`` dimensions are one."""
@@ -375,15 +357,31 @@ def _flat(t: Tensor, dims: int) -> Tensor:
     return t if dims == 1 else t.reshape(*t.shape[:-dims], math.prod(t.shape[-dims:]))
 
 
+def _native(constants: NormConstants, dtypes: Dtypes) -> Callable[..., Any] | None:
+    """`F.layer_norm` or `F.rms_norm`, where it computes exactly this."""
+    x, bias, residual, weight, ln_bias = dtypes
+    if constants.shape is None or constants.kind == "none":
+        return None
+    if bias is not None or residual is not None:
+        return None
+    if constants.rounding != "once" or constants.weight_offset != 0.0:
+        return None
+    if weight is None and ln_bias is not None:
+        return None
+    y, _ = _output_dtypes(constants, dtypes)
+    if len({x, weight, ln_bias, y} - {None}) > 1:
+        return None
+    return _layer_norm if constants.kind == "layer" else _rms_norm
+
+
 def _layer_norm(constants: NormConstants, tensors: Any) -> Tensor:
     x, _, _, weight, ln_bias = tensors
-    shape, eps = constants.shape, constants.rule.eps
-    return F.layer_norm(x, shape, weight, ln_bias, eps)  # type: ignore[arg-type]
+    return F.layer_norm(x, constants.shape, weight, ln_bias, constants.eps)  # type: ignore[arg-type]
 
 
 def _rms_norm(constants: NormConstants, tensors: Any) -> Tensor:
     x, _, _, weight, _ = tensors
-    return F.rms_norm(x, constants.shape, weight, constants.rule.eps)  # type: ignore[arg-type]
+    return F.rms_norm(x, constants.shape, weight, constants.eps)  # type: ignore[arg-type]
 
 
 def _output_dtypes(constants: NormConstants, dtypes: Dtypes) -> tuple[torch.dtype, torch.dtype]:
@@ -394,7 +392,7 @@ def _output_dtypes(constants: NormConstants, dtypes: Dtypes) -> tuple[torch.dtyp
     for other in (bias, residual):
         if other is not None:
             z = torch.promote_types(z, other)
-    return constants.out_dtype or constants.rule.output_dtype(z, weight), z
+    return constants.out_dtype or constants.rule().output_dtype(z, weight), z
 
 
 def _saved(constants: NormConstants, stores: bool) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
@@ -406,7 +404,7 @@ def _saved(constants: NormConstants, stores: bool) -> Callable[[tuple[Any, ...]]
         5 y   6 z      7 cast       8 stats    9 None
     """
     absent = 9
-    if constants.rule.kind == "none":
+    if constants.kind == "none":
         return itemgetter(*[absent] * 6)
     if constants.save == "inputs":
         return itemgetter(0, 1, 2, 3, 4, 8)
@@ -425,7 +423,7 @@ def _norm_derivative(
         raise RuntimeError("fusedops: save='output' has no double backward; use save='sum'")
     if site.constants.save == "inputs":
         z = reference.dropout_add(z, bias, residual, dropped).to(site.z)
-    dims = site.constants.dims
+    dims = site.dims
     rule = replace(site.rule, rounding="once", eps=site.rule.epsilon(site.z))
 
     def function(z: Tensor, weight: Tensor | None, ln_bias: Tensor | None) -> tuple[Tensor]:
@@ -444,19 +442,6 @@ def _all_on_gpu(tensors: Sequence[Any]) -> bool:
         if not getattr(t, "is_cuda", False) or t.dtype == torch.float64:
             return False
     return True
-
-
-def _in_fp32(constants: NormConstants) -> NormConstants:
-    """The constants with an output in fp32."""
-    return NormConstants(
-        constants.op,
-        constants.rule,
-        constants.shape,
-        constants.save,
-        constants.return_sum,
-        torch.float32,
-        constants.cast_dtype,
-    )
 
 
 def check_constants(

@@ -1,4 +1,4 @@
-"""The norm family's functionals: each passes its constants and tensors to `core.calls.call`."""
+"""The norm family's functionals: each passes its record and tensors to `core.calls.call`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch import Tensor
 
 from ..core.calls.call import run
 from ..core.calls.checks import check_p_off
+from ..core.calls.words import record
 from .operator import NORM, check_constants
 from .reference import Rounding
+from .site import NormConstants
 
 __all__ = [
     "add_layer_norm",
@@ -62,8 +64,11 @@ def layer_norm(
         shape: tuple[int, ...] = (normalized_shape,)
     else:
         shape = _shape("layer_norm", normalized_shape)
-    arguments = ("layer_norm", "layer", eps, 0.0, "once", shape, "sum", False, out_dtype, None)
-    return run(NORM, arguments, (input, None, None, weight, bias))[0]  # type: ignore[no-any-return]
+    constants = record(
+        NormConstants,
+        ("layer_norm", "layer", "once", eps, 0.0, shape, "sum", False, out_dtype, None),
+    )
+    return run(NORM, constants, (input, None, None, weight, bias))[0]  # type: ignore[no-any-return]
 
 
 def rms_norm(
@@ -105,19 +110,11 @@ def rms_norm(
         shape: tuple[int, ...] = (normalized_shape,)
     else:
         shape = _shape("rms_norm", normalized_shape)
-    arguments = (
-        "rms_norm",
-        "rms",
-        eps,
-        weight_offset,
-        rounding,
-        shape,
-        "sum",
-        False,
-        out_dtype,
-        None,
+    constants = record(
+        NormConstants,
+        ("rms_norm", "rms", rounding, eps, weight_offset, shape, "sum", False, out_dtype, None),
     )
-    return run(NORM, arguments, (input, None, None, weight, None))[0]  # type: ignore[no-any-return]
+    return run(NORM, constants, (input, None, None, weight, None))[0]  # type: ignore[no-any-return]
 
 
 def bias_dropout_add(
@@ -149,9 +146,12 @@ def bias_dropout_add(
     mask again from the seed. Saved for backward: nothing. Source: Srivastava et al. 2014,
     "Dropout"; Salmon et al. 2011 for the mask's generator, Philox.
     """
-    arguments = ("bias_dropout_add", "none", 0.0, 0.0, "once", None, "sum", False, out_dtype, None)
+    constants = record(
+        NormConstants,
+        ("bias_dropout_add", "none", "once", 0.0, 0.0, None, "sum", False, out_dtype, None),
+    )
     tensors = (x, bias, residual, None, None)
-    outputs = run(NORM, arguments, tensors, p if training else check_p_off("bias_dropout_add", p))
+    outputs = run(NORM, constants, tensors, p if training else check_p_off("bias_dropout_add", p))
     return outputs[0]  # type: ignore[no-any-return]
 
 
@@ -286,9 +286,12 @@ def bias_dropout_add_ln(
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
     op = "bias_dropout_add_ln"
-    arguments = (op, "layer", eps, 0.0, "once", None, save, return_sum, out_dtype, cast_dtype)
+    constants = record(
+        NormConstants,
+        (op, "layer", "once", eps, 0.0, None, save, return_sum, out_dtype, cast_dtype),
+    )
     tensors = (x, bias, residual, weight, ln_bias)
-    outputs = run(NORM, arguments, tensors, p if training else check_p_off(op, p))
+    outputs = run(NORM, constants, tensors, p if training else check_p_off(op, p))
     if cast_dtype is None and not return_sum:
         return outputs[0]  # type: ignore[no-any-return]
     return _several(outputs, return_sum, cast_dtype)
@@ -425,20 +428,12 @@ def bias_dropout_add_rms_norm(
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
     op = "bias_dropout_add_rms_norm"
-    arguments = (
-        op,
-        "rms",
-        eps,
-        weight_offset,
-        rounding,
-        None,
-        save,
-        return_sum,
-        out_dtype,
-        cast_dtype,
+    constants = record(
+        NormConstants,
+        (op, "rms", rounding, eps, weight_offset, None, save, return_sum, out_dtype, cast_dtype),
     )
     tensors = (x, bias, residual, weight, None)
-    outputs = run(NORM, arguments, tensors, p if training else check_p_off(op, p))
+    outputs = run(NORM, constants, tensors, p if training else check_p_off(op, p))
     if cast_dtype is None and not return_sum:
         return outputs[0]  # type: ignore[no-any-return]
     return _several(outputs, return_sum, cast_dtype)
@@ -476,10 +471,14 @@ def add_layer_norm(
     Saved for backward: the sum, and two numbers per row.
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
-    _check_residual("add_layer_norm", residual)
-    arguments = ("add_layer_norm", "layer", eps, 0.0, "once", None, "sum", True, out_dtype, None)
+    if residual is None:
+        _refuse_residual("add_layer_norm")
+    constants = record(
+        NormConstants,
+        ("add_layer_norm", "layer", "once", eps, 0.0, None, "sum", True, out_dtype, None),
+    )
     tensors = (x, None, residual, weight, bias)
-    return run(NORM, arguments, tensors)[:2]  # type: ignore[no-any-return]
+    return run(NORM, constants, tensors)[:2]  # type: ignore[no-any-return]
 
 
 def add_rms_norm(
@@ -517,32 +516,24 @@ def add_rms_norm(
     Saved for backward: the sum, and one number per row.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    _check_residual("add_rms_norm", residual)
-    arguments = (
-        "add_rms_norm",
-        "rms",
-        eps,
-        weight_offset,
-        rounding,
-        None,
-        "sum",
-        True,
-        out_dtype,
-        None,
+    if residual is None:
+        _refuse_residual("add_rms_norm")
+    constants = record(
+        NormConstants,
+        ("add_rms_norm", "rms", rounding, eps, weight_offset, None, "sum", True, out_dtype, None),
     )
     tensors = (x, None, residual, weight, None)
-    return run(NORM, arguments, tensors)[:2]  # type: ignore[no-any-return]
+    return run(NORM, constants, tensors)[:2]  # type: ignore[no-any-return]
 
 
-def _check_residual(op: str, residual: Any) -> None:
-    """Raises if there is no residual: the operator accepts None, but these functions add."""
-    if residual is None:
-        raise TypeError(f"{op}: residual must be a torch.Tensor, got NoneType")
+def _refuse_residual(op: str) -> None:
+    """Raises, as there is no residual: the operator accepts None, but these functions add."""
+    raise TypeError(f"{op}: residual must be a torch.Tensor, got NoneType")
 
 
 def _several(outputs: Any, return_sum: bool, cast_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
     """The outputs that the call returns; an output that has ``cast_dtype`` is its own copy."""
-    y, z, cast = outputs
+    y, z, cast = outputs[:3]
     returned = (y, z) if return_sum else (y,)
     if cast_dtype is None:
         return returned

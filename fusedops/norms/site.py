@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import index
+from typing import Annotated, NamedTuple
 
 import torch
 
-from ..core.calls.operator import Constants, Site
-from ..core.calls.operators import NAMES, named
+from ..core.calls.operator import Site
+from ..core.calls.words import dispatched
 from ..core.launches.launch import pointer_type
-from .reference import NormRule
+from .reference import Kind, NormRule, Rounding
 
 __all__ = ["TENSORS", "NormConstants", "NormSite"]
 
 TENSORS = ("x", "bias", "residual", "weight", "ln_bias")
 
 
-@dataclass(frozen=True)
-class NormConstants(Constants):
+@dispatched
+class NormConstants(NamedTuple):
     """The constants of a norm's call.
 
     Attributes:
-        rule: the norm.
+        op: the functional's name, for messages.
+        kind: the norm.
+        rounding: where a norm rounds: see `NormRule`.
+        eps: added to the variance; None for the machine epsilon.
+        weight_offset: added to the weight.
         shape: the normalised dimensions of a norm alone, None for those with a bias and a residual:
             the last.
         save: what is saved for the backward: "sum", "output" or "inputs".
@@ -33,48 +36,26 @@ class NormConstants(Constants):
         cast_dtype: the dtype of the output's low-precision copy, None for no copy.
     """
 
-    rule: NormRule
+    op: str
+    kind: Kind
+    rounding: Rounding
+    eps: float | None
+    weight_offset: float
     shape: tuple[int, ...] | None
     save: str = "sum"
-    return_sum: bool = False
+    return_sum: Annotated[bool, ("drops", "stores")] = False
     out_dtype: torch.dtype | None = None
     cast_dtype: torch.dtype | None = None
 
-    @property
+    # Methods, not properties: torch.compile traces these.
+
+    def rule(self) -> NormRule:
+        """Returns the norm."""
+        return NormRule(self.kind, self.eps, self.weight_offset, self.rounding)
+
     def dims(self) -> int:
-        """Trailing dimensions that make up a row."""
+        """Returns the number of trailing dimensions that make up a row."""
         return 1 if self.shape is None else len(self.shape)
-
-    def words(self) -> tuple[str, ...]:
-        """See `Constants`."""
-        shape = "none"
-        if self.shape is not None:
-            shape = ",".join([str(index(size)) for size in self.shape])
-        return (
-            self.rule.kind,
-            self.rule.rounding,
-            "eps" if self.rule.eps is None else "given",
-            shape,
-            self.save,
-            "stores" if self.return_sum else "drops",
-            NAMES[self.out_dtype],
-            NAMES[self.cast_dtype],
-        )
-
-    def numbers(self) -> tuple[float, ...]:
-        """See `Constants`."""
-        return (0.0 if self.rule.eps is None else self.rule.eps, self.rule.weight_offset)
-
-    @classmethod
-    def read(cls, words: Sequence[str], numbers: Sequence[float]) -> NormConstants:
-        """See `Constants`."""
-        op, kind, rounding, epsilon, shape, save, stored, out_dtype, cast_dtype = words
-        eps = None if epsilon == "eps" else numbers[0]
-        rule = NormRule(kind, eps, numbers[1], rounding)  # type: ignore[arg-type]
-        sizes = None
-        if shape != "none":
-            sizes = tuple([int(size) for size in shape.split(",")])
-        return cls(op, rule, sizes, save, stored == "stores", named(out_dtype), named(cast_dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,15 +77,15 @@ class NormSite(Site):
     moments: int
     shares: bool
 
-    @property
+    @functools.cached_property
     def rule(self) -> NormRule:
         """The norm."""
-        return self.constants.rule  # type: ignore[no-any-return]
+        return self.constants.rule()  # type: ignore[no-any-return]
 
     @property
     def normalizes(self) -> bool:
         """Whether there is a norm."""
-        return self.rule.kind != "none"
+        return self.constants.kind != "none"  # type: ignore[no-any-return]
 
     @functools.cached_property
     def pointers(self) -> dict[str, str | None]:

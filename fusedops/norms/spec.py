@@ -15,8 +15,9 @@ from ..core.calls.operators import site_of
 from ..core.configs.tuning_key import Grid
 from ..core.spec import BadSample, Maker, Sample, Shape, Spec, Sweep, masked
 from . import launching, ops, reference
-from .operator import NORM, constants_of
+from .operator import NORM
 from .reference import Kind, NormRule
+from .site import NormConstants
 
 __all__ = ["GRID", "SPECS", "compiled_plans"]
 
@@ -678,8 +679,8 @@ def compiled_plans(
             dtype if shifts else None,
         )
         return_sum = adds and normalizes
-        constants = constants_of(
-            "compiled", kind, 1e-5, 0.0, "once", None, save, return_sum, None, cast
+        constants = NormConstants(
+            "compiled", kind, "once", 1e-5, 0.0, None, save, return_sum, None, cast
         )
         site = site_of(NORM, constants, dtypes, cols, -1, adds, True)
         seed = 0

@@ -181,7 +181,7 @@ def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -
         (dy,) = grads
         dy_dtype = dy.dtype
         dims = 1 if constants.concat else constants.dims
-        cotangents = _buffer(dy, total) if constants.separate else _joint(dy, total, dims)
+        cotangents = _buffer(dy, total) if constants.separate() else _joint(dy, total, dims)
     # The last one holds references: the tensors must live until the launch.
     g, g_stride, g_addresses, g_bits, g_strides, _dys = cotangents
     g_table, g_strided, separate = None, False, 0
@@ -324,7 +324,7 @@ def _plan_forward(
     value, _ = device_functions(site.activation.name, narrow=site.y.itemsize == 2)
     constants |= {
         "VALUE": value,
-        "APART": site.constants.separate,
+        "APART": site.constants.separate(),
         "PERSISTENT": config.per_sm > 0,
         "CARRIED": _is_one_by_one(widths, site.x.itemsize, aligned),
     }
@@ -386,7 +386,7 @@ def _plan_backward(
     constants |= {
         "DERIVATIVE": device_functions(site.activation.name)[1],
         "DY": triton_dtype(dy),
-        "DY_APART": site.constants.separate and not separate,
+        "DY_APART": site.constants.separate() and not separate,
         "DX_APART": site.constants.dims == 0,
         "DY_STRIDED": dy_strided,
         "UNUSED": separate == 2,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter, index, itemgetter
 from typing import Any
@@ -15,8 +14,7 @@ from torch import Tensor
 from ..core.activations import ACTIVATIONS
 from ..core.calls import checks
 from ..core.calls.function import vjp
-from ..core.calls.operator import Axes, Dtypes, Operator
-from ..core.calls.operators import encode
+from ..core.calls.operator import Axes, Dtypes, SequenceOperator, axes_of_rows
 from ..core.calls.registration import define
 from ..core.compat.autograd import below_autograd, unflatten
 from ..core.compat.dispatch import cast_by_autocast, in_forward_mode, transforms
@@ -40,7 +38,7 @@ _WIDENED = cast_by_autocast("aten::layer_norm")
 _DTYPE, _DEVICE, _SHAPE = attrgetter("dtype"), attrgetter("device"), attrgetter("shape")
 
 
-class SliceOperator(Operator):
+class SliceOperator(SequenceOperator):
     """``activation(layer_norm(slice))`` for many slices.
 
     The kernels' output, and their gradient of the slices, is one tensor in every form: for slices
@@ -51,31 +49,14 @@ class SliceOperator(Operator):
     constants = SliceConstants
     tensors = ("weight", "bias", "slices")
     first = 2
-    variadic = True
     outputs = ("y",)
     saved = ("kept_weight", "kept_bias", "kept")
-    rows = frozenset(("slices", "y", "kept"))
-    numbers = ("eps",)
-    # Tables of addresses outlive a call, which memory that a graph tree manages must not.
-    tags = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
     @staticmethod
-    def record(*arguments: Any) -> SliceConstants:
-        """The constants; ``sizes`` are the widths, or with two dimensions ``(count, width)``."""
-        op, sizes, dims, *rest = arguments
-        if dims == 2:
-            # A tensor with fewer dimensions has one slice of width 0 here; `check` raises for it.
-            count, size = sizes if len(sizes) == 2 else (0, 0)
-            sizes = (index(size),) * index(count) or (0,)
-        # A tracer may have symbols for sizes: `index` makes numbers of them, as kernels are
-        # compiled for each width.
-        return SliceConstants(op, tuple([index(size) for size in sizes]), dims, *rest)
-
-    @staticmethod
-    def key(arguments: Any, tensors: Any) -> Hashable:
+    def key(mode: int, constants: Any, tensors: Any) -> Hashable:
         """Everything that the checks depend on; for a sequence only what all slices share."""
         weight, bias, x, *_ = tensors
-        dims: int = arguments[2]
+        dims: int = constants.dims
         facts: Any
         if dims:
             facts = type(x), x.dtype, x.device, x.dim() == 2, dims == 2 or x.shape[-1]
@@ -95,46 +76,21 @@ class SliceOperator(Operator):
             of_weight = type(weight), weight.dtype, weight.device, weight.shape
         if bias is not None:
             of_bias = type(bias), bias.dtype, bias.device, bias.shape
-        return arguments, facts, of_weight, of_bias
+        return mode, constants, facts, of_weight, of_bias
 
-    def check(self, constants: SliceConstants, tensors: Any) -> None:
-        """Raises for anything that can be wrong, except ``sizes``."""
-        op, sizes = constants.op, constants.sizes
-        weight, bias, *slices = tensors
-        if constants.dims:
-            _check_one(constants, *tensors)
-        else:
-            _check_many(op, slices)
-        count, size, total = len(sizes), sizes[0], sum(sizes)
-        shapes: list[tuple[int, ...]] = [(total,)]
-        expected = f"({total},)"
-        if all(other == size for other in sizes):
-            shapes += [(count, size), (size,)]
-            expected = f"({total},), ({count}, {size}) or ({size},)"
-        for name, value in (("weight", weight), ("bias", bias)):
-            if value is None:
-                continue
-            checks.check_tensor(op, name, value, slices[0])
-            shape = tuple(value.shape)
-            if shape not in shapes:
-                raise ValueError(
-                    f"{op}: {name} has shape {shape}, expected {expected} for {count} slices"
-                )
-        self.check_constants(constants)
-
-    def check_constants(self, constants: SliceConstants) -> None:
-        """The epsilon and the activation."""
+    def check(self, constants: SliceConstants, tensors: Any, *, nested: bool) -> SliceConstants:
+        """See `Operator`; it checks all but ``sizes``. Autocast sets an output as LayerNorm's."""
+        constants = _with_widths(constants)
+        if not nested:
+            _check_tensors(constants, tensors)
         checks.check_eps(constants.op, constants.eps)
         # "none" is "identity" by now.
         if constants.activation not in ACTIVATIONS:
             checks.check_choice(constants.op, "activation", constants.activation, ACTIVATION_NAMES)
-
-    def autocast(self, constants: SliceConstants, tensors: Any) -> SliceConstants:
-        """An output in fp32 where PyTorch's LayerNorm gives one."""
         first = tensors[self.first]
-        is_on_gpu = getattr(first, "is_cuda", False)
+        is_on_gpu = torch.is_autocast_enabled("cuda") and getattr(first, "is_cuda", False)
         if _WIDENED and is_on_gpu and first.dtype != torch.float64:
-            return replace(constants, out_dtype=torch.float32)
+            return constants._replace(out_dtype=torch.float32)
         return constants
 
     def cols(self, constants: SliceConstants, tensors: Any) -> int:
@@ -168,20 +124,25 @@ class SliceOperator(Operator):
             (True,),
             1,
             itemgetter(slice(None, -2)),
-            encode(constants, dtypes, saves),
             widths_of(constants.sizes),
             constants.out_dtype or x,
+            sources=_sources(constants),
+            splits=constants.separate(),
         )
-
-    def leading(self, constants: SliceConstants, dims: int) -> int:
-        """See `Operator`."""
-        return dims - max(constants.dims, 1)
 
     def axes(self, constants: SliceConstants, tensors: Any) -> Axes:
         """See `Operator`; there may be an output for each slice, or one for all of them."""
-        axes = super().axes(constants, tensors)
+        axes = axes_of_rows(
+            tensors,
+            self.first,
+            dims=max(constants.dims, 1),
+            columns=int(self.cols(constants, tensors)),
+            carriers=range(2, len(tensors)),
+            are_split=False,
+            outputs=1,
+        )
         rows = tuple(range(len(axes.rows)))
-        if constants.separate:
+        if constants.separate():
             return axes._replace(outputs=((*rows, None),) * len(constants.sizes))
         if constants.concat:
             return axes._replace(outputs=((*rows, None),))
@@ -211,7 +172,7 @@ class SliceOperator(Operator):
     ) -> Sequence[Tensor | None]:
         """The derivative of the reference implementation, in the dtype of the kernels' sums."""
         constants, slices = site.constants, saved[2:]
-        if constants.separate and len(grads) == 1:
+        if constants.separate() and len(grads) == 1:
             grads = _views(grads[0].reshape(-1), slices)
         primals = [None if t is None else t.to(site.acc) for t in saved]
         cotangents = [None if g is None else g.to(site.acc) for g in grads]
@@ -222,17 +183,11 @@ class SliceOperator(Operator):
         gradients = vjp(function, primals, cotangents, needs)
         return [g if g is None else g.to(t.dtype) for g, t in zip(gradients, saved, strict=True)]
 
-    def sources(self, constants: SliceConstants, outputs: int) -> tuple[frozenset[int], ...] | None:
-        """See `Operator`; an output for one slice depends on that slice and the parameters."""
-        if outputs == 1:
-            return None
-        return tuple([frozenset((0, 1, position)) for position in range(2, 2 + outputs)])
-
     # --- between the caller's tensors and the kernels' --------------------------------------------
 
     def expose(self, constants: SliceConstants, tensors: Any, outs: Any) -> tuple[Tensor, ...]:
         """One tensor, or one for each slice."""
-        return _split_buffer(constants, outs[0], tensors[2:]) if constants.separate else outs
+        return _split_buffer(constants, outs[0], tensors[2:]) if constants.separate() else outs
 
     def joined(self, constants: SliceConstants, grads: Any, saved: Any) -> tuple[Tensor]:
         """The cotangents of a sequence in one buffer."""
@@ -264,7 +219,7 @@ class SliceOperator(Operator):
     def allocate(self, site: SliceSite, tensors: Any) -> tuple[Tensor]:
         """The output; for a sequence of outputs their buffer."""
         constants, first = site.constants, tensors[2]
-        if constants.separate:
+        if constants.separate():
             return (_buffer(site, first, site.y),)
         if constants.concat and constants.dims != 1:
             # (*, K, D) or K times (*, D_k) -> (*, ΣD_k)
@@ -291,6 +246,27 @@ class SliceOperator(Operator):
         dweight = empty(weight, weight.dtype) if needs_weight else None
         dbias = empty(bias, bias.dtype) if needs_bias else None
         return dweight, dbias, dx
+
+
+def _sources(constants: SliceConstants) -> tuple[frozenset[int], ...] | None:
+    """The tensors on which each output depends: an output of a slice on it and the parameters."""
+    if not constants.separate():
+        return None
+    return tuple([frozenset((0, 1, 2 + k)) for k in range(len(constants.sizes))])
+
+
+def _with_widths(constants: SliceConstants) -> SliceConstants:
+    """The record with a width for each slice, as numbers.
+
+    A tracer may have symbols for sizes: `index` makes numbers of them, as kernels are compiled for
+    each width.
+    """
+    sizes = constants.sizes
+    if constants.dims == 2:
+        # A tensor with fewer dimensions has one slice of width 0 here; `check` raises for it.
+        count, size = sizes if len(sizes) == 2 else (0, 0)
+        sizes = (index(size),) * index(count) or (0,)
+    return constants._replace(sizes=tuple([index(size) for size in sizes]))
 
 
 def _reference(
@@ -353,6 +329,30 @@ def _views(buffer: Tensor, slices: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 # --- checks ---------------------------------------------------------------------------------------
+
+
+def _check_tensors(constants: SliceConstants, tensors: Any) -> None:
+    op, sizes = constants.op, constants.sizes
+    weight, bias, *slices = tensors
+    if constants.dims:
+        _check_one(constants, *tensors)
+    else:
+        _check_many(op, slices)
+    count, size, total = len(sizes), sizes[0], sum(sizes)
+    shapes: list[tuple[int, ...]] = [(total,)]
+    expected = f"({total},)"
+    if all(other == size for other in sizes):
+        shapes += [(count, size), (size,)]
+        expected = f"({total},), ({count}, {size}) or ({size},)"
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is None:
+            continue
+        checks.check_tensor(op, name, value, slices[0])
+        shape = tuple(value.shape)
+        if shape not in shapes:
+            raise ValueError(
+                f"{op}: {name} has shape {shape}, expected {expected} for {count} slices"
+            )
 
 
 def _check_one(constants: SliceConstants, weight: Any, bias: Any, x: Any) -> None:

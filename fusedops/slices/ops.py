@@ -1,4 +1,4 @@
-"""The slices family's functionals: constants, tensors, and one call into `core.calls.call`."""
+"""The slices family's functionals: a record, tensors, and one call into `core.calls.call`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import Tensor
 from ..core.activations import ActivationName
 from ..core.calls.call import run
 from ..core.calls.checks import check_tensor
+from ..core.calls.words import record
 from .operator import ACTIVATION_NAMES, SLICES
+from .site import SliceConstants
 
 __all__ = [
     "ACTIVATION_NAMES",
@@ -227,8 +229,9 @@ def _batched(
                 weight, bias = _expanded(weight, bias, count, shares_weight, shares_bias)
     if activation == "none":
         activation = "identity"
-    arguments = (op, sizes_of, dims, bool(concat), eps, activation, shared)
-    outputs = run(SLICES, arguments, (weight, bias, *tensors))
+    values = (op, sizes_of, dims, bool(concat), eps, activation, shared, None)
+    constants = record(SliceConstants, values)
+    outputs = run(SLICES, constants, (weight, bias, *tensors))
     is_separate = dims == 0 and not concat
     return outputs if is_separate else outputs[0]  # type: ignore[no-any-return]
 

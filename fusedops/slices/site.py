@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, NamedTuple
 
 import torch
 
 from ..core.activations import ACTIVATIONS, Activation
-from ..core.calls.operator import Constants, Site
-from ..core.calls.operators import NAMES, named
+from ..core.calls.operator import Site
+from ..core.calls.words import dispatched
 from .widths import Widths
 
 __all__ = ["SliceConstants", "SliceSite"]
 
 
-@dataclass(frozen=True)
-class SliceConstants(Constants):
+@dispatched
+class SliceConstants(NamedTuple):
     """The constants of a call.
 
     Attributes:
-        sizes: the slices' widths.
+        op: the functional's name, for messages.
+        sizes: the slices' widths. The functional's record of slices in two dimensions has ``(count,
+            width)`` instead, as every call computes its hash; `SliceOperator.check` returns the
+            widths.
         dims: how many of the last dimensions of one tensor hold the slices, 1 or 2; 0 if the slices
             are a sequence of tensors.
         concat: whether the output is one tensor with the slices side by side.
@@ -30,51 +33,18 @@ class SliceConstants(Constants):
         out_dtype: the output's dtype, None for the slices'.
     """
 
+    op: str
     sizes: tuple[int, ...]
     dims: int
-    concat: bool
+    concat: Annotated[bool, ("separate", "joined")]
     eps: float
     activation: str
-    shared: bool
+    shared: Annotated[bool, ("own", "shared")]
     out_dtype: torch.dtype | None = None
 
-    @property
     def separate(self) -> bool:
         """Whether the outputs are a tensor for each slice."""
         return self.dims == 0 and not self.concat
-
-    def words(self) -> tuple[str, ...]:
-        """See `Constants`."""
-        sizes = ",".join([str(size) for size in self.sizes])
-        return (
-            sizes,
-            str(self.dims),
-            "joined" if self.concat else "separate",
-            self.activation,
-            "shared" if self.shared else "own",
-            NAMES[self.out_dtype],
-        )
-
-    def numbers(self) -> tuple[float, ...]:
-        """See `Constants`."""
-        return (self.eps,)
-
-    @classmethod
-    def read(cls, words: Sequence[str], numbers: Sequence[float]) -> SliceConstants:
-        """See `Constants`."""
-        # The functional's name, and the words of `words`.
-        op, widths, dims, form, activation, shared, out_dtype = words
-        sizes = tuple([int(size) for size in widths.split(",")])
-        return cls(
-            op,
-            sizes,
-            int(dims),
-            form == "joined",
-            numbers[0],
-            activation,
-            shared == "shared",
-            named(out_dtype),
-        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ import fusedops
 from backends import Backend, PostNorm, randn
 from fusedops.backend import entry, programs
 from fusedops.backend.fx import leaves, may_save_changed_inputs, namespace
-from fusedops.core.calls import operators, registration
+from fusedops.core.calls import registration, words
 from support import DEVICE
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
@@ -451,7 +451,7 @@ def test_program_refuses_shapes_that_it_was_not_made_for() -> None:
     program = region.program
     name, call = (
         f"{program.name}_forward",
-        operators.encode(program.record(program.op), program.dtypes, True),
+        words.encode(program.record, program.dtypes, True),
     )
     forward = getattr(torch.ops.fusedops, name).default
     tensors = [

@@ -338,7 +338,7 @@ def _without_kernels(meshes: dict[tuple[int, ...], Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "runs_kernels", lambda kind: False)
         for op in (NORM, ACTIVATION, SLICES):
-            patch.setattr(op, "signatures", ({}, {}))
+            patch.setattr(op, "sites", {})
         for call, case in itertools.product(names, CASES[::2]):
             if call.columns != "gathered" or COLS not in case.along:
                 check(call, case, meshes, kernels=False)

@@ -1342,7 +1342,7 @@ def a_gate_changed_by_an_operator(self, x):
 def a_gate_changed_within_conditions(self, x):
     gate = self.gate(x)
     act = self.fn(gate)
-    if self.flag:
+    if self.flag:  # noqa: SIM102 (nested, which is the case)
         if not self.other:
             gate += 1
     return self.down(act * gate)

@@ -193,8 +193,8 @@ MUTANTS = (
     Mutant(
         "a call cache that autocast shares",
         "core/calls/call.py",
-        "known = op.signatures[autocast]",
-        "known = op.signatures[False]",
+        "mode |= _AUTOCAST * ",
+        "mode |= 0 * ",
         ("operators/test_call_cache.py", "autocast"),
     ),
     Mutant(
@@ -207,7 +207,7 @@ MUTANTS = (
     # --- the path of a call -----------------------------------------------------------------------
     Mutant(
         "a registered operator that stores no pre-norm sum",
-        "core/calls/operators.py",
+        "core/calls/words.py",
         '"saves" if saves else "drops"',
         '"drops"',
         ("operators/test_opcheck.py", "test_a_dispatch_mode_changes_no_bit"),
@@ -221,14 +221,14 @@ MUTANTS = (
     ),
     Mutant(
         "a random state recorded as numbers",
-        "core/calls/call.py",
+        "core/random/rng.py",
         "    if 0.0 < p < 1.0 and is_recording(*tensors):\n",
         "    if False:\n",
         ("operators/test_rng_recorded.py", "test_traced_calls"),
     ),
     Mutant(
         "constants of a registered operator without the version",
-        "core/calls/operators.py",
+        "core/calls/words.py",
         '" ".join((__version__, ',
         '" ".join(("", ',
         ("operators/test_dispatch.py", "test_a_release_has_its_own_constants"),

@@ -96,8 +96,7 @@ def test_each_tensor_in_another_dtype(spec: Spec, device: torch.device) -> None:
         except TypeError:  # dtypes that the operator does not mix
             continue
         for op in OPERATORS:
-            for signatures in op.signatures:
-                signatures.clear()
+            op.sites.clear()
         for output, expected in zip(found, as_tuple(spec.call(**tensors, **options)), strict=True):
             assert output.dtype == expected.dtype, name
             assert torch.equal(output, expected), name
@@ -108,7 +107,7 @@ def test_gpu_autocast_after_a_call_outside(
 ) -> None:
     """The output's dtype is that of a norm on a GPU, on whatever device."""
     monkeypatch.setattr("fusedops.norms.operator._all_on_gpu", lambda tensors: True)
-    monkeypatch.setattr(NORM, "signatures", ({}, {}))
+    monkeypatch.setattr(NORM, "sites", {})
     x = torch.randn(4, 8, dtype=torch.bfloat16, device=device)
     before = torch.is_autocast_enabled("cuda")
     try:
@@ -122,9 +121,7 @@ def test_gpu_autocast_after_a_call_outside(
 
 def _cached() -> int:
     """Signatures in the fullest of all call caches."""
-    caches = [cache for op in OPERATORS for cache in op.signatures] + [
-        generation.NO_REPEAT_NGRAM.signatures
-    ]
+    caches = [op.sites for op in OPERATORS] + [generation.NO_REPEAT_NGRAM.signatures]
     return max(map(len, caches))
 
 
@@ -134,7 +131,7 @@ def test_the_cache_is_bounded(
 ) -> None:
     """New shapes fill no memory; and a call whose signature was dropped is checked again, with the right result."""
     for op in OPERATORS:
-        monkeypatch.setattr(op, "signatures", ({}, {}))
+        monkeypatch.setattr(op, "sites", {})
     monkeypatch.setattr(generation.NO_REPEAT_NGRAM, "signatures", {})
     for module in (call, generation):
         monkeypatch.setattr(module, "_MOST_CALLS", 3)
@@ -149,10 +146,10 @@ def test_row_counts_share_a_signature(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new batch size is no new call."""
-    monkeypatch.setattr(NORM, "signatures", ({}, {}))
+    monkeypatch.setattr(NORM, "sites", {})
     for rows in (2, 3, 5):
         fusedops.layer_norm(torch.randn(rows, 8, device=device), (8,))
-    assert len(NORM.signatures[0]) == 1
+    assert len(NORM.sites) == 1
 
 
 def test_forgotten_sizes_after_a_similar_call(device: torch.device) -> None:

@@ -33,8 +33,9 @@ from fusedops.core.configs import cache, tuning
 from fusedops.core.configs.tuning_key import Config
 from fusedops.core.launches import launch
 from fusedops.norms import launching as norms
-from fusedops.norms.operator import NORM, constants_of
+from fusedops.norms.operator import NORM
 from fusedops.norms.reference import Kind
+from fusedops.norms.site import NormConstants
 from rowwise_checks import every
 from rowwise_functions import RowwiseFunction
 from support import EVERY_SPEC, INTERPRETED, triton_version
@@ -210,7 +211,7 @@ def test_wide_rows_of_16_bits_do_not_spill(
     """In the forward."""
     dtype, added = torch.bfloat16, torch.bfloat16 if adds else None
     dtypes = (dtype, added, added, parameters, parameters if kind == "layer" else None)
-    constants = constants_of("compiled", kind, 1e-5, 0.0, "once", None, "sum", adds, None, None)
+    constants = NormConstants("compiled", kind, "once", 1e-5, 0.0, None, "sum", adds)
     site = site_of(NORM, constants, dtypes, cols, -1, adds, True)
     assert not build(lambda: norms._plan_forward(site, int(adds), True, 2), "sm_90", monkeypatch)
 
@@ -236,7 +237,7 @@ def test_backwards_of_wide_rows_of_16_bits_do_not_spill(
 ) -> None:
     """Of a norm alone: whole rows, and those for which registers hold too much else."""
     dtypes = (torch.bfloat16, None, None, parameters, parameters if kind == "layer" else None)
-    constants = constants_of("compiled", kind, 1e-5, 0.0, "once", None, save, False, None, None)
+    constants = NormConstants("compiled", kind, "once", 1e-5, 0.0, None, save)
     site = site_of(NORM, constants, dtypes, cols, -1, False, True)
     needs = (True, False, False, True, kind == "layer")
     plan = lambda: norms._plan_backward(site, needs, site.y, None, None, 0, True, 0, 2)  # noqa: E731

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusedops
 from fusedops.activations.operator import ACTIVATION
 from fusedops.activations.site import ActivationConstants
-from fusedops.core.calls import operators, registration
+from fusedops.core.calls import operators, registration, words
 from fusedops.core.calls.operator import Operator
 from fusedops.core.launches import launch
 from fusedops.core.spec import Spec
@@ -363,13 +363,13 @@ def test_an_operators_arguments_give_the_calls_site(case: Case) -> None:
     assert len(mode.calls) == 1
     ((name, arguments),) = mode.calls
     op, call = known[name], arguments["call"]
-    numbers = tuple(arguments[number] for number in op.numbers)
+    numbers = tuple(arguments[number] for number in op.constants.numbered)
     site = operators.site_from(
         op, -1, arguments["seed"] is not None, arguments["cols"], call, numbers
     )
     assert callable(getattr(fusedops, site.constants.op))
     assert site.constants.numbers() == numbers
-    assert operators.encode(site.constants, site.dtypes, site.saves) == site.call == call
+    assert words.encode(site.constants, site.dtypes, site.saves) == site.call == call
     given = [arguments[tensor] for tensor in op.tensors]
     assert site.dtypes == operators.dtypes_of(
         op, [t[0] if isinstance(t, list) else t for t in given]
@@ -448,7 +448,7 @@ def test_a_release_has_its_own_constants(
         return graph.forward
 
     for version in ("1.0", "1.0", "1.1"):
-        monkeypatch.setattr(operators, "__version__", version)
+        monkeypatch.setattr(words, "__version__", version)
         torch._dynamo.reset()
         torch.compile(
             lambda: spec.call(**sample.tensors, **sample.options), fullgraph=True, backend=backend
@@ -468,7 +468,7 @@ def test_unneeded_gradients(kind: Any, needs: str, device: torch.device) -> None
     """
     dy, other = torch.randn(6, 20, device=device), torch.randn(6, 20, device=device)
     tensors = (other, other) if kind == "glu" else (torch.cat((other, other), -1), None)
-    call = operators.encode(
+    call = words.encode(
         ActivationConstants("glu", kind, "silu"), operators.dtypes_of(ACTIVATION, tensors), True
     )
     given = (dy, *tensors, None, 0, needs, 20, call)

@@ -26,7 +26,8 @@ from fusedops.core.configs.tuning import forced
 from fusedops.core.configs.tuning_key import Config
 from fusedops.core.launches import driver, launch
 from fusedops.norms import launching
-from fusedops.norms.operator import NORM, constants_of
+from fusedops.norms.operator import NORM
+from fusedops.norms.site import NormConstants
 from support import DEVICE
 
 on_gpu = pytest.mark.gpu
@@ -270,7 +271,7 @@ def test_a_stream_has_the_plan_of_its_multiprocessors(
         return variant
 
     monkeypatch.setattr(launch, "build", build)
-    constants = constants_of("waiting", "layer", 1e-5, 0.0, "once", None, "sum", False, None, None)
+    constants = NormConstants("waiting", "layer", "once", 1e-5, 0.0, None)
     site = site_of(
         NORM,
         constants,

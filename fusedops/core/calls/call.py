@@ -1,6 +1,7 @@
 """The path of every call, from a functional's constants and tensors to kernels or PyTorch.
 
-A call whose key is cached is not checked again. The first row that applies computes it:
+A call whose key is cached is not checked again: it has the site of the earlier call. The first row
+that applies computes it:
 
     condition                                        computed by
     no kernels on this device, no elements, a        the reference implementation
@@ -12,35 +13,54 @@ A call whose key is cached is not checked again. The first row that applies comp
     a tensor requires a gradient                     the autograd Function, which launches
     otherwise                                        a launch
 
-torch.compile traces a separate path, to the registered operator. DTensors take `_on_shards`.
+torch.compile traces a separate path, to the registered operator. `sharding` has that of DTensors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...distributed import sharding
-from ..compat.dispatch import any_autocast_enabled, in_forward_mode, is_intercepted, transforms
+from ..compat.dispatch import (
+    any_autocast_enabled,
+    dispatch_modes,
+    in_forward_mode,
+    is_intercepted,
+    transforms,
+)
 from ..compat.dynamo import transforms_when_traced
-from ..compat.fake import is_recording
 from ..launches import launch
 from ..random import dropout, rng
 from ..random.dropout import Dropout
 from ..random.rng import NO_DROPOUT, State
 from . import checks, operators
-from .function import PLAIN, Call, Nothing, apply, forward
-from .operator import Operator, Site, Tensors
+from .function import PLAIN, Call, Nothing, apply, exposed, forward, on_device
+from .operator import Operator, SequenceOperator, Site, Tensors
+from .words import encode
 
-__all__ = ["as_references", "run", "with_state"]
+__all__ = ["as_references", "run"]
 
 # A program has fewer different calls. One with ever new calls starts with an empty cache again.
 _MOST_CALLS = 8192
+
+# Globals of this module, as every call looks them up.
+_is_traced = torch.compiler.is_dynamo_compiling
+_records_gradients = torch.is_grad_enabled
+_any_autocast = any_autocast_enabled
+_current_device = launch.current_device
+_modes, _transforms, _tangents = dispatch_modes, transforms, in_forward_mode
+
+# What a call's mode consists of: the facts beside constants and tensors that select its site.
+_DROPS, _SAVES, _AUTOCAST = 1, 2, 4
+# Those under which PyTorch's operator computes something else: under autocast it casts.
+_CHANGES_NATIVE = _DROPS | _AUTOCAST
 
 
 class _References(threading.local):
@@ -63,306 +83,216 @@ def as_references() -> Iterator[None]:
         _references.on = before
 
 
-class Signature:
-    """All that the key of a checked call determines."""
-
-    __slots__ = (
-        "cols",
-        "constants",
-        "device_index",
-        "dtypes",
-        "kernels",
-        "native",
-        "sites",
-        "special",
-    )
-
-    def __init__(
-        self, op: Operator, constants: Any, tensors: Tensors, *, nested: bool, autocast: bool
-    ) -> None:
-        first = tensors[op.first]
-        assert first is not None
-        self.constants = constants
-        self.dtypes = operators.dtypes_of(op, tensors)
-        self.device_index = first.get_device()
-        self.cols = -1
-        if launch.runs_kernels(first.device.type) and not nested:
-            # A symbol becomes a number: kernels are compiled for it.
-            self.cols = int(op.cols(constants, tensors))
-        self.kernels = self.cols >= 0
-        # Tensor subclasses see registered operators.
-        self.special = not self.kernels or not PLAIN.issuperset(map(type, tensors))
-        self.native: Callable[..., Any] | None = None
-        if not self.special and first.is_cuda and not autocast:
-            self.native = op.native(constants, self.dtypes)
-        # Indexed by dropout (bit 0) and by whether a backward will follow (bit 1).
-        self.sites: list[Site | None] = [None] * 4
-
-    def site(self, op: Operator, index: int) -> Any:
-        """Returns the site at an index of ``sites``, and stores it."""
-        site = operators.site_of(
-            op,
-            self.constants,
-            self.dtypes,
-            self.cols,
-            self.device_index,
-            bool(index & 1),
-            bool(index & 2),
-        )
-        self.sites[index] = site
-        return site
-
-
-def run(op: Operator, arguments: Any, tensors: Any, p: Any = 0.0) -> Any:
+def run(op: Operator, constants: Any, tensors: Any, p: Any = 0.0) -> Any:
     """Returns the outputs of ``op`` as a tuple, which may end after the last that the call has.
 
     The host time of a repeated call counts, so its path is one flat function without helpers.
 
     Args:
         op: the operator.
-        arguments: the arguments of `Operator.record`, which builds the record of constants.
+        constants: its record of constants: a NamedTuple, as a frozen dataclass takes several times
+            as long to make, and hashes, for the key, in Python.
         tensors: the operator's tensor arguments, None where absent.
         p: the drop probability.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return _traced(op, op.record(*arguments), tensors, p)
+    # A constant to torch.compile, which then sees one branch only.
+    if _is_traced():
+        return _traced(op, constants, tensors, p)
+    site, mode = None, _DROPS * (p != 0.0)
     try:
-        autocast = any_autocast_enabled() and torch.is_autocast_enabled("cuda")
-        signature = op.signatures[autocast].get(op.key(arguments, tensors))
+        # `_needs_backward` written out.
+        for t in tensors if _records_gradients() else ():
+            if t is not None and t.requires_grad:
+                mode |= _SAVES
+                break
+        if _any_autocast():  # cheaper than the query for one device, and usually False
+            mode |= _AUTOCAST * torch.is_autocast_enabled("cuda")
+        site = op.sites.get(op.key(mode, constants, tensors))
     except (AttributeError, IndexError, TypeError, RuntimeError):
         # An argument is wrong, and the checks will raise an error that names it; or a tensor
         # subclass or nested tensor has no shape to read.
-        signature = None
-    if signature is None:
-        signature = _checked(op, arguments, tensors)
-    if p != 0.0 and not (type(p) is float and 0.0 <= p <= 1.0):
-        checks.check_p(signature.constants.op, p)
+        pass
+    # No lock: two threads with one new key both check it, and cache equal sites.
+    if site is None:
+        site = _validated(op, mode, constants, tensors)
     first = tensors[op.first]
     try:
         elements = first.numel()
-        if signature.special or is_intercepted() or not elements:
-            return _elsewhere(op, tensors, p, signature)
-        if elements <= op.native_elements and signature.native is not None and p == 0.0:
-            return (signature.native(signature.constants, tensors),)
-        if p == 0.0:
-            index, state = 0, NO_DROPOUT
+        if site.special or not elements or _modes() or _transforms() or _tangents():
+            return _elsewhere(op, site, tensors, p)
+        # PyTorch's own operator casts under autocast, and has no dropout.
+        native = site.native if elements <= op.native_elements else None
+        if native is not None and site.device_index >= 0 and not mode & _CHANGES_NATIVE:
+            return (native(site.constants, tensors),)
+        state = rng.state_of(_probability(site, p), first.device) if site.dropout else NO_DROPOUT
+        if site.saves:
+            return apply((op, site, state, False), *tensors)
+        # `forward` written out: a call less.
+        outs = op.allocate(site, tensors)
+        index = site.device_index
+        if index < 0 or index == _current_device():
+            op.forward(site, tensors, outs, state)
         else:
-            index, state = 1, rng.state_of(p, first.device)
-        if torch.is_grad_enabled():
-            for t in tensors:
-                if t is not None and t.requires_grad:
-                    site = signature.sites[index + 2] or signature.site(op, index + 2)
-                    return apply((op, site, state, False), *tensors)
-        site = signature.sites[index] or signature.site(op, index)
-        return op.expose(site.constants, tensors, forward(op, site, tensors, state))
+            on_device(site, op.forward, tensors, outs, state)
+        return exposed(op, site, tensors, outs) if site.splits else outs
     except RuntimeError:
-        _check_dense(op, signature, tensors)
+        # A layout that no key has, or an error of the kernel's launch, which stays as it is.
+        _check_dense(op, site, tensors)
         raise
 
 
-def _checked(op: Operator, arguments: Any, tensors: Tensors) -> Signature:
-    """Checks a new call, and caches its signature."""
-    constants, autocast = op.record(*arguments), torch.is_autocast_enabled("cuda")
+def _probability(site: Site, p: Any) -> float:
+    """Returns ``p``, which no key has, so that every call checks it."""
+    if not (type(p) is float and 0.0 <= p <= 1.0):
+        checks.check_p(site.constants.op, p)
+    return p  # type: ignore[no-any-return]
+
+
+def _validated(op: Operator, mode: int, constants: Any, tensors: Tensors) -> Site:
+    """Checks a new call; returns its site, and caches it."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise RuntimeError(f"{constants.op}: torch.jit.trace is not supported; use torch.export")
-    constants, nested = _validated(op, constants, tensors)
-    signature = Signature(op, constants, tensors, nested=nested, autocast=autocast)
-    known = op.signatures[autocast]
-    if len(known) >= _MOST_CALLS:
-        known.clear()
+    # Under autocast the site has another record than the key, whose mode has autocast.
+    checked = op.check(constants, tensors, nested=_is_nested(op, tensors))
+    site: Site = _site(op, checked, tensors, dropout=bool(mode & _DROPS), saves=bool(mode & _SAVES))
+    if len(op.sites) >= _MOST_CALLS:
+        op.sites.clear()
     # A call may have no key, or one of symbols, which have no hash.
     with contextlib.suppress(AttributeError, IndexError, TypeError, RuntimeError):
-        known[op.key(arguments, tensors)] = signature
-    return signature
+        op.sites[op.key(mode, constants, tensors)] = site
+    return site
 
 
-def _validated(op: Operator, constants: Any, tensors: Tensors) -> tuple[Any, bool]:
-    """Checks a call; returns its constants, by GPU autocast too, and whether tensors are nested."""
+def _site(op: Operator, constants: Any, tensors: Tensors, *, dropout: bool, saves: bool) -> Any:
+    """Returns the site of a checked call."""
     first = tensors[op.first]
-    is_nested = isinstance(first, Tensor) and first.is_nested
-    if is_nested:
-        op.check_constants(constants)  # PyTorch's operators check the tensors
-    else:
-        op.check(constants, tensors)
-    if torch.is_autocast_enabled("cuda"):
-        constants = op.autocast(constants, tensors)
-    return constants, is_nested
+    assert first is not None
+    cols = -1
+    if launch.runs_kernels(first.device.type) and not first.is_nested:
+        # A symbol becomes a number: kernels are compiled for it.
+        cols = int(op.cols(constants, tensors))
+    # Calls share sites, and so plans: a Parameter and a tensor give two keys, and one site.
+    dtypes = operators.dtypes_of(op, tensors)
+    index = first.get_device()
+    special = cols < 0 or not PLAIN.issuperset(map(type, tensors))
+    return operators.site_of(op, constants, dtypes, cols, index, dropout, saves, special)
 
 
-def _check_dense(op: Operator, signature: Signature, tensors: Tensors) -> None:
+def _is_nested(op: Operator, tensors: Tensors) -> bool:
+    """Whether the rows are nested tensors, which PyTorch's operators check themselves."""
+    first = tensors[op.first]
+    return isinstance(first, Tensor) and first.is_nested
+
+
+def _check_dense(op: Operator, site: Site, tensors: Tensors) -> None:
     """Raises for a tensor without strides, or a nested one, after PyTorch's error.
 
     The layout is not part of a key, as it would cost every call. So the key of such a tensor may
     equal that of an earlier call.
     """
-    constants = signature.constants
-    first = tensors[op.first]
-    is_nested = first is not None and first.is_nested
     # PyTorch takes nested tensors itself where it has the operator; its error is then about
     # something else.
-    if is_nested and op.native(constants, signature.dtypes) is not None:
+    if _is_nested(op, tensors) and site.native is not None:
         return
     for i, t in enumerate(tensors):
         if t is not None:
-            checks.check_dense(constants.op, op.argument(constants, i), t)
+            checks.check_dense(site.constants.op, op.argument(site.constants, i), t)
 
 
-def _elsewhere(op: Operator, tensors: Tensors, p: float, signature: Signature) -> Any:
+def _elsewhere(op: Operator, site: Site, tensors: Tensors, p: float) -> Any:
     """Computes a call that is not directly a launch: see the module's table."""
-    constants, first = signature.constants, tensors[op.first]
+    constants = site.constants
+    first = tensors[op.first]
     assert first is not None
+    checks.check_p(constants.op, p)  # no key has it
     elements = first.numel()
     are_strided = all(t is None or t.layout is torch.strided for t in tensors)
     if not are_strided and not first.is_nested:
-        _check_dense(op, signature, tensors)  # some of PyTorch's operators would take it
-    if _is_on_shards(op, constants, tensors):
-        return _on_shards(op, constants, tensors, p)
+        _check_dense(op, site, tensors)  # some of PyTorch's operators would take it
+    if sharding.distributes(tensors) and op.cols(constants, tensors) >= 0:
+        return sharding.run(op, constants, tensors, p, partial(_with_state, op))
     # A comparison of a symbol would become a guard, or raise where its value is unknown.
     is_empty = type(elements) is int and not elements
-    if is_empty or not signature.kernels or _references.on:
-        return op.reference(constants, tensors, dropout.dropout_of(p, NO_DROPOUT, signature.cols))
+    if is_empty or site.cols < 0 or _references.on:
+        return op.reference(constants, tensors, dropout.dropout_of(p, NO_DROPOUT, site.cols))
+    # Transforms and tangents need rules of derivatives, which kernels have none of; but the mask is
+    # that of the kernels, so that a transformed call drops the same elements.
     if transforms() or in_forward_mode():
         state = rng.state_of(p, first.device)
-        return op.reference(constants, tensors, dropout.dropout_of(p, state, signature.cols))
-    return _called(op, signature, tensors, _drawn(p, tensors, first.device), registered=True)
+        return op.reference(constants, tensors, dropout.dropout_of(p, state, site.cols))
+    return _called(op, site, tensors, rng.drawn(p, tensors, first.device), registered=True)
 
 
-def _drawn(p: float, tensors: Tensors, device: torch.device) -> State:
-    """Returns the random state of a call whose tensors may be recorded."""
-    if 0.0 < p < 1.0 and is_recording(*tensors):
-        return rng.recorded(device), None, rng.threshold(p)
-    return rng.state_of(p, device)
+def _called(op: Operator, site: Site, tensors: Tensors, state: State, *, registered: bool) -> Any:
+    """Returns the outputs from the registered operator, or from a launch."""
+    if site.saves:
+        return Call.apply((op, site, state, registered), *tensors)  # type: ignore[no-untyped-call]
+    launched = operators.forward if registered else forward
+    return exposed(op, site, tensors, launched(op, site, tensors, state))
 
 
 def _needs_backward(tensors: Tensors) -> bool:
     """Whether autograd records the call."""
-    if torch.is_grad_enabled():
-        for t in tensors:
-            if t is not None and t.requires_grad:
-                return True
-    return False
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _called(
-    op: Operator, signature: Signature, tensors: Tensors, state: State, *, registered: bool
-) -> Any:
-    """Returns the outputs from the registered operator, or from a launch."""
-    saves = _needs_backward(tensors)
-    site = signature.site(op, (state[0] is not None) + 2 * saves)
-    if saves:
-        return Call.apply((op, site, state, registered), *tensors)  # type: ignore[no-untyped-call]
-    launched = operators.forward if registered else forward
-    return op.expose(site.constants, tensors, launched(op, site, tensors, state))
+# --- under torch.compile, and on a rank's own tensors ---------------------------------------------
 
 
 def _traced(op: Operator, constants: Any, tensors: Tensors, p: Any) -> Any:
     """Computes a call under torch.compile: one registered operator, which has a derivative."""
     checks.check_p(constants.op, p)
-    constants, is_nested = _validated(op, constants, tensors)
+    is_nested = _is_nested(op, tensors)
+    constants = op.check(constants, tensors, nested=is_nested)
     first = tensors[op.first]
     assert first is not None
     has_kernels = launch.runs_kernels(first.device.type)
     is_fused = has_kernels and not is_nested and not transforms_when_traced()
-    if not is_nested and _is_on_shards(op, constants, tensors):
-        return _on_shards(op, constants, tensors, p)
+    is_sharded = not is_nested and sharding.distributes(tensors)
+    if is_sharded and op.cols(constants, tensors) >= 0:
+        return sharding.run(op, constants, tensors, p, partial(_with_state, op))
     cols = op.cols(constants, tensors) if is_fused else -1
     if cols < 0:
         return op.reference(constants, tensors, dropout.dropout_of(p, NO_DROPOUT, cols))
-    return _in_graph(op, constants, tensors, _recorded(p, first.device))
-
-
-def _recorded(p: float, device: torch.device) -> State:
-    """Returns the random state of a call that torch.compile traces."""
-    if p <= 0.0:
-        return NO_DROPOUT
-    seed = rng.recorded(device) if p < 1.0 else torch.zeros(2, dtype=torch.int64, device=device)
-    return seed, None, rng.threshold(p)
+    return _in_graph(op, constants, tensors, rng.recorded_state(p, first.device))
 
 
 def _in_graph(op: Operator, constants: Any, tensors: Tensors, state: State) -> Any:
-    """Calls the registered operator; returns the outputs that the caller gets."""
+    """Calls the registered operator; returns the outputs that the caller gets.
+
+    There is no `Site`: its cache would be a cached function, of which torch.compile warns.
+    """
     saves = _needs_backward(tensors)
     dtypes = operators.dtypes_of(op, tensors)
-    outs = operators.call_forward(
-        op,
-        constants,
-        tensors,
-        state,
-        op.cols(constants, tensors),
-        operators.encode(constants, dtypes, saves),
-    )
+    call = encode(constants, dtypes, saves)
+    outs = operators.call_forward(op, constants, tensors, state, op.cols(constants, tensors), call)
     written = op.writes(constants, dtypes, dropout=state[0] is not None, saves=saves)
-    return op.expose(constants, tensors, operators.present(outs, written))
+    present: Any = operators.present(outs, written)
+    if isinstance(op, SequenceOperator):
+        return op.expose(constants, tensors, present)
+    return present[: op.visible]
 
 
-# --- DTensors -------------------------------------------------------------------------------------
+def _with_state(op: Operator, constants: Any, tensors: Tensors, state: State | Dropout) -> Any:
+    """Returns the outputs of a checked call on a rank's own tensors.
 
-
-def _is_on_shards(op: Operator, constants: Any, tensors: Tensors) -> bool:
-    """Whether a call has DTensors, of rows that kernels can be compiled for."""
-    return sharding.distributes(tensors) and op.cols(constants, tensors) >= 0
-
-
-def _on_shards(op: Operator, constants: Any, tensors: Tensors, p: float) -> Any:
-    """Computes a call on DTensors: each rank makes the call on its own tensors."""
-    tensors = sharding.replicated(tensors)
-    plan = sharding.planned(op, constants, tensors, dropout=p > 0.0)
-    layout, local = plan.layout, plan.local(tensors)
-    first = local[op.first]
-    assert first is not None
-    state = _of_shard(layout, p, local, first.device)
-    outs = op.over_columns(constants, local, state, layout) if layout.splits_columns else None
-    if outs is None:
-        outs = with_state(op, constants, local, state)
-    if torch.compiler.is_dynamo_compiling() and len(layout.axes.outputs) > op.visible:
-        # AOTAutograd loses DTensors that are views of one tensor (PyTorch 2.13).
-        outs = [out.clone() for out in outs]
-    return plan.whole(outs)
-
-
-def _of_shard(
-    layout: sharding.Layout, p: float, local: Tensors, device: torch.device
-) -> State | Dropout:
-    """Returns the random state of a rank's kernels.
-
-    Where no kernels run, it is dropout with the rank's part of PyTorch's mask.
+    Where no kernels run, the state is dropout with the rank's part of PyTorch's mask.
     """
-    if not launch.runs_kernels(device.type):
-        return layout.dropout(p)
-    if layout.axes.rows.count(0):  # one process draws nothing for no elements either
-        return NO_DROPOUT
-    is_traced = torch.compiler.is_dynamo_compiling()
-    state = _recorded(p, device) if is_traced else _drawn(p, local, device)
-    first, second, threshold = state
-    if first is None:
-        return state
-    own: Any = first if isinstance(first, Tensor) else (first, second)
-    seed = layout.seed(own, device)
-    return seed, seed, threshold
-
-
-def with_state(op: Operator, constants: Any, tensors: Tensors, state: State | Dropout) -> Any:
-    """Returns the outputs of a checked call, with a state as `Operator.over_columns` takes it."""
     if not isinstance(state, tuple):
         return op.reference(constants, tensors, state)
     if torch.compiler.is_dynamo_compiling():
         if op.cols(constants, tensors) < 0:  # this rank has no columns
             return op.reference(constants, tensors, dropout.none)
         return _in_graph(op, constants, tensors, state)
-    signature = Signature(op, constants, tensors, nested=False, autocast=False)
     first = tensors[op.first]
     assert first is not None
     elements = first.numel()
-    if type(elements) is int and not elements:
-        return _nothing(op, signature, tensors)
-    registered = signature.special or is_intercepted()
-    return _called(op, signature, tensors, state, registered=registered)
-
-
-def _nothing(op: Operator, signature: Signature, tensors: Tensors) -> Any:
-    """Returns the outputs of a rank that has no rows or no columns."""
-    saves = _needs_backward(tensors)
-    site = signature.site(op, 2 * saves)
-    if saves:
+    is_empty = type(elements) is int and not elements
+    draws = state[0] is not None and not is_empty
+    site = _site(op, constants, tensors, dropout=draws, saves=_needs_backward(tensors))
+    if not is_empty:
+        registered = site.special or is_intercepted()
+        return _called(op, site, tensors, state, registered=registered)
+    if site.saves:
         return Nothing.apply((op, site), *tensors)  # type: ignore[no-untyped-call]
-    return op.expose(site.constants, tensors, op.allocate(site, tensors))
+    return exposed(op, site, tensors, op.allocate(site, tensors))

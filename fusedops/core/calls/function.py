@@ -20,13 +20,14 @@ from ..random import dropout, rng
 from ..random.dropout import Dropout
 from ..random.rng import State
 from . import operators
-from .operator import Operator, Site, Tensors
+from .operator import Operator, SequenceOperator, Site, Tensors
 
 __all__ = [
     "PLAIN",
     "Call",
     "Nothing",
     "apply",
+    "exposed",
     "forward",
     "gradients",
     "mask_of",
@@ -51,12 +52,20 @@ def on_device(site: Site, work: Callable[..., None], *args: Any) -> None:
 def forward(op: Operator, site: Site, tensors: Tensors, state: State) -> tuple[Tensor | None, ...]:
     """Launches the forward; returns all outputs."""
     outs = op.allocate(site, tensors)
-    index = site.device_index  # `on_device` written out: a call less in each step
+    # `on_device` written out: a call less in each step.
+    index = site.device_index
     if index < 0 or index == launch.current_device():
         op.forward(site, tensors, outs, state)
     else:
         on_device(site, op.forward, tensors, outs, state)
     return outs
+
+
+def exposed(op: Any, site: Site, tensors: Tensors, outs: Any) -> tuple[Tensor | None, ...]:
+    """Returns the outputs that the caller gets, which may end after the last that the site has."""
+    if site.splits:
+        return op.expose(site.constants, tensors, outs)  # type: ignore[no-any-return]
+    return outs[: site.returned]  # type: ignore[no-any-return]
 
 
 class Call(torch.autograd.Function):
@@ -72,9 +81,10 @@ class Call(torch.autograd.Function):
         ctx.save_for_backward(*site.saved((*tensors, *outs, None)))
         # An absent cotangent stays None: it costs neither a tensor of zeros nor a kernel's read.
         ctx.set_materialize_grads(False)
-        exposed = op.expose(site.constants, tensors, outs) if op.variadic else outs[: site.returned]
-        mark_constant(ctx, op, site, exposed, ctx.needs_input_grad[1:])
-        return exposed
+        returned = exposed(op, site, tensors, outs)
+        if site.sources is not None:
+            mark_constant(ctx, op, site, returned, ctx.needs_input_grad[1:])
+        return returned
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -103,9 +113,9 @@ class Nothing(torch.autograd.Function):
         outs = op.allocate(site, tensors)
         ctx.save_for_backward(*site.saved((*tensors, *outs, None)))
         ctx.set_materialize_grads(False)
-        exposed = op.expose(site.constants, tensors, outs) if op.variadic else outs[: site.returned]
-        mark_constant(ctx, op, site, exposed, ctx.needs_input_grad[1:])
-        return exposed
+        returned = exposed(op, site, tensors, outs)
+        mark_constant(ctx, op, site, returned, ctx.needs_input_grad[1:])
+        return returned
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -134,9 +144,14 @@ class Nothing(torch.autograd.Function):
         return None, *op.expose_gradients(site, grads, saved, outs, needs)
 
 
+def _sources(op: Operator, site: Site, outputs: int) -> tuple[frozenset[int], ...] | None:
+    """Returns the site's ``sources``; None for one output of several, a buffer of all of them."""
+    return None if op.variadic and outputs == 1 else site.sources
+
+
 def mark_constant(ctx: Any, op: Operator, site: Site, outs: Tensors, needs: Sequence[bool]) -> None:
     """Marks the outputs that have no gradient for any tensor that needs one."""
-    sources = op.sources(site.constants, len(outs))
+    sources = _sources(op, site, len(outs))
     if sources is None:
         return
     needed = {i for i, need in enumerate(needs) if need}
@@ -153,7 +168,7 @@ def _reached(op: Operator, site: Site, grads: Tensors, needs: Sequence[bool]) ->
 
     PyTorch has no gradient for these, not zeros.
     """
-    sources = op.sources(site.constants, len(grads))
+    sources = _sources(op, site, len(grads))
     if sources is None:
         return needs
     used = [inputs for inputs, g in zip(sources, grads, strict=True) if g is not None]
@@ -173,8 +188,11 @@ def gradients(
         if all(g is None for g in grads):
             return (None,) * len(needs)
         return _registered(op, site, state, saved, grads, needs)
-    needs = _reached(op, site, grads, needs)
+    if site.sources is not None:
+        needs = _reached(op, site, grads, needs)
     is_absent = True
+    # Kernels have no derivative, so none runs where the gradient itself is differentiated
+    # (``create_graph``); and a mode, transform or subclass would not see a launch.
     launches = not torch.is_grad_enabled() and not is_intercepted()
     for g in grads:
         if g is None:
@@ -193,6 +211,7 @@ def gradients(
         op.backward(site, grads, saved, outs, state)
     else:
         on_device(site, op.backward, grads, saved, outs, state)
+    # Most backwards write what is needed, one gradient for each tensor.
     return outs if needed is needs else op.expose_gradients(site, grads, saved, outs, needs)
 
 
@@ -215,7 +234,9 @@ def _registered(
 ) -> Sequence[Tensor | None]:
     """Returns the gradients that the registered backward computes."""
     needed = op.needed(site, grads, needs)
-    cotangents = op.joined(site.constants, grads, saved)
+    cotangents = (
+        op.joined(site.constants, grads, saved) if isinstance(op, SequenceOperator) else grads
+    )
     outs = operators.backward(op, site, cotangents, saved, state, needed)
     return op.expose_gradients(site, grads, saved, outs, needs)
 
@@ -262,6 +283,7 @@ def vjp(
                 used_cotangents.append(cotangent)
     if not outs or not wanted:
         return [None] * len(inputs)
+    # A function need not use all inputs: an unused one has no gradient, as in autograd.
     grads = torch.autograd.grad(
         outs,
         [inputs[i] for i in wanted],

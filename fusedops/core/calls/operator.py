@@ -3,17 +3,20 @@
 A call consists of an operator, a record of constants, the tensors, and a drop probability. All of
 it that stays the same from step to step, with dtypes, widths and device, is a `Site`:
 
-    arguments -- record --> constants --+
-    tensors ------ cols, dtypes, device +-- site --> Site
-                                                      |
-    tensors, outputs, random state -------------------+-- forward, backward --> launches
+    functional --> constants, tensors, p
+                      |
+                   key --> Site of an earlier call with this key, or
+                   check, cols, site --> a new one
+                      |
+    tensors, outputs, random state, Site --> forward, backward --> launches
 """
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,48 +24,23 @@ from torch import Tensor
 
 from ..random.dropout import Dropout
 from ..random.rng import State
+from . import words
 
-__all__ = ["Axes", "Constants", "Dtypes", "Operator", "Site", "Tensors"]
+__all__ = ["Axes", "Dtypes", "Operator", "Site", "Tensors", "axes_of_rows"]
 
 Tensors = Sequence[Tensor | None]
 Dtypes = tuple[torch.dtype | None, ...]
-
-
-@dataclass(frozen=True)
-class Constants(ABC):
-    """The constants of a call, hashable.
-
-    Attributes:
-        op: the functional's name, for messages.
-    """
-
-    op: str
-
-    @abstractmethod
-    def words(self) -> tuple[str, ...]:
-        """Returns all constants but floating-point numbers, as words without spaces.
-
-        Registered operators take these words.
-        """
-
-    def numbers(self) -> tuple[float, ...]:
-        """Returns the floating-point numbers."""
-        return ()
-
-    @classmethod
-    @abstractmethod
-    def read(cls, words: Sequence[str], numbers: Sequence[float]) -> Any:
-        """Returns the record with these words and numbers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Site:
     """All of a call that stays the same from step to step.
 
-    There is one object for equal sites, so identity is equality.
+    There is one object for equal sites, so identity is equality: plans are cached by sites, and a
+    site as a part of a key costs the hash of an address.
 
     Attributes:
-        constants: the call's constants.
+        constants: the record of the call's constants.
         device_index: the GPU, -1 under the interpreter.
         cols: the width of a row that kernels are compiled for: see `Operator.cols`.
         dtypes: the tensors' dtypes, None where absent.
@@ -73,7 +51,13 @@ class Site:
         returned: the number of outputs, from the first, that the autograd Function returns: those
             that the caller gets, and one that has a second derivative.
         saved: selects the saved tensors from ``(*tensors, *outputs, None)``.
-        call: the constants and dtypes as a string for registered operators.
+        sources: for each of the outputs that the caller gets, the indices of the tensors that it
+            depends on; None where each depends on all.
+        native: PyTorch's operator, as a function of constants and tensors, where it computes
+            exactly the same.
+        splits: whether the caller gets parts of the output: see `SequenceOperator.expose`.
+        special: whether the call is not directly a launch: no kernel runs, or a tensor is of a
+            subclass, which sees registered operators.
     """
 
     constants: Any
@@ -86,7 +70,16 @@ class Site:
     outs: tuple[bool, ...]
     returned: int
     saved: Callable[[tuple[Any, ...]], tuple[Any, ...]]
-    call: str
+    # By keyword only: the families' sites have fields without a default after these.
+    sources: tuple[frozenset[int], ...] | None = field(default=None, kw_only=True)
+    native: Callable[..., Any] | None = field(default=None, kw_only=True)
+    splits: bool = field(default=False, kw_only=True)
+    special: bool = field(default=False, kw_only=True)
+
+    @functools.cached_property
+    def call(self) -> str:
+        """The constants and dtypes as registered operators take them."""
+        return words.encode(self.constants, self.dtypes, self.saves)
 
 
 class Axes(NamedTuple):
@@ -99,6 +92,10 @@ class Axes(NamedTuple):
         tensors: for each tensor, the axis that each dimension is; None for one that is not sharded.
         outputs: the same for the outputs that the caller gets.
         carriers: the indices of the tensors with rows.
+        over_columns: computes the outputs of a rank that has some columns of its rows; None where
+            columns do not depend on one another. Its arguments are constants, the rank's tensors,
+            the state of its dropout, a `sharding.Layout`, which sums numbers of a row over ranks,
+            and `sharding.run`'s ``compute``.
     """
 
     rows: tuple[int, ...]
@@ -107,6 +104,7 @@ class Axes(NamedTuple):
     tensors: tuple[tuple[int | None, ...], ...]
     outputs: tuple[tuple[int | None, ...], ...]
     carriers: tuple[int, ...]
+    over_columns: Callable[..., Any] | None = None
 
     @property
     def mask(self) -> tuple[int, ...]:
@@ -114,73 +112,107 @@ class Axes(NamedTuple):
         return (*self.rows, self.parts, self.columns)
 
 
+def axes_of_rows(
+    tensors: Tensors,
+    first: int,
+    *,
+    dims: int,
+    columns: int,
+    carriers: Collection[int],
+    are_split: bool,
+    outputs: int,
+) -> Axes:
+    """Returns the axes of a call whose tensors are rows, or parameters of one number per column.
+
+    Args:
+        tensors: the call's tensors.
+        first: the index of the one that determines the rows.
+        dims: its trailing dimensions that make up a row.
+        columns: the width of a row.
+        carriers: the indices of the tensors with rows.
+        are_split: whether rows may be sharded along their last dimension; then the parameters are
+            too.
+        outputs: the number of outputs, which have the first tensor's axes.
+    """
+    like = tensors[first]
+    assert like is not None
+    leading = max(like.dim() - dims, 0)
+    axis = leading if are_split else None
+    inner = [None] * (like.dim() - leading - 1)
+    # A scalar has no dimension for the columns.
+    of_rows = (*range(leading), *inner, axis)[: like.dim()]
+    of_tensors: list[tuple[int | None, ...]] = []
+    for i, t in enumerate(tensors):
+        if t is None:
+            of_tensors.append(())
+        else:
+            of_tensors.append(of_rows if i in carriers else (axis,) * t.dim())
+    return Axes(
+        rows=tuple(like.shape[:leading]),
+        parts=1,
+        columns=columns,
+        tensors=tuple(of_tensors),
+        outputs=(of_rows,) * outputs,
+        carriers=tuple(carriers),
+    )
+
+
 class Operator(ABC):
     """A family's operator; subclasses fill in the attributes and methods.
 
     Attributes:
         name: the prefix of the registered operators ``fusedops::<name>_forward`` and ``_backward``.
-        constants: the class of its constants.
+        constants: the class of its records of constants, a NamedTuple under `words.dispatched`.
         tensors: the names of the tensor arguments.
-        variadic: whether the last name stands for any number of tensors.
         first: the index of the tensor that determines the rows.
+        variadic: whether the last name stands for any number of tensors.
         outputs: the names of all that the forward writes.
         visible: the number of outputs, from the first, that the caller gets; the rest is only
             saved.
         saved: the names of the tensors that a backward reads.
-        numbers: the names of the constants that are floating-point numbers.
-        shares: the indices of two tensors; where the backward writes no gradient for the first, it
-            is the second's.
-        rows: those of the names above whose tensors have rows, in their leading dimensions.
-        tags: the registered operators' tags.
         native_elements: the largest call on a GPU that goes to PyTorch's operator, where there is
             one: both take a few microseconds there, and a native autograd node costs tens of
             microseconds less on the host.
     """
 
     name: ClassVar[str]
-    constants: ClassVar[type[Constants]]
+    constants: ClassVar[Any]
     tensors: ClassVar[tuple[str, ...]]
     first: ClassVar[int] = 0
+    variadic: ClassVar[bool] = False
     outputs: ClassVar[tuple[str, ...]]
     visible: ClassVar[int] = 1
     saved: ClassVar[tuple[str, ...]]
-    numbers: ClassVar[tuple[str, ...]] = ()
-    shares: ClassVar[tuple[int, int] | None] = None
-    variadic: ClassVar[bool] = False
-    rows: ClassVar[frozenset[str]] = frozenset()
-    tags: ClassVar[tuple[torch.Tag, ...]] = ()
     native_elements: int = 65536
 
     def __init__(self) -> None:
-        # The signatures of checked calls by `key`, without GPU autocast and under it.
-        self.signatures: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
+        # The sites of checked eager calls, by `key`. Registered operators have no tensors of the
+        # caller's to make a key of: their sites are in `operators.site_of`.
+        self.sites: dict[Hashable, Any] = {}
 
     # --- before a call ----------------------------------------------------------------------------
 
     @staticmethod
     @abstractmethod
-    def record(*arguments: Any) -> Any:
-        """Returns the record of constants, from the ``arguments`` of `call.run`."""
+    def key(mode: int, constants: Any, tensors: Any) -> Hashable:
+        """Returns ``mode`` with all that `check`, `cols` and `site` depend on.
 
-    @staticmethod
-    @abstractmethod
-    def key(arguments: Any, tensors: Any) -> Hashable:
-        """Returns all that `check`, `cols` and `site` depend on.
-
-        No bad call may have the key of a good one: a call whose key is cached is not checked.
+        No bad call may have the key of a good one: a call whose key is cached is not checked. Every
+        call computes its key, so this costs every call: no loops, no helper functions, and of rows
+        neither their number nor whatever else may change from batch to batch.
         """
 
     @abstractmethod
-    def check(self, constants: Any, tensors: Any) -> None:
-        """Raises an error if the call is invalid."""
+    def check(self, constants: Any, tensors: Any, *, nested: bool) -> Any:
+        """Raises if the call is invalid; returns the constants to compute with.
 
-    @abstractmethod
-    def check_constants(self, constants: Any) -> None:
-        """Raises an error if the constants are invalid: the only check for nested tensors."""
+        GPU autocast may have set the output's dtype in them.
 
-    def autocast(self, constants: Any, tensors: Tensors) -> Any:
-        """Returns the constants under GPU autocast."""
-        return constants
+        Args:
+            constants: the functional's record.
+            tensors: the call's tensors, which may be anything.
+            nested: whether they are nested tensors, which PyTorch's operators check.
+        """
 
     @abstractmethod
     def cols(self, constants: Any, tensors: Tensors) -> int:
@@ -189,6 +221,7 @@ class Operator(ABC):
         It is 0 for a kernel of any width, and -1 where no kernel fits.
         """
 
+    # Beside `site`, as torch.compile traces calls without one: see `call._in_graph`.
     def writes(
         self, constants: Any, dtypes: Dtypes, *, dropout: bool, saves: bool
     ) -> tuple[bool, ...]:
@@ -206,80 +239,17 @@ class Operator(ABC):
         dropout: bool,
         saves: bool,
     ) -> Any:
-        """Returns the site for these choices; the caller caches it."""
-
-    # --- DTensors ---------------------------------------------------------------------------------
+        """Returns the site for these choices; `operators.site_of` caches it."""
 
     def argument(self, constants: Any, place: int) -> str:
         """Returns the name of the tensor argument at an index, for messages."""
         return self.tensors[min(place, len(self.tensors) - 1)]
 
+    @abstractmethod
     def axes(self, constants: Any, tensors: Tensors) -> Axes:
-        """Returns the axes along which the call may be sharded."""
-        first = tensors[self.first]
-        assert first is not None
-        leading = self.leading(constants, first.dim())
-        columns = leading if self.has_columns(constants) else None
-        inner = [None] * (first.dim() - leading - 1)
-        # A scalar has no dimension for the columns.
-        of_rows = (*range(leading), *inner, columns)[: first.dim()]
-        axes_of_tensors: list[tuple[int | None, ...]] = []
-        carriers = []
-        for i, t in enumerate(tensors):
-            has_rows = self.has_rows(constants, self.tensors[min(i, len(self.tensors) - 1)])
-            if has_rows:
-                carriers.append(i)
-            if t is None:
-                axes_of_tensors.append(())
-            else:
-                axes_of_tensors.append(of_rows if has_rows else (columns,) * t.dim())
-        return Axes(
-            rows=tuple(first.shape[:leading]),
-            parts=1,
-            columns=int(self.cols(constants, tensors)),
-            tensors=tuple(axes_of_tensors),
-            outputs=(of_rows,) * self.visible,
-            carriers=tuple(carriers),
-        )
-
-    def leading(self, constants: Any, dims: int) -> int:
-        """Returns the number of the first tensor's dimensions that are rows."""
-        return max(dims - 1, 0)
-
-    def has_columns(self, constants: Any) -> bool:
-        """Whether rows may be sharded along their last dimension.
-
-        The parameters, of one dimension, then are too.
-        """
-        return False
-
-    def over_columns(
-        self, constants: Any, tensors: Tensors, state: State | Dropout, layout: Any
-    ) -> Any:
-        """Returns the outputs of a rank that has some columns of its rows.
-
-        It is None where columns do not depend on one another.
-
-        Args:
-            constants: the call's constants.
-            tensors: the rank's tensors.
-            state: the random state of the rank's kernels; where no kernels run, dropout.
-            layout: a `sharding.Layout`, which sums numbers of a row over the ranks.
-        """
-        return None
-
-    def has_rows(self, constants: Any, name: str) -> bool:
-        """Whether the tensor of that name has rows; else it is a parameter."""
-        return name in self.rows
+        """Returns the axes along which the call may be sharded over ranks."""
 
     # --- PyTorch's operators ----------------------------------------------------------------------
-
-    def native(self, constants: Any, dtypes: Dtypes) -> Callable[..., Any] | None:
-        """Returns PyTorch's operator, as a function of constants and tensors.
-
-        It computes exactly the same; None where PyTorch has no such operator.
-        """
-        return None
 
     @abstractmethod
     def reference(
@@ -304,34 +274,10 @@ class Operator(ABC):
         ``dropout`` is a function of a tensor of the mask's shape.
         """
 
-    def sources(self, constants: Any, outputs: int) -> tuple[frozenset[int], ...] | None:
-        """Returns, for each of the first outputs, the indices of the tensors that it depends on.
-
-        It is None where each output depends on all tensors.
-        """
-        return None
-
-    # --- between the caller's tensors and the kernels' --------------------------------------------
-
-    def expose(self, constants: Any, tensors: Tensors, outs: Any) -> tuple[Tensor | None, ...]:
-        """Returns the outputs that the caller gets."""
-        return outs[: self.visible]  # type: ignore[no-any-return]
-
-    def joined(self, constants: Any, grads: Tensors, saved: Tensors) -> Tensors:
-        """Returns the cotangents as the registered backward takes them."""
-        return grads
-
-    def expose_gradients(
-        self, site: Any, grads: Tensors, saved: Tensors, outs: Any, needs: Sequence[bool]
-    ) -> Sequence[Tensor | None]:
-        """Returns the gradients of the caller's tensors."""
-        if self.shares is not None:
-            first, second = self.shares
-            if needs[first] and outs[first] is None:
-                return (*outs[:first], outs[second], *outs[first + 1 :])
-        return outs  # type: ignore[no-any-return]
-
     # --- kernels ----------------------------------------------------------------------------------
+
+    # Allocation and launch are two steps, as compilers plan the memory of a registered operator's
+    # outputs: it then writes to tensors that it gets.
 
     @abstractmethod
     def allocate(self, site: Any, tensors: Any) -> tuple[Tensor | None, ...]:
@@ -340,6 +286,10 @@ class Operator(ABC):
     @abstractmethod
     def forward(self, site: Any, tensors: Any, outs: Any, state: State) -> None:
         """Launches the forward, which fills ``outs``."""
+
+    # The gradient of one tensor may be that of another, as x's is the residual's in an addition, or
+    # a part of a buffer. `needed` selects what the kernel writes, and `expose_gradients` returns
+    # each tensor's gradient from that.
 
     def needed(self, site: Any, grads: Tensors, needs: Sequence[bool]) -> Sequence[bool]:
         """Returns which gradients the backward writes, in the order of ``tensors``."""
@@ -354,3 +304,23 @@ class Operator(ABC):
     @abstractmethod
     def backward(self, site: Any, grads: Any, saved: Any, outs: Any, state: State) -> None:
         """Launches the backward, which fills ``outs`` and does not write to ``grads``."""
+
+    def expose_gradients(
+        self, site: Any, grads: Tensors, saved: Tensors, outs: Any, needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        """Returns the gradients of the caller's tensors, where `needed` differs from ``needs``."""
+        return outs  # type: ignore[no-any-return]
+
+
+class SequenceOperator(Operator):
+    """An operator of any number of tensors, whose kernels write one buffer for all of them."""
+
+    variadic = True
+
+    @abstractmethod
+    def expose(self, constants: Any, tensors: Tensors, outs: Any) -> tuple[Tensor | None, ...]:
+        """Returns the outputs that the caller gets, from those that the kernels wrote."""
+
+    @abstractmethod
+    def joined(self, constants: Any, grads: Tensors, saved: Tensors) -> Tensors:
+        """Returns the cotangents as the registered backward takes them, in one buffer."""

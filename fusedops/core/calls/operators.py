@@ -1,6 +1,6 @@
 """Calls of the registered operators, which torch.compile, dispatch modes and subclasses see.
 
-An operator takes the tensors, the random state, and the constants as numbers and a string of words.
+An operator takes the tensors, the random state, and the constants as `words` writes them.
 `registration` defines the operators.
 """
 
@@ -8,63 +8,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..random.rng import State
-from ..version import __version__
-from .checks import DTYPES
 from .operator import Dtypes, Operator, Site, Tensors
+from .words import DTYPES_BY_NAME
 
 __all__ = [
-    "NAMES",
     "backward",
     "call_forward",
     "decode",
     "dtypes_of",
-    "encode",
     "forward",
-    "named",
     "present",
     "seed_of",
     "site_from",
     "site_of",
 ]
 
-# Dtypes as operators take them: a word in a string costs less than a dtype argument. Rows of
-# integers and booleans are arguments of users' row-wise functions.
-_READ = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-NAMES: dict[torch.dtype | None, str] = {
-    None: "none",
-    **{d: str(d).removeprefix("torch.") for d in (*DTYPES, *_READ)},
-}
-_DTYPES = {name: dtype for dtype, name in NAMES.items()}
-
-
-# --- constants ------------------------------------------------------------------------------------
-
-
-def named(name: str) -> torch.dtype | None:
-    """Returns the dtype of one of `NAMES`."""
-    return _DTYPES[name]
-
-
-def encode(constants: Any, dtypes: Dtypes, saves: bool) -> str:
-    """Returns a call without its numbers as one string.
-
-    It is ``<version> saves|drops <dtypes> <op> <words>``. The version is in it because PyTorch
-    caches compiled functions on disk by their constants.
-    """
-    names = [NAMES[dtype] for dtype in dtypes]
-    mode = "saves" if saves else "drops"
-    return " ".join((__version__, mode, *names, constants.op, *constants.words()))
-
-
-def name_in(call: str) -> str:
-    """Returns the name of the functional in a call's string."""
-    return next(word for word in call.split(" ")[2:] if word not in NAMES.values())
+# --- sites ----------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=4096)
@@ -72,8 +38,8 @@ def decode(op: Operator, call: str, numbers: tuple[float, ...]) -> tuple[Any, Dt
     """Returns the constants, the tensors' dtypes, and whether a backward will follow."""
     _, mode, *words = call.split(" ")
     count = len(op.tensors)
-    constants = op.constants.read(words[count:], numbers)
-    return constants, tuple([named(name) for name in words[:count]]), mode == "saves"
+    dtypes = tuple([DTYPES_BY_NAME[name] for name in words[:count]])
+    return op.constants.read(words[count:], numbers), dtypes, mode == "saves"
 
 
 def site_from(
@@ -93,9 +59,11 @@ def site_of(
     device_index: int,
     dropout: bool,
     saves: bool,
+    special: bool = False,
 ) -> Any:
     """Returns the site for these choices, always the same object for the same ones."""
-    return op.site(constants, dtypes, cols, device_index, dropout=dropout, saves=saves)
+    site = op.site(constants, dtypes, cols, device_index, dropout=dropout, saves=saves)
+    return replace(site, special=True) if special else site
 
 
 # --- calls ----------------------------------------------------------------------------------------

@@ -45,6 +45,9 @@ MOST_ARGUMENTS = 64
 
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _PLAIN = _TENSORS | {type(None), str, int, float, bool}
+# A kernel that reads any number of tensors reads a table of their addresses, which outlives the
+# call, as memory that a graph tree manages must not.
+_UNSAFE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 # Registered operators live as long as their library.
 _LIBRARIES: list[torch.library.Library] = []
 
@@ -56,7 +59,7 @@ def arguments(op: Operator) -> int:
     """
     tensors, read = len(op.tensors), op.visible + len(op.saved)
     # Besides tensors, operators that return take the seed, and each constant by itself.
-    returning = max(tensors + 4, read + 5) + len(op.numbers)
+    returning = max(tensors + 4, read + 5) + len(op.constants.numbered)
     # Those that write take the seed, and all constants as one string.
     writing = tensors + max(len(op.outputs), read) + 2
     return max(returning, writing)
@@ -91,13 +94,14 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
     and likewise for the backward with ``read`` cotangents and saved tensors.
     """
     count = len(op.tensors)
-    numbers = "".join([f", float {name}" for name in op.numbers])
+    numbers = "".join([f", float {name}" for name in op.constants.numbered])
     constants = f"int threshold, int cols, str call{numbers}"
     backward_constants = f"int threshold, str needs, int cols, str call{numbers}"
     arguments = _schema(op.tensors, op)
     saved_schema = _schema(op.saved, op)
     cotangents = _schema(tuple([f"d{name}" for name in op.outputs[: op.visible]]))
     read = op.visible + len(op.saved)
+    tags = _UNSAFE if op.variadic else ()
 
     def forward_site(constants: Sequence[Any], dropout: bool, device_index: int) -> Any:
         _, cols, call, *rest = constants
@@ -155,7 +159,7 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
         op.outputs,
         allocate,
         write,
-        op.tags,
+        tags,
     )
     _define(
         library,
@@ -165,7 +169,7 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
         [f"d{name}" for name in op.tensors],
         allocate_gradients,
         write_gradients,
-        op.tags,
+        tags,
     )
 
     _differentiate(op, library, forward_site)

@@ -93,6 +93,8 @@ def bind(
         fixed="".join(f", f{i}" for i in range(len(fixed))),
     )
     defined: dict[str, Any] = {}
+    # ``namespace`` is not copied: the generated function reads the module's variables at each call,
+    # such as the observers of a later `launch.record`.
     exec(_code(source), namespace, defined)
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     variant: Callable[..., None] = defined["bind"](

@@ -315,6 +315,8 @@ class Request:
     @property
     def key(self) -> tuple[Any, ...]:
         """The key of the compiled code: all that it depends on."""
+        # Mappings have no hash. `build` orders them as the kernel's arguments: equal requests have
+        # equal keys.
         parts = (self.types, self.constants, self.options, self.divisible)
         return (self.kernel.fn, *[tuple(part.items()) for part in parts])
 
@@ -528,6 +530,8 @@ def build(
     if _collectors:
         _collectors[-1].append(request)
         return _Collected()
+    # A variant launches on the stream of one device. The lock is for all kernels: threads that need
+    # the same variant compile it once.
     key = (device_index, *request.key)
     with _build_lock:
         variant = _built.get(key)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..compat.dispatch import without_modes, without_transforms
 from ..compat.dynamo import is_exporting
-from ..compat.fake import Functional, current_tracer
+from ..compat.fake import Functional, current_tracer, is_recording
 from ..compat.runtime import capturing, other_threads
 
 __all__ = [
@@ -30,8 +30,10 @@ __all__ = [
     "State",
     "beyond",
     "draw",
+    "drawn",
     "keep_probability",
     "recorded",
+    "recorded_state",
     "seed_kind",
     "state_of",
     "threshold",
@@ -81,6 +83,21 @@ def state_of(p: float, device: torch.device) -> State:
             return (*seed, _threshold(p))
         return seed, None, _threshold(p)
     return NO_DROPOUT if p == 0.0 else (0, 0, _STEPS)
+
+
+def drawn(p: float, tensors: Any, device: torch.device) -> State:
+    """Returns the state of a call whose tensors may be recorded, to be computed later."""
+    if 0.0 < p < 1.0 and is_recording(*tensors):
+        return recorded(device), None, threshold(p)
+    return state_of(p, device)
+
+
+def recorded_state(p: float, device: torch.device) -> State:
+    """Returns the state of a call that torch.compile traces."""
+    if p <= 0.0:
+        return NO_DROPOUT
+    seed = recorded(device) if p < 1.0 else torch.zeros(2, dtype=torch.int64, device=device)
+    return seed, None, threshold(p)
 
 
 def draw(device: torch.device) -> Seed:
