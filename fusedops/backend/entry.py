@@ -41,7 +41,7 @@ def compile(  # noqa: A001
     attentions a model computes functions of rows: sums with biases, dropout and residuals, norms,
     activations. Each such region that pays becomes one kernel forward and one backward, as with
     `fusedops.rowwise`; Inductor compiles the rest of the graph. On a device without kernels, such
-    as a CPU, Inductor compiles everything. If a graph cannot be taken apart, a ``RuntimeWarning``
+    as a CPU, Inductor compiles everything. If a graph cannot be captured, a ``RuntimeWarning``
     names the reason, and Inductor compiles it whole.
 
     Args:

@@ -98,15 +98,24 @@ class Source:
         graph: the region as a function of its tensors.
         places: for each of its results, the number of the program's output.
         structure: of the function.
-        kept: the positions of tensors that others save, see `planned`.
+        also_saved: the positions of tensors that others save, see `planned`.
         splits: for each tensor, the dimensions that the program splits into several.
         joins: for each of the program's outputs, the dimensions that are one of the result.
     """
 
     def __init__(
-        self, graph: fx.Graph, places: Sequence[int], structure: Structure, kept: Sequence[int]
+        self,
+        graph: fx.Graph,
+        places: Sequence[int],
+        structure: Structure,
+        also_saved: Sequence[int],
     ) -> None:
-        self.graph, self.places, self.structure, self.kept = graph, places, structure, kept
+        self.graph, self.places, self.structure, self.also_saved = (
+            graph,
+            places,
+            structure,
+            also_saved,
+        )
         self.splits: list[list[Split]] = [[] for _ in structure.inputs]
         self.joins: list[list[Join]] = [[] for _ in structure.outputs]
 
@@ -126,7 +135,9 @@ class Source:
     @functools.cached_property
     def program(self) -> Program:
         """The program, registered."""
-        return Program("region", self, planned(self.structure, memory=True, kept=self.kept))
+        return Program(
+            "region", self, planned(self.structure, memory=True, also_saved=self.also_saved)
+        )
 
 
 def _module(graph: fx.Graph) -> fx.GraphModule:

@@ -71,7 +71,7 @@ class RegionReport:
         operators: of PyTorch that are in it, each once, in their order.
         shape: of its largest output, in the call that was traced.
         reason: why it was left to Inductor; "" if it is one operator.
-        apart: bytes that PyTorch's operators read and write forward, one by one.
+        unfused: bytes that PyTorch's operators read and write forward, one by one.
         rows: of that operator, in the call that was traced.
         program: that operator; None if there is none.
         functions: of `rowwise` that are in it.
@@ -80,7 +80,7 @@ class RegionReport:
     operators: tuple[str, ...]
     shape: tuple[int, ...]
     reason: str = ""
-    apart: int = 0
+    unfused: int = 0
     rows: int = 0
     program: Program | None = field(default=None, repr=False)
     functions: tuple[str, ...] = ()
@@ -112,7 +112,9 @@ def _moved_of_row(program: Program | None) -> tuple[int, int]:
     wanted = plan.differentiable
     backward = []
     if wanted:
-        backward = backward_kernels(plan, acc, **how, given=range(program.count), wanted=wanted)
+        backward = backward_kernels(
+            plan, acc, **how, cotangents=range(program.count), wanted=wanted
+        )
     cols = program.structure.cols
     return cols * _moved_of_column(forward), cols * _moved_of_column(backward)
 
@@ -198,7 +200,7 @@ def _line(region: RegionReport) -> str:
         names += f" of {', '.join(region.functions)}"
     outcome = f"left: {region.reason}"
     if not region.reason:
-        forward, unfused = _bytes(region.forward), _bytes(region.apart)
+        forward, unfused = _bytes(region.forward), _bytes(region.unfused)
         outcome = f"{_bytes(region.moved)} moved, {_bytes(region.saved)} saved"
         outcome += f"; forward {forward} instead of {unfused}"
     return f"({shape})  {names}  {outcome}"

@@ -115,7 +115,7 @@ class Selector:
         self.reports.append(
             replace(
                 report,
-                apart=_unfused_bytes(match.region),
+                unfused=_unfused_bytes(match.region),
                 rows=program.rows,
                 program=program.program,
             )

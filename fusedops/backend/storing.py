@@ -103,7 +103,7 @@ def _program(program: Program) -> dict[str, Any]:
     assert isinstance(source, Source)
     return {
         "structure": storing.encoded(source.structure),
-        "kept": source.kept,
+        "kept": source.also_saved,
         "places": source.places,
         "nodes": nodes_of(source.graph, restorable_name),
     }

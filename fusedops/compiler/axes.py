@@ -76,7 +76,7 @@ class Axes:
         other_size = self.size(self.leaves(other))
         if one_size != other_size:
             raise AxisError(f"dimensions of {one_size} and {other_size} meet")
-        # From the outermost axis on, the first two that differ are made one; where their sizes
+        # From the outermost axis on, the first two that differ are joined; where their sizes
         # differ, the larger one is split first, and its outer part meets the other one next.
         while True:
             first = self.leaves(one)

@@ -94,20 +94,24 @@ def backward_kernels(
     *,
     grouped: bool,
     tiled: bool,
-    given: Sequence[int],
+    cotangents: Sequence[int],
     wanted: Sequence[int],
 ) -> list[Kernel]:
-    """Return the kernels of a backward, from the cotangents ``given`` to the gradients ``wanted``.
+    """Return the kernels of a backward, from ``cotangents`` to the gradients ``wanted``.
 
     Rows that a program of the forward holds may be too long for one of the backward, which has more
     values at a time.
     """
-    kernels = _backward_kernels(plan, acc, grouped=grouped, tiled=tiled, given=given, wanted=wanted)
+    kernels = _backward_kernels(
+        plan, acc, grouped=grouped, tiled=tiled, cotangents=cotangents, wanted=wanted
+    )
     most_live = max(kernel.live for kernel in kernels)
     if tiled or most_live * block_holding(plan.structure.cols) <= _MOST_LIVE:
         return kernels
     try:
-        return _backward_kernels(plan, acc, grouped=False, tiled=True, given=given, wanted=wanted)
+        return _backward_kernels(
+            plan, acc, grouped=False, tiled=True, cotangents=cotangents, wanted=wanted
+        )
     except NotRowwiseError:  # no kernel of long rows computes it
         return kernels
 
@@ -118,12 +122,12 @@ def _backward_kernels(
     *,
     grouped: bool,
     tiled: bool,
-    given: Sequence[int],
+    cotangents: Sequence[int],
     wanted: Sequence[int],
 ) -> list[Kernel]:
     structure = plan.structure
     writer = _Writer(plan, acc, "backward", grouped, tiled)
-    gradients = plan.gradients(given, wanted)
+    gradients = plan.gradients(cotangents, wanted)
     stores: list[_Store] = []
     sums: list[_Sum] = []
     for index in wanted:

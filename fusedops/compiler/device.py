@@ -101,16 +101,16 @@ def power(x, y):
     size = tl.abs(x)
     zero, infinite = size == 0.0, size == float("inf")
     inside = _power_of_positive(tl.where(zero | infinite, 1.0, size).to(x.dtype), y)
-    found = tl.where(zero, tl.where(y > 0.0, 0.0, float("inf")), inside)
-    found = tl.where(infinite, tl.where(y > 0.0, float("inf"), 0.0), found)
+    result = tl.where(zero, tl.where(y > 0.0, 0.0, float("inf")), inside)
+    result = tl.where(infinite, tl.where(y > 0.0, float("inf"), 0.0), result)
     # Odd powers of negative numbers, and of -0.0, are negative. Powers of negative numbers with
     # fractional exponents are NaN.
     endless = tl.abs(y) == float("inf")
     is_whole = (tl.floor(y) == y) & ~endless
     is_odd = is_whole & (tl.floor(y * 0.5) * 2.0 != y)
     negative = (x < 0.0) | (zero & (1.0 / x < 0.0))
-    found = tl.where(negative & is_odd, -found, found)
-    found = tl.where((x < 0.0) & ~(is_whole | endless | infinite), float("nan"), found)
-    found = tl.where((size == 1.0) & endless, 1.0, found)
-    found = tl.where((x != x) | (y != y), float("nan"), found)
-    return tl.where((x == 1.0) | (y == 0.0), 1.0, found).to(x.dtype)
+    result = tl.where(negative & is_odd, -result, result)
+    result = tl.where((x < 0.0) & ~(is_whole | endless | infinite), float("nan"), result)
+    result = tl.where((size == 1.0) & endless, 1.0, result)
+    result = tl.where((x != x) | (y != y), float("nan"), result)
+    return tl.where((x == 1.0) | (y == 0.0), 1.0, result).to(x.dtype)

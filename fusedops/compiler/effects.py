@@ -44,7 +44,7 @@ _F = TypeVar("_F", ast.Lambda, ast.FunctionDef)
 def check_effects(code: CodeType, name: str) -> None:
     """Raise where a function of this code changes anything but its own variables.
 
-    Only what its source shows is found. A function without source passes.
+    Only what its source shows is known. A function without source passes.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))

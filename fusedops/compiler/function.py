@@ -292,7 +292,7 @@ class Rowwise(Generic[_P, _R]):
         outputs = list(range(program.count))
         wanted = list(plan.differentiable)
         kernels = forward_kernels(plan, program.acc, **layout, saves=True)
-        kernels += backward_kernels(plan, program.acc, **layout, given=outputs, wanted=wanted)
+        kernels += backward_kernels(plan, program.acc, **layout, cotangents=outputs, wanted=wanted)
         return "\n\n".join([kernel.source for kernel in kernels])
 
     # --- calls ------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class _Checker:
 
     def run(self) -> None:
         """Check everything."""
-        # Later checks index by numbers that earlier ones have found to be in range.
+        # Later checks index by numbers that earlier ones checked to be in range.
         _require(self.fields.keys() == _FIELDS, "fields")
         self._flags()
         self._scalars()

@@ -149,18 +149,18 @@ def _backward(
     site: RowwiseSite, grouped: bool, dtypes: Sequence[torch.dtype | None], wanted: Sequence[bool]
 ) -> Launcher:
     program = site.program
-    given = [i for i, dtype in enumerate(dtypes) if dtype is not None]
+    cotangents = [i for i, dtype in enumerate(dtypes) if dtype is not None]
     kernels = backward_kernels(
         program.plan,
         program.acc,
         grouped=grouped,
         tiled=program.tiled,
-        given=given,
+        cotangents=cotangents,
         wanted=[i for i, want in enumerate(wanted) if want],
     )
     names = {("input", i): f"saved[{k}]" for k, i in enumerate(program.plan.saved_inputs)}
     names |= {("intermediate", 0): "saved[-2]", ("stats", 0): "saved[-1]"}
-    names |= {("cotangent", i): f"grads[{i}]" for i in given}
+    names |= {("cotangent", i): f"grads[{i}]" for i in cotangents}
     names |= {("gradient", i): f"outs[{i}]" for i in range(len(wanted))}
     return Launcher(site, kernels, names, "grads, saved, outs, state", dtypes)
 
@@ -191,7 +191,7 @@ def _launchers(
     device_index: int,
     tensors: Sequence[Tensor],
     wanted: Sequence[bool],
-    given: Sequence[bool],
+    cotangents: Sequence[bool],
 ) -> tuple[list[Launcher], int]:
     """Return the launchers of a call, and the bucket of its rows.
 
@@ -210,7 +210,7 @@ def _launchers(
     )
     launchers = [_forward(site, grouped)]
     if any(wanted):
-        outputs = zip(program.structure.outputs, given, strict=True)
+        outputs = zip(program.structure.outputs, cotangents, strict=True)
         dtypes = [operand.dtype if has_gradient else None for operand, has_gradient in outputs]
         dtypes += [None] * program.own  # the intermediate's
         launchers.append(_backward(site, grouped, dtypes, wanted))
@@ -222,7 +222,7 @@ def prepare(
     device_index: int,
     tensors: Sequence[Tensor],
     wanted: Sequence[bool],
-    given: Sequence[bool],
+    cotangents: Sequence[bool],
 ) -> None:
     """Compile the kernels of a registered operator's call.
 
@@ -232,13 +232,13 @@ def prepare(
         tensors: tensors of the call's shapes.
         wanted: for each tensor, whether the backward computes its gradient; without any no backward
             is compiled.
-        given: for each output, whether the backward has its gradient.
+        cotangents: for each output, whether the backward has its gradient.
     Raises:
         NotCompiledError: Triton cannot compile one.
     """
     if program.is_long:
         return
-    launchers, bucket = _launchers(program, device_index, tensors, wanted, given)
+    launchers, bucket = _launchers(program, device_index, tensors, wanted, cotangents)
     drawn = 1 if device_index < 0 else 2  # on a GPU the state is a tensor
     for launcher in launchers:
         launcher.variants.compile(drawn if program.structure.drops else 0, bucket)

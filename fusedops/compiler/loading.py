@@ -9,7 +9,7 @@ from typing import Any
 
 from .identifiers import HEADER
 
-__all__ = ["loaded", "made", "text_of"]
+__all__ = ["kernel_of", "loaded", "text_of"]
 
 _kernels: dict[str, Any] = {}
 
@@ -18,10 +18,10 @@ def loaded(function: str, digest: str, source: str, name: str) -> Any:
     """The kernel of this name, of a function's source."""
     text = f"{HEADER}\n\n{source}"
     number = hashlib.sha256(text.encode()).hexdigest()[:8]
-    return made(f"<fusedops rowwise {function} {digest} {number}>", name, text)
+    return kernel_of(f"<fusedops rowwise {function} {digest} {number}>", name, text)
 
 
-def made(path: str, name: str, text: str) -> Any:
+def kernel_of(path: str, name: str, text: str) -> Any:
     """The kernel of this name in a text, which goes by the name of a file.
 
     A product is rounded wherever it is computed: a backward compares it with a forward's largest
@@ -41,6 +41,6 @@ def made(path: str, name: str, text: str) -> Any:
 
 
 def text_of(kernel: Any) -> str | None:
-    """The text of a kernel that was made here; None for one of a module."""
+    """The text of a kernel from `kernel_of`; None for one of a module."""
     path = kernel.fn.__code__.co_filename
     return "".join(linecache.getlines(path)) if path in _kernels else None

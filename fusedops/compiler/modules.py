@@ -21,7 +21,7 @@ class Rowwise(nn.Module):
 
     Keyword arguments of the constructor are arguments of the function, by name: a tensor becomes a
     parameter, a number a constant. `forward` takes the other arguments, in the function's order. An
-    argument named ``training`` is set to the module's training mode if it is not given.
+    argument named ``training`` is set to the module's training mode if it is left out.
 
     Args:
         function: a function, or what `fusedops.rowwise` returns.

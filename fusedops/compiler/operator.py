@@ -463,7 +463,7 @@ class Program(Operator):
         return [math.prod([sizes[axis] for axis in label]) for label in labels]
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether tensors are like those of the trace, apart from the number of rows."""
+        """Whether tensors are like those of the trace, except in the number of rows."""
         structure, sizes = self.structure, dict[int, int]()
         for operand, loose, tensor in zip(structure.inputs, structure.loose, tensors, strict=True):
             if not isinstance(tensor, Tensor) or tensor.dtype != operand.dtype:

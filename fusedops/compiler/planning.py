@@ -72,19 +72,21 @@ class Plan:
     alternatives: tuple[Alternative, ...]
     differentiable: tuple[int, ...]
 
-    def gradients(self, given: Iterable[int], wanted: Iterable[int]) -> dict[int, dict[Part, Node]]:
+    def gradients(
+        self, positions: Iterable[int], wanted: Iterable[int]
+    ) -> dict[int, dict[Part, Node]]:
         """Return the gradients of inputs, by part, from those of outputs.
 
         The intermediate counts as an output after the others.
         """
-        return gradients(self.structure, seeds(self, given), tuple(wanted))
+        return gradients(self.structure, seeds(self, positions), tuple(wanted))
 
 
-def seeds(plan: Plan, given: Iterable[int]) -> dict[Node, Node]:
+def seeds(plan: Plan, positions: Iterable[int]) -> dict[Node, Node]:
     """Return the cotangents of the nodes that are outputs."""
     structure = plan.structure
     cotangents: dict[Node, Node] = {}
-    for number in given:
+    for number in positions:
         is_output = number < len(structure.results)
         results = structure.results[number] if is_output else plan.intermediate
         for part, node in results.items():
@@ -110,13 +112,15 @@ def _cotangent(plan: Plan, number: int, part: Part) -> Node:
     return structure.graph.make("cotangent", attrs=(number, part), axes=axes, kind="float")
 
 
-def planned(structure: Structure, *, memory: bool = False, kept: Collection[int] = ()) -> Plan:
+def planned(
+    structure: Structure, *, memory: bool = False, also_saved: Collection[int] = ()
+) -> Plan:
     """Return the plan of a function.
 
     Args:
         structure: of it.
         memory: whether a byte that is saved counts as much as one that is moved.
-        kept: the indices of inputs that others save: to save these, too, takes no memory.
+        also_saved: the indices of inputs that others save: to save these, too, takes no memory.
     """
     structure = _rounded(*_separate_dtypes(structure))
     differentiable = _differentiable(structure)
@@ -125,7 +129,7 @@ def planned(structure: Structure, *, memory: bool = False, kept: Collection[int]
     _check_reductions(structure, nodes_of(bare.gradients(numbers, differentiable).values()))
     counted = [i for i in differentiable if _is_counted(structure, structure.inputs[i])]
     roots = nodes_of(bare.gradients(numbers, counted).values())
-    candidates = _candidates(structure, roots, kept)
+    candidates = _candidates(structure, roots, also_saved)
 
     def rank(candidate: _Candidate) -> tuple[int, int, int]:
         choice, parts, dtype = candidate
@@ -149,15 +153,17 @@ def _differentiable(structure: Structure) -> list[int]:
     return indices
 
 
-def _candidates(structure: Structure, roots: list[Node], kept: Collection[int]) -> list[_Candidate]:
+def _candidates(
+    structure: Structure, roots: list[Node], also_saved: Collection[int]
+) -> list[_Candidate]:
     """Return all choices of what is saved: nothing, or one whole tensor of the forward."""
     forward = reachable(nodes_of(structure.results))
-    nothing = Alternative("", *_cost(structure, forward, roots, {}, None, kept))
+    nothing = Alternative("", *_cost(structure, forward, roots, {}, None, also_saved))
     candidates: list[_Candidate] = [(nothing, {}, None)]
     for parts, dtype in structure.values:
         is_computed = forward.issuperset(parts.values())
         if is_computed and _are_whole(structure, parts.values()):
-            cost = _cost(structure, forward, roots, parts, dtype, kept)
+            cost = _cost(structure, forward, roots, parts, dtype, also_saved)
             alternative = Alternative(_name_of(structure, parts), *cost)
             candidates.append((alternative, parts, dtype))
     return candidates
@@ -216,8 +222,8 @@ def _completed(
     )
     # The intermediate has a cotangent, too: a second derivative reaches it from the backward.
     is_own = bool(parts) and output < 0
-    given = range(len(structure.outputs) + is_own)
-    roots = nodes_of(plan.gradients(given, bare.differentiable).values())
+    positions = range(len(structure.outputs) + is_own)
+    roots = nodes_of(plan.gradients(positions, bare.differentiable).values())
     intermediate = set(parts.values())
     # For a second derivative the numbers of a row are computed again.
     computed = reachable(roots, intermediate.__contains__, derived_of)
@@ -270,7 +276,7 @@ def _cost(
     roots: list[Node],
     parts: Parts,
     dtype: torch.dtype | None,
-    kept: Collection[int],
+    also_saved: Collection[int],
 ) -> tuple[int, int, int]:
     """Return the bytes moved, the bytes held and the operators of a backward, of one row."""
     intermediate = set(parts.values())
@@ -283,7 +289,7 @@ def _cost(
     reached = reachable(roots, is_saved)
     # Only whole tensors count: numbers of rows, and vectors, are few bytes beside them.
     read = {node for node in reached if node.op == "input" and _is_whole(structure, node)}
-    held = sum([_bytes_of(structure, node) for node in read if node.attrs[0] not in kept])
+    held = sum([_bytes_of(structure, node) for node in read if node.attrs[0] not in also_saved])
     moved = sum([_bytes_of(structure, node) for node in read])
     if dtype is not None:
         own = len(parts) * dtype.itemsize

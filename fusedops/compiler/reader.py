@@ -40,7 +40,7 @@ class Look:
             the tensors; None for a state of another structure.
         tensors: the names of the tensors.
         codes: the code of the functions.
-        words: all that makes up the state apart from the numbers, the tensors and the structure of
+        words: all that makes up the state except the numbers, the tensors and the structure of
             objects, for a key on disk.
         storable: whether ``words`` identify the state in another process.
         reason: why the function is refused; "" if it is not.

@@ -40,7 +40,7 @@ def structured(traced: Traced) -> Structure:
     """
     try:
         return _Structuring(traced).result()
-    except AxisError as error:  # where dimensions that are as long are made one
+    except AxisError as error:  # where dimensions that are as long are joined
         raise NotRowwiseError(str(error)) from None
 
 
@@ -135,7 +135,7 @@ class _Structuring:
     # --- checks -----------------------------------------------------------------------------------
 
     def _check_dimensions(self) -> None:
-        """Raise where two dimensions of a value are one, which another operator made so later."""
+        """Raise where two dimensions of a value are one, which another operator joined later."""
         for value in filter(self._is_computed, self.traced.noted):
             if twice(self.traced.axes, value):
                 raise self._refused(TWICE, value.node)

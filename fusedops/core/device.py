@@ -132,8 +132,8 @@ def _philox(seed, offset, group):
 
 
 @triton.jit
-def _kept(word, HIGH: tl.constexpr, threshold, scale):
-    """Returns the factor that half a word decides: ``scale`` for a kept element, else 0."""
+def _keep_factor(word, HIGH: tl.constexpr, threshold, scale):
+    """Returns the factor that half a word decides: ``scale`` for an element that stays, else 0."""
     bits = (word >> 16) if HIGH else (word & 0xFFFF)
     return tl.where(bits.to(tl.int32) >= threshold, scale, 0.0)
 
@@ -159,7 +159,7 @@ def _keep_scale(
 ):
     """Returns dropout's factors for a ``(ROWS, BLOCK_N)`` tile.
 
-    They are one over the keep probability for elements that are kept, else 0. The decision for
+    They are one over the keep probability for elements that stay, else 0. The decision for
     (row, column) depends on the seed, the offset, the row and the column alone, never on tiles or
     shards: eight adjacent columns share one Philox call, and each uses 16 of its 128 bits.
     ``VECTOR`` is the number of adjacent columns per thread, 8 or 4: with 4, two threads make the
@@ -174,10 +174,18 @@ def _keep_scale(
         w0, w1, w2, w3 = _philox(seed[0], offset, group)
         # The last dimension joined varies fastest: lane = 4 * (word's high bit) + 2 * (its low bit)
         # + half.
-        low0 = tl.join(_kept(w0, False, threshold, scale), _kept(w2, False, threshold, scale))
-        low1 = tl.join(_kept(w1, False, threshold, scale), _kept(w3, False, threshold, scale))
-        high0 = tl.join(_kept(w0, True, threshold, scale), _kept(w2, True, threshold, scale))
-        high1 = tl.join(_kept(w1, True, threshold, scale), _kept(w3, True, threshold, scale))
+        low0 = tl.join(
+            _keep_factor(w0, False, threshold, scale), _keep_factor(w2, False, threshold, scale)
+        )
+        low1 = tl.join(
+            _keep_factor(w1, False, threshold, scale), _keep_factor(w3, False, threshold, scale)
+        )
+        high0 = tl.join(
+            _keep_factor(w0, True, threshold, scale), _keep_factor(w2, True, threshold, scale)
+        )
+        high1 = tl.join(
+            _keep_factor(w1, True, threshold, scale), _keep_factor(w3, True, threshold, scale)
+        )
         lanes = tl.join(tl.join(low0, low1), tl.join(high0, high1))
     else:
         slots = tl.arange(0, BLOCK_N // 4)
@@ -185,8 +193,12 @@ def _keep_scale(
         w0, w1, w2, w3 = _philox(seed[0], offset, group)
         upper = (slots % 2 == 1)[None, :]
         even, odd = tl.where(upper, w2, w0), tl.where(upper, w3, w1)
-        low = tl.join(_kept(even, False, threshold, scale), _kept(odd, False, threshold, scale))
-        high = tl.join(_kept(even, True, threshold, scale), _kept(odd, True, threshold, scale))
+        low = tl.join(
+            _keep_factor(even, False, threshold, scale), _keep_factor(odd, False, threshold, scale)
+        )
+        high = tl.join(
+            _keep_factor(even, True, threshold, scale), _keep_factor(odd, True, threshold, scale)
+        )
         lanes = tl.join(low, high)
     return tl.reshape(lanes, (ROWS, BLOCK_N))
 

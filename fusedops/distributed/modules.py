@@ -31,7 +31,7 @@ class TensorsBeside(nn.Module):
         return super().__call__(*args, **kwargs)
 
     def _vector(self, t: Tensor | None, x: Any) -> Tensor | None:
-        """Returns a tensor without rows, replicated if the hooks made ``x`` a DTensor."""
+        """Returns a tensor without rows, replicated if the hooks turned ``x`` into a DTensor."""
         if t is None or not self._needs_placement(t, x):
             return t
         from torch.distributed.tensor import Replicate
@@ -39,7 +39,7 @@ class TensorsBeside(nn.Module):
         return self._distributed(t, x, [Replicate()] * x.device_mesh.ndim)
 
     def _rows(self, t: Tensor | None, x: Any) -> Tensor | None:
-        """Returns this rank's rows, with the placements of ``x`` if the hooks made it a DTensor."""
+        """Returns this rank's rows, with the placements of ``x`` if that is a DTensor now."""
         if t is None or not self._needs_placement(t, x):
             return t
         is_partial = any(placement.is_partial() for placement in x.placements)
@@ -54,7 +54,7 @@ class TensorsBeside(nn.Module):
         return dtensor
 
     def _needs_placement(self, t: Tensor, x: Any) -> bool:
-        """Whether the hooks made ``x`` a DTensor, and left ``t`` a plain tensor."""
+        """Whether the hooks turned ``x`` into a DTensor, and left ``t`` a plain tensor."""
         if not is_distributed(self):
             return False
         # `distribute_module`, which set the mark, is in the same module.

@@ -333,7 +333,7 @@ _plans: dict[Any, Plan] = {}
 
 
 def planned(op: Operator, constants: Any, tensors: Tensors, *, dropout: bool) -> Plan:
-    """Returns the plan of a call, made once for each operator, placements, shapes and mesh."""
+    """Returns the plan of a call, one for each operator, placements, shapes and mesh."""
     try:
         key = _key(op, constants, tensors, dropout)
         plan = None if key is None else _plans.get(key)

@@ -23,9 +23,9 @@ def _leading(ids, ids_step, pad, end, L, BLOCK_N: tl.constexpr):
     while searching:
         at = count + lanes
         tokens = tl.load(ids + at * ids_step, mask=at < L, other=pad)
-        found = tl.min(tl.where((at < L) & (tokens != pad), lanes, BLOCK_N), axis=0)
-        count += found
-        searching = (found == BLOCK_N) & (count < tl.minimum(end, L))
+        position = tl.min(tl.where((at < L) & (tokens != pad), lanes, BLOCK_N), axis=0)
+        count += position
+        searching = (position == BLOCK_N) & (count < tl.minimum(end, L))
     return count
 
 

@@ -247,7 +247,7 @@ def _named_rule(cls: Any) -> tuple[type[nn.Module], Any, frozenset[str]]:
     """
     rule: Rule = cls._fusedops_rule
     # A generated rule is built again when it is loaded: its functions cannot be pickled.
-    stored: Any = rule.made
+    stored: Any = rule.origin
     if not stored:
         stored = rule.name if _builtin(rule.name) is rule else rule
     return (cls._fusedops_original, stored, cls._fusedops_off)

@@ -66,7 +66,7 @@ def fuse_model(
             ``dummy_inputs``; rules is not a sequence of `Rule`; dry_run or compile_rest is not a
             bool.
         ValueError: the model is compiled, scripted, quantised or wrapped in
-            `FullyShardedDataParallel`; check is given for a sharded model; a name in exclude is
+            `FullyShardedDataParallel`; check is passed for a sharded model; a name in exclude is
             unknown, or the model has no module of a class in it.
     """
     eligibility.check_module(model, "fuse_model")

@@ -89,7 +89,7 @@ class Rule:
             ``_fusedops_branch``.
         takes: paths of the modules whose last steps a fused module computes; None for all modules
             inside.
-        made: for a rule made by a `Family`, its name and key; None for a rule of the table.
+        origin: for a rule built by a `Family`, its name and key; None for a rule of the table.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Rule:
     needs: Callable[[nn.Module, At], str] = field(default=_nothing)
     leaves: Callable[[nn.Module, At], bool] = field(default=_something)
     takes: tuple[str, ...] | None = None
-    made: tuple[str, Any] | None = None
+    origin: tuple[str, Any] | None = None
 
     def knows(self, cls: type) -> bool:
         """Whether the rule matches a class."""

@@ -497,7 +497,7 @@ def _rule(
         needs=needs,
         leaves=leaves,
         takes=tuple(sorted((sources | set(left_paths)) & kinds.keys())),
-        made=("structure", key),
+        origin=("structure", key),
     )
 
 

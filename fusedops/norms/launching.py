@@ -172,14 +172,14 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
     # The kernel needs dy to normalise: without it the copy's gradient takes its place.
     if dy is None:
         dy, dcast = dcast, None
-    kept, bias, residual, weight, ln_bias, stats = saved
+    source, bias, residual, weight, ln_bias, stats = saved
     dx, dbias, dresidual, dweight, dln_bias = outs
     seed, offset, threshold = state
     kind = 0 if seed is None else seed_kind(offset)
     cols, dims = site.cols, site.dims
     dz_stride = dcast_stride = residual_stride = cols
     dy, dy_stride, bits = as_rows(dy, cols, dims)
-    kept, kept_stride, more = as_rows(kept, cols, dims)
+    source, source_stride, more = as_rows(source, cols, dims)
     bits |= more
     if dz is not None:
         dz, dz_stride, more = as_rows(dz, cols, dims)
@@ -237,7 +237,7 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
         dy,
         dcast,
         dz,
-        kept,
+        source,
         bias,
         residual,
         weight,
@@ -256,7 +256,7 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
         dy_stride,
         dcast_stride,
         dz_stride,
-        kept_stride,
+        source_stride,
         residual_stride,
         rows,
     )
@@ -413,14 +413,14 @@ def _plan_backward(
     normalizes = site.normalizes and dy is not None
     needs_x, needs_bias, needs_residual, needs_weight, needs_ln_bias = needs
     sums = needs_bias + needs_weight + needs_ln_bias
-    kept = {"sum": site.z, "output": site.y, "inputs": x}[save] if normalizes else None
+    source = {"sum": site.z, "output": site.y, "inputs": x}[save] if normalizes else None
     inputs = normalizes and save == "inputs"
-    read = [dtype for dtype in (dy, dcast, dz, kept) if dtype is not None]
+    read = [dtype for dtype in (dy, dcast, dz, source) if dtype is not None]
     moved = (
         dy,
         dcast,
         dz,
-        kept,
+        source,
         residual if inputs else None,
         x if needs_x else None,
         residual if needs_residual else None,
@@ -438,7 +438,7 @@ def _plan_backward(
     available = multiprocessors or launch.processors(device_index)
     programs = max(2, available * config.per_sm // columns)
     reduce_config = tuning.adding(programs, cols)
-    types = _backward_types(site, needs, dy, dz, dcast, kept, seed, exchange)
+    types = _backward_types(site, needs, dy, dz, dcast, source, seed, exchange)
     # The pipeline copies four bytes or more: 16 bits are loaded one at a time. Tiles in fp32 would
     # take too many registers.
     only_16bit = all(dtype.itemsize == 2 for dtype in read)
@@ -495,7 +495,7 @@ def _backward_types(
     dy: _Dtype,
     dz: _Dtype,
     dcast: _Dtype,
-    kept: _Dtype,
+    source: _Dtype,
     seed: int,
     exchange: str,
 ) -> dict[str, str | None]:
@@ -505,12 +505,12 @@ def _backward_types(
     inputs = normalizes and save == "inputs"
     needs_x, needs_bias, needs_residual, needs_weight, needs_ln_bias = needs
     moments = {"none": None, "wait": torch.int64, "read": site.acc}[exchange]
-    strides = ("dy_stride", "dcast_stride", "dsum_stride", "kept_stride", "residual_stride")
+    strides = ("dy_stride", "dcast_stride", "dsum_stride", "source_stride", "residual_stride")
     return {
         "dy": pointer_type(dy),
         "dcast": pointer_type(dcast),
         "dsum": pointer_type(dz),
-        "kept": pointer_type(kept),
+        "source": pointer_type(source),
         "bias": pointers["bias"] if inputs else None,
         "residual": pointers["residual"] if inputs else None,
         "weight": pointers["weight"] if normalizes else None,

@@ -349,7 +349,7 @@ class FusedBatchedLayerNormTanh(FusedBatchedLayerNormAct[Sliced]):
             concat=concat,
         )
 
-    @overload  # type: ignore[override]  # the activation is given
+    @overload  # type: ignore[override]  # the activation is an argument
     @classmethod
     def from_layers(
         cls,

@@ -55,7 +55,7 @@ def _function(location: list[str]) -> Any:
     """Return the kernel at a `_location`."""
     module_or_file, name, *source = location
     if source:
-        return loading.made(module_or_file, name, source[0])
+        return loading.kernel_of(module_or_file, name, source[0])
     return getattr(importlib.import_module(module_or_file), name)
 
 

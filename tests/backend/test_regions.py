@@ -384,7 +384,7 @@ def test_explain_names_regions_and_reasons() -> None:
     # is written, too
     assert dropped.moved == 8 * 6 * 24 * 4
     assert activation.moved == 5 * 6 * 48 * 4 and activation.saved == 6 * 48 * 4
-    assert activation.forward == 2 * 6 * 48 * 4 and activation.apart == (4 * 6 + 1) * 48 * 4
+    assert activation.forward == 2 * 6 * 48 * 4 and activation.unfused == (4 * 6 + 1) * 48 * 4
     assert {region.reason for region in report.regions} == {
         "",
         "no gradient is summed over its rows, and no mask is stored",

@@ -367,7 +367,7 @@ def test_the_graph_that_is_read_is_the_one_that_was_stored(
         assert (str(graph), list(places), list(kept)) == (
             str(own.graph),
             list(own.places),
-            list(own.kept),
+            list(own.also_saved),
         )
         assert structure.text() == own.structure.text()
     assert found.meta == written.meta == made.meta == gm.meta | made.meta

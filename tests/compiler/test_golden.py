@@ -49,7 +49,7 @@ def _text(case: str) -> str:
     grouped, tiled = bool(program.group), how == "tiles"
     kernels = forward_kernels(program.plan, program.acc, grouped=grouped, tiled=tiled, saves=True)
     kernels += backward_kernels(
-        program.plan, program.acc, grouped=grouped, tiled=tiled, given=outputs, wanted=wanted
+        program.plan, program.acc, grouped=grouped, tiled=tiled, cotangents=outputs, wanted=wanted
     )
     intermediate = program.plan.intermediate_operand
     saved = [program.structure.inputs[place].name for place in program.plan.saved_inputs]

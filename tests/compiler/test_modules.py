@@ -191,7 +191,7 @@ def test_moves_what_the_operator_by_hand_moves() -> None:
     options = {"grouped": False, "tiled": False}
     forward = forward_kernels(plan, torch.float32, **options, saves=True)
     backward = backward_kernels(
-        plan, torch.float32, **options, given=[0], wanted=list(plan.differentiable)
+        plan, torch.float32, **options, cotangents=[0], wanted=list(plan.differentiable)
     )
     assert [len(kernel.moved) for kernel in (*forward, *backward)] == [4, 4]
 

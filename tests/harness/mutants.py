@@ -135,8 +135,8 @@ MUTANTS = (
     Mutant(
         "the row stride of a saved tensor ignored",
         "norms/launching.py",
-        "kept, kept_stride, more = as_rows(kept, cols, dims)",
-        "(kept, _, more), kept_stride = as_rows(kept, cols, dims), cols",
+        "source, source_stride, more = as_rows(source, cols, dims)",
+        "(source, _, more), source_stride = as_rows(source, cols, dims), cols",
         ("operators/test_layouts.py", "test_matrix_layouts and (gelu or norm)"),
     ),
     Mutant(
@@ -259,8 +259,8 @@ MUTANTS = (
     Mutant(
         "hooks on all modules ignored",
         "models/hooks.py",
-        "has_compiled_call(module) or has_global_hooks()",
-        "has_compiled_call(module)",
+        "    return has_global_hooks()\n",
+        "    return False\n",
         ("models/test_hooks.py", "test_global_forward_hooks_see_every_call"),
         interpreted=False,
     ),
@@ -401,8 +401,8 @@ MUTANTS = (
     Mutant(
         "a row that sees no key is not a number",
         "compiler/lowering/reductions.py",
-        "graph.where(is_nothing, graph.const(1.0), total)",
-        "total",
+        "divisor = graph.where(is_nothing, graph.const(1.0), total)",
+        "divisor = total",
         ("backend/test_results.py", "test_queries_that_see_no_key"),
     ),
     Mutant(
@@ -430,7 +430,7 @@ MUTANTS = (
     Mutant(
         "a sum of what is saved, saved too",
         "compiler/planning.py",
-        " for node in read if node.attrs[0] not in kept])\n",
+        " for node in read if node.attrs[0] not in also_saved])\n",
         " for node in read])\n",
         ("backend/test_saved.py", "test_sums"),
     ),

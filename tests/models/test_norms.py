@@ -190,7 +190,7 @@ def test_the_form_is_found(make: Any, expected: tuple[Any, ...]) -> None:
     (line,) = fusedops.fuse_model(module).modules
     assert (line.rule, line.reason) == ("norm", "")
     assert line.calls.startswith(f"{expected[0]}_norm")
-    assert type(module)._fusedops_rule.made[1][:8] == expected
+    assert type(module)._fusedops_rule.origin[1][:8] == expected
 
 
 @taken

@@ -32,7 +32,7 @@ _DECISIONS = (
 _NESTING = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension)
 
 # Decisions in a hundred lines of functions, docstrings, comments and empty lines aside.
-_MOST_DENSE = 28.5
+_MOST_DENSE = 25.5
 # Cognitive complexity of a function: a decision counts once, and once more for each that it is nested in.
 _MOST_COMPLEX = 25
 # What is above the limit still, by file and function.
@@ -47,7 +47,7 @@ _COMPLEX = {
 
 # Words of this project's own, for which the field has others, and how often they still stand in the package.
 _DIALECT = ("found", "made", "given", "kept", "apart", "twin", "takers", "heard", "unheard")
-_MOST_DIALECT = 193
+_MOST_DIALECT = 30
 
 
 def _decisions(function: ast.AST) -> int:

@@ -314,7 +314,7 @@ def _vjp_under_transforms(
 ) -> list[Tensor | None]:
     """Returns the `vjp` where a torch.func transform maps a backward.
 
-    No tensor can be made to require a gradient there.
+    No tensor can come to require a gradient there.
     """
     wanted = _needed(primals, needs)
     present = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]

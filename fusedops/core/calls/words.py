@@ -100,7 +100,7 @@ def dispatched(cls: Any) -> Any:
     """Adds the dispatcher's form to a NamedTuple of constants, whose first field is ``op``.
 
     It adds the methods ``words()`` and ``numbers()``, the static method ``read(words, numbers)``,
-    and ``numbered``, the names of the numbers. The methods are made once for each class, as
+    and ``numbered``, the names of the numbers. The methods are built once for each class, as
     torch.compile traces the first two: it can follow a method of a NamedTuple, but warns of a
     function with a cache.
     """

@@ -57,7 +57,7 @@ def _is_of_fsdp(cls: Any) -> bool:
 
 
 def sharded_class(sharded: Any, cls: Any) -> Any:
-    """Returns the class that `fully_shard` makes of ``cls``, as it made ``sharded`` of another.
+    """Returns the class that `fully_shard` makes of ``cls``, as ``sharded`` is of another.
 
     FSDP's private table gets it too, as torch.compile's saved guards read that. Without the table
     there is one here.

@@ -325,7 +325,7 @@ class Request:
 def collecting() -> Iterator[list[Request]]:
     """Collects, in order, the requests in the block instead of compiling or launching anything.
 
-    Results inside the block are uninitialised memory, and plans that were made there launch
+    Results inside the block are uninitialised memory, and plans from there launch
     nothing: the caller drops all plans before and after (`tuning.forced` does).
     """
     requests: list[Request] = []

@@ -63,7 +63,7 @@ def dropout_of(p: float, state: State, cols: int) -> Dropout:
 def keep_scale(like: Tensor, state: State, cols: int) -> Tensor:
     """Returns dropout's factors in the shape and dtype of ``like``.
 
-    They are one over the keep probability for elements that are kept, else 0.
+    They are one over the keep probability for elements that stay, else 0.
     """
     seed, offset, threshold = state
     if not isinstance(seed, Tensor):

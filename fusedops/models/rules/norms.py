@@ -1,7 +1,7 @@
 """Norms: LayerNorm and RMSNorm of torch.nn, and all norms of the same formulas.
 
 The latter differ in where they round. Each gets a forward, and two methods that fused blocks call:
-``_fusedops_norm``, the norm with an output in a given dtype, and ``_fusedops_add_norm``, the norm
+``_fusedops_norm``, the norm with an output in a chosen dtype, and ``_fusedops_add_norm``, the norm
 of a branch added to the residual stream, with an output in that dtype instead of or beside the
 norm's own.
 """
@@ -215,7 +215,7 @@ def _rule(form: Form) -> Rule:
         calls=", ".join(calls),
         methods=_of(form),
         known=form.methods,
-        made=("norm", form),
+        origin=("norm", form),
     )
 
 

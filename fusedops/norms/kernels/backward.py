@@ -28,7 +28,7 @@ from .tiles import _inside, _load_sum, _vectors
 def _load_rows(
     dy,
     dcast,
-    kept,
+    source,
     bias,
     residual,
     stats,
@@ -37,7 +37,7 @@ def _load_rows(
     threshold,
     dy_stride,
     dcast_stride,
-    kept_stride,
+    source_stride,
     residual_stride,
     rows,
     in_rows,
@@ -73,7 +73,7 @@ def _load_rows(
             )
             g = g.to(ACC) + copy.to(ACC)
         gradients = gradients + (g,)
-        if kept is not None:
+        if source is not None:
             if SAVED == "inputs":
                 bias_row = load_row_vector(bias, cols, N, ACC)
                 scale = keep_scale(
@@ -81,11 +81,11 @@ def _load_rows(
                 )
                 # Rounded as in the forward, which normalised the rounded sum.
                 k = _load_sum(
-                    kept,
+                    source,
                     bias_row,
                     residual,
                     scale,
-                    kept_stride,
+                    source_stride,
                     residual_stride,
                     rows,
                     cols,
@@ -94,7 +94,7 @@ def _load_rows(
                 ).to(SUM)
             else:
                 k = tl.load(
-                    kept + rows[:, None] * kept_stride + cols[None, :], mask=mask, other=0.0
+                    source + rows[:, None] * source_stride + cols[None, :], mask=mask, other=0.0
                 )
             rest = rest + (k,)
     rstd = tl.zeros((ROWS,), ACC)
@@ -238,7 +238,7 @@ def _zeros(vector, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr
 def _nothing(
     dy,
     dcast,
-    kept,
+    source,
     SAVED: tl.constexpr,
     SUM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -253,7 +253,7 @@ def _nothing(
             tl.zeros((ROWS, BLOCK_N), dy.dtype.element_ty if dcast is None else ACC),
         )
         rest = rest + (
-            tl.zeros((ROWS, BLOCK_N), SUM if SAVED == "inputs" else kept.dtype.element_ty),
+            tl.zeros((ROWS, BLOCK_N), SUM if SAVED == "inputs" else source.dtype.element_ty),
         )
     return gradients, rest
 
@@ -311,7 +311,7 @@ def norm_backward_kernel(
     dy,
     dcast,
     dsum,
-    kept,
+    source,
     bias,
     residual,
     weight,
@@ -330,7 +330,7 @@ def norm_backward_kernel(
     dy_stride,
     dcast_stride,
     dsum_stride,
-    kept_stride,
+    source_stride,
     residual_stride,
     M,
     KIND: tl.constexpr,
@@ -391,7 +391,9 @@ def norm_backward_kernel(
         # next: the other programs' sums arrive meanwhile.
         ahead = tl.num_programs(1)
         late_rstd, late_mean = tl.zeros((ROWS,), ACC), tl.zeros((ROWS,), ACC)
-        late_gradients, late_kept = _nothing(dy, dcast, kept, SAVED, SUM, ROWS, BLOCK_N, PARTS, ACC)
+        late_gradients, late_source = _nothing(
+            dy, dcast, source, SAVED, SUM, ROWS, BLOCK_N, PARTS, ACC
+        )
 
     # With CARRIED a step loads the rows of the next step, and computes with those that the step
     # before has loaded. The first rows are loaded here.
@@ -400,7 +402,7 @@ def norm_backward_kernel(
         next_gradients, next_rest, next_rstd, next_mean = _load_rows(
             dy,
             dcast,
-            kept,
+            source,
             bias,
             residual,
             stats,
@@ -409,7 +411,7 @@ def norm_backward_kernel(
             threshold,
             dy_stride,
             dcast_stride,
-            kept_stride,
+            source_stride,
             residual_stride,
             first_rows,
             first_rows < M,
@@ -447,7 +449,7 @@ def norm_backward_kernel(
             gradients, rest, rstd, mean = _load_rows(
                 dy,
                 dcast,
-                kept,
+                source,
                 bias,
                 residual,
                 stats,
@@ -456,7 +458,7 @@ def norm_backward_kernel(
                 threshold,
                 dy_stride,
                 dcast_stride,
-                kept_stride,
+                source_stride,
                 residual_stride,
                 loaded,
                 there,
@@ -506,9 +508,9 @@ def norm_backward_kernel(
                 # From here on the step is about the tile before: swap it with the current one.
                 rows = rows_of(tiles - 1 - step + ahead, ROWS)
                 in_rows = rows < M
-                gradients, rest, late_gradients, late_kept = (
+                gradients, rest, late_gradients, late_source = (
                     late_gradients,
-                    late_kept,
+                    late_source,
                     gradients,
                     rest,
                 )

@@ -78,11 +78,11 @@ def _place(
     number, column, width, taken, _ = slots
     rows = tl.arange(0, ROWS)[None, :, None]
     if addresses is None and not APART:
-        apart = stride * ALIGN if ALIGN > 1 else stride
+        distance = stride * ALIGN if ALIGN > 1 else stride
         # An offset in int64 takes two registers. ``INDEX`` is int32 unless rows are too far from
         # each other.
-        local = column.to(INDEX)[:, None, None] + rows * apart.to(INDEX) + lanes[None, None, :]
-        return tensor, apart, local
+        local = column.to(INDEX)[:, None, None] + rows * distance.to(INDEX) + lanes[None, None, :]
+        return tensor, distance, local
     else:
         if addresses is not None:
             start = tl.load(addresses + number, mask=taken, other=0).to(tl.pointer_type(DTYPE))
@@ -91,23 +91,23 @@ def _place(
         else:
             start = tensor + M * column.to(tl.int64)
         if STRIDED and addresses is not None:
-            apart = tl.load(addresses + K + number, mask=taken, other=0)
+            distance = tl.load(addresses + K + number, mask=taken, other=0)
             if ALIGN > 1:
-                apart = tl.multiple_of(apart, ALIGN)
+                distance = tl.multiple_of(distance, ALIGN)
         elif D > 0:
-            apart = tl.full((1,), D, tl.int64)
+            distance = tl.full((1,), D, tl.int64)
         else:
-            apart = width.to(tl.int64)
-        apart = apart[:, None, None]
-        local = rows * apart.to(INDEX) + lanes[None, None, :]
-        return start[:, None, None], apart, local
+            distance = width.to(tl.int64)
+        distance = distance[:, None, None]
+        local = rows * distance.to(INDEX) + lanes[None, None, :]
+        return start[:, None, None], distance, local
 
 
 @triton.jit
 def _at(place, first_row):
     """The addresses of the tile from ``first_row`` on."""
-    start, apart, local = place
-    return start + first_row * apart + local
+    start, distance, local = place
+    return start + first_row * distance + local
 
 
 @triton.jit
