@@ -1,7 +1,8 @@
 """The activation family's modules, each of which calls one functional.
 
-``_vector`` and ``_rows`` are of `TensorsBeside`: in a distributed module they make the arguments
-after the first DTensors, in others they leave them as they are.
+`TensorsBeside` is the base class of those whose forward takes further tensors after the first.
+``_beside`` has the names of these arguments. ``_vector`` and ``_rows`` convert such an argument to
+a DTensor if the module is distributed, and return it unchanged otherwise.
 """
 
 from __future__ import annotations
@@ -49,13 +50,15 @@ class FusedGELU(nn.GELU):
         """Activate ``input``; see the class."""
         return ops.gelu(input, self.approximate)
 
-    if TYPE_CHECKING:  # torch.nn's returns Any
+    if TYPE_CHECKING:  # the ``__call__`` of nn.Module returns Any
 
         def __call__(self, input: Tensor) -> Tensor: ...  # noqa: D102
 
 
 class FusedBiasGELU(TensorsBeside, nn.GELU):
-    """``gelu(x + bias)`` in one pass; usually with the bias of the linear layer before.
+    """``gelu(x + bias)`` in one pass.
+
+    ``bias`` is usually the bias of the linear layer that computes ``x``.
 
     Args:
         approximate: "none" or "tanh".
@@ -81,7 +84,7 @@ class FusedBiasGELU(TensorsBeside, nn.GELU):
         """Add ``bias`` and activate; see the class."""
         return ops.bias_gelu(x, self._vector(bias, x), self.approximate)
 
-    if TYPE_CHECKING:  # torch.nn's returns Any
+    if TYPE_CHECKING:  # the ``__call__`` of nn.Module returns Any
 
         def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...  # noqa: D102
 
@@ -119,25 +122,26 @@ class FusedBiasAct(TensorsBeside, nn.Dropout):
             x, self._vector(bias, x), self.activation, p=self.p, training=self.training
         )
 
-    if TYPE_CHECKING:  # torch.nn's returns Any
+    if TYPE_CHECKING:  # the ``__call__`` of nn.Module returns Any
 
         def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...  # noqa: D102
 
     def extra_repr(self) -> str:
-        """The activation, and the text of torch.nn.Dropout."""
+        """The arguments in ``print(module)``: the activation, and those of `torch.nn.Dropout`."""
         return f"{self.activation!r}, {super().extra_repr()}"
 
 
 class FusedGatedAct(TensorsBeside):
     """``activation(gate) * up`` in one pass.
 
-    It differs from `torch.nn.GLU` as `fusedops.gated_act` differs from `torch.nn.functional.glu`.
+    It differs from `torch.nn.GLU` in two ways: the activation is an argument, and the first half of
+    a packed tensor is the gate, not the second.
 
     Args:
         activation: a name as in `fusedops.bias_act`.
     Shape:
-        gate and up: ``(*, N)``; or only gate, packed: ``(*, 2 N)``, the gate first and up second.
-        Returns ``(*, N)`` in the promoted dtype of the inputs.
+        gate and up: ``(*, N)``. Without up, gate is a packed tensor ``(*, 2 N)``: the gate in the
+        first half, up in the second. Returns ``(*, N)`` in the promoted dtype of the inputs.
     Raises:
         ValueError: ``activation`` is unknown; the shapes differ.
         TypeError: an input is not a floating-point tensor.
@@ -157,12 +161,12 @@ class FusedGatedAct(TensorsBeside):
         """Activate ``gate`` and multiply by ``up``; see the class."""
         return ops.gated_act(gate, self._rows(up, gate), self.activation)
 
-    if TYPE_CHECKING:  # torch.nn's returns Any
+    if TYPE_CHECKING:  # the ``__call__`` of nn.Module returns Any
 
         def __call__(self, gate: Tensor, up: Tensor | None = None) -> Tensor: ...  # noqa: D102
 
     def extra_repr(self) -> str:
-        """The activation."""
+        """The arguments in ``print(module)``: the activation."""
         return f"{self.activation!r}"
 
 
@@ -170,8 +174,8 @@ class FusedSwiGLU(TensorsBeside):
     """``silu(gate) * up`` in one pass.
 
     Shape:
-        gate and up: ``(*, N)``; or only gate, packed: ``(*, 2 N)``, the gate first and up second.
-        Returns ``(*, N)`` in the promoted dtype of the inputs.
+        gate and up: ``(*, N)``. Without up, gate is a packed tensor ``(*, 2 N)``: the gate in the
+        first half, up in the second. Returns ``(*, N)`` in the promoted dtype of the inputs.
     Raises:
         ValueError: the shapes differ.
         TypeError: an input is not a floating-point tensor.
@@ -186,7 +190,7 @@ class FusedSwiGLU(TensorsBeside):
         """Activate ``gate`` and multiply by ``up``; see the class."""
         return ops.swiglu(gate, self._rows(up, gate))
 
-    if TYPE_CHECKING:  # torch.nn's returns Any
+    if TYPE_CHECKING:  # the ``__call__`` of nn.Module returns Any
 
         def __call__(self, gate: Tensor, up: Tensor | None = None) -> Tensor: ...  # noqa: D102
 
@@ -197,8 +201,8 @@ class FusedGEGLU(TensorsBeside):
     Args:
         approximate: "none" or "tanh".
     Shape:
-        gate and up: ``(*, N)``; or only gate, packed: ``(*, 2 N)``, the gate first and up second.
-        Returns ``(*, N)`` in the promoted dtype of the inputs.
+        gate and up: ``(*, N)``. Without up, gate is a packed tensor ``(*, 2 N)``: the gate in the
+        first half, up in the second. Returns ``(*, N)`` in the promoted dtype of the inputs.
     Raises:
         ValueError: ``approximate`` is unknown; the shapes differ.
         TypeError: an input is not a floating-point tensor.
@@ -218,10 +222,10 @@ class FusedGEGLU(TensorsBeside):
         """Activate ``gate`` and multiply by ``up``; see the class."""
         return ops.geglu(gate, self._rows(up, gate), self.approximate)
 
-    if TYPE_CHECKING:  # torch.nn's returns Any
+    if TYPE_CHECKING:  # the ``__call__`` of nn.Module returns Any
 
         def __call__(self, gate: Tensor, up: Tensor | None = None) -> Tensor: ...  # noqa: D102
 
     def extra_repr(self) -> str:
-        """The text of torch.nn.GELU."""
+        """The arguments in ``print(module)``, as `torch.nn.GELU` prints them."""
         return f"approximate={self.approximate!r}"

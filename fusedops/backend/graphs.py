@@ -57,9 +57,9 @@ __all__ = [
 
 _Kind = TypeVar("_Kind")
 
-# The mark of a sum of a matrix product and a bias, in `fx.Node.meta`.
+# Keys in `fx.Node.meta`. ``meta[BIAS]`` is true for a node that adds a bias to a matrix product.
 BIAS = "fusedops_bias"
-# The mark of the results of a function of `rowwise`, in `fx.Node.meta`: the function's name.
+# ``meta[FUNCTION]`` is the name of the `rowwise` function that returned the node's value.
 FUNCTION = "fusedops_function"
 # Operators whose results are views: they address the same elements by other indices.
 VIEWS = frozenset(
@@ -83,7 +83,8 @@ VIEWS = frozenset(
         "unbind",
     }
 )
-# Operators that compute nothing.
+# Operators that compute nothing: views, casts and copies. "" is the name of nodes without an aten
+# operator, such as `operator.getitem`.
 COPIES = VIEWS | {"_to_copy", "clone", ""}
 
 
@@ -96,7 +97,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def value_of(node: fx.Node) -> Any:
-    """The fake tensor of a node, or the other value that it stands for."""
+    """The fake tensor of a node, or its value of another type, such as a tuple or a symbol."""
     return node.meta.get("val")
 
 
@@ -111,7 +112,7 @@ def tensors_of(nodes: Iterable[fx.Node]) -> list[Tensor]:
 
 
 def direct_tensors(value: Any) -> list[Tensor]:
-    """A tensor alone, or the tensors of a tuple or a list."""
+    """The tensors of a value that is a tensor, a tuple or a list; nested ones are left out."""
     values = value if isinstance(value, (tuple, list)) else [value]
     return _instances(Tensor, values)
 
@@ -156,7 +157,7 @@ def are_numbers(sizes: Iterable[Any]) -> bool:
 
 
 def held_names(graph: fx.Graph) -> list[str]:
-    """The names of the tensors and modules that a graph holds, for each node that reads one."""
+    """The target of each ``get_attr`` node: the name of a tensor or module that the graph holds."""
     return list(map(str, map(operator.attrgetter("target"), graph.find_nodes(op="get_attr"))))
 
 
@@ -191,19 +192,23 @@ def parts_of(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def is_fixed(node: fx.Node) -> bool:
-    """Whether a node keeps its position among all others."""
+    """Whether other nodes must not move across a node: it changes tensors or gradient mode."""
     if node.op != "call_function":
         return False
-    # Autograd records what runs between two switches; a higher-order operator may call anything.
+    # Autograd records an operator or not by the gradient mode at its position.
     if node.target in GRAD_MODES:
         return True
+    # A higher-order operator calls functions, which may do either.
     if isinstance(node.target, HIGHER_ORDER):
         return True
     return mutates(node.target)
 
 
 def arguments_first(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Nodes and all their ancestors in topological order, otherwise in the order of the nodes."""
+    """Nodes and all their ancestors, each after its arguments.
+
+    Apart from that, the order of ``nodes`` is preserved.
+    """
     order: dict[fx.Node, None] = {}
     for root in list(nodes):
         if root not in order:
@@ -212,7 +217,7 @@ def arguments_first(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def _add_after_arguments(root: fx.Node, order: dict[fx.Node, None]) -> None:
-    """Appends a node to an order, after those of its ancestors that are not in it."""
+    """Appends to ``order`` the missing ancestors of a node, and then the node."""
     # A depth-first walk with its own stack: graphs may be deeper than Python's recursion limit.
     stack: list[tuple[fx.Node, Iterator[fx.Node]]] = [(root, iter(root.all_input_nodes))]
     while stack:
@@ -244,7 +249,7 @@ def users_through(node: fx.Node, passes: Callable[[fx.Node], bool]) -> Iterator[
 
 
 def escapes(node: fx.Node) -> bool:
-    """Whether a value needs its own memory: it or a view of it is returned or changed in place."""
+    """Whether a value needs its own memory: it, or a view of it, is returned or may be changed."""
     users = list(users_through(node, _is_alias))
     if any(map(is_fixed, users)):
         return True
@@ -252,7 +257,10 @@ def escapes(node: fx.Node) -> bool:
 
 
 def is_laid_out(node: fx.Node) -> bool:
-    """Whether the strides of a value count: it, or a view of it, is changed or read by strides."""
+    """Whether a value must keep its strides: it, or a view of it, may be changed or is restrided.
+
+    It is restrided by `as_strided`, which reads its memory by strides and offset.
+    """
     users = list(users_through(node, _is_alias))
     if any(map(is_fixed, users)):
         return True
@@ -270,7 +278,7 @@ def _is_alias(node: fx.Node) -> bool:
 
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
-    """The nodes that a node returns or is a view of."""
+    """The inputs of a node whose memory its value shares: it returns them or views of them."""
     if node.target is operator.getitem:
         return node.all_input_nodes
     aliased = named_again(node.target, node.args, node.kwargs)
@@ -278,11 +286,11 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def reshapes(node: fx.Node) -> bool:
-    """Whether a node is a view in another shape, which other strides may make a copy."""
+    """Whether a node is a ``view(shape)``, which other strides of its input could forbid."""
     # PyTorch 2.15 splits the rows of a linear layer's product by `_unsafe_view`.
     if name_of(node) not in ("view", "_unsafe_view"):
         return False
-    # ``view(dtype)`` has the same name.
+    # ``view(dtype)`` is an overload of the same name.
     return not isinstance(node.args[1], torch.dtype)
 
 
@@ -320,8 +328,9 @@ def captured_body(node: fx.Node) -> fx.Graph | None:
 def written(node: fx.Node) -> list[Tensor]:
     """The tensors that a node writes into.
 
-    An operator with a captured body writes what the body writes, also tensors of its own. Any
-    other operator that calls functions may write into each of its arguments.
+    An operator with a captured body writes into the tensors that the body writes into, tensors that
+    the body allocates included. Any other operator that calls functions may write into each of its
+    arguments.
     """
     body = captured_body(node)
     if body is not None:
@@ -340,10 +349,10 @@ def changed_in(graph: fx.Graph) -> list[Tensor]:
 def drop_unused(graph: fx.Graph) -> None:
     """Erases the nodes that nothing uses and that change nothing.
 
-    `fx.Graph.eliminate_dead_code` would also erase a checkpointed part that only writes and, in the
-    bodies of other operators, calls of methods that write.
+    `fx.Graph.eliminate_dead_code` would erase too much: checkpointed parts that write but return
+    nothing that is used, and method calls that write, in the bodies of other operators.
     """
-    # Backwards, so that the arguments of an erased node are unused when their turn comes.
+    # In reverse order: erasing a node may leave its arguments unused, and they come after it.
     for node in reversed(graph.nodes):
         is_used = bool(node.users)
         if not is_used and not _has_effect(node):

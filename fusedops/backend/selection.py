@@ -1,8 +1,8 @@
 """Selects the regions of a captured graph that become operators.
 
-A region becomes an operator if the compiler has a program for it, if its gradients are those of the
-model, and if a rule says that it pays beside Inductor's own kernels. In a region that cannot be one
-kernel, smaller ones are tried.
+A region becomes an operator if the compiler can build a program for it, if the operator returns the
+same gradients as the model, and if `_RULES` expect it to be faster than Inductor's kernels. If a
+region cannot be one kernel, smaller regions within it are tried.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .symbols import fix
 
 __all__ = ["Match", "Selector"]
 
-# Up to so many columns Inductor's kernels hold a row in registers.
+# The longest row, in columns, that Inductor's kernels hold in registers.
 _LONGEST_OF_INDUCTOR = 1024
 
 
@@ -51,7 +51,7 @@ class Match:
     Attributes:
         region: the region.
         program: the operator.
-        reached: the inputs that have gradients through it.
+        reached: the inputs that receive gradients from the operator's backward.
     """
 
     region: Region
@@ -62,43 +62,48 @@ class Match:
 class Selector:
     """Selects the regions of a graph that become operators.
 
+    Args:
+        graph: the captured graph.
+        needs: the nodes whose values have gradients.
+        receives: the nodes of ``needs`` whose gradients come from a result of the graph.
     Attributes:
-        matches: these regions, in the order in which they were selected.
-        saved: the nodes that they save for the backward.
-        reports: of all regions.
-        replaced: from views in regions to their copies outside.
+        matches: the selected regions, in the order of their selection.
+        saved: the nodes that the selected regions save for the backward.
+        reports: one for each region that was selected or left to Inductor.
+        replaced: a map from views in regions to their copies outside.
     """
 
     def __init__(self, graph: fx.Graph, needs: set[fx.Node], receives: set[fx.Node]) -> None:
         self.graph, self.needs, self.receives = graph, needs, receives
         self.finder = Finder(graph)
-        # The tensors that nodes write into, each with the part of the graph in which.
+        # Pairs of a part of the graph (see `parts_of`) and a tensor that a node of it writes into.
         self.changes: list[tuple[int, Tensor]] = []
         for node in graph.nodes:
             part = self.finder.part[node]
             self.changes += [(part, tensor) for tensor in written(node)]
-        # Later regions count these as saved anyway when they choose what to save: of a residual
-        # stream, every other sum is then computed again.
+        # Saving these nodes once more takes no memory. The programs of later regions are planned
+        # with that: in a residual stream they then recompute every other sum and save the rest.
         self.saved = set[fx.Node]()
         self.matches: list[Match] = []
         self.reports: list[RegionReport] = []
         self.replaced: dict[fx.Node, fx.Node] = {}
 
     def select(self) -> None:
-        """Tries each region, and smaller ones in those that cannot be one kernel."""
+        """Tries each region; if one cannot be one operator, tries smaller regions within it."""
         todo, tried = deque(self.finder.regions()), set[Region]()
         while todo:
             region = todo.popleft()
-            # Before the trial, which may copy views out of the region.
+            # `_match` may copy views out of the region, so describe the region before.
             report = _report_of(region)
             try:
                 match = self._match(region)
-            # Inductor compiles a region with an unknown part; the report has the reason.
+            # After any error the region is left to Inductor, and the report has the reason.
             except Exception as error:  # noqa: BLE001
-                parts = [] if region in tried else self.finder.smaller(region)
-                tried.update(parts)
-                todo.extendleft(reversed(parts))
-                if not parts:
+                # Regions that `smaller` returned are not divided again.
+                smaller = [] if region in tried else self.finder.smaller(region)
+                tried.update(smaller)
+                todo.extendleft(reversed(smaller))
+                if not smaller:
                     self.reports.append(replace(report, reason=_reason_of(error)))
             else:
                 self._add(match, report)
@@ -109,7 +114,7 @@ class Selector:
         """Adds a region that becomes an operator, and reports it."""
         program = match.program
         fix(program.numbers)
-        # Also where no backward follows: inference is to compute the same.
+        # Without a backward, too: inference has to build the same programs as training.
         self.saved.update(_saved(program))
         self.matches.append(match)
         self.reports.append(
@@ -125,7 +130,7 @@ class Selector:
         """The operator of a region.
 
         Raises:
-            NotRowwiseError: it cannot be one, or Inductor computes the region as well.
+            NotRowwiseError: the region cannot be one operator, or Inductor's kernels are as fast.
         """
         reason = _why_not(region, self.needs)
         if reason:
@@ -133,11 +138,13 @@ class Selector:
         self._copy_views(region)
         program = build(region, self.saved)
         reached = self._reached(region, program)
-        trained = {program.inputs[position] for position in program.program.plan.differentiable}
-        # PyTorch's operators would return zeros. The program has no gradient to return.
-        if not reached <= trained:
+        plan = program.program.plan
+        differentiable = {program.inputs[position] for position in plan.differentiable}
+        # For the other inputs PyTorch's operators return gradients of zeros, the program returns
+        # none.
+        if not reached <= differentiable:
             raise NotRowwiseError("a gradient of it is zero")
-        # Its backward would read the changed tensor.
+        # The backward would read the tensor as it is after the change.
         if reached and self._saves_changed(region, program):
             raise NotRowwiseError("a tensor that it saves is changed later")
         if _is_cyclic(region, [match.region for match in self.matches]):
@@ -146,7 +153,7 @@ class Selector:
         return Match(region, program, reached)
 
     def _copy_views(self, region: Region) -> None:
-        """Copies the views out of a region, and records what the copies replace."""
+        """Copies views that are used outside a region; updates the sets of nodes and `replaced`."""
         copies = _copy_views(self.graph, region)
         for nodes in (self.needs, self.receives):
             copied = nodes.intersection(copies)
@@ -154,7 +161,7 @@ class Selector:
         self.replaced |= copies
 
     def _reached(self, region: Region, program: RegionProgram) -> set[fx.Node]:
-        """The inputs that have gradients through a region, if only zeros."""
+        """The inputs to which the backward of a region passes gradients, perhaps all zeros."""
         own, reached = set(region.nodes), set[fx.Node]()
         todo = [node for node in region.outputs if node in self.receives]
         while todo:
@@ -218,15 +225,18 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _copy_views(graph: fx.Graph, region: Region) -> dict[fx.Node, fx.Node]:
-    """Repeats outside a region the views that are used there: then its outputs share no memory.
+    """Copies the views in a region that nodes outside use. These nodes then use the copies.
 
-    A registered operator must not return views of its arguments, nor two views of one tensor.
+    So the region's outputs share no memory: a registered operator must not return views of its
+    arguments, nor two views of one tensor.
 
     Returns:
-        A map from each view to its copy outside. Programs that were built earlier read the copy.
+        A map from each view to its copy. Programs that were built before have the view among their
+        inputs, and are to read the copy instead.
     """
     own, copies = set(region.nodes), dict[fx.Node, fx.Node]()
-    # Backwards: of a view of a view, the copy then reads the copy of the other.
+    # In reverse order: the copy of a view of a view is a user outside by the time its base is
+    # visited, and is changed to read the base's copy.
     for node in filter(is_view, reversed(region.nodes)):
         if own.issuperset(node.users):
             continue
@@ -238,13 +248,12 @@ def _copy_views(graph: fx.Graph, region: Region) -> dict[fx.Node, fx.Node]:
 
 
 def _replace_outside(node: fx.Node, copy: fx.Node, own: set[fx.Node]) -> None:
-    """Replaces a view by its copy in what uses it outside a region, whose nodes are ``own``."""
-    # With the memory of the region's result, a change of one would be seen in the other.
+    """Replaces a view by its copy in its users outside a region. ``own`` are the region's nodes."""
     node.replace_all_uses_with(copy, lambda user: user not in own and user is not copy)
 
 
 def _has_several_results(region: Region, needs: set[fx.Node]) -> bool:
-    """Whether an output is no tensor."""
+    """Whether an output is not one tensor but the several results of an operator."""
     return not all(map(is_tensor, region.outputs))
 
 
@@ -261,16 +270,17 @@ def _has_long_rows(region: Region, needs: set[fx.Node]) -> bool:
 
 
 def _sums_no_gradient(region: Region, needs: set[fx.Node]) -> bool:
-    """Whether no input is smaller than the region and has a gradient, as a norm's weight has."""
-    # Without such a sum Inductor is as fast, and may fuse the region with its neighbours.
+    """Whether no input has a gradient that is summed over rows, as that of a norm's weight is."""
+    # Without such a sum Inductor is as fast as an operator, and may fuse the region with its
+    # neighbours.
     full = max(map(size_of, region.nodes))
     return not any(_is_summed_over_rows(node, full, needs) for node in region.inputs)
 
 
 def _is_summed_over_rows(node: fx.Node, full: int, needs: set[fx.Node]) -> bool:
-    """Whether the gradient of an input is a sum over rows.
+    """Whether the gradient of an input is a sum over rows: the input is smaller than the region.
 
-    A vector counts without a gradient, too: inference is to compute the same as training.
+    A vector counts even if it has no gradient, so that inference selects the regions of training.
     """
     if not is_tensor(node) or size_of(node) >= full:
         return False
@@ -281,24 +291,25 @@ def _is_summed_over_rows(node: fx.Node, full: int, needs: set[fx.Node]) -> bool:
 
 
 def _adds_bias_alone(region: Region, needs: set[fx.Node]) -> bool:
-    # The matrix product adds its bias at no cost.
+    # A matrix product adds a bias in its own kernel, at no cost.
     return all(node.meta.get(BIAS) or name_of(node) in COPIES for node in region.nodes)
 
 
-# Which regions become operators: the first rule that holds decides. Its reason leaves a region to
-# Inductor; "" has it become an operator, as a region does for which no rule holds.
+# Pairs of a condition and a reason. The first condition that holds for a region decides: with a
+# reason the region is left to Inductor, with "" it becomes an operator. If none holds, it becomes
+# one, too.
 _RULES: tuple[tuple[Callable[[Region, set[fx.Node]], bool], str], ...] = (
     (_has_several_results, "a part of it has several results"),
-    (_is_of_rowwise, ""),  # the user wants a kernel
-    (_has_dropout, ""),  # its mask is not stored
-    (_has_long_rows, ""),  # a row is read once, and not once a reduction
+    (_is_of_rowwise, ""),  # the user has asked for one kernel
+    (_has_dropout, ""),  # an operator stores no mask, Inductor does
+    (_has_long_rows, ""),  # Inductor reads a row for each reduction
     (_sums_no_gradient, "no gradient is summed over its rows, and no mask is stored"),
     (_adds_bias_alone, "it adds a bias to a matrix product, and nothing more"),
 )
 
 
 def _why_not(region: Region, needs: set[fx.Node]) -> str:
-    """The reason why Inductor computes a region as well; "" if it does not."""
+    """The reason to leave a region to Inductor; "" if it is to become an operator."""
     return next((reason for holds, reason in _RULES if holds(region, needs)), "")
 
 
@@ -311,10 +322,10 @@ def _saved(program: RegionProgram) -> list[fx.Node]:
 
 
 def _is_cyclic(region: Region, others: Sequence[Region]) -> bool:
-    """Whether a region as a single node would be in a cycle.
+    """Whether replacing a region by a single node would create a cycle.
 
-    The ``others`` become single nodes, too, without a cycle: a path that enters one of them may
-    leave it from any of its nodes.
+    Each of ``others`` is a single node, too: a path that enters it at any of its nodes may leave it
+    from any other. The others alone create no cycle.
 
         region ──▶ a        a and b are nodes of one other region: each region alone is convex,
         region ◀── b        but as operators each would read the other's results
@@ -323,8 +334,8 @@ def _is_cyclic(region: Region, others: Sequence[Region]) -> bool:
     owners: dict[fx.Node, Region] = {}
     for other in others:
         owners.update(dict.fromkeys(other.nodes, other))
-    # Only what the region reaches, up to the last node that may lead back: a search of the whole
-    # graph for each region would be quadratic in the number of layers.
+    # Search from the region's users, and stop at the last position from which a path may lead back.
+    # Without the stop the time would be quadratic in the number of layers.
     end = _end_of_overlap(region, others, position)
     own, seen = set(region.nodes), set[fx.Node]()
     todo = users_of(own) - own
@@ -345,8 +356,9 @@ def _end_of_overlap(
 ) -> int:
     """The last position from which a path may lead back to a region.
 
-    Regions that overlap in the order of the graph are joined to one span; no path leads back from
-    after its end.
+    Edges lead to later nodes, but a path may go back to the start of a region that it enters. So
+    regions whose spans of positions overlap are merged to one span. No path leads back to the
+    region from a node after the end of that span.
     """
     spans = []
     for other in others:

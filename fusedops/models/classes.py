@@ -1,11 +1,17 @@
-"""Fused classes: subclasses of modules' own classes, to which the modules are switched.
+"""Fused classes. Fusing a module replaces its class by a subclass with a rule's methods.
 
-Only ``module.__class__`` changes. So the parameters stay the same objects under the same
-``state_dict`` keys; hooks, buffers, ``requires_grad``, dtype, device, training mode, tied weights
-and optimizers are unaffected; ``isinstance`` stays true; and restoring the class undoes it exactly.
-There is one fused class for each original class, rule and set of disabled tricks. It has the
-original's name, by which other libraries recognise classes. A printed model shows it with the
-prefix "Fused".
+Only ``module.__class__`` changes:
+
+- The parameters stay the same objects under the same ``state_dict`` keys.
+- Hooks, buffers, ``requires_grad``, dtype, device, training mode, tied weights and optimizers are
+  unaffected.
+- ``isinstance`` stays true.
+- Restoring the class undoes the fusion exactly.
+
+There is one fused class for each original class, rule and set of disabled tricks. A trick is an
+optional optimization in `fusedops.models.tricks`, which the user can disable by name. A fused class
+has the name of the original class, because other libraries recognise classes by name. A printed
+model shows it with the prefix "Fused".
 """
 
 from __future__ import annotations
@@ -43,7 +49,10 @@ _classes: dict[tuple[type, Rule, frozenset[str]], type[nn.Module]] = {}
 def fused_class(
     original: type[nn.Module], rule: Rule, off: frozenset[str] = frozenset()
 ) -> type[nn.Module]:
-    """Return the subclass of ``original`` with the rule's methods, and these tricks turned off."""
+    """Return the subclass of ``original`` with the rule's methods.
+
+    The tricks whose names are in ``off`` are disabled.
+    """
     key = (original, rule, off)
     if key in _classes:
         return _classes[key]
@@ -66,14 +75,15 @@ def fused_class(
         {"metaclass": _metaclass(kind)},
         lambda namespace: namespace.update(body),
     )
-    # A subclass finds the fused class that it inherits from by this; see `hooks.keeps_method`.
+    # A user's subclass inherits this attribute. `hooks.keeps_method` compares the forward of the
+    # subclass with that of the fused class.
     cls._fusedops_class = cls
     _classes[key] = cls
     return _classes[key]
 
 
 class _Fused(type):
-    """The metaclass of fused classes, for which pickle has its own reduction: `_reduce_class`."""
+    """The metaclass of fused classes. Pickle stores its instances by `_reduce_class`."""
 
 
 @functools.cache
@@ -89,7 +99,7 @@ def _metaclass(kind: Any) -> type:
 
 
 def _reduce_class(cls: Any) -> Any:
-    """Reduce a class for pickle: a fused class cannot be imported by its name."""
+    """Reduce a class for pickle: a fused class cannot be imported by name, so it is rebuilt."""
     if "_fusedops_original" not in vars(cls):
         return cls.__qualname__  # a user's subclass of a fused class, by its name
     return (_rebuilt_class, _named_rule(cls))
@@ -98,31 +108,31 @@ def _reduce_class(cls: Any) -> Any:
 def _original_methods(original: type[nn.Module], rule: Rule) -> dict[str, Any]:
     """Return the original's forward and other methods that the rule replaces, under new names.
 
-    torch.compile guards on what it sees looked up in a class (see `hooks`), so the originals are
-    looked up in instances.
+    Fused modules read them as attributes of the instance. Reading an attribute of a class would add
+    a guard to code that torch.compile traces (see `hooks`).
     """
     methods = {}
     for name in ("forward", *rule.methods):
         if hasattr(original, name):
-            # Static, so that an instance has the function itself, and not a method bound to it.
+            # Without `staticmethod` an attribute of the instance would be a bound method.
             methods[ORIGINAL + name] = staticmethod(getattr(original, name))
     return methods
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that the module had before it was fused, or its class."""
+    """Return the class of the module before it was fused; its current class if it is not fused."""
     cls: Any = type(module)
     original: type[nn.Module] = vars(cls).get("_fusedops_original", cls)
     return original
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether the module's class is a fused one, not a subclass that was created later."""
+    """Whether the module's class is itself a fused class. A subclass of one does not count."""
     return "_fusedops_original" in vars(type(module))
 
 
 def fuse(module: nn.Module, rule: Rule, off: frozenset[str] = frozenset()) -> None:
-    """Switch the module to its fused class, with these tricks turned off.
+    """Switch the module to its fused class, with the tricks in ``off`` disabled.
 
     Raises:
         TypeError: its class cannot be subclassed, or the module's class cannot be changed.
@@ -152,7 +162,8 @@ def fuse_all(planned: Mapping[nn.Module, Rule], off: frozenset[str] = frozenset(
 def unfuse(module: nn.Module) -> None:
     """Restore the module's own class."""
     if is_fused(module):
-        # Left on the instance, a bound method of the fused class would hide the original's.
+        # The instance may have a bound method of the fused class as an attribute. It would hide the
+        # original class's method, so delete it.
         for name in _replaceable(module):
             if _is_own(module, name):
                 delattr(module, name)
@@ -160,9 +171,10 @@ def unfuse(module: nn.Module) -> None:
 
 
 def replaced_since(module: nn.Module) -> str:
-    """Return the method of a fused module that was replaced on the instance since, or "".
+    """Return the name of a method that was replaced on the instance after it was fused, or "".
 
-    A forward counts unless the rule does not depend on it, as that for ``generate``.
+    A replaced forward counts only if the rule matches classes by their forward or replaces it. The
+    rule for ``generate`` does neither.
     """
     if not is_fused(module):
         return ""
@@ -173,7 +185,7 @@ def replaced_since(module: nn.Module) -> str:
 
 
 def _replaceable(module: nn.Module) -> list[str]:
-    """Return the methods of a fused module that an attribute of the instance may replace."""
+    """Return the names of the methods that matter if an attribute of the instance hides them."""
     cls: Any = type(module)
     rule: Rule = cls._fusedops_rule
     forward = ["forward"] if "forward" in rule.known else []
@@ -181,9 +193,9 @@ def _replaceable(module: nn.Module) -> list[str]:
 
 
 def _is_own(module: nn.Module, name: str) -> bool:
-    """Whether the instance has its class's own method as an attribute.
+    """Whether the instance's attribute ``name`` is just the bound method of its own class.
 
-    Hooks such as Accelerate's leave one when they are removed.
+    Accelerate, for one, leaves such an attribute on the instance when it removes its hooks.
     """
     method = vars(module).get(name)
     if not isinstance(method, types.MethodType):
@@ -193,11 +205,12 @@ def _is_own(module: nn.Module, name: str) -> bool:
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[Collection[nn.Module]]:
-    """Context manager: sharded modules have the classes that they had before FSDP.
+    """Context manager that takes FSDP's class off sharded modules, and yields these modules.
 
-    `fully_shard` gives a module a class that inherits from FSDP's and from the module's. Because
-    the module's class is changed below FSDP's, the order of `fully_shard` and `fuse_model` does not
-    matter.
+    `fully_shard` gives a module a new class, with the bases ``(FSDPModule, the module's class)``.
+    Inside the context a sharded module has the second base as its class, which may be switched. On
+    exit the module gets an FSDP class again, derived from the class that it has then. So
+    `fully_shard` and `fuse_model` may be called in either order.
     """
     sharded = {m: type(m) for m in model.modules() if unsharded_class(type(m)) is not type(m)}
     for module, cls in sharded.items():
@@ -213,7 +226,7 @@ def _become(module: nn.Module, cls: type[nn.Module]) -> None:
     if type(module) is cls:
         return
     module.__class__ = cls
-    # PyTorch 2.11 skips the guards of modules whose dictionary has not changed, so change it.
+    # PyTorch 2.11 checks a module's guards only if its ``__dict__`` has changed, so change it.
     vars(module)["_fusedops_changed"] = True
     del vars(module)["_fusedops_changed"]
 
@@ -229,24 +242,26 @@ def _get_name(self: nn.Module) -> str:
 def _reduce(self: nn.Module, protocol: Any) -> Any:
     """Reduce the module as its original class does, but rebuild the fused class when loaded."""
     cls: Any = type(self)
-    # From protocol 2 on, an object is its class and its state.
+    # From protocol 2 on, `object.__reduce_ex__` returns `copyreg.__newobj__`, the class and the
+    # state. Below, the class is replaced in that form only.
     reduced = cls._fusedops_original.__reduce_ex__(self, max(2, int(protocol)))
-    # A user's subclass of a fused class is stored by its name.
+    # A user's subclass of a fused class can be imported by its name.
     if not is_fused(self):
         return reduced
-    # The class reduces its instances in a way of its own.
+    # Another form comes from a ``__reduce__`` of the original class: leave it as it is.
     if reduced[:2] != (_new_object, (cls,)):
         return reduced
     return (_rebuild, _named_rule(cls), *reduced[2:])
 
 
 def _named_rule(cls: Any) -> tuple[type[nn.Module], Any, frozenset[str]]:
-    """Return what pickle stores for a fused class: its original, its rule, and its tricks.
+    """Return what pickle stores for a fused class: original class, rule and disabled tricks.
 
-    The rule is stored as a family's name and key, as a name if it is in the table, or itself.
+    The rule is stored in one of three forms: ``(family's name, key)`` if a `Family` built it, its
+    name if it is in the table `RULES`, and otherwise the rule itself.
     """
     rule: Rule = cls._fusedops_rule
-    # A generated rule is built again when it is loaded: its functions cannot be pickled.
+    # The functions of a family's rule cannot be pickled: the family builds it again on loading.
     stored: Any = rule.origin
     if not stored:
         stored = rule.name if _builtin(rule.name) is rule else rule
@@ -259,7 +274,7 @@ def _builtin(name: str) -> Rule | Family | None:
     return next((rule for rule in RULES if rule.name == name), None)
 
 
-# `_rebuild` and `_rebuilt_class` are named in saved files.
+# Pickled models refer to `_rebuild` and `_rebuilt_class` by name: do not rename or move them.
 def _rebuild(original: type[nn.Module], rule: Any, off: frozenset[str] = frozenset()) -> nn.Module:
     """Create an empty module of the fused class."""
     cls = _rebuilt_class(original, rule, off)
@@ -269,11 +284,11 @@ def _rebuild(original: type[nn.Module], rule: Any, off: frozenset[str] = frozens
 def _rebuilt_class(
     original: type[nn.Module], rule: Any, off: frozenset[str] = frozenset()
 ) -> type[nn.Module]:
-    """Return the fused class, or the original if the stored rule does not apply to it here.
+    """Return the fused class, or the original if the stored rule does not apply to it.
 
-    Another release may not have the rule, or the class may have other code.
+    This fusedops may lack the rule, or the installed class may have other code than the saved one.
+    A model loads in both cases: the parameters do not depend on the class.
     """
-    # A model must load even where it cannot be fused: its parameters are the same.
     current = _restored_rule(original, rule)
     if current is not None:
         return fused_class(original, current, off)
@@ -298,8 +313,8 @@ def _restored_rule(original: type[nn.Module], stored: Any) -> Rule | None:
             rule = _builtin(stored)
         case _:
             rule = stored
-    # There may be no rule of that name any more.
+    # This release may have no rule of that name.
     if not isinstance(rule, Rule):
         return None
-    # And the class may have other code.
+    # The installed class may have other code than the class that was fused.
     return rule if rule.knows(original) else None

@@ -1,4 +1,7 @@
-"""The slices family's functionals: a record, tensors, and one call into `core.calls.call`."""
+"""The slices family's functionals.
+
+Each turns its arguments into tensors and a record of constants, and calls the operator with both.
+"""
 
 from __future__ import annotations
 
@@ -90,13 +93,13 @@ def batched_layer_norm_act(
         slices: the K slices, fp16, bf16, fp32 or fp64, in one of three forms: one tensor ``(*, K,
             D)``; one tensor ``(*, ΣD_k)`` with ``sizes``; or a sequence of K tensors ``(*, D_k)``
             of one dtype, which are read in place. Any strides.
-        weight: the weights of the norms. ``(ΣD_k,)``, or ``(K, D)`` if all widths are D, has a
-            weight for each slice; ``(D,)`` is shared by all slices; None stands for ones. Its dtype
-            may differ from the slices'.
+        weight: the weights of the norms. A tensor ``(ΣD_k,)`` has weights for each slice, and so
+            has one ``(K, D)`` if all widths are D. All slices share the weights of a tensor
+            ``(D,)``. None stands for ones. The dtype may differ from the slices'.
         bias: as ``weight``; None stands for zeros.
         eps: added to the variance, at least 0.
-        sizes: the widths D_k of the slices of one tensor ``(*, ΣD_k)``; without it the last two
-            dimensions are K and D.
+        sizes: the widths D_k of the slices of one tensor ``(*, ΣD_k)``. Without it the last two
+            dimensions of one tensor are K and D.
         activation: the activation after the norm: "tanh", "sigmoid", "relu", "relu_squared",
             "gelu", "gelu_tanh", "quick_gelu", "silu", or "identity" ("none").
         concat: return one tensor with the slices side by side, ``(*, ΣD_k)``.
@@ -192,44 +195,51 @@ def batched_layer_norm_tanh(
 def _batched(
     op: str, slices: Any, weight: Any, bias: Any, options: tuple[Any, Any, Any], sizes: Any
 ) -> Tensor | tuple[Tensor, ...]:
-    """One call of either functional; ``options`` are eps, activation and concat."""
+    """Calls the operator for either functional; ``options`` are eps, activation and concat."""
     eps, activation, concat = options
     tensors: Sequence[Tensor]
-    sizes_of: Any
+    # The `SliceConstants.sizes` of the call: the widths, or (K, D) for slices in two dimensions.
+    recorded_sizes: Any
     if isinstance(slices, Tensor):
         tensors = (slices,)
         if sizes is None:
             try:
-                dims, sizes_of = 2, slices.shape[-2:]
+                dims, recorded_sizes = 2, slices.shape[-2:]
             except RuntimeError:  # a nested tensor has no shape
                 check_tensor(op, "slices", slices)
                 raise
-            count, size = sizes_of if len(sizes_of) == 2 else (0, 0)
+            # The operator raises for a tensor with fewer dimensions.
+            count, first_width = recorded_sizes if len(recorded_sizes) == 2 else (0, 0)
         else:
-            dims, sizes_of = 1, check_sizes(sizes, op)
-            count, size = len(sizes_of), sizes_of[0]
+            dims, recorded_sizes = 1, check_sizes(sizes, op)
+            count, first_width = len(recorded_sizes), recorded_sizes[0]
     else:
         if not isinstance(slices, Sequence) or not slices:
             _refuse_sequence(slices, op)
         dims, tensors = 0, slices
-        sizes_of = _widths(tensors)
-        count, size = len(sizes_of), sizes_of[0]
+        recorded_sizes = _widths(tensors)
+        count, first_width = len(recorded_sizes), recorded_sizes[0]
         if sizes is not None:
             expected = check_sizes(sizes, op)
-            if sizes_of != expected:
-                _check_named(tensors, sizes_of, expected, op)
+            if recorded_sizes != expected:
+                _check_named(tensors, recorded_sizes, expected, op)
     shared = False
     if count > 1:
-        # Inside this function, not in one of its own, as every call comes here.
-        shares_weight = isinstance(weight, Tensor) and weight.dim() == 1 and weight.shape[0] == size
-        shares_bias = isinstance(bias, Tensor) and bias.dim() == 1 and bias.shape[0] == size
+        # Not in a helper function: its call would cost host time on every call.
+        shares_weight = (
+            isinstance(weight, Tensor) and weight.dim() == 1 and weight.shape[0] == first_width
+        )
+        shares_bias = isinstance(bias, Tensor) and bias.dim() == 1 and bias.shape[0] == first_width
         if shares_weight or shares_bias:
+            # The operator takes weight and bias either both shared or both for each slice. One that
+            # is None fits both forms.
             shared = (shares_weight or weight is None) and (shares_bias or bias is None)
             if not shared:
                 weight, bias = _expanded(weight, bias, count, shares_weight, shares_bias)
     if activation == "none":
         activation = "identity"
-    values = (op, sizes_of, dims, bool(concat), eps, activation, shared, None)
+    # In the order of `SliceConstants`; the last is ``out_dtype``.
+    values = (op, recorded_sizes, dims, bool(concat), eps, activation, shared, None)
     constants = record(SliceConstants, values)
     outputs = run(SLICES, constants, (weight, bias, *tensors))
     is_separate = dims == 0 and not concat
@@ -238,7 +248,7 @@ def _batched(
 
 # --- widths ---------------------------------------------------------------------------------------
 
-# The shape of each of many tensors, and its last number: `map` over these runs in C.
+# The shape of a tensor, and the last size of a shape. `map` over these functions is a loop in C.
 _SHAPE, _LAST = attrgetter("shape"), itemgetter(-1)
 
 
@@ -246,7 +256,7 @@ def check_sizes(sizes: Any, op: str) -> tuple[int, ...]:
     """The widths as a tuple of ints, each at least 1."""
     traced = torch.compiler.is_dynamo_compiling()
     if not traced and type(sizes) is tuple and set(map(type, sizes)) == {int} and min(sizes) > 0:
-        return sizes  # without a loop over perhaps a thousand numbers
+        return sizes  # a loop in Python is slow for a thousand slices
     if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Sequence):
         raise TypeError(f"{op}: sizes must be a sequence of ints, got {type(sizes).__name__}")
     if not sizes:
@@ -263,6 +273,7 @@ def check_sizes(sizes: Any, op: str) -> tuple[int, ...]:
 
 
 def _refuse_sequence(slices: Any, op: str) -> None:
+    """Raises the error for slices that are not a sequence, or an empty one."""
     if not isinstance(slices, Sequence):
         raise TypeError(
             f"{op}: slices must be a torch.Tensor or a sequence of them, "
@@ -272,7 +283,7 @@ def _refuse_sequence(slices: Any, op: str) -> None:
 
 
 def _widths(slices: Sequence[Tensor]) -> tuple[int, ...]:
-    """The width of each slice; zeros where one has none: the checks raise for that slice."""
+    """The width of each slice. If one has no width, some or all are 0, and the operator raises."""
     if torch.compiler.is_dynamo_compiling():
         widths = []
         for t in slices:
@@ -288,7 +299,10 @@ def _widths(slices: Sequence[Tensor]) -> tuple[int, ...]:
 def _check_named(
     slices: Sequence[Tensor], widths: tuple[int, ...], sizes: tuple[int, ...], op: str
 ) -> None:
-    """Raises where the caller's ``sizes`` are not the slices' ``widths``."""
+    """Raises if the caller's ``sizes`` differ from ``widths``, those of the slices.
+
+    A width of 0 is unknown and not compared; see `_widths`.
+    """
     for k, t in enumerate(slices):
         check_tensor(op, f"slice {k}", t)
     if len(sizes) != len(widths):
@@ -306,7 +320,7 @@ def _check_named(
 def _expanded(
     weight: Any, bias: Any, count: int, shares_weight: bool, shares_bias: bool
 ) -> tuple[Any, Any]:
-    """The parameters, of which slices share only one, with that one expanded to all slices."""
+    """Weight and bias for each slice: a shared one is expanded to a row for each of the slices."""
     if shares_weight:
         weight = weight.expand(count, -1)
     if shares_bias:

@@ -1,4 +1,4 @@
-"""Linear layers of the same rows, such as query, key and value, as one matrix product."""
+"""Joins linear layers that multiply the same rows, such as query, key and value, to one product."""
 
 from __future__ import annotations
 
@@ -32,13 +32,17 @@ __all__ = ["is_product", "join_products", "product_like"]
 
 
 def join_products(rewrite: Rewrite) -> None:
-    """Joins the products of linear layers that multiply the same rows: query, key and value.
+    """Joins the products of linear layers that multiply the same rows, as query, key and value do.
 
-    The weights are concatenated in the tensor into which they are cast, so that this copies
-    nothing more. Backward, the rows have one gradient from one product, instead of several and
-    their sum. Where attention reads the values as they are, and queries and keys rotated, the
-    values are copied: it would save the whole product for them. Gate and up stay separate: one
-    kernel computes both their gradients, and would compute each twice to write them as one tensor.
+    The weights are cast and concatenated in one kernel, so that joining them takes no further copy.
+    In the backward one product computes the gradient of the rows, instead of one for each layer and
+    a sum of the results.
+
+    With rotary embeddings, queries and keys are rotated but attention reads the values as a view of
+    the product. The values are then copied: otherwise attention would save the whole product.
+
+    Gate and up stay separate. One kernel computes both of their gradients. To write these as one
+    tensor it would compute each of them twice.
     """
     for products in _groups(rewrite).values():
         group = _that_never_meet(products)
@@ -47,10 +51,11 @@ def join_products(rewrite: Rewrite) -> None:
 
 
 def _groups(rewrite: Rewrite) -> dict[Any, list[fx.Node]]:
-    """The products that may be joined, by keys that are equal for those of one product.
+    """The products that may be joined: a map from a key to the products that share it.
 
-    Products of one key have the same rows, dtypes and gradients, and may move to one another.
-    Products whose gradients come from a result are not joined with others, so that those get none.
+    Products with the same key have the same rows and dtypes, and are in the same part of the graph,
+    so that they may move next to one another. Either all or none of them receive gradients from a
+    result of the graph: joined with others, a layer without a gradient would get one of zeros.
     """
     groups, parts = dict[Any, list[fx.Node]](), parts_of(rewrite.graph)
     needs = rewrite.needs
@@ -58,19 +63,20 @@ def _groups(rewrite: Rewrite) -> dict[Any, list[fx.Node]]:
         weight = _weight(node)
         if weight is None:
             continue
-        # Parts share the memory of the whole: a change of a returned one would be seen in the
-        # others.
+        # The gradients for an operator's input would be concatenated. And the parts of a joined
+        # product share memory: a change of one that is returned would change the others.
         if _feeds_operators(node) or escapes(node):
             continue
         bias = node.args[0] if _has_bias(node) else None
-        # One product has one gradient mode and one set of gradients, and reads its rows and weights
-        # once: nothing may change them between the products.
         key = (
             _rows_of(node.args[-2], parts),
             name_of(node),
             value_of(weight).dtype,
             value_of(node).dtype,
+            # The joined product computes a gradient for all layers or for none.
             (weight in needs, bias in needs, node in rewrite.receives),
+            # Within a part the gradient mode is the same, and no tensor changes: the rows and
+            # weights may be read once.
             (parts[node], parts[_cast_of(node)]),
         )
         groups.setdefault(key, []).append(node)
@@ -87,29 +93,27 @@ def _has_bias(product: fx.Node) -> bool:
 
 
 def _weight(node: fx.Node) -> fx.Node | None:
-    """The parameter of a linear layer whose weight is cast for this product alone.
+    """The weight of a linear layer whose product may be joined; None for other nodes.
 
-    None for other nodes.
+    The weight is an input of the graph that is cast for this product only.
     """
     cast = _only_cast(node)
     if cast is None:
         return None
     weight: Any = cast.args[0]
-    outputs, *_ = sizes = value_of(weight).shape
+    sizes = value_of(weight).shape
+    outputs, *_ = sizes
     bias: Any = node.args[0]
     if _has_bias(node) and tuple(value_of(bias).shape) != (outputs,):
         return None
     if not is_input(weight) or not are_numbers(sizes):
         return None
-    # Each weight then begins at a multiple of 16 bytes of the joined one.
+    # In the joined weight, a weight after this one must begin at a multiple of 16 bytes.
     return weight if outputs % ALIGNED == 0 else None
 
 
 def _only_cast(product: fx.Node) -> fx.Node | None:
-    """The cast whose transposition is the second factor of a product, and that no other reads.
-
-    None for other nodes.
-    """
+    """The cast in ``mm(rows, t(cast))`` if only this product uses it; None for other nodes."""
     if not is_product(product):
         return None
     transposed: Any = product.args[-1]
@@ -132,7 +136,8 @@ def _cast_of(product: fx.Node) -> fx.Node:
 def _rows_of(node: fx.Node, parts: dict[fx.Node, int]) -> Any:
     """A key that is equal for equal rows.
 
-    It is a node, and how and in which part of the graph that is cast and viewed.
+    The key is a node that is neither a view nor a cast, or it describes a view or a cast: operator,
+    key of its input, arguments and part of the graph.
     """
     if name_of(node) not in ("view", "_to_copy"):
         return node
@@ -141,10 +146,11 @@ def _rows_of(node: fx.Node, parts: dict[fx.Node, int]) -> Any:
 
 
 def _that_never_meet(products: list[fx.Node]) -> list[fx.Node]:
-    """The products that no elementwise operator reads together with another of them."""
-    # Their gradients would be written as one tensor by a kernel that computes each element of
-    # several others. A step of Llama 1B on an H200 takes 4.8 ms in these kernels with gate and up
-    # joined, and 2.5 ms without. The products take as long either way.
+    """The products without a common elementwise descendant, as gate and up have one."""
+    # One kernel computes the gradients of products with such a descendant. If they are joined, it
+    # writes one tensor, and computes each gradient more than once. A step of Llama 1B on an H200
+    # spends 4.8 ms in these kernels with gate and up joined, and 2.5 ms with both separate. The
+    # matrix products take the same time in both cases.
     reached = list(map(_elements_from, products))
     counts = Counter(itertools.chain.from_iterable(reached))
     shared = {node for node, count in counts.items() if count > 1}
@@ -152,7 +158,7 @@ def _that_never_meet(products: list[fx.Node]) -> list[fx.Node]:
 
 
 def _elements_from(node: fx.Node) -> set[fx.Node]:
-    """The nodes that chains of elementwise operators compute from a node."""
+    """The results of all chains of elementwise operators that start at a node."""
     reached, todo = set[fx.Node](), list(node.users)
     while todo:
         user = todo.pop()
@@ -165,7 +171,7 @@ def _elements_from(node: fx.Node) -> set[fx.Node]:
 
 
 def _feeds_operators(node: fx.Node) -> bool:
-    """Whether an operator of a region reads a product: its gradients would be concatenated."""
+    """Whether an operator of this library reads a product or a view of it."""
     return any(map(_is_own_operator, _consumers(node)))
 
 
@@ -174,7 +180,7 @@ def _is_own_operator(node: fx.Node) -> bool:
 
 
 def _is_saved_by_attention(part: fx.Node) -> bool:
-    """Whether attention reads a part as it is, so that it saves it for the backward."""
+    """Whether attention reads a part or a view of it, and so saves its memory for the backward."""
     return any(map(_is_attention, _consumers(part)))
 
 
@@ -183,7 +189,7 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def _consumers(node: fx.Node) -> list[fx.Node]:
-    """The nodes that read a node or its views, and are no views themselves."""
+    """The nodes that read a node or views of it, without the views."""
     return list(itertools.filterfalse(_is_view, users_through(node, _is_view)))
 
 
@@ -192,7 +198,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _join(rewrite: Rewrite, group: list[fx.Node]) -> None:
-    """Replaces several products by the parts of one.
+    """Replaces several products by parts of one joined product.
 
     rows [n, k], weights [m1, k], [m2, k]
     rows @ concatenated weights.T ──▶ [n, m1 + m2] ──split──▶ [n, m1], [n, m2]
@@ -220,7 +226,7 @@ def _join(rewrite: Rewrite, group: list[fx.Node]) -> None:
 
 
 def product_like(graph: fx.Graph, node: fx.Node, factors: tuple[Any, ...]) -> fx.Node:
-    """A product by the operator of another node, with the node's marks but not its value."""
+    """A product with the operator and metadata of ``node``, but without its fake tensor."""
     product = graph.call_function(node.target, factors)  # type: ignore[arg-type]
     product.meta.update(node.meta)
     product.meta.pop("val", None)
@@ -230,9 +236,9 @@ def product_like(graph: fx.Graph, node: fx.Node, factors: tuple[Any, ...]) -> fx
 def _copy_saved_parts(graph: fx.Graph, parts: fx.Node) -> None:
     """Copies the parts of a product that attention saves, unless it saves all of them.
 
-    It would save a part with the memory of the whole product, which others do not need.
+    A saved view keeps the memory of the whole product alive, with parts that no backward reads.
     """
-    # Of query, key and value with rotary embeddings attention saves the value as it is.
+    # With rotary embeddings, attention saves only the values as a view of the product.
     saved = list(filter(_is_saved_by_attention, parts.users))
     if len(saved) < len(parts.users):
         for part in saved:

@@ -1,4 +1,8 @@
-"""Tensors without memory, and the modes that record operators on them."""
+"""Fake tensors, which have no memory, and the modes that record operators.
+
+This module uses private names of PyTorch. If a release lacks one, its function returns a fallback,
+which the function's docstring describes.
+"""
 
 from __future__ import annotations
 
@@ -37,25 +41,28 @@ _RECORDED = _recorded_types()
 
 # --- modes that record ----------------------------------------------------------------------------
 
-# The modes under which PyTorch makes a graph have keys of their own. `_mode` returns the mode that
-# is on for a key, or None: no other name tells them from a user's mode, which only observes.
+# The dispatch modes with which PyTorch captures a graph have keys. `_mode` returns the active mode
+# of a key, or None. A user's dispatch mode, which only observes calls, has no key. So the keys
+# distinguish the two kinds.
 _mode: Callable[[Any], Any] = find("_C._get_dispatch_mode", lambda key: None)
 _keys = find("_C._TorchDispatchModeKey", None)
 _RECORDING_KEYS = tuple(
     getattr(_keys, name) for name in ("FAKE", "PROXY", "FUNCTIONAL") if hasattr(_keys, name)
 )
 
-# The mode in which torch.compile makes a graph functional: operators that allocate there become
-# operators that write. Without it compiled code calls the former.
+# The mode in which torch.compile functionalises a graph. An operator of this library that allocates
+# its outputs is replaced there by one that writes into outputs. Without the mode, compiled code
+# calls the operator that allocates.
 Functional: Any = imported("torch._subclasses.functional_tensor", "FunctionalTensorMode")
 
 
 def is_recording(*tensors: Tensor | None) -> bool:
-    """Returns whether operators are recorded, so that a number drawn now is the same in every run.
+    """Returns whether operators are being recorded in a graph.
 
-    True for fake and functional tensors and while `make_fx` traces; other dispatch modes only
-    observe a call. Without the private names only the tensors are looked at, and a traced graph
-    repeats its dropout mask.
+    If so, a random number that is drawn now would be a constant of the graph. True for fake and
+    functional tensors, and while `make_fx` traces. Other dispatch modes only observe a call.
+    Without PyTorch's private names only the tensors are checked, and a graph of `make_fx` uses the
+    same dropout mask in each run.
     """
     if any(isinstance(t, _RECORDED) for t in tensors):
         return True
@@ -63,31 +70,31 @@ def is_recording(*tensors: Tensor | None) -> bool:
 
 
 def are_functional(types: Iterable[type]) -> bool:
-    """Returns whether these are types of a functional graph, with no tensor subclass among them."""
+    """Returns whether all types are `Tensor`, fake or functional, and none another subclass."""
     return all(t is Tensor or issubclass(t, _RECORDED) for t in types)
 
 
 def current_tracer() -> Any:
-    """Returns the tracer that records operators in this thread; None if there is none, or unknown.
+    """Returns the tracer that records operators in this thread; None if none does.
 
-    The random state of a graph belongs to its tracer. Without the private name every call of the
-    graph draws a state of its own.
+    The random states of a graph are drawn several at once and stored for its tracer. Without
+    PyTorch's private name the result is None, and each call in the graph draws its own state.
     """
     get = imported("torch.fx.experimental.proxy_tensor", "get_proxy_mode")
     mode = get() if get is not None else None
     return getattr(mode, "tracer", None)
 
 
-# --- tensors without memory -----------------------------------------------------------------------
+# --- fake tensors ---------------------------------------------------------------------------------
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Returns whether a tensor has no memory."""
+    """Returns whether a tensor is a fake or a functional tensor."""
     return isinstance(tensor, _RECORDED)
 
 
 def fake_mode() -> AbstractContextManager[Any]:
-    """Returns a mode in which only dtypes, devices and shapes are computed: tensors have no memory.
+    """Returns a mode with fake tensors: operators compute only dtypes, devices and shapes.
 
     Raises:
         RuntimeError: this PyTorch has no such mode.
@@ -97,16 +104,16 @@ def fake_mode() -> AbstractContextManager[Any]:
         raise RuntimeError(
             "this PyTorch has no tensors without memory, with which functions are traced"
         )
-    # A traced function may read tensors around it, which have memory.
+    # A traced function may read real tensors from its closure or globals.
     return mode(allow_non_fake_inputs=True)  # type: ignore[no-any-return]
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Raises errors of operators on tensors without memory, and does not log them too.
+    """Context manager that silences PyTorch's log of errors on fake tensors.
 
-    PyTorch logs some of them, with a traceback, before it raises them. A function that is refused
-    would print that beside the reason.
+    PyTorch logs some errors, with a traceback, before it raises them. The caller reports the raised
+    error as the reason for which a function cannot be traced, so the log would repeat it.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
@@ -122,23 +129,23 @@ def _hint(size: Any) -> int:
 
 
 def hints(shape: Sequence[Any]) -> tuple[int, ...]:
-    """Returns sizes as numbers: for a symbol, its number in the traced call. Adds no guard.
+    """Returns sizes as numbers, without adding guards. A symbol has its value in the traced call.
 
-    ``int(size)`` of a symbol does add one: the graph would be compiled again for other sizes. So it
-    is without the private names.
+    ``int(symbol)`` would add a guard, so that the graph is compiled again for other sizes. Without
+    PyTorch's private names that is the fallback.
     """
     return tuple([size if type(size) is int else _hint(size) for size in shape])
 
 
 def memory_of(tensor: Tensor) -> Hashable:
-    """Returns an identity of a tensor's memory, also of a fake tensor's.
+    """Returns a key that is equal for tensors that share a storage, fake tensors included.
 
-    A fake tensor has no address, but a storage object in C++, which its views share. Without the
-    private name all tensors have the same, and are taken to overlap.
+    A fake tensor has no address, but it has a storage object in C++, which its views share. Without
+    PyTorch's private name all tensors have the same key, as if they overlapped.
     """
     return getattr(tensor.untyped_storage(), "_cdata", None)
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Returns whether tensors without memory would share it; True without the private name."""
+    """Returns whether two tensors share a storage; True without PyTorch's private name."""
     return memory_of(one) == memory_of(other)

@@ -1,9 +1,9 @@
 """Direct launches: for each compiled kernel, a Python function that only calls Triton's C function.
 
-The function's source is generated, as a dataclass's methods are, so that a launch is one call of
-flat code: no list of arguments is built, and each address is read in the C function's argument. For
-a kernel of a tensor, an integer and an absent argument it reads, with the C function's own
-arguments left out:
+The function's source is generated, as a dataclass's methods are. So a launch is one flat function
+that builds no list of arguments and reads each address in the call of the C function. This is the
+source for a kernel whose arguments are a tensor, an integer and None. Dots stand for the check of
+hooks and for arguments of the C function that are the same in each launch:
 
     def variant(grid_x, grid_y, a0, a1, a2):
         ...
@@ -21,9 +21,10 @@ from ..compat.triton import GRID, STREAM, NoDirectCallError, Place, direct_call,
 
 __all__ = ["bind"]
 
-# ``_observers``, ``_observe`` and ``MOST_TILES`` are globals of `launch`. ``enter`` and ``leave``
-# are the chains of launch hooks at binding, ``entering`` and ``leaving`` their lists of hooks. A
-# hook may be set if one of the lists has an item, or if another chain has been assigned since.
+# ``_observers``, ``_observe`` and ``MOST_TILES`` are globals of the module `launch`. `bind` passes
+# the rest. ``enter`` and ``leave`` are Triton's chains of launch hooks, ``entering`` and
+# ``leaving`` the chains' lists of hooks. A launch may have hooks if one of the lists has an item,
+# or if a chain was replaced after binding. Then ``general`` launches the kernel.
 _SOURCE = """
 def bind(launch, current_stream, name, general, runtime, enter, leave, entering, leaving{fixed}):
     def variant(grid_x, grid_y{arguments}):
@@ -54,27 +55,27 @@ def bind(
 ) -> Callable[..., None]:
     """Returns ``variant(grid_x, grid_y, *arguments)``, which launches on the current stream.
 
-    It passes addresses as integers: for tensors the C function would call back into Python, and
-    query the driver for each address.
+    ``variant`` passes addresses as integers. For a tensor, the C function would call ``data_ptr()``
+    from C and query the driver about the address.
 
     Args:
-        compiled: the compiled kernel. ``general`` holds a reference to it: a kernel that is
-            collected is unloaded.
+        compiled: the compiled kernel. ``general`` must hold a reference to it, because a kernel is
+            unloaded when it is garbage-collected.
         kinds: Triton's type name of each run-time argument, None for one that is absent.
         constants: the number of constants that follow the run-time arguments.
         name: the kernel's name, for observers.
         device_index: the GPU for which the kernel was compiled.
-        general: is called with the same arguments where launch hooks are set, or the grid is too
-            long for axis 1.
-        namespace: the globals of the function.
+        general: a function with the arguments of ``variant``, which calls it if there are launch
+            hooks, or if ``grid_y`` exceeds CUDA's limit for that axis.
+        namespace: the globals of ``variant``.
     Raises:
         NoDirectCallError: only Triton's own launcher can launch this kernel.
     """
     runtime = launch_hooks()
     if runtime is None:
         raise NoDirectCallError("it has no launch hooks that could be looked at")
-    # Triton's launcher is called with placeholders: the arguments that arrive at its C function
-    # show where each run-time argument goes, and all other values, which stay the same.
+    # `direct_call` calls Triton's launcher with placeholders, and returns what it passes to the C
+    # function: a placeholder for each value that changes between launches, and the fixed values.
     placeholders = [None if kind is None else Place(f"a{i}") for i, kind in enumerate(kinds)]
     call = direct_call(compiled, [*placeholders, *[None] * constants])
     expressions: dict[Any, str] = {axis: axis.name for axis in GRID[:2]}
@@ -119,9 +120,10 @@ def _code(source: str) -> Any:
 
 
 def _expression(value: Any, expressions: dict[Any, str], fixed: list[Any]) -> str:
-    """Returns the source of an argument; appends a value that has none to ``fixed``.
+    """Returns the source text of an argument.
 
-    The fixed values become the arguments of the generated ``bind``.
+    A value that cannot be written as source is appended to ``fixed``, and its text is the name of a
+    parameter of the generated ``bind``. ``bind`` is called with these values.
     """
     if isinstance(value, Place):
         return expressions[value]

@@ -1,8 +1,8 @@
-"""Queries of CUDA's driver that PyTorch has no functions for: a stream's share of the GPU.
+"""Queries of CUDA's driver for which PyTorch has no functions.
 
-A green context has a part of the GPU's multiprocessors, and so may a process under MPS; the device
-properties are those of the whole GPU all the same. Where the driver or one of its functions is
-missing, a query returns None.
+A green context has only some of the GPU's multiprocessors, and MPS may limit a process to some. The
+device properties show neither: they have the number of the whole GPU. If the driver or the function
+of a query is missing, the query returns None.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 __all__ = ["limit_of_process", "multiprocessors_of", "programs_at_a_time"]
 
+# Which resource, and which limit, to query: the number of multiprocessors.
 _MULTIPROCESSORS = 1  # CU_DEV_RESOURCE_TYPE_SM
 _LIMITED = 0  # CU_EXEC_AFFINITY_TYPE_SM_COUNT
 
@@ -37,7 +38,7 @@ class _Affinity(ctypes.Structure):
 
 @functools.cache
 def _function(name: str, *types: Any) -> Any:
-    """Returns a function of the driver with its argument types set; None where it is missing."""
+    """Returns a function of the driver with its argument types set; None if it is missing."""
     library = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:
         function = getattr(ctypes.CDLL(library), name)
@@ -48,19 +49,19 @@ def _function(name: str, *types: Any) -> Any:
 
 
 def _succeeds(name: str, types: tuple[Any, ...], *arguments: Any) -> bool:
-    """Calls a function of the driver; returns False for an error, or where it is missing."""
+    """Calls a function of the driver; returns False if it fails or is missing."""
     function = _function(name, *types)
-    # Functions of the driver return 0 for no error.
+    # The driver's functions return 0 for success.
     return function is not None and function(*arguments) == 0
 
 
 def multiprocessors_of(stream: int) -> int | None:
-    """Returns the multiprocessors of a stream's green context; None where it has none."""
+    """Returns the number of multiprocessors of a stream's green context; None without a context."""
     green = ctypes.c_void_p()
     pointers = (ctypes.c_void_p, ctypes.c_void_p)
     if not _succeeds("cuStreamGetGreenCtx", pointers, stream, ctypes.byref(green)):
         return None
-    # An ordinary stream has none.
+    # An ordinary stream has no green context.
     if not green.value:
         return None
     resource = _Resource()
@@ -72,16 +73,19 @@ def multiprocessors_of(stream: int) -> int | None:
 
 
 def limit_of_process() -> int | None:
-    """Returns the multiprocessors that MPS leaves to the current context; None without a limit."""
+    """Returns how many multiprocessors the current context may use under MPS; None for no limit."""
     affinity = _Affinity()
     types = (ctypes.c_void_p, ctypes.c_int)
     if not _succeeds("cuCtxGetExecAffinity", types, ctypes.byref(affinity), _LIMITED):
         return None
-    return int(affinity.multiprocessors) or None
+    return int(affinity.multiprocessors) or None  # 0 is no limit
 
 
 def programs_at_a_time(function: int, threads: int, shared: int) -> int | None:
-    """Returns the programs of a loaded kernel that a multiprocessor runs at a time.
+    """Returns how many programs of a loaded kernel a multiprocessor runs at a time.
+
+    Registers and shared memory limit the number; architectures have different amounts of both. None
+    if the driver does not tell, or if no program fits.
 
     Args:
         function: the kernel's handle.
@@ -91,7 +95,6 @@ def programs_at_a_time(function: int, threads: int, shared: int) -> int | None:
     name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
     types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
     count = ctypes.c_int()
-    # Registers and shared memory limit it, of which architectures have different amounts.
     if not _succeeds(name, types, ctypes.byref(count), function, threads, shared):
         return None
     return count.value or None

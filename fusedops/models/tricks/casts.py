@@ -1,16 +1,17 @@
 """Linear layers under autocast and torch.compile: their parameters cast in one pass.
 
 Autocast casts each parameter separately: one kernel in forward, and one in backward that casts its
-gradient to fp32 again. In a compiled step these are two calls for every weight and every bias, and
-where the step is CPU-bound the calls are the time. Concatenated in one tensor, they take one kernel
-in each direction, which writes the same numbers::
+gradient back to fp32. In a compiled step these are two launches for every weight and every bias,
+which take the time of a CPU-bound step. For parameters that are concatenated to one tensor, one
+kernel in each direction writes the same numbers::
 
     fp32    w1 | w2 | b1          three tensors
               cat, cast           one kernel of Inductor's
     half    [ w1 | w2 | b1 ]      one tensor; its parts are views
 
-This is done only where torch.compile generates that kernel, which is on GPUs. In eager mode there
-would be two, and autocast caches its casts for the other calls in its context.
+This is done only where torch.compile generates such a kernel (see `compiling.makes_kernels`). Eager
+mode would launch two kernels, and lose autocast's cache, from which other calls in the context of
+autocast read their casts.
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ from . import allowed
 
 __all__ = ["cast_as_one", "cast_stacks", "cast_together", "castable"]
 
-# Inductor concatenates up to so many tensors in one kernel.
+# The largest number of tensors that Inductor concatenates in one kernel.
 _MOST = 8
-# A matrix product loads 16 bytes at once, so each matrix has to begin at a multiple of them.
+# A matrix product loads 16 bytes at once: 8 elements in half precision. So each matrix has to begin
+# at a multiple of 8 elements.
 _ALIGNED = 8
 
 
 def castable(layer: Any) -> bool:
-    """Whether this is a linear layer in fp32, which autocast casts, without subclass or hooks."""
+    """Whether this is a linear layer with fp32 parameters, which autocast casts, and no hooks.
+
+    Subclasses of the layer and of tensors do not count.
+    """
     is_linear = type(layer) is nn.Linear or is_conv1d(type(layer))
     # `Cast` takes the layer's place, and runs no hooks.
     if not is_linear or has_hooks(layer):
@@ -52,12 +57,14 @@ def _is_fp32(parameter: Any) -> bool:
 
 
 def cast_as_one(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[Tensor] | None:
-    """Each group's tensors concatenated in ``dtype``, as views of one tensor, or None.
+    """For each group its tensors concatenated and cast to ``dtype``, as a view of one tensor.
+
+    None if there are too many tensors for one kernel, or if they cannot be parts of one tensor.
 
     Args:
-        groups: of tensors in fp32. Those of a group have the same shape but for the first
-            dimension; matrices come before vectors.
-        dtype: of the parts.
+        groups: groups of fp32 tensors. The tensors of a group have the same shape but for the first
+            dimension. Groups of matrices come before groups of vectors.
+        dtype: the dtype of the results.
     """
     tensors: list[Tensor] = []
     for group in groups:
@@ -69,60 +76,61 @@ def cast_as_one(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[
     for group in groups:
         sizes.append(sum([t.numel() for t in group]))
         shapes.append((sum([t.shape[0] for t in group]), *group[0].shape[1:]))
-    # One split, whose backward is one concatenation; of slices each would have its own.
+    # The backward of one split is one concatenation. Separate slices would have one backward each.
     parts = flat.split(sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _can_share(tensors: Sequence[Tensor]) -> bool:
-    """Whether the tensors may be parts of one: aligned, and alike in device and gradient."""
+    """Whether the tensors may be parts of one: aligned, alike in device and requires_grad."""
     first = tensors[0]
     for t in tensors:
-        # One tensor requires a gradient or not: backward would compute some that are not required.
+        # The joined tensor requires a gradient if any part does. The backward would then compute
+        # gradients of frozen parts, too.
         if t.requires_grad != first.requires_grad or t.device != first.device:
             return False
     return all(map(_is_aligned, tensors))
 
 
 def _is_aligned(t: Tensor) -> bool:
-    """Whether what follows the tensor may be a matrix.
+    """Whether the part after this tensor is aligned, if it has to be.
 
-    Vectors come last, and nothing that needs alignment follows them.
+    Vectors come last. Only vectors follow them, which need no alignment.
     """
     return t.dim() < 2 or t.numel() % _ALIGNED == 0
 
 
 def cast_stacks(stacks: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[Cast] | None:
-    """For each stack of layers one `Cast` with their weights concatenated; None where it is none.
+    """For each stack of layers one `Cast` with the layers' weights and biases concatenated.
 
     All are cast in one pass. The last stack's bias is not cast: the operator at the end of the
-    branch takes it.
+    branch takes it. None if `cast_as_one` returns None.
 
     Args:
-        stacks: of `castable` layers, in each of one shape and with biases all or none. The last is
-            of one layer.
-        dtype: of the weights and biases.
+        stacks: stacks of `castable` layers. The layers of a stack have weights of one shape, and
+            either all or none have a bias. The last stack has one layer.
+        dtype: the dtype of the weights and biases.
     """
-    # Matrices before vectors, whose lengths may be odd.
+    # Vectors come after matrices, as their lengths need not be multiples of 8.
     biased = [stack for stack in stacks[:-1] if stack[0].bias is not None]
     weights = [_of_layers("weight", stack) for stack in stacks]
     biases = [_of_layers("bias", stack) for stack in biased]
     parts = cast_as_one([*weights, *biases], dtype)
     if parts is None:
         return None
-    rest = [*parts[len(stacks) :], stacks[-1][0].bias]
+    remaining_biases = [*parts[len(stacks) :], stacks[-1][0].bias]
     casts = []
     for stack, weight in zip(stacks, parts[: len(stacks)], strict=True):
         first = stack[0]
-        # Conv1D has its weight transposed.
+        # Conv1D stores its weight transposed.
         weight = weight.t() if is_conv1d(type(first)) else weight
-        bias = None if first.bias is None else rest.pop(0)
+        bias = None if first.bias is None else remaining_biases.pop(0)
         casts.append(Cast(weight, bias))
     return casts
 
 
 def _of_layers(name: str, layers: Sequence[Any]) -> list[Tensor]:
-    """Return the parameters of this name of the layers."""
+    """Return the parameter ``name`` of each layer."""
     return [getattr(layer, name) for layer in layers]
 
 
