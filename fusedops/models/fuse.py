@@ -245,7 +245,7 @@ def _rules_in(
     """Return a function from paths in a module to rules, planned ones and those already applied.
 
     With ``hooks_count``, a module with hooks has no rule, since its block calls it as PyTorch
-    would. Norms under `SequenceParallel` are an exception: see `spread`.
+    would. Norms under `SequenceParallel` are an exception: see `sequence`.
     """
 
     def at(path: str) -> Rule | None:

@@ -119,6 +119,16 @@ def test_gpu_autocast_after_a_call_outside(
         torch.set_autocast_enabled("cuda", before)
 
 
+def test_a_probability_is_in_no_key(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor's truth selects the site, too: a key with the tensor would be new each time."""
+    monkeypatch.setattr(NORM, "sites", {})
+    x = torch.randn(4, 8, device=device)
+    for p in (0.25, 0.5, torch.tensor(0.5), torch.tensor(0.75)):
+        with contextlib.nullcontext() if type(p) is float else pytest.raises(TypeError):
+            fusedops.bias_dropout_add(x, None, x, p=p)
+    assert len(NORM.sites) == 1
+
+
 def _cached() -> int:
     """Signatures in the fullest of all call caches."""
     caches = [op.sites for op in OPERATORS] + [generation.NO_REPEAT_NGRAM.signatures]
