@@ -466,7 +466,7 @@ def test_program_refuses_shapes_that_it_was_not_made_for() -> None:
                 randn(*shape) if number == place else tensor
                 for number, tensor in enumerate(tensors)
             ]
-            with pytest.raises((RuntimeError, IndexError), match=r"made for|out of range"):
+            with pytest.raises((RuntimeError, IndexError), match=r"program is for|out of range"):
                 forward(*given, None, 0, 8, call)
 
 
