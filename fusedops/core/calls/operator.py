@@ -13,7 +13,6 @@ it that stays the same from step to step, with dtypes, widths and device, is a `
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -76,7 +75,9 @@ class Site:
     splits: bool = field(default=False, kw_only=True)
     special: bool = field(default=False, kw_only=True)
 
-    @functools.cached_property
+    # Not cached: `functools.cached_property` takes a lock before Python 3.12, at which compiled
+    # autograd breaks its graph. Only calls of registered operators read it.
+    @property
     def call(self) -> str:
         """The constants and dtypes as registered operators take them."""
         return words.encode(self.constants, self.dtypes, self.saves)
