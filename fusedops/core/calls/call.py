@@ -98,8 +98,8 @@ def run(op: Operator, constants: Any, tensors: Any, p: Any = 0.0) -> Any:
     # A constant to torch.compile, which then sees one branch only.
     if _is_traced():
         return _traced(op, constants, tensors, p)
-    # Not a product with the comparison: that of a tensor is one, which makes each call's key new.
-    site, mode = None, _DROPS if p != 0.0 else 0
+    # A bool also where p is a tensor, which would make each call's key new.
+    site, mode = None, _DROPS * bool(p != 0.0)
     try:
         # `_needs_backward` written out.
         for t in tensors if _records_gradients() else ():
