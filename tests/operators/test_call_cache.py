@@ -127,6 +127,10 @@ def test_a_probability_is_in_no_key(device: torch.device, monkeypatch: pytest.Mo
         with contextlib.nullcontext() if type(p) is float else pytest.raises(TypeError):
             fusedops.bias_dropout_add(x, None, x, p=p)
     assert len(NORM.sites) == 1
+    # Zero of any kind is no dropout, on every path of a call.
+    none = fusedops.bias_dropout_add(x, None, x, p=torch.tensor(0.0))
+    assert torch.equal(none, fusedops.bias_dropout_add(x, None, x, p=0.0))
+    assert len(NORM.sites) == 2
 
 
 def _cached() -> int:

@@ -205,7 +205,8 @@ def _elsewhere(op: Operator, site: Site, tensors: Tensors, p: float) -> Any:
     constants = site.constants
     first = tensors[op.first]
     assert first is not None
-    checks.check_p(constants.op, p)  # no key has it
+    if site.dropout:
+        checks.check_p(constants.op, p)  # no key has it
     elements = first.numel()
     are_strided = all(t is None or t.layout is torch.strided for t in tensors)
     if not are_strided and not first.is_nested:
