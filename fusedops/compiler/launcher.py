@@ -151,10 +151,9 @@ class Launcher:
             lines += self._launch(number)
         if self.reduce is not None:
             lines.append(self._launch_of_reduce(self.reduce))
-        sizes = tuple_of(map(self._size, range(len(self.structure.sizes))))
         for index in self.last.written:
             out = self.names["gradient", index]
-            lines.append(f"summed({index}, gradient{index}, {out}, {sizes})")
+            lines.append(f"summed({index}, gradient{index}, {out})")
         return "\n".join([f"def run({self.parameters}):", *indented(lines)]) + "\n"
 
     def _launch(self, number: int) -> list[str]:
@@ -342,7 +341,7 @@ class Launcher:
             return str(self.structure.sizes[axis])
         return f"full[{self.program.dims_of(self.like[1])[axis]}]"
 
-    def _summed(self, index: int, gradient: Tensor, out: Tensor, sizes: Sequence[int]) -> None:
+    def _summed(self, index: int, gradient: Tensor, out: Tensor) -> None:
         """Sum a gradient over the axes that the input does not have."""
         operand = self.structure.inputs[index]
         axes = unreduced(self.structure, operand, self.program.acc).axes

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.alignment import ALIGNED
 from .. import compiling
 from ..autocast import autocast_dtype
 from ..cast import Cast
@@ -32,9 +33,6 @@ __all__ = ["cast_as_one", "cast_stacks", "cast_together", "castable"]
 
 # The largest number of tensors that Inductor concatenates in one kernel.
 _MOST = 8
-# A matrix product loads 16 bytes at once: 8 elements in half precision. So each matrix has to begin
-# at a multiple of 8 elements.
-_ALIGNED = 8
 
 
 def castable(layer: Any) -> bool:
@@ -97,7 +95,7 @@ def _is_aligned(t: Tensor) -> bool:
 
     Vectors come last. Only vectors follow them, which need no alignment.
     """
-    return t.dim() < 2 or t.numel() % _ALIGNED == 0
+    return t.dim() < 2 or t.numel() % ALIGNED == 0
 
 
 def cast_stacks(stacks: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[Cast] | None:
