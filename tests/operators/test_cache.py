@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import json
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 
+import fusedops
 from fusedops.core.configs import cache
 from fusedops.core.configs.tuning_key import Config, TuningKey, family_of
 
@@ -79,6 +81,13 @@ def test_versions_have_separate_entries(monkeypatch: pytest.MonkeyPatch) -> None
             assert cache.write(KEY, DEVICE, Config(1024, 2, 2), {})
     assert cache.read(KEY, DEVICE) == CONFIG
     assert len(list(cache.entries())) == 3
+
+
+def test_code_of_the_package_is_of_all_its_files() -> None:
+    """A trace of another lowering is no trace of this one, whatever folder its file is in."""
+    package = Path(fusedops.__file__).parent
+    expected = sorted(path.relative_to(package).as_posix() for path in package.rglob("*.py"))
+    assert [name for name, _, _ in ast.literal_eval(cache.code_of_package())] == expected
 
 
 def test_truncated_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:

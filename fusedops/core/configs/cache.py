@@ -96,7 +96,7 @@ def code_of_package() -> str:
 
     In a working copy the version does not change with the code.
     """
-    root = Path(__file__).parents[1]
+    root = Path(str(sys.modules[__name__.partition(".")[0]].__file__)).parent
     files = []
     for path in sorted(root.rglob("*.py")):
         stat = path.stat()
