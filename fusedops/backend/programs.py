@@ -79,6 +79,11 @@ class RegionProgram:
         return self.source.shapes([*shapes, *sizes])
 
     @property
+    def strides(self) -> tuple[tuple[int, ...], ...]:
+        """The strides of the program's inputs in the call that is traced."""
+        return tuple(map(_strides_in, self.inputs, self.shapes))
+
+    @property
     def rows(self) -> int:
         """The number of rows of the program in the call that is traced."""
         return math.prod(map(self._size, self.program.structure.rows))
@@ -232,6 +237,7 @@ def prepare(
             program.program,
             device,
             program.shapes,
+            program.strides,
             tuple(map(wanted.__contains__, program.inputs)),
             tuple(map(numbers.__contains__, range(program.program.count))),
         )
@@ -244,6 +250,7 @@ def _prepared(
     program: Program,
     device: torch.device,
     shapes: Sequence[tuple[int, ...]],
+    strides: Sequence[tuple[int, ...]],
     wanted: tuple[bool, ...],
     received: tuple[bool, ...],
 ) -> str:
@@ -253,13 +260,14 @@ def _prepared(
         program: the program.
         device: of its tensors.
         shapes: of its inputs.
+        strides: of its inputs.
         wanted: whether each input has a gradient.
         received: whether each output has one.
     """
     # Without memory: kernels are compiled, but not launched.
     tensors = [
-        torch.empty(shape, dtype=dtype, device="meta")
-        for shape, dtype in zip(shapes, program.dtypes, strict=True)
+        torch.empty_strided(shape, steps, dtype=dtype, device="meta")
+        for shape, steps, dtype in zip(shapes, strides, program.dtypes, strict=True)
     ]
     is_gpu = device.type == "cuda"
     try:
@@ -269,6 +277,13 @@ def _prepared(
     except launch.NotCompiledError as error:
         return str(error)
     return ""
+
+
+def _strides_in(node: fx.Node, shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a node's tensor in the shape in which a program takes it."""
+    steps = fake.hints(value_of(node).stride())
+    tensor = torch.empty_strided(hints_of(node), steps, device="meta")
+    return tensor.reshape(shape).stride()
 
 
 # --- a region as a function -----------------------------------------------------------------------

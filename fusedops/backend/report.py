@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -107,7 +108,7 @@ def _moved_of_row(program: Program | None) -> tuple[int, int]:
     if program is None:
         return 0, 0
     plan, acc = program.plan, program.acc
-    how = {"grouped": False, "tiled": program.tiled}
+    how: dict[str, Any] = {"grouped": False, "tiled": program.tiled}
     forward = forward_kernels(plan, acc, **how, saves=True)
     wanted = plan.differentiable
     backward = []

@@ -13,14 +13,22 @@ and its mask tells which elements of the tile exist::
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
+from ..core.launches.operand import Spacing
 from .identifiers import Identifiers
 from .layouts import BY_ROW, RowLayout, offsets_along, row_layout, strides_of, times
 from .structure import Operand, Part, Structure, within
 from .text import product
 
-__all__ = ["Addresses", "Argument"]
+__all__ = ["EVEN", "Addresses", "Argument", "Spacings"]
+
+# Of the tensors whose rows no single stride reaches, by kind and index: how they are spaced.
+Spacings = Mapping[tuple[str, int], Spacing]
+EVEN: Spacings = MappingProxyType({})
 
 _PREFIXES = {"cotangent": "d_", "gradient": "grad_"}
 # What this package allocates for the call is contiguous.
@@ -45,36 +53,44 @@ class Argument:
             "size" (of a row axis), "rows", "chunks" or "programs".
         index: of the input, output, dropout or axis.
         of: for a stride: the kind of its tensor.
+        dim: for a stride: the dimension that has it, where rows have several strides; else -1.
     """
 
     name: str
     kind: str
     index: int = 0
     of: str = ""
+    dim: int = -1
 
 
 class Addresses:
     """Writes addresses, and collects the arguments that they use.
 
     Attributes:
-        arguments: by kind, index, and for a stride the kind of its tensor.
+        arguments: by kind, index, and for a stride the kind of its tensor and the dimension.
         names: the names of the kernel.
         grouped: whether axis 1 of the grid is groups of rows.
+        spacings: of tensors whose rows no single stride reaches.
+        divides: whether rows are divided for an index, in the type INDEX.
     """
 
-    def __init__(self, structure: Structure, names: Identifiers, *, grouped: bool) -> None:
+    def __init__(
+        self, structure: Structure, names: Identifiers, *, grouped: bool, spacings: Spacings
+    ) -> None:
         self.structure = structure
         self.names = names
         self.grouped = grouped
-        self.arguments: dict[tuple[str, int, str], Argument] = {}
+        self.spacings = spacings
+        self.arguments: dict[tuple[str, int, str, int], Argument] = {}
+        self.divides = False
         self._indexed_axes: set[int] = set()  # the row axes whose index is used
 
-    def argument(self, kind: str, index: int, name: str, of: str = "") -> str:
+    def argument(self, kind: str, index: int, name: str, of: str = "", dim: int = -1) -> str:
         """Return the name of an argument, which is added if it is new."""
-        key = (kind, index, of)
+        key = (kind, index, of, dim)
         argument = self.arguments.get(key)
         if argument is None:
-            argument = Argument(self.names.free(name), kind, index, of)
+            argument = Argument(self.names.free(name), kind, index, of, dim)
             self.arguments[key] = argument
         return argument.name
 
@@ -141,8 +157,28 @@ class Addresses:
             return []
         if layout == "indexed":
             return [self._row_offset(operand)]
+        spacing = self.spacings.get((kind, index))
+        if spacing is not None:
+            return self._spaced_terms(kind, index, operand, spacing)
         row = "group" if layout == "group" else "rows"
         return [times(row, self._row_stride(kind, index, operand, layout))]
+
+    def _spaced_terms(self, kind: str, index: int, operand: Operand, spacing: Spacing) -> list[str]:
+        """Return the terms that lead to a row which no single stride reaches.
+
+        For q of a packed projection, with rows (batch, sequence, heads)::
+
+            rows // heads * q_stride1  +  rows % heads * q_stride2
+        """
+        terms = []
+        for first, last in spacing:
+            inner = within(_axes_of(operand, last + 1, len(operand.labels)), self.structure.rows)
+            is_outermost = first == spacing[0][0]
+            own = [] if is_outermost else _axes_of(operand, first, last + 1)
+            row = self._index_within(own, inner)
+            name = f"{operand.name}{last}_stride"
+            terms.append(times(row, self.argument("stride", index, name, kind, last)))
+        return terms
 
     def _row_stride(self, kind: str, index: int, operand: Operand, layout: RowLayout) -> int | str:
         """Return the distance of rows, or of groups: a constant where the tensor is contiguous."""
@@ -219,7 +255,25 @@ class Addresses:
         """Return the index along a row axis: ``rows`` counts all of them, the last one fastest."""
         rows = self.structure.rows
         inner = rows[rows.index(axis) + 1 :]
-        text = f"(rows // ({product(map(self._size, inner))}))" if inner else "rows"
-        if axis == rows[0]:
-            return text
-        return f"{text} % {self._size(axis)}"
+        return self._index_within([] if axis == rows[0] else [axis], inner)
+
+    def _index_within(self, axes: Sequence[int], inner: Sequence[int]) -> str:
+        """Return the index along neighbouring row axes together, of which ``inner`` follow.
+
+        Without axes, it is that along all axes which precede the inner ones. A GPU has no division
+        of 64 bits, so it is one of 32, unless there are more rows.
+        """
+        text = "rows"
+        if axes or inner:
+            self.divides = True
+            text = "rows.to(INDEX)"
+        if inner:
+            text = f"{text} // ({product(map(self._size, inner))}).to(INDEX)"
+        if axes:
+            text = f"({text}) % ({product(map(self._size, axes))}).to(INDEX)"
+        return f"({text}).to(tl.int64)" if self.divides else text
+
+
+def _axes_of(operand: Operand, first: int, end: int) -> list[int]:
+    """Return the axes that make up dimensions of an operand."""
+    return list(itertools.chain(*operand.labels[first:end]))

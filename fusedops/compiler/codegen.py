@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core.configs.tuning_key import block_holding
-from .addresses import Argument
+from .addresses import EVEN, Argument, Spacings
 from .emitter import Emitter
 from .errors import NotRowwiseError
 from .ir import Node, reachable
@@ -65,7 +65,13 @@ _Sum = tuple[int, Part, Node]
 
 
 def forward_kernels(
-    plan: Plan, acc: torch.dtype, *, grouped: bool, tiled: bool, saves: bool
+    plan: Plan,
+    acc: torch.dtype,
+    *,
+    grouped: bool,
+    tiled: bool,
+    saves: bool,
+    spacings: Spacings = EVEN,
 ) -> list[Kernel]:
     """Return the kernels of a forward; with ``saves`` they also write what a backward reads."""
     structure = plan.structure
@@ -79,7 +85,7 @@ def forward_kernels(
     if saves:
         for index, node in enumerate(plan.stats):
             stores.append(_Store("stats", index, None, (), node))
-    return _Writer(plan, acc, "forward", grouped, tiled).kernels(stores, [])
+    return _Writer(plan, acc, "forward", grouped, tiled, spacings).kernels(stores, [])
 
 
 def _stores_of_parts(
@@ -96,22 +102,22 @@ def backward_kernels(
     tiled: bool,
     cotangents: Sequence[int],
     wanted: Sequence[int],
+    spacings: Spacings = EVEN,
 ) -> list[Kernel]:
     """Return the kernels of a backward, from ``cotangents`` to the gradients ``wanted``.
 
     Rows that a program of the forward holds may be too long for one of the backward, which has more
     values at a time.
     """
-    kernels = _backward_kernels(
-        plan, acc, grouped=grouped, tiled=tiled, cotangents=cotangents, wanted=wanted
+    kernels_of = functools.partial(
+        _backward_kernels, plan, acc, cotangents=cotangents, wanted=wanted, spacings=spacings
     )
+    kernels = kernels_of(grouped=grouped, tiled=tiled)
     most_live = max(kernel.live for kernel in kernels)
     if tiled or most_live * block_holding(plan.structure.cols) <= _MOST_LIVE:
         return kernels
     try:
-        return _backward_kernels(
-            plan, acc, grouped=False, tiled=True, cotangents=cotangents, wanted=wanted
-        )
+        return kernels_of(grouped=False, tiled=True)
     except NotRowwiseError:  # no kernel of long rows computes it
         return kernels
 
@@ -124,9 +130,10 @@ def _backward_kernels(
     tiled: bool,
     cotangents: Sequence[int],
     wanted: Sequence[int],
+    spacings: Spacings,
 ) -> list[Kernel]:
     structure = plan.structure
-    writer = _Writer(plan, acc, "backward", grouped, tiled)
+    writer = _Writer(plan, acc, "backward", grouped, tiled, spacings)
     gradients = plan.gradients(cotangents, wanted)
     stores: list[_Store] = []
     sums: list[_Sum] = []
@@ -180,11 +187,18 @@ class _Writer:
     """
 
     def __init__(
-        self, plan: Plan, acc: torch.dtype, direction: str, grouped: bool, tiled: bool
+        self,
+        plan: Plan,
+        acc: torch.dtype,
+        direction: str,
+        grouped: bool,
+        tiled: bool,
+        spacings: Spacings,
     ) -> None:
         self.plan = plan
         self.acc = acc
         self.direction = direction
+        self.spacings = spacings
         # Axis 1 of the grid is groups or tiles of columns: it cannot be both.
         self.grouped = grouped and not tiled
         self.tiled = tiled
@@ -226,7 +240,7 @@ class _Writer:
 
     def _emitter(self) -> Emitter:
         """Return an emitter that reads what the forward saved instead of computing it."""
-        emitter = Emitter(self.plan, self.acc, grouped=self.grouped)
+        emitter = Emitter(self.plan, self.acc, grouped=self.grouped, spacings=self.spacings)
         if self.direction == "forward":
             return emitter
         for part, node in self.plan.intermediate.items():
@@ -330,9 +344,12 @@ class _Writer:
             body += stores_of_partials(self.structure, sums, grouped=self.grouped)
         else:
             body += ["tile = tl.program_id(0)", *tile_lines]
+        constants: tuple[str, ...] = _CONSTANTS
+        if emitter.addresses.divides:
+            constants += ("INDEX",)
         return Kernel(
             name,
-            source_of(name, arguments, _CONSTANTS, body),
+            source_of(name, arguments, constants, body),
             tuple(arguments),
             self.grouped,
             self.tiled and not by_row,
@@ -341,6 +358,7 @@ class _Writer:
             tuple(emitter.moved),
             moments,
             emitter.live() + len(sums),
+            emitter.addresses.divides,
         )
 
     def _ordered_arguments(self, emitter: Emitter, *, has_sums: bool) -> list[Argument]:

@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 
 from ..core.activations import ACTIVATIONS
-from .addresses import Addresses
+from .addresses import Addresses, Spacings
 from .identifiers import Identifiers
 from .ir import BINARY, COMPARISONS, REDUCTIONS, Node, computed_of
 from .layouts import column_index
@@ -115,13 +115,13 @@ class Emitter:
             stored: the pass that removes layout conversions uses a value ahead of its definition.
     """
 
-    def __init__(self, plan: Plan, acc: torch.dtype, *, grouped: bool) -> None:
+    def __init__(self, plan: Plan, acc: torch.dtype, *, grouped: bool, spacings: Spacings) -> None:
         self.plan = plan
         self.structure = plan.structure
         self.acc = acc
         self.grouped = grouped
         self.names = Identifiers()
-        self.addresses = Addresses(plan.structure, self.names, grouped=grouped)
+        self.addresses = Addresses(plan.structure, self.names, grouped=grouped, spacings=spacings)
         self.flat = False
         self.invariant: list[str] = []
         self.lines: list[str] = []
@@ -434,7 +434,7 @@ class Emitter:
         value = self.value(node)
         address, mask = self.addresses.tile(kind, index, operand, part, full=self.full)
         self._count(operand)
-        pointer = self.addresses.arguments[kind, index, ""].name
+        pointer = self.addresses.arguments[kind, index, "", -1].name
         if value in self._literals:
             value = filled(value, node.kind)
         stored = f"tl.store({address}, {value}.to({pointer}.dtype.element_ty), mask={mask})"

@@ -288,7 +288,7 @@ class Rowwise(Generic[_P, _R]):
         program = match.program
         plan = match.program.plan
         grouped = program.is_grouped(self._tensors(arguments, match.captured))
-        layout: dict[str, bool] = {"grouped": grouped, "tiled": program.tiled}
+        layout: dict[str, Any] = {"grouped": grouped, "tiled": program.tiled}
         outputs = list(range(program.count))
         wanted = list(plan.differentiable)
         kernels = forward_kernels(plan, program.acc, **layout, saves=True)

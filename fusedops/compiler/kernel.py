@@ -33,6 +33,7 @@ class Kernel:
         moved: the dtypes of the whole tensors, or of parts of all rows, that it reads and writes.
         moments: how many numbers of each row it writes for the next kernel.
         live: how many values of a tile are live at a time, sums over rows and vectors included.
+        divides: whether it divides the numbers of rows.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Kernel:
     moved: tuple[torch.dtype, ...] = ()
     moments: int = 0
     live: int = 0
+    divides: bool = False
 
 
 def source_of(

@@ -12,12 +12,15 @@ and passes tensors in the order of the kernels' arguments. For one kernel with a
         if tensors[0].shape != (full[0], 64, ):
             other_shape(site, 'input', 0, tensors[0].shape, (full[0], 64, ))
         ...
-        key = (site, kind, bits & 15 == 0, BUCKET[rows.bit_length()])
+        key = (site, kind, bits & 15 == 0, False, BUCKET[rows.bit_length()])
         plan = plans.get(key)
         if plan is None:
             plan = make(key, build)
         programs = -(-rows // plan.rows[0])
         plan.variants[0](programs, 1, input0, input1, output0, input0_stride, rows)
+
+Rows that no single stride reaches, such as those of q in a packed projection, have kernels of their
+own, and a launcher: the function returns what that one's does.
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ from torch import Tensor
 
 from ..core.configs import tuning
 from ..core.configs.tuning import BUCKET
+from ..core.launches.operand import Spacing, spacing, spacing_of, vector
 from ..core.launches.operand import rows as as_rows
-from ..core.launches.operand import vector
 from ..core.random.rng import seed_kind
-from .addresses import Argument
+from .addresses import Argument, Spacings
 from .axes import Label
 from .kernel import Kernel
 from .layouts import row_layout, unreduced
@@ -50,6 +53,9 @@ __all__ = ["Launch", "Launcher"]
 Launch = Callable[..., None]
 # Arguments that a launch has once, under the name of their kind.
 _SINGLE = ("seed", "offset", "rows", "groups", "programs", "partials")
+
+# Numbers of rows from here on need 64 bits.
+_NARROW = 2**31
 
 # Tensors that may be absent.
 _OPTIONAL = ("stats", "intermediate")
@@ -75,6 +81,8 @@ class Launcher:
         like: a tensor that has all rows, and its index among the outputs.
         last: the last kernel, which has the groups and the sums over rows, if there are any.
         variants: compiles the kernels.
+        spacings: of the tensors whose rows no single stride reaches.
+        spaced: makes the launcher for such rows.
     """
 
     def __init__(
@@ -84,8 +92,13 @@ class Launcher:
         names: dict[tuple[str, int], str],
         parameters: str,
         cotangents: Sequence[torch.dtype | None],
+        spacings: Spacings,
+        spaced: Callable[[Spacings], Launcher],
     ) -> None:
         self.site = site
+        self.spacings = spacings
+        self.spaced = spaced
+        self._spaced_launches: dict[tuple[Spacing | None, ...], Launch] = {}
         self.kernels = kernels
         self.last = kernels[-1]
         self.names = names
@@ -98,6 +111,8 @@ class Launcher:
         self.variants = Variants(site, kernels, self.reduce, cotangents)
         output = next((i for i, dtype in enumerate(cotangents) if dtype is not None), 0)
         self.like = names["cotangent" if cotangents else "output", output], output
+        # Of tensors whose rows may need several strides: the dimensions before those of a row.
+        self._leading = self._leading_dims()
 
     def build(self) -> Launch:
         """Compile and return the function."""
@@ -105,6 +120,8 @@ class Launcher:
         namespace: dict[str, Any] = {
             "as_rows": as_rows,
             "vector": vector,
+            "spacing": spacing,
+            "launch_of": self._spaced_launch,
             "BUCKET": BUCKET,
             "plans": plans,
             "torch": torch,
@@ -132,14 +149,19 @@ class Launcher:
         # All shapes are checked before any tensor is copied.
         for kind, index in tensors:
             lines += self._check(kind, index)
-        for kind, index in tensors:
+        # Nothing is copied before a launch for spaced rows takes over.
+        for kind, index in sorted(tensors, key=self._leading.__contains__, reverse=True):
             lines += self._operand(kind, index)
+        wide = "False"
+        if any(kernel.divides for kernel in self.kernels):
+            wide = "wide"
+            lines.append(f"wide = rows >= {_NARROW}")
         if self.last.grouped:
             lines += [f"groups = {self._product(self.program.group)}", "rows //= groups"]
         # The low bits of addresses and strides are collected: the variant for aligned tensors needs
         # multiples of 16.
         lines += [
-            "key = (site, kind, bits & 15 == 0, BUCKET[rows.bit_length()])",
+            f"key = (site, kind, bits & 15 == 0, {wide}, BUCKET[rows.bit_length()])",
             "plan = plans.get(key)",
             "if plan is None:",
             "    plan = make(key, build)",
@@ -207,6 +229,8 @@ class Launcher:
         return f"{kind}{index}" if write is None else write(self, argument)
 
     def _stride(self, argument: Argument) -> str:
+        if argument.dim >= 0:
+            return f"{argument.of}{argument.index}.stride({argument.dim})"
         return f"{argument.of}{argument.index}_stride"
 
     def _size_argument(self, argument: Argument) -> str:
@@ -250,6 +274,8 @@ class Launcher:
         A tensor with strided rows is read in place if a kernel takes its row stride. Others are
         copied if they are not contiguous.
         """
+        if (kind, index) in self.spacings:
+            return self._spaced_read(kind, index)
         name = f"{kind}{index}"
         operand = operand_of(self.program, kind, index)
         size = self.program.size_of_row(operand)
@@ -274,6 +300,8 @@ class Launcher:
                 read = [in_place, "if more & 15:", *indented(copied)]
             else:
                 read = [in_place, "bits |= more"]
+        if (kind, index) in self._leading:
+            read = [*self._handover(kind, index), *read]
         # What `as_rows` and `vector` do with nearly all tensors, without a call.
         return [
             *lines,
@@ -283,6 +311,68 @@ class Launcher:
             "else:",
             *indented(read),
         ]
+
+    # --- rows that no single stride reaches -------------------------------------------------------
+
+    def _leading_dims(self) -> dict[tuple[str, int], int]:
+        """Return how many dimensions precede a row's, of tensors whose rows may be spaced.
+
+        A launcher for spaced rows has none: it copies the tensors that it was not made for.
+        """
+        leading: dict[tuple[str, int], int] = {}
+        if self.spacings:
+            return leading
+        for argument in self.arguments:
+            kind, index = argument.kind, argument.index
+            if kind not in _READ:
+                continue
+            operand = operand_of(self.program, kind, index)
+            dims = self._dims_of_rows(operand)
+            layout = row_layout(self.structure, operand, self.last.grouped)
+            if layout == "rows" and dims > 1:
+                leading[kind, index] = dims
+        return leading
+
+    def for_inputs(self, inputs: Sequence[Tensor]) -> Launcher:
+        """Return the launcher that serves inputs of these strides, and contiguous cotangents."""
+        spacings: dict[tuple[str, int], Spacing] = {}
+        for (kind, index), leading in self._leading.items():
+            if kind != "input" or inputs[index].is_contiguous():
+                continue
+            rows = spacing_of(inputs[index].shape, inputs[index].stride(), leading)
+            if rows is not None:
+                spacings[kind, index] = rows
+        return self.spaced(spacings) if spacings else self
+
+    def _handover(self, kind: str, index: int) -> list[str]:
+        """Return the lines that leave a call to the launch for its rows, if they are spaced."""
+        operands = tuple_of(map(self.names.__getitem__, self._leading))
+        return [
+            f"if spacing({self.names[kind, index]}, {self._leading[kind, index]}) is not None:",
+            f"    return launch_of({operands})({self.parameters})",
+        ]
+
+    def _spaced_launch(self, tensors: Sequence[Tensor]) -> Launch:
+        """Return the launch for tensors of which some have spaced rows."""
+        key = tuple(map(spacing, tensors, self._leading.values()))
+        launch = self._spaced_launches.get(key)
+        if launch is None:
+            spacings = zip(self._leading, key, strict=True)
+            launcher = self.spaced({name: rows for name, rows in spacings if rows is not None})
+            launch = self._spaced_launches[key] = launcher.build()
+        return launch
+
+    def _spaced_read(self, kind: str, index: int) -> list[str]:
+        """Return the lines of an operand whose rows are read in place, by several strides."""
+        name = f"{kind}{index}"
+        strides = [f"{name}.stride({last})" for _, last in self.spacings[kind, index]]
+        steps = " | ".join(strides) or "0"
+        return [
+            f"{name} = {self.names[kind, index]}",
+            f"bits |= {name}.data_ptr() | ({steps}) << 1",
+        ]
+
+    # --- shapes -----------------------------------------------------------------------------------
 
     def _has_stride(self, kind: str, index: int) -> bool:
         """Whether a kernel has an argument for the row stride of a tensor."""
@@ -321,6 +411,14 @@ class Launcher:
         Returns None where the tensor has to be contiguous: it has no dimension after those of rows,
         or one of its leading dimensions joins rows and other axes.
         """
+        leading = self._dims_of_rows(operand)
+        dims = len(operand.labels) - leading
+        if not leading or not dims:
+            return None
+        return self.program.size_of_row(operand), dims
+
+    def _dims_of_rows(self, operand: Operand) -> int:
+        """Return how many dimensions precede a row's; 0 where one joins rows and other axes."""
         labels = operand.labels
         rows = set(self.structure.rows)
         # Dimensions of rows, and those of one element that follow.
@@ -328,9 +426,7 @@ class Launcher:
         while leading < len(labels) and not labels[leading]:
             leading += 1
         are_rows = all(map(rows.issuperset, labels[:leading]))
-        if leading == len(labels) or not are_rows:
-            return None
-        return self.program.size_of_row(operand), len(labels) - leading
+        return leading if are_rows else 0
 
     def _product(self, axes: Sequence[int]) -> str:
         """Return the number of elements along axes, as an expression."""

@@ -23,6 +23,7 @@ from ..core.configs.tuning import BUCKET, TuningKey
 from ..core.launches import launch
 from ..core.random.rng import State
 from . import configs, fallback
+from .addresses import EVEN, Spacings
 from .codegen import backward_kernels, forward_kernels
 from .launcher import Launch, Launcher
 from .site import BackwardKey, LaunchedProgram, RowwiseSite
@@ -134,19 +135,29 @@ def _function(parameters: str, result: str) -> Callable[..., Any]:
     return namespace["function"]  # type: ignore[no-any-return]
 
 
-def _forward(site: RowwiseSite, grouped: bool) -> Launcher:
+def _forward(site: RowwiseSite, grouped: bool, spacings: Spacings = EVEN) -> Launcher:
     program = site.program
     kernels = forward_kernels(
-        program.plan, program.acc, grouped=grouped, tiled=program.tiled, saves=site.saves
+        program.plan,
+        program.acc,
+        grouped=grouped,
+        tiled=program.tiled,
+        saves=site.saves,
+        spacings=spacings,
     )
     names = {("input", i): f"tensors[{i}]" for i in range(len(program.structure.inputs))}
     names |= {("output", i): f"outs[{i}]" for i in range(program.count)}
     names |= {("intermediate", 0): f"outs[{program.count}]", ("stats", 0): "outs[-1]"}
-    return Launcher(site, kernels, names, "tensors, outs, state", ())
+    spaced = functools.partial(_forward, site, grouped)
+    return Launcher(site, kernels, names, "tensors, outs, state", (), spacings, spaced)
 
 
 def _backward(
-    site: RowwiseSite, grouped: bool, dtypes: Sequence[torch.dtype | None], wanted: Sequence[bool]
+    site: RowwiseSite,
+    grouped: bool,
+    dtypes: Sequence[torch.dtype | None],
+    wanted: Sequence[bool],
+    spacings: Spacings = EVEN,
 ) -> Launcher:
     program = site.program
     cotangents = [i for i, dtype in enumerate(dtypes) if dtype is not None]
@@ -157,12 +168,14 @@ def _backward(
         tiled=program.tiled,
         cotangents=cotangents,
         wanted=[i for i, want in enumerate(wanted) if want],
+        spacings=spacings,
     )
     names = {("input", i): f"saved[{k}]" for k, i in enumerate(program.plan.saved_inputs)}
     names |= {("intermediate", 0): "saved[-2]", ("stats", 0): "saved[-1]"}
     names |= {("cotangent", i): f"grads[{i}]" for i in cotangents}
     names |= {("gradient", i): f"outs[{i}]" for i in range(len(wanted))}
-    return Launcher(site, kernels, names, "grads, saved, outs, state", dtypes)
+    spaced = functools.partial(_backward, site, grouped, dtypes, wanted)
+    return Launcher(site, kernels, names, "grads, saved, outs, state", dtypes, spacings, spaced)
 
 
 def chosen(
@@ -214,6 +227,7 @@ def _launchers(
         dtypes = [operand.dtype if has_gradient else None for operand, has_gradient in outputs]
         dtypes += [None] * program.own  # the intermediate's
         launchers.append(_backward(site, grouped, dtypes, wanted))
+    launchers = [launcher.for_inputs(tensors) for launcher in launchers]
     return launchers, BUCKET[math.prod([sizes[axis] for axis in axes]).bit_length()]
 
 
@@ -229,7 +243,7 @@ def prepare(
     Args:
         program: the function.
         device_index: the GPU's; -1 under the interpreter.
-        tensors: tensors of the call's shapes.
+        tensors: tensors of the call's shapes and strides.
         wanted: for each tensor, whether the backward computes its gradient; without any no backward
             is compiled.
         cotangents: for each output, whether the backward has its gradient.

@@ -13,6 +13,7 @@ any of these has another plan::
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import torch
 from ..core.configs import tuning
 from ..core.configs.tuning import TuningKey, widths
 from ..core.launches import launch
-from ..core.launches.launch import SEED_TYPES, Variant, pointer_type, vector_width
+from ..core.launches.launch import SEED_TYPES, Variant, pointer_type, triton_dtype, vector_width
 from . import configs
 from .addresses import Argument
 from .kernel import Kernel
@@ -98,13 +99,16 @@ class Variants:
         self.structure = site.program.structure
         self.cotangents = cotangents
 
-    def plan(self, site: RowwiseSite, seeded: int, aligned: bool, bucket: int) -> LaunchPlan:
+    def plan(
+        self, site: RowwiseSite, seeded: int, aligned: bool, wide: bool, bucket: int
+    ) -> LaunchPlan:
         """Return the compiled kernels of a call, with their tilings.
 
         Args:
             site: the call's.
             seeded: the form of the seed: see `core.random.rng.seed_kind`.
             aligned: whether all addresses and row strides are multiples of 16 bytes.
+            wide: whether an index of rows may need 64 bits.
             bucket: that of the number of rows.
         """
         cols = self.structure.cols
@@ -113,7 +117,7 @@ class Variants:
         chosen: list[tuning.Config] = []
         for kernel in self.kernels:
             key = self.tuning_key(kernel, bucket)
-            config, variant = self._compiled(site, kernel, seeded, key, aligned)
+            config, variant = self._compiled(site, kernel, seeded, key, aligned, wide)
             variants.append(variant)
             chosen.append(config)
         # The most programs of a kernel that sums over rows: each multiprocessor has one, or more.
@@ -133,28 +137,48 @@ class Variants:
         )
 
     def _compiled(
-        self, site: RowwiseSite, kernel: Kernel, seeded: int, key: TuningKey, aligned: bool
+        self,
+        site: RowwiseSite,
+        kernel: Kernel,
+        seeded: int,
+        key: TuningKey,
+        aligned: bool,
+        wide: bool,
     ) -> tuple[tuning.Config, Variant]:
         """Compile a kernel with its config, or with another if Triton cannot with that."""
         config = tuning.choose(key, site.device_index)
+        with_config = functools.partial(
+            self._with_config, site, kernel, seeded, aligned=aligned, wide=wide
+        )
         try:
-            return config, self._with_config(site, kernel, seeded, config, aligned)
+            return config, with_config(config)
         except launch.NotCompiledError:
             if tuning.forces():
                 raise
             for other in _others(key, config):
                 with contextlib.suppress(launch.NotCompiledError):
-                    return other, self._with_config(site, kernel, seeded, other, aligned)
+                    return other, with_config(other)
             raise
 
     def _with_config(
-        self, site: RowwiseSite, kernel: Kernel, seeded: int, config: tuning.Config, aligned: bool
+        self,
+        site: RowwiseSite,
+        kernel: Kernel,
+        seeded: int,
+        config: tuning.Config,
+        *,
+        aligned: bool,
+        wide: bool,
     ) -> Variant:
         # The adjacent columns whose dropout mask a thread draws: as many as it loads at a time.
         vector = vector_width(*(kernel.moved or (self.program.acc,)))
         # A thread with fewer adjacent elements would exchange the dropout mask with another.
         elements = config.block_n * config.rows // (32 * config.warps)
-        constants = {"VECTOR": vector if elements >= vector else 4, "PERSISTENT": bool(kernel.sums)}
+        constants = {
+            "VECTOR": vector if elements >= vector else 4,
+            "PERSISTENT": bool(kernel.sums),
+            "INDEX": triton_dtype(torch.int64 if wide else torch.int32),
+        }
         return self._variant(site, kernel, seeded, constants, config, aligned)
 
     def compile(self, seeded: int, bucket: int) -> None:
@@ -162,7 +186,7 @@ class Variants:
 
         Later calls get them from the cache.
         """
-        self.plan(self.site, seeded, self._is_aligned(), bucket)
+        self.plan(self.site, seeded, self._is_aligned(), False, bucket)
 
     def _is_aligned(self) -> bool:
         """Whether the rows of contiguous tensors begin at multiples of eight elements."""
@@ -177,7 +201,7 @@ class Variants:
     def requests(self, seeded: int, bucket: int) -> list[launch.Request]:
         """Return the requests to compile the kernels, and the reduction, for aligned tensors."""
         with launch.collecting() as requests:
-            self.plan(self.site, seeded, True, bucket)
+            self.plan(self.site, seeded, True, False, bucket)
         return requests
 
     def _variant(

@@ -137,6 +137,46 @@ def test_kernels_are_compiled_once(cols: int, trains: str, monkeypatch: pytest.M
     assert sorted(made) == sorted(launched) and len(launched) == (1 if trains == "none" else 3)
 
 
+class _Heads(nn.Module):
+    """Queries and keys are parts of one projection, and normalised with heads first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Linear(48, 3 * 48, bias=False)
+        self.norms = nn.ModuleList([nn.RMSNorm(16), nn.RMSNorm(16)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = self.packed(x).unflatten(-1, (3, 3, 16))
+        q, k, v = [part.transpose(1, 2) for part in packed.unbind(2)]
+        q, k = self.norms[0](q) * 2, self.norms[1](k) * 2
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def test_kernels_of_rows_of_several_strides_are_compiled_with_the_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And nothing is copied for them."""
+    specialise, made = launch.specialise, list[str]()
+
+    def compiled(request: launch.Request, device_index: int) -> launch.Variant:
+        made.append(request.kernel.fn.__name__)
+        return specialise(request, device_index)
+
+    monkeypatch.setattr(launch, "_built", {})
+    monkeypatch.setattr(launch, "specialise", compiled)
+    model, x = _Heads().to(DEVICE), randn(2, 5, 48)
+    run = fusedops.compile(model)
+    with torch.no_grad(), launch.record() as launched:
+        run(x)
+    assert made == launched == ["forward_kernel"]  # both norms are one region
+    copied: list[Tensor] = []
+    contiguous = torch.Tensor.contiguous
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda t: copied.append(t) or contiguous(t))
+    y = run(x)
+    (y * torch.randn_like(y)).sum().backward()
+    assert not copied
+
+
 def test_a_line_for_each_kind_of_region() -> None:
     norms = nn.Sequential(
         *[nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8, bias=False)) for _ in range(3)]

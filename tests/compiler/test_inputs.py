@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedops
+from fusedops.compiler import launcher
 from fusedops.core.launches import launch
 from rowwise_checks import (
     check,
@@ -76,6 +77,77 @@ def test_layouts(how: str) -> None:
     sample = SAMPLES["norm_then_add"]
     tensors = {"x": _strided(how), "residual": _strided(how), "weight": randn(48)[::2]}
     check(sample, rowwise(sample), tensors)
+
+
+# Rows (2, 5, 3) of 24 columns that no single stride reaches, and those of three dimensions of one.
+_SPACED: dict[str, Callable[[], Tensor]] = {
+    "packed": lambda: randn(2, 5, 3, 3, 24)[:, :, 1],
+    "heads of a projection": lambda: randn(2, 5, 8, 24)[:, :, 4:7],
+    "heads first": lambda: randn(2, 3, 5, 24).transpose(1, 2),
+    "rows last": lambda: randn(3, 5, 2, 24).permute(2, 1, 0, 3),
+    "expanded": lambda: randn(2, 1, 3, 48).expand(2, 5, 3, 48)[..., :24],
+    "one batch": lambda: randn(1, 3, 5, 24).transpose(1, 2),
+    "one head": lambda: randn(2, 6, 5, 24)[:, 2:3].transpose(1, 2),
+    "odd": lambda: randn(2, 5, 4, 25)[:, :, :3, 1:],
+}
+
+
+@kernels
+@pytest.mark.parametrize("how", _SPACED)
+def test_rows_of_several_strides_are_read_in_place(how: str) -> None:
+    """Inputs and cotangents, also after a call of contiguous ones."""
+    sample = RowwiseFunction(
+        "normed", lambda x, w: F.rms_norm(x * 2, x.shape[-1:], w) + x, lambda rows: {}
+    )
+    function, w = rowwise(sample), randn(24)
+    shape = _SPACED[how]().shape
+    check(sample, function, {"x": randn(*shape), "w": w})
+    check(sample, function, {"x": _SPACED[how](), "w": w})
+    x, cotangent = _SPACED[how]().requires_grad_(), _SPACED[how]()
+    expected = torch.autograd.grad(sample.function(x.double(), w.double()), x, cotangent.double())
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+    ) as profile:
+        got = torch.autograd.grad(function(x, w), x, cotangent)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert not [event for event in profile.key_averages() if event.key == "aten::clone"]
+
+
+@kernels
+@pytest.mark.parametrize("cols", [24, 25])
+def test_all_strides_of_rows_count_for_alignment(
+    cols: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aligned = []
+    build = launch.build
+
+    def noted(*arguments: Any, **more: Any) -> launch.Variant:
+        aligned.append(more["aligned"])
+        return build(*arguments, **more)
+
+    monkeypatch.setattr(launch, "build", noted)
+    x = randn(2, 3, 5, cols)[..., :24].transpose(1, 2)
+    fusedops.rowwise(lambda x: x.softmax(-1) * 2, strict=True)(x)
+    assert set(aligned) == {cols == 24}
+
+
+@kernels
+def test_indices_of_more_rows_than_32_bits_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    types = []
+    build = launch.build
+
+    def noted(kernel: Any, kinds: Any, constants: Any, *rest: Any, **more: Any) -> launch.Variant:
+        types.append(constants.get("INDEX"))
+        return build(kernel, kinds, constants, *rest, **more)
+
+    monkeypatch.setattr(launch, "build", noted)
+    monkeypatch.setattr(launcher, "_NARROW", 30)
+    sample = RowwiseFunction("rotated", lambda x, cos: x.softmax(-1) * cos, lambda rows: {})
+    function = rowwise(sample)
+    for batches, bits in ((1, 32), (2, 64)):
+        types.clear()
+        check(sample, function, {"x": randn(batches, 5, 3, 24), "cos": randn(5, 1, 24)})
+        assert {str(kind) for kind in types if kind is not None} == {f"int{bits}"}
 
 
 @kernels

@@ -8,12 +8,30 @@ every address is a multiple of 16 and every row stride of 8, and the compiled ke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["dense", "empty", "empty_dense", "is_dense", "rows", "vector"]
+__all__ = [
+    "Spacing",
+    "dense",
+    "empty",
+    "empty_dense",
+    "is_dense",
+    "rows",
+    "spacing",
+    "spacing_of",
+    "vector",
+]
+
+# How a tensor's rows are spaced, if one stride does not reach them all: groups of its leading
+# dimensions, the outermost first, each as its first and its last dimension. The rows of a group
+# have the stride of its last dimension.
+#
+#     shape  (2, 5, 3, cols), strides (45 * cols, 9 * cols, cols, 1):  ((0, 1), (2, 2))
+Spacing = tuple[tuple[int, int], ...]
 
 
 def rows(t: Any, cols: int, dims: int = 1) -> tuple[Any, int, int]:
@@ -36,6 +54,43 @@ def rows(t: Any, cols: int, dims: int = 1) -> tuple[Any, int, int]:
         t, stride = _materialized(t), cols
         address = t.data_ptr()
     return t, stride, address | stride << 1
+
+
+def spacing(t: Tensor, leading: int) -> Spacing | None:
+    """Returns how the rows of a strided tensor are spaced.
+
+    None if `rows` reads them in place, or if no kernel can: elements of a row are not adjacent, or
+    memory does not hold the values.
+
+    Args:
+        t: a tensor.
+        leading: its dimensions before those that make up a row.
+    """
+    if t.is_neg() or not t.data_ptr():
+        return None
+    return spacing_of(t.shape, t.stride(), leading)
+
+
+def spacing_of(shape: Sequence[int], strides: Sequence[int], leading: int) -> Spacing | None:
+    """Returns how the rows of a tensor of these strides are spaced, as `spacing`."""
+    expected = 1
+    for size, step in zip(reversed(shape[leading:]), reversed(strides[leading:]), strict=True):
+        if size != 1 and step != expected:
+            return None
+        expected *= size
+    groups: list[tuple[int, int]] = []
+    reached = 0  # the stride that a dimension needs to join the group of the next one
+    for dim in range(leading - 1, -1, -1):
+        size, step = shape[dim], strides[dim]
+        if size == 1:  # its stride is never used
+            continue
+        if groups and step == reached:
+            groups[-1] = dim, groups[-1][1]
+        else:
+            groups.append((dim, dim))
+        reached = size * step
+    is_even = len(groups) <= 1 and len(shape) == leading + 1
+    return None if is_even else tuple(reversed(groups))
 
 
 def vector(t: Any) -> tuple[Any, int]:
