@@ -87,7 +87,7 @@ def _with_parameters(tree: ast.Module, kind: type[_F], parameters: list[str]) ->
     for node in ast.walk(tree):
         if not isinstance(node, kind):
             continue
-        names = [argument.arg for argument in node.args.args]
+        names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
         if names == parameters:
             functions.append(node)
     return functions

@@ -538,6 +538,10 @@ def _effects() -> dict[str, tuple[Callable[..., Any], Callable[[], int]]]:
         log.append(1)
         return x * 2
 
+    def positional_only(x: Tensor, /) -> Tensor:
+        log.append(1)
+        return x * 2
+
     def inner() -> None:
         holder.calls += 1
 
@@ -550,12 +554,13 @@ def _effects() -> dict[str, tuple[Callable[..., Any], Callable[[], int]]]:
         "attribute": (attribute, lambda: holder.calls),
         "dict": (item_of_a_dict, lambda: table["calls"]),
         "list": (list_that_grows, lambda: len(log)),
+        "positional": (positional_only, lambda: len(log)),
         "nested": (called_function, lambda: holder.calls),
     }
 
 
 @kernels
-@pytest.mark.parametrize("which", ["nonlocal", "attribute", "dict", "list", "nested"])
+@pytest.mark.parametrize("which", ["nonlocal", "attribute", "dict", "list", "positional", "nested"])
 def test_side_effects_are_refused(which: str) -> None:
     function, seen = _effects()[which]
     with pytest.raises(fusedops.NotRowwiseError, match=r"changes|assigns|calls|may change unseen"):
