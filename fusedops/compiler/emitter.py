@@ -314,9 +314,9 @@ class Emitter:
 
     def _where(self, node: Node, args: Sequence[str]) -> str:
         text = f"tl.where({', '.join(args)})"
-        # Of two numbers Triton makes fp32, whatever ACC is.
-        if node.kind == "float" and self._literals.issuperset(args[1:]):
-            text += ".to(ACC)"
+        # Of two numbers Triton makes fp32, whatever ACC is, or int32, which products overflow.
+        if node.kind != "bool" and self._literals.issuperset(args[1:]):
+            text += f".to({KINDS[node.kind]})"
         return text
 
     def _negative(self, node: Node, args: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from .ir import Node, value_of
 
-__all__ = ["KINDS", "as_tensor", "filled", "literal", "neutral"]
+__all__ = ["KINDS", "as_tensor", "filled", "in_fp32", "literal", "neutral"]
 
 # Triton's dtype of each kind of values.
 KINDS = {"float": "ACC", "int": "tl.int64", "bool": "tl.int1"}
@@ -43,7 +43,7 @@ def literal(node: Node, acc: torch.dtype) -> str:
         return f'float("{value}")'
     if repr(value) == "-0.0":
         return "negative_zero(ACC)"
-    if acc == torch.float64 and _in_fp32(value) != value:
+    if acc == torch.float64 and in_fp32(value) != value:
         return _exact_fp64(value)
     return repr(value)
 
@@ -70,7 +70,7 @@ def _terms_in_fp32(value: float) -> list[float]:
     """Return numbers of fp32 whose sum a number is: fp64 has 53 bits, and three terms of 24 do."""
     terms: list[float] = []
     while value and len(terms) < 3:
-        terms.append(_in_fp32(value))
+        terms.append(in_fp32(value))
         value -= terms[-1]
     return terms
 
@@ -85,7 +85,8 @@ def _powers_of_two(exponent: int) -> list[float]:
     return [math.ldexp(1.0, sign * power) for power in powers]
 
 
-def _in_fp32(value: float) -> float:
+def in_fp32(value: float) -> float:
+    """Return the number of fp32 that is nearest."""
     return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
 
 

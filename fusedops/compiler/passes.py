@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from .emitter import Emitter
 from .errors import NotRowwiseError
-from .ir import REDUCTIONS, Node, computed_of, reachable, topological
-from .literals import neutral
+from .ir import REDUCTIONS, Node, computed_of, reachable, topological, value_of
+from .literals import in_fp32, neutral
 
 __all__ = ["COLUMNS", "IN_COLUMNS", "MASK", "emit_passes", "moments_of"]
 
@@ -35,8 +35,7 @@ _LAST_TILE = (
     IN_COLUMNS,
     MASK,
 )
-# Values that are no larger than the number of columns, and operators whose results are no larger.
-_INDICES = ("const", "iota")
+# Operators whose result is an argument, perhaps with another sign.
 _OF_INDICES = ("cast", "where", "neg")
 _ACCUMULATORS = {"amax": "largest"}
 
@@ -45,7 +44,11 @@ _ACCUMULATORS = {"amax": "largest"}
 
 
 def moments_of(roots: Sequence[Node], emitter: Emitter) -> list[Node]:
-    """Return the numbers of rows that whole values are computed of, and reductions give.
+    """Return the moments: numbers of rows that depend on reductions, and that other values need.
+
+    The kernel before stores them, and the next one reads them instead of reducing long rows::
+
+        (x - mean) * rstd       moments: mean, rstd
 
     Raises:
         NotRowwiseError: one of them is a whole number that a float may not hold.
@@ -64,7 +67,8 @@ def moments_of(roots: Sequence[Node], emitter: Emitter) -> list[Node]:
 def _add_moments(node: Node, emitter: Emitter, moments: set[Node]) -> None:
     """Add a number of a row to the moments, or what it is computed of.
 
-    Moments are stored as floats: a whole number is not one unless it is small enough.
+    Moments are stored as floats, which hold whole numbers only up to a size. Instead of a whole
+    number, its arguments are moments; for a reduction, which has none, this raises.
     """
     if emitter.has_columns(node) or not _has_reduction(node, emitter):
         return
@@ -82,16 +86,13 @@ def _add_moments(node: Node, emitter: Emitter, moments: set[Node]) -> None:
 
 
 def _has_reduction(node: Node, emitter: Emitter) -> bool:
-    """Whether a value that is not read is computed of a reduction that is not."""
+    """Whether a value depends on a reduction that this kernel computes, and does not read."""
     computed = reachable([node], emitter.leaves.__contains__).difference(emitter.leaves)
     return not REDUCTIONS.isdisjoint([inner.op for inner in computed])
 
 
 def _counts_columns(node: Node) -> bool:
-    """Whether a reduction of whole numbers is at most the count of columns, which fp32 holds.
-
-    So it is for `any` and `argmax`.
-    """
+    """Whether fp32 holds a reduction of whole numbers, as it does for `any` and `argmax`."""
     if node.op == "sum":
         (summed,) = node.args
         return summed.op == "cast" and summed.args[0].kind == "bool"
@@ -99,9 +100,11 @@ def _counts_columns(node: Node) -> bool:
 
 
 def _is_index(node: Node) -> bool:
-    """Whether a value is a truth value, a number, an index, or one of these with another sign."""
-    if node.kind == "bool" or node.op in _INDICES:
+    """Whether fp32 holds a value: a truth value, an index, or one of numbers that it holds."""
+    if node.kind == "bool" or node.op == "iota":
         return True
+    if node.op == "const":
+        return bool(in_fp32(value_of(node)) == value_of(node))
     if node.op not in _OF_INDICES or _has_floats(node):
         return False
     return all(map(_is_index, node.args))
@@ -198,8 +201,8 @@ def _emit_pass(emitter: Emitter, nodes: Sequence[Node]) -> None:
     online = _online_sums(nodes)
     online_maxima = list(online.values())
     for node, name in names.items():
-        # A maximum that rescales its sums is one for the row in each tile. Other reductions are
-        # computed lane by lane until the end.
+        # Other reductions have a result per lane until the end. A maximum that rescales sums is
+        # reduced to one number per row in every tile: all lanes are rescaled by it.
         columns = "1" if node in online_maxima else "BLOCK_N"
         emitter.lines.append(f"{name} = {_initial(node, columns)}")
     # Most tiles are full, and need no mask: the code for them is separate from the last one's.

@@ -334,6 +334,39 @@ def test_indices_out_of_range_give_no_number(index: int, dtype: torch.dtype) -> 
 
 
 @kernels
+@pytest.mark.parametrize("cols", [24, 64])
+def test_whole_numbers_chosen_by_a_condition_do_not_overflow(cols: int) -> None:
+    """They are int64, as in PyTorch, and a maximum of them has a neutral element in the padding."""
+
+    def products(x: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = torch.where(x > 0, 2**30, 0)
+        return (chosen * 4).to(x.dtype), chosen.amax(-1, keepdim=True) + x
+
+    x = torch.randn(3, cols, device=DEVICE)
+    results = fusedops.rowwise(products, strict=True)(x)
+    for result, expected in zip(results, products(x), strict=True):
+        assert torch.equal(result, expected)
+
+
+@kernels
+@pytest.mark.parametrize("number", [2**24, 2**24 + 1])
+def test_whole_numbers_of_long_rows_are_exact_or_refused(number: int) -> None:
+    """The maximum of a long row is stored as a float, which does not hold ``2 ** 24 + 1``."""
+
+    def parity(x: Tensor) -> Tensor:
+        largest = torch.where(x > 0, number, 0).amax(-1, keepdim=True)
+        return torch.where(largest % 2 == 1, x, 0.0)
+
+    x = torch.randn(2, 65536, device=DEVICE)
+    function = fusedops.rowwise(parity, strict=True)
+    if number % 2:
+        with pytest.raises(fusedops.NotRowwiseError, match="whole numbers"):
+            function(x)
+    else:
+        assert torch.equal(function(x), parity(x))
+
+
+@kernels
 def test_probabilities_out_of_range_have_no_loss() -> None:
     def loss(x: Tensor, y: Tensor) -> Tensor:
         return F.binary_cross_entropy(x, y, reduction="none")
