@@ -12,7 +12,7 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -505,3 +505,15 @@ def _noting(operator: Any, call: Callable[..., Any], met: list[str]) -> Callable
 def test_operators_that_write_to_a_callers_tensor_are_dispatched() -> None:
     """The dispatcher counts the versions of what is written."""
     assert inspect.isbuiltin(torch.ops.fusedops.no_repeat_ngram_forward_.default._op)
+
+
+def test_fields_that_are_not_passed_on_do_not_shift_the_names_of_numbers() -> None:
+    @words.dispatched
+    class Constants(NamedTuple):
+        op: str
+        token: object
+        eps: float
+
+    constants: Any = Constants
+    assert constants.numbered == ("eps",)
+    assert Constants("op", None, 1e-5).numbers() == (1e-5,)  # type: ignore[attr-defined]

@@ -9,7 +9,9 @@ A family's record of constants is a NamedTuple. Its fields, in their order, dete
     tuple of ints, or None       digits with commas, or "none"
     dtype, or None               its name, or "none"
     float                                                       itself
-    float, or None               "given" or "eps"               itself, or 0
+    float, or None               "given", or "eps" for None     itself, or 0
+
+The only number that may be None is a norm's eps; None stands for the machine epsilon.
 
 A field of any other type is not passed on: it changes nothing that an operator computes. Exported
 programs contain the words and numbers, so neither they nor their order may change.
@@ -107,7 +109,8 @@ def dispatched(cls: Any) -> Any:
     forms: dict[str, _Form] = {}
     worded: list[tuple[int, Callable[[Any], str]]] = []
     numbered: list[int] = []
-    for i, (name, hint) in enumerate(get_type_hints(cls, include_extras=True).items()):
+    hints = get_type_hints(cls, include_extras=True)
+    for i, (name, hint) in enumerate(hints.items()):
         form = _form(hint)
         if form is None:
             continue
@@ -131,7 +134,8 @@ def dispatched(cls: Any) -> Any:
         return cls(**{name: form.read(*left) for name, form in forms.items()})
 
     cls.words, cls.numbers, cls.read = words, numbers, staticmethod(read)
-    cls.numbered = tuple([list(forms)[i] for i in numbered])
+    names = list(hints)
+    cls.numbered = tuple([names[i] for i in numbered])
     return cls
 
 
