@@ -87,7 +87,9 @@ def _with_parameters(tree: ast.Module, kind: type[_F], parameters: list[str]) ->
     for node in ast.walk(tree):
         if not isinstance(node, kind):
             continue
-        names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
+        arguments: ast.arguments = node.args
+        positional = [*arguments.posonlyargs, *arguments.args]
+        names = [argument.arg for argument in positional]
         if names == parameters:
             functions.append(node)
     return functions
