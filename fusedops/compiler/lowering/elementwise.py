@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...core.compat.autograd import clamp_has_gradients_at_limits, known_extrema_share_ties
+from ...core.compat.autograd import clamp_has_gradients_at_limits, fmax_shares_ties
 from ..errors import NotRowwiseError
 from ..ir import Node, promoted, value_of
 from ..traced import Value, kind_of
@@ -279,7 +279,7 @@ def _extremum_but_nan(comparison: str, extremum: str) -> Lower:
                 return graph.where(is_first, a, b)  # type: ignore[no-any-return]
             is_first = graph.binary("or", is_first, graph.make("isnan", b))
             result: Node = graph.where(is_first, a, b)
-            if not known_extrema_share_ties():
+            if not fmax_shares_ties():
                 return result
             tied = graph.where(graph.make("eq", a, b), graph.binary(extremum, a, b), result)
             return graph.make("instead", result, tied)  # type: ignore[no-any-return]

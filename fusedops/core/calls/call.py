@@ -98,7 +98,7 @@ def run(op: Operator, constants: Any, tensors: Any, p: Any = 0.0) -> Any:
     # A constant to torch.compile, which then sees one branch only.
     if _is_traced():
         return _traced(op, constants, tensors, p)
-    # A bool also where p is a tensor, which would make each call's key new.
+    # If p is a tensor, ``p != 0.0`` is one too, and as a part of the key would make every key new.
     site, mode = None, _DROPS * bool(p != 0.0)
     try:
         # `_needs_backward` written out.
@@ -137,7 +137,8 @@ def run(op: Operator, constants: Any, tensors: Any, p: Any = 0.0) -> Any:
             on_device(site, op.forward, tensors, outs, state)
         return exposed(op, site, tensors, outs) if site.splits else outs
     except RuntimeError:
-        # A layout that no key has, or an error of the kernel's launch, which stays as it is.
+        # A sparse or nested tensor, whose key may be that of a dense one, gets an error that names
+        # it. Any other error, such as one of the kernel's launch, is raised as it is.
         _check_dense(op, site, tensors)
         raise
 
@@ -153,7 +154,8 @@ def _validated(op: Operator, mode: int, constants: Any, tensors: Tensors) -> Sit
     """Checks a new call; returns its site, and caches it."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise RuntimeError(f"{constants.op}: torch.jit.trace is not supported; use torch.export")
-    # Under autocast the site has another record than the key, whose mode has autocast.
+    # Under autocast `check` may return a record with another output dtype. The key below has the
+    # functional's record, as the next call's key will; autocast is in its mode.
     checked = op.check(constants, tensors, nested=_is_nested(op, tensors))
     site: Site = _site(op, checked, tensors, dropout=bool(mode & _DROPS), saves=bool(mode & _SAVES))
     if len(op.sites) >= _MOST_CALLS:
@@ -175,7 +177,8 @@ def _site(op: Operator, constants: Any, tensors: Tensors, *, dropout: bool, save
     # Calls share sites, and so plans: a Parameter and a tensor give two keys, and one site.
     dtypes = operators.dtypes_of(op, tensors)
     index = first.get_device()
-    special = cols < 0 or not PLAIN.issuperset(map(type, tensors))
+    are_plain = PLAIN.issuperset(map(type, tensors))
+    special = cols < 0 or not are_plain  # not directly a launch
     return operators.site_of(op, constants, dtypes, cols, index, dropout, saves, special)
 
 
@@ -216,6 +219,7 @@ def _elsewhere(op: Operator, site: Site, tensors: Tensors, p: float) -> Any:
     # A comparison of a symbol would become a guard, or raise where its value is unknown.
     is_empty = type(elements) is int and not elements
     if is_empty or site.cols < 0 or _references.on:
+        # Without a state, the mask is the one that `F.dropout` draws.
         return op.reference(constants, tensors, dropout.dropout_of(p, NO_DROPOUT, site.cols))
     # Transforms and tangents need rules of derivatives, which kernels have none of; but the mask is
     # that of the kernels, so that a transformed call drops the same elements.
@@ -278,7 +282,8 @@ def _in_graph(op: Operator, constants: Any, tensors: Tensors, state: State) -> A
 def _with_state(op: Operator, constants: Any, tensors: Tensors, state: State | Dropout) -> Any:
     """Returns the outputs of a checked call on a rank's own tensors.
 
-    Where no kernels run, the state is dropout with the rank's part of PyTorch's mask.
+    `sharding.run` calls it. The state is the random state of the kernels, a tuple. Where no kernels
+    run it is a function: dropout with the rank's part of PyTorch's mask.
     """
     if not isinstance(state, tuple):
         return op.reference(constants, tensors, state)
@@ -288,6 +293,8 @@ def _with_state(op: Operator, constants: Any, tensors: Tensors, state: State | D
         return _in_graph(op, constants, tensors, state)
     first = tensors[op.first]
     assert first is not None
+    # A rank without elements launches nothing and draws no mask. It has a backward all the same,
+    # for which other ranks may wait in a collective: see `Nothing`.
     elements = first.numel()
     is_empty = type(elements) is int and not elements
     draws = state[0] is not None and not is_empty

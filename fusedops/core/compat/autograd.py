@@ -18,8 +18,8 @@ __all__ = [
     "below_autograd",
     "clamp_has_gradients_at_limits",
     "fast_apply",
+    "fmax_shares_ties",
     "is_batched",
-    "known_extrema_share_ties",
     "noticing_autograd_functions",
     "unflatten",
 ]
@@ -58,8 +58,8 @@ class _Notices(threading.local):
 
 
 _notices = _Notices()
-# `Function.apply` is one for all threads: it is replaced by the first block that begins, and
-# restored by the last that ends. The list has an entry for each of them.
+# All threads share `Function.apply`, and their blocks may overlap in any order. The list has the
+# original method once for each block that runs now: the last one to end restores it.
 _lock, _originals = threading.Lock(), list[Any]()
 
 
@@ -98,8 +98,9 @@ def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     It takes 10 µs instead of 15 on a CPU. The public method looks for transforms, which the caller
     has done. Without the private names the public methods serve: slower.
     """
-    # The engine calls `BackwardCFunction.apply` on a node, which finds out which of the Function's
-    # methods to call. Here it is known: the engine calls ``function.backward`` itself.
+    # The engine calls ``apply`` on the node of a call, an instance of ``_backward_cls``. The
+    # inherited `BackwardCFunction.apply` chooses between ``backward`` and ``vjp`` and calls it with
+    # the node as ``ctx``. Here it is ``backward``, so that is put in the place of ``apply``.
     if find("autograd.function.BackwardCFunction.apply", None) is not None:
         function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
     if find("_C._FunctionBase.apply", None) is None:
@@ -128,7 +129,7 @@ def clamp_has_gradients_at_limits() -> bool:
 
 
 @functools.cache
-def known_extrema_share_ties() -> bool:
+def fmax_shares_ties() -> bool:
     """Returns whether equal arguments of `torch.fmax` share the gradient.
 
     They do from PyTorch 2.15 on.

@@ -59,15 +59,24 @@ class Config:
         return self.block_n * self.parts
 
     def lanes_for(self, cols: int) -> int:
-        """Returns the lanes of all programs, or passes, over a row of ``cols``, idle ones too."""
+        """Returns ``cols`` rounded up to a multiple of `columns`: a row's lanes, idle ones too."""
         return -(-cols // self.columns) * self.columns
 
 
 # The smallest number of rows of each bucket. The number of rows changes which config is best, never
 # what is compiled.
 BUCKETS = (1, 16, 256, 4096, 65536)
-# Bit length of the number of rows -> bucket.
-BUCKET = tuple(sum(1 << bits >> 1 >= least for least in BUCKETS[1:]) for bits in range(65))
+
+
+def _bucket_of_length(bits: int) -> int:
+    """Returns the bucket of all numbers of rows with a bit length."""
+    fewest = 1 << bits >> 1  # 0 for a length of 0
+    return sum(fewest >= least for least in BUCKETS[1:])
+
+
+# Bit length of the number of rows -> index into `BUCKETS`. The length is enough, as all buckets
+# begin at powers of two.
+BUCKET = tuple(map(_bucket_of_length, range(65)))
 
 
 def widths(*itemsizes: int) -> str:
@@ -131,12 +140,14 @@ class TuningKey:
 class Grid:
     """The shapes of a family that the shipped table covers.
 
+    A tail is a shape without its first dimension, the rows: ``(4096,)``, ``(64, 64)``, or a name by
+    which the family's spec makes the shape, as ``("R4096",)``.
+
     Attributes:
-        tails: the shapes without the first dimension, the rows.
-        coarse: a subset of them, for fp64.
+        tails: those to measure in fp16, bf16 and fp32.
+        coarse: fewer ones, to measure in fp64.
         buckets: the buckets of rows to measure; other buckets use the nearest one's entry.
-        tails_of: from the columns of a tuning key to the shapes, likewise, whose calls may have
-            that key.
+        tails_of: returns the tails of calls that may have a tuning key with these ``cols``.
     """
 
     tails: tuple[tuple[int | str, ...], ...]
@@ -233,11 +244,13 @@ def block_holding(cols: int) -> int:
     return 1 << max(cols - 1, 15).bit_length()
 
 
-# The numbers of tiles side by side that may hold a row, besides one: a width of three or five times
-# a power of two leaves no lane idle in as many of them.
+# The numbers of tiles side by side, besides one, that `tiles_holding` chooses from: a width of
+# three or five times a power of two leaves no lane idle in as many of them.
 _PARTS = (3, 5)
-MOST_PARTS = 8
+# The narrowest of these tiles.
 _LEAST_PART = 512
+# The most tiles side by side in any config: families have some with other numbers than `_PARTS`.
+MOST_PARTS = 8
 
 
 def tiles_holding(cols: int) -> tuple[int, int]:
@@ -256,12 +269,16 @@ def tiles_holding(cols: int) -> tuple[int, int]:
 def adding(parts: int, cols: int) -> Config:
     """Returns the config of the kernel that adds up to ``parts`` partial sums of ``cols`` columns.
 
-    Few columns are the work of few programs, which then load many parts at a time.
+    A program has ``block_n`` columns and adds all of their partial sums, ``rows`` at a time:
+
+        part 0      | program 0 | program 1 | ...
+        part 1      |           |           |
+        ...         |           |           |
     """
-    # A tile has rows of partial sums and columns. Each program adds all parts of its columns, so
-    # that narrow tiles are more programs.
     if parts <= 32:
-        return Config(64, 32, 4)
+        return Config(64, 32, 4)  # all parts in one iteration
+    # A program with many parts loads many at a time. Few columns would be few programs: narrow
+    # tiles are more.
     if parts > 384 or cols <= 512:
         return Config(16, 256, 8)
     return Config(32, 64, 4)
