@@ -74,8 +74,8 @@ def splits_of(
         moving: the axes whose sizes are symbols.
         axes: those whose sizes the function takes, after its tensors.
     Raises:
-        NotRowwiseError: several sizes of such a dimension follow from nothing, or one of `axes`
-            is no tensor's.
+        NotRowwiseError: a dimension joins several axes whose sizes can be read nowhere else, or one
+            of `axes` is no tensor's.
     """
     axes_of_tensors = set().union(*[operand.axes for operand in structure.inputs])
     if not axes_of_tensors.issuperset(axes):
@@ -102,9 +102,10 @@ def splits_of(
 
 
 def _locations(structure: Structure, axes: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """The position of a tensor, and a dimension of it, that is this axis alone.
+    """Where the sizes of axes can be read: the position of an argument, and a dimension of it.
 
-    A size after the tensors has a position, too; a tensor is preferred.
+    The arguments are the tensors, of which a dimension is the axis alone, and after them the sizes
+    of ``axes``, of dimension 0. A tensor is preferred.
     """
     count = len(structure.inputs)
     locations = {axis: (count + number, 0) for number, axis in enumerate(axes)}
@@ -137,8 +138,8 @@ def split_dimensions(
 ) -> None:
     """Changes a function so that the dimensions of its tensors are one axis each.
 
-    It joins its inputs first, and splits its results last. It takes sizes from its tensors, and no
-    longer after them.
+    It joins its inputs first, and splits its results last. The sizes that it took as arguments
+    after its tensors it then reads from the tensors.
 
         before    x [b * t, d] ──▶ body ──▶ [b * t, d]
         after     x [b, t, d] ──flatten──▶ body ──unflatten──▶ [b, t, d]
@@ -150,7 +151,8 @@ def split_dimensions(
         moving: the axes whose sizes are symbols.
         axes: those whose sizes it takes after its tensors.
     """
-    # Only the program is changed so: around its operator, splits and joins of dimensions are views.
+    # This changes the program alone. In the caller's graph, `split` and `join` add views before and
+    # after the program's operator.
     placeholders = graph.find_nodes(op="placeholder")
     body = placeholders[-1].next
     locations = dict[int, tuple[fx.Node, int]]()
@@ -213,7 +215,7 @@ def _split_results(
 def split_shape(
     position: int, splits: Sequence[Split], shapes: Sequence[Sequence[int]]
 ) -> tuple[int, ...]:
-    """The shape of an input after its splits, from the shapes of all inputs before theirs."""
+    """The shape of an input after its splits; ``shapes`` are those of all inputs before any."""
     shape = list(shapes[position])
     for dim, sizes in splits:
         shape[dim : dim + 1] = _split_size(shape[dim], sizes, shapes)

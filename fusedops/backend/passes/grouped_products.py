@@ -93,13 +93,14 @@ def _gradients(
     drows, dweight = _empty_gradients(grad, rows, weight, offsets, needs)
     end = 0
     for group, (start, end) in enumerate(_groups(offsets)):
-        is_empty = start == end
-        if needs[0] and not is_empty:
+        if start == end:
+            if needs[1]:
+                dweight[group].zero_()
+            continue
+        if needs[0]:
             torch.mm(grad[start:end], weight[group].T, out=drows[start:end])
-        if needs[1] and not is_empty:
+        if needs[1]:
             torch.mm(rows[start:end].T, grad[start:end], out=dweight[group])
-        elif needs[1]:
-            dweight[group].zero_()
     drows[end:].zero_()  # the rows after the last group
     return drows, dweight
 

@@ -1,10 +1,13 @@
 """Indices that are permutations, as in a mixture of experts: their gradients put the rows back.
 
 An index may name a row more than once. PyTorch therefore compiles its gradient to atomic additions,
-in any order. The indices from a sort name each row once. Divided by k, they name each row k times.
+in any order. The indices from a sort name each row once. If each token goes to k experts, a model
+sorts k entries per token: entry i is of token i // k, and the index names each row k times.
 
-    forward     rows[order]
-    backward    grad[inverse of order], which reads each row once
+    forward     rows[order]                     rows[order // k]
+    backward    grad[inverse of order]          the same, and a sum over each k adjacent rows
+
+The backward reads each row of the gradient once.
 """
 
 from __future__ import annotations
@@ -55,9 +58,9 @@ def _is_index(node: fx.Node) -> bool:
 
 
 def _order_of(node: fx.Node) -> tuple[fx.Node | None, int]:
-    """The node that may be a permutation, and how often the index names each row.
+    """The node that may be a permutation, and ``each``: how often the index names every row.
 
-    None and 1 for any other index.
+    The index is ``order``, or ``order // each``. None and 1 for any other index.
     """
     order, each = _divided(node.args[1])
     if _runs_kernels(node.args[0]) and _names_rows(order, each, node.args[0]):
@@ -74,7 +77,7 @@ def _runs_kernels(node: Any) -> bool:
 
 
 def _names_rows(order: Any, each: Any, rows: Any) -> bool:
-    """Whether an index has as many elements as there are rows, each of them ``each`` times."""
+    """Whether ``order`` has ``each`` elements for every row, so that it may be a permutation."""
     if not isinstance(order, fx.Node) or type(each) is not int:
         return False
     count = value_of(rows).shape[0]
@@ -90,6 +93,7 @@ def _divided(indices: Any) -> tuple[Any, Any]:
     if len(indices) != 1:
         return None, 1
     order = indices[0]
+    # An index has integers: `div` rounds here, and both ways of rounding are `//` of numbers >= 0.
     if not isinstance(order, fx.Node) or name_of(order) not in ("floor_divide", "div"):
         return order, 1
     dividend, divisor = cast("Any", order.args[:2])
@@ -120,26 +124,27 @@ def _is_permutation(node: fx.Node, size: int) -> bool:
 
 
 def _inverted(node: fx.Node, size: int) -> list[fx.Node]:
-    """The sources of a permutation that is written to the indices of another: a permutation, too.
+    """The nodes from which ``out`` is computed in ``out[positions] = values``.
 
-    Empty if the node is something else.
+    With permutations as positions and values it is a permutation too: the inverse of the positions,
+    for example, where the values are 0, 1, 2, … Empty if the node is something else.
 
     Args:
-        node: that may be the operator that writes.
-        size: of the permutations.
+        node: may be the operator that writes.
+        size: the number of elements of ``out``.
     """
     parts = _written_parts(node)
     sources = list(map(_permutation, parts))
     if len(parts) != 2 or not all(sources):
         return []
-    # Both of the whole size: if there were fewer, some elements would be those of before.
+    # With fewer positions than elements, some would keep their values from before.
     if not all(value_of(part).shape == (size,) for part in parts):
         return []
     return [node, *sources[0], *sources[1]]
 
 
 def _written_parts(node: fx.Node) -> tuple[Any, ...]:
-    """The indices to which an operator writes, and the values; empty for other operators."""
+    """The positions to which an operator writes, and the values; empty for other operators."""
     args: Any = node.args
     if node.target is torch.ops.aten.scatter.src:
         return tuple(args[2:])
@@ -174,7 +179,8 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 def _derivative(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     (order,) = ctx.saved_tensors
     # The inverse permutation: the row order[i] of the input is the row i of the result.
-    # Zeros, and no memory as it is: whatever `order` has, no index is out of bounds.
+    # Zeros, not uninitialised memory: if `order` were no permutation, elements that are not written
+    # would be indices out of bounds.
     inverse = torch.zeros_like(order)
     inverse = inverse.scatter(0, order, torch.arange(order.shape[0], device=order.device))
     rows = grad[inverse]
