@@ -1,8 +1,9 @@
 """The activation family's modules, each of which calls one functional.
 
 `TensorsBeside` is the base class of those whose forward takes further tensors after the first.
-``_beside`` has the names of these arguments. ``_vector`` and ``_rows`` convert such an argument to
-a DTensor if the module is distributed, and return it unchanged otherwise.
+``_beside`` has the names of these arguments. If the module is distributed, such an argument becomes
+a DTensor: ``_vector`` replicates a bias, ``_rows`` places ``up`` as the gate. Otherwise both return
+it unchanged.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class FusedBiasGELU(TensorsBeside, nn.GELU):
         def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...  # noqa: D102
 
 
+# An `nn.Dropout`, so that code that sets ``p`` of all dropouts in a model sets it here too.
 class FusedBiasAct(TensorsBeside, nn.Dropout):
     """``dropout(activation(x + bias))`` in one pass.
 

@@ -47,7 +47,8 @@ class ActivationOperator(Operator):
         cols = shape[-1] if shape else None
         if other is None:
             return mode, constants, type(x), x.dtype, x.device, cols
-        fits = other.shape if constants.kind == "bias" else other.shape == shape
+        # A bias has no rows. The shape of up changes with that of x, which it has to equal.
+        checked_shape = other.shape if constants.kind == "bias" else other.shape == shape
         return (
             mode,
             constants,
@@ -58,7 +59,7 @@ class ActivationOperator(Operator):
             type(other),
             other.dtype,
             other.device,
-            fits,
+            checked_shape,
         )
 
     def check(
@@ -109,11 +110,12 @@ class ActivationOperator(Operator):
         x, other = dtypes
         assert x is not None
         y = x if other is None else torch.promote_types(x, other)
-        # A mask depends on the position, a bias on the column, and packed rows on the width.
-        alone = constants.kind == "bias" and other is None and not dropout
-        elementwise = alone or constants.kind == "glu"
+        # Where no element depends on its position, kernels take tensors as vectors, whatever their
+        # width. A mask depends on the position, a bias on the column, packed rows on the width.
+        is_activation_alone = constants.kind == "bias" and other is None and not dropout
+        elementwise = is_activation_alone or constants.kind == "glu"
         vector = None
-        if cols and elementwise:
+        if cols and elementwise:  # with a width of 0 this is the vectors' own site
             vector = site_of(self, constants, dtypes, 0, device_index, dropout, saves)
         return ActivationSite(
             constants,
@@ -122,12 +124,12 @@ class ActivationOperator(Operator):
             dtypes,
             dropout,
             saves,
-            accumulator(y),
-            (True,),
-            1,
-            itemgetter(0, 1),
-            y,
-            vector,
+            acc=accumulator(y),
+            outs=(True,),
+            returned=1,
+            saved=itemgetter(0, 1),  # x and other
+            y=y,
+            vector=vector,
             native=_native(constants, dtypes),
         )
 
@@ -161,7 +163,7 @@ class ActivationOperator(Operator):
         if constants.kind != "bias":
             y = reference.glu(x, other, formula)
         elif x.is_nested and other is None and dropout is no_dropout:
-            return (formula(x),)
+            return (formula(x),)  # as PyTorch computes it, without casts
         else:
             y = reference.bias_act(x, other, formula, dropout)
         # The kernels never return the caller's own tensor, so neither does this.
@@ -195,7 +197,8 @@ class ActivationOperator(Operator):
     def allocate(self, site: ActivationSite, tensors: Any) -> tuple[Tensor]:
         """The output.
 
-        If it depends on no columns it has the layout of a dense x, as of PyTorch's activations.
+        Where its elements depend on no column, its layout is that of x if x is dense, as the layout
+        of PyTorch's activations is. Otherwise it is contiguous.
         """
         x = tensors[0]
         if site.kind == "packed":

@@ -52,7 +52,7 @@ def _forward_tile(
 #     computes    tile 0    tile 1    tile 2
 #
 # Otherwise the compiler loads ahead, by asynchronous copies to shared memory. These copy at least
-# four bytes.
+# four bytes: ``CARRIED`` is for two-byte elements that a thread loads one by one.
 @triton.jit
 def _forward_group(
     x,
@@ -99,28 +99,31 @@ def _forward_group(
     x_place = _place(
         x, x_addresses, slots, x_stride, lanes, K, M, X, False, STRIDED, D, ALIGN, INDEX, ROWS
     )
+    # Rows of the output are ``total`` apart, or with ``APART`` as far as a slice is wide.
     y_place = _place(y, None, slots, total, lanes, K, M, Y, APART, False, D, ALIGN, INDEX, ROWS)
     inside = _inside(slots, lanes, LANES, PARTS, FULL)
     per_width = _per_width(slots, ACC)
     ws = _load_parameter(weight, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
     bs = _load_parameter(bias, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
-    # Loads need no mask for rows and slots if a tile is one row, which the loop's bounds keep
-    # inside, and every slot has a slice to read. Stores (`alone`) do need one where a slot may
-    # repeat another's slice: with a table, if `FULL` is not 0.
+    # Where loads (`whole`) and stores (`alone`) need no mask for rows and slots. The loop's bounds
+    # keep a tile of one row inside. With a table every slot has a slice to load, its own or one
+    # that it repeats. A slot that repeats a slice must not store it: the masks of lanes (`inside`)
+    # prevent that, but parts before `FULL` are stored without these.
     whole: tl.constexpr = ROWS == 1 and (SLOTS == 1 or table is not None)
     alone: tl.constexpr = ROWS == 1 and (SLOTS == 1 or (table is not None and FULL == 0))
+    _, _, _, _, own = slots  # whether a slot has a slice of its own
     tiles = tl.cdiv(M, ROWS).to(tl.int32)
     if PERSISTENT:
         # Past the end the last tile is loaded again: without a mask a load must be inside.
         if CARRIED:
-            first_row, in_rows = _place_of_rows(tl.minimum(share, tiles - 1), slots[4], M, ROWS)
+            first_row, in_rows = _place_of_rows(tl.minimum(share, tiles - 1), own, M, ROWS)
             ahead = _load(x_place, first_row, in_rows, inside, LANES, PARTS, FULL, whole)
         for tile in tl.range(share, tiles, programs, num_stages=STAGES):
-            first_row, in_rows = _place_of_rows(tile, slots[4], M, ROWS)
+            first_row, in_rows = _place_of_rows(tile, own, M, ROWS)
             if CARRIED:
                 rows = ahead
                 next_row, in_next = _place_of_rows(
-                    tl.minimum(tile + programs, tiles - 1), slots[4], M, ROWS
+                    tl.minimum(tile + programs, tiles - 1), own, M, ROWS
                 )
                 ahead = _load(x_place, next_row, in_next, inside, LANES, PARTS, FULL, whole)
             else:
@@ -146,7 +149,7 @@ def _forward_group(
             )
     # Otherwise a program has one tile. A grid that was folded may have more programs than tiles.
     elif share < tiles:
-        first_row, in_rows = _place_of_rows(share, slots[4], M, ROWS)
+        first_row, in_rows = _place_of_rows(share, own, M, ROWS)
         rows = _load(x_place, first_row, in_rows, inside, LANES, PARTS, FULL, whole)
         _forward_tile(
             rows,
@@ -203,7 +206,8 @@ def slices_forward_kernel(
     group = tl.program_id(0)
     share, programs = place_along_rows()
     # Shapes of tensors are constants, so each kind of tile has code of its own, of which a program
-    # runs its group's. Slices of one width have one kind, and no branch.
+    # runs its group's. Slices of one width have one kind, and no branch. A kind is a `widths.Tile`:
+    # ``SLOTS, ROWS, LANES, PARTS, FULL``.
     for kind in tl.static_range(len(TILES)):
         if table is None or tl.load(table + group) == kind:
             _forward_group(
