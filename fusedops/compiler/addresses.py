@@ -147,7 +147,8 @@ class Addresses:
         by_column = bool(columns) and not (element or full)
         mask = _MASKS[layout in BY_ROW, by_column]
         if layout == "group" and not mask:
-            # An element's address is a block, that of a group's number is a scalar.
+            # The last programs may have no group. A mask has the shape of the address: a block for
+            # an element, a scalar for a group's number.
             mask = "in_groups" if element else "(group < groups)"
         return " + ".join(terms), mask
 
@@ -182,13 +183,13 @@ class Addresses:
 
     def _row_stride(self, kind: str, index: int, operand: Operand, layout: RowLayout) -> int | str:
         """Return the distance of rows, or of groups: a constant where the tensor is contiguous."""
-        strides, size = strides_of(self.structure, operand)
+        strides, row_size = strides_of(self.structure, operand)
         # A number of each group is read from a contiguous tensor: see
         # `launcher.Launcher._row_dims`.
         is_vector = bool(set(self.structure.columns) & set(strides))
         is_number_of_group = layout == "group" and not is_vector
-        if kind in _ALLOCATED or size == 1 or is_number_of_group:
-            return size
+        if kind in _ALLOCATED or row_size == 1 or is_number_of_group:
+            return row_size
         return self.argument("stride", index, f"{operand.name}_stride", kind)
 
     def _part_offsets(self, operand: Operand, part: Part) -> list[str]:
@@ -224,7 +225,9 @@ class Addresses:
             self._indexed_axes.add(axis)
             sizes = map(self._size_of, operand.axes[dim + 1 :])
             terms.append(product([f"row{axis}", *sizes]))
-        for axis in self._indexed_axes:  # registers the sizes, as in `index_of_row`
+        # Registers the sizes that `indices` will use, as `index_of_row` does: after the ones above,
+        # since the order is that of the kernel's arguments.
+        for axis in self._indexed_axes:
             self._row_index(axis)
         return " + ".join(terms)
 

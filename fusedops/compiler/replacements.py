@@ -72,7 +72,10 @@ class Replacements(TorchFunctionMode):
         )
 
     def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
-        """Return rows of zeros and a one; for an index out of range, where PyTorch raises, none."""
+        """Return rows of zeros and a one, for an index in range.
+
+        A kernel cannot raise, as PyTorch does for another index: its row is marked instead.
+        """
         from .lowering.common import where_within
 
         if tensor.dtype != torch.int64:
@@ -83,6 +86,7 @@ class Replacements(TorchFunctionMode):
                 "one_hot takes the number of classes from the largest of them; pass num_classes"
             )
         recorder = self.recorder
+        # PyTorch's operators record zeros and ones; around their node comes that of the marks.
         classes = torch.arange(num_classes, device=tensor.device)
         result = (tensor.unsqueeze(-1) == classes).long()
         value = recorder.value(result)
