@@ -29,7 +29,7 @@ __all__ = [
     "definition",
     "digest",
     "fingerprint",
-    "is_pytorchs",
+    "is_unpatched",
     "names_in",
     "renamed",
 ]
@@ -171,8 +171,8 @@ def _is_source_of(function: FunctionType, tree: ast.FunctionDef) -> bool:
     bare = ast.FunctionDef(
         name=tree.name, args=tree.args, body=tree.body, decorator_list=[], returns=None
     )
-    # Within a class of the right name, since names like ``__x`` and ``super()`` depend on it.
-    # That class's name is the one before the last; a function outside of classes has only one.
+    # Within a class of the right name, since names like ``__x`` and ``super()`` depend on it. A
+    # qualified name is ``Class.method``, or one part outside of classes, where any name will do.
     owner = function.__qualname__.split(".")[-2:][0]
     cls = ast.ClassDef(
         name=owner, bases=[], keywords=[], body=[ast.copy_location(bare, tree)], decorator_list=[]
@@ -191,8 +191,8 @@ def _inside(codes: Iterable[CodeType]) -> list[CodeType]:
     return inside
 
 
-def is_pytorchs(base: type, name: str) -> bool:
-    """Whether a method is PyTorch's own, not patched; methods from elsewhere count unchecked."""
+def is_unpatched(base: type, name: str) -> bool:
+    """Whether nobody patched a method of PyTorch's; methods of other packages are not checked."""
     owner = next((cls for cls in base.__mro__ if name in vars(cls)), base)
     if not owner.__module__.startswith("torch."):
         return True
@@ -220,8 +220,9 @@ def _is_same_instruction(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
     return _is_same_value(one[1], other[1])
 
 
-# Python compiles ``name.method()`` in another way if the same source imports ``name``. The source
-# of one function has no imports, so both ways are mapped to one; what is mapped to "" is dropped.
+# Python compiles ``name.method()`` to a call of a method, but to a call of an attribute's value if
+# the same source imports ``name``. A file does, the source of one function does not: so both are
+# mapped to the same instructions. What is mapped to "" is dropped.
 _CALLS = {
     "LOAD_METHOD": "LOAD_ATTR",
     "CALL_METHOD": "CALL",

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 from torch import nn
 
-from .fingerprint import fingerprint, is_pytorchs
+from .fingerprint import fingerprint, is_unpatched
 
 __all__ = ["At", "Family", "Rule", "Verdict", "has_method", "judge", "named_cache", "needs_norm"]
 
@@ -150,7 +150,7 @@ def _inherits(cls: type, base: type, method: str) -> bool:
     """Whether a class has its base's method, and nobody has patched that on the base."""
     if getattr(cls, method) is not getattr(base, method):
         return False
-    return is_pytorchs(base, method)
+    return is_unpatched(base, method)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

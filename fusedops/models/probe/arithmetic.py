@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..fingerprint import definition, digest, is_pytorchs, names_in
+from ..fingerprint import definition, digest, is_unpatched, names_in
 
 __all__ = ["Case", "RefusedError", "case_of"]
 
@@ -390,7 +390,7 @@ def _is_pytorchs_norm(base: type, method: str) -> bool:
     """Whether this is the forward of a norm of torch.nn, and nobody has patched it."""
     if method != "forward" or base not in (nn.LayerNorm, nn.RMSNorm):
         return False
-    return is_pytorchs(base, method)
+    return is_unpatched(base, method)
 
 
 def _is_module(value: Any) -> bool:

@@ -66,7 +66,8 @@ def _weights(self: Any, cross: bool, cache: Any, biased: bool) -> tuple[Tensor, 
 
 def _has_keys(self: Any, cross: bool, cache: Any, biased: bool) -> bool:
     """Whether the cache has this layer's keys and values, in a form that the fast path takes."""
-    # A static cache returns its length as a tensor, and its masks are of its full size.
+    # Without a position bias, the layer computes one from the number of cached tokens. A static
+    # cache returns that as a tensor, and its masks are of its full size.
     if not biased and type(cache.get_seq_length(self.layer_idx)) is not int:
         return False
     # The first step fills a cross-attention's cache.
@@ -142,7 +143,9 @@ def _attended(
     position_bias: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention's output, and its weights if the model's kind of attention returns them."""
-    scope = renamed(type(self)._fusedops_original.forward)[0].__globals__
+    # The names of the module that defines the original forward, which looks them up in each call.
+    forward, _ = renamed(type(self)._fusedops_original.forward)
+    scope = forward.__globals__
     function = scope["ALL_ATTENTION_FUNCTIONS"].get_interface(
         self.config._attn_implementation, scope["eager_attention_forward"]
     )
@@ -169,8 +172,9 @@ def _is_sdpa(function: Callable[..., Any]) -> bool:
     return known and not names["_is_torch_npu_available"]
 
 
-# The attribute of a bias of `_bias`'s: the last mask that it was joined with, the dtype, and the
-# joined mask.
+# An attribute of the position biases that `_bias` returns: ``(mask, dtype, joined)``, the arguments
+# and the result of the last call of `_masked`. All layers of a step get the same mask, so the first
+# one computes the result for the rest.
 _JOINED = "_fusedops_joined"
 
 
@@ -187,7 +191,8 @@ def _bias(self: Any, query: Tensor, length: int, seen: int) -> Tensor:
 def _masked(bias: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Mask and position bias in one, computed once for all layers of a step.
 
-    Only a bias of `_bias`'s has the result attached: one of the caller's may outlive the step.
+    The result is attached only to a bias that `_bias` returned: a caller's bias may outlive the
+    step, and the mask change meanwhile.
     """
     cached = bias.__dict__.get(_JOINED)
     if cached is not None and cached[0] is mask and cached[1] is dtype:
