@@ -196,6 +196,7 @@ def _agreed(key: TuningKey, device_index: int, config: Config, origin: tuning.So
             except Exception as error:  # noqa: BLE001
                 problem = error
         stored = store.compare_set(name, "", json.dumps(dataclasses.astuple(config)))
+        # Again, by a rank whose wait timed out: others wait for this before they read the config.
         store.set(reached, "")
         agreed = _config(key, json.loads(stored))
         if agreed is None:
@@ -221,8 +222,10 @@ def _wait(store: Any, key: TuningKey, reached: str, name: str) -> None:
 
 def _config(key: TuningKey, numbers: Sequence[int] | None) -> Config | None:
     """Return the config with these fields, or None if the key's kernel cannot have it."""
+    if numbers is None:
+        return None
     try:
-        config = Config(*numbers or ())
+        config = Config(*numbers)
     except TypeError:
         return None
     return config if valid(key, config) else None

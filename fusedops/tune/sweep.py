@@ -34,6 +34,8 @@ _NOISE = 0.01
 _FINALISTS = 2
 # The number of workloads that are compiled ahead.
 _AHEAD = 6
+# The rows of workloads whose keys and kernels are collected: these depend on rows by bucket alone.
+_FEW_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,8 @@ class Sweeper:
         self._pool, self._timer, self._device = pool, timer, device
         self._name, self._limits = name, limits
         self.failures: list[str] = []
-        # Caches of a sweep, by workload at a fixed number of rows.
-        # Keys and compiled kernels do not depend on the number of rows, so workloads that differ
-        # only in that share them.
+        # Caches of a sweep, by workload with few rows. Compiled kernels do not depend on the number
+        # of rows, and keys only by their bucket, so workloads that differ only in that share them.
         self._keys_at: dict[Any, list[TuningKey]] = {}
         self._submitted: dict[Any, list[Future[Usage]]] = {}
 
@@ -192,9 +193,10 @@ class Sweeper:
         return list(dict.fromkeys(candidates))
 
     def _keys(self, workload: Tunable) -> list[TuningKey]:
-        name = str(workload.at(4))
+        name = str(workload.at(_FEW_ROWS))
         if name not in self._keys_at:
             self._keys_at[name] = keys_of(workload, self._device)
+        # The cached keys may have the bucket of another workload's rows.
         return [workload.key_at(key) for key in self._keys_at[name]]
 
     def _compile(self, workload: Tunable, key: TuningKey, config: Config) -> list[Future[Usage]]:
@@ -203,17 +205,19 @@ class Sweeper:
         Returns:
             The usages of the kernels that run with the config.
         """
-        name = (str(workload.at(4)), key.kernel, config)
+        name = (str(workload.at(_FEW_ROWS)), key.kernel, config)
         if name in self._submitted:
             return self._submitted[name]
         with tuning.forced(key.kernel, config), launch.collecting() as requests:
-            workload.at(4).step(self._device)()
+            workload.at(_FEW_ROWS).step(self._device)()
         is_heuristic = self._candidates(key)[0] == config
         futures = []
         for request in requests:
-            # Other kernels of the workload have configs of their own, which must run as well.
+            # The workload's other kernels have configs of their own.
             is_forced = request.config == config
-            future = self._pool.submit(request, fit=is_heuristic or not is_forced)
+            # What must run gets fewer stages if it does not fit; other candidates are dropped then.
+            must_run = is_heuristic or not is_forced
+            future = self._pool.submit(request, fit=must_run)
             if is_forced:
                 futures.append(future)
         self._submitted[name] = futures
