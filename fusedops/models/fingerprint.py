@@ -235,15 +235,21 @@ _CALLS = {
 
 def _instructions(code: CodeType) -> list[tuple[str, Any]]:
     """Return the names and arguments of a code's instructions, as far as they can be compared."""
-    instructions = []
+    instructions: list[tuple[str, Any]] = []
+    positions: dict[int, int] = {}  # by offset, among the instructions that are compared
     for instruction in dis.get_instructions(code):
         name = _CALLS.get(instruction.opname, instruction.opname)
-        # The distances of jumps depend on the instructions that were mapped or dropped.
-        is_jump = "JUMP" in name or "FOR_ITER" in name
-        value = None if is_jump or name == "CALL" else instruction.argval
+        positions[instruction.offset] = len(instructions)
         if name:
+            # The count of a call's arguments has no constant or name that it stands for.
+            value = instruction.arg if name == "CALL" else instruction.argval
             instructions.append((name, value))
-    return instructions
+    # Offsets depend on the instructions that were mapped or dropped, and so do the targets of jumps.
+    return [(name, positions[value] if _is_jump(name) else value) for name, value in instructions]
+
+
+def _is_jump(name: str) -> bool:
+    return dis.opmap.get(name) in (*dis.hasjrel, *dis.hasjabs)
 
 
 def _is_same_value(one: Any, other: Any) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import fusedops
 from fusedops.models import FusionReport
+from fusedops.models.fingerprint import definition
 from fusedops.models.parts import replacing
 from modules import close, randomise
 from support import DEVICE
@@ -282,6 +283,29 @@ class Block(nn.Module):
         x = x + self.dropout(self.layer(x))
         return self.norm(x)
 """
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("if x: y = x\n    y = z", "if x: y = x; y = z"),
+        ("y = a(b(x))", "y = a(b, x)()"),
+        ("y = a(x)(x)", "y = a(x, x)()"),
+    ],
+)
+def test_a_file_whose_blocks_or_calls_alone_changed_is_not_the_source(
+    before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same names and constants in the same order."""
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / f"blocks_{abs(hash(before))}.py"
+    path.write_text(f"def forward(x, y, z, a, b):\n    {before}\n    return y\n")
+    forward = importlib.import_module(path.stem).forward
+    assert definition(forward) is not None
+    path.write_text(f"def forward(x, y, z, a, b):\n    {after}\n    return y\n")
+    linecache.checkcache()
+    definition.cache_clear()
+    assert definition(forward) is None
 
 
 @pytest.mark.parametrize("now, rule", [("", "block"), ("+ 1", ""), ("# said otherwise", "block")])
