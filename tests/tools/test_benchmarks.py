@@ -1,241 +1,179 @@
-"""The benchmark's own arithmetic and its gate; the timing itself needs a GPU."""
+"""The operators' benchmark: what it measures, writes and refuses; the timing needs a GPU."""
 
-from dataclasses import replace
+import math
+from dataclasses import fields, replace
+from typing import get_type_hints
 
 import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import floors, providers, results, runner, targets, timing
-from benchmarks.cases import Case, cases, discover
-from benchmarks.results import Row
-from benchmarks.values import ExactOracle, Oracle, oracle_of
+from benchmarks import floors, providers, results, runner, sweep, targets, timing, warm
+from benchmarks.cases import Case, discover
+from benchmarks.models import distributed_results, first_calls
+from benchmarks.models import results as model_results
+from benchmarks.values import oracle_of
 
 pytestmark = pytest.mark.once
 
 CPU = torch.device("cpu")
 SPECS = {spec.name: spec for spec in discover()}
 EXACT = sorted(name for name, spec in SPECS.items() if spec.exact)
+DROPOUT = ("bias_dropout_add", "bias_dropout_add_ln", "bias_dropout_add_rms_norm")
+PLACE = ("layer_norm", "8192x4096", "bf16", "fwd_bwd")
 
 
-def row(
-    provider="fusedops",
-    gpu=100.0,
-    loop=200.0,
-    *,
-    op="layer_norm",
-    shape="8192x4096",
-    mode="fwd_bwd",
-    **changes,
-):
-    base = Row(
-        op, shape, "bf16", mode, provider, gpu, loop, 80.0, 64.0, "abc1234", "2.11.0", "3.6.0"
-    )
-    return replace(base, **changes)
+def row(provider="fusedops", gpu=100.0, loop=200.0, **changes):
+    versions = ("abc1234", "2.11.0", "3.6.0")
+    return replace(results.Row(*PLACE, provider, gpu, loop, 80.0, 64.0, *versions), **changes)
 
 
 def case_of(op, rows=64, cols=96, dtype=torch.float32):
     return Case(SPECS[op], (rows, cols), dtype)
 
 
-# --- cases and floors -----------------------------------------------------------------------------
+# --- floors and steps -----------------------------------------------------------------------------
 
 
-def test_every_target_has_a_case():
-    timed = {(case.op, case.shape, case.dtype_name) for case in cases(SPECS.values())}
-    assert {(t.op, t.shape, t.dtype) for t in targets.TARGETS} <= timed
+def test_floor_is_the_passes_bytes_in_microseconds():
+    moved = floors.bytes_moved(SPECS["layer_norm"], 8192 * 4096, torch.bfloat16, "fwd_bwd")
+    assert moved == 5 * 8192 * 4096 * 2
+    assert floors.floor_us(moved, 4.25e12) == pytest.approx(79.0, rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("op", "shape", "mode", "published"),
-    [
-        # Microseconds at 4.25 TB/s, by hand: passes * M * N * bytes / bandwidth.
-        ("bias_dropout_add_ln", (8192, 4096, torch.bfloat16), "fwd_bwd", 110.5),
-        ("bias_dropout_add_ln", (8192, 1024, torch.float32), "fwd_bwd", 55.3),
-        ("bias_dropout_add_ln", (8192, 4096, torch.bfloat16), "fwd", 47.4),
-        ("layer_norm", (8192, 4096, torch.bfloat16), "fwd_bwd", 79.0),
-        ("rms_norm", (8192, 1024, torch.bfloat16), "fwd", 7.9),
-    ],
-)
-def test_floor(op, shape, mode, published):
-    rows, cols, dtype = shape
-    assert floors.floor_us(
-        floors.bytes_moved(SPECS[op], rows * cols, dtype, mode), 4.25e12
-    ) == pytest.approx(published, rel=1e-2)
-
-
-def test_sets_are_several_times_the_cache_but_bounded():
+def test_sets_of_inputs_exceed_the_cache():
     assert timing.set_count(16 << 20, 60 << 20) * (16 << 20) >= 4 * (60 << 20)
     assert timing.set_count(1 << 30, 60 << 20) == 3
-    assert timing.set_count(4096, 60 << 20) == 64
 
 
-def test_a_training_step_returns_gradients_and_accumulates_none():
-    x = torch.randn(4, 8, requires_grad=True)
-    cotangent = torch.randn(4, 8)
+def test_training_step_returns_gradients_and_accumulates_none():
+    x, cotangent = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
     step = timing.Train(lambda x: (x.square(),), {"x": x}, (x,), (cotangent,))
     torch.testing.assert_close(step()[1][0], 2 * x * cotangent)
     torch.testing.assert_close(step.backward(step.forward())[0], 2 * x * cotangent)
     assert x.grad is None
 
 
-# --- results --------------------------------------------------------------------------------------
+# --- results files --------------------------------------------------------------------------------
+
+STORES = {
+    "operators": (results, ("op", "shape", "dtype", "mode", "provider")),
+    "models": (model_results, ("model", "mode", "shape", "provider")),
+    "several GPUs": (distributed_results, ("model", "shape", "layout", "ranks", "provider")),
+    "first calls": (first_calls, ("model", "mode", "shape", "provider")),
+}
 
 
-def test_new_rows_replace_old_ones_of_the_same_key(tmp_path):
+def stored_row(store, number, optional):
+    """A row with a number in each measured column, and another in those that may be empty."""
+    hints = get_type_hints(store.Row)
+    kinds = {str: "1x2", int: 1, float: number, float | None: optional}
+    return store.Row(**{field.name: kinds[hints[field.name]] for field in fields(store.Row)})
+
+
+@pytest.mark.parametrize(("store", "key"), STORES.values(), ids=STORES)
+def test_newer_row_replaces_the_one_of_the_same_key_alone(store, key, tmp_path):
     path = tmp_path / "deep" / "device.csv"
-    results.write(path, [row(gpu=100.0), row("eager", gpu=300.0)])
-    results.write(path, [row(gpu=90.0), row(gpu=40.0, mode="fwd")])
-    seen = {(r.mode, r.provider): r.gpu_us for r in results.read(path)}
-    assert seen == {
-        ("fwd", "fusedops"): 40.0,
-        ("fwd_bwd", "eager"): 300.0,
-        ("fwd_bwd", "fusedops"): 90.0,
-    }
-    assert [p.name for p in path.parent.iterdir()] == ["device.csv"]
-
-
-def test_a_file_with_other_columns_is_refused_and_left_alone(tmp_path):
-    path = tmp_path / "device.csv"
-    path.write_text("op,time\nlayer_norm,3\n")
-    with pytest.raises(
-        results.UnreadableError, match=r"has the columns \['op', 'time'\], expected \['op', 'shape'"
-    ):
-        results.write(path, [row()])
-    assert path.read_text() == "op,time\nlayer_norm,3\n"
+    old, new = stored_row(store, 0.5, None), stored_row(store, 1.25, 2.5)
+    others = [replace(old, **{name: 2 if name == "ranks" else "3x4"}) for name in key]
+    for rows, expected in (([old, *others], [old, *others]), ([new], [new, *others])):
+        store.write(path, rows)
+        assert sorted(store.read(path), key=repr) == sorted(expected, key=repr)
 
 
 # --- targets --------------------------------------------------------------------------------------
 
 
-def test_fractions_and_loop_ratios_are_compared_the_right_way_round():
-    figures = (
-        targets.Target("layer_norm", "8192x4096", "bf16", "fwd_bwd", 0.80),
-        targets.Target("layer_norm", "8x256", "bf16", "fwd_bwd", 1.15, "loop"),
-    )
+@pytest.mark.parametrize(
+    ("kind", "result", "met", "missed", "best_peer"),
+    [
+        ("fraction", 80 / 99, 0.80, 0.82, "0.53 liger"),
+        ("loop", 1.2, 1.25, 1.15, "6.00 liger"),
+        ("us", 99.0, 100.0, 95.0, "150.00 liger"),
+        ("times", 1.65, 1.7, 1.2, "2.50 liger"),
+    ],
+)
+def test_target_is_judged_the_right_way_round(kind, result, met, missed, best_peer):
     rows = [
-        row(gpu=99.0),
-        row("eager", gpu=200.0),
-        row("liger", gpu=150.0),
-        row(shape="8x256", loop=60.0),
-        row("eager", shape="8x256", loop=50.0),
-        row("liger", shape="8x256", loop=300.0),
+        row(gpu=99.0, loop=60.0),
+        row("eager", gpu=200.0, loop=50.0),
+        row("liger", gpu=150.0, loop=300.0),
+        row(gpu=60.0, op="rms_norm"),
     ]
-    fraction, loop = targets.compare(rows, figures)
-    assert fraction.result == pytest.approx(80 / 99)
-    assert fraction.met
-    assert fraction.best_peer == "0.53 liger"
-    assert loop.result == pytest.approx(1.2)
-    assert not loop.met
-    assert loop.best_peer == "6.00 liger"
+    figures = [targets.Target(*PLACE, value, kind, "rms_norm") for value in (met, missed)]
+    verdicts = targets.compare(rows, figures)
+    assert [verdict.met for verdict in verdicts] == [True, False]
+    assert [verdict.result for verdict in verdicts] == pytest.approx([result] * 2)
+    assert verdicts[0].best_peer == best_peer
 
 
-def test_times_and_multiples_of_another_operator():
-    figures = (
-        targets.Target("layer_norm", "8192x4096", "bf16", "fwd_bwd", 95.0, "us"),
-        targets.Target("layer_norm", "8192x4096", "bf16", "fwd_bwd", 1.2, "times", "rms_norm"),
-    )
-    rows = [row(gpu=90.0), row("liger", gpu=150.0), row(op="rms_norm", gpu=60.0)]
-    microseconds, multiple = targets.compare(rows, figures)
-    assert microseconds.result == pytest.approx(90.0)
-    assert microseconds.met
-    assert multiple.result == pytest.approx(1.5)
-    assert not multiple.met
-    assert multiple.best_peer == "2.50 liger"
-    assert [verdict.result for verdict in targets.compare(rows[:1], figures)] == [
-        pytest.approx(90.0),
-        None,
+@pytest.mark.parametrize(("provider", "kind"), [("eager", "us"), ("fusedops", "loop")])
+def test_target_without_its_rows_is_not_met(provider, kind):
+    (verdict,) = targets.compare([row(provider)], [targets.Target(*PLACE, 1e9, kind)])
+    assert (verdict.result, verdict.met) == (None, False)
+
+
+@pytest.mark.parametrize(("gpu", "missed"), [(10.0, 0), (400.0, 1)])
+def test_check_fails_until_every_target_is_met(gpu, missed, tmp_path, capsys):
+    path, base = tmp_path / "device.csv", row(gpu=10.0, loop=20.0, floor_us=9.5)
+    ours = [
+        replace(base, op=t.op, shape=t.shape, dtype=t.dtype, mode=t.mode) for t in targets.TARGETS
     ]
+    peers = [replace(r, provider="eager", loop_us=2000.0) for r in ours]
+    results.write(path, [*ours, *peers, replace(ours[0], gpu_us=gpu)])
+    assert command.main(["check", "--output", str(path)]) == missed
+    assert capsys.readouterr().out.count("MISSED") == missed
 
 
-def test_an_absent_figure_is_not_met():
-    (verdict,) = targets.compare(
-        [row("eager")], [targets.Target("layer_norm", "8192x4096", "bf16", "fwd_bwd", 0.8)]
-    )
-    assert verdict.result is None
-    assert not verdict.met
-
-
-def test_check_fails_until_every_figure_is_met(tmp_path, capsys):
-    path = tmp_path / "device.csv"
-    results.write(path, [row(op="layer_norm", shape="3x5")])
-    assert command.main(["check", "--output", str(path)]) == 1
-    # Ten microseconds of a floor of 9.5, and a hundredth of eager's loop.
-    good = [
-        replace(
-            row(op=t.op, shape=t.shape, dtype=t.dtype, mode=t.mode, gpu=10.0, loop=20.0),
-            floor_us=9.5,
-        )
-        for t in targets.TARGETS
-    ]
-    results.write(path, [*good, *(replace(r, provider="eager", loop_us=2000.0) for r in good)])
-    assert command.main(["check", "--output", str(path)]) == 0
-    results.write(path, [replace(good[0], gpu_us=400.0)])
-    capsys.readouterr()
-    assert command.main(["check", "--output", str(path)]) == 1
-    assert capsys.readouterr().out.count("MISSED") == 1
-
-
-# --- which providers are timed --------------------------------------------------------------------
-
-
-def test_max_autotune_is_spared_where_nothing_asks_for_it():
-    with_target, without = (
-        case_of("layer_norm", 8192, 4096, torch.bfloat16),
-        case_of("layer_norm", 77, 4096),
-    )
-    wanted = providers.worthwhile
-    assert wanted("compile_max_autotune", with_target, "fwd_bwd", named=False)
-    assert not wanted("compile_max_autotune", with_target, "fwd", named=False)
-    assert not wanted("compile_max_autotune", without, "fwd_bwd", named=False)
-    assert wanted("compile_max_autotune", without, "fwd_bwd", named=True)
-    assert wanted("compile", without, "fwd", named=False)
+# --- the command line -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    ("arguments", "message"),
     [
-        (["run", "--budget", "-1"], "run: --budget must be at least 0 seconds, got -1"),
-        (["run", "--budget", "nan"], "run: --budget must be at least 0 seconds, got nan"),
-        (["sweep", "--budget", "-0.5"], "sweep: --budget must be at least 0 seconds, got -0.5"),
-        (["sweep", "--jobs", "-3"], "sweep: --jobs must be at least 0, got -3"),
-        (
-            ["compare", "old.csv", "new.csv", "--threshold", "-5"],
-            "compare: --threshold must be at least 0 percent, got -5",
-        ),
+        ("run --budget nan", "run: --budget must be at least 0 seconds, got nan"),
+        ("run", "benchmarks: needs a GPU"),
+        ("sweep", "benchmarks: needs a GPU"),
+        ("rowwise", "rowwise: needs a GPU"),
+        ("models", "models: needs a GPU; on a CPU try --tiny"),
+        ("models --device cuda", "models: no device 'cuda' here"),
+        ("models --page page.md --output none.csv", "models: no such file: none.csv"),
+        ("check --output none.csv", "benchmarks: no such file: none.csv"),
+        ("report --output other.csv --page page.md", "benchmarks: other.csv has the columns"),
     ],
 )
-def test_numbers_that_mean_nothing(arguments, message, capsys):
-    """Said in one line before a GPU or a file is looked for."""
-    assert command.main(arguments) == 2
-    said = capsys.readouterr()
-    assert said.err == f"{message}\n" and not said.out
-
-
-def test_running_without_a_gpu_is_refused(monkeypatch, capsys):
+def test_bad_input_is_one_line_and_nothing_is_written(
+    arguments, message, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert command.main(["run"]) == 2
-    assert "needs a GPU" in capsys.readouterr().err
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    assert command.main(arguments.split()) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(message) and err.count("\n") == 1 and not out
+    assert [path.name for path in tmp_path.iterdir()] == ["other.csv"]
 
 
 # --- the gate: wrong values are not timed ---------------------------------------------------------
 
-DROPOUT = ("bias_dropout_add", "bias_dropout_add_ln", "bias_dropout_add_rms_norm")
 
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("op", sorted(SPECS))
-def test_right_providers_pass(op, dtype):
-    oracle = oracle_of(case_of(op, dtype=dtype), CPU)
+def test_right_providers_pass(op):
+    oracle = oracle_of(case_of(op, dtype=torch.bfloat16), CPU)
     for name in ("fusedops", "eager"):
         verdict = oracle.judge(name, providers.build(name, SPECS[op]))
         assert not verdict.wrong
         assert not verdict.overwrites
 
 
-def altered(spec, change):
-    """Eager with its outputs changed."""
-    return lambda **kwargs: tuple(change(out) for out in spec.eager(**kwargs))
+def judged(op, cheat):
+    """The verdict on eager's outputs, changed."""
+    eager = SPECS[op].eager
+    return oracle_of(case_of(op), CPU).judge("eager", lambda **kwargs: cheat(eager, kwargs))
+
+
+def each_output(change):
+    return lambda eager, kwargs: tuple(change(out) for out in eager(**kwargs))
 
 
 @pytest.mark.parametrize(
@@ -249,189 +187,176 @@ def altered(spec, change):
 )
 @pytest.mark.parametrize("op", ["layer_norm", "bias_dropout_add_ln"])
 def test_wrong_outputs_are_refused(op, change, message):
-    verdict = Oracle(case_of(op), CPU).judge("eager", altered(SPECS[op], change))
-    assert set(verdict.wrong) == {"fwd", "fwd_bwd"}
-    assert message in verdict.wrong["fwd_bwd"]
+    wrong = judged(op, each_output(change)).wrong
+    assert set(wrong) == {"fwd", "fwd_bwd"}
+    assert message in wrong["fwd_bwd"]
 
 
-class _Skewed(torch.autograd.Function):
-    """The identity, with a gradient that is too large in one element."""
+@pytest.mark.parametrize("op", EXACT)
+def test_exact_operators_are_refused_for_a_last_bit(op):
+    wrong = judged(op, each_output(lambda out: torch.nextafter(out, out + 1.0))).wrong
+    assert wrong == {"fwd": "output 0 is not the reference's"}
+
+
+class Backward(torch.autograd.Function):
+    """The identity; its gradient is scaled in one row, and the one that it was given is lost."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, scale):
+        ctx.scale = scale
         return x.clone()
 
     @staticmethod
     def backward(ctx, dy):
-        dy = dy.clone()
-        dy[0] *= 1.5
-        return dy
+        dx = dy.clone()
+        dx[0] *= ctx.scale
+        dy.zero_()
+        return dx, None
 
 
 @pytest.mark.parametrize("op", sorted(SPECS.keys() - EXACT))
 def test_wrong_gradients_are_refused_and_right_outputs_still_timed(op):
-    spec = SPECS[op]
+    def skewed(eager, kwargs):
+        name = next((n for n in ("weight", "bias") if n in kwargs), SPECS[op].tensors[-1])
+        return eager(**kwargs | {name: Backward.apply(kwargs[name], 1.5)})
 
-    def skewed(**kwargs):
-        name = next((name for name in ("weight", "bias") if name in kwargs), spec.tensors[-1])
-        return spec.eager(**kwargs | {name: _Skewed.apply(kwargs[name])})
-
-    verdict = Oracle(case_of(op), CPU).judge("eager", skewed)
-    assert set(verdict.wrong) == {"fwd_bwd"}
-    assert "gradient of" in verdict.wrong["fwd_bwd"]
+    wrong = judged(op, skewed).wrong
+    assert set(wrong) == {"fwd_bwd"}
+    assert "gradient of" in wrong["fwd_bwd"]
 
 
-@pytest.mark.parametrize("op", DROPOUT)
-def test_another_keep_rate_is_refused(op):
-    spec = SPECS[op]
-    verdict = Oracle(case_of(op), CPU).judge(
-        "eager", lambda **kwargs: spec.eager(**kwargs | {"p": 0.15})
-    )
-    assert "of the elements, expected 0.90000" in verdict.wrong["fwd_bwd"]
-
-
-@pytest.mark.parametrize("op", DROPOUT)
-def test_a_biased_scale_is_refused(op):
-    """The expectation off by a quarter of a percent, as from p rounded to a byte but not its scale."""
-    spec = SPECS[op]
-
-    def biased(**kwargs):
-        return spec.eager(**kwargs | {name: kwargs[name] * 1.0026 for name in ("x", "bias")})
-
-    assert "is off by" in Oracle(case_of(op), CPU).judge("eager", biased).wrong["fwd_bwd"]
-
-
-@pytest.mark.parametrize("op", DROPOUT)
-def test_a_backward_with_another_mask_is_refused(op):
-    """The forward under one mask and the gradients under another.
-
-    Neither gate alone would see it.
-    """
-    spec = SPECS[op]
-
-    def two_masks(**kwargs):
-        with torch.no_grad():
-            shown = spec.eager(**kwargs)
-        hidden = spec.eager(**kwargs)
-        return tuple(h + (s - h).detach() for s, h in zip(shown, hidden, strict=True))
-
-    assert (
-        "output 0 is off by" in Oracle(case_of(op), CPU).judge("eager", two_masks).wrong["fwd_bwd"]
-    )
-
-
-def test_a_provider_that_writes_into_the_gradient_is_noticed():
-    class InPlace(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, y):
-            return y.clone()
-
-        @staticmethod
-        def backward(ctx, dy):
-            kept = dy.clone()
-            dy.zero_()
-            return kept
-
-    spec = SPECS["layer_norm"]
-    verdict = Oracle(case_of("layer_norm"), CPU).judge("eager", altered(spec, InPlace.apply))
+def test_writing_into_the_given_gradient_is_noticed():
+    verdict = judged("layer_norm", each_output(lambda out: Backward.apply(out, 1.0)))
     assert verdict.overwrites
     assert not verdict.wrong
 
 
-def test_a_vanishing_gradient_does_not_hide_the_mask():
-    """Where dz underflows to zero the gradients cannot tell kept from dropped; the output does."""
-    case = case_of("bias_dropout_add", 64, 512, torch.float16)
-    oracle = Oracle(case, CPU)
-    oracle.cotangents = tuple(
-        c.masked_fill(torch.rand_like(c) < 0.01, 0.0) for c in oracle.cotangents
-    )
-    assert not oracle.judge("eager", case.spec.eager).wrong
+def two_masks(eager, kwargs):
+    """The forward under one mask and the gradients under another: neither alone is wrong."""
+    with torch.no_grad():
+        shown = eager(**kwargs)
+    return tuple(h + (s - h).detach() for s, h in zip(shown, eager(**kwargs), strict=True))
 
 
-@pytest.mark.parametrize("op", EXACT)
-def test_exact_operators_are_held_to_the_bit(op):
-    """One wrong element, a last bit, another dtype.
-
-    What writes to its inputs does not spoil them for the next.
-    """
-    oracle = oracle_of(case_of(op), CPU)
-    assert isinstance(oracle, ExactOracle)
-    for change in (
-        lambda out: out.index_fill(1, torch.tensor([5]), -torch.inf),
-        lambda out: out.double(),
-        lambda out: torch.nextafter(out, out + 1.0),
-    ):
-        assert oracle.judge("eager", altered(SPECS[op], change)).wrong == {
-            "fwd": "output 0 is not the reference's"
-        }
-    for name in providers.PROVIDERS:
-        call = providers.build(name, SPECS[op]) if not name.startswith("compile") else None
-        assert call is None or not oracle.judge(name, call).wrong, name
+def biased_scale(eager, kwargs):
+    """A quarter of a percent off, as from a p rounded to a byte with the scale of the exact one."""
+    return eager(**kwargs | {name: kwargs[name] * 1.0026 for name in ("x", "bias")})
 
 
-@pytest.mark.parametrize("op", EXACT)
-def test_exact_operators_have_no_backward_to_time(op):
-    (case, *_) = cases([SPECS[op]])
-    assert case.modes == ("fwd",)
-    options = command._parser().parse_args(["run", "--provider", "fusedops"])
-    assert command._wanted(case, options) == (("fwd", "fusedops"),)
-    assert case_of("layer_norm").modes == ("fwd", "fwd_bwd")
+@pytest.mark.parametrize(
+    ("cheat", "message"),
+    [
+        (lambda eager, kwargs: eager(**kwargs | {"p": 0.15}), "elements, expected 0.90000"),
+        (biased_scale, "is off by"),
+        (two_masks, "output 0 is off by"),
+    ],
+    ids=["rate", "scale", "two masks"],
+)
+@pytest.mark.parametrize("op", DROPOUT)
+def test_wrong_dropout_is_refused(op, cheat, message):
+    assert message in judged(op, cheat).wrong["fwd_bwd"]
 
 
 # --- one case, its timing replaced ----------------------------------------------------------------
 
 
 @pytest.fixture
-def untimed(monkeypatch):
-    """Every measurement returns a constant, so that a case runs without a GPU."""
-    monkeypatch.setattr(
-        timing, "gpu_us", lambda steps, effort, **kwargs: [step() for step in steps] and 50.0
-    )
+def machine(monkeypatch):
+    """One on which every measurement returns a constant."""
+    monkeypatch.setattr(timing, "gpu_us", lambda steps, *_, **__: [s() for s in steps] and 50.0)
     monkeypatch.setattr(timing, "peak_mib", lambda step: 1.0)
-    monkeypatch.setattr(
-        timing, "loop_us", lambda steps, effort, **kwargs: dict.fromkeys(steps, 70.0)
-    )
+    monkeypatch.setattr(timing, "loop_us", lambda steps, *_, **__: dict.fromkeys(steps, 70.0))
     return runner.Machine(CPU, 1 << 16, 1e9, "abc1234", "2.11.0", "3.6.0")
 
 
-def test_a_case_gives_a_row_for_every_mode_and_right_provider(untimed, monkeypatch, capsys):
-    monkeypatch.setitem(
-        providers.PROVIDERS, "wrong", lambda spec: altered(spec, lambda out: out * 1.01)
-    )
-    monkeypatch.setitem(providers.PROVIDERS, "broken", lambda spec: lambda **kwargs: 1 / 0)
-    monkeypatch.setitem(providers.PROVIDERS, "absent", lambda spec: None)
-    names = ("fusedops", "eager", "wrong", "broken", "absent")
-    plan = runner.Plan(
-        tuple((mode, name) for mode in ("fwd", "fwd_bwd") for name in names), timing.Effort()
-    )
-    rows = runner.run_case(case_of("bias_dropout_add_ln"), plan, untimed)
-    assert {(r.mode, r.provider) for r in rows} == {
-        (m, n) for m in ("fwd", "fwd_bwd") for n in ("fusedops", "eager")
-    }
-    floor = {"fwd": 3 * 64 * 96 * 4 / 1e9 * 1e6, "fwd_bwd": 7 * 64 * 96 * 4 / 1e9 * 1e6}
-    assert all(
-        (r.shape, r.dtype, r.gpu_us, r.loop_us) == ("64x96", "fp32", 50.0, 70.0) for r in rows
-    )
-    assert all(r.floor_us == pytest.approx(floor[r.mode]) for r in rows)
-    said = capsys.readouterr().err
-    assert "fwd_bwd wrong: REFUSED, wrong values: output 0 is off by" in said
-    assert "broken: left out, ZeroDivisionError" in said
-
-
-def test_a_provider_that_cannot_be_captured_is_timed_in_a_loop_and_said_so(
-    untimed, monkeypatch, capsys
+def test_every_mode_and_right_provider_has_a_row_and_the_others_are_named(
+    machine, monkeypatch, capsys
 ):
-    def uncapturable(steps, effort, **kwargs):
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+    case, passes = case_of("bias_dropout_add_ln"), {"fwd": 3, "fwd_bwd": 7}
+    eager, cheat = case.spec.eager, each_output(lambda out: out * 1.01)
+    monkeypatch.setitem(providers.PROVIDERS, "wrong", lambda _: lambda **kw: cheat(eager, kw))
+    monkeypatch.setitem(providers.PROVIDERS, "broken", lambda _: lambda **kw: 1 / 0)
+    names = ("fusedops", "eager", "wrong", "broken")
+    plan = runner.Plan(tuple((mode, n) for mode in passes for n in names), timing.Effort())
+    rows = runner.run_case(case, plan, machine)
+    right = [(mode, name) for mode in passes for name in ("fusedops", "eager")]
+    assert [(r.mode, r.provider) for r in rows] == right
+    for r in rows:
+        assert (r.shape, r.dtype, r.gpu_us, r.loop_us) == ("64x96", "fp32", 50.0, 70.0)
+        assert r.floor_us == pytest.approx(passes[r.mode] * 64 * 96 * 4 / 1e9 * 1e6)
+    errors = capsys.readouterr().err
+    assert "fwd_bwd wrong: REFUSED, wrong values: output 0 is off by" in errors
+    assert "broken: left out, ZeroDivisionError" in errors
 
-    monkeypatch.setattr(timing, "gpu_us", uncapturable)
-    monkeypatch.setattr(timing, "uncaptured_us", lambda steps, effort: 60.0)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    (only,) = runner.run_case(
-        case_of("layer_norm"), runner.Plan((("fwd", "fusedops"),), timing.Effort()), untimed
-    )
-    assert only.gpu_us == 60.0
-    assert (
-        "no graph (operation not permitted when stream is capturing); timed with"
-        in capsys.readouterr().err
-    )
+
+# --- sweeps ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", sorted(SPECS.keys() - EXACT))
+def test_lines_vary_what_their_axis_says_and_those_of_widths_move_the_same_bytes(op):
+    for line in sweep.lines(SPECS[op], ("hidden", "slices", "rows")):
+        for x, sides in line.points:
+            assert x == sides[{"hidden": -1, "slices": 1, "rows": 0}[line.axis]]
+            if line.axis == "rows":
+                assert sides[1:] == line.tail
+            else:
+                assert 0 <= sweep.ELEMENTS - math.prod(sides) < math.prod(sides[1:])
+
+
+@pytest.mark.parametrize("op", sorted(SPECS.keys() - EXACT))
+def test_outputs_have_the_elements_that_the_shape_is_named_for(op):
+    for case in sweep.plan([SPECS[op]], ("rows",), ("fp32",)):
+        if case.elements <= 1 << 14:
+            sample = case.spec.benchmark(case.sides, case.dtype, CPU)
+            outputs = case.spec.eager(**sample.tensors, **sample.options)
+            assert sum(out.numel() for out in outputs) == case.elements
+
+
+def test_only_what_has_a_row_is_not_timed_again():
+    cases = [case_of("layer_norm", 8192, 4096, torch.bfloat16), case_of("layer_norm")]
+    left = sweep.remaining(cases, ("fwd_bwd", "fwd"), ("fusedops", "eager"), [row("eager")])
+    assert [work.case for work in left] == cases
+    assert left[0].pairs == (("fwd_bwd", "fusedops"), ("fwd", "fusedops"), ("fwd", "eager"))
+
+
+def test_sweep_writes_what_it_measured_in_time_and_counts_missing_rows_of_ours(
+    machine, monkeypatch, tmp_path
+):
+    now, path = [0.0], tmp_path / "sweep.csv"
+
+    def run_case(case, plan, machine):
+        now[0] += 60.0
+        return [row("eager", shape=case.shape)]
+
+    monkeypatch.setattr(runner.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(runner, "run_case", run_case)
+    monkeypatch.setattr(warm, "settle_compiler", lambda: None)  # is for the measuring process
+    cases = [case_of("layer_norm", rows) for rows in (1, 2, 3, 4)]
+    work = sweep.remaining(cases, ("fwd_bwd",), ("fusedops", "eager"), [])
+    with results.Book(path) as book:
+        assert runner.measure_all(work, machine, book, jobs=0, ends=90.0) == (2, 2)
+    assert [r.shape for r in results.read(path)] == ["1x96", "2x96"]
+
+
+def test_resume_skips_the_rows_of_this_commit_and_of_those_named(
+    machine, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(sweep, "_ROWS", (1, 4))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(runner, "this_machine", lambda: ("CPU", machine))
+    words = "sweep --op gelu --axis rows --dtype fp32 --jobs 0 --provider fusedops --output"
+    every = [*words.split(), str(tmp_path / "sweep.csv")]
+
+    def printed(*more):
+        assert command.main([*every, *more]) == 0
+        return capsys.readouterr().out
+
+    assert "2 of 2 cases" in printed()
+    assert "0 of 2 cases" in printed("--resume")
+    monkeypatch.setattr(runner, "this_machine", lambda: ("CPU", replace(machine, commit="fedcba9")))
+    for before in ("abc1234", "abc1", "abc12340123"):
+        assert "0 of 2 cases" in printed("--resume", before)
+    for other in ("0a0a0a0", "abc1234+dirty", ""):
+        assert command.main([*every, "--resume", other]) == 2
+        assert f"has no rows at commit {other!r}; it has abc1234" in capsys.readouterr().err
+    assert "2 of 2 cases" in printed("--resume")
