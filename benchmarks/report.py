@@ -94,7 +94,7 @@ def markdown(folder: Path, device: str) -> str:
         _slower(both),
         _memory(both),
         *_shown(pictures, device, "peak_memory"),
-        *_along(pictures, device),
+        *_along(pictures),
         *_widths(swept),
         *[part for name, rows in sweeps.items() for part in _widths(rows, f" on {_device(name)}")],
         _tables(main, _device(device)),
@@ -263,7 +263,7 @@ def _spread(ratios: list[float]) -> str:
     )
 
 
-def _along(pictures: dict[str, figures.Chart], device: str) -> Iterator[str]:
+def _along(pictures: dict[str, figures.Chart]) -> Iterator[str]:
     """The sections with the sweeps' pictures, all but the first folded."""
     titles = {
         "hidden": "## Along hidden sizes\n\nEach tensor has 2²⁵ elements. For slices, the pictures vary their width and "

@@ -149,21 +149,24 @@ def write_records(path: Path, columns: Sequence[str], records: Iterable[Mapping[
     scratch.replace(path)
 
 
+_FLUSH_S = 5.0  # between two writings
+
+
 class Book:
     """Rows on their way to a file that many cases share.
 
     Written every few seconds, as each writing merges all.
     """
 
-    def __init__(self, path: Path, every: float = 5.0) -> None:
-        self.path, self.every = path, every
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._rows: list[Row] = []
         self._written = time.monotonic()
 
     def add(self, rows: Iterable[Row]) -> None:
         """Takes a case's rows."""
         self._rows += rows
-        if time.monotonic() - self._written >= self.every:
+        if time.monotonic() - self._written >= _FLUSH_S:
             self.flush()
 
     def flush(self) -> None:

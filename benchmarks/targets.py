@@ -8,7 +8,7 @@ from typing import Literal
 
 from .results import Row
 
-__all__ = ["TARGETS", "Target", "Verdict", "compare", "report", "target_fraction"]
+__all__ = ["TARGETS", "Target", "Verdict", "compare", "report"]
 
 Kind = Literal["fraction", "loop", "us", "times"]
 
@@ -108,20 +108,6 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target("batched_layer_norm_tanh_sequence", "256x64x64", "bf16", "fwd_bwd", 0.05, "loop"),
 )
-
-
-def target_fraction(op: str, shape: str, dtype: str, mode: str) -> float | None:
-    """The target as a fraction of the roofline; None if there is none."""
-    for target in TARGETS:
-        if (target.op, target.shape, target.dtype, target.mode, target.kind) == (
-            op,
-            shape,
-            dtype,
-            mode,
-            "fraction",
-        ):
-            return target.value
-    return None
 
 
 def compare(rows: Iterable[Row], targets: Iterable[Target] = TARGETS) -> list[Verdict]:

@@ -33,13 +33,13 @@ import fusedops
 from .. import results
 from . import distributed_masks as masks
 from . import example
-from .distributed_results import COLUMNS, MASKS, Row, line, write
+from .distributed_results import MASKS, Row, line, write
 from .plans import plan
 from .text import Text
 from .traffic import Traffic
 from .workloads import Workload, named, workloads
 
-__all__ = ["COLUMNS", "LAYOUTS", "PROVIDERS", "add_options", "run"]
+__all__ = ["add_options", "run"]
 
 LAYOUTS = ("tp", "fsdp", "fsdp-compiled", "fsdp-tp")
 PROVIDERS = ("eager", "fused")

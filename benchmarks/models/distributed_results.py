@@ -13,7 +13,7 @@ from typing import Any
 from .. import results
 from ..columns import every, sized
 
-__all__ = ["COLUMNS", "MASKS", "Row", "line", "markdown", "read", "write"]
+__all__ = ["MASKS", "Row", "line", "markdown", "read", "write"]
 
 MASKS = "masks"
 _MODEL_NAMES = {

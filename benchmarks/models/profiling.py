@@ -10,10 +10,10 @@ from .workloads import Workload
 
 __all__ = ["profiled"]
 
-_WIDTH = 100
+_MOST, _WIDTH = 25, 100  # kernels, and characters of a name
 
 
-def profiled(name: str, workload: Workload, setting: Setting, top: int = 25) -> str:
+def profiled(name: str, workload: Workload, setting: Setting) -> str:
     """A table of kernels (on a CPU, of operators).
 
     Launches and µs a step, and the share of all kernels' time.
@@ -27,7 +27,7 @@ def profiled(name: str, workload: Workload, setting: Setting, top: int = 25) -> 
     lines = [f"{'us':>10}{'count':>9}{'share':>8}  kernel"]
     lines += [
         f"{kernel.us:10.1f}{kernel.count:9.1f}{kernel.us / busy:8.1%}  {kernel.name[:_WIDTH]}"
-        for kernel in sorted(seen, key=lambda kernel: -kernel.us)[:top]
+        for kernel in sorted(seen, key=lambda kernel: -kernel.us)[:_MOST]
     ]
     lines.append(
         f"{busy / 1e3:.2f} ms busy of {wall:.2f} ms a step, {sum(kernel.count for kernel in seen):.0f} launches; "
