@@ -78,9 +78,6 @@ def test_workload_is_what_its_mode_says_and_the_same_each_time(workload):
     torch.testing.assert_close(again, batch, rtol=0, atol=0)
 
 
-# --- providers ------------------------------------------------------------------------------------
-
-
 @transformers_only
 @pytest.mark.parametrize("provider", ["eager", "fused"])
 @every_tiny
@@ -157,10 +154,9 @@ def test_ligers_patch_is_in_force_for_its_own_steps_alone(monkeypatch):
     before = dict(vars(modeling_llama))
     context = contenders.prepare("liger", tiny("llama", "train").build(CPU))
     assert vars(modeling_llama) == before
-    for _ in range(2):
-        with context():
-            assert modeling_llama.apply_rotary_pos_emb == modeling_llama.LlamaRMSNorm == "theirs"
-        assert vars(modeling_llama) == before
+    with context():
+        assert modeling_llama.apply_rotary_pos_emb == modeling_llama.LlamaRMSNorm == "theirs"
+    assert vars(modeling_llama) == before
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -256,9 +252,6 @@ def test_seconds_of_a_first_call_are_those_beyond_a_later_one(stepping, monkeypa
     assert seconds == pytest.approx(58.0)
 
 
-# --- runs -----------------------------------------------------------------------------------------
-
-
 def run(*arguments):
     return command.main(["models", "--tiny", "--device", "cpu", *map(str, arguments)])
 
@@ -271,9 +264,7 @@ def test_compiled_contenders_are_measured_together_after_the_others():
 
 
 @transformers_only
-def test_failing_provider_is_named_and_has_no_row_and_ours_fails_the_run(
-    tmp_path, monkeypatch, capsys
-):
+def test_failing_provider_is_named_and_ours_fails_the_run(tmp_path, monkeypatch, capsys):
     def fails(model):
         raise RuntimeError("no such thing\nand more")
 

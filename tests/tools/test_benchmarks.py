@@ -32,9 +32,6 @@ def case_of(op, rows=64, cols=96, dtype=torch.float32):
     return Case(SPECS[op], (rows, cols), dtype)
 
 
-# --- floors and steps -----------------------------------------------------------------------------
-
-
 def test_floor_is_the_passes_bytes_in_microseconds():
     moved = floors.bytes_moved(SPECS["layer_norm"], 8192 * 4096, torch.bfloat16, "fwd_bwd")
     assert moved == 5 * 8192 * 4096 * 2
@@ -81,9 +78,6 @@ def test_newer_row_replaces_the_one_of_the_same_key_alone(store, key, tmp_path):
         assert sorted(store.read(path), key=repr) == sorted(expected, key=repr)
 
 
-# --- targets --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kind", "result", "met", "missed", "best_peer"),
     [
@@ -125,9 +119,6 @@ def test_check_fails_until_every_target_is_met(gpu, missed, tmp_path, capsys):
     assert capsys.readouterr().out.count("MISSED") == missed
 
 
-# --- the command line -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -142,9 +133,7 @@ def test_check_fails_until_every_target_is_met(gpu, missed, tmp_path, capsys):
         ("report --output other.csv --page page.md", "benchmarks: other.csv has the columns"),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_is_written(
-    arguments, message, monkeypatch, tmp_path, capsys
-):
+def test_bad_input_is_refused(arguments, message, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
@@ -257,9 +246,6 @@ def test_wrong_dropout_is_refused(op, cheat, message):
     assert message in judged(op, cheat).wrong["fwd_bwd"]
 
 
-# --- one case, its timing replaced ----------------------------------------------------------------
-
-
 @pytest.fixture
 def machine(monkeypatch):
     """One on which every measurement returns a constant."""
@@ -338,9 +324,7 @@ def test_sweep_writes_what_it_measured_in_time_and_counts_missing_rows_of_ours(
     assert [r.shape for r in results.read(path)] == ["1x96", "2x96"]
 
 
-def test_resume_skips_the_rows_of_this_commit_and_of_those_named(
-    machine, monkeypatch, tmp_path, capsys
-):
+def test_resume_skips_rows_of_this_and_of_named_commits(machine, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sweep, "_ROWS", (1, 4))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(runner, "this_machine", lambda: ("CPU", machine))
