@@ -465,6 +465,7 @@ def _work(rank: int, folder: str) -> None:
 @pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning"
 )
+@pytest.mark.once
 def test_three_processes(tmp_path: Path) -> None:
     mp.spawn(_work, (str(tmp_path),), RANKS)
     if not INTERPRETED:

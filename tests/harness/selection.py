@@ -1,18 +1,17 @@
 """What of a test's parameters the short suite runs.
 
-Not their product, but a choice in which every pair occurs.
+Not their product, but a choice in which every value occurs.
 
 A test over samples, dtypes and layouts has hundreds of cases, and a fault that only one of them
 shows is nearly always one of a value or of two: this dtype, that sample in this layout. So the
 short suite takes, of each test with many cases, few in which every value of every parameter occurs,
-and every pair of values of two parameters that occurs at all (a pairwise covering; Kuhn, Wallace
-and Gallo 2004 found it to show most faults). ``--full`` runs the product.
+and every operator in each dtype. ``--full`` runs the product, each night.
 
-A `Case` counts as three parameters: spec, sample and dtype; a tuple as its parts. Where one case
-takes seconds, the mark ``pairs`` names the pairs of parameters that count, as in
-``@pytest.mark.pairs("spec dtype", "spec layout")``; of the others each value still occurs.
-``@pytest.mark.pairs`` alone asks for each value once, and with ``of="spec dtype"`` only for those
-of these parameters.
+A `Case` counts as three parameters: spec, sample and dtype; a tuple as its parts. The mark
+``pairs`` names pairs of parameters of which every pair of values that occurs at all is to be
+covered, as in ``@pytest.mark.pairs("spec dtype", "spec layout")`` (a pairwise covering; Kuhn,
+Wallace and Gallo 2004 found it to show most faults). ``@pytest.mark.pairs`` alone shortens also a
+test with few cases, and with ``of="spec dtype"`` values of other parameters need not occur.
 
 The choice depends on the collected cases alone, so all processes of a run make the same, as does
 every run.
@@ -34,7 +33,9 @@ __all__ = ["FEW", "cover", "few_subsets", "shortened"]
 
 # The product of a test with no more cases than this runs as it is, unless it is marked: it costs no
 # time.
-FEW = 24
+FEW = 8
+# The pairs of a test without the mark.
+_USUAL = {frozenset({"spec", "dtype"})}
 
 Factor = tuple[str, Hashable]
 Requirement = tuple[Factor, ...]
@@ -52,13 +53,13 @@ def shortened(items: Sequence[pytest.Item]) -> list[pytest.Item]:
         if mark is None and len(cases) <= FEW:
             chosen.update(cases)
             continue
-        pairs = None if mark is None else {frozenset(pair.split()) for pair in mark.args}
+        pairs = _USUAL if mark is None else {frozenset(pair.split()) for pair in mark.args}
         of = None if mark is None else mark.kwargs.get("of")
         factors = [
             [(name, value) for name, value in _factors(item) if of is None or name in of.split()]
             for item in cases
         ]
-        _known(cases[0], pairs or (), {name for found in factors for name, _ in found})
+        _known(cases[0], pairs - _USUAL, {name for found in factors for name, _ in found})
         chosen.update(cover(cases, [set(_requirements(found, pairs)) for found in factors]))
     return [item for item in items if item in chosen]
 

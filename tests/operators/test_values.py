@@ -46,7 +46,7 @@ from tolerances import (
 )
 
 
-@pytest.mark.pairs("spec dtype", "sample dtype")
+@pytest.mark.pairs("spec dtype", "spec sample")
 @cases()
 def test_values(case: Case) -> None:
     check_values(case.spec, case.sample())
