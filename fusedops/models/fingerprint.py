@@ -244,7 +244,7 @@ def _instructions(code: CodeType) -> list[tuple[str, Any]]:
             # The count of a call's arguments has no constant or name that it stands for.
             value = instruction.arg if name == "CALL" else instruction.argval
             instructions.append((name, value))
-    # Offsets depend on the instructions that were mapped or dropped, and so do the targets of jumps.
+    # Offsets, and so targets of jumps, depend on the instructions that were mapped or dropped.
     return [(name, positions[value] if _is_jump(name) else value) for name, value in instructions]
 
 
