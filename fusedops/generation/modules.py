@@ -91,7 +91,9 @@ class FusedNoRepeatNGramLogitsProcessor:
                 )
             mask = torch.zeros(cols, dtype=torch.bool)
             mask[list(self.allowed)] = True
-            mask = self._masks[cols, device] = mask.to(device)
+            mask = mask.to(device)
+            if type(mask) is Tensor:  # a fake tensor is none for calls outside its mode
+                self._masks[cols, device] = mask
         return mask
 
     def __getstate__(self) -> dict[str, Any]:

@@ -848,6 +848,8 @@ def valid(key: TuningKey, config: Config) -> bool:
     """
     if config.block_n < 16:
         return False
+    if config in in_buckets(heuristic, key):
+        return True
     if key.kernel == "norm_forward":
         return _valid_forward(key, config)
     if key.kernel == "norm_backward" and "none" not in key.variant:

@@ -217,7 +217,11 @@ def candidates(key: TuningKey) -> list[Config]:
         loops = [replace(tile, stages=3, per_sm=max(1, 16 // tile.warps)) for tile in tiles]
         others = around(first, least=2) + loops
     configs = dict.fromkeys([heuristics[key.bucket], *heuristics, *others])
-    return [config for config in configs if config.warps <= 16 and valid(key, config)]
+    return [
+        config
+        for config in configs
+        if config in heuristics or (config.warps <= 16 and valid(key, config))
+    ]
 
 
 def _tiles_around(key: TuningKey, first: Config) -> list[Config]:

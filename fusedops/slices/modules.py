@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.calls.checks import check_choice, check_eps
+from ..core.compat.modules import has_own_hooks
 from ..core.typevars import Sliced
 from . import ops
 
@@ -389,11 +390,12 @@ class FusedBatchedLayerNormTanh(FusedBatchedLayerNormAct[Sliced]):
 def _check_layers(name: str, layers: list[nn.LayerNorm]) -> None:
     """Raises for a layer that cannot be one of a module's."""
     for k, layer in enumerate(layers):
-        # A subclass whose forward takes more than the input does more than a norm.
-        if not isinstance(layer, nn.LayerNorm) or len(signature(layer.forward).parameters) != 1:
+        if not isinstance(layer, nn.LayerNorm) or not _is_norm_alone(layer):
             raise TypeError(
                 f"{name}: layer {k} must be a torch.nn.LayerNorm, got {type(layer).__name__}"
             )
+        if has_own_hooks(layer):
+            raise TypeError(f"{name}: layer {k} has hooks, which the module would not call")
         if len(layer.normalized_shape) != 1:
             raise ValueError(
                 f"{name}: layer {k} normalises {layer.normalized_shape}, expected one dimension"
@@ -401,6 +403,13 @@ def _check_layers(name: str, layers: list[nn.LayerNorm]) -> None:
         facts, expected = _common(layer), _common(layers[0])
         if facts != expected:
             raise ValueError(f"{name}: layer {k} has {facts}, expected {expected} as layer 0")
+
+
+def _is_norm_alone(layer: nn.LayerNorm) -> bool:
+    """Whether the forward is PyTorch's, or one of this package's that takes the input alone."""
+    packages = {nn.LayerNorm.__module__.partition(".")[0], __name__.partition(".")[0]}
+    package = getattr(layer.forward, "__module__", "").partition(".")[0]
+    return package in packages and len(signature(layer.forward).parameters) == 1
 
 
 def _common(layer: nn.LayerNorm) -> str:

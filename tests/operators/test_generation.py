@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedops
 from fusedops.core.launches import launch
@@ -263,3 +264,11 @@ def test_options_within_generate() -> None:
     assert len(set(after_prompt)) == 9
     assert set(after_prompt) & set(range(1, 21))
     assert len(set(generate(allowed=range(1, 21)))) < 9
+
+
+def test_mask_of_a_call_under_a_mode_serves_no_other_call() -> None:
+    processor = FusedNoRepeatNGramLogitsProcessor(2, allowed=[3])
+    ids, scores = torch.tensor([[1, 3, 1]], device=DEVICE), torch.zeros(1, 8, device=DEVICE)
+    with FakeTensorMode():
+        processor(torch.ones(1, 3, dtype=torch.int64), torch.zeros(1, 8))
+    assert torch.equal(processor(ids, scores), scores)  # after 1 comes 3, which is allowed

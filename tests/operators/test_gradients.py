@@ -289,3 +289,14 @@ def test_a_gradient_whose_sign_is_still_to_be_flipped(case: Case) -> None:
     grads = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True)
     for ours, theirs in zip(torch.autograd.grad(outputs, leaves, flipped), grads, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("save", ["sum", "output", "inputs"])
+def test_rows_of_one_column_have_no_gradient(save: Any) -> None:
+    """Exactly none, also where the output that is saved is rounded to fewer bits than the shift."""
+    x = torch.randn(4, 1).to(DEVICE, torch.bfloat16).requires_grad_()
+    weight, shift = torch.ones(1, device=DEVICE), torch.full((1,), 1.003, device=DEVICE)
+    y = fusedops.bias_dropout_add_ln(x, None, None, weight, shift, p=0.0, save=save)
+    (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert not gradient.any()

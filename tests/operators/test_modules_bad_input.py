@@ -235,8 +235,19 @@ def test_bad_layers() -> None:
         FusedBatchedLayerNormAct(SIZES)(torch.randn(2, 9))
 
 
+class _Doubled(nn.LayerNorm):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
 def test_layers_that_do_more_than_a_norm() -> None:
     """A subclass's dropout would be lost; one that only computes faster is taken."""
+    with pytest.raises(TypeError, match=r"layer 0 must be a torch\.nn\.LayerNorm, got _Doubled"):
+        FusedBatchedLayerNormAct.from_layers([_Doubled(4)])
+    hooked = nn.LayerNorm(4)
+    hooked.register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.raises(TypeError, match="layer 1 has hooks"):
+        FusedBatchedLayerNormAct.from_layers([nn.LayerNorm(4), hooked])
     with pytest.raises(
         TypeError, match=r"layer 1 must be a torch\.nn\.LayerNorm, got FusedBiasDropoutAddLayerNorm"
     ):

@@ -245,7 +245,13 @@ def test_capture_uses_the_plan_of_another_bucket(
 
 
 def test_candidates_hold_the_heuristic_and_are_valid() -> None:
-    for key in every_key():
+    backward = ("layer", "plain", "2 sums", "3 moved")
+    by_element = ("one", "equal", "elements")  # loaded one by one
+    others = [
+        TuningKey("norm_backward", backward, "16bit", 15132, 3),
+        TuningKey("slices_backward", by_element, "32bit", 4095, 3),
+    ]
+    for key in [*every_key(), *others]:
         family = family_of(key.kernel)
         assert family is not None, key
         candidates = family.candidates(key)

@@ -545,8 +545,10 @@ def norm_backward_kernel(
                             dz *= w
                         if KIND == "layer":
                             if N == 1:
-                                # Exactly zero. A subtraction would be contracted with the product
-                                # dz, unrounded, and leave the rounding error of total.
+                                # Exactly zero, or NaN. A subtraction would be contracted with the
+                                # product dz, unrounded, and leave the rounding error of total; and
+                                # hat of a saved output is not zero, but its rounding error.
+                                hat *= 0.0
                                 dz *= hat
                             else:
                                 dz -= total[:, None]
