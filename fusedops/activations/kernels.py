@@ -107,8 +107,8 @@ def _bias_act_gradient(
     return dh
 
 
-# With a bias gradient a line of programs has every second tile of rows, here of two lines, and the
-# columns of one tile:
+# With a bias gradient a program has one tile of columns, and loops over tiles of rows. With five
+# tiles of rows and two programs along axis 1, for each tile of columns:
 #
 #     program 0    tiles 4, 2, 0    sums of its rows    -> line 0 of ``partials``, N wide
 #     program 1    tiles 3, 1       sums of its rows    -> line 1

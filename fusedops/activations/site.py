@@ -40,8 +40,8 @@ class ActivationSite(Site):
 
     Attributes:
         y: the output's dtype.
-        vector: the site without a width, for an output whose elements depend on no column and no
-            position; else None.
+        vector: the same call's site with a width of 0, with which kernels read the tensors as
+            vectors. None if elements of the output depend on their column or position.
     """
 
     y: torch.dtype

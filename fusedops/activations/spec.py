@@ -49,7 +49,11 @@ def _name(shape: tuple[int, ...]) -> str:
 
 
 def _bias_samples(tensors: tuple[str, ...], options: tuple[str, ...] = ()) -> Samples:
-    """``options`` are the keywords beyond the tensors: "approximate", "activation", "p"."""
+    """The samples of an operator with a bias, or of `gelu`.
+
+    ``options`` are the keywords that it has beyond the tensors: "approximate", "activation", "p". A
+    sample leaves out all others: p is given in several, and only `bias_act` has it.
+    """
     first, biased = tensors[0], len(tensors) > 1
 
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

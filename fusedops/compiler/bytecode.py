@@ -118,8 +118,11 @@ def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
 def _called(instructions: list[dis.Instruction]) -> Iterator[tuple[str, bool]]:
     """Yield the variables that are called, and whether they are local.
 
-    A call of a function that is no method pushes a NULL beside it: before the function or after
-    it, depending on the version of Python, or within LOAD_GLOBAL.
+    A call of a function that is no method pushes a NULL beside it, in one of three ways::
+
+        PUSH_NULL  LOAD_FAST f      up to Python 3.12
+        LOAD_FAST f  PUSH_NULL      from Python 3.13 on
+        LOAD_GLOBAL NULL + f        one instruction, whose text has the NULL
     """
     for one, following in itertools.pairwise(instructions):
         load = following if one.opname == "PUSH_NULL" else one
@@ -141,7 +144,8 @@ def _attribute_after(instructions: list[dis.Instruction]) -> str | None:
     arguments = list(itertools.takewhile(_is_no_call, instructions))
     if len(arguments) == len(instructions):
         return None
-    # Nothing but loads from the string up to the call: the string is an argument as it is.
+    # The loads directly before the call. A string among them is an argument; a string before any
+    # other instruction, such as an addition, is only a part of one, and the name is computed.
     loads = list(itertools.takewhile(_is_load, reversed(arguments)))
     for instruction in reversed(loads):
         if instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, str):

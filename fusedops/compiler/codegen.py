@@ -32,9 +32,9 @@ __all__ = ["backward_kernels", "forward_kernels"]
 
 # The registers of a multiprocessor that vectors, sums and a tile's inputs may take together.
 _REGISTERS = 49152
-# The most elements that are live in a program of a backward. With more than twice a
-# multiprocessor's registers most are spilled, and pass through memory more often than the rows that
-# tiles read twice.
+# The most elements that are live in a program of a backward. Beyond about twice a multiprocessor's
+# registers most values are spilled. That costs more memory traffic than the kernels of long rows,
+# which read each row twice.
 _MOST_LIVE = 150_000
 _CONSTANTS = ("ACC", "N", "BLOCK_N", "ROWS", "VECTOR", "STAGES", "OVERLAP", "PERSISTENT")
 _ORDER = (
@@ -165,7 +165,15 @@ def _gradient_target(structure: Structure, operand: Operand, grouped: bool) -> s
     """Return how an input's gradient leaves the kernel.
 
     Returns "store" for a gradient that is stored, "sum" for one that the programs sum over rows,
-    and "whole" for one that is stored with all rows, and is for the caller to sum.
+    and "whole" for one that is stored with all rows, and is for the caller to sum. For rows (batch,
+    sequence)::
+
+        (batch, sequence, 64)   store
+        (sequence, batch, 64)   store: it is permuted, and has all rows
+        (64,)                   sum
+        (batch, 64)             sum if grouped, else whole
+        (sequence, 64)          whole
+        (8,) of columns (8, 8)  whole
     """
     # Sums have all columns or none.
     has_all_columns = set(structure.columns) <= set(operand.axes)
@@ -213,6 +221,8 @@ class _Writer:
 
             rows -> moments kernel -> moments, outputs that are numbers of rows
             rows, moments -> kernel -> whole outputs, sums over rows
+
+        There is no first one if neither is needed, and no second one if nothing else is written.
         """
         if not self.tiled:
             return [self._kernel(self._emitter(), stores, sums)]
@@ -281,7 +291,9 @@ class _Writer:
 
     def _kernel(self, emitter: Emitter, stores: Sequence[_Store], sums: Sequence[_Sum]) -> Kernel:
         """Return the kernel of whole rows, or of one tile of columns in each program."""
+        # Without sums over rows a program has one tile of rows, and no loop.
         emitter.flat = not sums or not self._has_room(emitter, stores, sums)
+        # Numbers of rows are stored as soon as they are computed: see `Emitter.stores_after`.
         for store in itertools.filterfalse(self._is_wide, stores):
             write = functools.partial(self._store, emitter, store)
             emitter.stores_after.setdefault(store.node, []).append(write)
@@ -406,8 +418,8 @@ _TILES = "for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_
 _GROUP_LINES = (
     # The last programs may have no group: see `core.launches.launch`.
     "group = (tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)).to(tl.int64)",
-    # Of a block and a number Triton's interpreter makes no boolean mask, so the number is a block
-    # too.
+    # ``group < groups`` compares two numbers. Combined with the block ``in_cols`` it is a block of
+    # integers in Triton's interpreter, and no mask. So ``group`` becomes a block of one element.
     "in_groups = tl.full((1, 1), group, tl.int64) < groups",
     "in_cols = in_cols & in_groups",
 )

@@ -53,7 +53,7 @@ def _without_sums(key: TuningKey) -> Config:
     block = block_holding(key.cols)
     width = _width(key)
     is_short = width <= _SHORT_ROW
-    are_many = key.bucket >= 2
+    are_many = key.bucket >= 2  # 256 rows or more: see `tuning_key.BUCKETS`
     each = _FORWARD_ELEMENTS[is_short, are_many] // _registers(key)
     if is_short:
         elements = 2048 if are_many else 512
@@ -69,8 +69,8 @@ def _with_sums(key: TuningKey) -> Config:
     """Return the config of a backward that sums over rows, and holds its sums.
 
     Each multiprocessor has eight warps or more, of at most 32 elements a thread, which load their
-    next rows ahead. A thread of 32 elements has registers for 96 sums: three of each column, or six
-    where the elements are of two rows.
+    next rows ahead. A thread has registers for 96 sums, each of one column over the rows. That is
+    three for each of 32 elements of one row. Of two rows, 32 elements are 16 columns: six for each.
     """
     block = block_holding(key.cols)
     width = _width(key)
@@ -138,6 +138,7 @@ def _is_long(key: TuningKey) -> bool:
 
 def _of_long_rows(key: TuningKey) -> Config:
     """Return the config of a program that takes a row tile by tile, or one tile of columns."""
+    # Columns and rows of a tile, warps, stages, programs per multiprocessor.
     if "moments" in key.kernel:
         return Config(4096, 1, 4, 4)
     if key.variant[1] == "0 sums":

@@ -111,9 +111,12 @@ class _Backward:
         """Add a contribution, which has or stands for these columns, to a node's adjoint."""
         spread = self._spread(node)
         summed = columns - spread
-        # A sum over an axis along which the contribution is constant is a product with its size.
-        # Conversely, an adjoint with columns that its node does not have will be summed over them:
-        # the contribution is divided by their number.
+        # A sum over an axis along which the contribution is constant is a product with its size:
+        # ``more``. Conversely, an adjoint has all columns or none. One with columns that its node
+        # does not have will be summed over them, and the contribution is divided by their number:
+        # ``less``. For columns c0 and c1, and a node x that varies along c0 only:
+        #
+        #   sum of x over c0, of adjoint g    g has no columns: x gets g / size(c1)
         more = self._count(summed - contribution.axes)
         less = self._count(spread - columns - node.axes)
         if more != less:
@@ -153,16 +156,16 @@ class _Backward:
     def _split(self, node: Node, over: Sequence[int]) -> tuple[Node, Node] | None:
         """Return a product's bounded factor that is constant along axes, and the other.
 
-        None if the node has no such factor.
-
-        A negated value is a product with minus one.
+        A negated value is a product with minus one. Returns None if the node is no product, or has
+        no such factor.
         """
         if node.op not in ("neg", "mul"):
             return None
         constants = [arg for arg in node.args if arg.axes.isdisjoint(over) and _is_bounded(arg)]
         if node.op == "mul" and not constants:
             return None
-        # Both cases create this node: the order of creation decides that of operands.
+        # Created here for both cases, though a product does not use it: `Graph.binary` orders
+        # operands by their numbers, which count the nodes in the order of their creation.
         minus_one = self.graph.const(-1.0)
         if node.op == "neg":
             return minus_one, node.args[0]
@@ -191,7 +194,10 @@ class _Backward:
         return _RULES[op](graph, node, g)
 
     def _amax(self, node: Node, g: Node) -> Node:
-        """Return the gradient of a row whose largest elements share it."""
+        """Return the gradient of a row whose largest elements share it.
+
+        A second attribute, "first", marks ``max(dim)``: only the first of them has the gradient.
+        """
         graph = self.graph
         (x,) = node.args
         if len(node.attrs) > 1:

@@ -81,7 +81,8 @@ def _power_of_positive(x, y):
         )
         # Beyond this the power of any number but one is zero or infinite.
         y = tl.minimum(tl.maximum(y, -1e12), 1e12)
-        # y with a mantissa of 16 bits: its product with the exponent, of at most 8 bits, is exact.
+        # y without the last 8 of its 24 bits. Its product with the exponent, an integer of at most
+        # 8 bits, has no more than 24, and is exact. The rest, y - coarse, is exact too.
         coarse = (y.to(tl.int32, bitcast=True) & -256).to(tl.float32, bitcast=True)
         product = coarse * exponent
         whole = tl.floor(product + 0.5)

@@ -101,8 +101,9 @@ class Emitter:
     Attributes:
         names: the names in use.
         addresses: writes addresses, and has the kernel's arguments.
-        flat: whether nothing precedes the loop over tiles: a program has one tile, or its registers
-            hold no vectors beside the sums.
+        flat: whether `invariant` stays empty, and vectors are computed in each tile of rows. That
+            is so where a program has one tile, and where registers hold no vectors from tile to
+            tile beside the sums.
         invariant: the lines before all tiles.
         lines: the lines of a tile of rows.
         body: the lines of a tile of columns, in a loop over a row's tiles; None where one program
@@ -154,7 +155,11 @@ class Emitter:
         return self.named[root]
 
     def _missing(self, node: Node) -> list[Node]:
-        """Return the arguments that have no name yet, the first to be emitted last."""
+        """Return the arguments that have no name yet, for the stack of `value`: last in, first out.
+
+        They are in reverse order of emission: of ``x * weight`` this is ``[weight, x]``, and the
+        line of ``x`` comes first.
+        """
         if node in self.named:
             return []
         missing = [arg for arg in self._arguments(node) if arg not in self.named]
@@ -335,9 +340,9 @@ class Emitter:
         return f"{name}({', '.join(map(as_tensor, (*args, *exponents)))})"
 
     def _reduction(self, node: Node, args: Sequence[str]) -> str:
-        if self._is_loaded(node):
+        if self._is_loaded(node):  # a gather from an input, without the other columns
             return self._element(node)
-        if not self.is_reduced(node):
+        if not self.is_reduced(node):  # a value without columns: its own reduction
             return self.named[node.args[0]]
         return self.reduced(node, self.reducible(node))
 
@@ -404,7 +409,10 @@ class Emitter:
         return self.addresses.index_of_row(axis)
 
     def _keep(self, node: Node, args: Sequence[str]) -> str:
-        """Return dropout's factors: random numbers count each part of a row as a row."""
+        """Return dropout's factors: random numbers count each part of a row as a row.
+
+        Of rows with three parts, part 1 of row 5 has the random numbers of row ``5 * 3 + 1``.
+        """
         structure = self.structure
         (number, part) = node.attrs
         threshold = self.addresses.argument("threshold", number, f"threshold{number}")
@@ -457,8 +465,9 @@ class Emitter:
         loaded = f"tl.load({address}, mask={mask}, other=0)" if mask else f"tl.load({address})"
         if self.structure.has_columns(operand) or self.addresses.varies_by_row(operand):
             return loaded + _READ_AS[operand.kind]
-        # Of a scalar, which Triton's interpreter cannot compare, a tensor of one element. All
-        # values of a kernel have two dimensions then, and broadcast.
+        # The address is one pointer, and the loaded value a scalar. Triton's interpreter cannot
+        # compare a scalar, but it can compare a block of one element. All values of a kernel have
+        # two dimensions then, and broadcast.
         dtype = _SCALARS[operand.kind]
         block = f"tl.full((1, 1), {loaded}.to({dtype}), {dtype})"
         if operand.kind == "bool":
@@ -483,7 +492,11 @@ class Emitter:
         return f"tl.load({address}, mask={' & '.join(conditions)}, other=0){_READ_AS[operand.kind]}"
 
     def _count(self, operand: Operand) -> None:
-        """Count the bytes of a whole tensor, in a loop over tiles of columns only once."""
+        """Count the bytes of a whole tensor.
+
+        The source of a pass has each load twice, for full tiles and for the last one. The load of
+        full tiles is not counted.
+        """
         is_whole = {*self.structure.rows, *self.structure.columns} <= set(operand.axes)
         if is_whole and not self.full:
             self.moved.append(operand.dtype)

@@ -217,6 +217,9 @@ class _Evaluation:
     def _cast(self, node: Node, args: list[Tensor]) -> Tensor:
         return args[0].to(self._dtype_of(node))
 
+    # A plan adds "round" for tensors that are returned or saved, with a `torch.dtype`. A trace has
+    # "rounded" for the user's casts and comparisons, with a name, which a file can hold.
+
     def _round(self, node: Node, args: list[Tensor]) -> Tensor:
         return args[0].to(node.attrs[0]).to(self.dtype)
 
@@ -224,6 +227,7 @@ class _Evaluation:
         return args[0].to(getattr(torch, node.attrs[0])).to(self.dtype)
 
     def _instead(self, node: Node, args: list[Tensor]) -> Tensor:
+        # `derived_of` leaves out the second argument, unless the first is detached or a constant.
         if len(args) == 1:
             return args[0]
         return _instead(*torch.broadcast_tensors(*args))

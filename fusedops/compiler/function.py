@@ -147,8 +147,8 @@ class Rowwise(Generic[_P, _R]):
         self._programs = Programs(function, self.name, list(self._signature.parameters), self._run)
         self._calls: dict[Any, _CallGroup] = {}
         self._warned = False
-        # Plain functions: torch.compile registers them by their identity, and a bound method is a
-        # new object at each access.
+        # For torch.compile; `_compiled` calls all three. They are plain functions: Dynamo registers
+        # functions by their identity, and a bound method is a new object at each access.
         self._in_graph: Callable[..., Any] = lambda *args: self._called(*args)
         self._in_graph.__name__ = self.name
         self._in_graph.__fusedops_function__ = self._run  # type: ignore[attr-defined]
@@ -211,8 +211,11 @@ class Rowwise(Generic[_P, _R]):
         constants = call.constants
         if call.captured:
             tensors += [state_tensors[position] for position in call.captured]
+            # The group's key has the classes of the arguments only: those of captured tensors
+            # extend the token.
             constants = RowwiseConstants(self.name, (constants, *map(type, tensors)))
-            # The state holds only that there is a tensor: its dtype or shape may have changed.
+            # The state holds only that there is a tensor: its dtype or shape may have changed. Then
+            # the call is resolved again, for the captured tensors of now.
             if not program.fits(tensors):
                 del group.calls[state]
                 return self._called(*args)
@@ -328,6 +331,8 @@ class Rowwise(Generic[_P, _R]):
         guards = self._guard_attribute()
         if not guards or not self._allow():
             return self._run(*args)
+        # Dynamo traces these calls. Each branch on a variable in them is a guard; nothing else of
+        # them is needed.
         for compare in getattr(self._guards, guards):
             compare()
         return self._in_graph(*args)
@@ -394,9 +399,10 @@ UNWRAPPED[Rowwise] = "function"
 class Method(Generic[_P, _R]):
     """A `Rowwise` function bound to an object, like a bound method of Python."""
 
-    # One tuple, because Dynamo of PyTorch 2.11 searches the class for an attribute whose value has
-    # a `__get__`, as the function does. Empty for the object that Dynamo creates in order to trace
-    # a method, and hashes.
+    # The function and the object. They are in one tuple, because Dynamo of PyTorch 2.11 searches
+    # the class for an attribute whose value has a `__get__`, and a `Rowwise` has one. The class has
+    # an empty tuple, because Dynamo creates an object without `__init__` to trace a method, and
+    # hashes it.
     _bound: tuple[Any, ...] = ()
 
     def __init__(self, function: Rowwise[..., _R], instance: Any) -> None:
@@ -480,8 +486,13 @@ def _number(value: Any) -> Any:
 def _stacklevel() -> int:
     """Return the ``stacklevel`` with which the calling function's warning names the user's line.
 
-    It counts the frames of this file. This function's own frame stands for the user's, which is
-    one above them, as `warnings.warn` counts from one.
+    `warnings.warn` counts its caller, `_warn_once`, as 1. The user's frame is the first above those
+    of this file::
+
+        _warn_once   _raise_or_warn   _resolved   _called   __call__   user
+        1            2                3           4         5          6
+
+    The loop also counts this function's own frame in place of the user's: the result is 6.
     """
     frame = inspect.currentframe()
     level = 0

@@ -142,8 +142,9 @@ class _Checker:
     def _flags(self) -> None:
         """Check which inputs are used, and whether anything is computed in fp64.
 
-        A tensor may have any shape where its input is not used, and so no node may read it. A value
-        in fp64 would lose bits in a program that is not.
+        The shape of an unused input is not compared with the structure in a call, so that a node
+        which read it could read out of bounds: `_input` refuses such nodes. Values in fp64 require
+        "wide", without which a program computes in fp32.
         """
         fields = self.fields
         _require(len(fields["used"]) == len(fields["inputs"]), "used")
@@ -169,6 +170,7 @@ class _Checker:
         fields = self.fields
         inputs = zip(fields["inputs"], fields["used"], fields["loose"], strict=True)
         for operand, used, loose in inputs:
+            # Only dimensions of unused inputs may have any size.
             dims = 0 if used else len(operand[0])
             _require(_is_number(loose, dims + 1), "loose")
             self._operand(*operand, used=used)
@@ -193,7 +195,8 @@ class _Checker:
         axes = list(itertools.chain.from_iterable(labels))
         _require(_are_numbers(axes, len(self.sizes)), "labels")
         if used:
-            # As `structure` has them: each dimension once, and those of the rows before columns.
+            # Each axis once, and row axes before column axes: True before False. Unrolled axes may
+            # be anywhere.
             rows = [axis in self.fields["rows"] for axis in axes if axis not in self.unrolled]
             _require(len(set(axes)) == len(axes), "labels")
             _require(rows == sorted(rows, reverse=True), "labels")
@@ -282,7 +285,8 @@ class _Checker:
         split = filter(axes.__contains__, self.unrolled)
         # A part is an index along each unrolled axis of the tensor.
         expected = itertools.product(*map(self._indices, split))
-        # Sorted: a value's parts are in the order of its axes, a tensor's in that of the structure.
+        # Both are sorted: the pairs in a part are in the order of axis numbers for a value
+        # (`Numbering.parts`), and in that of the unrolled axes for an operand (`Structure.parts`).
         _require(_sorted(keys) == _sorted(expected), "parts")
 
     def _indices(self, axis: int) -> list[tuple[int, int]]:

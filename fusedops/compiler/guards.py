@@ -21,7 +21,11 @@ class Guards:
     """The comparisons of a function's variables.
 
     Each set of values has an attribute of its own with the functions that compare it, because
-    Dynamo reads an attribute by its name, and guards on it.
+    Dynamo reads an attribute by its name, and guards on it. Code that was compiled for one set
+    reads the functions of that set, also after another was added::
+
+        values0 = (compare,)      if SCALE == 2.0: pass
+        values1 = (compare,)      if SCALE == 3.0: pass
     """
 
     def __init__(self, function: FunctionType) -> None:

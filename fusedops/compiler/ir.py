@@ -34,8 +34,9 @@ __all__ = [
 # Some operators compute nothing. They tell a derivative, or the place of a rounding:
 #
 #   detached(x)               x, through which no gradient goes
-#   constant_to_gradients(x)  x in a derivative that is a formula of its own: a backward has no
-#                             gradient through it, and a second derivative has
+#   constant_to_gradients(x)  x as a constant of the first derivative: a backward has no gradient
+#                             through it. A second derivative has, since the graph of a backward is
+#                             a formula in which x is a value like others
 #   instead(x, y)             x, with the gradient of y
 #   narrowed(x)               x after a cast: rounded where it is saved or returned, which leaves
 #                             the other consumers of x alone
@@ -144,7 +145,7 @@ class Graph:
     ) -> Node:
         """Return the node; the default of ``axes`` and ``kind`` are those of the arguments."""
         if op == "constant_to_gradients" and args[0].op == "instead":
-            # Its second argument is for gradients only.
+            # The second argument of `instead` is for gradients only, and no gradient goes here.
             args = computed_of(args[0])
         if op in _WITHOUT_GRADIENTS and args[0].op == "const":
             return args[0]  # numbers have no gradients
@@ -411,7 +412,7 @@ def computed_of(node: Node) -> tuple[Node, ...]:
 def derived_of(node: Node) -> tuple[Node, ...]:
     """Return the arguments that a value and its derivatives are computed of.
 
-    Of ``instead`` these are both, where the first has no gradient of its own.
+    Of ``instead(x, y)`` these are both if x is detached or a number. Otherwise they are x alone.
     """
     if node.op == "instead" and node.args[0].op in _OF_NO_GRADIENT:
         return node.args

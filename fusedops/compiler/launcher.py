@@ -149,7 +149,8 @@ class Launcher:
         # All shapes are checked before any tensor is copied.
         for kind, index in tensors:
             lines += self._check(kind, index)
-        # Nothing is copied before a launch for spaced rows takes over.
+        # Tensors whose rows may be spaced come first: where they are, the launch for such rows
+        # takes over before any tensor is copied.
         for kind, index in sorted(tensors, key=self._leading.__contains__, reverse=True):
             lines += self._operand(kind, index)
         wide = "False"
@@ -184,8 +185,8 @@ class Launcher:
         across = self._across(number)
         lines = [f"programs = -(-rows // plan.rows[{number}])"]
         if kernel.sums:
-            # Programs that sum over rows take several tiles of rows each. The limit counts those of
-            # both axes.
+            # Programs that sum over rows take several tiles of rows each. The limit is on all
+            # programs of the grid, so axis 0 has the share of one group or tile of columns.
             most = f"plan.programs[{number}]"
             if across != "1":
                 most = f"max({most} // {across}, 1)"
@@ -215,7 +216,13 @@ class Launcher:
         return ", ".join([self._expression(argument, kernel) for argument in kernel.arguments])
 
     def _expression(self, argument: Argument, kernel: Kernel) -> str:
-        """Return the expression of a kernel's argument."""
+        """Return the expression of a kernel's argument.
+
+        The reduction differs from the kernels before it in two:
+
+            gradient    the caller's tensor, as it has no line of its own in `_operand`
+            programs    those of all groups; ``chunks`` is those of one
+        """
         kind = argument.kind
         index = argument.index
         is_of_reduction = kernel is self.reduce
@@ -240,6 +247,7 @@ class Launcher:
         return str(self.program.thresholds[argument.index])
 
     def _chunks(self, argument: Argument) -> str:
+        # The programs of one group, whose partial sums the reduction adds up.
         return "programs"
 
     # --- operands ---------------------------------------------------------------------------------
@@ -272,7 +280,15 @@ class Launcher:
         """Return the lines of an operand that the call's tensors include.
 
         A tensor with strided rows is read in place if a kernel takes its row stride. Others are
-        copied if they are not contiguous.
+        copied if they are not contiguous. For an input of rows of 64 elements the lines are like::
+
+            input0, input0_stride = tensors[0], 64
+            more = input0.data_ptr()
+            if more and input0.is_contiguous() and not input0.is_neg():
+                bits |= more | 0
+            else:
+                input0, input0_stride, more = as_rows(input0, 64, 1)
+                bits |= more
         """
         if (kind, index) in self.spacings:
             return self._spaced_read(kind, index)
@@ -438,7 +454,13 @@ class Launcher:
         return f"full[{self.program.dims_of(self.like[1])[axis]}]"
 
     def _summed(self, index: int, gradient: Tensor, out: Tensor) -> None:
-        """Sum a gradient over the axes that the input does not have."""
+        """Sum a gradient over the axes that the input does not have.
+
+        The gradient has the axes ``(*rows, *unrolled, *columns)``, each as one dimension: see
+        `unreduced`. For rows (batch, sequence) and an input of (sequence, 64)::
+
+            gradient (batch, sequence, 64) -> total (sequence, 64) -> out
+        """
         operand = self.structure.inputs[index]
         axes = unreduced(self.structure, operand, self.program.acc).axes
         summed = [dim for dim, axis in enumerate(axes) if axis not in operand.axes]

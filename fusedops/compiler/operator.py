@@ -48,8 +48,9 @@ class RowwiseConstants(NamedTuple):
 
     Attributes:
         op: the function's name, for messages.
-        token: the device and the types of the tensors, which `Program.fits` does not check. It is
-            a part of the key, and of no record that `Program.check` returns.
+        token: the device and the classes of the tensors, which `Program.fits` does not check.
+            `Rowwise` adds it for the key of a call. The record that `Program.check` returns has
+            none, so that calls which differ in the token alone share a site where they can.
     """
 
     op: str
@@ -111,7 +112,9 @@ class Program(Operator):
         dtypes = {*self.dtypes, *[operand.dtype for operand in structure.outputs]}
         self.acc = torch.float64 if structure.wide or torch.float64 in dtypes else torch.float32
         self.first = _first(structure)  # type: ignore[misc]
-        # One random state serves all dropouts of a call; `run` draws it if this is neither 0 nor 1.
+        # One random state serves all dropouts of a call, each with a threshold of its own. `run`
+        # draws the state only for a probability between 0 and 1: of 0.0, 0.1 and 1.0 this is 0.1.
+        # Without one between them it is 1.0 if there is one, else 0.0.
         self.p = next(
             (p for p in structure.drops if 0.0 < p < 1.0), max(structure.drops, default=0.0)
         )
@@ -172,7 +175,10 @@ class Program(Operator):
         saves: bool,
     ) -> RowwiseSite:
         """See `Operator`."""
-        # `saved` indexes ``(*inputs, *outputs, None)``: ``absent`` is the index of the None.
+        # `saved` takes what the backward reads out of one tuple; ``absent`` is the None's index:
+        #
+        #   inputs   | results, own intermediate or None, stats or None | None
+        #   0 ...      inputs ...                                         absent
         outs = self.writes(constants, dtypes, dropout=dropout, saves=saves)
         plan, inputs = self.plan, len(self.structure.inputs)
         absent = inputs + len(outs)
@@ -243,7 +249,8 @@ class Program(Operator):
         structure = self.structure
 
         def draw(like: Tensor, offset: int, threshold: int) -> Dropout:
-            # The offset has a dropout's number above 48 bits: see `mask`.
+            # The offset has a dropout's number above 48 bits: see `mask`. As the traced function
+            # would, this draws the mask of `F.dropout`, which has no offset and no threshold.
             return dropout_of(structure.drops[offset >> 48], NO_DROPOUT, -1)
 
         roots = _nodes_of(structure.results)
@@ -365,9 +372,13 @@ class Program(Operator):
         order = (*structure.rows, *structure.columns)
         missing = [dim for dim, axis in enumerate(order) if axis not in operand.axes]
         has_columns = bool(set(operand.axes) & set(structure.columns))
-        # A part may have a dimension of one where its gradient is the same along an axis: it is
-        # expanded before the sum. Where the input has no columns the part was summed over them
-        # already, but never over rows.
+        # Each missing axis is summed over. Where a part has a dimension of one along it, the
+        # gradient is the same there, and is expanded before the sum. Columns are an exception if
+        # the input has none: the graph of the backward has summed over them already. For rows r0,
+        # r1, columns c, and parts of (r0, 1, c), (r0, 1, 1):
+        #
+        #   input (r0, c)   missing r1      expanded to (r0, r1, c)
+        #   input (r0,)     missing r1, c   expanded to (r0, r1, 1)
         expanded = [dim for dim in missing if order[dim] in structure.rows or has_columns]
         summed = parts
         if missing:
@@ -463,7 +474,10 @@ class Program(Operator):
         return [math.prod([sizes[axis] for axis in label]) for label in labels]
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether tensors are like those of the trace, except in the number of rows."""
+        """Whether tensors are like those of the trace, except in the number of rows.
+
+        The first ``loose`` dimensions of an unused input may have any size: see `Structure`.
+        """
         structure, sizes = self.structure, dict[int, int]()
         for operand, loose, tensor in zip(structure.inputs, structure.loose, tensors, strict=True):
             if not isinstance(tensor, Tensor) or tensor.dtype != operand.dtype:
@@ -479,7 +493,7 @@ class Program(Operator):
                 (axis,) = label
                 if sizes.setdefault(axis, size) != size:
                     return False
-                # The index of a single row is the constant 0, and the traced function another one.
+                # The trace of a single row has the constant 0 for its index: another function.
                 if size == 1 and axis in structure.counted:
                     return False
         return True
@@ -498,6 +512,7 @@ def _values_of(parts: Mapping[Part, Node], values: Mapping[Node, Tensor]) -> dic
 def _digest_of(program: Program) -> str:
     """Return the hash of all on which the registered operators of a program depend."""
     structure, plan = program.structure, program.plan
+    # Sizes that may differ between calls of one program are left out.
     variable = set(program.dynamic)
     for operand, count in zip(structure.inputs, structure.loose, strict=True):
         variable.update(itertools.chain.from_iterable(operand.labels[:count]))
@@ -528,7 +543,10 @@ def _sources_of(plan: Plan) -> tuple[frozenset[int], ...] | None:
 
 
 def _first(structure: Structure) -> int:
-    """Return the position of the input with the most axes, among those that are used."""
+    """Return the position of the input with the most axes, among those that are used.
+
+    Every call reads its device from this input, and whether there are elements.
+    """
 
     def count(position: int) -> int:
         return structure.used[position] * len(structure.inputs[position].axes)

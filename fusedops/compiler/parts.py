@@ -129,6 +129,8 @@ class Parts:
         """Return a part of a value, with gradients of zero for inputs of the other parts alone.
 
         PyTorch returns zeros for these inputs, and not None: the gradient of a stack reaches all.
+        In ``torch.stack([x, y])[0]`` that is ``y``. The part ``x`` then has the gradient of
+        ``where(False, y, x)``: it reaches ``y``, with zeros.
         """
         graph = self.graph
         for index in sorted(gradient_sources([node]) - gradient_sources([selected])):
@@ -150,8 +152,8 @@ class Parts:
         combined, parts = self._combined(combine, node.args[0], part, unrolled)
         if node.op == "sum":
             return self._sum(combined, inner)
-        # A maximum with an attribute of its own is `max`: its first largest element is the one that
-        # has the gradient.
+        # Two operators of PyTorch are `amax` nodes. `max` has the attribute "first": the first of
+        # the largest elements has the gradient, which `amax` divides among all of them.
         is_first = len(node.attrs) > 1
         if is_first and combined.axes.intersection(inner):
             if unrolled or len(inner) > 1:
@@ -211,8 +213,8 @@ class Parts:
         for part in parts:
             constant = graph.make("constant_to_gradients", largest)
             equal.append(graph.make("eq", part, constant))
-        # Where no element equals the largest one it is NaN, and so is zero times the infinite share
-        # of each.
+        # Where the largest element is NaN, none equals it, and the count is zero. A share is then
+        # infinite; times the zero of `part * zero` it is NaN, the gradient of each element.
         terms = []
         for is_largest, part in zip(equal, parts, strict=True):
             terms.append(graph.where(is_largest, part, graph.binary("mul", part, zero)))
@@ -225,9 +227,15 @@ class Parts:
     def _sum(self, node: Node, over: Sequence[int], *, shifted: bool = False) -> Node:
         """Return a sum over columns; of a logarithm of softmax as a difference of sums.
 
-        The sum of ``(x - shift) - log(total)`` over N columns is ``sum(x - shift) - N log(total)``:
-        one pass over the rows instead of two. For long rows it is ``sum(x) - N shift - ...``, a
-        pass less, at the price of what cancels.
+        The sum of ``(x - shift) - log(total)`` over N columns is split once or twice::
+
+            sum(x - shift) - N log(total)       one pass over the rows instead of two
+            sum(x) - N shift - N log(total)     for long rows: a pass less, but the terms may cancel
+
+        Args:
+            node: the summed value.
+            over: the axes of the sum.
+            shifted: whether ``log(total)`` was split off already, so that ``shift`` is the next.
         """
         graph = self.graph
         if self._is_split(node, over, shifted=shifted):
@@ -237,7 +245,8 @@ class Parts:
                 total = self._sum(node.args[0], over, shifted=not shifted)
                 return graph.binary("sub", total, product)
         total = graph.reduce("sum", node, over, exact=True)
-        # A part may be one number of a row, unlike the others that it was stacked with.
+        # A part may be constant along the columns, as one value of a stack is beside others that
+        # vary. Its sum is a product with the number of columns.
         count = self.numbering.size(without(over, node.axes))
         if count == 1:
             return total

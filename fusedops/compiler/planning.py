@@ -126,6 +126,7 @@ def planned(
     differentiable = _differentiable(structure)
     bare = Plan(structure, {}, None, -1, (), (), (), tuple(differentiable))
     numbers = range(len(structure.outputs))
+    # All gradients have to be computable, but the cost is that of fewer: see `_is_counted`.
     _check_reductions(structure, nodes_of(bare.gradients(numbers, differentiable).values()))
     counted = [i for i in differentiable if _is_counted(structure, structure.inputs[i])]
     roots = nodes_of(bare.gradients(numbers, counted).values())
@@ -133,8 +134,9 @@ def planned(
 
     def rank(candidate: _Candidate) -> tuple[int, int, int]:
         choice, parts, dtype = candidate
-        # An output is in memory anyway while the forward needs it. To save it keeps it alive for
-        # the backward.
+        # ``memory`` is a factor of 0 or 1. The order is by (moved, held, operators) without it, and
+        # with it by (moved + held, held + saved output, operators): an output is in memory anyway
+        # while the forward needs it, and saving it keeps it alive for the backward.
         lives = choice.held + (_returned(structure, parts, dtype) if memory else 0)
         return choice.moved + memory * choice.held, lives, choice.operators
 
@@ -225,7 +227,9 @@ def _completed(
     positions = range(len(structure.outputs) + is_own)
     roots = nodes_of(plan.gradients(positions, bare.differentiable).values())
     intermediate = set(parts.values())
-    # For a second derivative the numbers of a row are computed again.
+    # For a second derivative the numbers of a row are computed again. So the search for the inputs
+    # that are read ends at the intermediate, but not at the numbers of a row, and it takes both
+    # arguments of `instead`, of which the second may have the only gradient.
     computed = reachable(roots, intermediate.__contains__, derived_of)
     saved = sorted({node.attrs[0] for node in computed if node.op == "input"})
     stats = _stats(structure, roots, intermediate)
@@ -235,7 +239,8 @@ def _completed(
 def _stats(structure: Structure, roots: list[Node], intermediate: set[Node]) -> list[Node]:
     """Return the numbers of each row that a backward reads.
 
-    It does not read one from which it only needs other numbers.
+    It does not read one from which it only needs other numbers: where it reads
+    ``rstd = rsqrt(variance + eps)``, and the variance in nothing else, the variance is not saved.
     """
     forward = reachable(nodes_of(structure.results))
     stats = {node for node in forward if _is_stat(structure, node)}
@@ -380,7 +385,12 @@ def _rounded(structure: Structure, dtypes: Mapping[Node, torch.dtype]) -> Struct
 
 
 def _separate_dtypes(structure: Structure) -> tuple[Structure, dict[Node, torch.dtype]]:
-    """Return the widest dtype in which each value is returned, and narrower ones as new values."""
+    """Return the function, and the widest dtype in which each of its results is returned.
+
+    A result that is returned in a narrower dtype, too, becomes a new value there. Of a value ``y``
+    that is returned in fp32 and in bf16, the results are ``y`` and ``round(y, bf16)``, and the
+    dtype of ``y`` is fp32.
+    """
     outputs = list(zip(structure.outputs, structure.results, strict=True))
     dtypes: dict[Node, torch.dtype] = {}
     for operand, parts in outputs:

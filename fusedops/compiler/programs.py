@@ -152,12 +152,17 @@ class Programs:
 
     def _path(self, look: Look, key: Any) -> Path | None:
         """Return the file of such calls; None where their state has no representation on disk."""
-        # The first of the state is the look, an object of this process; its words replace it.
+        # The key is ``(numbers, (look, leaves, identical tensors), autocast, default dtype,
+        # device)``: see `find` and `Looks.at`. The look is an object of this process; its words
+        # replace it.
         numbers, (_, *state), *others = key
         return storing.stored_at(look, numbers, state, *others)
 
     def _stored(self, call: _Call, tensors: Sequence[Tensor]) -> Match | None:
-        """Return a program from disk that fits the tensors."""
+        """Return a program from disk that fits the tensors.
+
+        It captures none: `_traced` stores only structures without captured tensors.
+        """
         if call.path is None:
             return None
         for structure in storing.read(call.path):
@@ -219,8 +224,14 @@ class Programs:
     ) -> tuple[Traced, Structure]:
         """Return the structure for these shapes.
 
-        A dimension of size one has no axis, as if it was broadcast. Where the rows have size one in
-        all tensors, the structure of two rows is returned if it is also that of one row.
+        A dimension of size one has no axis, as if it was broadcast: a trace of it serves no other
+        size. So dimensions that are one in all tensors are traced with size two at first. That
+        structure is returned if it is also that of one row::
+
+            x: (1, 64)       traced at (2, 64)
+            x: (1, 1, 64)    traced at (2, 2, 64); if dimension 0 is not free there, at (1, 2, 64)
+
+        If it is not, or there is an error with size two, the shapes are traced as they are.
         """
         ones = _of_one(shapes)
         while ones:
@@ -246,7 +257,9 @@ class Programs:
     def _settled(self, call: _Call, structure: Structure) -> tuple[Structure, str]:
         """Return the structure, and why it does not serve other numbers of rows; "" if it does.
 
-        Rows whose index the function reads get a constant size if it depends on that size.
+        Where the structure differs for other sizes, and the function reads an index along rows, as
+        a causal mask does, the axes of that index get a constant size (`Structure.fixed`). The
+        other row axes are then tested again.
         """
         why = self._depends_on_rows(call, structure)
         if why and structure.counted:
@@ -266,7 +279,8 @@ class Programs:
             "the result depends on the number of rows: on a size such as x.shape[0], or one that "
             "is written out, as in view and expand"
         )
-        # Some operators are not defined for one row, and some structures are not recognised.
+        # Some operators are not defined for one row, and some structures are not recognised. An
+        # error with a size of one therefore tells nothing: other sizes are tested, too.
         has_one = 1 in sizes.values()
         try:
             traced = self._trace(call, _shapes(structure, structure.inputs, sizes))
@@ -281,6 +295,7 @@ class Programs:
             return "a result has a dimension less where there is one row, as by squeeze"
         if shapes != expected:
             return depends
+        # An axis of one is no axis, so that ``again`` may have fewer row axes.
         return "" if again.text(rows=False) == structure.text(rows=False) else depends
 
     def _loose(self, call: _Call, structure: Structure) -> tuple[int, ...]:
@@ -307,6 +322,7 @@ class Programs:
         few = _primes(structure, _FEW)
         many = _divisible(structure, _MANY)
         choices = (few, [1] * len(axes), many)
+        # Each choice has a size for every axis, and may have more, which `zip` ignores.
         return any(
             self._differs(call, structure, dict(zip(axes, choice, strict=False)))
             for choice in choices
@@ -444,7 +460,7 @@ def _other_rows(structure: Structure) -> list[dict[int, int]]:
         trace 3    large  one    prime
 
     Axes whose index the function reads get another small prime in place of one, since the index of
-    a single row is the constant 0.
+    a single row is the constant 0. It is from the end of the list, as others are from its start.
     """
     axes = sorted(dynamic_axes(structure))
     few = _primes(structure, _FEW)

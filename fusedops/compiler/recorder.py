@@ -153,7 +153,16 @@ class Recorder(DispatchMode):  # type: ignore[misc]
             raise
 
     def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator on tensors without memory, and record its result."""
+        """Run an operator on tensors without memory, and record its result.
+
+        The first case that applies::
+
+            a property of a tensor, `prim::`                runs, and is not recorded
+            a new tensor of one Python number               a constant
+            `lowering` has the operator                     its node, in place or not
+            in place, with an out-of-place operator         `_out_of_place`
+            any other                                       `_decomposed`, or refused
+        """
         from . import lowering
 
         self.mark_line()
@@ -291,6 +300,8 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         decompose = decompositions().get(func)
         if decompose is None:
             decompose = func.decompose
+        # Nested decompositions leave `_decomposing` as it is, so that messages name the user's
+        # operator. The outermost one clears it in the end.
         before, self._decomposing = self._decomposing, outer
         try:
             with self:  # as in `_out_of_place`

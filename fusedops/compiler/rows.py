@@ -70,8 +70,9 @@ class _Structuring:
         self.nodes = topological([value.node for value in traced.outputs])
         self.node_set = set(self.nodes)
         self.used = list(filter(self._is_computed, traced.inputs))
-        # Joining may make two dimensions of a value one, and unrolling needs the final axes: the
-        # order of these steps matters.
+        # The order of these steps matters. Joining may make two dimensions of a value one: then the
+        # check raises. The numbering is of the axes that remain after all joins. Blocks of columns
+        # are unrolled beside the parts that it has counted.
         self._join_columns()
         self._check_dimensions()
         self.numbering = Numbering(traced, self.nodes, self.used)
@@ -174,7 +175,11 @@ class _Structuring:
         # axes may lie inside unrolled ones, but not inside columns.
         is_row = [axis in rows for axis in without(operand.axes, self.numbering.unrolled)]
         columns_last = is_row == sorted(is_row, reverse=True)
-        # A first dimension that joins parts and rows, the parts outermost, has no row stride.
+        # A first dimension that joins parts and rows, the parts outermost, has no row stride. With
+        # rows of batch and three parts, which the function takes from x.view(...):
+        #
+        #   (batch * 3, 64)    taken: label (row, part), one row after the other
+        #   (3 * batch, 64)    refused: label (part, row), the parts of a row are far apart
         first = operand.labels[0] if operand.labels else ()
         parts_first = bool(first) and first[0] in self.numbering.unrolled
         joins_rows = not set(rows).isdisjoint(first)
@@ -205,7 +210,9 @@ class _Structuring:
     def _join_columns(self) -> None:
         """Unify the dimensions of outputs of one shape, and equally long ones that are reduced.
 
-        They meet in no value, so that one tile serves both.
+        They are separate axes of the trace where no operator combines them, as in ``return
+        x.sum(-1), y.sum(-1)``. One kernel has one set of columns: as `_join` unifies only what no
+        value has both of, one tile serves both.
         """
         shapes = {value: self._shape(value) for value in self.traced.outputs}
         for first, second in itertools.combinations(self.traced.outputs, 2):
@@ -282,6 +289,7 @@ class _Structuring:
         rows = without(rolled, columns)
         if not rows and len(columns) > 1:
             raise self._refused("it reduces over all dimensions: it mixes rows", next(iter(over)))
+        # Axes are numbered from the outermost on: a smaller one lies outside of a row.
         last_row = max(rows, default=0)
         for node, axes in over.items():
             if any(axis < last_row for axis in axes):

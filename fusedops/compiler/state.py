@@ -79,7 +79,8 @@ class Looks:
         look = walk.look(reason)
         state = look.read(args)
         if state is None:
-            # The state changed between the walk and the first read, and will change again.
+            # The state changed between the walk and the first read, and will change again. This
+            # `Look` accepts every later state, so that no call walks again: all are refused.
             look = dataclasses.replace(
                 look,
                 read=lambda args: ((), None, []),

@@ -156,8 +156,11 @@ class Structure:
     def text(self, *, rows: bool = True) -> str:
         """Return the function, one line a value.
 
-        For golden tests, and to compare functions; without ``rows`` also with a function of fewer
-        row dimensions.
+        For golden tests, and to compare functions. Without ``rows`` the text is the same for a
+        function of fewer row axes, as where the rows have size one: with rows r0 and r1::
+
+            rows=True     %2: float[c0 r0 r1] = mul(%0, %1)
+            rows=False    %2: float[c0] = mul(%0, %1)
         """
         nodes = topological(nodes_of(self.results))
         variables = {node: f"%{number}" for number, node in enumerate(nodes)}

@@ -122,7 +122,8 @@ class Variants:
             chosen.append(config)
         # The most programs of a kernel that sums over rows: each multiprocessor has one, or more.
         programs = [processors * max(config.per_sm, 1) for config in chosen]
-        # A group's rows have few partial sums.
+        # Only the last kernel sums over rows, and each of its programs has partial sums to add up.
+        # Those of a group are of its own programs, which are few.
         adding = tuning.adding(1 if self.last.grouped else programs[-1], cols)
         reduce = None
         if self.reduce is not None:
@@ -170,7 +171,8 @@ class Variants:
         aligned: bool,
         wide: bool,
     ) -> Variant:
-        # The adjacent columns whose dropout mask a thread draws: as many as it loads at a time.
+        # The adjacent columns whose dropout mask a thread draws: as many as it loads at a time, 8
+        # where the narrowest tensor has 16 bits and else 4.
         vector = vector_width(*(kernel.moved or (self.program.acc,)))
         # A thread with fewer adjacent elements would exchange the dropout mask with another.
         elements = config.block_n * config.rows // (32 * config.warps)

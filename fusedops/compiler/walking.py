@@ -168,7 +168,8 @@ class Walk(Writer):
             short: for a tensor, the name of the kernel's argument where that is not ``name``.
             required: whether the function's own code reads it; otherwise a value of an unsupported
                 type is skipped.
-            role: the noun before the name in messages.
+            role: the noun before the name in messages; "" for that of the visit before, since
+                what a value contains has its role.
             called: for a module, whether the function may call it.
         """
         self.role = role or self.role
@@ -202,7 +203,10 @@ class Walk(Writer):
                 handler(self, value, variable, name)
 
     def visit_again(self, value: Any, variable: str, *, called: bool) -> None:
-        """Check that a value is the same object as before, which ends cycles."""
+        """Check that a value is the same object as before, which ends cycles.
+
+        A module that was only read before, and is called here, gets the rest of its visit.
+        """
         _, first_variable = self.seen[id(value)]
         self.expect(f"{variable} is {first_variable}")
         if called and id(value) in self.uncalled:
@@ -227,7 +231,11 @@ class Walk(Writer):
         )
 
     def check_mode(self, variable: str, value: Any, name: str) -> None:
-        """Raise for a function that returns a mode of PyTorch."""
+        """Raise for a function that returns a mode of PyTorch.
+
+        The check is written first, because the `Look` of a refused function is cached, too: the
+        refusal holds only while the variable has this value.
+        """
         if getattr(value, "__name__", "") in MODES:
             self.expect(f"{variable} is {self.constant(value)}")
             raise NotRowwiseError(
@@ -350,7 +358,11 @@ class Walk(Writer):
         *,
         called: bool,
     ) -> None:
-        """Visit a variable; of a Python module only the attribute that the code reads."""
+        """Visit a variable; of a Python module only the attribute that the code reads.
+
+        Of ``config.sizes.HIDDEN``, where ``config`` and ``config.sizes`` are modules of the user's,
+        the value of ``HIDDEN`` is visited. Of ``config.HIDDEN.real``, it is that of ``HIDDEN``.
+        """
         called |= isinstance(value, ModuleType)
         while isinstance(value, ModuleType) and not is_of_a_library(value) and attributes:
             attribute = attributes.pop(0)
@@ -364,7 +376,11 @@ class Walk(Writer):
         self.visit(value, expression, name, role="the variable", called=called)
 
     def add_simple(self, value: Any, expression: str, simple: list[tuple[str, Any]]) -> None:
-        """Add a variable, and a function's defaults, to those that Dynamo is to guard on."""
+        """Add a variable, and a function's defaults, to those that Dynamo is to guard on.
+
+        `Guards` compares them. It can do so only if `is_simple` stays True; else Dynamo traces the
+        function itself.
+        """
         while UNWRAPPED.get(type(value)) == "function":
             value, expression = value.function, f"{expression}.function"
         handler = self.handler(value)
@@ -494,6 +510,11 @@ class Walk(Writer):
     def class_attributes(self, kind: type, name: str, own: Any, namespace: str) -> None:
         """Visit the attributes that an object has from its class.
 
+        For an object without an own ``scale``, whose class has ``scale = 2.0``, the lines are::
+
+            if not ('scale' not in v2): return None     # v2: namespace
+            v3 = c1.scale                               # c1: the class
+
         Args:
             kind: the class.
             name: the object's name in messages.
@@ -548,7 +569,14 @@ class Walk(Writer):
     def module(
         self, value: nn.Module, variable: str, name: str, short: str, *, called: bool
     ) -> None:
-        """Visit a module's attributes, parameters, buffers and children; its forward if called."""
+        """Visit a module's attributes, parameters, buffers and children; its forward if called.
+
+        An attribute is visited if the code names it, or all are if the code may reach every one.
+        The ``short`` name of a tensor is an argument of the kernels, and has to be an identifier::
+
+            norm.weight         weight
+            layers[0].weight    layers_0_weight
+        """
         self.expect_type(variable, value)
         self.storable = False
         namespace = self.at(f"{variable}.__dict__")
@@ -570,6 +598,7 @@ class Walk(Writer):
         for registry in MODULE_MEMBERS:
             members = vars(value)[registry]
             self.members(members, f"{namespace}[{registry!r}]", name, prefix, whole=whole)
+        # A member hides an attribute of the class, as an own attribute does.
         own = dict(vars(value))
         for registry in MODULE_MEMBERS:
             own.update(vars(value)[registry])

@@ -22,7 +22,8 @@ from ..core.configs.tuning_key import (
 __all__ = ["MORE_HELD", "MORE_HELD_MATTERS", "candidates", "heuristic", "valid"]
 
 # The part of a tuning key that marks a backward of wide rows of 16 bits with more values in
-# registers than usual: parameters of 32 bits, or both parameters where the output is saved.
+# registers than usual: parameters of 32 bits, or both parameters where the output is saved. Only
+# rows of more than 8192 columns have the mark: the config of narrower ones does not depend on it.
 MORE_HELD, MORE_HELD_MATTERS = "more held", 8192
 
 # The widest row that a forward program holds whole, and the widest in 16 bits.
@@ -218,7 +219,8 @@ def _two_passes(call: _Call) -> Config:
     return _widest_filled(configs, call.cols, configs[-1])
 
 
-# 16 bits, a whole row in several tiles.
+# 16 bits, a whole row in several tiles. 24 elements per thread are usual; with 56 a row has fewer
+# warps: 4, not 8, for 5120 columns.
 _FORWARD_PARTS = (
     _Rule(
         {"adds": _YES, "rms": _NO, "cols": _above(_WITH_VECTORS)},
@@ -381,7 +383,9 @@ _FORWARD_ONE_TILE = (
         _Tile(32, elements=1024),
         "with many rows and a residual a thread has more elements",
     ),
+    # The rules above have all other blocks of calls with a residual.
     _Rule({"adds": _YES}, _Tile(16), "1024 columns"),
+    # From here on there is no residual, and a block has 1024 columns or fewer.
     _Rule({"bucket": _FEW_ROWS}, _Tile(16, elements=1024), "few rows need short programs"),
     _Rule(
         {"block": _up_to(512), "bucket": _SOME_ROWS},
@@ -426,9 +430,10 @@ def _forward_tiles(cols: int, itemsize: int, adds: bool, rms: bool) -> tuple[int
 
         6560 columns   |  2048  |  2048  |  2048  | 416, masked |
 
-    The widest rows take all registers of a multiprocessor, in 32 warps. A thread has four columns
-    of a tile; or, with a residual, the eight of one draw of the mask. Two inputs that are loaded
-    element by element take too many registers.
+    Rows of more than 16,384 columns take all registers of a multiprocessor, most of them in 32
+    warps. A tile has 4096 columns, four for each of 1024 threads. With a residual it has 8192,
+    eight for each: one draw of the mask is for eight columns. Two inputs that are loaded element by
+    element take too many registers: such rows are read twice.
     """
     if itemsize > 2:
         return block_holding(cols), 1
@@ -439,6 +444,8 @@ def _forward_tiles(cols: int, itemsize: int, adds: bool, rms: bool) -> tuple[int
         block = 8192 if adds else 4096
         return block, -(-cols // block)
     block, _ = tiles_holding(cols)
+    # Narrower tiles leave fewer lanes idle: four of 2048 columns for a row that one tile of 8192
+    # would hold, seven for one of 16,384.
     wide = block == 8192 and not adds
     seven_tiles = 6 * 2048 < cols <= 7 * 2048 and not (adds and rms)
     if (wide or seven_tiles) and not unaligned:
@@ -831,7 +838,10 @@ def heuristic(key: TuningKey) -> Config:
 
 
 def _sums(key: TuningKey) -> int:
-    """The number of parameter gradients of a backward."""
+    """The number of parameter gradients of a backward.
+
+    Its key's variant is, for example, ``("layer", "dropout", "3 sums", "7 moved")``.
+    """
     return int(key.variant[2].partition(" ")[0])
 
 
@@ -839,12 +849,18 @@ def _sums(key: TuningKey) -> int:
 
 
 def valid(key: TuningKey, config: Config) -> bool:
-    """Whether the tiles are at most those that hold a row with the fewest idle lanes.
+    """Whether a kernel may have the config for a key.
 
-    Tiles of several rows that fill the registers are valid only without idle lanes, as they were
-    measured, and wide tiles only of aligned rows. A forward reads rows of 16 bits wider than others
-    hold either whole or in two passes. A backward of less than three sums reads wide rows of 16
-    bits in several tiles, if a single tile would leave lanes idle.
+    The tiles of a row have at most as many columns together as those that hold it with the fewest
+    idle lanes. Further conditions are:
+
+        forward    in 16 bits, above 16,384 columns: whole rows where `_forward_tiles` gives several
+                   tiles, two passes where it gives one
+                   several tiles side by side hold the row whole
+        backward   tiles of several rows that fill the registers: only without idle lanes, as they
+                   were measured
+                   tiles of 4096 columns and more: only for aligned rows
+                   in 16 bits with fewer than three sums: no tile of 8192 columns with idle lanes
     """
     if config.block_n < 16:
         return False

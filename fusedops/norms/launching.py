@@ -216,8 +216,8 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
         BUCKET[rows.bit_length()],
     )
     plan = _backwards.get(key)
-    # A plan for programs that wait is for one number of multiprocessors, which every call compares
-    # with those of its stream.
+    # Programs that wait must all run at the same time, so their plan is for one number of
+    # multiprocessors. A stream may have fewer than the device: every call compares.
     if plan is None or plan.multiprocessors:
         plan = _backward_of(key)
     moments = partials = None
@@ -272,8 +272,11 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
 def _backward_of(key: tuple[Any, ...]) -> _Backward:
     """The plan for a key and for the current stream's multiprocessors.
 
-    The key's last but one element is 0, for which the plan of the first stream is stored. Streams
-    with another number of multiprocessors have that number in their key.
+    ``key`` has 0 for the number of multiprocessors. The plan of the first stream is stored under
+    it. Plans for streams with another number are stored under keys with that number:
+
+        (..., 0, bucket)      first stream, of 132 multiprocessors; or a plan for any stream
+        (..., 66, bucket)     a stream of 66
     """
     plan = _backwards.get(key) or tuning.plan(_backwards, key, _plan_backward)
     if not plan.multiprocessors:
@@ -431,7 +434,8 @@ def _plan_backward(
     exchange = "none"
     if normalizes and columns > 1:
         exchange = "wait" if launch.waits(device_index, site.acc, columns) else "read"
-        # Also for "read": a stream with more multiprocessors may have programs that wait.
+        # Also for "read", if it is due to the stream's few multiprocessors: the plan must not serve
+        # a stream with more of them, where programs may wait.
         if not multiprocessors and launch.may_wait(device_index, site.acc):
             multiprocessors = launch.multiprocessors(device_index)
     # Programs are persistent: as many as run at the same time, each with the rows of many tiles.
@@ -439,8 +443,10 @@ def _plan_backward(
     programs = max(2, available * config.per_sm // columns)
     reduce_config = tuning.adding(programs, cols)
     types = _backward_types(site, needs, dy, dz, dcast, source, seed, exchange)
-    # The pipeline copies four bytes or more: 16 bits are loaded one at a time. Tiles in fp32 would
-    # take too many registers.
+    # The pipeline's asynchronous copies have four bytes or more. Rows of 16 bits whose elements are
+    # loaded one at a time are carried in registers instead: see ``CARRIED`` in the kernel. Tiles
+    # in fp32 would take too many registers: those of a tensor in fp32, the sum of dy and dcast, and
+    # the sum that is computed again from the inputs.
     only_16bit = all(dtype.itemsize == 2 for dtype in read)
     narrow = normalizes and save != "inputs" and dcast is None and only_16bit
     one_by_one = narrow and (not aligned or cols % 2 != 0)

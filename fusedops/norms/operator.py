@@ -158,8 +158,9 @@ class Norm(Operator):
         """See `Operator`."""
         y, z = _output_dtypes(constants, dtypes)
         outs = self.writes(constants, dtypes, dropout=dropout, saves=saves)
-        # A sum that is saved is an output for autograd even if the caller does not get it: second
-        # derivatives are taken of it.
+        # The outputs of the autograd Function are the first ``returned`` of y, z and the copy. A
+        # sum that is saved is one of them even if the caller does not get it: the second derivative
+        # depends on it as a function of x, bias and residual.
         several = constants.return_sum or constants.cast_dtype is not None
         returned = 3 if several else 1 + outs[1]
         moments = {"layer": 2, "rms": 1, "none": 0}[constants.kind]

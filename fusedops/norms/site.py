@@ -28,8 +28,8 @@ class NormConstants(NamedTuple):
         rounding: where a norm rounds: see `NormRule`.
         eps: added to the variance; None for the machine epsilon.
         weight_offset: added to the weight.
-        shape: the normalised dimensions of a norm alone, None for those with a bias and a residual:
-            the last.
+        shape: the normalised dimensions of `layer_norm` and `rms_norm`; None for operators that
+            take a bias or a residual, which normalise the last dimension.
         save: what is saved for the backward: "sum", "output" or "inputs".
         return_sum: whether the pre-norm sum is an output.
         out_dtype: the output's dtype, None for what the arguments' dtypes give.

@@ -41,6 +41,8 @@ _SHAPES = [
 _WIDE_SHAPES = [(3, 8192), (2, 12288), (2, 20000), (1, 65536), (1, 70001)]
 
 
+# ``params`` has a "w" if there is a weight, a "b" if there is a bias, and a "B" if the operator has
+# an argument for a bias: "wB" is `layer_norm` with ``bias=None``, "w" is `rms_norm`.
 def _norm_tensors(
     make: Maker, shape: tuple[int, ...], params: str, dims: int, dtype: torch.dtype
 ) -> dict[str, Any]:
@@ -336,8 +338,8 @@ def _fused_samples(kind: str) -> Callable[[torch.device, torch.dtype], Iterator[
                 yield sample(f"save={save}", (6, 48), p=0.25, save=save)
                 yield sample(f"save={save}, p=0", (6, 48), save=save)
                 yield sample(f"save={save}, wide", (2, 20000), p=0.25, save=save)
-            # The copy is rounded from the output, which is the wider one here: the output's
-            # rounding is lost in its own.
+            # The copy is the output rounded a second time. The output has the wider dtype here, so
+            # that its rounding error is negligible beside the copy's.
             low: dict[str, Any] = {"cast_dtype": torch.float32}
             if dtype != torch.float64:
                 low = {"out_dtype": torch.float32, "cast_dtype": torch.bfloat16}
@@ -397,7 +399,11 @@ def _bda_reference(
 def _outputs(
     y: Tensor, z: Tensor, return_sum: bool, cast_dtype: torch.dtype | None
 ) -> tuple[Tensor, ...]:
-    """The outputs of a call; the copy has the output's dtype, so that it is as exact."""
+    """The expected outputs of a call.
+
+    The copy is not rounded to ``cast_dtype``: the tests' oracle computes in fp64, and its copy has
+    to be as exact as its output.
+    """
     outputs = [y]
     if return_sum:
         outputs.append(z)

@@ -15,10 +15,11 @@ __all__ = ["candidates", "heuristic", "valid", "widest"]
 _FEW, _SOME, _MANY = 1, 2, 3
 
 # For slices whose elements are loaded one by one, and whose sums take the most exchanges between
-# threads: a program is one warp with one row, of wider slices one slice's. Its registers are
-# limited so that all programs run at once: 3595xD9333 takes 187 µs forward + backward on an H100;
-# with tiles of 256 lanes, where a fourth of the programs waited, it took 404. Slices of one width,
-# of which several fit in a tile, have three quarters of the programs.
+# threads. A program is one warp with a row of several slices, or of one slice if it is wider than
+# the tile. Its registers are limited so that all programs run at once: 3595xD9333 takes 187 µs
+# forward + backward on an H100; with tiles of 256 lanes, where a fourth of the programs waited, it
+# took 404. Slices of one width, of which several fit in a tile, do have 256 lanes, and 24 programs
+# per multiprocessor instead of 32.
 _OF_ELEMENTS = Config(128, 1, 1, 3, 32, 64)
 _OF_ELEMENTS_ALIKE = Config(256, 1, 1, 3, 24, 80)
 
@@ -69,9 +70,9 @@ def widest(itemsize: int) -> int:
 def _tile(itemsize: int, width: int, elements: int, warps: int, *, equal: bool) -> Config:
     """A tile with ``elements`` per thread.
 
-    Its lanes are what one row of threads loads with 16 bytes each: slices of ordinary width then
-    stay within a warp, and slices of equal width fill the lanes. For unequal widths it has fewer
-    lanes, of which fewer are idle, and more rows.
+    For slices of equal width it has as many lanes as all threads load at a time, 16 bytes each: the
+    slices fill them. For unequal widths it has as many as one warp loads, of which fewer are idle,
+    and more rows. Slices of ordinary width then stay within a warp.
     """
     vector = max(16 // itemsize, 2)
     while width > 32 * warps * elements:
@@ -164,8 +165,8 @@ def _of_elements(width: int, *, equal: bool) -> Config:
 def _is_of_one_warp(itemsize: int, width: int, *, forward: bool) -> bool:
     """Whether slices of one width are best in programs of one warp.
 
-    Forward those in parts, backward all but those of a power of two lanes; up to 256 columns, or 1
-    KiB.
+    They have at most 256 columns and 1 KiB. In the forward they are slices in several parts; in the
+    backward, slices whose width is not a power of two.
     """
     if width > min(256, 1024 // itemsize):
         return False
@@ -190,8 +191,10 @@ def heuristic(key: TuningKey) -> Config:
 def valid(key: TuningKey, config: Config) -> bool:
     """Whether a tile holds a row of the widest slice, in one warp where that is best.
 
-    A config with more warps was then measured for a wider slice. Where elements are loaded one by
-    one, a slice wider than the tile gets one of its own: at most eight elements per thread.
+    A table may offer a config that was measured for a wider slice: for slices that are best in one
+    warp, any with more warps is such a config. Where elements of 16 bits and unequal widths are
+    loaded one by one, a slice wider than the tile gets a tile of its own, with at most eight
+    elements per thread, which are 256 columns per warp.
     """
     case = _Case.of(key)
     if config.block_n < 16:

@@ -271,7 +271,7 @@ def _group_table(table: tuple[int, ...], device: torch.device) -> Tensor | None:
     return torch.tensor(table, dtype=torch.int32, device="cpu").to(device) if table else None
 
 
-# A backward that carries the next rows in registers has so many for each element of a tile: with
+# The registers that a backward needs for each element of a tile if it carries the next rows: with
 # fewer it spills.
 _REGISTERS_EACH = 9
 

@@ -59,6 +59,7 @@ class SliceOperator(SequenceOperator):
         dims: int = constants.dims
         facts: Any
         if dims:
+            # With two dimensions the constants' sizes are (K, D), the last dimensions of x.
             facts = type(x), x.dtype, x.device, x.dim() == 2, dims == 2 or x.shape[-1]
         else:
             slices = tensors[2:]
@@ -79,7 +80,11 @@ class SliceOperator(SequenceOperator):
         return mode, constants, facts, of_weight, of_bias
 
     def check(self, constants: SliceConstants, tensors: Any, *, nested: bool) -> SliceConstants:
-        """See `Operator`; it checks all but ``sizes``. Autocast sets an output as LayerNorm's."""
+        """See `Operator`; it checks all but ``sizes``.
+
+        Under GPU autocast the output is fp32, as that of `F.layer_norm` is; slices in fp64 are
+        excepted.
+        """
         constants = _with_widths(constants)
         if not nested:
             _check_tensors(constants, tensors)

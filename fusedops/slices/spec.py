@@ -275,6 +275,8 @@ def _samples(separate: bool) -> Callable[[torch.device, torch.dtype], Iterator[S
             yield sample("equal " + "x".join(map(str, shape)), shape)
         if not separate:
             yield sample("equal 2x1000x3", (2, 1000, 3))
+            # The last 48 columns of rows that are so far apart that offsets in a tile take 64 bits:
+            # see `launching._FAR`.
             far = sample("rows far apart", (5, 70016), (70000, 16))
             parts = {name: None if t is None else t[..., -48:] for name, t in far.tensors.items()}
             yield Sample(far.name, parts, {"sizes": (24, 8, 16)})

@@ -107,10 +107,11 @@ class Groups:
 
                 [tile of group 0, 1 ... | first slot of group 0, 1 ... | number, column, width ...]
 
-            Empty for slices of one width, which need none. A group's last slice fills the slots
-            that remain, with its number's complement. If the tile has a part without idle lanes,
-            and so without a mask, these slots load as that slice does, but do not store; else their
-            width is 0.
+            Empty for slices of one width, which need none. A group may have fewer slices than
+            slots: its last slice then fills the slots that remain. There its number is the
+            complement, which is negative, and nothing is stored. If the tile has parts without idle
+            lanes, which are loaded without a mask, these slots have the slice's width, and load
+            it; else their width is 0, and they load nothing.
     """
 
     tiles: tuple[Tile, ...]
@@ -141,6 +142,8 @@ class Groups:
             numbers = members[shape]
             together = min(power_of_two(len(numbers)), _most(lanes / (part * parts)))
             full = min(min(widths.sizes[number] for number in numbers) // part, parts)
+            # A quarter more elements, so that slices in five parts get the rows of slices in four:
+            # of 1024 elements in 5 * 64 lanes 4 rows, and not 2.
             tile_rows = _most(1.25 * lanes * rows / (together * part * parts))
             tiles.append(Tile(together, tile_rows, part, parts, full))
             for start in range(0, len(numbers), together):

@@ -64,6 +64,7 @@ def _softshrink(r: Any, out: Any, x: Value, lambd: float = 0.5) -> Value:
     def softshrink(a: Node) -> Node:
         nearer = graph.binary("sub", a, graph.binary("mul", graph.unary("sign", a), high))
         is_far = graph.make("gt", graph.unary("abs", a), high)
+        # Inside, a * 0 and not zero: NaN, for which ``is_far`` is False, stays NaN.
         result = graph.where(is_far, nearer, graph.binary("mul", a, zero))
         is_inside = graph.binary("and", graph.make("ge", a, low), graph.make("le", a, high))
         # The gradient goes through a selection: whatever cotangent comes to an element inside, NaN

@@ -102,7 +102,8 @@ def _number_value(r: Any, number: Any) -> Value:
     raise NotRowwiseError(f"a number of type {type(number).__name__}")
 
 
-# Marks the constant that stands for an element beside a row among integers, which have no NaN.
+# An attribute that tells the integer constant of `where_within`, for an index out of range, from an
+# equal number of the user's.
 _BESIDE = ("beside",)
 
 
@@ -149,16 +150,12 @@ def pointwise(
     return Value(node, joined(r, *[value.labels for value in inputs]), out.dtype)
 
 
-# PyTorch raises for an index beside the row; a kernel cannot. It reads nothing there, and its
-# result has to show it: NaN among floats. Integers have no NaN, so that their mark is the least
-# one, which becomes NaN in a cast to floats (`as_kind`).
-
-
 def where_within(r: Any, index: Node, size: int, node: Node, dtype: torch.dtype) -> Node:
     """A value where an index is one of a row's ``size`` elements, and elsewhere a mark.
 
-    The mark is no element's value by mistake: among floats it is NaN, among integers the smallest
-    of the dtype, which a later cast to floats turns into NaN.
+    PyTorch raises an error for an index out of range, which a kernel cannot. The mark shows it:
+    NaN for floats; for integers the smallest of the dtype, which `as_kind` turns into NaN in a cast
+    to floats.
 
     Raises:
         NotRowwiseError: the dtype has no such value.

@@ -170,7 +170,9 @@ def _is_exact(node: Node) -> bool:
 def _as_represented(r: Any, value: Value) -> Value:
     """A value as its dtype represents it.
 
-    A comparison of two values must not depend on which of them is saved, and so rounded.
+    A saved value is read back in its dtype, and the other one of a comparison may still have the
+    bits of the computation: equal values could differ. A dtype as wide as that of the computation
+    needs no rounding.
     """
     if value.node.kind != "float" or _is_exact(value.node):
         return value
@@ -252,6 +254,8 @@ def _xlog1py(r: Any, out: Any, x: Any, y: Any) -> Value:
         is_nan = graph.make("isnan", b)
         product = graph.where(is_zero, zero, graph.binary("mul", a, logarithm))
         result = graph.where(is_nan, b, product)
+        # The derivative by a is log1p(b), which is infinite or NaN for b <= -1. As in PyTorch, it
+        # is zero there if a is zero: the result is zero for every such b.
         is_flat = graph.binary("and", is_zero, graph.make("le", b, graph.const(-1.0)))
         by_b = graph.binary("div", a, graph.binary("add", b, graph.const(1.0)))
         return differentiated(r, result, (a, graph.where(is_flat, zero, logarithm)), (b, by_b))
@@ -306,6 +310,7 @@ def _pow(r: Any, out: Any, x: Any, exponent: Any) -> Value:
         raise NotRowwiseError("a power of integers")
     if not has_tensor:
         return pointwise(r, out, lambda a: _power(r, a, exponent), x, kind=kind)
+    # The base is a number or a `Value`; a `Value` equals no number.
     if x == 2:
         return pointwise(r, out, lambda a: r.graph.unary("exp2", a), exponent)
     return pointwise(r, out, lambda a, b: r.graph.make("power", a, b), x, exponent)
@@ -316,7 +321,8 @@ def _is_count(number: float) -> bool:
     return number >= 0 and number == int(number)
 
 
-# Whole exponents up to this are products; beyond, of negative numbers a power is NaN.
+# The largest whole exponent of which a power is written as products, by repeated squaring. Larger
+# ones, and fractions, call the function `power` of `fusedops.compiler.device`.
 _WHOLE_EXPONENTS = 1 << 16
 # Exponents whose power is another operator.
 _POWERS = {0.5: "sqrt", -1: "reciprocal"}
@@ -334,7 +340,9 @@ def _power(r: Any, x: Node, exponent: float) -> Node:
     if exponent != int(exponent) or abs(exponent) > _WHOLE_EXPONENTS:
         return graph.make("pow", x, attrs=(float(exponent),))
     if exponent < 0:
-        # Neither the power nor its square overflows or vanishes where the derivative does not.
+        # The derivative for an exponent n is n / x**(1 - n). The rule of `reciprocal` would compute
+        # it from the square of the result, which overflows or vanishes where the derivative does
+        # not.
         result = graph.unary("reciprocal", _product(r, x, -int(exponent)))
         partial = graph.unary("reciprocal", _product(r, x, 1 - int(exponent)))
         partial = graph.binary("mul", partial, graph.const(float(exponent)))
@@ -389,7 +397,11 @@ def _nan_to_num(
 
 @lowers("clamp", "clamp_")
 def _clamp(r: Any, out: Any, x: Value, min: Any = None, max: Any = None) -> Value:
-    """Limits; an element at a number for a limit has its gradient, or none from PyTorch 2.15 on."""
+    """The elements, limited from both sides.
+
+    An element that equals a limit has the whole gradient up to PyTorch 2.14. From 2.15 on it has
+    none if the limits are numbers, and shares it with a limit that is a tensor: `_between_tied`.
+    """
     has_low = min is not None
     has_high = max is not None
     values = [value for value in (x, min, max) if value is not None]
@@ -536,8 +548,8 @@ def _same(r: Any, out: Any, x: Value, *_: Any, **options: Any) -> Value:
     if node.kind != "float" or x.dtype == out.dtype:
         return Value(node, x.labels, out.dtype)
     if _is_narrowed(node):
-        # A second cast. The value between the two is rounded to its dtype, which the second cast
-        # must not undo.
+        # A second cast, as in x.bfloat16().float() of an fp32 tensor: the result has the bits of
+        # bf16. The first cast alone would not round, because nothing returns or saves its value.
         node = r.graph.make("rounded", node, attrs=(_name_of(x.dtype),))
     if kind_of(x.dtype) == "float" and out.dtype.itemsize <= x.dtype.itemsize:
         # A value of its own: rounding to the dtype, where it is returned or saved, does not apply

@@ -136,7 +136,8 @@ def whole_quotient(r: Any, out: Any, x: Any, y: Any, rounding: str) -> Value:
             quotient = r.graph.make("quotient", a, b)
         if kind != "float":
             return quotient
-        # The sum has a gradient of zero for both, where PyTorch has zeros and not None.
+        # PyTorch returns gradients of zeros for both arguments, not None. The sum of two steps has
+        # these: `floor` has a derivative of zero, and `gradient_sources` goes through it.
         steps = r.graph.binary("add", r.graph.unary("floor", a), r.graph.unary("floor", b))
         return r.graph.make("instead", quotient, steps)  # type: ignore[no-any-return]
 

@@ -26,7 +26,8 @@ def _standardized(
 ) -> tuple[Node, Node, Node, tuple[Label, ...]]:
     """``(x - mean) * rstd``, the mean, rstd, and the labels that are left of ``normalized``.
 
-    ``normalized`` is ``x`` with the labels in which ``dims`` count.
+    ``dims`` are dimensions of ``normalized``: the same tensor as ``x``, perhaps with its dimensions
+    split, as a group norm splits the channels into groups.
     """
     graph = r.graph
     var, mean, labels = variance(r, normalized, list(dims), 0, True)
@@ -74,7 +75,9 @@ def _group_norm(r: Any, out: Any, x: Value, weight: Any, bias: Any, *sizes: Any)
     """A norm whose rows are the groups of channels, with all elements of these channels."""
     _count, channels, _size, groups, eps = sizes
     inner = channels // groups
-    if inner == 1:  # with more channels each group would have several
+    # With one channel in each group the channels are rows, whose number may differ between calls.
+    # But ``groups`` is a constant: with more channels each group would have several.
+    if inner == 1:
         r.traced.fixed.append(x.labels[1])
         if not any(x.labels[2:]):  # of one element each, which PyTorch refuses in a batch of one
             r.traced.fixed.append(x.labels[0])

@@ -18,6 +18,9 @@ def reduced(
 ) -> tuple[Node, tuple[Label, ...], list[int]]:
     """A reduction over dimensions: the node, the labels that are left, and the axes that are gone.
 
+    The axes are all of the reduced dimensions, also those along which the value does not vary. Over
+    these the node is not reduced: a sum has to be multiplied by their length, by `repeated`.
+
     ``dims`` may be None or empty, for all dimensions.
     """
     over = _dims_over(dims, len(x.labels))
@@ -29,8 +32,6 @@ def reduced(
             labels.append(label)
         elif keepdim:
             labels.append(())
-    # Only the axes along which the value varies are reduced over: a sum is corrected for the
-    # others by `repeated`.
     varying = r.axes.of(node.axes)
     reduced_axes = set(r.axes.of(axes))
     along = tuple([axis for axis in varying if axis in reduced_axes])
@@ -198,7 +199,9 @@ def _max(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> 
 
 # --- variances ------------------------------------------------------------------------------------
 
-# Longer rows are passed over tile by tile, once for each sum of differences.
+# The most columns of a row that a program holds whole, so that another sum reads nothing again. A
+# longer row is read tile by tile, once more for each sum that depends on an earlier one. There the
+# sum that corrects the mean shares a pass with the sum of squares.
 _MOST_SUMMED_AGAIN = 16384
 
 
@@ -227,8 +230,8 @@ def variance(
 
     def about(centre: Node) -> tuple[Node, Node]:
         """Differences from a number of each row, and the sum of their squares."""
-        # A variance does not change with the mean: its derivative there is zero, which a sum would
-        # find by rounding.
+        # The derivative of sum((x - c)**2) by c is -2 sum(x - c), which is zero at the mean. As a
+        # constant, the centre adds exactly zero to the gradient, and no rounding error of that sum.
         centre = graph.make("constant_to_gradients", centre)
         left = graph.binary("sub", as_kind(r, x.node, "float"), centre)
         square = Value(graph.binary("mul", left, left), x.labels, x.dtype)
@@ -252,9 +255,10 @@ def variance(
 
     differences, squares = about(mean)
     if is_inexact and count > _MOST_SUMMED_AGAIN:
-        # The sum of differences shares a pass with the squares, which are then about the mean
-        # before its correction. The mean of squares about another centre is larger by the square
-        # of the distance.
+        # One pass computes both sums about the uncorrected mean m, d = x - m:
+        #
+        #   step                  sum(d) / N                  the corrected mean is m + step
+        #   sum((d - step)**2)    sum(d**2) - sum(d) * step   not below zero but for a rounding
         rest = repeated(r, x, summed(differences), axes)
         step = graph.binary("mul", rest, graph.const(1.0 / count))
         mean = corrected(mean, step)
@@ -307,7 +311,8 @@ def _var_mean(
 def _shared_evenly(r: Any, x: Value, largest: Node, dim: Any, keepdim: bool) -> Node:
     """The largest element of a row, whose gradient all elements share that equal it.
 
-    Where it is NaN, the elements that are NaN share the gradient.
+    Where it is NaN, the elements that are NaN share the gradient. The value is ``largest``; its
+    gradient is that of the mean of the elements that equal it, ``sum(x * one) / sum(one)``.
     """
     graph = r.graph
     if largest.op != "amax":
@@ -315,7 +320,8 @@ def _shared_evenly(r: Any, x: Value, largest: Node, dim: Any, keepdim: bool) -> 
     equal = graph.make("eq", x.node, graph.make("constant_to_gradients", largest))
     equal = graph.binary("or", equal, graph.make("isnan", x.node))
     one = graph.where(equal, graph.const(1.0), graph.const(0.0))
-    # PyTorch multiplies: a cotangent of NaN goes on.
+    # A product, as in PyTorch, and no `where`: a NaN from the gradient of the output reaches all
+    # elements of the row.
     product = graph.binary("mul", x.node, one)
     total, count = [
         reduced(r, "sum", Value(node, x.labels, x.dtype), dim, keepdim, "float")[0]
@@ -359,8 +365,8 @@ def _norm_by_extremum(r: Any, out: Any, x: Value, order: float, dim: Any, keepdi
 def _root_of_norm(r: Any, squares: Node) -> Node:
     """The root of a sum of squares; a norm of zero has no gradient.
 
-    That is by a product: PyTorch lets a cotangent of NaN through, as it does not for a standard
-    deviation.
+    The gradient is multiplied by a slope of zero there. If the output's gradient is NaN, that is
+    NaN, as in PyTorch's norm; the rule of ``root`` selects zero instead, as in PyTorch's `std`.
     """
     graph = r.graph
     norm = r.graph.make("root", squares)
@@ -399,8 +405,9 @@ def _norm_of_order(r: Any, out: Any, x: Value, order: float, dim: Any, keepdim: 
     total, labels = summed(differentiated(r, power(size, order), (a, slope)))
     if order < 1:
         return Value(rooted(total), labels, out.dtype)
-    # As in PyTorch a selection, which a cotangent of NaN does not go through. The root is of one
-    # there: a second derivative would multiply zero by the infinite one of a root at zero.
+    # As in PyTorch, a selection: a norm of zero has a gradient of zero, also where the output's
+    # gradient is NaN. The root is of one there: a root of zero has an infinite derivative, which a
+    # second derivative would multiply by zero.
     is_nothing = graph.make("eq", total, zero)
     norm = rooted(graph.where(is_nothing, graph.const(1.0), total))
     return Value(graph.where(is_nothing, zero, norm), labels, out.dtype)
@@ -417,9 +424,10 @@ def _largest(r: Any, x: Value, dim: int) -> Node:
 
 
 def _exponentials(r: Any, x: Value, dim: int, largest: Node) -> tuple[Node, Node, Node]:
-    """Rows less their largest element, the exponentials of these, and the sums of those.
+    """``x - largest``, the exponentials of that, and their sums over each row.
 
-    ``largest`` may be any other number of each row.
+    A softmax does not depend on what is subtracted, so that `_safe_softmax` may pass zero for
+    ``largest`` where that is minus infinity.
     """
     graph = r.graph
     node = as_kind(r, x.node, "float")

@@ -343,8 +343,8 @@ def _stacked(r: Any, values: Sequence[Value], kind: str) -> tuple[Node, tuple[La
     labels = joined(r, *[value.labels for value in values])
     axis = _axis_of(r, values)
     varying = _varying(r, [value.node for value in values])
-    # An axis along which a value still varies would appear twice: one of its parts beside all of
-    # them.
+    # In stack([x, a part of x]) the first value has the part's axis already, which would be two
+    # dimensions of the result.
     if axis is None or not varying.isdisjoint(r.axes.leaves(axis)):
         axis = r.axes.new(len(values))
     nodes = [as_kind(r, value.node, kind) for value in values]
@@ -369,9 +369,10 @@ _KEEPS_PART = frozenset({"neg", "mul", "add", "sub", "cast"})
 
 
 def _axis_of(r: Any, values: Sequence[Value]) -> Label | None:
-    """The axis that these values are parts of, if it has as many.
+    """The axis that these values are parts of, if it has as many parts as there are values.
 
-    Parts that are put back along their own axis have the columns of the row that they came from.
+    A rotary embedding puts two halves of ``x`` back together. Along the axis that ``x`` was split
+    by, the result has the columns of ``x``.
     """
     for value in values:
         for node in _selections(value.node):

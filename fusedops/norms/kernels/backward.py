@@ -57,7 +57,8 @@ def _load_rows(
     """The gradients and the saved values of rows, part by part, and their statistics.
 
     The gradient is that of the output plus that of its low-precision copy. The statistics are rstd
-    and mean; RMSNorm has no mean, and returns rstd twice.
+    and mean; RMSNorm has no mean, and returns rstd twice. The first ``exact`` parts do not reach
+    beyond the last column.
     """
     gradients, rest = (), ()
     for part in tl.static_range(PARTS):
@@ -373,7 +374,10 @@ def norm_backward_kernel(
     tiles = tl.cdiv(M, ROWS).to(tl.int32)
     slots: tl.constexpr = (dbias is not None) + (dweight is not None) + (dln_bias is not None)
     columns: tl.constexpr = (N + PARTS * BLOCK_N - 1) // (PARTS * BLOCK_N)
-    # The number of parts, from the first, that are exact in every program.
+    # The first ``exact`` parts of every program do not reach beyond the last column, and need no
+    # mask of columns. If a program has the whole row, they are the parts that the row fills. If
+    # programs share the row, only the last program's parts can reach beyond it; but all programs
+    # run the same code, so it is all parts or none.
     exact: tl.constexpr = (
         N // BLOCK_N if columns == 1 else PARTS if columns * PARTS * BLOCK_N == N else 0
     )
@@ -545,9 +549,11 @@ def norm_backward_kernel(
                             dz *= w
                         if KIND == "layer":
                             if N == 1:
-                                # Exactly zero, or NaN. A subtraction would be contracted with the
-                                # product dz, unrounded, and leave the rounding error of total; and
-                                # hat of a saved output is not zero, but its rounding error.
+                                # The gradient is exactly zero, or NaN, and so is hat if it is
+                                # computed from the sum; from a saved output it is that output's
+                                # rounding error. ``dz - total`` is not zero: total is the rounded
+                                # product dy * w, but a fused multiply-add subtracts it from the
+                                # product before its rounding.
                                 hat *= 0.0
                                 dz *= hat
                             else:

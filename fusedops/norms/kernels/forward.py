@@ -179,9 +179,11 @@ def _forward_rows(
             _store_sum(
                 z, parts[part], rows, cols, _inside(in_rows, cols, (part + 1) * BLOCK_N <= N, N), N
             )
-    # With a second input the rows are in registers late, so the vectors are loaded before the
-    # reductions if sum and vectors fit in three quarters of the 65,536 registers, counted in
-    # halves. Alone, vectors would only take registers meanwhile.
+    # The weight and the shift are needed after the reductions. With a residual they are loaded
+    # before them, because the rows are in registers late; without one they would only take
+    # registers meanwhile. Not where registers would spill: sum and vectors may take three quarters
+    # of a multiprocessor's 65,536 registers. These are counted in halves: an element of the sum in
+    # fp32 is two, an element of a vector in 16 bits one.
     vector_halves: tl.constexpr = (
         WEIGHT.primitive_bitwidth // 16 * ((weight is not None) + (ln_bias is not None))
     )
@@ -408,9 +410,10 @@ def norm_forward_kernel(
             for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
                 cols = start + tl.arange(0, BLOCK_N)
                 mask = in_rows[:, None] & (cols < N)[None, :]
-                # A sum that is not rounded is computed again, whether z is stored or not. The
-                # compiler contracts a recomputed sum with the operations that follow, and not a
-                # loaded one: training and inference would differ in their last bits.
+                # A rounded sum is loaded if it was stored, and else computed again, with the same
+                # bits. A sum that is not rounded is always computed again: the compiler contracts a
+                # computed sum with the operations that follow, and not a loaded one. Training
+                # stores the sum and inference does not: they would differ in their last bits.
                 if z is not None and SUM != ACC:
                     h = tl.load(z + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(ACC)
                 else:

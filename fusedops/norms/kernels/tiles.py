@@ -6,11 +6,6 @@ import triton.language as tl
 from ...core.device import load_row_vector
 
 
-# A program holds a row in one tile, or in several, its *parts*: a tuple of tensors. Triton's
-# tensors have sides that are powers of two, and many hidden sizes are none. 6144 columns:
-#
-#     one part      |                8192 lanes, a quarter idle                 |
-#     three parts   |    2048 lanes    |    2048 lanes    |    2048 lanes    |
 @triton.jit
 def _load_weight(weight, cols, N: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ACC: tl.constexpr):
     """The weight with its offset; None if it is absent."""
@@ -23,6 +18,11 @@ def _load_weight(weight, cols, N: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ACC
         return w
 
 
+# A program holds a row in one tile, or in several, its *parts*: a tuple of tensors. Triton's
+# tensors have sides that are powers of two, and many hidden sizes are none. 6144 columns:
+#
+#     one part      |                8192 lanes, a quarter idle                 |
+#     three parts   |    2048 lanes    |    2048 lanes    |    2048 lanes    |
 @triton.jit
 def _vectors(
     vector,

@@ -14,12 +14,14 @@ which are side by side in memory.
 
 Without an argument, which is then None, there is no code for it. Slices that are separate tensors
 come as a table of int64 addresses; widths that differ as `Groups.table`, in int32.
-``total`` is the sum of the widths. ``ALIGN`` is 0, or else all addresses are multiples of 16 bytes,
-and all columns, widths and distances between rows of so many elements. The arguments ``total`` and
-``…_stride``, a distance between rows, count in these units: what is multiplied by a constant is
-known to the compiler as its multiple. ``CARRIED``: a thread's neighbouring elements are fewer than
-the four bytes that are the least to be copied asynchronously, so that the loop carries the next
-rows in registers.
+
+``ALIGN`` is the widths' common factor (1, 2, 4 or 8), if all distances between rows are multiples
+of it and all addresses multiples of 16 bytes; else it is 0. If it is not 0, the host divides by it
+the arguments ``total``, the sum of the widths, and ``…_stride``, a distance between rows. The
+kernel multiplies them by this constant, so that the compiler knows what they are multiples of.
+
+``CARRIED`` means that the loop carries the next rows in registers. It is for slices of which a
+thread's adjacent elements have fewer than four bytes, the least that an asynchronous copy has.
 """
 
 from .addresses import store_addresses_kernel

@@ -242,9 +242,10 @@ def _backward_group(
             mean = _mean(terms, per_width, ACC, PARTS)[:, :, None]
             for part in tl.static_range(PARTS):
                 if PARTS * LANES == 1:
-                    # One column is its own mean, and nothing remains of g. The difference would not
-                    # be zero: a fused multiply-add subtracts from the product g before its rounding
-                    # the mean after its rounding.
+                    # The gradient of a single column is zero, as the column is its own mean. So is
+                    # hat, and with it g * hat (NaN where g is not finite). ``g - mean`` would not
+                    # be zero: g is a product, and a fused multiply-add subtracts the rounded mean
+                    # from it before it is rounded.
                     out = along_terms[part]
                 else:
                     out = (terms[part] - mean - hats[part] * along) * rstd[:, :, None]

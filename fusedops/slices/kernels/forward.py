@@ -105,10 +105,11 @@ def _forward_group(
     per_width = _per_width(slots, ACC)
     ws = _load_parameter(weight, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
     bs = _load_parameter(bias, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
-    # Where loads (`whole`) and stores (`alone`) need no mask for rows and slots. The loop's bounds
-    # keep a tile of one row inside. With a table every slot has a slice to load, its own or one
-    # that it repeats. A slot that repeats a slice must not store it: the masks of lanes (`inside`)
-    # prevent that, but parts before `FULL` are stored without these.
+    # Whether loads (`whole`) and stores (`alone`) need no mask of rows and slots. A tile of one row
+    # needs none of rows: the loop's bounds keep it inside. With a table loads need none of slots:
+    # every slot has a slice, its own or one that it repeats. But a slot that repeats a slice must
+    # not store it. The masks of lanes (`inside`) exclude such a slot, but parts before `FULL` would
+    # be stored without these. So stores need no mask of slots only if there is no such part.
     whole: tl.constexpr = ROWS == 1 and (SLOTS == 1 or table is not None)
     alone: tl.constexpr = ROWS == 1 and (SLOTS == 1 or (table is not None and FULL == 0))
     _, _, _, _, own = slots  # whether a slot has a slice of its own
