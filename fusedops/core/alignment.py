@@ -24,12 +24,14 @@ def made_contiguous(mask: Tensor) -> Tensor:
     """The mask with the layout that PyTorch's fused attention takes: contiguous along the keys.
 
     On GPUs PyTorch's fused attention takes no mask whose last dimension has another stride than
-    one, and its fallback multiplies in fp32. Compiled with PyTorch 2.11, or Transformers before
-    5.23, models make boolean masks that are expanded where nothing is masked, and T5 passes on the
-    transposed table of its biases.
+    one. Its fallback multiplies in fp32. Two kinds of masks have such a stride:
 
-    Lengths of 64 more than a multiple of 128 are left: with a mask, cuDNN's backward may give NaN
-    there (PyTorch's issue 196678).
+        boolean, stride 0     nothing is masked: one value per query, expanded over the keys.
+                              Compiled models have it with PyTorch 2.11 or Transformers before 5.23
+        numbers, stride > 1   T5's table of biases, transposed
+
+    A mask is not changed if its number of keys is 64 more than a multiple of 128 (64, 192, 320,
+    ...): with a mask of this length, cuDNN's backward may give NaN (PyTorch's issue 196678).
     """
     if mask.layout != torch.strided or mask.is_nested or not mask.dim():
         return mask

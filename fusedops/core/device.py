@@ -60,12 +60,18 @@ def load_row_vector(vector, cols, N: tl.constexpr, ACC: tl.constexpr):
 def load_seed(seed, offset):
     """Returns the random state: a tuple that begins with the seed, and the offset.
 
-    Both are scalars, or are read from memory: ``seed[0]`` and ``seed[1]``. Where ``offset`` is a
-    pointer too, the numbers of a shard follow (see `sharding.numbers`), and are appended to the
-    tuple:
+    The kernel's arguments ``seed`` and ``offset`` have three forms (`launch.SEED_TYPES`):
 
-        memory   seed  offset  base      outer     ...  groups    first
-        tuple    [0]           [1]       [2]       ...  [6]       [7]
+        seed, offset        tuple           returned offset
+        number, number      (seed,)         the argument
+        pointer, None       (seed,)         read from memory
+        pointer, pointer    eight numbers   read from memory
+
+    The third form is that of a shard, whose two pointers are equal. The numbers that locate the
+    shard (`sharding.numbers`) follow the offset in memory, and the seed in the tuple:
+
+        memory   seed  offset  base  outer  outer_stride  inner  inner_stride  groups  first
+        tuple    [0]           [1]   [2]    [3]           [4]    [5]           [6]     [7]
     """
     if seed.dtype.is_ptr():
         words = (tl.load(seed),)
@@ -79,7 +85,10 @@ def load_seed(seed, offset):
 
 @triton.jit
 def _rows_of_all(rows, words):
-    """Returns the rows of the whole tensor that a shard's rows are: see `sharding.numbers`."""
+    """Returns the rows of the whole tensor that a shard's rows are.
+
+    `sharding.numbers` has the formula; `load_seed` has the indices of its terms in ``words``.
+    """
     within = rows % words[2]
     return (
         words[1]
@@ -172,8 +181,12 @@ def _keep_scale(
         slots = tl.arange(0, BLOCK_N // 8)
         group = _groups(rows, seed, slots + first_col // LANES, N)
         w0, w1, w2, w3 = _philox(seed[0], offset, group)
-        # The last dimension joined varies fastest: lane = 4 * (word's high bit) + 2 * (its low bit)
-        # + half.
+        # A lane is 4 * (high bit of its word's index) + 2 * (low bit) + half. A join adds the
+        # dimension that varies fastest, so the joins go from the high bit to the half:
+        #
+        #     first join     high bit    w0 with w2, and w1 with w3
+        #     second join    low bit     the former pair with the latter
+        #     last join      half        low halves with high halves
         low0 = tl.join(
             _keep_factor(w0, False, threshold, scale), _keep_factor(w2, False, threshold, scale)
         )
@@ -191,6 +204,8 @@ def _keep_scale(
         slots = tl.arange(0, BLOCK_N // 4)
         group = _groups(rows, seed, slots // 2 + first_col // LANES, N)
         w0, w1, w2, w3 = _philox(seed[0], offset, group)
+        # A slot is four columns, one half of a group: the even slots have w0 and w1, the odd ones
+        # w2 and w3. Within a slot, a lane is 2 * (low bit of its word's index) + half.
         upper = (slots % 2 == 1)[None, :]
         even, odd = tl.where(upper, w2, w0), tl.where(upper, w3, w1)
         low = tl.join(
@@ -290,7 +305,8 @@ def logistic(e):
     The latter does not cancel for large x.
     """
     s = reciprocal(1.0 + e)
-    # For an infinite e, s is 0, as it is for the large number that replaces it.
+    # An infinite e has s = 0, and 0 times infinity would be NaN: so e is limited. The second result
+    # is then 0 instead of 1, which changes nothing: derivatives multiply it by s.
     return s, s * tl.minimum(e, 8e307 if e.dtype == tl.float64 else 8.507059173023462e37)
 
 

@@ -47,8 +47,8 @@ def sum_partials_kernel(
             partials + at, mask=(rows < programs)[:, None] & in_cols[None, :], other=0.0
         )
     total = tl.sum(parts, axis=0)
-    # ``slot`` is a number of the grid, absence a constant: of three comparisons those of absent
-    # gradients are not compiled. Each program stores one gradient.
+    # Each program stores one gradient. The outer conditions are known when the kernel is compiled:
+    # no code is generated for an absent gradient. The inner ones compare at run time.
     if first is not None:
         if slot == 0:
             tl.store(first + cols, total.to(first.dtype.element_ty), mask=in_cols)

@@ -21,8 +21,9 @@ __all__ = ["BadSample", "Maker", "Sample", "Shape", "Spec", "Sweep", "masked", "
 Shape = tuple[int | str, ...]
 
 
-# A spec yields its samples one after the other, each with tensors of its own. A test takes one of
-# them: with the others on the meta device it does not pay for their values.
+# The name of the sample that gets values, for each block of `only_sample`. A spec yields all its
+# samples, and a test that takes one iterates over the others too. These are on the meta device
+# meanwhile, which saves the time to draw their values.
 _only: list[str] = []
 
 
@@ -98,13 +99,16 @@ class Sweep:
 
     A tail is a shape without its first dimension, the rows.
 
+    All but those of ``rows`` are timed with as many rows as make the number of elements the same.
+
     Attributes:
-        hidden: tails of different widths, each with as many rows as give the same number of
-            elements.
-        slices: tails of different numbers of slices, likewise.
-        rows: tails for which the number of rows varies.
-        widths: tails of widths that are no power of two, with many rows and with fewer.
-        ragged: names of rows that are not of one width, which end with their columns.
+        hidden: tails of different widths.
+        slices: tails of different numbers of slices.
+        rows: tails that are timed with different numbers of rows.
+        widths: tails of widths that are no power of two; they are timed with a fourth of the
+            elements too.
+        ragged: names of rows of slices with different widths, such as ``R4096``; the number is that
+            of all columns.
     """
 
     hidden: tuple[tuple[int, ...], ...] = tuple(

@@ -29,8 +29,8 @@ class ShardSpec:
         mesh: the mesh.
         placements: the DTensor's, or its gradient's.
         shape: the whole tensor's.
-        moved: whether it was redistributed, which requires a gradient on the way back (PyTorch
-            2.13).
+        moved: whether the tensor was redistributed before the call. The backward of `redistribute`
+            takes no absent gradient (PyTorch 2.13), so it gets zeros.
         dtensor_specs: PyTorch's own records of it, by strides and dtype.
     """
 

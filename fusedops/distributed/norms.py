@@ -65,7 +65,8 @@ def norm_over_columns(
     else:
         total, own_squares = _moments(z, acc)
         mean, own = layout.total(total) / columns, z.shape[-1]
-        # A rank without columns has no mean of its own; its ``value`` of 0 drops the difference.
+        # Squares about the common mean: own_squares + own * (own mean - mean)**2. A rank without
+        # columns has no mean of its own, but there ``value`` is 0.
         difference = total / max(own, 1) - mean
         squares = layout.total(torch.addcmul(own_squares, difference, difference, value=own))
     rstd = torch.rsqrt(squares / columns + rule.epsilon(z.dtype))
@@ -73,6 +74,8 @@ def norm_over_columns(
     out = constants.out_dtype or rule.output_dtype(z.dtype, weight_dtype)
     hat = rule.hat_dtype(z.dtype, weight_dtype)
     cast = None if constants.cast_dtype == out else constants.cast_dtype
+    # Without an intermediate rounding, ``hat`` is the accumulator's dtype. With one, the normalised
+    # rows are rounded to ``hat``, and the weight keeps its own dtype.
     if weight is not None and rule.weight_offset:
         if hat == acc:
             weight = weight.to(acc)

@@ -177,6 +177,12 @@ class Layout(NamedTuple):
     def _move(self, t: Any, axes: _AxisOfDim, has_rows: bool, name: str) -> Move:
         from torch.distributed.tensor import Partial, Replicate, Shard
 
+        # Per dimension of the mesh, with the axis that it shards:
+        #
+        #     axis                        tensor       gradient
+        #     one of the tensor's         sharded      sharded
+        #     one that it does not have   replicated   partial sum
+        #     none                        replicated   replicated
         placements: list[Any] = []
         gradients: list[Any] = []
         for axis in self.dims:
@@ -205,7 +211,9 @@ class Layout(NamedTuple):
     def _sliced_dims(self, parameter: Any, placements: Sequence[Any]) -> list[int]:
         """Returns the dimensions of the mesh along which a replicated parameter is sliced.
 
-        `redistribute` would shard it too, but gather its gradient.
+        Each rank takes its slice of its own copy. `redistribute` would do so too, but its backward
+        would gather the gradient; that of a slice is a partial sum. Empty if the parameter is not
+        replicated along all of these dimensions: then it is redistributed.
         """
         dims = [i for i, placement in enumerate(placements) if placement.is_shard()]
         return dims if all(parameter.placements[i].is_replicate() for i in dims) else []
@@ -376,8 +384,9 @@ def _key(op: Operator, constants: Any, tensors: Tensors, dropout: bool) -> Any:
 def layout(op: Operator, constants: Any, tensors: Tensors, *, dropout: bool) -> Layout:
     """Returns how a call's axes are distributed.
 
-    Each dimension of the mesh shards the axis that it shards of the first tensor with rows, of
-    those that it shards at all.
+    For each dimension of the mesh, the first tensor with rows that is sharded along it determines
+    the axis. No axis is sharded if there is no such tensor, or if dropout could not locate the
+    parts of its mask.
 
     Raises:
         TypeError: not all tensors are DTensors.
@@ -445,8 +454,11 @@ def _sharded_axis(t: Any, axes: _AxisOfDim, mesh_dim: int) -> int | None:
 def _can_locate(axes: Axes, mesh: Any, dims: Sequence[int | None]) -> bool:
     """Whether `numbers` can locate the parts of a mask; ``dims`` are the mesh's first dimensions.
 
-    It takes at most two sharded axes of the rows besides the first. Parts of the columns have to
-    begin with a group of lanes, and only the last of several cuts may be uneven.
+    It takes at most two sharded axes of the rows besides the first.
+
+    Several dimensions of the mesh may cut the columns, one after the other. Each cut has to give
+    whole groups of lanes, and only the last may be uneven: then the parts differ in size, and a
+    further cut of them would begin at other columns.
     """
     columns = len(axes.rows)
     size, is_even = axes.columns, True
@@ -495,10 +507,19 @@ def numbers(
 ) -> list[int]:
     """Returns what locates the rows and columns of a shard in the whole mask.
 
-    Row ``r`` of the shard is row ``base + r // outer * outer_stride + r % outer // inner *
-    inner_stride + r % inner`` of the whole mask: the rows of a shard are not contiguous where
-    another dimension than the first is sharded. Its columns begin with group ``first`` of the
-    ``groups`` of eight that the whole mask's rows have.
+    Row ``r`` of the shard is this row of the whole mask:
+
+        base + r // outer * outer_stride + r % outer // inner * inner_stride + r % inner
+
+    The rows of a shard are not contiguous if another dimension than the first is sharded: each
+    such dimension is one of the two terms. For example, rank 1 of 2, with rows of (2, 4) of which
+    the second dimension is sharded:
+
+        whole   0 1 2 3 | 4 5 6 7      base 2, inner 2, inner_stride 4
+        shard       0 1       2 3      2 -> 2 + 2 // 2 * 4 + 2 % 2 = 6
+
+    The columns of the shard begin with group ``first`` of the ``groups`` of eight that a row of the
+    whole mask has.
 
     Args:
         mask: the whole mask's shape: rows, then the parts of each, and columns.
@@ -525,8 +546,9 @@ def numbers(
     begins_with_group = starts[-1] % _LANES == 0 or starts[-1] == columns
     assert len(split_dims) <= 2 and begins_with_group, dims
     base = sum(start * math.prod(shape[dim + 1 :]) for dim, start in enumerate(starts[:-1]))
-    # Every row index is below 1 << 62: the quotient of an unused term is zero, and its remainder
-    # the index itself. The innermost split dimension is the inner term.
+    # Outer, its stride, inner, its stride. An unused term divides by 1 << 62, which is above every
+    # row index: its quotient is zero, and its remainder the index itself. The innermost split
+    # dimension is the inner term, at position 2.
     terms = [1 << 62, 0, 1 << 62, 0]
     for position, dim in zip((2, 0), sorted(split_dims, reverse=True), strict=False):
         terms[position] = max(math.prod(sizes[dim:-1]), 1)

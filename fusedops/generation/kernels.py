@@ -14,7 +14,8 @@ from ..core.device import place_along_rows
 def _leading(ids, ids_step, pad, end, L, BLOCK_N: tl.constexpr):
     """The number of tokens before the first that is not ``pad``.
 
-    The scan stops behind ``end``: the result is at least ``end``, or L, if there is none before.
+    It scans blocks of tokens, and stops behind ``end``. If all tokens before ``end`` are ``pad``,
+    the result is not exact: it is at least the smaller of ``end`` and L.
     """
     lanes = tl.arange(0, BLOCK_N)
     count = 0
@@ -80,13 +81,13 @@ def no_repeat_ngram_forward_kernel(
         # The scan ends with the tile: padding beyond it does not concern the tile's windows.
         same = same & (at >= _leading(ids, ids_step, pad, first + BLOCK_N, L, BLOCK_N))
     for behind in range(1, ngram):
+        # Compares the windows' tokens before the last with the row's end, from the last one back.
         # Lanes whose window differs already are masked, and load nothing more.
-        # From the last token back.
         wanted = tl.load(ids + (L - behind) * ids_step)
         same = same & (
             tl.load(ids + (at + ngram - 1 - behind) * ids_step, mask=same, other=0) == wanted
         )
-    # A token outside of the vocabulary has no score to write. -1 is one, for masked lanes.
+    # A token outside of the vocabulary has no score to write. Masked lanes get such a token, -1.
     token = tl.load(ids + (at + ngram - 1) * ids_step, mask=same, other=-1)
     same = same & (token >= 0) & (token < V)
     if allowed is not None:

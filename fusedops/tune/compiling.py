@@ -63,8 +63,8 @@ class Pool:
         With ``fit``, the kernel is compiled with as many stages as fit into shared memory.
         """
         key = (request.key, fit)
-        # Workloads and candidates share kernels: those of other parts of a step are the same in
-        # each.
+        # Many requests are the same: a candidate of one kernel is submitted with all kernels of its
+        # step, and only that kernel differs from one candidate to the next.
         if key not in self._known:
             message = {
                 "request": encode(request),

@@ -196,7 +196,8 @@ def _agreed(key: TuningKey, device_index: int, config: Config, origin: tuning.So
             except Exception as error:  # noqa: BLE001
                 problem = error
         stored = store.compare_set(name, "", json.dumps(dataclasses.astuple(config)))
-        # Again, by a rank whose wait timed out: others wait for this before they read the config.
+        # For the ranks that still wait for "reached". Rank 0 has set it already, but a rank whose
+        # wait timed out has stored the config without it.
         store.set(reached, "")
         agreed = _config(key, json.loads(stored))
         if agreed is None:

@@ -63,6 +63,7 @@ def reason_to_drop(
             return usage.error
         # Registers are allocated in units of 8 for each thread of a warp.
         registers = -(-usage.registers // 8) * 8 * 32 * config.warps * programs
+        # 0 for one program per tile: the limit of a program is compared by itself.
         shared = usage.shared * config.per_sm
         limited = (
             (usage.spills, most_spills, f"spills {usage.spills} bytes"),

@@ -46,7 +46,8 @@ DTYPES = {
     "fp64": torch.float64,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# By bytes per element; of two dtypes with the same the first stays: bf16.
+# The dtype that represents each number of bytes per element. In reverse order, so that bf16, the
+# first of two bytes, replaces fp16.
 _OF_ITEMSIZE = {dtype.itemsize: dtype for dtype in reversed(DTYPES.values())}
 # The number of rows that represents each bucket.
 _ROWS = (4, 64, 1024, 8192, 262144)

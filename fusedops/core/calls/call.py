@@ -282,8 +282,8 @@ def _in_graph(op: Operator, constants: Any, tensors: Tensors, state: State) -> A
 def _with_state(op: Operator, constants: Any, tensors: Tensors, state: State | Dropout) -> Any:
     """Returns the outputs of a checked call on a rank's own tensors.
 
-    `sharding.run` calls it. The state is the random state of the kernels, a tuple. Where no kernels
-    run it is a function: dropout with the rank's part of PyTorch's mask.
+    `sharding.run` calls it. Where kernels run, ``state`` is a tuple, their random state. Elsewhere
+    it is a function that applies the rank's part of the mask that PyTorch draws.
     """
     if not isinstance(state, tuple):
         return op.reference(constants, tensors, state)

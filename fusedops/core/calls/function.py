@@ -128,8 +128,9 @@ class Nothing(torch.autograd.Function):
         if torch.is_grad_enabled():
             return None, *op.derivative(site, grads, saved, lambda *_: dropout.none, needs)
         if site.cols < 0:
-            # Rows without columns, of an operator whose columns do not depend on one another: all
-            # tensors have a gradient.
+            # The rank has no columns of its rows. So columns do not depend on one another in this
+            # operator (of a norm only the pre-norm sum is computed by this call), and each of its
+            # tensors has a gradient on other ranks.
             like = next(g for g in grads if g is not None)
             zeros = [
                 like.new_zeros(shape, dtype=dtype) if need else None
@@ -145,7 +146,11 @@ class Nothing(torch.autograd.Function):
 
 
 def _sources(op: Operator, site: Site, outputs: int) -> tuple[frozenset[int], ...] | None:
-    """Returns the site's ``sources``; None for one output of several, a buffer of all of them."""
+    """Returns the site's ``sources``, or None if each output depends on all tensors.
+
+    ``sources`` are those of the outputs that a caller gets. The registered operator of a sequence
+    has one output instead, the buffer of all of them, which depends on all tensors.
+    """
     return None if op.variadic and outputs == 1 else site.sources
 
 
@@ -211,7 +216,8 @@ def gradients(
         op.backward(site, grads, saved, outs, state)
     else:
         on_device(site, op.backward, grads, saved, outs, state)
-    # Most backwards write what is needed, one gradient for each tensor.
+    # Most operators' `needed` returns ``needs`` itself: ``outs`` has one gradient for each tensor
+    # then. Otherwise a gradient is shared, or a part of a buffer.
     return outs if needed is needs else op.expose_gradients(site, grads, saved, outs, needs)
 
 
@@ -242,7 +248,11 @@ def _registered(
 
 
 def mask_of(site: Site, state: State) -> Callable[[Tensor], Dropout]:
-    """Returns a function that makes the forward's mask for a tensor of its shape and device."""
+    """Returns a function that makes the forward's mask for a tensor of its shape and device.
+
+    A function with several dropouts has one random state. The arguments ``further`` and
+    ``threshold`` select one of them: see `rng.beyond`.
+    """
 
     def masked(like: Tensor, further: int = 0, threshold: int | None = None) -> Dropout:
         if not site.dropout:
@@ -264,8 +274,10 @@ def vjp(
 ) -> list[Tensor | None]:
     """Returns the product of cotangents and ``function``'s Jacobian, None where not needed.
 
-    It is differentiable in both. The function gets an alias of each tensor: where one tensor
-    depends on another, the other's gradient does not include the path through the first.
+    It is differentiable in both. The function gets an alias of each tensor, so that a gradient has
+    only the direct path. For example, ``weight`` may have been computed from ``x``: without
+    aliases, the gradient of ``x`` would include the path through ``weight``, and autograd would
+    add that path once more.
     """
     if transforms():
         return _vjp_under_transforms(function, primals, cotangents, needs)

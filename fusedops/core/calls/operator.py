@@ -48,7 +48,8 @@ class Site:
         acc: the dtype that kernels compute in.
         outs: for each of the operator's outputs, whether the site has it.
         returned: the number of outputs, from the first, that the autograd Function returns: those
-            that the caller gets, and one that has a second derivative.
+            that the caller gets, and perhaps one that is only saved. Autograd differentiates a
+            saved tensor a second time only if it is an input or a returned output.
         saved: selects the saved tensors from ``(*tensors, *outputs, None)``.
         sources: for each of the outputs that the caller gets, the indices of the tensors that it
             depends on; None where each depends on all.
@@ -86,11 +87,19 @@ class Site:
 class Axes(NamedTuple):
     """The axes along which a call may be sharded: its rows', and after them the columns.
 
+    An axis is a number. For LayerNorm of x, ``(B, T, C)``, with weight and bias, ``(C,)``:
+
+        axis       0    1    2           rows        (B, T)
+        size       B    T    C           columns     C
+        x          0    1    2           tensors     ((0, 1, 2), (2,), (2,)), without absent ones
+        weight               2           outputs     ((0, 1, 2),)
+
     Attributes:
         rows: the sizes of the rows' axes.
-        parts: rows of the dropout mask in each row.
-        columns: columns of the dropout mask, and of a row whose columns may be sharded.
-        tensors: for each tensor, the axis that each dimension is; None for one that is not sharded.
+        parts: the number of rows of the dropout mask for each row.
+        columns: the number of columns of the dropout mask; also the size of the columns' axis.
+        tensors: for each tensor, the axis of each of its dimensions; None for a dimension that is
+            not sharded.
         outputs: the same for the outputs that the caller gets.
         carriers: the indices of the tensors with rows.
         over_columns: computes the outputs of a rank that has some columns of its rows; None where
@@ -137,10 +146,15 @@ def axes_of_rows(
     """
     like = tensors[first]
     assert like is not None
+    # For x of (B, T, S, C), the axes of its dimensions are:
+    #
+    #     dims 1, are_split         0  1  2  3
+    #     dims 1, not are_split     0  1  2  None
+    #     dims 2, not are_split     0  1  None  None
     leading = max(like.dim() - dims, 0)
     axis = leading if are_split else None
     inner = [None] * (like.dim() - leading - 1)
-    # A scalar has no dimension for the columns.
+    # A scalar has no dimension for the columns: the slice drops ``axis``.
     of_rows = (*range(leading), *inner, axis)[: like.dim()]
     of_tensors: list[tuple[int | None, ...]] = []
     for i, t in enumerate(tensors):
@@ -288,9 +302,9 @@ class Operator(ABC):
     def forward(self, site: Any, tensors: Any, outs: Any, state: State) -> None:
         """Launches the forward, which fills ``outs``."""
 
-    # The gradient of one tensor may be that of another, as x's is the residual's in an addition, or
-    # a part of a buffer. `needed` selects what the kernel writes, and `expose_gradients` returns
-    # each tensor's gradient from that.
+    # A kernel need not write one gradient for each tensor: in ``x + residual`` both have the same
+    # gradient, and the gradients of many slices are parts of one buffer. `needed` selects what the
+    # kernel writes, and `expose_gradients` makes each tensor's gradient of that.
 
     def needed(self, site: Any, grads: Tensors, needs: Sequence[bool]) -> Sequence[bool]:
         """Returns which gradients the backward writes, in the order of ``tensors``."""

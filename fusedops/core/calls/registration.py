@@ -57,10 +57,13 @@ def arguments(op: Operator) -> int:
 
     The limit is `MOST_ARGUMENTS`.
     """
+    # The forward reads its tensors and writes the outputs. The backward reads cotangents and saved
+    # tensors, and writes a gradient for each of the forward's tensors.
     tensors, read = len(op.tensors), op.visible + len(op.saved)
-    # Besides tensors, operators that return take the seed, and each constant by itself.
+    # Besides tensors, operators that return take each constant by itself: seed, threshold, cols and
+    # call, the backward ``needs`` too, and the numbers.
     returning = max(tensors + 4, read + 5) + len(op.constants.numbered)
-    # Those that write take the seed, and all constants as one string.
+    # Those that write take outputs, the seed, and all constants as one string.
     writing = tensors + max(len(op.outputs), read) + 2
     return max(returning, writing)
 
@@ -289,13 +292,13 @@ def _define(
     torch.library.register_fake(f"fusedops::{name}_out", lambda *_: None, lib=library)
     operator = getattr(torch.ops.fusedops, f"{name}_out").default
     if not lists:
-        # The tensors that it writes are new, and nobody has saved a version of them: the dispatcher
-        # need not count versions either.
+        # A call past the dispatcher does not increase the version counters of the tensors that it
+        # writes. It need not: they are new, so that autograd has saved none of them before.
         dispatch.replace_call(operator, lambda dispatched: _shortened(dispatched, write, count))
 
     def functional(mode: Any, itself: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Programs of `torch.export` have the operator that returns, and a tensor subclass sees it
-        # first.
+        # The operator that returns is recorded as it is under `torch.export`, as exported programs
+        # contain it, and for arguments of another tensor subclass, which has to see it.
         is_unchanged = kwargs or is_exporting() or not are_functional(types)
         if is_unchanged or not _planned(args):
             return mode.__torch_dispatch__(itself, types, args, kwargs)

@@ -58,8 +58,9 @@ class _Notices(threading.local):
 
 
 _notices = _Notices()
-# All threads share `Function.apply`, and their blocks may overlap in any order. The list has the
-# original method once for each block that runs now: the last one to end restores it.
+# All threads share `Function.apply`, and their blocks may overlap in any order. The list has one
+# element for each block that runs now, always the original method. The first block stores it before
+# the replacement, and the last one to end restores it.
 _lock, _originals = threading.Lock(), list[Any]()
 
 
@@ -98,9 +99,10 @@ def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     It takes 10 µs instead of 15 on a CPU. The public method looks for transforms, which the caller
     has done. Without the private names the public methods serve: slower.
     """
-    # The engine calls ``apply`` on the node of a call, an instance of ``_backward_cls``. The
-    # inherited `BackwardCFunction.apply` chooses between ``backward`` and ``vjp`` and calls it with
-    # the node as ``ctx``. Here it is ``backward``, so that is put in the place of ``apply``.
+    # A call's node in the graph is an instance of ``_backward_cls``, and the engine calls its
+    # ``apply``. The inherited `BackwardCFunction.apply` looks up whether the Function defines
+    # ``backward`` or ``vjp``, and calls that with the node as ``ctx``. All Functions passed here
+    # define ``backward``. So it replaces ``apply``, which saves the look-up.
     if find("autograd.function.BackwardCFunction.apply", None) is not None:
         function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
     if find("_C._FunctionBase.apply", None) is None:

@@ -57,7 +57,13 @@ def _is_of_fsdp(cls: Any) -> bool:
 
 
 def sharded_class(sharded: Any, cls: Any) -> Any:
-    """Returns the class that `fully_shard` makes of ``cls``, as ``sharded`` is of another.
+    """Returns the class that `fully_shard` would give to a module of class ``cls``.
+
+    It is for a sharded module whose class changes:
+
+        class of the module    class under `fully_shard`
+        LlamaDecoderLayer      FSDPLlamaDecoderLayer, which is ``sharded``
+        ``cls``                the result, of the same name and body as ``sharded``
 
     FSDP's private table gets it too, as torch.compile's saved guards read that. Without the table
     there is one here.
@@ -102,7 +108,8 @@ def _dtensor_parts() -> Any:
     kind = imported("torch.distributed.tensor", "DTensor")
     spec = imported("torch.distributed.tensor._dtensor_spec", "DTensorSpec")
     meta = imported("torch.distributed.tensor._dtensor_spec", "TensorMeta")
-    # They are called by position, so that their fields are compared and not a release.
+    # The arguments are passed by position. So the fields' names and order are compared, instead of
+    # PyTorch's version.
     if kind is None or getattr(meta, "_fields", None) != ("shape", "stride", "dtype"):
         return None
     fields = list(getattr(spec, "__dataclass_fields__", ()))

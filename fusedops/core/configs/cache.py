@@ -46,6 +46,16 @@ __all__ = [
     "write",
 ]
 
+# Files in the cache may come from a user, a tool, or another release. So what is read is checked:
+#
+#     entries     the numbers of a config: each has to be within its limits, and the family's
+#                 `valid` has to accept the config. Results are right with any config that passes
+#     sealed      a checksum, then text: traced functions and graphs, which become code. The text
+#                 is also checked word by word where it is read
+#
+# A checksum detects torn and edited files. It is no protection against somebody who may write to
+# the directory, which is the user's own.
+
 # The prefix of a file that is not complete yet.
 SCRATCH = ".writing-"
 _warned: set[str] = set()
@@ -80,16 +90,6 @@ def directory() -> Path | None:
     return base / "fusedops"
 
 
-# What is read from this directory was written by a user, a tool, or another release, and is
-# checked:
-#
-#     entries     numbers of a config, each within what a config may have, and as a whole what the
-#                 family's `valid` accepts; a wrong one that passes is slow, not wrong
-#     sealed      text that starts with a checksum of it; traced functions and graphs, which become
-#                 code, and are checked word by word where they are read
-#
-# A checksum finds torn and edited files. It keeps nobody out who may write to the directory, which
-# is the user's own.
 @functools.cache
 def code_of_package() -> str:
     """Returns names, sizes and times of this package's files.

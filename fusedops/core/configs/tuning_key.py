@@ -147,7 +147,8 @@ class Grid:
         tails: those to measure in fp16, bf16 and fp32.
         coarse: fewer ones, to measure in fp64.
         buckets: the buckets of rows to measure; other buckets use the nearest one's entry.
-        tails_of: returns the tails of calls that may have a tuning key with these ``cols``.
+        tails_of: returns tails whose calls may have a tuning key with these ``cols``; more than one
+            where different shapes share keys.
     """
 
     tails: tuple[tuple[int | str, ...], ...]

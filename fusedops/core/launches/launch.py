@@ -216,8 +216,9 @@ def waits(device_index: int, acc: torch.dtype, programs: int) -> bool:
     """
     if not may_wait(device_index, acc) or programs > 8:
         return False
-    # On few multiprocessors a cooperative launch would leave most without work, and it would wait
-    # for all of them.
+    # The grid has whole groups of ``programs``. On few multiprocessors a cooperative launch would
+    # leave most without work, and it would wait for all of them. So 2, 3, ..., 8 programs take more
+    # than 6, 12, ..., 42 multiprocessors.
     return 6 * (programs - 1) < multiprocessors(device_index)
 
 
@@ -249,11 +250,12 @@ MOST_TILES = 65535
 
 
 def vector_width(*dtypes: torch.dtype | None, config: Config | None = None) -> int:
-    """Returns the number of adjacent columns whose mask one thread draws.
+    """Returns the number of adjacent columns whose mask one thread draws: 8 or 4.
 
-    They are at most 16 bytes of the narrowest tensor. Any number gives the same mask. With one
-    other than the columns that Triton gives to a thread, the mask costs an exchange between threads
-    or a second draw.
+    The mask is the same for both; only the speed differs. The number should be that of the adjacent
+    columns that Triton gives to a thread: 16 bytes of the narrowest tensor, which are 8 columns in
+    16 bits, or fewer in a small tile. Otherwise the mask costs an exchange between threads or a
+    second draw.
     """
     narrowest = min(d.itemsize for d in dtypes if d is not None)
     per_thread = 8 if config is None else config.block_n * config.rows // (32 * config.warps)

@@ -2,8 +2,13 @@
 
 Every tensor that reaches a kernel passes through this module: rows, parameters, statistics, saved
 tensors and cotangents. Each function returns the tensor's ``bits``: its address, or-ed with twice
-the row stride. A launch combines the bits of all its tensors. Where none of the lowest four is set,
-every address is a multiple of 16 and every row stride of 8, and the compiled kernel relies on both.
+the row stride. A launch ors the bits of all its tensors, and tests the lowest four:
+
+    address      multiple of 16 if its lowest four bits are 0
+    stride << 1  multiple of 16 if the stride is a multiple of 8
+
+So one test shows whether every address is a multiple of 16 and every row stride of 8. A kernel that
+is compiled for this case relies on both.
 """
 
 from __future__ import annotations
@@ -26,11 +31,14 @@ __all__ = [
     "vector",
 ]
 
-# How a tensor's rows are spaced, if one stride does not reach them all: groups of its leading
-# dimensions, the outermost first, each as its first and its last dimension. The rows of a group
-# have the stride of its last dimension.
+# How a tensor's rows are spaced, if one stride does not reach them all. The leading dimensions are
+# joined to groups in which one stride, that of the group's last dimension, reaches all rows. A
+# group is its first and its last dimension, the outermost group first:
 #
 #     shape  (2, 5, 3, cols), strides (45 * cols, 9 * cols, cols, 1):  ((0, 1), (2, 2))
+#
+# Dimensions 0 and 1 are one group, of stride 9 * cols, as 45 is 5 * 9. Dimension 2 is not in it, as
+# 9 is not 3 * 1.
 Spacing = tuple[tuple[int, int], ...]
 
 
@@ -79,7 +87,9 @@ def spacing_of(shape: Sequence[int], strides: Sequence[int], leading: int) -> Sp
             return None
         expected *= size
     groups: list[tuple[int, int]] = []
-    reached = 0  # the stride that a dimension needs to join the group of the next one
+    # Size times stride of the last dimension seen: the next outer one joins its group if its stride
+    # is this.
+    reached = 0
     for dim in range(leading - 1, -1, -1):
         size, step = shape[dim], strides[dim]
         if size == 1:  # its stride is never used

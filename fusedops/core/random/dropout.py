@@ -19,8 +19,9 @@ from .rng import State
 
 __all__ = ["Dropout", "dropout_of", "fixed", "none"]
 
-# A function that multiplies its first argument by the keep mask over the keep probability; the
-# second one is the dtype of `F.dropout`'s input.
+# A function of a tensor and a dtype, which returns the tensor times the keep mask over the keep
+# probability. The tensor may be in the accumulator's dtype. The other argument is the dtype in
+# which unfused code would call `F.dropout`: a mask that PyTorch draws is drawn in that dtype.
 Dropout = Callable[[Tensor, torch.dtype], Tensor]
 
 

@@ -143,9 +143,10 @@ _generators: dict[int, tuple[torch.Generator, int, bool]] = {}
 
 
 def _generator(index: int) -> tuple[torch.Generator, int, bool]:
-    """Returns a GPU's generator, the step of a draw, and whether `_advance` makes this step.
+    """Returns a GPU's generator, the step of its offset for a draw, and whether `_advance` works.
 
-    Not every release of PyTorch need do so, hence a trial.
+    The step is the one by which `_advance` moves the offset. It is measured once for each GPU: in a
+    release in which `torch.poisson` moves nothing, the step is 4, and draws set the offset.
     """
     result = _generators.get(index)
     if result is None:
@@ -277,9 +278,12 @@ _traced: weakref.WeakKeyDictionary[Any, dict[torch.device, tuple[torch.Tensor, i
 )
 
 # The operator that torch.compile, torch.export and make_fx record: one state, drawn when it runs.
-# In a functionalised graph it becomes one of many states of one operator (all of such a
-# graph is computed together, and recomputed together). In an exported program, once it is
-# decomposed, it becomes a random operator by itself.
+# What it becomes depends on the graph:
+#
+#     not functionalised                 the operator itself
+#     functionalised by torch.compile    one of the `_POOL` states of one ``randint``: all of such a
+#                                        graph is computed together, and recomputed together
+#     an exported program, decomposed    a ``randint`` for this call alone
 _LIBRARY = torch.library.Library("fusedops", "FRAGMENT")
 _LIBRARY.define("random_state(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 _LIBRARY.impl("random_state", _draw_tensor, "CompositeExplicitAutograd")
