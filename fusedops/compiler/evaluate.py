@@ -56,9 +56,9 @@ _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
     "div": torch.div,
     "maximum": torch.maximum,
     "minimum": torch.minimum,
-    "and": torch.logical_and,
-    "or": torch.logical_or,
-    "xor": torch.logical_xor,
+    "and": torch.bitwise_and,  # of truth values and of integers
+    "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
     "lt": torch.lt,
     "le": torch.le,
     "gt": torch.gt,

@@ -184,7 +184,7 @@ def _device_index(device: torch.device) -> int:
     """Return a GPU's index; -1 for the interpreter."""
     if launch.interpreting() or device.type != "cuda":
         return -1
-    return device.index or torch.cuda.current_device()
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _usage(request: launch.Request, device_index: int) -> Usage | None:

@@ -217,7 +217,7 @@ class Rowwise(Generic[_P, _R]):
             # The state holds only that there is a tensor: its dtype or shape may have changed. Then
             # the call is resolved again, for the captured tensors of now.
             if not program.fits(tensors):
-                del group.calls[state]
+                group.calls.pop(state, None)
                 return self._called(*args)
         outs = run(program, constants, tensors, program.p)
         container = program.structure.container

@@ -97,7 +97,8 @@ def is_apply(value: Any) -> bool:
 
     A trace notices only an ``apply`` that is read from its class while the trace runs.
     """
-    if getattr(value, "__name__", "") != "apply":
+    # Other objects' `__getattr__` may raise anything, as that of a dict with attributes.
+    if not callable(value) or getattr(value, "__name__", "") != "apply":
         return False
     return is_autograd(getattr(value, "__self__", None))
 

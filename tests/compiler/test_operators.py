@@ -411,3 +411,31 @@ def test_operators_compile(some: int, dtype: torch.dtype) -> None:
     program = Program("function", function, planned(structure))
     for _, request, _ in launching.chosen(program, -1, given):
         launch.compile_kernel(request, compiler.GPUTarget("cuda", 90, 32))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_extremes_of_truth_values_along_a_row(keepdim: bool) -> None:
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        condition = x > -1.8
+        least, first = condition.min(-1, keepdim=keepdim)
+        most, _ = (x > 1.8).max(-1, keepdim=keepdim)
+        return least, first, most, x * 2
+
+    x = torch.randn(24, 16).to(DEVICE)
+    expected = function(x)
+    assert 0 < expected[0].sum() < 24 and 0 < expected[2].sum() < 24
+    for one, other in zip(fusedops.rowwise(function, strict=True)(x), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.kernels
+def test_bits_of_integers_have_the_same_gradients_in_a_graph() -> None:
+    def function(x: Tensor, i: Tensor) -> Tensor:
+        return x * x * (i & 2) + x**3 * (i | 4) - x * (i ^ 3)
+
+    x, i = torch.randn(6, 16).to(DEVICE).requires_grad_(), torch.arange(16, device=DEVICE)
+    fused = fusedops.rowwise(function, strict=True)(x, i.expand(6, 16))
+    (got,) = torch.autograd.grad(fused.sum(), x, create_graph=True)
+    (expected,) = torch.autograd.grad(function(x, i).sum(), x)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)

@@ -1025,3 +1025,17 @@ def test_values_from_before_are_not_compiled_again(fresh_dynamo: None) -> None:
         len(graph.graph.find_nodes(op="placeholder")) == 1 and len(graph.graph.nodes) == 3
         for graph in graphs
     )
+
+
+class _Attributes(dict[str, float]):
+    """As configurations are: a missing attribute raises KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_dict_whose_entries_are_attributes() -> None:
+    settings = _Attributes(scale=2.0)
+    function = fusedops.rowwise(lambda x: x * settings.scale)
+    assert torch.equal(function(torch.ones(2, 4, device=DEVICE)).cpu(), torch.full((2, 4), 2.0))
+    settings["scale"] = 3.0
+    assert torch.equal(function(torch.ones(2, 4, device=DEVICE)).cpu(), torch.full((2, 4), 3.0))

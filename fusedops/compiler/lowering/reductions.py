@@ -177,8 +177,12 @@ def _min(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> 
     if dim is None:
         largest = _max(r, out, _negated(r, x))
         return Value(r.graph.unary("neg", largest.node), largest.labels, out.dtype)
-    values, indices = _max(r, out, _negated(r, x), dim, keepdim)
-    return [Value(r.graph.unary("neg", values.node), values.labels, out[0].dtype), indices]
+    kind = kind_of(out[0].dtype)
+    ordered = Value(as_kind(r, x.node, _ordered_kind(kind)), x.labels, x.dtype)
+    negated = _negated(r, ordered)
+    node, labels = _largest_along(r, negated, dim, keepdim)
+    values = Value(as_kind(r, r.graph.unary("neg", node), kind), labels, out[0].dtype)
+    return [values, _argmax(r, out[1], negated, dim, keepdim)]
 
 
 @lowers("max")
@@ -191,10 +195,17 @@ def _max(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> 
         if x.node.kind == "float":
             node = _shared_evenly(r, x, node, None, False)
         return Value(node, largest.labels, largest.dtype)
-    node, labels, _axes = reduced(r, "amax", x, dim, keepdim, kind_of(out[0].dtype))
-    if node.op == "amax" and node is not x.node:  # only one of equal elements has the gradient
-        node = r.graph.make("amax", *node.args, attrs=(*node.attrs, "first"), axes=node.axes)
+    node, labels = _largest_along(r, x, dim, keepdim)
+    node = as_kind(r, node, kind_of(out[0].dtype))
     return [Value(node, labels, out[0].dtype), _argmax(r, out[1], x, dim, keepdim)]
+
+
+def _largest_along(r: Any, x: Value, dim: Any, keepdim: bool) -> tuple[Node, Any]:
+    """The largest element along a dimension, and its labels; one of equals has the gradient."""
+    node, labels, _axes = reduced(r, "amax", x, dim, keepdim, _ordered_kind(x.node.kind))
+    if node.op == "amax" and node is not x.node:
+        node = r.graph.make("amax", *node.args, attrs=(*node.attrs, "first"), axes=node.axes)
+    return node, labels
 
 
 # --- variances ------------------------------------------------------------------------------------
