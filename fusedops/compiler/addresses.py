@@ -266,15 +266,15 @@ class Addresses:
         Without axes, it is that along all axes which precede the inner ones. A GPU has no division
         of 64 bits, so it is one of 32, unless there are more rows.
         """
-        text = "rows"
-        if axes or inner:
-            self.divides = True
-            text = "rows.to(INDEX)"
+        if not axes and not inner:
+            return "rows"
+        self.divides = True
+        text = "rows.to(INDEX)"
         if inner:
             text = f"{text} // ({product(map(self._size, inner))}).to(INDEX)"
         if axes:
             text = f"({text}) % ({product(map(self._size, axes))}).to(INDEX)"
-        return f"({text}).to(tl.int64)" if self.divides else text
+        return f"({text}).to(tl.int64)"
 
 
 def _axes_of(operand: Operand, first: int, end: int) -> list[int]:

@@ -74,7 +74,7 @@ def spacing(t: Tensor, leading: int) -> Spacing | None:
         t: a tensor.
         leading: its dimensions before those that make up a row.
     """
-    if t.is_neg() or not t.data_ptr():
+    if t.is_contiguous() or t.is_neg() or not t.data_ptr():
         return None
     return spacing_of(t.shape, t.stride(), leading)
 
