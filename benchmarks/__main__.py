@@ -2,7 +2,7 @@
 
 ``run`` measures the shapes that have goals and ``check`` compares with those; ``sweep`` measures
 along lines of hidden sizes and of rows; ``models`` measures whole models, ``distributed`` models on
-several GPUs, ``rowwise`` users' functions; ``table`` and ``report`` show what was measured;
+several GPUs, ``rowwise`` users' functions, ``generated`` operators by hand beside generated ones; ``table`` and ``report`` show what was measured;
 ``compare`` names regressions.
 """
 
@@ -20,7 +20,7 @@ import torch
 
 from fusedops.core.spec import Spec
 
-from . import comparing, limits, results, rowwise, sweep, targets, timing
+from . import comparing, generated, limits, results, rowwise, sweep, targets, timing
 from .cases import DTYPES, MODES, Case, cases, discover
 from .models import command as whole_models
 from .models import distributed
@@ -298,6 +298,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_sweep(commands.add_parser("sweep", help=sweep_all.__doc__))
     whole_models.add_options(commands.add_parser("models", help=whole_models.run.__doc__))
     distributed.add_options(commands.add_parser("distributed", help=distributed.run.__doc__))
+    generated.add_options(commands.add_parser("generated", help=generated.run.__doc__))
     rowwise.add_options(commands.add_parser("rowwise", help=rowwise.run.__doc__))
     compares = commands.add_parser("compare", help=compare.__doc__)
     compares.set_defaults(command=compare)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
+import fusedops
 from fusedops.core.spec import Spec
 
 from .cases import Case
@@ -48,6 +49,14 @@ def _compile_max_autotune(spec: Spec) -> Call:
     )
 
 
+def _rowwise(spec: Spec) -> Call:
+    """The composite expression as generated kernels."""
+    if isinstance(spec.eager, partial):
+        generated = fusedops.rowwise(spec.eager.func, strict=True)
+        return partial(generated, *spec.eager.args, **spec.eager.keywords)
+    return fusedops.rowwise(spec.eager, strict=True)
+
+
 def _liger(spec: Spec) -> Call | None:
     return _peer("liger", spec.liger)
 
@@ -72,6 +81,7 @@ PROVIDERS: dict[str, Callable[[Spec], Call | None]] = {
     "eager_combined": _eager_combined,
     "compile": _compile,
     "compile_max_autotune": _compile_max_autotune,
+    "rowwise": _rowwise,
     "liger": _liger,
     "transformers": _transformers,
 }
@@ -85,9 +95,12 @@ def build(name: str, spec: Spec) -> Call | None:
 def worthwhile(name: str, case: Case, mode: str, *, named: bool) -> bool:
     """Whether a provider is timed there.
 
+    Generated kernels only where they are named: ``python -m benchmarks generated`` has all of them.
     Max-autotune takes seconds a shape to compile, so that it runs forward + backward only, and,
     unless it was named, only on shapes with a target.
     """
+    if name == "rowwise":
+        return named
     if name != "compile_max_autotune":
         return True
     wanted = any(

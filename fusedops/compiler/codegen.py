@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,7 +25,9 @@ from .kernel import Kernel, source_of
 from .layouts import row_layout, unreduced
 from .partials import stores_of_partials
 from .passes import COLUMNS, IN_COLUMNS, MASK, emit_passes, moments_of
+from .phases import WIDEST_TILE, held_body, phases_of
 from .planning import Plan
+from .rows_of_programs import GROUP_LINES, IN_GROUPS, program_line, row_lines, row_sum
 from .structure import Operand, Part, Structure
 from .text import indented
 
@@ -36,6 +39,8 @@ _REGISTERS = 49152
 # registers most values are spilled. That costs more memory traffic than the kernels of long rows,
 # which read each row twice.
 _MOST_LIVE = 150_000
+# The longest rows that programs share: eight programs of 8192 columns.
+_LONGEST_SHARED = 65536
 _CONSTANTS = ("ACC", "N", "BLOCK_N", "ROWS", "VECTOR", "STAGES", "OVERLAP", "PERSISTENT")
 _ORDER = (
     "input",
@@ -43,6 +48,7 @@ _ORDER = (
     "intermediate",
     "stats",
     "moments",
+    "exchange",
     "output",
     "gradient",
     "partials",
@@ -112,14 +118,17 @@ def backward_kernels(
     kernels_of = functools.partial(
         _backward_kernels, plan, acc, cotangents=cotangents, wanted=wanted, spacings=spacings
     )
-    kernels = kernels_of(grouped=grouped, tiled=tiled)
-    most_live = max(kernel.live for kernel in kernels)
-    if tiled or most_live * block_holding(plan.structure.cols) <= _MOST_LIVE:
-        return kernels
+    cols = plan.structure.cols
+    if not tiled or cols <= _LONGEST_SHARED:
+        kernels = kernels_of(grouped=grouped, tiled=False)
+        (kernel,) = kernels
+        fits = not tiled and kernel.live * block_holding(cols) <= _MOST_LIVE
+        if fits or (kernel.held and kernel.shares):
+            return kernels
     try:
         return kernels_of(grouped=False, tiled=True)
     except NotRowwiseError:  # no kernel of long rows computes it
-        return kernels
+        return kernels_of(grouped=grouped, tiled=tiled)
 
 
 def _backward_kernels(
@@ -291,6 +300,8 @@ class _Writer:
 
     def _kernel(self, emitter: Emitter, stores: Sequence[_Store], sums: Sequence[_Sum]) -> Kernel:
         """Return the kernel of whole rows, or of one tile of columns in each program."""
+        if not self.tiled and self.structure.cols > WIDEST_TILE:
+            return self._held_kernel(emitter, stores, sums)
         # Without sums over rows a program has one tile of rows, and no loop.
         emitter.flat = not sums or not self._has_room(emitter, stores, sums)
         # Numbers of rows are stored as soon as they are computed: see `Emitter.stores_after`.
@@ -306,10 +317,36 @@ class _Writer:
             # A constant is zero: no cotangent reaches the input.
             if node.op != "const":
                 # Rows beyond the last are loaded as zeros, of which a value may be anything.
-                masked = f"tl.where(in_rows, {value}, 0)"
-                emitter.lines.append(f"sum{slot} += tl.sum({masked}, axis=0, keep_dims=True)")
+                emitter.lines.append(f"sum{slot} += {row_sum(value, grouped=self.grouped)}")
         slots = [(index, part) for index, part, _ in sums]
         return self._assembled(emitter, f"{self.direction}_kernel", slots)
+
+    def _held_kernel(
+        self, emitter: Emitter, stores: Sequence[_Store], sums: Sequence[_Sum]
+    ) -> Kernel:
+        """Return the kernel of rows, or shares of them, in tiles side by side: see `phases`."""
+        writes: list[tuple[Node, Callable[[], None]]] = []
+        for store in stores:
+            write = functools.partial(self._store, emitter, store)
+            if self._is_wide(store):
+                writes.append((store.node, write))
+            else:  # see `Emitter.stores_after`
+                emitter.stores_after.setdefault(store.node, []).append(write)
+        stored = [store.node for store in stores]
+        summed = [node for _, _, node in sums]
+        phases = phases_of(stored, summed, emitter, exchanges=self.direction == "backward")
+        body = held_body(emitter, phases, writes, sums, stored)
+        return self._finished(
+            emitter,
+            f"{self.direction}_kernel",
+            body,
+            [(index, part) for index, part, _ in sums],
+            held=True,
+            reductions=len(phases.reductions),
+            exchanged=len(phases.exchanged),
+            shares=phases.can_share and not self.grouped,
+            loops=bool(sums or phases.exchanged),
+        )
 
     def _has_room(self, emitter: Emitter, stores: Sequence[_Store], sums: Sequence[_Sum]) -> bool:
         """Whether registers hold vectors from tile to tile, beside the sums and a tile's inputs."""
@@ -335,42 +372,68 @@ class _Writer:
         """
         by_row = name.endswith("moments_kernel")
         inputs = self.structure.inputs
-        arguments = self._ordered_arguments(emitter, has_sums=bool(sums))
-        body = ["await_predecessor(OVERLAP)"]
-        if _drops(arguments):
-            body.append("seed, offset = load_seed(seed, offset)")
-        if not by_row:
-            body += self._column_lines()
+        body = [] if by_row else self._column_lines()
         if self.grouped:
-            body += _GROUP_LINES
+            body += [*GROUP_LINES, IN_GROUPS]
         body += emitter.invariant
         for slot, (index, _) in enumerate(sums):
             columns = "BLOCK_N" if self.structure.has_columns(inputs[index]) else "1"
             body.append(f"sum{slot} = tl.zeros((1, {columns}), ACC)")
-        tile_lines = [*self._row_lines(by_row), *emitter.addresses.indices(), *emitter.lines]
+        tile_lines = [*row_lines(self.grouped), *emitter.addresses.indices(), *emitter.lines]
+        if not by_row:  # in a loop over tiles of columns the mask is one of each tile
+            tile_lines.insert(len(row_lines(self.grouped)), MASK)
         if sums:
             # Programs that sum over rows take several tiles, so that there are few partial sums.
             body.append("tiles = tl.cdiv(M, ROWS).to(tl.int32)")
             body.append(_TILES)
             body += indented(tile_lines)
-            body += stores_of_partials(self.structure, sums, grouped=self.grouped)
+            body += program_line(self.grouped)
+            body += stores_of_partials(self.structure, sums)
         else:
             body += ["tile = tl.program_id(0)", *tile_lines]
+        return self._finished(
+            emitter,
+            name,
+            body,
+            sums,
+            tiled=self.tiled and not by_row,
+            moments=moments,
+            loops=bool(sums),
+        )
+
+    def _finished(
+        self,
+        emitter: Emitter,
+        name: str,
+        body: Sequence[str],
+        sums: Sequence[tuple[int, Part]],
+        **properties: Any,
+    ) -> Kernel:
+        """Return the kernel of all lines but the first; the properties are those of `Kernel`."""
+        arguments = self._ordered_arguments(emitter, has_sums=bool(sums))
+        first = ["await_predecessor(OVERLAP)"]
+        if _drops(arguments):
+            first.append("seed, offset = load_seed(seed, offset)")
         constants: tuple[str, ...] = _CONSTANTS
+        if properties.get("held"):
+            constants += ("PARTS",)
+        if properties.get("exchanged"):  # see `phases`
+            constants += ("EXCHANGE",)
         if emitter.addresses.divides:
             constants += ("INDEX",)
         return Kernel(
             name,
-            source_of(name, arguments, constants, body),
+            source_of(name, arguments, constants, [*first, *body]),
             tuple(arguments),
-            self.grouped,
-            self.tiled and not by_row,
-            tuple(sums),
-            tuple(self.written),
-            tuple(emitter.moved),
-            moments,
-            emitter.live() + len(sums),
-            emitter.addresses.divides,
+            grouped=self.grouped,
+            sums=tuple(sums),
+            written=tuple(self.written),
+            moved=tuple(emitter.moved),
+            live=emitter.live() + len(sums),
+            read=emitter.read,
+            drops=_drops(arguments),
+            divides=emitter.addresses.divides,
+            **properties,
         )
 
     def _ordered_arguments(self, emitter: Emitter, *, has_sums: bool) -> list[Argument]:
@@ -397,32 +460,10 @@ class _Writer:
         start = "tl.program_id(1) * BLOCK_N" if self.tiled else "0"
         return [f"start = {start}", COLUMNS, IN_COLUMNS]
 
-    def _row_lines(self, by_row: bool) -> list[str]:
-        """Return the lines that compute the rows of a tile, and its mask."""
-        lines = ["places = rows_of(tile, ROWS)"]
-        if self.grouped:
-            lines.append("in_rows = (places < M)[:, None] & in_groups")
-            lines.append("rows = (group * M + places)[:, None]")
-        else:
-            lines.append("in_rows = (places < M)[:, None]")
-            lines.append("rows = places[:, None]")
-        # In a loop over tiles of columns the mask is one of each tile.
-        if not by_row:
-            lines.append(MASK)
-        return lines
-
 
 # The loop of a program over its tiles of rows. With P programs, program p has the tiles p, p + P,
 # p + 2 P, and so on: neighbouring programs read neighbouring rows.
 _TILES = "for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):"
-_GROUP_LINES = (
-    # The last programs may have no group: see `core.launches.launch`.
-    "group = (tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)).to(tl.int64)",
-    # ``group < groups`` compares two numbers. Combined with the block ``in_cols`` it is a block of
-    # integers in Triton's interpreter, and no mask. So ``group`` becomes a block of one element.
-    "in_groups = tl.full((1, 1), group, tl.int64) < groups",
-    "in_cols = in_cols & in_groups",
-)
 
 
 def _roots(stores: Sequence[_Store], sums: Sequence[_Sum]) -> list[Node]:

@@ -1,13 +1,15 @@
 """Configs of generated kernels: a heuristic, and the candidates to measure.
 
-The tuning key's variant holds, as text, how a program takes rows ("rows", "groups" or "tiles"), and
-the counts of sums, of parts of a row, and of whole tensors that are read or written.
+The tuning key's variant holds, as text, how programs take rows ("rows", "shared rows", "groups" or
+"tiles"), the counts of sums, of parts of a row, of whole tensors that are read or written, and of
+those that are read, how many reductions follow one another, and whether random numbers are drawn.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from ..core.configs import rows
 from ..core.configs.tuning_key import (
     Config,
     TuningKey,
@@ -16,11 +18,16 @@ from ..core.configs.tuning_key import (
     fewest_warps,
     in_buckets,
     power_of_two,
+    tiles_holding,
 )
+from .phases import WIDEST_TILE
 
 __all__ = ["candidates", "heuristic", "valid"]
 
 _LEAST_BLOCK = 512
+# The narrowest tile beside others, and the widest row that has a config of its own.
+_LEAST_PART = 128
+_NARROWEST_OF_TABLE = 1024
 # The most values (sums, inputs and outputs) that a thread holds without spilling, in a backward
 # whose programs take one row at a time.
 _MOST_HELD = 200
@@ -43,14 +50,51 @@ def heuristic(key: TuningKey) -> Config:
     """
     if _is_long(key):
         return _of_long_rows(key)
+    config = _of_table(key) if _is_held(key) else None
+    if config is not None:
+        return config
     if key.variant[1] == "0 sums":
         return _without_sums(key)
     return _with_sums(key)
 
 
+def _is_held(key: TuningKey) -> bool:
+    """Whether a program has tiles of a row side by side."""
+    return key.cols > WIDEST_TILE and not _is_long(key)
+
+
+def _tiling(key: TuningKey) -> tuple[int, int]:
+    """Return the columns of a tile, and the tiles that hold a row."""
+    if _is_held(key):
+        return tiles_holding(key.cols, _LEAST_PART)
+    return block_holding(key.cols), 1
+
+
+def _of_table(key: TuningKey) -> Config | None:
+    """Return the config of the kernels by hand; None for those that there are none like.
+
+    A program that has no other to share a row with has to hold it.
+    """
+    if key.cols <= _NARROWEST_OF_TABLE or key.variant[0] == "groups":
+        return None
+    if key.kernel == "rowwise_forward":
+        adds = _count(key, 4) > _parts(key)
+        config = rows.forward(key.cols, key.itemsize, key.bucket, adds, _count(key, 5) < 2)
+    else:
+        block, parts = tiles_holding(key.cols)
+        call = rows.Call(key.cols, key.itemsize, key.bucket, block, parts)
+        config = rows.backward(replace(call, sums=_sums(key), drops=key.variant[6] == "dropout"))
+    return config if key.variant[0] == "shared rows" or config.columns >= key.cols else None
+
+
+def _count(key: TuningKey, part: int) -> int:
+    """Return a count of the variant."""
+    return int(key.variant[part].split()[0])
+
+
 def _without_sums(key: TuningKey) -> Config:
     """Return the config of a forward, or of a backward that sums over no rows."""
-    block = block_holding(key.cols)
+    block, parts = _tiling(key)
     width = _width(key)
     is_short = width <= _SHORT_ROW
     are_many = key.bucket >= 2  # 256 rows or more: see `tuning_key.BUCKETS`
@@ -58,11 +102,11 @@ def _without_sums(key: TuningKey) -> Config:
     if is_short:
         elements = 2048 if are_many else 512
         rows = max(1, elements // power_of_two(width))
-        return Config(block, rows, fewest_warps(rows * width, each, 32))
+        return Config(block, rows, fewest_warps(rows * width, each, 32), parts=parts)
     # With one tensor in and one out a program has registers for two rows.
     has_room = _moved(key) <= 2 and width <= 8192
     rows = 2 if has_room and are_many else 1
-    return Config(block, rows, fewest_warps(width, each, 32))
+    return Config(block, rows, fewest_warps(width, each, 32), parts=parts)
 
 
 def _with_sums(key: TuningKey) -> Config:
@@ -72,7 +116,7 @@ def _with_sums(key: TuningKey) -> Config:
     next rows ahead. A thread has registers for 96 sums, each of one column over the rows. That is
     three for each of 32 elements of one row. Of two rows, 32 elements are 16 columns: six for each.
     """
-    block = block_holding(key.cols)
+    block, parts = _tiling(key)
     width = _width(key)
     rows = max(1, 1024 // power_of_two(width))
     if _takes_two_rows(key):
@@ -85,15 +129,18 @@ def _with_sums(key: TuningKey) -> Config:
     # Left to itself, ptxas may use half of the registers and spill much. A multiprocessor has 128
     # for each thread of 16 warps.
     max_registers = 128 if warps == 16 else 0
-    return Config(block, rows, warps, stages, max(8 // warps, 1), max_registers)
+    per_sm = max(8 // warps, 1)
+    return Config(block, rows, warps, stages, per_sm, max_registers, parts)
 
 
 def _spills(key: TuningKey, warps: int) -> bool:
     """Whether a thread would hold too many values, and there is a block for twice the warps."""
-    block = block_holding(key.cols)
+    block, parts = _tiling(key)
     if warps > 4 or block < 64 * warps:
         return False
-    each = block * _parts(key) // (32 * warps)  # elements of a row in a thread, with the padding
+    each = (
+        block * parts * _parts(key) // (32 * warps)
+    )  # elements of a row in a thread, with the padding
     held = each * (_sums(key) + _moved(key)) * _registers(key)
     return held > _MOST_HELD
 
@@ -118,17 +165,17 @@ def _registers(key: TuningKey) -> int:
 
 def _parts(key: TuningKey) -> int:
     """Return how many parts of a row are unrolled."""
-    return int(key.variant[2].split()[0])
+    return _count(key, 2)
 
 
 def _sums(key: TuningKey) -> int:
     """Return how many sums over rows each column has."""
-    return int(key.variant[1].split()[0]) // _parts(key)
+    return _count(key, 1) // _parts(key)
 
 
 def _moved(key: TuningKey) -> int:
     """Return how many whole tensors are read or written."""
-    return int(key.variant[3].split()[0]) // _parts(key)
+    return _count(key, 3) // _parts(key)
 
 
 def _is_long(key: TuningKey) -> bool:
@@ -183,4 +230,6 @@ def valid(key: TuningKey, config: Config) -> bool:
     """Whether the block is the narrowest that holds a row; for tiles, whether it is wide enough."""
     if _is_long(key):
         return config.block_n >= _LEAST_BLOCK
+    if _is_held(key):
+        return key.variant[0] == "shared rows" or config.columns >= key.cols
     return config.block_n == block_holding(key.cols)

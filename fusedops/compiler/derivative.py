@@ -191,6 +191,10 @@ class _Backward:
             return (graph.where(graph.make("le", node.args[0], zero), zero, g),)
         if op in ACTIVATIONS:
             return (graph.binary("mul", g, graph.make(f"d:{op}", node.args[0])),)
+        if op == "mul" and node.args[0] is node.args[1]:
+            # One product instead of two and their sum; doubled first, which of a number of a row is
+            # done once for all columns.
+            return _mul(graph, graph.binary("add", g, g), node.args[0]), None
         return _RULES[op](graph, node, g)
 
     def _amax(self, node: Node, g: Node) -> Node:

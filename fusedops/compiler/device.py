@@ -5,6 +5,26 @@ import triton.language as tl
 
 
 @triton.jit
+def inside_row(cols, FULL: tl.constexpr, N: tl.constexpr):
+    """Return which columns of a tile exist: all of a ``FULL`` one, by a constant."""
+    if FULL:
+        return tl.full(cols.shape, True, tl.int1)
+    else:
+        return cols < N
+
+
+@triton.jit
+def sum_of_rows(value, in_rows, ALL: tl.constexpr):
+    """Return the sum of a tile over its rows: over those that exist, unless ``ALL`` do.
+
+    Rows beyond the last are loaded as zeros, of which a value may be anything.
+    """
+    if not ALL:
+        value = tl.where(in_rows, value, 0)
+    return tl.sum(value, axis=0, keep_dims=True)
+
+
+@triton.jit
 def log1p(x):
     """Return the logarithm of 1 + x, exact for small x (Kahan).
 

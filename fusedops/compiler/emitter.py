@@ -14,7 +14,7 @@ a tile of columns.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 import torch
@@ -22,7 +22,7 @@ import torch
 from ..core.activations import ACTIVATIONS
 from .addresses import Addresses, Spacings
 from .identifiers import Identifiers
-from .ir import BINARY, COMPARISONS, REDUCTIONS, Node, computed_of
+from .ir import BINARY, COMPARISONS, REDUCTIONS, Node, computed_of, reachable
 from .layouts import column_index
 from .literals import KINDS, as_tensor, filled, literal, neutral
 from .planning import Plan
@@ -109,8 +109,16 @@ class Emitter:
         body: the lines of a tile of columns, in a loop over a row's tiles; None where one program
             has one tile.
         full: whether that tile has all its columns.
+        holds_vectors: whether vectors are computed before the loop over the tiles of a row that
+            are side by side, for all of them.
+        kept: the tiles that a phase keeps for a later one.
+        tiles: the tuples of these, and of vectors that are held for all tiles of rows.
+        tuples: those that the body adds tiles to.
+        vectors: the lines of a loop over the parts of vectors, before all tiles of rows.
+        vector_tuples: the tuples that these add tiles to.
         leaves: values that are read, not computed: "intermediate", "stats 3" or "moments 0".
         moved: the dtypes of whole tensors that are read or written.
+        read: how many of them are read.
         stores_after: stores of numbers of rows, which follow the line that computes the number.
             Triton 3.6 to 3.9 cannot compile some kernels that compute more of a number before it is
             stored: the pass that removes layout conversions uses a value ahead of its definition.
@@ -128,9 +136,18 @@ class Emitter:
         self.lines: list[str] = []
         self.body: list[str] | None = None
         self.full = False
+        self.holds_vectors = False
+        self.kept: Collection[Node] = ()
+        self.tiles: dict[Node, str] = {}
+        self.vectors: list[str] = []
+        self.tuples: list[str] = []
+        self.vector_tuples: list[str] = []
+        self._early_names: dict[Node, str] = {}
+        self._vector_names: tuple[dict[Node, str], dict[str, str]] = {}, {}
         self.leaves: dict[Node, str] = {}
         self.intermediate_parts: dict[Node, Part] = {}
         self.moved: list[torch.dtype] = []
+        self.read = 0
         self.named: dict[Node, str] = {}
         self.stores_after: dict[Node, list[Callable[[], None]]] = {}
         self._literals: set[str] = set()  # the texts of values that are written as numbers
@@ -171,6 +188,8 @@ class Emitter:
     def _define(self, node: Node) -> None:
         """Emit a value whose arguments have names, and the stores that follow its line."""
         self.named[node] = self._emit(node)
+        if self.body is not None and node in self.kept and node not in self.tiles:
+            self._hold(node, self.named[node])
         for store in self.stores_after.pop(node, ()):
             store()
 
@@ -180,16 +199,124 @@ class Emitter:
             return ()
         if self._is_loaded(node):
             return node.args[1:]
+        if self._is_kept(node) or self._is_held_vector(node):
+            return ()
         return computed_of(node)
+
+    # --- tiles side by side -----------------------------------------------------------------------
+
+    def is_tile(self, node: Node) -> bool:
+        """Whether this is a tile in memory, of rows and of columns."""
+        is_read = node in self.leaves or node.op in ("input", "cotangent")
+        return is_read and self.has_columns(node) and self.has_rows(node)
+
+    def _is_kept(self, node: Node) -> bool:
+        """Whether an earlier phase has kept a value."""
+        return self.body is not None and node in self.kept and node in self.tiles
+
+    def is_number(self, node: Node) -> bool:
+        """Whether this is a floating-point number of each row, in memory."""
+        is_read = node in self.leaves or node.op in ("input", "cotangent")
+        if not is_read or node.kind != "float":
+            return False
+        return self.has_rows(node) and not self.has_columns(node)
+
+    def early_mask(self, node: Node) -> str:
+        """Return the line that draws a dropout mask ahead, in a kernel with EARLY."""
+        self._early_names[node] = self.names.free("kept")
+        return f"{self._early_names[node]} = {self._keep(node, ())}"
+
+    def _is_held_vector(self, node: Node) -> bool:
+        """Whether this is a vector for a phase, which all tiles of rows share."""
+        if not self.holds_vectors or self.body is None or self.body is self.vectors:
+            return False
+        if self.has_rows(node) or not self.has_columns(node):
+            return False
+        return any(inner.op == "input" for inner in reachable([node]))
+
+    def _held_vector(self, node: Node) -> str:
+        """Return a vector's tile, whose tiles are computed before all rows."""
+        if node not in self.tiles:
+            outer = self.body, self.tuples, self._take_wide()
+            self.body, self.tuples = self.vectors, self.vector_tuples
+            self._put(self._vector_names)
+            self._hold(node, self.value(node))
+            self._vector_names = self._take_wide()
+            self.body, self.tuples, names = outer
+            self._put(names)
+        return f"{self.tiles[node]}[part]"
+
+    def _kept_tile(self, node: Node, text: str) -> str:
+        """Return a tile that a phase loads and a later one reads, in the dtype that it is kept in.
+
+        Args:
+            node: the tile.
+            text: the expression that loads it.
+        """
+        cast = _READ_AS[node.kind]
+        assert self.body is not None
+        name = self.names.free(f"{node.names[-1] if node.names else self.pointer_of(node)}_tile")
+        self.body.append(f"{name} = {text.removesuffix(cast)}")
+        self._hold(node, name)
+        return f"{name}{cast}"
+
+    def begin_vectors(self) -> None:
+        """Begin the lines of other vectors."""
+        self.vectors, self.vector_tuples = [], []
+        self._vector_names = {}, {}
+
+    def itemsize_of(self, node: Node) -> int:
+        """Return the bytes of an element of the widest input that a vector is computed of."""
+        inputs = [inner.attrs[0] for inner in reachable([node]) if inner.op == "input"]
+        return max([self.structure.inputs[index].dtype.itemsize for index in inputs])
+
+    def _hold(self, node: Node, name: str) -> None:
+        """Emit the line that adds a tile to those of the same value in other parts of a row."""
+        tiles = self.tiles[node] = self.names.free(f"{name}_parts")
+        self.extend(tiles, name)
+
+    def extend(self, tiles: str, tile: str) -> None:
+        """Emit the line that adds a tile to a tuple, which is empty before the loop."""
+        assert self.body is not None
+        self.body.append(f"{tiles} = {tiles} + ({tile},)")
+        self.tuples.append(tiles)
+
+    def pointer_of(self, node: Node) -> str:
+        """Return the argument that a tile is read from."""
+        if node in self.leaves:
+            return self.addresses.arguments["intermediate", 0, "", -1].name
+        return self.addresses.arguments[node.op, node.attrs[0], "", -1].name
+
+    def _take_wide(self) -> tuple[dict[Node, str], dict[str, str]]:
+        """Take names along columns out of scope, and return them."""
+        wide = self._wide_names()
+        named = {node: name for node, name in self.named.items() if name in wide}
+        known = {text: name for text, name in self._known.items() if name in wide}
+        self._forget(wide)
+        return named, known
+
+    def _put(self, names: tuple[dict[Node, str], dict[str, str]]) -> None:
+        """Take names into scope again."""
+        named, known = names
+        self.named |= named
+        self._known |= known
+
+    def forget_rows(self) -> None:
+        """Take the names of all that varies by row out of scope: from here on rows are others."""
+        self._forget({name for node, name in self.named.items() if self.has_rows(node)})
+
+    # --- the loop over tiles of columns -----------------------------------------------------------
 
     def open_columns(self, *, full: bool) -> None:
         """Begin the body of a loop over tiles of columns."""
         self.body = []
+        self.tuples = []
         self.full = full
 
     def close_columns(self, *header: str) -> None:
         """End the body of the loop that ``header`` begins."""
         assert self.body is not None
+        self.lines += [f"{tiles} = ()" for tiles in self.tuples]
         self.lines.append(header[0])
         self.lines += indented([*header[1:], *self.body])
         self._forget(self._wide_names())
@@ -250,6 +377,9 @@ class Emitter:
     def _emit(self, node: Node) -> str:
         """Emit the line that computes a value of named arguments, and return its name."""
         is_read = node in self.leaves
+        if self._is_kept(node):
+            cast = _READ_AS[node.kind] if self.is_tile(node) else ""
+            return self._assign(node, f"{self.tiles[node]}[part]{cast}")
         if node.op == "const" and not is_read:
             text = literal(node, self.acc)
             self._literals.add(text)
@@ -265,6 +395,10 @@ class Emitter:
     def _assign(self, node: Node, text: str) -> str:
         """Emit a line that assigns an expression, and return the variable."""
         user_name = node.names[-1] if node.names else f"v{len(self._known)}"
+        early = self._early_names.get(node)
+        if early is not None:
+            self._lines_for(node).extend(["if not EARLY:", f"    {early} = {text}"])
+            return early
         name = self.names.free(user_name)
         line = self.structure.lines.get(node.number)
         comment = f"  # line {line}" if line else ""
@@ -281,6 +415,15 @@ class Emitter:
 
     def _expression(self, node: Node) -> str:
         """Return the expression of a value."""
+        if self._is_held_vector(node):
+            return self._held_vector(node)
+        text = self._computed(node)
+        if self.body is not None and node in self.kept and self.is_tile(node):
+            return self._kept_tile(node, text)
+        return text
+
+    def _computed(self, node: Node) -> str:
+        """Return the expression that loads or computes a value."""
         if node in self.leaves:
             return self._leaf(node, self.leaves[node])
         args = self._named_arguments(node)
@@ -461,7 +604,7 @@ class Emitter:
 
     def _load(self, kind: str, index: int, operand: Operand, part: Part) -> str:
         address, mask = self.addresses.tile(kind, index, operand, part, full=self.full)
-        self._count(operand)
+        self.read += self._count(operand)
         loaded = f"tl.load({address}, mask={mask}, other=0)" if mask else f"tl.load({address})"
         if self.structure.has_columns(operand) or self.addresses.varies_by_row(operand):
             return loaded + _READ_AS[operand.kind]
@@ -491,15 +634,16 @@ class Emitter:
             conditions.append(mask)
         return f"tl.load({address}, mask={' & '.join(conditions)}, other=0){_READ_AS[operand.kind]}"
 
-    def _count(self, operand: Operand) -> None:
-        """Count the bytes of a whole tensor.
+    def _count(self, operand: Operand) -> bool:
+        """Count the bytes of a whole tensor; return whether it is one.
 
         The source of a pass has each load twice, for full tiles and for the last one. The load of
         full tiles is not counted.
         """
-        is_whole = {*self.structure.rows, *self.structure.columns} <= set(operand.axes)
-        if is_whole and not self.full:
+        counts = self.structure.is_whole(operand) and not self.full
+        if counts:
             self.moved.append(operand.dtype)
+        return counts
 
 
 _METHODS: dict[str, Callable[[Emitter, Node, Sequence[str]], str]] = {

@@ -25,11 +25,23 @@ _DEVICE = (
     "tanh",
     "tanh_derivative",
 )
-_OWN = ("expm1", "fmod", "largest", "log1p", "negative_zero", "power", "xlogy")
+_OWN = (
+    "expm1",
+    "fmod",
+    "inside_row",
+    "largest",
+    "log1p",
+    "negative_zero",
+    "power",
+    "sum_of_rows",
+    "xlogy",
+)
+_EXCHANGE = ("collect_sums", "post_sums", "sums_of_both")
 HEADER = f"""import triton
 import triton.language as tl
 
 from fusedops.core.device import {", ".join(_DEVICE)}
+from fusedops.core.exchange import {", ".join(_EXCHANGE)}
 from fusedops.compiler.device import {", ".join(_OWN)}
 """
 # Names that the templates of kernels use.
@@ -43,6 +55,11 @@ _RESERVED = {
     "VECTOR",
     "STAGES",
     "OVERLAP",
+    "PARTS",
+    "EXACT",
+    "EXCHANGE",
+    "COLUMNS",
+    "WORDS",
     "M",
     "rows",
     "cols",
@@ -61,14 +78,19 @@ _RESERVED = {
     "partials",
     "program",
     "start",
+    "first",
+    "part",
+    "ahead",
+    "present",
     "float",
     "range",
     *_DEVICE,
+    *_EXCHANGE,
     *_OWN,
     *keyword.kwlist,
 }
 # Names of the package's own in kernels, which end with a number or in "_base".
-_OWN_NAMES = re.compile(r"(sum|row)\d+|.*_base")
+_OWN_NAMES = re.compile(r"(sum|row|next)\d+|late_.*|.*_base")
 _NUMBERED = re.compile(r"(.*?)(\d*)")
 
 

@@ -34,6 +34,13 @@ class Kernel:
         moments: how many numbers of each row it writes for the next kernel.
         live: how many values of a tile are live at a time, sums over rows and vectors included.
         divides: whether it divides the numbers of rows.
+        held: whether a program has PARTS tiles of columns side by side.
+        shares: whether the programs along axis 1 of the grid may share the columns of rows.
+        read: how many whole tensors, or parts of all rows, it reads.
+        reductions: how many reductions of rows follow one another.
+        drops: whether it draws random numbers.
+        exchanged: how many sums of each row programs exchange that share it.
+        loops: whether a program has several tiles of rows, one after the other.
     """
 
     name: str
@@ -47,6 +54,13 @@ class Kernel:
     moments: int = 0
     live: int = 0
     divides: bool = False
+    held: bool = False
+    shares: bool = False
+    read: int = 0
+    reductions: int = 0
+    drops: bool = False
+    exchanged: int = 0
+    loops: bool = False
 
 
 def source_of(

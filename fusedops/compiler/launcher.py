@@ -12,7 +12,7 @@ and passes tensors in the order of the kernels' arguments. For one kernel with a
         if tensors[0].shape != (full[0], 64, ):
             other_shape(site, 'input', 0, tensors[0].shape, (full[0], 64, ))
         ...
-        key = (site, kind, bits & 15 == 0, False, BUCKET[rows.bit_length()])
+        key = (site, kind, bits & 15 == 0, False, 0, BUCKET[rows.bit_length()])
         plan = plans.get(key)
         if plan is None:
             plan = make(key, build)
@@ -37,6 +37,7 @@ from ..core.configs import tuning
 from ..core.configs.tuning import BUCKET
 from ..core.launches.operand import Spacing, spacing, spacing_of, vector
 from ..core.launches.operand import rows as as_rows
+from ..core.launches.streams import plan_of_stream
 from ..core.random.rng import seed_kind
 from .addresses import Argument, Spacings
 from .axes import Label
@@ -129,6 +130,7 @@ class Launcher:
             "other_shape": _other_shape,
             "make": functools.partial(tuning.plan, plans),
             "build": self.variants.plan,
+            "of_stream": plan_of_stream,
             "site": self.site,
             "summed": self._summed,
         }
@@ -162,11 +164,13 @@ class Launcher:
         # The low bits of addresses and strides are collected: the variant for aligned tensors needs
         # multiples of 16.
         lines += [
-            f"key = (site, kind, bits & 15 == 0, {wide}, BUCKET[rows.bit_length()])",
+            f"key = (site, kind, bits & 15 == 0, {wide}, 0, BUCKET[rows.bit_length()])",
             "plan = plans.get(key)",
             "if plan is None:",
             "    plan = make(key, build)",
         ]
+        if self.last.exchanged:
+            lines += ["if plan.multiprocessors:", "    plan = of_stream(plan, plans, key, build)"]
         moments = max(kernel.moments for kernel in self.kernels)
         if moments:
             lines.append(f"moments0 = {like}.new_empty({moments}, rows, dtype={self.program.acc})")
@@ -184,17 +188,32 @@ class Launcher:
         kernel = self.kernels[number]
         across = self._across(number)
         lines = [f"programs = -(-rows // plan.rows[{number}])"]
-        if kernel.sums:
+        if kernel.loops:
             # Programs that sum over rows take several tiles of rows each. The limit is on all
             # programs of the grid, so axis 0 has the share of one group or tile of columns.
             most = f"plan.programs[{number}]"
             if across != "1":
                 most = f"max({most} // {across}, 1)"
+            lines.append(f"programs = min(programs, {most})")
+        if kernel.sums:
             count = "programs * groups" if kernel.grouped else "programs"
             shape = f"{count}, {len(kernel.sums)}, {self.structure.cols}"
-            lines.append(f"programs = min(programs, {most})")
             lines.append(f"partials = {self.like[0]}.new_empty({shape}, dtype={self.program.acc})")
-        lines.append(f"plan.variants[{number}](programs, {across}, {self._passed(kernel)})")
+        passed = f"(programs, {across}, {self._passed(kernel)})"
+        if kernel.exchanged:
+            # One word, or two numbers, for each two sums: see `core.exchange`.
+            pairs = -(-kernel.exchanged // 2)
+            lines += [
+                "exchange0 = None",
+                'if plan.exchange != "none":',
+                f"    shape = ({pairs} * plan.columns[{number}], rows)",
+                'if plan.exchange == "wait":',
+                f"    exchange0 = {self.like[0]}.new_zeros(shape, dtype=torch.int64)",
+                'elif plan.exchange == "read":',
+                f"    exchange0 = {self.like[0]}.new_empty(2, *shape, dtype={self.program.acc})",
+                f"    plan.post{passed}",
+            ]
+        lines.append(f"plan.variants[{number}]{passed}")
         return lines
 
     def _across(self, number: int) -> str:
@@ -202,7 +221,7 @@ class Launcher:
         kernel = self.kernels[number]
         if kernel.grouped:
             return "groups"
-        return f"plan.columns[{number}]" if kernel.tiled else "1"
+        return f"plan.columns[{number}]" if kernel.tiled or kernel.held else "1"
 
     def _launch_of_reduce(self, reduce: Kernel) -> str:
         """Return the launch of the reduction: tiles of columns, then slots and groups."""

@@ -34,8 +34,6 @@ class Numbering:
         traced: the function.
         nodes: those that outputs are computed of.
         used: the inputs among them.
-        more_unrolled: traced axes that are unrolled, beside those of parts that operators select
-            or stack.
     Attributes:
         order: the traced axes, the outermost first; a structure's axis is an index into it.
         sizes: of the structure's axes.
@@ -48,7 +46,6 @@ class Numbering:
         traced: Traced,
         nodes: Sequence[Node],
         used: Sequence[Value],
-        more_unrolled: Label = (),
     ) -> None:
         self._axes = traced.axes
         self.order: list[int] = []
@@ -60,7 +57,7 @@ class Numbering:
             self._append_new(_flat(value.labels))
         self._numbers = {axis: number for number, axis in enumerate(self.order)}
         self.sizes = tuple([self._axes.sizes[axis] for axis in self.order])
-        unrolled = set(self.of_label(more_unrolled))
+        unrolled = set[int]()
         for node in nodes:
             if node.op in _UNROLLING:
                 unrolled.update(self.of_label(node.attrs[0]))

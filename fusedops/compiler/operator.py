@@ -38,8 +38,10 @@ __all__ = ["LONGEST_ROW", "Program", "RowwiseConstants", "dynamic_axes"]
 
 _registered: set[str] = set()
 _registering = threading.RLock()
-# The most columns in a part of a row that a kernel holds whole. Longer rows are read in tiles.
+# The most columns in a part of a row that a forward holds whole, and that one in 16 bits does with
+# at most two inputs. Longer rows are read in tiles.
 LONGEST_ROW = 16384
+_LONGEST_ROW_16BIT = 32768
 
 
 @dispatched
@@ -85,7 +87,7 @@ class Program(Operator):
         )
         self.text = structure.text()
         self.dynamic = dynamic_axes(structure)
-        self.tiled = structure.cols > LONGEST_ROW
+        self.tiled = structure.cols > _longest_row(structure)
         self.digest = _digest_of(self)
         self.name = f"rowwise_{_identifier(name)}_{self.digest}"  # type: ignore[misc]
         self.tensors = tuple([f"t{i}" for i in range(len(structure.inputs))])  # type: ignore[misc]
@@ -507,6 +509,19 @@ def _nodes_of(tensors: Iterable[Mapping[Part, Node]]) -> list[Node]:
 def _values_of(parts: Mapping[Part, Node], values: Mapping[Node, Tensor]) -> dict[Part, Tensor]:
     """Return the values of a tensor's parts."""
     return {part: values[node] for part, node in parts.items()}
+
+
+def _longest_row(structure: Structure) -> int:
+    """Return the most columns that a forward holds whole.
+
+    One that returns only numbers of rows reads each element once in tiles, too.
+    """
+    read = list(filter(structure.is_whole, structure.inputs))
+    written = list(filter(structure.is_whole, structure.outputs))
+    are_narrow = all(operand.dtype.itemsize <= 2 for operand in (*read, *written))
+    if written and are_narrow and len(read) * structure.parts_of_row <= 2:
+        return _LONGEST_ROW_16BIT
+    return LONGEST_ROW
 
 
 def _digest_of(program: Program) -> str:

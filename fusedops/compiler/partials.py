@@ -27,18 +27,22 @@ __all__ = ["reduce_kernel", "stores_of_partials"]
 
 
 def stores_of_partials(
-    structure: Structure, sums: Sequence[tuple[int, Part]], *, grouped: bool
+    structure: Structure, sums: Sequence[tuple[int, Part]], part: str = ""
 ) -> list[str]:
-    """Return the lines that store a program's partial sums, ``partials`` in the picture above."""
-    program = "program = tl.program_id(0).to(tl.int64)"
-    if grouped:
-        program += " + group * tl.num_programs(0)"
-    lines = [program]
+    """Return the lines that store a program's partial sums, ``partials`` in the picture above.
+
+    Args:
+        structure: of the function.
+        sums: the inputs whose gradients are sums over rows, with their parts, by slot.
+        part: what selects a tile's sums, where a program has several side by side.
+    """
+    lines = []
     for slot, (index, _) in enumerate(sums):
         address = f"partials + (program * {len(sums)} + {slot}) * N + cols"
-        has_columns = structure.has_columns(structure.inputs[index])
-        mask = "in_cols" if has_columns else "in_cols & (cols < 1)"
-        lines.append(f"tl.store({address}, sum{slot}, mask={mask})")
+        if structure.has_columns(structure.inputs[index]):
+            lines.append(f"tl.store({address}, sum{slot}{part}, mask=in_cols)")
+        else:
+            lines.append(f"tl.store({address}, sum{slot}, mask=in_cols & (cols < 1))")
     return lines
 
 

@@ -17,7 +17,7 @@ from .errors import NotRowwiseError
 from .ir import REDUCTIONS, Node, computed_of, reachable, topological, value_of
 from .literals import in_fp32, neutral
 
-__all__ = ["COLUMNS", "IN_COLUMNS", "MASK", "emit_passes", "moments_of"]
+__all__ = ["COLUMNS", "IN_COLUMNS", "MASK", "emit_passes", "maximum", "moments_of"]
 
 # How a loop over whole tiles of columns begins, and what follows it: one tile of fewer columns, or
 # none. No kernel with such a loop has groups, whose masks would be others.
@@ -238,7 +238,7 @@ def _accumulate(emitter: Emitter, names: dict[Node, str], online: dict[Node, Nod
         elif node in online:
             _accumulate_exponentials(emitter, body, node, name, names[online[node]])
         elif node.op == "amax":
-            larger = _maximum(name, emitter.reducible(node))
+            larger = maximum(name, emitter.reducible(node))
             body.append(f"{name} = {larger}")
         else:
             body.append(f"{name} += {emitter.reducible(node)}")
@@ -259,7 +259,7 @@ def _accumulate_online(
     """
     following = emitter.names.free("next")
     base = f"{name}_base"
-    larger = _maximum(name, emitter.reduced(node, emitter.reducible(node)))
+    larger = maximum(name, emitter.reduced(node, emitter.reducible(node)))
     body.append(f"{following} = {larger}")
     body.append(f'{base} = tl.where({following} == float("-inf"), 0.0, {following})')
     body.extend(f"{total} *= tl.exp({name} - {base})" for total in totals)
@@ -285,5 +285,6 @@ def _initial(node: Node, columns: str) -> str:
     return f"tl.full((ROWS, {columns}), {start}, {dtype})"
 
 
-def _maximum(one: str, other: str) -> str:
+def maximum(one: str, other: str) -> str:
+    """Return the larger of two values, as an expression: NaN if one of them is."""
     return f"tl.maximum({one}, {other}, propagate_nan=tl.PropagateNan.ALL)"

@@ -16,16 +16,11 @@ from .errors import NotRowwiseError
 from .ir import REDUCTIONS, Node, topological
 from .numbering import Numbering
 from .parts import Parts
-from .structure import MOST_COLUMNS, MOST_PARTS, Operand, Structure, nodes_of, within, without
+from .structure import MOST_PARTS, Operand, Structure, nodes_of, within, without
 from .traced import TWICE, Traced, Value, twice
 
 __all__ = ["structured"]
 
-# The fewest columns of a part of a row that no operator of the function splits.
-_LEAST_PART = 128
-# How many parts such a row may have: 5120 columns are five parts of 1024, where one block that
-# holds them all has 3072 idle lanes.
-_PARTS = (3, 5)
 _MIXES_ROWS = (
     "it reduces over a dimension that is not the last: it mixes rows. Move the dimension to "
     "the end outside, or add what unbind takes apart"
@@ -71,8 +66,7 @@ class _Structuring:
         self.node_set = set(self.nodes)
         self.used = list(filter(self._is_computed, traced.inputs))
         # The order of these steps matters. Joining may make two dimensions of a value one: then the
-        # check raises. The numbering is of the axes that remain after all joins. Blocks of columns
-        # are unrolled beside the parts that it has counted.
+        # check raises. The numbering is of the axes that remain after all joins.
         self._join_columns()
         self._check_dimensions()
         self.numbering = Numbering(traced, self.nodes, self.used)
@@ -80,7 +74,6 @@ class _Structuring:
         count = self.numbering.count_of_parts(widest)
         if count > MOST_PARTS:
             raise self._refused(f"rows are taken apart into more than {MOST_PARTS} parts", widest)
-        self._unroll_columns(count)
 
     def result(self) -> Structure:
         """Return the structure, after checks of its operands."""
@@ -256,26 +249,6 @@ class _Structuring:
 
     # --- rows and columns -------------------------------------------------------------------------
 
-    def _unroll_columns(self, parts: int) -> None:
-        """Unroll rows of three or five times a power of two columns, so that no lane is idle.
-
-        Blocks are powers of two, as here of 3072 columns::
-
-            one block     |<------ 3072 columns ------>|<- 1024 idle ->|
-            three blocks  |<- 1024 ->|<- 1024 ->|<- 1024 ->|
-        """
-        _, columns = self._rows_and_columns()
-        if len(columns) != 1 or any(map(_depends_on_order, self.nodes)):
-            return
-        (column,) = columns
-        size = self.numbering.sizes[column]
-        count = _count_of_blocks(size, MOST_PARTS // parts)
-        if count == 1:
-            return
-        label = (self.numbering.order[column],)
-        outer, _ = self.traced.axes.split(label, (count, size // count))
-        self.numbering = Numbering(self.traced, self.nodes, self.used, outer)
-
     def _reductions(self) -> dict[Node, Label]:
         """Return the reductions, each with the axes that it is over."""
         return {node: self.numbering.of(node.attrs[0]) for node in self._reducing()}
@@ -308,29 +281,6 @@ class _Structuring:
             if labels and len(labels) == rank:
                 axes.update(self.numbering.of_label(labels[-1]))
         return axes
-
-
-def _count_of_blocks(size: int, most: int) -> int:
-    """Return how many blocks a row is split into: at most so many; 1 where it is not."""
-    if size > MOST_COLUMNS:
-        return 1
-    for count in _PARTS:
-        if count <= most and _splits(size, count):
-            return count
-    return 1
-
-
-def _splits(size: int, count: int) -> bool:
-    """Whether a row has this many equal parts of enough columns, each a power of two."""
-    each, rest = divmod(size, count)
-    if rest or each < _LEAST_PART:
-        return False
-    return each & (each - 1) == 0
-
-
-def _depends_on_order(node: Node) -> bool:
-    """Whether a node depends on the order of columns: a gather, or the first largest element."""
-    return node.op == "pick" or (node.op == "amax" and len(node.attrs) > 1)
 
 
 def _check_dropouts(structure: Structure) -> None:

@@ -145,6 +145,10 @@ class Structure:
         """Return the number of elements along axes, in the trace."""
         return math.prod([self.sizes[axis] for axis in axes])
 
+    def is_whole(self, operand: Operand) -> bool:
+        """Whether a tensor has all rows and columns."""
+        return {*self.rows, *self.columns} <= set(operand.axes)
+
     def has_columns(self, operand: Operand) -> bool:
         """Whether an operand varies along a row."""
         return not set(self.columns).isdisjoint(operand.axes)

@@ -52,9 +52,13 @@ class LaunchPlan:
         variants: the kernels.
         rows: each kernel's rows of a tile.
         columns: each kernel's tiles of columns.
-        programs: each kernel's most programs, where they sum over rows.
+        programs: each kernel's most programs, where they have several tiles of rows.
         reduce: the kernel that adds up partial sums over rows.
         reduce_block: the columns of its programs.
+        exchange: how programs of the last kernel exchange sums of rows that they share: "none",
+            "wait", or "read" after `post`.
+        post: the launch before the last kernel that stores sums for it to read.
+        multiprocessors: those of the stream that the plan was made for; 0 for any stream.
     """
 
     variants: tuple[Variant, ...]
@@ -63,6 +67,9 @@ class LaunchPlan:
     programs: tuple[int, ...]
     reduce: Variant | None
     reduce_block: int
+    exchange: str = "none"
+    post: Variant | None = None
+    multiprocessors: int = 0
 
 
 def operand_of(program: LaunchedProgram, kind: str, index: int) -> Operand:
@@ -100,7 +107,13 @@ class Variants:
         self.cotangents = cotangents
 
     def plan(
-        self, site: RowwiseSite, seeded: int, aligned: bool, wide: bool, bucket: int
+        self,
+        site: RowwiseSite,
+        seeded: int,
+        aligned: bool,
+        wide: bool,
+        multiprocessors: int,
+        bucket: int,
     ) -> LaunchPlan:
         """Return the compiled kernels of a call, with their tilings.
 
@@ -109,32 +122,55 @@ class Variants:
             seeded: the form of the seed: see `core.random.rng.seed_kind`.
             aligned: whether all addresses and row strides are multiples of 16 bytes.
             wide: whether an index of rows may need 64 bits.
+            multiprocessors: the current stream's; 0 where they are not known yet.
             bucket: that of the number of rows.
         """
         cols = self.structure.cols
-        processors = launch.processors(site.device_index)
+        device = site.device_index
         variants: list[Variant] = []
-        chosen: list[tuning.Config] = []
+        configs_of: list[tuning.Config] = []
+        columns: list[int] = []
+        post, exchange = None, "none"
         for kernel in self.kernels:
             key = self.tuning_key(kernel, bucket)
-            config, variant = self._compiled(site, kernel, seeded, key, aligned, wide)
+            config = tuning.choose(key, device)
+            across = -(-cols // (config.columns if kernel.held else config.block_n))
+            if kernel.exchanged and across > 1:
+                exchange = "wait" if launch.waits(device, self.program.acc, across) else "read"
+                # Also for "read", if it is due to the stream's few multiprocessors.
+                if not multiprocessors and launch.may_wait(device, self.program.acc):
+                    multiprocessors = launch.multiprocessors(device)
+            compiled = functools.partial(self._compiled, site, kernel, seeded, key, aligned, wide)
+            config, variant = compiled(config, exchange)
+            if exchange == "read":
+                _, post = compiled(config, "post")
             variants.append(variant)
-            chosen.append(config)
-        # The most programs of a kernel that sums over rows: each multiprocessor has one, or more.
-        programs = [processors * max(config.per_sm, 1) for config in chosen]
+            configs_of.append(config)
+            columns.append(-(-cols // (config.columns if kernel.held else config.block_n)))
+        # The most programs of a kernel whose programs have several tiles of rows: each
+        # multiprocessor has one, or more.
+        available = multiprocessors or launch.processors(device)
+        programs = [available * max(config.per_sm, 1) for config in configs_of]
+        if exchange == "wait":
+            # All programs of a cooperative launch run at the same time.
+            programs[-1] = min(programs[-1], available * launch.resident(variants[-1]))
         # Only the last kernel sums over rows, and each of its programs has partial sums to add up.
         # Those of a group are of its own programs, which are few.
-        adding = tuning.adding(1 if self.last.grouped else programs[-1], cols)
+        shared = columns[-1] if self.last.held else 1
+        adding = tuning.adding(1 if self.last.grouped else programs[-1] // shared, cols)
         reduce = None
         if self.reduce is not None:
             reduce = self._variant(site, self.reduce, seeded, {}, adding, aligned)
         return LaunchPlan(
             tuple(variants),
-            tuple([config.rows for config in chosen]),
-            tuple([-(-cols // config.block_n) for config in chosen]),
+            tuple([config.rows for config in configs_of]),
+            tuple(columns),
             tuple(programs),
             reduce,
             adding.block_n,
+            exchange,
+            post,
+            multiprocessors,
         )
 
     def _compiled(
@@ -145,17 +181,19 @@ class Variants:
         key: TuningKey,
         aligned: bool,
         wide: bool,
+        config: tuning.Config,
+        exchange: str,
     ) -> tuple[tuning.Config, Variant]:
         """Compile a kernel with its config, or with another if Triton cannot with that."""
-        config = tuning.choose(key, site.device_index)
         with_config = functools.partial(
-            self._with_config, site, kernel, seeded, aligned=aligned, wide=wide
+            self._with_config, site, kernel, seeded, aligned=aligned, wide=wide, exchange=exchange
         )
         try:
             return config, with_config(config)
         except launch.NotCompiledError:
             if tuning.forces():
                 raise
+            # Programs that share rows keep their number: it decides how they exchange sums.
             for other in _others(key, config):
                 with contextlib.suppress(launch.NotCompiledError):
                     return other, with_config(other)
@@ -170,6 +208,7 @@ class Variants:
         *,
         aligned: bool,
         wide: bool,
+        exchange: str,
     ) -> Variant:
         # The adjacent columns whose dropout mask a thread draws: as many as it loads at a time, 8
         # where the narrowest tensor has 16 bits and else 4.
@@ -178,17 +217,18 @@ class Variants:
         elements = config.block_n * config.rows // (32 * config.warps)
         constants = {
             "VECTOR": vector if elements >= vector else 4,
-            "PERSISTENT": bool(kernel.sums),
+            "PERSISTENT": kernel.loops,
+            "EXCHANGE": exchange,
             "INDEX": triton_dtype(torch.int64 if wide else torch.int32),
         }
-        return self._variant(site, kernel, seeded, constants, config, aligned)
+        return self._variant(site, kernel, seeded, constants, config, aligned, exchange)
 
     def compile(self, seeded: int, bucket: int) -> None:
         """Compile the kernels for contiguous tensors as PyTorch allocates them.
 
         Later calls get them from the cache.
         """
-        self.plan(self.site, seeded, self._is_aligned(), False, bucket)
+        self.plan(self.site, seeded, self._is_aligned(), False, 0, bucket)
 
     def _is_aligned(self) -> bool:
         """Whether the rows of contiguous tensors begin at multiples of eight elements."""
@@ -203,7 +243,7 @@ class Variants:
     def requests(self, seeded: int, bucket: int) -> list[launch.Request]:
         """Return the requests to compile the kernels, and the reduction, for aligned tensors."""
         with launch.collecting() as requests:
-            self.plan(self.site, seeded, True, False, bucket)
+            self.plan(self.site, seeded, True, False, 0, bucket)
         return requests
 
     def _variant(
@@ -214,8 +254,9 @@ class Variants:
         constants: dict[str, Any],
         config: tuning.Config,
         aligned: bool,
+        exchange: str = "none",
     ) -> Variant:
-        types = {argument.name: self._type(argument) for argument in kernel.arguments}
+        types = {argument.name: self._type(argument, exchange) for argument in kernel.arguments}
         for name in ("seed", "offset"):
             if name in types:
                 types[name] = SEED_TYPES[seeded][name]
@@ -242,6 +283,9 @@ class Variants:
             f"{len(kernel.sums)} sums",
             f"{self.structure.parts_of_row} parts",
             f"{len(moved)} moved",
+            f"{kernel.read} read",
+            f"{kernel.reductions} reductions",
+            "dropout" if kernel.drops else "plain",
             self.program.digest,
         )
         return TuningKey(
@@ -252,9 +296,12 @@ class Variants:
             bucket,
         )
 
-    def _type(self, argument: Argument) -> str | None:
+    def _type(self, argument: Argument, exchange: str) -> str | None:
         """Return Triton's type of an argument; None for a tensor that is absent."""
         kind = argument.kind
+        if kind == "exchange":
+            types = {"none": None, "wait": torch.int64}
+            return pointer_type(types.get(exchange, self.program.acc))
         index = argument.index
         is_unreduced = kind == "gradient" and index in self.last.written
         if is_unreduced or kind in _IN_ACC:
@@ -270,10 +317,16 @@ def _layout_of(kernel: Kernel) -> str:
     """Return how the programs of a kernel take rows."""
     if kernel.tiled:
         return "tiles"
+    if kernel.shares:
+        return "shared rows"
     return "groups" if kernel.grouped else "rows"
 
 
 def _others(key: TuningKey, config: tuning.Config) -> list[tuning.Config]:
     """Return configs of other warps, with which a kernel may compile that does not with its own."""
-    others = [near for near in configs.candidates(key) if near.warps != config.warps]
+    others = [
+        near
+        for near in configs.candidates(key)
+        if near.warps != config.warps and near.columns == config.columns
+    ]
     return others[:_MOST_OTHERS]

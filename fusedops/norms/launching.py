@@ -18,6 +18,7 @@ from ..core.launches import launch
 from ..core.launches.launch import SEED_TYPES, Variant, pointer_type, triton_dtype, vector_width
 from ..core.launches.operand import rows as as_rows
 from ..core.launches.operand import vector
+from ..core.launches.streams import plan_of_stream
 from ..core.random.rng import State, seed_kind
 from . import configs
 from .site import NormSite
@@ -270,22 +271,9 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
 
 
 def _backward_of(key: tuple[Any, ...]) -> _Backward:
-    """The plan for a key and for the current stream's multiprocessors.
-
-    ``key`` has 0 for the number of multiprocessors. The plan of the first stream is stored under
-    it. Plans for streams with another number are stored under keys with that number:
-
-        (..., 0, bucket)      first stream, of 132 multiprocessors; or a plan for any stream
-        (..., 66, bucket)     a stream of 66
-    """
+    """The plan for a key, which has 0 for the number of multiprocessors, on the current stream."""
     plan = _backwards.get(key) or tuning.plan(_backwards, key, _plan_backward)
-    if not plan.multiprocessors:
-        return plan
-    current = launch.multiprocessors(key[0].device_index)
-    if current == plan.multiprocessors:
-        return plan
-    key = (*key[:-2], current, key[-1])
-    return _backwards.get(key) or tuning.plan(_backwards, key, _plan_backward)
+    return plan_of_stream(plan, _backwards, key, _plan_backward)
 
 
 # --- the variants behind the keys -----------------------------------------------------------------

@@ -254,15 +254,15 @@ _LEAST_PART = 512
 MOST_PARTS = 8
 
 
-def tiles_holding(cols: int) -> tuple[int, int]:
+def tiles_holding(cols: int, least: int = _LEAST_PART) -> tuple[int, int]:
     """Returns the columns of a tile and the number of tiles that hold a row with least idle lanes.
 
-    Of equal ones it takes the fewer tiles.
+    Of equal ones it takes the fewer tiles. Of several tiles, each has ``least`` columns or more.
     """
     tilings = [(block_holding(cols), 1)]
     for parts in _PARTS:
         block = block_holding(-(-cols // parts))
-        if block >= _LEAST_PART:
+        if block >= least:
             tilings.append((block, parts))
     return min(tilings, key=math.prod)  # the first of equal ones
 

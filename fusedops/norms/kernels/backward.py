@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from ...core.device import keep_scale, load_row_vector, load_seed, rows_of
+from ...core.exchange import collect_sums, post_sums, sums_of_both
 from .tiles import _inside, _load_sum, _vectors
 
 
@@ -122,105 +123,6 @@ def _hat_of(k, mean, rstd, w, b, KIND: tl.constexpr, SAVED: tl.constexpr, ACC: t
             hat -= mean[:, None]
         hat *= rstd[:, None]
     return hat
-
-
-# A sum over columns is exchanged between warps, which wait at barriers. LayerNorm has two sums.
-@triton.jit
-def _sums(along_terms, total_terms, TOGETHER: tl.constexpr):
-    """Sums both terms over the columns of rows.
-
-    ``TOGETHER`` makes them one reduction of pairs: half the barriers, for a few more registers.
-    """
-    if TOGETHER:
-        return tl.split(tl.sum(tl.join(along_terms, total_terms), axis=1))
-    else:
-        return tl.sum(along_terms, axis=1), tl.sum(total_terms, axis=1)
-
-
-# Programs that share rows exchange two sums per row through memory. ``moments`` has one 64-bit word
-# for each program and row. A program writes its own line and reads all lines:
-#
-#                  row 0    row 1    row 2   ...
-#     program 0    [word]   [word]   [word]
-#     program 1    [word]   [word]   [word]        each word: this program's part of both sums
-#     program 2    [word]   [word]   [word]
-#                    |        |        |
-#                  added by every program, in the order of the lines
-#
-# A word is 0 until it is written, so that it is its own flag, and no other data depends on it.
-# Therefore relaxed accesses suffice: no fence orders them with other stores. They are atomic for
-# the whole GPU, because the programs run on different multiprocessors, whose L1 caches do not see
-# each other's stores.
-@triton.jit
-def _post(
-    moments, along, total, column, rows, in_rows, M, KIND: tl.constexpr, EXCHANGE: tl.constexpr
-):
-    """Stores the sums over this program's columns for the programs of the rows' other columns.
-
-    The layout of ``moments``, by program (p0, p1, ...), each part of M elements, one for a row:
-
-        "wait"    | p0: total << 32 OR along | p1: ...                     |    64-bit words
-        "post"    | p0: along   | p0: total  | p1: along   | p1: total ... |    of dtype ACC
-    """
-    if EXCHANGE == "wait":
-        # Both sums are one word, so that one atomic store publishes them. The buffer is zero
-        # before, and a word counts as written when it is not zero: sums of zero are written as -0.
-        word = along.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-        if KIND == "layer":
-            word |= total.to(tl.int32, bitcast=True).to(tl.int64) << 32
-        word = tl.where(word == 0, 0x80000000, word)
-        tl.atomic_xchg(moments + column * M + rows, word, mask=in_rows, sem="relaxed")
-    else:
-        tl.store(moments + 2 * column * M + rows, along, mask=in_rows)
-        if KIND == "layer":
-            tl.store(moments + (2 * column + 1) * M + rows, total, mask=in_rows)
-
-
-@triton.jit
-def _await_words(places, there):
-    """The words at ``places``, once they are not zero; 0 where ``there`` is False.
-
-    It is PTX because a loop in Triton would end the pipelining of the loop around it.
-
-    After 2^27 loads, of some 0.6 µs each and so a minute or more, the kernel ends in a trap: the
-    launch raises an error and does not hang.
-    """
-    return tl.inline_asm_elementwise(
-        "{ .reg .pred asked, absent, late; .reg .u32 loads; "
-        "setp.ne.s32 asked, $2, 0; mov.b64 $0, 0; mov.u32 loads, 0; "
-        "WAIT: @asked ld.relaxed.gpu.global.b64 $0, [$1]; "
-        "setp.eq.and.s64 absent, $0, 0, asked; add.u32 loads, loads, 1; "
-        "setp.gt.u32 late, loads, 134217728; @late trap; @absent bra WAIT; }",
-        "=&l,l,r",
-        [places, there.to(tl.int32)],
-        dtype=tl.int64,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _collect(
-    moments, rows, in_rows, M, KIND: tl.constexpr, EXCHANGE: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """The sums over all columns, added in the order of the programs.
-
-    The second is used by LayerNorm only.
-    """
-    column = tl.arange(0, triton.next_power_of_2(COLUMNS))[:, None]
-    # The lanes beyond the last program must not wait: no program writes their words.
-    there = (column < COLUMNS) & in_rows[None, :]
-    if EXCHANGE == "wait":
-        word = _await_words(moments + column * M + rows[None, :], there)
-        along = word.to(tl.int32).to(tl.float32, bitcast=True)
-        total = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    else:
-        place = 2 * column * M + rows[None, :]
-        along = tl.load(moments + place, mask=there, other=0.0)
-        total = along
-        if KIND == "layer":
-            total = tl.load(moments + M + place, mask=there, other=0.0)
-    return tl.sum(along, axis=0), tl.sum(total, axis=0)
 
 
 # The types of a loop's variables must not change in its first step: the sums begin as zeros, and so
@@ -503,11 +405,12 @@ def norm_backward_kernel(
                         total_terms += dz
                 # Not together in programs that share rows: these wait for one another rather than
                 # for barriers, and the pairs cost registers.
-                along, total = _sums(
+                along, total = sums_of_both(
                     along_terms, total_terms, KIND == "layer" and EXCHANGE == "none"
                 )
             if EXCHANGE == "wait" or EXCHANGE == "post":
-                _post(moments, along, total, tl.program_id(0), rows, in_rows, M, KIND, EXCHANGE)
+                second = total if KIND == "layer" else None
+                post_sums(moments, along, second, tl.program_id(0), rows, in_rows, M, EXCHANGE)
             if EXCHANGE == "wait":
                 # From here on the step is about the tile before: swap it with the current one.
                 rows = rows_of(tiles - 1 - step + ahead, ROWS)
@@ -520,7 +423,9 @@ def norm_backward_kernel(
                 )
                 rstd, mean, late_rstd, late_mean = late_rstd, late_mean, rstd, mean
             if EXCHANGE == "wait" or EXCHANGE == "read":
-                along, total = _collect(moments, rows, in_rows, M, KIND, EXCHANGE, columns)
+                along, total = collect_sums(
+                    moments, rows, in_rows, M, KIND == "layer", EXCHANGE, columns
+                )
             along /= N
             total /= N
         if EXCHANGE != "post":

@@ -1,0 +1,116 @@
+"""The command ``python -m benchmarks generated``.
+
+Operators by hand beside the kernels that are generated of the same expression, at many widths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from . import results
+from .cases import DTYPES, MODES, Case, discover
+from .sweep import ELEMENTS, Work
+
+__all__ = ["add_options", "run", "table", "work"]
+
+_RESULTS = Path(__file__).resolve().parent / "results"
+_OPERATORS = (
+    "bias_dropout_add_ln",
+    "bias_dropout_add_rms_norm",
+    "layer_norm",
+    "rms_norm",
+    "bias_gelu_tanh",
+    "swiglu",
+)
+_WIDTHS = {
+    "bf16": (1024, 1536, 2560, 4096, 5120, 8192, 11008, 12288, 16384, 28672, 32768),
+    "fp32": (1024, 4096, 8192),
+}
+_PROVIDERS = ("fusedops", "rowwise")
+
+
+def work(
+    ops: Iterable[str] = (), cols: Iterable[int] = (), dtypes: Iterable[str] = ()
+) -> list[Work]:
+    """What is timed: 2**25 elements of each operator and width, narrowed to those that are named."""
+    wanted_ops, wanted_cols, wanted_dtypes = set(ops), set(cols), set(dtypes)
+    specs = {spec.name: spec for spec in discover()}
+    pairs = tuple([(mode, provider) for mode in MODES for provider in _PROVIDERS])
+    found = []
+    for dtype, widths in _WIDTHS.items():
+        if wanted_dtypes and dtype not in wanted_dtypes:
+            continue
+        for width in [width for width in widths if not wanted_cols or width in wanted_cols]:
+            for op in [op for op in _OPERATORS if not wanted_ops or op in wanted_ops]:
+                case = Case(specs[op], (ELEMENTS // width, width), DTYPES[dtype])
+                found.append(Work(case, pairs))
+    return found
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.set_defaults(command=run)
+    parser.add_argument("--op", action="append", choices=_OPERATORS, help="may be repeated")
+    parser.add_argument("--cols", action="append", type=int, metavar="N", help="may be repeated")
+    parser.add_argument("--dtype", action="append", choices=list(_WIDTHS), help="may be repeated")
+    parser.add_argument(
+        "--jobs", type=int, metavar="J", help="processes that compile ahead (default: one a core)"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=3600.0, metavar="SECONDS", help="default: 3600"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="CSV", help="default: results/generated_<device>.csv"
+    )
+    parser.add_argument("--table", action="store_true", help="only print the file's table")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures operators by hand and the kernels that are generated of the same expressions."""
+    if options.table:
+        print(table(results.load(options.output or _RESULTS / "generated_nvidia_h200.csv")))
+        return 0
+    if not torch.cuda.is_available():
+        print("generated: needs a GPU; without one nothing is timed", file=sys.stderr)
+        return 2
+    from .runner import measure_all, this_machine
+
+    name, machine = this_machine()
+    path = options.output or _RESULTS / f"generated_{results.device_slug(name)}.csv"
+    print(f"{machine.described(name)}; results to {path}", flush=True)
+    jobs = options.jobs or os.cpu_count() or 1
+    with results.Book(path) as book:
+        _, missing = measure_all(
+            work(options.op or (), options.cols or (), options.dtype or ()),
+            machine,
+            book,
+            jobs=jobs,
+            ends=time.perf_counter() + options.budget,
+        )
+    print(table([row for row in results.load(path) if row.commit == machine.commit]))
+    return 1 if missing else 0
+
+
+def table(rows: Sequence[results.Row]) -> str:
+    """A line for each operator, dtype, mode and width: both times, and generated over by hand."""
+    times = {row.key: row.gpu_us for row in rows}
+    floors = {row.key: row.floor_us for row in rows}
+    lines = []
+    for op, shape, dtype, mode, provider in times:
+        if provider != "rowwise" or (op, shape, dtype, mode, "fusedops") not in times:
+            continue
+        by_hand = times[op, shape, dtype, mode, "fusedops"]
+        generated = times[op, shape, dtype, mode, "rowwise"]
+        floor = floors[op, shape, dtype, mode, "rowwise"]
+        lines.append(
+            f"{op:26}{shape:14}{dtype:6}{mode:8}{by_hand:9.1f}{generated:9.1f}"
+            f"{generated / by_hand:7.2f}{floor / generated:7.2f} of the floor"
+        )
+    return "\n".join(lines)

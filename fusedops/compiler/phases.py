@@ -1,0 +1,516 @@
+"""Phases over the tiles of rows that programs hold: which reductions share one, and their lines.
+
+A program holds a row, or a part of it, in PARTS tiles side by side. Every phase has a loop over
+them, which the compiler unrolls, and ends with the reductions that need nothing of a later one::
+
+    variance:   phase 0: loads, sum -> mean    phase 1: sum of (x - mean) ** 2    phase 2: stores
+
+What a phase loads for a later one, it keeps in a tuple of tiles::
+
+    x_parts = ()
+    for part in tl.static_range(PARTS):
+        x_tile = tl.load(...)
+        x_parts = x_parts + (x_tile,)
+
+Programs that share a row exchange its sums between the first phase and the second, which is the
+last: see `fusedops.core.exchange`. A program does not wait for them at once. It first computes the
+sums of its next rows, and keeps these rows as the late ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .emitter import Emitter
+from .ir import REDUCTIONS, Node, computed_of, reachable, topological
+from .partials import stores_of_partials
+from .passes import COLUMNS, MASK, maximum
+from .rows_of_programs import GROUP_LINES, IN_GROUPS, program_line, row_lines, row_sum
+from .structure import Part
+from .text import indented
+
+__all__ = ["WIDEST_TILE", "Phases", "held_body", "phases_of"]
+
+# The most columns of a row that programs hold in one tile whatever the config: tiles side by side
+# have at least 128 columns, and are three or more.
+WIDEST_TILE = 256
+# The most sums that programs exchange: two are one word.
+_MOST_EXCHANGED = 4
+_PART_LOOP = "for part in tl.static_range(PARTS):"
+_PART_LINES = (
+    "start = first + part * BLOCK_N",
+    COLUMNS,
+    "in_cols = inside_row(cols, part < EXACT, N)",
+)
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The reductions of a kernel, by phase.
+
+    Attributes:
+        reductions: of each phase but the last, which has none.
+        levels: of each value, the first phase that can compute it.
+        kept: the values along rows and columns that a phase keeps for a later one.
+        exchanged: the sums that programs exchange which share a row; () where they cannot.
+        loads: what the first phase loads for a later one alone.
+        numbers: the numbers of rows that are in memory and that the last phase needs.
+        masks: the dropout masks that the last phase alone needs.
+    """
+
+    reductions: tuple[tuple[Node, ...], ...]
+    levels: Mapping[Node, int]
+    kept: frozenset[Node]
+    exchanged: tuple[Node, ...]
+    loads: tuple[Node, ...] = ()
+    numbers: tuple[Node, ...] = ()
+    masks: tuple[Node, ...] = ()
+
+    @property
+    def steps(self) -> tuple[tuple[Node, ...], ...]:
+        """The reductions of all phases, of which there are at least two."""
+        if not self.reductions:
+            return (), ()
+        return *self.reductions, ()
+
+    @property
+    def can_share(self) -> bool:
+        """Whether several programs can have the columns of a row."""
+        return not self.reductions or bool(self.exchanged)
+
+
+def phases_of(
+    stored: Sequence[Node], summed: Sequence[Node], emitter: Emitter, *, exchanges: bool
+) -> Phases:
+    """Return the phases of a kernel.
+
+    Args:
+        stored: the values that it stores.
+        summed: those that it sums over rows.
+        emitter: knows what is read, and what has rows and columns.
+        exchanges: whether programs may exchange sums.
+    """
+    levels: dict[Node, int] = {}
+    by_phase: dict[int, list[Node]] = {}
+    roots = [*stored, *summed]
+    used = reachable(roots, emitter.leaves.__contains__)
+    for node in filter(used.__contains__, topological(roots)):
+        level = 0
+        if node not in emitter.leaves:
+            level = max([levels[arg] for arg in computed_of(node)], default=0)
+        if node.op in REDUCTIONS and emitter.is_reduced(node):
+            by_phase.setdefault(level, []).append(node)
+            level += 1
+        levels[node] = level
+    reductions = tuple([tuple(by_phase[phase]) for phase in sorted(by_phase)])
+    exchanged = _exchanged(reductions, emitter) if exchanges else ()
+    phases = Phases(reductions, levels, frozenset(), exchanged)
+    steps: list[list[Node]] = []
+    for phase, nodes in enumerate(phases.steps):
+        values = [node.args[0] for node in nodes]
+        values += [node for node in stored if _phase_of(node, phases) == phase]
+        steps.append(values)
+    steps[-1] += summed
+    if not reductions:
+        steps[0] += filter(emitter.is_tile, _needed(steps[-1], emitter))
+    *early, last = [_needed(values, emitter) for values in steps]
+    masks = [node for node in last if node.op == "keep" and reductions]
+    numbers = filter(emitter.is_number, reachable(steps[-1], emitter.leaves.__contains__))
+    return replace(
+        phases,
+        kept=_kept(steps, emitter, bool(exchanged)),
+        loads=() if reductions else tuple(steps[0]),
+        numbers=_in_order(numbers),
+        masks=_in_order(set(masks).difference(*early)),
+    )
+
+
+def _needed(roots: Sequence[Node], emitter: Emitter, known: Container[Node] = ()) -> set[Node]:
+    """Return the values along columns that a phase computes, or loads, for others."""
+
+    def ends(node: Node) -> bool:
+        return node in known or node in emitter.leaves or not emitter.has_columns(node)
+
+    return set(filter(emitter.has_columns, reachable(roots, ends)))
+
+
+def _in_order(nodes: Iterable[Node]) -> tuple[Node, ...]:
+    return tuple(sorted(nodes, key=lambda node: node.number))
+
+
+def _kept(steps: Sequence[Sequence[Node]], emitter: Emitter, tiles_alone: bool) -> frozenset[Node]:
+    """Return what a phase keeps for a later one: the values that both need.
+
+    With ``tiles_alone`` it is what is loaded: a program that goes on with other rows meanwhile
+    computes all else again, as registers hold fewer bytes of what is in memory in 16 bits.
+    """
+    computed: set[Node] = set()
+    kept: set[Node] = set()
+    for roots in steps:
+        needed = _needed(roots, emitter, () if tiles_alone else computed)
+        kept |= needed & computed
+        computed |= set(filter(emitter.has_rows, needed))
+    return frozenset(filter(emitter.is_tile, kept) if tiles_alone else kept)
+
+
+def _phase_of(root: Node, phases: Phases) -> int:
+    """Return the phase that stores a value.
+
+    The compiler moves no load before a store: so the first phase, which loads most, stores nothing.
+    """
+    return max(phases.levels[root], 1)
+
+
+def _exchanged(reductions: Sequence[Sequence[Node]], emitter: Emitter) -> tuple[Node, ...]:
+    """Return the sums that programs can exchange: those of a kernel that has no later ones."""
+    if len(reductions) != 1 or emitter.grouped:
+        return ()
+    (nodes,) = reductions
+    are_sums = all((node.op, node.kind) == ("sum", "float") for node in nodes)
+    return tuple(nodes) if are_sums and len(nodes) <= _MOST_EXCHANGED else ()
+
+
+# --- a program --------------------------------------------------------------------------------------
+
+# Values along columns, each with what emits its store.
+Stores = Sequence[tuple[Node, Callable[[], None]]]
+# Values that are summed over rows, each with the input and the part whose gradient the sum is.
+Sums = Sequence[tuple[int, Part, Node]]
+
+# Programs that share a row have the same number of tiles. The first EXACT tiles of every program do
+# not reach beyond the last column: of a program that has the whole row, all that the row fills; of
+# programs that share one, all or none, as all run the same code.
+_PROGRAM = (
+    "COLUMNS: tl.constexpr = (N + PARTS * BLOCK_N - 1) // (PARTS * BLOCK_N)",
+    "EXACT: tl.constexpr = (",
+    "    N // BLOCK_N if COLUMNS == 1 else PARTS if COLUMNS * PARTS * BLOCK_N == N else 0",
+    ")",
+)
+# Rows go from the last to the first: the cache still holds those that were written last.
+_STEPS = (
+    "tiles = tl.cdiv(M, ROWS).to(tl.int32)",
+    "for step in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):",
+)
+_TILE = "tile = tiles - 1 - step"
+# The rows of a tile whose number may be negative, and below that of the last one.
+_SHARED_ROWS = (
+    "places = rows_of(tile, ROWS)",
+    "present = (places >= 0) & (places < M)",
+    "in_rows = present[:, None]",
+    "rows = places[:, None]",
+)
+# The numbers of two sums in the buffer.
+_WORDS = 'WORDS: tl.constexpr = 1 if EXCHANGE == "wait" else 2'
+# Programs that post end before others read.
+_UNLESS_POSTING = 'if EXCHANGE != "post":'
+# A program that waits has one more step: it finishes a tile after it has posted the sums of the
+# next.
+_STEPS_AHEAD = (
+    "tiles = tl.cdiv(M, ROWS).to(tl.int32)",
+    "for step in tl.range(tl.program_id(0), tiles + ahead, tl.num_programs(0), num_stages=STAGES):",
+)
+
+
+def held_body(
+    emitter: Emitter, phases: Phases, stores: Stores, sums: Sums, results: Sequence[Node]
+) -> list[str]:
+    """Return the lines of a kernel.
+
+    Args:
+        emitter: of the kernel.
+        phases: of all values.
+        stores: what is stored of rows and columns.
+        sums: what is summed over rows.
+        results: all values that are stored.
+    """
+    # Vectors are computed before all rows, unless one of them is reduced: that takes a phase.
+    reduced = itertools.chain(*phases.reductions)
+    loops = bool(sums or phases.exchanged)
+    emitter.flat = not (loops and all(map(emitter.has_rows, reduced)))
+    tile = _emit_tile(emitter, phases, stores, sums, results)
+    body = ["first = 0" if emitter.grouped else "first = tl.program_id(1) * (PARTS * BLOCK_N)"]
+    body += _PROGRAM
+    if emitter.grouped:
+        body += GROUP_LINES
+    body += emitter.invariant
+    body += _vector_lines(emitter)
+    body += _zeros(emitter, sums)
+    if phases.exchanged:
+        rows = [*_SHARED_ROWS, *emitter.addresses.indices()]
+        lines = [_TILE, *rows, *_exchange(emitter, phases, tile, rows)]
+        early = 'EARLY: tl.constexpr = PARTS == 1 and EXCHANGE == "none"'
+        body += [_WORDS, early, *_late_tiles(emitter, phases, tile.numbers)]
+        body += [*_STEPS_AHEAD, *indented(lines)]
+        return [*body, _UNLESS_POSTING, *indented(_sums(emitter, sums) or ["pass"])]
+    if phases.masks:
+        body.append("EARLY: tl.constexpr = PARTS == 1")
+    rows = [*row_lines(emitter.grouped), *emitter.addresses.indices()]
+    if loops:
+        lines = [_TILE, *rows, *tile.first]
+        return [*body, *_STEPS, *indented(lines), *_sums(emitter, sums)]
+    return [*body, "tile = tl.program_id(0)", *rows, *tile.first]
+
+
+def _vector_lines(emitter: Emitter) -> list[str]:
+    """Return the lines that compute the parts of vectors, and begin others."""
+    lines = _loop_over_parts(emitter, emitter.vector_tuples, emitter.vectors)
+    emitter.begin_vectors()
+    return lines
+
+
+def _are_early(emitter: Emitter, phases: Phases) -> bool:
+    """Whether a program loads vectors before the reductions after which it needs them.
+
+    With two tensors the rows are in registers late, and vectors arrive meanwhile; with one they
+    would only take registers. So they would where registers spill: rows and vectors may take three
+    quarters of a multiprocessor's 65,536 registers.
+    """
+    structure = emitter.structure
+    if emitter.read < 2 * structure.parts_of_row or not phases.reductions:
+        return False
+    nodes = [node for node in emitter.tiles if not emitter.has_rows(node)]
+    if not all(map(_is_of_vectors, nodes)):
+        return False
+    taken = emitter.acc.itemsize + sum(map(emitter.itemsize_of, nodes))
+    return structure.cols * structure.parts_of_row * taken <= 3 * 65536
+
+
+def _is_of_vectors(node: Node) -> bool:
+    """Whether a vector is computed of vectors and constants alone."""
+    return all(inner.axes or inner.op == "const" for inner in reachable([node]))
+
+
+def _zeros(emitter: Emitter, sums: Sums) -> list[str]:
+    """Return the lines that begin sums over rows."""
+    lines: list[str] = []
+    for slot, (index, _, _) in enumerate(sums):
+        if _has_columns(emitter, index):
+            tiles = f"sum{slot} = sum{slot} + (tl.zeros((1, BLOCK_N), ACC),)"
+            lines += [f"sum{slot} = ()", "for part in tl.static_range(PARTS):", f"    {tiles}"]
+        else:
+            lines.append(f"sum{slot} = tl.zeros((1, 1), ACC)")
+    return lines
+
+
+def _sums(emitter: Emitter, sums: Sums) -> list[str]:
+    """Return the lines that store the sums over rows of a program."""
+    if not sums:
+        return []
+    slots = [(index, part) for index, part, _ in sums]
+    lines = stores_of_partials(emitter.structure, slots, "[part]")
+    return [*program_line(emitter.grouped), *_loop_over_parts(emitter, (), lines)]
+
+
+def _has_columns(emitter: Emitter, index: int) -> bool:
+    """Whether the gradient of an input has columns."""
+    return emitter.structure.has_columns(emitter.structure.inputs[index])
+
+
+def _loop_over_parts(emitter: Emitter, tuples: Sequence[str], body: Sequence[str]) -> list[str]:
+    """Return a loop over the tiles of a row, before which tuples are empty; () for no body."""
+    if not body:
+        return []
+    lines = [f"{tiles} = ()" for tiles in tuples]
+    head, *rest = _part_loop(emitter.grouped)
+    return [*lines, head, *indented([*rest, *body])]
+
+
+def _part_loop(grouped: bool) -> tuple[str, ...]:
+    """Return the lines that begin a loop over the tiles of a row."""
+    if grouped:
+        return _PART_LOOP, *_PART_LINES, IN_GROUPS
+    return _PART_LOOP, *_PART_LINES
+
+
+# --- programs that share rows ---------------------------------------------------------------------
+
+
+def _late_tiles(emitter: Emitter, phases: Phases, numbers: Sequence[str]) -> list[str]:
+    """Return the lines that begin what is late, with zeros, for the first step."""
+    lines = ["ahead = tl.num_programs(0)"]
+    lines += [f"late_{name} = tl.zeros((ROWS, 1), ACC)" for name in numbers]
+    for node in _in_order(phases.kept):
+        tiles = f"late_{emitter.tiles[node]}"
+        zeros = f"tl.zeros((ROWS, BLOCK_N), {emitter.pointer_of(node)}.dtype.element_ty)"
+        lines += [f"{tiles} = ()", "for part in tl.static_range(PARTS):"]
+        lines.append(f"    {tiles} = {tiles} + ({zeros},)")
+    return ["ahead = 0", 'if EXCHANGE == "wait":', *indented(lines)]
+
+
+def _exchange(emitter: Emitter, phases: Phases, tile: _Tile, rows: Sequence[str]) -> list[str]:
+    """Return the lines of a tile of rows that programs share.
+
+    They compute the sums of this program's columns, and post them. With "wait" they then go on with
+    the rows of the step before, whose sums the other programs have posted meanwhile.
+    """
+    moments = emitter.addresses.argument("exchange", 0, "moments")
+    lines = list(tile.first)
+    post: list[str] = []
+    collect: list[str] = []
+    for number, pair in enumerate(_pairs(tile.sums)):
+        place = f"{moments} + {number} * WORDS * COLUMNS * M" if number else moments
+        column = "tl.program_id(1), places, present, M, EXCHANGE"
+        if len(pair) == 2:
+            names = ", ".join(pair)
+            lines.append(f'{names} = sums_of_both({names}, EXCHANGE == "none")')
+            post.append(f"post_sums({place}, {names}, {column})")
+        else:
+            names = f"{pair[0]}, _"
+            lines.append(f"{pair[0]} = tl.sum({pair[0]}, axis=1)")
+            post.append(f"post_sums({place}, {pair[0]}, None, {column})")
+        of_rows = f"places, present, M, {len(pair) == 2}, EXCHANGE, COLUMNS"
+        collect.append(f"{names} = collect_sums({place}, {of_rows})")
+    swap = ["tile += ahead", *rows]
+    for node in _in_order(phases.kept):
+        tiles = emitter.tiles[node]
+        swap.insert(0, f"{tiles}, late_{tiles} = late_{tiles}, {tiles}")
+    for name in tile.numbers:
+        swap.insert(0, f"{name}, late_{name} = late_{name}, {name}")
+    return [
+        *lines,
+        'if EXCHANGE == "wait" or EXCHANGE == "post":',
+        *indented(post),
+        'if EXCHANGE == "wait":',
+        *indented(swap),
+        'if EXCHANGE == "wait" or EXCHANGE == "read":',
+        *indented(collect),
+        *[f"{name} = {name}[:, None]" for name in tile.sums],
+        _UNLESS_POSTING,
+        *indented(tile.last),
+    ]
+
+
+def _pairs(names: Sequence[str]) -> list[Sequence[str]]:
+    return [names[first : first + 2] for first in range(0, len(names), 2)]
+
+
+# --- a tile of rows -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """The lines of a tile of rows.
+
+    Attributes:
+        first: those before programs exchange sums; all of them where they do not.
+        sums: the variables of the sums that they exchange.
+        numbers: the variables of the numbers of rows that are read before and needed after it.
+        last: those after it.
+    """
+
+    first: list[str]
+    sums: list[str]
+    numbers: list[str]
+    last: list[str]
+
+
+def _emit_tile(
+    emitter: Emitter, phases: Phases, stores: Stores, sums: Sums, results: Sequence[Node]
+) -> _Tile:
+    """Emit the phases of a tile of rows."""
+    emitter.kept = phases.kept
+    first: list[str] = []
+    exchanged: list[str] = []
+    before_reductions = 0
+    # What no reduction is needed for is stored before the first one, after all loads.
+    early, later = [], list(stores)
+    if phases.reductions and not phases.exchanged:
+        early = [item for item in stores if phases.levels[item[0]] == 0]
+        later = [item for item in stores if phases.levels[item[0]] > 0]
+    numbers = {node: emitter.value(node) for node in phases.numbers}
+    for phase, reductions in enumerate(phases.steps):
+        emitter.open_columns(full=False)
+        emitter.holds_vectors = phase > 0 or not emitter.flat
+        if phase == 0:
+            _emit_first(emitter, phases)
+        accumulators = {node: _accumulate(emitter, node) for node in reductions}
+        _store(emitter, [item for item in later if _phase_of(item[0], phases) == phase])
+        if phase == len(phases.steps) - 1:
+            _sum_rows(emitter, phases, sums)
+        if emitter.flat:
+            place = before_reductions if _are_early(emitter, phases) else len(emitter.lines)
+            emitter.lines[place:place] = _vector_lines(emitter)
+        if emitter.body:
+            emitter.close_columns(*_part_loop(emitter.grouped), MASK)
+        emitter.body = None
+        if phase == 0 and early:
+            emitter.open_columns(full=False)
+            _store(emitter, early)
+            emitter.close_columns(*_part_loop(emitter.grouped), MASK)
+        before_reductions = len(emitter.lines)
+        if phases.exchanged and phase == 0:
+            exchanged = list(accumulators.values())
+            first, emitter.lines = emitter.lines, []
+            emitter.forget_rows()
+            emitter.named |= numbers
+        else:
+            for node, name in accumulators.items():
+                emitter.lines.append(f"{name} = {emitter.reduced(node, name)}")
+        emitter.named |= accumulators
+    for node in results:
+        if not emitter.has_columns(node):
+            emitter.value(node)
+    emitter.lines += _following(emitter, phases, sums)
+    if phases.exchanged:
+        return _Tile(first, exchanged, list(numbers.values()), emitter.lines)
+    return _Tile(emitter.lines, [], [], [])
+
+
+def _store(emitter: Emitter, stores: Stores) -> None:
+    for node, store in stores:
+        emitter.value(node)
+        store()
+
+
+def _emit_first(emitter: Emitter, phases: Phases) -> None:
+    """Emit what the first phase has for later ones: loads, and masks of a row in one tile.
+
+    A mask is drawn while the rows are loaded. The masks of several tiles would take too many
+    registers, and are drawn one by one.
+    """
+    body = emitter.body
+    assert body is not None
+    for node in phases.loads:
+        emitter.value(node)
+    for node in phases.masks:
+        body += ["if EARLY:", f"    {emitter.early_mask(node)}"]
+
+
+def _accumulate(emitter: Emitter, node: Node) -> str:
+    """Emit the lines that reduce the tiles of a row, lane by lane, and return their variable."""
+    term = emitter.reducible(node)
+    body = emitter.body
+    assert body is not None
+    is_maximum = node.op == "amax"
+    name = emitter.names.free("largest" if is_maximum else "total")
+    following = maximum(name, term) if is_maximum else f"{name} + {term}"
+    body += ["if part == 0:", f"    {name} = {term}", "else:", f"    {name} = {following}"]
+    return name
+
+
+def _row_sum(emitter: Emitter, phases: Phases, node: Node) -> str:
+    value = emitter.value(node)
+    return row_sum(value, grouped=emitter.grouped, exchanges=bool(phases.exchanged))
+
+
+def _sum_rows(emitter: Emitter, phases: Phases, sums: Sums) -> None:
+    """Emit the lines that add a tile's values to sums over rows."""
+    for slot, (index, _, node) in enumerate(sums):
+        # A constant is zero: no cotangent reaches the input.
+        if _has_columns(emitter, index) and node.op != "const":
+            emitter.extend(f"next{slot}", f"sum{slot}[part] + {_row_sum(emitter, phases, node)}")
+
+
+def _following(emitter: Emitter, phases: Phases, sums: Sums) -> list[str]:
+    """Return the lines after the last phase: the sums over rows with which the next tile begins."""
+    lines: list[str] = []
+    for slot, (index, _, node) in enumerate(sums):
+        if node.op == "const":
+            continue
+        if _has_columns(emitter, index):
+            lines.append(f"sum{slot} = next{slot}")
+        else:
+            lines.append(f"sum{slot} += {_row_sum(emitter, phases, node)}")
+    return lines
