@@ -21,7 +21,7 @@ from .graphs import (
     written,
 )
 
-__all__ = ["needs_gradients", "receives_gradients", "recorded"]
+__all__ = ["needs_gradients", "receives_gradients"]
 
 
 def needs_gradients(graph: fx.Graph) -> set[fx.Node]:
@@ -88,11 +88,6 @@ def _cuts_gradient(node: fx.Node) -> bool:
     if not isinstance(value, Tensor):
         return False
     return not (value.is_floating_point() or value.is_complex())
-
-
-def recorded(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes where gradients are recorded."""
-    return {node for node, enabled in _with_grad_mode(graph) if enabled}
 
 
 def receives_gradients(graph: fx.Graph, needs: set[fx.Node]) -> set[fx.Node]:
