@@ -41,12 +41,14 @@ from .fx import (
     has_own_derivative,
     is_pure,
     is_traceable_subclass,
+    leaves,
     may_save_changed_inputs,
     recorded_attribute,
     recorded_call,
     recorded_graph,
     recorded_node,
     recording_nothing,
+    written_arguments,
 )
 from .graphs import (
     FUNCTION,
@@ -54,6 +56,7 @@ from .graphs import (
     direct_tensors,
     drop_unused,
     held_names,
+    is_view,
     name_of,
     nodes_in,
     tensors_in,
@@ -71,9 +74,26 @@ WITHOUT_EFFECT = frozenset(
     {"_are_functorch_transforms_active", "_log_api_usage_once", "lazy_load_decompositions"}
 )
 
-# The functions that write into their first argument, besides methods and functions whose names end
-# in an underscore.
-_WRITE = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ipow"})
+# The functions of `operator` that write into their first argument. Methods and other functions that
+# do so have names that end in an underscore.
+_WRITE = frozenset(
+    {
+        "setitem",
+        "iadd",
+        "iand",
+        "ifloordiv",
+        "ilshift",
+        "imatmul",
+        "imod",
+        "imul",
+        "ior",
+        "ipow",
+        "irshift",
+        "isub",
+        "itruediv",
+        "ixor",
+    }
+)
 # A tensor with more elements is not written into a graph.
 _MOST_NUMBERS = 4096
 # Methods that change how a tensor is differentiated, of which nothing is recorded.
@@ -290,18 +310,38 @@ def _alias(value: Any) -> Any:
 
 def _writes_into_inputs(graph: fx.Graph) -> bool:
     """Whether a graph of Dynamo's changes one of its inputs, or may."""
-    inputs = graph.find_nodes(op="placeholder")
-    written = map(_origin, filter(_is_write, graph.nodes))
-    return not set(inputs).isdisjoint(nodes_in(written))
+    inputs = set(graph.find_nodes(op="placeholder"))
+    written = itertools.chain.from_iterable(map(_written, graph.nodes))
+    return not inputs.isdisjoint(map(_origin, nodes_in(written)))
 
 
-def _origin(node: Any) -> Any:
+def _written(node: fx.Node) -> list[Any]:
+    """What a node of Dynamo's graph writes into."""
+    if "out" in node.kwargs:
+        return leaves(node.kwargs["out"])
+    if _is_write(node):
+        return _first_argument(node)
+    return written_arguments(node.target, node.args, node.kwargs)
+
+
+def _first_argument(node: fx.Node) -> list[Any]:
+    """What is in the first argument of a call: `_foreach_add_` has a list of tensors there.
+
+    Of a call without positional arguments it may be any.
+    """
+    return leaves(node.args[:1] or tuple(node.kwargs.values()))
+
+
+def _origin(node: fx.Node) -> fx.Node:
     """The first argument of the first argument, and so on, up to an input or a clone.
 
     Any result but a clone may be a view of an argument.
     """
-    while isinstance(node, fx.Node) and node.args and node.target != "clone":
-        node = node.args[0]
+    while node.target != "clone":
+        arguments = nodes_in(_first_argument(node))
+        if not arguments:
+            break
+        node = arguments[0]
     return node
 
 
@@ -551,10 +591,26 @@ def _inlined(function: Callable[..., Any], name: str, args: Any) -> Any:
     with traced_with_others(), _GradModes():
         result = function(*args)
     results = tensors_in(result)
+    arguments = set(map(recorded_node, tensors_in(args)))
     for value in results:
-        if not any(value is arg for arg in args):
-            recorded_node(value).meta[FUNCTION] = name
+        node = _behind_views(recorded_node(value), arguments)
+        if node not in arguments:
+            node.meta[FUNCTION] = name
     # Its derivative would be lost: the capture has only the operators that it calls.
     if has_own_derivative(results, tensors_in(args)):
         raise NotCapturedError(f"it calls {name}, which calls a custom autograd function")
     return result
+
+
+def _behind_views(node: fx.Node, arguments: Collection[fx.Node]) -> fx.Node:
+    """The node whose value a function computes where it returns a view of it.
+
+    A region has no views at its borders: a mark there would be lost.
+
+    Args:
+        node: of a result.
+        arguments: the nodes of the function's arguments, behind which nothing is its own.
+    """
+    while node not in arguments and is_view(node):
+        node = node.all_input_nodes[0]
+    return node

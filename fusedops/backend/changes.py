@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from .fx import (
     CAST,
@@ -18,7 +18,17 @@ from .fx import (
     recording_nothing,
     returning,
 )
-from .graphs import is_input, is_tensor, nodes_in, overlap, tensors_of, users_of
+from .graphs import (
+    is_input,
+    is_tensor,
+    nodes_in,
+    overlap,
+    strides_of,
+    tensors_of,
+    users_of,
+    value_of,
+)
+from .symbols import have_hints
 
 __all__ = ["NotCapturedError", "without_writes"]
 
@@ -72,10 +82,11 @@ def _replace_write(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) ->
         _replace_by_view(graph, node, keeps_derivative=keeps_derivative)
         return
     operator = _out_of_place(node)
-    if operator is None or not keeps_derivative:
+    if operator is None or not keeps_derivative or not _is_private(node):
         return
-    if _is_private(node):
-        _replace(graph, node, operator)
+    computed = _result_of(node, operator)
+    if _have_equal_strides(computed, value_of(node)):
+        _replace(graph, node, operator, computed)
 
 
 def _out_of_place(node: fx.Node) -> Any:
@@ -114,6 +125,17 @@ def _is_private(node: fx.Node) -> bool:
     return node not in users and not any(node < user for user in users)
 
 
+def _have_equal_strides(computed: Tensor, written: Tensor) -> bool:
+    """Whether the result of an operator has the strides of the tensor that a write changes.
+
+    Not, for example, where that is every second column of another tensor. True if a size depends on
+    data: its strides are then unknown.
+    """
+    if not have_hints((*written.shape, *written.stride())):
+        return True
+    return strides_of(computed) == strides_of(written)
+
+
 def _share_memory(other: fx.Node, changed: fx.Node) -> bool:
     """Whether a node other than the changed one shares the changed memory."""
     return other is not changed and overlap(tensors_of([other]), [changed.meta["val"]])
@@ -138,15 +160,22 @@ def _replace_by_view(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) 
     _replace_later_uses(graph, node, view)
 
 
-def _replace(graph: fx.Graph, node: fx.Node, operator: Any) -> None:
-    """Replaces a write by an operator that returns the written value."""
+def _replace(graph: fx.Graph, node: fx.Node, operator: Any, computed: Tensor) -> None:
+    """Replaces a write by an operator that returns the written value.
+
+    Args:
+        graph: of the node.
+        node: the write.
+        operator: returns what it writes.
+        computed: the result of the operator.
+    """
     changed: Any = node.args[0]
     value = changed.meta["val"]
     with graph.inserting_before(node):
         result = graph.call_function(operator, node.args, node.kwargs)
-        result.meta["val"] = computed = _result_of(node, operator)
         # A write casts to the dtype of the tensor; the operator promotes instead.
         if computed.dtype != value.dtype:
+            result.meta["val"] = computed
             result = graph.call_function(CAST, (result,), {"dtype": value.dtype})
         result.meta["val"] = value  # later views were recorded as ones of this memory
     _replace_later_uses(graph, node, result)

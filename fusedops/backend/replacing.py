@@ -20,7 +20,7 @@ from torch import fx
 from ..core.calls.words import encode
 from ..core.random import rng
 from .dimensions import join, split
-from .graphs import dtype_of, escapes, positions_of, users_of, value_of
+from .graphs import dtype_of, escapes, may_be_changed, positions_of, users_of, value_of
 from .regions import Region
 from .selection import Match
 
@@ -38,11 +38,14 @@ def replace(graph: fx.Graph, match: Match, replaced: dict[fx.Node, fx.Node]) -> 
     own = set(match.region.nodes)
     with graph.inserting_before(_insertion_point(graph, match.region)):
         results = _call(graph, match, replaced)
+    # Nodes of equal values are one result of the operator. They may share its memory only while
+    # nothing writes into it, and only one of them may leave the graph with it.
+    outputs = match.program.outputs
+    changed = {number for old, number in outputs if may_be_changed(old)}
     returned = set[int]()
-    for old, number in match.program.outputs:
+    for old, number in outputs:
         result = results[number]
-        # Outputs of equal values are one result. One that escapes has memory of its own.
-        if number in returned and escapes(old):
+        if number in returned and (number in changed or escapes(old)):
             with graph.inserting_after(results[-1]):
                 result = graph.call_function(torch.ops.aten.clone.default, (result,))
         returned.add(number)

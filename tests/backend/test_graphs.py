@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -87,6 +88,45 @@ class _SetAtLast(_ChangedAtLast):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.saved_tensors[0].view(-1)[1:] = 0
+        return grad, None
+
+
+class _ListedAtLast(_ChangedAtLast):
+    """The same, of a list of tensors."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        torch._foreach_mul_(ctx.saved_tensors, 0)
+        return grad, None
+
+
+class _PutAtLast(_ChangedAtLast):
+    """The same, by a result that is put there."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (other,) = ctx.saved_tensors
+        torch.mul(other, 0, out=other)
+        return grad, None
+
+
+class _DividedAtLast(_ChangedAtLast):
+    """The same, by an operator of Python."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (other,) = ctx.saved_tensors
+        other //= 0.5
+        return grad, None
+
+
+class _NamedAtLast(_ChangedAtLast):
+    """The same, of a tensor that is passed by name."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (other,) = ctx.saved_tensors
+        torch.relu_(input=other)
         return grad, None
 
 
@@ -275,6 +315,21 @@ def _bias_changed(x: Tensor, w: Tensor) -> Tensor:
     return F.layer_norm(y.view(x.shape), (8,), w) + bias
 
 
+def _equal_and_changed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Two equal results of a region, the first of which is changed before the second is read."""
+    y = x * w
+    first, second = [F.layer_norm(y, (8,), w) for _ in range(2)]
+    rows = first.view(-1)
+    first.add_(1)
+    return rows, torch.fmod(second, 2.0)
+
+
+def _layer_of_one_number(x: Tensor, w: Tensor) -> Tensor:
+    """The product is viewed without dimensions."""
+    row = F.layer_norm(x, (8,), w).sum((0, 1))
+    return F.linear(row[None], w[None], w[:1]).view(())
+
+
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning"
 )  # PyTorch's own
@@ -307,6 +362,12 @@ def _bias_changed(x: Tensor, w: Tensor) -> Tensor:
         _unsqueezed,
         _saved_by_two,
         _saved_by_two_and_set,
+        partial(_saved_by_two, last=_ListedAtLast),
+        partial(_saved_by_two, last=_PutAtLast),
+        partial(_saved_by_two, last=_DividedAtLast),
+        partial(_saved_by_two, last=_NamedAtLast),
+        _equal_and_changed,
+        _layer_of_one_number,
         _written_without_gradients,
     ],
 )
@@ -701,6 +762,11 @@ def _scaled(x: Tensor, w: Tensor) -> Tensor:
     return torch.sigmoid(x) * w
 
 
+@fusedops.rowwise
+def _opened(x: Tensor, w: Tensor) -> Tensor:
+    return (torch.sigmoid(x) * w).unsqueeze(-2)
+
+
 def _in_a_norm(x: Tensor, w: Tensor) -> Tensor:
     return F.layer_norm(_shifted(x, w, by=0.5) * 2, (8,), w)
 
@@ -714,6 +780,10 @@ def _without_reductions(x: Tensor, w: Tensor) -> Tensor:
     return torch.fmod(_scaled(x, w) * 2, 64.0)
 
 
+def _viewed_result(x: Tensor, w: Tensor) -> Tensor:
+    return _opened(x, w).cumsum(0).squeeze(-2)
+
+
 # Each with the functions in its regions.
 @pytest.mark.parametrize(
     ("function", "names"),
@@ -721,6 +791,7 @@ def _without_reductions(x: Tensor, w: Tensor) -> Tensor:
         (_in_a_norm, {"_shifted"}),
         (_several_results, {"_shifted_twice"}),
         (_without_reductions, {"_scaled"}),
+        (_viewed_result, {"_opened"}),
     ],
 )
 def test_functions_of_rowwise_are_fused_with_what_is_around(

@@ -27,6 +27,7 @@ from ..graphs import (
     is_laid_out,
     name_of,
     reshapes,
+    strides_of,
     tensors_in,
     value_of,
 )
@@ -120,13 +121,8 @@ def _shares_memory(node: fx.Node) -> bool:
 def _have_equal_strides(value: Any, wanted: Any) -> bool:
     """Whether the dimensions of tensors have the same strides, except those of one element."""
     pairs = zip(leaves(value), leaves(wanted), strict=True)
-    return all(_strides(own) == _strides(other) for own, other in pairs if isinstance(own, Tensor))
-
-
-def _strides(tensor: Tensor) -> list[int]:
-    """The strides of a tensor, without those of dimensions of one element, which mean nothing."""
-    sizes, strides = hints(tensor.shape), hints(tensor.stride())
-    return list(itertools.compress(strides, map(_is_long, sizes)))
+    tensors = [pair for pair in pairs if isinstance(pair[0], Tensor)]
+    return all(strides_of(own) == strides_of(other) for own, other in tensors)
 
 
 def _is_long(size: int) -> bool:
