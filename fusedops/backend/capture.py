@@ -132,13 +132,22 @@ def _captured(
         constants = {}
         for position, value in known.items():
             constants[recorded_node(args[position])] = value
-        return _Capture(gm, inner, Constants(constants)).run(*args)
+        capture = _Capture(gm, inner, Constants(constants))
+        try:
+            return capture.run(*args)
+        finally:
+            # Where the capture fails within a block of autocast, the graph that is left to Inductor
+            # would be compiled in it as a whole.
+            for mode in reversed(capture.autocasts):
+                mode.__exit__(None, None, None)
 
     # Before the capture, which may change them.
     trained = list(map(_is_trained, fakes))
     computed = list(filter(_is_differentiated, direct_tensors(list(fakes))))
     versions = _versions(computed)
-    result = recorded_graph(run, fakes)
+    # A graph may end in another gradient mode than it begins in. It is compiled in the first.
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        result = recorded_graph(run, fakes)
     is_changed = versions != _versions(computed)
     # Up to PyTorch 2.14 the compiled graph saves such an input, and its backward raises.
     if is_changed and may_save_changed_inputs():
@@ -296,11 +305,10 @@ def _captured_forward(
         return None
     # The capture may change the metadata of its inputs.
     aliases = list(map(_alias, fakes))
-    with torch.set_grad_enabled(torch.is_grad_enabled()):
-        try:
-            return _captured(body, aliases, lambda inner: inner, {})
-        except Exception:  # noqa: BLE001 - something in it is unknown: so is what it changes
-            return None
+    try:
+        return _captured(body, aliases, lambda inner: inner, {})
+    except Exception:  # noqa: BLE001 - something in it is unknown: so is what it changes
+        return None
 
 
 def _alias(value: Any) -> Any:
@@ -366,6 +374,7 @@ class _Capture(fx.Interpreter):
         self.inner, self.constants = inner, constants
         self.names: dict[int, str] = {}  # of modules
         self.repeats = Repeats()
+        self.autocasts: list[Any] = []  # the blocks that are entered and not left yet
         self.calls = itertools.count()  # of marked parts
         self.prefix = ""  # of names in this call of a marked part
 
@@ -383,6 +392,8 @@ class _Capture(fx.Interpreter):
         if target in GRAD_MODES:
             recorded_call(target, args, kwargs)
             return target(*args, **kwargs)
+        if target in AUTOCASTS:
+            return self._autocast(target, *args)
         if isinstance(target, HIGHER_ORDER):
             return self._one_node(target, args, kwargs)
         if target is F.scaled_dot_product_attention:
@@ -395,6 +406,15 @@ class _Capture(fx.Interpreter):
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
         """See `fx.Interpreter`."""
         return self.repeats.note(target, args, kwargs, super().call_method(target, args, kwargs))
+
+    def _autocast(self, target: Any, *args: Any) -> Any:
+        """Enters a block of autocast, and returns it; or leaves the one that is the argument."""
+        block = target(*args)
+        if block is None:
+            self.autocasts.remove(*args)
+        else:
+            self.autocasts.append(block)
+        return block
 
     def _one_node(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Records an operator that calls functions as one node.
@@ -436,6 +456,7 @@ class _Capture(fx.Interpreter):
         _check_operators(part)
         inner = _Capture(part, self.inner, self.constants)
         inner.names, inner.repeats, inner.calls = self.names, self.repeats, self.calls
+        inner.autocasts = self.autocasts
         inner.prefix = f"call{next(self.calls)}_"
         return inner.run(*operands)
 

@@ -843,6 +843,40 @@ def test_function_of_rowwise_whose_derivative_would_be_lost(
     assert backend.report.left == [reason]
 
 
+def test_capture_that_fails_within_autocast_leaves_it() -> None:
+    """Otherwise what is after the block would be compiled in its dtype."""
+
+    @fusedops.rowwise
+    def detached(x: Tensor, w: Tensor) -> Tensor:
+        return (x * w).detach_() + 1
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            y = detached(x, w)
+        return F.linear(y, w.outer(w))
+
+    x, w, backend = randn(4, 8), randn(8), Backend()
+    torch.testing.assert_close(torch.compile(function, backend=backend)(x, w), function(x, w))
+    assert backend.report.left == ["it calls detach_"]
+
+
+def test_gradients_that_are_switched_off_until_the_end() -> None:
+    """What is computed before has gradients."""
+
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = F.layer_norm(x * w, (8,), w)
+        torch.set_grad_enabled(False)
+        return y, torch.fmod(y * 2, 3.0)
+
+    x, w, backend = randn(4, 8).requires_grad_(), randn(8).requires_grad_(), Backend()
+    for call in (function, torch.compile(function, backend=backend)):
+        with torch.set_grad_enabled(True):
+            results = call(x, w)
+            assert not torch.is_grad_enabled()
+        assert [y.requires_grad for y in results] == [True, False]
+    assert len(backend.report.fused) == 1
+
+
 def test_operators_that_the_model_calls_stay_beside_regions() -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
         y = fusedops.bias_dropout_add_ln(F.gelu(x + w), w, x, w, w, p=0.0)
