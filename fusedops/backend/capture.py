@@ -226,8 +226,9 @@ def _is_known(target: Any) -> bool:
 def _inline_constants(gm: fx.GraphModule, attributes: Collection[str]) -> None:
     """Replaces small CPU tensors that the capture holds by calls of `torch.tensor`.
 
-    The captured function calls it, too. Inductor makes a held tensor an input: it copies it to the
-    GPU at each call, and uses no CUDA graphs. Numbers it writes into its code.
+    The model calls `torch.tensor`, too, but the capture records its result: a tensor that the graph
+    holds. Inductor makes a held tensor an input, which is copied to the GPU at each call and
+    prevents CUDA graphs. The numbers of a call it writes into its code.
 
     Args:
         gm: the captured graph.
@@ -270,7 +271,8 @@ def _is_inlined(tensor: Any) -> bool:
         return False
     if tensor.device.type != "cpu":
         return False
-    # A list without elements has no shape but for its last dimension.
+    # `tolist` loses the dimensions behind one of no elements: of (0, 3) it is [], of (3, 0) it is
+    # [[], [], []].
     is_empty = 0 in tensor.shape[:-1]
     return not is_empty and tensor.numel() <= _MOST_NUMBERS
 
@@ -298,9 +300,10 @@ def _captured_forward(
 ) -> fx.GraphModule | None:
     """The captured forward of a custom autograd function, which stays one node.
 
-    It tells which tensors the function changes. None if it does not.
+    From the captured forward, `graphs.written` reads which tensors the function changes. None where
+    that would be wrong or unknown: the function is then taken to change all its arguments.
     """
-    # A region may save what the backward changes.
+    # A backward may change a tensor that a region saves, too.
     if _writes_into_inputs(backward.graph):
         return None
     # The capture may change the metadata of its inputs.
@@ -450,9 +453,11 @@ class _Capture(fx.Interpreter):
         return known
 
     def _nested(self, part: fx.GraphModule, _identifier: str, *operands: Any) -> Any:
-        """Runs the graph of a marked part: regions then reach across its borders."""
-        # In the place of each call: PyTorch caches what it compiled of a marked part by the part's
-        # identifier, and cannot differentiate a body that calls this package's operators.
+        """Runs the graph of a marked part, so that the capture has its operators, and no call.
+
+        Regions then reach across its borders. The mark is lost: PyTorch would compile one graph for
+        all calls, and cannot differentiate one that calls this package's operators.
+        """
         _check_operators(part)
         inner = _Capture(part, self.inner, self.constants)
         inner.names, inner.repeats, inner.calls = self.names, self.repeats, self.calls
@@ -480,7 +485,8 @@ class _Capture(fx.Interpreter):
         changes = []
         if attn_mask is not None:
             kind = Mask.OTHER
-            # Not where ``is_causal`` is an argument by position, or on: PyTorch refuses both.
+            # ``is_causal`` is to be passed by name. It must not be passed by position as well, and
+            # PyTorch refuses a mask where it is true: such a call raises as it is.
             if len(rest) < 2 and not options.get("is_causal"):
                 kind = self._kind_of_mask(query, key, attn_mask, options)
             attn_mask, change = _needed_mask(attn_mask, kind)

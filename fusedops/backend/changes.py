@@ -51,10 +51,18 @@ class NotCapturedError(Exception):
 def without_writes(graph: fx.Graph) -> None:
     """Replaces in-place operators on intermediates of the graph by out-of-place ones.
 
-    A tensor that shares memory with an input, or with another that is used later, is left as it is.
-    So is one that was computed where gradients are recorded and is changed where they are not: it
-    keeps its gradient, and the result of an operator would have none. A change of an intermediate's
-    shape is a view: tensors that share its memory keep theirs.
+    Some writes stay as they are. Either another value would show them: the tensor shares memory
+    with an input, or with a value that is used later. Or the result would differ:
+
+        y = x * w                  y has a gradient, before the write and after it. An operator's
+        with torch.no_grad():      result would have none.
+            y.mul_(2)
+
+        y = (x * 2)[:, ::2]        y has gaps between its columns. An operator's result would have
+        y.add_(1)                  other strides.
+
+    An operator that changes the shape of an intermediate, such as `unsqueeze_`, becomes a view:
+    tensors that share its memory keep their shapes.
 
     Raises:
         NotCapturedError: a shape is changed of an input, or in a way that is no view.
@@ -122,6 +130,7 @@ def _is_private(node: fx.Node) -> bool:
     if any(map(is_input, [changed, *sharing])):
         return False
     users = users_of(sharing)
+    # Used later: by the write itself, as in ``a.add_(view_of_a)``, or by a node after it.
     return node not in users and not any(node < user for user in users)
 
 
@@ -152,8 +161,8 @@ def _replace_by_view(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) 
     is_replaceable = keeps_derivative and operator is not None
     if not is_replaceable or not is_view(operator):
         raise NotCapturedError(f"{name} changes a tensor's shape in place; compute another tensor")
-    # As a change, later nodes would have the metadata from before it: kernels would write beyond
-    # the memory that is allocated.
+    # Left in place, it would change the tensor, but the node that later nodes read has the metadata
+    # from before the change: kernels would write beyond the memory that is allocated.
     with graph.inserting_before(node):
         view = graph.call_function(operator, node.args, node.kwargs)
     view.meta.update(node.meta)
@@ -173,7 +182,8 @@ def _replace(graph: fx.Graph, node: fx.Node, operator: Any, computed: Tensor) ->
     value = changed.meta["val"]
     with graph.inserting_before(node):
         result = graph.call_function(operator, node.args, node.kwargs)
-        # A write casts to the dtype of the tensor; the operator promotes instead.
+        # A write casts to the dtype of the tensor: ``half.add_(float)`` stays half. The operator
+        # promotes instead.
         if computed.dtype != value.dtype:
             result.meta["val"] = computed
             result = graph.call_function(CAST, (result,), {"dtype": value.dtype})

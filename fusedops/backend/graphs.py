@@ -169,7 +169,7 @@ def are_numbers(sizes: Iterable[Any]) -> bool:
 
 def held_names(graph: fx.Graph) -> list[str]:
     """The target of each ``get_attr`` node: the name of a tensor or module that the graph holds."""
-    return list(map(str, map(operator.attrgetter("target"), graph.find_nodes(op="get_attr"))))
+    return [str(node.target) for node in graph.find_nodes(op="get_attr")]
 
 
 def is_input(node: fx.Node) -> bool:
@@ -342,9 +342,9 @@ def captured_body(node: fx.Node) -> fx.Graph | None:
 def written(node: fx.Node) -> list[Tensor]:
     """The tensors that a node writes into.
 
-    An operator with a captured body writes into the tensors that the body writes into, tensors that
-    the body allocates included. Any other operator that calls functions may write into each of its
-    arguments.
+    An operator with a captured body writes into the tensors that the body writes into. Some of
+    these the body allocates: no node outside shares their memory, so that they do no harm. Any
+    other operator that calls functions may write into each of its arguments.
     """
     body = captured_body(node)
     if body is not None:

@@ -63,7 +63,10 @@ def _insertion_point(graph: fx.Graph, region: Region) -> fx.Node:
     own = set(region.nodes)
     first = min(users_of(region.outputs) - own, key=position.__getitem__)
     last = max(region.nodes, key=position.__getitem__)
-    # Not after the last of its own nodes, where gradients may be switched on again.
+    # The operator's position decides the gradient mode in which it is recorded. So it never goes
+    # beyond the region's own nodes, though the first user may be far behind them:
+    #
+    #     set_grad_enabled(False)   region   [here]   set_grad_enabled(True)   first user
     return first if position[first] < position[last] else last.next
 
 
@@ -97,7 +100,7 @@ def _call(graph: fx.Graph, match: Match, replaced: Mapping[fx.Node, fx.Node]) ->
 def _arguments(graph: fx.Graph, match: Match, replaced: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
     """The tensors for a region's operator, see `_call`.
 
-    Dimensions are split that the program takes as several.
+    Where the program has several dimensions for one of a tensor, views split it; see `dimensions`.
     """
     program = match.program
     # An input may be the output of a region that has been replaced meanwhile.
