@@ -19,6 +19,7 @@ from .fx import (
     returning,
 )
 from .graphs import (
+    aliased_inputs,
     is_input,
     is_tensor,
     nodes_in,
@@ -71,30 +72,34 @@ def without_writes(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target in GRAD_MODES:
             enabled = bool(node.args[0])
-        else:
-            keeps_derivative = enabled or recorded.isdisjoint(node.all_input_nodes[:1])
-            _replace_write(graph, node, keeps_derivative=keeps_derivative)
-        if enabled:
-            recorded.add(node)
+            continue
+        # Of a write or a view the result is the tensor that was computed before.
+        is_recorded = enabled or not recorded.isdisjoint(aliased_inputs(node))
+        keeps_derivative = enabled or recorded.isdisjoint(node.all_input_nodes[:1])
+        now = _replace_write(graph, node, keeps_derivative=keeps_derivative)
+        if is_recorded:
+            recorded.add(now)
 
 
-def _replace_write(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) -> None:
+def _replace_write(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) -> fx.Node:
     """Replaces a node if it changes a tensor in place, and nothing but its users would differ.
 
     Args:
         graph: of the node.
         node: any.
         keeps_derivative: whether an operator in its place would have the same derivative.
+    Returns:
+        The node in its place, or the node itself.
     """
     if changes_shape(node.target):
-        _replace_by_view(graph, node, keeps_derivative=keeps_derivative)
-        return
+        return _replace_by_view(graph, node, keeps_derivative=keeps_derivative)
     operator = _out_of_place(node)
     if operator is None or not keeps_derivative or not _is_private(node):
-        return
+        return node
     computed = _result_of(node, operator)
-    if _have_equal_strides(computed, value_of(node)):
-        _replace(graph, node, operator, computed)
+    if not _have_equal_strides(computed, value_of(node)):
+        return node
+    return _replace(graph, node, operator, computed)
 
 
 def _out_of_place(node: fx.Node) -> Any:
@@ -150,7 +155,7 @@ def _share_memory(other: fx.Node, changed: fx.Node) -> bool:
     return other is not changed and overlap(tensors_of([other]), [changed.meta["val"]])
 
 
-def _replace_by_view(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) -> None:
+def _replace_by_view(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) -> fx.Node:
     """Replaces a change of a tensor's shape by a view."""
     name, changed = aten_name(node.target), node.args[0]
     assert isinstance(changed, fx.Node)
@@ -167,9 +172,10 @@ def _replace_by_view(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) 
         view = graph.call_function(operator, node.args, node.kwargs)
     view.meta.update(node.meta)
     _replace_later_uses(graph, node, view)
+    return view
 
 
-def _replace(graph: fx.Graph, node: fx.Node, operator: Any, computed: Tensor) -> None:
+def _replace(graph: fx.Graph, node: fx.Node, operator: Any, computed: Tensor) -> fx.Node:
     """Replaces a write by an operator that returns the written value.
 
     Args:
@@ -189,6 +195,7 @@ def _replace(graph: fx.Graph, node: fx.Node, operator: Any, computed: Tensor) ->
             result = graph.call_function(CAST, (result,), {"dtype": value.dtype})
         result.meta["val"] = value  # later views were recorded as ones of this memory
     _replace_later_uses(graph, node, result)
+    return result
 
 
 def _result_of(node: fx.Node, operator: Any) -> Any:

@@ -213,6 +213,16 @@ def _changed_without_gradients(x: Tensor, w: Tensor) -> Tensor:
     return F.layer_norm(y, (8,), w)
 
 
+def _changed_without_gradients_again(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The second change is of the first's result, and is no more a part of the derivative."""
+    y, z = x * w, x + w
+    z.mul_(3)
+    with torch.no_grad():
+        y.mul_(2).sub_(1)
+        z.mul_(2)
+    return F.layer_norm(y, (8,), w.detach()), F.layer_norm(z, (8,), w)
+
+
 def _changed_twice(x: Tensor, w: Tensor) -> Tensor:
     """The second time through a view that is not used later."""
     y = x * 1
@@ -344,6 +354,7 @@ def _layer_of_one_number(x: Tensor, w: Tensor) -> Tensor:
         _integers,
         _crossed,
         _changed_without_gradients,
+        _changed_without_gradients_again,
         _changed_twice,
         _copied,
         _inverted,
