@@ -16,6 +16,7 @@ from .flow import Definition
 from .reading import DROPOUTS, ROWS, Kinds, Reader
 from .trees import (
     PREFIX,
+    SCOPES,
     SHAPE,
     added,
     assign,
@@ -34,9 +35,6 @@ from .trees import (
 )
 
 __all__ = ["Expressions", "Pending", "Step", "Sum", "aliases"]
-
-# Nothing is rewritten in these.
-_NESTED = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 @dataclass(frozen=True)
@@ -110,6 +108,7 @@ class Expressions(Reader):
 
     Attributes:
         pending: the values that are not computed yet, by their definitions.
+        taken: those that an operator computes with its own steps, so that their names are unbound.
         before: statements to run before the one that is being rewritten.
         low: uses that read a low-precision copy, and its temporary.
         cast: linear layers that are cast with another, and the temporaries of the casts.
@@ -122,6 +121,7 @@ class Expressions(Reader):
     def __init__(self, function: ast.FunctionDef, kinds: Kinds, leaving: bool) -> None:
         super().__init__(function, kinds, leaving)
         self.pending: dict[Definition, Pending] = {}
+        self.taken: dict[Definition, Pending] = {}
         self.before: list[ast.stmt] = []
         self.low: dict[ast.Name, str] = {}
         self.cast: dict[ast.Call, str] = {}
@@ -138,7 +138,7 @@ class Expressions(Reader):
         if new is not None:
             return new
         # The body of a nested scope runs later, or several times; its names may be its own.
-        if not isinstance(node, _NESTED):
+        if not isinstance(node, SCOPES):
             self._rewrite_children(node)
         return node
 
@@ -169,8 +169,8 @@ class Expressions(Reader):
                     return None
                 return shifted(node, rest)
             case ast.Attribute(value=ast.Name() as name, attr=attribute) if attribute in SHAPE:
-                _, pending = self._pending_of(name)
-                if pending.is_sum:
+                pending = self._operands_of(name)
+                if pending is not None:
                     # The sum's shape without the sum.
                     total = helper_call("like", load(pending.end), load(pending.residual))
                     return ast.Attribute(total, attribute, ast.Load())
@@ -289,7 +289,7 @@ class Expressions(Reader):
             definition, pending = self._pending_of(node)
             if not pending.is_gate:
                 return None
-            return self._take(definition)
+            return load(self._take(definition).end)
         call = self._call(node, "activation")
         if call is None:
             return None
@@ -313,7 +313,7 @@ class Expressions(Reader):
         if not whole or whole != self._whole_of(up):
             return None
         for half in (rows, up):
-            del self.pending[self.flow.only(half)]
+            self._take(self.flow.only(half))
         assert isinstance(gate, ast.Call)
         self.steps.append(Step("gate", self._path(gate), ()))
         return helper_call("packed_gated", load(whole), self._activation(gate))
@@ -365,7 +365,7 @@ class Expressions(Reader):
         # Its shape is known without the sum: uses of it do not count.
         if self._uses(definition) > 1:
             return None
-        del self.pending[definition]
+        self._take(definition)
         return Sum(load(pending.end), load(pending.residual), pending.sources)
 
     # --- ends ---
@@ -383,9 +383,8 @@ class Expressions(Reader):
             return self._first_output(node)
         if not isinstance(node, ast.Call):
             return None
-        # Before the node is rewritten.
-        if leaving:
-            self.leaves += self._sources(node)
+        # Read first: the node is rewritten.
+        sources = self._sources(node)
         ends = {
             "linear": self._linear,
             "module": self._unfinished,
@@ -394,7 +393,10 @@ class Expressions(Reader):
             "functional dropout": self._functional_dropout,
         }
         end_of = ends.get(self._kind(node))
-        return None if end_of is None else end_of(node)
+        end = None if end_of is None else end_of(node)
+        if leaving and end is not None:
+            self.leaves += sources
+        return end
 
     def _pending_end(self, name: ast.Name, leaving: bool) -> ast.expr | None:
         """The end that is pending by this name, if nothing else needs the value."""
@@ -409,7 +411,7 @@ class Expressions(Reader):
             return None
         if leaving:
             self.leaves += self._sources(name)
-        return self._take(definition)
+        return load(self._take(definition).end)
 
     def _first_output(self, node: ast.Subscript) -> ast.expr | None:
         """``module(...)[0]``, or ``outputs[0]`` of split outputs, as an end."""
@@ -422,7 +424,7 @@ class Expressions(Reader):
         is_split = definition in self.pending and definition in self.rests
         if not is_split:
             return None
-        return self._take(definition)
+        return load(self._take(definition).end)
 
     def _unfinished(self, node: ast.Call) -> ast.expr | None:
         """A module's call that leaves the last steps to this function."""
@@ -453,19 +455,20 @@ class Expressions(Reader):
         return end
 
     def _functional_dropout(self, node: ast.Call) -> ast.expr | None:
-        names = ("input", "p", "training")
+        names = ("input", "p", "training", "inplace")
         arguments = dict(zip(names, node.args, strict=False))
         for keyword in node.keywords:
             arguments[keyword.arg or "**"] = keyword.value
-        # Others, as ``inplace`` or ``**kwargs``, are left to the function.
-        if "input" not in arguments or not arguments.keys() <= set(names):
+        # Calls with ``inplace`` or ``**kwargs`` are left to the function.
+        if "input" not in arguments or not arguments.keys() <= {"input", "p", "training"}:
             return None
         p = arguments.get("p", ast.Constant(0.5))
         training = arguments.get("training", ast.Constant(True))
         # The helper evaluates them after its rows, the function in the order of the source.
         if not is_pure(p) or not is_pure(training):
             return None
-        return helper_call("drop", self._inner(arguments["input"]), p, training=training)
+        rows = self._inner(arguments["input"])
+        return helper_call("drop", rows, self._value(p), training=self._value(training))
 
     def _linear(self, node: ast.Call) -> ast.expr | None:
         if not is_unary(node):
@@ -529,9 +532,19 @@ class Expressions(Reader):
         self.count += 1
         return f"{PREFIX}{self.count}"
 
-    def _take(self, definition: Definition) -> ast.expr:
-        """The end, which is pending no longer."""
-        return load(self.pending.pop(definition).end)
+    def _operands_of(self, name: ast.Name) -> Pending | None:
+        """The sum of which the name is no variable, as it is pending or was taken."""
+        definition = self.flow.only(name)
+        total = self.pending.get(definition) or self.taken.get(definition)
+        if total is None or not total.is_sum:
+            return None
+        return total
+
+    def _take(self, definition: Definition) -> Pending:
+        """A pending value for the operator that computes it; none of its names is bound."""
+        pending = self.pending.pop(definition)
+        self.taken[definition] = pending
+        return pending
 
     def _forget(self, name: str) -> None:
         """Record that a name is assigned again, and no longer that of a pending value."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from .flow import Definition, Flow
+from .flow import Definition, Flow, is_opaque
 from .trees import (
     CONDITIONAL,
+    SCOPES,
     SHAPE,
     first_argument,
     first_target,
@@ -152,14 +153,16 @@ class Reader:
         self_name: the name of the first parameter.
         local: the other names that the function binds.
         flow: its definitions and uses.
+        replaceable: the names in expressions that are rewritten.
     """
 
     def __init__(self, function: ast.FunctionDef, kinds: Kinds, leaving: bool) -> None:
         self.kinds = kinds
         self.leaving = leaving
-        self.self_name = function.args.args[0].arg
+        self.self_name = self_name_of(function)
         self.local = local_names(function) - {self.self_name}
         self.flow = Flow(function)
+        self.replaceable = set(_names_replaceable(function.body))
 
     # --- calls ---
 
@@ -305,11 +308,16 @@ class Reader:
     # --- uses ---
 
     def _uses(self, definition: Definition) -> int:
-        """The number of a value's uses, without those that read its shape."""
-        return len(_tensor_uses(self.flow, definition))
+        """The number of a value's uses that need it, which those of a sum's shape do not."""
+        return len([use for use in definition.uses if not self._is_shape(use)])
 
     def _is_shape(self, use: ast.Name) -> bool:
-        return _reads_shape(self.flow, use)
+        """Whether this reads the shape of one value, so that the operands of a sum replace it."""
+        return _reads_shape(self.flow, use) and self._is_replaceable(use)
+
+    def _is_replaceable(self, use: ast.Name) -> bool:
+        """Whether an expression can replace this use: of one value, where code is rewritten."""
+        return use in self.replaceable and self.flow.has_only(use)
 
     def _is_residual(self, name: ast.Name) -> bool:
         """Whether another use of the value is a term of a sum, or another operand."""
@@ -407,7 +415,7 @@ class Reader:
         firsts = []
         for use in definition.uses:
             part = self.flow.parent[use]
-            if not self.flow.reads_only(use, definition):
+            if not self._is_replaceable(use):
                 return False
             if is_first(part):
                 firsts.append(part)
@@ -524,6 +532,39 @@ class Reader:
         if len(consumers) in (0, len(uses)):
             return None
         return list(consumers), unique(list(consumers.values()))
+
+
+def _names_replaceable(statements: list[ast.stmt]) -> Iterator[ast.Name]:
+    """Yield the names in the expressions that `statements` rewrites.
+
+    These are those of simple statements, also of the ones in conditions and loops, without targets
+    and nested scopes::
+
+        for i in range(n):            n is not replaceable
+            a[j] = b                  b is, a and j are not
+            c = f(d, [e for e in g])  f and d are, e and g are not
+    """
+    for statement in statements:
+        if is_opaque(statement):
+            continue
+        match statement:
+            case ast.If(body=body, orelse=orelse):
+                yield from _names_replaceable([*body, *orelse])
+            case ast.For(body=body) | ast.While(body=body):
+                yield from _names_replaceable(body)
+            case ast.Assign(value=value) | ast.AugAssign(value=value) | ast.AnnAssign(value=value):
+                yield from _names_outside_scopes(value)
+            case _:
+                yield from _names_outside_scopes(statement)
+
+
+def _names_outside_scopes(node: ast.AST | None) -> Iterator[ast.Name]:
+    if node is None or isinstance(node, SCOPES):
+        return
+    if isinstance(node, ast.Name):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _names_outside_scopes(child)
 
 
 def _is_starred(call: ast.Call) -> bool:

@@ -108,7 +108,7 @@ class _Statements(Expressions):
     def __init__(
         self, function: ast.FunctionDef, kinds: Kinds, leaving: bool, special: ast.If | None
     ) -> None:
-        if not function.args.args:
+        if not self_name_of(function):
             raise _RefusedError
         super().__init__(function, kinds, leaving)
         self.function = function
@@ -193,6 +193,9 @@ class _Statements(Expressions):
         self._forget(target)
         if definition in self.pending:
             self.pending[definition].names.add(target)
+            return []
+        # Without a variable to copy. Nothing reads the copy, or it would not have been taken.
+        if definition in self.taken:
             return []
         return [statement]
 
@@ -392,7 +395,7 @@ class _Statements(Expressions):
         old = self.flow.only(value.func.value)
         self.pending[old] = Pending(parts[0], set(), parts[1])
         shape = list(map(self._value, value.args))
-        del self.pending[old]
+        self._take(old)
         new = [self._temporary(), self._temporary()]
         self._forget(name)
         self.pending[definition] = Pending(new[0], {name}, new[1], total.sources, total.first)
@@ -429,7 +432,8 @@ class _Statements(Expressions):
             return [statement]
         assert isinstance(target, ast.Name)
         names = [self._temporary(), self._temporary()]
-        both = unpack(names, helper_call("in_place", self._take(old), statement.value))
+        end, residual = load(self._take(old).end), self._value(statement.value)
+        both = unpack(names, helper_call("in_place", end, residual))
         total = Sum(load(names[0]), load(names[1]), pending.sources)
         definition = self.flow.written(target)
         if self._reaches_norm(definition, rest):
@@ -523,16 +527,18 @@ class _Statements(Expressions):
         definition, pending = self._pending_of(call.args[0])
         if not pending.is_sum:
             return False
-        del self.pending[definition]
         # `y = norm(x)` is replaced by the operator; elsewhere the norm is replaced by a temporary.
         target = only_target(statement)
         direct = ""
         if target is not None and self.flow.parent[call] is statement:
             direct = target.id
-        # The sum itself is needed if the residual stream goes on with it.
         names: list[str] = []
         if self._uses(definition) > 1:
+            # The residual stream goes on with the sum itself.
+            del self.pending[definition]
             names = sorted(pending.names - {direct})
+        else:
+            self._take(definition)
         output = direct or self._temporary()
         total = Sum(load(pending.end), load(pending.residual), pending.sources)
         self.before += self._norm_of_sum(call, total, output, names)

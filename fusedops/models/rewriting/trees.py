@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 __all__ = [
     "CONDITIONAL",
     "PREFIX",
+    "SCOPES",
     "SHAPE",
     "added",
     "assign",
+    "bound_by",
     "ends_function",
     "first_argument",
     "first_call",
@@ -54,11 +56,12 @@ PREFIX = "_fusedops_"
 _HARMLESS = frozenset({"isinstance", "len", "hasattr"})
 # Attributes and methods of a tensor that are known before it is computed.
 SHAPE = ("shape", "size", "dim", "device")
-# Expressions with a scope of their own, and the scopes whose bodies may run after the statement.
-_SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+# Expressions with a scope of their own: what they bind is not bound outside.
+SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+# Scopes whose bodies may run after the statement in which they stand.
 _DEFERRED = (ast.Lambda, ast.GeneratorExp, ast.FunctionDef, ast.ClassDef)
 # Expressions whose parts may be evaluated on some paths through a statement only, or repeatedly.
-CONDITIONAL = (ast.IfExp, ast.BoolOp, *_SCOPES)
+CONDITIONAL = (ast.IfExp, ast.BoolOp, *SCOPES)
 # Builtins that read the local variables of their caller, under the names of the source.
 _INSPECTING = frozenset({"locals", "vars", "dir", "eval", "exec"})
 
@@ -149,8 +152,8 @@ def together(trees: Iterable[Any]) -> ast.AST:
 
 def self_name_of(function: ast.FunctionDef) -> str:
     """The name of the function's first parameter; "" if it has none by position."""
-    names = [argument.arg for argument in function.args.args]
-    return next(iter(names), "")
+    positional = (*function.args.posonlyargs, *function.args.args)
+    return positional[0].arg if positional else ""
 
 
 # --- expressions ----------------------------------------------------------------------------------
@@ -322,11 +325,9 @@ def _is_inspecting(called: ast.expr) -> bool:
 
 def names_written(node: ast.AST) -> set[str]:
     """The names that are bound, without those that are local to a comprehension."""
-    if isinstance(node, _SCOPES):
+    if isinstance(node, SCOPES):
         return set()
-    names = set()
-    if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-        names.add(node.id)
+    names = {bound_by(node)} - {""}
     for child in ast.iter_child_nodes(node):
         names |= names_written(child)
     return names
@@ -336,12 +337,12 @@ def local_names(function: ast.FunctionDef) -> set[str]:
     """The names that the function binds, including its arguments."""
     names = {argument.arg for argument in nodes(function.args, ast.arg)}
     for statement in function.body:
-        names.update(map(_name_bound_by, ast.walk(statement)))
+        names.update(map(bound_by, ast.walk(statement)))
     return names - {""}
 
 
-def _name_bound_by(node: ast.AST) -> str:
-    """The name that a node by itself binds; "" for none."""
+def bound_by(node: ast.AST) -> str:
+    """The name that a node by itself binds or deletes; "" for none."""
     match node:
         case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
             return name
@@ -350,6 +351,11 @@ def _name_bound_by(node: ast.AST) -> str:
             return (asname or name).partition(".")[0]
         case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
             return name
+        # `except ValueError as e`, and the captures `x`, `*x` and `**x` of a pattern.
+        case ast.ExceptHandler(name=name) | ast.MatchAs(name=name) | ast.MatchStar(name=name):
+            return name or ""
+        case ast.MatchMapping(rest=name):
+            return name or ""
     return ""
 
 
