@@ -290,8 +290,8 @@ def _sizes(case: Case) -> tuple[int, ...]:
         return (case.vectors[0][1],)
     for _, value in case.plain:
         match value:
-            # A tuple is, for example, `normalized_shape`.
-            case int(size) | (int(size),) if type(size) is int and size > 1:
+            # A tuple is, for example, `normalized_shape`. A small number may be an exponent.
+            case int(size) | (int(size),) if type(size) is int and size >= _SHORTEST:
                 return (size,)
     # Two: the formula must not depend on the size.
     return (24, 40)

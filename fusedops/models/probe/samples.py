@@ -99,11 +99,22 @@ def _may_be_eps(number: float) -> bool:
     return 0.0 < number < _LARGEST_EPS
 
 
+_ERRORS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    # Division of two attributes, for one.
+    ArithmeticError,
+)
+
+
 def run_or_none(probe: Probe, x: Tensor, dtype: torch.dtype, shape: Any = (2,)) -> Tensor | None:
     """Return the forward's output, or None if it raises: PyTorch's norms do, for some dtypes."""
     try:
         return probe.run(x, dtype, shape=shape)
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, NotImplementedError):
+    except _ERRORS:
         return None
 
 
