@@ -15,6 +15,7 @@ import ast
 import functools
 import inspect
 import operator
+import re
 import types
 from collections.abc import Callable, Mapping
 from types import FunctionType
@@ -27,7 +28,16 @@ from . import compiling, parts
 from .autocast import consumers
 from .fingerprint import definition, renamed
 from .hooks import has_hooks, is_linear, is_plain, is_unchanged, submodule
-from .rewriting import PREFIX, Rewritten, Step, called_paths, conditions, rewrite, rows_of
+from .rewriting import (
+    PREFIX,
+    Rewritten,
+    Step,
+    called_paths,
+    conditions,
+    rewrite,
+    rows_of,
+    self_name_of,
+)
 from .rule import At, Family, Rule, has_method, judge
 from .tricks import allowed
 from .tricks.casts import cast_together
@@ -167,8 +177,7 @@ def _adapts_linear(module: nn.Module) -> bool:
 
 def _truth(module: nn.Module, tree: ast.FunctionDef, condition: str) -> str:
     """Return the value of a condition on the module's attributes, or "" if it has none."""
-    self_name = tree.args.args[0].arg
-    value = _evaluated(module, self_name, condition)
+    value = _evaluated(module, self_name_of(tree), condition)
     if not isinstance(value, bool):
         return ""
     return str(value)
@@ -417,7 +426,8 @@ def _with_tricks(unfinished: Method, cls: type, tree: ast.FunctionDef, last: str
         tree: the class's forward.
         last: the path of the attention's last layer.
     """
-    names = [argument.arg for argument in (*tree.args.args, *tree.args.kwonlyargs)]
+    arguments = (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)
+    names = [argument.arg for argument in arguments]
     qkv, scales_query = packable(cls)
     if qkv:
         unfinished = _with_packing(unfinished, names[1], last, qkv, scales_query=scales_query)
@@ -432,7 +442,10 @@ def _with_packing(
     """Return the method with query, key and value as one product; ``first`` names its rows."""
 
     def branch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = args[0] if args else kwargs[first]
+        rows = args[0] if args else kwargs.get(first)
+        # Raises as the original does.
+        if rows is None:
+            return unfinished(self, *args, **kwargs)
         others = kwargs.get("key_value_states")
         # A scaled query is not packed: with ``others``, only key and value are.
         if others is None and scales_query:
@@ -448,8 +461,9 @@ def _with_masks(unfinished: Method, first: str) -> Method:
     """Return the method with masks laid out for PyTorch's fused attention."""
 
     def branch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = args[0] if args else kwargs[first]
-        if compiling.makes_kernels(rows) and allowed(self, "masks"):
+        rows = args[0] if args else kwargs.get(first)
+        # A forward may have a default for its rows.
+        if rows is not None and compiling.makes_kernels(rows) and allowed(self, "masks"):
             # The mask may be a positional or a keyword argument.
             args = tuple(map(laid_out, args))
             kwargs = {name: laid_out(value) for name, value in kwargs.items()}
@@ -594,15 +608,19 @@ def _activates(rule: Rule | None, activation: Any) -> bool:
     return bool(parts.activation_name(activation))
 
 
+_TRAINING = re.compile(r"\bself\.training\b")
+
+
 def _is_left(path: str, module: nn.Module, at: At) -> bool:
     """Whether what is at the path leaves a bias or a dropout to its caller.
 
     For a functional dropout the path is a space and the expression of its probability.
     """
     if path.startswith(" "):
-        p = _evaluated(module, "self", path[1:])
+        # As in training, since the mode may change after the module is fused.
+        p = _evaluated(module, "self", _TRAINING.sub("True", path[1:]))
         # A probability that depends on an argument may be any.
-        return p is None or p > 0.0
+        return not isinstance(p, (int, float)) or p > 0.0
     inner = submodule(module, path)
     if inner is None:
         return False

@@ -1449,3 +1449,8 @@ def an_in_place_dropout_by_position(self, x):
     h = x * 1.0
     y = F.dropout(h, 0.3, self.training, True)
     return self.norm1(x + y) + h
+
+
+@_case(bias_dropout_add=1)
+def positional_only(self, x, /):
+    return x + self.drop1(self.fc(x))

@@ -218,6 +218,17 @@ def test_one_hook(name: str) -> None:
         assert calls[0] == calls[1]
 
 
+def test_a_dropout_by_mode_is_fused_in_eval_mode() -> None:
+    """The mode may change after the module is fused."""
+    model = _made(CASES["functional_dropout_by_mode"][0])
+    model.fc = nn.Linear(N, N, bias=False).to(DEVICE, torch.float64)
+    fused = _fused(model.eval()).train()
+    with counted() as calls:
+        fused(_rows())
+    assert dict(calls) == {"bias_dropout_add": 1}
+    _same(_results(fused, _rows()), _results(model.train(), _rows()))
+
+
 class _Twice(nn.Module):
     """An adapter."""
 

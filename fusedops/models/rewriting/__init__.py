@@ -4,7 +4,7 @@ from .conditions import conditions
 from .expressions import Step
 from .reading import Kinds, called_paths, rows_of
 from .statements import Rewritten, rewrite
-from .trees import PREFIX
+from .trees import PREFIX, self_name_of
 
 __all__ = [
     "PREFIX",
@@ -15,4 +15,5 @@ __all__ = [
     "conditions",
     "rewrite",
     "rows_of",
+    "self_name_of",
 ]
