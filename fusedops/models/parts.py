@@ -363,9 +363,10 @@ def in_place(end: Branch, residual: Any) -> tuple[Branch, Any]:
     Returns:
         The branch, and the residual if it is still to be added, or None.
     """
-    # With postponed steps the finished branch is a new tensor: nothing else sees it change.
+    # A branch with postponed steps is no tensor yet, so nothing else could see it change in place.
     if _can_fuse_sum(end, residual):
         dtype = end.product.dtype
+        # A sum in place has the branch's dtype. A wider residual would widen a new sum.
         if torch.promote_types(dtype, residual.dtype) == dtype:
             return end, residual
     z = finished(end)
@@ -438,7 +439,7 @@ def _add_sharded_norm(end: Branch, residual: Tensor, norm: Any, return_sum: bool
     if not return_sum:
         return _local(result, layout.to_local)
     y, z = result
-    # The sum has the type of the residual that came in.
+    # The sum has the type of the residual that came in: a plain tensor if `_rows_in` converted it.
     return _local(y, layout.to_local), _local(z, stream is not residual)
 
 
@@ -452,9 +453,10 @@ def _rows_in(layout: Rows, end: Branch, residual: Tensor) -> tuple[Any, ...] | N
     rows = layout.take(end.product, residual)
     if rows is None:
         return None
-    # A plain tensor's dropout mask would be that of this rank's rows alone.
-    is_plain = rows[1] is not residual
-    return None if is_plain and end.drops else rows
+    # Plain tensors became DTensors. The mask that the module would draw for them is one of this
+    # rank's rows alone, and the operator's on a DTensor is another one.
+    was_plain = rows[1] is not residual
+    return None if was_plain and end.drops else rows
 
 
 def add_norm_cast(

@@ -343,7 +343,7 @@ class _Building:
         self.left_paths = leaving.leaves
         _inner, wrappers = renamed(method)
         unfinished = _rewrapped(_compiled(function, leaving), wrappers)
-        # Of what is left, the layer comes before the dropout behind it.
+        # An attention leaves its last layer, and maybe a dropout: `leaves` has them in this order.
         unfinished = _with_tricks(unfinished, cls, tree, self.left_paths[0])
         # A module that keeps its own forward has to follow later patches of it.
         if "forward" not in self.methods:
@@ -447,7 +447,8 @@ def _with_packing(
         if rows is None:
             return unfinished(self, *args, **kwargs)
         others = kwargs.get("key_value_states")
-        # A scaled query is not packed: with ``others``, only key and value are.
+        # A query that is scaled is not packed. `packed` leaves the query out where key and value
+        # have rows of their own, so the same rows are passed as such.
         if others is None and scales_query:
             others = rows
         past = kwargs.get("cache", kwargs.get("past_key_values"))
@@ -483,7 +484,8 @@ def _rule(
     for step in steps:
         sources.update(step.sources)
         paths.update(dict.fromkeys((step.path, *step.sources)))
-    # "module" is also the default, which drops "" and functional dropouts.
+    # Modules have reports of their own. Paths without a kind are those of no child: "" and, with a
+    # space, functional dropouts.
     children = tuple([path for path in paths if kinds.get(path, "module") != "module"])
 
     def calls(module: nn.Module, at: At) -> str:
@@ -564,6 +566,7 @@ def _postponed(
             steps["its dropout"] = None
         elif getattr(inner, "bias", None) is not None:
             steps["its last bias"] = None
+    # The order in which they are computed is the alphabet's, reversed: what, last bias, dropout.
     return sorted(steps, reverse=True)
 
 

@@ -57,14 +57,19 @@ class Step:
 class Pending:
     """A value that is not computed yet.
 
-    It is an end (the temporary ``end``), a sum (``end`` and ``residual``), or one half of a tensor
-    that a gated activation takes whole (``residual`` alone). Without either, it stands for a value
-    that is not pending.
+    Its kind shows in the temporaries that it has::
+
+        kind                                      end     residual
+        an end                                    "_1"    ""
+        a sum                                     "_1"    "_2"
+        one half of a tensor, for a gate that
+          takes the whole tensor                  ""      "_2", the whole tensor
+        none: the value is not pending            ""      ""
 
     Attributes:
-        end: the temporary of the end; "" for a half.
+        end: a temporary, or "".
         names: the names that the source gives the value.
-        residual: the temporary of the residual, or of the whole tensor; "" for an end.
+        residual: a temporary, or "".
         sources: as of a `Step`.
         first: whether the end stands before the residual in the source of a sum.
         is_gate: whether this is a gate, which stays pending while the other layer is called.
@@ -110,9 +115,9 @@ class Expressions(Reader):
         pending: the values that are not computed yet, by their definitions.
         taken: those that an operator computes with its own steps, so that their names are unbound.
         before: statements to run before the one that is being rewritten.
-        low: uses that read a low-precision copy, and its temporary.
-        cast: linear layers that are cast with another, and the temporaries of the casts.
-        rests: of a module's outputs that were split, the temporary of all but the first.
+        low: for uses that read a low-precision copy of their value, the temporary of the copy.
+        cast: for calls of a linear layer that was cast with another one, the temporary of the cast.
+        rests: for module outputs that were split, the temporary of all outputs but the first.
         steps: the steps that were joined.
         leaves: the sources of what is left to the caller.
         count: the number of temporaries.
@@ -275,7 +280,7 @@ class Expressions(Reader):
             halves = self._gated_halves(gate, up)
             if halves is not None:
                 return halves
-            # A gate has no sources: the product behind it is computed, with its bias.
+            # A gate has no sources: its rows are finished, with their bias.
             self.steps.append(Step("gate", self._activation_path(gate), ()))
             other = self._value(up)
             # Operands stay in the order in which the source evaluates them.
@@ -284,7 +289,7 @@ class Expressions(Reader):
         return None
 
     def _gate(self, node: ast.expr) -> ast.expr | None:
-        """An activated value that is left to its multiplication."""
+        """An activated value that is left to its multiplication; None for another value."""
         if isinstance(node, ast.Name):
             definition, pending = self._pending_of(node)
             if not pending.is_gate:
@@ -295,7 +300,7 @@ class Expressions(Reader):
             return None
         rows = call.args[0]
         if self._whole_of(rows):
-            # `_gated_halves` replaces the product: this only marks a gate.
+            # Only says that this is a gate: `_gated_halves` replaces the product, gate and all.
             return ast.Constant(None)
         if not self._is_product(rows):
             return None
@@ -321,7 +326,10 @@ class Expressions(Reader):
     # --- sums ---
 
     def _sum(self, node: ast.expr, *, plain: bool) -> Sum | None:
-        """The end and the residual of a sum. ``plain``: accept a sum of two tensors, too."""
+        """The end and the residual of a sum; None for another expression.
+
+        ``plain``: accept a sum of two tensors without steps to join, which gains only in a norm.
+        """
         match node:
             case ast.Name():
                 return self._pending_sum(node)
@@ -502,7 +510,8 @@ class Expressions(Reader):
             _fusedops_1, _fusedops_2 = _fusedops_cast_together(self, x, self.fc1, self.fc2)
         """
         names = [self._temporary(), self._temporary()]
-        # Copied, since the statement reads the rows again; not if they are replaced anyway.
+        # The rows are read twice, here and in the statement, and a node has one parent. A key of
+        # `low` stays the same node, by which it is looked up; `_value` replaces it.
         source = rows if rows in self.low else copy.copy(rows)
         arguments = (
             load(self.self_name),
@@ -510,9 +519,8 @@ class Expressions(Reader):
             first.func,
             copy.deepcopy(second.func),
         )
-        # Ahead of the statement, and before the second layer's, where both names exist.
         self.before.append(unpack(names, helper_call("cast_together", *arguments)))
-        # The second layer comes later in the source, and reads its cast there.
+        # The call of the second layer comes later in the source. It reads its cast then.
         self.cast[second] = names[1]
         return load(names[0])
 
@@ -533,7 +541,7 @@ class Expressions(Reader):
         return f"{PREFIX}{self.count}"
 
     def _operands_of(self, name: ast.Name) -> Pending | None:
-        """The sum of which the name is no variable, as it is pending or was taken."""
+        """The operands of a sum that is pending, or was taken; None for a bound name."""
         definition = self.flow.only(name)
         total = self.pending.get(definition) or self.taken.get(definition)
         if total is None or not total.is_sum:
@@ -541,7 +549,7 @@ class Expressions(Reader):
         return total
 
     def _take(self, definition: Definition) -> Pending:
-        """A pending value for the operator that computes it; none of its names is bound."""
+        """A pending value, for the operator that computes it with its own steps."""
         pending = self.pending.pop(definition)
         self.taken[definition] = pending
         return pending
@@ -553,9 +561,10 @@ class Expressions(Reader):
 
     def _in_temporary(self, node: ast.expr, before: list[ast.stmt]) -> str:
         """The temporary that holds the value; a statement that assigns it may be added."""
-        # Evaluated now, as the source does; only its use is put off.
+        # It is a temporary already.
         if isinstance(node, ast.Name) and node.id.startswith(PREFIX):
             return node.id
+        # Evaluated now, as in the source. Only its use is put off.
         name = self._temporary()
         before.append(assign(name, node))
         return name

@@ -123,13 +123,16 @@ class Flow:
             return self.reaching.get(name, nothing)
         return nothing
 
+    # The methods below record definitions and uses, and change ``env`` to what reaches the code
+    # after the statement.
+
     def _block(self, statements: Iterable[ast.stmt], env: dict[str, Reaching]) -> bool:
-        """Whether the block may end without leaving the function."""
+        """Record statements; return whether the code after them may run."""
         # Ends at a return: statements after it never run.
         return all(self._statement(statement, env) for statement in statements)
 
     def _statement(self, statement: ast.stmt, env: dict[str, Reaching]) -> bool:
-        """Whether the statement may end without leaving the function."""
+        """Record a statement; return whether the code after it may run."""
         if is_copy(statement):
             self._copy(statement, env)
             return True
@@ -179,6 +182,7 @@ class Flow:
             env.clear()
             env.update(other)
         elif orelse_continues:
+            # A name that only one branch binds has this value after it, or reading it raises.
             for name in other:
                 env[name] = env.get(name, frozenset()) | other[name]
         return body_continues or orelse_continues

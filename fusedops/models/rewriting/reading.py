@@ -279,7 +279,7 @@ class Reader:
         return self._is_product(call.args[0])
 
     def _activates(self, node: ast.AST) -> bool:
-        """Whether this is the activation of a linear layer's output, or a dropout of it."""
+        """Whether this is ``act(fc(x))`` with dropouts around it or without, and no gate."""
         node = self._value_of(node)
         rows = first_argument(node)
         if rows is None:
@@ -370,16 +370,18 @@ class Reader:
         return None
 
     def _caller(self, node: ast.expr) -> ast.Call | None:
-        """The call that has a value as its first argument, and is its one use."""
-        use: ast.expr | None = node
+        """The call that has a value as its first argument, and is its one use.
+
+        In ``a = node; y = f(a)`` that is the call of f: the value is read by its name.
+        """
+        value: ast.expr | None = node
         parent = self.flow.parent[node]
-        # A name goes on where it is used.
         while (target := first_target(parent)) is not None:
-            use = self._single_use(target)
-            if use is None:
+            value = self._single_use(target)
+            if value is None:
                 return None
-            parent = self.flow.parent[use]
-        if first_argument(parent) is not use:
+            parent = self.flow.parent[value]
+        if first_argument(parent) is not value:
             return None
         assert isinstance(parent, ast.Call)
         return parent
@@ -387,7 +389,7 @@ class Reader:
     # --- gates ---
 
     def _are_gated(self, halves: list[ast.Name]) -> bool:
-        """Whether the product of the first half, activated, and the second one is all."""
+        """Whether the halves of a tensor are read in ``activation(a) * b``, and nowhere else."""
         gate, up = [self.flow.written(half).uses for half in halves]
         if [len(gate), len(up)] != [1, 1]:
             return False
@@ -438,7 +440,17 @@ class Reader:
         return self._consumer_joins(use)
 
     def _consumer_joins(self, node: ast.AST) -> bool:
-        """Whether the consumer of this value takes an end, and does more than to finish it."""
+        """Whether the consumer of this value takes an end, and does more than to finish it.
+
+        Dropouts and names are followed to what consumes them::
+
+            y = fc(x)
+            z = drop(y)          node       parent
+            return r + z         fc(x)      assignment to y:     _use_joins
+                                 y          argument of drop:    _call_joins
+                                 drop(y)    assignment to z:     _use_joins
+                                 z          operand of a sum:    _operator_joins, which is true
+        """
         parent = self.flow.parent[node]
         match parent:
             case ast.Call(args=[first, *_]) if first is node:

@@ -113,11 +113,12 @@ def unpack(names: Sequence[str], value: ast.expr) -> ast.Assign:
 
 def shifted(node: ast.Subscript, rest: str) -> ast.expr:
     """``x[i]`` or ``x[i:]`` as a subscript of ``rest``, which is ``x[1:]``."""
+    first = from_first(node)
+    assert first is not None
     # ``rest`` begins at the second output.
-    start = ast.Constant((from_first(node) or 1) - 1)
-    index: ast.expr = start
+    index: ast.expr = ast.Constant(first - 1)
     if isinstance(node.slice, ast.Slice):
-        index = ast.Slice(start, None, None)
+        index = ast.Slice(index, None, None)
     return ast.Subscript(load(rest), index, ast.Load())
 
 
@@ -133,7 +134,7 @@ def replace(parent: ast.AST, old: ast.expr, new: ast.expr) -> None:
 
 def unique(nodes: Sequence[Any]) -> list[ast.expr]:
     """The expressions without repetitions."""
-    # By what they say: a node equals only itself.
+    # By their dumps, since nodes are compared by identity.
     return list({ast.dump(node): node for node in nodes}.values())
 
 
@@ -214,7 +215,7 @@ def is_pure(node: ast.AST) -> bool:
 
 
 def view_of(node: ast.expr) -> ast.Attribute | None:
-    """``x.reshape`` of ``x.reshape(...)``, and of a view."""
+    """``x.reshape`` of ``x.reshape(...)``, ``x.view`` of ``x.view(...)``; None for other calls."""
     match node:
         case ast.Call(func=ast.Attribute(attr="reshape" | "view") as method, keywords=[]):
             return method
@@ -222,7 +223,7 @@ def view_of(node: ast.expr) -> ast.Attribute | None:
 
 
 def from_first(node: ast.AST | None) -> int | None:
-    """The first index, from one on, of ``x[1]`` or ``x[1:]``."""
+    """The n of ``x[n]`` or ``x[n:]``, which leave the first element out; None for others."""
     match node:
         case ast.Subscript(
             slice=ast.Constant(value=int(start))
@@ -324,7 +325,7 @@ def _is_inspecting(called: ast.expr) -> bool:
 
 
 def names_written(node: ast.AST) -> set[str]:
-    """The names that are bound, without those that are local to a comprehension."""
+    """The names that are bound or deleted in a node, without those local to comprehensions."""
     if isinstance(node, SCOPES):
         return set()
     names = {bound_by(node)} - {""}
@@ -360,7 +361,7 @@ def bound_by(node: ast.AST) -> str:
 
 
 def names_captured(function: ast.FunctionDef) -> set[str]:
-    """The names in nested functions and the like, which may read them after later statements."""
+    """The names in nested functions, lambdas and generators, whose bodies may run later."""
     names = set()
     for scope in nodes(function, _DEFERRED):
         if scope is not function:
@@ -369,5 +370,13 @@ def names_captured(function: ast.FunctionDef) -> set[str]:
 
 
 def names_bound(function: ast.FunctionDef) -> set[str]:
-    """The names that the function's own statements bind, without its arguments."""
+    """The names that the function's body binds, without its arguments.
+
+    What a nested function binds counts, too, which can only prevent a rewriting::
+
+        def forward(self, x):         names_bound       y, f, t
+            y = x                     local_names       y, f, t, self, x
+            def f():                  names_captured    y, t
+                t = y
+    """
     return names_written(together(function.body))
