@@ -1454,3 +1454,22 @@ def an_in_place_dropout_by_position(self, x):
 @_case(bias_dropout_add=1)
 def positional_only(self, x, /):
     return x + self.drop1(self.fc(x))
+
+
+# --- what the operators do not take ---------------------------------------------------------------
+
+
+@_case(bias_dropout_add=3)
+def residuals_of_other_dtypes(self, x):
+    mask = x > 0
+    h = self.drop1(self.fc(x))
+    h += mask
+    y = mask + self.drop2(self.fc(h))
+    z = y * 1j
+    return (z + self.drop1(self.fc(y))).real
+
+
+@_case(bias_dropout_add=1)
+def a_probability_in_a_tensor(self, x):
+    p = torch.tensor(0.3)
+    return x + F.dropout(self.fc(x), p, self.training)

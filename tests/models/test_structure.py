@@ -229,6 +229,27 @@ def test_a_dropout_by_mode_is_fused_in_eval_mode() -> None:
     _same(_results(fused, _rows()), _results(model.train(), _rows()))
 
 
+class _Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(N, N), nn.Linear(N, N), nn.Linear(N, N)
+        self.packed = nn.Linear(N, 2 * N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(torch.tanh(self.gate(x)) * self.up(x))
+        gate, up = self.packed(x).chunk(2, dim=-1)
+        return x + self.down(torch.tanh(torch.sigmoid(gate) * up))
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules")
+def test_complex_numbers_are_left_to_pytorch() -> None:
+    model = _Complex().to(DEVICE, torch.complex128)
+    x = _rows().to(torch.complex128)
+    expected = model(x)
+    assert fusedops.fuse_model(model)
+    torch.testing.assert_close(model(x), expected)
+
+
 class _Twice(nn.Module):
     """An adapter."""
 
