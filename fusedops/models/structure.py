@@ -30,8 +30,11 @@ from .fingerprint import definition, renamed
 from .hooks import has_hooks, is_linear, is_plain, is_unchanged, submodule
 from .rewriting import (
     PREFIX,
+    WRITES,
     Rewritten,
     Step,
+    attributes_tested,
+    attributes_written,
     called_paths,
     conditions,
     rewrite,
@@ -117,15 +120,34 @@ def _kinds_in(
     """Return the names and kinds of what one method uses."""
     kinds: dict[str, str] = {}
     paths, names = called_paths(tree)
+    tested = attributes_tested(tree)
     for path in paths:
         kinds[path] = _kind(module, path, leaf_rules)
+        if tested & _written_by(type(module), path, set()):
+            kinds[path] = WRITES
     for name in names:
         kinds[" " + name] = _function(function, name)
+    # What a method changes between two conditions is no fact.
+    if WRITES in kinds.values():
+        return kinds
     for text in conditions(tree):
         # The mode may change after the module is fused.
         if ".training" not in text:
             kinds["?" + text] = _truth(module, tree, text)
     return kinds
+
+
+def _written_by(cls: type, name: str, seen: set[str]) -> set[str]:
+    """Return the attributes that a method of a class writes, or one that it calls."""
+    method = getattr(cls, name, None)
+    tree = definition(method) if inspect.isfunction(method) else None
+    # Methods may call each other, or themselves.
+    if tree is None or name in seen:
+        return set()
+    seen.add(name)
+    written = attributes_written(tree)
+    paths, _ = called_paths(tree)
+    return written.union(*[_written_by(cls, path, seen) for path in paths])
 
 
 def _kind(module: nn.Module, path: str, leaf_rules: tuple[Rule | Family, ...]) -> str:

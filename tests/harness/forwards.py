@@ -1368,6 +1368,32 @@ def a_flag_that_turns(self, x):
     return x
 
 
+@_case(bias_dropout_add=1)
+class TurnsFlag(Base):
+    def turn(self):
+        self.flag = not self.flag
+
+    def forward(self, x):
+        if self.flag:
+            x = x + self.drop1(self.fc(x))
+        self.turn()
+        if self.flag:
+            x = self.norm1(x + self.drop2(self.mlp(x)))
+        return x
+
+
+@_case(bias_dropout_add_ln=1)
+def a_function_that_reads_a_flag_later(self, x):
+    def factor():
+        if self.flag:
+            return 2.0
+        return 3.0
+
+    x = self.norm1(x + self.drop1(self.fc(x)))
+    self.__dict__["flag"] = not self.flag
+    return x * factor()
+
+
 # --- names that are not bound, since an operator computes their values ----------------------------
 
 

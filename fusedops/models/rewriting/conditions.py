@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .reading import Kinds
+from .reading import WRITES, Kinds
 from .trees import ends_function, is_pure, nodes, path_of, self_name_of, writes_attributes
 
 __all__ = ["conditions", "under_conditions"]
@@ -37,6 +37,10 @@ class _Pruning(ast.NodeTransformer):
 
     def __init__(self, facts: Mapping[str, bool]) -> None:
         self.facts = facts
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
+        # A nested function may run when the attribute has another value.
+        return node
 
     def visit_If(self, node: ast.If) -> Any:
         # First what is inside, since a branch replaces its condition.
@@ -146,14 +150,21 @@ class _Splitting:
     def _is_joinable(self, call: ast.Call) -> bool:
         """Whether the call is one that the rewriting has a use for."""
         path = path_of(call.func, self.self_name)
-        return path != "" and self.kinds(path) != ""
+        return path != "" and self.kinds(path) not in ("", WRITES)
 
     def _is_constant(self, test: ast.expr, body: list[ast.stmt]) -> bool:
         """Whether this is an attribute or its negation, and nothing in the body changes it."""
         operand = test.operand if isinstance(test, ast.UnaryOp) else test
         if not path_of(operand, self.self_name):
             return False
-        return not any(map(writes_attributes, body))
+        return not any(map(self._writes_attributes, body))
+
+    def _writes_attributes(self, node: ast.AST) -> bool:
+        """Whether the code changes what a condition tests, itself or in a method that it calls."""
+        if writes_attributes(node):
+            return True
+        paths = [path_of(call.func, self.self_name) for call in nodes(node, ast.Call)]
+        return any(self.kinds(path) == WRITES for path in filter(None, paths))
 
 
 def _joined(branch: list[ast.stmt], rest: list[ast.stmt]) -> list[ast.stmt]:

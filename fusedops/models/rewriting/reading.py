@@ -31,12 +31,14 @@ from .trees import (
     unique,
 )
 
-__all__ = ["DROPOUTS", "ROWS", "Kinds", "Reader", "called_paths", "rows_of"]
+__all__ = ["DROPOUTS", "ROWS", "WRITES", "Kinds", "Reader", "called_paths", "rows_of"]
 
 # From the path of a module, or a space and the name of a function, to its kind: "linear", "norm",
-# "dropout", "activation", "module", "absent" (the attribute is None), or "functional dropout"; ""
-# for anything else.
+# "dropout", "activation", "module", "absent" (the attribute is None), "functional dropout", or
+# `WRITES`; "" for anything else.
 Kinds = Callable[[str], str]
+# A method of the module's own that writes attributes which its conditions test.
+WRITES = "writes"
 DROPOUTS = ("dropout", "functional dropout")
 # The keywords by which a module takes its rows, if they are not its first argument.
 ROWS = ("hidden_states", "x", "input")
@@ -174,6 +176,8 @@ class Reader:
         if _is_starred(node):
             return ""
         kind = self.kinds(self._path(node) or self._global(node))
+        if kind == WRITES:
+            return ""
         if kind == "activation" and not self._takes_rows_alone(node):
             return ""
         return kind

@@ -13,6 +13,8 @@ __all__ = [
     "SHAPE",
     "added",
     "assign",
+    "attributes_tested",
+    "attributes_written",
     "bound_by",
     "ends_function",
     "first_argument",
@@ -307,7 +309,19 @@ def ends_function(statements: Sequence[ast.stmt]) -> bool:
 
 def writes_attributes(node: ast.AST) -> bool:
     """Whether the code assigns or deletes any attribute."""
-    return not all(isinstance(inner.ctx, ast.Load) for inner in nodes(node, ast.Attribute))
+    return len(attributes_written(node)) > 0
+
+
+def attributes_written(node: ast.AST) -> set[str]:
+    """The names of the attributes that the code assigns or deletes, of whatever object."""
+    attributes = nodes(node, ast.Attribute)
+    return {inner.attr for inner in attributes if not isinstance(inner.ctx, ast.Load)}
+
+
+def attributes_tested(node: ast.AST) -> set[str]:
+    """The names of the attributes that the code's conditions read."""
+    tests = together([statement.test for statement in nodes(node, ast.If)])
+    return {inner.attr for inner in nodes(tests, ast.Attribute)}
 
 
 # --- names ----------------------------------------------------------------------------------------
