@@ -16,6 +16,7 @@ import itertools
 import math
 import sys
 import textwrap
+import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any
@@ -118,7 +119,11 @@ def definition(function: Any) -> ast.FunctionDef | None:
         return None
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
-    except (OSError, SyntaxError, TypeError):
+    # `TokenError`: a bracket or a string that begins here in the changed file is never closed.
+    except (OSError, SyntaxError, TypeError, tokenize.TokenError):
+        return None
+    # In a file that was changed since it was imported, only a comment may be left on these lines.
+    if not tree.body:
         return None
     result = tree.body[0]
     # A lambda is part of another statement.
@@ -178,7 +183,11 @@ def _is_source_of(function: FunctionType, tree: ast.FunctionDef) -> bool:
         name=owner, bases=[], keywords=[], body=[ast.copy_location(bare, tree)], decorator_list=[]
     )
     module = ast.fix_missing_locations(ast.Module([ast.copy_location(cls, tree)], []))
-    code = compile(module, function.__code__.co_filename, "exec", dont_inherit=True)
+    try:
+        code = compile(module, function.__code__.co_filename, "exec", dont_inherit=True)
+    # ``nonlocal`` names a variable of the function around this one, which is missing here.
+    except SyntaxError:
+        return False
     # The module's code contains the class's, which contains the function's.
     return any(_is_same_code(inner, function.__code__) for inner in _inside(_inside([code])))
 
