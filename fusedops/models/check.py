@@ -187,14 +187,20 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def _perturbation(seed: int) -> Callable[[Tensor], Tensor]:
-    """Build a function that changes every number by a unit in the last place, up or down."""
+    """Build a function that changes every number by a unit in the last place, up or down.
+
+    The largest finite numbers stay as they are. As masks of attention they stand for infinities,
+    and no rounding changes a mask: in a row whose keys are all masked, the scores are equal, and
+    would be ordered by any change.
+    """
     # On the CPU, so that every device gets the same numbers.
     generator = torch.Generator("cpu").manual_seed(seed)
 
     def perturb(x: Tensor) -> Tensor:
         bits = torch.randint(0, 2, x.shape, generator=generator, device="cpu")
         signs = bits.to(x.device, x.dtype) * 2 - 1
-        return x.detach() * (1 + torch.finfo(x.dtype).eps * signs)
+        limits, x = torch.finfo(x.dtype), x.detach()
+        return torch.where(x.abs() == limits.max, x, x * (1 + limits.eps * signs))
 
     return perturb
 

@@ -104,6 +104,27 @@ def test_restores_what_is_wrong(name: str, device: torch.device) -> None:
     assert report.difference is not None and report.difference.passes
 
 
+class _MaskedAttention(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+def _shifted(self: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return _MaskedAttention.forward(self, x, mask) + 1.0
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_mask_of_all_keys_does_not_widen_the_limit(length: int) -> None:
+    mask = torch.zeros(2, length, length)
+    mask[0] = torch.finfo(mask.dtype).min
+    rule = Rule(
+        name="wrong", calls="what is wrong", methods={"forward": _shifted}, base=_MaskedAttention
+    )
+    call = (torch.randn(2, length, 8), mask)
+    report = fusedops.fuse_model(_MaskedAttention(), rules=[rule], check=call)
+    assert report.modules[0].reason == "wrong differs from it"
+
+
 def test_sums_in_another_order_pass(device: torch.device) -> None:
     """A norm's bias gradient is a sum over the rows of what comes from behind, whatever the rows are."""
     exact = _method(
