@@ -107,6 +107,10 @@ class Rule:
     takes: tuple[str, ...] | None = None
     origin: tuple[str, Any] | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rule:
+        """Return the rule itself: fused classes are cached by it, and a copied model shares them."""
+        return self
+
     def knows(self, cls: type) -> bool:
         """Whether the rule matches a class."""
         base = self._base_of(cls)

@@ -542,6 +542,14 @@ def test_a_rule_of_the_users_comes_first() -> None:
     torch.testing.assert_close(pickle.loads(pickle.dumps(model))(x), expected)
 
 
+def test_copy_of_a_model_with_a_rule_of_the_users_has_the_same_classes() -> None:
+    rule = Rule(name="triple", calls="nothing", methods={"forward": _tripled}, base=nn.GELU)
+    model = nn.Sequential(nn.GELU(), nn.GELU())
+    fusedops.fuse_model(model, rules=[rule])
+    copied = copy.deepcopy(model)
+    assert [type(module) for module in copied] == [type(module) for module in model]
+
+
 # --- forwards that are put in place later ---------------------------------------------------------
 
 
