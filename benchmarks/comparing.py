@@ -160,7 +160,9 @@ def _notes(old: list[Row], new: list[Row], pairs: list[tuple[Row, Row]]) -> Iter
     for field in ("torch", "triton"):
         if every(old, field) != every(new, field):
             yield f"{field} is {every(old, field)} in the old file, {every(new, field)} in the new one"
-    floors = statistics.median(after.floor_us / before.floor_us for before, after in pairs)
+    # Of an operator that need not move its tensors, such as a ban of n-grams in place, it is 0.
+    ratios = [after.floor_us / before.floor_us for before, after in pairs if before.floor_us]
+    floors = statistics.median(ratios) if ratios else 1.0
     if abs(floors - 1.0) > 0.01:
         yield (
             f"the floor is {floors:.3f} times the old one: another device, another copy bandwidth, or other bytes "
