@@ -12,6 +12,7 @@ rounding of the result itself.
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from . import classes
 from .report import Difference
@@ -31,7 +33,6 @@ __all__ = ["fuse_and_check"]
 _PERTURBATIONS = 16
 # The number of random perturbations, of which the largest change counts.
 _DRAWS = 3
-Parameters = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -219,16 +220,32 @@ def _run(
         return inputs[-1]
 
     args, kwargs = _mapped(call.args, fresh), _mapped(call.kwargs, fresh)
-    copies: Parameters = {}
+    copies: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         if parameter.is_floating_point():
             copies[name] = perturb(parameter).requires_grad_(parameter.requires_grad)
-    with torch.enable_grad():
+    with _same_random_numbers(module), torch.enable_grad():
         # The module's own parameters stay as they are, and so do their gradients.
-        outputs = list(_tensors(torch.func.functional_call(module, copies, args, kwargs)))
+        state = {**copies, **_copied_buffers(module)}
+        outputs = list(_tensors(torch.func.functional_call(module, state, args, kwargs)))
         leaves = _differentiable([*inputs, *copies.values()])
         gradients = _gradients(_differentiable(outputs), leaves, perturb)
     return _Result([y.detach() for y in outputs], gradients)
+
+
+def _copied_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the buffers: a module that counts its calls starts anew in each run."""
+    named = module.named_buffers()
+    return {name: buffer.clone() for name, buffer in named if not is_lazy(buffer)}
+
+
+@contextmanager
+def _same_random_numbers(module: nn.Module) -> Iterator[None]:
+    """Restore the state of the generators afterwards, so that the next run draws the same."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    gpus = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    with torch.random.fork_rng(gpus):
+        yield
 
 
 def _differentiable(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -289,8 +306,9 @@ def _recorded(model: nn.Module, modules: list[nn.Module], call: _Call) -> dict[n
 
     handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
     try:
-        with torch.no_grad():
-            model(*_mapped(call.args, Tensor.clone), **_mapped(call.kwargs, Tensor.clone))
+        args, kwargs = _mapped(call.args, Tensor.clone), _mapped(call.kwargs, Tensor.clone)
+        with _same_random_numbers(model), torch.no_grad():
+            torch.func.functional_call(model, _copied_buffers(model), args, kwargs)
     finally:
         for handle in handles:
             handle.remove()

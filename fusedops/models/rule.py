@@ -108,7 +108,7 @@ class Rule:
     origin: tuple[str, Any] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rule:
-        """Return the rule itself: fused classes are cached by it, and a copied model shares them."""
+        """Return the rule itself, by which fused classes are cached: copied models share them."""
         return self
 
     def knows(self, cls: type) -> bool:

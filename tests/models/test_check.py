@@ -180,6 +180,31 @@ def test_leaves_no_trace(spec: ModelSpec) -> None:
     run(model, arguments)
 
 
+class _Noisy(nn.Module):
+    """Draws random numbers and counts its calls, also in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1.0
+        return self.norm(x * self.count) + torch.randn_like(x)
+
+
+def test_runs_draw_and_count_the_same(device: torch.device) -> None:
+    model = _Noisy().to(device)
+    x = torch.randn(4, 8, device=device)
+    state = torch.get_rng_state()
+    report = fusedops.fuse_model(model, check=x)
+    assert model.count == 0.0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert report.difference is not None and report.difference.passes
+    # Other noise would differ by more than 1.
+    assert report.difference.output < 1e-4
+
+
 def test_a_rule_that_fails_leaves_the_model_as_it_was() -> None:
     def fails(self: Any, input: Tensor) -> Tensor:
         raise KeyError("a rule's own mistake")
