@@ -2,11 +2,13 @@
 
 How far two ways to compute the same may differ depends on the module and on the inputs, so it is
 measured. All inputs and parameters of the original, and the gradients of its outputs, are perturbed
-by one unit in the last place, up or down at random. That changes its results as one rounding at
-every one of its inputs would. A fused operator rounds less often than the code that it replaces,
-which takes eight elementwise steps at most (T5's gated unit by tanh) and as many sums. So both may
-differ from the exact result by eight such changes, and from each other by sixteen, and by the
-rounding of the result itself.
+by one unit in the last place, up or down at random. The change of the results is the effect of one
+rounding of everything that the module reads.
+
+The code that a fused operator replaces takes at most eight elementwise steps (T5's gated unit by
+tanh) and as many sums, each with a rounding, and the operator rounds less often. So each of the two
+may differ from the exact result by eight such changes. The limit of their difference is sixteen,
+plus the rounding of the result itself.
 """
 
 from __future__ import annotations

@@ -85,10 +85,11 @@ class Rule:
         needs: a function of the module and `At` that returns why it would call no operator; "" if
             it would.
         leaves: a function of the module and `At` that returns whether the module leaves its last
-            steps to the block that contains it. It is called only if the rule has the method
-            ``_fusedops_branch``.
+            steps to the block that contains it: a linear layer without a bias, for one, has none
+            to leave. It is called only if the rule has the method ``_fusedops_branch``.
         takes: paths of the modules whose last steps a fused module computes; None for all modules
-            inside.
+            inside. A rule with paths and without ``calls`` is applied only to modules that are in
+            the ``takes`` of a fused block.
         origin: for a rule built by a `Family`, its name and key; None for a rule of the table.
     """
 
