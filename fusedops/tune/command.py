@@ -219,8 +219,8 @@ class _Cache:
 class _Ship:
     """Collects the best configs in the shipped table, which is written every few seconds."""
 
-    # A table has thousands of entries, and a sweep that is stopped loses what was not written.
-    # Seconds between writes.
+    # Seconds between writes. The table has thousands of entries, so it is not written for each one;
+    # a sweep that is killed loses those since the last write.
     _EVERY = 5.0
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:

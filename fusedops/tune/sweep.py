@@ -217,7 +217,8 @@ class Sweeper:
         for request in requests:
             # The workload's other kernels have configs of their own.
             is_forced = request.config == config
-            # What must run gets fewer stages if it does not fit; other candidates are dropped then.
+            # A candidate that does not fit into shared memory is dropped. The heuristic's config
+            # and the other kernels run in any case, with as many stages as fit.
             must_run = is_heuristic or not is_forced
             future = self._pool.submit(request, fit=must_run)
             if is_forced:
