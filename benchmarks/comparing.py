@@ -48,7 +48,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was found; ``doubtful`` are those that eager, whose code did not change, shares."""
+    """The result of `compare`.
+
+    A change for the worse is doubtful if less than the threshold remains of it after that of eager,
+    whose code is the same in both files; else it is a regression.
+    """
 
     threshold: float
     changes: list[Change]
