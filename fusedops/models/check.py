@@ -14,6 +14,7 @@ plus the rounding of the result itself.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -271,14 +272,18 @@ def _gradients(
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors in a result."""
+    """Yield the floating-point tensors in a result; complex ones as real and imaginary parts."""
     if isinstance(value, Mapping):
         value = tuple(value.values())
+    elif dataclasses.is_dataclass(value):
+        value = tuple([getattr(value, field.name) for field in dataclasses.fields(value)])
     if isinstance(value, (tuple, list)):
         for inner in value:
             yield from _tensors(inner)
     elif isinstance(value, Tensor) and value.is_floating_point():
         yield value
+    elif isinstance(value, Tensor) and value.is_complex():
+        yield torch.view_as_real(value.resolve_conj())
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

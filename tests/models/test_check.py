@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -102,6 +103,32 @@ def test_restores_what_is_wrong(name: str, device: torch.device) -> None:
     assert f"left: wrong differs from it ({wrong.difference})" in report.table()
     assert len(report) == 2
     assert report.difference is not None and report.difference.passes
+
+
+@dataclass
+class _Output:
+    y: Tensor
+
+
+_FORMS = {
+    "dict": lambda y: {"y": [y]},
+    "dataclass": _Output,
+    "complex": lambda y: torch.complex(y, y).conj(),
+}
+
+
+@pytest.mark.parametrize("form", _FORMS)
+def test_outputs_of_every_form_are_compared(form: str) -> None:
+    class Formed(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return _FORMS[form](x.exp())
+
+    def shifted(self: Any, x: Tensor) -> Any:
+        return _FORMS[form](x.exp() + 1.0)
+
+    rule = Rule(name="wrong", calls="what is wrong", methods={"forward": shifted}, base=Formed)
+    report = fusedops.fuse_model(Formed(), rules=[rule], check=torch.randn(2, 8))
+    assert report.modules[0].reason == "wrong differs from it"
 
 
 class _MaskedAttention(nn.Module):
