@@ -251,6 +251,21 @@ def _same_random_numbers(module: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _without_nested_tensors() -> Iterator[None]:
+    """Turn off PyTorch's fast path of attention for a while.
+
+    Otherwise an `nn.TransformerEncoder` with a padding mask passes nested tensors to its layers,
+    for which most operators are missing, where no gradient is recorded.
+    """
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
 def _differentiable(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list(filter(operator.attrgetter("requires_grad"), tensors))
 
@@ -314,7 +329,7 @@ def _recorded(model: nn.Module, modules: list[nn.Module], call: _Call) -> dict[n
     handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
     try:
         args, kwargs = _mapped(call.args, Tensor.clone), _mapped(call.kwargs, Tensor.clone)
-        with _same_random_numbers(model), torch.no_grad():
+        with _same_random_numbers(model), _without_nested_tensors(), torch.no_grad():
             torch.func.functional_call(model, _copied_buffers(model), args, kwargs)
     finally:
         for handle in handles:

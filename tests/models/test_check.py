@@ -105,6 +105,18 @@ def test_restores_what_is_wrong(name: str, device: torch.device) -> None:
     assert report.difference is not None and report.difference.passes
 
 
+def test_encoder_with_a_padding_mask() -> None:
+    """In evaluation without gradients, PyTorch's encoder makes its rows a nested tensor."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    mask = torch.tensor([[False, False, True], [False, True, True]])
+    call = {"src": torch.randn(2, 3, 8), "src_key_padding_mask": mask}
+    report = fusedops.fuse_model(nn.TransformerEncoder(layer, 2), check=call)
+    assert report.difference is not None and report.difference.passes
+    layers = [line for line in report if line.type == "TransformerEncoderLayer"]
+    assert len(layers) == 2 and all(line.difference is not None for line in layers)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 @dataclass
 class _Output:
     y: Tensor
