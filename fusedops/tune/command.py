@@ -142,6 +142,7 @@ def run(options: argparse.Namespace) -> int:
     _check_limits(options)
     if options.compare is not None:
         return _print_comparison(options.compare)
+    _check_files(options)
     if _is_file(options.raw):
         _raw(options.raw)  # rows must not be appended to another kind of file
     # Before the GPU is used, so that errors of the command line come first.
@@ -176,6 +177,16 @@ def _check_limits(options: argparse.Namespace) -> None:
     # Negated, so that NaN is an error too.
     if not options.budget >= 0.0:
         raise UsageError(f"--budget must be at least 0 seconds, got {options.budget:g}")
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Raise for files that could not be written after hours, and for options without effect."""
+    for name in ("raw", "output"):
+        path: Path | None = getattr(options, name)
+        if path is not None and not path.parent.is_dir():
+            raise UsageError(f"--{name}: no such folder: {path.parent}")
+    if not options.ship and (options.resume or options.output is not None):
+        raise UsageError("--resume and --output take --ship")
 
 
 def _print_comparison(path: Path) -> int:
