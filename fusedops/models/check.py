@@ -193,9 +193,9 @@ def _distance(a: Tensor, b: Tensor) -> float:
 def _perturbation(seed: int) -> Callable[[Tensor], Tensor]:
     """Build a function that changes every number by a unit in the last place, up or down.
 
-    The largest finite numbers stay as they are. As masks of attention they stand for infinities,
-    and no rounding changes a mask: in a row whose keys are all masked, the scores are equal, and
-    would be ordered by any change.
+    The largest finite numbers stay as they are. In masks of attention they stand for infinity, and
+    are exact: in a row in which all keys are masked, the masked scores are equal, and any change
+    would put them in an order.
     """
     # On the CPU, so that every device gets the same numbers.
     generator = torch.Generator("cpu").manual_seed(seed)
@@ -238,8 +238,12 @@ def _run(
 
 def _copied_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return copies of the buffers: a module that counts its calls starts anew in each run."""
-    named = module.named_buffers()
-    return {name: buffer.clone() for name, buffer in named if not is_lazy(buffer)}
+    copies = {}
+    for name, buffer in module.named_buffers():
+        # `functional_call` refuses two values for a parameter that is a buffer too.
+        if not is_lazy(buffer) and not isinstance(buffer, nn.Parameter):
+            copies[name] = buffer.clone()
+    return copies
 
 
 @contextmanager

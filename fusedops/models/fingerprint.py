@@ -254,7 +254,7 @@ def _instructions(code: CodeType) -> list[tuple[str, Any]]:
             # The constant, name or offset that the argument stands for; else the argument itself.
             instructions.append((name, instruction.argval))
     # The target of a jump is an offset, which depends on the instructions that were mapped or
-    # dropped: its position among the others does not.
+    # dropped. So it becomes a position among the instructions that are compared.
     return [(name, positions[value] if _is_jump(name) else value) for name, value in instructions]
 
 

@@ -85,8 +85,9 @@ class Rule:
         needs: a function of the module and `At` that returns why it would call no operator; "" if
             it would.
         leaves: a function of the module and `At` that returns whether the module leaves its last
-            steps to the block that contains it: a linear layer without a bias, for one, has none
-            to leave. It is called only if the rule has the method ``_fusedops_branch``.
+            steps to the block that contains it: an attention that ends in a linear layer without a
+            bias, for one, has none to leave. It is called only if the rule has the method
+            ``_fusedops_branch``.
         takes: paths of the modules whose last steps a fused module computes; None for all modules
             inside. A rule with paths and without ``calls`` is applied only to modules that are in
             the ``takes`` of a fused block.

@@ -226,6 +226,7 @@ class _Noisy(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(8)
         self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("shared", self.norm.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1.0
