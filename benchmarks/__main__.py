@@ -1,4 +1,4 @@
-"""What the library costs and saves: measured, tabulated, drawn, and compared.
+"""Measures the library, and tabulates, draws and compares the results.
 
 ``run`` measures the shapes that have goals and ``check`` compares with those; ``sweep`` measures
 along lines of hidden sizes and of rows; ``models`` measures whole models, ``distributed`` models on
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _lacks_gpu() -> bool:
-    """Says so if it is."""
+    """Whether there is no GPU; prints an error then."""
     if torch.cuda.is_available():
         return False
     print("benchmarks: needs a GPU; without one nothing is timed", file=sys.stderr)
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     print(
         targets.report(v for v in targets.compare(rows) if (*_place(v.target), "fusedops") in seen)
     )
-    # What we failed to time, or refused to, is our fault; a peer's is not.
+    # A row of fusedops that is missing, as it failed or was wrong, is an error; a peer's is not.
     return 0 if sum(row.provider == "fusedops" for row in rows) == expected else 1
 
 
@@ -133,25 +133,27 @@ def sweep_all(options: argparse.Namespace) -> int:
 
 
 def _rows_at(path: Path, here: str, others: list[str]) -> list[results.Row]:
-    """The file's rows at this commit, and at others, which may be cut shorter or longer than the file has them.
+    """The file's rows at this commit and at others.
+
+    The hashes of the others may have more or fewer digits than those in the file.
 
     Raises:
         ValueError: the file has no row at one of the others.
     """
     rows = results.read(path)
-    found = {row.commit for row in rows}
-    there = {here}
+    in_file = {row.commit for row in rows}
+    wanted = {here}
     for other in others:
-        same = {commit for commit in found if _same_commit(commit, other)}
+        same = {commit for commit in in_file if _same_commit(commit, other)}
         if not same:
-            has = ", ".join(sorted(found)) or "none at all"
+            has = ", ".join(sorted(in_file)) or "none at all"
             raise ValueError(f"{path} has no rows at commit {other!r}; it has {has}")
-        there |= same
-    return [row for row in rows if row.commit in there]
+        wanted |= same
+    return [row for row in rows if row.commit in wanted]
 
 
 def _same_commit(one: str, other: str) -> bool:
-    """Whether one hash begins as the other, and neither tree or both differed from it."""
+    """Whether one hash is a prefix of the other, and both or neither end in ``+dirty``."""
     (long, _, state), (short, _, other_state) = sorted(
         (one.partition("+"), other.partition("+")), reverse=True
     )
@@ -214,17 +216,20 @@ def filled(page: Path, path: Path) -> str:
     from . import table as tables
 
     def content(what: str) -> str:
-        if what == "distributed":
+        first, *others = what.split()
+        if first == "distributed":
             return several_gpus.markdown(path.parent)
-        if what == "models":
+        if first == "models":
             return model_pages.summary(path.with_name(f"models_{path.name}"))
-        if what.split()[0] == "compile":  # of the file's device, or of another that is named behind
-            name = f"{[path.stem, *what.split()[1:]][-1]}.csv"
+        if first == "compile":
+            # Of the file's device, or of the one that is named after the word.
+            name = f"{others[0] if others else path.stem}.csv"
             return model_pages.compiled(
                 path.with_name(f"models_{name}"), path.with_name(f"compile_{name}")
             )
+        operators = {first, *others}
         return tables.markdown(
-            (row for row in results.load(path) if row.op in what.split()), _device_of(path)
+            (row for row in results.load(path) if row.op in operators), _device_of(path)
         )
 
     return tables.fill(page.read_text(encoding="utf-8"), content)
@@ -357,12 +362,16 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
 
 
 def _output(options: argparse.Namespace, device: str) -> Path | None:
-    """Where the rows go; less exact or differently measured ones are not written to the device's file without --output."""
+    """The file for the rows; None for the terminal only.
+
+    Without --output, rows of --quick and --split are not written: they are less exact, or measured
+    in another way, than those in the device's file.
+    """
     if options.output is not None:
         return Path(options.output)
-    return (
-        None if options.quick or options.split else _RESULTS / f"{results.device_slug(device)}.csv"
-    )
+    if options.quick or options.split:
+        return None
+    return _RESULTS / f"{results.device_slug(device)}.csv"
 
 
 def _device_of(path: Path) -> str:
@@ -392,18 +401,19 @@ def _cases(options: argparse.Namespace) -> list[Case]:
 
 def _wanted(case: Case, options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     """The (mode, provider) pairs to time."""
-    names = options.provider
-    if names is None:
-        # The loop's target is a ratio to eager, so that a quick run needs eager there.
-        names = [
-            n
-            for n in PROVIDERS
-            if not options.quick or n == "fusedops" or (n == "eager" and case.launch_bound)
-        ]
     named = options.provider is not None
+    names = options.provider if named else _default_providers(case, quick=options.quick)
     present = [name for name in names if build(name, case.spec) is not None]
     modes = [mode for mode in options.mode or MODES if mode in case.modes]
     return tuple((m, n) for m in modes for n in present if worthwhile(n, case, m, named=named))
+
+
+def _default_providers(case: Case, *, quick: bool) -> tuple[str, ...]:
+    """The providers to time where none is named."""
+    if not quick:
+        return tuple(PROVIDERS)
+    # The target of a launch-bound case is a ratio to eager's host time.
+    return ("fusedops", "eager") if case.launch_bound else ("fusedops",)
 
 
 def _measured(case: Case, wanted: Sequence[tuple[str, str]], path: Path, commit: str) -> bool:

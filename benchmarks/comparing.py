@@ -48,7 +48,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was found; ``doubtful`` are those that eager, whose code did not change, shares."""
+    """The result of `compare`.
+
+    A change for the worse is doubtful if less than the threshold remains of it after that of eager,
+    whose code is the same in both files; else it is a regression.
+    """
 
     threshold: float
     changes: list[Change]
@@ -160,7 +164,9 @@ def _notes(old: list[Row], new: list[Row], pairs: list[tuple[Row, Row]]) -> Iter
     for field in ("torch", "triton"):
         if every(old, field) != every(new, field):
             yield f"{field} is {every(old, field)} in the old file, {every(new, field)} in the new one"
-    floors = statistics.median(after.floor_us / before.floor_us for before, after in pairs)
+    # Of an operator that need not move its tensors, such as a ban of n-grams in place, it is 0.
+    ratios = [after.floor_us / before.floor_us for before, after in pairs if before.floor_us]
+    floors = statistics.median(ratios) if ratios else 1.0
     if abs(floors - 1.0) > 0.01:
         yield (
             f"the floor is {floors:.3f} times the old one: another device, another copy bandwidth, or other bytes "

@@ -74,9 +74,8 @@ def digest_of(path: Path) -> str:
 def _dots(chart: Dots, path: Path) -> None:
     """A line an operator with its name above it, so that long names take no width."""
     values = [value for dots in chart.groups.values() for value in dots.values()]
-    wide = (
-        max(values) > 8 * sorted(values)[len(values) // 2]
-    )  # a few are far greater: only a logarithm shows the rest
+    # Where a few values are far above the median, only a logarithm shows the rest.
+    wide = max(values) > 8 * sorted(values)[len(values) // 2]
     with _figure(1, 1, (_WIDTH, 0.36 * len(chart.groups) + 0.95), chart, path) as (figure, (axis,)):
         for y, (name, dots) in enumerate(chart.groups.items()):
             axis.axhline(y, color=_INK, alpha=0.15, linewidth=0.6)

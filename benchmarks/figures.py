@@ -103,7 +103,10 @@ class Data:
         )
 
     def typical(self) -> dict[str, tuple[str, dict[str, Row]]]:
-        """Of each operator the measured shape nearest to 4096 columns, the largest of several, and its rows."""
+        """Each operator's measured shape nearest to 4096 columns, with its rows.
+
+        Of several shapes that are as near it is the largest.
+        """
         near: dict[str, tuple[tuple[float, int], str, dict[str, Row]]] = {}
         for (op, shape, *_), seen in self.places().items():
             row = next(iter(seen.values()))
@@ -147,9 +150,8 @@ def bandwidth(data: Data, axes: Sequence[str]) -> Lines | None:
             )
             for column in COLUMNS
         }
-        last = next(
-            iter(points[-1][1].values())
-        )  # the copy's bandwidth is measured anew in each run
+        # The bandwidth of a copy, measured in the run of the last point: each run measures it.
+        last = next(iter(points[-1][1].values()))
         panels.append(_panel(spec, line, series, _moved(spec, last) / last.floor_us / 1e6))
     title = f"Bandwidth, TB/s: {data.named}"
     return Lines(title, "bandwidth", "rows" in axes, tuple(panels)) if panels else None

@@ -66,10 +66,7 @@ python -m benchmarks compare OLD.csv NEW.csv     # regressions, before a release
 
 
 def markdown(folder: Path, device: str) -> str:
-    """The page, from ``<device>.csv`` and ``sweep_<device>.csv``.
-
-    The tables of the same files of other devices.
-    """
+    """The page, from ``<device>.csv`` and ``sweep_<device>.csv``; for other devices their tables."""
     main, swept = (
         results.load(folder / f"{device}.csv"),
         results.read(folder / f"sweep_{device}.csv"),

@@ -41,10 +41,7 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: what, on which inputs, by whom, how long and how much.
-
-    Which code that was.
-    """
+    """One measurement: an operator on a shape by a provider, its times and memory, and the versions."""
 
     op: str
     shape: str
@@ -61,7 +58,7 @@ class Row:
 
     @property
     def key(self) -> Key:
-        """What a newer row replaces an older one by."""
+        """The key of a row: a newer row replaces the older one with the same key."""
         return (self.op, self.shape, self.dtype, self.mode, self.provider)
 
     @property

@@ -143,7 +143,8 @@ def workloads(names: Sequence[str] = ()) -> list[Workload]:
 def _all() -> Iterator[Workload]:
     m, batch, heads = _ROWS, _BATCH, _HEADS
     for n in (4096, *[width for width in _WIDTHS if width != 4096]):
-        row, vector, one = (m, n), (n,), m * n * 2  # one: bytes of a tensor of all rows in bf16
+        # one: the bytes of a tensor of all rows in bf16.
+        row, vector, one = (m, n), (n,), m * n * 2
         yield Workload(
             "dropout_add_layer_norm",
             dropout_add_layer_norm,
@@ -202,7 +203,7 @@ FUNCTIONS = tuple(dict.fromkeys(workload.name for workload in _all()))
 
 
 def _providers(workload: Workload) -> dict[str, Callable[..., Any]]:
-    """Who runs a function, by name."""
+    """The callables that run a function, by provider."""
     function = workload.function
     found: dict[str, Callable[..., Any]] = {"rowwise": fusedops.rowwise(function, strict=True)}
     if workload.by_hand is not None:

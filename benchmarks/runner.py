@@ -97,9 +97,8 @@ def run_case(case: Case, plan: Plan, machine: Machine) -> list[Row]:
 
     A provider that fails or is wrong has none, and stderr says why.
     """
-    if any(
-        name.startswith("compile") for name in plan.modes()
-    ):  # else a quick run need not import the compiler
+    # Otherwise a quick run need not import the compiler.
+    if any(name.startswith("compile") for name in plan.modes()):
         providers.fresh_compiler()
     contenders = _judged(case, plan, machine)
     _free()
@@ -116,13 +115,13 @@ def run_case(case: Case, plan: Plan, machine: Machine) -> list[Row]:
 def measure_all(
     work: Sequence[sweep.Work], machine: Machine, book: Book, *, jobs: int, ends: float
 ) -> tuple[int, int]:
-    """A sweep's cases into the book, until all are done or the clock (`time.perf_counter`) shows ``ends``.
+    """Measures a sweep's cases into the book until all are done, or until the time ``ends``.
 
-    What comes next is compiled by ``jobs`` processes, then measured while these are gone, and so
-    on.
+    In chunks: ``jobs`` processes compile a chunk and end, so that they disturb no measurement; then
+    this process measures it. The clock is `time.perf_counter`.
 
     Returns:
-        how many cases were measured, and how many rows of fusedops are missing from them.
+        the number of measured cases, and the number of rows of fusedops that they lack.
     """
     warm.settle_compiler()
     count = missing = 0

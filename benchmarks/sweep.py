@@ -35,9 +35,9 @@ __all__ = [
 AXES = ("hidden", "slices", "rows", "widths")
 DEFAULT_DTYPES = ("bf16", "fp32", "fp16")  # in the order of measuring
 PROVIDERS = ("fusedops", "eager", "eager_combined", "compile", "liger")
-ELEMENTS = (
-    1 << 25
-)  # along a line of hidden sizes: twice the L2 in 16 bits, and the floor stays the same
+# Elements along a line of hidden sizes: as many everywhere, so that the floor is the same. In 16 bits
+# they are 64 MiB.
+ELEMENTS = 1 << 25
 EFFORT = timing.Effort(replay_ms=8.0, warmup_ms=3.0, blocks=3, block_ms=3.0, launch_bound_calls=80)
 _ROWS = tuple(4**k for k in range(10))  # 1 to 262,144
 _MOST = 1 << 28  # elements along a line of rows
@@ -50,13 +50,19 @@ Pairs = tuple[tuple[str, str], ...]  # (mode, provider)
 
 @dataclass(frozen=True)
 class Line:
-    """An operator's shapes along one axis: the number that varies, and the shape there."""
+    """An operator's shapes along one axis.
+
+    Attributes:
+        op: the operator.
+        axis: which of `AXES` it is.
+        tail: the sizes besides rows and the one that varies, such as the number of slices; along
+            "rows" the rest of the shape. Empty if there are none.
+        points: the size that varies, and the shape.
+    """
 
     op: str
     axis: str
-    tail: tuple[
-        int, ...
-    ]  # what stays the same; empty for hidden sizes alone, and for rows of several widths
+    tail: tuple[int, ...]
     points: tuple[tuple[int, Shape], ...]
 
 
@@ -106,12 +112,10 @@ def lines(spec: Spec, axes: Collection[str] = AXES) -> Iterator[Line]:
 def plan(
     specs: Iterable[Spec], axes: Collection[str] = AXES, dtypes: Sequence[str] = DEFAULT_DTYPES
 ) -> list[Case]:
-    """Every case once, the coarsest first.
+    """Every case once, in three rounds, so that a run that is cut short has some of each line.
 
-    A run that is cut short leaves each line with a few points.
-
-    Coarse are the powers of four of the hidden sizes, and of sixteen of the rows; then the other
-    powers of two, and last what is none. Each round takes the dtypes in turn.
+    First rows that are powers of sixteen, and hidden sizes and numbers of slices that are powers of
+    four; then the other powers of two; then the rest. Each round takes the dtypes in turn.
     """
     ranked: dict[tuple[str, str, str], tuple[int, int, Case]] = {}
     for spec in specs:

@@ -102,7 +102,7 @@ class Effort:
 
 
 def mode_context(mode: str) -> AbstractContextManager[Any]:
-    """The forward alone is timed as inference: nothing is kept for a backward."""
+    """The context of a mode: a forward alone is inference, which saves nothing for backward."""
     return torch.no_grad() if mode == "fwd" else nullcontext()
 
 
@@ -204,9 +204,8 @@ def _loop(steps: Sequence[Step], calls: int) -> float:
 def _capture(steps: Sequence[Step], rounds: int, split: bool) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(
-        stream
-    ):  # lazy initialisation and autotuning must not happen while capturing
+    # Lazy initialisation and autotuning must not happen while capturing.
+    with torch.cuda.stream(stream):
         for step in steps[:3]:
             step()
     torch.cuda.current_stream().wait_stream(stream)

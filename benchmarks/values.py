@@ -26,7 +26,7 @@ _SEED = 2027
 
 @dataclass
 class Verdict:
-    """What is wrong with a provider in each mode (empty: nothing), and whether it writes into the gradients given."""
+    """The faults of a provider by mode, and whether it writes to the gradients of its outputs."""
 
     wrong: dict[str, str] = field(default_factory=dict)
     overwrites: bool = False
@@ -111,7 +111,8 @@ class Oracle:
             return self.exact
         dx, dz = seen.gradients["x"], seen.gradients["residual"]
         keep, unsure = dx != 0, (dx == 0) & (dz == 0)
-        if bool(unsure.any()):  # dz underflowed there, so the outputs have to tell
+        # Where dz underflowed, the mask is read off the outputs.
+        if bool(unsure.any()):
             fits = [
                 (self._evaluate(mask, keep_probability).outputs[0] - seen.outputs[0]).abs()
                 for mask in (keep | unsure, keep & ~unsure)
@@ -156,14 +157,10 @@ class Oracle:
             if tensor.dtype != self.eager_dtypes[name] or tensor.shape != true.shape:
                 wanted = f"{self.eager_dtypes[name]} {tuple(true.shape)}"
                 return f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {wanted}"
-            summed = math.prod(
-                true.shape
-            )  # as many as a row has, or as many as were summed into each element
-            terms = (
-                true.shape[-1]
-                if any(true.shape == c.shape for c in self.cotangents)
-                else self.case.elements // summed
-            )
+            # The terms of a sum: a row's for rows, else those that are summed into each element, as
+            # in a parameter's gradient.
+            has_rows = any(true.shape == c.shape for c in self.cotangents)
+            terms = true.shape[-1] if has_rows else self.case.elements // math.prod(true.shape)
             accumulator = torch.promote_types(tensor.dtype, torch.float32)
             unit = _roundoff(tensor.dtype) + _roundoff(accumulator) * math.sqrt(terms)
             allowed = 2.0 * self.eager_error[name] + unit * float(true.abs().max())

@@ -1,4 +1,4 @@
-"""Compiling ahead: worker processes fill the compilers' caches on disk, so that the measuring process only loads.
+"""Compiles ahead: worker processes fill the caches on disk, and the measuring process only loads.
 
 torch.compile takes seconds a shape and mode on one core, and a machine with a GPU has many. The
 workers end before anything is timed.
@@ -52,7 +52,7 @@ def tasks(work: Iterable[Work]) -> list[Task]:
 
 
 def settle_compiler() -> None:
-    """What the workers and the measuring process must set alike, so that one finds what the other compiled.
+    """Makes the settings on which the keys of the compilers' caches depend, in each process alike.
 
     Inductor chooses among its configs by timing them, and writes the choice down. A choice made
     while many workers share the GPU would be a poor one, so it is not written, and the measuring

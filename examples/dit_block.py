@@ -50,8 +50,9 @@ PRESETS = {
 }
 
 
-# The functions between the matrix products: rows of x are (batch, tokens, hidden), modulations
-# (batch, 1, hidden). -------
+# The functions between the matrix products. x is (batch, tokens, hidden), a modulation
+# (batch, 1, hidden).
+# --------------------------------------------------------------------------------------------------
 
 
 def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -119,9 +120,8 @@ class Block(nn.Module):
         self.out = nn.Linear(hidden, hidden)
         self.up = nn.Linear(hidden, 4 * hidden)
         self.down = nn.Linear(4 * hidden, hidden)
-        nn.init.zeros_(
-            self.modulation.weight
-        )  # the "zero" of adaLN-zero: at first the block is the identity
+        # The "zero" of adaLN-zero: at first the block is the identity.
+        nn.init.zeros_(self.modulation.weight)
         nn.init.zeros_(self.modulation.bias)
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class DiffusionTransformer(nn.Module):
 
 @dataclass(frozen=True)
 class Run:
-    """What one training gave."""
+    """The results of one training."""
 
     name: str
     losses: list[float]
@@ -230,7 +230,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# What came out.
+# The report.
 # --------------------------------------------------------------------------------------------------
 
 

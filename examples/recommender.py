@@ -38,7 +38,7 @@ class Config:
 
     @property
     def sizes(self) -> list[int]:
-        """The tables' widths: few features where there is little to tell apart, more elsewhere."""
+        """The tables' widths, which differ as in real models."""
         return [(8, 16, 32, 64)[table % 4] for table in range(self.tables)]
 
 
@@ -101,7 +101,7 @@ class FusedModel(SplitModel):
 
 @dataclass(frozen=True)
 class Run:
-    """What one training gave."""
+    """The results of one training."""
 
     name: str
     losses: list[float]
@@ -149,7 +149,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# What came out.
+# The report.
 # --------------------------------------------------------------------------------------------------
 
 

@@ -146,7 +146,7 @@ class LanguageModel(nn.Module):
 
 @dataclass(frozen=True)
 class Run:
-    """What one training gave."""
+    """The results of one training."""
 
     name: str
     losses: list[float]
@@ -198,9 +198,8 @@ def train(name: str, model: LanguageModel, corpus: Tensor, config: Config) -> Ru
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.rate, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 40))
     losses = torch.zeros(config.steps, device=device)
-    warm_up = min(
-        10, config.steps // 2
-    )  # kernels compile and caches fill: left out of the tokens per second
+    # In these steps kernels compile and caches fill: they are left out of the tokens per second.
+    warm_up = min(10, config.steps // 2)
 
     started = time.perf_counter()
     for step, (inputs, targets) in enumerate(batches(corpus, config)):
@@ -263,7 +262,7 @@ def show_progress(name: str, step: int, steps: int, loss: float) -> None:
         print(file=sys.stderr)
 
 
-# What came out.
+# The report.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -290,7 +289,7 @@ def report(runs: list[Run]) -> None:
 def resident_mib() -> str:
     """The most memory that the process has held so far.
 
-    The operating system tells it for no shorter span.
+    The operating system does not report the peak of a part of the process's life.
     """
     try:
         import resource

@@ -1,16 +1,16 @@
-"""Train a small language model on several GPUs, or several processes of a CPU.
-
-FSDP2 times tensor parallel.
+"""Train a small language model on several GPUs, or on several processes of a CPU.
 
 The model is a pre-norm transformer over bytes, like Llama's but for its positions, that learns the
 source text of Python's standard library. It is built once of ``torch.nn`` and once of
-``fusedops.nn``; `CONTENDERS` is the difference. Within a group of ``--tp`` processes the linear
-layers are split by columns and rows, and norms, sums and dropout have a part of each sequence
-(sequence parallel). Over the groups the batch is split, and FSDP2 shards what is left of
+``fusedops.nn``; `CONTENDERS` is the difference.
+
+Processes form groups of ``--tp``. Within a group, linear layers are split by columns and rows
+(tensor parallel), and norms, sums and dropout have a part of each sequence (sequence parallel).
+The batch is split over the groups, and FSDP2 shards over them what each process has of the
 parameters.
 
-    torchrun --nproc-per-node 2 examples/train_lm_distributed.py torchrun --nproc-per-node 8
-    examples/train_lm_distributed.py --tp 4 --layers 16 --width 4096 --heads 32
+    torchrun --nproc-per-node 2 examples/train_lm_distributed.py
+    torchrun --nproc-per-node 8 examples/train_lm_distributed.py --tp 4 --width 4096 --heads 32
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class TorchSwiGLU(nn.Module):
         return F.silu(gate) * up
 
 
-Parts = tuple[Any, Any]  # what the two models make of all that is no matrix product
+# The classes of a model's norm (with the dropout and the sum before it) and of its gated unit.
+Parts = tuple[Any, Any]
 FusedAddNorm = functools.partial(FusedBiasDropoutAddRMSNorm, eps=1e-6, return_sum=True)
 CONTENDERS: dict[str, Parts] = {
     "torch.nn": (TorchAddNorm, TorchSwiGLU),
@@ -149,7 +150,7 @@ class LanguageModel(nn.Module):
         )
 
 
-# How it is spread.
+# How the model is split over processes.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -161,13 +162,8 @@ def plan() -> dict[str, tp.ParallelStyle]:
     rows: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": False}
     embedding = tp.RowwiseParallel(input_layouts=Replicate(), **rows)
     gather = tp.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-    columns = (
-        "attention.query",
-        "attention.key",
-        "attention.value",
-        "mlp.gate",
-        "mlp.up",
-    )  # of which each has some
+    # Layers whose output columns are split over the processes.
+    columns = ("attention.query", "attention.key", "attention.value", "mlp.gate", "mlp.up")
     return {
         **dict.fromkeys(("bytes", "positions"), embedding),
         **dict.fromkeys(("blocks.*.*_norm", "norm"), tp.SequenceParallel()),
@@ -221,9 +217,8 @@ def train(
     groups, group = (1, 0) if mesh is None else (mesh["dp"].size(), mesh["dp"].get_local_rank())
     if mesh is not None:
         spread(model, mesh)
-    torch.manual_seed(
-        1 + group
-    )  # for dropout: alike within a tensor-parallel group, other data elsewhere
+    # For dropout: a group's processes need one seed for one mask; other groups have other data.
+    torch.manual_seed(1 + group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate)
     losses, warm_up, started = [], min(5, steps - 1), time.perf_counter()
     for step, windows in enumerate(batches(corpus, args, steps)):
@@ -241,9 +236,9 @@ def train(
     means = torch.stack(losses) / groups
     if mesh is not None:
         dist.all_reduce(means, group=mesh["dp"].get_group())
-    found = means.tolist()  # which waits for the GPU
+    mean_losses = means.tolist()  # waits for the GPU
     speed = (steps - warm_up) * args.batch * args.context / (time.perf_counter() - started)
-    return found, speed, torch.cuda.max_memory_allocated() / 2**20 if on_gpu else 0.0
+    return mean_losses, speed, torch.cuda.max_memory_allocated() / 2**20 if on_gpu else 0.0
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -93,6 +93,7 @@ def _device() -> str:
 
 def _launcher(gpu: bool, triton: str) -> tuple[str, bool]:
     """How kernels are launched, and whether that is a fault."""
+    # A fault only if there is a GPU, which is not used then.
     if not triton:
         return "launcher: none, as Triton is not installed", gpu
     if launch.interpreting():

@@ -41,12 +41,14 @@ from .fx import (
     has_own_derivative,
     is_pure,
     is_traceable_subclass,
+    leaves,
     may_save_changed_inputs,
     recorded_attribute,
     recorded_call,
     recorded_graph,
     recorded_node,
     recording_nothing,
+    written_arguments,
 )
 from .graphs import (
     FUNCTION,
@@ -54,6 +56,7 @@ from .graphs import (
     direct_tensors,
     drop_unused,
     held_names,
+    is_view,
     name_of,
     nodes_in,
     tensors_in,
@@ -71,9 +74,26 @@ WITHOUT_EFFECT = frozenset(
     {"_are_functorch_transforms_active", "_log_api_usage_once", "lazy_load_decompositions"}
 )
 
-# The functions that write into their first argument, besides methods and functions whose names end
-# in an underscore.
-_WRITE = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ipow"})
+# The functions of `operator` that write into their first argument. Methods and other functions that
+# do so have names that end in an underscore.
+_WRITE = frozenset(
+    {
+        "setitem",
+        "iadd",
+        "iand",
+        "ifloordiv",
+        "ilshift",
+        "imatmul",
+        "imod",
+        "imul",
+        "ior",
+        "ipow",
+        "irshift",
+        "isub",
+        "itruediv",
+        "ixor",
+    }
+)
 # A tensor with more elements is not written into a graph.
 _MOST_NUMBERS = 4096
 # Methods that change how a tensor is differentiated, of which nothing is recorded.
@@ -112,13 +132,22 @@ def _captured(
         constants = {}
         for position, value in known.items():
             constants[recorded_node(args[position])] = value
-        return _Capture(gm, inner, Constants(constants)).run(*args)
+        capture = _Capture(gm, inner, Constants(constants))
+        try:
+            return capture.run(*args)
+        finally:
+            # Where the capture fails within a block of autocast, the graph that is left to Inductor
+            # would be compiled in it as a whole.
+            for mode in reversed(capture.autocasts):
+                mode.__exit__(None, None, None)
 
     # Before the capture, which may change them.
     trained = list(map(_is_trained, fakes))
     computed = list(filter(_is_differentiated, direct_tensors(list(fakes))))
     versions = _versions(computed)
-    result = recorded_graph(run, fakes)
+    # A graph may end in another gradient mode than it begins in. It is compiled in the first.
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        result = recorded_graph(run, fakes)
     is_changed = versions != _versions(computed)
     # Up to PyTorch 2.14 the compiled graph saves such an input, and its backward raises.
     if is_changed and may_save_changed_inputs():
@@ -197,8 +226,9 @@ def _is_known(target: Any) -> bool:
 def _inline_constants(gm: fx.GraphModule, attributes: Collection[str]) -> None:
     """Replaces small CPU tensors that the capture holds by calls of `torch.tensor`.
 
-    The captured function calls it, too. Inductor makes a held tensor an input: it copies it to the
-    GPU at each call, and uses no CUDA graphs. Numbers it writes into its code.
+    The model calls `torch.tensor`, too, but the capture records its result: a tensor that the graph
+    holds. Inductor makes a held tensor an input, which is copied to the GPU at each call and
+    prevents CUDA graphs. The numbers of a call it writes into its code.
 
     Args:
         gm: the captured graph.
@@ -241,7 +271,8 @@ def _is_inlined(tensor: Any) -> bool:
         return False
     if tensor.device.type != "cpu":
         return False
-    # A list without elements has no shape but for its last dimension.
+    # `tolist` loses the dimensions behind one of no elements: of (0, 3) it is [], of (3, 0) it is
+    # [[], [], []].
     is_empty = 0 in tensor.shape[:-1]
     return not is_empty and tensor.numel() <= _MOST_NUMBERS
 
@@ -269,18 +300,18 @@ def _captured_forward(
 ) -> fx.GraphModule | None:
     """The captured forward of a custom autograd function, which stays one node.
 
-    It tells which tensors the function changes. None if it does not.
+    From the captured forward, `graphs.written` reads which tensors the function changes. None where
+    that would be wrong or unknown: the function is then taken to change all its arguments.
     """
-    # A region may save what the backward changes.
+    # A backward may change a tensor that a region saves, too.
     if _writes_into_inputs(backward.graph):
         return None
     # The capture may change the metadata of its inputs.
     aliases = list(map(_alias, fakes))
-    with torch.set_grad_enabled(torch.is_grad_enabled()):
-        try:
-            return _captured(body, aliases, lambda inner: inner, {})
-        except Exception:  # noqa: BLE001 - something in it is unknown: so is what it changes
-            return None
+    try:
+        return _captured(body, aliases, lambda inner: inner, {})
+    except Exception:  # noqa: BLE001 - something in it is unknown: so is what it changes
+        return None
 
 
 def _alias(value: Any) -> Any:
@@ -290,18 +321,38 @@ def _alias(value: Any) -> Any:
 
 def _writes_into_inputs(graph: fx.Graph) -> bool:
     """Whether a graph of Dynamo's changes one of its inputs, or may."""
-    inputs = graph.find_nodes(op="placeholder")
-    written = map(_origin, filter(_is_write, graph.nodes))
-    return not set(inputs).isdisjoint(nodes_in(written))
+    inputs = set(graph.find_nodes(op="placeholder"))
+    written = itertools.chain.from_iterable(map(_written, graph.nodes))
+    return not inputs.isdisjoint(map(_origin, nodes_in(written)))
 
 
-def _origin(node: Any) -> Any:
+def _written(node: fx.Node) -> list[Any]:
+    """What a node of Dynamo's graph writes into."""
+    if "out" in node.kwargs:
+        return leaves(node.kwargs["out"])
+    if _is_write(node):
+        return _first_argument(node)
+    return written_arguments(node.target, node.args, node.kwargs)
+
+
+def _first_argument(node: fx.Node) -> list[Any]:
+    """What is in the first argument of a call: `_foreach_add_` has a list of tensors there.
+
+    Of a call without positional arguments it may be any.
+    """
+    return leaves(node.args[:1] or tuple(node.kwargs.values()))
+
+
+def _origin(node: fx.Node) -> fx.Node:
     """The first argument of the first argument, and so on, up to an input or a clone.
 
     Any result but a clone may be a view of an argument.
     """
-    while isinstance(node, fx.Node) and node.args and node.target != "clone":
-        node = node.args[0]
+    while node.target != "clone":
+        arguments = nodes_in(_first_argument(node))
+        if not arguments:
+            break
+        node = arguments[0]
     return node
 
 
@@ -326,6 +377,7 @@ class _Capture(fx.Interpreter):
         self.inner, self.constants = inner, constants
         self.names: dict[int, str] = {}  # of modules
         self.repeats = Repeats()
+        self.autocasts: list[Any] = []  # the blocks that are entered and not left yet
         self.calls = itertools.count()  # of marked parts
         self.prefix = ""  # of names in this call of a marked part
 
@@ -343,6 +395,8 @@ class _Capture(fx.Interpreter):
         if target in GRAD_MODES:
             recorded_call(target, args, kwargs)
             return target(*args, **kwargs)
+        if target in AUTOCASTS:
+            return self._autocast(target, *args)
         if isinstance(target, HIGHER_ORDER):
             return self._one_node(target, args, kwargs)
         if target is F.scaled_dot_product_attention:
@@ -355,6 +409,15 @@ class _Capture(fx.Interpreter):
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
         """See `fx.Interpreter`."""
         return self.repeats.note(target, args, kwargs, super().call_method(target, args, kwargs))
+
+    def _autocast(self, target: Any, *args: Any) -> Any:
+        """Enters a block of autocast, and returns it; or leaves the one that is the argument."""
+        block = target(*args)
+        if block is None:
+            self.autocasts.remove(*args)
+        else:
+            self.autocasts.append(block)
+        return block
 
     def _one_node(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Records an operator that calls functions as one node.
@@ -390,12 +453,15 @@ class _Capture(fx.Interpreter):
         return known
 
     def _nested(self, part: fx.GraphModule, _identifier: str, *operands: Any) -> Any:
-        """Runs the graph of a marked part: regions then reach across its borders."""
-        # In the place of each call: PyTorch caches what it compiled of a marked part by the part's
-        # identifier, and cannot differentiate a body that calls this package's operators.
+        """Runs the graph of a marked part, so that the capture has its operators, and no call.
+
+        Regions then reach across its borders. The mark is lost: PyTorch would compile one graph for
+        all calls, and cannot differentiate one that calls this package's operators.
+        """
         _check_operators(part)
         inner = _Capture(part, self.inner, self.constants)
         inner.names, inner.repeats, inner.calls = self.names, self.repeats, self.calls
+        inner.autocasts = self.autocasts
         inner.prefix = f"call{next(self.calls)}_"
         return inner.run(*operands)
 
@@ -419,7 +485,8 @@ class _Capture(fx.Interpreter):
         changes = []
         if attn_mask is not None:
             kind = Mask.OTHER
-            # Not where ``is_causal`` is an argument by position, or on: PyTorch refuses both.
+            # ``is_causal`` is to be passed by name. It must not be passed by position as well, and
+            # PyTorch refuses a mask where it is true: such a call raises as it is.
             if len(rest) < 2 and not options.get("is_causal"):
                 kind = self._kind_of_mask(query, key, attn_mask, options)
             attn_mask, change = _needed_mask(attn_mask, kind)
@@ -551,10 +618,26 @@ def _inlined(function: Callable[..., Any], name: str, args: Any) -> Any:
     with traced_with_others(), _GradModes():
         result = function(*args)
     results = tensors_in(result)
+    arguments = set(map(recorded_node, tensors_in(args)))
     for value in results:
-        if not any(value is arg for arg in args):
-            recorded_node(value).meta[FUNCTION] = name
+        node = _behind_views(recorded_node(value), arguments)
+        if node not in arguments:
+            node.meta[FUNCTION] = name
     # Its derivative would be lost: the capture has only the operators that it calls.
     if has_own_derivative(results, tensors_in(args)):
         raise NotCapturedError(f"it calls {name}, which calls a custom autograd function")
     return result
+
+
+def _behind_views(node: fx.Node, arguments: Collection[fx.Node]) -> fx.Node:
+    """The node whose value a function computes where it returns a view of it.
+
+    A region has no views at its borders: a mark there would be lost.
+
+    Args:
+        node: of a result.
+        arguments: the nodes of the function's arguments, behind which nothing is its own.
+    """
+    while node not in arguments and is_view(node):
+        node = node.all_input_nodes[0]
+    return node

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from .fx import (
     CAST,
@@ -18,7 +18,18 @@ from .fx import (
     recording_nothing,
     returning,
 )
-from .graphs import is_input, is_tensor, nodes_in, overlap, tensors_of, users_of
+from .graphs import (
+    aliased_inputs,
+    is_input,
+    is_tensor,
+    nodes_in,
+    overlap,
+    strides_of,
+    tensors_of,
+    users_of,
+    value_of,
+)
+from .symbols import have_hints
 
 __all__ = ["NotCapturedError", "without_writes"]
 
@@ -41,10 +52,18 @@ class NotCapturedError(Exception):
 def without_writes(graph: fx.Graph) -> None:
     """Replaces in-place operators on intermediates of the graph by out-of-place ones.
 
-    A tensor that shares memory with an input, or with another that is used later, is left as it is.
-    So is one that was computed where gradients are recorded and is changed where they are not: it
-    keeps its gradient, and the result of an operator would have none. A change of an intermediate's
-    shape is a view: tensors that share its memory keep theirs.
+    Some writes stay as they are. Either another value would show them: the tensor shares memory
+    with an input, or with a value that is used later. Or the result would differ:
+
+        y = x * w                  y has a gradient, before the write and after it. An operator's
+        with torch.no_grad():      result would have none.
+            y.mul_(2)
+
+        y = (x * 2)[:, ::2]        y has gaps between its columns. An operator's result would have
+        y.add_(1)                  other strides.
+
+    An operator that changes the shape of an intermediate, such as `unsqueeze_`, becomes a view:
+    tensors that share its memory keep their shapes.
 
     Raises:
         NotCapturedError: a shape is changed of an input, or in a way that is no view.
@@ -53,29 +72,34 @@ def without_writes(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target in GRAD_MODES:
             enabled = bool(node.args[0])
-        else:
-            keeps_derivative = enabled or recorded.isdisjoint(node.all_input_nodes[:1])
-            _replace_write(graph, node, keeps_derivative=keeps_derivative)
-        if enabled:
-            recorded.add(node)
+            continue
+        # Of a write or a view the result is the tensor that was computed before.
+        is_recorded = enabled or not recorded.isdisjoint(aliased_inputs(node))
+        keeps_derivative = enabled or recorded.isdisjoint(node.all_input_nodes[:1])
+        now = _replace_write(graph, node, keeps_derivative=keeps_derivative)
+        if is_recorded:
+            recorded.add(now)
 
 
-def _replace_write(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) -> None:
+def _replace_write(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) -> fx.Node:
     """Replaces a node if it changes a tensor in place, and nothing but its users would differ.
 
     Args:
         graph: of the node.
         node: any.
         keeps_derivative: whether an operator in its place would have the same derivative.
+    Returns:
+        The node in its place, or the node itself.
     """
     if changes_shape(node.target):
-        _replace_by_view(graph, node, keeps_derivative=keeps_derivative)
-        return
+        return _replace_by_view(graph, node, keeps_derivative=keeps_derivative)
     operator = _out_of_place(node)
-    if operator is None or not keeps_derivative:
-        return
-    if _is_private(node):
-        _replace(graph, node, operator)
+    if operator is None or not keeps_derivative or not _is_private(node):
+        return node
+    computed = _result_of(node, operator)
+    if not _have_equal_strides(computed, value_of(node)):
+        return node
+    return _replace(graph, node, operator, computed)
 
 
 def _out_of_place(node: fx.Node) -> Any:
@@ -111,7 +135,19 @@ def _is_private(node: fx.Node) -> bool:
     if any(map(is_input, [changed, *sharing])):
         return False
     users = users_of(sharing)
+    # Used later: by the write itself, as in ``a.add_(view_of_a)``, or by a node after it.
     return node not in users and not any(node < user for user in users)
+
+
+def _have_equal_strides(computed: Tensor, written: Tensor) -> bool:
+    """Whether the result of an operator has the strides of the tensor that a write changes.
+
+    Not, for example, where that is every second column of another tensor. True if a size depends on
+    data: its strides are then unknown.
+    """
+    if not have_hints((*written.shape, *written.stride())):
+        return True
+    return strides_of(computed) == strides_of(written)
 
 
 def _share_memory(other: fx.Node, changed: fx.Node) -> bool:
@@ -119,7 +155,7 @@ def _share_memory(other: fx.Node, changed: fx.Node) -> bool:
     return other is not changed and overlap(tensors_of([other]), [changed.meta["val"]])
 
 
-def _replace_by_view(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) -> None:
+def _replace_by_view(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) -> fx.Node:
     """Replaces a change of a tensor's shape by a view."""
     name, changed = aten_name(node.target), node.args[0]
     assert isinstance(changed, fx.Node)
@@ -130,26 +166,36 @@ def _replace_by_view(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) 
     is_replaceable = keeps_derivative and operator is not None
     if not is_replaceable or not is_view(operator):
         raise NotCapturedError(f"{name} changes a tensor's shape in place; compute another tensor")
-    # As a change, later nodes would have the metadata from before it: kernels would write beyond
-    # the memory that is allocated.
+    # Left in place, it would change the tensor, but the node that later nodes read has the metadata
+    # from before the change: kernels would write beyond the memory that is allocated.
     with graph.inserting_before(node):
         view = graph.call_function(operator, node.args, node.kwargs)
     view.meta.update(node.meta)
     _replace_later_uses(graph, node, view)
+    return view
 
 
-def _replace(graph: fx.Graph, node: fx.Node, operator: Any) -> None:
-    """Replaces a write by an operator that returns the written value."""
+def _replace(graph: fx.Graph, node: fx.Node, operator: Any, computed: Tensor) -> fx.Node:
+    """Replaces a write by an operator that returns the written value.
+
+    Args:
+        graph: of the node.
+        node: the write.
+        operator: returns what it writes.
+        computed: the result of the operator.
+    """
     changed: Any = node.args[0]
     value = changed.meta["val"]
     with graph.inserting_before(node):
         result = graph.call_function(operator, node.args, node.kwargs)
-        result.meta["val"] = computed = _result_of(node, operator)
-        # A write casts to the dtype of the tensor; the operator promotes instead.
+        # A write casts to the dtype of the tensor: ``half.add_(float)`` stays half. The operator
+        # promotes instead.
         if computed.dtype != value.dtype:
+            result.meta["val"] = computed
             result = graph.call_function(CAST, (result,), {"dtype": value.dtype})
         result.meta["val"] = value  # later views were recorded as ones of this memory
     _replace_later_uses(graph, node, result)
+    return result
 
 
 def _result_of(node: fx.Node, operator: Any) -> Any:

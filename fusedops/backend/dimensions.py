@@ -151,8 +151,8 @@ def split_dimensions(
         moving: the axes whose sizes are symbols.
         axes: those whose sizes it takes after its tensors.
     """
-    # This changes the program alone. In the caller's graph, `split` and `join` add views before and
-    # after the program's operator.
+    # This changes the program alone, which gets split dimensions and needs whole ones. The caller's
+    # graph is the opposite: there `split` and `join` add views before and after the operator.
     placeholders = graph.find_nodes(op="placeholder")
     body = placeholders[-1].next
     locations = dict[int, tuple[fx.Node, int]]()

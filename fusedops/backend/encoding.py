@@ -287,8 +287,9 @@ def _is_of_own_namespace(name: str) -> bool:
 
 def _importable_name(function: Any) -> str:
     module = function.__module__
-    # `F.max_pool1d` and `F.max_pool2d` share a qualified name: it is followed back to the function.
-    # Neither of both names is that of all of PyTorch's functions.
+    # A name counts only if it leads back to the function: `F.max_pool1d` and `F.max_pool2d` have
+    # the same qualified name. For some of PyTorch's functions it is the one name, for some the
+    # other.
     for path in (function.__qualname__, function.__name__):
         if _at(sys.modules.get(module), path) is function:
             return f"{module}:{path}"

@@ -139,7 +139,8 @@ def backend(
         warnings.warn(
             f"fusedops leaves a graph to Inductor: {reason}", RuntimeWarning, stacklevel=2
         )
-    # The gradient of a padded product comes without padding: contiguous, unlike the result.
+    # The model returns a view of padded rows, [rows, :columns]. Its gradient comes from a loss that
+    # allocates it without padding. A backward for the view's strides would copy it.
     is_padded = returns_padded(graph.graph)
     tangents = contiguous_tangents() if is_padded else nullcontext()
     with _autocast_of(report), tangents:

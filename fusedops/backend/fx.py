@@ -58,8 +58,8 @@ __all__ = [
 ]
 
 # --- targets of nodes -----------------------------------------------------------------------------
-# A type that is not there is that of None, which no target has; a function is None, which no target
-# is.
+# Where a release of PyTorch lacks a name, `find` returns the fallback: for a type the type of None,
+# of which no target is an instance, and for a function None, which no target is.
 
 # The types of PyTorch's operators: with an overload, without one, and those that take functions.
 OVERLOAD: type = find("_ops.OpOverload", type(None))
@@ -81,8 +81,9 @@ AUTOCASTS = frozenset(
     {find(f"amp.autocast_mode.{name}", None) for name in ("_enter_autocast", "_exit_autocast")}
 )
 
-# In which order PyTorch tries its implementations of attention. A stored graph is of one order.
-# Without it two orders have the same key.
+# Returns the order in which PyTorch tries its implementations of attention. A capture records the
+# one that PyTorch chose, so the order is in the key of a stored graph. Without the private name a
+# graph that is stored under one order is also read under another.
 attention_order: Callable[[], Any] = find("_C._get_sdp_priority_order", lambda: None)
 
 # The modules whose functions compute tensors and do nothing else, by the names that nodes have.
@@ -371,9 +372,10 @@ def has_own_derivative(results: Iterable[Tensor], arguments: Iterable[Tensor]) -
 
 
 def may_save_changed_inputs() -> bool:
-    """Returns whether a graph may save an input that it changes: its backward raises.
+    """Returns whether a compiled graph may save an input that it changes.
 
-    So up to PyTorch 2.14. From 2.15 on AOTAutograd's partitioner saves another.
+    So up to PyTorch 2.14, and the backward of such a graph raises. From 2.15 on AOTAutograd's
+    partitioner saves another tensor in its place.
     """
     return torch.__version__ < "2.15"
 
@@ -395,10 +397,11 @@ def check_of_inductor(mode: str | None, options: Mapping[str, Any] | None) -> No
 
 
 def contiguous_tangents() -> AbstractContextManager[Any]:
-    """Compiles a graph for contiguous gradients of its results, whatever their strides.
+    """Compiles a graph for contiguous gradients of its results, whatever the results' strides.
 
-    After PyTorch 2.11 AOTAutograd takes it that a gradient has the strides of the result, and
-    copies one that comes otherwise. Without the private name it does so here, too: slower.
+    After PyTorch 2.11 AOTAutograd compiles the backward for gradients with the strides of the
+    results, and copies a gradient with others. Without the private setting it still does: the
+    results are the same, and a backward copies once more.
     """
     import torch._functorch as functorch
 
@@ -412,14 +415,15 @@ def contiguous_tangents() -> AbstractContextManager[Any]:
 def casts_recorded() -> Iterator[None]:
     """Compiles a graph as it is: autocast casts neither at compile time nor in its runs.
 
-    AOTAutograd switches autocast off at each run, forward and backward, if it is on for any device
-    at compile time: it is then left on for one that nobody has.
+    At compile time it is enough to switch autocast off. In a run the caller's autocast is on again,
+    and AOTAutograd switches it off only if it was on for some device at compile time. So it is
+    switched on for a device that no operator of the graph runs on.
     """
     kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
     if not kinds:
         yield
         return
-    # Intel's Gaudi, where no operator of a captured graph runs.
+    # "hpu" is Intel's Gaudi.
     before = torch.is_autocast_enabled("hpu")
     _set_autocast(kinds, False)
     torch.set_autocast_enabled("hpu", True)

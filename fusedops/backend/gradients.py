@@ -21,7 +21,7 @@ from .graphs import (
     written,
 )
 
-__all__ = ["needs_gradients", "receives_gradients", "recorded"]
+__all__ = ["needs_gradients", "receives_gradients"]
 
 
 def needs_gradients(graph: fx.Graph) -> set[fx.Node]:
@@ -84,15 +84,11 @@ def _cuts_gradient(node: fx.Node) -> bool:
     if _reads_no_numbers(node):
         return True
     value = value_of(node)
-    # A comparison of trained values has no gradient, and so has nothing that only selects by it.
     if not isinstance(value, Tensor):
         return False
+    # Integers and truth values have none, such as a comparison of trained values. Nor has what is
+    # computed from them alone.
     return not (value.is_floating_point() or value.is_complex())
-
-
-def recorded(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes where gradients are recorded."""
-    return {node for node, enabled in _with_grad_mode(graph) if enabled}
 
 
 def receives_gradients(graph: fx.Graph, needs: set[fx.Node]) -> set[fx.Node]:
@@ -118,8 +114,11 @@ def receives_gradients(graph: fx.Graph, needs: set[fx.Node]) -> set[fx.Node]:
 def _passes_gradient(receives: set[fx.Node], user: fx.Node) -> bool:
     """Whether a gradient may come from a user of a node.
 
-    A user that is fixed counts, since it may write into an argument: nodes that are not among its
-    users may read what it wrote.
+    A user that is fixed counts, as it may write into an argument. What reads the argument later is
+    no user of the write, and the gradient passes through it all the same:
+
+        y.add_(x)     add_ is a user of x, and nothing is a user of add_
+        return y      the gradient of x comes from here
     """
     if user.op == "output":
         return True

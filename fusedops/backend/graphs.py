@@ -40,6 +40,7 @@ __all__ = [
     "is_part_of_view",
     "is_tensor",
     "is_view",
+    "may_be_changed",
     "name_of",
     "nodes_in",
     "overlap",
@@ -47,6 +48,7 @@ __all__ = [
     "positions_of",
     "reshapes",
     "size_of",
+    "strides_of",
     "tensors_in",
     "tensors_of",
     "users_of",
@@ -151,6 +153,15 @@ def size_of(node: fx.Node) -> int:
     return math.prod(hints(tensors[0].shape))
 
 
+def strides_of(tensor: Tensor) -> list[int]:
+    """The strides of a tensor in the traced call, without those of dimensions of one element.
+
+    These mean nothing: any number addresses the same element.
+    """
+    sizes, strides = hints(tensor.shape), hints(tensor.stride())
+    return [stride for size, stride in zip(sizes, strides, strict=True) if size != 1]
+
+
 def are_numbers(sizes: Iterable[Any]) -> bool:
     """Whether no size is a symbol."""
     return {int}.issuperset(map(type, sizes))
@@ -158,7 +169,7 @@ def are_numbers(sizes: Iterable[Any]) -> bool:
 
 def held_names(graph: fx.Graph) -> list[str]:
     """The target of each ``get_attr`` node: the name of a tensor or module that the graph holds."""
-    return list(map(str, map(operator.attrgetter("target"), graph.find_nodes(op="get_attr"))))
+    return [str(node.target) for node in graph.find_nodes(op="get_attr")]
 
 
 def is_input(node: fx.Node) -> bool:
@@ -248,12 +259,16 @@ def users_through(node: fx.Node, passes: Callable[[fx.Node], bool]) -> Iterator[
             todo += user.users
 
 
+def may_be_changed(node: fx.Node) -> bool:
+    """Whether a node after a value may write into its memory."""
+    return any(map(is_fixed, users_through(node, _is_alias)))
+
+
 def escapes(node: fx.Node) -> bool:
     """Whether a value needs its own memory: it, or a view of it, is returned or may be changed."""
-    users = list(users_through(node, _is_alias))
-    if any(map(is_fixed, users)):
+    if may_be_changed(node):
         return True
-    return "output" in {user.op for user in users}
+    return "output" in {user.op for user in users_through(node, _is_alias)}
 
 
 def is_laid_out(node: fx.Node) -> bool:
@@ -261,10 +276,9 @@ def is_laid_out(node: fx.Node) -> bool:
 
     It is restrided by `as_strided`, which reads its memory by strides and offset.
     """
-    users = list(users_through(node, _is_alias))
-    if any(map(is_fixed, users)):
+    if may_be_changed(node):
         return True
-    return "as_strided" in map(name_of, users)
+    return "as_strided" in map(name_of, users_through(node, _is_alias))
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -328,9 +342,9 @@ def captured_body(node: fx.Node) -> fx.Graph | None:
 def written(node: fx.Node) -> list[Tensor]:
     """The tensors that a node writes into.
 
-    An operator with a captured body writes into the tensors that the body writes into, tensors that
-    the body allocates included. Any other operator that calls functions may write into each of its
-    arguments.
+    An operator with a captured body writes into the tensors that the body writes into. Some of
+    these the body allocates: no node outside shares their memory, so that they do no harm. Any
+    other operator that calls functions may write into each of its arguments.
     """
     body = captured_body(node)
     if body is not None:

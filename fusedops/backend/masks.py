@@ -25,10 +25,11 @@ __all__ = ["Constants", "Mask"]
 _MOST_BYTES = 2**30
 
 
-# A step of Llama 1B, 4 x 2048, on an H200: attention takes 31.9 ms with a mask of numbers, and 13.0
-# ms with `is_causal`.
 class Mask(Enum):
     """The kinds of masks, by the keys that queries attend to."""
+
+    # A step of Llama 1B, 4 x 2048, on an H200: attention takes 31.9 ms with a mask of numbers, and
+    # 13.0 ms with `is_causal`.
 
     ALL = auto()
     CAUSAL = auto()
@@ -140,8 +141,8 @@ def _visible(mask: Tensor) -> Tensor | None:
 
 def _is_changed(graph: fx.Graph, nodes: list[fx.Node]) -> bool:
     """Whether an operator writes into the memory of one of the nodes."""
-    # Only of the nodes that the mask is computed from. Rotary embeddings are computed from the same
-    # positions, and a change behind them leaves the mask as it is.
+    # A write into anything else does no harm, though it may depend on the same nodes: rotary
+    # embeddings are computed from the positions that the mask is computed from, and may be changed.
     return overlap(tensors_of(nodes), changed_in(graph))
 
 

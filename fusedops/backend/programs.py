@@ -223,7 +223,7 @@ def prepare(
     Args:
         program: the program.
         wanted: the inputs that have gradients through it.
-        receives: nodes that have gradients.
+        receives: the nodes to whose values the backward passes a gradient.
     Raises:
         NotRowwiseError: Triton cannot compile one.
     """
@@ -355,18 +355,18 @@ class _Function:
     def _dimension(self, size: Any) -> Any:
         """A size as a number, as a symbol that it equals, or as it is.
 
-        It is a number if it never changes: a plain one, or one rounded from the caller's floats.
+        A symbolic size becomes a number if it is rounded from floats of the caller that never
+        changed: ``int(196 * (1 - ratio))``, the tokens of a masked autoencoder that stay visible.
         """
         size = settled(size, self._single)
         is_rounded = any(number.is_Function for number in _free_symbols(size))
-        # Such is the number of tokens of a masked autoencoder, from the share that stays visible.
         if not is_rounded or not has_one_value(size):
             return size
         self.numbers.append(size)
         return size.node.hint
 
     def _is_no_size_of(self, value: Any) -> bool:
-        """Whether a number is a size that does not follow from the sizes of tensors."""
+        """Whether a number is a size that cannot be computed from the sizes of the tensors."""
         value = settled(value, self._single)
         if not isinstance(value, torch.SymInt) or has_one_value(value):
             return False
@@ -464,7 +464,10 @@ def _locations(shapes: Sequence[Sequence[Any]]) -> dict[Any, _Location]:
 
 
 def _linear_terms(expression: Any, symbol: Any) -> tuple[int, int] | None:
-    """The factor and the summand of a symbol in an expression; None if it has others in it."""
+    """The factor and the summand of a symbol in an expression; None if they are no numbers.
+
+    Of 2 * s + 1 they are 2 and 1. Of s * t and of s + t one is a symbol itself.
+    """
     factor = expression.coeff(symbol)
     summand = expression - factor * symbol
     if not factor.is_Integer or not summand.is_Integer:
@@ -473,9 +476,10 @@ def _linear_terms(expression: Any, symbol: Any) -> tuple[int, int] | None:
 
 
 def _free_symbols(size: Any) -> Any:
-    """The whole numbers that a size is computed from.
+    """The unknown whole numbers that a size is computed from.
 
-    They are symbols, and functions of symbols of floats, such as their integral parts.
+    They are symbols of whole numbers, and functions that round symbols of floats. Of
+    ``s0 + floor(196 * f1)`` these are ``s0`` and ``floor(196 * f1)``, and not ``f1``.
     """
     expression = _expression_of(size)
     return () if expression is None else _whole_numbers(expression)
@@ -491,9 +495,10 @@ def _whole_numbers(expression: Any) -> set[Any]:
 
 
 def _shapes(shapes: Sequence[Sequence[Any]], times: int) -> list[tuple[int, ...]]:
-    """Shapes whose symbols are at least ``times`` the numbers that they stand for.
+    """Shapes with numbers for the symbols, each at least ``times`` its hint.
 
-    The numbers are multiples of those, so that they have their divisors.
+    The numbers are multiples of the hints, so that they have their divisors: an expression such as
+    s // 32 has no remainder if it had none in the traced call.
     """
     hints: dict[Any, int] = {}
     for size in itertools.chain.from_iterable(shapes):
@@ -501,7 +506,7 @@ def _shapes(shapes: Sequence[Sequence[Any]], times: int) -> list[tuple[int, ...]
             hints[symbol] = hint_of(symbol, size)
     numbers = {}
     for position, symbol in enumerate(sorted(hints, key=str)):
-        # A different multiple for each symbol: equal sizes would seem to be one axis.
+        # Another multiple for each symbol: to the tracer, equal sizes may be one axis.
         numbers[symbol] = (times + 2 * position) * hints[symbol]
 
     def sized(size: Any) -> int:
@@ -518,6 +523,9 @@ def _shapes(shapes: Sequence[Sequence[Any]], times: int) -> list[tuple[int, ...]
 def _build(function: _Function, tensors: Sequence[fx.Node], saved_inputs: Sequence[int]) -> Source:
     """Traces a region with two sets of sizes, to tell the sizes that change from constants.
 
+    An axis whose size differs between the traces is a moving one. If a dimension joins it with
+    other axes, the region becomes a function of split dimensions, and is traced a second time.
+
     Args:
         function: the region.
         tensors: its tensors.
@@ -527,9 +535,8 @@ def _build(function: _Function, tensors: Sequence[fx.Node], saved_inputs: Sequen
     """
     values = list(map(value_of, tensors))
     symbolic = [*function.shapes, *[(value_of(node),) for node in function.sizes]]
-    # Multiples of the sizes, which are divisible by what those are, and none of which is 1 or alike
-    # another.
-    # In the traced call itself a size such as s // 32 may be 1, and would be broadcast.
+    # Not with the sizes of the traced call: there a size such as s // 32 may be 1, and would be
+    # broadcast, or two may be equal by chance. Both sets are multiples of them.
     shapes = [_shapes(symbolic, times) for times in (1009, 2003)]
     source, moving = _source(function.graph, values, shapes, saved_inputs)
     _check_constants(source.structure, symbolic, moving)
@@ -552,7 +559,9 @@ def _check_constants(
     symbolic: Sequence[Sequence[Any]],
     moving: Mapping[int, tuple[int, int]],
 ) -> None:
-    """Raises where a size that is a symbol is a constant of a structure.
+    """Raises where a size that is a symbol was the same in both traces, so not a moving axis.
+
+    A kernel for this structure would have the number of the trace in it.
 
     Args:
         structure: of the region.

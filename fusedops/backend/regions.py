@@ -63,7 +63,8 @@ _POSITION_OF_DIMS = {"linalg_vector_norm": 2}
 _NORMS = frozenset({"native_layer_norm", "_fused_rms_norm"})
 _SOFTMAX = frozenset({"_softmax", "_safe_softmax"})
 # Operators that the tracer supports, but regions leave out: those that create tensors, reductions
-# and gathers along other rows, and losses, for which Inductor writes no probabilities.
+# and gathers along other rows, and losses. Inductor fuses a loss with the softmax before it; an
+# operator of the softmax would write all probabilities.
 _EXCLUDED = frozenset(
     {
         "arange",
@@ -191,8 +192,8 @@ class Finder:
         return node in self.eligible and node not in self.claimed
 
     def _find(self, nodes: Iterable[fx.Node]) -> Iterator[Region]:
-        # Reductions first: they fix the number of columns, and other seeds join their regions. A
-        # region claims nodes while it grows, so each node is looked at when its turn comes.
+        # Reductions first: they fix the number of columns, and other seeds join their regions.
+        # `filter` is lazy: a node that an earlier seed's region has claimed meanwhile is no seed.
         for node in filter(self._is_free, nodes):
             columns = columns_of(node)
             if columns:
@@ -231,6 +232,8 @@ class Finder:
         """
         nodes = self._trimmed(self._reached_from(seed, columns))
         self.claimed.update(nodes)
+        # Empty if not even the seed could join: a function of `rowwise` may return a reduction over
+        # other dimensions than the last.
         if seed in nodes:
             yield Region(nodes)
 
@@ -245,7 +248,8 @@ class Finder:
             node = todo.pop()
             if node in own or not self._may_join(node, own, size, columns):
                 continue
-            # A node that closes a path over nodes outside is left; a later one may fill the gap.
+            # With this node a path would leave the region and come back. It is left for now: if
+            # the nodes on that path join, it is a neighbour of theirs, and tried again.
             extended = self._extended(reach, node)
             if not extended.is_convex:
                 continue

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from .gradients import needs_gradients, receives_gradients, recorded
+from .gradients import needs_gradients, receives_gradients
 from .report import RegionReport
 
 __all__ = ["Rewrite"]
@@ -41,8 +41,3 @@ class Rewrite:
     def receives(self) -> set[fx.Node]:
         """Those of `needs` whose gradients come from a result of the graph."""
         return receives_gradients(self.graph, self.needs)
-
-    @functools.cached_property
-    def recorded(self) -> set[fx.Node]:
-        """The nodes where gradients are recorded."""
-        return recorded(self.graph)

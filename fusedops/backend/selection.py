@@ -356,9 +356,15 @@ def _end_of_overlap(
 ) -> int:
     """The last position from which a path may lead back to a region.
 
-    Edges lead to later nodes, but a path may go back to the start of a region that it enters. So
-    regions whose spans of positions overlap are merged to one span. No path leads back to the
-    region from a node after the end of that span.
+    Edges lead to later nodes, but a path that enters a region may leave it from its first node. So
+    a path leads back from as far as an unbroken chain of overlapping regions reaches:
+
+        region    ├─────┤
+        others       ├──────┤       ├────┤
+                         ├─────┤
+                               end
+
+    No path leads back from the last of these regions: all of its nodes are after the end.
     """
     spans = []
     for other in others:

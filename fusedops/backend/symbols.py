@@ -52,8 +52,13 @@ def hint_of(symbol: Any, size: Any) -> int:
 def settled(size: Any, others: Iterable[Any] = ()) -> Any:
     """Returns a size as a number, or as another size, where the graph's guards determine it.
 
-    Such are the rows that a table of positions is added to. Symbols are numbers then already,
-    expressions of symbols are not. Without the private name they stay expressions.
+    A table of 197 positions is added to ``(h // 16) * (w // 16) + 1`` rows: the guard that they are
+    as many leaves them one value. PyTorch then replaces a symbol by its value, but no expression of
+    symbols. Without the private name such a size stays an expression.
+
+    Args:
+        size: a number, perhaps a symbolic one.
+        others: symbols that it may be equal to.
     """
     if not _is_expression(size):
         return size
@@ -74,20 +79,20 @@ _guarded_in: Any = weakref.WeakKeyDictionary()
 
 
 def _guarded(environment: Any) -> dict[Any, Any]:
-    """Maps an expression of sizes to the one value that the graph's guards leave it.
+    """Maps expressions of sizes to the one value that the graph's guards leave each of them.
 
-    What is computed of them has one value, too. Empty without the private name.
+    Empty without the private name.
     """
     guards = getattr(environment, "guards", ())
-    count, values = _guarded_in.get(environment, (0, {}))
-    while count < len(guards):
-        count, before = len(guards), len(values)
+    read, values = _guarded_in.get(environment, (0, {}))
+    has_new = read < len(guards)
+    while has_new:
+        known = len(values)
         for guard in guards:
             _solve(guard.expr, values)
-        # A new value may determine others: all guards are read again.
-        if len(values) > before:
-            count = 0
-    _guarded_in[environment] = count, values
+        # A new value may be the last that another guard lacked: all are read again.
+        has_new = len(values) > known
+    _guarded_in[environment] = len(guards), values
     return values  # type: ignore[no-any-return]
 
 
@@ -148,8 +153,10 @@ def _name_of_number(source: Any) -> str:
 def fix(numbers: Iterable[Any]) -> None:
     """Makes symbolic numbers constants of Dynamo's graph: it is traced anew if one changes.
 
-    To PyTorch a float that is a constant of one graph is one of all later graphs. Here it becomes a
-    symbol again where it has changed, as `has_one_value` then tells.
+    PyTorch remembers the floats that were made constants, and makes them constants of all later
+    graphs: each new value would then be compiled. So `_forget_fixed` removes those of this package.
+    One that has changed is a symbol of the next graph, and as `has_one_value` is then false, the
+    region that would need it as a constant is left.
     """
     for number in numbers:
         _fixed.update(map(str, number.node.expr.free_symbols))

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import linecache
 import textwrap
+import tokenize
 from types import CodeType
 from typing import TypeVar
 
@@ -48,7 +49,9 @@ def check_effects(code: CodeType, name: str) -> None:
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    except (OSError, TypeError, SyntaxError):
+    # `TokenError`: the file was changed, and now a bracket or a string that is never closed begins
+    # here.
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):
         return
     # Variables of the function itself. Those that it takes from an outer function are free
     # variables.

@@ -7,6 +7,7 @@ import inspect
 import itertools
 import linecache
 import textwrap
+import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -389,7 +390,9 @@ def _targets_of(code: Any) -> dict[int, str]:
     """Return the variable that each line of a function assigns."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    except (OSError, TypeError, SyntaxError):
+    # `TokenError`: the file was changed, and now a bracket or a string that is never closed begins
+    # here.
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):
         return {}
     first = code.co_firstlineno - 1
     targets: dict[int, str] = {}

@@ -25,10 +25,17 @@ class TensorsBeside(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module, as `torch.nn.Module` does."""
-        if is_distributed(self):
-            args, others = args[:1], args[1:]
-            kwargs |= zip(self._beside[: len(others)], others, strict=True)
-        return super().__call__(*args, **kwargs)
+        if not is_distributed(self):
+            return super().__call__(*args, **kwargs)
+        first, others = args[:1], args[1:]
+        if len(others) > len(self._beside):
+            raise TypeError(
+                f"{type(self).__name__} takes at most {1 + len(self._beside)} tensors, "
+                f"got {len(args)}"
+            )
+        named = dict(zip(self._beside, others, strict=False))
+        # Python raises a TypeError for a name that is in both.
+        return super().__call__(*first, **named, **kwargs)
 
     def _vector(self, t: Tensor | None, x: Any) -> Tensor | None:
         """Returns a tensor without rows, replicated if the hooks turned ``x`` into a DTensor."""

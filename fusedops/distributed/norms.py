@@ -9,8 +9,8 @@ Ranks add two numbers per row, and no rank gathers a row:
 The pre-norm sum is the dropout-add kernel's, of the rank's columns. The mean follows from the
 ranks' sums. Each rank's squares about its own mean become those about the common mean as in Chan et
 al. 1979, "Updating formulae and a pairwise algorithm for computing sample variances". The
-derivative is autograd's, which all-reduces the gradients of all-reduced values. The pre-norm sum is
-saved for every ``save``.
+derivative is autograd's, which all-reduces the gradients of all-reduced values. So the functions
+below save the pre-norm sum for it, also where the operator's ``save`` is "output" or "inputs".
 """
 
 from __future__ import annotations
@@ -51,10 +51,7 @@ def norm_over_columns(
     """
     x, bias, residual, weight, ln_bias = tensors
     rule, z, columns = constants.rule(), x, layout.axes.columns
-    drops = state is not dropout.none
-    if isinstance(state, tuple):
-        drops = state[0] is not None
-    if bias is not None or residual is not None or drops:
+    if bias is not None or residual is not None or _drops(state):
         added = NormConstants(
             constants.op, "none", rule.rounding, rule.eps, rule.weight_offset, None, constants.save
         )
@@ -74,8 +71,9 @@ def norm_over_columns(
     out = constants.out_dtype or rule.output_dtype(z.dtype, weight_dtype)
     hat = rule.hat_dtype(z.dtype, weight_dtype)
     cast = None if constants.cast_dtype == out else constants.cast_dtype
-    # Without an intermediate rounding, ``hat`` is the accumulator's dtype. With one, the normalised
-    # rows are rounded to ``hat``, and the weight keeps its own dtype.
+    # ``hat`` is the dtype of the normalised rows when the weight multiplies them: that of the
+    # accumulator, or a lower one, to which Llama's and T5's norms round. Only then does the weight,
+    # with its offset, keep its own dtype.
     if weight is not None and rule.weight_offset:
         if hat == acc:
             weight = weight.to(acc)
@@ -89,6 +87,13 @@ def norm_over_columns(
         # The kernels never return the caller's own tensor, so neither does this.
         returned = z.clone() if z is x else z
     return outputs[0], returned, outputs[1] if cast is not None else None
+
+
+def _drops(state: State | Dropout) -> bool:
+    """Whether there is dropout, of kernels by a `State`, or else of PyTorch by a function."""
+    if isinstance(state, tuple):
+        return state[0] is not None
+    return state is not dropout.none
 
 
 @rowwise

@@ -1,4 +1,4 @@
-"""A check that all ranks of several GPUs have the same random state."""
+"""`check_seeds`: a check that all ranks of a mesh have the same random state."""
 
 from __future__ import annotations
 

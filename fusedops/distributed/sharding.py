@@ -52,7 +52,9 @@ def distributes(tensors: Tensors) -> bool:
 def run(
     op: Operator, constants: Any, tensors: Tensors, p: float, compute: Callable[..., Any]
 ) -> Any:
-    """Returns the outputs of a checked call, as DTensors, of rows that kernels can be compiled for.
+    """Returns the outputs of a call, as DTensors.
+
+    The caller has checked the call, and that kernels fit its width (`Operator.cols`).
 
     Args:
         op: the operator.
@@ -73,8 +75,9 @@ def run(
         outs = axes.over_columns(constants, local, state, plan.layout, compute)
     else:
         outs = compute(constants, local, state)
+    # AOTAutograd loses DTensors that are views of one tensor (PyTorch 2.13). A `SequenceOperator`
+    # returns such views: its kernels write one buffer for all outputs.
     if torch.compiler.is_dynamo_compiling() and len(axes.outputs) > op.visible:
-        # AOTAutograd loses DTensors that are views of one tensor (PyTorch 2.13).
         outs = [out.clone() for out in outs]
     return plan.whole(outs)
 
@@ -95,6 +98,7 @@ def _of_shard(layout: Layout, p: float, local: Tensors, device: torch.device) ->
         return state
     own: Any = first if isinstance(first, Tensor) else (first, second)
     seed = layout.seed(own, device)
+    # Only a shard's state has a tensor as its second element: see `rng.State`.
     return seed, seed, threshold
 
 
@@ -252,6 +256,7 @@ class Layout(NamedTuple):
         shape = (*self.axes.rows, self.axes.columns)
 
         def masked(h: Tensor, dtype: torch.dtype) -> Tensor:
+            # The dropout of ones is the mask, divided by the keep probability.
             whole = torch.ones(shape, dtype=h.dtype, device=h.device)
             scale = dropout.dropout_of(p, NO_DROPOUT, self.axes.columns)(whole, dtype)
             for axis, size in enumerate(shape):

@@ -2,16 +2,20 @@
 
 How far two ways to compute the same may differ depends on the module and on the inputs, so it is
 measured. All inputs and parameters of the original, and the gradients of its outputs, are perturbed
-by one unit in the last place, up or down at random. That changes its results as one rounding at
-every one of its inputs would. A fused operator rounds less often than the code that it replaces,
-which takes eight elementwise steps at most (T5's gated unit by tanh) and as many sums. So both may
-differ from the exact result by eight such changes, and from each other by sixteen, and by the
-rounding of the result itself.
+by one unit in the last place, up or down at random. The change of the results is the effect of one
+rounding of everything that the module reads.
+
+The code that a fused operator replaces takes at most eight elementwise steps (T5's gated unit by
+tanh) and as many sums, each with a rounding, and the operator rounds less often. So each of the two
+may differ from the exact result by eight such changes. The limit of their difference is sixteen,
+plus the rounding of the result itself.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from . import classes
 from .report import Difference
@@ -31,7 +36,6 @@ __all__ = ["fuse_and_check"]
 _PERTURBATIONS = 16
 # The number of random perturbations, of which the largest change counts.
 _DRAWS = 3
-Parameters = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -187,14 +191,20 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def _perturbation(seed: int) -> Callable[[Tensor], Tensor]:
-    """Build a function that changes every number by a unit in the last place, up or down."""
+    """Build a function that changes every number by a unit in the last place, up or down.
+
+    The largest finite numbers stay as they are. In masks of attention they stand for infinity, and
+    are exact: in a row in which all keys are masked, the masked scores are equal, and any change
+    would put them in an order.
+    """
     # On the CPU, so that every device gets the same numbers.
     generator = torch.Generator("cpu").manual_seed(seed)
 
     def perturb(x: Tensor) -> Tensor:
         bits = torch.randint(0, 2, x.shape, generator=generator, device="cpu")
         signs = bits.to(x.device, x.dtype) * 2 - 1
-        return x.detach() * (1 + torch.finfo(x.dtype).eps * signs)
+        limits, x = torch.finfo(x.dtype), x.detach()
+        return torch.where(x.abs() == limits.max, x, x * (1 + limits.eps * signs))
 
     return perturb
 
@@ -213,16 +223,51 @@ def _run(
         return inputs[-1]
 
     args, kwargs = _mapped(call.args, fresh), _mapped(call.kwargs, fresh)
-    copies: Parameters = {}
+    copies: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         if parameter.is_floating_point():
             copies[name] = perturb(parameter).requires_grad_(parameter.requires_grad)
-    with torch.enable_grad():
+    with _same_random_numbers(module), torch.enable_grad():
         # The module's own parameters stay as they are, and so do their gradients.
-        outputs = list(_tensors(torch.func.functional_call(module, copies, args, kwargs)))
+        state = {**copies, **_copied_buffers(module)}
+        outputs = list(_tensors(torch.func.functional_call(module, state, args, kwargs)))
         leaves = _differentiable([*inputs, *copies.values()])
         gradients = _gradients(_differentiable(outputs), leaves, perturb)
     return _Result([y.detach() for y in outputs], gradients)
+
+
+def _copied_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the buffers: a module that counts its calls starts anew in each run."""
+    copies = {}
+    for name, buffer in module.named_buffers():
+        # `functional_call` refuses two values for a parameter that is a buffer too.
+        if not is_lazy(buffer) and not isinstance(buffer, nn.Parameter):
+            copies[name] = buffer.clone()
+    return copies
+
+
+@contextmanager
+def _same_random_numbers(module: nn.Module) -> Iterator[None]:
+    """Restore the state of the generators afterwards, so that the next run draws the same."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    gpus = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    with torch.random.fork_rng(gpus):
+        yield
+
+
+@contextmanager
+def _without_nested_tensors() -> Iterator[None]:
+    """Turn off PyTorch's fast path of attention for a while.
+
+    Otherwise an `nn.TransformerEncoder` with a padding mask passes nested tensors to its layers,
+    for which most operators are missing, where no gradient is recorded.
+    """
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 def _differentiable(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -246,14 +291,18 @@ def _gradients(
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors in a result."""
+    """Yield the floating-point tensors in a result; complex ones as real and imaginary parts."""
     if isinstance(value, Mapping):
         value = tuple(value.values())
+    elif dataclasses.is_dataclass(value):
+        value = tuple([getattr(value, field.name) for field in dataclasses.fields(value)])
     if isinstance(value, (tuple, list)):
         for inner in value:
             yield from _tensors(inner)
     elif isinstance(value, Tensor) and value.is_floating_point():
         yield value
+    elif isinstance(value, Tensor) and value.is_complex():
+        yield torch.view_as_real(value.resolve_conj())
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -283,8 +332,9 @@ def _recorded(model: nn.Module, modules: list[nn.Module], call: _Call) -> dict[n
 
     handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
     try:
-        with torch.no_grad():
-            model(*_mapped(call.args, Tensor.clone), **_mapped(call.kwargs, Tensor.clone))
+        args, kwargs = _mapped(call.args, Tensor.clone), _mapped(call.kwargs, Tensor.clone)
+        with _same_random_numbers(model), _without_nested_tensors(), torch.no_grad():
+            torch.func.functional_call(model, _copied_buffers(model), args, kwargs)
     finally:
         for handle in handles:
             handle.remove()

@@ -16,6 +16,7 @@ import itertools
 import math
 import sys
 import textwrap
+import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any
@@ -118,7 +119,11 @@ def definition(function: Any) -> ast.FunctionDef | None:
         return None
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
-    except (OSError, SyntaxError, TypeError):
+    # `TokenError`: a bracket or a string that begins here in the changed file is never closed.
+    except (OSError, SyntaxError, TypeError, tokenize.TokenError):
+        return None
+    # In a file that was changed since it was imported, only a comment may be left on these lines.
+    if not tree.body:
         return None
     result = tree.body[0]
     # A lambda is part of another statement.
@@ -171,14 +176,19 @@ def _is_source_of(function: FunctionType, tree: ast.FunctionDef) -> bool:
     bare = ast.FunctionDef(
         name=tree.name, args=tree.args, body=tree.body, decorator_list=[], returns=None
     )
-    # Within a class of the right name, since names like ``__x`` and ``super()`` depend on it. A
-    # qualified name is ``Class.method``, or one part outside of classes, where any name will do.
-    owner = function.__qualname__.split(".")[-2:][0]
+    # Within a class of the right name, since names like ``__x`` and ``super()`` depend on it. The
+    # qualified name of a method ends in ``Class.method``. Outside of classes any name will do.
+    names = function.__qualname__.split(".")
+    owner = names[-2] if len(names) > 1 else names[0]
     cls = ast.ClassDef(
         name=owner, bases=[], keywords=[], body=[ast.copy_location(bare, tree)], decorator_list=[]
     )
     module = ast.fix_missing_locations(ast.Module([ast.copy_location(cls, tree)], []))
-    code = compile(module, function.__code__.co_filename, "exec", dont_inherit=True)
+    try:
+        code = compile(module, function.__code__.co_filename, "exec", dont_inherit=True)
+    # ``nonlocal`` names a variable of the function around this one, which is missing here.
+    except SyntaxError:
+        return False
     # The module's code contains the class's, which contains the function's.
     return any(_is_same_code(inner, function.__code__) for inner in _inside(_inside([code])))
 
@@ -220,9 +230,9 @@ def _is_same_instruction(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
     return _is_same_value(one[1], other[1])
 
 
-# Python compiles ``name.method()`` to a call of a method, but to a call of an attribute's value if
-# the same source imports ``name``. A file does, the source of one function does not: so both are
-# mapped to the same instructions. What is mapped to "" is dropped.
+# Python compiles ``torch.cat(x)`` to LOAD_METHOD, but to PUSH_NULL and LOAD_ATTR if the compiled
+# source imports ``torch``. The function's file does so, the source of the function alone does not.
+# So both are mapped to the same instructions. What is mapped to "" is dropped.
 _CALLS = {
     "LOAD_METHOD": "LOAD_ATTR",
     "CALL_METHOD": "CALL",
@@ -241,10 +251,10 @@ def _instructions(code: CodeType) -> list[tuple[str, Any]]:
         name = _CALLS.get(instruction.opname, instruction.opname)
         positions[instruction.offset] = len(instructions)
         if name:
-            # The count of a call's arguments has no constant or name that it stands for.
-            value = instruction.arg if name == "CALL" else instruction.argval
-            instructions.append((name, value))
-    # Offsets, and so targets of jumps, depend on the instructions that were mapped or dropped.
+            # The constant, name or offset that the argument stands for; else the argument itself.
+            instructions.append((name, instruction.argval))
+    # The target of a jump is an offset, which depends on the instructions that were mapped or
+    # dropped. So it becomes a position among the instructions that are compared.
     return [(name, positions[value] if _is_jump(name) else value) for name, value in instructions]
 
 

@@ -268,7 +268,8 @@ def _is_called(module: nn.Module) -> bool:
 def _drop_idle(verdicts: dict[nn.Module, Verdict], *, hooks_count: bool = False) -> None:
     """Drop the rules of modules that would call no operator.
 
-    Hooks may be removed again, so they count only with ``hooks_count``.
+    `fuse_model` ignores hooks inside such a module: they may be removed again, and then it calls
+    an operator. `fusion_status`, which reports the present state, counts them (``hooks_count``).
     """
     # Inner modules come first: whether a block calls an operator depends on the rules inside.
     for module, verdict in reversed(list(verdicts.items())):
@@ -295,9 +296,10 @@ def _drop_unused_ends(model: nn.Module, verdicts: dict[nn.Module, Verdict]) -> N
 
 
 def _only_leaves(rule: Rule) -> bool:
-    """Whether modules of the rule do nothing but to leave their last steps to a block.
+    """Whether modules of the rule only leave their last steps to the block around them.
 
-    A rule that takes from all modules inside (None) is a block's, and needs no other block.
+    Rules without ``takes`` are applied also where no such block has a rule: T5's attention, for
+    one, has a fast path.
     """
     return not rule.calls and rule.takes is not None
 

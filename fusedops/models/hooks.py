@@ -46,9 +46,9 @@ def has_hooks(module: nn.Module) -> bool:
 _CALL = nn.Module.__call__
 
 
-# torch.compile guards on the class of a module, so a function of the class alone is a constant to
-# it. An attribute that it sees looked up in a class becomes a guard of its own, and the module is
-# then checked before every step.
+# A constant to torch.compile, which guards on the class of each module anyway. If it traced this
+# function instead, each attribute that is read from the class would become one more guard, which is
+# checked before every step.
 @constant_when_traced
 def keeps_method(cls: Any, method: str) -> bool:
     """Whether instances of a fused class have this method of a rule, and the usual call."""
@@ -68,7 +68,8 @@ def is_unchanged(cls: Any, method: str) -> bool:
 
 def original(module: Any, method: str) -> Any:
     """Return the current method of a fused module's original class."""
-    # Read from the instance, as said above; after a patch, from the class.
+    # Of the instance, since what torch.compile reads from a class adds a guard. Once the method was
+    # patched, of the class.
     if is_unchanged(type(module), method):
         return getattr(module, ORIGINAL + method)
     return getattr(type(module)._fusedops_original, method)

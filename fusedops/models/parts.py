@@ -95,9 +95,14 @@ def product(layer: Any, x: Tensor) -> Tensor:
 
 def linear(layer: Any, x: Tensor) -> Branch:
     """Return a linear layer's product, with its bias left to the caller."""
-    if type(layer) is Cast or _is_plain_linear(layer):
+    if _is_real(x) and (type(layer) is Cast or _is_plain_linear(layer)):
         return Branch(product(layer, x), layer.bias)
     return Branch(layer(x))
+
+
+def _is_real(x: Any) -> bool:
+    """Whether this is a tensor of a dtype that the operators have: no integers, nothing complex."""
+    return isinstance(x, Tensor) and x.dtype.is_floating_point
 
 
 def _is_plain_linear(layer: Any) -> bool:
@@ -127,15 +132,22 @@ def _may_postpone(end: Branch, dropout: Any) -> bool:
     A branch has one dropout. And nothing may read what the module would write in place to its
     input: it does not write, or its input is the sum with the bias, which only the branch has.
     """
-    if end.drops:
+    if end.drops or not _has_operators_dropout(end, dropout.p):
         return False
     if end.bias is not None:
         return True
     return not getattr(dropout, "inplace", False)
 
 
+def _has_operators_dropout(end: Branch, p: Any) -> bool:
+    """Whether the operators have this dropout. PyTorch takes a tensor as probability, too."""
+    return _is_real(end.product) and isinstance(p, (int, float))
+
+
 def drop(end: Branch, p: float, *, training: bool) -> Branch:
     """Postpone a dropout that has no module behind the branch."""
+    if not _has_operators_dropout(end, p):
+        return Branch(F.dropout(finished(end), p, training))
     # Two dropouts are two draws of random numbers, not one of a joint probability.
     if end.drops:
         return Branch(finished(end), None, p, training)
@@ -353,8 +365,10 @@ def finished(end: Branch) -> Tensor:
 
 
 def _match(x: Any, residual: Any) -> bool:
-    """Whether both are tensors of one shape, so that the operators can add them."""
-    return isinstance(x, Tensor) and isinstance(residual, Tensor) and x.shape == residual.shape
+    """Whether the operators can add or multiply these: real tensors of one shape."""
+    if not _is_real(x) or not _is_real(residual):
+        return False
+    return bool(x.shape == residual.shape)
 
 
 def in_place(end: Branch, residual: Any) -> tuple[Branch, Any]:
@@ -363,9 +377,10 @@ def in_place(end: Branch, residual: Any) -> tuple[Branch, Any]:
     Returns:
         The branch, and the residual if it is still to be added, or None.
     """
-    # With postponed steps the finished branch is a new tensor: nothing else sees it change.
+    # A branch with postponed steps is no tensor yet, so nothing else could see it change in place.
     if _can_fuse_sum(end, residual):
         dtype = end.product.dtype
+        # A sum in place has the branch's dtype. A wider residual would widen a new sum.
         if torch.promote_types(dtype, residual.dtype) == dtype:
             return end, residual
     z = finished(end)
@@ -438,7 +453,7 @@ def _add_sharded_norm(end: Branch, residual: Tensor, norm: Any, return_sum: bool
     if not return_sum:
         return _local(result, layout.to_local)
     y, z = result
-    # The sum has the type of the residual that came in.
+    # The sum has the type of the residual that came in: a plain tensor if `_rows_in` converted it.
     return _local(y, layout.to_local), _local(z, stream is not residual)
 
 
@@ -452,9 +467,10 @@ def _rows_in(layout: Rows, end: Branch, residual: Tensor) -> tuple[Any, ...] | N
     rows = layout.take(end.product, residual)
     if rows is None:
         return None
-    # A plain tensor's dropout mask would be that of this rank's rows alone.
-    is_plain = rows[1] is not residual
-    return None if is_plain and end.drops else rows
+    # Plain tensors became DTensors. The mask that the module would draw for them is one of this
+    # rank's rows alone, and the operator's on a DTensor is another one.
+    was_plain = rows[1] is not residual
+    return None if was_plain and end.drops else rows
 
 
 def add_norm_cast(
@@ -588,7 +604,8 @@ def packed_gated(x: Tensor, activation: Any) -> Tensor:
     """
     name = activation_name(activation)
     # An odd length has no two halves; an activation in place would write to x.
-    if name is None or x.shape[-1] % 2 or getattr(activation, "inplace", False):
+    has_operator = _is_real(x) and x.shape[-1] % 2 == 0
+    if name is None or not has_operator or getattr(activation, "inplace", False):
         gate, up = x.chunk(2, dim=-1)
         return activation(gate) * up  # type: ignore[no-any-return]
     return gated_act(x, None, name)

@@ -85,10 +85,12 @@ class Rule:
         needs: a function of the module and `At` that returns why it would call no operator; "" if
             it would.
         leaves: a function of the module and `At` that returns whether the module leaves its last
-            steps to the block that contains it. It is called only if the rule has the method
+            steps to the block that contains it: an attention that ends in a linear layer without a
+            bias, for one, has none to leave. It is called only if the rule has the method
             ``_fusedops_branch``.
         takes: paths of the modules whose last steps a fused module computes; None for all modules
-            inside.
+            inside. A rule with paths and without ``calls`` is applied only to modules that are in
+            the ``takes`` of a fused block.
         origin: for a rule built by a `Family`, its name and key; None for a rule of the table.
     """
 
@@ -106,6 +108,10 @@ class Rule:
     leaves: Callable[[nn.Module, At], bool] = field(default=_something)
     takes: tuple[str, ...] | None = None
     origin: tuple[str, Any] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rule:
+        """Return the rule itself, by which fused classes are cached: copied models share them."""
+        return self
 
     def knows(self, cls: type) -> bool:
         """Whether the rule matches a class."""
@@ -148,6 +154,9 @@ class Rule:
 
 def _inherits(cls: type, base: type, method: str) -> bool:
     """Whether a class has its base's method, and nobody has patched that on the base."""
+    # A base that is known by its name may lack the method in another release.
+    if not hasattr(base, method):
+        return False
     if getattr(cls, method) is not getattr(base, method):
         return False
     return is_unpatched(base, method)

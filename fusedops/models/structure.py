@@ -15,6 +15,7 @@ import ast
 import functools
 import inspect
 import operator
+import re
 import types
 from collections.abc import Callable, Mapping
 from types import FunctionType
@@ -27,7 +28,19 @@ from . import compiling, parts
 from .autocast import consumers
 from .fingerprint import definition, renamed
 from .hooks import has_hooks, is_linear, is_plain, is_unchanged, submodule
-from .rewriting import PREFIX, Rewritten, Step, called_paths, conditions, rewrite, rows_of
+from .rewriting import (
+    PREFIX,
+    WRITES,
+    Rewritten,
+    Step,
+    attributes_tested,
+    attributes_written,
+    called_paths,
+    conditions,
+    rewrite,
+    rows_of,
+    self_name_of,
+)
 from .rule import At, Family, Rule, has_method, judge
 from .tricks import allowed
 from .tricks.casts import cast_together
@@ -107,15 +120,34 @@ def _kinds_in(
     """Return the names and kinds of what one method uses."""
     kinds: dict[str, str] = {}
     paths, names = called_paths(tree)
+    tested = attributes_tested(tree)
     for path in paths:
         kinds[path] = _kind(module, path, leaf_rules)
+        if tested & _written_by(type(module), path, set()):
+            kinds[path] = WRITES
     for name in names:
         kinds[" " + name] = _function(function, name)
+    # What a method changes between two conditions is no fact.
+    if WRITES in kinds.values():
+        return kinds
     for text in conditions(tree):
         # The mode may change after the module is fused.
         if ".training" not in text:
             kinds["?" + text] = _truth(module, tree, text)
     return kinds
+
+
+def _written_by(cls: type, name: str, seen: set[str]) -> set[str]:
+    """Return the attributes that a method of a class writes, or one that it calls."""
+    method = getattr(cls, name, None)
+    tree = definition(method) if inspect.isfunction(method) else None
+    # Methods may call each other, or themselves.
+    if tree is None or name in seen:
+        return set()
+    seen.add(name)
+    written = attributes_written(tree)
+    paths, _ = called_paths(tree)
+    return written.union(*[_written_by(cls, path, seen) for path in paths])
 
 
 def _kind(module: nn.Module, path: str, leaf_rules: tuple[Rule | Family, ...]) -> str:
@@ -167,8 +199,7 @@ def _adapts_linear(module: nn.Module) -> bool:
 
 def _truth(module: nn.Module, tree: ast.FunctionDef, condition: str) -> str:
     """Return the value of a condition on the module's attributes, or "" if it has none."""
-    self_name = tree.args.args[0].arg
-    value = _evaluated(module, self_name, condition)
+    value = _evaluated(module, self_name_of(tree), condition)
     if not isinstance(value, bool):
         return ""
     return str(value)
@@ -334,7 +365,7 @@ class _Building:
         self.left_paths = leaving.leaves
         _inner, wrappers = renamed(method)
         unfinished = _rewrapped(_compiled(function, leaving), wrappers)
-        # Of what is left, the layer comes before the dropout behind it.
+        # An attention leaves its last layer, and maybe a dropout: `leaves` has them in this order.
         unfinished = _with_tricks(unfinished, cls, tree, self.left_paths[0])
         # A module that keeps its own forward has to follow later patches of it.
         if "forward" not in self.methods:
@@ -417,7 +448,8 @@ def _with_tricks(unfinished: Method, cls: type, tree: ast.FunctionDef, last: str
         tree: the class's forward.
         last: the path of the attention's last layer.
     """
-    names = [argument.arg for argument in (*tree.args.args, *tree.args.kwonlyargs)]
+    arguments = (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)
+    names = [argument.arg for argument in arguments]
     qkv, scales_query = packable(cls)
     if qkv:
         unfinished = _with_packing(unfinished, names[1], last, qkv, scales_query=scales_query)
@@ -432,9 +464,13 @@ def _with_packing(
     """Return the method with query, key and value as one product; ``first`` names its rows."""
 
     def branch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = args[0] if args else kwargs[first]
+        rows = args[0] if args else kwargs.get(first)
+        # Raises as the original does.
+        if rows is None:
+            return unfinished(self, *args, **kwargs)
         others = kwargs.get("key_value_states")
-        # A scaled query is not packed: with ``others``, only key and value are.
+        # A query that is scaled is not packed. `packed` leaves the query out where key and value
+        # have rows of their own, so the same rows are passed as such.
         if others is None and scales_query:
             others = rows
         past = kwargs.get("cache", kwargs.get("past_key_values"))
@@ -448,8 +484,9 @@ def _with_masks(unfinished: Method, first: str) -> Method:
     """Return the method with masks laid out for PyTorch's fused attention."""
 
     def branch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = args[0] if args else kwargs[first]
-        if compiling.makes_kernels(rows) and allowed(self, "masks"):
+        rows = args[0] if args else kwargs.get(first)
+        # A forward may have a default for its rows.
+        if rows is not None and compiling.makes_kernels(rows) and allowed(self, "masks"):
             # The mask may be a positional or a keyword argument.
             args = tuple(map(laid_out, args))
             kwargs = {name: laid_out(value) for name, value in kwargs.items()}
@@ -469,7 +506,8 @@ def _rule(
     for step in steps:
         sources.update(step.sources)
         paths.update(dict.fromkeys((step.path, *step.sources)))
-    # "module" is also the default, which drops "" and functional dropouts.
+    # Modules have reports of their own. Paths without a kind are those of no child: "" and, with a
+    # space, functional dropouts.
     children = tuple([path for path in paths if kinds.get(path, "module") != "module"])
 
     def calls(module: nn.Module, at: At) -> str:
@@ -550,6 +588,7 @@ def _postponed(
             steps["its dropout"] = None
         elif getattr(inner, "bias", None) is not None:
             steps["its last bias"] = None
+    # The order in which they are computed is the alphabet's, reversed: what, last bias, dropout.
     return sorted(steps, reverse=True)
 
 
@@ -594,15 +633,19 @@ def _activates(rule: Rule | None, activation: Any) -> bool:
     return bool(parts.activation_name(activation))
 
 
+_TRAINING = re.compile(r"\bself\.training\b")
+
+
 def _is_left(path: str, module: nn.Module, at: At) -> bool:
     """Whether what is at the path leaves a bias or a dropout to its caller.
 
     For a functional dropout the path is a space and the expression of its probability.
     """
     if path.startswith(" "):
-        p = _evaluated(module, "self", path[1:])
+        # As in training, since the mode may change after the module is fused.
+        p = _evaluated(module, "self", _TRAINING.sub("True", path[1:]))
         # A probability that depends on an argument may be any.
-        return p is None or p > 0.0
+        return not isinstance(p, (int, float)) or p > 0.0
     inner = submodule(module, path)
     if inner is None:
         return False

@@ -142,6 +142,7 @@ def run(options: argparse.Namespace) -> int:
     _check_limits(options)
     if options.compare is not None:
         return _print_comparison(options.compare)
+    _check_files(options)
     if _is_file(options.raw):
         _raw(options.raw)  # rows must not be appended to another kind of file
     # Before the GPU is used, so that errors of the command line come first.
@@ -176,6 +177,16 @@ def _check_limits(options: argparse.Namespace) -> None:
     # Negated, so that NaN is an error too.
     if not options.budget >= 0.0:
         raise UsageError(f"--budget must be at least 0 seconds, got {options.budget:g}")
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Raise for files that could not be written after hours, and for options without effect."""
+    for name in ("raw", "output"):
+        path: Path | None = getattr(options, name)
+        if path is not None and not path.parent.is_dir():
+            raise UsageError(f"--{name}: no such folder: {path.parent}")
+    if not options.ship and (options.resume or options.output is not None):
+        raise UsageError("--resume and --output take --ship")
 
 
 def _print_comparison(path: Path) -> int:
@@ -219,8 +230,8 @@ class _Cache:
 class _Ship:
     """Collects the best configs in the shipped table, which is written every few seconds."""
 
-    # A table has thousands of entries, and a sweep that is stopped loses what was not written.
-    # Seconds between writes.
+    # Seconds between writes. The table has thousands of entries, so it is not written for each one;
+    # a sweep that is killed loses those since the last write.
     _EVERY = 5.0
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:

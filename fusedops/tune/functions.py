@@ -55,7 +55,10 @@ class FunctionWorkload:
     moved: tuple[tuple[tuple[str, ...], int], ...] = ()
 
     def at(self, rows: int) -> FunctionWorkload:
-        """See `Tunable`: keys are collected with all rows."""
+        """See `Tunable`. Keys are collected with all rows.
+
+        Only the traced function tells which dimensions of its arguments are rows.
+        """
         return self
 
     def step(self, device: torch.device) -> Step:

@@ -4,11 +4,11 @@ The tuner is a child process, so that the caller's random state, streams, gradie
 not change, and the tuner's own calls are not tuned. Under ``torch.distributed`` rank 0 tunes and
 the others read its config:
 
-    rank 0          store                other ranks
-    reached  -----> "... reached" -----> wait, at most `reach`
+    rank 0           store                 other ranks
+    first use -----> "KEY reached" ------> wait, at most `reach`
     tune with the
     child process
-    config   -----> "..."         -----> wait, at most `patience` + `reach`
+    config    -----> "KEY"         ------> wait, at most `patience` + `reach`
 
 Every wait has a timeout, and after a timeout the same wait is not tried again.
 """
@@ -177,6 +177,9 @@ def _agreed(key: TuningKey, device_index: int, config: Config, origin: tuning.So
     All ranks must use the same one, since different configs add numbers in different orders. It is
     usually rank 0's, for which the others wait. A rank whose wait timed out stores the config it
     has; if rank 0 reaches the key later, it uses that config and does not tune.
+
+    The store has two entries for a key: one for the config, and one whose name ends in "reached",
+    which is set before rank 0 tunes.
     """
     store = default_store()
     name = f"fusedops_tune {tuning.device_name(device_index)} {key}"

@@ -86,6 +86,7 @@ class Sweeper:
     ) -> None:
         self._pool, self._timer, self._device = pool, timer, device
         self._name, self._limits = name, limits
+        # Workloads of the last sweep that were left out, and why.
         self.failures: list[str] = []
         # Caches of a sweep, by workload with few rows. Compiled kernels do not depend on the number
         # of rows, and keys only by their bucket, so workloads that differ only in that share them.
@@ -104,6 +105,7 @@ class Sweeper:
         ``goes_on`` is called before each key; if it returns False, the sweep ends.
         """
         done: set[TuningKey] = set()
+        self.failures.clear()
         # Cached configs may have changed.
         self._keys_at.clear()
         self._submitted.clear()
@@ -215,7 +217,8 @@ class Sweeper:
         for request in requests:
             # The workload's other kernels have configs of their own.
             is_forced = request.config == config
-            # What must run gets fewer stages if it does not fit; other candidates are dropped then.
+            # A candidate that does not fit into shared memory is dropped. The heuristic's config
+            # and the other kernels run in any case, with as many stages as fit.
             must_run = is_heuristic or not is_forced
             future = self._pool.submit(request, fit=must_run)
             if is_forced:

@@ -108,6 +108,7 @@ class GraphTimer:
             torch.cuda.empty_cache()
         first = workload.step(self._device)
         l2 = properties.L2_cache_size
+        # Two sets are enough where each is larger than the L2: the other one replaces it there.
         count = set_count(first.nbytes, l2, least=2 if first.nbytes > l2 else 3)
         steps = [first, *[workload.step(self._device) for _ in range(count - 1)]]
         return _GraphBench(steps, self._stream, self._memory)
@@ -128,6 +129,7 @@ class _GraphBench:
             calls[-1]()
             calls[0]()
             estimate = max(1e-3, events(calls[0], 1)[0])
+            # The gap before a graph does not matter where one round takes more than a millisecond.
             rounds = 1 if estimate * len(calls) > 1.0 else math.ceil(_CALLS / len(calls))
             graph = torch.cuda.CUDAGraph()
             # Not `torch.cuda.graph`, which returns all cached memory to the system each time.

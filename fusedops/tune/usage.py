@@ -56,14 +56,15 @@ def reason_to_drop(
     others may spill as much.
     """
     most_spills = max([_FEW_SPILLS, *[usage.spills for usage in heuristic]])
-    # 0 stands for one program per tile: any number may run at a time, but one must fit.
+    # A multiprocessor runs `per_sm` programs at a time, and all must fit. 0 stands for one program
+    # per tile: as many run as fit, so it is enough if one does.
     programs = max(config.per_sm, 1)
     for usage in usages:
         if usage.error:
             return usage.error
         # Registers are allocated in units of 8 for each thread of a warp.
         registers = -(-usage.registers // 8) * 8 * 32 * config.warps * programs
-        # 0 for one program per tile: the limit of a program is compared by itself.
+        # 0 for one program per tile, which `limits.shared` limits.
         shared = usage.shared * config.per_sm
         limited = (
             (usage.spills, most_spills, f"spills {usage.spills} bytes"),

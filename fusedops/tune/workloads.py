@@ -361,7 +361,8 @@ def _variations(
     """Yield options, absent tensors and recast tensors of workloads in these dtypes.
 
     The variations are subsets of the optional tensors, with and without dropout. If there are two
-    dtypes, one tensor has the wider, and the outputs have any.
+    dtypes, one of the optional tensors has the wider dtype, and each output has the default dtype
+    or one of the two.
     """
     # Operators with many tensors have too many subsets.
     optional = spec.tensors[1:] if len(spec.tensors) <= 5 else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -90,6 +91,45 @@ class _SetAtLast(_ChangedAtLast):
         return grad, None
 
 
+class _ListedAtLast(_ChangedAtLast):
+    """The same, of a list of tensors."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        torch._foreach_mul_(ctx.saved_tensors, 0)
+        return grad, None
+
+
+class _PutAtLast(_ChangedAtLast):
+    """The same, by a result that is put there."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (other,) = ctx.saved_tensors
+        torch.mul(other, 0, out=other)
+        return grad, None
+
+
+class _DividedAtLast(_ChangedAtLast):
+    """The same, by an operator of Python."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (other,) = ctx.saved_tensors
+        other //= 0.5
+        return grad, None
+
+
+class _NamedAtLast(_ChangedAtLast):
+    """The same, of a tensor that is passed by name."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (other,) = ctx.saved_tensors
+        torch.relu_(input=other)
+        return grad, None
+
+
 def _unsqueezed(x: Tensor, w: Tensor) -> Tensor:
     y = x.detach() * 2
     return F.layer_norm(_Unsqueezed.apply(x, y) + w, (8,), w) + y.squeeze(0)
@@ -171,6 +211,16 @@ def _changed_without_gradients(x: Tensor, w: Tensor) -> Tensor:
     with torch.no_grad():
         y.mul_(2)
     return F.layer_norm(y, (8,), w)
+
+
+def _changed_without_gradients_again(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The second change is of the first's result, and is no more a part of the derivative."""
+    y, z = x * w, x + w
+    z.mul_(3)
+    with torch.no_grad():
+        y.mul_(2).sub_(1)
+        z.mul_(2)
+    return F.layer_norm(y, (8,), w.detach()), F.layer_norm(z, (8,), w)
 
 
 def _changed_twice(x: Tensor, w: Tensor) -> Tensor:
@@ -275,6 +325,21 @@ def _bias_changed(x: Tensor, w: Tensor) -> Tensor:
     return F.layer_norm(y.view(x.shape), (8,), w) + bias
 
 
+def _equal_and_changed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Two equal results of a region, the first of which is changed before the second is read."""
+    y = x * w
+    first, second = [F.layer_norm(y, (8,), w) for _ in range(2)]
+    rows = first.view(-1)
+    first.add_(1)
+    return rows, torch.fmod(second, 2.0)
+
+
+def _layer_of_one_number(x: Tensor, w: Tensor) -> Tensor:
+    """The product is viewed without dimensions."""
+    row = F.layer_norm(x, (8,), w).sum((0, 1))
+    return F.linear(row[None], w[None], w[:1]).view(())
+
+
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning"
 )  # PyTorch's own
@@ -289,6 +354,7 @@ def _bias_changed(x: Tensor, w: Tensor) -> Tensor:
         _integers,
         _crossed,
         _changed_without_gradients,
+        _changed_without_gradients_again,
         _changed_twice,
         _copied,
         _inverted,
@@ -307,6 +373,12 @@ def _bias_changed(x: Tensor, w: Tensor) -> Tensor:
         _unsqueezed,
         _saved_by_two,
         _saved_by_two_and_set,
+        partial(_saved_by_two, last=_ListedAtLast),
+        partial(_saved_by_two, last=_PutAtLast),
+        partial(_saved_by_two, last=_DividedAtLast),
+        partial(_saved_by_two, last=_NamedAtLast),
+        _equal_and_changed,
+        _layer_of_one_number,
         _written_without_gradients,
     ],
 )
@@ -701,6 +773,11 @@ def _scaled(x: Tensor, w: Tensor) -> Tensor:
     return torch.sigmoid(x) * w
 
 
+@fusedops.rowwise
+def _opened(x: Tensor, w: Tensor) -> Tensor:
+    return (torch.sigmoid(x) * w).unsqueeze(-2)
+
+
 def _in_a_norm(x: Tensor, w: Tensor) -> Tensor:
     return F.layer_norm(_shifted(x, w, by=0.5) * 2, (8,), w)
 
@@ -714,6 +791,10 @@ def _without_reductions(x: Tensor, w: Tensor) -> Tensor:
     return torch.fmod(_scaled(x, w) * 2, 64.0)
 
 
+def _viewed_result(x: Tensor, w: Tensor) -> Tensor:
+    return _opened(x, w).cumsum(0).squeeze(-2)
+
+
 # Each with the functions in its regions.
 @pytest.mark.parametrize(
     ("function", "names"),
@@ -721,6 +802,7 @@ def _without_reductions(x: Tensor, w: Tensor) -> Tensor:
         (_in_a_norm, {"_shifted"}),
         (_several_results, {"_shifted_twice"}),
         (_without_reductions, {"_scaled"}),
+        (_viewed_result, {"_opened"}),
     ],
 )
 def test_functions_of_rowwise_are_fused_with_what_is_around(
@@ -770,6 +852,40 @@ def test_function_of_rowwise_whose_derivative_would_be_lost(
     backend = Backend()
     torch.compile(normed, backend=backend)(randn(4, 8).requires_grad_(), randn(8).requires_grad_())
     assert backend.report.left == [reason]
+
+
+def test_capture_that_fails_within_autocast_leaves_it() -> None:
+    """Otherwise what is after the block would be compiled in its dtype."""
+
+    @fusedops.rowwise
+    def detached(x: Tensor, w: Tensor) -> Tensor:
+        return (x * w).detach_() + 1
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            y = detached(x, w)
+        return F.linear(y, w.outer(w))
+
+    x, w, backend = randn(4, 8), randn(8), Backend()
+    torch.testing.assert_close(torch.compile(function, backend=backend)(x, w), function(x, w))
+    assert backend.report.left == ["it calls detach_"]
+
+
+def test_gradients_that_are_switched_off_until_the_end() -> None:
+    """What is computed before has gradients."""
+
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = F.layer_norm(x * w, (8,), w)
+        torch.set_grad_enabled(False)
+        return y, torch.fmod(y * 2, 3.0)
+
+    x, w, backend = randn(4, 8).requires_grad_(), randn(8).requires_grad_(), Backend()
+    for call in (function, torch.compile(function, backend=backend)):
+        with torch.set_grad_enabled(True):
+            results = call(x, w)
+            assert not torch.is_grad_enabled()
+        assert [y.requires_grad for y in results] == [True, False]
+    assert len(backend.report.fused) == 1
 
 
 def test_operators_that_the_model_calls_stay_beside_regions() -> None:

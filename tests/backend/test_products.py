@@ -91,6 +91,29 @@ def test_a_product_that_is_only_detached_has_no_gradient() -> None:
         assert [layer.bias.grad is None for layer in layers] == [False, False, True, True, True]
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_values_that_attention_saves_are_copied_out_of_a_product(bias: bool) -> None:
+    """Otherwise queries and keys, which nothing else saves, would stay in memory with them."""
+    layers = nn.ModuleList([nn.Linear(16, 16, bias=bias) for _ in range(3)]).to(DEVICE)
+
+    def function(x: Tensor) -> Tensor:
+        query, key, value = (layer(x).view(2, 8, 2, 8).transpose(1, 2) for layer in layers)
+        # Of operators that no region takes, so that the biases stay in the product.
+        return F.scaled_dot_product_attention(query.cumsum(-1), key.cumsum(-1), value)
+
+    names: list[str] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        result = entry._with_operators(gm, inputs, CompileReport())
+        names.extend(aten_name(node.target) for node in result.graph.nodes)
+        return gm.forward
+
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        torch.compile(function, backend=backend)(randn(2, 8, 16))
+    assert names.count("split_with_sizes") == 1 + bias  # with biases their casts, too
+    assert names.count("clone") == 1
+
+
 def test_parameters_are_cast_together() -> None:
     """Backward their gradients are cast as one tensor, forward each is read and written once, as casts are."""
     model = nn.Sequential(

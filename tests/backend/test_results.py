@@ -217,6 +217,23 @@ def test_results_lie_in_memory_as_they_did(function: Callable[[Tensor], Tensor])
     assert len(backend.report.fused) == 1
 
 
+@pytest.mark.parametrize("read", [lambda y: y, lambda y: y.as_strided((4, 16), (16, 2)) * 2])
+def test_columns_that_are_changed_in_place_stay_where_they_are(
+    read: Callable[[Tensor], Tensor],
+) -> None:
+    """Of an operator in the place of the change, they would be adjacent."""
+
+    def function(x: Tensor) -> Tensor:
+        columns = torch.fmod(_norm(x), 64.0)[..., ::2]
+        columns.add_(1)
+        return read(columns)
+
+    x = randn(4, 4, 32)
+    ours, eager = torch.compile(function, backend=Backend(), fullgraph=True)(x), function(x)
+    torch.testing.assert_close(ours, eager, **_CLOSE)
+    assert ours.stride() == eager.stride()
+
+
 def test_a_length_that_depends_on_data() -> None:
     def function(x: Tensor, n: Tensor, w: Tensor) -> Tensor:
         size = n.item()

@@ -5,12 +5,15 @@ An error, or one warning, that names operator and line.
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import linecache
 import re
 import time
 import warnings
 from collections import namedtuple
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -727,3 +730,17 @@ def test_changes_in_place_are_refused_by_the_names_of_users(
 ) -> None:
     with pytest.raises(RuntimeError, match=words):
         fusedops.rowwise(lambda x: change(x), strict=True)(randn(3, 8))
+
+
+@pytest.mark.parametrize("now", ["x = (\n", "'''\n"], ids=["bracket", "string"])
+def test_file_that_was_changed_since_is_no_reason(
+    now: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An editor may have saved the file meanwhile, with a bracket that is not closed yet."""
+    path = tmp_path / f"changed_{request.node.callspec.id}.py"
+    path.write_text("def doubled(x):\n    y = x.relu()\n    return y * 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    doubled = importlib.import_module(path.stem).doubled
+    path.write_text(now * 3)
+    linecache.checkcache()
+    assert "def forward_kernel(" in fusedops.rowwise(doubled).source(torch.randn(4, 8))

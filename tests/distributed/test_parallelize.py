@@ -489,6 +489,23 @@ def _load_alone(folder: Path) -> None:
 
 
 @pytest.mark.once
+def test_arguments_that_no_call_takes_are_errors_under_hooks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.distributed.tensor import DTensor  # noqa: F401 - as by `distribute_module`
+
+    module = fusedops.nn.FusedBiasDropoutAdd(0.0)
+    x, bias = torch.randn(4, 8), torch.randn(8)
+    expected = module(x, bias, x)
+    monkeypatch.setitem(module.__dict__, "_distribute_module_applied", True)
+    torch.testing.assert_close(module(x, bias, x), expected)
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'bias'"):
+        module(x, bias, x, bias=2 * bias)
+    with pytest.raises(TypeError, match="FusedBiasDropoutAdd takes at most 3 tensors, got 4"):
+        module(x, bias, x, x)
+
+
+@pytest.mark.once
 @pytest.mark.full  # CI runs the example in a step of its own
 def test_example_trains_as_one_process() -> None:
     """`make demo-distributed`, for a few steps of a tiny model."""

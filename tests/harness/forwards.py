@@ -1366,3 +1366,136 @@ def a_flag_that_turns(self, x):
     if self.flag:
         x = x * 2
     return x
+
+
+@_case(bias_dropout_add=1)
+class TurnsFlag(Base):
+    def turn(self):
+        self.flag = not self.flag
+
+    def forward(self, x):
+        if self.flag:
+            x = x + self.drop1(self.fc(x))
+        self.turn()
+        if self.flag:
+            x = self.norm1(x + self.drop2(self.mlp(x)))
+        return x
+
+
+@_case(bias_dropout_add_ln=1)
+def a_function_that_reads_a_flag_later(self, x):
+    def factor():
+        if self.flag:
+            return 2.0
+        return 3.0
+
+    x = self.norm1(x + self.drop1(self.fc(x)))
+    self.__dict__["flag"] = not self.flag
+    return x * factor()
+
+
+# --- names that are not bound, since an operator computes their values ----------------------------
+
+
+@_case(bias_dropout_add_ln=1, gated_act=1, bias_dropout_add=1)
+def unused_copies(self, x):
+    h = self.drop1(self.fc(x))
+    z = self.norm1(x + h)
+    hidden = h  # noqa: F841
+    gate = self.act(self.gate(z))
+    y = z + self.drop2(self.down(gate * self.up(z)))
+    gated = gate  # noqa: F841
+    return y
+
+
+@_case(bias_dropout_add_ln=2)
+def copied_to_the_next_iteration(self, x):
+    last = x
+    for _ in range(2):
+        y = last * 2.0
+        h = self.drop1(self.fc(x))
+        x = self.norm1(x + h) + y
+        last = h
+    return x
+
+
+@_case(bias_dropout_add_ln=2, bias_act=1, bias_dropout_add=1)
+def shapes_after_norms(self, x):
+    z = x + self.drop1(self.fc(x))
+    y = self.norm1(z).view(z.size(0), z.size(1), -1)
+    z = y + self.drop2(self.mlp(y))
+    flat = z.reshape(-1, N)
+    shape = z
+    return self.norm2(flat).reshape(shape.shape)
+
+
+@_case(bias_dropout_add_ln=1)
+def a_shape_in_the_head_of_a_loop(self, x):
+    z = x + self.drop1(self.fc(x))
+    y = self.norm1(z)
+    for _ in range(z.shape[0]):
+        y = y + 1.0
+    return y
+
+
+@_case(bias_dropout_add=1, layer_norm=1)
+def a_shape_in_a_condition(self, x):
+    z = x + self.drop1(self.fc(x))
+    if z.shape[0] > 100:
+        return x
+    return self.norm1(z)
+
+
+@_case()
+def outputs_in_the_head_of_a_loop(self, x):
+    outputs = self.attn(x)
+    x = x + outputs[0]
+    for weights in outputs[1:]:
+        x = x + weights.mean()
+    return x
+
+
+@_case()
+def outputs_in_a_comprehension(self, x):
+    outputs = self.attn(x)
+    return x + outputs[0], [weights * 2.0 for weights in outputs[1:]]
+
+
+@_case(bias_dropout_add_ln=1, bias_act=1, bias_dropout_add=1)
+def a_capture(self, x):
+    y = self.norm1(x + self.drop1(self.fc(x)))
+    match (x * 3.0, x):
+        case [y, *_]:
+            pass
+    return y + self.drop2(self.mlp(y))
+
+
+@_case(bias_dropout_add_ln=1)
+def an_in_place_dropout_by_position(self, x):
+    h = x * 1.0
+    y = F.dropout(h, 0.3, self.training, True)
+    return self.norm1(x + y) + h
+
+
+@_case(bias_dropout_add=1)
+def positional_only(self, x, /):
+    return x + self.drop1(self.fc(x))
+
+
+# --- what the operators do not take ---------------------------------------------------------------
+
+
+@_case(bias_dropout_add=3)
+def residuals_of_other_dtypes(self, x):
+    mask = x > 0
+    h = self.drop1(self.fc(x))
+    h += mask
+    y = mask + self.drop2(self.fc(h))
+    z = y * 1j
+    return (z + self.drop1(self.fc(y))).real
+
+
+@_case(bias_dropout_add=1)
+def a_probability_in_a_tensor(self, x):
+    p = torch.tensor(0.3)
+    return x + F.dropout(self.fc(x), p, self.training)

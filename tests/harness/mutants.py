@@ -364,13 +364,6 @@ MUTANTS = (
         ("backend/test_graphs.py", "test_semantics_of_the_graph"),
     ),
     Mutant(
-        "a region has gradients of what it only compares",
-        "backend/replacing.py",
-        "        if node in cut:\n",
-        "        if False:\n",
-        ("backend/test_results.py", "test_what_has_gradients"),
-    ),
-    Mutant(
         "a region's result lies in memory in another order than the model's",
         "backend/passes/layouts.py",
         " and _are_strides_visible(node)",

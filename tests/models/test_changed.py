@@ -320,3 +320,35 @@ def test_a_file_that_was_written_to_since(
     path.write_text(_SOURCE.replace("self.norm(x)", f"self.norm(x) {now}"))
     linecache.checkcache()
     assert fusedops.fuse_model(model).modules[0].rule == rule
+
+
+@pytest.mark.parametrize(
+    "now", ["# moved\n", "x = (\n", "'''\n"], ids=["comment", "bracket", "string"]
+)
+def test_file_without_the_function_is_not_its_source(
+    now: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / f"moved_{request.node.callspec.id}.py"
+    path.write_text(_SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = importlib.import_module(path.stem).Block()
+    path.write_text(now * _SOURCE.count("\n"))
+    linecache.checkcache()
+    assert fusedops.fuse_model(model).modules[0].rule == ""
+
+
+def test_forward_that_counts_its_calls_outside_is_left() -> None:
+    calls = 0
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return self.norm(x)
+
+    report = fusedops.fuse_model(Block())
+    assert [module.rule for module in report.modules] == ["", "layer_norm"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -104,6 +105,65 @@ def test_restores_what_is_wrong(name: str, device: torch.device) -> None:
     assert report.difference is not None and report.difference.passes
 
 
+def test_encoder_with_a_padding_mask() -> None:
+    """In evaluation without gradients, PyTorch's encoder makes its rows a nested tensor."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    mask = torch.tensor([[False, False, True], [False, True, True]])
+    call = {"src": torch.randn(2, 3, 8), "src_key_padding_mask": mask}
+    report = fusedops.fuse_model(nn.TransformerEncoder(layer, 2), check=call)
+    assert report.difference is not None and report.difference.passes
+    layers = [line for line in report if line.type == "TransformerEncoderLayer"]
+    assert len(layers) == 2 and all(line.difference is not None for line in layers)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+@dataclass
+class _Output:
+    y: Tensor
+
+
+_FORMS = {
+    "dict": lambda y: {"y": [y]},
+    "dataclass": _Output,
+    "complex": lambda y: torch.complex(y, y).conj(),
+}
+
+
+@pytest.mark.parametrize("form", _FORMS)
+def test_outputs_of_every_form_are_compared(form: str) -> None:
+    class Formed(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return _FORMS[form](x.exp())
+
+    def shifted(self: Any, x: Tensor) -> Any:
+        return _FORMS[form](x.exp() + 1.0)
+
+    rule = Rule(name="wrong", calls="what is wrong", methods={"forward": shifted}, base=Formed)
+    report = fusedops.fuse_model(Formed(), rules=[rule], check=torch.randn(2, 8))
+    assert report.modules[0].reason == "wrong differs from it"
+
+
+class _MaskedAttention(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+def _shifted(self: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return _MaskedAttention.forward(self, x, mask) + 1.0
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_mask_of_all_keys_does_not_widen_the_limit(length: int) -> None:
+    mask = torch.zeros(2, length, length)
+    mask[0] = torch.finfo(mask.dtype).min
+    rule = Rule(
+        name="wrong", calls="what is wrong", methods={"forward": _shifted}, base=_MaskedAttention
+    )
+    call = (torch.randn(2, length, 8), mask)
+    report = fusedops.fuse_model(_MaskedAttention(), rules=[rule], check=call)
+    assert report.modules[0].reason == "wrong differs from it"
+
+
 def test_sums_in_another_order_pass(device: torch.device) -> None:
     """A norm's bias gradient is a sum over the rows of what comes from behind, whatever the rows are."""
     exact = _method(
@@ -157,6 +217,32 @@ def test_leaves_no_trace(spec: ModelSpec) -> None:
     )
     fusedops.unfuse_model(model)
     run(model, arguments)
+
+
+class _Noisy(nn.Module):
+    """Draws random numbers and counts its calls, also in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("shared", self.norm.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1.0
+        return self.norm(x * self.count) + torch.randn_like(x)
+
+
+def test_runs_draw_and_count_the_same(device: torch.device) -> None:
+    model = _Noisy().to(device)
+    x = torch.randn(4, 8, device=device)
+    state = torch.get_rng_state()
+    report = fusedops.fuse_model(model, check=x)
+    assert model.count == 0.0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert report.difference is not None and report.difference.passes
+    # Other noise would differ by more than 1.
+    assert report.difference.output < 1e-4
 
 
 def test_a_rule_that_fails_leaves_the_model_as_it_was() -> None:

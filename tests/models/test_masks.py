@@ -126,6 +126,33 @@ def _close(found: Tensor, expected: Tensor) -> None:
     )
 
 
+class _OptionalRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.drop = nn.Linear(8, 8), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        return self.drop(self.out(mask if x is None else x))
+
+
+class _WithoutRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _OptionalRows()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(mask=x)
+
+
+def test_an_attention_is_called_without_rows() -> None:
+    model = _WithoutRows().to(DEVICE).eval()
+    x = torch.randn(2, 8, device=DEVICE)
+    expected = model(x)
+    assert fusedops.fuse_model(model)
+    assert hasattr(type(model.inner), "_fusedops_branch")
+    _close(model(x), expected)
+
+
 @some
 def test_attentions(spec: ModelSpec) -> None:
     """The same numbers as with the mask as it was, which each has laid out."""

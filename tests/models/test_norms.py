@@ -105,6 +105,17 @@ class WithoutScale(Metas):
         return y.type_as(x)
 
 
+class AnyPower(nn.Module):
+    """With a small number that is no size."""
+
+    power, eps = 2, 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        mean = wide.pow(self.power).mean(-1, keepdim=True)
+        return (wide * torch.rsqrt(mean + self.eps)).type_as(x)
+
+
 class Debertas(_Norm):
     """Rounds before its weight, which widens its output; more often than the operator."""
 
@@ -166,6 +177,7 @@ _TAKEN: tuple[tuple[Any, Any], ...] = (
         functools.partial(WithoutScale, True),
         ("rms", "once", 0.0, "eps", "weight", None, "x", False),
     ),
+    (AnyPower, ("rms", "once", 0.0, "eps", None, None, "x", False)),
     (Debertas, ("layer", "llama", 0.0, "eps", "weight", "shift", "x", False)),
     (functools.partial(AsItsBase, _N), ("layer", "once", 0.0, "eps", "weight", "bias", "x", True)),
     (
@@ -542,6 +554,40 @@ class OwnSuper(Gemmas):
         return super().forward(x)
 
 
+class WithoutBase(Metas):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().rescale(x)  # type: ignore[misc, no-any-return]
+
+
+class ConditionOnVector(Gemmas):
+    def forward(self, x: Tensor) -> Tensor:
+        return self._norm(x) if self.weight else x
+
+
+class ConditionOnMeta(Metas):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scales", torch.tensor(True, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._norm(x) * self.weight if self.scales else self._norm(x)
+
+
+class DividesByZero(Metas):
+    scale = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._norm(x) * self.weight * (1.0 / self.scale)
+
+
+class WritesToWeight(Metas):
+    """Again and again the same: the weight's magnitudes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.sqrt(torch.square(self.weight), out=self.weight)
+        return self._norm(x.float()).type_as(x) * self.weight
+
+
 _LEFT = {
     EpsOutside: _NO_NORM,
     SampleVariance: _NO_NORM,
@@ -576,6 +622,11 @@ _LEFT = {
     Decorated: "is wrapped",
     Property: "reads its eps",
     OwnSuper: "calls that of Gemmas",
+    WithoutBase: "calls rescale of super(), which has none",
+    ConditionOnVector: "no truth value",
+    ConditionOnMeta: "no truth value",
+    DividesByZero: _NO_NORM,
+    WritesToWeight: "writes in place",
 }
 
 

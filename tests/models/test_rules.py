@@ -542,6 +542,22 @@ def test_a_rule_of_the_users_comes_first() -> None:
     torch.testing.assert_close(pickle.loads(pickle.dumps(model))(x), expected)
 
 
+def test_base_without_a_known_method_is_not_matched() -> None:
+    """As in a release of its package from before or after the method."""
+    base = "torch.nn.modules.activation.GELU"
+    rule = Rule(name="other", methods={"forward": _tripled}, base=base, known=("forward", "other"))
+    report = fusedops.fuse_model(nn.Sequential(nn.GELU()), rules=[rule])
+    assert [line.rule for line in report] == ["gelu"]
+
+
+def test_copy_of_a_model_with_a_rule_of_the_users_has_the_same_classes() -> None:
+    rule = Rule(name="triple", calls="nothing", methods={"forward": _tripled}, base=nn.GELU)
+    model = nn.Sequential(nn.GELU(), nn.GELU())
+    fusedops.fuse_model(model, rules=[rule])
+    copied = copy.deepcopy(model)
+    assert [type(module) for module in copied] == [type(module) for module in model]
+
+
 # --- forwards that are put in place later ---------------------------------------------------------
 
 

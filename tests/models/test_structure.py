@@ -218,6 +218,38 @@ def test_one_hook(name: str) -> None:
         assert calls[0] == calls[1]
 
 
+def test_a_dropout_by_mode_is_fused_in_eval_mode() -> None:
+    """The mode may change after the module is fused."""
+    model = _made(CASES["functional_dropout_by_mode"][0])
+    model.fc = nn.Linear(N, N, bias=False).to(DEVICE, torch.float64)
+    fused = _fused(model.eval()).train()
+    with counted() as calls:
+        fused(_rows())
+    assert dict(calls) == {"bias_dropout_add": 1}
+    _same(_results(fused, _rows()), _results(model.train(), _rows()))
+
+
+class _Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(N, N), nn.Linear(N, N), nn.Linear(N, N)
+        self.packed = nn.Linear(N, 2 * N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(torch.tanh(self.gate(x)) * self.up(x))
+        gate, up = self.packed(x).chunk(2, dim=-1)
+        return x + self.down(torch.tanh(torch.sigmoid(gate) * up))
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules")
+def test_complex_numbers_are_left_to_pytorch() -> None:
+    model = _Complex().to(DEVICE, torch.complex128)
+    x = _rows().to(torch.complex128)
+    expected = model(x)
+    assert fusedops.fuse_model(model)
+    torch.testing.assert_close(model(x), expected)
+
+
 class _Twice(nn.Module):
     """An adapter."""
 

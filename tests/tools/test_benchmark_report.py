@@ -83,6 +83,12 @@ def test_compare_names_devices_and_cases_of_one_file_alone(tmp_path, capsys):
     assert re.search(r"1 regressions beyond 1%:\n  rms_norm .* \+2\.0%", capsys.readouterr().out)
 
 
+def test_compare_takes_operators_without_a_floor():
+    rows = rows_of(LARGE, floor_us=0.0)
+    assert not comparing.compare(rows, rows, 0.03).notes
+    assert comparing.compare(rows + rows_of(SMALL), rows + rows_of(SMALL), 0.03).changes
+
+
 # --- committed pages ------------------------------------------------------------------------------
 
 

@@ -59,6 +59,10 @@ def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
             f"{__file__} was not written by --raw: its columns are not kernel, group,",
         ),
         (["--raw", __file__], f"{__file__} was not written by --raw"),
+        (["--raw", "/nowhere/raw.csv"], "--raw: no such folder: /nowhere"),
+        (["--ship", "--output", "/nowhere/t.json"], "--output: no such folder: /nowhere"),
+        (["--output", "table.json"], "--resume and --output take --ship"),
+        (["--resume"], "--resume and --output take --ship"),
         (["--op", "no_repeat_ngram"], "no_repeat_ngram cannot be tuned"),
     ],
 )

@@ -75,6 +75,8 @@ def _keeps_columns(node: fx.Node) -> bool:
     if not reshapes(node):
         return False
     before, after = value_of(node.args[0]), value_of(node)  # type: ignore[arg-type]
+    if after.dim() == 0:
+        return False
     columns = after.shape[-1]
     # To compare symbols would add a guard.
     return type(columns) is int and before.shape[-1] == columns
@@ -98,7 +100,8 @@ def _restore_bias(rewrite: Rewrite, total: fx.Node, product: fx.Node) -> None:
     with graph.inserting_before(product):
         node = graph.call_function(torch.ops.aten.addmm.default, (bias, *product.args))
     node.meta.update(product.meta)
-    if total in rewrite.receives:
-        rewrite.receives.add(node)
+    for nodes in (rewrite.needs, rewrite.receives):
+        if total in nodes:
+            nodes.add(node)
     product.replace_all_uses_with(node)
     graph.erase_node(product)

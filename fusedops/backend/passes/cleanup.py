@@ -27,7 +27,9 @@ def clean_up(rewrite: Rewrite) -> None:
 def _sort(graph: fx.Graph) -> None:
     """Sorts a graph topologically, and otherwise leaves its order.
 
-    Operators are before the first nodes that use them: nodes that they use may come later.
+    A pass puts an operator before the first of its users. Other arguments of it may come later:
+
+        a   operator(a, b)   user   b        becomes        a   b   operator(a, b)   user
     """
     for node, following in itertools.pairwise(arguments_first(graph.nodes)):
-        node.append(following)
+        node.append(following)  # moves `following` to the position after `node`

@@ -2,7 +2,8 @@
 
 The gradient of such a table is a sum of as many rows as there are look-ups, into few rows. PyTorch
 compiles it to atomic additions, which wait for one another; here it is a product with the look-ups
-as zeros and ones. A gradient that is not finite makes its column of the table's not a number.
+as zeros and ones. As zero times infinity is not a number, one element of the gradient that is not
+finite makes the whole column of the table's gradient not a number.
 """
 
 from __future__ import annotations

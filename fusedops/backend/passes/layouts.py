@@ -27,6 +27,7 @@ from ..graphs import (
     is_laid_out,
     name_of,
     reshapes,
+    strides_of,
     tensors_in,
     value_of,
 )
@@ -45,6 +46,8 @@ def restore_strides(rewrite: Rewrite) -> None:
     The graph's caller sees the strides of what it returns. So do a change in place, `as_strided`,
     an operator of another library, and an operator that accepts some strides only.
     """
+    # The graph is walked once. Other strides begin at a region's result. `now` hands them on from a
+    # node to its users, until a copy restores the model's or an operator's result has these anyway.
     contiguous = set(rewrite.results)
     # The values of nodes whose strides are no longer the model's.
     now = dict[fx.Node, Any]()
@@ -57,7 +60,7 @@ def restore_strides(rewrite: Rewrite) -> None:
                 value = _value_now(rewrite.graph, node, now)
             if value is None or _have_equal_strides(value, wanted):
                 continue
-            # Of a view the base is copied: `escapes` and `is_laid_out` look through views.
+            # No view is copied: its base was, as `_are_strides_visible` sees the users of views.
             has_memory = node in contiguous or not _shares_memory(node)
             if has_memory and _are_strides_visible(node) and isinstance(value, Tensor):
                 _copy(rewrite.graph, node)
@@ -70,10 +73,10 @@ def _are_strides_visible(node: fx.Node) -> bool:
 
 
 def _value_now(graph: fx.Graph, node: fx.Node, now: dict[fx.Node, Any]) -> Any:
-    """The value of a node whose inputs have other strides than in the model.
+    """The value of a node of which an input has other strides than in the model.
 
-    None if the value is the model's. Inputs are copied for an operator that accepts no other
-    strides; then its value is the model's, too.
+    None if the value is the model's: no input has other strides, or those that have were copied,
+    because the node's operator does not accept them.
     """
     changed = now.keys() & node.all_input_nodes
     if not changed or not _has_known_strides(node):
@@ -120,13 +123,8 @@ def _shares_memory(node: fx.Node) -> bool:
 def _have_equal_strides(value: Any, wanted: Any) -> bool:
     """Whether the dimensions of tensors have the same strides, except those of one element."""
     pairs = zip(leaves(value), leaves(wanted), strict=True)
-    return all(_strides(own) == _strides(other) for own, other in pairs if isinstance(own, Tensor))
-
-
-def _strides(tensor: Tensor) -> list[int]:
-    """The strides of a tensor, without those of dimensions of one element, which mean nothing."""
-    sizes, strides = hints(tensor.shape), hints(tensor.stride())
-    return list(itertools.compress(strides, map(_is_long, sizes)))
+    tensors = [pair for pair in pairs if isinstance(pair[0], Tensor)]
+    return all(strides_of(own) == strides_of(other) for own, other in tensors)
 
 
 def _is_long(size: int) -> bool:

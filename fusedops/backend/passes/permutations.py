@@ -178,7 +178,8 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _derivative(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     (order,) = ctx.saved_tensors
-    # The inverse permutation: the row order[i] of the input is the row i of the result.
+    # The row order[i] of the input is the row i of the result. So the gradient of the row r is the
+    # row inverse[r] of `grad`, where inverse[order[i]] = i.
     # Zeros, not uninitialised memory: if `order` were no permutation, elements that are not written
     # would be indices out of bounds.
     inverse = torch.zeros_like(order)

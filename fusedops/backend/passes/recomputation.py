@@ -1,8 +1,12 @@
 """Activations that a model returns and reads again in its backward, such as soft-capped logits.
 
-x ──▶ tanh ──▶ mul by the cap ──▶ logits, which are returned ──▶ loss
-saved: logits for the loss, the result of tanh for its derivative
-saved with the mark: the result of tanh; the loss's backward multiplies it by the cap again
+    x ──▶ tanh ──▶ t ──▶ mul by the cap ──▶ logits, which are returned ──▶ loss
+
+    backward of     reads     saved without the mark     saved with the mark
+    loss            logits    logits                     t, multiplied by the cap again
+    tanh            t         t                          t
+
+With the mark the backward reads one tensor, and not two.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ def _is_activation(node: fx.Node) -> bool:
     The walk goes from the result to the input. The derivative of an activation of `_OF_RESULT`
     reads the returned tensor itself, unless that is scaled after the activation.
     """
+    # The activations whose derivative, at this point of the walk, reads an intermediate value.
     reading = _OF_INPUT
     reads_intermediate = False
     while name_of(node) in _OF_ONE_TENSOR and len(node.all_input_nodes) == 1:

@@ -36,7 +36,6 @@ _ARITHMETIC = (
     ast.Tuple,
     ast.List,
     ast.Slice,
-    ast.keyword,
     ast.expr_context,
     ast.Add,
     ast.Sub,
@@ -204,6 +203,12 @@ class _MethodVisitor(ast.NodeVisitor):
         if isinstance(node.value, float):
             self._reader.numbers[node.value] = None
 
+    def visit_keyword(self, node: ast.keyword) -> None:
+        # `torch.mul(x, y, out=self.weight)` writes to the module.
+        if node.arg == "out":
+            self._refuse("writes in place")
+        self.visit(node.value)
+
     def visit_Subscript(self, node: ast.Subscript) -> None:
         shape = _shape_of_last(node)
         if shape is not None:
@@ -233,12 +238,20 @@ class _MethodVisitor(ast.NodeVisitor):
         """
         if names_in(test) - {"self", "torch"}:
             raise RefusedError("its forward branches on its input")
-        # A list, so that every node is checked, also after the first dtype.
-        if any(list(map(self._reads_dtype, ast.walk(test)))):
+        # Every node has to be checked and recorded, also after the first dtype.
+        reads_dtype = [self._reads_dtype(part) for part in ast.walk(test)]
+        if any(reads_dtype):
             return [body, orelse]
+        return [body if self._holds(test) else orelse]
+
+    def _holds(self, test: ast.expr) -> bool:
+        """Evaluate a condition on the module's attributes."""
         code = compile(ast.Expression(test), "<test>", "eval")
-        holds = eval(code, {"torch": torch, "self": self._reader.module})
-        return [body if holds else orelse]
+        try:
+            return bool(eval(code, {"torch": torch, "self": self._reader.module}))
+        # Some comparisons raise, as does a vector as a condition, or any tensor on "meta".
+        except Exception as error:
+            raise RefusedError("its forward branches on what has no truth value") from error
 
     def _reads_dtype(self, part: ast.AST) -> bool:
         """Record a node of a condition; return whether it is a parameter's dtype."""
@@ -277,16 +290,25 @@ class _MethodVisitor(ast.NodeVisitor):
     def _super_method(self, name: str) -> None:
         """Record what PyTorch's own forward, called through ``super()``, reads."""
         caller = self._function.__name__
-        # One iterator: the second search begins after the class that defines the caller, where
-        # ``super()`` begins too.
-        classes = iter(self._reader.cls.__mro__)
-        next(cls for cls in classes if vars(cls).get(caller) is self._function)
-        base = next(cls for cls in classes if name in vars(cls))
+        base = self._base_with(name)
+        if base is None:
+            self._refuse(f"calls {name} of super(), which has none")
         if not _is_pytorchs_norm(base, name):
             self._refuse(f"calls that of {base.__name__}")
         for attribute in ("normalized_shape", "weight", "bias", "eps"):
             if hasattr(self._reader.module, attribute):
                 self._reader.attribute(attribute, caller)
+
+    def _base_with(self, name: str) -> type | None:
+        """Return the class whose method ``super().name`` is; None if there is none."""
+        function = self._function
+        is_after = False
+        for cls in self._reader.cls.__mro__:
+            if is_after and name in vars(cls):
+                return cls
+            # ``super()`` begins after the class that defines its caller.
+            is_after = is_after or vars(cls).get(function.__name__) is function
+        return None
 
     def _pytorch_method(self, node: ast.Call, called: ast.Attribute) -> None:
         """Check a call of a tensor's method, or of a function of a module of PyTorch's."""

@@ -76,9 +76,11 @@ Compute = Callable[[Form, nn.Module, Tensor], Tensor]
 
 def _formulas(probe: Probe) -> Iterator[Form]:
     """Yield each formula of the operators, with these vectors in either role and without an eps."""
+    # A case has two vectors at most.
     names = [name for name, _ in probe.case.vectors]
-    first, second = (*names, None, None)[:2]
+    first, second = [*names, None, None][:2]
     kinds: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
+    # One pair, not two, where there is no vector.
     roles = dict.fromkeys([(first, second), (second, first)])
     for kind, (weight, bias) in itertools.product(kinds, roles):
         if kind == "rms" and bias is not None:
@@ -153,7 +155,8 @@ def _numbers(case: Case, candidate: Form) -> list[float | None]:
 def _formula(probe: Probe) -> Form:
     """Return the formula of a forward in fp32."""
     y = _output(probe)
-    # The eps changes ordinary rows little, so most candidates are rejected before theirs is sought.
+    # Without its eps, the right formula is off by a part of about eps / (2 * variance), where the
+    # variance of ordinary rows is about 1. So this bound rejects most other formulas, cheaply.
     bound = FP32 + 100 * max(probe.epsilons)
     for candidate in _formulas(probe):
         without_eps = _exact(probe, candidate, probe.ordinary, 0.0)
@@ -238,7 +241,7 @@ def _size(module: nn.Module, candidate: Form, exact: Tensor) -> Tensor:
 
 
 def _unit(probe: Probe, run: Run) -> float:
-    """Return the largest rounding error, in units of a number, of any dtype that takes part."""
+    """Return the largest unit roundoff of the dtypes that take part."""
     dtypes = {run.x.dtype, torch.float32}
     if probe.weights:
         dtypes.add(run.dtype)
@@ -262,9 +265,10 @@ def _with_autocast(probe: Probe, candidate: Form, compute: Compute) -> Form:
         if y is None or under_autocast is None:
             continue
         widened.add(not equal(y, under_autocast))
-        # The operator on wide rows is what a forward under autocast computes, if it casts first.
-        wide = compute(candidate, probe.bare(dtype), x.float())
+        # With both True and False among them, the case is refused below.
         if widened == {True}:
+            # A forward that casts its rows first computes what the operator does on wide rows.
+            wide = compute(candidate, probe.bare(dtype), x.float())
             _check_widened(candidate, under_autocast, wide)
     if len(widened) != 1:
         raise RefusedError(OTHER_AUTOCAST)
@@ -290,8 +294,8 @@ def _sizes(case: Case) -> tuple[int, ...]:
         return (case.vectors[0][1],)
     for _, value in case.plain:
         match value:
-            # A tuple is, for example, `normalized_shape`.
-            case int(size) | (int(size),) if type(size) is int and size > 1:
+            # A tuple is, for example, `normalized_shape`. A small number may be an exponent.
+            case int(size) | (int(size),) if type(size) is int and size >= _SHORTEST:
                 return (size,)
     # Two: the formula must not depend on the size.
     return (24, 40)

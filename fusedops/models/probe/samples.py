@@ -57,8 +57,9 @@ class Probe:
         # Around 1 but all different, so that a weight that is left out or moved shows.
         self.weights = {name: 1.0 + 0.5 * random(size) for name, _ in case.vectors}
         self.epsilons = _epsilons(case)
-        # An even number of rows, since `run` splits them in two; about 512 elements at least.
-        self.ordinary = random(2 * max(2, -(-256 // size)), size) + _MEAN
+        # An even number of rows, which `run` splits in two, and 512 elements at least.
+        pairs = max(2, math.ceil(256 / size))
+        self.ordinary = random(2 * pairs, size) + _MEAN
         # Rows whose variance is about an eps, so that the eps decides the result.
         self.small = torch.cat([math.sqrt(e) * (random(2, size) + _MEAN) for e in self.epsilons])
 
@@ -99,11 +100,22 @@ def _may_be_eps(number: float) -> bool:
     return 0.0 < number < _LARGEST_EPS
 
 
+# What arithmetic raises for dtypes and attributes that do not fit, such as a division by zero.
+_ERRORS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    ArithmeticError,
+)
+
+
 def run_or_none(probe: Probe, x: Tensor, dtype: torch.dtype, shape: Any = (2,)) -> Tensor | None:
     """Return the forward's output, or None if it raises: PyTorch's norms do, for some dtypes."""
     try:
         return probe.run(x, dtype, shape=shape)
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, NotImplementedError):
+    except _ERRORS:
         return None
 
 

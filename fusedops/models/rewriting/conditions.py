@@ -15,16 +15,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .reading import Kinds
+from .reading import WRITES, Kinds
 from .trees import ends_function, is_pure, nodes, path_of, self_name_of, writes_attributes
 
 __all__ = ["conditions", "under_conditions"]
 
-# The texts of conditions whose results are known, and these.
+# Conditions whose results are known on a path, as `ast.dump` writes them, and these results.
 Known = tuple[tuple[str, bool], ...]
 
-# Along one path so many conditions get the rest of the function in both branches: each doubles it,
-# and the rewriting takes time in proportion.
+# The most conditions on one path that are split. Each doubles the code after it, so there are up to
+# 2 ** _SPLITS copies of the end of a function to rewrite.
 _SPLITS = 3
 
 
@@ -37,6 +37,10 @@ class _Pruning(ast.NodeTransformer):
 
     def __init__(self, facts: Mapping[str, bool]) -> None:
         self.facts = facts
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
+        # A nested function may run when the attribute has another value.
+        return node
 
     def visit_If(self, node: ast.If) -> Any:
         # First what is inside, since a branch replaces its condition.
@@ -132,6 +136,7 @@ class _Splitting:
                 first = self.body(extended, budget - 1, (*known, *facts.if_true))
                 extended = _joined(statement.orelse, rest)
                 second = self.body(extended, budget - 1, (*known, *facts.if_false))
+                # The rest is in the branches, so nothing follows.
                 return [*before, ast.If(statement.test, first, second)]
         return body
 
@@ -145,15 +150,21 @@ class _Splitting:
     def _is_joinable(self, call: ast.Call) -> bool:
         """Whether the call is one that the rewriting has a use for."""
         path = path_of(call.func, self.self_name)
-        # A space: the name of a function, here none.
-        return self.kinds(path or " ") != ""
+        return path != "" and self.kinds(path) not in ("", WRITES)
 
     def _is_constant(self, test: ast.expr, body: list[ast.stmt]) -> bool:
         """Whether this is an attribute or its negation, and nothing in the body changes it."""
         operand = test.operand if isinstance(test, ast.UnaryOp) else test
         if not path_of(operand, self.self_name):
             return False
-        return not any(map(writes_attributes, body))
+        return not any(map(self._writes_attributes, body))
+
+    def _writes_attributes(self, node: ast.AST) -> bool:
+        """Whether the code changes what a condition tests, itself or in a method that it calls."""
+        if writes_attributes(node):
+            return True
+        paths = [path_of(call.func, self.self_name) for call in nodes(node, ast.Call)]
+        return any(self.kinds(path) == WRITES for path in filter(None, paths))
 
 
 def _joined(branch: list[ast.stmt], rest: list[ast.stmt]) -> list[ast.stmt]:
@@ -183,7 +194,13 @@ class _Facts:
 
 
 def _facts_of(test: ast.expr) -> _Facts:
-    """The results of a condition and of its opposite, in each branch."""
+    """The results of a condition and of its opposite, in each branch.
+
+    ::
+
+        if self.a:              in the body      self.a: True,  not self.a: False
+        (or: if not self.a:)    in the orelse    self.a: False, not self.a: True
+    """
     match test:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             opposite = operand

@@ -16,6 +16,7 @@ from .flow import Definition
 from .reading import DROPOUTS, ROWS, Kinds, Reader
 from .trees import (
     PREFIX,
+    SCOPES,
     SHAPE,
     added,
     assign,
@@ -34,9 +35,6 @@ from .trees import (
 )
 
 __all__ = ["Expressions", "Pending", "Step", "Sum", "aliases"]
-
-# Nothing is rewritten in these.
-_NESTED = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 @dataclass(frozen=True)
@@ -59,14 +57,19 @@ class Step:
 class Pending:
     """A value that is not computed yet.
 
-    It is an end (the temporary ``end``), a sum (``end`` and ``residual``), or one half of a tensor
-    that a gated activation takes whole (``residual`` alone). Without either, it stands for a value
-    that is not pending.
+    Its kind shows in the temporaries that it has::
+
+        kind                                      end     residual
+        an end                                    "_1"    ""
+        a sum                                     "_1"    "_2"
+        one half of a tensor, for a gate that
+          takes the whole tensor                  ""      "_2", the whole tensor
+        none: the value is not pending            ""      ""
 
     Attributes:
-        end: the temporary of the end; "" for a half.
+        end: a temporary, or "".
         names: the names that the source gives the value.
-        residual: the temporary of the residual, or of the whole tensor; "" for an end.
+        residual: a temporary, or "".
         sources: as of a `Step`.
         first: whether the end stands before the residual in the source of a sum.
         is_gate: whether this is a gate, which stays pending while the other layer is called.
@@ -110,10 +113,11 @@ class Expressions(Reader):
 
     Attributes:
         pending: the values that are not computed yet, by their definitions.
+        taken: those that an operator computes with its own steps, so that their names are unbound.
         before: statements to run before the one that is being rewritten.
-        low: uses that read a low-precision copy, and its temporary.
-        cast: linear layers that are cast with another, and the temporaries of the casts.
-        rests: of a module's outputs that were split, the temporary of all but the first.
+        low: for uses that read a low-precision copy of their value, the temporary of the copy.
+        cast: for calls of a linear layer that was cast with another one, the temporary of the cast.
+        rests: for module outputs that were split, the temporary of all outputs but the first.
         steps: the steps that were joined.
         leaves: the sources of what is left to the caller.
         count: the number of temporaries.
@@ -122,6 +126,7 @@ class Expressions(Reader):
     def __init__(self, function: ast.FunctionDef, kinds: Kinds, leaving: bool) -> None:
         super().__init__(function, kinds, leaving)
         self.pending: dict[Definition, Pending] = {}
+        self.taken: dict[Definition, Pending] = {}
         self.before: list[ast.stmt] = []
         self.low: dict[ast.Name, str] = {}
         self.cast: dict[ast.Call, str] = {}
@@ -138,7 +143,7 @@ class Expressions(Reader):
         if new is not None:
             return new
         # The body of a nested scope runs later, or several times; its names may be its own.
-        if not isinstance(node, _NESTED):
+        if not isinstance(node, SCOPES):
             self._rewrite_children(node)
         return node
 
@@ -169,8 +174,8 @@ class Expressions(Reader):
                     return None
                 return shifted(node, rest)
             case ast.Attribute(value=ast.Name() as name, attr=attribute) if attribute in SHAPE:
-                _, pending = self._pending_of(name)
-                if pending.is_sum:
+                pending = self._operands_of(name)
+                if pending is not None:
                     # The sum's shape without the sum.
                     total = helper_call("like", load(pending.end), load(pending.residual))
                     return ast.Attribute(total, attribute, ast.Load())
@@ -275,7 +280,7 @@ class Expressions(Reader):
             halves = self._gated_halves(gate, up)
             if halves is not None:
                 return halves
-            # A gate has no sources: the product behind it is computed, with its bias.
+            # A gate has no sources: its rows are finished, with their bias.
             self.steps.append(Step("gate", self._activation_path(gate), ()))
             other = self._value(up)
             # Operands stay in the order in which the source evaluates them.
@@ -284,18 +289,18 @@ class Expressions(Reader):
         return None
 
     def _gate(self, node: ast.expr) -> ast.expr | None:
-        """An activated value that is left to its multiplication."""
+        """An activated value that is left to its multiplication; None for another value."""
         if isinstance(node, ast.Name):
             definition, pending = self._pending_of(node)
             if not pending.is_gate:
                 return None
-            return self._take(definition)
+            return load(self._take(definition).end)
         call = self._call(node, "activation")
         if call is None:
             return None
         rows = call.args[0]
         if self._whole_of(rows):
-            # `_gated_halves` replaces the product: this only marks a gate.
+            # Only says that this is a gate: `_gated_halves` replaces the product, gate and all.
             return ast.Constant(None)
         if not self._is_product(rows):
             return None
@@ -313,7 +318,7 @@ class Expressions(Reader):
         if not whole or whole != self._whole_of(up):
             return None
         for half in (rows, up):
-            del self.pending[self.flow.only(half)]
+            self._take(self.flow.only(half))
         assert isinstance(gate, ast.Call)
         self.steps.append(Step("gate", self._path(gate), ()))
         return helper_call("packed_gated", load(whole), self._activation(gate))
@@ -321,7 +326,10 @@ class Expressions(Reader):
     # --- sums ---
 
     def _sum(self, node: ast.expr, *, plain: bool) -> Sum | None:
-        """The end and the residual of a sum. ``plain``: accept a sum of two tensors, too."""
+        """The end and the residual of a sum; None for another expression.
+
+        ``plain``: accept a sum of two tensors without steps to join, which gains only in a norm.
+        """
         match node:
             case ast.Name():
                 return self._pending_sum(node)
@@ -365,7 +373,7 @@ class Expressions(Reader):
         # Its shape is known without the sum: uses of it do not count.
         if self._uses(definition) > 1:
             return None
-        del self.pending[definition]
+        self._take(definition)
         return Sum(load(pending.end), load(pending.residual), pending.sources)
 
     # --- ends ---
@@ -383,9 +391,8 @@ class Expressions(Reader):
             return self._first_output(node)
         if not isinstance(node, ast.Call):
             return None
-        # Before the node is rewritten.
-        if leaving:
-            self.leaves += self._sources(node)
+        # Read first: the node is rewritten.
+        sources = self._sources(node)
         ends = {
             "linear": self._linear,
             "module": self._unfinished,
@@ -394,7 +401,10 @@ class Expressions(Reader):
             "functional dropout": self._functional_dropout,
         }
         end_of = ends.get(self._kind(node))
-        return None if end_of is None else end_of(node)
+        end = None if end_of is None else end_of(node)
+        if leaving and end is not None:
+            self.leaves += sources
+        return end
 
     def _pending_end(self, name: ast.Name, leaving: bool) -> ast.expr | None:
         """The end that is pending by this name, if nothing else needs the value."""
@@ -409,7 +419,7 @@ class Expressions(Reader):
             return None
         if leaving:
             self.leaves += self._sources(name)
-        return self._take(definition)
+        return load(self._take(definition).end)
 
     def _first_output(self, node: ast.Subscript) -> ast.expr | None:
         """``module(...)[0]``, or ``outputs[0]`` of split outputs, as an end."""
@@ -422,7 +432,7 @@ class Expressions(Reader):
         is_split = definition in self.pending and definition in self.rests
         if not is_split:
             return None
-        return self._take(definition)
+        return load(self._take(definition).end)
 
     def _unfinished(self, node: ast.Call) -> ast.expr | None:
         """A module's call that leaves the last steps to this function."""
@@ -453,19 +463,20 @@ class Expressions(Reader):
         return end
 
     def _functional_dropout(self, node: ast.Call) -> ast.expr | None:
-        names = ("input", "p", "training")
+        names = ("input", "p", "training", "inplace")
         arguments = dict(zip(names, node.args, strict=False))
         for keyword in node.keywords:
             arguments[keyword.arg or "**"] = keyword.value
-        # Others, as ``inplace`` or ``**kwargs``, are left to the function.
-        if "input" not in arguments or not arguments.keys() <= set(names):
+        # Calls with ``inplace`` or ``**kwargs`` are left to the function.
+        if "input" not in arguments or not arguments.keys() <= {"input", "p", "training"}:
             return None
         p = arguments.get("p", ast.Constant(0.5))
         training = arguments.get("training", ast.Constant(True))
         # The helper evaluates them after its rows, the function in the order of the source.
         if not is_pure(p) or not is_pure(training):
             return None
-        return helper_call("drop", self._inner(arguments["input"]), p, training=training)
+        rows = self._inner(arguments["input"])
+        return helper_call("drop", rows, self._value(p), training=self._value(training))
 
     def _linear(self, node: ast.Call) -> ast.expr | None:
         if not is_unary(node):
@@ -499,7 +510,8 @@ class Expressions(Reader):
             _fusedops_1, _fusedops_2 = _fusedops_cast_together(self, x, self.fc1, self.fc2)
         """
         names = [self._temporary(), self._temporary()]
-        # Copied, since the statement reads the rows again; not if they are replaced anyway.
+        # The rows are read twice, here and in the statement, and a node has one parent. A key of
+        # `low` stays the same node, by which it is looked up; `_value` replaces it.
         source = rows if rows in self.low else copy.copy(rows)
         arguments = (
             load(self.self_name),
@@ -507,9 +519,8 @@ class Expressions(Reader):
             first.func,
             copy.deepcopy(second.func),
         )
-        # Ahead of the statement, and before the second layer's, where both names exist.
         self.before.append(unpack(names, helper_call("cast_together", *arguments)))
-        # The second layer comes later in the source, and reads its cast there.
+        # The call of the second layer comes later in the source. It reads its cast then.
         self.cast[second] = names[1]
         return load(names[0])
 
@@ -529,9 +540,19 @@ class Expressions(Reader):
         self.count += 1
         return f"{PREFIX}{self.count}"
 
-    def _take(self, definition: Definition) -> ast.expr:
-        """The end, which is pending no longer."""
-        return load(self.pending.pop(definition).end)
+    def _operands_of(self, name: ast.Name) -> Pending | None:
+        """The operands of a sum that is pending, or was taken; None for a bound name."""
+        definition = self.flow.only(name)
+        total = self.pending.get(definition) or self.taken.get(definition)
+        if total is None or not total.is_sum:
+            return None
+        return total
+
+    def _take(self, definition: Definition) -> Pending:
+        """A pending value, for the operator that computes it with its own steps."""
+        pending = self.pending.pop(definition)
+        self.taken[definition] = pending
+        return pending
 
     def _forget(self, name: str) -> None:
         """Record that a name is assigned again, and no longer that of a pending value."""
@@ -540,9 +561,10 @@ class Expressions(Reader):
 
     def _in_temporary(self, node: ast.expr, before: list[ast.stmt]) -> str:
         """The temporary that holds the value; a statement that assigns it may be added."""
-        # Evaluated now, as the source does; only its use is put off.
+        # It is a temporary already.
         if isinstance(node, ast.Name) and node.id.startswith(PREFIX):
             return node.id
+        # Evaluated now, as in the source. Only its use is put off.
         name = self._temporary()
         before.append(assign(name, node))
         return name

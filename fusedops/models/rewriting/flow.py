@@ -6,14 +6,23 @@ import ast
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .trees import nodes
+from .trees import bound_by, nodes
 
 __all__ = ["Definition", "Flow", "is_copy", "is_opaque"]
 
 Reaching = frozenset["Definition"]
 # Statements in which nothing is rewritten. An exception may leave some of them half run, and nested
 # functions run later: the flow below follows neither.
-_OPAQUE = (ast.Try, ast.With, ast.FunctionDef, ast.ClassDef, ast.Delete, ast.Match)
+_OPAQUE = (
+    ast.Try,
+    ast.With,
+    ast.FunctionDef,
+    ast.ClassDef,
+    ast.Delete,
+    ast.Match,
+    ast.Import,
+    ast.ImportFrom,
+)
 
 
 class Definition:
@@ -81,7 +90,7 @@ class Flow:
             env[argument.arg] = frozenset([definition])
         positional = (*a.posonlyargs, *a.args)
         self.parameters = [self.definitions[argument] for argument in positional]
-        self._loops: list[tuple[dict[str, Definition], ast.For | ast.While]] = []
+        self._loops: list[tuple[dict[str, Definition], dict[str, Reaching]]] = []
         self._block(function.body, env)
         self._close_loops()
 
@@ -114,13 +123,16 @@ class Flow:
             return self.reaching.get(name, nothing)
         return nothing
 
+    # The methods below record definitions and uses, and change ``env`` to what reaches the code
+    # after the statement.
+
     def _block(self, statements: Iterable[ast.stmt], env: dict[str, Reaching]) -> bool:
-        """Whether the block may end without leaving the function."""
+        """Record statements; return whether the code after them may run."""
         # Ends at a return: statements after it never run.
         return all(self._statement(statement, env) for statement in statements)
 
     def _statement(self, statement: ast.stmt, env: dict[str, Reaching]) -> bool:
-        """Whether the statement may end without leaving the function."""
+        """Record a statement; return whether the code after it may run."""
         if is_copy(statement):
             self._copy(statement, env)
             return True
@@ -170,6 +182,7 @@ class Flow:
             env.clear()
             env.update(other)
         elif orelse_continues:
+            # A name that only one branch binds has this value after it, or reading it raises.
             for name in other:
                 env[name] = env.get(name, frozenset()) | other[name]
         return body_continues or orelse_continues
@@ -179,22 +192,30 @@ class Flow:
 
         So the definitions from before it stay, beside one of an unknown value.
         """
-        for target in _written(statement):
+        for node in ast.walk(statement):
             # `del x` needs a value of x.
-            if isinstance(target.ctx, ast.Del):
-                self._use(target, env)
-            env[target.id] = env.get(target.id, frozenset()) | {Definition()}
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del):
+                self._use(node, env)
+            name = bound_by(node)
+            if name:
+                env[name] = env.get(name, frozenset()) | {Definition()}
         self._read(statement, env)
 
     def _loop(self, statement: ast.For | ast.While, env: dict[str, Reaching]) -> None:
         """A loop: what it writes may be read in its next iteration, and after the loop.
 
         The body is walked once. A definition of its own stands for the values of earlier
-        iterations; `_close_loops` hands the uses of it on to the loop's real definitions.
+        iterations. `_close_loops` adds its uses to the definitions that reach the body's end::
+
+            for ...:            {y: 1, earlier}
+                z = g(y)        a use of both
+                y = f(x)        {y: 2}: the use is one of definition 2, too
         """
         # Evaluated before the first iteration.
         self._read(statement.iter if isinstance(statement, ast.For) else statement.test, env)
-        earlier = {name.id: Definition() for name in _written(statement)}
+        # In the order of the source, since the order of uses shows in the generated code.
+        bound = filter(None, map(bound_by, ast.walk(statement)))
+        earlier = {name: Definition() for name in bound}
         for name, definition in earlier.items():
             env[name] = env.get(name, frozenset()) | {definition}
         inner = dict(env)
@@ -208,15 +229,15 @@ class Flow:
         # After the loop its body may have run, or not.
         for name in earlier:
             env[name] |= inner.get(name, frozenset())
-        self._loops.append((earlier, statement))
+        self._loops.append((earlier, inner))
         self._block(statement.orelse, env)
 
     def _close_loops(self) -> None:
         """Add the uses in later iterations to the definitions in each loop."""
-        for earlier, statement in self._loops:
-            for target in _written(statement):
-                uses = self.written(target).uses
-                uses += [use for use in earlier[target.id].uses if use not in uses]
+        # Repeated: after `b = a` the earlier a is a definition that reaches the end as b, so that
+        # uses of the earlier b are uses of the earlier a, and these those of a in the loop.
+        while any(_add_uses(earlier, at_end) for earlier, at_end in self._loops):
+            pass
 
     def _write(self, target: ast.expr, value: ast.expr | None, env: dict[str, Reaching]) -> None:
         """Record an assignment to any target; ``value`` is None where it is not known."""
@@ -248,6 +269,17 @@ class Flow:
         self.reaching[name] = env.get(name.id, frozenset())
         for definition in self.reaching[name]:
             definition.uses.append(name)
+
+
+def _add_uses(earlier: dict[str, Definition], at_end: dict[str, Reaching]) -> bool:
+    """Add the uses of one loop's earlier values; returns whether there were any new ones."""
+    is_changed = False
+    for name, definition in earlier.items():
+        for last in at_end.get(name, ()):
+            new = [use for use in definition.uses if use not in last.uses]
+            last.uses += new
+            is_changed = is_changed or len(new) > 0
+    return is_changed
 
 
 # The methods that record a statement; without an entry, all its names are read.

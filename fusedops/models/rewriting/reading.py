@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from .flow import Definition, Flow
+from .flow import Definition, Flow, is_opaque
 from .trees import (
     CONDITIONAL,
+    SCOPES,
     SHAPE,
     first_argument,
     first_target,
@@ -30,12 +31,14 @@ from .trees import (
     unique,
 )
 
-__all__ = ["DROPOUTS", "ROWS", "Kinds", "Reader", "called_paths", "rows_of"]
+__all__ = ["DROPOUTS", "ROWS", "WRITES", "Kinds", "Reader", "called_paths", "rows_of"]
 
 # From the path of a module, or a space and the name of a function, to its kind: "linear", "norm",
-# "dropout", "activation", "module", "absent" (the attribute is None), or "functional dropout"; ""
-# for anything else.
+# "dropout", "activation", "module", "absent" (the attribute is None), "functional dropout", or
+# `WRITES`; "" for anything else.
 Kinds = Callable[[str], str]
+# A method of the module's own that writes attributes which its conditions test.
+WRITES = "writes"
 DROPOUTS = ("dropout", "functional dropout")
 # The keywords by which a module takes its rows, if they are not its first argument.
 ROWS = ("hidden_states", "x", "input")
@@ -152,14 +155,16 @@ class Reader:
         self_name: the name of the first parameter.
         local: the other names that the function binds.
         flow: its definitions and uses.
+        replaceable: the names in expressions that are rewritten.
     """
 
     def __init__(self, function: ast.FunctionDef, kinds: Kinds, leaving: bool) -> None:
         self.kinds = kinds
         self.leaving = leaving
-        self.self_name = function.args.args[0].arg
+        self.self_name = self_name_of(function)
         self.local = local_names(function) - {self.self_name}
         self.flow = Flow(function)
+        self.replaceable = set(_names_replaceable(function.body))
 
     # --- calls ---
 
@@ -171,6 +176,8 @@ class Reader:
         if _is_starred(node):
             return ""
         kind = self.kinds(self._path(node) or self._global(node))
+        if kind == WRITES:
+            return ""
         if kind == "activation" and not self._takes_rows_alone(node):
             return ""
         return kind
@@ -276,7 +283,7 @@ class Reader:
         return self._is_product(call.args[0])
 
     def _activates(self, node: ast.AST) -> bool:
-        """Whether this is the activation of a linear layer's output, or a dropout of it."""
+        """Whether this is ``act(fc(x))`` with dropouts around it or without, and no gate."""
         node = self._value_of(node)
         rows = first_argument(node)
         if rows is None:
@@ -305,11 +312,16 @@ class Reader:
     # --- uses ---
 
     def _uses(self, definition: Definition) -> int:
-        """The number of a value's uses, without those that read its shape."""
-        return len(_tensor_uses(self.flow, definition))
+        """The number of a value's uses that need it, which those of a sum's shape do not."""
+        return len([use for use in definition.uses if not self._is_shape(use)])
 
     def _is_shape(self, use: ast.Name) -> bool:
-        return _reads_shape(self.flow, use)
+        """Whether this reads the shape of one value, so that the operands of a sum replace it."""
+        return _reads_shape(self.flow, use) and self._is_replaceable(use)
+
+    def _is_replaceable(self, use: ast.Name) -> bool:
+        """Whether an expression can replace this use: of one value, where code is rewritten."""
+        return use in self.replaceable and self.flow.has_only(use)
 
     def _is_residual(self, name: ast.Name) -> bool:
         """Whether another use of the value is a term of a sum, or another operand."""
@@ -362,16 +374,18 @@ class Reader:
         return None
 
     def _caller(self, node: ast.expr) -> ast.Call | None:
-        """The call that has a value as its first argument, and is its one use."""
-        use: ast.expr | None = node
+        """The call that has a value as its first argument, and is its one use.
+
+        In ``a = node; y = f(a)`` that is the call of f: the value is read by its name.
+        """
+        value: ast.expr | None = node
         parent = self.flow.parent[node]
-        # A name goes on where it is used.
         while (target := first_target(parent)) is not None:
-            use = self._single_use(target)
-            if use is None:
+            value = self._single_use(target)
+            if value is None:
                 return None
-            parent = self.flow.parent[use]
-        if first_argument(parent) is not use:
+            parent = self.flow.parent[value]
+        if first_argument(parent) is not value:
             return None
         assert isinstance(parent, ast.Call)
         return parent
@@ -379,7 +393,7 @@ class Reader:
     # --- gates ---
 
     def _are_gated(self, halves: list[ast.Name]) -> bool:
-        """Whether the product of the first half, activated, and the second one is all."""
+        """Whether the halves of a tensor are read in ``activation(a) * b``, and nowhere else."""
         gate, up = [self.flow.written(half).uses for half in halves]
         if [len(gate), len(up)] != [1, 1]:
             return False
@@ -407,7 +421,7 @@ class Reader:
         firsts = []
         for use in definition.uses:
             part = self.flow.parent[use]
-            if not self.flow.reads_only(use, definition):
+            if not self._is_replaceable(use):
                 return False
             if is_first(part):
                 firsts.append(part)
@@ -430,7 +444,17 @@ class Reader:
         return self._consumer_joins(use)
 
     def _consumer_joins(self, node: ast.AST) -> bool:
-        """Whether the consumer of this value takes an end, and does more than to finish it."""
+        """Whether the consumer of this value takes an end, and does more than to finish it.
+
+        Dropouts and names are followed to what consumes them::
+
+            y = fc(x)
+            z = drop(y)          node       parent
+            return r + z         fc(x)      assignment to y:     _use_joins
+                                 y          argument of drop:    _call_joins
+                                 drop(y)    assignment to z:     _use_joins
+                                 z          operand of a sum:    _operator_joins, which is true
+        """
         parent = self.flow.parent[node]
         match parent:
             case ast.Call(args=[first, *_]) if first is node:
@@ -524,6 +548,39 @@ class Reader:
         if len(consumers) in (0, len(uses)):
             return None
         return list(consumers), unique(list(consumers.values()))
+
+
+def _names_replaceable(statements: list[ast.stmt]) -> Iterator[ast.Name]:
+    """Yield the names in the expressions that `statements` rewrites.
+
+    These are those of simple statements, also of the ones in conditions and loops, without targets
+    and nested scopes::
+
+        for i in range(n):            n is not replaceable
+            a[j] = b                  b is, a and j are not
+            c = f(d, [e for e in g])  f and d are, e and g are not
+    """
+    for statement in statements:
+        if is_opaque(statement):
+            continue
+        match statement:
+            case ast.If(body=body, orelse=orelse):
+                yield from _names_replaceable([*body, *orelse])
+            case ast.For(body=body) | ast.While(body=body):
+                yield from _names_replaceable(body)
+            case ast.Assign(value=value) | ast.AugAssign(value=value) | ast.AnnAssign(value=value):
+                yield from _names_outside_scopes(value)
+            case _:
+                yield from _names_outside_scopes(statement)
+
+
+def _names_outside_scopes(node: ast.AST | None) -> Iterator[ast.Name]:
+    if node is None or isinstance(node, SCOPES):
+        return
+    if isinstance(node, ast.Name):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _names_outside_scopes(child)
 
 
 def _is_starred(call: ast.Call) -> bool:

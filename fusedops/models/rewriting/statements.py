@@ -108,7 +108,7 @@ class _Statements(Expressions):
     def __init__(
         self, function: ast.FunctionDef, kinds: Kinds, leaving: bool, special: ast.If | None
     ) -> None:
-        if not function.args.args:
+        if not self_name_of(function):
             raise _RefusedError
         super().__init__(function, kinds, leaving)
         self.function = function
@@ -133,8 +133,9 @@ class _Statements(Expressions):
     def result(self) -> Rewritten | None:
         """The rewritten function; None if nothing was joined, or nothing left to the caller."""
         body = self._block(self.function.body, last=True)
-        # A forward without steps is as it was. One that leaves nothing is of no use to a block.
-        if not self.leaves and (self.leaving or not self.steps):
+        # A forward that leaves nothing is of no use to a block. One without steps is as it was.
+        is_useful = self.leaves if self.leaving else self.steps
+        if not is_useful:
             return None
         # Decorators and annotations are those of the original: `structure` puts them back.
         f = self.function
@@ -147,11 +148,15 @@ class _Statements(Expressions):
     # --- blocks ---
 
     def _block(self, statements: list[ast.stmt], *, last: bool) -> list[ast.stmt]:
-        """The statements rewritten. ``last``: nothing runs after them."""
-        # Values of the enclosing block may stay pending over this one.
+        """The statements rewritten, and the computation of what may not be pending after them.
+
+        ``last``: nothing runs after them.
+        """
+        # Values of the enclosing block may stay pending over this one. At the function's end none
+        # may: a random one has to be drawn.
         outer = [] if last else list(self.pending)
         out = self._each(statements, last=last)
-        # Code after the block may read those of this one.
+        # A last block that ends in a return computed there what it needs.
         if not last or not ends_function(statements):
             out += self._materialize_if(lambda definition: definition not in outer)
         # A block may not be empty.
@@ -194,25 +199,38 @@ class _Statements(Expressions):
         if definition in self.pending:
             self.pending[definition].names.add(target)
             return []
+        # Without a variable to copy. Nothing reads the copy, or it would not have been taken.
+        if definition in self.taken:
+            return []
         return [statement]
 
     def _if(self, statement: ast.If, *, last: bool) -> list[ast.stmt]:
+        """A condition, whose branches may compute what is pending before it; see `_outlasts`.
+
+        ::
+
+            y = drop(fc(x))                   _1 = dropped(linear(fc, x), drop)
+            if c: return norm(x + y)     ->   if c: return add_norm(_1, x, norm, return_sum=False)
+            else: return x                    else: y = finished(_1); return x
+
+        (The second branch draws the random numbers of y, though it needs none.)
+        """
         finished = self._finished_before(statement, last=last)
-        # Both branches begin with the same pending values, which each may compute, or not.
+        # Both branches begin with copies of these pending values.
         saved = self.pending
-        # Nothing runs after a branch that returns, so what is pending there needs no computation.
+        # A branch that returns computes of these only what it needs.
         body_is_last = last or ends_function(statement.body)
         body = self._branch(statement.body, saved, last=body_is_last)
         steps, leaves = list(self.steps), list(self.leaves)
         orelse: list[ast.stmt] = []
-        # Without a branch of its own, the other path still computes what is pending at the end.
+        # Even an empty branch has to compute what is pending at the function's end.
         if statement.orelse or (last and saved):
             orelse = self._branch(statement.orelse, saved, last=last)
         if statement is self.special:
             # Report the branch that runs as the facts are now.
             self.steps, self.leaves = steps, leaves
         if not last:
-            # On the path that goes on, none of these was computed: see `_outlasts`.
+            # No branch that goes on has computed any of these: `_outlasts` saw to that.
             self.pending = saved
             for name in names_written(statement):
                 self._forget(name)
@@ -247,7 +265,11 @@ class _Statements(Expressions):
         return not any(map(self._has_effects, inner))
 
     def _simple(self, statement: ast.stmt, rest: list[ast.stmt]) -> list[ast.stmt]:
-        """A statement without statements inside, and the computation of the values it needs."""
+        """A statement without statements inside, and the computation of the values it needs.
+
+        In this order: values that it reads on some paths, others that it reads, what joined
+        operators need of their own (casts, a norm), and the statement.
+        """
         original = set(self.pending)
         has_effects = self._has_effects(statement)
         # A value that only some paths through the statement read, or read repeatedly, is computed
@@ -392,7 +414,7 @@ class _Statements(Expressions):
         old = self.flow.only(value.func.value)
         self.pending[old] = Pending(parts[0], set(), parts[1])
         shape = list(map(self._value, value.args))
-        del self.pending[old]
+        self._take(old)
         new = [self._temporary(), self._temporary()]
         self._forget(name)
         self.pending[definition] = Pending(new[0], {name}, new[1], total.sources, total.first)
@@ -429,7 +451,8 @@ class _Statements(Expressions):
             return [statement]
         assert isinstance(target, ast.Name)
         names = [self._temporary(), self._temporary()]
-        both = unpack(names, helper_call("in_place", self._take(old), statement.value))
+        end, residual = load(self._take(old).end), self._value(statement.value)
+        both = unpack(names, helper_call("in_place", end, residual))
         total = Sum(load(names[0]), load(names[1]), pending.sources)
         definition = self.flow.written(target)
         if self._reaches_norm(definition, rest):
@@ -523,16 +546,23 @@ class _Statements(Expressions):
         definition, pending = self._pending_of(call.args[0])
         if not pending.is_sum:
             return False
-        del self.pending[definition]
-        # `y = norm(x)` is replaced by the operator; elsewhere the norm is replaced by a temporary.
+        # With x the sum, and `direct` the name in the first of these:
+        #
+        #     y = norm(x)       ->   y, x = add_norm(_1, _2, norm)
+        #     y = f(norm(x))    ->   _3, x = add_norm(_1, _2, norm); y = f(_3)
+        #
+        # x is assigned only if something else reads it.
         target = only_target(statement)
         direct = ""
         if target is not None and self.flow.parent[call] is statement:
             direct = target.id
-        # The sum itself is needed if the residual stream goes on with it.
         names: list[str] = []
         if self._uses(definition) > 1:
+            # The residual stream goes on with the sum itself.
+            del self.pending[definition]
             names = sorted(pending.names - {direct})
+        else:
+            self._take(definition)
         output = direct or self._temporary()
         total = Sum(load(pending.end), load(pending.residual), pending.sources)
         self.before += self._norm_of_sum(call, total, output, names)
@@ -553,15 +583,21 @@ class _Statements(Expressions):
         return None
 
     def _reaches_norm(self, definition: Definition, rest: list[ast.stmt]) -> bool:
-        """Whether a norm of a sum is its first use, on some path, with no side effects before."""
+        """Whether a norm of a sum is its first use, on some path, with no side effects before.
+
+        Args:
+            definition: that of the sum.
+            rest: the statements after it, in its block.
+        """
         for index, statement in enumerate(rest):
             following = rest[index + 1 :]
             if isinstance(statement, ast.If):
                 if self._blocks(statement.test, definition):
                     return False
-                # The sum goes on after it.
+                # The sum stays pending over it.
                 if _is_early_return(statement):
                     continue
+                # Where both branches go on, a sum that one of them takes is computed before.
                 if following:
                     return False
                 return self._branch_reaches_norm(definition, statement)
@@ -645,7 +681,7 @@ class _Statements(Expressions):
 
     def _is_known(self, use: ast.Name, definition: Definition) -> bool:
         """Whether a use reads the shape of a sum, or split outputs after the first."""
-        # It is asked of values that are yet to be pending, too (`_reaches_norm`): those are sums.
+        # `_reaches_norm` calls this for sums that are not pending yet.
         pending = self.pending.get(definition)
         is_sum = pending is None or pending.is_sum
         if is_sum and self._is_shape(use):
@@ -670,11 +706,13 @@ class _Statements(Expressions):
         # `g = act(gate(x)); u = up(x); y = g * u`
         if not self.pending[definition].is_gate:
             return False
-        # A layer neither reads the gate nor changes it, so the two may trade places. What has an
-        # effect without a call may change it: `gate += 1`.
+        # A layer neither reads the gate nor changes it, so the two may trade places.
         calls = nodes(statement, ast.Call)
+        if not all(map(self._calls_layer, calls)):
+            return False
+        # An effect that is no call may change it: `gate += 1`.
         effects = filter(_is_effect, ast.walk(statement))
-        return all(map(self._calls_layer, calls)) and set(effects) <= set(calls)
+        return all(isinstance(effect, ast.Call) for effect in effects)
 
     def _calls_layer(self, call: ast.Call) -> bool:
         if is_helper(call):

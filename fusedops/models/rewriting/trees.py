@@ -9,9 +9,13 @@ from typing import Any, TypeVar
 __all__ = [
     "CONDITIONAL",
     "PREFIX",
+    "SCOPES",
     "SHAPE",
     "added",
     "assign",
+    "attributes_tested",
+    "attributes_written",
+    "bound_by",
     "ends_function",
     "first_argument",
     "first_call",
@@ -54,11 +58,12 @@ PREFIX = "_fusedops_"
 _HARMLESS = frozenset({"isinstance", "len", "hasattr"})
 # Attributes and methods of a tensor that are known before it is computed.
 SHAPE = ("shape", "size", "dim", "device")
-# Expressions with a scope of their own, and the scopes whose bodies may run after the statement.
-_SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+# Expressions with a scope of their own: what they bind is not bound outside.
+SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+# Scopes whose bodies may run after the statement in which they stand.
 _DEFERRED = (ast.Lambda, ast.GeneratorExp, ast.FunctionDef, ast.ClassDef)
 # Expressions whose parts may be evaluated on some paths through a statement only, or repeatedly.
-CONDITIONAL = (ast.IfExp, ast.BoolOp, *_SCOPES)
+CONDITIONAL = (ast.IfExp, ast.BoolOp, *SCOPES)
 # Builtins that read the local variables of their caller, under the names of the source.
 _INSPECTING = frozenset({"locals", "vars", "dir", "eval", "exec"})
 
@@ -110,11 +115,12 @@ def unpack(names: Sequence[str], value: ast.expr) -> ast.Assign:
 
 def shifted(node: ast.Subscript, rest: str) -> ast.expr:
     """``x[i]`` or ``x[i:]`` as a subscript of ``rest``, which is ``x[1:]``."""
+    first = from_first(node)
+    assert first is not None
     # ``rest`` begins at the second output.
-    start = ast.Constant((from_first(node) or 1) - 1)
-    index: ast.expr = start
+    index: ast.expr = ast.Constant(first - 1)
     if isinstance(node.slice, ast.Slice):
-        index = ast.Slice(start, None, None)
+        index = ast.Slice(index, None, None)
     return ast.Subscript(load(rest), index, ast.Load())
 
 
@@ -130,7 +136,7 @@ def replace(parent: ast.AST, old: ast.expr, new: ast.expr) -> None:
 
 def unique(nodes: Sequence[Any]) -> list[ast.expr]:
     """The expressions without repetitions."""
-    # By what they say: a node equals only itself.
+    # By their dumps, since nodes are compared by identity.
     return list({ast.dump(node): node for node in nodes}.values())
 
 
@@ -149,8 +155,8 @@ def together(trees: Iterable[Any]) -> ast.AST:
 
 def self_name_of(function: ast.FunctionDef) -> str:
     """The name of the function's first parameter; "" if it has none by position."""
-    names = [argument.arg for argument in function.args.args]
-    return next(iter(names), "")
+    positional = (*function.args.posonlyargs, *function.args.args)
+    return positional[0].arg if positional else ""
 
 
 # --- expressions ----------------------------------------------------------------------------------
@@ -211,7 +217,7 @@ def is_pure(node: ast.AST) -> bool:
 
 
 def view_of(node: ast.expr) -> ast.Attribute | None:
-    """``x.reshape`` of ``x.reshape(...)``, and of a view."""
+    """``x.reshape`` of ``x.reshape(...)``, ``x.view`` of ``x.view(...)``; None for other calls."""
     match node:
         case ast.Call(func=ast.Attribute(attr="reshape" | "view") as method, keywords=[]):
             return method
@@ -219,7 +225,7 @@ def view_of(node: ast.expr) -> ast.Attribute | None:
 
 
 def from_first(node: ast.AST | None) -> int | None:
-    """The first index, from one on, of ``x[1]`` or ``x[1:]``."""
+    """The n of ``x[n]`` or ``x[n:]``, which leave the first element out; None for others."""
     match node:
         case ast.Subscript(
             slice=ast.Constant(value=int(start))
@@ -303,7 +309,19 @@ def ends_function(statements: Sequence[ast.stmt]) -> bool:
 
 def writes_attributes(node: ast.AST) -> bool:
     """Whether the code assigns or deletes any attribute."""
-    return not all(isinstance(inner.ctx, ast.Load) for inner in nodes(node, ast.Attribute))
+    return len(attributes_written(node)) > 0
+
+
+def attributes_written(node: ast.AST) -> set[str]:
+    """The names of the attributes that the code assigns or deletes, of whatever object."""
+    attributes = nodes(node, ast.Attribute)
+    return {inner.attr for inner in attributes if not isinstance(inner.ctx, ast.Load)}
+
+
+def attributes_tested(node: ast.AST) -> set[str]:
+    """The names of the attributes that the code's conditions read."""
+    tests = together([statement.test for statement in nodes(node, ast.If)])
+    return {inner.attr for inner in nodes(tests, ast.Attribute)}
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -321,12 +339,10 @@ def _is_inspecting(called: ast.expr) -> bool:
 
 
 def names_written(node: ast.AST) -> set[str]:
-    """The names that are bound, without those that are local to a comprehension."""
-    if isinstance(node, _SCOPES):
+    """The names that are bound or deleted in a node, without those local to comprehensions."""
+    if isinstance(node, SCOPES):
         return set()
-    names = set()
-    if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-        names.add(node.id)
+    names = {bound_by(node)} - {""}
     for child in ast.iter_child_nodes(node):
         names |= names_written(child)
     return names
@@ -336,12 +352,12 @@ def local_names(function: ast.FunctionDef) -> set[str]:
     """The names that the function binds, including its arguments."""
     names = {argument.arg for argument in nodes(function.args, ast.arg)}
     for statement in function.body:
-        names.update(map(_name_bound_by, ast.walk(statement)))
+        names.update(map(bound_by, ast.walk(statement)))
     return names - {""}
 
 
-def _name_bound_by(node: ast.AST) -> str:
-    """The name that a node by itself binds; "" for none."""
+def bound_by(node: ast.AST) -> str:
+    """The name that a node by itself binds or deletes; "" for none."""
     match node:
         case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
             return name
@@ -350,11 +366,16 @@ def _name_bound_by(node: ast.AST) -> str:
             return (asname or name).partition(".")[0]
         case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
             return name
+        # `except ValueError as e`, and the captures `x`, `*x` and `**x` of a pattern.
+        case ast.ExceptHandler(name=name) | ast.MatchAs(name=name) | ast.MatchStar(name=name):
+            return name or ""
+        case ast.MatchMapping(rest=name):
+            return name or ""
     return ""
 
 
 def names_captured(function: ast.FunctionDef) -> set[str]:
-    """The names in nested functions and the like, which may read them after later statements."""
+    """The names in nested functions, lambdas and generators, whose bodies may run later."""
     names = set()
     for scope in nodes(function, _DEFERRED):
         if scope is not function:
@@ -363,5 +384,13 @@ def names_captured(function: ast.FunctionDef) -> set[str]:
 
 
 def names_bound(function: ast.FunctionDef) -> set[str]:
-    """The names that the function's own statements bind, without its arguments."""
+    """The names that the function's body binds, without its arguments.
+
+    What a nested function binds counts, too, which can only prevent a rewriting::
+
+        def forward(self, x):         names_bound       y, f, t
+            y = x                     local_names       y, f, t, self, x
+            def f():                  names_captured    y, t
+                t = y
+    """
     return names_written(together(function.body))

@@ -61,8 +61,9 @@ def _bert_attend(
 def _attended(
     attention: Any, modules: tuple[nn.Module, ...], hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """An attention's output after its norm: in the dtype for ``modules``, and for the residual.
+    """An attention's output after its norm, twice: see `parts.add_norm_cast`.
 
+    The first is for ``modules`` only, under autocast in its dtype; the second is for the residual.
     Without fused methods both are the same tensor.
     """
     if can_call(attention, "_fusedops_attend"):
@@ -116,8 +117,9 @@ def _bert_layer(
             **named_cache(past_key_values),
             **kwargs,
         )
-    # A hook on the output module gets the residual as an input, whose gradient would lack that of
-    # the low-precision copy.
+    # A hook on `output` gets the residual, and may read its gradient. That is the gradient of the
+    # norm's only output, which `intermediate` reads too. With a copy for `intermediate`, the
+    # residual's gradient would lack the copy's.
     consumers = () if has_hooks(self.output) else (self.intermediate,)
     x, y = _attended(
         self.attention,

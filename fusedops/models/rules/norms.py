@@ -70,10 +70,10 @@ def _rms_norm(self: Any, x: Tensor, low: torch.dtype | None) -> Tensor:
     )
 
 
-def _of_one_dimension(call: Method) -> Method:
-    """The method that adds and normalises.
+def _adding(call: Method) -> Method:
+    """Build ``_fusedops_add_norm`` from the operator that adds and normalises.
 
-    It takes two steps for a norm over several dimensions, which the operators do not support.
+    A norm over several dimensions, which that operator does not support, takes two steps.
     """
 
     def add_norm(
@@ -118,9 +118,10 @@ def _add_rms_norm(
 def _output_dtype(
     x: torch.dtype, weight: torch.dtype, rounding: Rounding, low: torch.dtype | None
 ) -> torch.dtype:
-    """The output's dtype of a norm that autocast does not affect, or ``low`` instead of fp32.
+    """The output's dtype of a norm in elementary operators, as Transformers' RMSNorms are.
 
-    See `_narrowed` for ``low``.
+    Autocast changes none of these operators, so the dtype is the same with and without it. Where
+    it is fp32, it is ``low`` instead, if that is given (see `_narrowed`).
     """
     dtype = x
     if rounding == "llama":
@@ -153,6 +154,7 @@ def _of(form: Form) -> dict[str, Method]:
     def dtype_of(
         x: torch.dtype, weight: Tensor | None, low: torch.dtype | None
     ) -> torch.dtype | None:
+        # None leaves the dtype to the operators, which return fp32 under autocast too.
         if widened:
             return _narrowed(low, x)
         return _output_dtype(x, x if weight is None else weight.dtype, rounding, low)
@@ -184,6 +186,7 @@ def _of(form: Form) -> dict[str, Method]:
             "training": end.training,
             "eps": epsilon,
             "return_sum": return_sum,
+            # The norm's own output for the residual stream, and a copy; or one output, cast.
             "out_dtype": dtype_of(z, weight, None) if with_cast else low,
             "cast_dtype": low if with_cast else None,
         }
@@ -242,14 +245,14 @@ RULES = (
     Rule(
         name="layer_norm",
         calls="layer_norm",
-        methods=_methods(_layer_norm, _of_one_dimension(_add_layer_norm), "input"),
+        methods=_methods(_layer_norm, _adding(_add_layer_norm), "input"),
         base=nn.LayerNorm,
         names=("LayerNorm",),
     ),
     Rule(
         name="rms_norm",
         calls="rms_norm",
-        methods=_methods(_rms_norm, _of_one_dimension(_add_rms_norm), "x"),
+        methods=_methods(_rms_norm, _adding(_add_rms_norm), "x"),
         base=nn.RMSNorm,
         names=("RMSNorm",),
     ),

@@ -180,8 +180,10 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Branch, tuple[Any, ...]]:
     cross = key_value_states is not None
+    # Its name from Transformers 5.24 on.
     if past_key_values is None:
         past_key_values = kwargs.pop("cache", None)
+    # The fast path takes no other options.
     if not kwargs:
         token = next_token(self, hidden_states, mask, cross, position_bias, past_key_values)
         if token is not None:

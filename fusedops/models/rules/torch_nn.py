@@ -56,8 +56,9 @@ def _attention(
 
 
 def _multihead_consumers(self: Any) -> tuple[nn.Module, ...] | None:
-    # The weights are the module's own parameters, so it is the one that casts the rows. PyTorch's
-    # fast path, which would not cast, is not taken under autocast.
+    # Not linear layers: the module multiplies the rows by its own parameters, in
+    # `F.multi_head_attention_forward`, where autocast casts them. So there is no layer to check,
+    # only the parameters. PyTorch's fast path, which would not cast, is not taken under autocast.
     weights = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
     if not all(weight is None or is_plain(weight) for weight in weights):
         return None

@@ -116,6 +116,7 @@ def cast_stacks(stacks: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[Cas
     parts = cast_as_one([*weights, *biases], dtype)
     if parts is None:
         return None
+    # In the order of the stacks that have a bias.
     remaining_biases = [*parts[len(stacks) :], stacks[-1][0].bias]
     casts = []
     for stack, weight in zip(stacks, parts[: len(stacks)], strict=True):

@@ -58,8 +58,8 @@ def packed_linear(
 ) -> tuple[Tensor, ...]:
     """The layers' outputs in ``dtype``, as parts of one product.
 
-    Autograd does not track them as views, so they may be changed in place: each has memory of its
-    own in the product.
+    They may be changed in place: they are views that do not overlap, and that autograd does not
+    track as views.
 
     Args:
         x: of shape (..., K).
@@ -123,16 +123,24 @@ def packed(
 ) -> tuple[dict[str, Any], Any]:
     """Replacements of the children of these names, if they can be packed, and of ``last``.
 
-    The names are those of query, key and value, which take x. Where key and value take ``others``,
-    as in a cross-attention, they are packed without the query.
+    Where key and value take ``others``, as in a cross-attention, they are packed without the query.
 
     A replacement that is called again, or with other rows than the first, computes as its layer
     does. Whether layers are packed depends on the module's mode, not on whether gradients are
     recorded or the rows have one: so reentrant checkpointing computes the same both times.
 
-    ``last`` is a linear layer after them. It is the second result, or its replacement where its
-    weight is cast together with theirs (see `fusedops.models.tricks.casts`); a query that is not
-    packed is then replaced too. ``cache`` is where the module may get its keys and values from.
+    Args:
+        module: the attention.
+        names: of the layers of query, key and value.
+        x: the rows of the query, and of all three without ``others``.
+        others: the rows of key and value.
+        last: a linear layer after them, the output projection.
+        cache: where the module may get its keys and values from.
+
+    Returns:
+        The replacements by name, and ``last``. Where the weights are cast in one pass (see
+        `fusedops.models.tricks.casts`), the second is the cast of ``last`` instead, and the cast of
+        a query that is not packed is among the replacements.
     """
     # In a cross-attention the query takes other rows than key and value.
     separate: tuple[str, ...] = ()
