@@ -111,7 +111,7 @@ class Emitter:
         full: whether that tile has all its columns.
         holds_vectors: whether vectors are computed before the loop over the tiles of a row that
             are side by side, for all of them.
-        kept: the tiles that a phase keeps for a later one.
+        carried: the tiles that a phase keeps for a later one.
         tiles: the tuples of these, and of vectors that are held for all tiles of rows.
         tuples: those that the body adds tiles to.
         vectors: the lines of a loop over the parts of vectors, before all tiles of rows.
@@ -137,7 +137,7 @@ class Emitter:
         self.body: list[str] | None = None
         self.full = False
         self.holds_vectors = False
-        self.kept: Collection[Node] = ()
+        self.carried: Collection[Node] = ()
         self.tiles: dict[Node, str] = {}
         self.vectors: list[str] = []
         self.tuples: list[str] = []
@@ -168,7 +168,7 @@ class Emitter:
                 continue
             todo.pop()
             if node not in self.named:
-                self._define(node)
+                self._emit_and_define(node)
         return self.named[root]
 
     def _missing(self, node: Node) -> list[Node]:
@@ -185,11 +185,15 @@ class Emitter:
         missing.reverse()
         return missing
 
-    def _define(self, node: Node) -> None:
+    def _emit_and_define(self, node: Node) -> None:
         """Emit a value whose arguments have names, and the stores that follow its line."""
-        self.named[node] = self._emit(node)
-        if self.body is not None and node in self.kept and node not in self.tiles:
-            self._hold(node, self.named[node])
+        self.define(node, self._emit(node))
+
+    def define(self, node: Node, name: str) -> None:
+        """Name a value that is emitted, and emit the stores that follow its line."""
+        self.named[node] = name
+        if self.body is not None and node in self.carried and node not in self.tiles:
+            self._hold(node, name)
         for store in self.stores_after.pop(node, ()):
             store()
 
@@ -199,7 +203,7 @@ class Emitter:
             return ()
         if self._is_loaded(node):
             return node.args[1:]
-        if self._is_kept(node) or self._is_held_vector(node):
+        if self._is_carried(node) or self._is_held_vector(node):
             return ()
         return computed_of(node)
 
@@ -210,9 +214,9 @@ class Emitter:
         is_read = node in self.leaves or node.op in ("input", "cotangent")
         return is_read and self.has_columns(node) and self.has_rows(node)
 
-    def _is_kept(self, node: Node) -> bool:
-        """Whether an earlier phase has kept a value."""
-        return self.body is not None and node in self.kept and node in self.tiles
+    def _is_carried(self, node: Node) -> bool:
+        """Whether an earlier phase has carried a value."""
+        return self.body is not None and node in self.carried and node in self.tiles
 
     def is_number(self, node: Node) -> bool:
         """Whether this is a floating-point number of each row, in memory."""
@@ -223,7 +227,7 @@ class Emitter:
 
     def early_mask(self, node: Node) -> str:
         """Return the line that draws a dropout mask ahead, in a kernel with EARLY."""
-        self._early_names[node] = self.names.free("kept")
+        self._early_names[node] = self.names.free("factors")
         return f"{self._early_names[node]} = {self._keep(node, ())}"
 
     def _is_held_vector(self, node: Node) -> bool:
@@ -246,8 +250,8 @@ class Emitter:
             self._put(names)
         return f"{self.tiles[node]}[part]"
 
-    def _kept_tile(self, node: Node, text: str) -> str:
-        """Return a tile that a phase loads and a later one reads, in the dtype that it is kept in.
+    def _carried_tile(self, node: Node, text: str) -> str:
+        """Return a tile that a phase loads and a later one reads, in its dtype in memory.
 
         Args:
             node: the tile.
@@ -377,7 +381,7 @@ class Emitter:
     def _emit(self, node: Node) -> str:
         """Emit the line that computes a value of named arguments, and return its name."""
         is_read = node in self.leaves
-        if self._is_kept(node):
+        if self._is_carried(node):
             cast = _READ_AS[node.kind] if self.is_tile(node) else ""
             return self._assign(node, f"{self.tiles[node]}[part]{cast}")
         if node.op == "const" and not is_read:
@@ -418,8 +422,8 @@ class Emitter:
         if self._is_held_vector(node):
             return self._held_vector(node)
         text = self._computed(node)
-        if self.body is not None and node in self.kept and self.is_tile(node):
-            return self._kept_tile(node, text)
+        if self.body is not None and node in self.carried and self.is_tile(node):
+            return self._carried_tile(node, text)
         return text
 
     def _computed(self, node: Node) -> str:

@@ -53,7 +53,7 @@ class Phases:
     Attributes:
         reductions: of each phase but the last, which has none.
         levels: of each value, the first phase that can compute it.
-        kept: the values along rows and columns that a phase keeps for a later one.
+        carried: the values along rows and columns that a phase keeps for a later one.
         exchanged: the sums that programs exchange which share a row; () where they cannot.
         loads: what the first phase loads for a later one alone.
         numbers: the numbers of rows that are in memory and that the last phase needs.
@@ -62,7 +62,7 @@ class Phases:
 
     reductions: tuple[tuple[Node, ...], ...]
     levels: Mapping[Node, int]
-    kept: frozenset[Node]
+    carried: frozenset[Node]
     exchanged: tuple[Node, ...]
     loads: tuple[Node, ...] = ()
     numbers: tuple[Node, ...] = ()
@@ -120,7 +120,7 @@ def phases_of(
     numbers = filter(emitter.is_number, reachable(steps[-1], emitter.leaves.__contains__))
     return replace(
         phases,
-        kept=_kept(steps, emitter, bool(exchanged)),
+        carried=_carried(steps, emitter, bool(exchanged)),
         loads=() if reductions else tuple(steps[0]),
         numbers=_in_order(numbers),
         masks=_in_order(set(masks).difference(*early)),
@@ -140,19 +140,21 @@ def _in_order(nodes: Iterable[Node]) -> tuple[Node, ...]:
     return tuple(sorted(nodes, key=lambda node: node.number))
 
 
-def _kept(steps: Sequence[Sequence[Node]], emitter: Emitter, tiles_alone: bool) -> frozenset[Node]:
+def _carried(
+    steps: Sequence[Sequence[Node]], emitter: Emitter, tiles_alone: bool
+) -> frozenset[Node]:
     """Return what a phase keeps for a later one: the values that both need.
 
     With ``tiles_alone`` it is what is loaded: a program that goes on with other rows meanwhile
     computes all else again, as registers hold fewer bytes of what is in memory in 16 bits.
     """
     computed: set[Node] = set()
-    kept: set[Node] = set()
+    carried: set[Node] = set()
     for roots in steps:
         needed = _needed(roots, emitter, () if tiles_alone else computed)
-        kept |= needed & computed
+        carried |= needed & computed
         computed |= set(filter(emitter.has_rows, needed))
-    return frozenset(filter(emitter.is_tile, kept) if tiles_alone else kept)
+    return frozenset(filter(emitter.is_tile, carried) if tiles_alone else carried)
 
 
 def _phase_of(root: Node, phases: Phases) -> int:
@@ -172,7 +174,7 @@ def _exchanged(reductions: Sequence[Sequence[Node]], emitter: Emitter) -> tuple[
     return tuple(nodes) if are_sums and len(nodes) <= _MOST_EXCHANGED else ()
 
 
-# --- a program --------------------------------------------------------------------------------------
+# --- a program ------------------------------------------------------------------------------------
 
 # Values along columns, each with what emits its store.
 Stores = Sequence[tuple[Node, Callable[[], None]]]
@@ -331,7 +333,7 @@ def _late_tiles(emitter: Emitter, phases: Phases, numbers: Sequence[str]) -> lis
     """Return the lines that begin what is late, with zeros, for the first step."""
     lines = ["ahead = tl.num_programs(0)"]
     lines += [f"late_{name} = tl.zeros((ROWS, 1), ACC)" for name in numbers]
-    for node in _in_order(phases.kept):
+    for node in _in_order(phases.carried):
         tiles = f"late_{emitter.tiles[node]}"
         zeros = f"tl.zeros((ROWS, BLOCK_N), {emitter.pointer_of(node)}.dtype.element_ty)"
         lines += [f"{tiles} = ()", "for part in tl.static_range(PARTS):"]
@@ -349,21 +351,17 @@ def _exchange(emitter: Emitter, phases: Phases, tile: _Tile, rows: Sequence[str]
     lines = list(tile.first)
     post: list[str] = []
     collect: list[str] = []
-    for number, pair in enumerate(_pairs(tile.sums)):
+    for number, names in enumerate(_pairs(tile.sums)):
         place = f"{moments} + {number} * WORDS * COLUMNS * M" if number else moments
-        column = "tl.program_id(1), places, present, M, EXCHANGE"
-        if len(pair) == 2:
-            names = ", ".join(pair)
-            lines.append(f'{names} = sums_of_both({names}, EXCHANGE == "none")')
-            post.append(f"post_sums({place}, {names}, {column})")
-        else:
-            names = f"{pair[0]}, _"
-            lines.append(f"{pair[0]} = tl.sum({pair[0]}, axis=1)")
-            post.append(f"post_sums({place}, {pair[0]}, None, {column})")
-        of_rows = f"places, present, M, {len(pair) == 2}, EXCHANGE, COLUMNS"
-        collect.append(f"{names} = collect_sums({place}, {of_rows})")
+        first, *second = names
+        lines.append(_sum_of_columns(names))
+        two = str(bool(second))
+        posted = f"{place}, {first}, {names[-1]}, tl.program_id(1), places, present, M"
+        post.append(f"post_sums({posted}, {two}, EXCHANGE)")
+        collected = f"collect_sums({place}, places, present, M, {two}, EXCHANGE, COLUMNS)"
+        collect.append(f"{first}, {''.join(second) or '_'} = {collected}")
     swap = ["tile += ahead", *rows]
-    for node in _in_order(phases.kept):
+    for node in _in_order(phases.carried):
         tiles = emitter.tiles[node]
         swap.insert(0, f"{tiles}, late_{tiles} = late_{tiles}, {tiles}")
     for name in tile.numbers:
@@ -380,6 +378,14 @@ def _exchange(emitter: Emitter, phases: Phases, tile: _Tile, rows: Sequence[str]
         _UNLESS_POSTING,
         *indented(tile.last),
     ]
+
+
+def _sum_of_columns(names: Sequence[str]) -> str:
+    """Return the line that sums one or two tiles over their columns."""
+    if len(names) == 1:
+        return f"{names[0]} = tl.sum({names[0]}, axis=1)"
+    both = ", ".join(names)
+    return f'{both} = sums_of_both({both}, EXCHANGE == "none")'
 
 
 def _pairs(names: Sequence[str]) -> list[Sequence[str]]:
@@ -410,45 +416,35 @@ def _emit_tile(
     emitter: Emitter, phases: Phases, stores: Stores, sums: Sums, results: Sequence[Node]
 ) -> _Tile:
     """Emit the phases of a tile of rows."""
-    emitter.kept = phases.kept
+    emitter.carried = phases.carried
+    numbers = {node: emitter.value(node) for node in phases.numbers}
     first: list[str] = []
     exchanged: list[str] = []
-    before_reductions = 0
-    # What no reduction is needed for is stored before the first one, after all loads.
-    early, later = [], list(stores)
-    if phases.reductions and not phases.exchanged:
-        early = [item for item in stores if phases.levels[item[0]] == 0]
-        later = [item for item in stores if phases.levels[item[0]] > 0]
-    numbers = {node: emitter.value(node) for node in phases.numbers}
+    place = 0  # of the reductions before a phase
+    last = len(phases.steps) - 1
     for phase, reductions in enumerate(phases.steps):
         emitter.open_columns(full=False)
         emitter.holds_vectors = phase > 0 or not emitter.flat
         if phase == 0:
             _emit_first(emitter, phases)
         accumulators = {node: _accumulate(emitter, node) for node in reductions}
-        _store(emitter, [item for item in later if _phase_of(item[0], phases) == phase])
-        if phase == len(phases.steps) - 1:
+        _store(emitter, phases, stores, phase)
+        if phase == last:
             _sum_rows(emitter, phases, sums)
-        if emitter.flat:
-            place = before_reductions if _are_early(emitter, phases) else len(emitter.lines)
-            emitter.lines[place:place] = _vector_lines(emitter)
-        if emitter.body:
-            emitter.close_columns(*_part_loop(emitter.grouped), MASK)
-        emitter.body = None
-        if phase == 0 and early:
-            emitter.open_columns(full=False)
-            _store(emitter, early)
-            emitter.close_columns(*_part_loop(emitter.grouped), MASK)
-        before_reductions = len(emitter.lines)
+        _insert_vectors(emitter, phases, place)
+        _close(emitter)
+        if phase == 0:
+            _store_early(emitter, phases, stores)
+        place = len(emitter.lines)
         if phases.exchanged and phase == 0:
             exchanged = list(accumulators.values())
             first, emitter.lines = emitter.lines, []
             emitter.forget_rows()
             emitter.named |= numbers
         else:
-            for node, name in accumulators.items():
-                emitter.lines.append(f"{name} = {emitter.reduced(node, name)}")
-        emitter.named |= accumulators
+            _reduce(emitter, accumulators)
+        for node, name in accumulators.items():
+            emitter.define(node, name)
     for node in results:
         if not emitter.has_columns(node):
             emitter.value(node)
@@ -458,10 +454,54 @@ def _emit_tile(
     return _Tile(emitter.lines, [], [], [])
 
 
-def _store(emitter: Emitter, stores: Stores) -> None:
+def _close(emitter: Emitter) -> None:
+    """End the loop of a phase over the tiles of a row."""
+    if emitter.body:
+        emitter.close_columns(*_part_loop(emitter.grouped), MASK)
+    emitter.body = None
+
+
+def _insert_vectors(emitter: Emitter, phases: Phases, place: int) -> None:
+    """Insert the loop that loads a phase's vectors, unless all rows share it: before the phase.
+
+    Or at ``place``, before the reductions that precede the phase.
+    """
+    if emitter.flat:
+        if not _are_early(emitter, phases):
+            place = len(emitter.lines)
+        emitter.lines[place:place] = _vector_lines(emitter)
+
+
+def _reduce(emitter: Emitter, accumulators: Mapping[Node, str]) -> None:
+    """Emit the reductions that end a phase."""
+    for node, name in accumulators.items():
+        emitter.lines.append(f"{name} = {emitter.reduced(node, name)}")
+
+
+def _is_early(node: Node, phases: Phases) -> bool:
+    """Whether a value is stored between the first phase and its reductions.
+
+    No reduction is needed for it, and all rows are loaded. Programs that exchange sums have another
+    tile of rows from there on.
+    """
+    return bool(phases.reductions) and not phases.exchanged and phases.levels[node] == 0
+
+
+def _store_early(emitter: Emitter, phases: Phases, stores: Stores) -> None:
+    early = [(node, store) for node, store in stores if _is_early(node, phases)]
+    if early:
+        emitter.open_columns(full=False)
+        for node, store in early:
+            emitter.value(node)
+            store()
+        _close(emitter)
+
+
+def _store(emitter: Emitter, phases: Phases, stores: Stores, phase: int) -> None:
     for node, store in stores:
-        emitter.value(node)
-        store()
+        if _phase_of(node, phases) == phase and not _is_early(node, phases):
+            emitter.value(node)
+            store()
 
 
 def _emit_first(emitter: Emitter, phases: Phases) -> None:

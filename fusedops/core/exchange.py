@@ -31,7 +31,9 @@ def sums_of_both(one, other, TOGETHER: tl.constexpr):
 # the whole GPU, because the programs run on different multiprocessors, whose L1 caches do not see
 # each other's stores.
 @triton.jit
-def post_sums(moments, first, second, column, rows, in_rows, M, EXCHANGE: tl.constexpr):
+def post_sums(
+    moments, first, second, column, rows, in_rows, M, TWO: tl.constexpr, EXCHANGE: tl.constexpr
+):
     """Stores the sums over this program's columns for the programs of the rows' other columns.
 
     The layout of ``moments``, by program (p0, p1, ...), each part of M elements, one for a row:
@@ -39,19 +41,19 @@ def post_sums(moments, first, second, column, rows, in_rows, M, EXCHANGE: tl.con
         "wait"    | p0: second << 32 OR first | p1: ...                      |    64-bit words
         "post"    | p0: first   | p0: second  | p1: first   | p1: second ... |    of their dtype
 
-    ``second`` is None where there is one sum.
+    Without ``TWO`` there is no second.
     """
     if EXCHANGE == "wait":
         # Both sums are one word, so that one atomic store publishes them. The buffer is zero
         # before, and a word counts as written when it is not zero: sums of zero are written as -0.
         word = first.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-        if second is not None:
+        if TWO:
             word |= second.to(tl.int32, bitcast=True).to(tl.int64) << 32
         word = tl.where(word == 0, 0x80000000, word)
         tl.atomic_xchg(moments + column * M + rows, word, mask=in_rows, sem="relaxed")
     else:
         tl.store(moments + 2 * column * M + rows, first, mask=in_rows)
-        if second is not None:
+        if TWO:
             tl.store(moments + (2 * column + 1) * M + rows, second, mask=in_rows)
 
 

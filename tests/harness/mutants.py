@@ -91,7 +91,7 @@ MUTANTS = (
     ),
     Mutant(
         "the sums of a program that shares rows taken for those of the rows",
-        "norms/kernels/backward.py",
+        "core/exchange.py",
         "place = 2 * column * M + rows[None, :]",
         "place = rows[None, :] + 0 * column",
         ("operators/test_norm_tiles.py", "test_rows_that_programs_share"),
@@ -102,6 +102,27 @@ MUTANTS = (
         "rows = rows_of(tiles - 1 - step + ahead, ROWS)",
         "rows = rows_of(tiles - 1 - step + ahead - 1, ROWS)",
         ("operators/test_norm_tiles.py", "test_rows_whose_programs_wait"),
+    ),
+    Mutant(
+        "the numbers of the next rows for those that a generated kernel finishes",
+        "compiler/phases.py",
+        'swap.insert(0, f"{name}, late_{name} = late_{name}, {name}")',
+        "pass",
+        ("compiler/test_tiles.py", "test_rows_whose_programs_wait"),
+    ),
+    Mutant(
+        "the second pair of sums of a generated kernel in the place of the first",
+        "compiler/phases.py",
+        'f"{moments} + {number} * WORDS * COLUMNS * M" if number else moments',
+        "moments",
+        ("compiler/test_tiles.py", "test_rows_that_programs_share"),
+    ),
+    Mutant(
+        "the last tile of a generated kernel's row taken for a full one",
+        "compiler/phases.py",
+        '"    N // BLOCK_N if COLUMNS == 1',
+        '"    PARTS if COLUMNS == 1',
+        ("compiler/test_tiles.py", "test_tiles_side_by_side"),
     ),
     Mutant(
         "a slice's last part counted as full",

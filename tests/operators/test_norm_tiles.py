@@ -5,20 +5,15 @@ Every sample of the norms, whatever is kept and returned.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from fusedops.core.configs.tuning import forced
 from fusedops.core.configs.tuning_key import Config, block_holding
-from fusedops.core.launches import launch
 from fusedops.core.spec import Sample, Spec
 from support import ALL_SPECS, DEVICE, INTERPRETED, Case, cases
 from tolerances import check_gradients, check_values
-
-triton = pytest.importorskip("triton")
-tl = pytest.importorskip("triton.language")
+from words import found_at_once
 
 pytestmark = pytest.mark.kernels
 
@@ -27,8 +22,6 @@ _NORMS = [
     for spec in ALL_SPECS
     if spec.samples.__module__.startswith("fusedops.norms") and spec.name != "bias_dropout_add"
 ]
-
-
 _SHARED = Config(
     16, 2, 1, 2, 1, parts=2
 )  # two to four programs a row, the last with an empty tile or not
@@ -36,11 +29,6 @@ _SHARED = Config(
 
 def _cols(spec: Spec, sample: Sample) -> int:
     return sample.tensors[spec.tensors[0]].shape[-1]
-
-
-@triton.jit
-def _found(places, there):  # type: ignore[no-untyped-def]
-    return tl.load(places, mask=there, other=0)
 
 
 def _few(spec: Spec, sample: Sample) -> bool:
@@ -109,32 +97,8 @@ def test_rows_that_programs_share(case: Case) -> None:
 @pytest.mark.pairs
 @cases((torch.bfloat16,), _few, _NORMS)
 def test_rows_whose_programs_wait(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here one program follows the other.
-
-    Each launch is made twice, and the second finds all the words.
-    """
-    from fusedops.norms.kernels import backward
-
-    waiting = []
-    build = launch.build
-
-    def twice(
-        kernel: Any, types: Any, constants: dict[str, Any], config: Config, **more: Any
-    ) -> launch.Variant:
-        variant = build(kernel, types, constants, config, **more)
-        if constants.get("EXCHANGE") != "wait":
-            return variant
-        waiting.append(config)
-
-        def launched(*arguments: Any) -> None:
-            variant(*arguments)
-            variant(*arguments)
-
-        return launched
-
-    monkeypatch.setattr(backward, "_await_words", _found)
-    monkeypatch.setattr(launch, "build", twice)
-    monkeypatch.setattr(launch, "waits", lambda index, acc, programs: acc == torch.float32)
+    """Here one program follows the other: see `found_at_once`."""
+    waiting = found_at_once(monkeypatch)
     sample = case.sample()
     with forced("norm_backward", _SHARED):
         check_gradients(case.spec, sample, values=True)

@@ -193,8 +193,11 @@ def test_core_is_imported_alone() -> None:
     assert done.returncode == 0, done.stderr
 
 
+_OF_DEVICES = ("fusedops.core.device", "fusedops.core.exchange")
+
+
 @pytest.mark.parametrize(
-    "name", [name for name in MODULES if _has_kernels(name) or name.endswith("core.device")]
+    "name", [name for name in MODULES if _has_kernels(name) or name in _OF_DEVICES]
 )
 def test_kernels_import_only_triton(name: str) -> None:
     """And the device functions of core, and files of their own package."""
@@ -202,7 +205,7 @@ def test_kernels_import_only_triton(name: str) -> None:
     for target in _imports(MODULES[name]):
         is_triton = target.split(".")[0] in ("triton", "__future__")
         is_own = _has_kernels(name) and target.startswith(package)
-        assert is_triton or is_own or target == "fusedops.core.device", target
+        assert is_triton or is_own or target in _OF_DEVICES, target
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.endswith(".reference")])

@@ -409,8 +409,17 @@ def norm_backward_kernel(
                     along_terms, total_terms, KIND == "layer" and EXCHANGE == "none"
                 )
             if EXCHANGE == "wait" or EXCHANGE == "post":
-                second = total if KIND == "layer" else None
-                post_sums(moments, along, second, tl.program_id(0), rows, in_rows, M, EXCHANGE)
+                post_sums(
+                    moments,
+                    along,
+                    total,
+                    tl.program_id(0),
+                    rows,
+                    in_rows,
+                    M,
+                    KIND == "layer",
+                    EXCHANGE,
+                )
             if EXCHANGE == "wait":
                 # From here on the step is about the tile before: swap it with the current one.
                 rows = rows_of(tiles - 1 - step + ahead, ROWS)

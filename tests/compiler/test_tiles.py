@@ -1,0 +1,137 @@
+"""Generated kernels whose rows are in tiles side by side, or shared by programs, against fp64.
+
+The bound of an element is 64 roundings of fp32 of the largest magnitude: sums of 900 terms of order
+one, in lanes of at most eight terms and a tree of at most eight levels, and some thirty operators
+after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fusedops
+from fusedops.core.configs.tuning import forced
+from fusedops.core.configs.tuning_key import Config
+from fusedops.core.launches import launch
+from support import DEVICE, INTERPRETED
+from words import found_at_once
+
+pytestmark = pytest.mark.kernels
+
+_ROWS, _COLS = 5, 900
+# Columns of three tiles of 128: 900 columns are three programs, of which the last has idle lanes.
+_SHARES = Config(128, 2, 1, 2, 1, parts=3)
+_WHOLE = Config(128, 2, 1, 2, 1, parts=8)
+
+
+def _layer_norm(x: Tensor, weight: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """Two sums, and a second output, whose gradient is read after the exchange."""
+    return F.layer_norm(x, x.shape[-1:], 1 + weight, shift), x * 2
+
+
+def _polynomial_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """Three norms of one row, and so three sums: two words."""
+
+    def norm(v: Tensor) -> Tensor:
+        return v * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6)
+
+    return norm(x * x * x) * weight + norm(x * x) + norm(x)
+
+
+def _scaled_softmax(x: Tensor, scale: Tensor) -> Tensor:
+    """One sum of a backward, a number of each row with its gradient, and no sum over rows."""
+    return torch.softmax(x, -1) * scale
+
+
+def _gate(x: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
+    """No reduction: programs share columns and exchange nothing."""
+    return torch.tanh(x + bias) * gate
+
+
+def _shapes(function: Callable[..., Any]) -> tuple[tuple[int, ...], ...]:
+    row, vector = (_ROWS, _COLS), (_COLS,)
+    return {
+        _layer_norm: (row, vector, vector),
+        _polynomial_norm: (row, vector),
+        _scaled_softmax: (row, (_ROWS, 1)),
+        _gate: (row, row, vector),
+    }[function]
+
+
+def _check(function: Callable[..., Any]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    exact = [
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in _shapes(function)
+    ]
+    tensors = [t.detach().float().to(DEVICE).requires_grad_() for t in exact]
+    for t, reference in zip(tensors, exact, strict=True):
+        reference.data = t.detach().double().cpu()
+    results, expected = [_tuple(f(*t)) for f, t in ((_fused(function), tensors), (function, exact))]
+    cotangents = [torch.randn(e.shape, generator=generator, dtype=torch.float64) for e in expected]
+    cotangents = [c.float().double() for c in cotangents]
+    results += torch.autograd.grad(results, tensors, [c.float().to(DEVICE) for c in cotangents])
+    expected += torch.autograd.grad(expected, exact, cotangents)
+    for result, reference in zip(results, expected, strict=True):
+        bound = 64 * torch.finfo(torch.float32).eps * reference.detach().abs().max().clamp(min=1.0)
+        torch.testing.assert_close(
+            result.detach().cpu().double(), reference.detach(), rtol=0.0, atol=float(bound)
+        )
+
+
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    return fusedops.rowwise(function, strict=True)
+
+
+def _tuple(value: Any) -> list[Tensor]:
+    return list(value) if isinstance(value, tuple) else [value]
+
+
+_FUNCTIONS = (_layer_norm, _polynomial_norm, _scaled_softmax, _gate)
+
+
+@pytest.mark.parametrize("function", _FUNCTIONS)
+def test_tiles_side_by_side(function: Callable[..., Any]) -> None:
+    with forced("rowwise_forward", _WHOLE), forced("rowwise_backward", _WHOLE):
+        _check(function)
+
+
+@pytest.mark.parametrize("function", _FUNCTIONS)
+def test_rows_that_programs_share(
+    function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "waits", lambda index, acc, programs: False)
+    with (
+        forced("rowwise_forward", _WHOLE),
+        forced("rowwise_backward", _SHARES),
+        launch.record() as names,
+    ):
+        _check(function)
+    # The backward is launched twice where sums are exchanged: programs post them, and read them.
+    assert names.count("backward_kernel") == (1 if function is _gate else 2)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU programs run at the same time")
+@pytest.mark.parametrize("function", _FUNCTIONS[:3])
+def test_rows_whose_programs_wait(
+    function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here one program follows the other: see `found_at_once`."""
+    waiting = found_at_once(monkeypatch)
+    with forced("rowwise_forward", _WHOLE), forced("rowwise_backward", _SHARES):
+        _check(function)
+    assert waiting
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("function", _FUNCTIONS[:3])
+def test_programs_wait_on_a_gpu(function: Callable[..., Any]) -> None:
+    assert launch.waits(0, torch.float32, 3)
+    with forced("rowwise_forward", _WHOLE), forced("rowwise_backward", _SHARES):
+        _check(function)
