@@ -27,7 +27,7 @@ from .operator import Program, RowwiseConstants
 from .programs import Programs, tensors_of
 from .state import Looks, plain_state
 from .tracing import recording
-from .walking import UNWRAPPED
+from .walking import INTERNALS, UNWRAPPED
 
 __all__ = ["Rowwise", "function_of", "rowwise"]
 
@@ -203,7 +203,10 @@ class Rowwise(Generic[_P, _R]):
         _, state, state_tensors = group.looks.at(args)
         call = group.calls.get(state)
         if call is None:
-            call = group.calls[state] = self._resolved(args, autocast)
+            call = self._resolved(args, autocast)
+            # Read again, because a trace comes after another walk: see `Looks.walked`.
+            _, state, state_tensors = group.looks.at(args)
+            group.calls[state] = call
         program = call.program
         if program is None:
             return self._run(*args)
@@ -394,6 +397,7 @@ def function_of(target: Any) -> Callable[..., Any] | None:
 
 
 UNWRAPPED[Rowwise] = "function"
+INTERNALS[Rowwise] = frozenset(vars(Rowwise(lambda: None)))
 
 
 class Method(Generic[_P, _R]):

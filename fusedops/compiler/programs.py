@@ -106,28 +106,31 @@ class Programs:
         Raises:
             NotRowwiseError: the function cannot be one kernel.
         """
-        look, state, state_tensors = self.looks(args).at(args)
-        if look.reason:
-            raise NotRowwiseError(f"{self.name}: {look.reason}")
         tensors = tensors_of(args)
-        if not tensors:
-            raise NotRowwiseError(f"{self.name}: {self._why_no_tensors(args)}")
-        # Programs with one key differ in the tensors that fit:
-        #
-        #   numbers, state, autocast, default dtype, kind of device  -> known programs
-        #   the same, and each tensor's kind and sizes but the first -> a refusal
-        #
-        # The first size is not a part of a refusal's key, because most refusals are the same for
-        # any number of rows.
-        numbers = tuple([None if isinstance(a, Tensor) else plain_state(a) for a in args])
-        key = (numbers, state, autocast, torch.get_default_dtype(), tensors[0].device.type)
-        refusal_key = (key, *map(_kind_of, tensors))
-        if refusal_key in self.refused:
-            raise NotRowwiseError(self.refused[refusal_key])
-        known = self.known.setdefault(key, [])
-        for match in known:
-            if match.fits(tensors, state_tensors):
-                return match
+        looks = self.looks(args)
+        # The second time the state is read by a new walk, since there will be a trace.
+        for read in (looks.at, looks.walked):
+            look, state, state_tensors = read(args)
+            if look.reason:
+                raise NotRowwiseError(f"{self.name}: {look.reason}")
+            if not tensors:
+                raise NotRowwiseError(f"{self.name}: {self._why_no_tensors(args)}")
+            # Programs with one key differ in the tensors that fit:
+            #
+            #   numbers, state, autocast, default dtype, kind of device  -> known programs
+            #   the same, and each tensor's kind and sizes but the first -> a refusal
+            #
+            # The first size is not a part of a refusal's key, because most refusals are the same
+            # for any number of rows.
+            numbers = tuple([None if isinstance(a, Tensor) else plain_state(a) for a in args])
+            key = (numbers, state, autocast, torch.get_default_dtype(), tensors[0].device.type)
+            refusal_key = (key, *map(_kind_of, tensors))
+            if refusal_key in self.refused:
+                raise NotRowwiseError(self.refused[refusal_key])
+            known = self.known.setdefault(key, [])
+            for match in known:
+                if match.fits(tensors, state_tensors):
+                    return match
         call = _Call(args, look, state_tensors, self._path(look, key))
         try:
             with without_transforms(), without_modes():

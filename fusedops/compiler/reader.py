@@ -44,6 +44,8 @@ class Look:
             objects, for a key on disk.
         storable: whether ``words`` identify the state in another process.
         reason: why the function is refused; "" if it is not.
+        lines: the source of ``read``.
+        constants: the constants that the source names.
     """
 
     read: Callable[[Sequence[Any]], tuple[Any, Any, list[Tensor]] | None]
@@ -52,6 +54,14 @@ class Look:
     words: tuple[Any, ...]
     storable: bool
     reason: str
+    lines: tuple[str, ...]
+    constants: tuple[Any, ...]
+
+    def reads_as(self, other: Look) -> bool:
+        """Whether another walk wrote the same function."""
+        if (self.lines, self.tensors, self.reason) != (other.lines, other.tensors, other.reason):
+            return False
+        return all(map(_is_same, self.constants, other.constants))
 
 
 class Writer:
@@ -96,6 +106,8 @@ class Writer:
             tuple(self.words),
             self.storable,
             reason,
+            tuple(lines),
+            tuple(self.constants.values()),
         )
 
     # Each expression is read once, in the order of the walk, and each check comes before what it
@@ -136,6 +148,13 @@ class Writer:
         """
         self.expect_type(variable, value)
         raise NotRowwiseError(why)
+
+
+def _is_same(constant: Any, other: Any) -> bool:
+    """Whether two constants are one object, or the same keys of a dict."""
+    if constant is other:
+        return True
+    return type(constant) is type(other) is tuple and bool(constant == other)
 
 
 def _identical(tensors: list[Tensor]) -> tuple[int, ...] | None:
