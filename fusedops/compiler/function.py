@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -24,7 +25,8 @@ from .explanation import Explanation, explained
 from .guards import Guards
 from .objects import PLAIN
 from .operator import Program, RowwiseConstants
-from .programs import Programs, tensors_of
+from .programs import Programs, is_dense, tensors_of
+from .reader import Look
 from .state import Looks, plain_state
 from .tracing import recording
 from .walking import INTERNALS, UNWRAPPED
@@ -98,6 +100,7 @@ class _Call:
         captured: the positions, in the state, of the captured tensors.
         reason: why no program runs; "" if one does.
         constants: the record of the call's constants; None for the function itself.
+        look: the look that reads the captured tensors; None for the function itself.
     """
 
     program: Program | None
@@ -105,11 +108,15 @@ class _Call:
     captured: tuple[int, ...] = ()
     reason: str = ""
     constants: RowwiseConstants | None = None
+    look: Look | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _CallGroup:
-    """Calls with arguments of the same kinds, by the state around the function."""
+    """Calls with arguments of the same kinds, by the state around the function.
+
+    A key of ``calls`` has the kinds of the tensors in the state, too: see `_with_kinds`.
+    """
 
     looks: Looks
     calls: dict[Any, _Call]
@@ -201,28 +208,19 @@ class Rowwise(Generic[_P, _R]):
         if group is None:
             group = self._new_group(key, args)
         _, state, state_tensors = group.looks.at(args)
-        call = group.calls.get(state)
+        try:
+            call = group.calls.get(_with_kinds(state, state_tensors))
+        except (TypeError, RuntimeError):  # as above, of tensors in the state
+            call = None
         if call is None:
-            call = self._resolved(args, autocast)
-            # Read again, because a trace comes after another walk: see `Looks.walked`.
-            _, state, state_tensors = group.looks.at(args)
-            group.calls[state] = call
+            call, state_tensors = self._new_call(group, args, autocast)
         program = call.program
         if program is None:
             return self._run(*args)
         tensors = [args[position] for position in call.positions]
-        constants = call.constants
         if call.captured:
             tensors += [state_tensors[position] for position in call.captured]
-            # The group's key has the classes of the arguments only: those of captured tensors
-            # extend the token.
-            constants = RowwiseConstants(self.name, (constants, *map(type, tensors)))
-            # The state holds only that there is a tensor: its dtype or shape may have changed. Then
-            # the call is resolved again, for the captured tensors of now.
-            if not program.fits(tensors):
-                group.calls.pop(state, None)
-                return self._called(*args)
-        outs = run(program, constants, tensors, program.p)
+        outs = run(program, call.constants, tensors, program.p)
         container = program.structure.container
         if container == "tensor":
             return outs[0]
@@ -236,6 +234,25 @@ class Rowwise(Generic[_P, _R]):
             self._calls.clear()
         group = self._calls[key] = _CallGroup(self._programs.looks(args), {})
         return group
+
+    def _new_call(
+        self, group: _CallGroup, args: Sequence[Any], autocast: Any
+    ) -> tuple[_Call, list[Tensor]]:
+        """Return a call that is added to a group, and the tensors in the state."""
+        call = self._resolved(args, autocast)
+        # Read by the look of the program: a trace comes after another walk, see `Looks.walked`.
+        look, state, state_tensors = group.looks.at(args, call.look)
+        if call.look not in (None, look):  # the state has changed in another thread
+            return self._new_call(group, args, autocast)
+        if call.captured:
+            # The group's key has the classes of the arguments only: those of captured tensors
+            # extend the token.
+            classes = [type(state_tensors[position]) for position in call.captured]
+            token = (call.constants, *classes)
+            call = replace(call, constants=RowwiseConstants(self.name, token))
+        with contextlib.suppress(TypeError, RuntimeError):
+            group.calls[_with_kinds(state, state_tensors)] = call
+        return call, state_tensors
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> Rowwise[_P, _R]: ...
@@ -275,7 +292,7 @@ class Rowwise(Generic[_P, _R]):
         if call.program.uncompiled:
             return Explanation(self.name, call.program.uncompiled)
         try:
-            return explained(call.program, self._tensors(arguments, call.captured))
+            return explained(call.program, self._tensors(arguments, call.look, call.captured))
         except launch.NotCompiledError as error:
             return Explanation(self.name, str(error))
 
@@ -293,7 +310,7 @@ class Rowwise(Generic[_P, _R]):
         match = self._programs.find(arguments, autocast)
         program = match.program
         plan = match.program.plan
-        grouped = program.is_grouped(self._tensors(arguments, match.captured))
+        grouped = program.is_grouped(self._tensors(arguments, match.look, match.captured))
         layout: dict[str, Any] = {"grouped": grouped, "tiled": program.tiled}
         outputs = list(range(program.count))
         wanted = list(plan.differentiable)
@@ -303,9 +320,11 @@ class Rowwise(Generic[_P, _R]):
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def _tensors(self, args: Sequence[Any], captured: Sequence[int]) -> list[Tensor]:
+    def _tensors(
+        self, args: Sequence[Any], look: Look | None, captured: Sequence[int]
+    ) -> list[Tensor]:
         """Return the tensors of a call, in the order of a program's inputs."""
-        _, _, state_tensors = self._programs.looks(args).at(args)
+        _, _, state_tensors = self._programs.looks(args).at(args, look)
         return tensors_of(args) + [state_tensors[position] for position in captured]
 
     def _positional(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -361,11 +380,11 @@ class Rowwise(Generic[_P, _R]):
         match.program.strict = self.strict
         positions = tuple([i for i, a in enumerate(args) if isinstance(a, Tensor)])
         constants = RowwiseConstants(self.name, (*devices, *map(type, tensors)))
-        return _Call(match.program, positions, match.captured, constants=constants)
+        return _Call(match.program, positions, match.captured, "", constants, match.look)
 
     def _check_tensors(self, tensors: Sequence[Tensor], devices: Collection[torch.device]) -> None:
         """Raise `NotRowwiseError` for tensors that kernels cannot read."""
-        if not all(map(_is_dense, tensors)):
+        if not all(map(is_dense, tensors)):
             raise NotRowwiseError(f"{self.name}: a tensor is nested or sparse, and not dense")
         if devices and any(t.device not in devices for t in tensors):
             raise NotRowwiseError(
@@ -462,6 +481,14 @@ class Method(Generic[_P, _R]):
 UNWRAPPED[Method] = "_bound"
 
 
+def _with_kinds(state: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return the state with the kind of each tensor in it: a state alone says where there is one.
+
+    A captured tensor may have another dtype, shape or device in the next call.
+    """
+    return (state, *[(type(t), t.dtype, t.layout, t.device, t.shape) for t in tensors])
+
+
 def _reason_to_run_unfused(args: Sequence[Any], tensors: Sequence[Tensor]) -> str:
     """Return why no kernel is to run for these arguments, which is no fault of the function."""
     kinds = {t.device.type for t in (*tensors, *_inside(args))}
@@ -469,15 +496,10 @@ def _reason_to_run_unfused(args: Sequence[Any], tensors: Sequence[Tensor]) -> st
         names = " and ".join(sorted(kinds)) or "calls without"
         return f"there are no kernels for {names} tensors"
     # A nested or sparse tensor is an error, which comes later, even if another tensor is empty.
-    if not all(map(_is_dense, tensors)):
+    if not all(map(is_dense, tensors)):
         return ""
     has_empty = any(tensor.numel() == 0 for tensor in tensors)
     return "a tensor has no elements" if has_empty else ""
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor is neither nested nor sparse."""
-    return not tensor.is_nested and tensor.layout is torch.strided
 
 
 def _number(value: Any) -> Any:
@@ -493,10 +515,10 @@ def _stacklevel() -> int:
     `warnings.warn` counts its caller, `_warn_once`, as 1. The user's frame is the first above those
     of this file::
 
-        _warn_once   _raise_or_warn   _resolved   _called   __call__   user
-        1            2                3           4         5          6
+        _warn_once   _raise_or_warn   _resolved   _new_call   _called   __call__   user
+        1            2                3           4           5         6          7
 
-    The loop also counts this function's own frame in place of the user's: the result is 6.
+    The loop also counts this function's own frame in place of the user's: the result is 7.
     """
     frame = inspect.currentframe()
     level = 0

@@ -35,7 +35,7 @@ from .structure import Operand, Structure
 from .traced import Traced
 from .tracing import trace
 
-__all__ = ["Match", "Programs", "tensors_of"]
+__all__ = ["Match", "Programs", "is_dense", "tensors_of"]
 
 # The largest sizes of rows in further traces: small ones, and ones far above any that a function
 # may compare them with.
@@ -56,15 +56,26 @@ class _Call:
 
 @dataclass(frozen=True)
 class Match:
-    """A program, and the positions in the state of the tensors that the function captures."""
+    """A program, the positions in the state of the tensors that it captures, and their look."""
 
     program: Program
     captured: tuple[int, ...]
+    look: Look
 
     def fits(self, tensors: Sequence[Tensor], state_tensors: Sequence[Tensor]) -> bool:
         """Whether the program is for tensors like those of a call and of the state."""
         captured = [state_tensors[position] for position in self.captured]
+        if not all(map(is_dense, captured)):
+            return False
+        # Those of a call are on one device: see `Rowwise._resolved`.
+        if any(tensor.device != tensors[0].device for tensor in captured):
+            return False
         return self.program.fits([*tensors, *captured])
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is neither nested nor sparse."""
+    return not tensor.is_nested and tensor.layout is torch.strided
 
 
 def tensors_of(args: Sequence[Any]) -> list[Tensor]:
@@ -124,7 +135,7 @@ class Programs:
             # for any number of rows.
             numbers = tuple([None if isinstance(a, Tensor) else plain_state(a) for a in args])
             key = (numbers, state, autocast, torch.get_default_dtype(), tensors[0].device.type)
-            refusal_key = (key, *map(_kind_of, tensors))
+            refusal_key = (key, *map(_kind_of, (*tensors, *state_tensors)))
             if refusal_key in self.refused:
                 raise NotRowwiseError(self.refused[refusal_key])
             known = self.known.setdefault(key, [])
@@ -174,7 +185,7 @@ class Programs:
             try:
                 program = self._program(structure)
                 if program.fits(tensors):
-                    return Match(program, ())
+                    return Match(program, (), call.look)
             # The file has a structure that no function has: the function is traced instead.
             except Exception:  # noqa: BLE001
                 continue
@@ -194,7 +205,7 @@ class Programs:
             ) from error
         if call.path is not None and not traced.captured:
             storing.write(call.path, structure)
-        return Match(self._program(structure), tuple(traced.captured))
+        return Match(self._program(structure), tuple(traced.captured), call.look)
 
     def _where(self, error: Exception) -> str:
         """Return the line of the function in which an error was raised."""
@@ -369,12 +380,13 @@ class Programs:
 
 def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return all of a tensor's kind and shape that a refusal depends on."""
-    return tensor.dtype, tensor.layout, tensor.dim(), hints(tensor.shape[1:])
+    kind = tensor.dtype, tensor.layout, tensor.device, tensor.dim()
+    return kind if tensor.is_nested else (*kind, hints(tensor.shape[1:]))
 
 
 def _without_memory(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a tensor on the meta device; one that is not dense is returned as it is."""
-    if like.layout is not torch.strided or like.is_nested:
+    if not is_dense(like):
         return like
     meta = torch.empty(shape, dtype=like.dtype, device="meta")
     meta.fusedops_device = like.device  # type: ignore[attr-defined]

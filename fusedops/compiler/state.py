@@ -64,9 +64,14 @@ class Looks:
         self.positions = positions
         self._known: tuple[Look, ...] = ()  # the last walked first
 
-    def at(self, args: Sequence[Any]) -> tuple[Look, Any, list[Tensor]]:
-        """Return the `Look` that reads the state, the hashable state, and the tensors in it."""
-        for look in self._known:
+    def at(self, args: Sequence[Any], first: Look | None = None) -> tuple[Look, Any, list[Tensor]]:
+        """Return the `Look` that reads the state, the hashable state, and the tensors in it.
+
+        Args:
+            args: the arguments of a call.
+            first: the `Look` that is tried before others; None for the last walked.
+        """
+        for look in self._known if first is None else (first, *self._known):
             state = look.read(args)
             if state is not None:
                 return look, (look, *state[:2]), state[2]

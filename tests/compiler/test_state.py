@@ -1161,6 +1161,32 @@ def test_attribute_of_an_argument_that_the_function_looks_for_is_refused() -> No
 
 
 @kernels
+def test_captured_tensor_of_another_kind_is_seen() -> None:
+    """Its dtype and shape lead to another trace, and kinds that no kernel reads to a refusal."""
+    x = randn(5, 24)
+    weight = plain = randn(24)
+    function = fusedops.rowwise(lambda x: x * weight, strict=True)
+    refused = {
+        "weight is no dense tensor": (
+            plain.to_sparse(),
+            torch.nested.nested_tensor([plain, plain], layout=torch.jagged),
+        ),
+        "weight is on meta": (plain.to("meta"), plain[0].to("meta")),
+        "weight is of torch.complex64": (plain.to(torch.complex64),),
+    }
+    assert torch.equal(function(x), x * weight)
+    for message, tensors in refused.items():
+        for weight in tensors:  # noqa: B007
+            with pytest.raises(fusedops.NotRowwiseError, match=message):
+                function(x)
+        weight = plain
+        assert torch.equal(function(x), x * weight)
+    for data in (plain.half(), plain[:1], plain):
+        weight.data = data
+        assert torch.equal(function(x), x * weight)
+
+
+@kernels
 def test_structures_that_alternate_are_walked_once() -> None:
     """Also where one reads less than the other, and so accepts objects of the other."""
     plain, scaled = types.SimpleNamespace(flag=False), types.SimpleNamespace(flag=True, scale=2.0)
