@@ -33,7 +33,8 @@ from .walking import INTERNALS, UNWRAPPED
 
 __all__ = ["Rowwise", "function_of", "rowwise"]
 
-# The most calls in a function's cache, which is cleared where new calls do not end.
+# The most calls in a function's cache, groups of them included. It is cleared where new calls do
+# not end.
 _MOST_CALLS = 8192
 
 
@@ -153,6 +154,7 @@ class Rowwise(Generic[_P, _R]):
         assert isinstance(function, FunctionType)
         self._programs = Programs(function, self.name, list(self._signature.parameters), self._run)
         self._calls: dict[Any, _CallGroup] = {}
+        self._cached = 0  # calls and groups
         self._warned = False
         # For torch.compile; `_compiled` calls all three. They are plain functions: Dynamo registers
         # functions by their identity, and a bound method is a new object at each access.
@@ -230,8 +232,7 @@ class Rowwise(Generic[_P, _R]):
 
     def _new_group(self, key: Any, args: Sequence[Any]) -> _CallGroup:
         """Return a group of calls that is added to the cache."""
-        if len(self._calls) >= _MOST_CALLS:
-            self._calls.clear()
+        self._make_room()
         group = self._calls[key] = _CallGroup(self._programs.looks(args), {})
         return group
 
@@ -250,9 +251,20 @@ class Rowwise(Generic[_P, _R]):
             classes = [type(state_tensors[position]) for position in call.captured]
             token = (call.constants, *classes)
             call = replace(call, constants=RowwiseConstants(self.name, token))
+        self._make_room()
         with contextlib.suppress(TypeError, RuntimeError):
             group.calls[_with_kinds(state, state_tensors)] = call
         return call, state_tensors
+
+    def _make_room(self) -> None:
+        """Count one more entry of the cache, which is cleared before it has too many.
+
+        A group that is in use meanwhile ends with its call.
+        """
+        if self._cached >= _MOST_CALLS:
+            self._calls.clear()
+            self._cached = 0
+        self._cached += 1
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> Rowwise[_P, _R]: ...

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,11 +37,15 @@ from .tracing import trace
 
 __all__ = ["Match", "Programs", "is_dense", "tensors_of"]
 
+# The most programs of a function, and the most refusals. The least recently used are dropped.
+_MOST_PROGRAMS = 1024
 # The largest sizes of rows in further traces: small ones, and ones far above any that a function
 # may compare them with.
 _FEW, _MANY = 40, 100_000
 # About the most elements of a tensor in a trace: its bytes are a number of 63 bits.
 _ELEMENTS = 2**58
+
+_V = TypeVar("_V")
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,14 @@ class Match:
         return self.program.fits([*tensors, *captured])
 
 
+def _used(entries: dict[Any, _V], key: Any) -> _V | None:
+    """Return the value of a key, which becomes the last of a dict; None where it has none."""
+    value = entries.pop(key, None)
+    if value is not None:
+        entries[key] = value
+    return value
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether a tensor is neither nested nor sparse."""
     return not tensor.is_nested and tensor.layout is torch.strided
@@ -100,6 +112,7 @@ class Programs:
         self.name = name
         self.names = names
         self.run = run
+        # The least recently used first: see `find` for the keys.
         self.known: dict[Any, list[Match]] = {}
         self.refused: dict[Any, str] = {}
         self._looks: dict[tuple[int, ...], Looks] = {}
@@ -136,10 +149,10 @@ class Programs:
             numbers = tuple([None if isinstance(a, Tensor) else plain_state(a) for a in args])
             key = (numbers, state, autocast, torch.get_default_dtype(), tensors[0].device.type)
             refusal_key = (key, *map(_kind_of, (*tensors, *state_tensors)))
-            if refusal_key in self.refused:
-                raise NotRowwiseError(self.refused[refusal_key])
-            known = self.known.setdefault(key, [])
-            for match in known:
+            reason = _used(self.refused, refusal_key)
+            if reason is not None:
+                raise NotRowwiseError(reason)
+            for match in _used(self.known, key) or ():
                 if match.fits(tensors, state_tensors):
                     return match
         call = _Call(args, look, state_tensors, self._path(look, key))
@@ -149,11 +162,23 @@ class Programs:
         except NotRowwiseError as error:
             # The text alone: the error would keep the tensors of its frames alive.
             self.refused[refusal_key] = str(error)
+            if len(self.refused) > _MOST_PROGRAMS:
+                del self.refused[next(iter(self.refused))]
             raise
         if not match.fits(tensors, state_tensors):
             raise NotRowwiseError(f"{self.name}: it was traced for tensors of other shapes")
-        known.append(match)
+        self._add(key, match)
         return match
+
+    def _add(self, key: Any, match: Match) -> None:
+        """Add a program; the oldest one of the least recently used key is dropped if needed."""
+        self.known.setdefault(key, []).append(match)
+        if sum(map(len, self.known.values())) <= _MOST_PROGRAMS:
+            return
+        oldest = next(iter(self.known))
+        self.known[oldest].pop(0)
+        if not self.known[oldest]:
+            del self.known[oldest]
 
     def _why_no_tensors(self, args: Sequence[Any]) -> str:
         """Return why a call has no tensors: they are in tuples or lists, or there are none."""

@@ -23,7 +23,8 @@ from torch.nn import functional as F
 
 import fusedops
 from fusedops.backend import entry
-from fusedops.compiler import state, walking
+from fusedops.compiler import function as function_module
+from fusedops.compiler import programs, state, walking
 from fusedops.compiler.bytecode import reads_of
 from fusedops.core.random.dropout import none
 from rowwise_checks import every, kernels, randn, results
@@ -1125,6 +1126,33 @@ def test_states_that_are_forgotten_are_looked_at_again() -> None:
             config.table = {str(place): 1.0 for place in range(size)}
             torch.testing.assert_close(function(x), x * size)
         assert len(function._programs.looks((x,))._known) == 4
+
+
+@kernels
+def test_caches_are_bounded() -> None:
+    """Those of calls, of programs and of refusals, where each call has another number."""
+    x, k = randn(5, 24), 0.0
+    fused, refused = fusedops.rowwise(lambda x: x * k), fusedops.rowwise(lambda x: x.round() * k)
+    with (
+        warnings.catch_warnings(),
+        mock.patch.object(function_module, "_MOST_CALLS", 4),
+        mock.patch.object(programs, "_MOST_PROGRAMS", 3),
+    ):
+        warnings.simplefilter("ignore")
+        for k in (*map(float, range(8)), 0.0):
+            assert torch.equal(fused(x), x * k)
+            assert torch.equal(refused(x), x.round() * k)
+            for function in (fused, refused):
+                groups = function._calls.values()
+                assert len(groups) + sum(len(group.calls) for group in groups) <= 4
+            assert sum(map(len, fused._programs.known.values())) <= 3
+            assert len(refused._programs.refused) <= 3
+        used = fused._programs.known.copy()
+        for k in (6.0, 8.0):  # noqa: B007 - 6.0 is used again, so that 7.0 is dropped before it
+            fused._calls.clear()
+            fused(x)
+        assert len(used.keys() & fused._programs.known.keys()) == 2
+        assert next(iter(used)) in fused._programs.known
 
 
 def test_function_with_a_state_that_is_another_at_each_look_is_refused() -> None:
