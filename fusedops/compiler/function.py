@@ -281,10 +281,12 @@ class Rowwise(Generic[_P, _R]):
 
     def __reduce__(self) -> Any:
         """Pickle a decorated function by its name, as functions are; another by its function."""
-        module = inspect.getmodule(self.function)
+        owner: Any = inspect.getmodule(self.function)
         qualified_name = getattr(self.function, "__qualname__", "")
-        if getattr(module, qualified_name, None) is self:
-            return self.function.__qualname__
+        for name in qualified_name.split("."):  # of a method: its class first
+            owner = getattr(owner, name, None)
+        if owner is self:
+            return qualified_name
         return functools.partial(Rowwise, strict=self.strict), (self.function,)
 
     # --- to look inside ---------------------------------------------------------------------------
