@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -140,13 +140,21 @@ class Writer:
         self.expect(f"type({variable}) is {self.constant(type(value))}")
         self.words.append(f"{type(value).__module__}.{type(value).__qualname__}")
 
-    def refuse(self, variable: str, value: Any, why: str) -> None:
-        """End the walk: the function is refused as long as the variable has a value of this class.
+    def refuse(
+        self, variable: str, value: Any, why: str, is_refused: Callable[[Any], bool]
+    ) -> NoReturn:
+        """End the walk: the function is refused as long as the variable has such a value.
 
+        Args:
+            variable: the variable with the value.
+            value: the value.
+            why: the reason, which names the value's class.
+            is_refused: whether a value of that class is a reason to refuse the function.
         Raises:
             NotRowwiseError: always.
         """
         self.expect_type(variable, value)
+        self.expect(f"{self.constant(is_refused)}({variable})")
         raise NotRowwiseError(why)
 
 

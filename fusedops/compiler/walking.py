@@ -203,7 +203,7 @@ class Walk(Writer):
         variable = self.at(expression)
         self.words.append(name)
         if handler is None:
-            self.refuse(variable, value, self.why_unsupported(value, name))
+            self.refuse(variable, value, self.why_unsupported(value, name), _is_unsupported)
         elif handler is Walk.immutable:
             self.check_mode(variable, value, name)
             self.immutable(value, variable)
@@ -261,7 +261,8 @@ class Walk(Writer):
                 "returns"
             )
 
-    def handler(self, value: Any) -> Callable[..., None] | None:
+    @staticmethod
+    def handler(value: Any) -> Callable[..., None] | None:
         """Return the method that visits a value; None where its type is unsupported."""
         # An enum's member may be an int or a str as well, and a tensor or module may be callable:
         # the order decides.
@@ -507,9 +508,9 @@ class Walk(Writer):
         """Visit the values of a dict."""
         self.expect_type(variable, value)
         self.expect(f"tuple({variable}) == {self.constant(tuple(value))}")
-        if not all(map(_is_plain_key, value)):
+        if _has_other_keys(value):
             why = "is a dict whose keys are no strings; pass what is needed of it"
-            self.refuse(variable, value, f"{self.role} {name} {why}")
+            self.refuse(variable, value, f"{self.role} {name} {why}", _has_other_keys)
         self.words.append(list(map(str, value)))
         for key, inner in value.items():
             index = repr(key) if type(key) in (str, int) else self.constant(key)
@@ -524,9 +525,9 @@ class Walk(Writer):
     def set(self, value: Any, variable: str, name: str) -> None:
         """Read a set of numbers or strings."""
         self.expect_type(variable, value)
-        if not all(type(one) in (str, int, bool) for one in value):
+        if _has_objects(value):
             why = "is a set of other things than numbers; pass what is needed of it"
-            self.refuse(variable, value, f"{self.role} {name} {why}")
+            self.refuse(variable, value, f"{self.role} {name} {why}", _has_objects)
         # Sorted with their types: a set has no order, and strings and numbers do not compare.
         self.leaves.append(f"tuple(sorted([(type(one).__name__, one) for one in {variable}]))")
 
@@ -744,13 +745,9 @@ class Walk(Writer):
 
     def check_module(self, value: nn.Module, variable: str, name: str, namespace: str) -> None:
         """Raise for a module that is not initialised, or has backward hooks."""
-        registries = {
-            *BACKWARD_HOOKS,
-            *FORWARD_HOOKS,
-            *MODULE_MEMBERS,
-        }
-        if not registries <= set(vars(value)):
-            raise NotRowwiseError(f"{self.role} {name} is a module that was not initialised")
+        if _is_not_initialised(value):
+            why = f"{self.role} {name} is a module that was not initialised"
+            self.refuse(variable, value, why, _is_not_initialised)
         if has_backward_hooks(value):
             self.expect(f"{self.constant(has_backward_hooks)}({variable})")
             raise NotRowwiseError(
@@ -868,9 +865,24 @@ def _in_class(kind: type, key: str) -> Any:
     raise AttributeError(key)
 
 
-def _is_plain_key(key: Any) -> bool:
-    """Whether the words of a state hold a key of a dict."""
-    return type(key) in (str, int) or isinstance(key, enum.Enum)
+# Reasons to refuse a value, which are looked at again in each call: see `Writer.refuse`.
+
+
+def _is_unsupported(value: Any) -> bool:
+    return Walk.handler(value) is None
+
+
+def _is_not_initialised(module: nn.Module) -> bool:
+    return not vars(module).keys() >= {*BACKWARD_HOOKS, *FORWARD_HOOKS, *MODULE_MEMBERS}
+
+
+def _has_other_keys(value: dict[Any, Any]) -> bool:
+    """Whether a dict has keys that the words of a state do not hold."""
+    return not all(type(key) in (str, int) or isinstance(key, enum.Enum) for key in value)
+
+
+def _has_objects(value: Any) -> bool:
+    return not all(type(one) in (str, int, bool) for one in value)
 
 
 def _is_special(key: str) -> bool:

@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import functools
 import gc
+import random
 import sys
 import types
 import warnings
@@ -1013,6 +1014,34 @@ def test_hooks_that_come_and_go() -> None:
             assert "hooks" in function.explain(x).reason
         handle.remove()
     assert function.explain(x).columns == 24
+
+
+@kernels
+@pytest.mark.parametrize("case", ["builtin", "method", "module", "set", "initialised"])
+def test_function_is_fused_where_a_refused_value_is_replaced_by_one_of_its_class(case: str) -> None:
+    """What refused it is looked at again, and not the class alone."""
+    block = Holder(2.0)
+    block.act = types.MethodType(lambda self, x: x * self.value, block)  # type: ignore[attr-defined]
+    values: dict[str, tuple[Any, Any]] = {
+        "builtin": (random.random, torch.tanh),
+        "method": (Sign.apply, block.act),  # type: ignore[attr-defined]
+        "module": (sys, torch),
+        "set": ({(1, 2)}, {1, 2}),
+        "initialised": (nn.Module.__new__(nn.Tanh), nn.Tanh()),
+    }
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "module": lambda x: holder["value"].tanh(x),
+        "set": lambda x: x * len(holder["value"]),
+    }
+    holder = {"value": values[case][1]}
+    plain, x = functions.get(case, lambda x: holder["value"](x)), randn(5, 24)
+    function = fusedops.rowwise(plain, strict=True)
+    for _ in range(2):
+        torch.testing.assert_close(function(x), plain(x))
+        holder["value"] = values[case][0]
+        with pytest.raises(fusedops.NotRowwiseError):
+            function(x)
+        holder["value"] = values[case][1]
 
 
 # --- keys -----------------------------------------------------------------------------------------
