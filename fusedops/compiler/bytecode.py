@@ -16,8 +16,24 @@ __all__ = ["Reads", "reads_of"]
 
 # Functions that return the variables of a scope, or attributes whose names are in no instruction.
 _SCOPES = frozenset(
-    {"globals", "locals", "vars", "eval", "exec", "__import__", "attrgetter", "methodcaller"}
+    {
+        "globals",
+        "locals",
+        "vars",
+        "dir",
+        "eval",
+        "exec",
+        "__import__",
+        "attrgetter",
+        "methodcaller",
+    }
 )
+# Methods that take the name of an attribute.
+_BY_NAME = frozenset({"__getattr__", "__getattribute__"})
+# Instructions of a block whose errors may be caught. In Python 3.10 they come before the block,
+# later at the start of the handler. A ``with`` has one too: `contextlib.suppress` catches.
+_CATCHING = frozenset({"SETUP_FINALLY", "SETUP_WITH", "PUSH_EXC_INFO"})
+_WITH = frozenset({"SETUP_WITH", "BEFORE_WITH"})
 
 
 @dataclass(frozen=True)
@@ -30,6 +46,7 @@ class Reads:
         names: the names of all attributes that it reads.
         optional: those that it reads by `getattr` or `hasattr`, which may be missing.
         everything: whether it reads attributes by computed names.
+        catches: whether it may catch the error of an attribute or variable that is missing.
         called: global variables and those of closures that it calls.
         calls: whether it calls the value of a local variable.
         refusal: why the code is refused, because it reads what a walk cannot visit; "" if not.
@@ -39,6 +56,7 @@ class Reads:
     names: frozenset[str]
     optional: frozenset[str]
     everything: bool
+    catches: bool
     called: frozenset[str]
     calls: bool
     refusal: str
@@ -59,16 +77,41 @@ def reads_of(code: CodeType) -> Reads:
             calls = True
         else:
             called.add(name)
-    named = [str(one.argval) for one in instructions if one.opname in _ATTRIBUTES]
+    named = frozenset([str(one.argval) for one in instructions if one.opname in _ATTRIBUTES])
+    operations = {one.opname for one in instructions}
+    # A class in a `match` statement names attributes, or takes their names from the class.
+    by_name = "MATCH_CLASS" in operations or not _BY_NAME.isdisjoint(named)
     return Reads(
         chains=tuple(_chains(instructions)),
-        names=frozenset(named) | optional,
+        names=named | optional,
         optional=optional,
-        everything=None in attributes,
+        everything=None in attributes or by_name,
+        catches=_catches(instructions),
         called=frozenset(called),
         calls=calls,
         refusal=next(filter(None, map(_refusal, instructions)), ""),
     )
+
+
+def _catches(instructions: list[dis.Instruction]) -> bool:
+    """Whether errors may be caught: by ``try``, or by a ``with`` of other managers than torch's."""
+    blocks = [one for one in instructions if one.opname in _CATCHING]
+    positions = [i for i, one in enumerate(instructions) if one.opname in _WITH]
+    of_torch = [i for i in positions if _is_of_torch(instructions[:i])]
+    return len(blocks) > len(of_torch)
+
+
+def _is_of_torch(instructions: list[dis.Instruction]) -> bool:
+    """Whether instructions end in a call such as ``torch.no_grad()``, with constant arguments."""
+    call = list(itertools.takewhile(_is_of_a_call, reversed(instructions)))
+    constants = [one for one in call if one.opname == "LOAD_CONST"]
+    others = instructions[: len(instructions) - len(call)]
+    is_whole = bool(call and others) and call[0].arg == len(constants)
+    return is_whole and others[-1].argval == "torch"
+
+
+def _is_of_a_call(instruction: dis.Instruction) -> bool:
+    return instruction.opname.startswith(_OF_A_CALL)
 
 
 def _chains(instructions: list[dis.Instruction]) -> dict[tuple[str, ...], None]:
@@ -104,6 +147,11 @@ def _attributes_by_name(instructions: list[dis.Instruction]) -> set[str | None]:
 
 # Instructions that read an attribute, and those that read a variable from outside of the function.
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
+_NULL_IS_LAST = sys.version_info >= (3, 13)
+# The instruction of a call with its arguments on the stack, which Python 3.11 splits in two.
+_CALL = "PRECALL" if sys.version_info[:2] == (3, 11) else "CALL"
+_OF_A_CALL = ("PRECALL", "CALL", "KW_NAMES", "PUSH_NULL", "LOAD_CONST", *_ATTRIBUTES)
+_JUMPS = frozenset({*dis.hasjrel, *dis.hasjabs})
 _OUTER = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR")
 
 
@@ -138,27 +186,33 @@ def _called(instructions: list[dis.Instruction]) -> Iterator[tuple[str, bool]]:
 def _attribute_after(instructions: list[dis.Instruction]) -> str | None:
     """Return the attribute's name in a call of `getattr`; None where it is computed.
 
+    The name is the second argument. It is known where an instruction pushes a string, and the
+    string remains on the stack until the call::
+
+        LOAD_GLOBAL getattr   LOAD_FAST cfg   LOAD_CONST "scale"   LOAD_FAST other   CALL 3
+        arguments             1               2                    3
+
     Args:
         instructions: those from the load of `getattr` on.
     """
-    arguments = list(itertools.takewhile(_is_no_call, instructions))
-    if len(arguments) == len(instructions):
-        return None
-    # The loads directly before the call. A string among them is an argument; a string before any
-    # other instruction, such as an addition, is only a part of one, and the name is computed.
-    loads = list(itertools.takewhile(_is_load, reversed(arguments)))
-    for instruction in reversed(loads):
-        if instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, str):
-            return str(instruction.argval)
+    name = None
+    count = 0  # of arguments on the stack
+    for previous, instruction in itertools.pairwise(instructions):
+        opname = instruction.opname
+        if opname.startswith(_CALL) and instruction.arg == count:
+            return name
+        if opname == "PUSH_NULL" and previous is instructions[0] and _NULL_IS_LAST:
+            continue  # a part of the function
+        before = count
+        count += dis.stack_effect(instruction.opcode, instruction.arg)
+        is_string = opname == "LOAD_CONST" and isinstance(instruction.argval, str)
+        if (before, count) == (1, 2) and is_string:
+            name = str(instruction.argval)
+        elif count <= 2:
+            name = None
+        if count < 0 or instruction.opcode in _JUMPS:
+            return None
     return None
-
-
-def _is_load(instruction: dis.Instruction) -> bool:
-    return instruction.opname.startswith("LOAD")
-
-
-def _is_no_call(instruction: dis.Instruction) -> bool:
-    return not instruction.opname.startswith(("CALL", "PRECALL"))
 
 
 def _refusal(instruction: dis.Instruction) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -24,14 +25,16 @@ from .explanation import Explanation, explained
 from .guards import Guards
 from .objects import PLAIN
 from .operator import Program, RowwiseConstants
-from .programs import Programs, tensors_of
+from .programs import Programs, is_dense, tensors_of
+from .reader import Look
 from .state import Looks, plain_state
 from .tracing import recording
-from .walking import UNWRAPPED
+from .walking import INTERNALS, UNWRAPPED
 
 __all__ = ["Rowwise", "function_of", "rowwise"]
 
-# The most calls in a function's cache, which is cleared where new calls do not end.
+# The most calls in a function's cache, groups of them included. It is cleared where new calls do
+# not end.
 _MOST_CALLS = 8192
 
 
@@ -98,6 +101,7 @@ class _Call:
         captured: the positions, in the state, of the captured tensors.
         reason: why no program runs; "" if one does.
         constants: the record of the call's constants; None for the function itself.
+        look: the look that reads the captured tensors; None for the function itself.
     """
 
     program: Program | None
@@ -105,11 +109,15 @@ class _Call:
     captured: tuple[int, ...] = ()
     reason: str = ""
     constants: RowwiseConstants | None = None
+    look: Look | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _CallGroup:
-    """Calls with arguments of the same kinds, by the state around the function."""
+    """Calls with arguments of the same kinds, by the state around the function.
+
+    A key of ``calls`` has the kinds of the tensors in the state, too: see `_with_kinds`.
+    """
 
     looks: Looks
     calls: dict[Any, _Call]
@@ -146,6 +154,7 @@ class Rowwise(Generic[_P, _R]):
         assert isinstance(function, FunctionType)
         self._programs = Programs(function, self.name, list(self._signature.parameters), self._run)
         self._calls: dict[Any, _CallGroup] = {}
+        self._cached = 0  # calls and groups
         self._warned = False
         # For torch.compile; `_compiled` calls all three. They are plain functions: Dynamo registers
         # functions by their identity, and a bound method is a new object at each access.
@@ -201,25 +210,19 @@ class Rowwise(Generic[_P, _R]):
         if group is None:
             group = self._new_group(key, args)
         _, state, state_tensors = group.looks.at(args)
-        call = group.calls.get(state)
+        try:
+            call = group.calls.get(_with_kinds(state, state_tensors))
+        except (TypeError, RuntimeError):  # as above, of tensors in the state
+            call = None
         if call is None:
-            call = group.calls[state] = self._resolved(args, autocast)
+            call, state_tensors = self._new_call(group, args, autocast)
         program = call.program
         if program is None:
             return self._run(*args)
         tensors = [args[position] for position in call.positions]
-        constants = call.constants
         if call.captured:
             tensors += [state_tensors[position] for position in call.captured]
-            # The group's key has the classes of the arguments only: those of captured tensors
-            # extend the token.
-            constants = RowwiseConstants(self.name, (constants, *map(type, tensors)))
-            # The state holds only that there is a tensor: its dtype or shape may have changed. Then
-            # the call is resolved again, for the captured tensors of now.
-            if not program.fits(tensors):
-                group.calls.pop(state, None)
-                return self._called(*args)
-        outs = run(program, constants, tensors, program.p)
+        outs = run(program, call.constants, tensors, program.p)
         container = program.structure.container
         if container == "tensor":
             return outs[0]
@@ -229,10 +232,39 @@ class Rowwise(Generic[_P, _R]):
 
     def _new_group(self, key: Any, args: Sequence[Any]) -> _CallGroup:
         """Return a group of calls that is added to the cache."""
-        if len(self._calls) >= _MOST_CALLS:
-            self._calls.clear()
+        self._make_room()
         group = self._calls[key] = _CallGroup(self._programs.looks(args), {})
         return group
+
+    def _new_call(
+        self, group: _CallGroup, args: Sequence[Any], autocast: Any
+    ) -> tuple[_Call, list[Tensor]]:
+        """Return a call that is added to a group, and the tensors in the state."""
+        call = self._resolved(args, autocast)
+        # Read by the look of the program: a trace comes after another walk, see `Looks.walked`.
+        look, state, state_tensors = group.looks.at(args, call.look)
+        if call.look not in (None, look):  # the state has changed in another thread
+            return self._new_call(group, args, autocast)
+        if call.captured:
+            # The group's key has the classes of the arguments only: those of captured tensors
+            # extend the token.
+            classes = [type(state_tensors[position]) for position in call.captured]
+            token = (call.constants, *classes)
+            call = replace(call, constants=RowwiseConstants(self.name, token))
+        self._make_room()
+        with contextlib.suppress(TypeError, RuntimeError):
+            group.calls[_with_kinds(state, state_tensors)] = call
+        return call, state_tensors
+
+    def _make_room(self) -> None:
+        """Count one more entry of the cache, which is cleared before it has too many.
+
+        A group that is in use meanwhile ends with its call.
+        """
+        if self._cached >= _MOST_CALLS:
+            self._calls.clear()
+            self._cached = 0
+        self._cached += 1
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> Rowwise[_P, _R]: ...
@@ -249,10 +281,12 @@ class Rowwise(Generic[_P, _R]):
 
     def __reduce__(self) -> Any:
         """Pickle a decorated function by its name, as functions are; another by its function."""
-        module = inspect.getmodule(self.function)
+        owner: Any = inspect.getmodule(self.function)
         qualified_name = getattr(self.function, "__qualname__", "")
-        if getattr(module, qualified_name, None) is self:
-            return self.function.__qualname__
+        for name in qualified_name.split("."):  # of a method: its class first
+            owner = getattr(owner, name, None)
+        if owner is self:
+            return qualified_name
         return functools.partial(Rowwise, strict=self.strict), (self.function,)
 
     # --- to look inside ---------------------------------------------------------------------------
@@ -272,7 +306,7 @@ class Rowwise(Generic[_P, _R]):
         if call.program.uncompiled:
             return Explanation(self.name, call.program.uncompiled)
         try:
-            return explained(call.program, self._tensors(arguments, call.captured))
+            return explained(call.program, self._tensors(arguments, call.look, call.captured))
         except launch.NotCompiledError as error:
             return Explanation(self.name, str(error))
 
@@ -290,7 +324,7 @@ class Rowwise(Generic[_P, _R]):
         match = self._programs.find(arguments, autocast)
         program = match.program
         plan = match.program.plan
-        grouped = program.is_grouped(self._tensors(arguments, match.captured))
+        grouped = program.is_grouped(self._tensors(arguments, match.look, match.captured))
         layout: dict[str, Any] = {"grouped": grouped, "tiled": program.tiled}
         outputs = list(range(program.count))
         wanted = list(plan.differentiable)
@@ -300,9 +334,11 @@ class Rowwise(Generic[_P, _R]):
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def _tensors(self, args: Sequence[Any], captured: Sequence[int]) -> list[Tensor]:
+    def _tensors(
+        self, args: Sequence[Any], look: Look | None, captured: Sequence[int]
+    ) -> list[Tensor]:
         """Return the tensors of a call, in the order of a program's inputs."""
-        _, _, state_tensors = self._programs.looks(args).at(args)
+        _, _, state_tensors = self._programs.looks(args).at(args, look)
         return tensors_of(args) + [state_tensors[position] for position in captured]
 
     def _positional(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -358,11 +394,11 @@ class Rowwise(Generic[_P, _R]):
         match.program.strict = self.strict
         positions = tuple([i for i, a in enumerate(args) if isinstance(a, Tensor)])
         constants = RowwiseConstants(self.name, (*devices, *map(type, tensors)))
-        return _Call(match.program, positions, match.captured, constants=constants)
+        return _Call(match.program, positions, match.captured, "", constants, match.look)
 
     def _check_tensors(self, tensors: Sequence[Tensor], devices: Collection[torch.device]) -> None:
         """Raise `NotRowwiseError` for tensors that kernels cannot read."""
-        if not all(map(_is_dense, tensors)):
+        if not all(map(is_dense, tensors)):
             raise NotRowwiseError(f"{self.name}: a tensor is nested or sparse, and not dense")
         if devices and any(t.device not in devices for t in tensors):
             raise NotRowwiseError(
@@ -394,6 +430,7 @@ def function_of(target: Any) -> Callable[..., Any] | None:
 
 
 UNWRAPPED[Rowwise] = "function"
+INTERNALS[Rowwise] = frozenset(vars(Rowwise(lambda: None)))
 
 
 class Method(Generic[_P, _R]):
@@ -458,6 +495,14 @@ class Method(Generic[_P, _R]):
 UNWRAPPED[Method] = "_bound"
 
 
+def _with_kinds(state: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return the state with the kind of each tensor in it: a state alone says where there is one.
+
+    A captured tensor may have another dtype, shape or device in the next call.
+    """
+    return (state, *[(type(t), t.dtype, t.layout, t.device, t.shape) for t in tensors])
+
+
 def _reason_to_run_unfused(args: Sequence[Any], tensors: Sequence[Tensor]) -> str:
     """Return why no kernel is to run for these arguments, which is no fault of the function."""
     kinds = {t.device.type for t in (*tensors, *_inside(args))}
@@ -465,15 +510,10 @@ def _reason_to_run_unfused(args: Sequence[Any], tensors: Sequence[Tensor]) -> st
         names = " and ".join(sorted(kinds)) or "calls without"
         return f"there are no kernels for {names} tensors"
     # A nested or sparse tensor is an error, which comes later, even if another tensor is empty.
-    if not all(map(_is_dense, tensors)):
+    if not all(map(is_dense, tensors)):
         return ""
     has_empty = any(tensor.numel() == 0 for tensor in tensors)
     return "a tensor has no elements" if has_empty else ""
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor is neither nested nor sparse."""
-    return not tensor.is_nested and tensor.layout is torch.strided
 
 
 def _number(value: Any) -> Any:
@@ -489,10 +529,10 @@ def _stacklevel() -> int:
     `warnings.warn` counts its caller, `_warn_once`, as 1. The user's frame is the first above those
     of this file::
 
-        _warn_once   _raise_or_warn   _resolved   _called   __call__   user
-        1            2                3           4         5          6
+        _warn_once   _raise_or_warn   _resolved   _new_call   _called   __call__   user
+        1            2                3           4           5         6          7
 
-    The loop also counts this function's own frame in place of the user's: the result is 6.
+    The loop also counts this function's own frame in place of the user's: the result is 7.
     """
     frame = inspect.currentframe()
     level = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
@@ -27,11 +27,15 @@ __all__ = [
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
 
 # Modules that cannot change while a program runs, so that they are no part of its state.
-LIBRARIES = frozenset({"torch", "einops", "math", builtins.__name__, __name__.partition(".")[0]})
+LIBRARIES = frozenset(
+    {"torch", "einops", "math", "enum", builtins.__name__, __name__.partition(".")[0]}
+)
 # Functions that return a mode of PyTorch, which the trace sets.
 MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled"})
 # Modules of Python whose functions in C have the same result for the same arguments.
 _PURE = LIBRARIES | {"cmath", "operator", "_operator", "functools", "_functools", "itertools"}
+# Functions that read attributes and variables: `bytecode` finds a call of them by their names only.
+_READERS = frozenset({getattr, hasattr, vars, dir, globals, locals, eval, exec, __import__})
 # Py_TPFLAGS_HEAPTYPE, which classes that a program creates have, and Python's built-in ones lack.
 _HEAP_TYPE = 1 << 9
 
@@ -40,8 +44,10 @@ def is_pure(function: Any) -> bool:
     """Whether a function in C returns the same for the same arguments, judged by its module.
 
     A method of an object, such as a dict's ``get``, is not pure, nor is a function that draws
-    random numbers.
+    random numbers, or `getattr` under another name.
     """
+    if function in _READERS:
+        return False
     if not isinstance(function.__self__, (ModuleType, type, type(None))):
         return False
     return _package(_home(function)) in _PURE
@@ -103,9 +109,9 @@ def is_apply(value: Any) -> bool:
     return is_autograd(getattr(value, "__self__", None))
 
 
-def slots_of(kind: type) -> Iterator[str]:
-    """Yield the attributes of a class's objects that are in slots."""
-    for owner in kind.__mro__:
+def slots_of(classes: Iterable[type]) -> Iterator[str]:
+    """Yield the attributes of objects that classes have in slots."""
+    for owner in classes:
         for key, attribute in list(vars(owner).items()):
             if isinstance(attribute, MemberDescriptorType):
                 yield key
@@ -118,7 +124,7 @@ def is_of_python(kind: type) -> bool:
     """
     if kind.__itemsize__:
         return False
-    slots = len(list(slots_of(kind)))
+    slots = len(list(slots_of(kind.__mro__)))
     has_attributes = kind.__dictoffset__ != 0
     if not slots and not has_attributes:
         return False

@@ -64,6 +64,10 @@ def moments_of(roots: Sequence[Node], emitter: Emitter) -> list[Node]:
     return list(filter(moments.__contains__, topological(roots)))
 
 
+# A minimum is the negative maximum of the negatives.
+_PLURALS = {"sum": "sums", "amax": "maxima or minima", "pick": "single elements"}
+
+
 def _add_moments(node: Node, emitter: Emitter, moments: set[Node]) -> None:
     """Add a number of a row to the moments, or what it is computed of.
 
@@ -81,7 +85,7 @@ def _add_moments(node: Node, emitter: Emitter, moments: set[Node]) -> None:
         moments.add(node)
     else:
         raise NotRowwiseError(
-            "sums of whole numbers along rows that are longer than a program holds"
+            f"{_PLURALS[node.op]} of whole numbers along rows that are longer than a program holds"
         )
 
 

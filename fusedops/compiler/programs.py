@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,13 +35,17 @@ from .structure import Operand, Structure
 from .traced import Traced
 from .tracing import trace
 
-__all__ = ["Match", "Programs", "tensors_of"]
+__all__ = ["Match", "Programs", "is_dense", "tensors_of"]
 
+# The most programs of a function, and the most refusals. The least recently used are dropped.
+_MOST_PROGRAMS = 1024
 # The largest sizes of rows in further traces: small ones, and ones far above any that a function
 # may compare them with.
 _FEW, _MANY = 40, 100_000
 # About the most elements of a tensor in a trace: its bytes are a number of 63 bits.
 _ELEMENTS = 2**58
+
+_V = TypeVar("_V")
 
 
 @dataclass(frozen=True)
@@ -56,15 +60,34 @@ class _Call:
 
 @dataclass(frozen=True)
 class Match:
-    """A program, and the positions in the state of the tensors that the function captures."""
+    """A program, the positions in the state of the tensors that it captures, and their look."""
 
     program: Program
     captured: tuple[int, ...]
+    look: Look
 
     def fits(self, tensors: Sequence[Tensor], state_tensors: Sequence[Tensor]) -> bool:
         """Whether the program is for tensors like those of a call and of the state."""
         captured = [state_tensors[position] for position in self.captured]
+        if not all(map(is_dense, captured)):
+            return False
+        # Those of a call are on one device: see `Rowwise._resolved`.
+        if any(tensor.device != tensors[0].device for tensor in captured):
+            return False
         return self.program.fits([*tensors, *captured])
+
+
+def _used(entries: dict[Any, _V], key: Any) -> _V | None:
+    """Return the value of a key, which becomes the last of a dict; None where it has none."""
+    value = entries.pop(key, None)
+    if value is not None:
+        entries[key] = value
+    return value
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is neither nested nor sparse."""
+    return not tensor.is_nested and tensor.layout is torch.strided
 
 
 def tensors_of(args: Sequence[Any]) -> list[Tensor]:
@@ -89,6 +112,7 @@ class Programs:
         self.name = name
         self.names = names
         self.run = run
+        # The least recently used first: see `find` for the keys.
         self.known: dict[Any, list[Match]] = {}
         self.refused: dict[Any, str] = {}
         self._looks: dict[tuple[int, ...], Looks] = {}
@@ -106,28 +130,31 @@ class Programs:
         Raises:
             NotRowwiseError: the function cannot be one kernel.
         """
-        look, state, state_tensors = self.looks(args).at(args)
-        if look.reason:
-            raise NotRowwiseError(f"{self.name}: {look.reason}")
         tensors = tensors_of(args)
-        if not tensors:
-            raise NotRowwiseError(f"{self.name}: {self._why_no_tensors(args)}")
-        # Programs with one key differ in the tensors that fit:
-        #
-        #   numbers, state, autocast, default dtype, kind of device  -> known programs
-        #   the same, and each tensor's kind and sizes but the first -> a refusal
-        #
-        # The first size is not a part of a refusal's key, because most refusals are the same for
-        # any number of rows.
-        numbers = tuple([None if isinstance(a, Tensor) else plain_state(a) for a in args])
-        key = (numbers, state, autocast, torch.get_default_dtype(), tensors[0].device.type)
-        refusal_key = (key, *map(_kind_of, tensors))
-        if refusal_key in self.refused:
-            raise NotRowwiseError(self.refused[refusal_key])
-        known = self.known.setdefault(key, [])
-        for match in known:
-            if match.fits(tensors, state_tensors):
-                return match
+        looks = self.looks(args)
+        # The second time the state is read by a new walk, since there will be a trace.
+        for read in (looks.at, looks.walked):
+            look, state, state_tensors = read(args)
+            if look.reason:
+                raise NotRowwiseError(f"{self.name}: {look.reason}")
+            if not tensors:
+                raise NotRowwiseError(f"{self.name}: {self._why_no_tensors(args)}")
+            # Programs with one key differ in the tensors that fit:
+            #
+            #   numbers, state, autocast, default dtype, kind of device  -> known programs
+            #   the same, and each tensor's kind and sizes but the first -> a refusal
+            #
+            # The first size is not a part of a refusal's key, because most refusals are the same
+            # for any number of rows.
+            numbers = tuple([None if isinstance(a, Tensor) else plain_state(a) for a in args])
+            key = (numbers, state, autocast, torch.get_default_dtype(), tensors[0].device.type)
+            refusal_key = (key, *map(_kind_of, (*tensors, *state_tensors)))
+            reason = _used(self.refused, refusal_key)
+            if reason is not None:
+                raise NotRowwiseError(reason)
+            for match in _used(self.known, key) or ():
+                if match.fits(tensors, state_tensors):
+                    return match
         call = _Call(args, look, state_tensors, self._path(look, key))
         try:
             with without_transforms(), without_modes():
@@ -135,11 +162,23 @@ class Programs:
         except NotRowwiseError as error:
             # The text alone: the error would keep the tensors of its frames alive.
             self.refused[refusal_key] = str(error)
+            if len(self.refused) > _MOST_PROGRAMS:
+                del self.refused[next(iter(self.refused))]
             raise
         if not match.fits(tensors, state_tensors):
             raise NotRowwiseError(f"{self.name}: it was traced for tensors of other shapes")
-        known.append(match)
+        self._add(key, match)
         return match
+
+    def _add(self, key: Any, match: Match) -> None:
+        """Add a program; the oldest one of the least recently used key is dropped if needed."""
+        self.known.setdefault(key, []).append(match)
+        if sum(map(len, self.known.values())) <= _MOST_PROGRAMS:
+            return
+        oldest = next(iter(self.known))
+        self.known[oldest].pop(0)
+        if not self.known[oldest]:
+            del self.known[oldest]
 
     def _why_no_tensors(self, args: Sequence[Any]) -> str:
         """Return why a call has no tensors: they are in tuples or lists, or there are none."""
@@ -171,7 +210,7 @@ class Programs:
             try:
                 program = self._program(structure)
                 if program.fits(tensors):
-                    return Match(program, ())
+                    return Match(program, (), call.look)
             # The file has a structure that no function has: the function is traced instead.
             except Exception:  # noqa: BLE001
                 continue
@@ -191,7 +230,7 @@ class Programs:
             ) from error
         if call.path is not None and not traced.captured:
             storing.write(call.path, structure)
-        return Match(self._program(structure), tuple(traced.captured))
+        return Match(self._program(structure), tuple(traced.captured), call.look)
 
     def _where(self, error: Exception) -> str:
         """Return the line of the function in which an error was raised."""
@@ -366,12 +405,13 @@ class Programs:
 
 def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return all of a tensor's kind and shape that a refusal depends on."""
-    return tensor.dtype, tensor.layout, tensor.dim(), hints(tensor.shape[1:])
+    kind = tensor.dtype, tensor.layout, tensor.device, tensor.dim()
+    return kind if tensor.is_nested else (*kind, hints(tensor.shape[1:]))
 
 
 def _without_memory(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a tensor on the meta device; one that is not dense is returned as it is."""
-    if like.layout is not torch.strided or like.is_nested:
+    if not is_dense(like):
         return like
     meta = torch.empty(shape, dtype=like.dtype, device="meta")
     meta.fusedops_device = like.device  # type: ignore[attr-defined]

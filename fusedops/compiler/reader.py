@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -44,6 +44,8 @@ class Look:
             objects, for a key on disk.
         storable: whether ``words`` identify the state in another process.
         reason: why the function is refused; "" if it is not.
+        lines: the source of ``read``.
+        constants: the constants that the source names.
     """
 
     read: Callable[[Sequence[Any]], tuple[Any, Any, list[Tensor]] | None]
@@ -52,6 +54,14 @@ class Look:
     words: tuple[Any, ...]
     storable: bool
     reason: str
+    lines: tuple[str, ...]
+    constants: tuple[Any, ...]
+
+    def reads_as(self, other: Look) -> bool:
+        """Whether another walk wrote the same function."""
+        if (self.lines, self.tensors, self.reason) != (other.lines, other.tensors, other.reason):
+            return False
+        return all(map(_is_same, self.constants, other.constants))
 
 
 class Writer:
@@ -96,6 +106,8 @@ class Writer:
             tuple(self.words),
             self.storable,
             reason,
+            tuple(lines),
+            tuple(self.constants.values()),
         )
 
     # Each expression is read once, in the order of the walk, and each check comes before what it
@@ -128,14 +140,29 @@ class Writer:
         self.expect(f"type({variable}) is {self.constant(type(value))}")
         self.words.append(f"{type(value).__module__}.{type(value).__qualname__}")
 
-    def refuse(self, variable: str, value: Any, why: str) -> None:
-        """End the walk: the function is refused as long as the variable has a value of this class.
+    def refuse(
+        self, variable: str, value: Any, why: str, is_refused: Callable[[Any], bool]
+    ) -> NoReturn:
+        """End the walk: the function is refused as long as the variable has such a value.
 
+        Args:
+            variable: the variable with the value.
+            value: the value.
+            why: the reason, which names the value's class.
+            is_refused: whether a value of that class is a reason to refuse the function.
         Raises:
             NotRowwiseError: always.
         """
         self.expect_type(variable, value)
+        self.expect(f"{self.constant(is_refused)}({variable})")
         raise NotRowwiseError(why)
+
+
+def _is_same(constant: Any, other: Any) -> bool:
+    """Whether two constants are one object, or the same keys of a dict."""
+    if constant is other:
+        return True
+    return type(constant) is type(other) is tuple and bool(constant == other)
 
 
 def _identical(tensors: list[Tensor]) -> tuple[int, ...] | None:

@@ -129,6 +129,13 @@ class Recorder(DispatchMode):  # type: ignore[misc]
                 "argument"
             )
         position, name = captured
+        # Arguments are on one device.
+        devices = {argument.device for argument, _ in self.protected}
+        if tensor.device not in devices:
+            raise NotRowwiseError(
+                f"{name} is on {tensor.device}, and the arguments are on "
+                f"{', '.join(map(str, devices))}; move it outside, or pass it as a number"
+            )
         self.traced.captured.append(position)
         fake = self.input(tensor, name)
         self.stand_ins[id(tensor)] = (tensor, fake)

@@ -25,7 +25,7 @@ __all__ = ["Replacements"]
 # Attributes of a tensor that differ between the trace and a call: the trace enables gradients, and
 # its tensors need none.
 _OF_GRADIENTS = frozenset(
-    {"grad", "grad_fn", "is_inference", "is_leaf", "requires_grad", "retains_grad"}
+    {"_version", "grad", "grad_fn", "is_inference", "is_leaf", "requires_grad", "retains_grad"}
 )
 
 

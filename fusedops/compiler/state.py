@@ -62,21 +62,37 @@ class Looks:
         self.function = function
         self.names = names
         self.positions = positions
-        self._known: tuple[Look, ...] = ()  # the last used first
+        self._known: tuple[Look, ...] = ()  # the last walked first
 
-    def at(self, args: Sequence[Any]) -> tuple[Look, Any, list[Tensor]]:
-        """Return the `Look` that reads the state, the hashable state, and the tensors in it."""
-        # Objects of several structures may alternate, as modules of several classes do. The last
-        # used one is tried first.
-        known = self._known
-        for i, look in enumerate(known):
+    def at(self, args: Sequence[Any], first: Look | None = None) -> tuple[Look, Any, list[Tensor]]:
+        """Return the `Look` that reads the state, the hashable state, and the tensors in it.
+
+        Args:
+            args: the arguments of a call.
+            first: the `Look` that is tried before others; None for the last walked.
+        """
+        for look in self._known if first is None else (first, *self._known):
             state = look.read(args)
             if state is not None:
-                if i:
-                    self._known = (look, *known[:i], *known[i + 1 :])
                 return look, (look, *state[:2]), state[2]
+        return self.walked(args)
+
+    def walked(self, args: Sequence[Any]) -> tuple[Look, Any, list[Tensor]]:
+        """Return the same as `at`, after a walk through the state as it is now.
+
+        A known `Look` does not read what was absent in its walk, such as an attribute that was set
+        later. A trace that reads it needs a `Look` that does, and which comes first from then on:
+
+            cfg.flag = False                  f reads cfg.scale where cfg.flag is set
+            f(x)                              the look reads cfg.flag
+            cfg.flag, cfg.scale = True, 2.0
+            f(x)                              the number of cfg.flag is new: a trace, and a walk
+            cfg.scale = 3.0
+            f(x)                              the second look reads cfg.scale
+        """
         walk, reason = _walked(self.function, self.names, self.positions, args)
         look = walk.look(reason)
+        look = next(filter(look.reads_as, self._known), look)
         state = look.read(args)
         if state is None:
             # The state changed between the walk and the first read, and will change again. This
@@ -88,7 +104,8 @@ class Looks:
                 "computed; pass it",
             )
             state = (), None, []
-        self._known = (look, *known[: _MOST_LOOKS - 1])
+        others = [one for one in self._known if one is not look]
+        self._known = (look, *others[: _MOST_LOOKS - 1])
         return look, (look, *state[:2]), state[2]
 
 
@@ -117,8 +134,11 @@ def _walked(
         reason = ""
         try:
             walk.root(function)
-            for i in positions:
-                walk.visit(args[i], f"args[{i}]", names[i], role="its argument", called=False)
+            for i, argument in enumerate(args):
+                if i in positions:
+                    walk.visit(argument, f"args[{i}]", names[i], role="its argument", called=False)
+                elif isinstance(argument, Tensor):
+                    walk.tensor_argument(argument, f"args[{i}]", names[i])
         except NotRowwiseError as error:
             reason = str(error)
         except RecursionError:

@@ -99,8 +99,15 @@ def _code(code: CodeType) -> list[str]:
         repr(code.co_varnames),
     ]
     for constant in code.co_consts:
-        words += _code(constant) if isinstance(constant, CodeType) else [repr(constant)]
+        words += _code(constant) if isinstance(constant, CodeType) else [_constant(constant)]
     return words
+
+
+def _constant(value: Any) -> str:
+    """Return the word of a constant: of a set sorted, as its order depends on the process."""
+    if isinstance(value, frozenset):
+        return f"frozenset({sorted(map(_constant, value))})"
+    return repr(value)
 
 
 def _plain(value: Any) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import enum
 import functools
 import inspect
 import itertools
 import keyword
+import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -39,12 +41,14 @@ from .objects import (
 )
 from .reader import Writer
 
-__all__ = ["APPLIED", "UNWRAPPED", "Names", "Walk"]
+__all__ = ["APPLIED", "INTERNALS", "UNWRAPPED", "Names", "Walk"]
 
 # The most values around a function that a walk visits.
 _MOST_VALUES = 4096
 # Types of this package that wrap functions, with the attribute that holds the function.
 UNWRAPPED: dict[type, str] = {}
+# Of these types, the attributes that are their own. Others are the user's, as those of a function.
+INTERNALS: dict[type, frozenset[str]] = {}
 _LEAVES = (*PLAIN, complex, bytes, range, type(...))
 # Methods that return modules and parameters whose names the calling code does not contain.
 _ACCESSORS = frozenset(
@@ -93,7 +97,13 @@ class Names:
     names: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
     everything: bool = False
+    catches: bool = False
     calls: bool = False
+
+    @property
+    def may_lack(self) -> frozenset[str]:
+        """Return the attributes whose absence a function may notice, and continue."""
+        return self.names if self.catches else self.optional
 
     def with_those_of(self, reads: Reads) -> Names:
         """Return the union with the attributes that one more function reads."""
@@ -101,6 +111,7 @@ class Names:
             self.names | reads.names,
             self.optional | reads.optional,
             self.everything or reads.everything,
+            self.catches or reads.catches,
             self.calls or reads.calls,
         )
 
@@ -115,7 +126,12 @@ class Names:
 #   anything else            refused, as what has its state in C: a generator of random numbers
 #
 # Objects are visited by the attributes that any visited function names. To visit all would read
-# what no code uses, such as caches, and refuse functions for it.
+# what no code uses, such as caches, and refuse functions for it. Functions, tensors, members of
+# enums, and numbers of the user's classes may have attributes as well.
+#
+# An attribute that an object lacks may be set later. A function reads it then in another trace,
+# before which `Looks.walked` visits it; or it noticed the absence, by `getattr`, `hasattr` or an
+# error that it caught: `Walk.missing_attributes` checks for these that it is still absent.
 
 
 class Walk(Writer):
@@ -187,12 +203,14 @@ class Walk(Writer):
         variable = self.at(expression)
         self.words.append(name)
         if handler is None:
-            self.refuse(variable, value, self.why_unsupported(value, name))
+            self.refuse(variable, value, self.why_unsupported(value, name), _is_unsupported)
         elif handler is Walk.immutable:
             self.check_mode(variable, value, name)
             self.immutable(value, variable)
-        elif handler in (Walk.leaf, Walk.tensor):
-            handler(self, value, variable, short or name)
+        elif handler is Walk.leaf:
+            self.leaf(value, variable)
+        elif handler is Walk.tensor:
+            self.tensor(value, variable, name, short)
         elif id(value) in self.seen:
             self.visit_again(value, variable, called=called)
         else:
@@ -243,14 +261,17 @@ class Walk(Writer):
                 "returns"
             )
 
-    def handler(self, value: Any) -> Callable[..., None] | None:
+    @staticmethod
+    def handler(value: Any) -> Callable[..., None] | None:
         """Return the method that visits a value; None where its type is unsupported."""
         # An enum's member may be an int or a str as well, and a tensor or module may be callable:
         # the order decides.
         if isinstance(value, enum.Enum):
-            return Walk.immutable
-        if type(value) in _LEAVES or isinstance(value, (float, int, str)):
+            return Walk.member
+        if type(value) in _LEAVES:
             return Walk.leaf
+        if isinstance(value, (float, int, str)):
+            return Walk.number
         if isinstance(value, Tensor):
             return Walk.tensor
         if type(value) in UNWRAPPED:
@@ -267,7 +288,7 @@ class Walk(Writer):
                 return Walk.immutable if is_library_code else handler
         return _handler_of_other(value)
 
-    def leaf(self, value: Any, variable: str, name: str) -> None:
+    def leaf(self, value: Any, variable: str) -> None:
         """Read a number, a string or the like."""
         if value is None:
             self.expect(f"{variable} is None")
@@ -276,11 +297,42 @@ class Walk(Writer):
         # As hexadecimal digits 0.0 differs from -0.0, and NaN equals itself.
         self.leaves.append(f"{variable}.hex()" if isinstance(value, float) else variable)
 
-    def tensor(self, value: Tensor, variable: str, name: str) -> None:
-        """Read a tensor, which becomes an argument of the kernels."""
-        self.expect(f"isinstance({variable}, Tensor)")
-        self.tensors.append((variable, name))
+    def number(self, value: Any, variable: str, name: str) -> None:
+        """Read a number or a string whose class is the user's, and its attributes."""
+        self.leaf(value, variable)
         self.storable = False
+        self.attributes(value, variable, name)
+
+    def tensor(self, value: Tensor, variable: str, name: str, short: str) -> None:
+        """Read a tensor, which becomes an argument of the kernels, and its attributes."""
+        self.expect(f"isinstance({variable}, Tensor)")
+        self.tensors.append((variable, short or name))
+        self.storable = False
+        if id(value) not in self.seen:
+            self.seen[id(value)] = value, variable
+            self.attributes(value, variable, name)
+
+    def tensor_argument(self, value: Tensor, expression: str, name: str) -> None:
+        """Check that a tensor among the arguments lacks attributes that the code looks for.
+
+        The trace has a tensor without attributes in its place.
+        """
+        namespace = f"{expression}.__dict__"
+        for key in sorted(self.known.may_lack):
+            if key in vars(value):
+                self.expect(f"{key!r} in {self.at(namespace)}")
+                raise NotRowwiseError(
+                    f"its argument {name} is a tensor with an attribute {key}, which the trace "
+                    "does not see; pass it as an argument of its own"
+                )
+            self.expect(f"{key!r} not in {self.at(namespace)}")
+
+    def member(self, value: enum.Enum, variable: str, name: str) -> None:
+        """Check the identity of an enum's member, and visit its attributes."""
+        self.immutable(value, variable)
+        if "value" in self.known.names:
+            self.visit(value.value, f"{variable}.value", f"{name}.value")
+        self.attributes(value, variable, name)
 
     def immutable(self, value: Any, variable: str) -> None:
         """Check the identity of a value that does not change."""
@@ -288,17 +340,25 @@ class Walk(Writer):
         self.words.append(value)
 
     def unwrapped(self, value: Any, variable: str, name: str) -> None:
-        """Visit the function in an object of this package."""
+        """Visit the function in an object of this package, and the user's attributes of it."""
         self.expect_type(variable, value)
         attribute = UNWRAPPED[type(value)]
         self.visit(getattr(value, attribute), f"{variable}.{attribute}", name)
+        internals = INTERNALS.get(type(value))
+        if internals is None:
+            return
+        own = {key: inner for key, inner in vars(value).items() if key not in internals}
+        self.own_attributes(own, f"{variable}.__dict__", name, whole=False)
+        self.missing_attributes({f"{variable}.__dict__": vars(value)})
 
     # --- functions --------------------------------------------------------------------------------
 
     def root(self, function: FunctionType) -> None:
         """Visit the function itself, whose defaults are among the arguments."""
-        self.seen[id(function)] = function, self.constant(function)
+        variable = self.constant(function)
+        self.seen[id(function)] = function, variable
         self.outer_variables(function, "")
+        self.attributes_of_function(function, variable, function.__name__)
 
     def function(self, value: FunctionType, variable: str, name: str) -> None:
         """Visit another function, with its defaults."""
@@ -307,6 +367,14 @@ class Walk(Writer):
         for attribute in ("__defaults__", "__kwdefaults__"):
             self.visit(getattr(value, attribute), f"{variable}.{attribute}", f"{name}.{attribute}")
         self.outer_variables(value, variable)
+        self.attributes_of_function(value, variable, name)
+
+    def attributes_of_function(self, function: FunctionType, variable: str, name: str) -> None:
+        """Visit a function's attributes: those that were set, and its names."""
+        for attribute in sorted(_NAMES_OF_A_FUNCTION & self.known.names):
+            text = getattr(function, attribute)
+            self.visit(text, f"{variable}.{attribute}", f"{name}.{attribute}")
+        self.attributes(function, variable, name)
 
     def outer_variables(self, function: FunctionType, variable: str) -> None:
         """Visit a function's closure and the globals that it reads.
@@ -330,23 +398,27 @@ class Walk(Writer):
             called = first in reads.called
             if first in cells:
                 cell = cells[first]
+                where = self.cell_of(cell, code, first, variable)
                 if _is_empty(cell):
+                    self.is_simple = False
+                    self.expect(f"{self.constant(_is_empty)}({where})")
                     continue
                 value = cell.cell_contents
-                expression = self.contents_of(cell, code, first, variable)
+                expression = f"{where}.cell_contents"
             elif first in scope:
                 value = scope[first]
                 expression = f"{globals_}[{first!r}]"
             else:  # one of the builtins, unless the module defines it later
+                self.is_simple &= hasattr(builtins, first)
                 self.expect(f"{first!r} not in {globals_}")
                 continue
             self.chain(value, expression, first, attributes, simple, called=called)
 
-    def contents_of(self, cell: CellType, code: CodeType, name: str, variable: str) -> str:
-        """Return the expression of a cell's contents: see `outer_variables` for ``variable``."""
+    def cell_of(self, cell: CellType, code: CodeType, name: str, variable: str) -> str:
+        """Return the expression of a cell: see `outer_variables` for ``variable``."""
         if variable:
-            return f"{variable}.__closure__[{code.co_freevars.index(name)}].cell_contents"
-        return f"{self.constant(cell)}.cell_contents"
+            return f"{variable}.__closure__[{code.co_freevars.index(name)}]"
+        return self.constant(cell)
 
     def chain(
         self,
@@ -366,8 +438,11 @@ class Walk(Writer):
         called |= isinstance(value, ModuleType)
         while isinstance(value, ModuleType) and not is_of_a_library(value) and attributes:
             attribute = attributes.pop(0)
-            expression, name = f"{self.at(expression)}.{attribute}", f"{name}.{attribute}"
+            module = self.at(expression)
+            expression, name = f"{module}.{attribute}", f"{name}.{attribute}"
             if not hasattr(value, attribute):
+                self.is_simple = False
+                self.expect(f"not hasattr({module}, {attribute!r})")
                 return
             value = getattr(value, attribute)
         if attributes and attributes[0] == "apply" and is_autograd(value):
@@ -410,6 +485,7 @@ class Walk(Writer):
         self.visit(value.func, f"{variable}.func", name)
         self.visit(value.args, f"{variable}.args", f"{name}.args")
         self.visit(value.keywords, f"{variable}.keywords", f"{name}.keywords")
+        self.attributes(value, variable, name)
 
     def descriptor(self, value: Any, variable: str, name: str) -> None:
         """Visit the function of a property."""
@@ -432,9 +508,9 @@ class Walk(Writer):
         """Visit the values of a dict."""
         self.expect_type(variable, value)
         self.expect(f"tuple({variable}) == {self.constant(tuple(value))}")
-        if not all(map(_is_plain_key, value)):
+        if _has_other_keys(value):
             why = "is a dict whose keys are no strings; pass what is needed of it"
-            self.refuse(variable, value, f"{self.role} {name} {why}")
+            self.refuse(variable, value, f"{self.role} {name} {why}", _has_other_keys)
         self.words.append(list(map(str, value)))
         for key, inner in value.items():
             index = repr(key) if type(key) in (str, int) else self.constant(key)
@@ -449,9 +525,9 @@ class Walk(Writer):
     def set(self, value: Any, variable: str, name: str) -> None:
         """Read a set of numbers or strings."""
         self.expect_type(variable, value)
-        if not all(type(one) in (str, int, bool) for one in value):
+        if _has_objects(value):
             why = "is a set of other things than numbers; pass what is needed of it"
-            self.refuse(variable, value, f"{self.role} {name} {why}")
+            self.refuse(variable, value, f"{self.role} {name} {why}", _has_objects)
         # Sorted with their types: a set has no order, and strings and numbers do not compare.
         self.leaves.append(f"tuple(sorted([(type(one).__name__, one) for one in {variable}]))")
 
@@ -461,7 +537,7 @@ class Walk(Writer):
         """Visit an object of a Python class."""
         self.expect_type(variable, value)
         self.storable = False
-        self.attributes(value, variable, name)
+        self.attributes(value, variable, name, whole=is_of_a_library(type(value)))
 
     def class_object(self, value: type, variable: str, name: str) -> None:
         """Visit a class whose attributes a function reads, or which it instantiates."""
@@ -469,20 +545,38 @@ class Walk(Writer):
         self.storable = False
         self.class_attributes(value, name, None, "")
         self.special_methods(value, name, instantiated=True)
+        self.missing_attributes(self.namespaces_of_classes(value))
+        metaclass = type(value)
+        # `EnumType` and `ABCMeta` have no attributes that a function reads.
+        if metaclass.__module__ not in sys.stdlib_module_names:
+            self.class_attributes(metaclass, name, vars(value), f"{variable}.__dict__")
+            self.special_methods(metaclass, name, instantiated=False)
+            self.missing_attributes(self.namespaces_of_classes(metaclass))
 
-    def attributes(self, value: Any, variable: str, name: str) -> None:
-        """Visit the attributes of an object that the function's code names."""
+    def attributes(self, value: Any, variable: str, name: str, *, whole: bool = False) -> None:
+        """Visit the attributes of an object that the function's code names.
+
+        See `own_attributes` for ``whole``.
+        """
+        kind = type(value)
         own = getattr(value, "__dict__", None)
-        namespace = ""
+        namespace = "" if own is None else f"{variable}.__dict__"
+        namespaces = {}
         if own is not None:
-            namespace = self.at(f"{variable}.__dict__")
-            self.own_attributes(own, namespace, name, whole=is_of_a_library(type(value)))
-        for key in filter(self.is_named, slots_of(type(value))):
+            namespaces[namespace] = own
+            self.own_attributes(own, namespace, name, whole=whole)
+        self.slots(value, variable, name, kind.__mro__ if whole else _user_classes(kind))
+        self.class_attributes(kind, name, own, namespace)
+        self.special_methods(kind, name, instantiated=False)
+        self.missing_attributes(namespaces | self.namespaces_of_classes(kind))
+
+    def slots(self, value: Any, variable: str, name: str, classes: Iterable[type]) -> None:
+        """Visit the attributes in slots; an empty slot is checked to be still empty."""
+        for key in filter(self.is_named, slots_of(classes)):
             if hasattr(value, key):
                 self.visit(getattr(value, key), _attribute(variable, key), f"{name}.{key}")
-        self.missing_attributes(value, variable)
-        self.class_attributes(type(value), name, own, namespace)
-        self.special_methods(type(value), name, instantiated=False)
+            else:
+                self.expect(f"not hasattr({variable}, {key!r})")
 
     def own_attributes(
         self, own: dict[str, Any], namespace: str, name: str, *, whole: bool
@@ -495,13 +589,35 @@ class Walk(Writer):
         for key, inner in list(own.items()):
             named = self.is_named(key)
             if whole or named:
-                self.visit(inner, f"{namespace}[{key!r}]", f"{name}.{key}", required=named)
+                self.is_simple = False
+                item = f"{self.at(namespace)}[{key!r}]"
+                self.visit(inner, item, f"{name}.{key}", required=named)
 
-    def missing_attributes(self, value: Any, variable: str) -> None:
-        """Check that optional attributes which the object lacks are still missing."""
-        for key in self.known.optional:
-            if not hasattr(value, key):
-                self.expect(f"not hasattr({variable}, {key!r})")
+    def missing_attributes(self, namespaces: Mapping[str, Mapping[str, Any]]) -> None:
+        """Check that attributes which an object lacks are still missing.
+
+        Where names are computed, any may be: the numbers of attributes are compared.
+
+        Args:
+            namespaces: the attributes of the object, and those of its classes, by the expressions
+                that read them.
+        """
+        if self.known.everything:
+            for expression, namespace in namespaces.items():
+                self.expect(f"len({self.at(expression)}) == {len(namespace)}")
+            return
+        missing = sorted(self.known.may_lack.difference(*namespaces.values()))
+        self.is_simple &= not missing
+        for expression, namespace in namespaces.items():
+            if missing and not namespace:
+                self.expect(f"not {self.at(expression)}")
+                continue
+            for key in missing:
+                self.expect(f"{key!r} not in {self.at(expression)}")
+
+    def namespaces_of_classes(self, kind: type) -> dict[str, Mapping[str, Any]]:
+        """Return the attributes of a class and those that it inherits from, by expressions."""
+        return {f"{self.constant(owner)}.__dict__": vars(owner) for owner in _user_classes(kind)}
 
     def is_named(self, key: Any) -> bool:
         """Whether the code of a visited function contains the name of an attribute."""
@@ -519,7 +635,7 @@ class Walk(Writer):
             kind: the class.
             name: the object's name in messages.
             own: the object's own attributes; None for a class itself.
-            namespace: the variable of the object's ``__dict__``; "" where it has none.
+            namespace: the expression of the object's ``__dict__``; "" where it has none.
         """
         classes = _user_classes(kind)
         keys = dict.fromkeys(itertools.chain.from_iterable(map(vars, classes)))
@@ -533,13 +649,22 @@ class Walk(Writer):
             if is_hidden or isinstance(raw, _IN_C):
                 continue
             if namespace:
-                self.expect(f"{key!r} not in {namespace}")
+                self.expect(f"{key!r} not in {self.at(namespace)}")
             expression = _attribute(known, key)
             if isinstance(raw, classmethod):
                 raw, expression = raw.__func__, f"{expression}.__func__"
             elif isinstance(raw, staticmethod):
                 raw = raw.__func__
+            elif isinstance(raw, types.DynamicClassAttribute):
+                raw = getattr(kind, key, raw)  # a member of an enum, in Python 3.11
+            elif isinstance(raw, (property, functools.cached_property)):
+                self.notice_missing(key in self.known.optional)
             self.visit(raw, expression, f"{name}.{key}")
+
+    def notice_missing(self, is_computed: bool) -> None:
+        """Note that `hasattr` computes an attribute by code, whose AttributeError it catches."""
+        if is_computed:
+            self.read = dataclasses.replace(self.read, catches=True)
 
     def special_methods(self, kind: type, name: str, *, instantiated: bool) -> None:
         """Visit methods that Python itself calls, such as ``__call__``.
@@ -552,6 +677,7 @@ class Walk(Writer):
             for key, inner in vars(owner).items():
                 is_called = key in constructors or _is_operator(key)
                 if is_called and isinstance(inner, FunctionType):
+                    self.notice_missing(key == "__getattr__" and bool(self.known.optional))
                     self.visit(inner, f"{self.constant(owner)}.{key}", f"{name}.{key}")
 
     # --- modules of PyTorch -----------------------------------------------------------------------
@@ -580,6 +706,7 @@ class Walk(Writer):
         self.expect_type(variable, value)
         self.storable = False
         namespace = self.at(f"{variable}.__dict__")
+        namespaces = {namespace: vars(value)}
         self.check_module(value, variable, name, namespace)
         whole = self.reaches_all_members(value)
         prefix = f"{short}_" if short and short != name else ""
@@ -598,12 +725,13 @@ class Walk(Writer):
         for registry in MODULE_MEMBERS:
             members = vars(value)[registry]
             self.members(members, f"{namespace}[{registry!r}]", name, prefix, whole=whole)
+            namespaces[f"{namespace}[{registry!r}]"] = members
         # A member hides an attribute of the class, as an own attribute does.
         own = dict(vars(value))
         for registry in MODULE_MEMBERS:
             own.update(vars(value)[registry])
-        self.missing_attributes(value, variable)
         self.class_attributes(type(value), name, own, namespace)
+        self.missing_attributes(namespaces | self.namespaces_of_classes(type(value)))
         if called or self.known.calls or self.is_named("forward"):
             self.call(value, namespace, name)
         else:
@@ -617,13 +745,9 @@ class Walk(Writer):
 
     def check_module(self, value: nn.Module, variable: str, name: str, namespace: str) -> None:
         """Raise for a module that is not initialised, or has backward hooks."""
-        registries = {
-            *BACKWARD_HOOKS,
-            *FORWARD_HOOKS,
-            *MODULE_MEMBERS,
-        }
-        if not registries <= set(vars(value)):
-            raise NotRowwiseError(f"{self.role} {name} is a module that was not initialised")
+        if _is_not_initialised(value):
+            why = f"{self.role} {name} is a module that was not initialised"
+            self.refuse(variable, value, why, _is_not_initialised)
         if has_backward_hooks(value):
             self.expect(f"{self.constant(has_backward_hooks)}({variable})")
             raise NotRowwiseError(
@@ -685,6 +809,7 @@ _HANDLERS: dict[Any, Callable[..., None]] = {
     frozenset: Walk.set,
 }
 _CODE = (FunctionType, type)
+_NAMES_OF_A_FUNCTION = frozenset({"__name__", "__qualname__", "__module__", "__doc__"})
 # Descriptors that are written in C: slots, and methods of types in C.
 _IN_C = (
     types.MemberDescriptorType,
@@ -740,9 +865,24 @@ def _in_class(kind: type, key: str) -> Any:
     raise AttributeError(key)
 
 
-def _is_plain_key(key: Any) -> bool:
-    """Whether the words of a state hold a key of a dict."""
-    return type(key) in (str, int) or isinstance(key, enum.Enum)
+# Reasons to refuse a value, which are looked at again in each call: see `Writer.refuse`.
+
+
+def _is_unsupported(value: Any) -> bool:
+    return Walk.handler(value) is None
+
+
+def _is_not_initialised(module: nn.Module) -> bool:
+    return not vars(module).keys() >= {*BACKWARD_HOOKS, *FORWARD_HOOKS, *MODULE_MEMBERS}
+
+
+def _has_other_keys(value: dict[Any, Any]) -> bool:
+    """Whether a dict has keys that the words of a state do not hold."""
+    return not all(type(key) in (str, int) or isinstance(key, enum.Enum) for key in value)
+
+
+def _has_objects(value: Any) -> bool:
+    return not all(type(one) in (str, int, bool) for one in value)
 
 
 def _is_special(key: str) -> bool:

@@ -205,6 +205,8 @@ def test_a_method_is_like_one_of_python(fresh_dynamo: None) -> None:
     assert "def forward_kernel(" in method.source(x, by=3.0) and method.explain(x).columns == 24
     for copied in (pickle.loads(pickle.dumps(method)), copy.deepcopy(method), copy.copy(method)):
         assert torch.equal(copied(x, by=3.0), module.scaled(x, by=3.0))
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert pickle.loads(pickle.dumps(Scale.scaled, protocol)) is Scale.scaled
     for called in (module, method):
         compiled = torch.compile(called, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(x), x * module.weight * 2.0)

@@ -568,3 +568,21 @@ def test_third_derivatives(function: Callable[[Tensor], Tensor]) -> None:
         "third derivative",
         64.0,
     )
+
+
+@kernels
+@pytest.mark.parametrize("function", [F.elu, F.selu, F.celu], ids=["elu", "selu", "celu"])
+def test_second_derivatives_where_the_exponential_overflows(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    """Of the branch that is not selected; and at the kink."""
+    numbers = torch.tensor([[100.0, -100.0, 0.0, 2.0, -2.0]], device=DEVICE)
+
+    def second(of: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        x = numbers.clone().requires_grad_()
+        out = of(x)
+        (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out, first, torch.autograd.grad(first.sum(), x)[0]
+
+    for outer in (lambda x: function(x) * 2.0, lambda x: function(x) * function(x)):
+        torch.testing.assert_close(second(fusedops.rowwise(outer, strict=True)), second(outer))

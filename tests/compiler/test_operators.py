@@ -233,6 +233,18 @@ _CASTS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype]] = {
     ),
     "equal": (lambda x: x * (x == -10000.0) + x.amax(-1, keepdim=True), torch.bfloat16),
     "greater": (lambda x: x * (x > 0.1) + x.amax(-1, keepdim=True), torch.bfloat16),
+    "equal to half": (
+        lambda x: x * (x.half() == 0.1) + x.amax(-1, keepdim=True),
+        torch.float32,
+    ),
+    "at least half": (
+        lambda x: x * ((x * -10.0).half() >= 1e5) + x.amax(-1, keepdim=True),
+        torch.float32,
+    ),
+    "equal to single": (
+        lambda x: x * (x.float() == 0.1) + x.amax(-1, keepdim=True),
+        torch.float64,
+    ),
 }
 
 
@@ -360,7 +372,7 @@ def test_whole_numbers_of_long_rows_are_exact_or_refused(number: int) -> None:
     x = torch.randn(2, 65536, device=DEVICE)
     function = fusedops.rowwise(parity, strict=True)
     if number % 2:
-        with pytest.raises(fusedops.NotRowwiseError, match="whole numbers"):
+        with pytest.raises(fusedops.NotRowwiseError, match="maxima or minima of whole numbers"):
             function(x)
     else:
         assert torch.equal(function(x), parity(x))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
 import gc
+import random
 import sys
 import types
 import warnings
@@ -22,7 +24,9 @@ from torch.nn import functional as F
 
 import fusedops
 from fusedops.backend import entry
-from fusedops.compiler import state, walking
+from fusedops.compiler import function as function_module
+from fusedops.compiler import programs, state, walking
+from fusedops.compiler.bytecode import reads_of
 from fusedops.core.random.dropout import none
 from rowwise_checks import every, kernels, randn, results
 from rowwise_functions import RowwiseFunction, Sign
@@ -190,6 +194,155 @@ def python_module() -> Case:
     settings.k = 3.0  # type: ignore[attr-defined]
     yield lambda x: x
     settings.act = times(4.0)  # type: ignore[attr-defined]
+    yield lambda x: x
+
+
+@seen
+def attributes_of_functions() -> Case:
+    def act(x: Tensor) -> Tensor:
+        return x * act.scale * act.__wrapped__.scale  # type: ignore[attr-defined]
+
+    inner: Any = fusedops.rowwise(times(2.0))
+    partial: Any = functools.partial(torch.mul, other=2.0)
+    for owner in (act, inner, partial):
+        owner.scale = 2.0
+    act.__wrapped__ = partial  # type: ignore[attr-defined]
+
+    def f(x: Tensor) -> Tensor:
+        x = act(x) + inner(x) * inner.scale + partial(x) * partial.scale
+        return x * f.scale * getattr(act, "shift", 1.0)  # type: ignore[attr-defined]
+
+    f.scale = 2.0  # type: ignore[attr-defined]
+    yield f
+    for owner in (act, inner, partial, f):
+        owner.scale = 3.0
+        yield f
+    act.shift = 4.0  # type: ignore[attr-defined]
+    yield f
+
+
+@seen
+def name_of_a_function() -> Case:
+    act, scales = times(2.0), {"relu": 2.0, "silu": 3.0}
+    act.__name__ = "relu"
+    yield lambda x: act(x) * scales[act.__name__]
+    act.__name__ = "silu"
+    yield lambda x: x
+
+
+# --- what is set after the first call -------------------------------------------------------------
+
+
+class Slots:
+    __slots__ = ("flag", "scale")
+
+
+def _later(owner: Any) -> Case:
+    """An attribute that is set before another trace, and is then another."""
+    owner.flag = False
+    f = lambda x: x * owner.scale if owner.flag else x  # noqa: E731
+    yield f
+    owner.flag, owner.scale = True, 2.0
+    yield f
+    owner.scale = 3.0
+    yield f
+    owner.flag = False
+    yield f
+    owner.flag, owner.scale = True, 4.0
+    yield f
+
+
+for _kind in (types.SimpleNamespace, Slots, nn.Module):
+    CASES[f"later_in_{_kind.__name__}"] = lambda kind=_kind: _later(kind())  # type: ignore[misc]
+CASES["later_in_a_class"] = lambda: _later(type("Config", (), {}))
+
+
+@seen
+def later_in_a_closure() -> Case:
+    flag = False
+    if flag:
+        k = 1.0
+    yield lambda x: x * k if flag else x
+    flag, k = True, 2.0
+    yield lambda x: x
+    k = 3.0
+    yield lambda x: x
+
+
+def _caught(owner: Any) -> Case:
+    """An attribute whose absence the function notices in a helper, and in code of a property."""
+
+    class Config:
+        @property
+        def doubled(self) -> Any:
+            return 2.0 * owner.shift
+
+    config = Config()
+    helper = lambda x: x * owner.scale  # noqa: E731
+
+    def f(x: Tensor) -> Tensor:
+        x = x * getattr(config, "doubled", 1.0)
+        try:
+            return helper(x)
+        except AttributeError:
+            return x
+
+    yield f
+    for number in (2.0, 3.0):
+        owner.scale = number
+        yield f
+        owner.shift = number
+        yield f
+    del owner.scale
+    yield f
+
+
+class MoreSlots(Slots):
+    __slots__ = ("shift",)
+
+
+for _kind in (types.SimpleNamespace, MoreSlots, nn.Module):
+    CASES[f"caught_in_{_kind.__name__}"] = lambda kind=_kind: _caught(kind())  # type: ignore[misc]
+CASES["caught_in_a_class"] = lambda: _caught(type("Config", (), {}))
+CASES["caught_in_a_module_of_python"] = lambda: _caught(types.ModuleType("settings_of_a_case"))
+
+
+@seen
+def caught_in_a_closure() -> Case:
+    def f(x: Tensor) -> Tensor:
+        try:
+            return x * k
+        except NameError:
+            return x
+
+    yield f
+    for k in (2.0, 3.0):  # noqa: B007
+        yield f
+    del k
+    yield f
+
+
+@seen
+def caught_by_a_manager() -> Case:
+    config, ignored = types.SimpleNamespace(), contextlib.suppress(AttributeError)
+
+    def f(x: Tensor) -> Tensor:
+        with torch.enable_grad(), ignored:
+            return x * config.scale
+        return x
+
+    yield f
+    config.scale = 2.0
+    yield f
+
+
+@seen
+def computed_and_absent() -> Case:
+    config, field = types.SimpleNamespace(alpha=2.0), "alpha"
+    yield lambda x: x * getattr(config, field, "none") + getattr(config, field + "_2", 1.0)
+    config.alpha = 3.0
+    yield lambda x: x
+    config.alpha_2 = 4.0
     yield lambda x: x
 
 
@@ -391,8 +544,79 @@ def class_attributes() -> Case:
     yield f
 
 
+class Scale(float):
+    """With an attribute of each object, one of the class, and a property."""
+
+    shift = 1.0
+
+    @property
+    def twice(self) -> float:
+        return self.own * 2
+
+
+@seen
+def attributes_of_numbers() -> Case:
+    scale, name = Scale(2.0), type("Name", (str,), {})("a")
+    scale.own, name.k = 2.0, 2.0  # type: ignore[attr-defined]
+    yield lambda x: x * scale + scale.own + scale.shift + scale.twice + name.k
+    scale.own = 3.0  # type: ignore[attr-defined]
+    yield lambda x: x
+    name.k = 3.0
+    yield lambda x: x
+    with mock.patch.object(Scale, "shift", 4.0):
+        yield lambda x: x
+
+
+@seen
+def attributes_of_tensors() -> Case:
+    weight: Any = randn(24)
+    weight.scale = 2.0
+    yield lambda x: x * weight * weight.scale * getattr(weight, "shift", 1.0)
+    weight.scale = 3.0
+    yield lambda x: x
+    weight.shift = 4.0
+    yield lambda x: x
+
+
+class Meta(type):
+    half = 0.5
+
+    @property
+    def scale(cls: Any) -> float:
+        return cls.k * cls.half  # type: ignore[no-any-return]
+
+
+@seen
+def property_of_a_metaclass() -> Case:
+    config = Meta("Config", (), {"k": 2.0})
+    yield lambda x: x * config.scale
+    config.k = 3.0  # type: ignore[attr-defined]
+    yield lambda x: x
+    with mock.patch.object(Meta, "half", 0.25):
+        yield lambda x: x
+
+
+@seen
+def matched_attribute() -> Case:
+    config = types.SimpleNamespace(scale=2.0)
+
+    def f(x: Tensor) -> Tensor:
+        match config:
+            case types.SimpleNamespace(scale=2.0):
+                return x * 2.0
+            case _:
+                return x
+
+    yield f
+    config.scale = 3.0
+    yield f
+
+
 class Mode(enum.Enum):
     A, B = 1, 2
+
+    def act(self, x: Tensor) -> Tensor:
+        return x * self.scale  # type: ignore[attr-defined,no-any-return]
 
 
 @seen
@@ -401,6 +625,22 @@ def enumeration() -> Case:
     yield lambda x: x * 2 if mode is Mode.A else x * 3
     mode = Mode.B
     yield lambda x: x
+
+
+@seen
+def attributes_of_an_enums_member() -> Case:
+    listed = enum.Enum("Listed", {"A": [2.0]})  # type: ignore[misc]
+    Mode.A.scale = Mode.A.shift = 2.0  # type: ignore[attr-defined]
+    mode = Mode.A
+    yield lambda x: mode.act(x) * Mode.A.shift * Mode.A.value + listed.A.value[0]  # type: ignore[attr-defined]
+    Mode.A.scale = 3.0  # type: ignore[attr-defined]
+    yield lambda x: x
+    Mode.A.shift = 3.0  # type: ignore[attr-defined]
+    yield lambda x: x
+    listed.A.value[0] = 3.0
+    yield lambda x: x
+    with mock.patch.object(Mode, "act", lambda self, x: x + 5.0):
+        yield lambda x: x
 
 
 @seen
@@ -696,6 +936,8 @@ _SCOPE: dict[str, Any] = {
     "iterator": iter([2.0]),
     "modules": {"a": sys},
     "enabled": [torch.is_grad_enabled],
+    "read": getattr,
+    "weight": randn(24),
 }
 _REFUSED = {
     "local_import": (
@@ -708,6 +950,9 @@ _REFUSED = {
     ),
     "globals": ("return x * globals()['k']", "reads globals"),
     "vars": ("return x * vars(holder)['value'][0]", "reads vars"),
+    "dir": ("return x * len(dir(holder))", "reads dir"),
+    "getattr_by_another_name": ("return x * read(holder, 'value')[0]", "calls read"),
+    "version_of_a_tensor": ("return x * weight * weight._version", "reads _version of a tensor"),
     "dict_of_attributes": ("return x * holder.__dict__['value'][0]", "reads __dict__"),
     "attributes_of_a_computed_module": (
         "return x * len(getattr(modules['a'], 'argv'))",
@@ -769,6 +1014,34 @@ def test_hooks_that_come_and_go() -> None:
             assert "hooks" in function.explain(x).reason
         handle.remove()
     assert function.explain(x).columns == 24
+
+
+@kernels
+@pytest.mark.parametrize("case", ["builtin", "method", "module", "set", "initialised"])
+def test_function_is_fused_where_a_refused_value_is_replaced_by_one_of_its_class(case: str) -> None:
+    """What refused it is looked at again, and not the class alone."""
+    block = Holder(2.0)
+    block.act = types.MethodType(lambda self, x: x * self.value, block)  # type: ignore[attr-defined]
+    values: dict[str, tuple[Any, Any]] = {
+        "builtin": (random.random, torch.tanh),
+        "method": (Sign.apply, block.act),  # type: ignore[attr-defined]
+        "module": (sys, torch),
+        "set": ({(1, 2)}, {1, 2}),
+        "initialised": (nn.Module.__new__(nn.Tanh), nn.Tanh()),
+    }
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "module": lambda x: holder["value"].tanh(x),
+        "set": lambda x: x * len(holder["value"]),
+    }
+    holder = {"value": values[case][1]}
+    plain, x = functions.get(case, lambda x: holder["value"](x)), randn(5, 24)
+    function = fusedops.rowwise(plain, strict=True)
+    for _ in range(2):
+        torch.testing.assert_close(function(x), plain(x))
+        holder["value"] = values[case][0]
+        with pytest.raises(fusedops.NotRowwiseError):
+            function(x)
+        holder["value"] = values[case][1]
 
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -884,32 +1157,125 @@ def test_states_that_are_forgotten_are_looked_at_again() -> None:
         assert len(function._programs.looks((x,))._known) == 4
 
 
+@kernels
+def test_caches_are_bounded() -> None:
+    """Those of calls, of programs and of refusals, where each call has another number."""
+    x, k = randn(5, 24), 0.0
+    fused, refused = fusedops.rowwise(lambda x: x * k), fusedops.rowwise(lambda x: x.round() * k)
+    with (
+        warnings.catch_warnings(),
+        mock.patch.object(function_module, "_MOST_CALLS", 4),
+        mock.patch.object(programs, "_MOST_PROGRAMS", 3),
+    ):
+        warnings.simplefilter("ignore")
+        for k in (*map(float, range(8)), 0.0):
+            assert torch.equal(fused(x), x * k)
+            assert torch.equal(refused(x), x.round() * k)
+            for function in (fused, refused):
+                groups = function._calls.values()
+                assert len(groups) + sum(len(group.calls) for group in groups) <= 4
+            assert sum(map(len, fused._programs.known.values())) <= 3
+            assert len(refused._programs.refused) <= 3
+        used = fused._programs.known.copy()
+        for k in (6.0, 8.0):  # noqa: B007 - 6.0 is used again, so that 7.0 is dropped before it
+            fused._calls.clear()
+            fused(x)
+        assert len(used.keys() & fused._programs.known.keys()) == 2
+        assert next(iter(used)) in fused._programs.known
+
+
 def test_function_with_a_state_that_is_another_at_each_look_is_refused() -> None:
     k = 2.0
     never = mock.patch.object(
-        walking.Walk, "leaf", lambda self, value, variable, name: self.expect("False")
+        walking.Walk, "leaf", lambda self, value, variable: self.expect("False")
     )
     with never, pytest.raises(fusedops.NotRowwiseError, match="is another at each look"):
         fusedops.rowwise(lambda x: x * k).source(randn(5, 24))
 
 
-def test_function_whose_closure_raises_an_error_when_it_is_read_is_refused() -> None:
-    """The rest of what the variable holds would change unseen."""
+def test_function_whose_globals_raise_an_error_when_they_are_read_is_refused() -> None:
+    """The rest of what the function reads would change unseen."""
 
-    class Config:
-        gain = 3.0
+    def missing(name: str) -> float:
+        raise ValueError(f"no {name} was set")
 
-        @property
-        def extra(self) -> float:
-            raise ValueError("no extra was set")
-
-    config, other = Config(), types.SimpleNamespace()
-
-    def function(x: Tensor) -> Tensor:
-        return x * config.gain * getattr(other, "extra", 2.0)
-
+    settings = types.ModuleType("settings_of_a_case")
+    settings.__getattr__ = missing  # type: ignore[method-assign]
     with pytest.raises(fusedops.NotRowwiseError, match="no extra was set"):
-        fusedops.rowwise(function).source(randn(5, 24))
+        fusedops.rowwise(lambda x: x * settings.extra if x.dim() > 9 else x).source(randn(5, 24))
+
+
+@kernels
+def test_attribute_of_an_argument_that_the_function_looks_for_is_refused() -> None:
+    """The trace has another tensor in place of the argument."""
+    function = fusedops.rowwise(lambda x: x * getattr(x, "scale", 2.0), strict=True)
+    plain, scaled = randn(5, 24), randn(5, 24)
+    scaled.scale = 3.0  # type: ignore[attr-defined]
+    for _ in range(2):
+        torch.testing.assert_close(function(plain), plain * 2.0)
+        with pytest.raises(fusedops.NotRowwiseError, match="x is a tensor with an attribute scale"):
+            function(scaled)
+
+
+@kernels
+def test_captured_tensor_of_another_kind_is_seen() -> None:
+    """Its dtype and shape lead to another trace, and kinds that no kernel reads to a refusal."""
+    x = randn(5, 24)
+    weight = plain = randn(24)
+    function = fusedops.rowwise(lambda x: x * weight, strict=True)
+    refused = {
+        "weight is no dense tensor": (
+            plain.to_sparse(),
+            torch.nested.nested_tensor([plain, plain], layout=torch.jagged),
+        ),
+        "weight is on meta": (plain.to("meta"), plain[0].to("meta")),
+        "weight is of torch.complex64": (plain.to(torch.complex64),),
+    }
+    assert torch.equal(function(x), x * weight)
+    for message, tensors in refused.items():
+        for weight in tensors:  # noqa: B007
+            with pytest.raises(fusedops.NotRowwiseError, match=message):
+                function(x)
+        weight = plain
+        assert torch.equal(function(x), x * weight)
+    for data in (plain.half(), plain[:1], plain):
+        weight.data = data
+        assert torch.equal(function(x), x * weight)
+
+
+@kernels
+def test_structures_that_alternate_are_walked_once() -> None:
+    """Also where one reads less than the other, and so accepts objects of the other."""
+    plain, scaled = types.SimpleNamespace(flag=False), types.SimpleNamespace(flag=True, scale=2.0)
+    x = randn(5, 24)
+    function = fusedops.rowwise(lambda x, c: x * c.scale if c.flag else x, strict=True)
+    for _ in range(2):
+        assert torch.equal(function(x, plain), x)
+        assert torch.equal(function(x, scaled), x * 2.0)
+    with mock.patch.object(state, "_walked", side_effect=AssertionError("walked again")):
+        assert torch.equal(function(x, plain), x)
+        assert torch.equal(function(x, scaled), x * 2.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        ("getattr(c, 'k', n)", "k"),
+        ("getattr(c.a['b'], 'k', float(n))", "k"),
+        ("getattr(getattr(c, 'j'), 'k', [n, *n])", "jk"),
+        ("hasattr(c, 'k')", "k"),
+        ("getattr(c, n, 'k')", None),
+        ("getattr(c, n['k'])", None),
+        ("getattr(c, 'k' + n, 1)", None),
+        ("getattr(c, 'k'.lower())", None),
+        ("getattr(c, 'k' if n else 'j')", None),
+        ("map(getattr, c, 'k')", None),
+    ],
+)
+def test_attribute_is_named_by_the_second_argument(call: str, names: str | None) -> None:
+    """Of `getattr`; any attribute may be read where that is computed."""
+    reads = reads_of(compile(call, "", "eval"))
+    assert (None if reads.everything else reads.optional) == (names and set(names))
 
 
 # --- the graph instead of the function ------------------------------------------------------------

@@ -21,14 +21,20 @@ def _elu(
     graph = r.graph
 
     def elu(a: Node) -> Node:
-        is_negative = graph.make("le", a, graph.const(0.0))
+        zero = graph.const(0.0)
+        is_negative = graph.make("le", a, zero)
         inner = graph.binary("mul", a, graph.const(float(input_scale)))
         height = graph.const(float(alpha * scale))
         slope = graph.const(float(scale))
-        curve = graph.binary("mul", graph.unary("expm1", inner), height)
+        # Second derivatives are those of these formulas, and reach the branch that is not selected,
+        # with a factor of zero: there the exponential is of zero, as it would overflow to NaN. At
+        # zero PyTorch's second derivative is zero.
+        curve = graph.unary("expm1", graph.where(is_negative, inner, zero))
+        curve = graph.binary("mul", curve, height)
         result = graph.where(is_negative, curve, graph.binary("mul", a, slope))
         steepness = graph.const(float(alpha * scale * input_scale))
-        steep = graph.binary("mul", graph.unary("exp", inner), steepness)
+        steep = graph.unary("exp", graph.where(graph.make("lt", a, zero), inner, zero))
+        steep = graph.binary("mul", steep, steepness)
         return differentiated(r, result, (a, graph.where(is_negative, steep, slope)))
 
     return pointwise(r, out, elu, x)

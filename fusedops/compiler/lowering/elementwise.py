@@ -127,25 +127,25 @@ def _div(r: Any, out: Any, x: Any, y: Any, rounding_mode: str | None = None) -> 
     return pointwise(r, out, lambda a, b: r.graph.binary("div", a, b), x, y)
 
 
-def _in_half_precision(r: Any, values: list[Value]) -> list[Value]:
-    """The operands of a comparison, with numbers in the dtype of a tensor in half precision.
+def _in_dtype_of_tensor(r: Any, values: list[Value]) -> list[Value]:
+    """The operands of a comparison, with numbers in the dtype of a tensor.
 
-    PyTorch converts a number to the tensor's dtype before it compares them. The graph computes in
-    fp32, so that the conversion must be an operator of its own.
+    PyTorch converts a number to the tensor's dtype before it compares them. The graph computes in a
+    wider one, so that the conversion must be an operator of its own.
     """
     tensors = [value for value in values if value.labels]
     dtypes = {value.dtype for value in tensors if value.dtype.is_floating_point}
-    if dtypes not in ({torch.float16}, {torch.bfloat16}):
+    if len(dtypes) != 1 or not _is_narrow(r, *dtypes):
         return values
     (dtype,) = dtypes
 
     def rounded(value: Value) -> Value:
-        if value.labels or value.dtype == dtype:
+        if value.labels:
             return value
         node = as_kind(r, value.node, "float")
-        if node.op == "const":
+        if node.op == "const":  # a number of Python has the default dtype, but all its digits
             node = r.graph.const(float(torch.tensor(value_of(node), dtype=dtype)))
-        else:
+        elif value.dtype != dtype:
             node = r.graph.make("rounded", node, attrs=(_name_of(dtype),))
         return Value(node, value.labels, dtype)
 
@@ -174,21 +174,22 @@ def _as_represented(r: Any, value: Value) -> Value:
     bits of the computation: equal values could differ. A dtype as wide as that of the computation
     needs no rounding.
     """
-    if value.node.kind != "float" or _is_exact(value.node):
-        return value
-    # The graph computes in fp64 if an input is of it, else in fp32.
-    is_wide = torch.float64 in [one.dtype for one in r.traced.inputs]
-    if value.dtype.itemsize > (4 if is_wide else 2):
+    if value.node.kind != "float" or _is_exact(value.node) or not _is_narrow(r, value.dtype):
         return value
     node = r.graph.make("rounded", value.node, attrs=(_name_of(value.dtype),))
     return Value(node, value.labels, value.dtype)
 
 
+def _is_narrow(r: Any, dtype: torch.dtype) -> bool:
+    """Whether the graph computes in a wider dtype: in fp64 if an input is of it, else in fp32."""
+    is_wide = torch.float64 in [one.dtype for one in r.traced.inputs]
+    return dtype.itemsize <= (4 if is_wide else 2)
+
+
 def _compare(op: str) -> Lower:
     def lower(r: Any, out: Any, x: Any, y: Any) -> Value:
-        x, y = _in_half_precision(r, [as_value(r, value) for value in (x, y)])
-        if x.labels and y.labels:
-            x, y = _as_represented(r, x), _as_represented(r, y)
+        x, y = _in_dtype_of_tensor(r, [as_value(r, value) for value in (x, y)])
+        x, y = _as_represented(r, x), _as_represented(r, y)
         kind = promoted([x.node.kind, y.node.kind])
         result = pointwise(r, out, lambda a, b: r.graph.make(op, a, b), x, y, kind=kind)
         return Value(result.node, result.labels, torch.bool)
