@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,8 @@ from fusedops.core.configs.tuning_key import BUCKETS, Config, TuningKey, family_
 from fusedops.core.launches import launch
 from fusedops.core.launches.usage import Usage
 from fusedops.core.spec import Spec
+from fusedops.tune import compiling, timing
 from fusedops.tune import table as tables
-from fusedops.tune import timing
 from fusedops.tune.compiling import Pool
 from fusedops.tune.sweep import Measured, Outcome
 from fusedops.tune.usage import Limits, reason_to_drop
@@ -357,17 +358,33 @@ def test_worker_that_dies_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path:
     tuning.forget()
     script = tmp_path / "worker.py"
     script.write_text(
-        "import pathlib, sys\nfor line in sys.stdin:\n"
+        "import os, pathlib, sys\nfrom fusedops.tune.replies import send\nfor line in sys.stdin:\n"
         f"    flag = pathlib.Path({str(tmp_path / 'died')!r})\n"
-        "    if not flag.exists():\n        flag.touch()\n        sys.exit(1)\n"
-        "    print('{\"registers\": 7}', flush=True)\n"
+        "    if not flag.exists():\n        flag.touch()\n        os.kill(os.getpid(), 9)\n"
+        "    send({'registers': 7}, sys.stdout)\n"
     )
     monkeypatch.setattr(Pool, "command", (Pool.command[0], str(script)))
     with Pool(1, compiler.GPUTarget("cuda", 90, 32), LIMITS.shared) as pool:
         first, second = pool.submit(requests[0]), pool.submit(requests[1])
-        assert first.result().error == "the compiler died"
+        assert first.result().error == "the compiler died by signal 9"
         assert second.result() == Usage(registers=7)
         assert pool.submit(requests[0]) is first
+
+
+@pytest.mark.compiled
+def test_prints_of_a_worker_are_no_replies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a startup file, and of C code, which does not use ``sys.stdout``."""
+    compiler = pytest.importorskip("triton.backends.compiler")
+    with launch.collecting() as requests:
+        plans(256, torch.bfloat16)["rms_norm"]()
+    tuning.forget()
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.write(1, b'{}\\n3\\n\\xff')\n")
+    environment = compiling.child_environment()
+    environment["PYTHONPATH"] = os.pathsep.join((str(tmp_path), environment["PYTHONPATH"]))
+    monkeypatch.setattr(compiling, "child_environment", lambda: environment)
+    with Pool(1, compiler.GPUTarget("cuda", 90, 32), LIMITS.shared) as pool:
+        usage = pool.submit(requests[0]).result()
+    assert usage.registers and not usage.error
 
 
 # --- the shipped table ----------------------------------------------------------------------------
