@@ -119,6 +119,28 @@ def test_training_and_inference_are_timed() -> None:
     assert done == ["forward a", "forward b", "infer a", "infer b"]
 
 
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "close"),
+    [
+        (torch.tensor([1.0, 64.0]), torch.tensor([1.00005, 64.0]), True),
+        (torch.tensor([1.0, 64.0]), torch.tensor([1.0001, 64.0]), False),
+        (torch.tensor([1.0, -INF, INF, NAN]), torch.tensor([1.0, -INF, INF, NAN]), True),
+        (torch.tensor([1.0, -INF]), torch.tensor([1.0, 0.0]), False),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, NAN]), False),
+        (torch.tensor([3, -7]), torch.tensor([3, -7]), True),
+        (torch.tensor([3, 1 << 40]), torch.tensor([3, (1 << 40) + 1]), False),
+        (torch.tensor([True, False]), torch.tensor([True, False]), True),
+        (torch.tensor([True, False]), torch.tensor([True, True]), False),
+        (torch.empty(0), torch.empty(0), True),
+    ],
+)
+def test_close_results(one: torch.Tensor, other: torch.Tensor, close: bool) -> None:
+    assert timing._close(one, other) is close
+
+
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     ("kernel", "variant", "widths"),
