@@ -478,6 +478,23 @@ def test_raw_timings_and_the_distance_of_the_heuristic(tmp_path: Path) -> None:
     assert "geometric mean" in tables.compare(tables.read_raw(path))
 
 
+def test_torn_line_of_raw_timings_is_skipped(tmp_path: Path) -> None:
+    """A sweep that was killed while it wrote is resumed with the same file, wherever it stopped."""
+    path = tmp_path / "raw.csv"
+    path.touch()
+    tables.write_raw(path, tables.raw_rows(outcome(KEY, 11.0, 10.0)))
+    whole, later = path.read_bytes(), outcome(replace(KEY, cols=2048), 40.0, 10.0)
+    last = whole.splitlines(keepends=True)[-1]
+    # Without its line break the line is complete.
+    for length in range(1, len(last) - 2):
+        path.write_bytes(whole[: length - len(last)])
+        tables.write_raw(path, tables.raw_rows(later))
+        with pytest.warns(RuntimeWarning, match="line 3 of .*raw.csv is not complete"):
+            rows = tables.read_raw(path)
+        assert [row["us"] for row in rows] == ["11.000", "40.000", "10.000"]
+        assert tables.summary(rows)["all"]["keys"] == 2
+
+
 def test_every_family_has_sources_for_its_mark() -> None:
     marks = {key: tables.mark(key) for key in every_key() if key.bucket == 0}
     assert len(set(marks.values())) > 10
