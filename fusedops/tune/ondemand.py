@@ -208,7 +208,8 @@ def _agreed(key: TuningKey, device_index: int, config: Config, origin: tuning.So
         if agreed is None:
             _warn_once("store", f"another rank stored {stored!r} for {key}")
     except RuntimeError as error:
-        _warn_once("store", f"the ranks' store failed ({str(error).splitlines()[0][:200]})")
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        _warn_once("store", f"the ranks' store failed ({reason})")
     if problem is not None:
         raise problem
     return agreed or config

@@ -424,14 +424,17 @@ def test_late_reply_is_not_used(ranks: threading.local, monkeypatch: pytest.Monk
     assert late == [used] != [FOUND]
 
 
-def test_failing_store(ranks: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reason", ["connection reset", ""])
+def test_failing_store(
+    reason: str, ranks: threading.local, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Broken:
         def check(self, keys: list[str]) -> bool:
-            raise RuntimeError("connection reset")
+            raise RuntimeError(reason)
 
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Broken)
     ranks.rank = 0
-    with pytest.warns(RuntimeWarning, match="store failed .connection reset"):
+    with pytest.warns(RuntimeWarning, match=f"store failed .RuntimeError: {reason}."):
         assert tuning.choose(KEY, -1) != FOUND
 
 

@@ -290,7 +290,21 @@ def test_failing_workload_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
         for outcome in sweeper.sweep(made_up.workloads("rms_norm", "layer_norm"))
     }
     assert found == {"layer_norm"}
-    assert sweeper.failures == ["rms_norm 20x64 fp32: out of memory"]
+    assert sweeper.failures == ["rms_norm 20x64 fp32: OutOfMemoryError: out of memory"]
+    # The next sweep has failures of its own.
+    assert list(sweeper.sweep(made_up.workloads("layer_norm")))
+    assert sweeper.failures == []
+
+
+@pytest.mark.kernels
+def test_failure_without_a_message_has_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: made_up.Timer, workload: Workload) -> made_up.Bench:
+        raise NotImplementedError
+
+    monkeypatch.setattr(made_up.Timer, "open", fail)
+    sweeper = made_up.sweeper()
+    assert not list(sweeper.sweep(made_up.workloads("rms_norm")))
+    assert sweeper.failures == ["rms_norm 20x64 fp32: NotImplementedError: "]
 
 
 @pytest.mark.kernels
