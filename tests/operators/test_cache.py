@@ -137,6 +137,8 @@ def changed_key(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ("stale", changed("config", [1024, 4, "4", 1, 0, 0])),
         ("stale", changed("config", [1024, 4, 4.0, 1, 0, 0])),
         ("stale", changed("config", [1024, True, 4, 1, 0, 0])),
+        ("stale", changed_key("cols", 1024.0)),  # equal to the key's
+        ("stale", changed_key("bucket", 3.0)),
     ],
 )
 def test_spoilt_entries(kind: str, spoil: Callable[[dict[str, Any]], None]) -> None:
@@ -146,6 +148,21 @@ def test_spoilt_entries(kind: str, spoil: Callable[[dict[str, Any]], None]) -> N
     path.write_text(json.dumps(content))
     (said,) = ignored()
     assert kind in said and str(path) in said
+
+
+@pytest.mark.parametrize(
+    "part",
+    [{"widths": "x"}, {"widths": None}, {"cols": None}, {"bucket": 99}, {"kernel": "norm_backward"}],
+)
+def test_entry_whose_key_no_call_has(part: dict[str, Any]) -> None:
+    """At the path of that key, where only ``fusedops doctor`` reads it."""
+    content = json.loads(written().read_text())
+    content["key"] |= part
+    path = cache.path_of(replace(KEY, **part), DEVICE)
+    assert path is not None
+    cache.replace(path, json.dumps(content))
+    with pytest.raises(cache.EntryError, match="other candidates"):
+        cache.check(path)
 
 
 def test_a_nested_entry() -> None:
