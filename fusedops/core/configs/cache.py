@@ -17,7 +17,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple
@@ -254,10 +253,11 @@ def replace(path: Path, text: str) -> None:
         OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder: a rename is atomic within a file system only.
-    handle, scratch = tempfile.mkstemp(prefix=SCRATCH, dir=path.parent)
+    # In the same folder: a rename is atomic within a file system only. Not by `tempfile`: only the
+    # owner may read its files, and users may share a cache.
+    scratch = path.with_name(f"{SCRATCH}{os.urandom(8).hex()}")
     try:
-        with os.fdopen(handle, "w") as file:
+        with scratch.open("x") as file:
             file.write(text)
             file.flush()
             # Otherwise the rename might reach the disk before the content.
