@@ -143,7 +143,7 @@ def run(options: argparse.Namespace) -> int:
     _check_limits(options)
     if options.compare is not None:
         return _print_comparison(options.compare)
-    if _has_rows(options.raw):
+    if _is_file(options.raw):
         _raw(options.raw)  # rows must not be appended to another kind of file
     # Before the GPU is used, so that errors of the command line come first.
     function = _function(options, dtypes)
@@ -233,7 +233,7 @@ class _Ship:
         self._table, self._resume = tables.Table(path), options.resume
         self._raw = options.raw
         # The summary includes rows of earlier runs, which this one resumes.
-        self._rows = _raw(options.raw) if _has_rows(options.raw) else []
+        self._rows = _raw(options.raw) if _is_file(options.raw) else []
         self._table.about = {
             "device": name,
             "fusedops": __version__,
@@ -271,7 +271,8 @@ def _raw(path: Path) -> list[dict[str, Any]]:
         raise UsageError(f"{path} was not written by --raw: {error}") from None
 
 
-def _has_rows(path: Path | None) -> bool:
+def _is_file(path: Path | None) -> bool:
+    """Whether there is a file with content."""
     return path is not None and path.is_file() and path.stat().st_size > 0
 
 
