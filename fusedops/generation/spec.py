@@ -119,7 +119,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("int32 tokens", (4, 40, 50), 3, tokens=torch.int32)
     yield sample("int32 tokens, padded", (4, 40, 50), 2, tokens=torch.int32, pad=49)
     # All tokens are 0, as the lower bits of the padding.
-    beyond = {"tokens": torch.int32, "pad_token_id": 2**32}
+    beyond: dict[str, Any] = {"tokens": torch.int32, "pad_token_id": 2**32}
     yield sample("int32 tokens, padding beyond 32 bits", (2, 4, 1), 2, **beyond)
     for window in (3, 4, 20, 100):
         yield sample(f"window {window}", (6, 60, 40), 3, window=window)

@@ -315,7 +315,7 @@ def _timing(row: Mapping[str, Any]) -> tuple[TuningKey, Config, float, bool]:
     return key, config, float(row["us"] or "inf"), bool(int(row["best"]))
 
 
-def _is_complete(row: Mapping[str | None, Any]) -> bool:
+def _is_complete(row: Mapping[Any, Any]) -> bool:
     """Whether a row has all fields and no others, which `csv` has under None."""
     try:
         _timing(row)
