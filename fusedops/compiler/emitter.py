@@ -272,7 +272,8 @@ class Emitter:
     def itemsize_of(self, node: Node) -> int:
         """Return the bytes of an element of the widest input that a vector is computed of."""
         inputs = [inner.attrs[0] for inner in reachable([node]) if inner.op == "input"]
-        return max([self.structure.inputs[index].dtype.itemsize for index in inputs])
+        itemsizes: list[int] = [self.structure.inputs[index].dtype.itemsize for index in inputs]
+        return max(itemsizes)
 
     def _hold(self, node: Node, name: str) -> None:
         """Emit the line that adds a tile to those of the same value in other parts of a row."""

@@ -81,7 +81,6 @@ _RESERVED = {
     "first",
     "part",
     "ahead",
-    "present",
     "float",
     "range",
     *_DEVICE,

@@ -199,8 +199,7 @@ _TILE = "tile = tiles - 1 - step"
 # The rows of a tile whose number may be negative, and below that of the last one.
 _SHARED_ROWS = (
     "places = rows_of(tile, ROWS)",
-    "present = (places >= 0) & (places < M)",
-    "in_rows = present[:, None]",
+    "in_rows = ((places >= 0) & (places < M))[:, None]",
     "rows = places[:, None]",
 )
 # The numbers of two sums in the buffer.
@@ -356,9 +355,9 @@ def _exchange(emitter: Emitter, phases: Phases, tile: _Tile, rows: Sequence[str]
         first, *second = names
         lines.append(_sum_of_columns(names))
         two = str(bool(second))
-        posted = f"{place}, {first}, {names[-1]}, tl.program_id(1), places, present, M"
+        posted = f"{place}, {first}, {names[-1]}, tl.program_id(1), places, M"
         post.append(f"post_sums({posted}, {two}, EXCHANGE)")
-        collected = f"collect_sums({place}, places, present, M, {two}, EXCHANGE, COLUMNS)"
+        collected = f"collect_sums({place}, places, M, {two}, EXCHANGE, COLUMNS)"
         collect.append(f"{first}, {''.join(second) or '_'} = {collected}")
     swap = ["tile += ahead", *rows]
     for node in _in_order(phases.carried):

@@ -31,9 +31,7 @@ def sums_of_both(one, other, TOGETHER: tl.constexpr):
 # the whole GPU, because the programs run on different multiprocessors, whose L1 caches do not see
 # each other's stores.
 @triton.jit
-def post_sums(
-    moments, first, second, column, rows, in_rows, M, TWO: tl.constexpr, EXCHANGE: tl.constexpr
-):
+def post_sums(moments, first, second, column, rows, M, TWO: tl.constexpr, EXCHANGE: tl.constexpr):
     """Stores the sums over this program's columns for the programs of the rows' other columns.
 
     The layout of ``moments``, by program (p0, p1, ...), each part of M elements, one for a row:
@@ -41,8 +39,10 @@ def post_sums(
         "wait"    | p0: second << 32 OR first | p1: ...                      |    64-bit words
         "post"    | p0: first   | p0: second  | p1: first   | p1: second ... |    of their dtype
 
-    Without ``TWO`` there is no second.
+    Without ``TWO`` there is no second. Rows that do not exist have no words: a program that waits
+    has numbers of rows below 0.
     """
+    in_rows = (rows >= 0) & (rows < M)
     if EXCHANGE == "wait":
         # Both sums are one word, so that one atomic store publishes them. The buffer is zero
         # before, and a word counts as written when it is not zero: sums of zero are written as -0.
@@ -82,13 +82,14 @@ def _await_words(places, there):
 
 @triton.jit
 def collect_sums(
-    moments, rows, in_rows, M, TWO: tl.constexpr, EXCHANGE: tl.constexpr, COLUMNS: tl.constexpr
+    moments, rows, M, TWO: tl.constexpr, EXCHANGE: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Returns the sums over all columns, added in the order of the programs.
 
     Without ``TWO`` the second is of no use.
     """
     column = tl.arange(0, triton.next_power_of_2(COLUMNS))[:, None]
+    in_rows = (rows >= 0) & (rows < M)
     # The lanes beyond the last program must not wait: no program writes their words.
     there = (column < COLUMNS) & in_rows[None, :]
     if EXCHANGE == "wait":

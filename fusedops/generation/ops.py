@@ -11,6 +11,9 @@ from .reference import Rule
 
 __all__ = ["check_rule", "no_repeat_ngram"]
 
+# Numbers are int64 arguments of the kernel.
+_MOST = 2**63 - 1
+
 
 def no_repeat_ngram(
     input_ids: Tensor,
@@ -75,16 +78,18 @@ def check_rule(
                 f"{op}: window must be at least {ngram_size} as ngram_size, got {window}"
             )
     _check_integer(op, "prompt_length", prompt_length, 0)
-    if pad_token_id is not None and not isinstance(pad_token_id, int):
-        raise TypeError(
-            f"{op}: pad_token_id must be an integer or None, got {type(pad_token_id).__name__}"
-        )
+    if pad_token_id is not None:
+        _check_integer(op, "pad_token_id", pad_token_id, -_MOST - 1, "an integer or None")
 
 
-def _check_integer(op: str, name: str, value: Any, least: int) -> None:
-    """Raises unless ``value`` is an integer of at least ``least``."""
+def _check_integer(
+    op: str, name: str, value: Any, least: int, expected: str = "an integer"
+) -> None:
+    """Raises unless ``value`` is an integer of 64 bits and at least ``least``."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     if not is_integer:
-        raise TypeError(f"{op}: {name} must be an integer, got {type(value).__name__}")
+        raise TypeError(f"{op}: {name} must be {expected}, got {type(value).__name__}")
     if value < least:
         raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
+    if value > _MOST:
+        raise ValueError(f"{op}: {name} must be at most {_MOST}, got {value}")

@@ -46,7 +46,8 @@ def banned(input_ids: Tensor, cols: int, allowed: Tensor | None, rule: Rule) -> 
     if pad_token_id is not None:
         # The sum counts the tokens up to a window's first one that are not padding. It is zero for
         # windows that begin in the leading padding.
-        unpadded = (input_ids != pad_token_id).cumsum(1)
+        # PyTorch would compare int32 tokens with the lower bits alone.
+        unpadded = (input_ids.long() != pad_token_id).cumsum(1)
         same = same & unpadded[:, start : start + count].bool()
     # Windows without a ban write to an extra column. So shapes do not depend on the number of bans,
     # which would have to be copied from the GPU.

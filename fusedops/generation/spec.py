@@ -118,6 +118,9 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         yield padded
     yield sample("int32 tokens", (4, 40, 50), 3, tokens=torch.int32)
     yield sample("int32 tokens, padded", (4, 40, 50), 2, tokens=torch.int32, pad=49)
+    # All tokens are 0, as the lower bits of the padding.
+    beyond: dict[str, Any] = {"tokens": torch.int32, "pad_token_id": 2**32}
+    yield sample("int32 tokens, padding beyond 32 bits", (2, 4, 1), 2, **beyond)
     for window in (3, 4, 20, 100):
         yield sample(f"window {window}", (6, 60, 40), 3, window=window)
     for prompt in (1, 37, 58, 60, 99):
@@ -249,6 +252,19 @@ def _bad_samples(device: torch.device) -> Iterator[BadSample]:
         "pad_token_id must be an integer or None, got Tensor",
         options={"pad_token_id": ids[0, 0]},
     )
+    yield bad(
+        "pad token of more than 64 bits",
+        ValueError,
+        f"pad_token_id must be at least {-(2**63)}, got {-(2**70)}",
+        options={"pad_token_id": -(2**70)},
+    )
+    for name in ("ngram_size", "window", "prompt_length", "pad_token_id"):
+        yield bad(
+            f"{name} of more than 64 bits",
+            ValueError,
+            f"{name} must be at most {2**63 - 1}, got {2**63}",
+            options={name: 2**63},
+        )
     yield bad(
         "scores are no tensor", TypeError, "scores must be a torch.Tensor, got list", scores=[[1.0]]
     )

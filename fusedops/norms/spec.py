@@ -533,6 +533,12 @@ def _fused_bad_samples(kind: str) -> Callable[[torch.device], Iterator[BadSample
         )
         yield bad("p is no number", TypeError, "p must be a number, got str", options={"p": "0.1"})
         yield bad(
+            "p is several numbers",
+            TypeError,
+            "p must be a number, got Tensor",
+            options={"p": torch.zeros(2)},
+        )
+        yield bad(
             "residual of another shape",
             ValueError,
             r"residual has shape \(3, 8\), expected \(4, 8\)",

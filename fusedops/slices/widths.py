@@ -84,6 +84,7 @@ class Tile(NamedTuple):
         lanes: of a part.
         parts: of a slice, side by side.
         full: parts without idle lanes in every slice.
+        single: whether a slice has a single column.
     """
 
     slots: int
@@ -91,6 +92,7 @@ class Tile(NamedTuple):
     lanes: int
     parts: int
     full: int
+    single: bool
 
 
 @dataclass(frozen=True)
@@ -130,8 +132,8 @@ class Groups:
         shapes = _shapes(widths, vector, warps)
         members: dict[tuple[int, int], list[int]] = {}
         for number, size in enumerate(widths.sizes):
-            narrowest = next(shape for shape in shapes if math.prod(shape) >= size)
-            members.setdefault(narrowest, []).append(number)
+            shape = next(shape for shape in shapes if math.prod(shape) >= size)
+            members.setdefault(shape, []).append(number)
         tiles: list[Tile] = []
         firsts: list[int] = []
         kinds: list[int] = []
@@ -141,11 +143,12 @@ class Groups:
             part, parts = shape
             numbers = members[shape]
             together = min(power_of_two(len(numbers)), _most(lanes / (part * parts)))
-            full = min(min(widths.sizes[number] for number in numbers) // part, parts)
+            narrowest = min(widths.sizes[number] for number in numbers)
+            full = min(narrowest // part, parts)
             # A quarter more elements, so that slices in five parts get the rows of slices in four:
             # of 1024 elements in 5 * 64 lanes 4 rows, and not 2.
             tile_rows = _most(1.25 * lanes * rows / (together * part * parts))
-            tiles.append(Tile(together, tile_rows, part, parts, full))
+            tiles.append(Tile(together, tile_rows, part, parts, full, narrowest == 1))
             for start in range(0, len(numbers), together):
                 group = numbers[start : start + together]
                 firsts.append(len(slots) // 3)

@@ -6,6 +6,7 @@ The configs go to the user's cache, or with ``--ship`` to the shipped table.
 from __future__ import annotations
 
 import argparse
+import csv
 import datetime
 import difflib
 import itertools
@@ -277,12 +278,13 @@ def _raw(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a file that ``--raw`` wrote."""
     try:
         return tables.read_raw(path)
-    except ValueError as error:
+    except (ValueError, csv.Error) as error:
         raise UsageError(f"{path} was not written by --raw: {error}") from None
 
 
 def _is_file(path: Path | None) -> bool:
-    return path is not None and path.is_file()
+    """Whether there is a file with content."""
+    return path is not None and path.is_file() and path.stat().st_size > 0
 
 
 def _sweep(

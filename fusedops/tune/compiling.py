@@ -15,6 +15,7 @@ from typing import Any
 
 from ..core.launches.launch import Request
 from ..core.launches.usage import Usage
+from .replies import how_it_ended, replies_in
 from .worker import encode
 
 __all__ = ["Pool", "child_environment"]
@@ -101,16 +102,17 @@ class Pool:
         assert worker.stdin is not None and worker.stdout is not None
         try:
             print(message, file=worker.stdin, flush=True)
-            reply = worker.stdout.readline()
+            reply = next(replies_in(worker.stdout), None)
         except OSError:
-            reply = ""
+            reply = None
         # A crash of the compiler ends the worker, and not the sweep: the config is dropped.
-        if not reply:
+        if reply is None:
+            ending = how_it_ended(worker)
             worker.kill()
             _reap(worker)
             self._workers.pop(threading.get_ident(), None)
-            return Usage(error="the compiler died")
-        return Usage(**json.loads(reply))
+            return Usage(error=f"the compiler died {ending}")
+        return Usage(**reply)
 
     def _start(self) -> subprocess.Popen[str]:
         # GPUs are hidden from workers: they need none, and each context would take memory.
@@ -121,5 +123,6 @@ class Pool:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            errors="replace",  # what is no reply may be in any encoding
             env=environment,
         )

@@ -36,6 +36,7 @@ from ..core.configs import tuning
 from ..core.configs.tuning_key import Config, TuningKey, valid
 from ..core.launches import launch
 from .compiling import child_environment
+from .replies import how_it_ended, replies_in
 
 __all__ = ["improve"]
 
@@ -47,7 +48,8 @@ reach = datetime.timedelta(seconds=60)
 
 _lock = threading.Lock()
 _server: subprocess.Popen[str] | None = None
-_replies: queue.SimpleQueue[str] = queue.SimpleQueue()
+# The tuner's replies, and None at the end of its output.
+_replies: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
 _warned: set[str] = set()
 
 
@@ -108,11 +110,13 @@ def _request(message: dict[str, Any]) -> dict[str, Any]:
         if _server is None:
             _start()
         assert _server is not None and _server.stdin is not None
-        print(json.dumps(message), file=_server.stdin, flush=True)
-        line = _replies.get(timeout=patience.total_seconds())
-        if line:
-            return dict(json.loads(line))
-        problem = "the tuner died"
+        # The end of a tuner that no longer reads is in its replies.
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(message), file=_server.stdin, flush=True)
+        reply = _replies.get(timeout=patience.total_seconds())
+        if reply is not None:
+            return reply
+        problem = f"the tuner died {how_it_ended(_server)}"
     except queue.Empty:
         problem = f"no reply within {patience}"
         _warn_once(
@@ -120,7 +124,7 @@ def _request(message: dict[str, Any]) -> dict[str, Any]:
             f"the tuner did not reply for {message['key']['kernel']} within {patience} and is not "
             "used any more",
         )
-    except (OSError, ValueError) as error:
+    except OSError as error:
         problem = f"{type(error).__name__}: {error}"
     except BaseException:  # otherwise its reply would be read as the next request's
         _drop()
@@ -137,6 +141,7 @@ def _start() -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        errors="replace",  # what is no reply may be in any encoding
         env=child_environment(),
     )
     # A new queue, so that replies of an earlier tuner cannot be read as this one's.
@@ -144,15 +149,15 @@ def _start() -> None:
     threading.Thread(target=_listen, args=(_server.stdout, _replies), daemon=True).start()
 
 
-def _listen(lines: TextIO, replies: queue.SimpleQueue[str]) -> None:
-    """Put the tuner's lines into a queue, and an empty one at its end.
+def _listen(lines: TextIO, replies: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+    """Put the tuner's replies into a queue, and None at its end.
 
     Reads of a queue have a timeout, which reads of a pipe do not.
     """
     with lines:
-        for line in lines:
-            replies.put(line)
-    replies.put("")
+        for reply in replies_in(lines):
+            replies.put(reply)
+    replies.put(None)
 
 
 def _drop() -> None:
@@ -206,7 +211,8 @@ def _agreed(key: TuningKey, device_index: int, config: Config, origin: tuning.So
         if agreed is None:
             _warn_once("store", f"another rank stored {stored!r} for {key}")
     except RuntimeError as error:
-        _warn_once("store", f"the ranks' store failed ({str(error).splitlines()[0][:200]})")
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        _warn_once("store", f"the ranks' store failed ({reason})")
     if problem is not None:
         raise problem
     return agreed or config

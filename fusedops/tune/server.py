@@ -16,6 +16,7 @@ import torch
 
 from ..core.configs import cache, tuning
 from ..core.configs.tuning_key import TuningKey
+from .replies import send
 from .sweep import Outcome, Sweeper
 from .timing import GraphTimer
 from .workloads import discover, kernels_alone, workload_for
@@ -34,7 +35,7 @@ def serve(requests: TextIO, replies: TextIO, sweeper: Callable[[int], Sweeper]) 
             reply: dict[str, Any] = {"config": astuple(tune(json.loads(line), sweeper).best)}
         except Exception as error:  # noqa: BLE001 - after any error the parent keeps its config
             reply = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-        print(json.dumps(reply), file=replies, flush=True)
+        send(reply, replies)
 
 
 def tune(message: Mapping[str, Any], sweeper: Callable[[int], Sweeper]) -> Outcome:
@@ -80,6 +81,6 @@ def _gpu_sweeper() -> Callable[[int], Sweeper]:
 
 if __name__ == "__main__":
     replies = sys.stdout
-    sys.stdout = sys.stderr  # prints must not mix with the replies
+    sys.stdout = sys.stderr  # the parent shows no prints among the replies
     serve(sys.stdin, replies, _gpu_sweeper())
     os._exit(0)  # threads that compile may still have work

@@ -102,6 +102,7 @@ class Sweeper:
     ) -> Iterator[Outcome]:
         """Yield the outcome of each ``wanted`` key of the workloads, once.
 
+        Workloads that fail are listed in `failures`.
         ``goes_on`` is called before each key; if it returns False, the sweep ends.
         """
         done: set[TuningKey] = set()
@@ -123,7 +124,8 @@ class Sweeper:
                     bench = bench or self._timer.open(workload)
                     outcome = self._tune(workload, key, bench)
                 except RuntimeError as error:  # for example out of memory: a long run must go on
-                    self.failures.append(f"{workload}: {str(error).splitlines()[0]}")
+                    failure = f"{workload}: {type(error).__name__}: {error}"
+                    self.failures.append(failure.splitlines()[0])
                     break
                 done.add(key)
                 yield outcome

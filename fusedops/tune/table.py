@@ -9,6 +9,7 @@ import json
 import math
 import os
 import subprocess
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, fields
 from functools import cache
@@ -201,11 +202,17 @@ def raw_rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
 
 def write_raw(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Append rows to a file, with a header if it is new."""
-    new = not path.exists()
+    with path.open("a+b") as binary:
+        is_new = binary.tell() == 0
+        # A process that was killed may have left a part of a line.
+        binary.seek(0 if is_new else -1, os.SEEK_END)
+        is_torn = binary.read() not in (b"", b"\n")
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, RAW_COLUMNS)
-        if new:
+        if is_new:
             writer.writeheader()
+        if is_torn:
+            file.write("\r\n")
         writer.writerows(rows)
 
 
@@ -227,7 +234,7 @@ class _Distance:
 
 
 def read_raw(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file.
+    """Return the rows of a file, without incomplete ones, for which it warns.
 
     Raises:
         ValueError: it was not written by `write_raw`.
@@ -236,7 +243,17 @@ def read_raw(path: Path) -> list[dict[str, Any]]:
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or ()) != RAW_COLUMNS:
             raise ValueError(f"its columns are not {', '.join(RAW_COLUMNS)}")
-        return list(reader)
+        rows = []
+        for row in reader:
+            if _is_complete(row):
+                rows.append(row)
+                continue
+            warnings.warn(
+                f"fusedops: line {reader.line_num} of {path} is not complete and is left out",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return rows
 
 
 def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -278,17 +295,33 @@ def _timings(
     """Return the times of each key and its best config; of repeated measurements, the last."""
     timings: dict[TuningKey, tuple[dict[Config, float], Config]] = {}
     for row in rows:
-        if not row["us"]:
+        key, config, us, is_best = _timing(row)
+        if math.isinf(us):
             continue
-        # The inverse of `TuningKey.group`.
-        *variant, widths = row["group"].split("|")
-        key = TuningKey(row["kernel"], tuple(variant), widths, int(row["cols"]), int(row["bucket"]))
-        config = Config(*(int(row[name]) for name in _CONFIG))
         times, best = timings.get(key, ({}, config))
         # A sweep that was resumed may have measured a config again.
-        times[config] = float(row["us"])
-        timings[key] = (times, config if int(row["best"]) else best)
+        times[config] = us
+        timings[key] = (times, config if is_best else best)
     return timings
+
+
+def _timing(row: Mapping[str, Any]) -> tuple[TuningKey, Config, float, bool]:
+    """Return a row's key, its config, the time, and whether the config was the best."""
+    # The inverse of `TuningKey.group`.
+    *variant, widths = row["group"].split("|")
+    key = TuningKey(row["kernel"], tuple(variant), widths, int(row["cols"]), int(row["bucket"]))
+    config = Config(*(int(row[name]) for name in _CONFIG))
+    # A candidate that was dropped has no time.
+    return key, config, float(row["us"] or "inf"), bool(int(row["best"]))
+
+
+def _is_complete(row: Mapping[Any, Any]) -> bool:
+    """Whether a row has all fields and no others, which `csv` has under None."""
+    try:
+        _timing(row)
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return None not in row
 
 
 def commit() -> str:

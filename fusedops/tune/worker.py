@@ -1,7 +1,7 @@
 """``python -m fusedops.tune.worker``: compiles kernels into Triton's cache on disk.
 
-A request and its reply are one line of JSON each. The process exits when its input ends, so that it
-does not outlive its parent.
+A request is one line of JSON, a reply a line of `replies`. The process exits when its input ends,
+so that it does not outlive its parent.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..core.compat.triton import gpu_target
 from ..core.configs.tuning_key import Config
 from ..core.launches import launch
 from ..core.launches.usage import Usage, usage_of
+from .replies import send
 
 __all__ = ["decode", "encode", "serve"]
 
@@ -87,7 +88,7 @@ def serve(requests: TextIO, replies: TextIO) -> None:
     """Reply to each request with the kernel's `Usage`."""
     for line in requests:
         plain = json.loads(line)
-        print(json.dumps(asdict(_compile(plain))), file=replies, flush=True)
+        send(asdict(_compile(plain)), replies)
 
 
 def _compile(plain: Mapping[str, Any]) -> Usage:
@@ -104,6 +105,4 @@ def _compile(plain: Mapping[str, Any]) -> Usage:
 
 
 if __name__ == "__main__":
-    replies = sys.stdout
-    sys.stdout = sys.stderr  # the compiler's prints must not mix with the replies
-    serve(sys.stdin, replies)
+    serve(sys.stdin, sys.stdout)

@@ -72,6 +72,17 @@ def test_entry_is_found_by_its_whole_key() -> None:
     assert ignored(device="Test-GPU") == []
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
+def test_mode_is_that_of_any_new_file(root: Path) -> None:
+    """Users may share the directory."""
+    before = os.umask(0o027)
+    try:
+        path = written()
+    finally:
+        os.umask(before)
+    assert [p.stat().st_mode & 0o777 for p in (path, path.parent, root)] == [0o640, 0o750, 0o750]
+
+
 def test_versions_have_separate_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     written()
     for name, value in (("__version__", "9.9"), ("_triton_version", lambda: "9.9")):
@@ -137,6 +148,8 @@ def changed_key(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ("stale", changed("config", [1024, 4, "4", 1, 0, 0])),
         ("stale", changed("config", [1024, 4, 4.0, 1, 0, 0])),
         ("stale", changed("config", [1024, True, 4, 1, 0, 0])),
+        ("stale", changed_key("cols", 1024.0)),  # equal to the key's
+        ("stale", changed_key("bucket", 3.0)),
     ],
 )
 def test_spoilt_entries(kind: str, spoil: Callable[[dict[str, Any]], None]) -> None:
@@ -146,6 +159,27 @@ def test_spoilt_entries(kind: str, spoil: Callable[[dict[str, Any]], None]) -> N
     path.write_text(json.dumps(content))
     (said,) = ignored()
     assert kind in said and str(path) in said
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"widths": "x"},
+        {"widths": None},
+        {"cols": None},
+        {"bucket": 99},
+        {"kernel": "norm_backward"},
+    ],
+)
+def test_entry_whose_key_no_call_has(part: dict[str, Any]) -> None:
+    """At the path of that key, where only ``fusedops doctor`` reads it."""
+    content = json.loads(written().read_text())
+    content["key"] |= part
+    path = cache.path_of(replace(KEY, **part), DEVICE)
+    assert path is not None
+    cache.replace(path, json.dumps(content))
+    with pytest.raises(cache.EntryError, match="other candidates"):
+        cache.check(path)
 
 
 def test_a_nested_entry() -> None:
@@ -218,7 +252,7 @@ def test_read_only_directory(monkeypatch: pytest.MonkeyPatch, root: Path) -> Non
     def refused(*arguments: object, **options: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    for module, name in ((cache.tempfile, "mkstemp"), (cache.os, "replace"), (cache.os, "fsync")):
+    for module, name in ((Path, "open"), (cache.os, "replace"), (cache.os, "fsync")):
         monkeypatch.setattr(cache, "_warned", set())
         with monkeypatch.context() as patch:
             patch.setattr(module, name, refused)

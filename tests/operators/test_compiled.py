@@ -245,6 +245,22 @@ def test_backwards_of_wide_rows_of_16_bits_do_not_spill(
     assert found == (from_3_9 if triton_version() >= (3, 9) else [])
 
 
+@pytest.mark.parametrize(
+    ("kind", "cols"), [("rms", 15131), ("layer", 15132), ("rms", 9001), ("rms", 20001)]
+)
+def test_backwards_of_unaligned_rows_that_programs_share_do_not_spill(
+    kind: Kind, cols: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout and all gradients."""
+    dtype = torch.bfloat16
+    dtypes = (dtype, dtype, dtype, dtype, dtype if kind == "layer" else None)
+    constants = NormConstants("compiled", kind, "once", 1e-5, 0.0, None, "sum")
+    site = site_of(NORM, constants, dtypes, cols, -1, True, True)
+    needs = (True, True, True, True, kind == "layer")
+    plan = lambda: norms._plan_backward(site, needs, site.y, None, None, 1, True, 0, 2)  # noqa: E731
+    assert not build(plan, "sm_90", monkeypatch)
+
+
 @pytest.mark.pairs("kind.0 target", "kind.1 target")
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
 @each_plan(

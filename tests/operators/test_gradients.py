@@ -300,3 +300,17 @@ def test_rows_of_one_column_have_no_gradient(save: Any) -> None:
     y = fusedops.bias_dropout_add_ln(x, None, None, weight, shift, p=0.0, save=save)
     (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert not gradient.any()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 3), (5, 1, 33, 2, 9, 17)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_slices_of_one_column_have_no_gradient(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Exactly none, in tiles of wider slices too, where gradient and weight are multiplied."""
+    total, single = sum(sizes), sum(sizes[: sizes.index(1)])
+    x = torch.randn(9, total).to(DEVICE, dtype).requires_grad_()
+    weight, bias = torch.randn(2, total).to(DEVICE, dtype)
+    y = fusedops.batched_layer_norm_act(x, weight, bias, sizes=sizes)
+    (gradient,) = torch.autograd.grad(y, x, torch.randn_like(y))
+    assert not gradient[:, single].any()
+    assert gradient.any() or max(sizes) == 1

@@ -28,7 +28,7 @@ import made_up
 from fusedops.core.configs import cache, tuning
 from fusedops.core.configs.tuning_key import Config, TuningKey
 from fusedops.core.launches import launch
-from fusedops.tune import ondemand, server
+from fusedops.tune import ondemand, replies, server
 from support import DEVICE
 
 KEY = TuningKey("norm_forward", ("rms", "plain", "alone"), "32bit", 64, 1)
@@ -235,12 +235,19 @@ def test_tuned_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tuner_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     start_real(monkeypatch, "import sys; sys.exit(3)")
-    with pytest.warns(RuntimeWarning, match="was not tuned"):
+    with pytest.warns(RuntimeWarning, match="was not tuned .the tuner died with exit code 3."):
         assert tuning.choose(KEY, -1) != FOUND
     monkeypatch.setattr(ondemand, "_warned", set())
     monkeypatch.setattr(ondemand, "command", ("/nowhere/python",))
     with pytest.warns(RuntimeWarning, match="FileNotFoundError"):
         assert tuning.choose(KEY, -1) != FOUND
+
+
+def test_prints_of_the_tuner_are_no_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import sys; from fusedops.tune.replies import send; sys.stdin.readline(); print(3); "
+    script += "print('no line', end=''); send({'config': [64, 8, 2]}, sys.stdout)"
+    start_real(monkeypatch, script)
+    assert tuning.choose(KEY, -1) == FOUND
 
 
 def test_tuner_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +282,7 @@ def test_server_replies_with_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [json.dumps({"key": q, "device": index}) for q in (strange, asdict(KEY))] + ["not json"]
     answers = io.StringIO()
     server.serve(io.StringIO("\n".join(lines)), answers, lambda index: made_up.sweeper())
-    first, second, third = map(json.loads, answers.getvalue().splitlines())
+    first, second, third = replies.replies_in(answers.getvalue().splitlines())
     assert "no workload has this key" in first["error"]
     assert len(second["config"]) == len(fields(Config))
     assert "error" in third
@@ -417,14 +424,17 @@ def test_late_reply_is_not_used(ranks: threading.local, monkeypatch: pytest.Monk
     assert late == [used] != [FOUND]
 
 
-def test_failing_store(ranks: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reason", ["connection reset", ""])
+def test_failing_store(
+    reason: str, ranks: threading.local, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Broken:
         def check(self, keys: list[str]) -> bool:
-            raise RuntimeError("connection reset")
+            raise RuntimeError(reason)
 
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Broken)
     ranks.rank = 0
-    with pytest.warns(RuntimeWarning, match="store failed .connection reset"):
+    with pytest.warns(RuntimeWarning, match=f"store failed .RuntimeError: {reason}."):
         assert tuning.choose(KEY, -1) != FOUND
 
 

@@ -117,7 +117,7 @@ def test_a_slot_without_a_slice(spec: Spec, per_sm: int, device: torch.device) -
         "three slices", tensors | parameters, {"sizes": sizes} if "slices" in tensors else {}
     )
     groups = Groups.of(widths_of(sizes), 64, 1, 2, 1)
-    assert groups.tiles == (Tile(2, 1, 8, 3, 2),) and groups.count == 2
+    assert groups.tiles == (Tile(2, 1, 8, 3, 2, single=False),) and groups.count == 2
     config = Config(64, 1, 1, 2, per_sm)
     with forced("slices_forward", config), forced("slices_backward", replace(config, per_sm=1)):
         check_gradients(spec, sample, values=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 import fusedops
+from fusedops.core.compat import fake
 from fusedops.core.random import rng
 from fusedops.core.spec import Spec
 from masks import DROPOUT_SPECS, Problem
@@ -53,6 +55,29 @@ def _step(spec: Spec, rows: int, cols: int, values: dict[str, Tensor], p: float)
     options = {**sample.options, **({"p": p} if spec.has_dropout else {})}
     outputs = as_tuple(spec.call(**leaves, **options))
     return [*outputs, *torch.autograd.grad(outputs, list(leaves.values()), random_like(outputs))]
+
+
+def test_log_is_silenced_by_thread(caplog: pytest.LogCaptureFixture) -> None:
+    """And not any more after the last block, in whichever order the threads leave theirs."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    inside, left = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with fake.quiet():
+            inside.set()
+            assert left.wait(30)
+            logger.error("silenced")
+
+    with ThreadPoolExecutor(1) as pool:
+        with fake.quiet():
+            work = pool.submit(other)
+            assert inside.wait(30)
+            logger.error("silenced")
+        logger.error("logged beside a block")
+        left.set()
+        work.result()
+    logger.error("logged after all blocks")
+    assert caplog.messages == ["logged beside a block", "logged after all blocks"]
 
 
 @pytest.mark.kernels

@@ -74,6 +74,14 @@ def test_wrong_command_lines(
     assert message in said.err and said.err.count("\n") == 1 and not said.out
 
 
+def test_file_of_one_long_line_is_no_file_of_raw(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "raw.csv").write_bytes(b"x" * 200_000)
+    assert main(["tune", "--compare", str(tmp_path / "raw.csv")]) == 2
+    assert "raw.csv was not written by --raw: field larger" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [[], ["tunes"], ["tune", "--budget", "x"], ["doctor", "--x"]])
 def test_wrong_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):

@@ -41,7 +41,7 @@ _COMPLEX = {
     "norms/kernels/backward.py:norm_backward_kernel": 147,
     "norms/kernels/forward.py:norm_forward_kernel": 31,
     "norms/launching.py:_plan_backward": 27,
-    "slices/kernels/backward.py:_backward_group": 41,
+    "slices/kernels/backward.py:_backward_group": 40,
     "slices/ops.py:_batched": 31,
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,8 @@ from fusedops.core.configs.tuning_key import BUCKETS, Config, TuningKey, family_
 from fusedops.core.launches import launch
 from fusedops.core.launches.usage import Usage
 from fusedops.core.spec import Spec
+from fusedops.tune import compiling, timing
 from fusedops.tune import table as tables
-from fusedops.tune import timing
 from fusedops.tune.compiling import Pool
 from fusedops.tune.sweep import Measured, Outcome
 from fusedops.tune.usage import Limits, reason_to_drop
@@ -116,6 +117,28 @@ def test_training_and_inference_are_timed() -> None:
     for call in bench._calls(backward=False):
         call()
     assert done == ["forward a", "forward b", "infer a", "infer b"]
+
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "close"),
+    [
+        (torch.tensor([1.0, 64.0]), torch.tensor([1.00005, 64.0]), True),
+        (torch.tensor([1.0, 64.0]), torch.tensor([1.0001, 64.0]), False),
+        (torch.tensor([1.0, -INF, INF, NAN]), torch.tensor([1.0, -INF, INF, NAN]), True),
+        (torch.tensor([1.0, -INF]), torch.tensor([1.0, 0.0]), False),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, NAN]), False),
+        (torch.tensor([3, -7]), torch.tensor([3, -7]), True),
+        (torch.tensor([3, 1 << 40]), torch.tensor([3, (1 << 40) + 1]), False),
+        (torch.tensor([True, False]), torch.tensor([True, False]), True),
+        (torch.tensor([True, False]), torch.tensor([True, True]), False),
+        (torch.empty(0), torch.empty(0), True),
+    ],
+)
+def test_close_results(one: torch.Tensor, other: torch.Tensor, close: bool) -> None:
+    assert timing._close(one, other) is close
 
 
 @pytest.mark.kernels
@@ -267,10 +290,21 @@ def test_failing_workload_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
         for outcome in sweeper.sweep(made_up.workloads("rms_norm", "layer_norm"))
     }
     assert found == {"layer_norm"}
-    assert sweeper.failures == ["rms_norm 20x64 fp32: out of memory"]
-    # A sweeper serves many keys at first use: an error names no workload of an earlier sweep.
+    assert sweeper.failures == ["rms_norm 20x64 fp32: OutOfMemoryError: out of memory"]
+    # The next sweep has failures of its own.
     assert list(sweeper.sweep(made_up.workloads("layer_norm")))
-    assert not sweeper.failures
+    assert sweeper.failures == []
+
+
+@pytest.mark.kernels
+def test_failure_without_a_message_has_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: made_up.Timer, workload: Workload) -> made_up.Bench:
+        raise NotImplementedError
+
+    monkeypatch.setattr(made_up.Timer, "open", fail)
+    sweeper = made_up.sweeper()
+    assert not list(sweeper.sweep(made_up.workloads("rms_norm")))
+    assert sweeper.failures == ["rms_norm 20x64 fp32: NotImplementedError: "]
 
 
 @pytest.mark.kernels
@@ -360,17 +394,33 @@ def test_worker_that_dies_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path:
     tuning.forget()
     script = tmp_path / "worker.py"
     script.write_text(
-        "import pathlib, sys\nfor line in sys.stdin:\n"
+        "import os, pathlib, sys\nfrom fusedops.tune.replies import send\nfor line in sys.stdin:\n"
         f"    flag = pathlib.Path({str(tmp_path / 'died')!r})\n"
-        "    if not flag.exists():\n        flag.touch()\n        sys.exit(1)\n"
-        "    print('{\"registers\": 7}', flush=True)\n"
+        "    if not flag.exists():\n        flag.touch()\n        os.kill(os.getpid(), 9)\n"
+        "    send({'registers': 7}, sys.stdout)\n"
     )
     monkeypatch.setattr(Pool, "command", (Pool.command[0], str(script)))
     with Pool(1, compiler.GPUTarget("cuda", 90, 32), LIMITS.shared) as pool:
         first, second = pool.submit(requests[0]), pool.submit(requests[1])
-        assert first.result().error == "the compiler died"
+        assert first.result().error == "the compiler died by signal 9"
         assert second.result() == Usage(registers=7)
         assert pool.submit(requests[0]) is first
+
+
+@pytest.mark.compiled
+def test_prints_of_a_worker_are_no_replies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a startup file, and of C code, which does not use ``sys.stdout``."""
+    compiler = pytest.importorskip("triton.backends.compiler")
+    with launch.collecting() as requests:
+        plans(256, torch.bfloat16)["rms_norm"]()
+    tuning.forget()
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.write(1, b'{}\\n3\\n\\xff')\n")
+    environment = compiling.child_environment()
+    environment["PYTHONPATH"] = os.pathsep.join((str(tmp_path), environment["PYTHONPATH"]))
+    monkeypatch.setattr(compiling, "child_environment", lambda: environment)
+    with Pool(1, compiler.GPUTarget("cuda", 90, 32), LIMITS.shared) as pool:
+        usage = pool.submit(requests[0]).result()
+    assert usage.registers and not usage.error
 
 
 # --- the shipped table ----------------------------------------------------------------------------
@@ -440,6 +490,23 @@ def test_raw_timings_and_the_distance_of_the_heuristic(tmp_path: Path) -> None:
     tables.write_raw(path, tables.raw_rows(outcome(replace(KEY, cols=2048), 20.0, 10.0)))
     assert tables.summary(tables.read_raw(path))["norm_forward"]["worst"] == 2.0
     assert "geometric mean" in tables.compare(tables.read_raw(path))
+
+
+def test_torn_line_of_raw_timings_is_skipped(tmp_path: Path) -> None:
+    """A sweep that was killed while it wrote is resumed with the same file, wherever it stopped."""
+    path = tmp_path / "raw.csv"
+    path.touch()
+    tables.write_raw(path, tables.raw_rows(outcome(KEY, 11.0, 10.0)))
+    whole, later = path.read_bytes(), outcome(replace(KEY, cols=2048), 40.0, 10.0)
+    last = whole.splitlines(keepends=True)[-1]
+    # Without its line break the line is complete.
+    for length in range(1, len(last) - 2):
+        path.write_bytes(whole[: length - len(last)])
+        tables.write_raw(path, tables.raw_rows(later))
+        with pytest.warns(RuntimeWarning, match="line 3 of .*raw.csv is not complete"):
+            rows = tables.read_raw(path)
+        assert [row["us"] for row in rows] == ["11.000", "40.000", "10.000"]
+        assert tables.summary(rows)["all"]["keys"] == 2
 
 
 def test_every_family_has_sources_for_its_mark() -> None:

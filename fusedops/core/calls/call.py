@@ -98,9 +98,11 @@ def run(op: Operator, constants: Any, tensors: Any, p: Any = 0.0) -> Any:
     # A constant to torch.compile, which then sees one branch only.
     if _is_traced():
         return _traced(op, constants, tensors, p)
-    # If p is a tensor, ``p != 0.0`` is one too, and as a part of the key would make every key new.
-    site, mode = None, _DROPS * bool(p != 0.0)
+    site, mode = None, 0
     try:
+        # If p is a tensor, ``p != 0.0`` is one too, and as a part of the key would make every key
+        # new.
+        mode = _DROPS * bool(p != 0.0)
         # `_needs_backward` written out.
         for t in tensors if _records_gradients() else ():
             if t is not None and t.requires_grad:
@@ -109,10 +111,10 @@ def run(op: Operator, constants: Any, tensors: Any, p: Any = 0.0) -> Any:
         if _any_autocast():  # cheaper than the query for one device, and usually False
             mode |= _AUTOCAST * torch.is_autocast_enabled("cuda")
         site = op.sites.get(op.key(mode, constants, tensors))
-    except (AttributeError, IndexError, TypeError, RuntimeError):
+    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
         # An argument is wrong, and the checks will raise an error that names it; or a tensor
         # subclass or nested tensor has no shape to read.
-        pass
+        checks.check_p(constants.op, p)
     # No lock: two threads with one new key both check it, and cache equal sites.
     if site is None:
         site = _validated(op, mode, constants, tensors)

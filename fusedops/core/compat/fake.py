@@ -7,6 +7,7 @@ which the function's docstring describes.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -110,17 +111,23 @@ def fake_mode() -> AbstractContextManager[Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context manager that silences PyTorch's log of errors on fake tensors.
+    """Context manager that silences PyTorch's log of this thread's errors on fake tensors.
 
     PyTorch logs some errors, with a traceback, before it raises them. The caller reports the raised
     error as the reason for which a function cannot be traced, so the log would repeat it.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
+    thread = threading.get_ident()
+
+    def is_of_another_thread(record: logging.LogRecord) -> bool:
+        return threading.get_ident() != thread
+
+    # Not by `disabled`, which two threads could restore in the wrong order.
+    logger.addFilter(is_of_another_thread)
     try:
         yield
     finally:
-        logger.disabled = before
+        logger.removeFilter(is_of_another_thread)
 
 
 def _hint(size: Any) -> int:

@@ -17,7 +17,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple
@@ -211,8 +210,12 @@ def check(path: Path, expected: Mapping[str, Any] | None = None) -> Config:
         is_foreign = entry_key != dict(expected)
     if is_foreign:
         raise EntryError("foreign", "another device's, version's or kernel's")
+    try:
+        is_current = space == fingerprint(key) and valid(key, config)
+    except Exception:  # noqa: BLE001 - families expect keys of calls, and a file may have any
+        is_current = False
     # The best of other candidates may be worse than today's heuristic.
-    if space != fingerprint(key) or not valid(key, config):
+    if not is_current:
         raise EntryError("stale", "chosen from other candidates than today's")
     return config
 
@@ -250,10 +253,11 @@ def replace(path: Path, text: str) -> None:
         OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder: a rename is atomic within a file system only.
-    handle, scratch = tempfile.mkstemp(prefix=SCRATCH, dir=path.parent)
+    # In the same folder: a rename is atomic within a file system only. Not by `tempfile`: only the
+    # owner may read its files, and users may share a cache.
+    scratch = path.with_name(f"{SCRATCH}{os.urandom(8).hex()}")
     try:
-        with os.fdopen(handle, "w") as file:
+        with scratch.open("x") as file:
             file.write(text)
             file.flush()
             # Otherwise the rename might reach the disk before the content.

@@ -596,7 +596,39 @@ _BACKWARD_SHARED = (
     ),
 )
 
-# 16 bits, rows whose elements are loaded one or two at a time: wider parts spill registers.
+# 16 bits, shared rows whose elements are loaded one or two at a time. Tiles of 8192 columns spill
+# up to 536 bytes per thread, and those of three parts up to 696.
+_SHARED_UNALIGNED = Config(2048, 1, 4, 3, 2)
+
+
+def _shared_unaligned(call: Call) -> Config:
+    """The config with the fewest idle lanes, where registers are left for three parts."""
+    configs = (_SHARED_UNALIGNED, _SHARED_NARROW)
+    return min(configs, key=lambda config: config.lanes_for(call.cols))
+
+
+_BACKWARD_UNALIGNED_SHARED = (
+    _Rule(
+        {"cols": range(8193, 16385), "sums": _up_to(1), "drops": _NO, "holds_more": _NO},
+        _shared_unaligned,
+        "few lanes are idle",
+        "H200, RMSNorm, 15132 columns: 216.7 to 182.3 us",
+    ),
+    _Rule(
+        {"cols": range(8193, 16385)},
+        _SHARED_UNALIGNED,
+        "wider parts spill registers",
+        "H200, dropout-add-LN, 15132 columns: 482.1 to 288.4 us",
+    ),
+    _Rule(
+        {"cols": _above(16384), "spare": _NO},
+        Config(4096, 1, 8, 3, 1),
+        "wider parts, and more elements per thread, spill registers",
+        "H200, dropout-add-LN, 20001 columns: 621.7 to 427.8 us",
+    ),
+)
+
+# The same of narrower rows, with at most 8192 columns: wider parts spill registers.
 _BACKWARD_UNALIGNED = (
     _Rule(
         {"spare": _NO, "width": _above(4096)},
@@ -766,6 +798,7 @@ _BACKWARD_16BIT = (
     *_BACKWARD_ONE_TILE,
 )
 _BACKWARD_16BIT_UNALIGNED = (
+    *_BACKWARD_UNALIGNED_SHARED,
     *_BACKWARD_SHARED,
     *_BACKWARD_UNALIGNED,
     *_BACKWARD_PARTS,

@@ -415,7 +415,6 @@ def norm_backward_kernel(
                     total,
                     tl.program_id(0),
                     rows,
-                    in_rows,
                     M,
                     KIND == "layer",
                     EXCHANGE,
@@ -432,9 +431,7 @@ def norm_backward_kernel(
                 )
                 rstd, mean, late_rstd, late_mean = late_rstd, late_mean, rstd, mean
             if EXCHANGE == "wait" or EXCHANGE == "read":
-                along, total = collect_sums(
-                    moments, rows, in_rows, M, KIND == "layer", EXCHANGE, columns
-                )
+                along, total = collect_sums(moments, rows, M, KIND == "layer", EXCHANGE, columns)
             along /= N
             total /= N
         if EXCHANGE != "post":

@@ -137,6 +137,7 @@ def _backward_group(
     LANES: tl.constexpr,
     PARTS: tl.constexpr,
     FULL: tl.constexpr,
+    SINGLE: tl.constexpr,
     GROUPS: tl.constexpr,
     EPS: tl.constexpr,
     DERIVATIVE: tl.constexpr,
@@ -240,15 +241,13 @@ def _backward_group(
         if dx is not None:
             along = _mean(along_terms, per_width, ACC, PARTS)[:, :, None]
             mean = _mean(terms, per_width, ACC, PARTS)[:, :, None]
+            if SINGLE:
+                # The gradient of a single column is zero, as the column is its own mean, or NaN
+                # where g is not finite. ``g - mean`` is not zero: g is a product, and a fused
+                # multiply-add subtracts the rounded mean from it before it is rounded.
+                rstd = tl.where(per_width == 1.0, 0.0, rstd)
             for part in tl.static_range(PARTS):
-                if PARTS * LANES == 1:
-                    # The gradient of a single column is zero, as the column is its own mean. So is
-                    # hat, and with it g * hat (NaN where g is not finite). ``g - mean`` would not
-                    # be zero: g is a product, and a fused multiply-add subtracts the rounded mean
-                    # from it before it is rounded.
-                    out = along_terms[part]
-                else:
-                    out = (terms[part] - mean - hats[part] * along) * rstd[:, :, None]
+                out = (terms[part] - mean - hats[part] * along) * rstd[:, :, None]
                 _store(dx_place, first_row, in_rows, inside, part, out.to(X), LANES, FULL, alone)
 
     if dweight is not None:
@@ -367,6 +366,7 @@ def slices_backward_kernel(
                 TILES[kind][2],
                 TILES[kind][3],
                 TILES[kind][4],
+                TILES[kind][5],
                 GROUPS,
                 EPS,
                 DERIVATIVE,

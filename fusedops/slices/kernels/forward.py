@@ -208,7 +208,7 @@ def slices_forward_kernel(
     share, programs = place_along_rows()
     # Shapes of tensors are constants, so each kind of tile has code of its own, of which a program
     # runs its group's. Slices of one width have one kind, and no branch. A kind is a `widths.Tile`:
-    # ``SLOTS, ROWS, LANES, PARTS, FULL``.
+    # ``SLOTS, ROWS, LANES, PARTS, FULL, SINGLE``; the last is for the backward.
     for kind in tl.static_range(len(TILES)):
         if table is None or tl.load(table + group) == kind:
             _forward_group(
