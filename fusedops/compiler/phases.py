@@ -92,39 +92,50 @@ def phases_of(
         emitter: knows what is read, and what has rows and columns.
         exchanges: whether programs may exchange sums.
     """
+    roots = [*stored, *summed]
+    levels, reductions = _levels(roots, emitter)
+    exchanged = _exchanged(reductions, emitter) if exchanges else ()
+    phases = Phases(reductions, levels, frozenset(), exchanged)
+    steps = _steps(phases, stored, summed)
+    last = _needed(steps[-1], emitter)
+    numbers = filter(emitter.is_number, reachable(steps[-1], emitter.leaves.__contains__))
+    phases = replace(phases, numbers=_in_order(numbers))
+    if not reductions:
+        steps[0] += _in_order(filter(emitter.is_tile, last))
+        carried = _carried(steps, emitter, tiles_alone=False)
+        return replace(phases, carried=carried, loads=tuple(steps[0]))
+    early = set[Node]().union(*[_needed(values, emitter) for values in steps[:-1]])
+    masks = [node for node in last - early if node.op == "keep"]
+    carried = _carried(steps, emitter, tiles_alone=bool(exchanged))
+    return replace(phases, carried=carried, masks=_in_order(masks))
+
+
+def _levels(
+    roots: Sequence[Node], emitter: Emitter
+) -> tuple[dict[Node, int], tuple[tuple[Node, ...], ...]]:
+    """Return the first phase that can compute each value, and the reductions by phase."""
     levels: dict[Node, int] = {}
     by_phase: dict[int, list[Node]] = {}
-    roots = [*stored, *summed]
     used = reachable(roots, emitter.leaves.__contains__)
     for node in filter(used.__contains__, topological(roots)):
-        level = 0
-        if node not in emitter.leaves:
-            level = max([levels[arg] for arg in computed_of(node)], default=0)
+        args = () if node in emitter.leaves else computed_of(node)
+        level = max(map(levels.__getitem__, args), default=0)
         if node.op in REDUCTIONS and emitter.is_reduced(node):
             by_phase.setdefault(level, []).append(node)
             level += 1
         levels[node] = level
-    reductions = tuple([tuple(by_phase[phase]) for phase in sorted(by_phase)])
-    exchanged = _exchanged(reductions, emitter) if exchanges else ()
-    phases = Phases(reductions, levels, frozenset(), exchanged)
+    return levels, tuple([tuple(by_phase[phase]) for phase in sorted(by_phase)])
+
+
+def _steps(phases: Phases, stored: Sequence[Node], summed: Sequence[Node]) -> list[list[Node]]:
+    """Return what each phase reduces, stores or sums."""
     steps: list[list[Node]] = []
     for phase, nodes in enumerate(phases.steps):
         values = [node.args[0] for node in nodes]
         values += [node for node in stored if _phase_of(node, phases) == phase]
         steps.append(values)
     steps[-1] += summed
-    if not reductions:
-        steps[0] += filter(emitter.is_tile, _needed(steps[-1], emitter))
-    *early, last = [_needed(values, emitter) for values in steps]
-    masks = [node for node in last if node.op == "keep" and reductions]
-    numbers = filter(emitter.is_number, reachable(steps[-1], emitter.leaves.__contains__))
-    return replace(
-        phases,
-        carried=_carried(steps, emitter, bool(exchanged)),
-        loads=() if reductions else tuple(steps[0]),
-        numbers=_in_order(numbers),
-        masks=_in_order(set(masks).difference(*early)),
-    )
+    return steps
 
 
 def _needed(roots: Sequence[Node], emitter: Emitter, known: Container[Node] = ()) -> set[Node]:

@@ -39,8 +39,8 @@ __all__ = [
 Part = tuple[tuple[int, int], ...]
 # The most parts of a row: more are too much code.
 MOST_PARTS = 16
-# The most columns of a row that is taken apart for its kernel's sake, or that is read twice for
-# the sake of what cancels: passes tile by tile are better for longer rows.
+# The most columns of a row that is read twice for the sake of what cancels: passes tile by tile are
+# better for longer rows.
 MOST_COLUMNS = 16384
 
 

@@ -58,7 +58,7 @@ class LaunchPlan:
         exchange: how programs of the last kernel exchange sums of rows that they share: "none",
             "wait", or "read" after `post`.
         post: the launch before the last kernel that stores sums for it to read.
-        multiprocessors: those of the stream that the plan was made for; 0 for any stream.
+        multiprocessors: those of the stream that the plan is for; 0 for any stream.
     """
 
     variants: tuple[Variant, ...]
