@@ -77,7 +77,10 @@ def _of_table(key: TuningKey) -> Config | None:
     """
     if key.cols <= _NARROWEST_OF_TABLE or key.variant[0] == "groups":
         return None
-    if key.kernel == "rowwise_forward":
+    is_forward = key.kernel == "rowwise_forward"
+    if not is_forward and _takes_two_rows(key):
+        return None
+    if is_forward:
         adds = _count(key, 4) > _parts(key)
         config = rows.forward(key.cols, key.itemsize, key.bucket, adds, _count(key, 5) < 2)
     else:
@@ -148,7 +151,7 @@ def _spills(key: TuningKey, warps: int) -> bool:
 def _takes_two_rows(key: TuningKey) -> bool:
     """Whether two rows fit a program that sums: rows of a power of two columns, not of fp64."""
     width = _width(key)
-    if key.variant[0] != "rows" or _registers(key) != 1:
+    if key.variant[0] == "groups" or _registers(key) != 1:
         return False
     return power_of_two(width) == width and 1024 <= width <= 4096
 
