@@ -40,8 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full",
         action="store_true",
-        help="of each test the product of its parameters, which takes an "
-        "hour; by default the choice that tests/harness/selection.py makes",
+        help="all cases of all tests, which takes hours; by default the choice "
+        "that tests/harness/selection.py makes",
     )
     parser.addoption(
         "--built",
@@ -76,10 +76,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Failures(Path(path)))
     for line in (
         "compiled: compiles kernels, which interpreted ones cannot be",
-        "full: of a product whose other cases are enough for the short suite",
+        "full: costs much, and cheaper tests or cases are enough for the short suite",
         "kernels: needs the Triton kernels, on a GPU or through the interpreter",
         "once: the same with the kernels as without; only the full suite interprets it",
         "pairs: the pairs of parameters that the short suite covers, see selection.py",
+        "shared: the tests of a file share the values of a parameter, see selection.py",
         "plain: of whole models or programs, which the interpreter is too slow for",
     ):
         config.addinivalue_line("markers", line)

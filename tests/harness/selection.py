@@ -1,17 +1,19 @@
-"""What of a test's parameters the short suite runs.
+"""Which cases of a test the short suite runs.
 
-Not their product, but a choice in which every value occurs.
+A test over samples, dtypes and layouts has hundreds of cases, and a fault that only some of them
+show is nearly always one of a single value: this dtype, that sample. So the short suite runs two
+choices, one after the other, and ``--full`` the product, each night:
 
-A test over samples, dtypes and layouts has hundreds of cases, and a fault that only one of them
-shows is nearly always one of a value or of two: this dtype, that sample in this layout. So the
-short suite takes, of each test with many cases, few in which every value of every parameter occurs,
-and every operator in each dtype. ``--full`` runs the product, each night.
-
-A `Case` counts as three parameters: spec, sample and dtype; a tuple as its parts. The mark
-``pairs`` names pairs of parameters of which every pair of values that occurs at all is to be
-covered, as in ``@pytest.mark.pairs("spec dtype", "spec layout")`` (a pairwise covering; Kuhn,
-Wallace and Gallo 2004 found it to show most faults). ``@pytest.mark.pairs`` alone shortens also a
-test with few cases, and with ``of="spec dtype"`` values of other parameters need not occur.
+1. *Each value once.* Of each test it takes few cases in which every value of every parameter
+   occurs. A `Case` counts as three parameters, spec, sample and dtype, and a tuple as its parts.
+   A short table of several parameters is a list of examples, of which each row occurs.
+   ``@pytest.mark.pairs("spec dtype", "spec layout")`` names pairs of parameters of which every pair
+   of values must occur too (pairwise covering: Kuhn, Wallace and Gallo 2004), and with
+   ``of="spec dtype"`` values of other parameters need not occur.
+2. *Shared specs.* Operators and models cost much. The tests of a file that run over the same specs
+   share them: each test takes about five, the next test the next ones, and each spec still occurs
+   in the file. ``@pytest.mark.pairs("spec")`` is for a test that needs all of them, and
+   ``@pytest.mark.shared("name", most=16)`` shares the values of another parameter.
 
 The choice depends on the collected cases alone, so all processes of a run make the same, as does
 every run.
@@ -27,15 +29,15 @@ from typing import Any, TypeVar
 
 import pytest
 
+from fusedops.core.spec import Spec
 from support import Case
 
-__all__ = ["FEW", "cover", "few_subsets", "shortened"]
+__all__ = ["cover", "few_subsets", "shortened"]
 
-# The product of a test with no more cases than this runs as it is, unless it is marked: it costs no
-# time.
-FEW = 8
-# The pairs of a test without the mark.
-_USUAL = {frozenset({"spec", "dtype"})}
+# How many specs a test takes that shares them.
+_MOST_SPECS = 5
+# A longer table is a product that was written out.
+_MOST_ROWS = 12
 
 Factor = tuple[str, Hashable]
 Requirement = tuple[Factor, ...]
@@ -44,24 +46,61 @@ T = TypeVar("T")
 
 def shortened(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Those of ``items`` that the short suite runs, in their order."""
-    tests: dict[Any, list[pytest.Item]] = {}
+    files: dict[Any, dict[str, list[pytest.Item]]] = {}
     for item in items:
-        tests.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+        tests = files.setdefault(item.path, {})
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     chosen: set[pytest.Item] = set()
-    for cases in tests.values():
-        mark = cases[0].get_closest_marker("pairs")
-        if mark is None and len(cases) <= FEW:
-            chosen.update(cases)
-            continue
-        pairs = _USUAL if mark is None else {frozenset(pair.split()) for pair in mark.args}
-        of = None if mark is None else mark.kwargs.get("of")
-        factors = [
-            [(name, value) for name, value in _factors(item) if of is None or name in of.split()]
-            for item in cases
-        ]
-        _known(cases[0], pairs - _USUAL, {name for found in factors for name, _ in found})
-        chosen.update(cover(cases, [set(_requirements(found, pairs)) for found in factors]))
+    for tests in files.values():
+        for cases in _shared(tests.values()):
+            chosen.update(_covering(cases))
     return [item for item in items if item in chosen]
+
+
+def _covering(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Few of a test's cases in which each value occurs, and each pair that its mark names."""
+    mark = cases[0].get_closest_marker("pairs")
+    pairs = {frozenset(pair.split()) for pair in mark.args} if mark else set()
+    of = mark.kwargs.get("of") if mark else None
+    factors = [
+        [(name, value) for name, value in _factors(item) if of is None or name in of.split()]
+        for item in cases
+    ]
+    _known(cases[0], pairs, {name for each in factors for name, _ in each})
+    if len(cases) == 1:
+        return list(cases)
+    return cover(cases, [set(_requirements(each, pairs)) for each in factors])
+
+
+def _shared(tests: Iterable[list[pytest.Item]]) -> Iterator[list[pytest.Item]]:
+    """The cases of each test of a file; of those that share the values of a parameter, its share."""
+    groups: dict[tuple[str, int, frozenset[Hashable]], list[list[pytest.Item]]] = {}
+    for cases in tests:
+        sharing = _sharing(cases[0])
+        if sharing is None:
+            yield cases
+        else:
+            values = frozenset(dict(_factors(item))[sharing[0]] for item in cases)
+            groups.setdefault((*sharing, values), []).append(cases)
+    for (name, most, _), group in groups.items():
+        values_in_order = list(dict.fromkeys(dict(_factors(item))[name] for item in group[0]))
+        step = min(-(-len(values_in_order) // most), len(group))
+        for turn, cases in enumerate(group):
+            share = {value for i, value in enumerate(values_in_order) if (i + turn) % step == 0}
+            yield [item for item in cases if dict(_factors(item))[name] in share]
+
+
+def _sharing(item: pytest.Item) -> tuple[str, int] | None:
+    """The parameter whose values the item's test shares, and how many of them it takes."""
+    names = {name for name, _ in _factors(item)}
+    mark = item.get_closest_marker("shared")
+    if mark is not None:
+        (name,) = mark.args
+        _known(item, [frozenset({name})], names)
+        return name, mark.kwargs["most"]
+    pairs = item.get_closest_marker("pairs")
+    needed = {name for pair in pairs.args for name in pair.split()} if pairs else set()
+    return ("spec", _MOST_SPECS) if "spec" in names - needed else None
 
 
 def cover(items: Sequence[T], covered: Sequence[set[Requirement]]) -> list[T]:
@@ -113,7 +152,13 @@ def few_subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
 def _factors(item: pytest.Item) -> Iterator[Factor]:
     """The parameters of a case by name, with what stands for their values."""
     callspec = getattr(item, "callspec", None)
-    for name, value in callspec.params.items() if callspec is not None else ():
+    if callspec is None:
+        return
+    for mark in item.iter_markers("parametrize"):
+        names = _names(mark.args[0])
+        if len(names) > 1 and len(mark.args[1]) <= _MOST_ROWS:
+            yield " ".join(names), callspec.indices[names[0]]
+    for name, value in callspec.params.items():
         if isinstance(value, Case):
             yield from (("spec", value.spec.name), ("sample", value.name), ("dtype", value.dtype))
         elif isinstance(value, tuple) and not hasattr(value, "_fields"):
@@ -122,11 +167,18 @@ def _factors(item: pytest.Item) -> Iterator[Factor]:
             yield name, _key(value)
 
 
+def _names(names: str | Sequence[str]) -> list[str]:
+    """The parameters that a mark ``parametrize`` names."""
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+
+
 def _key(value: Any) -> Hashable:
     """What equals that of the same value in another case.
 
-    Cases share their values, so the object itself will do.
+    Cases share their values, so the object itself will do; a spec has a name, as in a `Case`.
     """
+    if isinstance(value, Spec):
+        return value.name
     return value if isinstance(value, (str, int, float, bytes)) else id(value)
 
 

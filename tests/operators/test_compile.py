@@ -171,7 +171,6 @@ def _run(spec: Spec, compiled: Callable[..., Any], rows: int, device: torch.devi
     )
 
 
-@pytest.mark.pairs
 @of_families
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
 def test_new_row_counts_do_not_recompile(
@@ -212,7 +211,6 @@ def test_leading_dimensions_are_dynamic_too(spec: Spec, device: torch.device) ->
     assert counts[0] <= 2 and len(set(counts)) == 1
 
 
-@pytest.mark.pairs
 @every
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 def test_compiling_neither_breaks_nor_warns(

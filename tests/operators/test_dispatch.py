@@ -283,7 +283,7 @@ def test_compiled_code_takes_the_fast_path(
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("plans")
-@pytest.mark.pairs("spec dtype", of="spec dtype")
+@pytest.mark.pairs(of="spec dtype")
 @cases((torch.float32, torch.bfloat16), covers_the_schema)
 def test_outputs_allocated_by_the_compiler(case: Case, device: torch.device) -> None:
     """The same bits, shapes and strides as of an eager call.
@@ -352,7 +352,6 @@ class _Calls(TorchDispatchMode):
 
 
 @pytest.mark.kernels
-@pytest.mark.pairs("spec dtype")
 @cases((torch.float32, torch.bfloat16), covers_the_schema)
 def test_an_operators_arguments_give_the_calls_site(case: Case) -> None:
     """Constants and dtypes become a string and numbers, and come back equal."""

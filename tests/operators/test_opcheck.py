@@ -66,7 +66,6 @@ def _is_backward(func: Any) -> bool:
 
 
 @pytest.mark.kernels
-@pytest.mark.pairs
 @cases((torch.float32, torch.bfloat16), covers_the_schema)
 def test_opcheck(case: Case, device: torch.device) -> None:
     calls = _record(case.spec, case.sample())
@@ -84,7 +83,6 @@ def test_opcheck(case: Case, device: torch.device) -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.pairs
 @cases((torch.float32, torch.bfloat16), covers_the_schema)
 def test_fake_outputs_look_real(case: Case, device: torch.device) -> None:
     """FakeTensorMode predicts shape, dtype, device, strides and aliasing of outputs and gradients, with no launch."""

@@ -264,7 +264,6 @@ def test_a_compiled_graph_draws_for_many_calls(
         assert all(not torch.equal(mask, other) for other in masks[i + 1 :])
 
 
-@pytest.mark.pairs
 @every
 @pytest.mark.parametrize("before", [False, True])
 def test_compiled_checkpoint_changes_nothing(

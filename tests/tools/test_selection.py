@@ -6,6 +6,7 @@ It covers every value of each parameter, it is small, and always the same.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,23 +30,30 @@ class _Item:
     name: str
     params: dict[str, Any]
     mark: pytest.Mark | None = None
-    originalname: str = "test"
-    path: Path = Path("test_file.py")
     nodeid: str = "test_file.py::test"
+    path: Path = Path("test_file.py")
+    row: int = 0
 
     __hash__ = object.__hash__
 
     @property
     def callspec(self) -> SimpleNamespace:
-        return SimpleNamespace(params=self.params)
+        return SimpleNamespace(params=self.params, indices=dict.fromkeys(self.params, self.row))
+
+    def iter_markers(self, name: str) -> Iterator[pytest.Mark]:
+        if self.mark is not None and self.mark.name == name:
+            yield self.mark
 
     def get_closest_marker(self, name: str) -> pytest.Mark | None:
-        return self.mark
+        return next(self.iter_markers(name), None)
 
 
-def _items(mark: pytest.Mark | None = None, **parameters: list[Any]) -> list[Any]:
+def _items(
+    mark: pytest.Mark | None = None, test: str = "test", **parameters: list[Any]
+) -> list[Any]:
+    nodeid = f"test_file.py::{test}"
     return [
-        _Item("-".join(map(str, values)), dict(zip(parameters, values, strict=True)), mark)
+        _Item("-".join(map(str, values)), dict(zip(parameters, values, strict=True)), mark, nodeid)
         for values in itertools.product(*parameters.values())
     ]
 
@@ -62,13 +70,6 @@ def test_every_value_occurs_in_few_cases() -> None:
     assert len(chosen) == 7  # of 280
 
 
-def test_every_operator_occurs_in_each_dtype() -> None:
-    items = _items(spec=["norm", "act"], dtype=[torch.float32, torch.float64], c=list(range(5)))
-    chosen = selection.shortened(items)
-    assert _pairs(chosen, "spec", "dtype") == _pairs(items, "spec", "dtype")
-    assert len(chosen) == 5
-
-
 def test_every_named_pair_of_values_occurs_in_few_cases() -> None:
     mark = pytest.mark.pairs("a b", "a c", "b c").mark
     items = _items(mark, a=list(range(7)), b=list("xyzuv"), c=[0.5, 1.5, 2.5, 3.5])
@@ -83,16 +84,58 @@ def test_the_choice_depends_on_no_order() -> None:
     assert set(selection.shortened(items)) == set(selection.shortened(items[::-1]))
 
 
-def test_few_cases_run_all() -> None:
-    items = _items(a=[1, 2], b=[1, 2], c=[1, 2])
+def test_every_row_of_a_short_table_occurs() -> None:
+    """Rows are examples; their values occur in others too."""
+    rows = [(1, 1), (1, 2), (2, 1), (2, 2)]
+    mark = pytest.mark.parametrize(("a", "b"), rows).mark
+    items: list[Any] = [
+        _Item(f"{a}-{b}-{c}", {"a": a, "b": b, "c": c}, mark, row=row)
+        for row, (a, b) in enumerate(rows)
+        for c in (1, 2, 3)
+    ]
+    chosen = selection.shortened(items)
+    assert len(chosen) == 4 and _pairs(chosen, "a", "b") == set(rows)
+    assert _pairs(chosen, "c") == {(1,), (2,), (3,)}
+
+
+def test_the_tests_of_a_file_share_the_specs() -> None:
+    specs = list(range(20))
+    tests = [_items(test=f"test_{i}", spec=specs, c=[1, 2]) for i in range(4)]
+    chosen = [
+        item
+        for item in selection.shortened([item for test in tests for item in test])
+        if item.params["c"]
+    ]
+    shares = [_pairs([item for item in chosen if item in test], "spec") for test in tests]
+    assert [len(share) for share in shares] == [5, 5, 5, 5]
+    assert set().union(*shares) == {(spec,) for spec in specs}
+
+
+def test_a_test_alone_shares_with_none() -> None:
+    items = _items(spec=list(range(20)))
     assert selection.shortened(items) == items
+    others = _items(test="test_of_others", spec=list(range(30, 50)))
+    assert selection.shortened(items + others) == items + others
+
+
+def test_a_test_that_names_the_specs_takes_all() -> None:
+    mark = pytest.mark.pairs("spec").mark
+    tests = [_items(mark, test=f"test_{i}", spec=list(range(20))) for i in range(4)]
+    assert len(selection.shortened([item for test in tests for item in test])) == 80
+
+
+def test_the_mark_names_what_is_shared() -> None:
+    mark = pytest.mark.shared("name", most=2).mark
+    tests = [_items(mark, test=f"test_{i}", name=list("abcdef")) for i in range(3)]
+    chosen = selection.shortened([item for test in tests for item in test])
+    assert len(chosen) == 6 and len(_pairs(chosen, "name")) == 6
 
 
 def test_the_mark_names_the_pairs_that_count() -> None:
-    alone, some = pytest.mark.pairs().mark, pytest.mark.pairs("a c").mark
+    mark = pytest.mark.pairs("a c").mark
     parameters: dict[str, list[Any]] = {"a": [1, 2, 3], "b": list(range(6)), "c": [1, 2]}
-    assert len(selection.shortened(_items(alone, **parameters))) == 6
-    chosen = selection.shortened(_items(some, **parameters))
+    assert len(selection.shortened(_items(**parameters))) == 6
+    chosen = selection.shortened(_items(mark, **parameters))
     assert len(_pairs(chosen, "a", "c")) == 6 and len(_pairs(chosen, "b")) == 6 and len(chosen) < 12
 
 
