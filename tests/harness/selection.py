@@ -5,11 +5,11 @@ show is nearly always one of a single value: this dtype, that sample. So the sho
 choices, one after the other, and ``--full`` the product, each night:
 
 1. *Each value once.* Of each test it takes few cases in which every value of every parameter
-   occurs. A `Case` counts as three parameters, spec, sample and dtype, and a tuple as its parts.
-   A short table of several parameters is a list of examples, of which each row occurs.
-   ``@pytest.mark.pairs("spec dtype", "spec layout")`` names pairs of parameters of which every pair
-   of values must occur too (pairwise covering: Kuhn, Wallace and Gallo 2004), and with
-   ``of="spec dtype"`` values of other parameters need not occur.
+   occurs. A tuple counts as its parts. A short table of several parameters is a list of examples,
+   of which each row occurs. A `Case` counts as spec and dtype, and has any of its samples.
+   ``@pytest.mark.pairs("spec dtype", "spec sample")`` names pairs of parameters of which every pair
+   of values must occur too (pairwise covering: Kuhn, Wallace and Gallo 2004), ``pairs("sample")``
+   a parameter of which every value must.
 2. *Shared specs.* Operators and models cost much. The tests of a file that run over the same specs
    share them: each test takes about five, the next test the next ones, and each spec still occurs
    in the file. ``@pytest.mark.pairs("spec")`` is for a test that needs all of them, and
@@ -59,17 +59,21 @@ def shortened(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 def _covering(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Few of a test's cases in which each value occurs, and each pair that its mark names."""
-    mark = cases[0].get_closest_marker("pairs")
-    pairs = {frozenset(pair.split()) for pair in mark.args} if mark else set()
-    of = mark.kwargs.get("of") if mark else None
-    factors = [
-        [(name, value) for name, value in _factors(item) if of is None or name in of.split()]
-        for item in cases
-    ]
-    _known(cases[0], pairs, {name for each in factors for name, _ in each})
     if len(cases) == 1:
         return list(cases)
+    pairs = _pairs(cases[0])
+    factors = [list(_factors(item)) for item in cases]
+    _known(cases[0], pairs, {name for name, _ in factors[0]})
+    values = cases[0].callspec.params.values()
+    if any(isinstance(v, Case) for v in values) and not any("sample" in pair for pair in pairs):
+        factors = [[factor for factor in each if factor[0] != "sample"] for each in factors]
     return cover(cases, [set(_requirements(each, pairs)) for each in factors])
+
+
+def _pairs(item: pytest.Item) -> set[frozenset[str]]:
+    """The pairs of parameters, and the parameters, that the mark of the item's test names."""
+    mark = item.get_closest_marker("pairs")
+    return {frozenset(pair.split()) for pair in mark.args} if mark else set()
 
 
 def _shared(tests: Iterable[list[pytest.Item]]) -> Iterator[list[pytest.Item]]:
@@ -93,13 +97,12 @@ def _shared(tests: Iterable[list[pytest.Item]]) -> Iterator[list[pytest.Item]]:
 def _sharing(item: pytest.Item) -> tuple[str, int] | None:
     """The parameter whose values the item's test shares, and how many of them it takes."""
     names = {name for name, _ in _factors(item)}
+    needed = frozenset().union(*_pairs(item))
     mark = item.get_closest_marker("shared")
     if mark is not None:
         (name,) = mark.args
         _known(item, [frozenset({name})], names)
-        return name, mark.kwargs["most"]
-    pairs = item.get_closest_marker("pairs")
-    needed = {name for pair in pairs.args for name in pair.split()} if pairs else set()
+        return None if name in needed else (name, mark.kwargs["most"])
     return ("spec", _MOST_SPECS) if "spec" in names - needed else None
 
 

@@ -113,7 +113,6 @@ def _close(actual: Tensor, expected: Tensor, eps: float) -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.pairs(of="spec dtype")
 @cases((torch.float32, torch.bfloat16), _worth_a_graph)
 def test_values_and_gradients(case: Case, device: torch.device) -> None:
     sample = case.sample()

@@ -283,7 +283,6 @@ def test_compiled_code_takes_the_fast_path(
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("plans")
-@pytest.mark.pairs(of="spec dtype")
 @cases((torch.float32, torch.bfloat16), covers_the_schema)
 def test_outputs_allocated_by_the_compiler(case: Case, device: torch.device) -> None:
     """The same bits, shapes and strides as of an eager call.

@@ -30,7 +30,7 @@ from support import (
 from tolerances import check_gradients, unit_roundoff
 
 
-@pytest.mark.pairs("spec dtype")
+@pytest.mark.pairs("spec dtype", "sample")
 @cases()
 def test_gradients(case: Case) -> None:
     grads = check_gradients(case.spec, case.sample())
@@ -76,7 +76,6 @@ def _has_outputs(spec: Spec, sample: Sample) -> bool:
     return several or ("slice_2" in sample.tensors and sample.name == "shape 7x17")
 
 
-@pytest.mark.pairs("spec used", of="spec used")
 @cases((torch.float32, torch.bfloat16), _has_outputs)
 @pytest.mark.parametrize("used", [0, 1, -1], ids=["first", "second", "last"])
 def test_one_of_several_outputs_used(case: Case, used: int) -> None:

@@ -142,7 +142,6 @@ def _bits(spec: Spec, sample: Sample, tensors: dict[str, Tensor]) -> list[Tensor
 
 
 @pytest.mark.kernels
-@pytest.mark.pairs(of="spec")
 @cases((torch.float32,), covers_the_schema)
 def test_a_dispatch_mode_changes_no_bit(case: Case, device: torch.device) -> None:
     """The registered operators and direct launches run the same kernels."""

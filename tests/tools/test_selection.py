@@ -139,30 +139,33 @@ def test_the_mark_names_the_pairs_that_count() -> None:
     assert len(_pairs(chosen, "a", "c")) == 6 and len(_pairs(chosen, "b")) == 6 and len(chosen) < 12
 
 
-def test_the_mark_names_the_parameters_that_count() -> None:
-    of = pytest.mark.pairs("a c", of="a c").mark
-    chosen = selection.shortened(_items(of, a=[1, 2], b=list(range(9)), c=[1, 2, 3]))
-    assert len(_pairs(chosen, "a", "c")) == 6 == len(chosen)
-
-
 def test_a_mark_that_names_no_parameter_is_refused() -> None:
     with pytest.raises(pytest.UsageError, match=r"pairs of \['z'\]"):
         selection.shortened(_items(pytest.mark.pairs("a z").mark, a=[1, 2], b=[1, 2]))
 
 
-def test_values_are_tested_of_every_sample_and_dtype_of_every_spec() -> None:
-    mark = pytest.mark.pairs("spec dtype", "spec sample").mark  # as in test_values.py
+def _chosen_cases(*pairs: str) -> tuple[list[Case], list[Case]]:
+    """All cases of a test, and those that are chosen with this mark."""
+    mark = pytest.mark.pairs(*pairs).mark if pairs else None
     every: list[Case] = list(cases().args[1])
     items: list[Any] = [_Item(case.id, {"case": case}, mark) for case in every]
-    chosen = [item.params["case"] for item in selection.shortened(items)]
-    assert {(case.spec.name, case.name) for case in chosen} == {
-        (case.spec.name, case.name) for case in every
-    }
+    return every, [item.params["case"] for item in selection.shortened(items)]
+
+
+def test_a_case_has_any_sample() -> None:
+    every, chosen = _chosen_cases()
+    assert {case.spec.name for case in chosen} == {case.spec.name for case in every}
+    assert {case.dtype for case in chosen} == set(DTYPES) >= {torch.float64}
+    assert len(chosen) == len({case.spec.name for case in every})
+
+
+def test_values_are_tested_of_every_sample_and_of_every_spec_in_each_dtype() -> None:
+    every, chosen = _chosen_cases("spec dtype", "sample")  # as in test_values.py
+    assert {case.name for case in chosen} == {case.name for case in every}
     assert {(case.spec.name, case.dtype) for case in chosen} == {
         (case.spec.name, case.dtype) for case in every
     }
-    assert len(chosen) < len(every) / 2
-    assert {case.dtype for case in chosen} == set(DTYPES) >= {torch.float64}
+    assert len(chosen) < len(every) / 5
 
 
 def test_any_two_names_are_in_and_out_of_a_subset() -> None:
