@@ -105,6 +105,17 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+def _implied(item: pytest.Item, short: bool) -> set[str]:
+    """Marks that a test need not have: those of its folder, and of a graph that is compiled."""
+    marks = set()
+    if item.path.parent.name in ("tools", "docs"):
+        marks.add("once")
+    # Dynamo takes seconds: the short suite runs such a test in one setting, that of the kernels.
+    elif short and "fresh_dynamo" in getattr(item, "fixturenames", ()):
+        marks |= set() if item.get_closest_marker("once") else {"kernels"}
+    return marks
+
+
 @pytest.hookimpl(tryfirst=True)  # before -k and -m, which then take of the same choice
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     short = not config.getoption("--full")
@@ -118,7 +129,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     }
 
     def runs(item: pytest.Item) -> bool:
-        names = {m.name for m in item.iter_markers()}
+        names = {m.name for m in item.iter_markers()} | _implied(item, short)
         if (
             "kernels" in names
         ):  # a test that needs them is not the same without, whatever its file says

@@ -10,9 +10,9 @@ choices, one after the other, and ``--full`` the product, each night:
    ``@pytest.mark.pairs("spec dtype", "spec sample")`` names pairs of parameters of which every pair
    of values must occur too (pairwise covering: Kuhn, Wallace and Gallo 2004), ``pairs("sample")``
    a parameter of which every value must.
-2. *Shared specs.* Operators and models cost much. The tests of a file that run over the same specs
-   share them: each test takes about five, the next test the next ones, and each spec still occurs
-   in the file. ``@pytest.mark.pairs("spec")`` is for a test that needs all of them, and
+2. *Shared specs.* Operators and models cost much. The tests of a folder share them: each test
+   takes about four, the next test the next ones, so that each spec occurs in many of them.
+   ``@pytest.mark.pairs("spec")`` is for a test that needs all of them, and
    ``@pytest.mark.shared("name", most=16)`` shares the values of another parameter.
 
 The choice depends on the collected cases alone, so all processes of a run make the same, as does
@@ -21,10 +21,13 @@ every run.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import zlib
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -35,7 +38,7 @@ from support import Case
 __all__ = ["cover", "few_subsets", "shortened"]
 
 # How many specs a test takes that shares them.
-_MOST_SPECS = 5
+_MOST_SPECS = 4
 # A longer table is a product that was written out.
 _MOST_ROWS = 12
 
@@ -46,14 +49,15 @@ T = TypeVar("T")
 
 def shortened(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Those of ``items`` that the short suite runs, in their order."""
-    files: dict[Any, dict[str, list[pytest.Item]]] = {}
+    folders: dict[Path, dict[str, list[pytest.Item]]] = {}
     for item in items:
-        tests = files.setdefault(item.path, {})
+        tests = folders.setdefault(item.path.parent, {})
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     chosen: set[pytest.Item] = set()
-    for tests in files.values():
+    for tests in folders.values():
         for cases in _shared(tests.values()):
             chosen.update(_covering(cases))
+    _factors.cache_clear()
     return [item for item in items if item in chosen]
 
 
@@ -77,21 +81,19 @@ def _pairs(item: pytest.Item) -> set[frozenset[str]]:
 
 
 def _shared(tests: Iterable[list[pytest.Item]]) -> Iterator[list[pytest.Item]]:
-    """The cases of each test of a file; of those that share the values of a parameter, its share."""
-    groups: dict[tuple[str, int, frozenset[Hashable]], list[list[pytest.Item]]] = {}
+    """The cases of each test of a folder; of those that share the values of a parameter, its share."""
+    turns: Counter[tuple[str, int]] = Counter()
     for cases in tests:
         sharing = _sharing(cases[0])
         if sharing is None:
             yield cases
-        else:
-            values = frozenset(dict(_factors(item))[sharing[0]] for item in cases)
-            groups.setdefault((*sharing, values), []).append(cases)
-    for (name, most, _), group in groups.items():
-        values_in_order = list(dict.fromkeys(dict(_factors(item))[name] for item in group[0]))
-        step = min(-(-len(values_in_order) // most), len(group))
-        for turn, cases in enumerate(group):
-            share = {value for i, value in enumerate(values_in_order) if (i + turn) % step == 0}
-            yield [item for item in cases if dict(_factors(item))[name] in share]
+            continue
+        name, most = sharing
+        values = list(dict.fromkeys(dict(_factors(item))[name] for item in cases))
+        step = -(-len(values) // most)
+        share = {value for i, value in enumerate(values) if (i + turns[sharing]) % step == 0}
+        turns[sharing] += step > 1
+        yield [item for item in cases if dict(_factors(item))[name] in share]
 
 
 def _sharing(item: pytest.Item) -> tuple[str, int] | None:
@@ -111,27 +113,33 @@ def cover(items: Sequence[T], covered: Sequence[set[Requirement]]) -> list[T]:
 
     The one that adds most, time and again.
 
-    ``covered`` is what each of them covers. Of equals the one whose number, a checksum of its name,
-    is least: it is the same everywhere, and favours no dtype for being the first.
+    ``covered`` is what each of them covers. Of equals the one of least rank.
     """
     missing = set().union(*covered)
-    queue = [
-        (-len(covered[i]), zlib.crc32(str(getattr(item, "name", item)).encode()), i)
-        for i, item in enumerate(items)
-    ]
+    queue = [(-len(covered[i]), *_rank(item), i) for i, item in enumerate(items)]
     heapq.heapify(queue)
     chosen = []
     while missing:
-        promised, number, i = heapq.heappop(queue)
+        promised, *rank, i = heapq.heappop(queue)
         added = len(covered[i] & missing)
         if (
             added < -promised
         ):  # what an item adds only shrinks: its place in the queue is looked up when it comes up
-            heapq.heappush(queue, (-added, number, i))
+            heapq.heappush(queue, (-added, *rank, i))
             continue
         missing -= covered[i]
         chosen.append(i)
     return [items[i] for i in sorted(chosen)]
+
+
+def _rank(item: Any) -> tuple[bool, int]:
+    """Cases with wide rows last; else by a checksum of the name.
+
+    It is the same everywhere, and favours no dtype for being the first.
+    """
+    params = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    is_wide = any(isinstance(value, Case) and value.is_wide for value in params)
+    return is_wide, zlib.crc32(str(getattr(item, "name", item)).encode())
 
 
 def few_subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -152,15 +160,20 @@ def few_subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
     return list(dict.fromkeys([(), *found]))
 
 
-def _factors(item: pytest.Item) -> Iterator[Factor]:
+@functools.cache
+def _factors(item: pytest.Item) -> tuple[Factor, ...]:
     """The parameters of a case by name, with what stands for their values."""
+    return tuple(_read_factors(item))
+
+
+def _read_factors(item: pytest.Item) -> Iterator[Factor]:
     callspec = getattr(item, "callspec", None)
     if callspec is None:
         return
     for mark in item.iter_markers("parametrize"):
         names = _names(mark.args[0])
         if len(names) > 1 and len(mark.args[1]) <= _MOST_ROWS:
-            yield " ".join(names), callspec.indices[names[0]]
+            yield " ".join(names), tuple(_key(callspec.params[name]) for name in names)
     for name, value in callspec.params.items():
         if isinstance(value, Case):
             yield from (("spec", value.spec.name), ("sample", value.name), ("dtype", value.dtype))

@@ -77,7 +77,7 @@ def _arguments(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-@some("leaves", "torch_post_norm", "llama")
+@some("leaves", "torch_pre_norm", "llama")
 def test_one_graph(spec: ModelSpec) -> None:
     """In training mode; dropout off, so that there is something to compare with."""
     model, arguments = undropped(spec), _arguments(spec)

@@ -15,7 +15,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fusedops
 from fusedops.core.spec import Sample, Spec
 from support import (
-    ALL_SPECS,
     INTERPRETED,
     Case,
     as_tuple,
@@ -30,7 +29,6 @@ from support import (
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 # Inductor takes several: one operator of the elements, one of rows, one of several tensors.
 _THROUGH_INDUCTOR = ("glu", "bias_dropout_add_ln", "batched_layer_norm_tanh_sequence")
 
@@ -210,7 +208,7 @@ def test_leading_dimensions_are_dynamic_too(spec: Spec, device: torch.device) ->
     assert counts[0] <= 2 and len(set(counts)) == 1
 
 
-@every
+@of_families
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 def test_compiling_neither_breaks_nor_warns(
     spec: Spec, autocast: bool, device: torch.device

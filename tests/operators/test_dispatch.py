@@ -423,12 +423,12 @@ def test_an_exported_program_keeps_the_operators_that_return(
         assert not any("_out" in target or "auto_functionalized" in target for target in targets)
 
 
+@pytest.mark.kernels
 @every
 def test_a_release_has_its_own_constants(
     spec: Spec,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
-    kernel_path: bool,
     request: pytest.FixtureRequest,
 ) -> None:
     """PyTorch caches compiled functions on disk by the forward's graph.
@@ -452,7 +452,7 @@ def test_a_release_has_its_own_constants(
             lambda: spec.call(**sample.tensors, **sample.options), fullgraph=True, backend=backend
         )()
     assert graphs[0] == graphs[1]
-    assert not kernel_path or graphs[1] != graphs[2]
+    assert graphs[1] != graphs[2]
 
 
 @pytest.mark.kernels

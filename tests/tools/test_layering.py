@@ -24,8 +24,6 @@ import pytest
 import fusedops
 from support import EVERY_SPEC
 
-pytestmark = pytest.mark.once
-
 PACKAGE = Path(fusedops.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Each layer imports only itself and those before it.
