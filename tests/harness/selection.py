@@ -10,13 +10,13 @@ choices, one after the other, and ``--full`` the product, each night:
    ``@pytest.mark.pairs("spec dtype", "spec sample")`` names pairs of parameters of which every pair
    of values must occur too (pairwise covering: Kuhn, Wallace and Gallo 2004), ``pairs("sample")``
    a parameter of which every value must.
-2. *Shared specs.* Operators and models cost much. The tests of a folder share them: each test
-   takes about four, the next test the next ones, so that each spec occurs in many of them.
+2. *Shared specs.* Operators and models cost much. The tests share them: each takes about four,
+   another test others, so that each spec occurs in many tests.
    ``@pytest.mark.pairs("spec")`` is for a test that needs all of them, and
    ``@pytest.mark.shared("name", most=16)`` shares the values of another parameter.
 
-The choice depends on the collected cases alone, so all processes of a run make the same, as does
-every run.
+The choice for a test depends on its own cases and its name alone, so all processes of a run make
+the same, as does a run of its file.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ import functools
 import heapq
 import itertools
 import zlib
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -49,14 +47,12 @@ T = TypeVar("T")
 
 def shortened(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Those of ``items`` that the short suite runs, in their order."""
-    folders: dict[Path, dict[str, list[pytest.Item]]] = {}
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        tests = folders.setdefault(item.path.parent, {})
-        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        tests.setdefault(_test(item), []).append(item)
     chosen: set[pytest.Item] = set()
-    for tests in folders.values():
-        for cases in _shared(tests.values()):
-            chosen.update(_covering(cases))
+    for cases in tests.values():
+        chosen.update(_covering(_share(cases)))
     _factors.cache_clear()
     return [item for item in items if item in chosen]
 
@@ -80,32 +76,29 @@ def _pairs(item: pytest.Item) -> set[frozenset[str]]:
     return {frozenset(pair.split()) for pair in mark.args} if mark else set()
 
 
-def _shared(tests: Iterable[list[pytest.Item]]) -> Iterator[list[pytest.Item]]:
-    """The cases of each test of a folder; of those that share the values of a parameter, its share."""
-    turns: Counter[tuple[str, int]] = Counter()
-    for cases in tests:
-        sharing = _sharing(cases[0])
-        if sharing is None:
-            yield cases
-            continue
-        name, most = sharing
-        values = list(dict.fromkeys(dict(_factors(item))[name] for item in cases))
-        step = -(-len(values) // most)
-        share = {value for i, value in enumerate(values) if (i + turns[sharing]) % step == 0}
-        turns[sharing] += step > 1
-        yield [item for item in cases if dict(_factors(item))[name] in share]
+def _test(item: pytest.Item) -> str:
+    """The name of the item's test, without the parameters of the case."""
+    return item.nodeid.partition("[")[0]
+
+
+def _share(cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
+    """A test's cases, of those values alone that it takes if tests share the values of a parameter."""
+    sharing = _sharing(cases[0])
+    if sharing is None:
+        return cases
+    name, most = sharing
+    values = list(dict.fromkeys(dict(_factors(item))[name] for item in cases))
+    step, start = -(-len(values) // most), zlib.crc32(_test(cases[0]).encode())
+    taken = {value for i, value in enumerate(values, start) if i % step == 0}
+    return [item for item in cases if dict(_factors(item))[name] in taken]
 
 
 def _sharing(item: pytest.Item) -> tuple[str, int] | None:
     """The parameter whose values the item's test shares, and how many of them it takes."""
-    names = {name for name, _ in _factors(item)}
-    needed = frozenset().union(*_pairs(item))
     mark = item.get_closest_marker("shared")
-    if mark is not None:
-        (name,) = mark.args
-        _known(item, [frozenset({name})], names)
-        return None if name in needed else (name, mark.kwargs["most"])
-    return ("spec", _MOST_SPECS) if "spec" in names - needed else None
+    name, most = (mark.args[0], mark.kwargs["most"]) if mark else ("spec", _MOST_SPECS)
+    may_share = {name for name, _ in _factors(item)} - frozenset().union(*_pairs(item))
+    return (name, most) if name in may_share else None
 
 
 def cover(items: Sequence[T], covered: Sequence[set[Requirement]]) -> list[T]:

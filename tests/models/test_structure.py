@@ -100,7 +100,7 @@ case = pytest.mark.parametrize("name", CASES)
 
 def some(test: Any) -> Any:
     """What is true of every rewritten forward for one reason: the tests share the forwards."""
-    return pytest.mark.shared("name", most=26)(case(test))
+    return pytest.mark.shared("name", most=16)(case(test))
 
 
 @case

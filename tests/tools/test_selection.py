@@ -93,13 +93,18 @@ def test_every_row_of_a_short_table_occurs() -> None:
     assert _pairs(chosen, "c") == {(1,), (2,), (3,)}
 
 
-def test_the_tests_of_a_folder_share_the_specs() -> None:
+def test_tests_share_the_specs() -> None:
     specs = list(range(20))
-    tests = [_items(test=f"test_{i}", spec=specs, c=[1, 2]) for i in range(5)]
-    chosen = selection.shortened([item for test in tests for item in test])
-    shares = [_pairs([item for item in chosen if item in test], "spec") for test in tests]
-    assert [len(share) for share in shares] == [4, 4, 4, 4, 4]
+    tests = [_items(test=f"test_{i}", spec=specs, c=[1, 2]) for i in range(30)]
+    shares = [_pairs(selection.shortened(test), "spec") for test in tests]
+    assert {len(share) for share in shares} == {4}
     assert set().union(*shares) == {(spec,) for spec in specs}
+
+
+def test_the_choice_depends_on_no_other_test() -> None:
+    tests = [_items(test=f"test_{i}", spec=list(range(20)), c=[1, 2]) for i in range(3)]
+    together = selection.shortened([item for test in tests for item in test])
+    assert together == [item for test in tests for item in selection.shortened(test)]
 
 
 def test_a_test_that_names_the_specs_takes_all() -> None:
@@ -110,9 +115,8 @@ def test_a_test_that_names_the_specs_takes_all() -> None:
 
 def test_the_mark_names_what_is_shared() -> None:
     mark = pytest.mark.shared("name", most=2).mark
-    tests = [_items(mark, test=f"test_{i}", name=list("abcdef")) for i in range(3)]
-    chosen = selection.shortened([item for test in tests for item in test])
-    assert len(chosen) == 6 and len(_pairs(chosen, "name")) == 6
+    chosen = selection.shortened(_items(mark, name=list("abcdef"), c=[1, 2]))
+    assert len(_pairs(chosen, "name")) == 2 == len(_pairs(chosen, "c"))
 
 
 def test_the_mark_names_the_pairs_that_count() -> None:
