@@ -80,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "kernels: needs the Triton kernels, on a GPU or through the interpreter",
         "once: the same with the kernels as without; only the full suite interprets it",
         "pairs: the pairs of parameters that the short suite covers, see selection.py",
-        "shared: the tests of a file share the values of a parameter, see selection.py",
+        "shared: tests share the values of a parameter, see selection.py",
         "plain: of whole models or programs, which the interpreter is too slow for",
     ):
         config.addinivalue_line("markers", line)

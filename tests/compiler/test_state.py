@@ -944,6 +944,7 @@ def _many(*names: str) -> Any:
     return pytest.mark.parametrize("case", names)
 
 
+@pytest.mark.shared("case", most=4)
 @kernels
 @_many(
     "global_variable",
