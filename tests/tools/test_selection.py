@@ -143,7 +143,7 @@ def _chosen_cases(*pairs: str) -> tuple[list[Case], list[Case]]:
 def test_a_case_has_any_sample() -> None:
     every, chosen = _chosen_cases()
     assert {case.dtype for case in chosen} == set(DTYPES) >= {torch.float64}
-    assert len(chosen) == len({case.spec.name for case in chosen}) == 4
+    assert 3 <= len({case.spec.name for case in chosen}) <= len(chosen) == 4
     assert not any(case.is_wide for case in chosen) and any(case.is_wide for case in every)
 
 
