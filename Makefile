@@ -40,8 +40,8 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest tests $(PARALLEL) $(STUCK) $(FULL) $(
 help:
 	@echo "make demo      train a small language model with torch.nn and with fusedops.nn, and compare"
 	@echo "make demo-distributed  train one on RANKS processes, FSDP2 times tensor parallel, and compare with one process"
-	@echo "make test      the tests, with a choice of each one's parameters; those that need a GPU run where there is one"
-	@echo "make test-all  the tests with all of their parameters, which takes an hour"
+	@echo "make test      the short suite: a choice of each test's cases; those that need a GPU run where there is one"
+	@echo "make test-all  all cases of all tests, which takes hours"
 	@echo "make coverage  which classes of the installed Transformers fuse_model knows"
 	@echo "make backend-coverage  which row-wise regions the compile backend fuses, in some 450 architectures"
 	@echo "make lint      ruff, mypy, codespell"

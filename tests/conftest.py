@@ -40,8 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full",
         action="store_true",
-        help="of each test the product of its parameters, which takes an "
-        "hour; by default the choice that tests/harness/selection.py makes",
+        help="all cases of all tests, which takes hours; by default the choice "
+        "that tests/harness/selection.py makes",
     )
     parser.addoption(
         "--built",
@@ -76,10 +76,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Failures(Path(path)))
     for line in (
         "compiled: compiles kernels, which interpreted ones cannot be",
-        "full: of a product whose other cases are enough for the short suite",
+        "full: costs much, and cheaper tests or cases are enough for the short suite",
         "kernels: needs the Triton kernels, on a GPU or through the interpreter",
         "once: the same with the kernels as without; only the full suite interprets it",
         "pairs: the pairs of parameters that the short suite covers, see selection.py",
+        "shared: tests share the values of a parameter, see selection.py",
         "plain: of whole models or programs, which the interpreter is too slow for",
     ):
         config.addinivalue_line("markers", line)
@@ -104,6 +105,17 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+def _implied(item: pytest.Item, short: bool) -> set[str]:
+    """Marks that a test need not have: those of its folder, and of a graph that is compiled."""
+    marks = set()
+    if item.path.parent.name in ("tools", "docs"):
+        marks.add("once")
+    # Dynamo takes seconds: the short suite runs such a test in one setting, that of the kernels.
+    elif short and "fresh_dynamo" in getattr(item, "fixturenames", ()):
+        marks |= set() if item.get_closest_marker("once") else {"kernels"}
+    return marks
+
+
 @pytest.hookimpl(tryfirst=True)  # before -k and -m, which then take of the same choice
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     short = not config.getoption("--full")
@@ -117,7 +129,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     }
 
     def runs(item: pytest.Item) -> bool:
-        names = {m.name for m in item.iter_markers()}
+        names = {m.name for m in item.iter_markers()} | _implied(item, short)
         if (
             "kernels" in names
         ):  # a test that needs them is not the same without, whatever its file says

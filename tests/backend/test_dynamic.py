@@ -135,6 +135,7 @@ def _columns_in_memory(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]
     return rows * 2, rows.view(batch, length, width) * x
 
 
+@pytest.mark.shared("function", most=2)
 @pytest.mark.parametrize(
     "function", [_flat_norm, _norm_of_heads, _flat_rows_returned, _all_flat, _columns_in_memory]
 )

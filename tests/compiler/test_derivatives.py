@@ -75,7 +75,6 @@ def test_second_derivatives(sample: RowwiseFunction) -> None:
         for names in subsets(sample.floating())
     ],
 )
-@pytest.mark.pairs
 def test_some_gradients(sample: RowwiseFunction, names: tuple[str, ...]) -> None:
     check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE), names)
 

@@ -37,6 +37,7 @@ from support import DEVICE, KERNEL_PATH, as_tuple
 
 
 @kernels
+@pytest.mark.pairs("sample")
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_values_and_gradients(sample: RowwiseFunction, dtype: torch.dtype) -> None:

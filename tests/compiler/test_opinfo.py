@@ -209,6 +209,7 @@ _CASES = [
 ]
 
 
+@pytest.mark.shared("name", most=40)  # tests/compiler/test_operators.py has the others
 @pytest.mark.kernels
 @pytest.mark.filterwarnings(
     "ignore::UserWarning"

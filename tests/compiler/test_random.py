@@ -19,7 +19,7 @@ from support import DEVICE
 
 pytestmark = pytest.mark.kernels
 
-_SHORT, _FULL, _AT_ONCE = 60, 2000, 20
+_SHORT, _FULL, _AT_ONCE = 24, 2000, 20
 # A GPU's kernels are compiled: five seconds a function.
 _COMPILED = _SHORT if DEVICE.type == "cpu" else 15
 # The mean of var_mean beside an infinity, the second derivative of sinc beside zero, that of

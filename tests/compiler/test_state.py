@@ -1310,6 +1310,7 @@ def _many(*names: str) -> Any:
     return pytest.mark.parametrize("case", names)
 
 
+@pytest.mark.shared("case", most=4)
 @kernels
 @_many(
     "global_variable",

@@ -28,7 +28,7 @@ from benchmarks.models import plans
 from fusedops.models.rules import norms
 from support import INTERPRETED
 
-RANKS = 3  # of which the first two compute; all three load what these saved
+RANKS = 3  # for checkpoints: all three load what the first two saved
 VOCABULARY, WIDTH, LAYERS, HEADS, BATCH, LENGTH = 64, 32, 2, 4, 2, 8
 ROOT = Path(__file__).parents[2]
 
@@ -306,7 +306,7 @@ def _agrees(model: nn.Module, reference: nn.Module, over: Any = None) -> None:
         )
 
 
-def _tensor_parallel_models(mesh: Any) -> None:
+def _tensor_parallel_models(mesh: Any, full: bool) -> None:
     """Fused before the plan is applied, or after: the same modules call the same operators."""
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -314,9 +314,10 @@ def _tensor_parallel_models(mesh: Any) -> None:
         (_llama, _llama_plan(sequence=True))
     ]
     if not INTERPRETED:  # which takes long, and the kernels are those
+        cases += [(functools.partial(_bert, 0.2), _bert_plan())]
+    if full and not INTERPRETED:
         cases += [
             (_llama, _llama_plan(sequence=False)),
-            (functools.partial(_bert, 0.2), _bert_plan()),
             (functools.partial(_bert, 0.2), plans.plan("bert")),
         ]
     for make, plan in cases:
@@ -345,14 +346,14 @@ def _tensor_parallel_models(mesh: Any) -> None:
         )  # where Llama's norms round otherwise
 
 
-def _sharded_models(mesh: Any) -> None:
+def _sharded_models(mesh: Any, full: bool) -> None:
     """Fused before `fully_shard`, or after: the same classes, FSDP's in front.
 
     Each rank has a part of the batch.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    for make in (_llama, functools.partial(_bert, 0.0)):
+    for make in (_llama, functools.partial(_bert, 0.0)) if full else (_llama,):
         classes = []
         for first in (True, False):
             model = make()
@@ -438,38 +439,52 @@ def _load(folder: str, *, fused: bool) -> None:
         assert torch.equal(_full(t), expected[name]), name
 
 
-def _work(rank: int, folder: str) -> None:
+def _mesh(rank: int, folder: str, size: int) -> Any:
+    """Two of the processes, with one part of the data and two of the tensors."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
     )
     from torch.distributed.device_mesh import DeviceMesh
 
-    mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
-    if rank < 2:
-        one = mesh["tp"]
-        _modules_under_sequence_parallel(one)
-        _sums_of_plain_rows(one)
-        _tensor_parallel_models(one)
-        if not INTERPRETED:
-            _compiled_blocks(mesh)
-            _sharded_models(one)
-            _save(mesh, f"{folder}/saved")
-    dist.barrier()
+    return DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
+
+
+def _work(rank: int, folder: str, full: bool) -> None:
+    mesh = _mesh(rank, folder, 2)
+    one = mesh["tp"]
+    _modules_under_sequence_parallel(one)
+    _sums_of_plain_rows(one)
+    _tensor_parallel_models(one, full)
     if not INTERPRETED:
-        _load(f"{folder}/saved", fused=False)
-        _load(f"{folder}/saved", fused=True)
+        _sharded_models(one, full)
     dist.destroy_process_group()
+
+
+def _compile_and_save(rank: int, folder: str) -> None:
+    mesh = _mesh(rank, folder, RANKS)
+    if rank < 2:
+        _compiled_blocks(mesh)
+        _save(mesh, f"{folder}/saved")
+    dist.barrier()
+    _load(f"{folder}/saved", fused=False)
+    _load(f"{folder}/saved", fused=True)
+    dist.destroy_process_group()
+
+
+@pytest.mark.once
+def test_two_processes(tmp_path: Path, full: bool) -> None:
+    mp.spawn(_work, (str(tmp_path), full), 2)
 
 
 @pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning"
 )
-@pytest.mark.once
-def test_three_processes(tmp_path: Path) -> None:
-    mp.spawn(_work, (str(tmp_path),), RANKS)
-    if not INTERPRETED:
-        _load_alone(tmp_path / "saved")
+@pytest.mark.plain
+@pytest.mark.full  # half a minute: graphs of each rank, and three processes that load
+def test_compiled_blocks_and_checkpoints(tmp_path: Path) -> None:
+    mp.spawn(_compile_and_save, (str(tmp_path),), RANKS)
+    _load_alone(tmp_path / "saved")
 
 
 def _load_alone(folder: Path) -> None:

@@ -28,8 +28,6 @@ import fusedops.distributed
 from fusedops import models
 from pages import PAGES, ROOT, anchors, blocks, links, spans
 
-pytestmark = pytest.mark.once
-
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 
 # --- Python examples ------------------------------------------------------------------------------

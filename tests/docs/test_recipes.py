@@ -19,7 +19,7 @@ import fusedops
 from pages import ROOT
 from zoo import transformers_only
 
-pytestmark = [pytest.mark.once, transformers_only]
+pytestmark = transformers_only
 
 _PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 _TABLE = _PAGE.partition("## Order of calls")[2].partition("\n## ")[0]

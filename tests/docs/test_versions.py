@@ -13,8 +13,6 @@ import pytest
 from fusedops.doctor import ON_GPUS
 from pages import PAGES, ROOT
 
-pytestmark = pytest.mark.once
-
 _PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 _PINS = (ROOT / "constraints.txt").read_text(encoding="utf-8")
 _WORKFLOWS = ROOT / ".github" / "workflows"

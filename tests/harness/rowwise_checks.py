@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
@@ -46,8 +46,16 @@ __all__ = [
     "wide",
 ]
 
+T = TypeVar("T", bound=Callable[..., Any])
+
 kernels = pytest.mark.kernels
-every = pytest.mark.parametrize("sample", FUNCTIONS, ids=lambda sample: sample.name)
+
+
+def every(test: T) -> T:
+    """Parametrises over the functions, which the tests of a file share in the short suite."""
+    parametrize = pytest.mark.parametrize("sample", FUNCTIONS, ids=lambda sample: sample.name)
+    shared: T = pytest.mark.shared("sample", most=6)(parametrize(test))
+    return shared
 
 
 def of(*names: str) -> pytest.MarkDecorator:

@@ -1,24 +1,27 @@
-"""What of a test's parameters the short suite runs.
+"""Which cases of a test the short suite runs.
 
-Not their product, but a choice in which every value occurs.
+A test over samples, dtypes and layouts has hundreds of cases, and a fault that only some of them
+show is nearly always one of a single value: this dtype, that sample. So the short suite runs two
+choices, one after the other, and ``--full`` the product, each night:
 
-A test over samples, dtypes and layouts has hundreds of cases, and a fault that only one of them
-shows is nearly always one of a value or of two: this dtype, that sample in this layout. So the
-short suite takes, of each test with many cases, few in which every value of every parameter occurs,
-and every operator in each dtype. ``--full`` runs the product, each night.
+1. *Each value once.* Of each test it takes few cases in which every value of every parameter
+   occurs. A tuple counts as its parts. A short table of several parameters is a list of examples,
+   of which each row occurs. A `Case` counts as spec and dtype, and has any of its samples.
+   ``@pytest.mark.pairs("spec dtype", "spec sample")`` names pairs of parameters of which every pair
+   of values must occur too (pairwise covering: Kuhn, Wallace and Gallo 2004), ``pairs("sample")``
+   a parameter of which every value must.
+2. *Shared specs.* Operators and models cost much. The tests share them: each takes about four,
+   another test others, so that each spec occurs in many tests.
+   ``@pytest.mark.pairs("spec")`` is for a test that needs all of them, and
+   ``@pytest.mark.shared("name", most=16)`` shares the values of another parameter.
 
-A `Case` counts as three parameters: spec, sample and dtype; a tuple as its parts. The mark
-``pairs`` names pairs of parameters of which every pair of values that occurs at all is to be
-covered, as in ``@pytest.mark.pairs("spec dtype", "spec layout")`` (a pairwise covering; Kuhn,
-Wallace and Gallo 2004 found it to show most faults). ``@pytest.mark.pairs`` alone shortens also a
-test with few cases, and with ``of="spec dtype"`` values of other parameters need not occur.
-
-The choice depends on the collected cases alone, so all processes of a run make the same, as does
-every run.
+The choice for a test depends on its own cases and its name alone, so all processes of a run make
+the same, as does a run of its file.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import zlib
@@ -27,15 +30,15 @@ from typing import Any, TypeVar
 
 import pytest
 
+from fusedops.core.spec import Spec
 from support import Case
 
-__all__ = ["FEW", "cover", "few_subsets", "shortened"]
+__all__ = ["cover", "few_subsets", "shortened"]
 
-# The product of a test with no more cases than this runs as it is, unless it is marked: it costs no
-# time.
-FEW = 8
-# The pairs of a test without the mark.
-_USUAL = {frozenset({"spec", "dtype"})}
+# How many specs a test takes that shares them.
+_MOST_SPECS = 4
+# A longer table is a product that was written out.
+_MOST_ROWS = 12
 
 Factor = tuple[str, Hashable]
 Requirement = tuple[Factor, ...]
@@ -44,24 +47,58 @@ T = TypeVar("T")
 
 def shortened(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Those of ``items`` that the short suite runs, in their order."""
-    tests: dict[Any, list[pytest.Item]] = {}
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        tests.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+        tests.setdefault(_test(item), []).append(item)
     chosen: set[pytest.Item] = set()
     for cases in tests.values():
-        mark = cases[0].get_closest_marker("pairs")
-        if mark is None and len(cases) <= FEW:
-            chosen.update(cases)
-            continue
-        pairs = _USUAL if mark is None else {frozenset(pair.split()) for pair in mark.args}
-        of = None if mark is None else mark.kwargs.get("of")
-        factors = [
-            [(name, value) for name, value in _factors(item) if of is None or name in of.split()]
-            for item in cases
-        ]
-        _known(cases[0], pairs - _USUAL, {name for found in factors for name, _ in found})
-        chosen.update(cover(cases, [set(_requirements(found, pairs)) for found in factors]))
+        chosen.update(_covering(_share(cases)))
+    _factors.cache_clear()
     return [item for item in items if item in chosen]
+
+
+def _covering(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Few of a test's cases in which each value occurs, and each pair that its mark names."""
+    if len(cases) == 1:
+        return list(cases)
+    pairs = _pairs(cases[0])
+    factors = [list(_factors(item)) for item in cases]
+    _known(cases[0], pairs, {name for name, _ in factors[0]})
+    values = cases[0].callspec.params.values()
+    if any(isinstance(v, Case) for v in values) and not any("sample" in pair for pair in pairs):
+        factors = [[factor for factor in each if factor[0] != "sample"] for each in factors]
+    return cover(cases, [set(_requirements(each, pairs)) for each in factors])
+
+
+def _pairs(item: pytest.Item) -> set[frozenset[str]]:
+    """The pairs of parameters, and the parameters, that the mark of the item's test names."""
+    mark = item.get_closest_marker("pairs")
+    return {frozenset(pair.split()) for pair in mark.args} if mark else set()
+
+
+def _test(item: pytest.Item) -> str:
+    """The name of the item's test, without the parameters of the case."""
+    return item.nodeid.partition("[")[0]
+
+
+def _share(cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
+    """A test's cases, of those values alone that it takes if tests share the values of a parameter."""
+    sharing = _sharing(cases[0])
+    if sharing is None:
+        return cases
+    name, most = sharing
+    values = list(dict.fromkeys(dict(_factors(item))[name] for item in cases))
+    step, start = -(-len(values) // most), zlib.crc32(_test(cases[0]).encode())
+    taken = {value for i, value in enumerate(values, start) if i % step == 0}
+    return [item for item in cases if dict(_factors(item))[name] in taken]
+
+
+def _sharing(item: pytest.Item) -> tuple[str, int] | None:
+    """The parameter whose values the item's test shares, and how many of them it takes."""
+    mark = item.get_closest_marker("shared")
+    name, most = (mark.args[0], mark.kwargs["most"]) if mark else ("spec", _MOST_SPECS)
+    may_share = {name for name, _ in _factors(item)} - frozenset().union(*_pairs(item))
+    return (name, most) if name in may_share else None
 
 
 def cover(items: Sequence[T], covered: Sequence[set[Requirement]]) -> list[T]:
@@ -69,27 +106,33 @@ def cover(items: Sequence[T], covered: Sequence[set[Requirement]]) -> list[T]:
 
     The one that adds most, time and again.
 
-    ``covered`` is what each of them covers. Of equals the one whose number, a checksum of its name,
-    is least: it is the same everywhere, and favours no dtype for being the first.
+    ``covered`` is what each of them covers. Of equals the one of least rank.
     """
     missing = set().union(*covered)
-    queue = [
-        (-len(covered[i]), zlib.crc32(str(getattr(item, "name", item)).encode()), i)
-        for i, item in enumerate(items)
-    ]
+    queue = [(-len(covered[i]), *_rank(item), i) for i, item in enumerate(items)]
     heapq.heapify(queue)
     chosen = []
     while missing:
-        promised, number, i = heapq.heappop(queue)
+        promised, *rank, i = heapq.heappop(queue)
         added = len(covered[i] & missing)
         if (
             added < -promised
         ):  # what an item adds only shrinks: its place in the queue is looked up when it comes up
-            heapq.heappush(queue, (-added, number, i))
+            heapq.heappush(queue, (-added, *rank, i))
             continue
         missing -= covered[i]
         chosen.append(i)
     return [items[i] for i in sorted(chosen)]
+
+
+def _rank(item: Any) -> tuple[bool, int]:
+    """Cases with wide rows last; else by a checksum of the name.
+
+    It is the same everywhere, and favours no dtype for being the first.
+    """
+    params = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    is_wide = any(isinstance(value, Case) and value.is_wide for value in params)
+    return is_wide, zlib.crc32(str(getattr(item, "name", item)).encode())
 
 
 def few_subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -110,10 +153,21 @@ def few_subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
     return list(dict.fromkeys([(), *found]))
 
 
-def _factors(item: pytest.Item) -> Iterator[Factor]:
+@functools.cache
+def _factors(item: pytest.Item) -> tuple[Factor, ...]:
     """The parameters of a case by name, with what stands for their values."""
+    return tuple(_read_factors(item))
+
+
+def _read_factors(item: pytest.Item) -> Iterator[Factor]:
     callspec = getattr(item, "callspec", None)
-    for name, value in callspec.params.items() if callspec is not None else ():
+    if callspec is None:
+        return
+    for mark in item.iter_markers("parametrize"):
+        names = _names(mark.args[0])
+        if len(names) > 1 and len(mark.args[1]) <= _MOST_ROWS:
+            yield " ".join(names), tuple(_key(callspec.params[name]) for name in names)
+    for name, value in callspec.params.items():
         if isinstance(value, Case):
             yield from (("spec", value.spec.name), ("sample", value.name), ("dtype", value.dtype))
         elif isinstance(value, tuple) and not hasattr(value, "_fields"):
@@ -122,11 +176,18 @@ def _factors(item: pytest.Item) -> Iterator[Factor]:
             yield name, _key(value)
 
 
+def _names(names: str | Sequence[str]) -> list[str]:
+    """The parameters that a mark ``parametrize`` names."""
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+
+
 def _key(value: Any) -> Hashable:
     """What equals that of the same value in another case.
 
-    Cases share their values, so the object itself will do.
+    Cases share their values, so the object itself will do; a spec has a name, as in a `Case`.
     """
+    if isinstance(value, Spec):
+        return value.name
     return value if isinstance(value, (str, int, float, bytes)) else id(value)
 
 

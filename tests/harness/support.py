@@ -112,6 +112,13 @@ class Case:
     def id(self) -> str:
         return f"{self.spec.name}-{str(self.dtype).removeprefix('torch.')}-{self.name.replace(' ', '_')}"
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether the rows take long in the interpreter."""
+        samples = _catalogue(self.spec.name, self.dtype)
+        sample = next(sample for sample in samples if sample.name == self.name)
+        return rows_of(self.spec, sample).shape[-1] > _ORDINARY
+
     def sample(self, device: torch.device = DEVICE) -> Sample:
         with only_sample(self.name):  # the others would take most of a test's time
             found = next(
@@ -138,6 +145,7 @@ def _catalogue(spec_name: str, dtype: torch.dtype) -> tuple[Sample, ...]:
 # Rows at least this wide take seconds in the interpreter, so there two dtypes must do: one half,
 # one full.
 _WIDE = 8192
+_ORDINARY = 1024
 _WIDE_DTYPES = (torch.bfloat16, torch.float32)
 
 

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.once
 
 
 @every
-@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_passes_what_is_right(spec: ModelSpec, dtype: torch.dtype) -> None:
     model = build(spec, dtype)

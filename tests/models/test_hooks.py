@@ -146,7 +146,7 @@ def test_fused_again_when_the_hook_is_gone(spec: ModelSpec) -> None:
         pytest.param(
             spec,
             id=spec.name,
-            marks=[] if spec.name in ("torch_post_norm", "t5") else pytest.mark.full,
+            marks=[] if spec.name == "torch_post_norm" else pytest.mark.full,
         )
         for spec in _SOME
     ],

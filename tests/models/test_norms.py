@@ -820,6 +820,7 @@ _NO_NORMS = {
 
 @transformers_only
 @pytest.mark.plain
+@pytest.mark.full
 def test_every_norm_of_transformers() -> None:
     """Those that are taken compute what they did; of RMSNorms, these are all."""
     with warnings.catch_warnings():

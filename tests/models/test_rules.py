@@ -211,6 +211,7 @@ _LEFT_IN_MODELS = {
 }
 
 
+@pytest.mark.pairs("spec")
 @every
 def test_no_module_was_overlooked(spec: ModelSpec) -> None:
     """In a model: all modules that a rule could be about are replaced, or their classes are named above."""

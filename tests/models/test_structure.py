@@ -96,14 +96,11 @@ def _fused(model: Base, **options: Any) -> Base:
 
 
 case = pytest.mark.parametrize("name", CASES)
-# What is true of every rewritten forward for one reason shows in a third of them.
-some = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if i % 3 == 0 else pytest.mark.full)
-        for i, name in enumerate(CASES)
-    ],
-)
+
+
+def some(test: Any) -> Any:
+    """What is true of every rewritten forward for one reason: the tests share the forwards."""
+    return pytest.mark.shared("name", most=16)(case(test))
 
 
 @case
@@ -139,8 +136,7 @@ def test_operators(name: str) -> None:
     assert dict(found) == calls
 
 
-@pytest.mark.pairs
-@case
+@some
 @pytest.mark.parametrize("training", [True, False], ids=["training", ""])
 def test_what_is_left_to_a_block(name: str, training: bool) -> None:
     """Finished by whoever takes it, it is what the module returns; all other outputs are there."""
@@ -186,7 +182,7 @@ def _called(model: nn.Module, names: set[str] | None = None) -> list[str]:
     return calls
 
 
-@case
+@some
 def test_hooks(name: str) -> None:
     """With hooks on all modules these are called in their order, and compute the same bits."""
     model = _made(CASES[name][0]).train()
@@ -292,7 +288,6 @@ def test_a_layer_that_is_gone() -> None:
     _same(_results(fused, _rows()), _results(model, _rows()))
 
 
-@pytest.mark.pairs
 @some
 @pytest.mark.parametrize("how", _REPLACED)
 def test_replaced_children(name: str, how: str) -> None:
@@ -333,18 +328,12 @@ def test_autocast(name: str) -> None:
 
 
 _COMPILED = (
-    "inline",
     "post_norm_statements",
     "flags",
     "outputs_of_attention",
     "chunked",
-    "augmented_and_norm",
-    "another_shape",
     "in_place_dropout",
-    "tuples_are_added",
-    "a_list_unpacked",
     "a_loop",
-    "handed_on",
 )
 
 

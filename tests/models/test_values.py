@@ -109,6 +109,7 @@ def _check(spec: ModelSpec, dtype: torch.dtype) -> None:
         assert error <= bounds[name], f"{name}: off by {error:.3g}, allowed {bounds[name]:.3g}"
 
 
+@pytest.mark.pairs("spec")
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_same_values(spec: ModelSpec, dtype: torch.dtype) -> None:

@@ -293,19 +293,21 @@ def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 # --- many processes, and processes that are killed ------------------------------------------------
 
 
-def tuner(rounds: int) -> subprocess.Popen[str]:
-    """A tuning run in a child process, with made-up times; it has begun."""
+def start_tuner(rounds: int) -> subprocess.Popen[str]:
+    """A tuning run in a child process, with made-up times."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, Path(__file__).parents[1] / "harness" / "made_up.py", str(rounds)],
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
     )
+
+
+def wait_until_it_begins(process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
     with process.stdout as begun:
         assert begun.readline() == "begun\n"
-    return process
 
 
 def whole_entries() -> int:
@@ -315,11 +317,12 @@ def whole_entries() -> int:
     return len(found)
 
 
-def test_killed_tuner_leaves_complete_entries() -> None:
+def test_killed_tuner_leaves_complete_entries(full: bool) -> None:
     """Finished entries stay readable; unfinished ones do not exist."""
     chance, count = random.Random(5), 1
-    for _ in range(3):
-        process = tuner(10**9)
+    for _ in range(3 if full else 1):
+        process = start_tuner(10**9)
+        wait_until_it_begins(process)
         time.sleep(chance.uniform(0.0, 0.4))
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -327,9 +330,11 @@ def test_killed_tuner_leaves_complete_entries() -> None:
         count = whole_entries()
 
 
-def test_concurrent_writers(root: Path) -> None:
+def test_concurrent_writers(root: Path, full: bool) -> None:
     """And a reader, which never reads a torn entry."""
-    processes = [tuner(8), tuner(8)]
+    processes = [start_tuner(8 if full else 3) for _ in range(2)]
+    for process in processes:
+        wait_until_it_begins(process)
     paths = list(cache.entries())
     assert paths
     while any(process.poll() is None for process in processes):

@@ -15,7 +15,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fusedops
 from fusedops.core.spec import Sample, Spec
 from support import (
-    ALL_SPECS,
     INTERPRETED,
     Case,
     as_tuple,
@@ -30,7 +29,6 @@ from support import (
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 # Inductor takes several: one operator of the elements, one of rows, one of several tensors.
 _THROUGH_INDUCTOR = ("glu", "bias_dropout_add_ln", "batched_layer_norm_tanh_sequence")
 
@@ -113,7 +111,6 @@ def _close(actual: Tensor, expected: Tensor, eps: float) -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.pairs(of="spec dtype")
 @cases((torch.float32, torch.bfloat16), _worth_a_graph)
 def test_values_and_gradients(case: Case, device: torch.device) -> None:
     sample = case.sample()
@@ -171,7 +168,6 @@ def _run(spec: Spec, compiled: Callable[..., Any], rows: int, device: torch.devi
     )
 
 
-@pytest.mark.pairs
 @of_families
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
 def test_new_row_counts_do_not_recompile(
@@ -212,8 +208,7 @@ def test_leading_dimensions_are_dynamic_too(spec: Spec, device: torch.device) ->
     assert counts[0] <= 2 and len(set(counts)) == 1
 
 
-@pytest.mark.pairs
-@every
+@of_families
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 def test_compiling_neither_breaks_nor_warns(
     spec: Spec, autocast: bool, device: torch.device

@@ -190,7 +190,6 @@ def each_plan(*kinds: tuple[Any, ...]) -> pytest.MarkDecorator:
     )
 
 
-@pytest.mark.pairs
 @each_plan(*((cols, dtype) for cols in WIDTHS for dtype in (torch.bfloat16, torch.float32)))
 def test_compiles_for_hopper(
     member: str, kind: tuple[int, torch.dtype], monkeypatch: pytest.MonkeyPatch
@@ -345,7 +344,6 @@ def test_functions_of_many_tensors_do_not_spill(
     assert not spilled(launch.compile_kernel(sums[0], TARGETS["sm_90"]))
 
 
-@pytest.mark.pairs
 @each_plan(
     *(
         (cols, dtype)
@@ -391,7 +389,6 @@ def test_shared_memory_suffices(
 # --- what users may write -------------------------------------------------------------------------
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("cols", [64, 1024, 5120, 16384])
 @every
@@ -438,7 +435,6 @@ TERMS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("term", TERMS)
 @pytest.mark.parametrize("statistic", STATISTICS)
 def test_two_reductions_of_which_one_takes_the_other_compile(statistic: str, term: str) -> None:

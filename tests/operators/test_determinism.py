@@ -5,7 +5,6 @@ No atomics, no race, no leftover state.
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -46,7 +45,6 @@ def _other_work(like: Tensor) -> None:
     del held
 
 
-@pytest.mark.pairs("spec dtype")
 @cases((torch.float32, torch.bfloat16), _picked)
 def test_same_bits_again(case: Case) -> None:
     spec, sample = case.spec, case.sample()
@@ -60,7 +58,6 @@ def test_same_bits_again(case: Case) -> None:
         assert torch.equal(a, c), f"result {index} after other work"
 
 
-@pytest.mark.pairs("spec dtype")
 @cases((torch.float32, torch.bfloat16), _picked)
 def test_grad_mode_changes_no_output(case: Case) -> None:
     """Training and inference differ in what is kept, not in what is computed."""

@@ -283,7 +283,6 @@ def test_compiled_code_takes_the_fast_path(
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("plans")
-@pytest.mark.pairs("spec dtype", of="spec dtype")
 @cases((torch.float32, torch.bfloat16), covers_the_schema)
 def test_outputs_allocated_by_the_compiler(case: Case, device: torch.device) -> None:
     """The same bits, shapes and strides as of an eager call.
@@ -352,7 +351,6 @@ class _Calls(TorchDispatchMode):
 
 
 @pytest.mark.kernels
-@pytest.mark.pairs("spec dtype")
 @cases((torch.float32, torch.bfloat16), covers_the_schema)
 def test_an_operators_arguments_give_the_calls_site(case: Case) -> None:
     """Constants and dtypes become a string and numbers, and come back equal."""
@@ -425,12 +423,12 @@ def test_an_exported_program_keeps_the_operators_that_return(
         assert not any("_out" in target or "auto_functionalized" in target for target in targets)
 
 
+@pytest.mark.kernels
 @every
 def test_a_release_has_its_own_constants(
     spec: Spec,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
-    kernel_path: bool,
     request: pytest.FixtureRequest,
 ) -> None:
     """PyTorch caches compiled functions on disk by the forward's graph.
@@ -454,7 +452,7 @@ def test_a_release_has_its_own_constants(
             lambda: spec.call(**sample.tensors, **sample.options), fullgraph=True, backend=backend
         )()
     assert graphs[0] == graphs[1]
-    assert not kernel_path or graphs[1] != graphs[2]
+    assert graphs[1] != graphs[2]
 
 
 @pytest.mark.kernels

@@ -25,6 +25,7 @@ def _in_its_dtype(spec: Spec, sample: Sample) -> bool:
     return fp32 or sample.name.endswith((", n=2", " columns", "int32 tokens", "allowed, padded"))
 
 
+@pytest.mark.pairs("sample")
 @cases(DTYPES, _in_its_dtype, EXACT_SPECS)
 def test_values(case: Case) -> None:
     check(case.spec, case.sample())

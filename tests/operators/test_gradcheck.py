@@ -59,7 +59,6 @@ def _function(case: Case, names: list[str]):
     return lambda *tensors: function(dict(zip(names, tensors, strict=True)))
 
 
-@pytest.mark.pairs
 @cases((torch.float64,), _smooth)
 def test_gradcheck(case: Case) -> None:
     names, leaves = _leaves(case)
@@ -67,7 +66,6 @@ def test_gradcheck(case: Case) -> None:
     torch.autograd.gradcheck(_function(case, names), leaves, fast_mode=fast, **TIGHT)
 
 
-@pytest.mark.pairs
 @cases((torch.float64,), _smooth)
 def test_forward_mode(case: Case) -> None:
     names, leaves = _leaves(case)
@@ -99,7 +97,6 @@ def _twice(spec: Spec, sample: Sample) -> bool:
     )
 
 
-@pytest.mark.pairs
 @cases((torch.float64,), lambda spec, sample: _twice(spec, sample) and _smooth(spec, sample))
 def test_gradgradcheck(case: Case) -> None:
     """Cotangents require gradients too, so this also differentiates along them."""
@@ -110,7 +107,6 @@ def test_gradgradcheck(case: Case) -> None:
     )
 
 
-@pytest.mark.pairs
 @cases((torch.float64,), _twice)
 def test_create_graph_changes_no_gradient(case: Case) -> None:
     """`gradgradcheck` holds the second derivative to the differentiable first one.
@@ -147,7 +143,6 @@ def test_no_second_derivative_from_the_output(case: Case) -> None:
         torch.autograd.grad(outputs, leaves, random_like(outputs), create_graph=True)
 
 
-@pytest.mark.pairs
 @cases((torch.float64,), lambda spec, sample: sample.name in ("shape 1x3", "sum returned, p=0"))
 @pytest.mark.parametrize("frozen", [0, -1], ids=["rows", "last"])
 def test_second_derivatives_with_a_frozen_input(case: Case, frozen: int) -> None:

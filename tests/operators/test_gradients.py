@@ -30,7 +30,7 @@ from support import (
 from tolerances import check_gradients, unit_roundoff
 
 
-@pytest.mark.pairs("spec dtype")
+@pytest.mark.pairs("spec dtype", "sample")
 @cases()
 def test_gradients(case: Case) -> None:
     grads = check_gradients(case.spec, case.sample())
@@ -42,7 +42,6 @@ def _small(spec: Spec, sample: Sample) -> bool:
     return sample.name in ("shape 7x17", "sum returned", "cast, sum returned")
 
 
-@pytest.mark.pairs
 @cases((torch.float32,), lambda spec, sample: _small(spec, sample) or sample.name == "shape 129x40")
 def test_every_subset_of_inputs(case: Case, full: bool) -> None:
     """What does not require a gradient gets none, and what does gets the right one, whoever else does."""
@@ -77,7 +76,6 @@ def _has_outputs(spec: Spec, sample: Sample) -> bool:
     return several or ("slice_2" in sample.tensors and sample.name == "shape 7x17")
 
 
-@pytest.mark.pairs("spec used", of="spec used")
 @cases((torch.float32, torch.bfloat16), _has_outputs)
 @pytest.mark.parametrize("used", [0, 1, -1], ids=["first", "second", "last"])
 def test_one_of_several_outputs_used(case: Case, used: int) -> None:
@@ -154,7 +152,6 @@ def test_an_output_changed_in_place(case: Case) -> None:
         assert torch.equal(got, want), name
 
 
-@pytest.mark.pairs
 @cases((torch.float32, torch.bfloat16), _small)
 @pytest.mark.parametrize("layout", ["expanded", "scalar", "transposed", "strided"])
 def test_cotangent_layouts(case: Case, layout: str) -> None:
@@ -195,7 +192,6 @@ def test_backward_of_a_sum(case: Case) -> None:
         assert torch.equal(leaf.grad, 2 * once[name]), name
 
 
-@pytest.mark.pairs
 @cases(
     (torch.float32, torch.bfloat16),
     lambda spec, sample: sample.name in ("shape 7x17", "p=0.0", "sum returned, p=0"),

@@ -36,7 +36,6 @@ def _few(spec: Spec, sample: Sample) -> bool:
     return x.dim() > 0 and 33 <= x.shape[-1] <= 127 and x.numel() <= 1024
 
 
-@pytest.mark.pairs
 @cases((torch.float32,), _few, _NORMS)
 def test_tiles_side_by_side(case: Case) -> None:
     """Of which the last has idle lanes, or none has a lane that is not.
@@ -54,7 +53,6 @@ def test_tiles_side_by_side(case: Case) -> None:
             check_gradients(case.spec, sample, values=True)
 
 
-@pytest.mark.pairs
 @cases((torch.bfloat16, torch.float32), _few, _NORMS)
 def test_rows_that_are_passed_over(case: Case) -> None:
     """Tile by tile, the last with idle lanes or without."""
@@ -85,7 +83,6 @@ def test_next_rows_in_registers(case: Case) -> None:
         check_gradients(case.spec, sample)
 
 
-@pytest.mark.pairs
 @cases((torch.float64,), _few, _NORMS)
 def test_rows_that_programs_share(case: Case) -> None:
     sample = case.sample()
@@ -94,7 +91,6 @@ def test_rows_that_programs_share(case: Case) -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="tests/operators/test_waiting_programs.py is for GPUs")
-@pytest.mark.pairs
 @cases((torch.bfloat16,), _few, _NORMS)
 def test_rows_whose_programs_wait(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here one program follows the other: see `found_at_once`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import io
 import json
 import os
@@ -32,6 +33,7 @@ from fusedops.tune import ondemand, replies, server
 from support import DEVICE
 
 KEY = TuningKey("norm_forward", ("rms", "plain", "alone"), "32bit", 64, 1)
+ON_DEMAND = tuning.on_demand  # as it is outside these tests, which replace it
 FOUND, GIVEN = Config(64, 8, 2), Config(64, 16, 4)
 
 
@@ -119,25 +121,23 @@ def test_tuner_is_loaded_only_when_it_is_on(monkeypatch: pytest.MonkeyPatch) -> 
         ("banana", ""),
     ],
 )
-def test_values_of_the_variable(value: str | None, on: str) -> None:
+def test_values_of_the_variable(
+    value: str | None, on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The variable is read once; an unknown value is off, with one warning that lists the known ones."""
-    environment = {name: text for name, text in os.environ.items() if name != "FUSEDOPS_TUNE"}
-    code = "from fusedops.core.configs import tuning; tuning.on_demand(); print(repr(tuning.on_demand()))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-        env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)}
-        | ({} if value is None else {"FUSEDOPS_TUNE": value}),
-    )
-    assert done.stdout.strip() == repr(on)
-    caught = "FUSEDOPS_TUNE is 'banana', expected 1 (tune keys without a measurement), force (tune keys that "
-    caught += "the shipped table has too) or 0"
-    assert done.stderr.count(caught) == (value == "banana") and ("Warning" in done.stderr) == (
-        value == "banana"
-    )
+    read = functools.cache(ON_DEMAND.__wrapped__)
+    monkeypatch.delenv("FUSEDOPS_TUNE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("FUSEDOPS_TUNE", value)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert read() == on
+    expected = "FUSEDOPS_TUNE is 'banana', expected 1 (tune keys without a measurement), force (tune keys that "
+    expected += "the shipped table has too) or 0"
+    assert len(caught) == (value == "banana")
+    assert all(expected in str(warning.message) for warning in caught)
+    monkeypatch.setenv("FUSEDOPS_TUNE", "another")
+    assert read() == on
 
 
 def test_no_tuning_while_recording(

@@ -66,7 +66,6 @@ def _is_backward(func: Any) -> bool:
 
 
 @pytest.mark.kernels
-@pytest.mark.pairs
 @cases((torch.float32, torch.bfloat16), covers_the_schema)
 def test_opcheck(case: Case, device: torch.device) -> None:
     calls = _record(case.spec, case.sample())
@@ -84,7 +83,6 @@ def test_opcheck(case: Case, device: torch.device) -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.pairs
 @cases((torch.float32, torch.bfloat16), covers_the_schema)
 def test_fake_outputs_look_real(case: Case, device: torch.device) -> None:
     """FakeTensorMode predicts shape, dtype, device, strides and aliasing of outputs and gradients, with no launch."""
@@ -144,7 +142,6 @@ def _bits(spec: Spec, sample: Sample, tensors: dict[str, Tensor]) -> list[Tensor
 
 
 @pytest.mark.kernels
-@pytest.mark.pairs(of="spec")
 @cases((torch.float32,), covers_the_schema)
 def test_a_dispatch_mode_changes_no_bit(case: Case, device: torch.device) -> None:
     """The registered operators and direct launches run the same kernels."""

@@ -106,6 +106,7 @@ def _refusal(name: str, sample: Any) -> Refusal | None:
 # --- operators ------------------------------------------------------------------------------------
 
 every_op = pytest.mark.parametrize("name", DROP_INS)
+pytestmark = pytest.mark.shared("name", most=3)
 _MOST = 3 if INTERPRETED else 6
 
 
@@ -153,6 +154,7 @@ def _tensors(sample: Any) -> tuple[list[Tensor], Callable[..., Any]]:
     return [slots[i] for i in at], call
 
 
+@pytest.mark.pairs("name")
 @every_op
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "strided"])

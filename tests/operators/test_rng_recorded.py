@@ -5,7 +5,7 @@ Activation checkpointing, CUDA graphs, torch.compile, make_fx.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,6 +32,10 @@ def _same(a: Run, b: Run) -> None:
     assert a.gradients.keys() == b.gradients.keys()
     for name in a.gradients:
         assert torch.equal(a.gradients[name], b.gradients[name]), name
+
+
+# A graph takes seconds.
+pytestmark = pytest.mark.shared("spec", most=2)
 
 
 # --- activation checkpointing ---------------------------------------------------------------------
@@ -164,12 +168,12 @@ def test_graph_without_dropout_equals_eager(spec: Spec, device: torch.device) ->
 
 
 @pytest.fixture
-def compiled(device: torch.device) -> Iterator[Callable[[Callable[..., Any]], Callable[..., Any]]]:
+def compiled(
+    device: torch.device, fresh_dynamo: None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """torch.compile as a user has it on a GPU; elsewhere without a C++ compiler's seconds."""
-    torch._dynamo.reset()
     backend = "inductor" if device.type == "cuda" else "aot_eager"
-    yield lambda function: torch.compile(function, fullgraph=True, backend=backend)
-    torch._dynamo.reset()
+    return lambda function: torch.compile(function, fullgraph=True, backend=backend)
 
 
 @every
@@ -264,7 +268,6 @@ def test_a_compiled_graph_draws_for_many_calls(
         assert all(not torch.equal(mask, other) for other in masks[i + 1 :])
 
 
-@pytest.mark.pairs
 @every
 @pytest.mark.parametrize("before", [False, True])
 def test_compiled_checkpoint_changes_nothing(

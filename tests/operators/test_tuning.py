@@ -244,19 +244,23 @@ def test_capture_uses_the_plan_of_another_bucket(
 # --- candidates, and the shipped tables -----------------------------------------------------------
 
 
-def test_candidates_hold_the_heuristic_and_are_valid() -> None:
+@pytest.mark.once
+def test_candidates_hold_the_heuristic_and_are_valid(full: bool) -> None:
     backward = ("layer", "plain", "2 sums", "3 moved")
     by_element = ("one", "equal", "elements")  # loaded one by one
     others = [
         TuningKey("norm_backward", backward, "16bit", 15132, 3),
         TuningKey("slices_backward", by_element, "32bit", 4095, 3),
     ]
-    for key in [*every_key(), *others]:
+    # Each key has five entries, one for each bucket of rows.
+    keys = every_key() if full else every_key()[::4]
+    for key in [*keys, *others]:
         family = family_of(key.kernel)
         assert family is not None, key
         candidates = family.candidates(key)
         assert candidates[0] == family.heuristic(key), key
         assert len(set(candidates)) == len(candidates) <= 20, key
+        assert len(candidates) >= 3 or key in others, key
         assert all(valid(key, config) for config in candidates), key
         assert set(candidates) == set(family.candidates(replace(key, bucket=0))), (
             "compiled once for all rows"
@@ -296,11 +300,6 @@ def test_wide_rows_of_16_bits_are_whole(cols: int, inputs: str) -> None:
     assert config.columns - config.block_n < cols <= config.columns
     assert not valid(key, Config(4096, 1, 8, 3))
     assert heuristic(replace(key, widths="32bit")).columns < cols
-
-
-def test_every_key_has_several_candidates() -> None:
-    few = [str(q) for q in every_key() if len(family_of(q.kernel).candidates(q)) < 3]  # type: ignore[union-attr]
-    assert not few
 
 
 def _shipped() -> Iterator[tuple[str, dict[str, object]]]:

@@ -46,7 +46,7 @@ from tolerances import (
 )
 
 
-@pytest.mark.pairs("spec dtype", "spec sample")
+@pytest.mark.pairs("spec dtype", "sample")
 @cases()
 def test_values(case: Case) -> None:
     check_values(case.spec, case.sample())

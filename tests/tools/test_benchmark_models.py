@@ -110,10 +110,10 @@ def test_model_without_anything_to_fuse_is_not_measured_as_fused():
 @pytest.mark.parametrize(
     ("name", "fused", "compiler"),
     [
-        ("compile", False, "inductor"),
+        pytest.param("compile", False, "inductor", marks=pytest.mark.full),
         ("compile_autotune", False, "inductor, max_autotune"),
         ("fused_compile", True, "inductor"),
-        ("backend", False, "ours"),
+        pytest.param("backend", False, "ours", marks=pytest.mark.full),
         ("fused_backend", True, "ours"),
     ],
 )

@@ -15,8 +15,6 @@ from benchmarks import comparing, drawing, figures, report, results
 from benchmarks.cases import Case
 from benchmarks.columns import COLOURS, sized
 
-pytestmark = pytest.mark.once
-
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 SPECS = made_up.SPECS

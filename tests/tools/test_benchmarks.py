@@ -14,8 +14,6 @@ from benchmarks.models import distributed_results, first_calls
 from benchmarks.models import results as model_results
 from benchmarks.values import oracle_of
 
-pytestmark = pytest.mark.once
-
 CPU = torch.device("cpu")
 SPECS = {spec.name: spec for spec in discover()}
 EXACT = sorted(name for name, spec in SPECS.items() if spec.exact)

@@ -24,8 +24,6 @@ import pytest
 import fusedops
 from support import EVERY_SPEC
 
-pytestmark = pytest.mark.once
-
 PACKAGE = Path(fusedops.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Each layer imports only itself and those before it.
@@ -131,11 +129,16 @@ def test_package_has_its_layers() -> None:
     } <= set(MODULES)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_go_down(name: str) -> None:
-    for target in _imports(MODULES[name]):
-        if not target.startswith("fusedops"):
-            continue
+def _internal_imports() -> Iterator[tuple[str, str]]:
+    """All imports within the package: the module, and what it imports."""
+    for name, path in MODULES.items():
+        for target in _imports(path):
+            if target.startswith("fusedops"):
+                yield name, target
+
+
+def test_imports_go_down() -> None:
+    for name, target in _internal_imports():
         assert target in MODULES, f"{name} imports {target}, which is no module"
         assert _layer(target) <= _layer(name), f"{name} imports {target}, which is above it"
         if _layer(name) == _layer(target) and _layer(name) in SEPARATE:
@@ -143,20 +146,21 @@ def test_imports_go_down(name: str) -> None:
             assert len(folders) == 1, f"{name} imports {target}, of another folder of its layer"
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if _layer(name) == CORE])
-def test_core_names_no_module_above_it(name: str) -> None:
-    """Neither in a string from which a module could be imported."""
-    nodes = _nodes(MODULES[name])
-    texts = [
-        node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]
+def _strings(path: Path) -> Iterator[str]:
+    """The strings of a file but for its docstrings."""
+    nodes = _nodes(path)
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    found = [
-        text.value
-        for text in texts
-        if id(text) not in docstrings and _ABOVE_CORE.search(text.value)
-    ]
-    assert not found, f"{name} has {found}"
+    for node in nodes:
+        if isinstance(node, ast.Constant) and id(node) not in docstrings:
+            yield from [node.value] if isinstance(node.value, str) else []
+
+
+def test_core_names_no_module_above_it() -> None:
+    """Neither in a string from which a module could be imported."""
+    for name, path in MODULES.items():
+        if _layer(name) == CORE:
+            found = [text for text in _strings(path) if _ABOVE_CORE.search(text)]
+            assert not found, f"{name} has {found}"
 
 
 def test_no_import_circle() -> None:
@@ -220,22 +224,19 @@ def test_reference_imports_only_torch(name: str) -> None:
 COMMANDS = ("fusedops.tune", "fusedops.doctor", "fusedops.__main__")
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith(COMMANDS)])
-def test_commands_are_not_imported(name: str) -> None:
-    for other, path in MODULES.items():
-        if not other.startswith(COMMANDS) and (other, name) != (
-            "fusedops",
-            "fusedops.tune.ondemand",
-        ):
-            assert name not in set(_imports(path)), f"{other} imports {name}"
+def test_commands_are_not_imported() -> None:
+    for name, target in _internal_imports():
+        if (name, target) != ("fusedops", "fusedops.tune.ondemand"):
+            assert name.startswith(COMMANDS) or not target.startswith(COMMANDS), (
+                f"{name} imports {target}"
+            )
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name.endswith(".spec")])
-def test_specs_are_not_imported(name: str) -> None:
+def test_specs_are_not_imported() -> None:
     """Samples are for tests, benchmarks and commands; a user's import must not load them."""
-    for other, path in MODULES.items():
-        if not other.endswith(".spec") and not other.startswith(COMMANDS):
-            assert name not in set(_imports(path)), f"{other} imports {name}"
+    for name, target in _internal_imports():
+        if not name.endswith(".spec") and not name.startswith(COMMANDS):
+            assert not target.endswith(".spec"), f"{name} imports {target}"
 
 
 # --- private names --------------------------------------------------------------------------------
@@ -333,25 +334,15 @@ def _private_names(path: Path) -> Iterator[tuple[str, str]]:
                 yield (private or [name])[0], name
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name not in _COMPAT])
-def test_private_names_are_in_compat(name: str) -> None:
+def test_private_names_are_in_compat() -> None:
     """A release that lacks one must change nothing but speed."""
-    path = MODULES[name].relative_to(PACKAGE).as_posix()
-    found = {
-        text
-        for private, text in _private_names(MODULES[name])
-        if not {("", private), (path, private)} & set(ALLOWED)
-    }
-    assert not found, f"{path} uses {sorted(found)}"
-
-
-def test_allowed_private_names_are_used() -> None:
-    used = {
-        (file, private)
-        for path in FILES
-        for private, _ in _private_names(path)
-        for file in ("", path.relative_to(PACKAGE).as_posix())
-    }
+    used = set()
+    for name, path in MODULES.items():
+        file = path.relative_to(PACKAGE).as_posix()
+        for private, text in _private_names(path):
+            allowed = {("", private), (file, private)}
+            used |= allowed
+            assert name in _COMPAT or allowed & set(ALLOWED), f"{file} uses {text}"
     assert set(ALLOWED) <= used
 
 
@@ -383,31 +374,26 @@ def _functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.argum
         yield from _functions(child, inner)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name in MODULES
-        if not _has_kernels(name) and not name.endswith((".launching", ".device"))
-    ],
-)
-def test_functions_take_few_arguments(name: str) -> None:
+def _count(arguments: ast.arguments) -> int:
+    every = (
+        *arguments.posonlyargs,
+        *arguments.args,
+        *arguments.kwonlyargs,
+        arguments.vararg,
+        arguments.kwarg,
+    )
+    return sum(arg is not None and arg.arg not in ("self", "cls", "ctx") for arg in every)
+
+
+def test_functions_take_few_arguments() -> None:
     """Kernels, and what launches them, take what they take."""
-    contracts, found = _contracts(), {}
-    for function, arguments in _functions(_nodes(MODULES[name])[0]):
-        every = (
-            *arguments.posonlyargs,
-            *arguments.args,
-            *arguments.kwonlyargs,
-            arguments.vararg,
-            arguments.kwarg,
-        )
-        names = [
-            arg.arg for arg in every if arg is not None and arg.arg not in ("self", "cls", "ctx")
-        ]
-        if len(names) > MOST_ARGUMENTS and function not in contracts:
-            found[function] = len(names)
-    assert not found, f"{name} has functions of more than {MOST_ARGUMENTS} arguments: {found}"
+    contracts, found = _contracts(), []
+    for name, path in MODULES.items():
+        if not _has_kernels(name) and not name.endswith((".launching", ".device")):
+            for function, arguments in _functions(_nodes(path)[0]):
+                if _count(arguments) > MOST_ARGUMENTS and function not in contracts:
+                    found.append(f"{name}.{function}")
+    assert not found, f"more than {MOST_ARGUMENTS} arguments: {found}"
 
 
 # --- importing ------------------------------------------------------------------------------------

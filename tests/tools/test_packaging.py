@@ -19,12 +19,9 @@ import pytest
 import fusedops
 from pages import ROOT, links
 
-pytestmark = [
-    pytest.mark.once,
-    pytest.mark.skipif(
-        importlib.util.find_spec("build") is None, reason="the package `build` is missing"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("build") is None, reason="the package `build` is missing"
+)
 
 # Not part of the source: what others make in a checkout.
 _LEFT_OUT = shutil.ignore_patterns(

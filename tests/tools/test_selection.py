@@ -6,6 +6,7 @@ It covers every value of each parameter, it is small, and always the same.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,6 @@ import mutants
 import selection
 from support import DTYPES, Case, cases
 
-pytestmark = pytest.mark.once
-
 
 @dataclass(frozen=True)
 class _Item:
@@ -29,9 +28,8 @@ class _Item:
     name: str
     params: dict[str, Any]
     mark: pytest.Mark | None = None
-    originalname: str = "test"
-    path: Path = Path("test_file.py")
     nodeid: str = "test_file.py::test"
+    path: Path = Path("test_file.py")
 
     __hash__ = object.__hash__
 
@@ -39,13 +37,20 @@ class _Item:
     def callspec(self) -> SimpleNamespace:
         return SimpleNamespace(params=self.params)
 
+    def iter_markers(self, name: str) -> Iterator[pytest.Mark]:
+        if self.mark is not None and self.mark.name == name:
+            yield self.mark
+
     def get_closest_marker(self, name: str) -> pytest.Mark | None:
-        return self.mark
+        return next(self.iter_markers(name), None)
 
 
-def _items(mark: pytest.Mark | None = None, **parameters: list[Any]) -> list[Any]:
+def _items(
+    mark: pytest.Mark | None = None, test: str = "test", **parameters: list[Any]
+) -> list[Any]:
+    nodeid = f"test_file.py::{test}"
     return [
-        _Item("-".join(map(str, values)), dict(zip(parameters, values, strict=True)), mark)
+        _Item("-".join(map(str, values)), dict(zip(parameters, values, strict=True)), mark, nodeid)
         for values in itertools.product(*parameters.values())
     ]
 
@@ -62,13 +67,6 @@ def test_every_value_occurs_in_few_cases() -> None:
     assert len(chosen) == 7  # of 280
 
 
-def test_every_operator_occurs_in_each_dtype() -> None:
-    items = _items(spec=["norm", "act"], dtype=[torch.float32, torch.float64], c=list(range(5)))
-    chosen = selection.shortened(items)
-    assert _pairs(chosen, "spec", "dtype") == _pairs(items, "spec", "dtype")
-    assert len(chosen) == 5
-
-
 def test_every_named_pair_of_values_occurs_in_few_cases() -> None:
     mark = pytest.mark.pairs("a b", "a c", "b c").mark
     items = _items(mark, a=list(range(7)), b=list("xyzuv"), c=[0.5, 1.5, 2.5, 3.5])
@@ -83,23 +81,50 @@ def test_the_choice_depends_on_no_order() -> None:
     assert set(selection.shortened(items)) == set(selection.shortened(items[::-1]))
 
 
-def test_few_cases_run_all() -> None:
-    items = _items(a=[1, 2], b=[1, 2], c=[1, 2])
-    assert selection.shortened(items) == items
+def test_every_row_of_a_short_table_occurs() -> None:
+    """Rows are examples; their values occur in others too."""
+    rows = [(1, 1), (1, 2), (2, 1), (2, 2)]
+    mark = pytest.mark.parametrize(("a", "b"), rows).mark
+    items: list[Any] = [
+        _Item(f"{a}-{b}-{c}", {"a": a, "b": b, "c": c}, mark) for a, b in rows for c in (1, 2, 3)
+    ]
+    chosen = selection.shortened(items)
+    assert len(chosen) == 4 and _pairs(chosen, "a", "b") == set(rows)
+    assert _pairs(chosen, "c") == {(1,), (2,), (3,)}
+
+
+def test_tests_share_the_specs() -> None:
+    specs = list(range(20))
+    tests = [_items(test=f"test_{i}", spec=specs, c=[1, 2]) for i in range(30)]
+    shares = [_pairs(selection.shortened(test), "spec") for test in tests]
+    assert {len(share) for share in shares} == {4}
+    assert set().union(*shares) == {(spec,) for spec in specs}
+
+
+def test_the_choice_depends_on_no_other_test() -> None:
+    tests = [_items(test=f"test_{i}", spec=list(range(20)), c=[1, 2]) for i in range(3)]
+    together = selection.shortened([item for test in tests for item in test])
+    assert together == [item for test in tests for item in selection.shortened(test)]
+
+
+def test_a_test_that_names_the_specs_takes_all() -> None:
+    mark = pytest.mark.pairs("spec").mark
+    tests = [_items(mark, test=f"test_{i}", spec=list(range(20))) for i in range(4)]
+    assert len(selection.shortened([item for test in tests for item in test])) == 80
+
+
+def test_the_mark_names_what_is_shared() -> None:
+    mark = pytest.mark.shared("name", most=2).mark
+    chosen = selection.shortened(_items(mark, name=list("abcdef"), c=[1, 2]))
+    assert len(_pairs(chosen, "name")) == 2 == len(_pairs(chosen, "c"))
 
 
 def test_the_mark_names_the_pairs_that_count() -> None:
-    alone, some = pytest.mark.pairs().mark, pytest.mark.pairs("a c").mark
+    mark = pytest.mark.pairs("a c").mark
     parameters: dict[str, list[Any]] = {"a": [1, 2, 3], "b": list(range(6)), "c": [1, 2]}
-    assert len(selection.shortened(_items(alone, **parameters))) == 6
-    chosen = selection.shortened(_items(some, **parameters))
+    assert len(selection.shortened(_items(**parameters))) == 6
+    chosen = selection.shortened(_items(mark, **parameters))
     assert len(_pairs(chosen, "a", "c")) == 6 and len(_pairs(chosen, "b")) == 6 and len(chosen) < 12
-
-
-def test_the_mark_names_the_parameters_that_count() -> None:
-    of = pytest.mark.pairs("a c", of="a c").mark
-    chosen = selection.shortened(_items(of, a=[1, 2], b=list(range(9)), c=[1, 2, 3]))
-    assert len(_pairs(chosen, "a", "c")) == 6 == len(chosen)
 
 
 def test_a_mark_that_names_no_parameter_is_refused() -> None:
@@ -107,19 +132,28 @@ def test_a_mark_that_names_no_parameter_is_refused() -> None:
         selection.shortened(_items(pytest.mark.pairs("a z").mark, a=[1, 2], b=[1, 2]))
 
 
-def test_values_are_tested_of_every_sample_and_dtype_of_every_spec() -> None:
-    mark = pytest.mark.pairs("spec dtype", "spec sample").mark  # as in test_values.py
+def _chosen_cases(*pairs: str) -> tuple[list[Case], list[Case]]:
+    """All cases of a test, and those that are chosen with this mark."""
+    mark = pytest.mark.pairs(*pairs).mark if pairs else None
     every: list[Case] = list(cases().args[1])
     items: list[Any] = [_Item(case.id, {"case": case}, mark) for case in every]
-    chosen = [item.params["case"] for item in selection.shortened(items)]
-    assert {(case.spec.name, case.name) for case in chosen} == {
-        (case.spec.name, case.name) for case in every
-    }
+    return every, [item.params["case"] for item in selection.shortened(items)]
+
+
+def test_a_case_has_any_sample() -> None:
+    every, chosen = _chosen_cases()
+    assert {case.dtype for case in chosen} == set(DTYPES) >= {torch.float64}
+    assert 3 <= len({case.spec.name for case in chosen}) <= len(chosen) == 4
+    assert not any(case.is_wide for case in chosen) and any(case.is_wide for case in every)
+
+
+def test_values_are_tested_of_every_sample_and_of_every_spec_in_each_dtype() -> None:
+    every, chosen = _chosen_cases("spec dtype", "sample")  # as in test_values.py
+    assert {case.name for case in chosen} == {case.name for case in every}
     assert {(case.spec.name, case.dtype) for case in chosen} == {
         (case.spec.name, case.dtype) for case in every
     }
-    assert len(chosen) < len(every) / 2
-    assert {case.dtype for case in chosen} == set(DTYPES) >= {torch.float64}
+    assert len(chosen) < len(every) / 5
 
 
 def test_any_two_names_are_in_and_out_of_a_subset() -> None:

@@ -11,11 +11,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import fusedops
-
-pytestmark = pytest.mark.once
 
 _PACKAGE = Path(fusedops.__file__).parent
 _FILES = sorted(_PACKAGE.rglob("*.py"))

@@ -22,8 +22,6 @@ from fusedops.norms import operator
 from fusedops.norms.ops import Save
 from fusedops.norms.reference import Rounding
 
-pytestmark = pytest.mark.once
-
 CLIENT = Path(typed_client.__file__)
 
 
