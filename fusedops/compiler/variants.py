@@ -16,7 +16,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -133,7 +133,7 @@ class Variants:
         post, exchange = None, "none"
         for kernel in self.kernels:
             key = self.tuning_key(kernel, bucket)
-            config = tuning.choose(key, device)
+            config = _holding(kernel, tuning.choose(key, device), cols)
             across = -(-cols // (config.columns if kernel.held else config.block_n))
             if kernel.exchanged and across > 1:
                 exchange = "wait" if launch.waits(device, self.program.acc, across) else "read"
@@ -311,6 +311,13 @@ class Variants:
         if kind in _OF_OPERANDS:
             return pointer_type(operand_of(self.program, kind, index).dtype)
         return "i32" if kind in _SMALL else "i64"
+
+
+def _holding(kernel: Kernel, config: tuning.Config, cols: int) -> tuning.Config:
+    """Return the config with as many tiles as hold a row, where programs cannot share it."""
+    if not kernel.held or kernel.shares or config.columns >= cols:
+        return config
+    return replace(config, parts=-(-cols // config.block_n))
 
 
 def _layout_of(kernel: Kernel) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import einops
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from fusedops.compiler.launching import chosen
+from fusedops.core.configs.tuning import forced
 from fusedops.core.configs.tuning_key import Config
 from fusedops.core.launches import launch
 from fusedops.core.launches.usage import usage_of
@@ -270,25 +271,44 @@ def test_integers_in_long_rows() -> None:
 
 
 @pytest.fixture
-def three_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Rows of 24 columns are three parts, as those of 1536 are."""
-    monkeypatch.setattr("fusedops.compiler.rows._LEAST_PART", 4)
-    monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))  # others are stored as one part
+def own_operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of other kernels are registered under names of the test's, as the process keeps them."""
+    monkeypatch.setattr(
+        "fusedops.compiler.operator._identifier", lambda name: request.node.originalname
+    )
+
+
+@pytest.fixture
+def held(own_operators: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 24 columns are in tiles side by side, as those of more than 256 are."""
+    monkeypatch.setattr("fusedops.compiler.codegen.WIDEST_TILE", 8)
+    monkeypatch.setattr("fusedops.compiler.configs.WIDEST_TILE", 8)
 
 
 @kernels
 @every
-@pytest.mark.usefixtures("three_parts")
-def test_three_parts(sample: RowwiseFunction) -> None:
-    """The masks are those of rows in one part."""
-    check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
+@pytest.mark.usefixtures("held")
+def test_tiles_side_by_side(sample: RowwiseFunction) -> None:
+    config = Config(16, 2, 1, parts=2)
+    with forced("rowwise_forward", config), forced("rowwise_backward", replace(config, per_sm=1)):
+        check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
+
+
+@kernels
+@every
+@pytest.mark.usefixtures("held")
+def test_rows_that_programs_share(sample: RowwiseFunction, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two programs a row, of which the second has idle lanes, where the kernel allows it."""
+    monkeypatch.setattr(launch, "waits", lambda index, acc, programs: False)
+    with forced("rowwise_backward", Config(16, 2, 1, 1, 1)):
+        check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
 
 
 @kernels
 @pytest.mark.parametrize("parts", [3, 5])
 @of("dropout_add_layer_norm", "gated_residual_norm", "swiglu_norm")
-def test_parts_of_ordinary_rows(sample: RowwiseFunction, parts: int) -> None:
-    """No tile of 512 or 1024 columns is read for 384 or 640, and what parts have in common is summed once."""
+def test_widths_without_idle_lanes(sample: RowwiseFunction, parts: int) -> None:
+    """No tile of 512 or 1024 columns is read for 384 or 640."""
     tensors = {
         name: torch.cat([t.repeat_interleave(16, -1)] * 2, -1)[
             ..., : t.shape[-1] // 24 * 128 * parts
@@ -297,10 +317,8 @@ def test_parts_of_ordinary_rows(sample: RowwiseFunction, parts: int) -> None:
     }
     function = rowwise(sample)
     check(sample, function, tensors)
-    explanation, source = function.explain(*tensors.values()), function.source(*tensors.values())
-    assert (explanation.columns, explanation.parts) == (128, parts)
-    alone = rowwise(sample).source(*sample.tensors(torch.float32, DEVICE).values())
-    assert source.count("axis=1") == alone.count("axis=1")
+    configs = [kernel.config for kernel in function.explain(*tensors.values()).kernels]
+    assert [config.columns for config in configs] == [128 * parts] * 2
 
 
 @kernels
@@ -327,19 +345,20 @@ def test_largest_elements_in_several_parts_share_a_gradient(cols: int) -> None:
 
 
 @kernels
-def test_longest_rows_in_three_parts() -> None:
-    """More columns than a program holds are not held in three parts either."""
+@pytest.mark.parametrize(
+    ("dtype", "cols", "forwards"),
+    [
+        (torch.bfloat16, 32768, 1),
+        (torch.bfloat16, 32769, 2),
+        (torch.float32, 16384, 1),
+        (torch.float32, 16385, 2),
+    ],
+)
+def test_longest_rows_that_a_forward_holds(dtype: torch.dtype, cols: int, forwards: int) -> None:
     function = fusedops.rowwise(lambda x: x - x.mean(-1, keepdim=True), strict=True)
-    parts = [function.explain(torch.empty(2, cols, device=DEVICE)).parts for cols in (12288, 24576)]
-    assert parts == [3, 1]
-
-
-@pytest.fixture
-def own_operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions of other kernels are registered under names of the test's, as the process keeps them."""
-    monkeypatch.setattr(
-        "fusedops.compiler.operator._identifier", lambda name: request.node.originalname
-    )
+    x = torch.empty(2, cols, device=DEVICE, dtype=dtype)
+    names = [kernel.name for kernel in function.explain(x).kernels]
+    assert [name.startswith("forward") for name in names].count(True) == forwards
 
 
 @kernels

@@ -94,6 +94,7 @@ def in_tiles() -> Iterator[None]:
     config = Config(16, 2, 1, 1, 1)
     with (
         mock.patch("fusedops.compiler.operator.LONGEST_ROW", 8),
+        mock.patch("fusedops.compiler.operator._LONGEST_ROW_16BIT", 8),
         mock.patch("fusedops.compiler.configs._of_long_rows", return_value=config),
     ):
         yield
