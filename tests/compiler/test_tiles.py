@@ -20,7 +20,7 @@ from fusedops.core.configs.tuning import forced
 from fusedops.core.configs.tuning_key import Config
 from fusedops.core.launches import launch
 from support import DEVICE, INTERPRETED
-from words import found_at_once
+from waiting_programs import found_at_once
 
 pytestmark = pytest.mark.kernels
 

@@ -13,7 +13,7 @@ from fusedops.core.configs.tuning_key import Config, block_holding
 from fusedops.core.spec import Sample, Spec
 from support import ALL_SPECS, DEVICE, INTERPRETED, Case, cases
 from tolerances import check_gradients, check_values
-from words import found_at_once
+from waiting_programs import found_at_once
 
 pytestmark = pytest.mark.kernels
 
