@@ -39,7 +39,8 @@ _REGISTERS = 49152
 # registers most values are spilled. That costs more memory traffic than the kernels of long rows,
 # which read each row twice.
 _MOST_LIVE = 150_000
-# The longest rows that programs share: eight programs of 8192 columns.
+# The longest rows that a program of a backward holds alone, and that eight programs share.
+_LONGEST_ALONE = 16384
 _LONGEST_SHARED = 65536
 _CONSTANTS = ("ACC", "N", "BLOCK_N", "ROWS", "VECTOR", "STAGES", "OVERLAP", "PERSISTENT")
 _ORDER = (
@@ -122,8 +123,8 @@ def backward_kernels(
     if not tiled or cols <= _LONGEST_SHARED:
         kernels = kernels_of(grouped=grouped, tiled=False)
         (kernel,) = kernels
-        fits = not tiled and kernel.live * block_holding(cols) <= _MOST_LIVE
-        if fits or (kernel.held and kernel.shares):
+        fits = cols <= _LONGEST_ALONE and kernel.live * block_holding(cols) <= _MOST_LIVE
+        if (fits and not tiled) or (kernel.held and kernel.shares):
             return kernels
     try:
         return kernels_of(grouped=False, tiled=True)
