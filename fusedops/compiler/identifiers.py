@@ -55,8 +55,11 @@ _RESERVED = {
     "VECTOR",
     "STAGES",
     "OVERLAP",
+    "PERSISTENT",
+    "INDEX",
     "PARTS",
     "EXACT",
+    "EARLY",
     "EXCHANGE",
     "COLUMNS",
     "WORDS",
@@ -81,6 +84,8 @@ _RESERVED = {
     "first",
     "part",
     "ahead",
+    "step",
+    "_",
     "float",
     "range",
     *_DEVICE,
@@ -103,7 +108,7 @@ class Identifiers:
         """Return a name that is not in use, as similar as possible."""
         name = _valid(name)
         while name in self._used or not name.isidentifier():
-            name = _following(name)
+            name = _valid(_following(name))
         self._used.add(name)
         return name
 

@@ -261,13 +261,12 @@ def _accumulate_online(
     Nothing is subtracted from an infinite maximum: rows may begin masked, and the difference of
     two infinities would be NaN.
     """
-    following = emitter.names.free("next")
+    larger = emitter.names.free("larger")
     base = f"{name}_base"
-    larger = maximum(name, emitter.reduced(node, emitter.reducible(node)))
-    body.append(f"{following} = {larger}")
-    body.append(f'{base} = tl.where({following} == float("-inf"), 0.0, {following})')
+    body.append(f"{larger} = {maximum(name, emitter.reduced(node, emitter.reducible(node)))}")
+    body.append(f'{base} = tl.where({larger} == float("-inf"), 0.0, {larger})')
     body.extend(f"{total} *= tl.exp({name} - {base})" for total in totals)
-    body.append(f"{name} = {following}")
+    body.append(f"{name} = {larger}")
 
 
 def _accumulate_exponentials(

@@ -54,6 +54,19 @@ def _gate(x: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
     return torch.tanh(x + bias) * gate
 
 
+def _own_names(
+    sum: Tensor,  # noqa: A002
+    step: Tensor,
+    _: Tensor,
+    EARLY: Tensor,
+    INDEX: Tensor,
+    PERSISTENT: Tensor,
+) -> Tensor:
+    """Names that kernels have of their own: the third sum over rows is ``sum2``."""
+    sum = torch.tanh(sum + EARLY) * step + _  # noqa: A001
+    return F.rms_norm(sum, sum.shape[-1:], INDEX, 1e-6) + PERSISTENT
+
+
 def _shapes(function: Callable[..., Any]) -> tuple[tuple[int, ...], ...]:
     row, vector = (_ROWS, _COLS), (_COLS,)
     return {
@@ -61,6 +74,7 @@ def _shapes(function: Callable[..., Any]) -> tuple[tuple[int, ...], ...]:
         _polynomial_norm: (row, vector),
         _scaled_softmax: (row, (_ROWS, 1)),
         _gate: (row, row, vector),
+        _own_names: (row, row, row, vector, vector, vector),
     }[function]
 
 
@@ -93,7 +107,7 @@ def _tuple(value: Any) -> list[Tensor]:
     return list(value) if isinstance(value, tuple) else [value]
 
 
-_FUNCTIONS = (_layer_norm, _polynomial_norm, _scaled_softmax, _gate)
+_FUNCTIONS = (_layer_norm, _polynomial_norm, _scaled_softmax, _own_names, _gate)
 
 
 @pytest.mark.parametrize("function", _FUNCTIONS)
@@ -118,7 +132,7 @@ def test_rows_that_programs_share(
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU programs run at the same time")
-@pytest.mark.parametrize("function", _FUNCTIONS[:3])
+@pytest.mark.parametrize("function", _FUNCTIONS[:4])
 def test_rows_whose_programs_wait(
     function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +144,7 @@ def test_rows_whose_programs_wait(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("function", _FUNCTIONS[:3])
+@pytest.mark.parametrize("function", _FUNCTIONS[:4])
 def test_programs_wait_on_a_gpu(function: Callable[..., Any]) -> None:
     assert launch.waits(0, torch.float32, 3)
     with forced("rowwise_forward", _WHOLE), forced("rowwise_backward", _SHARES):
