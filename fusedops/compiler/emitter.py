@@ -340,11 +340,11 @@ class Emitter:
     def live(self) -> int:
         """Return how many values along columns are live at a time, in the order of the lines.
 
-        Vectors before all tiles are always live.
+        Vectors before all tiles are always live, and so is what phases carry.
         """
         wide = self._wide_names()
         vectors = [line for line in self.invariant if line.partition(" = ")[0] in wide]
-        return _most_live(self.lines, wide) + len(vectors)
+        return _most_live(self.lines, wide) + len(vectors) + len(self.tiles)
 
     def is_reduced(self, node: Node) -> bool:
         """Whether a reduction passes over the columns of rows."""

@@ -34,6 +34,8 @@ from .structure import Operand
 
 __all__ = ["LaunchPlan", "Variants", "operand_of"]
 
+# More programs than any call has tiles of rows.
+_UNLIMITED = 1 << 31
 # How many other configs are tried for a kernel that Triton cannot compile with the chosen one.
 _MOST_OTHERS = 3
 
@@ -150,7 +152,10 @@ class Variants:
         # The most programs of a kernel whose programs have several tiles of rows: each
         # multiprocessor has one, or more.
         available = multiprocessors or launch.processors(device)
-        programs = [available * max(config.per_sm, 1) for config in configs_of]
+        programs = list(
+            itertools.starmap(_most_programs, zip(self.kernels, configs_of, strict=True))
+        )
+        programs = [min(available * each, _UNLIMITED) for each in programs]
         if exchange == "wait":
             # All programs of a cooperative launch run at the same time.
             programs[-1] = min(programs[-1], available * launch.resident(variants[-1]))
@@ -217,7 +222,7 @@ class Variants:
         elements = config.block_n * config.rows // (32 * config.warps)
         constants = {
             "VECTOR": vector if elements >= vector else 4,
-            "PERSISTENT": kernel.loops,
+            "PERSISTENT": kernel.loops and _most_programs(kernel, config) < _UNLIMITED,
             "EXCHANGE": exchange,
             "INDEX": triton_dtype(torch.int64 if wide else torch.int32),
         }
@@ -311,6 +316,16 @@ class Variants:
         if kind in _OF_OPERANDS:
             return pointer_type(operand_of(self.program, kind, index).dtype)
         return "i32" if kind in _SMALL else "i64"
+
+
+def _most_programs(kernel: Kernel, config: tuning.Config) -> int:
+    """Return the most programs of a multiprocessor.
+
+    Without sums over rows to add up, a program has one tile of rows, unless the config says more.
+    """
+    if config.per_sm == 0 and not kernel.sums:
+        return _UNLIMITED
+    return max(config.per_sm, 1)
 
 
 def _holding(kernel: Kernel, config: tuning.Config, cols: int) -> tuning.Config:

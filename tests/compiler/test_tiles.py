@@ -149,3 +149,28 @@ def test_programs_wait_on_a_gpu(function: Callable[..., Any]) -> None:
     assert launch.waits(0, torch.float32, 3)
     with forced("rowwise_forward", _WHOLE), forced("rowwise_backward", _SHARES):
         _check(function)
+
+
+def test_a_backward_without_sums_over_rows_has_a_program_for_each_tile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    build, grids = launch.build, list[int]()
+
+    def observed(kernel: Any, *args: Any, **more: Any) -> launch.Variant:
+        variant = build(kernel, *args, **more)
+
+        def launched(grid_x: int, *arguments: Any) -> None:
+            grids.append(grid_x)
+            variant(grid_x, *arguments)
+
+        return launched
+
+    monkeypatch.setattr(launch, "build", observed)
+    rows = 4 * launch.processors(0 if DEVICE.type == "cuda" else -1) + 1
+    x = torch.randn(rows, 300, device=DEVICE, requires_grad=True)
+    with (
+        forced("rowwise_forward", Config(512, 1, 4)),
+        forced("rowwise_backward", Config(512, 1, 4)),
+    ):
+        fusedops.rowwise(lambda x: torch.softmax(x, -1), strict=True)(x).sum().backward()
+    assert grids == [rows, rows]
