@@ -371,10 +371,8 @@ def _exchange(emitter: Emitter, phases: Phases, tile: _Tile, rows: Sequence[str]
         collected = f"collect_sums({place}, places, M, {two}, EXCHANGE, COLUMNS)"
         collect.append(f"{first}, {''.join(second) or '_'} = {collected}")
     swap = ["tile += ahead", *rows]
-    for node in _in_order(phases.carried):
-        tiles = emitter.tiles[node]
-        swap.insert(0, f"{tiles}, late_{tiles} = late_{tiles}, {tiles}")
-    for name in tile.numbers:
+    tiles = map(emitter.tiles.__getitem__, _in_order(phases.carried))
+    for name in (*tiles, *tile.numbers):
         swap.insert(0, f"{name}, late_{name} = late_{name}, {name}")
     return [
         *lines,

@@ -148,7 +148,7 @@ class Variants:
                 _, post = compiled(config, "post")
             variants.append(variant)
             configs_of.append(config)
-            columns.append(-(-cols // (config.columns if kernel.held else config.block_n)))
+            columns.append(across)
         # The most programs of a kernel whose programs have several tiles of rows: each
         # multiprocessor has one, or more.
         available = multiprocessors or launch.processors(device)
