@@ -108,7 +108,7 @@ def _moved_of_row(program: Program | None) -> tuple[int, int]:
     if program is None:
         return 0, 0
     plan, acc = program.plan, program.acc
-    how: dict[str, Any] = {"grouped": False, "tiled": program.tiled}
+    how: dict[str, Any] = {"group": (), "tiled": program.tiled}
     forward = forward_kernels(plan, acc, **how, saves=True)
     wanted = plan.differentiable
     backward = []

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ..core.launches.operand import Spacing
+from .axes import Label
 from .identifiers import Identifiers
 from .layouts import BY_ROW, RowLayout, offsets_along, row_layout, strides_of, times
 from .structure import Operand, Part, Structure, within
@@ -40,6 +41,8 @@ _MASKS = {
     (False, True): "in_cols",
     (False, False): "",
 }
+# Those of tiles of two parts, by whether an address varies along rows.
+_MASKS_OF_PAIRS = {True: "in_rows & in_pairs", False: "in_pairs"}
 
 
 @dataclass(frozen=True)
@@ -69,20 +72,22 @@ class Addresses:
     Attributes:
         arguments: by kind, index, and for a stride the kind of its tensor and the dimension.
         names: the names of the kernel.
-        grouped: whether axis 1 of the grid is groups of rows.
+        group: the row axes of groups of rows, which are axis 1 of the grid; () without groups.
         spacings: of tensors whose rows no single stride reaches.
         divides: whether rows are divided for an index, in the type INDEX.
+        pairs: whether a tile has the columns of two parts.
     """
 
     def __init__(
-        self, structure: Structure, names: Identifiers, *, grouped: bool, spacings: Spacings
+        self, structure: Structure, names: Identifiers, *, group: Label, spacings: Spacings
     ) -> None:
         self.structure = structure
         self.names = names
-        self.grouped = grouped
+        self.group = group
         self.spacings = spacings
         self.arguments: dict[tuple[str, int, str, int], Argument] = {}
         self.divides = False
+        self.pairs = False
         self._indexed_axes: set[int] = set()  # the row axes whose index is used
 
     def argument(self, kind: str, index: int, name: str, of: str = "", dim: int = -1) -> str:
@@ -96,7 +101,7 @@ class Addresses:
 
     def varies_by_row(self, operand: Operand) -> bool:
         """Whether tiles of rows have different elements of an operand."""
-        return row_layout(self.structure, operand, self.grouped) in BY_ROW
+        return row_layout(self.structure, operand, self.group) in BY_ROW
 
     def number_of_rows(self, kind: str, index: int) -> str:
         """Return the address of a number of each row.
@@ -107,7 +112,7 @@ class Addresses:
             stats = [number 0 of all rows | number 1 of all rows | ...]
         """
         pointer = self.argument(kind, 0, kind)
-        total = "M * groups" if self.grouped else "M"
+        total = "M * groups" if self.group else "M"
         if index:
             return f"{pointer} + {index} * {total} + rows"
         return f"{pointer} + rows"
@@ -121,6 +126,7 @@ class Addresses:
         *,
         full: bool = False,
         element: str = "",
+        paired: bool = False,
     ) -> tuple[str, str]:
         """Return the address of a tile of an operand, or of an element of each row; and its mask.
 
@@ -131,21 +137,27 @@ class Addresses:
             part: the part of a row.
             full: whether the tile has all its columns, so that none is masked.
             element: the index of an element; "" for a tile.
+            paired: whether the tile has the columns of two parts in turn: see `pair_axis`.
         """
         structure = self.structure
         # Arguments are named in the order of these calls.
         pointer = self.argument(kind, index, _PREFIXES.get(kind, "") + operand.name)
-        layout = row_layout(structure, operand, self.grouped)
+        layout = row_layout(structure, operand, self.group)
         strides, _ = strides_of(structure, operand)
         columns = within(structure.columns, strides)
         terms = [pointer, *self._row_terms(kind, index, operand, layout)]
         if columns and element:
             terms.append(times(element, strides[columns[0]]))
+        elif paired:
+            terms.append("pairs")
+            self.pairs = True
         elif columns:
             terms.append(offsets_along(structure, strides))
         terms += self._part_offsets(operand, part)
         by_column = bool(columns) and not (element or full)
         mask = _MASKS[layout in BY_ROW, by_column]
+        if paired and by_column:
+            mask = _MASKS_OF_PAIRS[layout in BY_ROW]
         if layout == "group" and not mask:
             # The last programs may have no group. A mask has the shape of the address: a block for
             # an element, a scalar for a group's number.
@@ -239,6 +251,41 @@ class Addresses:
 
     def _size(self, axis: int) -> str:
         return self.argument("size", axis, f"size{axis}")
+
+    # --- rows of a tile ---------------------------------------------------------------------------
+
+    def row_lines(self) -> list[str]:
+        """Return the lines that compute the rows of a tile, and the indices that are used."""
+        lines = ["places = rows_of(tile, ROWS)"]
+        if self.group:
+            lines.append("in_rows = (places < M)[:, None] & in_groups")
+            lines.append(f"numbers = {self._row_of_group()}")
+            lines.append("rows = numbers[:, None]")
+        else:
+            lines.append("in_rows = (places < M)[:, None]")
+            lines.append("rows = places[:, None]")
+        return [*lines, *self.indices()]
+
+    def _row_of_group(self) -> str:
+        """Return the number of a row among all, of its place in a group.
+
+        With rows (batch, sequence, heads), for groups of one
+
+            batch       group * M + places
+            head        places * groups + group
+            sequence    (places // heads * groups + group) * heads + places % heads
+        """
+        rows = self.structure.rows
+        if self.group[0] == rows[0]:
+            return "group * M + places"
+        inner = rows[rows.index(self.group[-1]) + 1 :]
+        if not inner:
+            return "places * groups + group"
+        self.divides = True
+        size = f"({product(map(self._size, inner))})"
+        divisor = f"{size}.to(INDEX)"
+        outer = f"(places.to(INDEX) // {divisor}).to(tl.int64)"
+        return f"({outer} * groups + group) * {size} + places.to(INDEX) % {divisor}"
 
     # --- indices of rows --------------------------------------------------------------------------
 

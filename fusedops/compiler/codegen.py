@@ -18,16 +18,17 @@ import torch
 
 from ..core.configs.tuning_key import block_holding
 from .addresses import EVEN, Argument, Spacings
+from .axes import Label
 from .emitter import Emitter
 from .errors import NotRowwiseError
 from .ir import Node, reachable
 from .kernel import Kernel, source_of
-from .layouts import row_layout, unreduced
+from .layouts import pair_axis, paired, row_layout, unreduced
 from .partials import stores_of_partials
-from .passes import COLUMNS, IN_COLUMNS, MASK, emit_passes, moments_of
+from .passes import emit_passes, moments_of
 from .phases import WIDEST_TILE, held_body, phases_of
 from .planning import Plan
-from .rows_of_programs import GROUP_LINES, IN_GROUPS, program_line, row_lines, row_sum
+from .rows_of_programs import GROUP_LINES, MASK, program_line, row_sum
 from .structure import Operand, Part, Structure
 from .text import indented
 
@@ -58,13 +59,16 @@ _ORDER = (
 
 @dataclass(frozen=True)
 class _Store:
-    """One write of a kernel: a part of a tensor, or with ``kind`` "stats" a number of each row."""
+    """One write of a kernel: a part of a tensor, or with ``kind`` "stats" a number of each row.
+
+    Two parts that alternate in memory are one write of two nodes: see `layouts.pair_axis`.
+    """
 
     kind: str
     index: int
     operand: Operand | None
     part: Part
-    node: Node
+    nodes: tuple[Node, ...]
 
 
 # A gradient that is summed over rows: the input, its part, and the value that is summed.
@@ -75,7 +79,7 @@ def forward_kernels(
     plan: Plan,
     acc: torch.dtype,
     *,
-    grouped: bool,
+    group: Label,
     tiled: bool,
     saves: bool,
     spacings: Spacings = EVEN,
@@ -84,28 +88,36 @@ def forward_kernels(
     structure = plan.structure
     stores: list[_Store] = []
     for number, operand in enumerate(structure.outputs):
-        stores += _stores_of_parts("output", number, operand, structure.results[number])
+        parts = structure.results[number]
+        stores += _stores_of_parts(structure, "output", number, operand, parts)
     # An intermediate that is one of the outputs is written already.
     if saves and plan.intermediate_output < 0:
         own = plan.intermediate_operand
-        stores += _stores_of_parts("intermediate", 0, own, plan.intermediate)
+        if own is not None:
+            stores += _stores_of_parts(structure, "intermediate", 0, own, plan.intermediate)
     if saves:
         for index, node in enumerate(plan.stats):
-            stores.append(_Store("stats", index, None, (), node))
-    return _Writer(plan, acc, "forward", grouped, tiled, spacings).kernels(stores, [])
+            stores.append(_Store("stats", index, None, (), (node,)))
+    return _Writer(plan, acc, "forward", group, tiled, spacings).kernels(stores, [])
 
 
 def _stores_of_parts(
-    kind: str, index: int, operand: Operand | None, parts: Mapping[Part, Node]
+    structure: Structure, kind: str, index: int, operand: Operand, parts: Mapping[Part, Node]
 ) -> list[_Store]:
-    return [_Store(kind, index, operand, part, node) for part, node in parts.items()]
+    axis = pair_axis(structure, operand)
+    stores: dict[Part, _Store] = {}
+    for part, node in parts.items():
+        first = part if axis is None else paired(part, axis)[0]
+        nodes = (*stores[first].nodes, node) if first in stores else (node,)
+        stores[first] = _Store(kind, index, operand, first, nodes)
+    return list(stores.values())
 
 
 def backward_kernels(
     plan: Plan,
     acc: torch.dtype,
     *,
-    grouped: bool,
+    group: Label,
     tiled: bool,
     cotangents: Sequence[int],
     wanted: Sequence[int],
@@ -121,43 +133,43 @@ def backward_kernels(
     )
     cols = plan.structure.cols
     if not tiled or cols <= _LONGEST_SHARED:
-        kernels = kernels_of(grouped=grouped, tiled=False)
+        kernels = kernels_of(group=group, tiled=False)
         (kernel,) = kernels
         fits = cols <= _LONGEST_ALONE and kernel.live * block_holding(cols) <= _MOST_LIVE
         if (fits and not tiled) or (kernel.held and kernel.shares):
             return kernels
     try:
-        return kernels_of(grouped=False, tiled=True)
+        return kernels_of(group=(), tiled=True)
     except NotRowwiseError:  # no kernel of long rows computes it
-        return kernels_of(grouped=grouped, tiled=tiled)
+        return kernels_of(group=group, tiled=tiled)
 
 
 def _backward_kernels(
     plan: Plan,
     acc: torch.dtype,
     *,
-    grouped: bool,
+    group: Label,
     tiled: bool,
     cotangents: Sequence[int],
     wanted: Sequence[int],
     spacings: Spacings,
 ) -> list[Kernel]:
     structure = plan.structure
-    writer = _Writer(plan, acc, "backward", grouped, tiled, spacings)
+    writer = _Writer(plan, acc, "backward", group, tiled, spacings)
     gradients = plan.gradients(cotangents, wanted)
     stores: list[_Store] = []
     sums: list[_Sum] = []
     for index in wanted:
         operand = structure.inputs[index]
         parts = _complete(structure, operand, gradients.get(index, {}))
-        target = _gradient_target(structure, operand, grouped)
+        target = _gradient_target(structure, operand, group)
         if target == "sum":
             sums += [(index, part, node) for part, node in parts.items()]
             continue
         if target == "whole":
             writer.written[index] = None
             operand = unreduced(structure, operand, acc)
-        stores += _stores_of_parts("gradient", index, operand, parts)
+        stores += _stores_of_parts(structure, "gradient", index, operand, parts)
     return writer.kernels(stores, sums)
 
 
@@ -171,7 +183,7 @@ def _complete(
     return parts
 
 
-def _gradient_target(structure: Structure, operand: Operand, grouped: bool) -> str:
+def _gradient_target(structure: Structure, operand: Operand, group: Label) -> str:
     """Return how an input's gradient leaves the kernel.
 
     Returns "store" for a gradient that is stored, "sum" for one that the programs sum over rows,
@@ -181,15 +193,15 @@ def _gradient_target(structure: Structure, operand: Operand, grouped: bool) -> s
         (batch, sequence, 64)   store
         (sequence, batch, 64)   store: it is permuted, and has all rows
         (64,)                   sum
-        (batch, 64)             sum if grouped, else whole
-        (sequence, 64)          whole
+        (batch, 64)             sum if they are groups, else whole
+        (sequence, 64)          sum if they are groups, else whole
         (8,) of columns (8, 8)  whole
     """
     # Sums have all columns or none.
     has_all_columns = set(structure.columns) <= set(operand.axes)
     if structure.has_columns(operand) and not has_all_columns:
         return "whole"
-    layout = row_layout(structure, operand, grouped)
+    layout = row_layout(structure, operand, group)
     if layout == "indexed":
         has_all_rows = set(structure.rows) <= set(operand.axes)
         return "store" if has_all_rows else "whole"
@@ -209,7 +221,7 @@ class _Writer:
         plan: Plan,
         acc: torch.dtype,
         direction: str,
-        grouped: bool,
+        group: Label,
         tiled: bool,
         spacings: Spacings,
     ) -> None:
@@ -218,7 +230,8 @@ class _Writer:
         self.direction = direction
         self.spacings = spacings
         # Axis 1 of the grid is groups or tiles of columns: it cannot be both.
-        self.grouped = grouped and not tiled
+        self.group = () if tiled else group
+        self.grouped = bool(self.group)
         self.tiled = tiled
         self.structure = plan.structure
         self.written: dict[int, None] = {}
@@ -260,7 +273,7 @@ class _Writer:
 
     def _emitter(self) -> Emitter:
         """Return an emitter that reads what the forward saved instead of computing it."""
-        emitter = Emitter(self.plan, self.acc, grouped=self.grouped, spacings=self.spacings)
+        emitter = Emitter(self.plan, self.acc, group=self.group, spacings=self.spacings)
         if self.direction == "forward":
             return emitter
         for part, node in self.plan.intermediate.items():
@@ -295,9 +308,9 @@ class _Writer:
 
     def _store(self, emitter: Emitter, store: _Store) -> None:
         if store.operand is None:
-            emitter.store_number(store.kind, store.index, store.node)
+            emitter.store_number(store.kind, store.index, *store.nodes)
         else:
-            emitter.store(store.kind, store.index, store.operand, store.part, store.node)
+            emitter.store(store.kind, store.index, store.operand, store.part, store.nodes)
 
     def _kernel(self, emitter: Emitter, stores: Sequence[_Store], sums: Sequence[_Sum]) -> Kernel:
         """Return the kernel of whole rows, or of one tile of columns in each program."""
@@ -308,17 +321,22 @@ class _Writer:
         # Numbers of rows are stored as soon as they are computed: see `Emitter.stores_after`.
         for store in itertools.filterfalse(self._is_wide, stores):
             write = functools.partial(self._store, emitter, store)
-            emitter.stores_after.setdefault(store.node, []).append(write)
+            emitter.stores_after.setdefault(store.nodes[0], []).append(write)
         for store in stores:
-            emitter.value(store.node)
+            for node in store.nodes:
+                emitter.value(node)
             if self._is_wide(store):
                 self._store(emitter, store)
         for slot, (_, _, node) in enumerate(sums):
             value = emitter.value(node)
             # A constant is zero: no cotangent reaches the input.
-            if node.op != "const":
-                # Rows beyond the last are loaded as zeros, of which a value may be anything.
-                emitter.lines.append(f"sum{slot} += {row_sum(value, grouped=self.grouped)}")
+            if node.op == "const":
+                continue
+            # Rows beyond the last are loaded as zeros, of which a value may be anything.
+            if self.tiled:
+                emitter.lines.append(f"sum{slot} += {row_sum(value, grouped=False)}")
+            else:
+                emitter.lines.append(f"sum{slot} += tl.where(in_rows, {value}, 0)")
         slots = [(index, part) for index, part, _ in sums]
         return self._assembled(emitter, f"{self.direction}_kernel", slots)
 
@@ -326,17 +344,17 @@ class _Writer:
         self, emitter: Emitter, stores: Sequence[_Store], sums: Sequence[_Sum]
     ) -> Kernel:
         """Return the kernel of rows, or shares of them, in tiles side by side: see `phases`."""
-        writes: list[tuple[Node, Callable[[], None]]] = []
+        writes: list[tuple[tuple[Node, ...], Callable[[], None]]] = []
         for store in stores:
             write = functools.partial(self._store, emitter, store)
             if self._is_wide(store):
-                writes.append((store.node, write))
+                writes.append((store.nodes, write))
             else:  # see `Emitter.stores_after`
-                emitter.stores_after.setdefault(store.node, []).append(write)
-        stored = [store.node for store in stores]
+                emitter.stores_after.setdefault(store.nodes[0], []).append(write)
+        stored = [store.nodes for store in stores]
         summed = [node for _, _, node in sums]
         phases = phases_of(stored, summed, emitter, exchanges=self.direction == "backward")
-        body = held_body(emitter, phases, writes, sums, stored)
+        body = held_body(emitter, phases, writes, sums, _roots(stores, []))
         return self._finished(
             emitter,
             f"{self.direction}_kernel",
@@ -373,21 +391,27 @@ class _Writer:
         """
         by_row = name.endswith("moments_kernel")
         inputs = self.structure.inputs
-        body = [] if by_row else self._column_lines()
-        if self.grouped:
-            body += [*GROUP_LINES, IN_GROUPS]
+        body = list(GROUP_LINES) if self.grouped else []
+        if not by_row:
+            body += self._column_lines(emitter)
         body += emitter.invariant
+        # The lanes of narrow tiles have different rows: what they add up is summed in the end.
+        rows = "1" if self.tiled else "ROWS"
         for slot, (index, _) in enumerate(sums):
             columns = "BLOCK_N" if self.structure.has_columns(inputs[index]) else "1"
-            body.append(f"sum{slot} = tl.zeros((1, {columns}), ACC)")
-        tile_lines = [*row_lines(self.grouped), *emitter.addresses.indices(), *emitter.lines]
+            body.append(f"sum{slot} = tl.zeros(({rows}, {columns}), ACC)")
+        tile_lines = emitter.addresses.row_lines()
         if not by_row:  # in a loop over tiles of columns the mask is one of each tile
-            tile_lines.insert(len(row_lines(self.grouped)), MASK)
+            tile_lines.append(MASK)
+        tile_lines += emitter.lines
         if sums:
             # Programs that sum over rows take several tiles, so that there are few partial sums.
             body.append("tiles = tl.cdiv(M, ROWS).to(tl.int32)")
             body.append(_TILES)
             body += indented(tile_lines)
+            if not self.tiled:
+                for slot in range(len(sums)):
+                    body.append(f"sum{slot} = tl.sum(sum{slot}, axis=0, keep_dims=True)")
             body += program_line(self.grouped)
             body += stores_of_partials(self.structure, sums)
         else:
@@ -426,7 +450,7 @@ class _Writer:
             name,
             source_of(name, arguments, constants, [*first, *body]),
             tuple(arguments),
-            grouped=self.grouped,
+            group=self.group,
             sums=tuple(sums),
             written=tuple(self.written),
             moved=tuple(emitter.moved),
@@ -456,10 +480,10 @@ class _Writer:
             arguments.append(Argument("groups", "groups"))
         return arguments
 
-    def _column_lines(self) -> list[str]:
+    def _column_lines(self, emitter: Emitter) -> list[str]:
         """Return the lines that compute the columns of a program that has one tile of them."""
         start = "tl.program_id(1) * BLOCK_N" if self.tiled else "0"
-        return [f"start = {start}", COLUMNS, IN_COLUMNS]
+        return [f"start = {start}", *emitter.column_lines()]
 
 
 # The loop of a program over its tiles of rows. With P programs, program p has the tiles p, p + P,
@@ -468,7 +492,8 @@ _TILES = "for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_
 
 
 def _roots(stores: Sequence[_Store], sums: Sequence[_Sum]) -> list[Node]:
-    return [*[store.node for store in stores], *[node for _, _, node in sums]]
+    stored = [store.nodes for store in stores]
+    return [*itertools.chain(*stored), *[node for _, _, node in sums]]
 
 
 def _drops(arguments: Iterable[Argument]) -> bool:

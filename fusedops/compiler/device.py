@@ -14,6 +14,20 @@ def inside_row(cols, FULL: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def split_pairs(tile):
+    """Return the even and the odd columns of a tile, each of half as many."""
+    return tl.split(tl.reshape(tile, (tile.shape[0], tile.shape[1] // 2, 2)))
+
+
+@triton.jit
+def join_pairs(even, odd, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the tile with these even and odd columns, ``COLUMNS`` of each."""
+    even = tl.broadcast_to(even, (ROWS, COLUMNS))
+    odd = tl.broadcast_to(odd, (ROWS, COLUMNS))
+    return tl.reshape(tl.join(even, odd), (ROWS, 2 * COLUMNS))
+
+
+@triton.jit
 def sum_of_rows(value, in_rows, ALL: tl.constexpr):
     """Return the sum of a tile over its rows: over those that exist, unless ``ALL`` do.
 

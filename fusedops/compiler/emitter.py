@@ -21,11 +21,13 @@ import torch
 
 from ..core.activations import ACTIVATIONS
 from .addresses import Addresses, Spacings
+from .axes import Label
 from .identifiers import Identifiers
 from .ir import BINARY, COMPARISONS, REDUCTIONS, Node, computed_of, reachable
-from .layouts import column_index
+from .layouts import column_index, pair_axis, paired
 from .literals import KINDS, as_tensor, filled, literal, neutral
 from .planning import Plan
+from .rows_of_programs import column_lines
 from .structure import Operand, Part
 from .text import indented
 
@@ -124,13 +126,13 @@ class Emitter:
             stored: the pass that removes layout conversions uses a value ahead of its definition.
     """
 
-    def __init__(self, plan: Plan, acc: torch.dtype, *, grouped: bool, spacings: Spacings) -> None:
+    def __init__(self, plan: Plan, acc: torch.dtype, *, group: Label, spacings: Spacings) -> None:
         self.plan = plan
         self.structure = plan.structure
         self.acc = acc
-        self.grouped = grouped
+        self.grouped = bool(group)
         self.names = Identifiers()
-        self.addresses = Addresses(plan.structure, self.names, grouped=grouped, spacings=spacings)
+        self.addresses = Addresses(plan.structure, self.names, group=group, spacings=spacings)
         self.flat = False
         self.invariant: list[str] = []
         self.lines: list[str] = []
@@ -153,6 +155,7 @@ class Emitter:
         self._literals: set[str] = set()  # the texts of values that are written as numbers
         self._by_row: dict[Node, bool] = {}
         self._known: dict[str, str] = {}  # from an expression to its name
+        self._pairs: dict[str, str] = {}  # from a load of two parts to its name
 
     # --- values -----------------------------------------------------------------------------------
 
@@ -318,6 +321,11 @@ class Emitter:
         self.tuples = []
         self.full = full
 
+    def column_lines(self, inside: str = "{} < {}", *, masked: bool = True) -> list[str]:
+        """Return the lines that compute the columns of a tile: see `rows_of_programs`."""
+        pairs = self.addresses.pairs
+        return column_lines(inside, masked=masked, grouped=self.grouped, pairs=pairs)
+
     def close_columns(self, *header: str) -> None:
         """End the body of the loop that ``header`` begins."""
         assert self.body is not None
@@ -330,6 +338,7 @@ class Emitter:
 
     def _forget(self, ended: set[str]) -> None:
         """Take names out of scope: the next pass over the columns computes them again."""
+        self._pairs = {}
         self.named = _without_names(self.named, ended)
         self._known = _without_names(self._known, ended)
 
@@ -528,7 +537,7 @@ class Emitter:
         if source == "intermediate":
             operand = self.plan.intermediate_operand
             assert operand is not None
-            return self._load("intermediate", 0, operand, self.intermediate_parts[node])
+            return self._load(node, "intermediate", 0, operand, self.intermediate_parts[node])
         kind, index = source.split()
         number = (
             f"tl.load({self.addresses.number_of_rows(kind, int(index))}, mask=in_rows, other=0)"
@@ -539,7 +548,7 @@ class Emitter:
 
     def _input(self, node: Node, args: Sequence[str]) -> str:
         index, part = node.attrs
-        return self._load("input", index, self.structure.inputs[index], part)
+        return self._load(node, "input", index, self.structure.inputs[index], part)
 
     def _cotangent(self, node: Node, args: Sequence[str]) -> str:
         index, part = node.attrs
@@ -547,7 +556,7 @@ class Emitter:
         is_output = index < len(self.structure.outputs)
         operand = self.structure.outputs[index] if is_output else self.plan.intermediate_operand
         assert operand is not None
-        return self._load("cotangent", index, operand, part)
+        return self._load(node, "cotangent", index, operand, part)
 
     def _iota(self, node: Node, args: Sequence[str]) -> str:
         """Return the index along an axis."""
@@ -570,7 +579,7 @@ class Emitter:
             size = structure.sizes[axis]
             parts *= size
             part_index = part_index * size + dict(part).get(axis, 0)
-        rows = "(group * M + places)" if self.grouped else "places"
+        rows = "numbers" if self.grouped else "places"
         if parts > 1:
             rows = f"{rows} * {parts} + {part_index}"
         offset = f"offset + {number << 48}" if number else "offset"
@@ -585,15 +594,26 @@ class Emitter:
 
     # --- memory -----------------------------------------------------------------------------------
 
-    def store(self, kind: str, index: int, operand: Operand, part: Part, node: Node) -> None:
-        """Write a part of a tensor."""
-        value = self.value(node)
-        address, mask = self.addresses.tile(kind, index, operand, part, full=self.full)
-        self._count(operand)
+    def store(
+        self, kind: str, index: int, operand: Operand, part: Part, nodes: Sequence[Node]
+    ) -> None:
+        """Write a part of a tensor, or two that alternate in memory."""
+        are_paired = len(nodes) > 1
+        address, mask = self.addresses.tile(
+            kind, index, operand, part, full=self.full, paired=are_paired
+        )
         pointer = self.addresses.arguments[kind, index, "", -1].name
-        if value in self._literals:
-            value = filled(value, node.kind)
-        stored = f"tl.store({address}, {value}.to({pointer}.dtype.element_ty), mask={mask})"
+        values = []
+        for node in nodes:
+            value = self.value(node)
+            if value in self._literals:
+                value = filled(value, node.kind)
+            values.append(f"{value}.to({pointer}.dtype.element_ty)")
+            self._count(operand)
+        stored = ", ".join(values)
+        if are_paired:
+            stored = f"join_pairs({stored}, ROWS, BLOCK_N)"
+        stored = f"tl.store({address}, {stored}, mask={mask})"
         # A number of a row is stored once, not for each tile of columns.
         if self.body is None or mask == "in_rows":
             self.lines.append(stored)
@@ -607,10 +627,14 @@ class Emitter:
             f"tl.store({self.addresses.number_of_rows(kind, index)}, {value}, mask=in_rows)"
         )
 
-    def _load(self, kind: str, index: int, operand: Operand, part: Part) -> str:
-        address, mask = self.addresses.tile(kind, index, operand, part, full=self.full)
+    def _load(self, node: Node, kind: str, index: int, operand: Operand, part: Part) -> str:
         self.read += self._count(operand)
-        loaded = f"tl.load({address}, mask={mask}, other=0)" if mask else f"tl.load({address})"
+        axis = pair_axis(self.structure, operand)
+        if axis is not None:
+            first, place = paired(part, axis)
+            pair = self._pair(node, kind, index, operand, first)
+            return f"{pair}[{place}]{_READ_AS[operand.kind]}"
+        loaded = self._loaded(kind, index, operand, part)
         if self.structure.has_columns(operand) or self.addresses.varies_by_row(operand):
             return loaded + _READ_AS[operand.kind]
         # The address is one pointer, and the loaded value a scalar. Triton's interpreter cannot
@@ -621,6 +645,24 @@ class Emitter:
         if operand.kind == "bool":
             return f"{block} != 0"
         return block
+
+    def _loaded(
+        self, kind: str, index: int, operand: Operand, part: Part, *, paired: bool = False
+    ) -> str:
+        """Return the load of a tile."""
+        address, mask = self.addresses.tile(
+            kind, index, operand, part, full=self.full, paired=paired
+        )
+        return f"tl.load({address}, mask={mask}, other=0)" if mask else f"tl.load({address})"
+
+    def _pair(self, node: Node, kind: str, index: int, operand: Operand, first: Part) -> str:
+        """Return the variable of two parts that alternate in memory, which one line loads."""
+        loaded = self._loaded(kind, index, operand, first, paired=True)
+        if loaded not in self._pairs:
+            self._pairs[loaded] = self.names.free(f"{operand.name}_pair")
+            line = f"{self._pairs[loaded]} = split_pairs({loaded})"
+            self._lines_for(node).append(line)
+        return self._pairs[loaded]
 
     def _element(self, node: Node) -> str:
         """Return an element of each row; zero where its index is out of range."""

@@ -19,10 +19,10 @@ from ..core.calls.call import run
 from ..core.compat.dispatch import any_autocast_enabled, in_forward_mode, transforms
 from ..core.compat.dynamo import constant_when_traced, is_exporting
 from ..core.launches import launch
-from .codegen import backward_kernels, forward_kernels
 from .errors import NotRowwiseError
 from .explanation import Explanation, explained
 from .guards import Guards
+from .launching import kernels_of
 from .objects import PLAIN
 from .operator import Program, RowwiseConstants
 from .programs import Programs, is_dense, tensors_of
@@ -322,15 +322,8 @@ class Rowwise(Generic[_P, _R]):
         arguments = self._positional(args, kwargs)
         autocast = any_autocast_enabled() and _autocast()
         match = self._programs.find(arguments, autocast)
-        program = match.program
-        plan = match.program.plan
-        grouped = program.is_grouped(self._tensors(arguments, match.look, match.captured))
-        layout: dict[str, Any] = {"grouped": grouped, "tiled": program.tiled}
-        outputs = list(range(program.count))
-        wanted = list(plan.differentiable)
-        kernels = forward_kernels(plan, program.acc, **layout, saves=True)
-        kernels += backward_kernels(plan, program.acc, **layout, cotangents=outputs, wanted=wanted)
-        return "\n\n".join([kernel.source for kernel in kernels])
+        tensors = self._tensors(arguments, match.look, match.captured)
+        return "\n\n".join([kernel.source for kernel in kernels_of(match.program, tensors)])
 
     # --- calls ------------------------------------------------------------------------------------
 

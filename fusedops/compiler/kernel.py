@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .addresses import Argument
+from .axes import Label
 from .structure import Part
 from .text import indented
 
@@ -25,7 +26,7 @@ class Kernel:
         name: of its function.
         source: of it.
         arguments: in order.
-        grouped: whether axis 1 of the grid is the groups of rows.
+        group: the row axes of groups of rows, which are axis 1 of the grid; () without groups.
         tiled: whether axis 1 of the grid is tiles of columns.
         sums: the inputs whose gradients are sums over rows, with their parts, in the order of their
             slots.
@@ -46,7 +47,7 @@ class Kernel:
     name: str
     source: str
     arguments: tuple[Argument, ...]
-    grouped: bool = False
+    group: Label = ()
     tiled: bool = False
     sums: tuple[tuple[int, Part], ...] = ()
     written: tuple[int, ...] = ()

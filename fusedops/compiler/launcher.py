@@ -159,8 +159,8 @@ class Launcher:
         if any(kernel.divides for kernel in self.kernels):
             wide = "wide"
             lines.append(f"wide = rows >= {_NARROW}")
-        if self.last.grouped:
-            lines += [f"groups = {self._product(self.program.group)}", "rows //= groups"]
+        if self.last.group:
+            lines += [f"groups = {self._product(self.last.group)}", "rows //= groups"]
         # The low bits of addresses and strides are collected: the variant for aligned tensors needs
         # multiples of 16.
         lines += [
@@ -196,7 +196,7 @@ class Launcher:
                 most = f"max({most} // {across}, 1)"
             lines.append(f"programs = min(programs, {most})")
         if kernel.sums:
-            count = "programs * groups" if kernel.grouped else "programs"
+            count = "programs * groups" if kernel.group else "programs"
             shape = f"{count}, {len(kernel.sums)}, {self.structure.cols}"
             lines.append(f"partials = {self.like[0]}.new_empty({shape}, dtype={self.program.acc})")
         passed = f"(programs, {across}, {self._passed(kernel)})"
@@ -219,7 +219,7 @@ class Launcher:
     def _across(self, number: int) -> str:
         """Return the programs along axis 1 of the grid, as an expression."""
         kernel = self.kernels[number]
-        if kernel.grouped:
+        if kernel.group:
             return "groups"
         return f"plan.columns[{number}]" if kernel.tiled or kernel.held else "1"
 
@@ -227,7 +227,7 @@ class Launcher:
         """Return the launch of the reduction: tiles of columns, then slots and groups."""
         slots = len(self.last.sums)
         cols = self.structure.cols
-        across = f"{slots} * groups" if self.last.grouped else slots
+        across = f"{slots} * groups" if self.last.group else slots
         return f"plan.reduce(-(-{cols} // plan.reduce_block), {across}, {self._passed(reduce)})"
 
     def _passed(self, kernel: Kernel) -> str:
@@ -247,7 +247,7 @@ class Launcher:
         is_of_reduction = kernel is self.reduce
         if kind == "gradient" and is_of_reduction:
             return self.names[kind, index]
-        if kind == "programs" and self.last.grouped:
+        if kind == "programs" and self.last.group:
             return "programs * groups"
         if kind in _SINGLE:
             return kind
@@ -329,7 +329,7 @@ class Launcher:
         dims = self._row_dims(operand) if strided else None
         if dims is not None:
             in_place = f"{name}, {name}_stride, more = as_rows({name}, {dims[0]}, {dims[1]})"
-            if row_layout(self.structure, operand, self.last.grouped) == "group":
+            if row_layout(self.structure, operand, self.last.group) == "group":
                 # A copy of few vectors costs less than kernels for tensors that are not aligned.
                 copied = [f"{name}_stride = {size}", *read]
                 read = [in_place, "if more & 15:", *indented(copied)]
@@ -363,7 +363,7 @@ class Launcher:
                 continue
             operand = operand_of(self.program, kind, index)
             dims = self._dims_of_rows(operand)
-            layout = row_layout(self.structure, operand, self.last.grouped)
+            layout = row_layout(self.structure, operand, self.last.group)
             if layout == "rows" and dims > 1:
                 leading[kind, index] = dims
         return leading

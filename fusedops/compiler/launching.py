@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,13 +24,15 @@ from ..core.launches import launch
 from ..core.random.rng import State
 from . import configs, fallback
 from .addresses import EVEN, Spacings
+from .axes import Label
 from .codegen import backward_kernels, forward_kernels
+from .kernel import Kernel
 from .launcher import Launch, Launcher
 from .site import BackwardKey, LaunchedProgram, RowwiseSite
 from .structure import without
 from .text import product, tuple_of
 
-__all__ = ["backward", "backward_key", "chosen", "forward", "grouping", "prepare"]
+__all__ = ["backward", "backward_key", "chosen", "forward", "grouping", "kernels_of", "prepare"]
 
 tuning.register(
     configs,
@@ -49,7 +51,9 @@ _LEAST_ROWS = 16
 #   x        (batch, sequence, columns)      rows are batch and sequence
 #   scale    (batch, columns)                a group is the sequence of one image
 #
-# Axis 1 of the grid is then the groups, so that all rows of a program share their vectors.
+# Axis 1 of the grid is then the groups, so that all rows of a program share their vectors. A
+# backward that sums the gradient of a weight of each head over batch and sequence has one group for
+# each head, of which the rows are apart in memory: see `layouts.inner_groups`.
 
 
 def forward(site: RowwiseSite, tensors: Any, outs: Any, state: State) -> None:
@@ -57,16 +61,16 @@ def forward(site: RowwiseSite, tensors: Any, outs: Any, state: State) -> None:
 
     PyTorch's operators run where Triton cannot compile the kernels.
     """
-    grouped = site.program.is_grouped(tensors)
-    run = site.launches.get(grouped)
+    group = site.program.group_of(tensors)
+    run = site.launches.get(group)
     if run is None:
-        run = _unfused(site, fallback.forward) or _forward(site, grouped).build()
-        site.launches[grouped] = run
+        run = _unfused(site, fallback.forward) or _forward(site, group).build()
+        site.launches[group] = run
     try:
         run(tensors, outs, state)
     except launch.NotCompiledError as error:
         site.program.runs_unfused(error)
-        run = site.launches[grouped] = functools.partial(fallback.forward, site)
+        run = site.launches[group] = functools.partial(fallback.forward, site)
         run(tensors, outs, state)
 
 
@@ -92,41 +96,63 @@ def _unfused(site: RowwiseSite, run: Callable[..., None]) -> Launch | None:
     return None
 
 
-def grouping(program: LaunchedProgram) -> Callable[[Any], bool]:
-    """Generate `Program.is_grouped`: flat code, like all that runs at each call."""
+def grouping(program: LaunchedProgram) -> Callable[[Any], Label]:
+    """Generate `Program.group_of`: flat code, like all that runs at each call."""
     sizes = {
         axis: f"tensors[{index}].shape[{dim}]" for axis, (_, index, dim) in program.dynamic.items()
     }
-    return _function("tensors", _has_many(program, sizes))
+    return _function("tensors", _choice(program, {program.group: "True"}, sizes))
 
 
 def backward_key(program: LaunchedProgram) -> Callable[[Any, Any], BackwardKey]:
     """Generate `Program.backward_key`."""
     outputs = range(program.visible)
-    grouped = "False"
+    inputs = range(len(program.structure.inputs))
+    wanted = [f"outs[{i}] is not None" for i in inputs]
+    group = "()"
     # The sizes are those of the first cotangent that is not None and has all dynamic axes: nested
     # conditional expressions, built from the innermost.
     for output in reversed(outputs):
         dims = program.dims_of(output)
-        if not program.group or not dims.keys() >= program.dynamic.keys():
+        if not dims.keys() >= program.dynamic.keys():
             continue
         sizes = {axis: f"grads[{output}].shape[{dims[axis]}]" for axis in program.dynamic}
-        many = _has_many(program, sizes)
-        grouped = f"{many} if grads[{output}] is not None else {grouped}"
+        choice = _group_of_backward(program, wanted, sizes)
+        if choice != "()":
+            group = f"{choice} if grads[{output}] is not None else {group}"
     dtypes = tuple_of([f"None if grads[{i}] is None else grads[{i}].dtype" for i in outputs])
-    inputs = range(len(program.structure.inputs))
-    wanted = tuple_of([f"outs[{i}] is not None" for i in inputs])
-    return _function("grads, outs", f"({grouped}, {dtypes}, {wanted})")
+    return _function("grads, outs", f"({group}, {dtypes}, {tuple_of(wanted)})")
 
 
-def _has_many(program: LaunchedProgram, sizes: dict[int, str]) -> str:
-    """Return the condition that each group has many rows, with the sizes that may change."""
-    if not program.group:
-        return "False"
+def _group_of_backward(
+    program: LaunchedProgram, wanted: Sequence[str], sizes: Mapping[int, str]
+) -> str:
+    """Return the expression of a backward's groups: those of the forward, or inner ones.
+
+    Args:
+        program: the function.
+        wanted: for each input, the condition that its gradient is wanted.
+        sizes: the expressions of sizes that may change.
+    """
+    conditions = {program.group: "True"}
+    for group, inputs in program.inner_groups.items():
+        conditions[group] = " or ".join(map(wanted.__getitem__, inputs))
+    return _choice(program, conditions, sizes)
+
+
+def _choice(
+    program: LaunchedProgram, conditions: Mapping[Label, str], sizes: Mapping[int, str]
+) -> str:
+    """Return the expression of the first groups whose condition holds and that have many rows."""
     structure = program.structure
-    axes = without(structure.rows, program.group)
-    rows = product([sizes.get(axis, str(structure.sizes[axis])) for axis in axes])
-    return f"{rows} >= {_LEAST_ROWS}"
+    text = "()"
+    for group, condition in reversed(list(conditions.items())):
+        if not group:
+            continue
+        axes = without(structure.rows, group)
+        rows = product([sizes.get(axis, str(structure.sizes[axis])) for axis in axes])
+        text = f"({group} if {rows} >= {_LEAST_ROWS} and ({condition}) else {text})"
+    return text
 
 
 def _function(parameters: str, result: str) -> Callable[..., Any]:
@@ -135,12 +161,12 @@ def _function(parameters: str, result: str) -> Callable[..., Any]:
     return namespace["function"]  # type: ignore[no-any-return]
 
 
-def _forward(site: RowwiseSite, grouped: bool, spacings: Spacings = EVEN) -> Launcher:
+def _forward(site: RowwiseSite, group: Label, spacings: Spacings = EVEN) -> Launcher:
     program = site.program
     kernels = forward_kernels(
         program.plan,
         program.acc,
-        grouped=grouped,
+        group=group,
         tiled=program.tiled,
         saves=site.saves,
         spacings=spacings,
@@ -148,13 +174,13 @@ def _forward(site: RowwiseSite, grouped: bool, spacings: Spacings = EVEN) -> Lau
     names = {("input", i): f"tensors[{i}]" for i in range(len(program.structure.inputs))}
     names |= {("output", i): f"outs[{i}]" for i in range(program.count)}
     names |= {("intermediate", 0): f"outs[{program.count}]", ("stats", 0): "outs[-1]"}
-    spaced = functools.partial(_forward, site, grouped)
+    spaced = functools.partial(_forward, site, group)
     return Launcher(site, kernels, names, "tensors, outs, state", (), spacings, spaced)
 
 
 def _backward(
     site: RowwiseSite,
-    grouped: bool,
+    group: Label,
     dtypes: Sequence[torch.dtype | None],
     wanted: Sequence[bool],
     spacings: Spacings = EVEN,
@@ -164,7 +190,7 @@ def _backward(
     kernels = backward_kernels(
         program.plan,
         program.acc,
-        grouped=grouped,
+        group=group,
         tiled=program.tiled,
         cotangents=cotangents,
         wanted=[i for i, want in enumerate(wanted) if want],
@@ -174,7 +200,7 @@ def _backward(
     names |= {("intermediate", 0): "saved[-2]", ("stats", 0): "saved[-1]"}
     names |= {("cotangent", i): f"grads[{i}]" for i in cotangents}
     names |= {("gradient", i): f"outs[{i}]" for i in range(len(wanted))}
-    spaced = functools.partial(_backward, site, grouped, dtypes, wanted)
+    spaced = functools.partial(_backward, site, group, dtypes, wanted)
     return Launcher(site, kernels, names, "grads, saved, outs, state", dtypes, spacings, spaced)
 
 
@@ -187,10 +213,11 @@ def chosen(
     and writes.
     """
     count = len(program.structure.outputs)
-    launchers, bucket = _launchers(program, device_index, tensors, program.wanted, [True] * count)
     drops = bool(program.structure.drops)
     kernels = []
-    for launcher in launchers:
+    for launcher, bucket in _launchers(
+        program, device_index, tensors, program.wanted, [True] * count
+    ):
         # The request after those of the kernels is that of the reduction.
         requests = launcher.variants.requests(int(drops), bucket)[: len(launcher.kernels)]
         for kernel, request in zip(launcher.kernels, requests, strict=True):
@@ -199,20 +226,25 @@ def chosen(
     return kernels
 
 
+def kernels_of(program: LaunchedProgram, tensors: Sequence[Tensor]) -> list[Kernel]:
+    """Return the kernels of a call with all gradients, without configs."""
+    cotangents = [True] * len(program.structure.outputs)
+    launchers = _launchers(program, -1, tensors, program.wanted, cotangents)
+    return [kernel for launcher, _ in launchers for kernel in launcher.kernels]
+
+
 def _launchers(
     program: LaunchedProgram,
     device_index: int,
     tensors: Sequence[Tensor],
     wanted: Sequence[bool],
     cotangents: Sequence[bool],
-) -> tuple[list[Launcher], int]:
-    """Return the launchers of a call, and the bucket of its rows.
+) -> list[tuple[Launcher, int]]:
+    """Return the launchers of a call, each with the bucket of its rows.
 
     There is one of the forward, and one of the backward where a gradient is wanted.
     """
-    grouped = program.is_grouped(tensors)
     sizes = program.sizes_of(tensors)
-    axes = without(program.structure.rows, program.group if grouped else ())
     site = program.site(
         program.record,
         program.dtypes,
@@ -221,14 +253,21 @@ def _launchers(
         dropout=bool(program.structure.drops),
         saves=any(wanted),
     )
-    launchers = [_forward(site, grouped)]
+    group = program.group_of(tensors)
+    launchers = {group: [_forward(site, group)]}
     if any(wanted):
         outputs = zip(program.structure.outputs, cotangents, strict=True)
         dtypes = [operand.dtype if has_gradient else None for operand, has_gradient in outputs]
         dtypes += [None] * program.own  # the intermediate's
-        launchers.append(_backward(site, grouped, dtypes, wanted))
-    launchers = [launcher.for_inputs(tensors) for launcher in launchers]
-    return launchers, BUCKET[math.prod([sizes[axis] for axis in axes]).bit_length()]
+        texts = {axis: str(size) for axis, size in enumerate(sizes)}
+        group = _function("", _group_of_backward(program, list(map(str, wanted)), texts))()
+        launchers.setdefault(group, []).append(_backward(site, group, dtypes, wanted))
+    result = []
+    for group, own in launchers.items():
+        axes = without(program.structure.rows, group)
+        bucket = BUCKET[math.prod([sizes[axis] for axis in axes]).bit_length()]
+        result += [(launcher.for_inputs(tensors), bucket) for launcher in own]
+    return result
 
 
 def prepare(
@@ -252,7 +291,6 @@ def prepare(
     """
     if program.is_long:
         return
-    launchers, bucket = _launchers(program, device_index, tensors, wanted, cotangents)
     drawn = 1 if device_index < 0 else 2  # on a GPU the state is a tensor
-    for launcher in launchers:
+    for launcher, bucket in _launchers(program, device_index, tensors, wanted, cotangents):
         launcher.variants.compile(drawn if program.structure.drops else 0, bucket)

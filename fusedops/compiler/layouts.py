@@ -8,14 +8,18 @@ from typing import Literal
 
 import torch
 
-from .structure import Operand, Structure, within, without
+from .axes import Label
+from .structure import Operand, Part, Structure, within, without
 
 __all__ = [
     "BY_ROW",
     "RowLayout",
     "column_index",
     "group_of",
+    "inner_groups",
     "offsets_along",
+    "pair_axis",
+    "paired",
     "row_layout",
     "strides_of",
     "times",
@@ -38,27 +42,37 @@ BY_ROW = ("rows", "indexed")
 #   (sequence, batch, 64)   indexed   read at r1, r0
 
 
-def row_layout(structure: Structure, operand: Operand, grouped: bool) -> RowLayout:
-    """Return how the rows of an operand correspond to those of the call."""
+def row_layout(structure: Structure, operand: Operand, group: Label) -> RowLayout:
+    """Return how the rows of an operand correspond to those of the call.
+
+    Args:
+        structure: of the function.
+        operand: the tensor.
+        group: the row axes of the groups of rows; () without groups.
+    """
     rows = _row_axes(structure, operand)
-    static = tuple(without(operand.axes, structure.rows))
-    rows_first = operand.axes[len(rows) :] == static
+    rows_first = _has_rows_first(structure, operand)
     # A function without row axes has one row.
     if rows_first and rows == structure.rows:
         return "rows"
     if not rows:
         return "vector"
-    is_of_group = grouped and rows == group_of(structure)
-    return "group" if rows_first and is_of_group else "indexed"
+    return "group" if rows_first and rows == group else "indexed"
 
 
-def group_of(structure: Structure) -> tuple[int, ...]:
-    """Return the row axes of the groups of rows that share a vector; () if there are none.
+def _has_rows_first(structure: Structure, operand: Operand) -> bool:
+    """Whether an operand's row axes precede all others."""
+    rows = _row_axes(structure, operand)
+    return operand.axes[len(rows) :] == tuple(without(operand.axes, structure.rows))
+
+
+def group_of(structure: Structure) -> Label:
+    """Return the outer row axes of the groups of rows that share a vector; () if there are none.
 
     With several kinds of groups, returns the kind with the most groups. The vectors of the others
     are read by index.
     """
-    group: tuple[int, ...] = ()
+    group: Label = ()
     for operand in structure.inputs:
         rows = _row_axes(structure, operand)
         if operand.kind != "float" or rows == structure.rows:
@@ -67,6 +81,27 @@ def group_of(structure: Structure) -> tuple[int, ...]:
         if is_leading:
             group = max(group, rows, key=len)
     return group
+
+
+def inner_groups(structure: Structure) -> dict[Label, list[int]]:
+    """Return inner row axes that inputs have without the outer ones, and these inputs.
+
+    For a call with rows (batch, sequence, heads), of which the axes are r0, r1 and r2::
+
+        (heads, 64)       r2
+        (sequence, 1, 64) r1
+
+    A forward reads them by index. So does a backward, unless the gradient of one is wanted.
+    """
+    groups: dict[Label, list[int]] = {}
+    for index, operand in enumerate(structure.inputs):
+        rows = _row_axes(structure, operand)
+        if operand.kind != "float" or not rows or not _has_rows_first(structure, operand):
+            continue
+        first = structure.rows.index(rows[0])
+        if first and rows == structure.rows[first : first + len(rows)]:
+            groups.setdefault(rows, []).append(index)
+    return groups
 
 
 def strides_of(structure: Structure, operand: Operand) -> tuple[dict[int, int], int]:
@@ -80,6 +115,29 @@ def strides_of(structure: Structure, operand: Operand) -> tuple[dict[int, int], 
     return strides, size
 
 
+def pair_axis(structure: Structure, operand: Operand) -> int | None:
+    """Return the axis of two parts of a row that alternate in memory; None if there is none.
+
+    A tile of both is contiguous, and is split and joined in registers::
+
+        x[..., ::2]     columns of part 0:  0   1   2   3
+        x[..., 1::2]    columns of part 1:    0   1   2   3
+    """
+    strides, _ = strides_of(structure, operand)
+    axis = operand.axes[-1] if operand.axes else -1
+    is_pair = axis in structure.unrolled and structure.sizes[axis] == 2
+    columns = within(structure.columns, strides)
+    if not is_pair or not columns or strides[columns[-1]] != 2:
+        return None
+    return axis if _are_even(structure, columns, strides) else None
+
+
+def paired(part: Part, axis: int) -> tuple[Part, int]:
+    """Return the first of two parts that alternate in memory, and which of them a part is."""
+    first = tuple([(other, 0 if other == axis else index) for other, index in part])
+    return first, dict(part)[axis]
+
+
 def offsets_along(structure: Structure, strides: Mapping[int, int]) -> str:
     """Return the offsets of a tile's columns in an operand's row; "" if it has no columns.
 
@@ -88,15 +146,16 @@ def offsets_along(structure: Structure, strides: Mapping[int, int]) -> str:
     columns = within(structure.columns, strides)
     if not columns:
         return ""
-    is_complete = tuple(columns) == structure.columns
-    if is_complete and _are_adjacent(structure, columns, strides):
+    if _are_even(structure, columns, strides):
         return times("cols", strides[columns[-1]])
     indices = [column_index(structure, axis) for axis in columns]
     return " + ".join(map(times, indices, [strides[axis] for axis in columns]))
 
 
-def _are_adjacent(structure: Structure, columns: list[int], strides: Mapping[int, int]) -> bool:
-    """Whether the columns follow one another in memory, at one distance."""
+def _are_even(structure: Structure, columns: list[int], strides: Mapping[int, int]) -> bool:
+    """Whether these are all columns, and follow one another in memory at one distance."""
+    if tuple(columns) != structure.columns:
+        return False
     for outer, inner in itertools.pairwise(columns):
         if strides[outer] != strides[inner] * structure.sizes[inner]:
             return False

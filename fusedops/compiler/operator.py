@@ -29,7 +29,7 @@ from .axes import Label
 from .errors import NotRowwiseError
 from .evaluate import assembled, evaluate, part_of
 from .ir import Node, gradient_sources
-from .layouts import group_of
+from .layouts import group_of, inner_groups
 from .planning import Plan
 from .site import BackwardKey, RowwiseSite
 from .structure import Operand, Part, Structure
@@ -68,7 +68,7 @@ class Program(Operator):
         uncompiled: why PyTorch's operators run instead of kernels; "" where kernels run.
         is_long: whether rows have more columns than any kernel supports, so that PyTorch's
             operators run.
-        is_grouped: for the inputs, whether the rows come in groups, each of many rows.
+        group_of: for the inputs, the axes of a forward's groups of many rows; () without any.
         backward_key: for cotangents and gradients, the key of their launches.
     """
 
@@ -124,7 +124,8 @@ class Program(Operator):
         self._outputs = output_allocator(self)
         self._gradients: dict[int, Any] = {}
         self.group = () if self.tiled else group_of(structure)
-        self.is_grouped: Callable[[Any], bool] = launching.grouping(self)
+        self.inner_groups = {} if self.tiled else inner_groups(structure)
+        self.group_of: Callable[[Any], Label] = launching.grouping(self)
         self.backward_key: Callable[[Any, Any], BackwardKey] = launching.backward_key(self)
         with _registering:
             self._register()

@@ -66,7 +66,7 @@ def reduce_kernel(plan: Plan, kernel: Kernel) -> Kernel:
     stores = list[str]()
     for slot, (index, part) in enumerate(kernel.sums):
         operand = plan.structure.inputs[index]
-        in_group = row_layout(plan.structure, operand, kernel.grouped) == "group"
+        in_group = row_layout(plan.structure, operand, kernel.group) == "group"
         if in_group:
             grouped_slots.append(slot)
         stores.append(f"if slot == {slot}:")
@@ -100,7 +100,7 @@ def reduce_kernel(plan: Plan, kernel: Kernel) -> Kernel:
         *stores,
     ]
     source = source_of("reduce_kernel", arguments, ("ACC", "N", "BLOCK_N", "ROWS", "OVERLAP"), body)
-    return Kernel("reduce_kernel", source, tuple(arguments), kernel.grouped, sums=kernel.sums)
+    return Kernel("reduce_kernel", source, tuple(arguments), kernel.group, sums=kernel.sums)
 
 
 def _total_store(structure: Structure, index: int, part: Part, in_group: bool) -> str:

@@ -16,25 +16,14 @@ from .emitter import Emitter
 from .errors import NotRowwiseError
 from .ir import REDUCTIONS, Node, computed_of, reachable, topological, value_of
 from .literals import in_fp32, neutral
+from .rows_of_programs import MASK
 
-__all__ = ["COLUMNS", "IN_COLUMNS", "MASK", "emit_passes", "maximum", "moments_of"]
+__all__ = ["emit_passes", "maximum", "moments_of"]
 
 # How a loop over whole tiles of columns begins, and what follows it: one tile of fewer columns, or
 # none. No kernel with such a loop has groups, whose masks would be others.
-COLUMNS = "cols = start + tl.arange(0, BLOCK_N)[None, :]"
-IN_COLUMNS = "in_cols = cols < N"
-MASK = "mask = in_rows & in_cols"
-_FULL_TILES = (
-    "for start in tl.range(0, N // BLOCK_N * BLOCK_N, BLOCK_N, num_stages=STAGES):",
-    COLUMNS,
-)
-_LAST_TILE = (
-    "if N % BLOCK_N:",
-    "start = N // BLOCK_N * BLOCK_N",
-    COLUMNS,
-    IN_COLUMNS,
-    MASK,
-)
+_FULL_TILES = "for start in tl.range(0, N // BLOCK_N * BLOCK_N, BLOCK_N, num_stages=STAGES):"
+_LAST_TILE = ("if N % BLOCK_N:", "start = N // BLOCK_N * BLOCK_N")
 # Operators whose result is an argument, perhaps with another sign.
 _OF_INDICES = ("cast", "where", "neg")
 _ACCUMULATORS = {"amax": "largest"}
@@ -212,10 +201,10 @@ def _emit_pass(emitter: Emitter, nodes: Sequence[Node]) -> None:
     # Most tiles are full, and need no mask: the code for them is separate from the last one's.
     emitter.open_columns(full=True)
     _accumulate(emitter, names, online)
-    emitter.close_columns(*_FULL_TILES)
+    emitter.close_columns(_FULL_TILES, *emitter.column_lines(masked=False))
     emitter.open_columns(full=False)
     _accumulate(emitter, names, online)
-    emitter.close_columns(*_LAST_TILE)
+    emitter.close_columns(*_LAST_TILE, *emitter.column_lines(), MASK)
     for node, name in names.items():
         if node not in online_maxima:
             emitter.lines.append(f"{name} = {emitter.reduced(node, name)}")

@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 from .emitter import Emitter
 from .ir import REDUCTIONS, Node, computed_of, reachable, topological
 from .partials import stores_of_partials
-from .passes import COLUMNS, MASK, maximum
-from .rows_of_programs import GROUP_LINES, IN_GROUPS, program_line, row_lines, row_sum
+from .passes import maximum
+from .rows_of_programs import GROUP_LINES, MASK, program_line, row_sum
 from .structure import Part
 from .text import indented
 
@@ -39,11 +39,12 @@ WIDEST_TILE = 256
 # The most sums that programs exchange: two are one word.
 _MOST_EXCHANGED = 4
 _PART_LOOP = "for part in tl.static_range(PARTS):"
-_PART_LINES = (
-    "start = first + part * BLOCK_N",
-    COLUMNS,
-    "in_cols = inside_row(cols, part < EXACT, N)",
-)
+_PART_START = "start = first + part * BLOCK_N"
+_INSIDE_PART = "inside_row({}, part < EXACT, {})"
+
+
+# Values that are stored, those together that one store has: two parts of a row, or one.
+Stored = Sequence[tuple[Node, ...]]
 
 
 @dataclass(frozen=True)
@@ -82,17 +83,17 @@ class Phases:
 
 
 def phases_of(
-    stored: Sequence[Node], summed: Sequence[Node], emitter: Emitter, *, exchanges: bool
+    stored: Stored, summed: Sequence[Node], emitter: Emitter, *, exchanges: bool
 ) -> Phases:
     """Return the phases of a kernel.
 
     Args:
-        stored: the values that it stores.
+        stored: the values that it stores, those together that one store has.
         summed: those that it sums over rows.
         emitter: knows what is read, and what has rows and columns.
         exchanges: whether programs may exchange sums.
     """
-    roots = [*stored, *summed]
+    roots = [*itertools.chain(*stored), *summed]
     levels, reductions = _levels(roots, emitter)
     exchanged = _exchanged(reductions, emitter) if exchanges else ()
     phases = Phases(reductions, levels, frozenset(), exchanged)
@@ -127,12 +128,14 @@ def _levels(
     return levels, tuple([tuple(by_phase[phase]) for phase in sorted(by_phase)])
 
 
-def _steps(phases: Phases, stored: Sequence[Node], summed: Sequence[Node]) -> list[list[Node]]:
+def _steps(phases: Phases, stored: Stored, summed: Sequence[Node]) -> list[list[Node]]:
     """Return what each phase reduces, stores or sums."""
     steps: list[list[Node]] = []
     for phase, nodes in enumerate(phases.steps):
         values = [node.args[0] for node in nodes]
-        values += [node for node in stored if _phase_of(node, phases) == phase]
+        for nodes in stored:
+            if _phase_of(nodes, phases) == phase:
+                values += nodes
         steps.append(values)
     steps[-1] += summed
     return steps
@@ -168,12 +171,12 @@ def _carried(
     return frozenset(filter(emitter.is_tile, carried) if tiles_alone else carried)
 
 
-def _phase_of(root: Node, phases: Phases) -> int:
-    """Return the phase that stores a value.
+def _phase_of(nodes: Sequence[Node], phases: Phases) -> int:
+    """Return the phase that stores values.
 
     The compiler moves no load before a store: so the first phase, which loads most, stores nothing.
     """
-    return max(phases.levels[root], 1)
+    return max(1, *map(phases.levels.__getitem__, nodes))
 
 
 def _exchanged(reductions: Sequence[Sequence[Node]], emitter: Emitter) -> tuple[Node, ...]:
@@ -187,8 +190,8 @@ def _exchanged(reductions: Sequence[Sequence[Node]], emitter: Emitter) -> tuple[
 
 # --- a program ------------------------------------------------------------------------------------
 
-# Values along columns, each with what emits its store.
-Stores = Sequence[tuple[Node, Callable[[], None]]]
+# Values along columns, one or two, with what emits their store.
+Stores = Sequence[tuple[tuple[Node, ...], Callable[[], None]]]
 # Values that are summed over rows, each with the input and the part whose gradient the sum is.
 Sums = Sequence[tuple[int, Part, Node]]
 
@@ -258,7 +261,7 @@ def held_body(
         return [*body, _UNLESS_POSTING, *indented(_sums(emitter, sums) or ["pass"])]
     if phases.masks:
         body.append("EARLY: tl.constexpr = PARTS == 1")
-    rows = [*row_lines(emitter.grouped), *emitter.addresses.indices()]
+    rows = emitter.addresses.row_lines()
     if loops:
         lines = [_TILE, *rows, *tile.first]
         return [*body, *_STEPS, *indented(lines), *_sums(emitter, sums)]
@@ -325,15 +328,13 @@ def _loop_over_parts(emitter: Emitter, tuples: Sequence[str], body: Sequence[str
     if not body:
         return []
     lines = [f"{tiles} = ()" for tiles in tuples]
-    head, *rest = _part_loop(emitter.grouped)
+    head, *rest = _part_loop(emitter)
     return [*lines, head, *indented([*rest, *body])]
 
 
-def _part_loop(grouped: bool) -> tuple[str, ...]:
+def _part_loop(emitter: Emitter) -> list[str]:
     """Return the lines that begin a loop over the tiles of a row."""
-    if grouped:
-        return _PART_LOOP, *_PART_LINES, IN_GROUPS
-    return _PART_LOOP, *_PART_LINES
+    return [_PART_LOOP, _PART_START, *emitter.column_lines(_INSIDE_PART)]
 
 
 # --- programs that share rows ---------------------------------------------------------------------
@@ -436,13 +437,16 @@ def _emit_tile(
         if phase == 0:
             _emit_first(emitter, phases)
         accumulators = {node: _accumulate(emitter, node) for node in reductions}
-        _store(emitter, phases, stores, phase)
+        if phase:
+            _store(emitter, phases, stores, phase)
         if phase == last:
             _sum_rows(emitter, phases, sums)
         _insert_vectors(emitter, phases, place)
         _close(emitter)
         if phase == 0:
-            _store_early(emitter, phases, stores)
+            emitter.open_columns(full=False)
+            _store(emitter, phases, stores, phase)
+            _close(emitter)
         place = len(emitter.lines)
         if phases.exchanged and phase == 0:
             exchanged = list(accumulators.values())
@@ -465,7 +469,7 @@ def _emit_tile(
 def _close(emitter: Emitter) -> None:
     """End the loop of a phase over the tiles of a row."""
     if emitter.body:
-        emitter.close_columns(*_part_loop(emitter.grouped), MASK)
+        emitter.close_columns(*_part_loop(emitter), MASK)
     emitter.body = None
 
 
@@ -486,29 +490,24 @@ def _reduce(emitter: Emitter, accumulators: Mapping[Node, str]) -> None:
         emitter.lines.append(f"{name} = {emitter.reduced(node, name)}")
 
 
-def _is_early(node: Node, phases: Phases) -> bool:
-    """Whether a value is stored between the first phase and its reductions.
+def _phase_of_store(nodes: Sequence[Node], phases: Phases) -> int:
+    """Return the phase that stores values; 0 for those between the first one and its reductions.
 
-    No reduction is needed for it, and all rows are loaded. Programs that exchange sums have another
-    tile of rows from there on.
+    These need no reduction, and all rows are loaded. Programs that exchange sums have another tile
+    of rows from there on.
     """
-    return bool(phases.reductions) and not phases.exchanged and phases.levels[node] == 0
-
-
-def _store_early(emitter: Emitter, phases: Phases, stores: Stores) -> None:
-    early = [(node, store) for node, store in stores if _is_early(node, phases)]
-    if early:
-        emitter.open_columns(full=False)
-        for node, store in early:
-            emitter.value(node)
-            store()
-        _close(emitter)
+    needs_none = not any(map(phases.levels.__getitem__, nodes))
+    if needs_none and phases.reductions and not phases.exchanged:
+        return 0
+    return _phase_of(nodes, phases)
 
 
 def _store(emitter: Emitter, phases: Phases, stores: Stores, phase: int) -> None:
-    for node, store in stores:
-        if _phase_of(node, phases) == phase and not _is_early(node, phases):
-            emitter.value(node)
+    """Emit the stores of a phase."""
+    for nodes, store in stores:
+        if _phase_of_store(nodes, phases) == phase:
+            for node in nodes:
+                emitter.value(node)
             store()
 
 

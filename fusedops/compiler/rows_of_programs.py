@@ -1,8 +1,8 @@
-"""Lines about the rows of a program, which all kinds of kernels have."""
+"""Lines about the rows and columns of a program, which all kinds of kernels have."""
 
 from __future__ import annotations
 
-__all__ = ["GROUP_LINES", "IN_GROUPS", "program_line", "row_lines", "row_sum"]
+__all__ = ["GROUP_LINES", "MASK", "column_lines", "program_line", "row_sum"]
 
 GROUP_LINES = (
     # The last programs may have no group: see `core.launches.launch`.
@@ -11,18 +11,32 @@ GROUP_LINES = (
     # integers in Triton's interpreter, and no mask. So ``group`` becomes a block of one element.
     "in_groups = tl.full((1, 1), group, tl.int64) < groups",
 )
-IN_GROUPS = "in_cols = in_cols & in_groups"
+MASK = "mask = in_rows & in_cols"
 
 
-def row_lines(grouped: bool) -> list[str]:
-    """Return the lines that compute the rows of a tile."""
-    lines = ["places = rows_of(tile, ROWS)"]
-    if grouped:
-        lines.append("in_rows = (places < M)[:, None] & in_groups")
-        lines.append("rows = (group * M + places)[:, None]")
-    else:
-        lines.append("in_rows = (places < M)[:, None]")
-        lines.append("rows = places[:, None]")
+def column_lines(
+    inside: str = "{} < {}", *, masked: bool = True, grouped: bool, pairs: bool
+) -> list[str]:
+    """Return the lines that compute the columns of a tile, which begins at ``start``.
+
+    Args:
+        inside: the condition that columns exist, of which there are as many.
+        masked: whether there may be fewer columns than the tile has.
+        grouped: whether axis 1 of the grid is groups of rows.
+        pairs: whether there are tiles with the columns of two parts: see `layouts.pair_axis`.
+    """
+    blocks = [("cols", "start", "N", "BLOCK_N")]
+    if pairs:
+        blocks.append(("pairs", "2 * start", "2 * N", "2 * BLOCK_N"))
+    lines = []
+    for name, start, count, block in blocks:
+        lines.append(f"{name} = {start} + tl.arange(0, {block})[None, :]")
+        if not masked:
+            continue
+        condition = inside.format(name, count)
+        if grouped:
+            condition = f"({condition}) & in_groups"
+        lines.append(f"in_{name} = {condition}")
     return lines
 
 

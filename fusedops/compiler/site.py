@@ -12,14 +12,15 @@ from torch import Tensor
 from ..core.calls.operator import Site
 from ..core.launches.launch import NotCompiledError
 from ..core.random.dropout import Dropout
+from .axes import Label
 from .ir import Node
 from .planning import Plan
 from .structure import Operand, Structure
 
 __all__ = ["BackwardKey", "LaunchedProgram", "RowwiseSite"]
 
-# Whether the rows are grouped, the dtype of each cotangent, and whether each gradient is wanted.
-BackwardKey = tuple[bool, tuple[torch.dtype | None, ...], tuple[bool, ...]]
+# The axes of groups of rows, the dtype of each cotangent, and whether each gradient is wanted.
+BackwardKey = tuple[Label, tuple[torch.dtype | None, ...], tuple[bool, ...]]
 
 
 class LaunchedProgram(Protocol):
@@ -39,10 +40,11 @@ class LaunchedProgram(Protocol):
         own: whether an intermediate is saved that is no result.
         wanted: which inputs have gradients.
         dynamic: the row axes whose sizes may change: see `operator.dynamic_axes`.
-        group: the row axes of groups of rows; () without groups.
+        group: the row axes of a forward's groups of rows; () without groups.
+        inner_groups: those that a backward may have instead, with their inputs.
         tiled: whether rows are read tile by tile.
         is_long: whether rows have more columns than any kernel supports.
-        is_grouped: for the inputs, whether the rows come in groups, each of many rows.
+        group_of: for the inputs, the axes of a forward's groups of many rows; () without any.
         backward_key: for cotangents and gradients, the key of their launches.
     """
 
@@ -57,10 +59,11 @@ class LaunchedProgram(Protocol):
     own: bool
     wanted: tuple[bool, ...]
     dynamic: dict[int, tuple[int, int, int]]
-    group: tuple[int, ...]
+    group: Label
+    inner_groups: dict[Label, list[int]]
     tiled: bool
     is_long: bool
-    is_grouped: Callable[[Any], bool]
+    group_of: Callable[[Any], Label]
     backward_key: Callable[[Any, Any], BackwardKey]
 
     # Properties, because `Operator` declares both as variables of the class.

@@ -162,7 +162,7 @@ class Variants:
         # Only the last kernel sums over rows, and each of its programs has partial sums to add up.
         # Those of a group are of its own programs, which are few.
         shared = columns[-1] if self.last.held else 1
-        adding = tuning.adding(1 if self.last.grouped else programs[-1] // shared, cols)
+        adding = tuning.adding(1 if self.last.group else programs[-1] // shared, cols)
         reduce = None
         if self.reduce is not None:
             reduce = self._variant(site, self.reduce, seeded, {}, adding, aligned)
@@ -341,7 +341,7 @@ def _layout_of(kernel: Kernel) -> str:
         return "tiles"
     if kernel.shares:
         return "shared rows"
-    return "groups" if kernel.grouped else "rows"
+    return "groups" if kernel.group else "rows"
 
 
 def _others(key: TuningKey, config: tuning.Config) -> list[tuning.Config]:

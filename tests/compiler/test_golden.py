@@ -46,10 +46,10 @@ def _text(case: str) -> str:
         }
     program = Rowwise(sample.function)._programs.find(list(tensors.values()), False).program
     outputs, wanted = list(range(program.count)), list(program.plan.differentiable)
-    grouped, tiled = bool(program.group), how == "tiles"
-    kernels = forward_kernels(program.plan, program.acc, grouped=grouped, tiled=tiled, saves=True)
+    group, tiled = program.group, how == "tiles"
+    kernels = forward_kernels(program.plan, program.acc, group=group, tiled=tiled, saves=True)
     kernels += backward_kernels(
-        program.plan, program.acc, grouped=grouped, tiled=tiled, cotangents=outputs, wanted=wanted
+        program.plan, program.acc, group=group, tiled=tiled, cotangents=outputs, wanted=wanted
     )
     intermediate = program.plan.intermediate_operand
     saved = [program.structure.inputs[place].name for place in program.plan.saved_inputs]

@@ -188,7 +188,7 @@ def test_moves_what_the_operator_by_hand_moves() -> None:
     plan = made._programs.find(
         list(sample.tensors(torch.bfloat16, DEVICE).values()), False
     ).program.plan
-    options = {"grouped": False, "tiled": False}
+    options = {"group": (), "tiled": False}
     forward = forward_kernels(plan, torch.float32, **options, saves=True)
     backward = backward_kernels(
         plan, torch.float32, **options, cotangents=[0], wanted=list(plan.differentiable)

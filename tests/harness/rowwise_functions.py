@@ -228,6 +228,11 @@ def packed_heads(packed: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return F.rms_norm(key, key.shape[-1:], weight, 1e-6), value * torch.sigmoid(value)
 
 
+def per_head_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """An RMSNorm of heads, each with a weight of its own."""
+    return F.dropout(F.rms_norm(x, x.shape[-1:], None, 1e-6) * weight, DROP)
+
+
 # --- softmax and losses ---------------------------------------------------------------------------
 
 
@@ -392,6 +397,20 @@ FUNCTIONS: tuple[RowwiseFunction, ...] = (
         packed_heads,
         rows=3,
         shapes=lambda rows: {"packed": (2, rows, 2, 4, 16), "weight": (16,)},
+    ),
+    RowwiseFunction(
+        "per_head_norm_grouped",
+        per_head_norm,
+        drops=True,
+        rows=9,
+        shapes=lambda rows: {"x": (2, rows, 3, 16), "weight": (3, 16)},
+    ),
+    RowwiseFunction(
+        "per_channel_norm_grouped",
+        per_head_norm,
+        drops=True,
+        rows=9,
+        shapes=lambda rows: {"x": (2, 3, rows, 16), "weight": (3, 1, 16)},
     ),
     RowwiseFunction("softcap", softcap, _rows("x"), sums=False),
     RowwiseFunction(
