@@ -345,7 +345,9 @@ def quick_gelu_derivative(x):
 
 @triton.jit
 def tanh(x):
-    far = 1.0 - 2.0 / (1.0 + exponential(x, 2.0))
+    # For |x|, as the derivative: a kernel with both computes one reciprocal.
+    far = 1.0 - 2.0 * reciprocal(1.0 + exponential(tl.abs(x), 2.0))
+    far = tl.where(x < 0.0, -far, far)
     square = x * x
     if x.dtype == tl.float64:
         # Taylor series, exact to rounding where the other form cancels most.

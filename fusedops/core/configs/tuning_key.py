@@ -254,13 +254,16 @@ _LEAST_PART = 512
 MOST_PARTS = 8
 
 
-def tiles_holding(cols: int, least: int = _LEAST_PART) -> tuple[int, int]:
+def tiles_holding(
+    cols: int, least: int = _LEAST_PART, numbers: Sequence[int] = _PARTS
+) -> tuple[int, int]:
     """Returns the columns of a tile and the number of tiles that hold a row with least idle lanes.
 
     Of equal ones it takes the fewer tiles. Of several tiles, each has ``least`` columns or more.
+    Their numbers are among those of ``numbers``.
     """
     tilings = [(block_holding(cols), 1)]
-    for parts in _PARTS:
+    for parts in numbers:
         block = block_holding(-(-cols // parts))
         if block >= least:
             tilings.append((block, parts))
