@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .. import commands, results, timing, warm
 from .. import providers as operator_providers
-from .. import results, timing, warm
 from ..cases import MODES
 from ..floors import floor_us
 from ..runner import Machine
@@ -27,7 +26,6 @@ from .workloads import FUNCTIONS, Workload, workloads
 
 __all__ = ["add_options", "run", "table"]
 
-_RESULTS = Path(__file__).resolve().parent.parent / "results"
 _HEADING = (
     f"{'function':32}{'shape':16}{'mode':8}{'rowwise':>9}{'floor':>7}"
     f"{'compile':>9}{'faster':>8}{'eager':>9}{'by hand':>9}"
@@ -57,54 +55,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="only this row length; may be repeated",
     )
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        metavar="J",
-        help="processes that compile ahead, 0 for none (default: one a core)",
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="CSV", help="default: results/rowwise_<device>.csv"
-    )
-    parser.add_argument(
-        "--table", action="store_true", help="only print the table of the results file"
-    )
+    commands.add_options(parser, "rowwise")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measures users' functions: under `fusedops.rowwise`, by hand, in eager PyTorch, and by torch.compile."""
-    if options.table:
-        print(table(results.load(options.output or _RESULTS / "rowwise_nvidia_h200.csv")))
-        return 0
-    if not torch.cuda.is_available():
-        print("rowwise: needs a GPU; without one nothing is timed", file=sys.stderr)
-        return 2
-    from ..runner import this_machine
+    return commands.run("rowwise", options, table, _measure)
 
-    name, machine = this_machine()
-    path = options.output or _RESULTS / f"rowwise_{results.device_slug(name)}.csv"
-    print(f"{machine.described(name)}; results to {path}", flush=True)
+
+def _measure(options: argparse.Namespace, machine: Machine, path: Path) -> int:
     chosen = [
         workload
         for workload in workloads(options.function or ())
         if not options.cols or workload.shape[1] in options.cols
     ]
     wanted = options.provider or PROVIDERS
-    jobs = os.cpu_count() or 1 if options.jobs is None else options.jobs
+    modes = options.mode or MODES
+    jobs = commands.jobs(options)
     if jobs:
         _compile_ahead(chosen, wanted, jobs, machine.device)
-    rows: list[results.Row] = []
+    missing = 0
     for workload in chosen:
         print(f"{workload.name} {workload.shape_name}", flush=True)
-        new = list(_measured(workload, wanted, options.mode or MODES, machine))
-        rows += new
-        results.write(path, new)
+        rows = list(_measured(workload, wanted, modes, machine))
+        results.write(path, rows)
         torch.cuda.empty_cache()
-    print(table(rows))
+        if "rowwise" in wanted:
+            missing += len(modes) - sum(row.provider == "rowwise" for row in rows)
     # What we failed to time is our fault; a peer's is not.
-    timed = {(row.op, row.shape) for row in rows if row.provider == "rowwise"}
-    missing = {(workload.name, workload.shape_name) for workload in chosen} - timed
-    return 1 if missing and "rowwise" in wanted else 0
+    return 1 if missing else 0
 
 
 def _compile_ahead(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import results
+from benchmarks import commands, results, runner
 from benchmarks.rowwise import command, functions, providers
 from benchmarks.rowwise.workloads import TINY, Workload, workloads
 from rowwise_checks import assert_as_good, cotangents_of, kernels
@@ -96,13 +98,14 @@ def test_bytes_are_those_of_each_direction() -> None:
     assert workload.moved("fwd_bwd") == 10 * tensor
 
 
-def test_table_compares_with_the_faster_mode_of_torch_compile() -> None:
-    def row(provider: str, us: float, mode: str = "fwd") -> results.Row:
-        return results.Row(
-            *("dynamic_tanh", "8x64", "bfloat16", mode, provider, us, math.nan, 30.0, 1.0),
-            *("commit", "torch", "triton"),
-        )
+def row(provider: str, us: float, mode: str = "fwd", commit: str = "commit") -> results.Row:
+    return results.Row(
+        *("dynamic_tanh", "8x64", "bfloat16", mode, provider, us, math.nan, 30.0, 1.0),
+        *(commit, "torch", "triton"),
+    )
 
+
+def test_table_compares_with_the_faster_mode_of_torch_compile() -> None:
     measured = [
         row("rowwise", 40.0),
         row("eager", 200.0),
@@ -111,14 +114,24 @@ def test_table_compares_with_the_faster_mode_of_torch_compile() -> None:
         row("rowwise", 60.0, "fwd_bwd"),
     ]
     _, forward, both = command.table(measured).splitlines()
-    assert forward.split() == [
-        "dynamic_tanh",
-        "8x64",
-        "fwd",
-        "40.0",
-        "0.75",
-        "50.0",
-        "1.25",
-        "200.0",
-    ]
+    times = ["40.0", "0.75", "50.0", "1.25", "200.0"]
+    assert forward.split() == ["dynamic_tanh", "8x64", "fwd", *times]
     assert both.split() == ["dynamic_tanh", "8x64", "fwd_bwd", "60.0", "0.50"]
+
+
+def test_command_prints_what_was_measured_at_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = runner.Machine(torch.device("cpu"), 1, 1e12, "new", "torch", "triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(commands, "this_machine", lambda: ("a GPU", machine))
+    options = argparse.Namespace(table=False, output=tmp_path / "rowwise.csv")
+    results.write(options.output, [row("eager", 200.0, commit="old")])
+
+    def measure(_: argparse.Namespace, machine: runner.Machine, path: Path) -> int:
+        results.write(path, [row("rowwise", 40.0, commit=machine.commit)])
+        return 1
+
+    assert commands.run("rowwise", options, command.table, measure) == 1
+    *_, line = capsys.readouterr().out.splitlines()
+    assert line.split()[3:] == ["40.0", "0.75"]
