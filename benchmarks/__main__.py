@@ -20,13 +20,14 @@ import torch
 
 from fusedops.core.spec import Spec
 
-from . import comparing, generated, limits, results, rowwise, sweep, targets, timing
+from . import comparing, generated, limits, results, sweep, targets, timing
 from .cases import DTYPES, MODES, Case, cases, discover
 from .models import command as whole_models
 from .models import distributed
 from .models import distributed_results as several_gpus
 from .models import page as model_pages
 from .providers import PROVIDERS, build, worthwhile
+from .rowwise import command as users_functions
 
 _ROOT = Path(__file__).resolve().parent.parent
 _RESULTS = _ROOT / "benchmarks" / "results"
@@ -304,7 +305,7 @@ def _parser() -> argparse.ArgumentParser:
     whole_models.add_options(commands.add_parser("models", help=whole_models.run.__doc__))
     distributed.add_options(commands.add_parser("distributed", help=distributed.run.__doc__))
     generated.add_options(commands.add_parser("generated", help=generated.run.__doc__))
-    rowwise.add_options(commands.add_parser("rowwise", help=rowwise.run.__doc__))
+    users_functions.add_options(commands.add_parser("rowwise", help=users_functions.run.__doc__))
     compares = commands.add_parser("compare", help=compare.__doc__)
     compares.set_defaults(command=compare)
     compares.add_argument("old", type=Path)

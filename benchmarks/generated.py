@@ -6,21 +6,17 @@ Operators by hand beside the kernels that are generated of the same expression, 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import torch
-
-from . import results
+from . import commands, results
 from .cases import DTYPES, MODES, Case, discover
+from .runner import Machine, measure_all
 from .sweep import ELEMENTS, Work
 
 __all__ = ["add_options", "run", "table", "work"]
 
-_RESULTS = Path(__file__).resolve().parent / "results"
 _OPERATORS = (
     "bias_dropout_add_ln",
     "bias_dropout_add_rms_norm",
@@ -61,40 +57,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cols", action="append", type=int, metavar="N", help="may be repeated")
     parser.add_argument("--dtype", action="append", choices=list(_WIDTHS), help="may be repeated")
     parser.add_argument(
-        "--jobs", type=int, metavar="J", help="processes that compile ahead (default: one a core)"
-    )
-    parser.add_argument(
         "--budget", type=float, default=3600.0, metavar="SECONDS", help="default: 3600"
     )
-    parser.add_argument(
-        "--output", type=Path, metavar="CSV", help="default: results/generated_<device>.csv"
-    )
-    parser.add_argument("--table", action="store_true", help="only print the file's table")
+    commands.add_options(parser, "generated")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measures operators by hand and the kernels that are generated of the same expressions."""
-    if options.table:
-        print(table(results.load(options.output or _RESULTS / "generated_nvidia_h200.csv")))
-        return 0
-    if not torch.cuda.is_available():
-        print("generated: needs a GPU; without one nothing is timed", file=sys.stderr)
-        return 2
-    from .runner import measure_all, this_machine
+    return commands.run("generated", options, table, _measure)
 
-    name, machine = this_machine()
-    path = options.output or _RESULTS / f"generated_{results.device_slug(name)}.csv"
-    print(f"{machine.described(name)}; results to {path}", flush=True)
-    jobs = options.jobs or os.cpu_count() or 1
+
+def _measure(options: argparse.Namespace, machine: Machine, path: Path) -> int:
     with results.Book(path) as book:
         _, missing = measure_all(
             work(options.op or (), options.cols or (), options.dtype or ()),
             machine,
             book,
-            jobs=jobs,
+            jobs=commands.jobs(options),
             ends=time.perf_counter() + options.budget,
         )
-    print(table([row for row in results.load(path) if row.commit == machine.commit]))
     return 1 if missing else 0
 
 

@@ -42,6 +42,7 @@ _MODEL_NAMES = {
     "dit": "DiT-L/2-like",
     "nanogpt": "nanoGPT, by hand",
     "meta_llama": "Llama, by hand, 1B",
+    "gated_decoder": "gated decoder, by hand",
 }
 
 _HEAD = """# Whole models: figures
@@ -93,6 +94,9 @@ _NOTES = {
     "gemma2": "Gemma-2-like is half of the layers of Gemma 2 2B; its attention has a soft cap, and is the one that "
     "Transformers writes out.",
     "mixtral": "Mixtral-like is a quarter of the width and of the layers of Mixtral 8x7B, with its eight experts.",
+    "gated_decoder": "The gated decoder by hand has twelve layers of 1024 columns with heads of 64. Queries and keys are "
+    "normalised, and rotated in pairs of neighbours; a sigmoid gate follows attention, and norms follow attention and "
+    "the MLP, which squares its ReLU.",
     "dit": "DiT-L/2-like is written by hand; its loss is the error of the noise that it predicts in latents.",
 }
 

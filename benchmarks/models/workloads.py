@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .text import EOS, MASK, PAD, TOKENS, Text
-from .written import DiT, MetaLlama, NanoGPT
+from .written import DiT, GatedDecoder, MetaLlama, NanoGPT
 
 __all__ = ["MODELS", "MODES", "Model", "Workload", "loss_workloads", "named", "workloads"]
 
@@ -359,6 +359,16 @@ MODELS = {
         },
         _shifted("tokens"),
         sizes=((4, 2048),),
+        tiny_sizes=(2, 16),
+        loss_sizes=(8, 128),
+    ),
+    "gated_decoder": Model(
+        GatedDecoder,
+        None,
+        {},
+        {"vocab_size": TOKENS, "dim": 32, "n_layers": 2, "n_heads": 2},
+        _shifted("tokens"),
+        sizes=((8, 1024),),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
     ),

@@ -35,8 +35,10 @@ from zoo import counted, transformers_only
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.plain
 CPU = torch.device("cpu")
-MILLIONS = [110, 124, 223, 1039, 87, 596, 1602, 791, 458, 124, 1039]  # of parameters
-WITHOUT_DROPOUT = {"llama", "qwen3", "gemma2", "mixtral", "dit", "meta_llama"}
+MILLIONS = [110, 124, 223, 1039, 87, 596, 1602, 791, 458, 124, 1039, 196]  # of parameters
+WITHOUT_DROPOUT = {
+    *("llama", "qwen3", "gemma2", "mixtral", "dit", "meta_llama", "gated_decoder"),
+}
 TEXT = text.Text(CPU)
 LIGHT = measuring.Effort(rounds=2, block_s=0.001, singles=1, most=2)
 SETTING = runner.Setting(CPU, TEXT, LIGHT)

@@ -1,0 +1,68 @@
+"""Commands that have a results file of their own: they print its table, or measure on the GPU."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from . import results
+from .runner import Machine, this_machine
+
+__all__ = ["add_options", "jobs", "run"]
+
+_RESULTS = Path(__file__).resolve().parent / "results"
+
+Measure = Callable[[argparse.Namespace, Machine, Path], int]
+Table = Callable[[Sequence[results.Row]], str]
+
+
+def add_options(parser: argparse.ArgumentParser, name: str) -> None:
+    """The options that these commands share."""
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        metavar="J",
+        help="processes that compile ahead, 0 for none (default: one a core)",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="CSV", help=f"default: results/{name}_<device>.csv"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="only print the table of the results file"
+    )
+
+
+def jobs(options: argparse.Namespace) -> int:
+    """How many processes compile ahead."""
+    return (os.cpu_count() or 1) if options.jobs is None else int(options.jobs)
+
+
+def run(name: str, options: argparse.Namespace, table: Table, measure: Measure) -> int:
+    """Prints the table of the file, after measuring into it unless only the table is wanted.
+
+    Args:
+        name: of the command, with which the file's name begins.
+        options: of the command line.
+        table: of rows.
+        measure: writes rows into the file, and returns the exit status.
+
+    Returns:
+        the exit status: 2 where there is no GPU.
+    """
+    if options.table:
+        print(table(results.load(options.output or _RESULTS / f"{name}_nvidia_h200.csv")))
+        return 0
+    if not torch.cuda.is_available():
+        print(f"{name}: needs a GPU; without one nothing is timed", file=sys.stderr)
+        return 2
+    device, machine = this_machine()
+    path = options.output or _RESULTS / f"{name}_{results.device_slug(device)}.csv"
+    print(f"{machine.described(device)}; results to {path}", flush=True)
+    status = measure(options, machine, path)
+    print(table([row for row in results.read(path) if row.commit == machine.commit]))
+    return status

@@ -1,0 +1,223 @@
+"""The functions that are timed, as users write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fusedops
+
+__all__ = [
+    "adaptive_layer_norm",
+    "cross_entropy",
+    "dropout_add_layer_norm",
+    "dropout_add_layer_norm_by_hand",
+    "dynamic_tanh",
+    "gated_residual_norm",
+    "gated_rms_norm",
+    "layer_scale",
+    "masked_softmax",
+    "norm_and_rotary",
+    "normalized_residual",
+    "per_head_rms_norm",
+    "polynomial_norm",
+    "qk_norm_rotary_grouped",
+    "qk_norm_rotary_grouped_packed",
+    "qk_norm_rotary_halves",
+    "qk_norm_rotary_interleaved",
+    "qk_norm_rotary_packed",
+    "qk_norm_rotary_partial",
+    "soft_capped_softmax",
+    "swiglu_norm",
+]
+
+_P = 0.1
+_EPS = 1e-6
+_SOFT_CAP = 50.0
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, _EPS)
+
+
+# --- norms with what is around them ---------------------------------------------------------------
+
+
+def dropout_add_layer_norm(
+    x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor
+) -> Tensor:
+    """The end of a post-norm block."""
+    return F.layer_norm(F.dropout(x + bias, _P) + residual, (x.shape[-1],), weight, shift, 1e-5)
+
+
+def dropout_add_layer_norm_by_hand(
+    x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor
+) -> Tensor:
+    """The same by the library's own operator."""
+    out: Tensor = fusedops.bias_dropout_add_ln(x, bias, residual, weight, shift, p=_P)
+    return out
+
+
+def adaptive_layer_norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Peebles and Xie 2023, arXiv:2212.09748: a diffusion transformer's norm."""
+    return F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
+
+
+def gated_residual_norm(
+    x: Tensor, gamma: Tensor, residual: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A gate, dropout, the sum and its RMSNorm; the sum is returned."""
+    z = residual + gamma * F.dropout(F.silu(x), _P)
+    return F.rms_norm(z, z.shape[-1:], weight, _EPS), z
+
+
+def layer_scale(
+    x: Tensor, gamma: Tensor, residual: Tensor, weight: Tensor, shift: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Touvron et al. 2021, arXiv:2103.17239: a scaled branch, the sum and the next block's norm."""
+    z = residual + gamma * x
+    return F.layer_norm(z, z.shape[-1:], weight, shift), z
+
+
+def swiglu_norm(packed: Tensor, weight: Tensor) -> Tensor:
+    """Shazeer 2020, arXiv:2002.05202: a gated unit of packed halves, dropout and an RMSNorm."""
+    gate, up = packed.chunk(2, -1)
+    return F.rms_norm(F.dropout(F.silu(gate) * up, _P), up.shape[-1:], weight, _EPS)
+
+
+def polynomial_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """PolyNorm of Zhuo et al. 2024, arXiv:2411.03884: the norms of three powers, added up.
+
+    Args:
+        x: ``(..., N)``.
+        weight: ``(3,)``, of the third, the second and the first power.
+        bias: ``(1,)``.
+    """
+    third = weight[0] * _rms_norm(x**3)
+    second = weight[1] * _rms_norm(x**2)
+    return third + second + weight[2] * _rms_norm(x) + bias
+
+
+def dynamic_tanh(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """DyT of Zhu et al. 2025, arXiv:2503.10622: in place of a norm; alpha is ``(1,)``."""
+    return torch.tanh(alpha * x) * weight + bias
+
+
+def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
+    """Dao and Gu 2024, arXiv:2405.21060: the norm after a state-space model's gate."""
+    return _rms_norm(x * F.silu(z), weight)
+
+
+def normalized_residual(h: Tensor, u: Tensor, a: Tensor) -> Tensor:
+    """Of nGPT, Loshchilov et al. 2024, arXiv:2410.01131: a step on the sphere, of sizes a."""
+    return F.normalize(h + a * (F.normalize(u, dim=-1) - h), dim=-1)
+
+
+def per_head_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """An RMSNorm of each head with a weight of its own: ``(..., H, D)`` and ``(H, D)``."""
+    return _rms_norm(x) * weight
+
+
+# --- queries and keys -----------------------------------------------------------------------------
+
+
+def norm_and_rotary(q: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """QK-norm and rotary embeddings (Su et al. 2021, arXiv:2104.09864) in halves."""
+    return _rotated_halves(F.rms_norm(q, q.shape[-1:], weight, _EPS), cos, sin)
+
+
+def _rotated_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def _rotated_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    even, odd = x[..., ::2], x[..., 1::2]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+
+
+def _rotated_partly(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    rotated, rest = x.chunk(2, -1)
+    return torch.cat((_rotated_halves(rotated, cos, sin), rest), -1)
+
+
+def qk_norm_rotary_halves(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys of as many heads, ``(batch, length, heads, D)``; cosines of all D columns."""
+    q, k = _rms_norm(q, q_weight), _rms_norm(k, k_weight)
+    return _rotated_halves(q, cos, sin), _rotated_halves(k, cos, sin)
+
+
+def qk_norm_rotary_interleaved(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Pairs of neighbours are rotated; cosines of D / 2 columns."""
+    q, k = _rms_norm(q, q_weight), _rms_norm(k, k_weight)
+    return _rotated_neighbours(q, cos, sin), _rotated_neighbours(k, cos, sin)
+
+
+def qk_norm_rotary_partial(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Half of the columns are rotated; cosines of D / 2 columns."""
+    q, k = _rms_norm(q, q_weight), _rms_norm(k, k_weight)
+    return _rotated_partly(q, cos, sin), _rotated_partly(k, cos, sin)
+
+
+def qk_norm_rotary_packed(
+    packed: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a projection ``(batch, length, 3, heads, D)``."""
+    q, k, v = packed.unbind(2)
+    return (*qk_norm_rotary_halves(q, k, q_weight, k_weight, cos, sin), v)
+
+
+def qk_norm_rotary_grouped_packed(
+    packed: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of grouped queries, in a projection ``(batch, length, 6 * groups * D)``.
+
+    A group is four heads of queries, one of keys and one of values.
+    """
+    size = q_weight.shape[0]
+    group = packed.shape[-1] // 6
+    q, k, v = packed.split((4 * group, group, group), -1)
+    q, k, v = (t.view(*t.shape[:-1], -1, size) for t in (q, k, v))
+    return (*qk_norm_rotary_halves(q, k, q_weight, k_weight, cos, sin), v)
+
+
+def qk_norm_rotary_grouped(
+    one: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Calls `norm_and_rotary` or what runs it for queries, and for keys, which have fewer heads."""
+    return one(q, q_weight, cos, sin), one(k, k_weight, cos, sin)
+
+
+# --- scores and losses ----------------------------------------------------------------------------
+
+
+def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
+    """Attention weights with dropout."""
+    return F.dropout(torch.softmax(scores.masked_fill(mask, float("-inf")), -1), _P)
+
+
+def soft_capped_softmax(scores: Tensor, mask: Tensor) -> Tensor:
+    """Attention weights of scores within a soft cap, as in Gemma 2 (2024, arXiv:2408.00118)."""
+    capped = _SOFT_CAP * torch.tanh(scores / _SOFT_CAP)
+    return torch.softmax(capped.masked_fill(mask, float("-inf")), -1)
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """The loss of each row."""
+    return F.cross_entropy(logits, target, reduction="none")

@@ -1,0 +1,55 @@
+"""What runs a function: `fusedops.rowwise`, an operator by hand, eager PyTorch, torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fusedops
+
+from .. import timing
+from .workloads import Workload
+
+__all__ = ["COMPILING", "PROVIDERS", "build", "offered", "step"]
+
+# In the order of measuring.
+PROVIDERS = ("rowwise", "by_hand", "eager", "compile", "compile_max_autotune")
+COMPILING = tuple([name for name in PROVIDERS if name != "eager"])
+_MODES = {"compile": None, "compile_max_autotune": "max-autotune-no-cudagraphs"}
+
+
+def offered(workload: Workload, wanted: Sequence[str] = PROVIDERS) -> list[str]:
+    """Those of the wanted providers that have the function."""
+    return [name for name in wanted if name != "by_hand" or workload.by_hand is not None]
+
+
+def build(provider: str, workload: Workload) -> Callable[..., Any]:
+    """The call of a provider that has the function."""
+    if provider == "rowwise":
+        return workload.called(fusedops.rowwise(workload.function, strict=True))
+    if provider == "by_hand":
+        assert workload.by_hand is not None
+        return workload.by_hand
+    call = workload.called(workload.function)
+    if provider == "eager":
+        return call
+    return torch.compile(call, fullgraph=True, dynamic=False, mode=_MODES[provider])
+
+
+def step(call: Callable[..., Any], tensors: tuple[Tensor, ...], mode: str) -> timing.Step:
+    """A forward, and in the mode "fwd_bwd" a backward with random cotangents."""
+    named = {f"t{i}": tensor for i, tensor in enumerate(tensors)}
+
+    def positional(**arguments: Tensor) -> Any:
+        return call(*arguments.values())
+
+    if mode == "fwd":
+        return timing.Forward(positional, named)
+    outputs = call(*tensors)
+    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+    cotangents = tuple([torch.randn_like(out) for out in outputs])
+    inputs = tuple([tensor for tensor in tensors if tensor.requires_grad])
+    return timing.Train(positional, named, inputs, cotangents)
