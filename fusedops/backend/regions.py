@@ -53,6 +53,7 @@ _MOVES = (VIEWS - {"view", "_unsafe_view", "reshape", "_reshape_alias", "alias",
     "clone",
     "flip",
     "roll",
+    "stack",
 }
 # Reductions over the dimensions that an argument names; norms, whose argument is a shape; softmax.
 _OVER_DIMS = frozenset(
@@ -84,7 +85,6 @@ _EXCLUDED = frozenset(
         "native_group_norm",
         "gather",
         "nll_loss_forward",
-        "stack",
         "lift_fresh_copy",
         "lift",
         "detach",
@@ -173,12 +173,19 @@ class Finder:
     def smaller(self, region: Region) -> list[Region]:
         """The regions within one that cannot be a single kernel.
 
-        Nodes that move elements to other rows or columns are left out.
+        Those of its connected parts: it has several where it grew through views that it was trimmed
+        of, as from queries to a gate of the same packed projection. If it has one, nodes that move
+        elements to other rows or columns are left out.
         """
         self.claimed.difference_update(region.nodes)
+        parts = _connected(region.nodes)
+        if len(parts) == 1:
+            parts = [list(itertools.filterfalse(_moves_elements, region.nodes))]
         eligible = self.eligible
-        self.eligible = set(itertools.filterfalse(_moves_elements, region.nodes))
-        regions = list(self._find(region.nodes))
+        regions: list[Region] = []
+        for nodes in parts:
+            self.eligible = set(nodes)
+            regions += self._find(nodes)
         self.eligible = eligible
         # One that is no smaller is the region that has failed: to try it again would not end.
         return [other for other in regions if len(other.nodes) < len(region.nodes)]
@@ -338,6 +345,20 @@ def _is_eligible(node: fx.Node) -> bool:
     # cannot read it.
     devices = set(map(_device_of, tensors))
     return len(devices) == 1
+
+
+def _connected(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """The connected parts of a region, each in the region's order."""
+    parts: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        own = [node]
+        joined = {id(parts[arg]): parts[arg] for arg in node.all_input_nodes if arg in parts}
+        for part in joined.values():
+            own += part
+        parts |= dict.fromkeys(own, own)
+    found = {id(part): part for part in parts.values()}
+    own_order = {node: number for number, node in enumerate(nodes)}
+    return [sorted(part, key=own_order.__getitem__) for part in found.values()]
 
 
 def _moves_elements(node: fx.Node) -> bool:

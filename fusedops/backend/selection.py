@@ -90,7 +90,7 @@ class Selector:
 
     def select(self) -> None:
         """Tries each region; if one cannot be one operator, tries smaller regions within it."""
-        todo, tried = deque(self.finder.regions()), set[Region]()
+        todo = deque(self.finder.regions())
         while todo:
             region = todo.popleft()
             # `_match` may copy views out of the region, so describe the region before.
@@ -99,9 +99,7 @@ class Selector:
                 match = self._match(region)
             # After any error the region is left to Inductor, and the report has the reason.
             except Exception as error:  # noqa: BLE001
-                # Regions that `smaller` returned are not divided again.
-                smaller = [] if region in tried else self.finder.smaller(region)
-                tried.update(smaller)
+                smaller = self.finder.smaller(region)
                 todo.extendleft(reversed(smaller))
                 if not smaller:
                     self.reports.append(replace(report, reason=_reason_of(error)))
