@@ -24,7 +24,7 @@ from .errors import NotRowwiseError
 from .ir import Node, reachable
 from .kernel import Kernel, source_of
 from .layouts import pair_axis, paired, row_layout, unreduced
-from .partials import stores_of_partials
+from .partials import stores_of_sums
 from .passes import emit_passes, moments_of
 from .phases import WIDEST_TILE, held_body, phases_of
 from .planning import Plan
@@ -413,7 +413,7 @@ class _Writer:
                 for slot in range(len(sums)):
                     body.append(f"sum{slot} = tl.sum(sum{slot}, axis=0, keep_dims=True)")
             body += program_line(self.grouped)
-            body += stores_of_partials(self.structure, sums)
+            body += stores_of_sums(emitter.addresses, sums)
         else:
             body += ["tile = tl.program_id(0)", *tile_lines]
         return self._finished(

@@ -2,7 +2,8 @@
 
 The tuning key's variant holds, as text, how programs take rows ("rows", "shared rows", "groups" or
 "tiles"), the counts of sums, of parts of a row, of whole tensors that are read or written, and of
-those that are read, how many reductions follow one another, and whether random numbers are drawn.
+those that are read, how many reductions follow one another, whether random numbers are drawn, and
+how many of the sums have columns.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def _without_sums(key: TuningKey) -> Config:
     if parts == 7:
         each = 32 // _registers(key)
     # With one tensor in and one out a program has registers for two rows.
-    has_room = _moved(key) <= 2 and width <= 8192
+    has_room = _moved(key) <= 2 and width <= 8192 and not (parts == 7 and _count(key, 5))
     rows = 2 if has_room and are_many else 1
     return Config(block, rows, fewest_warps(width, each, 32), parts=parts)
 
@@ -213,7 +214,7 @@ def _parts(key: TuningKey) -> int:
 
 def _sums(key: TuningKey) -> int:
     """Return how many sums over rows each column has."""
-    return _count(key, 1) // _parts(key)
+    return _count(key, 7) // _parts(key)
 
 
 def _moved(key: TuningKey) -> int:

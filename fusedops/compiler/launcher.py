@@ -35,6 +35,7 @@ from torch import Tensor
 
 from ..core.configs import tuning
 from ..core.configs.tuning import BUCKET
+from ..core.launches.launch import MOST_ALONE
 from ..core.launches.operand import Spacing, spacing, spacing_of, vector
 from ..core.launches.operand import rows as as_rows
 from ..core.launches.streams import plan_of_stream
@@ -196,9 +197,7 @@ class Launcher:
                 most = f"max({most} // {across}, 1)"
             lines.append(f"programs = min(programs, {most})")
         if kernel.sums:
-            count = "programs * groups" if kernel.group else "programs"
-            shape = f"{count}, {len(kernel.sums)}, {self.structure.cols}"
-            lines.append(f"partials = {self.like[0]}.new_empty({shape}, dtype={self.program.acc})")
+            lines += self._partials(kernel)
         passed = f"(programs, {across}, {self._passed(kernel)})"
         if kernel.exchanged:
             # One word, or two numbers, for each two sums: see `core.exchange`.
@@ -216,6 +215,25 @@ class Launcher:
         lines.append(f"plan.variants[{number}]{passed}")
         return lines
 
+    def _partials(self, kernel: Kernel) -> list[str]:
+        """Return the lines that allocate partial sums over rows: none for the rows of one program.
+
+        It is any address then, to which nothing is written.
+        """
+        like, _ = self.like
+        count = "programs * groups" if kernel.group else "programs"
+        shape = f"{count}, {len(kernel.sums)}, {self.structure.cols}"
+        allocated = f"partials = {like}.new_empty({shape}, dtype={self.program.acc})"
+        if kernel.group:
+            return [allocated]
+        return [
+            f"if -(-rows // plan.rows[{self.kernels.index(kernel)}]) <= {MOST_ALONE}:",
+            "    programs = 1",
+            f"partials = {like}",
+            "if programs > 1:",
+            f"    {allocated}",
+        ]
+
     def _across(self, number: int) -> str:
         """Return the programs along axis 1 of the grid, as an expression."""
         kernel = self.kernels[number]
@@ -224,11 +242,16 @@ class Launcher:
         return f"plan.columns[{number}]" if kernel.tiled or kernel.held else "1"
 
     def _launch_of_reduce(self, reduce: Kernel) -> str:
-        """Return the launch of the reduction: tiles of columns, then slots and groups."""
+        """Return the launch of the reduction: tiles of columns, then slots and groups.
+
+        Where one program has all rows, nothing is left to reduce.
+        """
         slots = len(self.last.sums)
         cols = self.structure.cols
         across = f"{slots} * groups" if self.last.group else slots
-        return f"plan.reduce(-(-{cols} // plan.reduce_block), {across}, {self._passed(reduce)})"
+        condition = "" if self.last.group else "if programs > 1: "
+        passed = self._passed(reduce)
+        return f"{condition}plan.reduce(-(-{cols} // plan.reduce_block), {across}, {passed})"
 
     def _passed(self, kernel: Kernel) -> str:
         """Return a kernel's arguments in the launch."""

@@ -10,40 +10,63 @@ is fixed, so that the same inputs give the same bits::
     ---------------------------------------------------- added up along the programs
     gradient    slot 0                    | slot 1 | ...
 
-A slot is one part of one input's gradient.
+A slot is one part of one input's gradient. Of few rows one program stores the gradients itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .addresses import Argument
+from .addresses import Addresses, Argument
 from .kernel import Kernel, source_of
 from .layouts import offsets_along, row_layout, strides_of
 from .planning import Plan
-from .structure import Part, Structure
+from .structure import Operand, Part, Structure
+from .text import indented
 
-__all__ = ["reduce_kernel", "stores_of_partials"]
+__all__ = ["reduce_kernel", "stores_of_sums"]
 
 
-def stores_of_partials(
-    structure: Structure, sums: Sequence[tuple[int, Part]], part: str = ""
+def stores_of_sums(
+    addresses: Addresses, sums: Sequence[tuple[int, Part]], part: str = ""
 ) -> list[str]:
-    """Return the lines that store a program's partial sums, ``partials`` in the picture above.
+    """Return the lines that store a program's sums over rows.
+
+    They are partial sums, as in the picture above, unless one program has all rows: it stores the
+    gradients. Groups of rows have several programs.
 
     Args:
-        structure: of the function.
+        addresses: of the kernel; they get the gradients' arguments.
         sums: the inputs whose gradients are sums over rows, with their parts, by slot.
         part: what selects a tile's sums, where a program has several side by side.
     """
-    lines = []
-    for slot, (index, _) in enumerate(sums):
+    structure = addresses.structure
+    partial, total = [], []
+    for slot, (index, place) in enumerate(sums):
+        operand = structure.inputs[index]
+        has_columns = structure.has_columns(operand)
+        value = f"sum{slot}{part if has_columns else ''}"
+        mask = "in_cols" if has_columns else "in_cols & (cols < 1)"
         address = f"partials + (program * {len(sums)} + {slot}) * N + cols"
-        if structure.has_columns(structure.inputs[index]):
-            lines.append(f"tl.store({address}, sum{slot}{part}, mask=in_cols)")
-        else:
-            lines.append(f"tl.store({address}, sum{slot}, mask=in_cols & (cols < 1))")
-    return lines
+        partial.append(f"tl.store({address}, {value}, mask={mask})")
+        if not addresses.group:
+            gradient = addresses.argument("gradient", index, f"grad_{operand.name}")
+            address = f"{gradient} + {' + '.join(_offsets(structure, operand, place))}"
+            total.append(f"tl.store({address}, {_rounded(value, gradient)}, mask={mask})")
+    if not total:
+        return partial
+    return ["if tl.num_programs(0) == 1:", *indented(total), "else:", *indented(partial)]
+
+
+def _offsets(structure: Structure, operand: Operand, part: Part) -> list[str]:
+    """Return the terms that lead to the columns of a part of a gradient."""
+    strides, _ = strides_of(structure, operand)
+    offset = sum([strides[axis] * position for axis, position in part])
+    return [offsets_along(structure, strides) or "cols", str(offset)]
+
+
+def _rounded(value: str, gradient: str) -> str:
+    return f"{value}.to({gradient}.dtype.element_ty)"
 
 
 def reduce_kernel(plan: Plan, kernel: Kernel) -> Kernel:
@@ -105,14 +128,13 @@ def reduce_kernel(plan: Plan, kernel: Kernel) -> Kernel:
 
 def _total_store(structure: Structure, index: int, part: Part, in_group: bool) -> str:
     """Return the store of a slot's total into its part of an input's gradient."""
-    strides, size = strides_of(structure, structure.inputs[index])
-    columns = offsets_along(structure, strides)
-    terms = [f"grad{index}", columns or "cols"]
+    operand = structure.inputs[index]
+    terms = [f"grad{index}", *_offsets(structure, operand, part)]
     if in_group:
+        _, size = strides_of(structure, operand)
         terms.append(f"group * {size}")
-    terms.append(str(sum(strides[axis] * position for axis, position in part)))
     # A gradient without columns is one number. One that groups do not have is stored by the first.
-    column_mask = f"(cols < {'N' if columns else 1})"
+    column_mask = f"(cols < {'N' if structure.has_columns(operand) else 1})"
     group_mask = f"(in_group {'< programs // chunks' if in_group else '== 0'})"
-    value = f"total.to(grad{index}.dtype.element_ty)"
+    value = _rounded("total", f"grad{index}")
     return f"tl.store({' + '.join(terms)}, {value}, mask={column_mask} & {group_mask})"

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from .emitter import Emitter
 from .ir import REDUCTIONS, Node, computed_of, reachable, topological
-from .partials import stores_of_partials
+from .partials import stores_of_sums
 from .passes import maximum
 from .rows_of_programs import GROUP_LINES, MASK, program_line, row_sum
 from .structure import Part
@@ -314,7 +314,7 @@ def _sums(emitter: Emitter, sums: Sums) -> list[str]:
     if not sums:
         return []
     slots = [(index, part) for index, part, _ in sums]
-    lines = stores_of_partials(emitter.structure, slots, "[part]")
+    lines = stores_of_sums(emitter.addresses, slots, "[part]")
     return [*program_line(emitter.grouped), *_loop_over_parts(emitter, (), lines)]
 
 

@@ -291,6 +291,7 @@ class Variants:
             f"{kernel.read} read",
             f"{kernel.reductions} reductions",
             "dropout" if kernel.drops else "plain",
+            f"{self._sums_of_columns(kernel)} of columns",
             self.program.digest,
         )
         return TuningKey(
@@ -300,6 +301,11 @@ class Variants:
             self.structure.cols,
             bucket,
         )
+
+    def _sums_of_columns(self, kernel: Kernel) -> int:
+        """Return how many sums over rows have columns: others are one number."""
+        inputs = self.structure.inputs
+        return sum([self.structure.has_columns(inputs[index]) for index, _ in kernel.sums])
 
     def _type(self, argument: Argument, exchange: str) -> str | None:
         """Return Triton's type of an argument; None for a tensor that is absent."""

@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fusedops
+from fusedops.compiler import configs
 from fusedops.compiler.launching import chosen
 from fusedops.core.configs.tuning import forced
-from fusedops.core.configs.tuning_key import Config
+from fusedops.core.configs.tuning_key import Config, TuningKey
 from fusedops.core.launches import launch
 from fusedops.core.launches.usage import usage_of
 from rowwise_checks import (
@@ -31,7 +32,7 @@ from rowwise_checks import (
     results,
     rowwise,
 )
-from rowwise_functions import FUNCTIONS, RowwiseFunction
+from rowwise_functions import FUNCTIONS, SAMPLES, RowwiseFunction
 from support import DEVICE, KERNEL_PATH, as_tuple
 
 # --- values and launches --------------------------------------------------------------------------
@@ -53,8 +54,38 @@ def test_values_in_other_dtypes(sample: RowwiseFunction, dtype: torch.dtype) -> 
     check(sample, rowwise(sample), sample.tensors(dtype, DEVICE))
 
 
+@pytest.fixture
+def several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program has at most two rows at a time, and two tiles of rows are shared by programs."""
+    heuristic = configs.heuristic
+
+    def of_few_rows(key: TuningKey) -> Config:
+        config = heuristic(key)
+        return replace(config, rows=min(config.rows, 2))
+
+    monkeypatch.setattr(configs, "heuristic", of_few_rows)
+    monkeypatch.setattr("fusedops.compiler.launcher.MOST_ALONE", 1)
+
+
 @kernels
 @every
+@pytest.mark.usefixtures("several_programs")
+def test_partial_sums_of_several_programs(sample: RowwiseFunction) -> None:
+    """Of few rows one program stores the gradients itself."""
+    check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
+
+
+@kernels
+def test_one_program_stores_the_gradients_of_few_rows() -> None:
+    sample = SAMPLES["llama_norm"]
+    with launch.record() as launched:
+        results(rowwise(sample), sample.tensors(torch.float32, DEVICE, 5))
+    assert launched == ["forward_kernel", "backward_kernel"]
+
+
+@kernels
+@every
+@pytest.mark.usefixtures("several_programs")
 def test_one_kernel_each_way(sample: RowwiseFunction) -> None:
     function, tensors = rowwise(sample), sample.tensors(torch.float32, DEVICE)
     # Of cosines and the like, which a model never trains, gradients are written whole and summed by
