@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from .addresses import EVEN, Argument, Spacings
 from .axes import Label
 from .emitter import Emitter
 from .errors import NotRowwiseError
-from .ir import Node, reachable
+from .ir import COMPARISONS, Node, reachable
 from .kernel import Kernel, source_of
 from .layouts import pair_axis, paired, row_layout, unreduced
 from .partials import stores_of_sums
@@ -29,7 +29,7 @@ from .passes import emit_passes, moments_of
 from .phases import WIDEST_TILE, held_body, phases_of
 from .planning import Plan
 from .rows_of_programs import GROUP_LINES, MASK, program_line, row_sum
-from .structure import Operand, Part, Structure
+from .structure import Operand, Part, Structure, nodes_of
 from .text import indented
 
 __all__ = ["backward_kernels", "forward_kernels"]
@@ -69,6 +69,22 @@ class _Store:
     operand: Operand | None
     part: Part
     nodes: tuple[Node, ...]
+
+
+# Operators whose result may differ much for arguments that differ by a rounding.
+_OF_EXACT = COMPARISONS | {
+    "amax",
+    "ceil",
+    "exp",
+    "exp2",
+    "expm1",
+    "floor",
+    "fmod",
+    "maximum",
+    "minimum",
+    "quotient",
+    "sign",
+}
 
 
 # A gradient that is summed over rows: the input, its part, and the value that is summed.
@@ -458,8 +474,20 @@ class _Writer:
             read=emitter.read,
             drops=_drops(arguments),
             divides=emitter.addresses.divides,
+            contracts=self.direction == "backward" and self._may_contract(emitter.computed),
             **properties,
         )
+
+    def _may_contract(self, computed: Set[Node]) -> bool:
+        """Whether a product and a sum of a backward may be one instruction, which rounds once.
+
+        Not if it computes a sum of products again that the forward had, as that would be another:
+        of a row of equal numbers, which is its mean exactly, a difference would be left. And not if
+        a value is compared with another of its kind, or is an exponential of a difference.
+        """
+        again = reachable(nodes_of(self.structure.results)) & computed
+        adds_products = any(_adds_products(node, computed) for node in again)
+        return not adds_products and _OF_EXACT.isdisjoint([node.op for node in computed])
 
     def _ordered_arguments(self, emitter: Emitter, *, has_sums: bool) -> list[Argument]:
         """Return a kernel's arguments: tensors first, then the others by kind, then the sizes."""
@@ -494,6 +522,12 @@ _TILES = "for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_
 def _roots(stores: Sequence[_Store], sums: Sequence[_Sum]) -> list[Node]:
     stored = [store.nodes for store in stores]
     return [*itertools.chain(*stored), *[node for _, _, node in sums]]
+
+
+def _adds_products(node: Node, computed: Set[Node]) -> bool:
+    """Whether a value is the sum or difference of a product that is computed and another value."""
+    products = [arg for arg in node.args if arg.op == "mul" and arg in computed]
+    return node.op in ("add", "sub") and bool(products)
 
 
 def _drops(arguments: Iterable[Argument]) -> bool:

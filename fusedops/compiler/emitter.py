@@ -121,6 +121,7 @@ class Emitter:
         leaves: values that are read, not computed: "intermediate", "stats 3" or "moments 0".
         moved: the dtypes of whole tensors that are read or written.
         read: how many of them are read.
+        computed: the values that have lines.
         stores_after: stores of numbers of rows, which follow the line that computes the number.
             Triton 3.6 to 3.9 cannot compile some kernels that compute more of a number before it is
             stored: the pass that removes layout conversions uses a value ahead of its definition.
@@ -152,6 +153,7 @@ class Emitter:
         self.read = 0
         self.named: dict[Node, str] = {}
         self.stores_after: dict[Node, list[Callable[[], None]]] = {}
+        self.computed: set[Node] = set()
         self._literals: set[str] = set()  # the texts of values that are written as numbers
         self._by_row: dict[Node, bool] = {}
         self._known: dict[str, str] = {}  # from an expression to its name
@@ -440,6 +442,7 @@ class Emitter:
         """Return the expression that loads or computes a value."""
         if node in self.leaves:
             return self._leaf(node, self.leaves[node])
+        self.computed.add(node)
         args = self._named_arguments(node)
         method = _METHODS.get(node.op)
         if method is not None:

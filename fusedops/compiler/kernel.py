@@ -42,6 +42,7 @@ class Kernel:
         drops: whether it draws random numbers.
         exchanged: how many sums of each row programs exchange that share it.
         loops: whether a program has several tiles of rows, one after the other.
+        contracts: whether a product and a sum may be one instruction.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Kernel:
     drops: bool = False
     exchanged: int = 0
     loops: bool = False
+    contracts: bool = False
 
 
 def source_of(

@@ -8,24 +8,30 @@ import re
 from typing import Any
 
 from .identifiers import HEADER
+from .kernel import Kernel
 
 __all__ = ["kernel_of", "loaded", "text_of"]
 
+# The first line of a kernel whose products are all rounded.
+_ROUNDS = "# Products are rounded.\n"
 _kernels: dict[str, Any] = {}
 
 
-def loaded(function: str, digest: str, source: str, name: str) -> Any:
-    """The kernel of this name, of a function's source."""
-    text = f"{HEADER}\n\n{source}"
+def loaded(function: str, digest: str, kernel: Kernel) -> Any:
+    """The kernel of a function, from its source."""
+    # The text alone tells whether products are contracted, to processes that get it: see
+    # `kernel_of`.
+    rounds = "" if kernel.contracts else _ROUNDS
+    text = f"{rounds}{HEADER}\n\n{kernel.source}"
     number = hashlib.sha256(text.encode()).hexdigest()[:8]
-    return kernel_of(f"<fusedops rowwise {function} {digest} {number}>", name, text)
+    return kernel_of(f"<fusedops rowwise {function} {digest} {number}>", kernel.name, text)
 
 
 def kernel_of(path: str, name: str, text: str) -> Any:
     """The kernel of this name in a text, which goes by the name of a file.
 
-    A product is rounded wherever it is computed: a backward compares it with a forward's largest
-    element, and takes the exponential of what is left of a difference.
+    A product and a sum are one instruction, without the product's rounding, unless the text says
+    that products are rounded: see `codegen`.
     """
     kernel = _kernels.get(path)
     if kernel is None:
@@ -36,7 +42,7 @@ def kernel_of(path: str, name: str, text: str) -> Any:
         }
         exec(compile(text, path, "exec"), namespace)
         kernel = _kernels[path] = namespace[name]
-        kernel.contracts = False
+        kernel.contracts = not text.startswith(_ROUNDS)
     return kernel
 
 

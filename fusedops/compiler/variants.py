@@ -265,7 +265,7 @@ class Variants:
         for name in ("seed", "offset"):
             if name in types:
                 types[name] = SEED_TYPES[seeded][name]
-        function = loaded(self.program.op, self.program.digest, kernel.source, kernel.name)
+        function = loaded(self.program.op, self.program.digest, kernel)
         return launch.build(
             function,
             types,
