@@ -174,9 +174,15 @@ def test_function_is_called_like_itself() -> None:
 def test_arguments_by_keyword_alone() -> None:
     function = fusedops.rowwise(lambda x, *, by: x * by, strict=True)
     x = randn(5, 24)
-    assert torch.equal(function(x, by=2.0), x * 2.0)
+    for by in (2.0, 3.0):
+        assert torch.equal(function(x, by=by), x * by)
+    assert torch.equal(function(by=2.0, x=x), x * 2.0)
     with pytest.raises(TypeError, match="too many positional arguments"):
         function(x, 2.0)
+    with pytest.raises(TypeError, match="missing a required"):
+        function(x)
+    with pytest.raises(TypeError, match="unexpected"):
+        function(x, by=1.0, over=2.0)
 
 
 class Scale(nn.Module):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from fusedops.compiler import configs
-from fusedops.compiler.launching import chosen
+from fusedops.compiler.launching import chosen, kernels_of
 from fusedops.core.configs.tuning import forced
 from fusedops.core.configs.tuning_key import Config, TuningKey
 from fusedops.core.launches import launch
@@ -81,6 +81,24 @@ def test_one_program_stores_the_gradients_of_few_rows() -> None:
     with launch.record() as launched:
         results(rowwise(sample), sample.tensors(torch.float32, DEVICE, 5))
     assert launched == ["forward_kernel", "backward_kernel"]
+
+
+_CONTRACTED = {
+    "layer_norm": lambda x, y: F.layer_norm(x, x.shape[-1:]) * y,
+    "softmax": lambda x, y: torch.softmax(x, -1) * y,
+    "clamped": lambda x, y: x.clamp(-1.0) * y,
+    "sum of a product again": lambda x, y: F.layer_norm(x * y + y, x.shape[-1:]),
+}
+
+
+@pytest.mark.parametrize("name", _CONTRACTED)
+def test_products_are_rounded_where_a_rounding_matters(name: str) -> None:
+    """Forwards round all products; so do backwards that compare, or compute a sum of them again."""
+    program = fusedops.rowwise(_CONTRACTED[name], strict=True)._programs
+    tensors = [torch.randn(4, 300), torch.randn(4, 300)]
+    kernels = kernels_of(program.find(tensors, False).program, tensors)
+    contracted = [kernel.contracts for kernel in kernels]
+    assert contracted == [False, name == "layer_norm"]
 
 
 @kernels

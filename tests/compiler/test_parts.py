@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fusedops
-from rowwise_checks import check, kernels, randn
-from rowwise_functions import RowwiseFunction
+from rowwise_checks import check, kernels, randn, rowwise
+from rowwise_functions import SAMPLES, RowwiseFunction
 
 
 def heads(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -114,6 +114,15 @@ def test_parts_with_long_rows_of_their_own() -> None:
 
 
 @kernels
+def test_parts_that_alternate_are_one_load_and_one_store() -> None:
+    sample = SAMPLES["interleaved_rotary"]
+    source = rowwise(sample).source(*sample.tensors(torch.bfloat16).values())
+    forward, backward = source.split("def backward_kernel")
+    assert forward.count("split_pairs") == forward.count("join_pairs") == 1
+    assert backward.count("split_pairs") == 2
+    assert "cols * 2" not in source
+
+
 def test_einsum_in_autocast_is_a_matrix_product() -> None:
     """Which PyTorch computes in half precision."""
     function = fusedops.rowwise(lambda x, y: torch.einsum("sd,d->s", x, y), strict=True)

@@ -54,6 +54,13 @@ def _gate(x: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
     return torch.tanh(x + bias) * gate
 
 
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor) -> Tensor:
+    """Two parts that alternate in memory: in a vector, in both directions, and in two sums."""
+    y = F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+    even, odd = y[..., ::2], y[..., 1::2]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+
+
 def _own_names(
     sum: Tensor,  # noqa: A002
     step: Tensor,
@@ -75,6 +82,7 @@ def _shapes(function: Callable[..., Any]) -> tuple[tuple[int, ...], ...]:
         _scaled_softmax: (row, (_ROWS, 1)),
         _gate: (row, row, vector),
         _own_names: (row, row, row, vector, vector, vector),
+        _rotated: ((_ROWS, 2 * _COLS), vector, vector, (2 * _COLS,)),
     }[function]
 
 
@@ -107,7 +115,7 @@ def _tuple(value: Any) -> list[Tensor]:
     return list(value) if isinstance(value, tuple) else [value]
 
 
-_FUNCTIONS = (_layer_norm, _polynomial_norm, _scaled_softmax, _own_names, _gate)
+_FUNCTIONS = (_layer_norm, _polynomial_norm, _scaled_softmax, _own_names, _rotated, _gate)
 
 
 @pytest.mark.parametrize("function", _FUNCTIONS)
@@ -132,7 +140,7 @@ def test_rows_that_programs_share(
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU programs run at the same time")
-@pytest.mark.parametrize("function", _FUNCTIONS[:4])
+@pytest.mark.parametrize("function", _FUNCTIONS[:5])
 def test_rows_whose_programs_wait(
     function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +152,7 @@ def test_rows_whose_programs_wait(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("function", _FUNCTIONS[:4])
+@pytest.mark.parametrize("function", _FUNCTIONS[:5])
 def test_programs_wait_on_a_gpu(function: Callable[..., Any]) -> None:
     assert launch.waits(0, torch.float32, 3)
     with forced("rowwise_forward", _WHOLE), forced("rowwise_backward", _SHARES):
