@@ -349,16 +349,18 @@ def _is_eligible(node: fx.Node) -> bool:
 
 def _connected(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """The connected parts of a region, each in the region's order."""
-    parts: dict[fx.Node, list[fx.Node]] = {}
-    for node in nodes:
-        own = [node]
-        joined = {id(parts[arg]): parts[arg] for arg in node.all_input_nodes if arg in parts}
-        for part in joined.values():
-            own += part
-        parts |= dict.fromkeys(own, own)
-    found = {id(part): part for part in parts.values()}
-    own_order = {node: number for number, node in enumerate(nodes)}
-    return [sorted(part, key=own_order.__getitem__) for part in found.values()]
+    parts: list[set[fx.Node]] = []
+    rest = dict.fromkeys(nodes)
+    while rest:
+        part = set[fx.Node]()
+        todo = {next(iter(rest))}
+        while todo:
+            node = todo.pop()
+            del rest[node]
+            part.add(node)
+            todo |= rest.keys() & {*node.all_input_nodes, *node.users}
+        parts.append(part)
+    return [list(filter(part.__contains__, nodes)) for part in parts]
 
 
 def _moves_elements(node: fx.Node) -> bool:

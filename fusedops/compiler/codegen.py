@@ -425,9 +425,7 @@ class _Writer:
             body.append("tiles = tl.cdiv(M, ROWS).to(tl.int32)")
             body.append(_TILES)
             body += indented(tile_lines)
-            if not self.tiled:
-                for slot in range(len(sums)):
-                    body.append(f"sum{slot} = tl.sum(sum{slot}, axis=0, keep_dims=True)")
+            body += [f"sum{n} = tl.sum(sum{n}, axis=0, keep_dims=True)" for n in range(len(sums))]
             body += program_line(self.grouped)
             body += stores_of_sums(emitter.addresses, sums)
         else:

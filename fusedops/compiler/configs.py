@@ -151,15 +151,23 @@ def _without_sums(key: TuningKey) -> Config:
         rows = max(1, elements // power_of_two(width))
         return Config(block, rows, fewest_warps(rows * width, each, 32), parts=parts)
     if parts == 7:
-        each = 32 // _registers(key)
-        if key.kernel == "rowwise_backward":
-            # A program that loads its next rows ahead. On an H200 in bf16, softmax of capped and
-            # masked scores, 3584 columns, forward and backward: 150.2 to 113.0 us.
-            return Config(block, 1, fewest_warps(width, each), 3, 3, parts=parts)
+        return _in_seven_tiles(key, block)
     # With one tensor in and one out a program has registers for two rows.
-    has_room = _moved(key) <= 2 and width <= 8192 and not (parts == 7 and _count(key, 5))
+    has_room = _moved(key) <= 2 and width <= 8192
     rows = 2 if has_room and are_many else 1
     return Config(block, rows, fewest_warps(width, each, 32), parts=parts)
+
+
+def _in_seven_tiles(key: TuningKey, block: int) -> Config:
+    """Return the config of a kernel without sums over rows whose rows are seven tiles."""
+    config = Config(block, 1, fewest_warps(key.cols, 32 // _registers(key)), parts=7)
+    if key.kernel == "rowwise_backward":
+        # A program that loads its next rows ahead. On an H200 in bf16, softmax of capped and masked
+        # scores, 3584 columns, forward and backward: 150.2 to 113.0 us.
+        return replace(config, stages=3, per_sm=3)
+    # With one tensor in and one out, and no reduction between them, it has registers for two rows.
+    is_light = _moved(key) <= 2 and _count(key, 5) == 0
+    return replace(config, rows=2) if is_light else config
 
 
 def _with_sums(key: TuningKey) -> Config:

@@ -634,9 +634,9 @@ class Emitter:
         self.read += self._count(operand)
         axis = pair_axis(self.structure, operand)
         if axis is not None:
-            first, place = paired(part, axis)
+            first, number = paired(part, axis)
             pair = self._pair(node, kind, index, operand, first)
-            return f"{pair}[{place}]{_READ_AS[operand.kind]}"
+            return f"{pair}[{number}]{_READ_AS[operand.kind]}"
         loaded = self._loaded(kind, index, operand, part)
         if self.structure.has_columns(operand) or self.addresses.varies_by_row(operand):
             return loaded + _READ_AS[operand.kind]

@@ -153,7 +153,7 @@ class Rowwise(Generic[_P, _R]):
         self._count = -1 if self._by_keyword else len(parameters)
         assert isinstance(function, FunctionType)
         self._programs = Programs(function, self.name, list(self._signature.parameters), self._run)
-        # How arguments have been given: how many by position, and the names of the others.
+        # The forms of calls: how many arguments come by position, and the names of the others.
         self._forms: set[tuple[Any, ...]] = set()
         self._defaults = [(p.name, p.default) for p in parameters]
         self._calls: dict[Any, _CallGroup] = {}

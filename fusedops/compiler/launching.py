@@ -53,7 +53,7 @@ _LEAST_ROWS = 16
 #
 # Axis 1 of the grid is then the groups, so that all rows of a program share their vectors. A
 # backward that sums the gradient of a weight of each head over batch and sequence has one group for
-# each head, of which the rows are apart in memory: see `layouts.inner_groups`.
+# each head, whose rows are not adjacent in memory: see `layouts.inner_groups`.
 
 
 def forward(site: RowwiseSite, tensors: Any, outs: Any, state: State) -> None:
