@@ -83,6 +83,18 @@ def test_one_program_stores_the_gradients_of_few_rows() -> None:
     assert launched == ["forward_kernel", "backward_kernel"]
 
 
+@kernels
+@pytest.mark.parametrize("name", ["per_head_norm_grouped", "per_channel_norm_grouped"])
+def test_programs_of_a_backward_have_rows_of_one_head(name: str) -> None:
+    """The gradient of a weight of each head, or channel, is summed in registers."""
+    sample = SAMPLES[name]
+    tensors = sample.tensors(torch.float32, DEVICE)
+    check(sample, rowwise(sample), tensors)
+    with launch.record() as launched:
+        results(rowwise(sample), tensors)
+    assert launched == ["forward_kernel", "backward_kernel", "reduce_kernel"]
+
+
 _CONTRACTED = {
     "layer_norm": lambda x, y: F.layer_norm(x, x.shape[-1:]) * y,
     "softmax": lambda x, y: torch.softmax(x, -1) * y,
