@@ -43,6 +43,8 @@ _MOST_LIVE = 150_000
 # The longest rows that a program of a backward holds alone, and that eight programs share.
 _LONGEST_ALONE = 16384
 _LONGEST_SHARED = 65536
+# The longest rows whose sums over columns, of numbers' gradients, are taken after all rows.
+_LONGEST_WITH_LATE_SUMS = 4096
 _CONSTANTS = ("ACC", "N", "BLOCK_N", "ROWS", "VECTOR", "STAGES", "OVERLAP", "PERSISTENT")
 _ORDER = (
     "input",
@@ -368,6 +370,9 @@ class _Writer:
             else:  # see `Emitter.stores_after`
                 emitter.stores_after.setdefault(store.nodes[0], []).append(write)
         stored = [store.nodes for store in stores]
+        late = self._late_sums(emitter, _roots(stores, []), sums)
+        # Programs that share rows would each have a part of these numbers.
+        sums = [(index, part, late.get(node, node)) for index, part, node in sums]
         summed = [node for _, _, node in sums]
         phases = phases_of(stored, summed, emitter, exchanges=self.direction == "backward")
         body = held_body(emitter, phases, writes, sums, _roots(stores, []))
@@ -379,9 +384,28 @@ class _Writer:
             held=True,
             reductions=len(phases.reductions),
             exchanged=len(phases.exchanged),
-            shares=phases.can_share and not self.grouped,
+            shares=phases.can_share and not (self.grouped or late),
             loops=bool(sums or phases.exchanged),
         )
+
+    def _late_sums(
+        self, emitter: Emitter, stored: Sequence[Node], sums: Sequence[_Sum]
+    ) -> dict[Node, Node]:
+        """Return the sums over columns that only sums over rows need, with what they sum.
+
+        Such as the gradient of a number: its lanes are summed once, and not for each row. That is
+        in rows that one program has.
+        """
+        if self.structure.cols > _LONGEST_WITH_LATE_SUMS:
+            return {}
+        summed = [node for _, _, node in sums]
+        late = {}
+        for node in summed:
+            others = [*stored, *[other for other in summed if other is not node]]
+            needed = reachable(others, emitter.leaves.__contains__)
+            if node.op == "sum" and emitter.is_reduced(node) and node not in needed:
+                late[node] = node.args[0]
+        return late
 
     def _has_room(self, emitter: Emitter, stores: Sequence[_Store], sums: Sequence[_Sum]) -> bool:
         """Whether registers hold vectors from tile to tile, beside the sums and a tile's inputs."""

@@ -300,12 +300,13 @@ def _is_of_vectors(node: Node) -> bool:
 def _zeros(emitter: Emitter, sums: Sums) -> list[str]:
     """Return the lines that begin sums over rows."""
     lines: list[str] = []
-    for slot, (index, _, _) in enumerate(sums):
+    for slot, (index, _, node) in enumerate(sums):
+        zeros = f"tl.zeros((1, {'BLOCK_N' if emitter.has_columns(node) else 1}), ACC)"
         if _has_columns(emitter, index):
             tiles = f"sum{slot} = sum{slot} + (tl.zeros((1, BLOCK_N), ACC),)"
             lines += [f"sum{slot} = ()", "for part in tl.static_range(PARTS):", f"    {tiles}"]
         else:
-            lines.append(f"sum{slot} = tl.zeros((1, 1), ACC)")
+            lines.append(f"sum{slot} = {zeros}")
     return lines
 
 
@@ -314,8 +315,18 @@ def _sums(emitter: Emitter, sums: Sums) -> list[str]:
     if not sums:
         return []
     slots = [(index, part) for index, part, _ in sums]
-    lines = stores_of_sums(emitter.addresses, slots, "[part]")
-    return [*program_line(emitter.grouped), *_loop_over_parts(emitter, (), lines)]
+    stores = stores_of_sums(emitter.addresses, slots, "[part]")
+    totals = [
+        f"sum{slot} = tl.sum(sum{slot}, axis=1, keep_dims=True)"
+        for slot, (index, _, node) in enumerate(sums)
+        if _is_of_lanes(emitter, index, node)
+    ]
+    return [*program_line(emitter.grouped), *totals, *_loop_over_parts(emitter, (), stores)]
+
+
+def _is_of_lanes(emitter: Emitter, index: int, node: Node) -> bool:
+    """Whether a sum over rows has a value for each lane, of which a number is the sum."""
+    return emitter.has_columns(node) and not _has_columns(emitter, index)
 
 
 def _has_columns(emitter: Emitter, index: int) -> bool:
@@ -537,8 +548,7 @@ def _accumulate(emitter: Emitter, node: Node) -> str:
     return name
 
 
-def _row_sum(emitter: Emitter, phases: Phases, node: Node) -> str:
-    value = emitter.value(node)
+def _row_sum(emitter: Emitter, phases: Phases, value: str) -> str:
     return row_sum(value, grouped=emitter.grouped, exchanges=bool(phases.exchanged))
 
 
@@ -547,7 +557,12 @@ def _sum_rows(emitter: Emitter, phases: Phases, sums: Sums) -> None:
     for slot, (index, _, node) in enumerate(sums):
         # A constant is zero: no cotangent reaches the input.
         if _has_columns(emitter, index) and node.op != "const":
-            emitter.extend(f"next{slot}", f"sum{slot}[part] + {_row_sum(emitter, phases, node)}")
+            value = emitter.value(node)
+            emitter.extend(f"next{slot}", f"sum{slot}[part] + {_row_sum(emitter, phases, value)}")
+        elif _is_of_lanes(emitter, index, node):
+            assert emitter.body is not None
+            value = f"tl.where(in_cols, {emitter.value(node)}, 0)"
+            emitter.body.append(f"sum{slot} += {_row_sum(emitter, phases, value)}")
 
 
 def _following(emitter: Emitter, phases: Phases, sums: Sums) -> list[str]:
@@ -558,6 +573,6 @@ def _following(emitter: Emitter, phases: Phases, sums: Sums) -> list[str]:
             continue
         if _has_columns(emitter, index):
             lines.append(f"sum{slot} = next{slot}")
-        else:
-            lines.append(f"sum{slot} += {_row_sum(emitter, phases, node)}")
+        elif not emitter.has_columns(node):
+            lines.append(f"sum{slot} += {_row_sum(emitter, phases, emitter.value(node))}")
     return lines

@@ -61,6 +61,11 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
 
 
+def _dynamic_tanh(x: Tensor, alpha: Tensor, weight: Tensor) -> Tensor:
+    """A number, whose gradient is summed over rows before it is over columns."""
+    return torch.tanh(alpha * x) * weight
+
+
 def _own_names(
     sum: Tensor,  # noqa: A002
     step: Tensor,
@@ -82,6 +87,7 @@ def _shapes(function: Callable[..., Any]) -> tuple[tuple[int, ...], ...]:
         _scaled_softmax: (row, (_ROWS, 1)),
         _gate: (row, row, vector),
         _own_names: (row, row, row, vector, vector, vector),
+        _dynamic_tanh: (row, (1,), vector),
         _rotated: ((_ROWS, 2 * _COLS), vector, vector, (2 * _COLS,)),
     }[function]
 
@@ -115,7 +121,15 @@ def _tuple(value: Any) -> list[Tensor]:
     return list(value) if isinstance(value, tuple) else [value]
 
 
-_FUNCTIONS = (_layer_norm, _polynomial_norm, _scaled_softmax, _own_names, _rotated, _gate)
+_FUNCTIONS = (
+    _layer_norm,
+    _polynomial_norm,
+    _scaled_softmax,
+    _own_names,
+    _rotated,
+    _gate,
+    _dynamic_tanh,
+)
 
 
 @pytest.mark.parametrize("function", _FUNCTIONS)
@@ -136,7 +150,7 @@ def test_rows_that_programs_share(
     ):
         _check(function)
     # The backward is launched twice where sums are exchanged: programs post them, and read them.
-    assert names.count("backward_kernel") == (1 if function is _gate else 2)
+    assert names.count("backward_kernel") == (1 if function in (_gate, _dynamic_tanh) else 2)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU programs run at the same time")
