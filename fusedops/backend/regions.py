@@ -43,7 +43,7 @@ from .graphs import (
 )
 from .symbols import have_hints, settled
 
-__all__ = ["CHANGING", "Finder", "Region", "columns_of", "is_of_elements"]
+__all__ = ["CHANGING", "DIVIDING", "Finder", "Region", "columns_of", "is_of_elements"]
 
 # The reason for leaving a region whose kernel would depend on a length that changes between calls.
 CHANGING = "a length that changes from call to call is one of columns"
@@ -56,7 +56,7 @@ _MOVES = (VIEWS - {"view", "_unsafe_view", "reshape", "_reshape_alias", "alias",
     "stack",
 }
 # Views that are several parts of a tensor.
-_DIVIDING = frozenset({"split", "split_with_sizes", "chunk", "unbind"})
+DIVIDING = frozenset({"split", "split_with_sizes", "chunk", "unbind"})
 # Reductions over the dimensions that an argument names; norms, whose argument is a shape; softmax.
 _OVER_DIMS = frozenset(
     {"sum", "mean", "amax", "amin", "var", "std", "var_mean", "logsumexp", "linalg_vector_norm"}
@@ -359,7 +359,7 @@ def _divides_larger(node: fx.Node, size: int) -> bool:
     that the region of one does not grow through the other's view. Parts of equal sizes, as of q and
     k with as many heads, may be one kernel.
     """
-    if name_of(node) not in _DIVIDING:
+    if name_of(node) not in DIVIDING:
         return False
     sizes = {math.prod(hints(part.shape)) for part in direct_tensors(value_of(node))}
     return len(sizes) > 1 and size_of(node.all_input_nodes[0]) > size
