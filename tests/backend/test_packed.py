@@ -241,6 +241,7 @@ def test_keys_are_values_too(groups: int, times: int) -> None:
     parts = _unbound if groups == 4 else _sliced
     backend = _checked(WithoutValues(parts, groups).to(DEVICE), randn(2, 6, 32))
     assert _changed(backend) == times
+    assert _ASSEMBLING.isdisjoint(_names(backend.backwards[0])) == bool(times)
 
 
 @_on_gpus
@@ -289,8 +290,8 @@ def test_projection_with_another_use() -> None:
 
 
 @_on_gpus
-def test_values_that_are_returned_or_computed_with_are_left() -> None:
-    """A result shares no memory, and Inductor computes a gradient where it belongs."""
+def test_values_that_are_computed_with_are_left() -> None:
+    """Inductor computes their gradient where it belongs."""
 
     class Scaled(_Attention):
         def rotated(self, query: Tensor, key: Tensor, value: Tensor) -> _Parts:
@@ -298,17 +299,38 @@ def test_values_that_are_returned_or_computed_with_are_left() -> None:
             return query, key, value * 2
 
     assert _changed(_checked(Scaled(_sliced, 2).to(DEVICE), randn(2, 6, 32))) == 0
-    values: list[Tensor] = []
 
-    class Returned(_Attention):
+
+@_on_gpus
+def test_values_that_are_returned_are_left() -> None:
+    seen: list[Tensor] = []
+
+    class Noting(_Attention):
         def rotated(self, query: Tensor, key: Tensor, value: Tensor) -> _Parts:
-            values[:] = [value]
+            seen[:] = [value]
             return super().rotated(query, key, value)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.stack((super().forward(x), values[0].flatten(2)))
+    module, x = Noting().to(DEVICE), randn(2, 6, 32)
 
-    assert _changed(_checked(Returned().to(DEVICE), randn(2, 6, 32))) == 0
+    def returning(x: Tensor) -> tuple[Tensor, Tensor]:
+        return module(x), seen[0]
+
+    backend, sets = Backend(), []
+    for function in (returning, torch.compile(returning, backend=backend)):
+        output, value = function(x)
+        loss = output.square().sum() + value.square().sum()
+        sets.append([output, value, *torch.autograd.grad(loss, list(module.parameters()))])
+    torch.testing.assert_close(*sets)
+    assert _changed(backend) == 0
+
+
+@_on_gpus
+def test_parts_that_overlap_are_left() -> None:
+    def overlapping(packed: Tensor, heads: int, groups: int) -> _Parts:
+        packed = packed.unflatten(-1, (-1, _SIZE))
+        return packed[:, :, :heads], packed[:, :, 2 : heads + 2], packed[:, :, -groups:]
+
+    assert _changed(_checked(_Attention(overlapping).to(DEVICE), randn(2, 6, 32))) == 0
 
 
 @_on_gpus
