@@ -43,7 +43,7 @@ from .graphs import (
 )
 from .symbols import have_hints, settled
 
-__all__ = ["CHANGING", "Finder", "Region", "columns_of", "is_of_elements"]
+__all__ = ["CHANGING", "DIVIDING", "Finder", "Region", "columns_of", "is_of_elements"]
 
 # The reason for leaving a region whose kernel would depend on a length that changes between calls.
 CHANGING = "a length that changes from call to call is one of columns"
@@ -55,6 +55,8 @@ _MOVES = (VIEWS - {"view", "_unsafe_view", "reshape", "_reshape_alias", "alias",
     "roll",
     "stack",
 }
+# Views that are several parts of a tensor.
+DIVIDING = frozenset({"split", "split_with_sizes", "chunk", "unbind"})
 # Reductions over the dimensions that an argument names; norms, whose argument is a shape; softmax.
 _OVER_DIMS = frozenset(
     {"sum", "mean", "amax", "amin", "var", "std", "var_mean", "logsumexp", "linalg_vector_norm"}
@@ -290,7 +292,7 @@ class Finder:
         # The operator takes one position among the nodes that are fixed.
         if self.part[first] != self.part[node]:
             return False
-        if not self._is_along(node, columns):
+        if not self._is_along(node, columns) or _divides_larger(node, size):
             return False
         size_of_node = size_of(node)
         if size_of_node > size:
@@ -371,6 +373,19 @@ def _is_only_broadcast(arg: fx.Node, own: Mapping[fx.Node, None], size: int) -> 
     """Whether an input of a region is smaller than it, and used by nothing else."""
     is_broadcast = arg not in own and size_of(arg) < size
     return is_broadcast and arg.users.keys() <= own.keys()
+
+
+def _divides_larger(node: fx.Node, size: int) -> bool:
+    """Whether a node divides a tensor larger than a region into parts that differ in size.
+
+    Such a tensor is a packed projection, of more queries than keys. No kernel computes both, so
+    that the region of one does not grow through the other's view. Parts of equal sizes, as of q and
+    k with as many heads, may be one kernel.
+    """
+    if name_of(node) not in DIVIDING:
+        return False
+    sizes = {math.prod(hints(part.shape)) for part in direct_tensors(value_of(node))}
+    return len(sizes) > 1 and size_of(node.all_input_nodes[0]) > size
 
 
 def _is_at_border(node: fx.Node, own: Mapping[fx.Node, None]) -> bool:

@@ -20,7 +20,8 @@ and passes tensors in the order of the kernels' arguments. For one kernel with a
         plan.variants[0](programs, 1, input0, input1, output0, input0_stride, rows)
 
 Rows that no single stride reaches, such as those of q in a packed projection, have kernels of their
-own, and a launcher: the function returns what that one's does.
+own, and a launcher: the function returns what that one's does. So have gradients that are a part of
+another tensor, such as that of q in the gradient of the projection.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from torch import Tensor
 from ..core.configs import tuning
 from ..core.configs.tuning import BUCKET
 from ..core.launches.launch import MOST_ALONE
-from ..core.launches.operand import Spacing, spacing, spacing_of, vector
+from ..core.launches.operand import Spacing, spacing, spacing_of, spacing_written, vector
 from ..core.launches.operand import rows as as_rows
 from ..core.launches.streams import plan_of_stream
 from ..core.random.rng import seed_kind
@@ -63,7 +64,9 @@ _NARROW = 2**31
 _OPTIONAL = ("stats", "intermediate")
 # Tensors that a call has, and those that are allocated for it.
 _READ = ("input", "cotangent")
-_ALLOCATED = ("output", "gradient", "intermediate", "stats")
+_ALLOCATED = ("output", "intermediate", "stats")
+# Tensors whose rows may be spaced, with the function that returns how they are.
+_SPACED = {"input": spacing, "cotangent": spacing, "gradient": spacing_written}
 
 
 def _other_shape(
@@ -123,6 +126,7 @@ class Launcher:
             "as_rows": as_rows,
             "vector": vector,
             "spacing": spacing,
+            "spacing_written": spacing_written,
             "launch_of": self._spaced_launch,
             "BUCKET": BUCKET,
             "plans": plans,
@@ -182,6 +186,12 @@ class Launcher:
         for index in self.last.written:
             out = self.names["gradient", index]
             lines.append(f"summed({index}, gradient{index}, {out})")
+        for index in self._copied_gradients():
+            out = self.names["gradient", index]
+            lines += [
+                f"if gradient{index} is not {out}:",
+                f"    {out}.copy_(gradient{index})",
+            ]
         return "\n".join([f"def run({self.parameters}):", *indented(lines)]) + "\n"
 
     def _launch(self, number: int) -> list[str]:
@@ -297,8 +307,10 @@ class Launcher:
     def _operand(self, kind: str, index: int) -> list[str]:
         """Return the lines that make an operand's address, row stride and bits."""
         name = f"{kind}{index}"
-        if kind == "gradient" and index in self.last.written:
+        if self._is_unreduced(kind, index):
             return [self._unreduced_gradient(index)]
+        if kind == "gradient":
+            return self._gradient(index)
         # A backward reads what a forward wrote.
         is_backward = bool(self.cotangents)
         if kind == "stats" and is_backward:
@@ -311,12 +323,49 @@ class Launcher:
             return [f"{name} = {self.names[kind, index]}"]
         return []
 
+    def _is_unreduced(self, kind: str, index: int) -> bool:
+        """Whether the kernels write a gradient with all rows, which `_summed` sums."""
+        return kind == "gradient" and index in self.last.written
+
     def _unreduced_gradient(self, index: int) -> str:
         """Return the line that allocates a gradient with all rows, which `_summed` sums."""
         operand = operand_of(self.program, "gradient", index)
         labels = unreduced(self.structure, operand, self.program.acc).labels
         shape = ", ".join(map(self._product, labels))
         return f"gradient{index} = {self.like[0]}.new_empty({shape}, dtype={self.program.acc})"
+
+    def _gradient(self, index: int) -> list[str]:
+        """Return the lines of a gradient that a kernel writes.
+
+        It may be a part of another tensor. Where no kernel can write that part, it is copied there
+        in the end::
+
+            gradient0 = outs[0]
+            if gradient0.is_contiguous():
+                bits |= gradient0.data_ptr()
+            else:
+                gradient0 = torch.empty_like(gradient0, memory_format=torch.contiguous_format)
+        """
+        if ("gradient", index) in self.spacings:
+            return self._spaced_operand("gradient", index)
+        name = f"gradient{index}"
+        dense = "memory_format=torch.contiguous_format"
+        allocation = [f"{name} = torch.empty_like({name}, {dense})"]
+        if ("gradient", index) in self._leading:
+            allocation = [*self._handover("gradient", index), *allocation]
+        return [
+            f"{name} = {self.names['gradient', index]}",
+            f"if {name}.is_contiguous():",
+            f"    bits |= {name}.data_ptr()",
+            "else:",
+            *indented(allocation),
+        ]
+
+    def _copied_gradients(self) -> list[int]:
+        """Return the gradients that may have to be copied to where the caller wants them."""
+        arguments = {argument.index for argument in self.arguments if argument.kind == "gradient"}
+        written = arguments.difference(self.last.written)
+        return sorted(index for index in written if ("gradient", index) not in self.spacings)
 
     def _operand_read(self, kind: str, index: int) -> list[str]:
         """Return the lines of an operand that the call's tensors include.
@@ -333,7 +382,7 @@ class Launcher:
                 bits |= more
         """
         if (kind, index) in self.spacings:
-            return self._spaced_read(kind, index)
+            return self._spaced_operand(kind, index)
         name = f"{kind}{index}"
         operand = operand_of(self.program, kind, index)
         size = self.program.size_of_row(operand)
@@ -382,12 +431,14 @@ class Launcher:
             return leading
         for argument in self.arguments:
             kind, index = argument.kind, argument.index
-            if kind not in _READ:
+            if kind not in _SPACED or self._is_unreduced(kind, index):
                 continue
             operand = operand_of(self.program, kind, index)
             dims = self._dims_of_rows(operand)
             layout = row_layout(self.structure, operand, self.last.group)
-            if layout == "rows" and dims > 1:
+            # Of rows of one dimension, kernels read any stride without spacings.
+            least = 1 if kind == "gradient" else 2
+            if layout == "rows" and dims >= least:
                 leading[kind, index] = dims
         return leading
 
@@ -405,14 +456,20 @@ class Launcher:
     def _handover(self, kind: str, index: int) -> list[str]:
         """Return the lines that leave a call to the launch for its rows, if they are spaced."""
         operands = tuple_of(map(self.names.__getitem__, self._leading))
+        spaced = _SPACED[kind].__name__
         return [
-            f"if spacing({self.names[kind, index]}, {self._leading[kind, index]}) is not None:",
+            f"if {spaced}({self.names[kind, index]}, {self._leading[kind, index]}) is not None:",
             f"    return launch_of({operands})({self.parameters})",
         ]
 
+    def _spacing(self, name: tuple[str, int], tensor: Tensor) -> Spacing | None:
+        """Return how the rows of a tensor are spaced, if one of `_leading` is."""
+        kind, _ = name
+        return _SPACED[kind](tensor, self._leading[name])
+
     def _spaced_launch(self, tensors: Sequence[Tensor]) -> Launch:
         """Return the launch for tensors of which some have spaced rows."""
-        key = tuple(map(spacing, tensors, self._leading.values()))
+        key = tuple(map(self._spacing, self._leading, tensors))
         launch = self._spaced_launches.get(key)
         if launch is None:
             spacings = zip(self._leading, key, strict=True)
@@ -420,8 +477,8 @@ class Launcher:
             launch = self._spaced_launches[key] = launcher.build()
         return launch
 
-    def _spaced_read(self, kind: str, index: int) -> list[str]:
-        """Return the lines of an operand whose rows are read in place, by several strides."""
+    def _spaced_operand(self, kind: str, index: int) -> list[str]:
+        """Return the lines of an operand whose rows are read or written by several strides."""
         name = f"{kind}{index}"
         strides = [f"{name}.stride({last})" for _, last in self.spacings[kind, index]]
         steps = " | ".join(strides) or "0"

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 import fusedops
 from fusedops.compiler import launcher
+from fusedops.core.calls import operators, registration, words
 from fusedops.core.launches import launch
 from rowwise_checks import (
     check,
@@ -170,6 +171,52 @@ def test_strided_rows_are_read_in_place() -> None:
     whole, wide = randn(5, 24), randn(5, 48)
     assert clones(whole, whole) == clones(wide[:, :24], wide[:, 24:]) == 0
     assert clones(wide[:, ::2], whole) > 0
+
+
+# Parts of a tensor of 3 by 5 by 4 rows of 24 columns, and what is allocated to write them.
+_WRITTEN = {
+    "of a row": (lambda: torch.full((3, 5, 4, 48), torch.nan)[..., :24], 0),
+    "of packed heads": (lambda: torch.full((3, 5, 3, 4, 24), torch.nan)[:, :, 1], 0),
+    "of more heads": (lambda: torch.full((3, 5, 7, 24), torch.nan)[:, :, 3:], 0),
+    "contiguous": (lambda: torch.full((5, 5, 4, 24), torch.nan)[1:4], 0),
+    "not aligned": (lambda: torch.full((1441,), torch.nan)[1:].view(3, 5, 4, 24), 0),
+    "transposed": (lambda: torch.full((5, 3, 4, 24), torch.nan).transpose(0, 1), 0),
+    "columns": (lambda: torch.full((3, 5, 4, 48), torch.nan)[..., ::2], 1),
+}
+
+
+@kernels
+@pytest.mark.parametrize("part", _WRITTEN)
+def test_gradients_are_written_into_parts_of_tensors(part: str) -> None:
+    """In place, and nothing else there; strided columns are copied."""
+    allocated, copies = _WRITTEN[part]
+    function = fusedops.rowwise(lambda x, weight: F.rms_norm(x, (24,), weight) * 2, strict=True)
+    x, weight, cotangent = randn(3, 5, 4, 24), randn(24), randn(3, 5, 4, 24)
+    program = function._programs.find((x, weight), False).program
+    out = allocated().to(DEVICE)
+    whole = out._base
+    assert whole is not None
+    expected = torch.autograd.grad(
+        function(*[t.requires_grad_() for t in (x, weight)]), (x, weight), cotangent
+    )
+    call = words.encode(program.record, (torch.float32,) * 2, True)
+    with torch.no_grad():
+        forward = getattr(torch.ops.fusedops, f"{program.name}_forward")
+        backward = getattr(torch.ops.fusedops, f"{program.name}_backward_out")
+        outs = forward(x, weight, None, 0, program.structure.cols, call)
+        site = operators.site_from(program, -1, False, program.structure.cols, call, ())
+        saved = site.saved((x, weight, *operators.present(outs, site.outs), None))
+        gradient = torch.empty_like(weight)
+        constants = registration.as_text((0, "11", program.structure.cols, call))
+        cotangents = [cotangent, *[None] * (program.visible - 1)]
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+        ) as profile:
+            backward(*cotangents, *saved, None, out, gradient, constants)
+    events = [event for event in profile.key_averages() if event.key == "aten::empty_like"]
+    assert sum(event.count for event in events) == copies
+    torch.testing.assert_close((out, gradient), expected, rtol=0, atol=0)
+    assert whole.isnan().sum() == whole.numel() - out.numel()
 
 
 @kernels

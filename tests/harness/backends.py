@@ -23,6 +23,7 @@ class Backend:
     def __init__(self) -> None:
         self.report = CompileReport()
         self.saved: list[Tensor] = []  # fake tensors
+        self.backwards: list[torch.fx.Graph] = []
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         before = len(self.report.left)
@@ -40,8 +41,11 @@ class Backend:
             self.saved += [value for value in values if isinstance(value, Tensor)]
             return make_boxed_func(graph.forward)
 
+        def backward(graph: torch.fx.GraphModule, _: Any) -> Any:
+            self.backwards.append(graph.graph)
+            return make_boxed_func(graph.forward)
+
         with entry._autocast_of(self.report):
-            backward = lambda graph, _: make_boxed_func(graph.forward)  # noqa: E731
             compile_ = aot_autograd(
                 fw_compiler=forward, bw_compiler=backward, keep_inference_input_mutations=True
             )

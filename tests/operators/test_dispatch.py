@@ -98,7 +98,7 @@ def _path(*args: Any, read: int | None = None, **named: Any) -> str:
         return _OURS
 
     return str(
-        registration._shortened(dispatched, function, len(args) if read is None else read)(
+        registration.shortened(dispatched, function, len(args) if read is None else read)(
             *args, **named
         )
     )
@@ -228,7 +228,7 @@ def _registered() -> list[Any]:
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, the compiler allocates the outputs, whatever the device."""
-    monkeypatch.setattr(registration, "_planned", lambda tensors: True)
+    monkeypatch.setattr(registration, "is_planned", lambda tensors: True)
 
 
 def _planner(seen: list[str]) -> Callable[..., Any]:
@@ -326,7 +326,7 @@ def test_constants_survive_a_string() -> None:
     No character needs care where a compiler prints the string.
     """
     constants = (0, 1, 0.0, 1.0, 1e-5, math.inf, -2.5, 2**40, "", "layer once 1.0.dev3")
-    call = registration._string(constants)
+    call = registration.as_text(constants)
     assert not set(call) & set("\"'\\\n?%{}")
     assert list(map(repr, registration._constants(call))) == list(map(repr, constants))
 

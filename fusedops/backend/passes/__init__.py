@@ -16,6 +16,7 @@ from .embeddings import sum_embedding_gradients
 from .fusion import fuse_regions
 from .grouped_products import share_offsets
 from .layouts import restore_strides
+from .packing import pack_gradients
 from .padding import pad_products
 from .permutations import put_rows_back
 from .products import join_products
@@ -38,6 +39,7 @@ PASSES: tuple[Pass, ...] = (
     sum_embedding_gradients,
     put_rows_back,
     share_offsets,
+    pack_gradients,
     clean_up,
 )
 # For a graph alone, after all bodies in it: what a body returns is no result of the model.

@@ -27,11 +27,13 @@ __all__ = [
     "Call",
     "Nothing",
     "apply",
+    "constant",
     "exposed",
     "forward",
     "gradients",
     "mask_of",
     "on_device",
+    "reached",
     "vjp",
 ]
 
@@ -122,7 +124,7 @@ class Nothing(torch.autograd.Function):
         """Returns zeros where `gradients` has a gradient."""
         (op, site), saved, needs = ctx.call, ctx.saved_tensors, ctx.needs_input_grad[1:]
         grads = (*grads, *(None,) * (op.visible - len(grads)))
-        needs = _reached(op, site, grads, needs)
+        needs = reached(op, site, grads, needs)
         if all(g is None for g in grads) or not any(needs):
             return (None,) * (1 + len(needs))
         if torch.is_grad_enabled():
@@ -156,19 +158,24 @@ def _sources(op: Operator, site: Site, outputs: int) -> tuple[frozenset[int], ..
 
 def mark_constant(ctx: Any, op: Operator, site: Site, outs: Tensors, needs: Sequence[bool]) -> None:
     """Marks the outputs that have no gradient for any tensor that needs one."""
+    if site.sources is not None:
+        ctx.mark_non_differentiable(*constant(op, site, outs, needs))
+
+
+def constant(op: Operator, site: Site, outs: Tensors, needs: Sequence[bool]) -> list[Tensor]:
+    """Returns the outputs that have no gradient for any tensor that needs one."""
     sources = _sources(op, site, len(outs))
     if sources is None:
-        return
+        return []
     needed = {i for i, need in enumerate(needs) if need}
-    constant = [
+    return [
         out
         for out, inputs in zip(outs, sources, strict=False)
         if out is not None and needed.isdisjoint(inputs)
     ]
-    ctx.mark_non_differentiable(*constant)
 
 
-def _reached(op: Operator, site: Site, grads: Tensors, needs: Sequence[bool]) -> Sequence[bool]:
+def reached(op: Operator, site: Site, grads: Tensors, needs: Sequence[bool]) -> Sequence[bool]:
     """Returns ``needs`` without the tensors on which no output with a cotangent depends.
 
     PyTorch has no gradient for these, not zeros.
@@ -189,12 +196,12 @@ def gradients(
     One is None where it is not needed, and where no output with a cotangent depends on the tensor.
     """
     if torch.compiler.is_dynamo_compiling():
-        # Compiled autograd, whose graph `_reached` would break. Unreached gradients are zeros.
+        # Compiled autograd, whose graph `reached` would break. Unreached gradients are zeros.
         if all(g is None for g in grads):
             return (None,) * len(needs)
         return _registered(op, site, state, saved, grads, needs)
     if site.sources is not None:
-        needs = _reached(op, site, grads, needs)
+        needs = reached(op, site, grads, needs)
     is_absent = True
     # Kernels have no derivative, so none runs where the gradient itself is differentiated
     # (``create_graph``); and a mode, transform or subclass would not see a launch.

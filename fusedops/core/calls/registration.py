@@ -18,7 +18,7 @@ each call. (Backends without special treatment of such calls copy the outputs.)
 
 A compiled graph calls an operator through the dispatcher, which looks for observers of the call,
 and then comes back to Python: within a step that costs several times what a launch costs. Where
-there are none, the operator's Python object calls the implementation directly: see `_shortened`.
+there are none, the operator's Python object calls the implementation directly: see `shortened`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,16 @@ from . import function
 from .operator import Operator, Site
 from .operators import present, site_from
 
-__all__ = ["MOST_ARGUMENTS", "arguments", "define", "implement"]
+__all__ = [
+    "MOST_ARGUMENTS",
+    "arguments",
+    "as_text",
+    "define",
+    "defined",
+    "implement",
+    "is_planned",
+    "shortened",
+]
 
 # PyTorch registers no operator with more arguments.
 MOST_ARGUMENTS = 64
@@ -50,6 +59,7 @@ _PLAIN = _TENSORS | {type(None), str, int, float, bool}
 _UNSAFE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 # Registered operators live as long as their library.
 _LIBRARIES: list[torch.library.Library] = []
+_DEFINED: dict[str, Operator] = {}
 
 
 def arguments(op: Operator) -> int:
@@ -83,6 +93,12 @@ def define(op: Operator) -> None:
         dispatch.undefine(library)
         raise
     _LIBRARIES.append(library)
+    _DEFINED[op.name] = op
+
+
+def defined(name: str) -> Operator | None:
+    """Returns the operator of `define` with a name; None if there is none."""
+    return _DEFINED.get(name)
 
 
 def _define_all(op: Operator, library: torch.library.Library) -> None:
@@ -283,7 +299,7 @@ def _define(
 
     def returning(*args: Any) -> Any:
         outs = allocate(*args)
-        write(*args[:count], *outs, _string(args[count:]))
+        write(*args[:count], *outs, as_text(args[count:]))
         return _returned(outs)
 
     library.impl(name, returning, "CompositeExplicitAutograd")
@@ -294,17 +310,17 @@ def _define(
     if not lists:
         # A call past the dispatcher does not increase the version counters of the tensors that it
         # writes. It need not: they are new, so that autograd has saved none of them before.
-        dispatch.replace_call(operator, lambda dispatched: _shortened(dispatched, write, count))
+        dispatch.replace_call(operator, lambda dispatched: shortened(dispatched, write, count))
 
     def functional(mode: Any, itself: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The operator that returns is recorded as it is under `torch.export`, as exported programs
         # contain it, and for arguments of another tensor subclass, which has to see it.
         is_unchanged = kwargs or is_exporting() or not are_functional(types)
-        if is_unchanged or not _planned(args):
+        if is_unchanged or not is_planned(args):
             return mode.__torch_dispatch__(itself, types, args, kwargs)
         with mode:
             outs = allocate(*args)
-            operator(*args[:count], *outs, _string(args[count:]))
+            operator(*args[:count], *outs, as_text(args[count:]))
             return _returned(outs)
 
     if Functional is not None:
@@ -321,7 +337,7 @@ def _returned(outs: Sequence[Tensor | None]) -> Any:
     return tuple([first.new_empty(0) if out is None else out for out in outs])
 
 
-def _planned(args: Sequence[Any]) -> bool:
+def is_planned(args: Sequence[Any]) -> bool:
     """Whether the compiler is to plan the outputs' memory: on GPUs.
 
     Elsewhere calls are tests, in Triton's interpreter, and Inductor's C++ code may read an output
@@ -336,7 +352,7 @@ def _planned(args: Sequence[Any]) -> bool:
 _READ: dict[str, Callable[[str], Any]] = {"i": int, "f": float, "s": str}
 
 
-def _string(constants: Sequence[Any]) -> str:
+def as_text(constants: Sequence[Any]) -> str:
     """Returns the constants as one string."""
     return ";".join([f"{type(constant).__name__[0]}{constant}" for constant in constants])
 
@@ -381,7 +397,7 @@ def implement(
         )
 
 
-def _shortened(
+def shortened(
     dispatched: Callable[..., Any], function: Callable[..., Any], read: int
 ) -> Callable[..., Any]:
     """Returns a call of ``function`` where the dispatcher would only call it, else ``dispatched``.

@@ -28,6 +28,7 @@ __all__ = [
     "rows",
     "spacing",
     "spacing_of",
+    "spacing_written",
     "vector",
 ]
 
@@ -79,8 +80,29 @@ def spacing(t: Tensor, leading: int) -> Spacing | None:
     return spacing_of(t.shape, t.stride(), leading)
 
 
+def spacing_written(t: Tensor, leading: int) -> Spacing | None:
+    """Returns how the rows of a strided tensor are spaced that a kernel writes.
+
+    None if the tensor is contiguous, or if no kernel can write it.
+
+    Args:
+        t: a tensor.
+        leading: its dimensions before those that make up a row.
+    """
+    return None if t.is_contiguous() else _groups(t.shape, t.stride(), leading)
+
+
 def spacing_of(shape: Sequence[int], strides: Sequence[int], leading: int) -> Spacing | None:
     """Returns how the rows of a tensor of these strides are spaced, as `spacing`."""
+    groups = _groups(shape, strides, leading)
+    if groups is None:
+        return None
+    is_even = len(groups) <= 1 and len(shape) == leading + 1
+    return None if is_even else groups
+
+
+def _groups(shape: Sequence[int], strides: Sequence[int], leading: int) -> Spacing | None:
+    """Returns the groups of leading dimensions; None if elements of a row are not adjacent."""
     expected = 1
     for size, step in zip(reversed(shape[leading:]), reversed(strides[leading:]), strict=True):
         if size != 1 and step != expected:
@@ -99,8 +121,7 @@ def spacing_of(shape: Sequence[int], strides: Sequence[int], leading: int) -> Sp
         else:
             groups.append((dim, dim))
         reached = size * step
-    is_even = len(groups) <= 1 and len(shape) == leading + 1
-    return None if is_even else tuple(reversed(groups))
+    return tuple(reversed(groups))
 
 
 def vector(t: Any) -> tuple[Any, int]:
