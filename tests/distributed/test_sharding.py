@@ -7,7 +7,6 @@ import copy
 import functools
 import itertools
 import math
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fusedops
+import interpreter
 from fusedops.activations.operator import ACTIVATION
 from fusedops.core.compat import distributed
 from fusedops.core.launches import launch
@@ -28,6 +28,7 @@ from fusedops.distributed import check_seeds, sharding
 from fusedops.distributed.sharding import numbers
 from fusedops.norms.operator import NORM
 from fusedops.slices.operator import SLICES
+from ranks import run_ranks
 from sharded_calls import (
     CALLS,
     CASES,
@@ -545,6 +546,7 @@ def _table(full: bool) -> Iterator[tuple[Call, Case]]:
 
 def _work(rank: int, store: str, full: bool) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
+    interpreter.install()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # fresh memory is NaN
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
@@ -630,10 +632,7 @@ def test_two_processes(kind: str, tmp_path: Path) -> None:
 
 @on_cpus
 def test_four_processes(tmp_path: Path, full: bool) -> None:
-    # The processes are forks of one that has imported what all of them need.
-    multiprocessing.set_forkserver_preload([__name__, "torch._dynamo"])
-    arguments = str(tmp_path / "store"), full
-    mp.start_processes(_work, arguments, RANKS, start_method="forkserver")
+    run_ranks(_work, (str(tmp_path / "store"), full), RANKS, "torch._dynamo")
 
 
 # --- simulated ranks ------------------------------------------------------------------------------
