@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,20 +105,18 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-def _implied(item: pytest.Item, short: bool) -> set[str]:
+def _implied(path: Path, names: set[str], fixtures: Sequence[str], *, short: bool) -> set[str]:
     """Marks that a test need not have: those of its folder, and of a graph that is compiled."""
-    marks = set()
-    if item.path.parent.name in ("tools", "docs"):
-        marks.add("once")
+    if path.parent.name in ("tools", "docs"):
+        return {"once"}
     # Dynamo takes seconds: the short suite runs such a test in one setting, that of the kernels.
-    elif short and "fresh_dynamo" in getattr(item, "fixturenames", ()):
-        marks |= set() if item.get_closest_marker("once") else {"kernels"}
-    return marks
+    if short and "fresh_dynamo" in fixtures and "once" not in names:
+        return {"kernels"}
+    return set()
 
 
-@pytest.hookimpl(tryfirst=True)  # before -k and -m, which then take of the same choice
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    short = not config.getoption("--full")
+def _runs(node: Any, marks: Iterable[pytest.Mark], *, short: bool) -> bool:
+    """Whether a test, or a case of it with these marks, can run in this setting."""
     absent = {
         "compiled": INTERPRETED,
         "plain": INTERPRETED,
@@ -127,20 +125,50 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         "gpu": DEVICE.type != "cuda",
         "kernels": not KERNEL_PATH,
     }
+    names = {mark.name for mark in marks}
+    names |= _implied(node.path, names, getattr(node, "fixturenames", ()), short=short)
+    # A test that needs the kernels is not the same without, whatever its file says.
+    if "kernels" in names:
+        names.discard("once")
+    return not any(absent[name] for name in names & absent.keys())
 
-    def runs(item: pytest.Item) -> bool:
-        names = {m.name for m in item.iter_markers()} | _implied(item, short)
-        if (
-            "kernels" in names
-        ):  # a test that needs them is not the same without, whatever its file says
-            names.discard("once")
-        return not any(absent[name] for name in names & absent.keys())
 
-    wanted = [item for item in items if runs(item)]
-    if short and not any(
-        "::" in argument for argument in config.args
-    ):  # whoever names a case wants that one
-        wanted = selection.shortened(wanted)
+def _is_short(config: pytest.Config) -> bool:
+    return not config.getoption("--full")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, None, None]:
+    """Chooses the cases of a test before they become items, of which there would be 34,000.
+
+    A command line that names a case gets that one. `pytest_collection_modifyitems` removes a test
+    of which no case runs.
+    """
+    yield
+    short = _is_short(metafunc.config)
+    calls = metafunc._calls
+    marks = list(metafunc.definition.iter_markers())
+    runs = [
+        call for call in calls if _runs(metafunc.definition, [*call.marks, *marks], short=short)
+    ]
+    names_a_case = any("::" in argument for argument in metafunc.config.args)
+    if not runs or not short or names_a_case:
+        calls[:] = runs or calls[:1]
+        return
+    test = metafunc.definition
+    candidates = {
+        selection.Candidate(
+            test.nodeid, f"{test.name}[{call.id}]", call.params, [*call.marks, *marks]
+        ): call
+        for call in runs
+    }
+    calls[:] = [candidates[chosen] for chosen in selection.shortened(list(candidates))]
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m, which then take of the same choice
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    short = _is_short(config)
+    wanted = [item for item in items if _runs(item, item.iter_markers(), short=short)]
     if len(wanted) < len(items):
         kept = set(wanted)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])

@@ -419,7 +419,7 @@ def casts_recorded() -> Iterator[None]:
     and AOTAutograd switches it off only if it was on for some device at compile time. So it is
     switched on for a device that no operator of the graph runs on.
     """
-    kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
+    kinds = list(filter(torch.is_autocast_enabled, ("cuda", "cpu")))
     if not kinds:
         yield
         return

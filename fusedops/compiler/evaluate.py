@@ -84,7 +84,7 @@ def part_of(structure: Structure, operand: Operand, tensor: Tensor, part: Part) 
         flat = flat.select(axes.index(axis), index)
         axes.remove(axis)
     full_order = (*structure.rows, *structure.columns)
-    flat = flat.permute([axes.index(axis) for axis in within(full_order, axes)])
+    flat = flat.permute(list(map(axes.index, within(full_order, axes))))
     for dim, axis in enumerate(full_order):
         if axis not in axes:
             flat = flat.unsqueeze(dim)
@@ -125,7 +125,7 @@ def assembled(
     stacked = stacked.squeeze(tuple([1 + full_order.index(axis) for axis in absent]))
     axes = [*unrolled, *rolled]
     stacked = stacked.reshape([sizes[axis] for axis in axes])
-    return stacked.permute([axes.index(axis) for axis in operand.axes]).reshape(shape)
+    return stacked.permute(list(map(axes.index, operand.axes))).reshape(shape)
 
 
 def evaluate(
@@ -256,7 +256,7 @@ class _Evaluation:
         return args[0].amax(self._dims(node), keepdim=True)
 
     def _dims(self, node: Node) -> list[int]:
-        return [self.order.index(axis) for axis in node.attrs[0]]
+        return list(map(self.order.index, node.attrs[0]))
 
     def _dtype_of(self, node: Node) -> torch.dtype:
         if node.kind == "float":

@@ -217,7 +217,7 @@ class _Checker:
             expected = self._axes(op, attrs, kind, [axes[arg] for arg in args])
             _require(set(own) == expected, f"axes of {op}")
             _require(kind == "bool" if op in COMPARISONS else kind in _KINDS, "kind")
-            _require(all(_NAME.fullmatch(name) for name in names), "names")
+            _require(all(map(_NAME.fullmatch, names)), "names")
             axes.append(set(own))
 
     def _axes(self, op: str, attrs: Any, kind: str, arguments: Sequence[set[int]]) -> set[int]:

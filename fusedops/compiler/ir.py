@@ -268,7 +268,7 @@ def _has_finite_factor(product: Node) -> bool:
     """Whether a product is of integers, or has a finite constant as a factor."""
     if product.kind != "float":
         return True
-    numbers = [value_of(arg) for arg in product.args]
+    numbers = list(map(value_of, product.args))
     return any(number is not None and math.isfinite(number) for number in numbers)
 
 

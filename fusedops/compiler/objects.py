@@ -5,7 +5,13 @@ from __future__ import annotations
 import builtins
 import sys
 from collections.abc import Iterable, Iterator
-from types import FunctionType, MemberDescriptorType, ModuleType
+from types import (
+    BuiltinMethodType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -36,6 +42,7 @@ MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled"})
 _PURE = LIBRARIES | {"cmath", "operator", "_operator", "functools", "_functools", "itertools"}
 # Functions that read attributes and variables: `bytecode` finds a call of them by their names only.
 _READERS = frozenset({getattr, hasattr, vars, dir, globals, locals, eval, exec, __import__})
+_METHODS = (MethodType, BuiltinMethodType)
 # Py_TPFLAGS_HEAPTYPE, which classes that a program creates have, and Python's built-in ones lack.
 _HEAP_TYPE = 1 << 9
 
@@ -104,7 +111,7 @@ def is_apply(value: Any) -> bool:
     A trace notices only an ``apply`` that is read from its class while the trace runs.
     """
     # Other objects' `__getattr__` may raise anything, as that of a dict with attributes.
-    if not callable(value) or getattr(value, "__name__", "") != "apply":
+    if not isinstance(value, _METHODS) or getattr(value, "__name__", "") != "apply":
         return False
     return is_autograd(getattr(value, "__self__", None))
 

@@ -375,7 +375,7 @@ def _rounded(structure: Structure, dtypes: Mapping[Node, torch.dtype]) -> Struct
     def rebuilt_parts(parts: Parts) -> Parts:
         return {part: again(node) for part, node in parts.items()}
 
-    results = tuple([rebuilt_parts(parts) for parts in structure.results])
+    results = tuple(map(rebuilt_parts, structure.results))
     values = tuple([(rebuilt_parts(parts), dtype) for parts, dtype in structure.values])
     lines: dict[int, int] = {}
     nodes = list(structure.graph.nodes.values())

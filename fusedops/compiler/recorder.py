@@ -85,7 +85,7 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         # `programs` passes tensors on the meta device, with the device of the call as an attribute.
         device = getattr(tensor, "fusedops_device", tensor.device)
         fake = self.empty(tensor.shape, tensor.dtype, device)
-        labels = tuple([self.axes.new(size) for size in tensor.shape])
+        labels = tuple(map(self.axes.new, tensor.shape))
         node = self.graph.make(
             "input",
             attrs=(len(self.traced.inputs),),

@@ -88,7 +88,7 @@ def trace(
             "tuple or list of tensors; return these, and put them into what else a caller expects "
             "outside"
         )
-    traced.outputs = [recorder.value(out) for out in outputs]
+    traced.outputs = list(map(recorder.value, outputs))
     recorder.name_nodes()
     return traced
 

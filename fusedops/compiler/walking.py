@@ -264,22 +264,10 @@ class Walk(Writer):
     @staticmethod
     def handler(value: Any) -> Callable[..., None] | None:
         """Return the method that visits a value; None where its type is unsupported."""
-        # An enum's member may be an int or a str as well, and a tensor or module may be callable:
-        # the order decides.
-        if isinstance(value, enum.Enum):
-            return Walk.member
         if type(value) in _LEAVES:
             return Walk.leaf
-        if isinstance(value, (float, int, str)):
-            return Walk.number
-        if isinstance(value, Tensor):
-            return Walk.tensor
         if type(value) in UNWRAPPED:
             return Walk.unwrapped
-        if isinstance(value, ModuleType):
-            return Walk.immutable if is_of_a_library(value) else None
-        if isinstance(value, nn.Module):
-            return Walk.module
         if is_apply(value):
             return None
         for kind, handler in _HANDLERS.items():
@@ -795,7 +783,16 @@ class Walk(Writer):
         self.special_methods(type(value), name, instantiated=False)
 
 
-_HANDLERS: dict[Any, Callable[..., None]] = {
+# The order decides: an enum's member may be an int or a str as well. A user's file that is imported
+# as a module has no handler.
+_HANDLERS: dict[type, Callable[..., None] | None] = {
+    enum.Enum: Walk.member,
+    float: Walk.number,
+    int: Walk.number,
+    str: Walk.number,
+    Tensor: Walk.tensor,
+    ModuleType: None,
+    nn.Module: Walk.module,
     FunctionType: Walk.function,
     MethodType: Walk.method,
     functools.partial: Walk.partial,
@@ -808,7 +805,7 @@ _HANDLERS: dict[Any, Callable[..., None]] = {
     set: Walk.set,
     frozenset: Walk.set,
 }
-_CODE = (FunctionType, type)
+_CODE = (FunctionType, ModuleType, type)
 _NAMES_OF_A_FUNCTION = frozenset({"__name__", "__qualname__", "__module__", "__doc__"})
 # Descriptors that are written in C: slots, and methods of types in C.
 _IN_C = (

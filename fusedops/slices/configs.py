@@ -232,7 +232,7 @@ def _tiles_around(key: TuningKey, first: Config) -> list[Config]:
     elements = first.block_n * first.rows // (32 * first.warps)
     equal = _Case.of(key).equal
     counts = [count for count in (elements // 2, elements, elements * 2) if count >= 2]
-    choices = [warps for warps in (first.warps // 2, first.warps, first.warps * 2) if warps]
+    choices = list(filter(None, (first.warps // 2, first.warps, first.warps * 2)))
     return [
         _tile(key.itemsize, key.cols, count, warps, equal=equal)
         for count, warps in itertools.product(counts, choices)

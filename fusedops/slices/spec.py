@@ -39,7 +39,7 @@ def _widths(cols: int) -> tuple[int, ...]:
     """Unequal widths that add up to ``cols``: up to three, and more past a thousand."""
     if cols <= 1024:
         first, second = cols // 5, cols // 3
-        return tuple(width for width in (first, second, cols - first - second) if width)
+        return tuple(filter(None, (first, second, cols - first - second)))
     widths = list(itertools.takewhile(lambda width: width, _cut(cols)))
     return tuple(widths)
 

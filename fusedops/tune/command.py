@@ -138,8 +138,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(options: argparse.Namespace) -> int:
     """Tune, and return the exit code."""
     specs = _specs(options.op or ())
-    shapes = [_shape(text) for text in options.shape or ()]
-    dtypes = [_dtype(name) for name in options.dtype or ()]
+    shapes = list(map(_shape, options.shape or ()))
+    dtypes = list(map(_dtype, options.dtype or ()))
     _check_limits(options)
     if options.compare is not None:
         return _print_comparison(options.compare)

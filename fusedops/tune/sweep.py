@@ -201,7 +201,7 @@ class Sweeper:
         if name not in self._keys_at:
             self._keys_at[name] = keys_of(workload, self._device)
         # The cached keys may have the bucket of another workload's rows.
-        return [workload.key_at(key) for key in self._keys_at[name]]
+        return list(map(workload.key_at, self._keys_at[name]))
 
     def _compile(self, workload: Tunable, key: TuningKey, config: Config) -> list[Future[Usage]]:
         """Submit all kernels of the workload under a config.

@@ -253,7 +253,7 @@ def keys_of(workload: Tunable, device: torch.device) -> list[TuningKey]:
         workload.at(4).step(device)()
     # Plans of calls that were only collected must not be used for calls that run.
     tuning.forget()
-    return [workload.key_at(key) for key in keys]
+    return list(map(workload.key_at, keys))
 
 
 def runs_natively(workload: Workload, device: torch.device) -> bool:

@@ -19,6 +19,7 @@ from fusedops.compiler.operator import Program
 from fusedops.compiler.planning import planned
 from fusedops.compiler.rows import structured
 from fusedops.compiler.tracing import trace
+from fusedops.core.configs import tuning
 from fusedops.core.launches import launch
 from rowwise_operators import BINARY, ROWS, UNARY, numbers, pairs, rows
 from support import DEVICE
@@ -421,7 +422,12 @@ def test_operators_compile(some: int, dtype: torch.dtype) -> None:
     given = [torch.empty(64, 256, dtype=dtype, device="meta") for _ in range(2)]
     structure = structured(trace(function, given, function, ["x", "y"], lambda _: None))
     program = Program("function", function, planned(structure))
-    for _, request, _ in launching.chosen(program, -1, given):
+    # Two elements for each thread: the time to compile grows with their number.
+    small = tuning.Config(256, 1, 4)
+    with tuning.forced("rowwise_forward", small), tuning.forced("rowwise_backward", small):
+        kernels_of_call = launching.chosen(program, -1, given)
+    for _, request, _ in kernels_of_call:
+        assert request.config == small
         launch.compile_kernel(request, compiler.GPUTarget("cuda", 90, 32))
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import fusedops
 from benchmarks.models import plans
 from fusedops.models.rules import norms
+from ranks import run_ranks
 from support import INTERPRETED
 
 RANKS = 3  # for checkpoints: all three load what the first two saved
@@ -474,7 +475,7 @@ def _compile_and_save(rank: int, folder: str) -> None:
 
 @pytest.mark.once
 def test_two_processes(tmp_path: Path, full: bool) -> None:
-    mp.spawn(_work, (str(tmp_path), full), 2)
+    run_ranks(_work, (str(tmp_path), full), 2, "transformers.models.llama.modeling_llama")
 
 
 @pytest.mark.filterwarnings(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fusedops
+import interpreter
 from fusedops.activations.operator import ACTIVATION
 from fusedops.core.compat import distributed
 from fusedops.core.launches import launch
@@ -26,6 +28,7 @@ from fusedops.distributed import check_seeds, sharding
 from fusedops.distributed.sharding import numbers
 from fusedops.norms.operator import NORM
 from fusedops.slices.operator import SLICES
+from ranks import run_ranks
 from sharded_calls import (
     CALLS,
     CASES,
@@ -181,7 +184,7 @@ def _roundings(mesh: Any) -> None:
     """Of sharded columns too are rounded where a model rounds, and a copy of the output is of what was rounded."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    x, residual, weight = (t.bfloat16() for t in torch.randn(3, 64, 32))
+    x, residual, weight = (t.bfloat16() for t in torch.randn(3, 16, 32))
     for rounding, wide, offset in (
         ("once", True, 0.0),
         ("once", True, 1.0),
@@ -329,7 +332,7 @@ def _on_one_rank_alone(rank: int) -> None:
         assert fusedops.layer_norm(x, 24).to_local().numel() == (4 * 24 if rank == 0 else 0)
 
 
-def _without_kernels(meshes: dict[tuple[int, ...], Any]) -> None:
+def _without_kernels(meshes: dict[tuple[int, ...], Any], full: bool) -> None:
     """PyTorch's operators give the same, with PyTorch's masks.
 
     A row-wise function is made of them itself.
@@ -339,19 +342,19 @@ def _without_kernels(meshes: dict[tuple[int, ...], Any]) -> None:
         patch.setattr(launch, "runs_kernels", lambda kind: False)
         for op in (NORM, ACTIVATION, SLICES):
             patch.setattr(op, "sites", {})
-        for call, case in itertools.product(names, CASES[::2]):
+        for call, case in itertools.product(names, CASES[:: 2 if full else 4]):
             if call.columns != "gathered" or COLS not in case.along:
                 check(call, case, meshes, kernels=False)
         _on_one_rank_alone(dist.get_rank())
         _scalars(meshes[(RANKS,)])
 
 
-def _without_private_names(meshes: dict[tuple[int, ...], Any]) -> None:
+def _without_private_names(meshes: dict[tuple[int, ...], Any], full: bool) -> None:
     """Of DTensor: its public functions give the same."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "_dtensor_parts", lambda: None)
         patch.setattr(sharding, "_plans", {})
-        for case in CASES[::3]:
+        for case in CASES[::3] if full else CASES[4::4]:
             check(call_named("bias_dropout_add_ln with dropout"), case, meshes)
 
 
@@ -529,26 +532,21 @@ def _checkpointed(mesh: Any) -> None:
         assert all(map(torch.equal, *found))
 
 
-# Of the calls of one kind (what crosses ranks, whether there is a mask) one meets every placement.
-_IN_EVERY_CASE = (
-    "layer_norm",
-    "bias_dropout_add_ln with dropout",
-    "bias_dropout_add with dropout",
-    "rowwise with dropout",
-)
-
-
 def _table(full: bool) -> Iterator[tuple[Call, Case]]:
-    """The calls and their placements; without ``full`` each placement has a third of the calls."""
+    """The calls and their placements; without ``full`` each placement has a quarter of the calls.
+
+    Four adjacent calls draw masks, so one of them is in each quarter.
+    """
     for (index, call), (place, case) in itertools.product(enumerate(CALLS), enumerate(CASES)):
         if call.columns == "gathered" and COLS in case.along and case is not CASES[4]:
             continue
-        if full or call.name in _IN_EVERY_CASE or (index + place) % 3 == 0:
+        if full or (index + place) % 4 == 0:
             yield call, case
 
 
 def _work(rank: int, store: str, full: bool) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
+    interpreter.install()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # fresh memory is NaN
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
@@ -578,8 +576,8 @@ def _work(rank: int, store: str, full: bool) -> None:
         torch.manual_seed(3)  # all ranks draw the same tensors
         holds(mesh)
     _on_one_rank_alone(rank)
-    _without_private_names(meshes)
-    _without_kernels(meshes)
+    _without_private_names(meshes, full)
+    _without_kernels(meshes, full)
     _several_dimensions_of_rows(square)
     _bad_input(mesh, square)
     for checked in (mesh, square):
@@ -590,7 +588,8 @@ def _work(rank: int, store: str, full: bool) -> None:
         ("slices in tensors", CASES[1]),
         ("rowwise with dropout", CASES[1]),
     )
-    for name, case in compiled if full else compiled[:1]:
+    # The short suite compiles on one of two ranks, below.
+    for name, case in compiled if full else ():
         _compiled(call_named(name), case, mesh)
     dist.destroy_process_group()
 
@@ -633,7 +632,7 @@ def test_two_processes(kind: str, tmp_path: Path) -> None:
 
 @on_cpus
 def test_four_processes(tmp_path: Path, full: bool) -> None:
-    mp.spawn(_work, (str(tmp_path / "store"), full), RANKS)
+    run_ranks(_work, (str(tmp_path / "store"), full), RANKS, "torch._dynamo")
 
 
 # --- simulated ranks ------------------------------------------------------------------------------
@@ -708,45 +707,62 @@ def test_many_ranks_do_what_few_do(few: tuple[int, ...], many: tuple[int, ...]) 
 @pytest.mark.parametrize("dim", [0, 1, COLS])
 def test_the_second_of_two_ranks(name: str, dim: Any) -> None:
     """On a GPU too: its part of the outputs, masks and gradients of one process."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     call, case = call_named(name), Case((4, 6), 64, (2,), (dim,))
     if dim == COLS and call.columns != "local":
         return  # what ranks exchange is not there
-    whole = [t.to(DEVICE).requires_grad_() for t in tensors_of(call, case)]
-    torch.manual_seed(5)
-    expected = outputs_of(call.function(*whole))
-    expected = [
-        *expected,
-        *torch.autograd.grad(expected, whole, [torch.ones_like(out) for out in expected]),
-    ]
+    with _second_of_two() as mesh:
+        _compare_parts(call, case, mesh, call.function)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_calls_of_the_second_of_two_ranks() -> None:
+    """A whole graph, of which a second call with the same shapes makes no other."""
+    call, case = call_named("bias_dropout_add_ln with dropout"), Case((4, 6), 64, (2,), (0,))
+    function = torch.compile(call.function, backend="aot_eager", fullgraph=True)
+    with _second_of_two() as mesh:
+        for stance in ("default", "fail_on_recompile"):
+            with torch.compiler.set_stance(stance):
+                _compare_parts(call, case, mesh, function)
+
+
+@contextlib.contextmanager
+def _second_of_two() -> Iterator[Any]:
+    """A mesh of two ranks, of which only the second is there."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     try:
-        mesh = init_device_mesh(DEVICE.type, (2,))
-
-        def part(t: Tensor, place: Any) -> Tensor:
-            return (
-                t.detach().chunk(2, place.dim)[1].contiguous() if place.is_shard() else t.detach()
-            )
-
-        places = [placements_of(call, case, shape)[0] for shape in call.shapes]
-        leaves = [
-            DTensor.from_local(part(t, place), mesh, [place], run_check=False).requires_grad_()
-            for t, place in zip(whole, places, strict=True)
-        ]
-        torch.manual_seed(5)
-        found: Any = outputs_of(call.function(*leaves))
-        found = [
-            *found,
-            *torch.autograd.grad(found, leaves, [torch.ones_like(out) for out in found]),
-        ]
-        for own, one in zip(found, expected, strict=True):
-            if not own.placements[0].is_partial():
-                assert torch.equal(own.to_local(), part(one, own.placements[0]))
+        yield init_device_mesh(DEVICE.type, (2,))
     finally:
         dist.destroy_process_group()
+
+
+def _compare_parts(call: Call, case: Case, mesh: Any, function: Callable[..., Any]) -> None:
+    """The second rank's part of outputs and gradients, against those of one process."""
+    from torch.distributed.tensor import DTensor
+
+    whole = [t.to(DEVICE).requires_grad_() for t in tensors_of(call, case)]
+    expected = _with_gradients(call.function, whole)
+
+    def part(t: Tensor, place: Any) -> Tensor:
+        return t.detach().chunk(2, place.dim)[1].contiguous() if place.is_shard() else t.detach()
+
+    places = [placements_of(call, case, shape)[0] for shape in call.shapes]
+    leaves = [
+        DTensor.from_local(part(t, place), mesh, [place], run_check=False).requires_grad_()
+        for t, place in zip(whole, places, strict=True)
+    ]
+    for own, one in zip(_with_gradients(function, leaves), expected, strict=True):
+        if not own.placements[0].is_partial():
+            assert torch.equal(own.to_local(), part(one, own.placements[0]))
+
+
+def _with_gradients(function: Callable[..., Any], tensors: list[Any]) -> list[Any]:
+    """A call's outputs, and the gradients of their sum."""
+    torch.manual_seed(5)
+    outputs = outputs_of(function(*tensors))
+    return [*outputs, *torch.autograd.grad(outputs, tensors, list(map(torch.ones_like, outputs)))]
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU to wait for")

@@ -11,13 +11,19 @@ Here it refuses them, as later ones do.
 It reads and writes any address that a kernel computes, where a GPU would fault or corrupt what lies
 there. Here every address has to be an element of one of the launch's tensors.
 
-It also spends two thirds of its time on work that it has done before: at each call of a device
-function it replaces the functions of ``triton.language`` again, and each intermediate value gets a
-type that is built anew. Both happen once here.
+It also spends most of its time on work that it has done before, or whose result it drops:
+
+- At each call of a device function it replaces the functions of ``triton.language`` again, and each
+  intermediate value gets a type that is built anew. Both happen once here.
+- Each operator casts its operands to the types and shapes that they have, and each sum of integers
+  is computed again in 64 bits for a check that only a debugger sees.
+- Most of what remains are the rounds of Philox: tests draw the same masks again and again, whose
+  factors are remembered.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from functools import cache
 from typing import Any
@@ -36,6 +42,8 @@ def install() -> None:
     from triton import language as tl
     from triton.runtime import interpreter
 
+    from fusedops.core import device
+
     interpreter.InterpreterBuilder.cast_impl = _rounding(interpreter.InterpreterBuilder.cast_impl)
     # A GPU does not warn of 0/0 or inf - inf, least of all in lanes that are masked off.
     np.seterr(all="ignore")
@@ -47,6 +55,11 @@ def install() -> None:
     if hasattr(interpreter, "_get_np_dtype"):
         _keep_numpy_dtypes(interpreter)
     _keep_types(tl.core)
+    _omit_checks_of_overflow(interpreter.interpreter_builder)
+    if hasattr(interpreter, "interpreter_semantic"):
+        _leave_operands_as_they_are(type(interpreter.interpreter_semantic))
+    if hasattr(interpreter.InterpretedFunction, "rewritten_fn"):
+        _remember_results(device._keep_scale, tl.core)
 
 
 def _rounding(original: Any) -> Any:
@@ -218,11 +231,15 @@ def _keep_types(core: Any) -> None:
     shapes: dict[tuple[int, ...], dict[str, Any]] = {}
 
     def block_type(self: Any, element_ty: Any, shape: Any) -> None:
-        key = (element_ty.name, tuple(int(core._unwrap_if_constexpr(size)) for size in shape))
+        sizes = tuple([size if type(size) is int else unwrapped(size) for size in shape])
+        key = element_ty.name, sizes
         if key not in blocks:
             block(self, element_ty, shape)
-            blocks[key] = dict(vars(self))
-        vars(self).update(blocks[key], _sizes=key[1])
+            blocks[key] = {**vars(self), "_sizes": sizes}
+        vars(self).update(blocks[key])
+
+    def unwrapped(size: Any) -> int:
+        return int(core._unwrap_if_constexpr(size))
 
     def new_tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002, Triton's own name
         sizes = vars(type).get("_sizes", ())
@@ -232,3 +249,86 @@ def _keep_types(core: Any) -> None:
         vars(self).update(shapes[sizes], handle=handle, type=type, dtype=type.scalar)
 
     core.block_type.__init__, core.tensor.__init__ = block_type, new_tensor
+    equals = core.dtype.__eq__
+
+    def is_equal(self: Any, other: Any) -> bool:
+        return self is other or equals(self, other)
+
+    core.dtype.__eq__ = is_equal
+
+
+def _omit_checks_of_overflow(builder: Any) -> None:
+    """The checks compute each sum and product of integers twice, and assert in debug mode alone."""
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _leave_operands_as_they_are(semantic: Any) -> None:
+    """An operand that has the type and the shape of the result is not converted.
+
+    The type that two operands are converted to is looked up.
+    """
+    cast, broadcast, result_type = (
+        semantic.cast,
+        semantic.broadcast_impl_value,
+        semantic.computation_type_impl,
+    )
+    types: dict[Any, Any] = {}
+
+    def cast_if_needed(self: Any, value: Any, dtype: Any, *args: Any, **kwargs: Any) -> Any:
+        if value.dtype is dtype.scalar:
+            return value
+        return cast(self, value, dtype, *args, **kwargs)
+
+    def broadcast_if_needed(self: Any, first: Any, second: Any) -> Any:
+        sizes = vars(first.type).get("_sizes")
+        if sizes is not None and sizes == vars(second.type).get("_sizes"):
+            return first, second
+        return broadcast(self, first, second)
+
+    def known_type(self: Any, *args: Any) -> Any:
+        key = tuple([getattr(arg, "name", arg) for arg in args])
+        if key not in types:
+            types[key] = result_type(self, *args)
+        return types[key]
+
+    semantic.cast = cast_if_needed
+    semantic.broadcast_impl_value = broadcast_if_needed
+    semantic.computation_type_impl = known_type
+
+
+# Results of a device function that are remembered; some have 100 kB.
+_MOST_RESULTS = 1024
+
+
+def _remember_results(function: Any, core: Any) -> None:
+    """Calls a device function once for each of its arguments' values, of which it is a pure function.
+
+    Nobody can write to the remembered arrays.
+    """
+    original = function.rewrite()
+    results: dict[Any, Any] = {}
+
+    def remembering(*args: Any) -> Any:
+        key = tuple(_value_of(arg, core) for arg in args)
+        if key not in results:
+            if len(results) == _MOST_RESULTS:
+                results.clear()
+            results[key] = original(*args)
+            results[key].handle.data.flags.writeable = False
+        found = results[key]
+        return core.tensor(found.handle, found.type)
+
+    function.rewritten_fn[function.fn] = remembering
+
+
+def _value_of(argument: Any, core: Any) -> Any:
+    """What two arguments of the same type and value have in common."""
+    if isinstance(argument, core.tensor):
+        data = argument.handle.data
+        return str(argument.type), data.dtype.str, data.shape, data.tobytes()
+    if isinstance(argument, core.constexpr):
+        return "constexpr", _value_of(argument.value, core)
+    if isinstance(argument, (tuple, core.tuple)):
+        return tuple(_value_of(part, core) for part in argument)
+    return type(argument), argument

@@ -16,7 +16,8 @@ choices, one after the other, and ``--full`` the product, each night:
    ``@pytest.mark.shared("name", most=16)`` shares the values of another parameter.
 
 The choice for a test depends on its own cases and its name alone, so all processes of a run make
-the same, as does a run of its file.
+the same, as does a run of its file. It is made before pytest makes an item of each case, of which
+there would be ten times as many.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import functools
 import heapq
 import itertools
 import zlib
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pytest
@@ -33,7 +35,7 @@ import pytest
 from fusedops.core.spec import Spec
 from support import Case
 
-__all__ = ["cover", "few_subsets", "shortened"]
+__all__ = ["Candidate", "cover", "few_subsets", "shortened"]
 
 # How many specs a test takes that shares them.
 _MOST_SPECS = 4
@@ -45,59 +47,69 @@ Requirement = tuple[Factor, ...]
 T = TypeVar("T")
 
 
-def shortened(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Those of ``items`` that the short suite runs, in their order."""
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        tests.setdefault(_test(item), []).append(item)
-    chosen: set[pytest.Item] = set()
-    for cases in tests.values():
-        chosen.update(_covering(_share(cases)))
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A case that a test may have: what the choice reads, before pytest makes an item of it.
+
+    Attributes:
+        test: the node id of the test, without the parameters of the case.
+        name: the test's name with the parameters, as that of an item.
+        params: the values of the parameters.
+        marks: those of the test, the nearest first.
+    """
+
+    test: str
+    name: str
+    params: Mapping[str, Any]
+    marks: Sequence[pytest.Mark] = ()
+
+    def marked(self, name: str) -> list[pytest.Mark]:
+        """The marks of this name, the nearest first."""
+        return [mark for mark in self.marks if mark.name == name]
+
+
+def shortened(cases: Sequence[Candidate]) -> list[Candidate]:
+    """Those of a test's ``cases`` that the short suite runs, in their order."""
+    chosen = _covering(_share(cases))
     _factors.cache_clear()
-    return [item for item in items if item in chosen]
+    return chosen
 
 
-def _covering(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
+def _covering(cases: Sequence[Candidate]) -> list[Candidate]:
     """Few of a test's cases in which each value occurs, and each pair that its mark names."""
     if len(cases) == 1:
         return list(cases)
     pairs = _pairs(cases[0])
-    factors = [list(_factors(item)) for item in cases]
+    factors = list(map(_factors, cases))
     _known(cases[0], pairs, {name for name, _ in factors[0]})
-    values = cases[0].callspec.params.values()
+    values = cases[0].params.values()
     if any(isinstance(v, Case) for v in values) and not any("sample" in pair for pair in pairs):
-        factors = [[factor for factor in each if factor[0] != "sample"] for each in factors]
+        factors = [tuple(factor for factor in each if factor[0] != "sample") for each in factors]
     return cover(cases, [set(_requirements(each, pairs)) for each in factors])
 
 
-def _pairs(item: pytest.Item) -> set[frozenset[str]]:
-    """The pairs of parameters, and the parameters, that the mark of the item's test names."""
-    mark = item.get_closest_marker("pairs")
-    return {frozenset(pair.split()) for pair in mark.args} if mark else set()
+def _pairs(case: Candidate) -> set[frozenset[str]]:
+    """The pairs of parameters, and the parameters, that the mark of the case's test names."""
+    return {frozenset(pair.split()) for mark in case.marked("pairs")[:1] for pair in mark.args}
 
 
-def _test(item: pytest.Item) -> str:
-    """The name of the item's test, without the parameters of the case."""
-    return item.nodeid.partition("[")[0]
-
-
-def _share(cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
+def _share(cases: Sequence[Candidate]) -> Sequence[Candidate]:
     """A test's cases, of those values alone that it takes if tests share the values of a parameter."""
     sharing = _sharing(cases[0])
     if sharing is None:
         return cases
     name, most = sharing
-    values = list(dict.fromkeys(dict(_factors(item))[name] for item in cases))
-    step, start = -(-len(values) // most), zlib.crc32(_test(cases[0]).encode())
+    values = list(dict.fromkeys(dict(_factors(case))[name] for case in cases))
+    step, start = -(-len(values) // most), zlib.crc32(cases[0].test.encode())
     taken = {value for i, value in enumerate(values, start) if i % step == 0}
-    return [item for item in cases if dict(_factors(item))[name] in taken]
+    return [case for case in cases if dict(_factors(case))[name] in taken]
 
 
-def _sharing(item: pytest.Item) -> tuple[str, int] | None:
-    """The parameter whose values the item's test shares, and how many of them it takes."""
-    mark = item.get_closest_marker("shared")
-    name, most = (mark.args[0], mark.kwargs["most"]) if mark else ("spec", _MOST_SPECS)
-    may_share = {name for name, _ in _factors(item)} - frozenset().union(*_pairs(item))
+def _sharing(case: Candidate) -> tuple[str, int] | None:
+    """The parameter whose values the case's test shares, and how many of them it takes."""
+    marks = case.marked("shared")
+    name, most = (marks[0].args[0], marks[0].kwargs["most"]) if marks else ("spec", _MOST_SPECS)
+    may_share = {name for name, _ in _factors(case)} - frozenset().union(*_pairs(case))
     return (name, most) if name in may_share else None
 
 
@@ -130,7 +142,7 @@ def _rank(item: Any) -> tuple[bool, int]:
 
     It is the same everywhere, and favours no dtype for being the first.
     """
-    params = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    params = item.params.values() if isinstance(item, Candidate) else ()
     is_wide = any(isinstance(value, Case) and value.is_wide for value in params)
     return is_wide, zlib.crc32(str(getattr(item, "name", item)).encode())
 
@@ -154,20 +166,17 @@ def few_subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 @functools.cache
-def _factors(item: pytest.Item) -> tuple[Factor, ...]:
+def _factors(case: Candidate) -> tuple[Factor, ...]:
     """The parameters of a case by name, with what stands for their values."""
-    return tuple(_read_factors(item))
+    return tuple(_read_factors(case))
 
 
-def _read_factors(item: pytest.Item) -> Iterator[Factor]:
-    callspec = getattr(item, "callspec", None)
-    if callspec is None:
-        return
-    for mark in item.iter_markers("parametrize"):
+def _read_factors(case: Candidate) -> Iterator[Factor]:
+    for mark in case.marked("parametrize"):
         names = _names(mark.args[0])
         if len(names) > 1 and len(mark.args[1]) <= _MOST_ROWS:
-            yield " ".join(names), tuple(_key(callspec.params[name]) for name in names)
-    for name, value in callspec.params.items():
+            yield " ".join(names), tuple(_key(case.params[name]) for name in names)
+    for name, value in case.params.items():
         if isinstance(value, Case):
             yield from (("spec", value.spec.name), ("sample", value.name), ("dtype", value.dtype))
         elif isinstance(value, tuple) and not hasattr(value, "_fields"):
@@ -201,9 +210,9 @@ def _requirements(
             yield first, second
 
 
-def _known(item: pytest.Item, pairs: Iterable[frozenset[str]], names: set[str]) -> None:
+def _known(case: Candidate, pairs: Iterable[frozenset[str]], names: set[str]) -> None:
     unknown = set().union(*pairs) - names
     if unknown:
         raise pytest.UsageError(
-            f"{item.nodeid}: pairs of {sorted(unknown)}, but the parameters are {sorted(names)}"
+            f"{case.test}: pairs of {sorted(unknown)}, but the parameters are {sorted(names)}"
         )

@@ -28,7 +28,7 @@ _DECISIONS = (
 _NESTING = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension)
 
 # Decisions in a hundred lines of functions, docstrings, comments and empty lines aside.
-_MOST_DENSE = 25.6
+_MOST_DENSE = 25.5
 # Cognitive complexity of a function: a decision counts once, and once more for each that it is nested in.
 _MOST_COMPLEX = 25
 # What is above the limit still, by file and function.

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -392,12 +393,18 @@ def test_candidates_compile_or_are_dropped(member: str, request: pytest.FixtureR
             assert left[0] == candidates[0] and len(left) >= 3, key
 
 
-@pytest.mark.compiled
-def test_worker_that_dies_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _target_and_requests() -> tuple[Any, list[Any]]:
+    """A GPU to compile for, and the kernels that an RMSNorm requests."""
     compiler = pytest.importorskip("triton.backends.compiler")
     with launch.collecting() as requests:
         plans(256, torch.bfloat16)["rms_norm"]()
     tuning.forget()
+    return compiler.GPUTarget("cuda", 90, 32), requests
+
+
+@pytest.mark.compiled
+def test_worker_that_dies_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    target, requests = _target_and_requests()
     script = tmp_path / "worker.py"
     script.write_text(
         "import os, pathlib, sys\nfrom fusedops.tune.replies import send\nfor line in sys.stdin:\n"
@@ -406,7 +413,7 @@ def test_worker_that_dies_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path:
         "    send({'registers': 7}, sys.stdout)\n"
     )
     monkeypatch.setattr(Pool, "command", (Pool.command[0], str(script)))
-    with Pool(1, compiler.GPUTarget("cuda", 90, 32), LIMITS.shared) as pool:
+    with Pool(1, target, LIMITS.shared) as pool:
         first, second = pool.submit(requests[0]), pool.submit(requests[1])
         assert first.result().error == "the compiler died by signal 9"
         assert second.result() == Usage(registers=7)
@@ -416,15 +423,12 @@ def test_worker_that_dies_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path:
 @pytest.mark.compiled
 def test_prints_of_a_worker_are_no_replies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of a startup file, and of C code, which does not use ``sys.stdout``."""
-    compiler = pytest.importorskip("triton.backends.compiler")
-    with launch.collecting() as requests:
-        plans(256, torch.bfloat16)["rms_norm"]()
-    tuning.forget()
+    target, requests = _target_and_requests()
     (tmp_path / "sitecustomize.py").write_text("import os\nos.write(1, b'{}\\n3\\n\\xff')\n")
     environment = compiling.child_environment()
     environment["PYTHONPATH"] = os.pathsep.join((str(tmp_path), environment["PYTHONPATH"]))
     monkeypatch.setattr(compiling, "child_environment", lambda: environment)
-    with Pool(1, compiler.GPUTarget("cuda", 90, 32), LIMITS.shared) as pool:
+    with Pool(1, target, LIMITS.shared) as pool:
         usage = pool.submit(requests[0]).result()
     assert usage.registers and not usage.error
 

@@ -19,7 +19,7 @@ def _constant(
     number = {"float": float, "int": int, "bool": bool}[kind](value)
     if like is not None:
         return Value(r.graph.const(number), like.labels, dtype)
-    labels = tuple([r.axes.new(size) for size in shape])
+    labels = tuple(map(r.axes.new, shape))
     return Value(r.graph.const(number), labels, dtype)
 
 

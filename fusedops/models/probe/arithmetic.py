@@ -239,7 +239,7 @@ class _MethodVisitor(ast.NodeVisitor):
         if names_in(test) - {"self", "torch"}:
             raise RefusedError("its forward branches on its input")
         # Every node has to be checked and recorded, also after the first dtype.
-        reads_dtype = [self._reads_dtype(part) for part in ast.walk(test)]
+        reads_dtype = list(map(self._reads_dtype, ast.walk(test)))
         if any(reads_dtype):
             return [body, orelse]
         return [body if self._holds(test) else orelse]

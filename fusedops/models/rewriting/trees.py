@@ -109,7 +109,7 @@ def assign(name: str, value: ast.expr) -> ast.Assign:
 
 def unpack(names: Sequence[str], value: ast.expr) -> ast.Assign:
     """``names, ... = value``."""
-    targets = ast.Tuple([store(name) for name in names], ast.Store())
+    targets = ast.Tuple(list(map(store, names)), ast.Store())
     return ast.Assign([targets], value)
 
 

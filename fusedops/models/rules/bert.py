@@ -174,7 +174,7 @@ def _bert_with_last(
 
 
 def _bert_helps(module: nn.Module) -> str:
-    layers = [module._modules.get(name) for name in _BERT_QKV]
+    layers = list(map(module._modules.get, _BERT_QKV))
     if all(map(_is_plain_linear, layers)):
         return "casts its input once under autocast"
     return "nothing as its layers are"
