@@ -34,15 +34,17 @@ EVEN: Spacings = MappingProxyType({})
 _PREFIXES = {"cotangent": "d_", "gradient": "grad_"}
 # What this package allocates for the call is contiguous.
 _ALLOCATED = ("output", "intermediate", "gradient")
-# By whether an address varies along rows and along columns.
+# By whether an address varies along rows and along columns, and whether these are of two parts.
 _MASKS = {
-    (True, True): "mask",
-    (True, False): "in_rows",
-    (False, True): "in_cols",
-    (False, False): "",
+    (True, True, False): "mask",
+    (True, True, True): "in_rows & in_pairs",
+    (True, False, False): "in_rows",
+    (True, False, True): "in_rows",
+    (False, True, False): "in_cols",
+    (False, True, True): "in_pairs",
+    (False, False, False): "",
+    (False, False, True): "",
 }
-# Those of tiles of two parts, by whether an address varies along rows.
-_MASKS_OF_PAIRS = {True: "in_rows & in_pairs", False: "in_pairs"}
 
 
 @dataclass(frozen=True)
@@ -155,9 +157,7 @@ class Addresses:
             terms.append(offsets_along(structure, strides))
         terms += self._part_offsets(operand, part)
         by_column = bool(columns) and not (element or full)
-        mask = _MASKS[layout in BY_ROW, by_column]
-        if paired and by_column:
-            mask = _MASKS_OF_PAIRS[layout in BY_ROW]
+        mask = _MASKS[layout in BY_ROW, by_column, paired]
         if layout == "group" and not mask:
             # The last programs may have no group. A mask has the shape of the address: a block for
             # an element, a scalar for a group's number.

@@ -123,12 +123,11 @@ def _stores_of_parts(
     structure: Structure, kind: str, index: int, operand: Operand, parts: Mapping[Part, Node]
 ) -> list[_Store]:
     axis = pair_axis(structure, operand)
-    stores: dict[Part, _Store] = {}
+    nodes: dict[Part, list[Node]] = {}
     for part, node in parts.items():
-        first = part if axis is None else paired(part, axis)[0]
-        nodes = (*stores[first].nodes, node) if first in stores else (node,)
-        stores[first] = _Store(kind, index, operand, first, nodes)
-    return list(stores.values())
+        first, _ = paired(part, axis)
+        nodes.setdefault(first, []).append(node)
+    return [_Store(kind, index, operand, part, tuple(own)) for part, own in nodes.items()]
 
 
 def backward_kernels(
@@ -346,10 +345,7 @@ class _Writer:
             if self._is_wide(store):
                 self._store(emitter, store)
         for slot, (_, _, node) in enumerate(sums):
-            value = emitter.value(node)
-            # A constant is zero: no cotangent reaches the input.
-            if node.op == "const":
-                continue
+            value = emitter.block(node)
             # Rows beyond the last are loaded as zeros, of which a value may be anything.
             if self.tiled:
                 emitter.lines.append(f"sum{slot} += {row_sum(value, grouped=False)}")
@@ -399,13 +395,13 @@ class _Writer:
         if self.structure.cols > _LONGEST_WITH_LATE_SUMS:
             return {}
         summed = [node for _, _, node in sums]
-        late = {}
-        for node in summed:
-            others = [*stored, *[other for other in summed if other is not node]]
-            needed = reachable(others, emitter.leaves.__contains__)
-            if node.op == "sum" and emitter.is_reduced(node) and node not in needed:
-                late[node] = node.args[0]
-        return late
+        others = [*stored, *itertools.chain(*[node.args for node in summed])]
+        needed = reachable(others, emitter.leaves.__contains__)
+        return {
+            node: node.args[0]
+            for node in summed
+            if node.op == "sum" and emitter.is_reduced(node) and node not in needed
+        }
 
     def _has_room(self, emitter: Emitter, stores: Sequence[_Store], sums: Sequence[_Sum]) -> bool:
         """Whether registers hold vectors from tile to tile, beside the sums and a tile's inputs."""

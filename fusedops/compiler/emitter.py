@@ -176,6 +176,11 @@ class Emitter:
                 self._emit_and_define(node)
         return self.named[root]
 
+    def block(self, node: Node) -> str:
+        """Emit the lines that compute a value, and return its name; of a number, a block of it."""
+        value = self.value(node)
+        return filled(value, node.kind) if value in self._literals else value
+
     def _missing(self, node: Node) -> list[Node]:
         """Return the arguments that have no name yet, for the stack of `value`: last in, first out.
 
@@ -608,10 +613,7 @@ class Emitter:
         pointer = self.addresses.arguments[kind, index, "", -1].name
         values = []
         for node in nodes:
-            value = self.value(node)
-            if value in self._literals:
-                value = filled(value, node.kind)
-            values.append(f"{value}.to({pointer}.dtype.element_ty)")
+            values.append(f"{self.block(node)}.to({pointer}.dtype.element_ty)")
             self._count(operand)
         stored = ", ".join(values)
         if are_paired:

@@ -231,17 +231,15 @@ class Launcher:
         It is any address then, to which nothing is written.
         """
         like, _ = self.like
-        count = "programs * groups" if kernel.group else "programs"
-        shape = f"{count}, {len(kernel.sums)}, {self.structure.cols}"
-        allocated = f"partials = {like}.new_empty({shape}, dtype={self.program.acc})"
+        size = f"{len(kernel.sums)}, {self.structure.cols}, dtype={self.program.acc}"
         if kernel.group:
-            return [allocated]
+            return [f"partials = {like}.new_empty(programs * groups, {size})"]
         return [
             f"if -(-rows // plan.rows[{self.kernels.index(kernel)}]) <= {MOST_ALONE}:",
             "    programs = 1",
             f"partials = {like}",
             "if programs > 1:",
-            f"    {allocated}",
+            f"    partials = {like}.new_empty(programs, {size})",
         ]
 
     def _across(self, number: int) -> str:
@@ -257,11 +255,11 @@ class Launcher:
         Where one program has all rows, nothing is left to reduce.
         """
         slots = len(self.last.sums)
-        cols = self.structure.cols
-        across = f"{slots} * groups" if self.last.group else slots
-        condition = "" if self.last.group else "if programs > 1: "
+        across = f"-(-{self.structure.cols} // plan.reduce_block)"
         passed = self._passed(reduce)
-        return f"{condition}plan.reduce(-(-{cols} // plan.reduce_block), {across}, {passed})"
+        if self.last.group:
+            return f"plan.reduce({across}, {slots} * groups, {passed})"
+        return f"if programs > 1: plan.reduce({across}, {slots}, {passed})"
 
     def _passed(self, kernel: Kernel) -> str:
         """Return a kernel's arguments in the launch."""

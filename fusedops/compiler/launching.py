@@ -53,7 +53,7 @@ _LEAST_ROWS = 16
 #
 # Axis 1 of the grid is then the groups, so that all rows of a program share their vectors. A
 # backward that sums the gradient of a weight of each head over batch and sequence has one group for
-# each head, whose rows are not adjacent in memory: see `layouts.inner_groups`.
+# each head, whose rows are not adjacent in memory: see `layouts.groups_of`.
 
 
 def forward(site: RowwiseSite, tensors: Any, outs: Any, state: State) -> None:
@@ -101,7 +101,9 @@ def grouping(program: LaunchedProgram) -> Callable[[Any], Label]:
     sizes = {
         axis: f"tensors[{index}].shape[{dim}]" for axis, (_, index, dim) in program.dynamic.items()
     }
-    return _function("tensors", _choice(program, {program.group: "True"}, sizes))
+    return _function(
+        "tensors", _choice(program, dict.fromkeys(filter(None, [program.group]), "True"), sizes)
+    )
 
 
 def backward_key(program: LaunchedProgram) -> Callable[[Any, Any], BackwardKey]:
@@ -127,16 +129,18 @@ def backward_key(program: LaunchedProgram) -> Callable[[Any, Any], BackwardKey]:
 def _group_of_backward(
     program: LaunchedProgram, wanted: Sequence[str], sizes: Mapping[int, str]
 ) -> str:
-    """Return the expression of a backward's groups: those of the forward, or inner ones.
+    """Return the expression of a backward's groups: those of the forward, or others.
+
+    Those whose inputs' gradients are not wanted are read by index, as in a forward.
 
     Args:
         program: the function.
         wanted: for each input, the condition that its gradient is wanted.
         sizes: the expressions of sizes that may change.
     """
-    conditions = {program.group: "True"}
-    for group, inputs in program.inner_groups.items():
-        conditions[group] = " or ".join(map(wanted.__getitem__, inputs))
+    conditions = dict.fromkeys(filter(None, [program.group]), "True")
+    for group, inputs in program.groups.items():
+        conditions.setdefault(group, " or ".join(map(wanted.__getitem__, inputs)))
     return _choice(program, conditions, sizes)
 
 
@@ -147,8 +151,6 @@ def _choice(
     structure = program.structure
     text = "()"
     for group, condition in reversed(list(conditions.items())):
-        if not group:
-            continue
         axes = without(structure.rows, group)
         rows = product([sizes.get(axis, str(structure.sizes[axis])) for axis in axes])
         text = f"({group} if {rows} >= {_LEAST_ROWS} and ({condition}) else {text})"
@@ -254,20 +256,24 @@ def _launchers(
         saves=any(wanted),
     )
     group = program.group_of(tensors)
-    launchers = {group: [_forward(site, group)]}
+    launchers = [(_forward(site, group), group)]
     if any(wanted):
         outputs = zip(program.structure.outputs, cotangents, strict=True)
         dtypes = [operand.dtype if has_gradient else None for operand, has_gradient in outputs]
         dtypes += [None] * program.own  # the intermediate's
-        texts = {axis: str(size) for axis, size in enumerate(sizes)}
+        texts = dict(enumerate(map(str, sizes)))
         group = _function("", _group_of_backward(program, list(map(str, wanted)), texts))()
-        launchers.setdefault(group, []).append(_backward(site, group, dtypes, wanted))
-    result = []
-    for group, own in launchers.items():
-        axes = without(program.structure.rows, group)
-        bucket = BUCKET[math.prod([sizes[axis] for axis in axes]).bit_length()]
-        result += [(launcher.for_inputs(tensors), bucket) for launcher in own]
-    return result
+        launchers.append((_backward(site, group, dtypes, wanted), group))
+    return [
+        (launcher.for_inputs(tensors), _bucket(program, sizes, group))
+        for launcher, group in launchers
+    ]
+
+
+def _bucket(program: LaunchedProgram, sizes: Sequence[int], group: Label) -> int:
+    """Return the bucket of the number of rows, or of that in a group."""
+    axes = without(program.structure.rows, group)
+    return BUCKET[math.prod([sizes[axis] for axis in axes]).bit_length()]
 
 
 def prepare(

@@ -15,9 +15,9 @@ __all__ = [
     "BY_ROW",
     "RowLayout",
     "column_index",
-    "group_of",
-    "inner_groups",
+    "groups_of",
     "offsets_along",
+    "outer_group",
     "pair_axis",
     "paired",
     "row_layout",
@@ -66,42 +66,38 @@ def _has_rows_first(structure: Structure, operand: Operand) -> bool:
     return operand.axes[len(rows) :] == tuple(without(operand.axes, structure.rows))
 
 
-def group_of(structure: Structure) -> Label:
-    """Return the outer row axes of the groups of rows that share a vector; () if there are none.
-
-    With several kinds of groups, returns the kind with the most groups. The vectors of the others
-    are read by index.
-    """
-    group: Label = ()
-    for operand in structure.inputs:
-        rows = _row_axes(structure, operand)
-        if operand.kind != "float" or rows == structure.rows:
-            continue
-        is_leading = rows == structure.rows[: len(rows)]
-        if is_leading:
-            group = max(group, rows, key=len)
-    return group
-
-
-def inner_groups(structure: Structure) -> dict[Label, list[int]]:
-    """Return inner row axes that inputs have without the outer ones, and these inputs.
+def groups_of(structure: Structure) -> dict[Label, list[int]]:
+    """Return the row axes of groups of rows that share vectors, with the inputs that these are.
 
     For a call with rows (batch, sequence, heads), of which the axes are r0, r1 and r2::
 
-        (heads, 64)       r2
-        (sequence, 1, 64) r1
-
-    A forward reads them by index. So does a backward, unless the gradient of one is wanted.
+        (batch, 1, 1, 64)    r0
+        (sequence, 1, 64)    r1
+        (heads, 64)          r2
     """
     groups: dict[Label, list[int]] = {}
     for index, operand in enumerate(structure.inputs):
         rows = _row_axes(structure, operand)
-        if operand.kind != "float" or not rows or not _has_rows_first(structure, operand):
-            continue
-        first = structure.rows.index(rows[0])
-        if first and rows == structure.rows[first : first + len(rows)]:
+        is_part = 0 < len(rows) < len(structure.rows)
+        if operand.kind == "float" and is_part and _has_rows_first(structure, operand):
             groups.setdefault(rows, []).append(index)
-    return groups
+    return {rows: inputs for rows, inputs in groups.items() if _first_of(structure, rows) >= 0}
+
+
+def outer_group(structure: Structure) -> Label:
+    """Return the groups of a forward, which share their outer axes; () if there are none.
+
+    With several kinds of groups, returns the kind with the most groups. The vectors of the others
+    are read by index.
+    """
+    outer = [rows for rows in groups_of(structure) if _first_of(structure, rows) == 0]
+    return max(outer, key=len, default=())
+
+
+def _first_of(structure: Structure, rows: Label) -> int:
+    """Return the position among all row axes of some that follow one another; -1 for others."""
+    first = structure.rows.index(rows[0])
+    return first if rows == structure.rows[first : first + len(rows)] else -1
 
 
 def strides_of(structure: Structure, operand: Operand) -> tuple[dict[int, int], int]:
@@ -124,7 +120,7 @@ def pair_axis(structure: Structure, operand: Operand) -> int | None:
         x[..., 1::2]    columns of part 1:    0   1   2   3
     """
     strides, _ = strides_of(structure, operand)
-    axis = operand.axes[-1] if operand.axes else -1
+    axis = (-1, *operand.axes)[-1]
     is_pair = axis in structure.unrolled and structure.sizes[axis] == 2
     columns = within(structure.columns, strides)
     if not is_pair or not columns or strides[columns[-1]] != 2:
@@ -132,10 +128,13 @@ def pair_axis(structure: Structure, operand: Operand) -> int | None:
     return axis if _are_even(structure, columns, strides) else None
 
 
-def paired(part: Part, axis: int) -> tuple[Part, int]:
-    """Return the first of two parts that alternate in memory, and which of them a part is."""
+def paired(part: Part, axis: int | None) -> tuple[Part, int]:
+    """Return the first of two parts that alternate in memory, and which of them a part is.
+
+    Without an axis (see `pair_axis`) a part is alone.
+    """
     first = tuple([(other, 0 if other == axis else index) for other, index in part])
-    return first, dict(part)[axis]
+    return first, dict[int | None, int](part).get(axis, 0)
 
 
 def offsets_along(structure: Structure, strides: Mapping[int, int]) -> str:

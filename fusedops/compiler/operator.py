@@ -29,7 +29,7 @@ from .axes import Label
 from .errors import NotRowwiseError
 from .evaluate import assembled, evaluate, part_of
 from .ir import Node, gradient_sources
-from .layouts import group_of, inner_groups
+from .layouts import groups_of, outer_group
 from .planning import Plan
 from .site import BackwardKey, RowwiseSite
 from .structure import Operand, Part, Structure
@@ -123,8 +123,8 @@ class Program(Operator):
         self.thresholds = tuple(map(rng.threshold, structure.drops))
         self._outputs = output_allocator(self)
         self._gradients: dict[int, Any] = {}
-        self.group = () if self.tiled else group_of(structure)
-        self.inner_groups = {} if self.tiled else inner_groups(structure)
+        self.group = () if self.tiled else outer_group(structure)
+        self.groups = {} if self.tiled else groups_of(structure)
         self.group_of: Callable[[Any], Label] = launching.grouping(self)
         self.backward_key: Callable[[Any, Any], BackwardKey] = launching.backward_key(self)
         with _registering:

@@ -44,9 +44,9 @@ def stores_of_sums(
     partial, total = [], []
     for slot, (index, place) in enumerate(sums):
         operand = structure.inputs[index]
-        has_columns = structure.has_columns(operand)
-        value = f"sum{slot}{part if has_columns else ''}"
-        mask = "in_cols" if has_columns else "in_cols & (cols < 1)"
+        value, mask = f"sum{slot}", "in_cols & (cols < 1)"
+        if structure.has_columns(operand):
+            value, mask = f"sum{slot}{part}", "in_cols"
         address = f"partials + (program * {len(sums)} + {slot}) * N + cols"
         partial.append(f"tl.store({address}, {value}, mask={mask})")
         if not addresses.group:

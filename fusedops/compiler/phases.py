@@ -27,7 +27,8 @@ from .emitter import Emitter
 from .ir import REDUCTIONS, Node, computed_of, reachable, topological
 from .partials import stores_of_sums
 from .passes import maximum
-from .rows_of_programs import GROUP_LINES, MASK, program_line, row_sum
+from .row_sums import RowSum, add_columns, row_sums
+from .rows_of_programs import GROUP_LINES, MASK, program_line
 from .structure import Part
 from .text import indented
 
@@ -244,27 +245,28 @@ def held_body(
     reduced = itertools.chain(*phases.reductions)
     loops = bool(sums or phases.exchanged)
     emitter.flat = not (loops and all(map(emitter.has_rows, reduced)))
-    tile = _emit_tile(emitter, phases, stores, sums, results)
+    totals = row_sums(emitter, sums, exchanges=bool(phases.exchanged))
+    tile = _emit_tile(emitter, phases, stores, totals, results)
     body = ["first = 0" if emitter.grouped else "first = tl.program_id(1) * (PARTS * BLOCK_N)"]
     body += _PROGRAM
     if emitter.grouped:
         body += GROUP_LINES
     body += emitter.invariant
     body += _vector_lines(emitter)
-    body += _zeros(emitter, sums)
+    body += itertools.chain(*[total.begin() for total in totals])
     if phases.exchanged:
         rows = [*_SHARED_ROWS, *emitter.addresses.indices()]
         lines = [_TILE, *rows, *_exchange(emitter, phases, tile, rows)]
         early = 'EARLY: tl.constexpr = PARTS == 1 and EXCHANGE == "none"'
         body += [_WORDS, early, *_late_tiles(emitter, phases, tile.numbers)]
         body += [*_STEPS_AHEAD, *indented(lines)]
-        return [*body, _UNLESS_POSTING, *indented(_sums(emitter, sums) or ["pass"])]
+        return [*body, _UNLESS_POSTING, *indented(_sums(emitter, sums, totals) or ["pass"])]
     if phases.masks:
         body.append("EARLY: tl.constexpr = PARTS == 1")
     rows = emitter.addresses.row_lines()
     if loops:
         lines = [_TILE, *rows, *tile.first]
-        return [*body, *_STEPS, *indented(lines), *_sums(emitter, sums)]
+        return [*body, *_STEPS, *indented(lines), *_sums(emitter, sums, totals)]
     return [*body, "tile = tl.program_id(0)", *rows, *tile.first]
 
 
@@ -297,41 +299,14 @@ def _is_of_vectors(node: Node) -> bool:
     return all(inner.axes or inner.op == "const" for inner in reachable([node]))
 
 
-def _zeros(emitter: Emitter, sums: Sums) -> list[str]:
-    """Return the lines that begin sums over rows."""
-    lines: list[str] = []
-    for slot, (index, _, node) in enumerate(sums):
-        zeros = f"tl.zeros((1, {'BLOCK_N' if emitter.has_columns(node) else 1}), ACC)"
-        if _has_columns(emitter, index):
-            tiles = f"sum{slot} = sum{slot} + (tl.zeros((1, BLOCK_N), ACC),)"
-            lines += [f"sum{slot} = ()", "for part in tl.static_range(PARTS):", f"    {tiles}"]
-        else:
-            lines.append(f"sum{slot} = {zeros}")
-    return lines
-
-
-def _sums(emitter: Emitter, sums: Sums) -> list[str]:
+def _sums(emitter: Emitter, sums: Sums, totals: Sequence[RowSum]) -> list[str]:
     """Return the lines that store the sums over rows of a program."""
     if not sums:
         return []
     slots = [(index, part) for index, part, _ in sums]
+    lines = [*program_line(emitter.grouped), *itertools.chain(*[total.end() for total in totals])]
     stores = stores_of_sums(emitter.addresses, slots, "[part]")
-    totals = [
-        f"sum{slot} = tl.sum(sum{slot}, axis=1, keep_dims=True)"
-        for slot, (index, _, node) in enumerate(sums)
-        if _is_of_lanes(emitter, index, node)
-    ]
-    return [*program_line(emitter.grouped), *totals, *_loop_over_parts(emitter, (), stores)]
-
-
-def _is_of_lanes(emitter: Emitter, index: int, node: Node) -> bool:
-    """Whether a sum over rows has a value for each lane, of which a number is the sum."""
-    return emitter.has_columns(node) and not _has_columns(emitter, index)
-
-
-def _has_columns(emitter: Emitter, index: int) -> bool:
-    """Whether the gradient of an input has columns."""
-    return emitter.structure.has_columns(emitter.structure.inputs[index])
+    return [*lines, *_loop_over_parts(emitter, (), stores)]
 
 
 def _loop_over_parts(emitter: Emitter, tuples: Sequence[str], body: Sequence[str]) -> list[str]:
@@ -433,7 +408,11 @@ class _Tile:
 
 
 def _emit_tile(
-    emitter: Emitter, phases: Phases, stores: Stores, sums: Sums, results: Sequence[Node]
+    emitter: Emitter,
+    phases: Phases,
+    stores: Stores,
+    totals: Sequence[RowSum],
+    results: Sequence[Node],
 ) -> _Tile:
     """Emit the phases of a tile of rows."""
     emitter.carried = phases.carried
@@ -451,7 +430,7 @@ def _emit_tile(
         if phase:
             _store(emitter, phases, stores, phase)
         if phase == last:
-            _sum_rows(emitter, phases, sums)
+            add_columns(totals)
         _insert_vectors(emitter, phases, place)
         _close(emitter)
         if phase == 0:
@@ -471,7 +450,8 @@ def _emit_tile(
     for node in results:
         if not emitter.has_columns(node):
             emitter.value(node)
-    emitter.lines += _following(emitter, phases, sums)
+    for total in totals:
+        emitter.lines += total.add_rows()
     if phases.exchanged:
         return _Tile(first, exchanged, list(numbers.values()), emitter.lines)
     return _Tile(emitter.lines, [], [], [])
@@ -546,33 +526,3 @@ def _accumulate(emitter: Emitter, node: Node) -> str:
     following = maximum(name, term) if is_maximum else f"{name} + {term}"
     body += ["if part == 0:", f"    {name} = {term}", "else:", f"    {name} = {following}"]
     return name
-
-
-def _row_sum(emitter: Emitter, phases: Phases, value: str) -> str:
-    return row_sum(value, grouped=emitter.grouped, exchanges=bool(phases.exchanged))
-
-
-def _sum_rows(emitter: Emitter, phases: Phases, sums: Sums) -> None:
-    """Emit the lines that add a tile's values to sums over rows."""
-    for slot, (index, _, node) in enumerate(sums):
-        # A constant is zero: no cotangent reaches the input.
-        if _has_columns(emitter, index) and node.op != "const":
-            value = emitter.value(node)
-            emitter.extend(f"next{slot}", f"sum{slot}[part] + {_row_sum(emitter, phases, value)}")
-        elif _is_of_lanes(emitter, index, node):
-            assert emitter.body is not None
-            value = f"tl.where(in_cols, {emitter.value(node)}, 0)"
-            emitter.body.append(f"sum{slot} += {_row_sum(emitter, phases, value)}")
-
-
-def _following(emitter: Emitter, phases: Phases, sums: Sums) -> list[str]:
-    """Return the lines after the last phase: the sums over rows with which the next tile begins."""
-    lines: list[str] = []
-    for slot, (index, _, node) in enumerate(sums):
-        if node.op == "const":
-            continue
-        if _has_columns(emitter, index):
-            lines.append(f"sum{slot} = next{slot}")
-        elif not emitter.has_columns(node):
-            lines.append(f"sum{slot} += {_row_sum(emitter, phases, emitter.value(node))}")
-    return lines

@@ -41,7 +41,7 @@ class LaunchedProgram(Protocol):
         wanted: which inputs have gradients.
         dynamic: the row axes whose sizes may change: see `operator.dynamic_axes`.
         group: the row axes of a forward's groups of rows; () without groups.
-        inner_groups: those that a backward may have instead, with their inputs.
+        groups: those that a backward may have, with the inputs that they share.
         tiled: whether rows are read tile by tile.
         is_long: whether rows have more columns than any kernel supports.
         group_of: for the inputs, the axes of a forward's groups of many rows; () without any.
@@ -60,7 +60,7 @@ class LaunchedProgram(Protocol):
     wanted: tuple[bool, ...]
     dynamic: dict[int, tuple[int, int, int]]
     group: Label
-    inner_groups: dict[Label, list[int]]
+    groups: dict[Label, list[int]]
     tiled: bool
     is_long: bool
     group_of: Callable[[Any], Label]

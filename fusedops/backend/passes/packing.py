@@ -252,7 +252,8 @@ def _may_pack(rewrite: Rewrite, packed: _Packed) -> bool:
     if not rewrite.needs.issuperset(views) or may_be_changed(packed.node):
         return False
     # A part that is returned is to have its own memory.
-    if any(map(escapes, others)) or any(map(_is_of_inductor, others)):
+    left = [*filter(escapes, others), *filter(_is_of_inductor, others)]
+    if left:
         return False
     # Autograd records the operators in one gradient mode.
     part_of = parts_of(rewrite.graph)

@@ -1,0 +1,122 @@
+"""Sums over rows in kernels of tiles side by side: what a program adds up, tile after tile of rows.
+
+They are gradients of tensors that rows share. What is summed differs::
+
+    a vector       columns of a tile        one sum for each tile of columns
+    a number       numbers of rows          one sum
+    a number       columns, to be summed    one sum for each lane, and in the end theirs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .emitter import Emitter
+from .ir import Node
+from .rows_of_programs import row_sum
+from .structure import Part
+
+__all__ = ["RowSum", "add_columns", "row_sums"]
+
+
+class RowSum:
+    """A sum of numbers of rows.
+
+    Attributes:
+        name: of its variable.
+        node: the value that is summed.
+    """
+
+    def __init__(self, emitter: Emitter, slot: int, node: Node, *, exchanges: bool) -> None:
+        self.emitter = emitter
+        self.name = f"sum{slot}"
+        self.following = f"next{slot}"
+        self.node = node
+        self.exchanges = exchanges
+
+    def begin(self) -> list[str]:
+        """Return the lines before all rows."""
+        return [f"{self.name} = tl.zeros((1, 1), ACC)"]
+
+    def add_columns(self) -> None:
+        """Emit the lines that add a tile of columns, in a loop over those of a row."""
+
+    def add_rows(self) -> list[str]:
+        """Return the lines after that loop."""
+        return [f"{self.name} += {self._summed(self.emitter.block(self.node))}"]
+
+    def end(self) -> list[str]:
+        """Return the lines after all rows."""
+        return []
+
+    def _summed(self, value: str) -> str:
+        return row_sum(value, grouped=self.emitter.grouped, exchanges=self.exchanges)
+
+
+class _Columns(RowSum):
+    """A sum for each column, in a tuple of tiles."""
+
+    def begin(self) -> list[str]:
+        """See `RowSum`."""
+        tiles = f"{self.name} = {self.name} + (tl.zeros((1, BLOCK_N), ACC),)"
+        return [f"{self.name} = ()", "for part in tl.static_range(PARTS):", f"    {tiles}"]
+
+    def add_columns(self) -> None:
+        """See `RowSum`."""
+        value = self._summed(self.emitter.block(self.node))
+        self.emitter.extend(self.following, f"{self.name}[part] + {value}")
+
+    def add_rows(self) -> list[str]:
+        """See `RowSum`."""
+        return [f"{self.name} = {self.following}"]
+
+
+class _Lanes(RowSum):
+    """A sum for each lane, of which a number is the sum."""
+
+    def begin(self) -> list[str]:
+        """See `RowSum`."""
+        return [f"{self.name} = tl.zeros((1, BLOCK_N), ACC)"]
+
+    def add_columns(self) -> None:
+        """See `RowSum`."""
+        value = f"tl.where(in_cols, {self.emitter.block(self.node)}, 0)"
+        assert self.emitter.body is not None
+        self.emitter.body.append(f"{self.name} += {self._summed(value)}")
+
+    def add_rows(self) -> list[str]:
+        """See `RowSum`."""
+        return []
+
+    def end(self) -> list[str]:
+        """See `RowSum`."""
+        return [f"{self.name} = tl.sum({self.name}, axis=1, keep_dims=True)"]
+
+
+def row_sums(
+    emitter: Emitter, sums: Sequence[tuple[int, Part, Node]], *, exchanges: bool
+) -> list[RowSum]:
+    """Return the sums over rows of a kernel.
+
+    Args:
+        emitter: of the kernel.
+        sums: the inputs whose gradients they are, their parts, and the values that are summed.
+        exchanges: whether programs exchange sums of rows that they share.
+    """
+    return [
+        _kind(emitter, index, node)(emitter, slot, node, exchanges=exchanges)
+        for slot, (index, _, node) in enumerate(sums)
+    ]
+
+
+def add_columns(totals: Sequence[RowSum]) -> None:
+    """Emit the lines that add a tile of columns to sums."""
+    for total in totals:
+        total.add_columns()
+
+
+def _kind(emitter: Emitter, index: int, node: Node) -> type[RowSum]:
+    structure = emitter.structure
+    if structure.has_columns(structure.inputs[index]):
+        return _Columns
+    return _Lanes if emitter.has_columns(node) else RowSum
