@@ -115,7 +115,7 @@ def _checked(module: nn.Module, *inputs: Tensor, dynamic: bool | None = None) ->
 def _operators_of(backend: Backend) -> list[set[str]]:
     """The operators of each region that is one kernel, of those with rotated heads."""
     regions = [set(region.operators) for region in backend.report.regions if not region.reason]
-    return [region for region in regions if "rsqrt" in region]
+    return [region for region in regions if not region.isdisjoint(("rsqrt", "_fused_rms_norm"))]
 
 
 _GROUPED = pytest.mark.parametrize("parts", [_split, _sliced])
@@ -129,7 +129,7 @@ def test_queries_and_fewer_keys_are_a_kernel_each(parts: Any, rotate: Any) -> No
     backend = _checked(_Attention(parts, 2, rotate).to(DEVICE), randn(2, 6, 32))
     joined = "cat" if rotate is _halves else "stack"
     for region in _operators_of(backend):
-        assert {"rsqrt", joined} <= region
+        assert joined in region
     assert len(_operators_of(backend)) == 2
 
 
@@ -149,6 +149,14 @@ _ASSEMBLING = frozenset(
     {"cat", "stack", "select_backward", "slice_backward", "select_scatter", "slice_scatter"}
 )
 _CHANGE = "gradients of parts of a tensor, written into one"
+# On a GPU attention in fp32 repeats the keys and values of a group. The gradients of parts are sums
+# then, which kernels of Inductor compute.
+_REPEATS = DEVICE.type == "cuda"
+
+
+def _packs(groups: int) -> int:
+    """How many gradients are written into one, of four heads of queries in so many groups."""
+    return 0 if _REPEATS and groups != 4 else 1
 
 
 @pytest.fixture(params=[True, False], ids=["planned", "returned"])
@@ -188,12 +196,13 @@ def _changed(backend: Backend) -> int:
 )
 def test_values_and_gradients(parts: Any, groups: int, rotate: Any, planned: bool) -> None:
     backend = _checked(_Attention(parts, groups, rotate).to(DEVICE), randn(2, 6, 32))
-    assert _changed(backend) == 1
+    assert _changed(backend) == _packs(groups)
 
 
 @_on_gpus
 @pytest.mark.parametrize(
-    ("parts", "groups"), [(_unbound, 4), (_of_heads, 4), (_split, 2), (_sliced, 2)]
+    ("parts", "groups"),
+    [(_unbound, 4), (_of_heads, 4), *([] if _REPEATS else [(_split, 2), (_sliced, 2)])],
 )
 def test_gradient_is_written_in_place(parts: Any, groups: int) -> None:
     """Kernels write the gradients of queries and keys, that of values is copied, and no more."""
@@ -224,12 +233,12 @@ def test_queries_alone_are_rotated(groups: int) -> None:
     module = OfQueries(_sliced, groups).to(DEVICE)
     module.norm_of_keys = nn.Identity()
     backend = _checked(module, randn(2, 6, 32))
-    assert _changed(backend) == 1
-    assert _names(backend.backwards[0]).count("copy_into") == 2
+    assert _changed(backend) == _packs(groups)
+    assert _names(backend.backwards[0]).count("copy_into") == 2 * _packs(groups)
 
 
 @_on_gpus
-@pytest.mark.parametrize(("groups", "times"), [(4, 0), (2, 1)])
+@pytest.mark.parametrize(("groups", "times"), [(4, 0), (2, _packs(2))])
 def test_keys_are_values_too(groups: int, times: int) -> None:
     """The gradient of keys is a sum, which is copied. One kernel of both keeps it in a sum."""
 
@@ -344,7 +353,8 @@ def test_lengths_that_change(parts: Any, groups: int) -> None:
         cotangent = torch.randn_like(x)
         found = results(compiled, module, [x], cotangent)
         check(found, module, [x], cotangent, torch.finfo(torch.float32).eps)
-    assert backend.report.graphs == _changed(backend) == 1
+    assert backend.report.graphs == 1
+    assert _changed(backend) == _packs(groups)
 
 
 @_on_gpus

@@ -129,7 +129,8 @@ def test_kernels_are_compiled_once(cols: int, trains: str, monkeypatch: pytest.M
     monkeypatch.setattr(launch, "specialise", compiled)
     model = nn.Sequential(nn.Linear(cols, cols), nn.Dropout(0.25), nn.LayerNorm(cols)).to(DEVICE)
     model.requires_grad_(trains != "none")[2].requires_grad_(trains == "all")
-    run, x = fusedops.compile(model), randn(6, cols)
+    # As many rows as several programs have, so that their sums are added up.
+    run, x = fusedops.compile(model), randn(600, cols)
     with launch.record() as launched:
         y = run(x)
         if trains != "none":
@@ -173,8 +174,9 @@ def test_kernels_of_rows_of_several_strides_are_compiled_with_the_graph(
     contiguous = torch.Tensor.contiguous
 
     def copy(t: Tensor, **options: Any) -> Tensor:
-        # A compiler asks tensors without memory, too.
-        if type(t) is Tensor and not t.is_contiguous():
+        # A compiler asks tensors without memory, too, and AOTAutograd asks the model's cotangents for
+        # a memory format.
+        if type(t) is Tensor and not options and not t.is_contiguous():
             copied.append(t)
         return contiguous(t, **options)
 

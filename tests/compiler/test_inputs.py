@@ -175,13 +175,13 @@ def test_strided_rows_are_read_in_place() -> None:
 
 # Parts of a tensor of 3 by 5 by 4 rows of 24 columns, and what is allocated to write them.
 _WRITTEN = {
-    "of a row": (lambda: torch.full((3, 5, 4, 48), torch.nan)[..., :24], 0),
-    "of packed heads": (lambda: torch.full((3, 5, 3, 4, 24), torch.nan)[:, :, 1], 0),
-    "of more heads": (lambda: torch.full((3, 5, 7, 24), torch.nan)[:, :, 3:], 0),
-    "contiguous": (lambda: torch.full((5, 5, 4, 24), torch.nan)[1:4], 0),
-    "not aligned": (lambda: torch.full((1441,), torch.nan)[1:].view(3, 5, 4, 24), 0),
-    "transposed": (lambda: torch.full((5, 3, 4, 24), torch.nan).transpose(0, 1), 0),
-    "columns": (lambda: torch.full((3, 5, 4, 48), torch.nan)[..., ::2], 1),
+    "of a row": (lambda: torch.full((3, 5, 4, 48), torch.nan, device=DEVICE)[..., :24], 0),
+    "of packed heads": (lambda: torch.full((3, 5, 3, 4, 24), torch.nan, device=DEVICE)[:, :, 1], 0),
+    "of more heads": (lambda: torch.full((3, 5, 7, 24), torch.nan, device=DEVICE)[:, :, 3:], 0),
+    "contiguous": (lambda: torch.full((5, 5, 4, 24), torch.nan, device=DEVICE)[1:4], 0),
+    "not aligned": (lambda: torch.full((1441,), torch.nan, device=DEVICE)[1:].view(3, 5, 4, 24), 0),
+    "transposed": (lambda: torch.full((5, 3, 4, 24), torch.nan, device=DEVICE).transpose(0, 1), 0),
+    "columns": (lambda: torch.full((3, 5, 4, 48), torch.nan, device=DEVICE)[..., ::2], 1),
 }
 
 
@@ -193,7 +193,7 @@ def test_gradients_are_written_into_parts_of_tensors(part: str) -> None:
     function = fusedops.rowwise(lambda x, weight: F.rms_norm(x, (24,), weight) * 2, strict=True)
     x, weight, cotangent = randn(3, 5, 4, 24), randn(24), randn(3, 5, 4, 24)
     program = function._programs.find((x, weight), False).program
-    out = allocated().to(DEVICE)
+    out = allocated()
     whole = out._base
     assert whole is not None
     expected = torch.autograd.grad(
