@@ -113,7 +113,6 @@ def test_parts_with_long_rows_of_their_own() -> None:
     )
 
 
-@kernels
 def test_parts_that_alternate_are_one_load_and_one_store() -> None:
     sample = SAMPLES["interleaved_rotary"]
     source = rowwise(sample).source(*sample.tensors(torch.bfloat16).values())
@@ -123,6 +122,7 @@ def test_parts_that_alternate_are_one_load_and_one_store() -> None:
     assert "cols * 2" not in source
 
 
+@kernels
 def test_einsum_in_autocast_is_a_matrix_product() -> None:
     """Which PyTorch computes in half precision."""
     function = fusedops.rowwise(lambda x, y: torch.einsum("sd,d->s", x, y), strict=True)
