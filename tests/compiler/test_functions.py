@@ -281,6 +281,22 @@ def test_reductions_that_follow_each_other_in_long_rows() -> None:
 
 @kernels
 @pytest.mark.usefixtures("short_programs")
+def test_long_rows_whose_parts_alternate() -> None:
+    def function(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor) -> Tensor:
+        y = F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+        even, odd = y[..., ::2], y[..., 1::2]
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+
+    sample = RowwiseFunction(
+        "alternating",
+        function,
+        lambda rows: {"x": (rows, 80), "cos": (40,), "sin": (40,), "weight": (80,)},
+    )
+    check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
+
+
+@kernels
+@pytest.mark.usefixtures("short_programs")
 @pytest.mark.parametrize("where", ["first", "last", "both", "all"])
 @pytest.mark.parametrize("case", ["softmax", "log_softmax", "logsumexp", "amax"])
 def test_long_rows_that_are_masked(case: str, where: str) -> None:
