@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from ..core.configs.tuning_key import block_holding
 from .addresses import EVEN, Argument, Spacings
 from .axes import Label
-from .emitter import Emitter
+from .emitter import SAME_VALUE, Emitter
 from .errors import NotRowwiseError
 from .ir import COMPARISONS, Node, reachable
 from .kernel import Kernel, source_of
@@ -73,7 +73,8 @@ class _Store:
     nodes: tuple[Node, ...]
 
 
-# Operators whose result may differ much for arguments that differ by a rounding.
+# Operators of values that are computed in two kernels, or twice in one, and have to be equal: those
+# that compare or count, and exponentials, which enlarge what a difference leaves.
 _OF_EXACT = COMPARISONS | {
     "amax",
     "ceil",
@@ -88,6 +89,8 @@ _OF_EXACT = COMPARISONS | {
     "sign",
 }
 
+# Operators that read a value, or make it of none.
+_READ = ("input", "const", "iota", "keep")
 
 # A gradient that is summed over rows: the input, its part, and the value that is summed.
 _Sum = tuple[int, Part, Node]
@@ -496,16 +499,16 @@ class _Writer:
             **properties,
         )
 
-    def _may_contract(self, computed: Set[Node]) -> bool:
+    def _may_contract(self, computed: set[Node]) -> bool:
         """Whether a product and a sum of a backward may be one instruction, which rounds once.
 
-        Not if it computes a sum of products again that the forward had, as that would be another:
-        of a row of equal numbers, which is its mean exactly, a difference would be left. And not if
-        a value is compared with another of its kind, or is an exponential of a difference.
+        Not if it computes a sum again that the forward had, of anything but what is read: as a sum
+        of products it would be another, and leave a rest of an ``x * x - y * y`` that is zero. And
+        not if a value is compared with another of its kind, or is an exponential of a difference.
         """
         again = reachable(nodes_of(self.structure.results)) & computed
-        adds_products = any(_adds_products(node, computed) for node in again)
-        return not adds_products and _OF_EXACT.isdisjoint([node.op for node in computed])
+        sums_again = any(_sums_computed(node, computed) for node in again)
+        return not sums_again and _OF_EXACT.isdisjoint([node.op for node in computed])
 
     def _ordered_arguments(self, emitter: Emitter, *, has_sums: bool) -> list[Argument]:
         """Return a kernel's arguments: tensors first, then the others by kind, then the sizes."""
@@ -542,10 +545,18 @@ def _roots(stores: Sequence[_Store], sums: Sequence[_Sum]) -> list[Node]:
     return [*itertools.chain(*stored), *[node for _, _, node in sums]]
 
 
-def _adds_products(node: Node, computed: Set[Node]) -> bool:
-    """Whether a value is the sum or difference of a product that is computed and another value."""
-    products = [arg for arg in node.args if arg.op == "mul" and arg in computed]
-    return node.op in ("add", "sub") and bool(products)
+def _sums_computed(node: Node, computed: set[Node]) -> bool:
+    """Whether a value is a sum, or a difference, of values that are not all read."""
+    arguments = computed.intersection(map(_without_names, node.args))
+    ops = {arg.op for arg in arguments}
+    return node.op in ("add", "sub", "sum") and not ops.issubset(_READ)
+
+
+def _without_names(node: Node) -> Node:
+    """Return the argument of operators that only differ from it in gradients, and have no line."""
+    while node.op in SAME_VALUE:
+        node = node.args[0]
+    return node
 
 
 def _drops(arguments: Iterable[Argument]) -> bool:

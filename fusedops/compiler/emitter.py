@@ -31,7 +31,7 @@ from .rows_of_programs import column_lines
 from .structure import Operand, Part
 from .text import indented
 
-__all__ = ["Emitter"]
+__all__ = ["SAME_VALUE", "Emitter"]
 
 # Operators as formats of their arguments. Those that depend on more are methods of `Emitter`.
 _FORMATS = {
@@ -84,7 +84,7 @@ _TYPES = {
 _READ_AS = {"float": ".to(ACC)", "int": ".to(tl.int64)", "bool": " != 0"}
 _SCALARS = {"float": "ACC", "int": "tl.int64", "bool": "tl.int8"}
 # Operators that differ from their argument in gradients only.
-_SAME_VALUE = ("constant_to_gradients", "detached", "instead", "narrowed")
+SAME_VALUE = ("constant_to_gradients", "detached", "instead", "narrowed")
 _Key = TypeVar("_Key")
 _NAME = re.compile(r"[^\W\d]\w*")
 
@@ -202,6 +202,7 @@ class Emitter:
     def define(self, node: Node, name: str) -> None:
         """Name a value that is emitted, and emit the stores that follow its line."""
         self.named[node] = name
+        self.computed.update({node}.difference(self.leaves))
         if self.body is not None and node in self.carried and node not in self.tiles:
             self._hold(node, name)
         for store in self.stores_after.pop(node, ()):
@@ -405,7 +406,7 @@ class Emitter:
             text = literal(node, self.acc)
             self._literals.add(text)
             return text
-        if node.op in _SAME_VALUE and not is_read:
+        if node.op in SAME_VALUE and not is_read:
             return self.named[node.args[0]]
         text = self._expression(node)
         # Different nodes may have the same text, as where operators differ only in gradients.
@@ -447,7 +448,6 @@ class Emitter:
         """Return the expression that loads or computes a value."""
         if node in self.leaves:
             return self._leaf(node, self.leaves[node])
-        self.computed.add(node)
         args = self._named_arguments(node)
         method = _METHODS.get(node.op)
         if method is not None:

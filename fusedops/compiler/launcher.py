@@ -270,13 +270,13 @@ class Launcher:
 
         The reduction differs from the kernels before it in two:
 
-            gradient    the caller's tensor, as it has no line of its own in `_operand`
+            gradient    of groups the caller's tensor, as it has no line of its own in `_operand`
             programs    those of all groups; ``chunks`` is those of one
         """
         kind = argument.kind
         index = argument.index
         is_of_reduction = kernel is self.reduce
-        if kind == "gradient" and is_of_reduction:
+        if kind == "gradient" and is_of_reduction and self.last.group:
             return self.names[kind, index]
         if kind == "programs" and self.last.group:
             return "programs * groups"

@@ -255,18 +255,17 @@ def _launchers(
         dropout=bool(program.structure.drops),
         saves=any(wanted),
     )
-    group = program.group_of(tensors)
-    launchers = [(_forward(site, group), group)]
+    launchers = [_forward(site, program.group_of(tensors))]
     if any(wanted):
         outputs = zip(program.structure.outputs, cotangents, strict=True)
         dtypes = [operand.dtype if has_gradient else None for operand, has_gradient in outputs]
         dtypes += [None] * program.own  # the intermediate's
         texts = dict(enumerate(map(str, sizes)))
         group = _function("", _group_of_backward(program, list(map(str, wanted)), texts))()
-        launchers.append((_backward(site, group, dtypes, wanted), group))
+        launchers.append(_backward(site, group, dtypes, wanted))
     return [
-        (launcher.for_inputs(tensors), _bucket(program, sizes, group))
-        for launcher, group in launchers
+        (launcher.for_inputs(tensors), _bucket(program, sizes, launcher.last.group))
+        for launcher in launchers
     ]
 
 

@@ -209,6 +209,7 @@ def _emit_pass(emitter: Emitter, nodes: Sequence[Node]) -> None:
         if node not in online_maxima:
             emitter.lines.append(f"{name} = {emitter.reduced(node, name)}")
     emitter.named |= names
+    emitter.computed.update(names)
 
 
 def _online_sums(nodes: Sequence[Node]) -> dict[Node, Node]:

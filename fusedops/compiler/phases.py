@@ -134,9 +134,9 @@ def _steps(phases: Phases, stored: Stored, summed: Sequence[Node]) -> list[list[
     steps: list[list[Node]] = []
     for phase, nodes in enumerate(phases.steps):
         values = [node.args[0] for node in nodes]
-        for nodes in stored:
-            if _phase_of(nodes, phases) == phase:
-                values += nodes
+        for together in stored:
+            if _phase_of(together, phases) == phase:
+                values += together
         steps.append(values)
     steps[-1] += summed
     return steps

@@ -238,6 +238,43 @@ def test_queries_alone_are_rotated(groups: int) -> None:
 
 
 @_on_gpus
+def test_region_saves_a_value_of_its_own() -> None:
+    """It is a result of the operator, and of no other."""
+
+    class Shifted(_Attention):
+        def rotated(self, query: Tensor, key: Tensor, value: Tensor) -> _Parts:
+            query = self.norm_of_queries(query + self.shift)
+            return query, self.norm_of_keys(key), value
+
+    module = Shifted().to(DEVICE)
+    module.shift = nn.Parameter(randn(2, 6, 4, _SIZE))
+    assert _changed(_checked(module, randn(2, 6, 32))) == 1
+
+
+def test_lengths_that_are_divided_stay_dynamic() -> None:
+    """The first row alone is normalised, as of a token that stands for a class."""
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(32, 32), nn.RMSNorm(32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = self.layer(x)
+            return self.norm(rows[:, 0]).sigmoid() * rows[:, 1:].sum(1)
+
+    backend = Backend()
+    module = First().to(DEVICE)
+    compiled = torch.compile(module, backend=backend, dynamic=True)
+    for length in (6, 9, 11):
+        x = randn(2, length, 32)
+        cotangent = torch.randn_like(module(x))
+        found = results(compiled, module, [x], cotangent)
+        check(found, module, [x], cotangent, torch.finfo(torch.float32).eps)
+    assert backend.report.graphs == 1
+
+
+@_on_gpus
 @pytest.mark.parametrize(("groups", "times"), [(4, 0), (2, _packs(2))])
 def test_keys_are_values_too(groups: int, times: int) -> None:
     """The gradient of keys is a sum, which is copied. One kernel of both keeps it in a sum."""

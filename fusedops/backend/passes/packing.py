@@ -35,7 +35,6 @@ from ..graphs import (
     may_be_changed,
     name_of,
     parts_of,
-    positions_of,
     users_of,
     users_through,
     value_of,
@@ -166,7 +165,8 @@ def _parts(node: fx.Node, user: fx.Node) -> Iterator[_Part]:
         view = value_of(result)
         size = 1 if name in _OF_SIZE_ONE else view.shape[dim]
         offset = view.storage_offset() - whole.storage_offset()
-        numbers = (size, offset, whole.stride(dim))
+        # The sizes of parts are constants: a length that changes from call to call is not divided.
+        numbers = (size, offset, whole.stride(dim), whole.shape[dim])
         if are_numbers(numbers) and whole.stride(dim):
             start = offset // whole.stride(dim)
             yield _Part(dim, start, start + size, result)
@@ -249,7 +249,8 @@ def _may_pack(rewrite: Rewrite, packed: _Packed) -> bool:
     """Whether the gradients of parts may be written into one tensor, and that pays."""
     others = packed.passed.values()
     views = [*others, *[reader.argument for reader in packed.readers.values()]]
-    if not rewrite.needs.issuperset(views) or may_be_changed(packed.node):
+    # One part alone has no other to be put together with.
+    if len(views) < 2 or not rewrite.needs.issuperset(views) or may_be_changed(packed.node):
         return False
     # A part that is returned is to have its own memory.
     left = [*filter(escapes, others), *filter(_is_of_inductor, others)]
@@ -272,16 +273,12 @@ def _is_cyclic(calls: Sequence[fx.Node], others: Iterable[fx.Node]) -> bool:
 
     As one node they would be in a cycle.
     """
-    position = positions_of(calls[0].graph)
-    end = max(map(position.__getitem__, calls))
     seen = set[fx.Node]()
     todo = users_of([*calls, *others])
     while todo:
         user = todo.pop()
         seen.add(user)
-        # Edges lead to later nodes.
-        if position[user] < end:
-            todo |= user.users.keys() - seen
+        todo |= user.users.keys() - seen
     return not seen.isdisjoint(calls)
 
 
@@ -321,7 +318,7 @@ def _read_results(together: fx.Node, calls: Sequence[fx.Node], others: Sequence[
         for result in list(call.users):
             number: Any = result.args[1]
             result.args = (together, first + number)
-        first += _program(call).visible
+        first += _program(call).count
         graph.erase_node(call)
     for number, other in enumerate(others, first):
         with graph.inserting_after(together):
