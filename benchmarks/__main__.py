@@ -20,7 +20,7 @@ import torch
 
 from fusedops.core.spec import Spec
 
-from . import comparing, generated, limits, results, sweep, targets, timing
+from . import commands, comparing, generated, limits, results, sweep, targets, timing
 from .cases import DTYPES, MODES, Case, cases, discover
 from .models import command as whole_models
 from .models import distributed
@@ -341,12 +341,7 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--provider", action="append", choices=list(PROVIDERS), help="default: all but max-autotune"
     )
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        metavar="J",
-        help="processes that compile ahead, 0 for none (default: one a core)",
-    )
+    commands.add_jobs(parser)
     parser.add_argument(
         "--budget", type=float, metavar="SECONDS", help="start no new case after this long"
     )

@@ -13,7 +13,7 @@ import torch
 from . import results
 from .runner import Machine, this_machine
 
-__all__ = ["add_options", "jobs", "run"]
+__all__ = ["add_jobs", "add_options", "jobs", "run"]
 
 _RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -23,17 +23,22 @@ Table = Callable[[Sequence[results.Row]], str]
 
 def add_options(parser: argparse.ArgumentParser, name: str) -> None:
     """The options that these commands share."""
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        metavar="J",
-        help="processes that compile ahead, 0 for none (default: one a core)",
-    )
+    add_jobs(parser)
     parser.add_argument(
         "--output", type=Path, metavar="CSV", help=f"default: results/{name}_<device>.csv"
     )
     parser.add_argument(
         "--table", action="store_true", help="only print the table of the results file"
+    )
+
+
+def add_jobs(parser: argparse.ArgumentParser) -> None:
+    """The option of how many processes compile ahead."""
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        metavar="J",
+        help="processes that compile ahead, 0 for none (default: one a core)",
     )
 
 

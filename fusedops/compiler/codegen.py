@@ -251,7 +251,6 @@ class _Writer:
         self.spacings = spacings
         # Axis 1 of the grid is groups or tiles of columns: it cannot be both.
         self.group = () if tiled else group
-        self.grouped = bool(self.group)
         self.tiled = tiled
         self.structure = plan.structure
         self.written: dict[int, None] = {}
@@ -383,7 +382,7 @@ class _Writer:
             held=True,
             reductions=len(phases.reductions),
             exchanged=len(phases.exchanged),
-            shares=phases.can_share and not (self.grouped or late),
+            shares=phases.can_share and not (self.group or late),
             loops=bool(sums or phases.exchanged),
         )
 
@@ -430,7 +429,7 @@ class _Writer:
         """
         by_row = name.endswith("moments_kernel")
         inputs = self.structure.inputs
-        body = list(GROUP_LINES) if self.grouped else []
+        body = list(GROUP_LINES) if self.group else []
         if not by_row:
             body += self._column_lines(emitter)
         body += emitter.invariant
@@ -449,7 +448,7 @@ class _Writer:
             body.append(_TILES)
             body += indented(tile_lines)
             body += [f"sum{n} = tl.sum(sum{n}, axis=0, keep_dims=True)" for n in range(len(sums))]
-            body += program_line(self.grouped)
+            body += program_line(bool(self.group))
             body += stores_of_sums(emitter.addresses, sums)
         else:
             body += ["tile = tl.program_id(0)", *tile_lines]
@@ -525,7 +524,7 @@ class _Writer:
         if _drops(arguments):
             arguments += [Argument("seed", "seed"), Argument("offset", "offset")]
         arguments.append(Argument("M", "rows"))
-        if self.grouped:
+        if self.group:
             arguments.append(Argument("groups", "groups"))
         return arguments
 
@@ -547,13 +546,16 @@ def _roots(stores: Sequence[_Store], sums: Sequence[_Sum]) -> list[Node]:
 
 def _sums_computed(node: Node, computed: set[Node]) -> bool:
     """Whether a value is a sum, or a difference, of values that are not all read."""
-    arguments = computed.intersection(map(_without_names, node.args))
+    arguments = computed.intersection(map(_with_line, node.args))
     ops = {arg.op for arg in arguments}
     return node.op in ("add", "sub", "sum") and not ops.issubset(_READ)
 
 
-def _without_names(node: Node) -> Node:
-    """Return the argument of operators that only differ from it in gradients, and have no line."""
+def _with_line(node: Node) -> Node:
+    """Return the value whose line a kernel has for this one.
+
+    Operators that differ from their argument in gradients only have none.
+    """
     while node.op in SAME_VALUE:
         node = node.args[0]
     return node

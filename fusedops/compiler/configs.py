@@ -59,14 +59,10 @@ _NARROWER_WITH_SUMS = {
 _MOST_HELD = 200
 # The most columns of a short row.
 _SHORT_ROW = 512
-# The most elements of each thread in a forward, by (rows are short, rows are many). On an H200 many
-# long rows are fastest with some 24, so that many programs run at a time.
-_FORWARD_ELEMENTS = {
-    (True, True): 16,
-    (True, False): 16,
-    (False, True): 24,
-    (False, False): 16,
-}
+# The most elements of each thread in a forward of short rows; and of long rows, by whether they are
+# many. On an H200 these are fastest with some 24, so that many programs run at a time.
+_SHORT_ELEMENTS = 16
+_LONG_ELEMENTS = {False: 16, True: 24}
 # The most columns of a narrow row, such as a head's, and a program of many of them in a backward
 # with sums. On an H200 in bf16, heads of 64 columns, forward and backward, before and with it:
 #
@@ -145,13 +141,14 @@ def _without_sums(key: TuningKey) -> Config:
     width = _width(key)
     is_short = width <= _SHORT_ROW
     are_many = key.bucket >= 2  # 256 rows or more: see `tuning_key.BUCKETS`
-    each = _FORWARD_ELEMENTS[is_short, are_many] // _registers(key)
     if is_short:
         elements = 2048 if are_many else 512
         rows = max(1, elements // power_of_two(width))
+        each = _SHORT_ELEMENTS // _registers(key)
         return Config(block, rows, fewest_warps(rows * width, each, 32), parts=parts)
     if parts == 7:
         return _in_seven_tiles(key, block)
+    each = _LONG_ELEMENTS[are_many] // _registers(key)
     # With one tensor in and one out a program has registers for two rows.
     has_room = _moved(key) <= 2 and width <= 8192
     rows = 2 if has_room and are_many else 1

@@ -64,7 +64,7 @@ _NARROW = 2**31
 _OPTIONAL = ("stats", "intermediate")
 # Tensors that a call has, and those that are allocated for it.
 _READ = ("input", "cotangent")
-_ALLOCATED = ("output", "intermediate", "stats")
+_ALLOCATED = ("output", "gradient", "intermediate", "stats")
 # Tensors whose rows may be spaced, with the function that returns how they are.
 _SPACED = {"input": spacing, "cotangent": spacing, "gradient": spacing_written}
 
@@ -114,6 +114,8 @@ class Launcher:
         self.structure = self.program.structure
         self.reduce = reduce_kernel(self.program.plan, self.last) if self.last.sums else None
         self.variants = Variants(site, kernels, self.reduce, cotangents)
+        # Their gradients are allocated for the call, and no part of another tensor.
+        self._summed_inputs = dict(self.last.sums).keys()
         output = next((i for i, dtype in enumerate(cotangents) if dtype is not None), 0)
         self.like = names["cotangent" if cotangents else "output", output], output
         # Of tensors whose rows may need several strides: the dimensions before those of a row.
@@ -307,7 +309,7 @@ class Launcher:
         name = f"{kind}{index}"
         if self._is_unreduced(kind, index):
             return [self._unreduced_gradient(index)]
-        if kind == "gradient":
+        if kind == "gradient" and index not in self._summed_inputs:
             return self._gradient(index)
         # A backward reads what a forward wrote.
         is_backward = bool(self.cotangents)
@@ -362,7 +364,7 @@ class Launcher:
     def _copied_gradients(self) -> list[int]:
         """Return the gradients that may have to be copied to where the caller wants them."""
         arguments = {argument.index for argument in self.arguments if argument.kind == "gradient"}
-        written = arguments.difference(self.last.written)
+        written = arguments.difference(self.last.written, self._summed_inputs)
         return sorted(index for index in written if ("gradient", index) not in self.spacings)
 
     def _operand_read(self, kind: str, index: int) -> list[str]:
