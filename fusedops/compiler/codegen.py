@@ -21,7 +21,7 @@ from .addresses import EVEN, Argument, Spacings
 from .axes import Label
 from .emitter import SAME_VALUE, Emitter
 from .errors import NotRowwiseError
-from .ir import COMPARISONS, Node, reachable
+from .ir import COMPARISONS, Node, computed_of, reachable
 from .kernel import Kernel, source_of
 from .layouts import pair_axis, paired, row_layout, unreduced
 from .partials import stores_of_sums
@@ -267,20 +267,20 @@ class _Writer:
         There is no first one if neither is needed, and no second one if nothing else is written.
         """
         if not self.tiled:
-            return [self._kernel(self._emitter(), stores, sums)]
+            return [self._kernel(self._emitter(_roots(stores, sums)), stores, sums)]
         wide: list[_Store] = []
         narrow: list[_Store] = []
         for store in stores:
             (wide if self._is_wide(store) else narrow).append(store)
         roots = _roots(wide, sums)
-        moments = moments_of(roots, self._emitter())
+        moments = moments_of(roots, self._emitter(roots))
         kernels: list[Kernel] = []
         if moments or narrow:
             # Without a second kernel the first one only writes numbers of rows.
             written = moments if roots else []
             kernels.append(self._moments_kernel(written, [*moments, *_roots(narrow, [])], narrow))
         if roots:
-            emitter = self._emitter()
+            emitter = self._emitter(roots)
             for index, node in enumerate(moments):
                 emitter.leaves.setdefault(node, f"moments {index}")
             kernels.append(self._kernel(emitter, wide, sums))
@@ -290,7 +290,7 @@ class _Writer:
         """Whether the columns of a row are written, not a number of it."""
         return store.operand is not None and self.structure.has_columns(store.operand)
 
-    def _emitter(self) -> Emitter:
+    def _emitter(self, roots: Iterable[Node]) -> Emitter:
         """Return an emitter that reads what the forward saved instead of computing it."""
         emitter = Emitter(self.plan, self.acc, group=self.group, spacings=self.spacings)
         if self.direction == "forward":
@@ -300,6 +300,9 @@ class _Writer:
             emitter.intermediate_parts[node] = part
         for index, node in enumerate(self.plan.stats):
             emitter.leaves.setdefault(node, f"stats {index}")
+        used = reachable(roots, emitter.leaves.__contains__)
+        compared = [node for node in used if node.op in _OF_EXACT]
+        emitter.inexact = used - reachable(itertools.chain(*map(computed_of, compared)))
         return emitter
 
     def _moments_kernel(
@@ -312,7 +315,7 @@ class _Writer:
             roots: all values that it computes.
             stores: those of the function's results.
         """
-        emitter = self._emitter()
+        emitter = self._emitter(roots)
         emitter.flat = True
         emit_passes(roots, emitter)
         for index, node in enumerate(written):

@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..core.activations import ACTIVATIONS
+from .factors import Factoring
 from .ir import Graph, Node, topological, value_of
-from .structure import Part, Structure, without
+from .structure import Part, Structure, nodes_of, without
 
 __all__ = ["cotangent", "gradients"]
 
@@ -52,7 +53,11 @@ def gradients(
             adjoint = backward.adjoint(leaf)
             if adjoint is not None:
                 results.setdefault(index, {})[part] = adjoint
-    return results
+    rewritten = Factoring(structure, nodes_of(results.values()))
+    return {
+        index: dict(zip(parts, map(rewritten, parts.values()), strict=True))
+        for index, parts in results.items()
+    }
 
 
 class _Backward:
@@ -194,7 +199,7 @@ class _Backward:
         if op == "mul" and node.args[0] is node.args[1]:
             # One product instead of two and their sum; doubled first, which of a number of a row is
             # done once for all columns.
-            return _mul(graph, graph.binary("add", g, g), node.args[0]), None
+            return _mul(graph, graph.binary("mul", g, graph.const(2.0)), node.args[0]), None
         return _RULES[op](graph, node, g)
 
     def _amax(self, node: Node, g: Node) -> Node:

@@ -59,7 +59,6 @@ _FORMATS = {
     "add": "{} + {}",
     "sub": "{} - {}",
     "mul": "{} * {}",
-    "div": "{} / {}",
     "and": "{} & {}",
     "or": "{} | {}",
     "xor": "{} ^ {}",
@@ -122,6 +121,7 @@ class Emitter:
         moved: the dtypes of whole tensors that are read or written.
         read: how many of them are read.
         computed: the values that have lines.
+        inexact: the values that may be rounded otherwise than in another kernel.
         stores_after: stores of numbers of rows, which follow the line that computes the number.
             Triton 3.6 to 3.9 cannot compile some kernels that compute more of a number before it is
             stored: the pass that removes layout conversions uses a value ahead of its definition.
@@ -154,6 +154,7 @@ class Emitter:
         self.named: dict[Node, str] = {}
         self.stores_after: dict[Node, list[Callable[[], None]]] = {}
         self.computed: set[Node] = set()
+        self.inexact: Collection[Node] = ()
         self._literals: set[str] = set()  # the texts of values that are written as numbers
         self._by_row: dict[Node, bool] = {}
         self._known: dict[str, str] = {}  # from an expression to its name
@@ -489,6 +490,12 @@ class Emitter:
             text += f".to({KINDS[node.kind]})"
         return text
 
+    def _quotient(self, node: Node, args: Sequence[str]) -> str:
+        """Return a quotient; by a number of a row it may be a product with the reciprocal."""
+        if node in self.inexact and not self.has_columns(node.args[1]):
+            return f"{args[0]} * (1.0 / {args[1]})"
+        return f"{args[0]} / {args[1]}"
+
     def _negative(self, node: Node, args: Sequence[str]) -> str:
         # Triton subtracts from zero, which has another zero.
         if node.kind == "float":
@@ -708,6 +715,7 @@ _METHODS: dict[str, Callable[[Emitter, Node, Sequence[str]], str]] = {
     "rounded": Emitter._rounded,
     "where": Emitter._where,
     "neg": Emitter._negative,
+    "div": Emitter._quotient,
     "fmod": Emitter._device_call,
     "pow": Emitter._device_call,
     "power": Emitter._device_call,

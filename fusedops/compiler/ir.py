@@ -333,15 +333,12 @@ def _without_sign(node: Node) -> Node:
 
 
 def _simplified_div(graph: Graph, x: Node, y: Node) -> Node | None:
+    # As PyTorch on GPUs, where quotients by numbers are products with the reciprocal. That of a
+    # number beyond these is not one of fp32, or a subnormal one.
     divisor = value_of(y)
-    if divisor is None:
+    if divisor is None or not 1e-37 < abs(divisor) < 1e37:
         return None
-    if divisor == 1:
-        return x
-    # The reciprocal of a power of two is exact.
-    if _is_power_of_two(divisor):
-        return graph.binary("mul", x, graph.const(1.0 / divisor))
-    return None
+    return graph.binary("mul", x, graph.const(1.0 / divisor))
 
 
 _SIMPLIFICATIONS: dict[str, Callable[[Graph, Node, Node], Node | None]] = {
@@ -352,14 +349,6 @@ _SIMPLIFICATIONS: dict[str, Callable[[Graph, Node, Node], Node | None]] = {
 }
 # Operators whose operands are put in the order of their numbers.
 _COMMUTATIVE = ("add", "mul", "maximum", "minimum", "and", "or", "xor")
-
-
-def _is_power_of_two(value: float) -> bool:
-    """Whether a number is a power of two, with any sign, and so is its reciprocal."""
-    if value == 0 or not math.isfinite(value):
-        return False
-    mantissa, _ = math.frexp(value)
-    return abs(mantissa) == 0.5 and math.isfinite(1.0 / value)
 
 
 # Operators of numbers, which Python computes in fp64 while a function is traced.

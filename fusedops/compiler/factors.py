@@ -1,0 +1,104 @@
+"""Common factors of the terms that a derivative adds up, for fewer operators and registers.
+
+A number of a row that is a factor of both terms of a sum is moved out of it. What is left of a term
+may be a product that the forward has, and that another gradient needs::
+
+    rstd * g + (x - mean) * (rstd**3 * c)
+    rstd * (g + hat * (rstd * c))            hat = (x - mean) * rstd
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Collection
+
+from .ir import BINARY, Node, reachable, topological
+from .structure import Structure, nodes_of
+
+__all__ = ["Factoring"]
+
+
+class Factoring:
+    """Rewrites the nodes of a derivative. Those of the forward stay, as their values do.
+
+    Attributes:
+        again: the nodes of the forward that the derivative needs.
+        uses: how many operators have a node as an argument.
+        done: the nodes that stand in place of others.
+    """
+
+    def __init__(self, structure: Structure, roots: Collection[Node]) -> None:
+        self.graph = structure.graph
+        self.columns = frozenset(structure.columns)
+        self.one = self.graph.const(1.0)
+        used = reachable(roots)
+        forward = reachable(nodes_of(structure.results))
+        self.again = used & forward
+        self.uses = Counter(itertools.chain(*[node.args for node in used]))
+        self.done = dict(zip(forward, map(self._differentiated, forward), strict=True))
+
+    def __call__(self, root: Node) -> Node:
+        """Return the node that stands in place of another."""
+        for node in itertools.filterfalse(self.done.__contains__, topological([root])):
+            self.done[node] = self._rewritten(node)
+        return self.done[root]
+
+    def _differentiated(self, node: Node) -> Node:
+        """Return a node of the forward as one of constants that are values like others.
+
+        Then ``x - constant_to_gradients(mean)`` is the forward's ``x - mean``, too. Numbers of a
+        row stay, as they are saved.
+        """
+        if node.op not in BINARY or self._is_number(node):
+            return node
+        return self.graph.binary(node.op, *map(_value, node.args))
+
+    def _rewritten(self, node: Node) -> Node:
+        args = list(map(self.done.__getitem__, node.args))
+        if node.op in ("add", "sub") and all(map(self._is_term, node.args)):
+            return self._sum(node.op, *args)
+        if node.op in BINARY:
+            return self.graph.binary(node.op, *args)
+        return self.graph.make(node.op, *args, attrs=node.attrs, axes=node.axes, kind=node.kind)
+
+    def _is_term(self, node: Node) -> bool:
+        """Whether a term has columns, and no other operator, which would compute it too."""
+        return self.uses[node] == 1 and not self._is_number(node)
+
+    def _is_number(self, node: Node) -> bool:
+        """Whether a value is the same in all columns."""
+        return node.axes.isdisjoint(self.columns)
+
+    def _sum(self, op: str, x: Node, y: Node) -> Node:
+        """Return a sum or a difference as the product of common factors and the rest."""
+        (of_x, x_rest), (of_y, y_rest) = self._split(x), self._split(y)
+        common = of_x & of_y
+        if not common:
+            return self.graph.binary(op, x, y)
+        x, y = self._product(of_x - common, x_rest), self._product(of_y - common, y_rest)
+        return self._product(common, self.graph.binary(op, x, y))
+
+    def _split(self, node: Node) -> tuple[Counter[Node], Node]:
+        """Return the factors of a product that are numbers of a row, and the rest."""
+        if node.op == "mul" and any(map(self._is_number, node.args)):
+            (numbers, rest), (others, other_rest) = map(self._split, node.args)
+            return numbers + others, self.graph.binary("mul", rest, other_rest)
+        if self._is_number(node):
+            return Counter([node]), self.one
+        return Counter(), node
+
+    def _product(self, numbers: Counter[Node], value: Node) -> Node:
+        """Return the product of numbers and a value: one of the forward's where it has it."""
+        product = functools.partial(self.graph.binary, "mul")
+        for number in numbers:
+            known = product(number, value)
+            if known in self.again:
+                return self._product(numbers - Counter([number]), known)
+        return product(functools.reduce(product, numbers.elements(), self.one), value)
+
+
+def _value(node: Node) -> Node:
+    """Return the value that is a constant to gradients, and any other as it is."""
+    return node.args[0] if node.op == "constant_to_gradients" else node
