@@ -23,7 +23,7 @@ from ..core.configs.tuning_key import (
 )
 from .phases import WIDEST_TILE
 
-__all__ = ["candidates", "heuristic", "valid"]
+__all__ = ["candidates", "heuristic", "reason", "valid"]
 
 _LEAST_BLOCK = 512
 # The narrowest tile beside others, and the widest row that has a config of its own.
@@ -37,23 +37,6 @@ _LEAST_PART = 128
 _NUMBERS_OF_TILES = (3, 5, 7)
 _WIDEST_OF_SEVEN = 4096
 _NARROWEST_OF_TABLE = 1024
-# Instead of configs of kernels by hand, where registers hold fewer elements of a row: a generated
-# kernel has more values at a time. The backward of dropout-add-LayerNorm on an H200, in bf16:
-#
-#   8192 columns, whole       110.6 to 72.3 us
-#   16384 columns, shared     134.3 to 103.2 us
-#   32768 columns, shared     140.0 to 111.3 us
-_NARROWER = {
-    Config(8192, 1, 16, 3, 1): Config(2048, 1, 8, 3, 1, parts=4),
-    rows.SHARED_TWO_ROWS: Config(2048, 1, 8, 3, 1, parts=2),
-}
-# With two sums or more of each column, also these. The backward of LayerNorm there:
-#
-#   12288 columns, whole or shared    86.7 to 75.7 us
-#   11008 columns, whole or shared    87.8 to 84.0 us
-_NARROWER_WITH_SUMS = {
-    Config(2048, 1, 8, 3, 1, parts=6): Config(2048, 1, 8, 3, 1, parts=3),
-}
 # The most values (sums, inputs and outputs) that a thread holds without spilling, in a backward
 # whose programs take one row at a time.
 _MOST_HELD = 200
@@ -80,14 +63,25 @@ def heuristic(key: TuningKey) -> Config:
 
     Rows that are too long for that are taken tile by tile: see `_is_long`.
     """
+    return _decision(key).config
+
+
+def reason(key: TuningKey) -> str:
+    """Return why the heuristic chooses its config."""
+    return _decision(key).why
+
+
+def _decision(key: TuningKey) -> rows.Decision:
     if _is_long(key):
-        return _of_long_rows(key)
-    config = _of_table(key) if _is_held(key) else None
-    if config is not None:
-        return config
+        return rows.Decision(_of_long_rows(key), "registers do not hold a row")
+    decision = _of_table(key) if _is_held(key) else None
+    if decision is not None:
+        return decision
     if key.variant[1] == "0 sums":
-        return _without_sums(key)
-    return _with_sums(key)
+        return rows.Decision(_without_sums(key), "as many rows as make enough elements a thread")
+    return rows.Decision(
+        _with_sums(key), "as many elements a thread as its sums leave registers for"
+    )
 
 
 def _is_held(key: TuningKey) -> bool:
@@ -102,8 +96,8 @@ def _tiling(key: TuningKey) -> tuple[int, int]:
     return block_holding(key.cols), 1
 
 
-def _of_table(key: TuningKey) -> Config | None:
-    """Return the config of the kernels by hand; None for those that there are none like.
+def _of_table(key: TuningKey) -> rows.Decision | None:
+    """Return the config by the tables for kernels that reduce rows; None where they have none.
 
     A program that has no other to share a row with has to hold it.
     """
@@ -114,15 +108,15 @@ def _of_table(key: TuningKey) -> Config | None:
         return None
     if is_forward:
         adds = _count(key, 4) > _parts(key)
-        config = rows.forward(key.cols, key.itemsize, key.bucket, adds, _count(key, 5) < 2)
+        rms = _count(key, 5) < 2
+        decision = rows.forward(key.cols, key.itemsize, key.bucket, adds, rms, generated=True)
     else:
         block, parts = tiles_holding(key.cols)
-        call = rows.Call(key.cols, key.itemsize, key.bucket, block, parts)
-        config = rows.backward(replace(call, sums=_sums(key), drops=key.variant[6] == "dropout"))
-    config = _NARROWER.get(config, config)
-    if _sums(key) > 1:
-        config = _NARROWER_WITH_SUMS.get(config, config)
-    return config if key.variant[0] == "shared rows" or config.columns >= key.cols else None
+        call = rows.Call(key.cols, key.itemsize, key.bucket, block, parts, generated=True)
+        drops = key.variant[6] == "dropout"
+        decision = rows.backward(replace(call, sums=_sums(key), drops=drops))
+    holds_row = decision.config.columns >= key.cols
+    return decision if holds_row or key.variant[0] == "shared rows" else None
 
 
 def _is_of_seven(key: TuningKey) -> bool:

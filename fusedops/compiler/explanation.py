@@ -15,6 +15,7 @@ from ..core.configs import tuning
 from ..core.configs.tuning_key import TuningKey
 from ..core.launches import launch
 from ..core.launches.usage import Usage, usage_of
+from . import configs
 from .launching import chosen
 from .planning import Alternative
 from .structure import within
@@ -38,6 +39,7 @@ class KernelExplanation:
         key: the tuning key, on which the config depends.
         config: the launch parameters.
         origin: the source of the config: the cache, the shipped table or a heuristic.
+        reason: why the heuristic chooses its config; "" of another source.
         moved: the bytes per row that the kernel reads from and writes to full tensors.
         usage: registers and spilled bytes per thread; None on devices where kernels are not
             compiled.
@@ -47,6 +49,7 @@ class KernelExplanation:
     key: TuningKey
     config: tuning.Config
     origin: tuning.Source
+    reason: str
     moved: int
     usage: Usage | None
 
@@ -55,7 +58,8 @@ class KernelExplanation:
         usage = ""
         if self.usage is not None:
             usage = f"{self.usage.registers} registers, {self.usage.spills} bytes spilled"
-        return self.name, f"{self.moved} bytes of a row", f"{self.config} ({self.origin})", usage
+        origin = ": ".join(filter(None, [self.origin, self.reason]))
+        return self.name, f"{self.moved} bytes of a row", f"{self.config} ({origin})", usage
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,7 @@ def explained(program: Program, tensors: Sequence[Tensor]) -> Explanation:
             key,
             request.config,
             tuning.source(key, index),
+            _reason(key, index),
             moved,
             _usage(request, index),
         )
@@ -185,6 +190,10 @@ def _device_index(device: torch.device) -> int:
     if launch.interpreting() or device.type != "cuda":
         return -1
     return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _reason(key: TuningKey, index: int) -> str:
+    return configs.reason(key) if tuning.source(key, index) == "heuristic" else ""
 
 
 def _usage(request: launch.Request, device_index: int) -> Usage | None:

@@ -73,7 +73,7 @@ def heuristic(key: TuningKey) -> Config:
     """The config where no measurement exists."""
     cols, itemsize, bucket, variant = key.cols, key.itemsize, key.bucket, key.variant
     if key.kernel == "norm_forward":
-        return forward(cols, itemsize, bucket, "adds" in variant, "rms" in variant)
+        return forward(cols, itemsize, bucket, "adds" in variant, "rms" in variant).config
     if key.kernel == "dropout_add":
         return _dropout_add(cols, bucket)
     if "none" in variant:
@@ -89,7 +89,7 @@ def heuristic(key: TuningKey) -> Config:
         drops="dropout" in variant,
         holds_more=MORE_HELD in variant,
     )
-    return backward(call)
+    return backward(call).config
 
 
 def _sums(key: TuningKey) -> int:

@@ -138,6 +138,7 @@ def test_explains_what_runs() -> None:
     assert "scaled_norm runs as kernels, on rows of 24 columns" in text
     assert re.search(r"^  weight +float32 +columns$", text, re.MULTILINE)
     assert "backward_kernel" in text and "1 number of each row" in text
+    assert "(heuristic: as many elements a thread as its sums leave registers for)" in text
 
 
 @kernels

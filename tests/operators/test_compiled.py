@@ -346,6 +346,39 @@ def test_functions_of_many_tensors_do_not_spill(
     assert not spilled(launch.compile_kernel(sums[0], TARGETS["sm_90"]))
 
 
+def layer_norm(x: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, shift)
+
+
+def dropout_add_layer_norm(
+    x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor
+) -> Tensor:
+    return layer_norm(F.dropout(x + bias, 0.1) + residual, weight, shift)
+
+
+@pytest.mark.parametrize(
+    ("function", "cols"),
+    [(layer_norm, 12288), *[(dropout_add_layer_norm, cols) for cols in (16384, 32768)]],
+    ids=lambda part: getattr(part, "__name__", str(part)),
+)
+def test_backwards_of_wide_rows_that_programs_share_do_not_spill(
+    function: Callable[..., Tensor], cols: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "waits", lambda *call: True)
+    names = list(inspect.signature(function).parameters)
+    given = [
+        torch.empty(
+            (2048, cols) if name in ("x", "residual") else (cols,),
+            dtype=torch.bfloat16,
+            device="meta",
+        )
+        for name in names
+    ]
+    _, backward = requests_of(function, given)
+    assert backward.config.columns < cols
+    assert not spilled(launch.compile_kernel(backward, TARGETS["sm_90"]))
+
+
 @pytest.mark.shared("member", most=10)
 @each_plan(
     *(

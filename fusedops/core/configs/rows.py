@@ -27,6 +27,7 @@ __all__ = [
     "WHOLE_BACKWARD",
     "WHOLE_FORWARD",
     "Call",
+    "Decision",
     "backward",
     "forward",
     "forward_tiles",
@@ -77,6 +78,7 @@ class Call:
         sums: parameter gradients of a backward.
         drops: whether a backward draws a mask.
         holds_more: whether `MORE_HELD` is in the key.
+        generated: whether the kernel is generated. It has more values at a time than one by hand.
     """
 
     cols: int
@@ -89,6 +91,7 @@ class Call:
     sums: int = 0
     drops: bool = False
     holds_more: bool = False
+    generated: bool = False
 
     @property
     def width(self) -> int:
@@ -184,11 +187,20 @@ class _Rule:
         return all(getattr(call, name) in values for name, values in self.when.items())
 
 
-def _decide(rules: Sequence[_Rule], call: Call) -> Config:
+@dataclass(frozen=True)
+class Decision:
+    """A config, and why it was chosen."""
+
+    config: Config
+    why: str
+
+
+def _decide(rules: Sequence[_Rule], call: Call) -> Decision:
     """The config of the first rule that matches."""
     for rule in rules:
         if rule.matches(call):
-            return rule.config if isinstance(rule.config, Config) else rule.config(call)
+            config = rule.config if isinstance(rule.config, Config) else rule.config(call)
+            return Decision(config, rule.why)
     raise AssertionError(f"no rule for {call}")
 
 
@@ -229,6 +241,31 @@ def _two_passes(call: Call) -> Config:
 # 16 bits, a whole row in several tiles. 24 elements per thread are usual; with 56 a row has fewer
 # warps: 4, not 8, for 5120 columns.
 _FORWARD_PARTS = (
+    _Rule(
+        {"generated": _YES, "adds": _YES, "rms": _NO, "cols": _above(28672)},
+        _Tile(24, most=32, block=8192),
+        "more warps, as a generated kernel has more values at a time",
+        "H200, dropout-add-LN, 32768 columns, with its backward: 207 to 193 us",
+    ),
+    _Rule(
+        {"generated": _YES, "adds": _YES, "width": (8192,)},
+        _Tile(32),
+        "programs of eight warps, of which a multiprocessor has several",
+        "H200, dropout-add-LN, 8192 columns: 64.9 to 54.8 us",
+    ),
+    _Rule(
+        {
+            "generated": _YES,
+            "adds": _YES,
+            "rms": _YES,
+            "parts": (5,),
+            "width": _up_to(5120),
+            "aligned": _YES,
+        },
+        _Tile(24),
+        "more warps, as a generated kernel has more values at a time",
+        "H200, dropout-add-RMSNorm, 5120 columns: 57.4 to 54.8 us",
+    ),
     _Rule(
         {"adds": _YES, "rms": _NO, "cols": _above(_WITH_VECTORS)},
         _Tile(24, block=4096),
@@ -409,12 +446,13 @@ _FORWARD_ONE_TILE = (
 )
 
 
-def forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Config:
+def forward(
+    cols: int, itemsize: int, bucket: int, adds: bool, rms: bool, generated: bool = False
+) -> Decision:
     """The config of the forward: a whole row per program where it fits, tiles beyond."""
-    block, parts = forward_tiles(cols, itemsize, adds, rms)
+    block, parts = forward_tiles(cols, itemsize, adds, rms, generated)
     # The tiles decide which table applies. The rest of the call decides within the table.
-    plain_layer_norm = not (adds or rms)
-    if block * parts == 8192 and plain_layer_norm and bucket <= SOME:
+    if block * parts == 8192 and (adds or not rms) and bucket <= SOME:
         block, parts = 8192, 1  # few rows alone are faster in one tile
     if parts > 1:
         rules: Sequence[_Rule] = _FORWARD_PARTS
@@ -424,10 +462,13 @@ def forward(cols: int, itemsize: int, bucket: int, adds: bool, rms: bool) -> Con
         rules = _FORWARD_TWO_PASSES
     else:
         rules = _FORWARD_ONE_TILE
-    return _decide(rules, Call(cols, itemsize, bucket, block, parts, adds, rms))
+    call = Call(cols, itemsize, bucket, block, parts, adds, rms, generated=generated)
+    return _decide(rules, call)
 
 
-def forward_tiles(cols: int, itemsize: int, adds: bool, rms: bool) -> tuple[int, int]:
+def forward_tiles(
+    cols: int, itemsize: int, adds: bool, rms: bool, generated: bool = False
+) -> tuple[int, int]:
     """The columns and the number of tiles that hold a row.
 
     Several in 16 bits alone: in fp32 they gain nothing.
@@ -453,7 +494,7 @@ def forward_tiles(cols: int, itemsize: int, adds: bool, rms: bool) -> tuple[int,
     block, _ = tiles_holding(cols)
     # Narrower tiles leave fewer lanes idle: four of 2048 columns for a row that one tile of 8192
     # would hold, seven for one of 16,384.
-    wide = block == 8192 and not adds
+    wide = block == 8192 and (generated or not adds)
     seven_tiles = 6 * 2048 < cols <= 7 * 2048 and not (adds and rms)
     if (wide or seven_tiles) and not unaligned:
         block = 2048
@@ -539,6 +580,30 @@ _FORCED = "H200, bf16, forced configs: RMSNorm, 9216 columns, 99.1 to 88.3 us"
 
 # 16 bits, aligned rows of more than 4096 columns.
 _BACKWARD_ALIGNED = (
+    _Rule(
+        {"generated": _YES, "sums": (3,), "cols": range(6145, 8193)},
+        Config(2048, 1, 8, 4, 1, parts=4),
+        "16 warps would spill, and the loads of eight have to be further ahead",
+        "H200, dropout-add-LN, 8192 columns, with its forward: 172.2 to 145.9 us",
+    ),
+    _Rule(
+        {"generated": _YES, "sums": (3,), "cols": range(8193, 8 * _SHARED_NARROW.columns + 1)},
+        _SHARED_NARROW,
+        "two rows would spill",
+        "H200, dropout-add-LN, 16384 columns, with its forward: 204.6 to 174.4 us",
+    ),
+    _Rule(
+        {"generated": _YES, "sums": (3,), "cols": range(8 * _SHARED_NARROW.columns + 1, 49153)},
+        Config(2048, 1, 8, 3, 1, parts=3),
+        "two rows would spill, and narrower programs would be more than may wait",
+        "H200, dropout-add-LN, 32768 columns, with its forward: 226.8 to 199.6 us",
+    ),
+    _Rule(
+        {**_LIGHT, "generated": _YES, "sums": (2,), "cols": range(10241, 12289)},
+        Config(1024, 1, 4, 3, 2, parts=4),
+        "whole rows would spill",
+        "H200, LayerNorm, 11008 columns, with its forward: 140.6 to 115.7 us",
+    ),
     _Rule(
         {"sums": _up_to(2), "drops": _YES, "cols": range(6145, 8192)},
         Config(2048, 1, 8, 3, 1, parts=4),
@@ -806,7 +871,7 @@ _BACKWARD_16BIT_UNALIGNED = (
 )
 
 
-def backward(call: Call) -> Config:
+def backward(call: Call) -> Decision:
     """Returns the config of a backward.
 
     A program has whole rows if their column sums fit in registers. Else several share rows.
