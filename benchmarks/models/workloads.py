@@ -1,8 +1,8 @@
-"""The models, and what is done with each.
+"""The benchmarked models, and the workloads that are run on them.
 
-All have random weights; nothing is downloaded. Those of Transformers are built from their config,
-others are written by hand. Tiny ones keep the structure and shrink the sizes, for machines without
-a GPU.
+All models have random weights; nothing is downloaded. Models of Transformers are built from their
+config, the others are written by hand. Tiny models keep the structure and shrink the sizes, for
+machines without a GPU.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ class Model:
 
     Attributes:
         cls: the name of its class in Transformers, or a class that is written by hand.
-        config: the name of its config's class in Transformers; None of a class that takes the
-            options itself.
-        options: the arguments that are not its defaults; ``tiny`` those that shrink it.
-        batch: inputs with labels, of given sizes.
-        sizes: those of a training step and of inference, the most telling first; ``tiny_sizes`` the
-            tiny model's.
-        loss_sizes: those of the short training.
-        prompts: how many prompts are continued, their length, and by how many tokens; None where
-            nothing is generated.
+        config: the name of its config's class in Transformers. None if ``cls`` is written by hand:
+            such a class takes the options itself.
+        options: the arguments that differ from their defaults.
+        tiny: the options of the tiny model, added to ``options``.
+        batch: returns inputs with labels, for a text and sizes.
+        sizes: the input sizes to train and to infer with, the most important first. Sizes begin
+            with the batch size; ``batch`` reads the others: sequence lengths, or an image's shape.
+        tiny_sizes: the input sizes of the tiny model.
+        loss_sizes: the input sizes of the short trainings that compare losses.
+        prompts: the number of prompts to continue, their length, and the number of new tokens; None
+            if the model does not generate.
     """
 
     cls: str | type[nn.Module]
@@ -57,7 +59,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, what is done with it, and the sizes of the inputs."""
+    """A model, the mode it runs in (one of `MODES`, or "loss"), and the sizes of the inputs."""
 
     name: str
     mode: str
@@ -71,26 +73,29 @@ class Workload:
 
     @property
     def shape(self) -> str:
-        """The sizes as the results name them.
+        """The sizes as the results name them, such as ``16x1024``.
 
-        A third is the decoder's, and stands behind a plus.
+        The third of three sizes is the number of the decoder's tokens, or of new ones. It comes
+        after a plus: ``16x512+128``.
         """
-        first, last = (self.sizes[:2], self.sizes[2:]) if len(self.sizes) == 3 else (self.sizes, ())
-        return "+".join("x".join(map(str, sides)) for sides in (first, last) if sides)
+        if len(self.sizes) == 3:
+            count, length, target = self.sizes
+            return f"{count}x{length}+{target}"
+        return "x".join(map(str, self.sizes))
 
     def build(self, device: torch.device, seed: int = 0) -> nn.Module:
-        """The model as its mode wants it: in bf16 and evaluation mode but for training.
+        """The model: in fp32 to be trained, otherwise in bf16 and in evaluation mode.
 
-        Same weights for same seed.
+        The seed determines the weights.
         """
         torch.manual_seed(seed)
         with device:
-            model = self._made()
+            model = self._new_model()
         if self.mode in ("train", "loss"):
             return model.to(device).train()
         return model.to(device, torch.bfloat16).eval()
 
-    def _made(self) -> nn.Module:
+    def _new_model(self) -> nn.Module:
         options = self.model.options | (self.model.tiny if self.tiny else {})
         if not isinstance(self.model.cls, str):
             return self.model.cls(**options)
@@ -98,9 +103,8 @@ class Workload:
 
         config = getattr(transformers, str(self.model.config))(**options)
         if hasattr(config, "use_cache"):
-            config.use_cache = (
-                self.mode == "generate"
-            )  # nothing else reads the keys and values that a forward returns
+            # Only `generate` reads the keys and values that a forward returns.
+            config.use_cache = self.mode == "generate"
         model: nn.Module = getattr(transformers, self.model.cls)(config)
         return model
 
@@ -113,7 +117,7 @@ class Workload:
         batch = self.model.batch(text, self.sizes)
         if self.mode != "infer":
             return batch
-        # T5's decoder reads the labels' place; the others' labels would add a loss.
+        # With labels a model would compute a loss. Without them T5 needs its decoder's inputs.
         labels = batch.pop("labels")
         batch = {
             name: value.bfloat16() if value.is_floating_point() else value
@@ -127,11 +131,15 @@ class Workload:
 
 def _next_token(text: Text, sizes: Sizes) -> Batch:
     tokens = text.tokens(*sizes)
-    return {"input_ids": tokens, "labels": tokens}  # the models shift
+    return {"input_ids": tokens, "labels": tokens}  # the models shift the labels
 
 
 def _shifted(name: str) -> Callable[[Text, Sizes], Batch]:
-    """The inputs under their name, and the tokens that follow them."""
+    """Returns a batch function for models that do not shift the labels.
+
+    Args:
+        name: the name of the model's argument for the input tokens.
+    """
 
     def batch(text: Text, sizes: Sizes) -> Batch:
         count, length = sizes
@@ -167,13 +175,13 @@ def _picture(text: Text, sizes: Sizes) -> Batch:
 
 
 def _noisy(text: Text, sizes: Sizes) -> Batch:
-    """Windows of the text as latents, mixed with noise as far as their step says, and the noise.
+    """Windows of the text as latents, with noise that increases with the step.
 
-    The byte is the class.
+    The labels are the noise. The class of a window is the byte that follows it.
     """
     count, patches = sizes
-    side = 2 * math.isqrt(patches)
-    windows = text.windows(count, 4 * side * side + 1)
+    side = 2 * math.isqrt(patches)  # a patch has 2 x 2 positions
+    windows = text.windows(count, 4 * side * side + 1)  # 4 channels
     latents = windows[:, :-1].reshape(count, 4, side, side).float() / 127.5 - 1.0
     noise, steps = text.noise(latents), text.steps(count, _STEPS)
     level = (steps / _STEPS).view(-1, 1, 1, 1)
@@ -183,20 +191,21 @@ def _noisy(text: Text, sizes: Sizes) -> Batch:
 
 _STEPS = 1000  # of the diffusion
 _SPECIAL = {"pad_token_id": PAD, "eos_token_id": EOS}
-_TINY_BERT = {
+_TINY_SIZES = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "intermediate_size": 64,
 }
 _TINY_GROUPS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+_TINY_PROMPTS = (2, 8, 6)  # see `Model.prompts`
 
 MODELS = {
     "bert": Model(
         "BertForMaskedLM",
         "BertConfig",
         _SPECIAL,
-        {"vocab_size": TOKENS, **_TINY_BERT},
+        {"vocab_size": TOKENS, **_TINY_SIZES},
         _masked,
         sizes=((32, 512), (64, 512), (32, 128)),
         tiny_sizes=(2, 16),
@@ -254,7 +263,7 @@ MODELS = {
             "max_position_embeddings": 4096,
             "tie_word_embeddings": True,
         },
-        {"vocab_size": TOKENS, **_TINY_BERT, **_TINY_GROUPS},
+        {"vocab_size": TOKENS, **_TINY_SIZES, **_TINY_GROUPS},
         _next_token,
         sizes=((4, 2048),),
         tiny_sizes=(2, 16),
@@ -265,7 +274,7 @@ MODELS = {
         "ViTForImageClassification",
         "ViTConfig",
         {"num_labels": 1000, "hidden_dropout_prob": 0.1},
-        {"image_size": 32, **_TINY_BERT},
+        {"image_size": 32, **_TINY_SIZES},
         _picture,
         sizes=((128, 3, 224, 224),),
         tiny_sizes=(2, 3, 32, 32),
@@ -286,19 +295,20 @@ MODELS = {
             "head_dim": 128,
             "tie_word_embeddings": True,
         },
-        {"vocab_size": TOKENS, **_TINY_BERT, **_TINY_GROUPS, "head_dim": 16},
+        {"vocab_size": TOKENS, **_TINY_SIZES, **_TINY_GROUPS, "head_dim": 16},
         _next_token,
         sizes=((4, 2048),),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
     ),
-    # Half of the layers of Gemma 2 2B. Its attention has a soft cap, which PyTorch's has not:
-    # Transformers writes it out, in older releases where it is asked to.
+    # Half of the layers of Gemma 2 2B. Its attention has a soft cap, which
+    # `scaled_dot_product_attention` lacks. Older releases of Transformers apply the cap only with
+    # "eager".
     "gemma2": Model(
         "Gemma2ForCausalLM",
         "Gemma2Config",
         _SPECIAL | {"bos_token_id": EOS, "num_hidden_layers": 13, "attn_implementation": "eager"},
-        {"vocab_size": TOKENS, **_TINY_BERT, **_TINY_GROUPS, "head_dim": 16, "sliding_window": 8},
+        {"vocab_size": TOKENS, **_TINY_SIZES, **_TINY_GROUPS, "head_dim": 16, "sliding_window": 8},
         _next_token,
         sizes=((2, 2048),),
         tiny_sizes=(2, 16),
@@ -319,7 +329,7 @@ MODELS = {
             "num_key_value_heads": 4,
             "head_dim": 64,
         },
-        {"vocab_size": TOKENS, **_TINY_BERT, **_TINY_GROUPS, "head_dim": 16},
+        {"vocab_size": TOKENS, **_TINY_SIZES, **_TINY_GROUPS, "head_dim": 16},
         _next_token,
         sizes=((4, 2048),),
         tiny_sizes=(2, 16),
@@ -378,20 +388,23 @@ MODELS = {
 def workloads(
     models: Sequence[str] = (), modes: Sequence[str] = (), *, tiny: bool = False
 ) -> list[Workload]:
-    """Those of the named models and modes, or of all, the most telling first."""
+    """The workloads of the named models and modes, without names of all.
+
+    The order is that of `MODES`. In each mode, all models' most important sizes come first.
+    """
     chosen = [named("model", name, MODELS) for name in models] or list(MODELS)
     wanted = [named("mode", mode, MODES) for mode in modes] or MODES
-    found = [
+    ranked = [
         (MODES.index(mode), rank, Workload(name, mode, sizes, tiny))
         for name in chosen
         for mode in wanted
         for rank, sizes in enumerate(_sizes(name, mode, tiny))
     ]
-    return [workload for *_, workload in sorted(found, key=lambda entry: entry[:2])]
+    return [workload for *_, workload in sorted(ranked, key=lambda entry: entry[:2])]
 
 
 def loss_workloads(models: Sequence[str] = (), *, tiny: bool = False) -> list[Workload]:
-    """The short trainings."""
+    """The short trainings that compare losses, of the named models or of all."""
     chosen = [named("model", name, MODELS) for name in models] or list(MODELS)
     sizes = {name: MODELS[name].tiny_sizes if tiny else MODELS[name].loss_sizes for name in chosen}
     return [Workload(name, "loss", sizes[name], tiny) for name in chosen]
@@ -401,7 +414,8 @@ def named(what: str, name: str, known: Iterable[str]) -> str:
     """The name, if it is known.
 
     Raises:
-        ValueError: it is not; the message has the nearest that are.
+        ValueError: the name is not known. The message begins with ``what`` the name is of, and
+            suggests the known names most like it.
     """
     names = list(known)
     if name in names:
@@ -417,4 +431,4 @@ def _sizes(name: str, mode: str, tiny: bool) -> tuple[Sizes, ...]:
         return (model.tiny_sizes,) if tiny else model.sizes
     if model.prompts is None:
         return ()
-    return ((2, 8, 6),) if tiny else (model.prompts,)
+    return (_TINY_PROMPTS,) if tiny else (model.prompts,)
