@@ -42,7 +42,8 @@ def has_hooks(module: nn.Module) -> bool:
     return has_global_hooks()
 
 
-# The usual ``__call__`` of modules. A class with its own, or a patched one, must be called by it.
+# The usual ``__call__`` of modules. If a class or a patch replaces it, only a call of the module
+# runs the new one.
 _CALL = nn.Module.__call__
 
 
@@ -51,7 +52,10 @@ _CALL = nn.Module.__call__
 # checked before every step.
 @constant_when_traced
 def keeps_method(cls: Any, method: str) -> bool:
-    """Whether instances of a fused class have this method of a rule, and the usual call."""
+    """Whether a block may call a rule's method of a fused class instead of the module itself.
+
+    That is so if the class has the method, and neither its forward nor its call is replaced.
+    """
     if not hasattr(cls, method):
         return False
     # If the forward was replaced, in the fused class or in a subclass, the rule's method would skip
@@ -68,15 +72,15 @@ def is_unchanged(cls: Any, method: str) -> bool:
 
 def original(module: Any, method: str) -> Any:
     """Return the current method of a fused module's original class."""
-    # Of the instance, since what torch.compile reads from a class adds a guard. Once the method was
-    # patched, of the class.
+    # Read from the instance, as each attribute that torch.compile reads from a class adds a guard.
+    # Only a method that was patched after fusing is read from the class.
     if is_unchanged(type(module), method):
         return getattr(module, ORIGINAL + method)
     return getattr(type(module)._fusedops_original, method)
 
 
 def can_call(module: nn.Module, method: str) -> bool:
-    """Whether the module has this method of a rule, which may be called instead of the module."""
+    """Whether a block may call this method of a rule instead of the module: see `keeps_method`."""
     if not keeps_method(type(module), method):
         return False
     return not has_hooks(module)
@@ -95,6 +99,7 @@ def is_conv1d(cls: type) -> bool:
 
 @constant_when_traced
 def _multiplies(cls: type) -> bool:
+    """Whether instances are linear layers: PyTorch's, Transformers' or fused ones."""
     if cls is nn.Linear or cls is nn.modules.linear.NonDynamicallyQuantizableLinear:
         return True
     if is_conv1d(cls):

@@ -52,8 +52,8 @@ class ModuleReport:
         type: the name of its class.
         rule: the name of the rule by which it is fused; "" if it was left.
         calls: the fused operators that it calls; "" if it calls none.
-        helps: what a fused module does that calls no operator itself, such as leaving its last bias
-            to its block.
+        helps: how a fused module that calls no operator itself supports its block, for example
+            "leaves its last bias to its block"; "" otherwise.
         reason: why the module was left.
         by: the name of the fused module that computes this one too; None if there is none.
         difference: the result of ``check``; None if the module was not compared.

@@ -34,7 +34,8 @@ _NOISE = 0.01
 _FINALISTS = 2
 # The number of workloads that are compiled ahead.
 _AHEAD = 6
-# The rows of workloads whose keys and kernels are collected: these depend on rows by bucket alone.
+# Keys and kernels are collected from workloads of so many rows, which take little time and memory.
+# Of the number of rows, kernels do not depend on anything, and keys only on the bucket.
 _FEW_ROWS = 4
 
 
@@ -76,8 +77,8 @@ class Sweeper:
         pool: compiles the candidates.
         timer: times the candidates; nothing else here needs a GPU.
         device: the workloads' device.
-        name: the device's name, for the shipped table, whose config is a candidate too; empty for
-            none.
+        name: the device's name in the shipped table, whose config is a candidate, too. Empty if
+            only the families' candidates are tried.
         limits: the device's limits.
     """
 
