@@ -1,7 +1,7 @@
-"""Rows and columns of a traced function: which axes are which, and whether one kernel has them.
+"""Tells the row axes of a traced function from its column axes, and checks that one kernel fits.
 
-What no kernel computes is refused here with the user's line: reductions over rows, rows inside
-columns, one dimension twice.
+A function that no kernel can compute is refused here, with the user's line: reductions over rows,
+rows inside columns, one dimension twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["structured"]
 
 _MIXES_ROWS = (
     "it reduces over a dimension that is not the last: it mixes rows. Move the dimension to "
-    "the end outside, or add what unbind takes apart"
+    "the end outside, or take the dimension apart with unbind and add its slices"
 )
 
 
@@ -35,11 +35,11 @@ def structured(traced: Traced) -> Structure:
     """
     try:
         return _Structuring(traced).result()
-    except AxisError as error:  # where dimensions that are as long are joined
+    except AxisError as error:  # raised when dimensions are joined that cannot be the same
         raise NotRowwiseError(str(error)) from None
 
 
-# How the axes of ``q, k, v = x.unbind(2)`` are told, with sums over the last dimension of each:
+# Example: the axes of ``q, k, v = x.unbind(2)``, with sums over the last dimension of each:
 #
 #   dimensions of x   batch  sequence  3  64
 #   reduced over                          64   -> column
@@ -55,7 +55,7 @@ class _Structuring:
     """Assigns the axes of a traced function to rows, columns and unrolled parts.
 
     Attributes:
-        nodes: the traced nodes that outputs are computed of.
+        nodes: the traced nodes that outputs depend on.
         used: the inputs among them.
         numbering: the axes, with those that are unrolled.
     """
@@ -93,11 +93,11 @@ class _Structuring:
             numbering.unrolled,
             tuple(inputs),
             tuple(outputs),
-            (),
-            tuple(traced.drops),
-            traced.container,
-            parts.lines,
-            tuple(map(self._is_computed, traced.inputs)),
+            results=(),  # filled in below, which takes the parts of this structure
+            drops=tuple(traced.drops),
+            container=traced.container,
+            lines=parts.lines,
+            used=tuple(map(self._is_computed, traced.inputs)),
             wide=traced.wide,
             fixed=tuple(within(rows, fixed)),
         )
@@ -129,13 +129,16 @@ class _Structuring:
     # --- checks -----------------------------------------------------------------------------------
 
     def _check_dimensions(self) -> None:
-        """Raise where two dimensions of a value are one, which another operator joined later."""
+        """Raise where two dimensions of a value became the same axis.
+
+        The recorder checks each value when it is computed. A later operator may join its axes.
+        """
         for value in filter(self._is_computed, self.traced.noted):
             if twice(self.traced.axes, value):
                 raise self._refused(TWICE, value.node)
 
     def _is_computed(self, value: Value) -> bool:
-        """Whether an output is computed of a value, or is it."""
+        """Whether an output depends on a value, or is that value."""
         return value.node in self.node_set
 
     def _check(
@@ -168,10 +171,10 @@ class _Structuring:
         # axes may lie inside unrolled ones, but not inside columns.
         is_row = [axis in rows for axis in without(operand.axes, self.numbering.unrolled)]
         columns_last = is_row == sorted(is_row, reverse=True)
-        # A first dimension that joins parts and rows, the parts outermost, has no row stride. With
-        # rows of batch and three parts, which the function takes from x.view(...):
+        # A view may split the first dimension into rows and parts. The parts have to be inside,
+        # since otherwise there is no one stride from row to row:
         #
-        #   (batch * 3, 64)    taken: label (row, part), one row after the other
+        #   (batch * 3, 64)    accepted: label (row, part), one row after the other
         #   (3 * batch, 64)    refused: label (part, row), the parts of a row are far apart
         first = operand.labels[0] if operand.labels else ()
         parts_first = bool(first) and first[0] in self.numbering.unrolled
@@ -188,7 +191,10 @@ class _Structuring:
         return NotRowwiseError(f"{why}\n  line {line} of {self.traced.file}: {text}")
 
     def _line_of(self, node: Node) -> int:
-        """Return the user's line of a node, or of the nearest that is computed of it; or 0."""
+        """Return the user's line of a node or, without one, of the first node that uses it.
+
+        It is 0 if no such node has a line.
+        """
         users = {node: None}  # as an ordered set
         for other in self.nodes:
             if not users.keys().isdisjoint(other.args):
@@ -201,11 +207,12 @@ class _Structuring:
     # --- dimensions that are the same -------------------------------------------------------------
 
     def _join_columns(self) -> None:
-        """Unify the dimensions of outputs of one shape, and equally long ones that are reduced.
+        """Unify dimensions of equal size that no operator combines, so that one kernel has them.
 
-        They are separate axes of the trace where no operator combines them, as in ``return
-        x.sum(-1), y.sum(-1)``. One kernel has one set of columns: as `_join` unifies only what no
-        value has both of, one tile serves both.
+        Joined are the dimensions of outputs of the same shape, and reduced dimensions with the last
+        ones of inputs. In ``return x.sum(-1), y.sum(-1)`` the two inputs' columns are separate axes
+        of the trace, but a kernel has one set of columns. `_join` leaves axes alone that occur
+        together in a value: these are two dimensions of it.
         """
         shapes = {value: self._shape(value) for value in self.traced.outputs}
         for first, second in itertools.combinations(self.traced.outputs, 2):
@@ -254,6 +261,7 @@ class _Structuring:
         return {node: self.numbering.of(node.attrs[0]) for node in self._reducing()}
 
     def _rows_and_columns(self) -> tuple[Label, Label]:
+        """Return the axes of rows and of columns; raise where the function reduces over rows."""
         over = self._reductions()
         rolled = without(range(self.numbering.count), self.numbering.unrolled)
         columns = within(rolled, set(itertools.chain(*over.values())))
@@ -262,7 +270,7 @@ class _Structuring:
         rows = without(rolled, columns)
         if not rows and len(columns) > 1:
             raise self._refused("it reduces over all dimensions: it mixes rows", next(iter(over)))
-        # Axes are numbered from the outermost on: a smaller one lies outside of a row.
+        # The outermost axis has the smallest number: no reduced axis may be before a row axis.
         last_row = max(rows, default=0)
         for node, axes in over.items():
             if any(axis < last_row for axis in axes):
@@ -284,7 +292,7 @@ class _Structuring:
 
 
 def _check_dropouts(structure: Structure) -> None:
-    """Raise where a dropout's random numbers would be those of several elements."""
+    """Raise where several elements would share a random number of a dropout."""
     whole = frozenset((*structure.rows, *structure.columns))
     for node in topological(nodes_of(structure.results)):
         if node.op == "keep" and node.axes != whole:

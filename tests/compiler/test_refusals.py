@@ -231,7 +231,7 @@ def weighted_classes(x: Tensor) -> Tensor:
 
 REFUSED: dict[Callable[..., Any], str] = {
     sink: "a term of its sum",
-    channels_first: "Move the dimension to the end outside, or add what unbind takes apart",
+    channels_first: "Move the dimension to the end outside, or take the dimension apart with unbind",
     padded_rows: "pad the last dimension alone",
     copied_into_a_part: "torch.cat",
     negative_log_likelihood: "write 0.5",

@@ -1,6 +1,7 @@
 """Lowerings: how each of PyTorch's operators becomes nodes of a `Graph`.
 
-Each operator has one function, which takes the operator's arguments; `common` describes the rest.
+Each operator has one function. It takes the operator's arguments after ``r`` and ``out``, which
+`common` describes.
 """
 
 from . import activations as activations

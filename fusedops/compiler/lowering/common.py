@@ -1,7 +1,7 @@
 """Functions that the lowerings share: the table of lowerings, conversions, and broadcasting.
 
-A lowering is called with the recorder, the tensor or tensors that PyTorch's operator returned for
-tensors without memory, and the operator's own arguments. From the returned tensor it takes dtype
+A lowering is called with ``r``, ``out`` and the operator's own arguments. ``r`` is the recorder.
+``out`` is what PyTorch's operator returned for tensors without memory: it has the result's dtype
 and shape.
 """
 

@@ -15,16 +15,16 @@ from .common import TABLE, differentiated, lowers, pointwise
 
 
 def _remainder_of(r: Any, a: Node, b: Node) -> tuple[Node, Node]:
-    """The remainder with the divisor's sign, and whether that differs from the dividend's.
+    """The remainder with the divisor's sign, and whether it differs from ``fmod``.
 
-    ``fmod`` has the dividend's sign: where the two differ, the remainder is one divisor further.
+    ``fmod`` has the dividend's sign. Where that is not the divisor's, the divisor is added.
     """
     graph = r.graph
     zero = _zero(r, a)
     rest = graph.make("fmod", a, b)
     signs = graph.binary("xor", graph.make("lt", rest, zero), graph.make("lt", b, zero))
-    is_moved = graph.binary("and", graph.make("ne", rest, zero), signs)
-    return graph.where(is_moved, graph.binary("add", rest, b), rest), is_moved
+    is_shifted = graph.binary("and", graph.make("ne", rest, zero), signs)
+    return graph.where(is_shifted, graph.binary("add", rest, b), rest), is_shifted
 
 
 def _zero(r: Any, like: Node) -> Node:
@@ -38,29 +38,25 @@ def _trunc_of(r: Any, a: Node) -> Node:
     return node
 
 
-# How a quotient is rounded down without the error of a rounding in the division:
+# floor(a / b) is wrong where the division rounds a quotient just below a whole number up to it. As
+# in PyTorch, these steps avoid that:
 #
-#   a / b                       may be rounded up to the next whole number
-#   (a - fmod(a, b)) / b        is whole, but for a rounding
-#   less 1                      where the remainder has another sign than b
-#   floor, and 1 more           where it is more than a half above its floor: the rounding is undone
+#   q = (a - fmod(a, b)) / b    a whole number, up to the division's rounding error
+#   q - 1                       where the remainder has another sign than b
+#   floor(q), or floor(q) + 1   whichever is nearer: this removes the rounding error
 
 
 def _floored(r: Any, a: Node, b: Node) -> Node:
-    """The quotient, rounded down; exact where the rounded quotient would be the next number.
-
-    As in PyTorch, from the dividend without its remainder: the division then has a whole result,
-    but for a rounding, which is undone.
-    """
+    """The quotient, rounded down."""
     graph: Any = r.graph
-    rest, is_moved = _remainder_of(r, a, b)
+    rest, is_shifted = _remainder_of(r, a, b)
     if a.kind != "float":
         node: Node = graph.make("quotient", graph.binary("sub", a, rest), b)
         return node
     quotient = graph.binary("div", graph.binary("sub", a, graph.make("fmod", a, b)), b)
     zero = graph.const(0.0)
     one = graph.const(1.0)
-    quotient = graph.where(is_moved, graph.binary("sub", quotient, one), quotient)
+    quotient = graph.where(is_shifted, graph.binary("sub", quotient, one), quotient)
     whole = graph.unary("floor", quotient)
     is_above = graph.make("lt", graph.const(0.5), graph.binary("sub", quotient, whole))
     whole = graph.where(is_above, graph.binary("add", whole, one), whole)
@@ -72,12 +68,12 @@ def _floored(r: Any, a: Node, b: Node) -> Node:
 
 
 def _check_divisor(y: Any, kind: str) -> None:
-    """Raises if integers are divided by anything that may be zero."""
+    """Raises if integers are divided by a tensor, which may be zero, or by zero."""
     if kind == "float":
         return
     is_known = isinstance(y, int) and y != 0
     if not is_known:
-        raise NotRowwiseError("a division of integers by what is no number; convert them to floats")
+        raise NotRowwiseError("integers are divided by a tensor or by zero; convert them to floats")
 
 
 @lowers("remainder", "remainder_")
@@ -136,8 +132,8 @@ def whole_quotient(r: Any, out: Any, x: Any, y: Any, rounding: str) -> Value:
             quotient = r.graph.make("quotient", a, b)
         if kind != "float":
             return quotient
-        # PyTorch returns gradients of zeros for both arguments, not None. The sum of two steps has
-        # these: `floor` has a derivative of zero, and `gradient_sources` goes through it.
+        # PyTorch returns gradients of zeros for both arguments, not None. So does this sum of two
+        # step functions: `floor` has a derivative of zero, and `gradient_sources` goes through it.
         steps = r.graph.binary("add", r.graph.unary("floor", a), r.graph.unary("floor", b))
         return r.graph.make("instead", quotient, steps)  # type: ignore[no-any-return]
 
@@ -180,9 +176,10 @@ def _log10(graph: Any, a: Node) -> tuple[Node, Node]:
 
 
 def _halves(graph: Any, a: Node) -> tuple[Node, Node]:
-    """Half of ``exp(abs(a))``, and half of its inverse.
+    """``exp(abs(a)) / 2`` and ``exp(-abs(a)) / 2``.
 
-    By the root, so that they are finite as long as the hyperbolic function is.
+    The first is ``r / 2 * r`` with ``r = exp(abs(a) / 2)``: ``exp(abs(a))`` itself may overflow
+    where its half, and so the hyperbolic function, does not.
     """
     root = graph.unary("exp", _scaled(graph, graph.unary("abs", a), 0.5))
     half = graph.binary("mul", _scaled(graph, root, 0.5), root)
@@ -211,10 +208,10 @@ def _with_sign(graph: Any, a: Node, size: Node) -> Node:
     return graph.where(is_negative, graph.unary("neg", size), size)  # type: ignore[no-any-return]
 
 
-def _inverse_root(graph: Any, a: Node, one: float) -> Node:
-    """``1 / sqrt(a * a + one)``."""
+def _inverse_root(graph: Any, a: Node, offset: float) -> Node:
+    """``1 / sqrt(a * a + offset)``."""
     square = graph.binary("mul", a, a)
-    node: Node = graph.unary("rsqrt", graph.binary("add", square, graph.const(one)))
+    node: Node = graph.unary("rsqrt", graph.binary("add", square, graph.const(offset)))
     return node
 
 
@@ -282,12 +279,12 @@ def _hypot(r: Any, out: Any, x: Value, y: Value) -> Value:
         second = graph.unary("abs", b)
         large = graph.binary("maximum", first, second)
         small = graph.binary("minimum", first, second)
-        # The larger number is taken out of the root, which is then of 1 to 2.
+        # The larger number is a factor outside of the root; the sum under the root is 1 to 2.
         ratio = graph.where(graph.make("eq", large, zero), zero, graph.binary("div", small, large))
         square = graph.binary("mul", ratio, ratio)
         root = graph.unary("sqrt", graph.binary("add", square, graph.const(1.0)))
-        ends = [graph.make("eq", size, infinity) for size in (first, second)]
-        is_infinite = graph.binary("or", *ends)
+        are_infinite = [graph.make("eq", size, infinity) for size in (first, second)]
+        is_infinite = graph.binary("or", *are_infinite)
         result = graph.where(is_infinite, infinity, graph.binary("mul", large, root))
         partials = [(number, graph.binary("div", number, result)) for number in (a, b)]
         return differentiated(r, result, *partials)

@@ -12,7 +12,7 @@ from .common import as_kind, differentiated, lowers, pointwise
 from .reductions import gather, length, reduced
 
 
-def _unreduced(reduction: int) -> None:
+def _check_unreduced(reduction: int) -> None:
     if reduction != 0:
         raise NotRowwiseError(
             "a loss over all rows mixes rows; use reduction='none' and sum outside"
@@ -22,9 +22,14 @@ def _unreduced(reduction: int) -> None:
 def _of_difference(
     r: Any, out: Any, x: Value, target: Value, loss: Callable[[Node], tuple[Node, Node]]
 ) -> Value:
-    """A loss and its derivative, of the difference of two tensors."""
+    """A loss of the difference of two tensors.
 
-    # One formula serves both arguments: the difference has the derivative, and is linear in each.
+    Args:
+        loss: returns the loss and its derivative, for a difference.
+    """
+
+    # The derivative by the difference is enough: the gradient goes on to both tensors through the
+    # subtraction.
     def both(a: Node, b: Node) -> Node:
         difference = r.graph.binary("sub", a, b)
         value, partial = loss(difference)
@@ -37,7 +42,7 @@ def _of_difference(
 def _huber(
     r: Any, out: Any, x: Value, target: Value, reduction: int = 1, delta: float = 1.0
 ) -> Value:
-    _unreduced(reduction)
+    _check_unreduced(reduction)
     if x.dtype != target.dtype:
         raise NotRowwiseError(
             "huber_loss of two dtypes, whose result has the first one's dtype; convert one of them"
@@ -67,7 +72,7 @@ def _smooth_l1(
 ) -> Value:
     if beta < 0:
         raise RuntimeError("smooth_l1_loss does not support negative values for beta.")
-    _unreduced(reduction)
+    _check_unreduced(reduction)
     graph = r.graph
     width = r.graph.const(float(beta))
 
@@ -90,7 +95,7 @@ def _binary_cross_entropy(
     r: Any, out: Any, x: Value, target: Value, weight: Any = None, reduction: int = 1
 ) -> Value:
     """The loss of probabilities; NaN for one outside [0, 1], for which PyTorch raises an error."""
-    _unreduced(reduction)
+    _check_unreduced(reduction)
     graph: Any = r.graph
     least = graph.const(-100.0)
     one = graph.const(1.0)
@@ -100,8 +105,9 @@ def _binary_cross_entropy(
         # 0 or 1, both loss and gradient are finite.
         log_wrong = graph.unary("log1p", graph.unary("neg", a))
         log_right = graph.unary("log", a)
-        wrong = graph.binary("sub", t, one)
-        wrong = graph.binary("mul", wrong, graph.binary("maximum", log_wrong, least))
+        # The loss is (t - 1) * log(1 - a) - t * log(a).
+        minus_rest = graph.binary("sub", t, one)
+        wrong = graph.binary("mul", minus_rest, graph.binary("maximum", log_wrong, least))
         right = graph.binary("mul", t, graph.binary("maximum", log_right, least))
         value = graph.binary("sub", wrong, right)
         spread = graph.binary("mul", graph.binary("sub", one, a), a)
@@ -130,11 +136,11 @@ def _multi_margin(
     weight: Any = None,
     reduction: int = 1,
 ) -> Value:
-    """The mean over the columns of how far each is within the margin of the target's column.
+    """The mean over the columns ``i`` of ``max(0, margin - x[target] + x[i]) ** p``.
 
-    The target's own column is left out; at the edge of the margin there is no gradient.
+    The target's own column counts as 0. At the edge of the margin there is no gradient.
     """
-    _unreduced(reduction)
+    _check_unreduced(reduction)
     if weight is not None:
         raise NotRowwiseError("a loss with weights of classes; multiply by weight[target] outside")
     graph = r.graph
@@ -152,6 +158,7 @@ def _multi_margin(
     short = graph.where(is_right, zero, short)
     value = Value(short, x.labels, x.dtype)
     total, labels, axes = reduced(r, "sum", value, last, False, "float")
-    is_no_class = graph.make("isnan", right.node)  # a target that is no column
+    # For a target out of range `gather` returns NaN, which is then the loss.
+    is_no_class = graph.make("isnan", right.node)
     mean = graph.binary("mul", total, graph.const(1.0 / length(r, axes)))
     return Value(graph.where(is_no_class, right.node, mean), labels, out.dtype)
