@@ -34,20 +34,21 @@ class ActivationOperator(Operator):
     constants = ActivationConstants
     tensors = ("x", "other")
     outputs = ("y",)
-    saved = ("kept", "kept_other")
+    saved = ("saved_x", "saved_other")
 
     @staticmethod
     def key(mode: int, constants: Any, tensors: Any) -> Hashable:
-        """All shapes, dtypes, types and devices that are checked; of rows only the last dimension.
+        """Everything that `check` reads: types, dtypes, devices, and the sizes of last dimensions.
 
-        The number of rows is not checked, and differs from batch to batch.
+        The number of rows is left out: it is not checked, and differs from batch to batch.
         """
         x, other = tensors
         shape = x.shape
         cols = shape[-1] if shape else None
         if other is None:
             return mode, constants, type(x), x.dtype, x.device, cols
-        # A bias has no rows. The shape of up changes with that of x, which it has to equal.
+        # The shape of a bias is a part of the key. Up has rows, so of its shape only whether it is
+        # that of x, as it must be.
         checked_shape = other.shape if constants.kind == "bias" else other.shape == shape
         return (
             mode,
@@ -115,7 +116,8 @@ class ActivationOperator(Operator):
         is_activation_alone = constants.kind == "bias" and other is None and not dropout
         elementwise = is_activation_alone or constants.kind == "glu"
         vector = None
-        if cols and elementwise:  # with a width of 0 this is the vectors' own site
+        # A width of 0 stands for vectors of any length: that site needs no other one for them.
+        if cols and elementwise:
             vector = site_of(self, constants, dtypes, 0, device_index, dropout, saves)
         return ActivationSite(
             constants,
@@ -140,13 +142,14 @@ class ActivationOperator(Operator):
     def axes(self, constants: ActivationConstants, tensors: Any) -> Axes:
         """See `Operator`; up has rows, a bias has none.
 
-        A shard of packed columns has other columns of the gate than of up.
+        Packed rows are not split along their columns: a rank's shard would have the gate of some
+        columns and the up of others.
         """
         return axes_of_rows(
             tensors,
             0,
             dims=1,
-            columns=int(self.cols(constants, tensors)),
+            columns=self.cols(constants, tensors),
             carriers=(0,) if constants.kind == "bias" else (0, 1),
             are_split=constants.kind != "packed",
             outputs=1,
@@ -157,7 +160,7 @@ class ActivationOperator(Operator):
     def reference(
         self, constants: ActivationConstants, tensors: Any, dropout: Dropout
     ) -> tuple[Tensor]:
-        """See `reference`."""
+        """See `Operator`; the module `reference` has the formulas."""
         x, other = tensors
         formula = ACTIVATIONS[constants.activation].formula
         if constants.kind != "bias":

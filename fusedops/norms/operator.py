@@ -44,13 +44,13 @@ class Norm(Operator):
     tensors = TENSORS
     outputs = ("y", "z", "cast", "stats")
     visible = 3
-    saved = ("kept", "kept_bias", "kept_residual", "kept_weight", "kept_ln_bias", "stats")
+    saved = ("saved_z", "saved_bias", "saved_residual", "saved_weight", "saved_ln_bias", "stats")
 
     @staticmethod
     def key(mode: int, constants: Any, tensors: Any) -> Hashable:
-        """All shapes, dtypes, types and devices that are checked; of rows only the last dimensions.
+        """Everything that `check` reads: types, dtypes, devices, and the sizes of last dimensions.
 
-        The number of rows is not checked, and differs from batch to batch.
+        The number of rows is left out: it is not checked, and differs from batch to batch.
         """
         # This runs in every call: no helper function, and no loop over the tensors.
         x, bias, residual, weight, ln_bias = tensors
@@ -202,7 +202,7 @@ class Norm(Operator):
             tensors,
             0,
             dims=dims,
-            columns=int(self.cols(constants, tensors)),
+            columns=self.cols(constants, tensors),
             carriers=(0, 2),
             are_split=dims == 1,
             outputs=self.visible,

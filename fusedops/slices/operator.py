@@ -50,7 +50,7 @@ class SliceOperator(SequenceOperator):
     tensors = ("weight", "bias", "slices")
     first = 2
     outputs = ("y",)
-    saved = ("kept_weight", "kept_bias", "kept")
+    saved = ("saved_weight", "saved_bias", "saved_slices")
 
     @staticmethod
     def key(mode: int, constants: Any, tensors: Any) -> Hashable:
@@ -141,7 +141,7 @@ class SliceOperator(SequenceOperator):
             tensors,
             self.first,
             dims=max(constants.dims, 1),
-            columns=int(self.cols(constants, tensors)),
+            columns=self.cols(constants, tensors),
             carriers=range(2, len(tensors)),
             are_split=False,
             outputs=1,

@@ -165,7 +165,8 @@ def axes_of_rows(
     return Axes(
         rows=tuple(like.shape[:leading]),
         parts=1,
-        columns=columns,
+        # In a traced call the width may be symbolic: `int` makes it a constant of the graph.
+        columns=int(columns),
         tensors=tuple(of_tensors),
         outputs=(of_rows,) * outputs,
         carriers=tuple(carriers),
