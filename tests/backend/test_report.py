@@ -20,8 +20,11 @@ _ROWS = 1024
 
 
 class Changed(nn.Module):
-    """Two attentions with a causal mask and one with a mask of nothing, of keys and values for groups of queries; a sorted batch,
-    a small table, and logits that are capped."""
+    """A model with an example of each change that the backend counts.
+
+    It has an embedding of few rows, a batch in the order of a sort, grouped-query attentions with
+    four masks (twice causal, once all True, once dependent on an input), and capped logits.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,10 +38,11 @@ class Changed(nn.Module):
             layer(rows).view(8, 128, -1, 8).transpose(1, 2) for layer in (self.q, self.k, self.v)
         )
         k, v = (heads.repeat_interleave(2, 1) for heads in (k, v))
-        places = torch.arange(128, device=x.device)
-        causal, nothing = places <= places[:, None], (places >= 0).expand(128, 128)
-        asked = rows[:, :1].view(8, 1, 128, 1) < 9  # depends on an input
-        for mask in (causal, causal, nothing, asked.expand(8, 1, 128, 128)):
+        positions = torch.arange(128, device=x.device)
+        causal = positions <= positions[:, None]
+        all_true = (positions >= 0).expand(128, 128)
+        of_input = (rows[:, :1].view(8, 1, 128, 1) < 9).expand(8, 1, 128, 128)
+        for mask in (causal, causal, all_true, of_input):
             q = F.scaled_dot_product_attention(q, k, v, mask)
         logits = self.head(q.transpose(1, 2).reshape(_ROWS, 32))
         capped = torch.tanh(logits / 9) * 9
@@ -64,17 +68,20 @@ def test_changes_are_counted() -> None:
     assert "  changed: 2 x an attention that is causal in the place of its mask\n" in str(report)
 
 
-def test_each_model_is_explained(fresh_dynamo: None) -> None:
-    """More of them than Dynamo compiles of one function."""
+def test_explain_is_not_limited_by_dynamos_cache() -> None:
+    """12 models are more than Dynamo compiles for one function before it falls back to eager."""
     for cols in range(8, 32, 2):
         assert len(fusedops.explain(nn.LayerNorm(cols).to(DEVICE), randn(3, cols)).regions) == 1
+
+
+def test_explain_raises_for_what_is_not_callable() -> None:
     with pytest.raises(
         TypeError, match="explain: model must be a module or a function, got NoneType"
     ):
         fusedops.explain(None)  # type: ignore[arg-type]
 
 
-def test_nothing_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_without_regions_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def doubled(x: Tensor) -> Tensor:
         return x * 2
 
@@ -91,7 +98,7 @@ def test_nothing_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_region_that_triton_cannot_compile_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     specialise = launch.specialise
 
-    def compiled(request: launch.Request, device_index: int) -> launch.Variant:
+    def fail_backward(request: launch.Request, device_index: int) -> launch.Variant:
         if "backward" in request.kernel.fn.__name__:
             raise launch.NotCompiledError(
                 "backward_kernel", RuntimeError("PassManager::run failed")
@@ -99,7 +106,7 @@ def test_a_region_that_triton_cannot_compile_is_left(monkeypatch: pytest.MonkeyP
         return specialise(request, device_index)
 
     monkeypatch.setattr(launch, "_built", {})
-    monkeypatch.setattr(launch, "specialise", compiled)
+    monkeypatch.setattr(launch, "specialise", fail_backward)
     norm, x = nn.LayerNorm(11).to(DEVICE), randn(6, 11)
     (region,) = fusedops.explain(norm, x).regions
     assert (
@@ -109,33 +116,42 @@ def test_a_region_that_triton_cannot_compile_is_left(monkeypatch: pytest.MonkeyP
     torch.compiler.reset()
     torch.testing.assert_close(fusedops.compile(norm)(x), norm(x))
     torch.compiler.reset()
-    with torch.no_grad():  # the forward alone can
+    with torch.no_grad():  # only the forward kernel is compiled
         (region,) = fusedops.explain(norm, x).regions
     assert not region.reason
+
+
+@pytest.fixture
+def compiled_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that the test compiles, with no kernel cached before it."""
+    specialise, names = launch.specialise, list[str]()
+
+    def compiled(request: launch.Request, device_index: int) -> launch.Variant:
+        names.append(request.kernel.fn.__name__)
+        return specialise(request, device_index)
+
+    monkeypatch.setattr(launch, "_built", {})
+    monkeypatch.setattr(launch, "specialise", compiled)
+    return names
 
 
 @pytest.mark.parametrize(
     ("cols", "trains"), [(13, "all"), (16, "all"), (16, "linear"), (16, "none")]
 )
-def test_kernels_are_compiled_once(cols: int, trains: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the graph is made those that the calls run, and no others."""
-    specialise, made = launch.specialise, list[str]()
-
-    def compiled(request: launch.Request, device_index: int) -> launch.Variant:
-        made.append(request.kernel.fn.__name__)
-        return specialise(request, device_index)
-
-    monkeypatch.setattr(launch, "_built", {})
-    monkeypatch.setattr(launch, "specialise", compiled)
+def test_only_kernels_that_calls_launch_are_compiled(
+    cols: int, trains: str, compiled_names: list[str]
+) -> None:
     model = nn.Sequential(nn.Linear(cols, cols), nn.Dropout(0.25), nn.LayerNorm(cols)).to(DEVICE)
-    model.requires_grad_(trains != "none")[2].requires_grad_(trains == "all")
-    # As many rows as several programs have, so that their sums are added up.
+    model.requires_grad_(trains != "none")
+    model[2].requires_grad_(trains == "all")
+    # The backward takes several programs for 600 rows, and a third kernel to add up their sums.
     run, x = fusedops.compile(model), randn(600, cols)
     with launch.record() as launched:
         y = run(x)
         if trains != "none":
             y.sum().backward()
-    assert sorted(made) == sorted(launched) and len(launched) == (1 if trains == "none" else 3)
+    assert sorted(compiled_names) == sorted(launched)
+    assert len(launched) == (1 if trains == "none" else 3)
 
 
 class _Heads(nn.Module):
@@ -153,29 +169,20 @@ class _Heads(nn.Module):
         return F.scaled_dot_product_attention(q, k, v)
 
 
-def test_kernels_of_rows_of_several_strides_are_compiled_with_the_graph(
-    monkeypatch: pytest.MonkeyPatch,
+def test_strided_rows_need_neither_copies_nor_a_second_compilation(
+    compiled_names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nothing is copied for them."""
-    specialise, made = launch.specialise, list[str]()
-
-    def compiled(request: launch.Request, device_index: int) -> launch.Variant:
-        made.append(request.kernel.fn.__name__)
-        return specialise(request, device_index)
-
-    monkeypatch.setattr(launch, "_built", {})
-    monkeypatch.setattr(launch, "specialise", compiled)
     model, x = _Heads().to(DEVICE), randn(2, 5, 48)
     run = fusedops.compile(model)
     with torch.no_grad(), launch.record() as launched:
         run(x)
-    assert made == launched == ["forward_kernel"]  # both norms are one region
+    assert compiled_names == launched == ["forward_kernel"]  # both norms are one region
     copied: list[Tensor] = []
     contiguous = torch.Tensor.contiguous
 
     def copy(t: Tensor, **options: Any) -> Tensor:
-        # A compiler asks tensors without memory, too, and AOTAutograd asks the model's cotangents for
-        # a memory format.
+        # Two calls are not copies of the model's: those of fake tensors in a compiler, and those of
+        # AOTAutograd, which brings cotangents into a memory format.
         if type(t) is Tensor and not options and not t.is_contiguous():
             copied.append(t)
         return contiguous(t, **options)
@@ -186,16 +193,15 @@ def test_kernels_of_rows_of_several_strides_are_compiled_with_the_graph(
     assert not copied
 
 
-def test_a_line_for_each_kind_of_region() -> None:
+def test_the_report_has_a_line_for_each_kind_of_region() -> None:
     norms = nn.Sequential(
         *[nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8, bias=False)) for _ in range(3)]
     ).to(DEVICE)
     lines = str(fusedops.explain(norms, randn(6, 8))).splitlines()
     size = 6 * 8 * 4 / 1024
-    moved, saved = (
-        f"{3 * 5 * size:.1f} KiB moved",
-        f"{3 * size:.1f} KiB saved",
-    )  # x and y; dy, x and dx
+    # Each of three norms moves x and y forward, and dy, x and dx backward. It saves x.
+    moved = f"{3 * 5 * size:.1f} KiB moved"
+    saved = f"{3 * size:.1f} KiB saved"
     assert (
         lines[0]
         == f"3 of 3 row-wise regions are one operator, in 1 graph: {moved}, {saved} for backward"
@@ -205,7 +211,7 @@ def test_a_line_for_each_kind_of_region() -> None:
     )
 
 
-def test_what_cannot_be_called() -> None:
+def test_compile_raises_for_what_is_not_callable() -> None:
     with pytest.raises(TypeError, match="compile: model must be a module or a function, got int"):
         fusedops.compile(3)  # type: ignore[type-var]
 
@@ -239,7 +245,7 @@ def test_options_are_checked_before_the_first_step(
         fusedops.compile(nn.LayerNorm(4), **given)
 
 
-def test_options_of_inductor_are_taken() -> None:
+def test_options_of_inductor_are_accepted() -> None:
     for given in (
         {"options": {"max-autotune": True}},
         {"options": {}},

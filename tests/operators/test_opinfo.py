@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OPS = {op.name: op for op in op_db if not op.variant_test_name}
 
 
-def _unit(activation: str) -> Function:
+def _activation(activation: str) -> Function:
     return lambda input: fusedops.bias_act(input, None, activation)
 
 
@@ -52,10 +53,10 @@ DROP_INS: dict[str, Function] = {
     "nn.functional.layer_norm": fusedops.layer_norm,
     "nn.functional.rms_norm": fusedops.rms_norm,
     "nn.functional.gelu": fusedops.gelu,
-    "nn.functional.silu": _unit("silu"),
-    "nn.functional.relu": _unit("relu"),
-    "tanh": _unit("tanh"),
-    "sigmoid": _unit("sigmoid"),
+    "nn.functional.silu": _activation("silu"),
+    "nn.functional.relu": _activation("relu"),
+    "tanh": _activation("tanh"),
+    "sigmoid": _activation("sigmoid"),
     "nn.functional.glu": _gated,
 }
 
@@ -106,18 +107,17 @@ def _refusal(name: str, sample: Any) -> Refusal | None:
 # --- operators ------------------------------------------------------------------------------------
 
 every_op = pytest.mark.parametrize("name", DROP_INS)
-pytestmark = pytest.mark.shared("name", most=3)
+pytestmark = pytest.mark.shared("name", most=3)  # the marks are described in selection.py
 _MOST = 3 if INTERPRETED else 6
 
 
 def _samples(name: str, dtype: torch.dtype, device: torch.device, **options: Any) -> Iterator[Any]:
-    """PyTorch's samples, of those with the same shapes and options one."""
+    """PyTorch's samples, without those whose shapes and options occurred before."""
     seen: set[str] = set()
     for sample in OPS[name].sample_inputs(device, dtype, **options):
-        kind = str(
-            [tuple(t.shape) if isinstance(t, Tensor) else t for t in (sample.input, *sample.args)]
-        )
-        kind += str(sorted(sample.kwargs.items()))
+        arguments = (sample.input, *sample.args)
+        shapes = [tuple(t.shape) if isinstance(t, Tensor) else t for t in arguments]
+        kind = f"{shapes} {sorted(sample.kwargs.items())}"
         if kind not in seen:
             seen.add(kind)
             yield sample
@@ -126,14 +126,15 @@ def _samples(name: str, dtype: torch.dtype, device: torch.device, **options: Any
 def _served(
     name: str, dtype: torch.dtype, device: torch.device, most: int = 1000, **options: Any
 ) -> list[Any]:
+    """At most ``most`` of the samples that are not refused, from the whole list of them."""
     served = [
         sample
         for sample in _samples(name, dtype, device, **options)
         if _refusal(name, sample) is None
     ]
     assert served
-    # From the whole list, not from its beginning alone.
-    return served[:: -(-len(served) // most)]
+    step = math.ceil(len(served) / most)
+    return served[::step]
 
 
 def _call(function: Function, sample: Any) -> Tensor:
@@ -141,7 +142,10 @@ def _call(function: Function, sample: Any) -> Tensor:
 
 
 def _tensors(sample: Any) -> tuple[list[Tensor], Callable[..., Any]]:
-    """The sample's tensors, and a function that calls another with new ones in their places."""
+    """The sample's tensors, and ``call(function, *values)``.
+
+    It calls the function with the sample's arguments, and with the values in place of its tensors.
+    """
     slots = [sample.input, *sample.args]
     at = [i for i, value in enumerate(slots) if isinstance(value, Tensor)]
 
@@ -168,25 +172,23 @@ def test_values_and_gradients(
         for function in (DROP_INS[name], OPS[name].op):
             leaves = [t.detach().requires_grad_() for t in tensors]
             output = call(function, *leaves)
-            cotangent = torch.linspace(-1.0, 2.0, max(output.numel(), 1), device=device)[
-                : output.numel()
-            ]
-            grads = torch.autograd.grad(output, leaves, cotangent.view(output.shape).to(dtype))
+            cotangent = torch.linspace(-1.0, 2.0, output.numel(), device=device, dtype=dtype)
+            grads = torch.autograd.grad(output, leaves, cotangent.view(output.shape))
             results.append((output, *grads))
-        # PyTorch's own backward in bf16 rounds between its steps: some ulps of the largest of the
-        # summed terms. In fp32 a norm of one or two columns has gradients that cancel: some
-        # roundings of 6e-8 of terms of ten times a reciprocal deviation, which eps = 1e-5 limits to
-        # 316.
-        room = {
+        # In bf16 PyTorch's own backward rounds between its steps: it is off by some ulps of the
+        # largest term of a sum. In fp32 the gradients of a norm of one or two columns cancel. Their
+        # terms are about 10 * rstd, at most 10 / sqrt(eps) = 3162, each with rounding errors of
+        # 6e-8.
+        tolerance = {
             torch.bfloat16: {"rtol": 0.05, "atol": 0.05},
             torch.float32: {"rtol": 1e-5, "atol": 1e-3},
         }.get(dtype, {})
-        torch.testing.assert_close(*results, **room)
+        torch.testing.assert_close(*results, **tolerance)
 
 
 @every_op
 def test_other_dtypes_and_arguments_are_refused(name: str, device: torch.device) -> None:
-    """Everything on the list above, and nothing else: `test_values_and_gradients` has the rest."""
+    """All of `REFUSALS` is refused; `test_values_and_gradients` runs the other samples."""
     for dtype in OPS[name].supported_dtypes(device.type):
         for sample in _samples(name, dtype, device):
             refusal = _refusal(name, sample)
@@ -199,7 +201,7 @@ def test_other_dtypes_and_arguments_are_refused(name: str, device: torch.device)
     "name", [name for name in DROP_INS if OPS[name].error_inputs_func is not None]
 )
 def test_error_inputs(name: str, device: torch.device) -> None:
-    """What PyTorch refuses is refused; in words of our own, which `test_bad_input.py` holds."""
+    """What PyTorch refuses is refused. `test_bad_input.py` checks this library's messages."""
     for error in OPS[name].error_inputs(device):
         with pytest.raises((ValueError, TypeError, RuntimeError)):
             _call(DROP_INS[name], error.sample_input)
@@ -207,10 +209,7 @@ def test_error_inputs(name: str, device: torch.device) -> None:
 
 @every_op
 def test_derivatives(name: str, device: torch.device) -> None:
-    """First and second order, reverse and forward mode, batched gradients.
-
-    Against finite differences.
-    """
+    """Finite differences agree with first and second derivatives, in reverse and forward mode."""
     for sample in _served(name, torch.float64, device, _MOST, requires_grad=True):
         tensors, call = _tensors(sample)
         leaves = [t.detach().requires_grad_() for t in tensors]
@@ -248,18 +247,16 @@ def _inputs(
 ) -> Iterator[tuple[Any, Any, Any]]:
     """PyTorch's samples: our module, PyTorch's with the same state, and the input."""
     info = INFOS[kind]
-    for given in info.module_inputs_func(
+    for sample in info.module_inputs_func(
         info, device=device, dtype=dtype, requires_grad=True, training=True
     ):
-        x, args, options = (
-            given.forward_input.args[0],
-            given.constructor_input.args,
-            given.constructor_input.kwargs,
-        )
+        x = sample.forward_input.args[0]
         if INTERPRETED and x.numel() > 500:
             continue
-        placed = {} if kind is nn.GELU else {"device": device, "dtype": dtype}
-        fused, native = (made(*args, **options, **placed) for made in (MODULES[kind], kind))
+        args, options = sample.constructor_input.args, dict(sample.constructor_input.kwargs)
+        if kind is not nn.GELU:  # which has no parameters
+            options |= {"device": device, "dtype": dtype}
+        fused, native = MODULES[kind](*args, **options), kind(*args, **options)
         with torch.no_grad():
             for parameter in native.parameters():
                 parameter.normal_()
@@ -282,16 +279,16 @@ def test_module_forward_and_gradients(
             )
             again = torch.autograd.grad(sum((g * g).sum() for g in grads), leaf)
             results.append((output, *grads, *again))
-        # Second derivatives of fp32 through 128 rows of small deviations: a few hundred ulps of
-        # their terms.
-        room = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {}
-        torch.testing.assert_close(*results, **room)
+        # In fp32 second derivatives of 128 rows with small deviations are off by a few hundred ulps
+        # of their terms.
+        tolerance = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {}
+        torch.testing.assert_close(*results, **tolerance)
         assert results[0][0].stride() == results[1][0].stride()
 
 
 @every_module
-def test_module_state(kind: type[nn.Module], device: torch.device) -> None:
-    """State, hyperparameters and repr are PyTorch's; copies and pickles are whole."""
+def test_module_state_repr_and_copies(kind: type[nn.Module], device: torch.device) -> None:
+    """State, hyperparameters and repr are PyTorch's. Copies compute the same, and share nothing."""
     for fused, native, x in _inputs(kind, device, torch.float32):
         assert isinstance(fused, kind)
         assert list(fused.state_dict()) == list(native.state_dict())
@@ -314,8 +311,8 @@ def test_module_state(kind: type[nn.Module], device: torch.device) -> None:
 
 
 @every_module
-def test_module_moves(kind: type[nn.Module], device: torch.device) -> None:
-    """To other dtypes, to the meta device and back, and parameters that are frozen or absent there too."""
+def test_module_is_cast_and_moved(kind: type[nn.Module], device: torch.device) -> None:
+    """To fp64, and to the meta device and back, with frozen parameters or without parameters."""
     for fused, native, x in _inputs(kind, device, torch.float32):
         for module in (fused, native):
             module.requires_grad_(False).double()
@@ -324,8 +321,8 @@ def test_module_moves(kind: type[nn.Module], device: torch.device) -> None:
         state = fused.state_dict()
         moved = copy.deepcopy(fused).to("meta")
         assert all(p.is_meta for p in moved.parameters())
-        shape = moved(x.double().to("meta"))
-        assert shape.is_meta and shape.shape == x.shape and shape.dtype == torch.float64
+        output = moved(x.double().to("meta"))
+        assert output.is_meta and output.shape == x.shape and output.dtype == torch.float64
         moved.to_empty(device=device).load_state_dict(state)
         assert torch.equal(moved(x.double()), fused(x.double()))
 
