@@ -101,7 +101,7 @@ def compare(old: Iterable[Row], new: Iterable[Row], threshold: float) -> Compari
 
 
 def report(found: Comparison, old_device: str, new_device: str) -> str:
-    """For the terminal."""
+    """Returns the comparison as text for the terminal."""
     lines = []
     if old_device != new_device:
         lines.append(f"NOTE: the files are named for {old_device} and for {new_device}")

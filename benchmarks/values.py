@@ -171,7 +171,7 @@ class Oracle:
 
 
 class ExactOracle:
-    """For operators that compute nothing with floating-point numbers.
+    """The oracle of operators that compute nothing with floating-point numbers.
 
     Outputs are the reference's, or wrong.
     """

@@ -118,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    """From the results file alone."""
+    """Prints the table of the results file, or writes its page. Measures nothing."""
     path = options.output or _DEFAULT
     if not path.is_file():
         raise operator_results.UnreadableError(f"no such file: {path}")

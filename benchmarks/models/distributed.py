@@ -124,7 +124,7 @@ def _device() -> torch.device:
 def _rows(
     models: list[str], device: torch.device, name: str, options: argparse.Namespace
 ) -> Iterator[Row]:
-    """Of masks first; a row as soon as it is measured, on all processes."""
+    """Yields the rows, masks first, each as soon as it is measured; on all processes."""
     layouts = options.layout or LAYOUTS
     for sides, differ in masks.differences(device):
         yield _row((MASKS, masks.SHAPE, sides, "fused"), name, difference=float(differ))
@@ -282,7 +282,7 @@ def _spread_of(times: list[float]) -> float:
 
 
 def _seconds(step: Callable[[], object], steps: int, device: torch.device) -> float:
-    """Of a step, in a block of them that all processes begin together."""
+    """The mean time of a step, in a loop of steps that all processes begin together."""
     _settle(device)
     start = time.perf_counter()
     for _ in range(steps):

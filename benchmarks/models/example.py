@@ -105,7 +105,7 @@ def _layout(
 
 
 def _traffic(example: Any, parts: str, corpus: Any, args: Any, steps: int, mesh: Any) -> Traffic:
-    """Of a short training, the weights' included."""
+    """The traffic of a short training, with that of distributing the weights."""
     traffic = Traffic()
     with traffic:
         _train(example, parts, corpus, args, steps, mesh)

@@ -76,7 +76,7 @@ def measured(workload: Workload, provider: str, device: torch.device) -> Row:
 
 @contextmanager
 def _caches(folder: Path) -> Iterator[None]:
-    """For processes that begin meanwhile."""
+    """New processes in the block have their caches in the folder."""
     places = {
         name: str(folder / name.lower())
         for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FUSEDOPS_CACHE_DIR")

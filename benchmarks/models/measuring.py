@@ -157,7 +157,7 @@ def seconds(step: Callable[[], object], device: torch.device) -> tuple[float, fl
 
 
 def _peak_mib(contender: Contender, device: torch.device) -> float | None:
-    """Of one step, above nothing: what it allocates, and the model's own.
+    """The peak memory of one step: what it allocates, and the memory of its own model.
 
     Other models on the device do not count.
     """

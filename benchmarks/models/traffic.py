@@ -47,7 +47,7 @@ class Traffic(TorchDispatchMode):
 
 
 def _bytes(values: Any) -> int:
-    """Of the largest of the tensors, or lists of tensors, among them."""
+    """The bytes of the largest of several values, each a tensor or a list of tensors."""
     values = (values,) if isinstance(values, torch.Tensor) else values
     return max([0, *map(_all_bytes, values)])
 

@@ -113,7 +113,7 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
 
 
 def normalized_residual(h: Tensor, u: Tensor, a: Tensor) -> Tensor:
-    """Of nGPT, Loshchilov et al. 2024, arXiv:2410.01131: a step on the sphere, of sizes a."""
+    """The residual of nGPT, Loshchilov et al. 2024, arXiv:2410.01131: a step on the sphere."""
     return F.normalize(h + a * (F.normalize(u, dim=-1) - h), dim=-1)
 
 
@@ -180,7 +180,7 @@ def qk_norm_rotary_packed(
 def qk_norm_rotary_grouped_packed(
     packed: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of grouped queries, in a projection ``(batch, length, 6 * groups * D)``.
+    """The same for grouped queries, from a projection ``(batch, length, 6 * groups * D)``.
 
     A group is four heads of queries, one of keys and one of values.
     """

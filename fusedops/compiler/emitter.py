@@ -282,7 +282,7 @@ class Emitter:
         self._vector_names = {}, {}
 
     def itemsize_of(self, node: Node) -> int:
-        """Return the bytes of an element of the widest input that a vector is computed of."""
+        """Return the bytes of an element of the widest input that a vector is computed from."""
         inputs = [inner.attrs[0] for inner in reachable([node]) if inner.op == "input"]
         itemsizes: list[int] = [self.structure.inputs[index].dtype.itemsize for index in inputs]
         return max(itemsizes)
@@ -382,7 +382,7 @@ class Emitter:
         return bool(node.axes & set(self.structure.columns))
 
     def has_rows(self, node: Node) -> bool:
-        """Whether a value differs between tiles of rows: it is computed of what is read by row."""
+        """Whether a value differs between tiles of rows: it depends on what is read by row."""
         if node not in self._by_row:
             self._by_row[node] = self._varies_by_row(node)
         return self._by_row[node]

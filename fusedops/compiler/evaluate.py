@@ -136,7 +136,7 @@ def evaluate(
     device: torch.device,
     sizes: Sequence[int],
 ) -> dict[Node, Tensor]:
-    """Return the values of the roots, and of all that they are computed of.
+    """Return the values of the roots, and of all that they are computed from.
 
     Args:
         structure: the function.

@@ -108,7 +108,7 @@ class Node:
     Attributes:
         op: its operator. Leaves are ``input``, ``const``, ``iota`` (the index along an axis),
             ``keep`` (dropout's factor), ``cotangent`` and ``saved``.
-        args: the values that it is computed of.
+        args: the values that it is computed from.
         attrs: constants of the operator, hashable.
         axes: the axes along which it varies.
         kind: "float", "int" or "bool".
@@ -370,7 +370,7 @@ _FOLDED2: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def topological(roots: Iterable[Node]) -> list[Node]:
-    """Return all nodes that the roots are computed of, arguments first."""
+    """Return all nodes that the roots are computed from, arguments first."""
     seen: dict[Node, None] = {}
     # A stack in place of recursion, which a long chain of operators would take too deep.
     stack: list[tuple[Node, Iterator[Node]]] = []
@@ -389,7 +389,7 @@ def topological(roots: Iterable[Node]) -> list[Node]:
 
 
 def computed_of(node: Node) -> tuple[Node, ...]:
-    """Return the arguments that a value is computed of.
+    """Return the arguments that a value is computed from.
 
     The second argument of ``instead`` replaces the first for gradients only.
     """
@@ -399,7 +399,7 @@ def computed_of(node: Node) -> tuple[Node, ...]:
 
 
 def derived_of(node: Node) -> tuple[Node, ...]:
-    """Return the arguments that a value and its derivatives are computed of.
+    """Return the arguments that a value and its derivatives are computed from.
 
     Of ``instead(x, y)`` these are both if x is detached or a number. Otherwise they are x alone.
     """
@@ -413,7 +413,7 @@ def reachable(
     stop: Callable[[Node], bool] = lambda node: False,
     arguments: Callable[[Node], tuple[Node, ...]] = computed_of,
 ) -> set[Node]:
-    """Return the roots and what they are computed of.
+    """Return the roots and what they are computed from.
 
     The search ends at nodes for which ``stop`` returns True: these are in the result, but their
     arguments are not.

@@ -32,7 +32,7 @@ class Numbering:
 
     Args:
         traced: the function.
-        nodes: those that outputs are computed of.
+        nodes: those that outputs depend on.
         used: the inputs among them.
     Attributes:
         order: the traced axes, the outermost first; a structure's axis is an index into it.
@@ -52,7 +52,7 @@ class Numbering:
         self._add_values([*used, *traced.outputs])
         self._add_nodes(nodes)
         self.count = len(self.order)
-        # Axes of tensors that nothing is computed of come last.
+        # Axes of unused inputs come last.
         for value in traced.inputs:
             self._append_new(_flat(value.labels))
         self._numbers = {axis: number for number, axis in enumerate(self.order)}

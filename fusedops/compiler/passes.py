@@ -58,7 +58,7 @@ _PLURALS = {"sum": "sums", "amax": "maxima or minima", "pick": "single elements"
 
 
 def _add_moments(node: Node, emitter: Emitter, moments: set[Node]) -> None:
-    """Add a number of a row to the moments, or what it is computed of.
+    """Add a number of a row to the moments, or what it is computed from.
 
     Moments are stored as floats, which hold whole numbers only up to a size. Instead of a whole
     number, its arguments are moments; for a reduction, which has none, this raises.
@@ -113,7 +113,7 @@ def _has_floats(node: Node) -> bool:
 
 def _passes(roots: Sequence[Node], emitter: Emitter) -> dict[Node, int]:
     """Return for each reduction of whole rows how many passes over the rows precede its own."""
-    # Of all nodes: how many passes precede what is computed of them. For a variance:
+    # Of all nodes: how many passes precede what is computed from them. For a variance:
     #
     #   x                       0
     #   sum(x), mean            pass 0, so 1 from here on
@@ -140,7 +140,7 @@ def _level(node: Node, emitter: Emitter, levels: dict[Node, int]) -> int:
 def _shared_pass(node: Node, passes: dict[Node, int], level: int) -> int:
     """Return the pass of a reduction.
 
-    A sum of exponentials shares the pass of its maximum, which it is computed of.
+    A sum of exponentials shares the pass of its maximum, which it is computed from.
     """
     for other, number in passes.items():
         if _is_online(node, other):

@@ -295,7 +295,7 @@ def _are_early(emitter: Emitter, phases: Phases) -> bool:
 
 
 def _is_of_vectors(node: Node) -> bool:
-    """Whether a vector is computed of vectors and constants alone."""
+    """Whether a vector is computed from vectors and constants alone."""
     return all(inner.axes or inner.op == "const" for inner in reachable([node]))
 
 

@@ -95,7 +95,7 @@ class Structure:
         drops: the drop probability of each dropout.
         container: "tensor", "tuple" or "list": what the function returns.
         lines: the user's line of each node's number.
-        used: whether anything is computed of each input.
+        used: for each input, whether an output depends on it.
         values: the function's tensors of floating-point numbers, by part, with their dtypes: the
             candidates for saving.
         wide: whether any of them is in fp64; then everything is computed in it.

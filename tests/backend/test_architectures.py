@@ -50,7 +50,7 @@ Check = Callable[[Callable[[nn.Module], Any]], None]
 
 
 def every(*short: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """For all architectures, with the kernels; ``short`` are those of the short suite.
+    """Parametrizes over all architectures, with kernels; the short suite runs ``short``.
 
     These are bert for post-norm, biases and dropout, t5 for relative positions and a decoder,
     gpt_neox for rotary embeddings and packed projections in parts, and mixtral for experts.
@@ -121,7 +121,7 @@ def _draws(model: nn.Module, arguments: dict[str, Any]) -> bool:
 
 @every("mixtral")
 def test_training(name: str) -> None:
-    """With nothing dropped."""
+    """Outputs and gradients agree, without dropout."""
     _holds(partial(_agrees, name, without_dropout))
 
 
@@ -271,7 +271,7 @@ def test_autocast(name: str) -> None:
 def test_fewer_regions_than_in_the_file_are_lost(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """And a graph more that is left; what is new in the file's place is not."""
+    """So is one more graph that is left. An architecture that is not in the file is not lost."""
     found = backend_coverage.regions_of("llama", DEVICE)
     assert (
         found.fused
@@ -328,7 +328,7 @@ _AS_MUCH = ("gpt2", "llama", "mixtral", "opt", "vit")
     ["bert", *(pytest.param(n, marks=pytest.mark.full) for n in _AS_MUCH)],
 )
 def test_as_much_is_fused_where_sizes_and_numbers_are_symbols(name: str) -> None:
-    """But for attention weights with dropout, whose columns change in number."""
+    """Attention weights with dropout are an exception, as their number of columns changes."""
     numbers = backend_coverage.regions_of(name, DEVICE)
     symbols = backend_coverage.regions_of(name, DEVICE, dynamic=True)
     assert symbols.graphs == numbers.graphs > 0 and not symbols.graphs_left

@@ -24,7 +24,7 @@ _LENGTH = 8
 
 @pytest.fixture
 def calls() -> Iterator[list[tuple[bool, bool, int]]]:
-    """Of each attention that is captured.
+    """The arguments of each attention that is captured.
 
     Whether there is a mask, whether it is causal, and the keys' heads.
     """
@@ -63,7 +63,7 @@ def _heads(count: int, length: int = _LENGTH) -> Tensor:
 
 
 def _places() -> tuple[Tensor, Tensor]:
-    """Of queries and keys."""
+    """The positions of queries and of keys."""
     places = torch.arange(_LENGTH, device=DEVICE)
     return places[None, None, :, None], places[None, None, None, :]
 

@@ -60,7 +60,7 @@ def _left(report: CompileReport) -> list[str]:
 
 
 def test_numbers_that_never_changed_are_constants_of_kernels() -> None:
-    """With ``dynamic=True`` Dynamo makes symbols of all numbers.
+    """With ``dynamic=True`` all numbers are symbols for Dynamo.
 
     One that changes is left, and has no graph for each value.
     """

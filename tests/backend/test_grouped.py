@@ -96,7 +96,7 @@ def _ends(*ends: int, dtype: torch.dtype = torch.int32) -> Tensor:
 def test_results_are_those_of_the_operator(
     rows: int, ends: Tensor, dtype: torch.dtype, is_turned: bool, wanted: tuple[bool, ...]
 ) -> None:
-    """To the last bit, in the same layout, with empty groups and rows beyond the last."""
+    """They agree in every bit and in layout, with empty groups and rows beyond the last group."""
     leaves = [
         t.requires_grad_(want)
         for t, want in zip(_tensors(rows, dtype, is_turned), wanted, strict=True)

@@ -61,7 +61,7 @@ def _of_heads(packed: Tensor, heads: int, groups: int) -> _Parts:
 
 
 class _Attention(nn.Module):
-    """Of a decoder, with norms of queries and keys, rotary embeddings and a gate."""
+    """A decoder's attention with norms of queries and keys, rotary embeddings and a gate."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ def test_queries_and_fewer_keys_are_a_kernel_each(parts: Any, rotate: Any) -> No
 @_ROTATIONS
 @pytest.mark.parametrize("parts", [_unbound, _split, _sliced, _of_heads])
 def test_queries_and_keys_are_one_kernel(parts: Any, rotate: Any) -> None:
-    """With the rotation, whose halves or pairs are put together in the kernel."""
+    """The kernel has the rotation, too, and joins its halves or pairs."""
     backend = _checked(_Attention(parts, 4, rotate).to(DEVICE), randn(2, 6, 32))
     joined = "cat" if rotate is _halves else "stack"
     assert all(joined in region for region in _operators_of(backend))

@@ -112,7 +112,7 @@ def _changed_before_it_is_divided(x: Tensor, ids: Tensor) -> Tensor:
 
 
 def _changed_in_a_body(x: Tensor, ids: Tensor) -> Tensor:
-    """By a checkpointed part."""
+    """A checkpointed body changes the order in place."""
 
     def body(x: Tensor, order: Tensor) -> Tensor:
         order[:3].zero_()

@@ -153,7 +153,7 @@ def _time_first(x: Tensor) -> Tensor:
 
 
 def _remainders(x: Tensor) -> Tensor:
-    """Of an operator that no region takes, with the strides of a region's result."""
+    """Calls an operator that no region has; its result has the strides of a region's."""
     return torch.fmod(_time_first(x), 64.0)
 
 
@@ -221,7 +221,7 @@ def test_results_lie_in_memory_as_they_did(function: Callable[[Tensor], Tensor])
 def test_columns_that_are_changed_in_place_stay_where_they_are(
     read: Callable[[Tensor], Tensor],
 ) -> None:
-    """Of an operator in the place of the change, they would be adjacent."""
+    """An operator in place of the in-place change would return adjacent columns."""
 
     def function(x: Tensor) -> Tensor:
         columns = torch.fmod(_norm(x), 64.0)[..., ::2]

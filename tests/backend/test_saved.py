@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
     ],
 )
 def test_sums_of_a_saved_tensor_and_a_narrow_one_are_computed_again(gated: bool, sums: int) -> None:
-    """Of three branches in bf16 and a stream in fp32, whose first tensor is saved, too."""
+    """The sums add three branches in bf16 to a stream in fp32, whose first tensor is saved, too."""
     norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(4)).to(DEVICE)
     branches = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(3)).to(DEVICE)
     gates = torch.randn(3, 4, 1, 32, device=DEVICE, requires_grad=True)

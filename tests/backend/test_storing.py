@@ -339,7 +339,7 @@ def _made(
 
 
 def _codes(gm: fx.GraphModule) -> list[str]:
-    """Of a graph, and of the bodies in it."""
+    """The code of a graph and of the bodies in it."""
     return [module.code for module in gm.modules() if isinstance(module, fx.GraphModule)]
 
 
@@ -362,7 +362,7 @@ def _of_two_values(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
 def test_the_graph_that_is_read_is_the_one_that_was_stored(
     function: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """To the last name, argument, mark and constant."""
+    """They agree in every name, argument, mark and constant."""
     gm, given, made, report = _made(function)
     nodes = list(made.graph.nodes)
     nodes[-2].meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

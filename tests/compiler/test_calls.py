@@ -426,7 +426,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_without_kernels_pytorchs_operators_run(
     sample: RowwiseFunction, failing: Callable[..., None]
 ) -> None:
-    """With the masks of the kernels, and one warning."""
+    """They draw the kernels' masks, and there is one warning."""
     failing("ward_kernel")
     with pytest.warns(
         RuntimeWarning, match=f"fusedops runs {sample.function.__name__} as plain PyTorch.*forward"

@@ -137,7 +137,7 @@ def test_outputs_whose_rows_are_not_outermost(which: str) -> None:
 
 @kernels
 def test_heads_transposed() -> None:
-    """Of attention: the rows come out in another order."""
+    """The heads are those of attention: the output's rows are in another order."""
 
     def function(x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weight, 1e-6).transpose(1, 2)
@@ -150,7 +150,7 @@ def test_heads_transposed() -> None:
 
 @kernels
 def test_output_is_of_the_returned_sum() -> None:
-    """Of the very numbers that are returned, rounded once, as the backward and the next layer see them."""
+    """It is of the returned, rounded numbers, which the backward and the next layer read."""
 
     def function(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         z = x * 3.0 + residual
@@ -574,7 +574,7 @@ def test_third_derivatives(function: Callable[[Tensor], Tensor]) -> None:
 def test_second_derivatives_where_the_exponential_overflows(
     function: Callable[[Tensor], Tensor],
 ) -> None:
-    """Of the branch that is not selected; and at the kink."""
+    """The exponential overflows in the branch that is not selected. Also at the kink."""
     numbers = torch.tensor([[100.0, -100.0, 0.0, 2.0, -2.0]], device=DEVICE)
 
     def second(of: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:

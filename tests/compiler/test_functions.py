@@ -71,7 +71,7 @@ def several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 @every
 @pytest.mark.usefixtures("several_programs")
 def test_partial_sums_of_several_programs(sample: RowwiseFunction) -> None:
-    """Of few rows one program stores the gradients itself."""
+    """Partial sums have several programs only with many rows."""
     check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
 
 
@@ -321,7 +321,7 @@ def test_long_rows_that_are_masked(case: str, where: str) -> None:
 @pytest.mark.parametrize("case", ["layer_norm", "logsumexp", "norm"])
 @pytest.mark.parametrize("shape", [(40,), (3, 1, 40)], ids=["vector", "groups"])
 def test_reductions_of_long_vectors(case: str, shape: tuple[int, ...]) -> None:
-    """Of what is the same in many rows."""
+    """The reduced vector is the same in many rows."""
     functions: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "layer_norm": lambda x, v: x * F.layer_norm(v, v.shape[-1:]),
         "logsumexp": lambda x, v: x * v + torch.logsumexp(v, -1, keepdim=True),
@@ -404,9 +404,9 @@ def test_widths_without_idle_lanes(sample: RowwiseFunction, parts: int) -> None:
 @kernels
 @pytest.mark.parametrize("cols", [48, 768])
 def test_largest_elements_in_several_parts_share_a_gradient(cols: int) -> None:
-    """Of parts that the function takes, and of those that rows of 384 columns have.
+    """The largest element occurs several times, also in several parts.
 
-    In some places of several parts.
+    The parts are the function's two, and those in which a kernel holds 384 columns.
     """
     x = torch.randint(-3, 4, (3, cols), generator=torch.Generator().manual_seed(5)).to(
         DEVICE, torch.float32
@@ -456,7 +456,7 @@ def test_vectors_that_are_loaded_again(
 @every
 @pytest.mark.usefixtures("own_operators")
 def test_backward_in_tiles(sample: RowwiseFunction, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows that a program of the forward holds, with more values at a time than registers."""
+    """The forward holds whole rows; the backward has more values at a time than registers."""
     monkeypatch.setattr("fusedops.compiler.codegen._MOST_LIVE", 0)
     monkeypatch.setattr(
         "fusedops.compiler.configs._of_long_rows", lambda key: Config(16, 2, 1, 1, 1)

@@ -342,7 +342,7 @@ def test_integer_inputs(dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("case", ["add", "sub", "mul", "neg", "cast"])
 def test_integers_wrap_as_in_pytorch(case: str, dtype: torch.dtype) -> None:
-    """Or the function is refused."""
+    """Functions whose integers would not wrap are refused."""
     functions: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "add": lambda x, i: x * (i + i),
         "sub": lambda x, i: x * (i - 5),
@@ -382,7 +382,7 @@ def test_integers_beyond_the_digits_of_floats(value: int) -> None:
 @kernels
 @pytest.mark.parametrize("rows", [3, 20])
 def test_one_element_of_each_row(rows: int) -> None:
-    """Of rows and of a vector of each group."""
+    """The elements are of rows, and of a vector that each group has."""
 
     def function(x: Tensor, shared: Tensor, place: Tensor, common: Tensor) -> Tensor:
         return x * shared.gather(-1, common) - x.gather(-1, place)
@@ -478,7 +478,7 @@ def test_sizes_of_one(case: str) -> None:
 @kernels
 @pytest.mark.parametrize("shape", [(3, 2, 1), (3, 2), (3, 2, 2)], ids=str)
 def test_groups_of_single_channels(shape: tuple[int, ...]) -> None:
-    """Of one element a group gives zero, and in a batch of one PyTorch's error.
+    """A group of one element gives zero, and PyTorch's error in a batch of one.
 
     Then of a batch of another size.
     """
@@ -719,7 +719,7 @@ def test_numbers_that_are_equal_but_not_the_same() -> None:
 
 @pytest.mark.parametrize("given", [[24], (24,), torch.Size([24])], ids=["list", "tuple", "size"])
 def test_arguments_that_are_sequences(given: Any) -> None:
-    """Of numbers: a normalised shape."""
+    """The sequence is of numbers: a normalised shape."""
     x = randn(5, 24)
     got = fusedops.rowwise(lambda x, shape: F.layer_norm(x, shape))(x, given)
     torch.testing.assert_close(got, F.layer_norm(x, (24,)), rtol=1e-5, atol=1e-5)
@@ -748,7 +748,7 @@ def test_not_a_number_as_an_argument() -> None:
 
 
 def test_captured_tensors() -> None:
-    """Of a closure and of a module: with gradients, and as they are at each call."""
+    """Tensors of a closure and of a module have gradients, and are read at each call."""
     module = nn.Module()
     module.weight, bias = nn.Parameter(randn(24)), randn(24).requires_grad_()
 
@@ -815,7 +815,7 @@ def test_captured_number_that_changes() -> None:
 
 
 class _Block(nn.Module):
-    """With a row-wise method."""
+    """A module with a row-wise method."""
 
     def __init__(self) -> None:
         super().__init__()

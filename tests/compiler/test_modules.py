@@ -180,7 +180,7 @@ def test_explains_why_not() -> None:
 
 @kernels
 def test_moves_what_the_operator_by_hand_moves() -> None:
-    """Of dropout-add-LayerNorm: x, residual, sum and output.
+    """The forward of dropout-add-LayerNorm moves x, residual, sum and output.
 
     The gradient and the sum, and two gradients.
     """
@@ -356,7 +356,7 @@ def test_files_with_wrong_flags_are_not_used() -> None:
 
 @kernels
 def test_files_tell_functions_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By their code, what they call, and numbers around them.
+    """Functions differ by their code, by what they call, and by captured numbers.
 
     A tensor around one has no name on disk.
     """

@@ -165,7 +165,7 @@ def test_functions_of_a_row(name: str, dtype: torch.dtype) -> None:
 @kernels
 @pytest.mark.parametrize("name", ["fmax", "fmin", "maximum", "minimum", "clamp"])
 def test_ties_and_limits_have_pytorchs_gradients(name: str) -> None:
-    """Of all triples of numbers, some equal, infinite or none."""
+    """Arguments are all combinations of numbers, some of them equal, infinite or NaN."""
     values = torch.tensor([0.0, -0.0, 1.0, 2.0, float("nan"), float("inf"), float("-inf")])
     given = list(
         torch.cartesian_prod(*[values] * (3 if name == "clamp" else 2))

@@ -181,7 +181,7 @@ def _check(function: Function, given: list[Tensor], source: str, draws: int = 3)
 
 
 def _rounded(t: Tensor) -> Tensor:
-    """With ties, zeros and ones among the numbers."""
+    """The numbers rounded to halves, so that there are ties, zeros and ones."""
     return (t * 2).round() / 2 if t.dtype.is_floating_point else t
 
 

@@ -26,7 +26,7 @@ def heads(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def fewer_heads(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    """Of grouped-query attention: parts of several sizes."""
+    """The parts of grouped-query attention, which have several sizes."""
     query, key, value = (part.unflatten(-1, (-1, 16)) for part in x.split((64, 32, 32), -1))
     return F.rms_norm(query, (16,), weight), F.rms_norm(key, (16,), weight), value.sigmoid()
 

@@ -54,7 +54,7 @@ def upper(x: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor) -> Tensor:
-    """With the angles of the positions, which come before the heads."""
+    """Rotates by the angles of the positions, whose dimension is before that of the heads."""
     steps = torch.exp(torch.arange(x.shape[-1] // 2, device=x.device) * -0.7)
     angles = torch.arange(x.shape[1], device=x.device)[:, None, None] * steps
     first, second = x.chunk(2, -1)
@@ -122,7 +122,7 @@ def test_index_of_a_row(function: Callable[..., Any], dtype: torch.dtype) -> Non
 
 @_each
 def test_kernels_serve_any_number_of_rows_whose_index_is_used(function: Callable[..., Any]) -> None:
-    """But where the function needs the number itself; and one row is another function."""
+    """If the function needs the number of rows itself, each number has its own kernels."""
     made = fusedops.rowwise(function, strict=True)
     for rows in (5, 8, 13):
         made.source(_scores(function, 2, 3, rows, rows if function in _SQUARE else 8))
@@ -138,7 +138,7 @@ def test_index_of_a_row_that_is_read_in_tiles() -> None:
 
 @pytest.mark.parametrize("function", [causal, causal_square])
 def test_index_of_a_row_on_disk(function: Callable[..., Any]) -> None:
-    """With what the number of rows has to be."""
+    """A stored structure has the rows whose index is used, and those of a fixed number."""
     made, args = fusedops.rowwise(function)._programs, [torch.empty(2, 6, 6, device=DEVICE)]
     look, _, around = made.looks(args).at(args)
     _, found = made._structure(programs._Call(args, look, around, None))

@@ -292,7 +292,7 @@ def test_refusal_names_operator_and_line(function: Callable[..., Any]) -> None:
 @kernels
 @every
 def test_refused_function_runs_as_it_is(function: Callable[..., Any]) -> None:
-    """With one warning for all calls of a kind, and eager's result."""
+    """There is one warning for all calls of a kind, and the result is that of eager."""
     made, x = fusedops.rowwise(function), randn(5, 24)
     expected, other = function(x.clone()), x.clone()
     with warnings.catch_warnings(record=True) as caught, launch.record() as launched:
@@ -329,7 +329,7 @@ _TWICE: dict[str, Callable[[Tensor], Tensor]] = {
 @kernels
 @pytest.mark.parametrize("case", _TWICE)
 def test_one_axis_in_two_dimensions_is_refused(case: str) -> None:
-    """Of a value with a set of axes there would be the diagonal."""
+    """The kernel would read only the diagonal: a value is indexed by its set of axes."""
     with pytest.raises(
         fusedops.NotRowwiseError, match=r"one dimension twice[^\n]*\n  line \d+ of "
     ):
@@ -338,7 +338,7 @@ def test_one_axis_in_two_dimensions_is_refused(case: str) -> None:
 
 @kernels
 def test_axes_that_are_made_one_later_are_refused() -> None:
-    """Of an outer product of two tensors whose columns a later line adds."""
+    """A later line adds the columns of the two tensors of an outer product."""
 
     def function(x: Tensor, y: Tensor) -> Tensor:
         return (x[:, :, None] * y[:, None, :]).sum(-1) + x * y
@@ -349,7 +349,7 @@ def test_axes_that_are_made_one_later_are_refused() -> None:
 
 @kernels
 def test_the_warning_is_about_the_callers_line() -> None:
-    """Of a method as of a function, and of arguments by keyword."""
+    """It is so for a method, for a function, and for arguments by keyword."""
     x = randn(5, 24)
     for call in (lambda: Cumulated().cumulated(x), lambda: fusedops.rowwise(cumulated)(x=x)):
         with pytest.warns(RuntimeWarning, match="each column depends") as caught:
@@ -380,7 +380,7 @@ def test_results_that_depend_on_the_number_of_rows(how: str) -> None:
 @kernels
 @pytest.mark.parametrize("first", [5, 100])
 def test_branch_on_the_number_of_rows(first: int) -> None:
-    """Of both ways only one is traced: it is refused, or traced for each."""
+    """Only one branch would be traced: the function is refused, or traced for each number."""
 
     def function(x: Tensor) -> Tensor:
         return x * 2 if x.shape[0] > 64 else x * 3
@@ -493,7 +493,7 @@ def test_function_that_returns_no_tensor(returned: Any) -> None:
 @kernels
 @pytest.mark.parametrize("kind", ["dict", "list", "namedtuple", "some"])
 def test_containers_come_back_as_they_are(kind: str) -> None:
-    """Or the function is refused: a caller's ``out.first`` or ``out[1] is None`` still works."""
+    """A caller's ``out.first`` or ``out[1] is None`` still works, or the function is refused."""
     functions: dict[str, Callable[[Tensor], Any]] = {
         "dict": lambda x: {"y": x * 2},
         "list": lambda x: [x * 2, x],

@@ -545,7 +545,7 @@ def class_attributes() -> Case:
 
 
 class Scale(float):
-    """With an attribute of each object, one of the class, and a property."""
+    """A number with an attribute of the object, one of the class, and a property."""
 
     shift = 1.0
 
@@ -682,7 +682,7 @@ def function_as_an_argument() -> Case:
 
 
 class Block(nn.Module):
-    """Of a norm and what else a module may have."""
+    """A block with a norm and other state that a module may have."""
 
     scale = 2.0
 
@@ -1090,7 +1090,7 @@ def test_code_that_is_the_same_is_traced_once() -> None:
 
 @kernels
 def test_many_instances_share_a_program() -> None:
-    """Of one structure; those with another number, and with parameters that are one, have their own."""
+    """Instances with the same number share one; the three numbers have a program each."""
     x, blocks = randn(5, 24), [Scaled(10.0 + number % 3) for number in range(12)]
     with mock.patch(
         "fusedops.compiler.programs.Programs._traced", autospec=True, side_effect=_traced
@@ -1105,7 +1105,7 @@ _traced = fusedops.compiler.programs.Programs._traced
 
 
 class Scaled(nn.Module):
-    """With a method that is fused."""
+    """A module with a row-wise method."""
 
     def __init__(self, by: float) -> None:
         super().__init__()
@@ -1273,7 +1273,7 @@ def test_structures_that_alternate_are_walked_once() -> None:
     ],
 )
 def test_attribute_is_named_by_the_second_argument(call: str, names: str | None) -> None:
-    """Of `getattr`; any attribute may be read where that is computed."""
+    """If the second argument of `getattr` is computed, any attribute may be read."""
     reads = reads_of(compile(call, "", "eval"))
     assert (None if reads.everything else reads.optional) == (names and set(names))
 

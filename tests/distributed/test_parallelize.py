@@ -46,7 +46,7 @@ def _full(t: Any) -> Tensor:
 
 
 def _scattered(model: nn.Module) -> nn.Module:
-    """With weights and biases of norms, and biases of linear layers, that are not ones and zeros."""
+    """The model with random weights of norms, and random biases, instead of ones and zeros."""
     for parameter in model.parameters():
         if parameter.ndim == 1:
             nn.init.normal_(parameter, 1.0, 0.3)
@@ -230,7 +230,7 @@ def _modules_under_sequence_parallel(mesh: Any) -> None:
 
 
 def _sums_of_plain_rows(mesh: Any) -> None:
-    """Of plain tensors too a block joins sum and norm under `SequenceParallel`.
+    """Under `SequenceParallel` a block joins sum and norm of plain tensors, too.
 
     It calls a norm with another hook.
     """
@@ -406,7 +406,7 @@ def _compiled_blocks(mesh: Any) -> None:
 
 
 def _save(mesh: Any, folder: str) -> None:
-    """Of a model that is split, sharded and then fused, under the keys of the model as it was."""
+    """Saves a split, sharded and then fused model, under the keys of the original model."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 

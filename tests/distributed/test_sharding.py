@@ -181,7 +181,7 @@ def _masks_stay_with_their_rows(mesh: Any) -> None:
 
 
 def _roundings(mesh: Any) -> None:
-    """Of sharded columns too are rounded where a model rounds, and a copy of the output is of what was rounded."""
+    """A norm of sharded columns rounds where a model does, and casts the rounded output."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     x, residual, weight = (t.bfloat16() for t in torch.randn(3, 16, 32))
@@ -350,7 +350,7 @@ def _without_kernels(meshes: dict[tuple[int, ...], Any], full: bool) -> None:
 
 
 def _without_private_names(meshes: dict[tuple[int, ...], Any], full: bool) -> None:
-    """Of DTensor: its public functions give the same."""
+    """Without DTensor's private names, its public functions give the same results."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "_dtensor_parts", lambda: None)
         patch.setattr(sharding, "_plans", {})
@@ -689,7 +689,7 @@ _SIMULATED = ("layer_norm", "bias_dropout_add_ln with dropout", "bias_act with d
 @on_cpus
 @pytest.mark.parametrize(("few", "many"), [((2,), (1024,)), ((2, 2), (128, 8))])
 def test_many_ranks_do_what_few_do(few: tuple[int, ...], many: tuple[int, ...]) -> None:
-    """Of a thousand each moves what one of two moves: the numbers of its own rows."""
+    """Each of a thousand ranks moves what one of two moves: the numbers of its own rows."""
     seen = _simulated(few, 0)
     assert seen == _simulated(many, 0) == _simulated(many, 517)
     assert any(collectives for *_, collectives in seen)

@@ -267,7 +267,7 @@ def test_called_after(row: str, call: Callable[[Any], nn.Module]) -> None:
 
 
 class _Normed(nn.Module):
-    """With what static quantisation needs: a part that makes integers of numbers."""
+    """A model with the stubs that static quantisation needs."""
 
     def __init__(self) -> None:
         super().__init__()

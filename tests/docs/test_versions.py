@@ -58,7 +58,7 @@ def test_lower_bound_is_the_packages(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Triton", "einops", "Transformers"])
 def test_pinned_version_is_named(name: str) -> None:
-    """Of a range the highest."""
+    """For a range it is the highest."""
     (pinned,) = re.findall(rf"^{_PACKAGES[name]}(?:>=[\d.]+,<|=)=([\d.]+)$", _PINS, re.MULTILINE)
     assert pinned in TESTED[name]
 

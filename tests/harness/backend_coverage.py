@@ -50,7 +50,7 @@ _SECONDS = 120  # of the processor
 
 @dataclass(frozen=True)
 class Regions:
-    """Of an architecture.
+    """The regions of an architecture, and how many of them are fused.
 
     Attributes:
         graphs: how many torch.compile traces.
@@ -72,7 +72,7 @@ COLUMNS = tuple(field.name for field in fields(Regions))
 
 
 def regions_of(name: str, device: torch.device | str = "cpu", *, dynamic: bool = False) -> Regions:
-    """Of one architecture, on a device with kernels, with sizes as symbols if ``dynamic``.
+    """The regions of an architecture on a device with kernels; sizes are symbols if ``dynamic``.
 
     The reason is the error where it cannot be traced.
     """

@@ -71,7 +71,7 @@ class Problem:
         return tensor
 
     def drop_ones(self) -> None:
-        """From here on dropout acts on ones: the sum then is the scaled mask itself."""
+        """Makes dropout act on ones: the returned sum is then the scaled mask itself."""
         with torch.no_grad():
             self.rows.fill_(1.0)
             bias = self.tensors.get("bias")

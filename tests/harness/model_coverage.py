@@ -290,7 +290,7 @@ def by_kind(found: list[Coverage]) -> str:
 
 
 def by_model(reports: dict[str, tuple[ModuleReport, ...]]) -> str:
-    """For each of the twenty, how many of its modules of a kind are fused, of how many.
+    """A table with the fused and all modules of each kind, for each of the twenty models.
 
     `other` are of no kind.
     """

@@ -105,7 +105,7 @@ _FIXED = ("partial_rotary",)
 
 
 def _columns(cols: int) -> dict[int, int]:
-    """From the sizes that samples have along their rows to those of rows of so many columns."""
+    """Maps the samples' sizes along a row to those for rows of ``cols`` columns."""
     return {24: cols, 48: 2 * cols, 16: cols, 8: cols // 2, _CLASSES: cols, 6: cols // 8, 3: 4}
 
 
@@ -120,14 +120,14 @@ def dropout_add_layer_norm(
 
 
 def adaptive_layer_norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Of DiT (Peebles and Xie 2023): scale and shift of each sample."""
+    """The norm of DiT (Peebles and Xie 2023), with scale and shift of each sample."""
     return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
 
 
 def gate_and_residual(
     x: Tensor, gate: Tensor, residual: Tensor, scale: Tensor, shift: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of FLUX: a gated branch, and the next branch's modulated norm."""
+    """The residual of FLUX: a gated branch, and the next branch's modulated norm."""
     stream = residual + gate * x
     return F.layer_norm(stream, stream.shape[-1:], eps=1e-6) * (1 + scale) + shift, stream
 
@@ -140,7 +140,7 @@ def gated_residual_norm(
 
 
 def layer_scale(x: Tensor, gamma: Tensor, residual: Tensor) -> Tensor:
-    """Of CaiT (Touvron et al. 2021)."""
+    """The residual of CaiT (Touvron et al. 2021)."""
     return residual + gamma * F.dropout(F.gelu(x), DROP)
 
 
@@ -158,12 +158,12 @@ def llama_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def norm_then_add(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-    """Of OLMo-2: the branch is normalised, and then added."""
+    """The residual of OLMo-2: the branch is normalised, and then added."""
     return residual + F.rms_norm(x, x.shape[-1:], weight, 1e-6)
 
 
 def gated_norm(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-    """Of Mamba-2 (Dao and Gu 2024)."""
+    """The norm of Mamba-2 (Dao and Gu 2024)."""
     gated = x * F.silu(z)
     return gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + 1e-5) * weight
 
@@ -186,7 +186,7 @@ def dropped_geglu(packed: Tensor) -> Tensor:
 
 
 def unit_rows(x: Tensor, scale: Tensor) -> Tensor:
-    """Of nGPT: rows of length one, scaled."""
+    """The norm of nGPT: rows of length one, scaled."""
     return F.normalize(x, dim=-1) * scale
 
 
@@ -237,7 +237,7 @@ def per_head_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def softcap(x: Tensor) -> Tensor:
-    """Of Gemma 2."""
+    """The capped logits of Gemma 2."""
     return 30.0 * torch.tanh(x / 30.0)
 
 
@@ -248,7 +248,7 @@ def alibi_softmax(scores: Tensor, slope: Tensor) -> Tensor:
 
 
 def windowed_softmax(scores: Tensor, slope: Tensor) -> Tensor:
-    """Of attention to the first position and a few before.
+    """The softmax of attention to the first position and a few earlier ones.
 
     Mask and bias are made of the indices of rows and columns.
     """
@@ -264,7 +264,7 @@ def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """With label smoothing, and PaLM's z-loss."""
+    """Cross-entropy with label smoothing and PaLM's z-loss."""
     loss = F.cross_entropy(logits, target, reduction="none", label_smoothing=0.1)
     return loss + 1e-3 * torch.logsumexp(logits, -1).square()
 

@@ -281,7 +281,7 @@ def _second(
 def _compare(
     random: RandomFunction, tensors: Sequence[Tensor], got: _Results, native: _Results
 ) -> None:
-    """Of two results the kinds, dtypes, shapes and layouts, and of values and derivatives the errors."""
+    """Compares kinds, dtypes, shapes, layouts, values and derivatives of two results."""
     assert got.kind is native.kind, f"{got.kind} for {native.kind}"
     assert len(got.outputs) == len(native.outputs), "another number of outputs"
     for number, (out, like) in enumerate(zip(got.outputs, native.outputs, strict=True)):
@@ -450,7 +450,7 @@ def _wrong(
 
 
 def _first_lenient(random: RandomFunction, got: _Results) -> int:
-    """From which result on a number is right where PyTorch has NaN.
+    """The index of the first result that may be a number where PyTorch has NaN.
 
     A column that nothing is computed of has no gradient, where PyTorch multiplies zeros by what may
     be infinite; and at a kink it has no second derivative.
@@ -529,7 +529,7 @@ def _difference(
 
 
 def _kind(tensor: Tensor) -> Tensor:
-    """Of each element whether it is finite, one of the infinities, or NaN."""
+    """The kind of each element: finite, one of the infinities, or NaN."""
     return tensor.isnan() * 3 + tensor.isposinf() * 2 + tensor.isneginf()
 
 

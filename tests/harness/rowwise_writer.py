@@ -800,7 +800,7 @@ class _Writer:
         return made
 
     def _called(self, given: Sequence[Given]) -> tuple[Given, ...]:
-        """With layouts, faults and gradients, on which no statement depends."""
+        """The inputs with random layouts, faults and gradients, on which no statement depends."""
         chance = self.chance
         strided, harsh, some = chance.random() < 0.3, chance.random() < 0.25, chance.random() < 0.4
         found = []

@@ -190,7 +190,7 @@ CASES = cases(RANKS)
 
 
 def placements_of(call: Call, case: Case, shape: tuple[Any, ...]) -> list[Any]:
-    """Of a tensor of the call."""
+    """The placements of a tensor of the call."""
     from torch.distributed.tensor import Replicate, Shard
 
     found = []
@@ -251,7 +251,7 @@ class Traffic(TorchDispatchMode):
 
     @property
     def names(self) -> list[str]:
-        """Of the collectives."""
+        """The names of the collectives."""
         return [name.partition(".")[0] for name, _ in self.found]
 
 

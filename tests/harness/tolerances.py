@@ -229,7 +229,7 @@ def _roundings(spec: Spec, sample: Sample) -> tuple[float, float]:
 
 
 def _depth(spec: Spec, sample: Sample) -> float:
-    """Of the longest sum, along a row or down the rows."""
+    """The depth of the longest sum, along a row or down the rows."""
     rows = rows_of(spec, sample)
     cols = max(rows.shape[-1], 1)
     return depth(max(cols, rows.numel() // cols))

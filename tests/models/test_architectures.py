@@ -237,7 +237,7 @@ def _made(model: nn.Module, arguments: dict[str, Any]) -> dict[str, set[str]]:
 
 @every
 def test_calls_what_it_reports(name: str) -> None:
-    """Of the modules that run, each calls every operator that the report names."""
+    """Each module that runs calls every operator that the report names for it."""
     model, arguments = _built(name)
     model.train()
     torch.manual_seed(3)

@@ -167,7 +167,7 @@ def _casts(model: nn.Module, arguments: dict[str, Any], device: torch.device) ->
 def test_rows_are_cast_once(
     spec: ModelSpec, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For q, k and v together, where the rows stay fp32 for the residual.
+    """One cast serves q, k and v, where the rows stay fp32 for the residual.
 
     Two casts a self-attention less.
 
@@ -489,7 +489,7 @@ def test_one_graph(spec: ModelSpec, device: torch.device) -> None:
 
 
 def test_low_dtype_needs_known_consumers(device: torch.device) -> None:
-    """With nobody named there is nothing to know."""
+    """Without consumers, or with one that does not cast, there is no low dtype."""
     with torch.autocast(device.type, LOW):
         assert autocast.low_dtype(torch.ones(1, device=device), ()) is None
         assert (

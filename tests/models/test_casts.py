@@ -61,7 +61,7 @@ some = pytest.mark.parametrize("spec", _SOME, ids=lambda spec: spec.name)
 
 
 def _is_cast(func: Any, kwargs: dict[str, Any]) -> bool:
-    """To autocast's dtype."""
+    """Whether the operator is a cast to autocast's dtype."""
     return func.overloadpacket is torch.ops.aten._to_copy and kwargs.get("dtype") is LOW
 
 
@@ -372,7 +372,7 @@ class _Cache:
     ids=["none", "of one part", "empty", "of another layer", "filled"],
 )
 def test_caches(cache: Any, joins: bool) -> None:
-    """Of a cross-attention, whose own layers are not called where its keys and values are cached.
+    """A cross-attention does not call its own layers if its keys and values are cached.
 
     Others call theirs.
     """
@@ -460,7 +460,7 @@ def _apart(*args: Any) -> None:
 
 
 def _casts_joined(joined: bool) -> Any:
-    """Or apart, with nothing else that is done where kernels are made left out."""
+    """A context in which casts are joined, or else single, with all other tricks as they are."""
     return (
         nullcontext() if joined else mock.patch("fusedops.models.tricks.casts.cast_as_one", _apart)
     )
@@ -503,7 +503,7 @@ def test_compiled(spec: ModelSpec) -> None:
 
 
 def test_mapped_over_parameters() -> None:
-    """By `torch.func`, compiled: several sets of parameters at once, each as by itself."""
+    """A compiled `torch.vmap` casts several sets of parameters, each as it is cast alone."""
     sets = [torch.randn(2, *t.shape, device=DEVICE) for group in _groups() for t in group]
 
     def cast(*tensors: Tensor) -> tuple[Tensor, ...]:

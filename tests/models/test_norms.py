@@ -106,7 +106,7 @@ class WithoutScale(Metas):
 
 
 class AnyPower(nn.Module):
-    """With a small number that is no size."""
+    """A module with a small number that is not a size."""
 
     power, eps = 2, 1e-6
 
@@ -375,7 +375,7 @@ class WeightFirst(_Norm):
 
 
 class WeightRoundedFirst(_Norm):
-    """To a dtype that is not the weight's, of too few bits."""
+    """Rounds the weight to a dtype that is not the weight's, and has too few bits."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -632,7 +632,7 @@ _LEFT = {
 
 @pytest.mark.parametrize("cls", _LEFT, ids=lambda cls: cls.__name__)
 def test_look_alikes_are_left(cls: Any) -> None:
-    """Of what is no norm in fp32, and is not called one, the report says nothing more than that there is no rule."""
+    """If a class is no norm in fp32 and not called one, the reason is "no rule"."""
     (called,) = fusedops.fuse_model(type(f"{cls.__name__}Norm", (cls,), {})()).modules
     assert not called.rule and _LEFT[cls] in called.reason
     (line,) = fusedops.fuse_model(cls()).modules
@@ -707,7 +707,7 @@ def test_on_the_meta_device() -> None:
 
 
 def test_a_class_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For as many modules of one size as there are; again for another size or configuration."""
+    """One run is for all modules of a size. Each other size or configuration is run, too."""
     forms._fitted.cache_clear()
     for model, runs in (
         (nn.Sequential(*[Metas(eps=1e-6) for _ in range(50)]), 1),

@@ -627,7 +627,7 @@ def test_a_forward_that_is_patched_after_fusing_is_called(
 
 @_ATTENTIVE
 def test_a_forward_on_top_of_a_fused_class_is_called(name: str) -> None:
-    """By a subclass that is put in the fused class's place, which may call what is below it."""
+    """The forward is of a subclass that replaces the fused class, and calls super()."""
     model, arguments, attention = _attention_of(name)
     expected = outputs(model(**arguments))
     calls: list[str] = []

@@ -184,7 +184,7 @@ def _called(model: nn.Module, names: set[str] | None = None) -> list[str]:
 
 @some
 def test_hooks(name: str) -> None:
-    """With hooks on all modules these are called in their order, and compute the same bits."""
+    """Hooks on all modules are called in the same order, and results have the same bits."""
     model = _made(CASES[name][0]).train()
     fused = _fused(model)
     calls = _called(model), _called(fused)

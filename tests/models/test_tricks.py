@@ -125,7 +125,7 @@ def test_each_is_turned_off_alone(spec: ModelSpec) -> None:
     "spec", [s for s in SAMPLES if s.name == "bert"], ids=lambda spec: spec.name
 )
 def test_one_model_has_it_and_another_has_not(spec: ModelSpec) -> None:
-    """Of the same classes; and what is saved without it is loaded without it."""
+    """The models have the same classes. A copy or pickle of a model is like the model."""
     with_it, without = build(spec), build(spec)
     fusedops.fuse_model(with_it)
     fusedops.fuse_model(without, exclude=["masks"])

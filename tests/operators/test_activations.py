@@ -18,7 +18,7 @@ every = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATI
 
 
 def _range(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """From the smallest numbers to far beyond where every activation is flat or straight, no kink among them."""
+    """Numbers without kinks: from the smallest to where every activation is flat or straight."""
     small = torch.logspace(-30, 2, 500, dtype=torch.float64)
     x = torch.cat([torch.linspace(-20.0, 20.0, 6000, dtype=torch.float64), small, -small])
     return x.to(device, dtype).view(-1, 100)

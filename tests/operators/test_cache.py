@@ -331,7 +331,7 @@ def test_killed_tuner_leaves_complete_entries(full: bool) -> None:
 
 
 def test_concurrent_writers(root: Path, full: bool) -> None:
-    """And a reader, which never reads a torn entry."""
+    """Two processes write while this one reads, and no entry that it reads is torn."""
     processes = [start_tuner(8 if full else 3) for _ in range(2)]
     for process in processes:
         wait_until_it_begins(process)

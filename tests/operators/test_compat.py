@@ -248,7 +248,7 @@ def test_long_axis_is_folded(
 def test_kernel_stays_loaded_with_its_variant(
     release: str, build: Callable[[Any], launch.Kernel]
 ) -> None:
-    """From 3.8 on a compiled kernel that is collected is unloaded from the GPU."""
+    """Since Triton 3.8 a compiled kernel is unloaded from the GPU when it is collected."""
     kernel = build(RELEASES[release])
     compiled, variant = weakref.ref(kernel._compiled), kernel.variant
     del kernel

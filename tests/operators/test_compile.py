@@ -173,7 +173,7 @@ def _run(spec: Spec, compiled: Callable[..., Any], rows: int, device: torch.devi
 def test_new_row_counts_do_not_recompile(
     spec: Spec, dynamic: bool | None, device: torch.device
 ) -> None:
-    """With ``dynamic=True`` one graph serves all.
+    """With ``dynamic=True`` one graph runs for all row counts.
 
     By default the second row count makes the graph dynamic, for good.
     """

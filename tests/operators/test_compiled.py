@@ -234,7 +234,7 @@ def test_backwards_of_wide_rows_of_16_bits_do_not_spill(
     from_3_9: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a norm alone: whole rows, and those for which registers hold too much else."""
+    """The norm has x alone. Rows are whole, but for cases that need too many other registers."""
     dtypes = (torch.bfloat16, None, None, parameters, parameters if kind == "layer" else None)
     constants = NormConstants("compiled", kind, "once", 1e-5, 0.0, None, save)
     site = site_of(NORM, constants, dtypes, cols, -1, False, True)
@@ -250,7 +250,7 @@ def test_backwards_of_wide_rows_of_16_bits_do_not_spill(
 def test_backwards_of_unaligned_rows_that_programs_share_do_not_spill(
     kind: Kind, cols: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With dropout and all gradients."""
+    """The backwards have dropout and all gradients."""
     dtype = torch.bfloat16
     dtypes = (dtype, dtype, dtype, dtype, dtype if kind == "layer" else None)
     constants = NormConstants("compiled", kind, "once", 1e-5, 0.0, None, "sum")
@@ -279,7 +279,7 @@ def test_compiles_for_the_others(
 
 
 def test_tiles_of_slices_compile_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one row or more, with and without idle lanes, in one kernel."""
+    """One kernel has tiles of one row and of several, with and without idle lanes."""
     member = plans(17, torch.float32)["slices without a common factor"]
     with (
         tuning.forced("slices_forward", Config(16, 1, 1)),
@@ -415,7 +415,7 @@ def test_shared_memory_suffices(
     target: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With mixed dtypes, and every tensor there and kept.
+    """It suffices for mixed dtypes, with every tensor present and saved.
 
     What one dtype's heuristic does not see.
     """

@@ -134,7 +134,7 @@ def test_jvp_of_grad(spec: Spec, device: torch.device) -> None:
 @pytest.mark.parametrize("inner", ["jacfwd", "jacrev"])
 @pytest.mark.parametrize("outer", ["jacfwd", "jacrev"])
 def test_hessian(spec: Spec, outer: str, inner: str, device: torch.device) -> None:
-    """By all four compositions, along the rows and along the last parameter."""
+    """All four compositions agree with PyTorch, for the rows and for the last parameter."""
     both = pair(spec, device, p=0.0, shape=(2, 3))
     weights = both.cotangents()
     taken = {"jacfwd": func.jacfwd, "jacrev": func.jacrev}
@@ -210,7 +210,7 @@ def test_double_backward_under_a_dispatch_mode(spec: Spec, device: torch.device)
 
 @every
 def test_backward_under_a_dispatch_mode_of_a_call_outside(spec: Spec, device: torch.device) -> None:
-    """And the other way round: a mode may come and go between forward and backward."""
+    """The mode is active in the forward alone, or in the backward alone."""
     both = pair(spec, device)
     weights = both.cotangents()
 

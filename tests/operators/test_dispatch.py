@@ -380,7 +380,7 @@ def test_an_operators_arguments_give_the_calls_site(case: Case) -> None:
 def test_a_tensor_subclass_sees_the_operator_that_returns(
     spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For subclasses with rules of their own about operators, as DTensor has."""
+    """Subclasses may have rules of their own for operators, as DTensor has."""
     seen: list[str] = []
     dispatch = TwoTensor.__torch_dispatch__
 

@@ -40,7 +40,7 @@ def test_as_many_launches_as_the_spec_says(case: Case) -> None:
 
 @every
 def test_the_plain_cpu_launches_nothing(spec: Spec, kernel_path: bool) -> None:
-    """And the kernel path does: no silent fall-back in either direction."""
+    """The kernel path launches kernels: neither falls back to the other silently."""
     sample = sized(spec, (5, 40))
     with launch.record() as names:
         spec.call(**sample.tensors, **sample.options)

@@ -88,7 +88,7 @@ def test_the_low_precision_copy_has_the_outputs_tangent(case: Case) -> None:
 
 
 def _twice(spec: Spec, sample: Sample) -> bool:
-    """With ``save="output"`` the kernel path has no second derivative.
+    """Whether second derivatives are checked: kernels have none with ``save="output"``.
 
     A test below checks the error.
     """

@@ -192,7 +192,7 @@ def test_no_rows_launch_nothing(spec: Spec, device: torch.device) -> None:
 def test_the_plain_cpu_launches_nothing(
     spec: Spec, kernel_path: bool, device: torch.device
 ) -> None:
-    """And the kernel path does: no silent fall-back in either direction."""
+    """The kernel path launches kernels: neither falls back to the other silently."""
     forward, backward = _launches(spec, _sample(spec, 5, 40, device))
     assert bool(forward) == bool(backward) == kernel_path
 
@@ -276,7 +276,7 @@ def test_small_norms_are_pytorchs_own(
 
 
 def test_where_shared_memory_is_short_less_is_taken_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the ordinary launcher too.
+    """The ordinary launcher, too, lowers the number of stages.
 
     Where nothing is taken ahead any more, the error is the user's to see.
     """

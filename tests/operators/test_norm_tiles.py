@@ -38,7 +38,7 @@ def _few(spec: Spec, sample: Sample) -> bool:
 
 @cases((torch.float32,), _few, _NORMS)
 def test_tiles_side_by_side(case: Case) -> None:
-    """Of which the last has idle lanes, or none has a lane that is not.
+    """The last tile of a row has idle lanes, or is idle altogether.
 
     In one-tile and in persistent programs.
     """

@@ -275,7 +275,7 @@ def test_tuner_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.kernels
 def test_server_replies_with_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And then serves the next request."""
+    """After an error, the server answers the next request."""
     monkeypatch.setattr(tuning, "on_demand", lambda: "")
     strange = {**asdict(KEY), "variant": ["rms", "sideways"]}
     index = -1 if DEVICE.type == "cpu" else torch.cuda.current_device()
@@ -336,7 +336,7 @@ def test_ranks_use_the_config_of_rank_0(
 def test_error_in_tuning_is_raised_unchanged(
     ranks: threading.local, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example an earlier device error, raised by the synchronisation.
+    """Such an error may be an earlier one of the device, raised by the synchronisation.
 
     The other ranks do not wait for rank 0.
     """
@@ -358,7 +358,7 @@ MILLISECONDS = datetime.timedelta(milliseconds=50)
 
 
 def test_rank_that_times_out(ranks: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a key that rank 0 does not reach.
+    """Rank 0 does not reach the key.
 
     One wait, shorter than for a key that is being tuned.
     """

@@ -108,7 +108,7 @@ def test_checkpointed(spec: Spec, use_reentrant: bool, device: torch.device) -> 
 def test_halves_are_read_in_place(
     spec: Spec, cut: str, leading: tuple[int, ...], device: torch.device
 ) -> None:
-    """And written apart: the gradients are those of two tensors, for the halves and for the whole."""
+    """Gradients are written as two tensors, for the halves and for the whole."""
     leaf = torch.randn((*leading, 2 * COLS), device=device, requires_grad=True)
     halves = CUTS[cut](leaf)
     with _no_copies():

@@ -116,7 +116,7 @@ def test_nothing_is_written_beside_the_outputs(case: Case, monkeypatch: pytest.M
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU does not check")
 @pytest.mark.parametrize("which", ["load", "store"])
 def test_access_beside_a_tensor_is_an_error(which: str) -> None:
-    """Of any kernel that the interpreter runs."""
+    """That holds for any kernel that the interpreter runs."""
     x = torch.zeros(8, 8, device=DEVICE)
     with pytest.raises(Exception, match=f"create_masked_{which} beside"):
         _beside[(1,)](x, torch.zeros(24, device=DEVICE), which == "load")

@@ -49,7 +49,7 @@ def test_every_slice_has_a_slot_that_holds_it(seed: int) -> None:
 
 
 def test_a_fifth_of_the_lanes_is_idle() -> None:
-    """With widths of all kinds, on the average."""
+    """That is the mean over widths of all kinds."""
     sizes = tuple(range(33, 257))
     groups = Groups.of(widths_of(sizes), 256, 1, 1, 1)
     tiles = [groups.tiles[kind] for kind in groups.table[: groups.count]]
@@ -72,7 +72,7 @@ def _some(spec: Spec, sample: Sample) -> bool:
 @pytest.mark.kernels
 @cases((torch.bfloat16, torch.float32), _some, _SLICES)
 def test_programs_of_several_tiles(case: Case) -> None:
-    """Of one row each, one program a multiprocessor.
+    """A tile has one row, and a multiprocessor one program.
 
     Loads are taken ahead, by the compiler or by the loop.
     """

@@ -58,7 +58,7 @@ def _step(spec: Spec, rows: int, cols: int, values: dict[str, Tensor], p: float)
 
 
 def test_log_is_silenced_by_thread(caplog: pytest.LogCaptureFixture) -> None:
-    """And not any more after the last block, in whichever order the threads leave theirs."""
+    """After the last block it is not, whatever the order in which threads leave their blocks."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     inside, left = threading.Event(), threading.Event()
 
@@ -123,7 +123,7 @@ def test_results(spec: Spec, device: torch.device) -> None:
 
 @pytest.mark.parametrize("spec", DROPOUT_SPECS, ids=lambda spec: spec.name)
 def test_masks_are_all_different(spec: Spec, device: torch.device) -> None:
-    """And each backward has its own forward's."""
+    """Each backward has the mask of its own forward."""
     problems = [Problem(spec, 4, 40, device) for _ in range(THREADS)]
     runs = [
         run

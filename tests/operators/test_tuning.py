@@ -166,7 +166,7 @@ def test_calls_do_not_benchmark(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> 
 @every
 @pytest.mark.kernels
 def test_config_is_chosen_once(spec: Spec) -> None:
-    """And again only for another bucket of rows; all other calls cost a look-up."""
+    """Another bucket of rows has its own choice. All other calls cost a look-up."""
     with tuning.collected_keys() as asked:
         run(spec, 20)
         first = dict(asked)
@@ -213,7 +213,7 @@ def test_buckets_share_what_they_compile(spec: Spec, monkeypatch: pytest.MonkeyP
 def test_capture_uses_the_plan_of_another_bucket(
     spec: Spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the same results; the call after the capture gets its own plan."""
+    """The results are the same. The call after the capture gets its own plan."""
     choose = tuning.choose
 
     def by_bucket(key: TuningKey, device_index: int) -> Config:
@@ -285,7 +285,7 @@ def test_unaligned_rows_take_no_tiles_that_spill(cols: int, variant: tuple[str, 
 @pytest.mark.parametrize("cols", [16392, 18432, 20001, 24576, 28672, 32767, 32768])
 @pytest.mark.parametrize("inputs", ["alone", "adds"])
 def test_wide_rows_of_16_bits_are_whole(cols: int, inputs: str) -> None:
-    """With no idle tile.
+    """No tile is idle.
 
     Two inputs that are loaded element by element are read in two passes; only one way is valid for
     each.

@@ -54,7 +54,7 @@ def test_values(case: Case) -> None:
 
 @cases(select=lambda spec, sample: bool(sample.options.get("return_sum")))
 def test_output_is_the_norm_of_the_returned_sum(case: Case) -> None:
-    """Of the very numbers that are returned, rounded once.
+    """The norm is of the returned numbers, which are rounded once.
 
     No second, unrounded sum hides behind them.
     """
@@ -69,7 +69,7 @@ def test_output_is_the_norm_of_the_returned_sum(case: Case) -> None:
 
 @cases(select=lambda spec, sample: "cast_dtype" in sample.options)
 def test_a_cast_output_is_the_output_in_another_dtype(case: Case) -> None:
-    """To the last bit; and it is the output itself, not a copy, if that has its dtype."""
+    """They agree in every bit. If the dtypes are equal, it is the output itself, not a copy."""
     y, *_, cast = call(case.spec, case.sample())(tensors_of(case.spec, case.sample()))
     assert torch.equal(cast, y.to(cast.dtype))
     assert (cast is y) == (cast.dtype == y.dtype)
@@ -297,7 +297,7 @@ def test_not_a_number_spreads_as_in_pytorch(case: Case, value: float) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
 @cases((torch.float32, torch.bfloat16), lambda spec, sample: sample.name in _SPOILED)
 def test_not_a_number_spreads_backwards(case: Case, value: float) -> None:
-    """From one element of a cotangent to the same gradients as in eager PyTorch, and to no others."""
+    """It spreads from one element of a cotangent to the same gradients as in eager PyTorch."""
     spec, sample = case.spec, case.sample()
     tensors, mask = tensors_of(spec, sample), dropout_mask(spec, sample)
     cotangents = random_like(call(spec, sample)(tensors))

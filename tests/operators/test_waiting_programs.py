@@ -75,7 +75,7 @@ def _check(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
 @on_gpu
 @pytest.mark.parametrize("rows", [1, 2, 3, 131, 700])
 def test_one_launch(rows: int) -> None:
-    """And equal bits, however the programs are ahead of one another."""
+    """The results have equal bits, whatever the order in which programs run."""
     tensors = _tensors(rows)
     dy = torch.randn(rows, COLS, device=DEVICE)
     with launch.record() as launched:

@@ -204,7 +204,7 @@ _OF_DEVICES = ("fusedops.core.device", "fusedops.core.exchange")
     "name", [name for name in MODULES if _has_kernels(name) or name in _OF_DEVICES]
 )
 def test_kernels_import_only_triton(name: str) -> None:
-    """And the device functions of core, and files of their own package."""
+    """They also import the device functions of core, and files of their own package."""
     package = name.partition(".kernels")[0] + ".kernels."
     for target in _imports(MODULES[name]):
         is_triton = target.split(".")[0] in ("triton", "__future__")

@@ -109,7 +109,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _metadata(built: Path) -> Message:
-    """Of the wheel or the archive."""
+    """The metadata of the wheel or the archive."""
     if built.suffix == ".whl":
         with zipfile.ZipFile(built) as archive:
             (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))

@@ -88,7 +88,7 @@ def test_tests_share_the_specs() -> None:
 def test_cases_are_chosen_while_they_are_collected(
     request: pytest.FixtureRequest, full: bool, number: int, letter: str
 ) -> None:
-    """Of the 15 cases of this test, five are items, unless the command line names one."""
+    """Five of the 15 cases of this test are items, unless the command line names one."""
     items = [item for item in request.session.items if item.path == Path(__file__)]
     own = [item for item in items if item.originalname == request.node.originalname]
     names_a_case = any("::" in argument for argument in request.config.args)

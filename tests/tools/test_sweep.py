@@ -181,7 +181,7 @@ def test_grid_covers_every_operator_in_order() -> None:
 
 
 def test_floor() -> None:
-    """By hand: 2 passes forward and 3 backward over 8192 x 4096 x 2 bytes, at 4 TB/s."""
+    """The floor is 2 passes forward and 3 backward over 8192 x 4096 x 2 bytes, at 4 TB/s."""
     workload = replace(only("layer_norm", shape=(8192, 4096)), dtype=torch.bfloat16)
     assert workload.floor_us(KEY, 4e12) == pytest.approx(2 * 8192 * 4096 * 2 / 4e6)
     backward = replace(KEY, kernel="norm_backward")
@@ -194,7 +194,7 @@ def test_floor() -> None:
 @every
 @pytest.mark.kernels
 def test_fastest_is_chosen(spec: object) -> None:
-    """By the made-up costs; each key is tuned once, the forward's first."""
+    """The costs are made up. Each key is tuned once, the forward's first."""
     timer = made_up.Timer()
     outcomes = tuned(timer, name=spec.name)  # type: ignore[attr-defined]
     assert [outcome.key for outcome in outcomes] == keys_of(only(spec.name), DEVICE)  # type: ignore[attr-defined]
@@ -310,7 +310,7 @@ def test_failure_without_a_message_has_its_type(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.kernels
 def test_sweep_stops_between_keys() -> None:
-    """And keys that are not wanted are neither compiled nor timed."""
+    """Keys that are not wanted are neither compiled nor timed."""
     left = iter([True, True, False])
     found = list(
         made_up.sweeper().sweep(
@@ -422,7 +422,7 @@ def test_worker_that_dies_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 @pytest.mark.compiled
 def test_prints_of_a_worker_are_no_replies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of a startup file, and of C code, which does not use ``sys.stdout``."""
+    """A startup file and C code print; the latter does not use ``sys.stdout``."""
     target, requests = _target_and_requests()
     (tmp_path / "sitecustomize.py").write_text("import os\nos.write(1, b'{}\\n3\\n\\xff')\n")
     environment = compiling.child_environment()

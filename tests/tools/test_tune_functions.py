@@ -104,7 +104,7 @@ def test_tuned_config_is_the_calls_config(
 
 @pytest.mark.kernels
 def test_floor(blocks: str) -> None:
-    """By hand: two tensors in and one out of 300 x 64 in bf16.
+    """The forward reads two tensors of 300 x 64 in bf16 and writes one.
 
     In the backward three in, two out.
     """

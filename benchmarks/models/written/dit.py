@@ -124,7 +124,7 @@ class FinalLayer(nn.Module):
 
 
 class DiT(nn.Module):
-    """Of the sizes of DiT-L/2, for latents of 32 x 32 x 4; predicts the noise."""
+    """A model of the size of DiT-L/2 that predicts the noise in latents of 32 x 32 x 4."""
 
     def __init__(
         self,

@@ -102,7 +102,7 @@ class TransformerBlock(nn.Module):
 
 
 class MetaLlama(nn.Module):
-    """Of the sizes of Llama 3.2 1B, with the vocabulary of the first Llamas."""
+    """A model of the size of Llama 3.2 1B, with the vocabulary of the first Llamas."""
 
     def __init__(
         self,

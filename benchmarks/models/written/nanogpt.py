@@ -88,7 +88,7 @@ class Block(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """Of GPT-2's size and vocabulary, for a comparison with Transformers' model.
+    """A model of GPT-2's size and vocabulary, to compare with the one in Transformers.
 
     There the vocabulary is padded.
     """

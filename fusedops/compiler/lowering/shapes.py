@@ -382,7 +382,7 @@ def _axis_of(r: Any, values: Sequence[Value]) -> Label | None:
 
 
 def _selections(node: Node) -> Iterator[Node]:
-    """The parts of rows that a value is computed of, the last argument first."""
+    """The parts of rows that a value is computed from, the last argument first."""
     pending = [node]
     while pending:
         node = pending.pop()

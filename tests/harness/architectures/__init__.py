@@ -88,7 +88,7 @@ class Architecture:
 
 
 def names() -> list[str]:
-    """Of those that run."""
+    """The names of the architectures that run here."""
     has_timm = all(importlib.util.find_spec(name) is not None for name in ("timm", "torchvision"))
     omitted = left()
     return [
