@@ -34,10 +34,10 @@ def _column_major(t: Tensor) -> Tensor:
 
 
 def _misaligned(t: Tensor) -> Tensor:
-    """One element into its storage: no multiple of 16 bytes."""
-    return torch.cat((torch.full_like(t.flatten()[:1], float("nan")), t.flatten()))[1:].view(
-        t.shape
-    )
+    """A copy that begins one element after its memory, at no multiple of 16 bytes."""
+    flat = t.flatten()
+    storage = torch.cat((torch.full_like(flat[:1], float("nan")), flat))
+    return storage[1:].view(t.shape)
 
 
 def _every_second(t: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def _every_second(t: Tensor) -> Tensor:
 
 
 def _negative(t: Tensor) -> Tensor:
-    """A view whose negation is still to be computed, as the imaginary part of a conjugated tensor is."""
+    """A view with a lazy negation, such as the imaginary part of a conjugated tensor."""
     return torch._neg_view(-t)
 
 
@@ -99,9 +99,9 @@ def _refuse(_: Any) -> Tensor:
 
 @every
 def test_nothing_is_saved_past_the_hooks(spec: Spec, device: torch.device) -> None:
-    """What the backward reads again comes from the hooks.
+    """All tensors that the backward reads come from the hooks.
 
-    `bias_dropout_add` is linear and needs no number again.
+    `bias_dropout_add` is linear: its backward reads none.
     """
     both = pair(spec, device, p=0.0)
     weights, leaves = both.cotangents(), both.leaves()
@@ -151,9 +151,9 @@ def _seen(function: Function, tensors: tuple[Tensor, ...], weights: list[Tensor]
         inputs, lambda grads: seen.update({"all at once": tuple(grads)})
     )
     outputs = function(*inputs)
-    outputs[0].register_hook(
-        _note(seen, "output")
-    )  # the sum is in the middle of the formula, and an output of ours
+    # No hook on the sum: PyTorch's formula computes the first output from it, so its gradient has
+    # one more term there.
+    outputs[0].register_hook(_note(seen, "output"))
     torch.autograd.backward(outputs, weights)
     handle.remove()
     return seen | {f"input {i}: retained": tensor.grad for i, tensor in enumerate(inputs)}
@@ -171,7 +171,7 @@ def test_hooks_see_the_gradients(spec: Spec, device: torch.device) -> None:
 
 @every
 def test_hooks_change_the_gradients(spec: Spec, device: torch.device) -> None:
-    """A hook on a tensor, and one before the operator's node: what they return goes on."""
+    """The backward goes on with the results of a hook on an input and of one on an output."""
     both = pair(spec, device)
     weights = both.cotangents()
 
@@ -226,7 +226,7 @@ def test_hooks_see_the_gradients_of_halves(spec: Spec, cut: str, device: torch.d
 
 
 def _compiled_backward(outputs: Any, weights: list[Tensor]) -> int:
-    """``backward()`` as one graph that Dynamo traces; how often the graph breaks."""
+    """Runs ``backward()`` as a graph that Dynamo traces; returns the number of graph breaks."""
     counters.clear()
     with compiled_autograd._enable(torch.compile(backend="eager")):
         torch.autograd.backward(outputs, weights)
@@ -234,12 +234,12 @@ def _compiled_backward(outputs: Any, weights: list[Tensor]) -> int:
     return sum(counters["graph_break"].values())
 
 
-# PyTorch's tracer looks at ``grad`` of saved outputs, and hides the warning only where warnings are
-# no errors.
+# PyTorch's tracer reads ``grad`` of saved outputs. It hides the warning, but not if warnings are
+# errors, as in this suite.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @every
 def test_compiled_autograd(spec: Spec, device: torch.device, fresh_dynamo: None) -> None:
-    """An eager forward's backward is captured whole, as that of PyTorch's own operators is, and has the right values."""
+    """The backward of an eager forward is one graph, without breaks, and its values agree."""
     both = pair(spec, device)
     weights = both.cotangents()
     leaves = both.leaves()
