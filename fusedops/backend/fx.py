@@ -27,6 +27,7 @@ __all__ = [
     "OPERATORS",
     "OVERLOAD",
     "OWN_DERIVATIVE",
+    "aliased_arguments",
     "as_fake",
     "aten_name",
     "attention_order",
@@ -45,7 +46,6 @@ __all__ = [
     "leaves",
     "may_save_changed_inputs",
     "mutates",
-    "named_again",
     "namespace",
     "recorded_attribute",
     "recorded_call",
@@ -58,8 +58,8 @@ __all__ = [
 ]
 
 # --- targets of nodes -----------------------------------------------------------------------------
-# Where a release of PyTorch lacks a name, `find` returns the fallback: for a type the type of None,
-# of which no target is an instance, and for a function None, which no target is.
+# Where a release of PyTorch lacks a name, `find` returns its second argument. These fallbacks match
+# no target: for a type it is the type of None, and for a function it is None.
 
 # The types of PyTorch's operators: with an overload, without one, and those that take functions.
 OVERLOAD: type = find("_ops.OpOverload", type(None))
@@ -114,8 +114,8 @@ def is_pure(target: Any) -> bool:
 
 
 # --- schemas of operators -------------------------------------------------------------------------
-# What an operator writes, returns and draws is in its schema and its tags. Of other functions the
-# answers are those of an operator that does none of it: `is_pure` tells whether that holds.
+# The schema and the tags of an operator tell what it writes, returns and draws. For other functions
+# the answer is that they do none of it: `is_pure` tells whether that is true.
 
 
 def mutates(target: Any) -> bool:
@@ -151,11 +151,11 @@ def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     return _passed(target, args, kwargs, lambda argument: argument.is_write)
 
 
-def named_again(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def aliased_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Returns the arguments of which an operator's results are views, or which it returns."""
     if not isinstance(target, OVERLOAD):
         return []
-    # One without an aliased result, such as `_foreach_add_`, writes and returns nothing.
+    # An operator without an aliased result, such as `_foreach_add_`, writes, but returns nothing.
     results = target._schema.returns  # type: ignore[attr-defined]
     if all(result.alias_info is None for result in results):
         return []
@@ -198,7 +198,7 @@ def returning(target: Any) -> Any:
     packet = getattr(torch.ops.aten, aten_name(target).removesuffix("_"), None)
     if packet is None:
         return None
-    # The overloads of the two need not have the same names: their arguments tell them.
+    # The two overloads may have different names, but their arguments are the same.
     arguments = _arguments(target)
     for name in packet.overloads():
         overload = getattr(packet, name)
@@ -230,16 +230,17 @@ def is_traceable_subclass(tensor: Tensor) -> bool:
 
 
 def copy_sources(source: torch.fx.GraphModule, target: torch.fx.GraphModule) -> None:
-    """Copies where Dynamo got a graph's inputs.
+    """Copies Dynamo's record of the sources of a graph's inputs and parameters.
 
-    AOTAutograd recognises parameters by it: without, CUDA graphs copy each parameter in each run.
+    AOTAutograd recognises parameters by their sources. Without them, CUDA graphs copy each
+    parameter in each run.
     """
     names = getattr(source, "_param_name_to_source", None)
     if names is None:
         return
     from torch._dynamo.source import ConstantSource
 
-    # AOTAutograd wants a source of every parameter and buffer: also of a constant of the capture.
+    # AOTAutograd needs a source for every parameter and buffer, also for constants of the capture.
     sources: Any = {}
     for name, _ in (*target.named_parameters(), *target.named_buffers()):
         sources[name] = names.get(name, ConstantSource(name))
@@ -374,8 +375,8 @@ def has_own_derivative(results: Iterable[Tensor], arguments: Iterable[Tensor]) -
 def may_save_changed_inputs() -> bool:
     """Returns whether a compiled graph may save an input that it changes.
 
-    So up to PyTorch 2.14, and the backward of such a graph raises. From 2.15 on AOTAutograd's
-    partitioner saves another tensor in its place.
+    It may up to PyTorch 2.14: then the backward of such a graph raises an error. Since 2.15
+    AOTAutograd's partitioner saves another tensor in its place.
     """
     return torch.__version__ < "2.15"
 

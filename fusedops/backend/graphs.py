@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, fx
 
 from ..core.compat.fake import hints, memory_of
-from .fx import GRAD_MODES, HIGHER_ORDER, aten_name, leaves, mutates, named_again, written_arguments
+from .fx import (
+    GRAD_MODES,
+    HIGHER_ORDER,
+    aliased_arguments,
+    aten_name,
+    leaves,
+    mutates,
+    written_arguments,
+)
 
 __all__ = [
     "BIAS",
@@ -295,7 +303,7 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     """The inputs of a node whose memory its value shares: it returns them or views of them."""
     if node.target is operator.getitem:
         return node.all_input_nodes
-    aliased = named_again(node.target, node.args, node.kwargs)
+    aliased = aliased_arguments(node.target, node.args, node.kwargs)
     return nodes_in(aliased)
 
 

@@ -38,8 +38,9 @@ def replace(graph: fx.Graph, match: Match, replaced: dict[fx.Node, fx.Node]) -> 
     own = set(match.region.nodes)
     with graph.inserting_before(_insertion_point(graph, match.region)):
         results = _call(graph, match, replaced)
-    # Nodes of equal values are one result of the operator. They may share its memory only while
-    # nothing writes into it, and only one of them may leave the graph with it.
+    # Nodes with equal values become one result of the operator. Eager PyTorch gives each its own
+    # memory. So all but the first are copied if anything writes into the result, or if they leave
+    # the graph.
     outputs = match.program.outputs
     changed = {number for old, number in outputs if may_be_changed(old)}
     returned = set[int]()
@@ -100,7 +101,8 @@ def _call(graph: fx.Graph, match: Match, replaced: Mapping[fx.Node, fx.Node]) ->
 def _arguments(graph: fx.Graph, match: Match, replaced: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
     """The tensors for a region's operator, see `_call`.
 
-    Where the program has several dimensions for one of a tensor, views split it; see `dimensions`.
+    If the program has several dimensions for a dimension of a tensor, a view splits it: see
+    `dimensions`.
     """
     program = match.program
     # An input may be the output of a region that has been replaced meanwhile.
