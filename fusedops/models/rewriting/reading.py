@@ -81,15 +81,15 @@ def rows_of(function: ast.FunctionDef, kinds: Kinds) -> tuple[str, ...]:
             if selected is not None:
                 definitions.append(selected)
                 continue
-            path = _path_of_taker(flow, use, self_name_of(function))
-            # One other use, and the rows have to stay in their own dtype.
+            path = _path_of_consumer(flow, use, self_name_of(function))
+            # For any other use the rows have to stay in their own dtype.
             if path is None or kinds(path) not in (*_TAKING_ROWS, "absent"):
                 return ()
             paths[path] = None
     return tuple(paths)
 
 
-def _path_of_taker(flow: Flow, use: ast.AST, self_name: str) -> str | None:
+def _path_of_consumer(flow: Flow, use: ast.AST, self_name: str) -> str | None:
     """The name of the module's child that takes a value as its rows; None if none does."""
     call = _taking_call(flow, use)
     if call is None:
@@ -119,7 +119,7 @@ def _selected(flow: Flow, use: ast.Name) -> Definition | None:
     choice = flow.parent[use]
     if not isinstance(choice, ast.IfExp):
         return None
-    # As the condition it is not what is assigned.
+    # The condition itself is not assigned.
     if use is choice.test:
         return None
     target = first_target(flow.parent[choice])
@@ -144,7 +144,7 @@ def _taking_call(flow: Flow, use: ast.AST) -> ast.Call | None:
 
 
 class Reader:
-    """A function, read: the kinds of its calls, and the uses of its values.
+    """What is read in a function: the kinds of its calls, and the uses of its values.
 
     The methods change nothing. Rewriting changes the tree in place, so they are called before the
     node that they are about is rewritten.
@@ -201,7 +201,7 @@ class Reader:
         return call is not None and is_unary(call)
 
     def _gelu(self, node: ast.Call) -> str | None:
-        """The helper for a GELU that a function's one keyword asks for; None for other calls."""
+        """The helper for a functional GELU with one keyword, see `_GELUS`; None for other calls."""
         match node:
             case ast.Call(func=ast.Attribute(), args=[_], keywords=[keyword]):
                 return _GELUS.get(ast.unparse(keyword))
@@ -214,9 +214,9 @@ class Reader:
         return path_of(node.func, self.self_name)
 
     def _global(self, node: ast.Call) -> str:
-        """A space and the name of a function, for `Kinds`; a space alone if it may be any.
+        """A space and the name of a global function, for `Kinds`.
 
-        The name is looked up in the globals, unless it is a local one.
+        A space alone if the function is not known: it is local, or an expression returns it.
         """
         root = root_of(node.func)
         if not root or root in self.local:
@@ -247,7 +247,7 @@ class Reader:
     def _value_of(self, node: ast.AST) -> ast.AST:
         """The expression whose value this is; a name's definition, where that is known."""
         definition = self.flow.only(node)
-        # Of a module's outputs, the first is the one that is an end.
+        # Of a module's outputs, only the first one can be an end.
         if definition.index not in (None, 0):
             return node
         return definition.value or node
@@ -296,7 +296,11 @@ class Reader:
         return kind in DROPOUTS and self._activates(rows)
 
     def _sources(self, node: ast.AST) -> list[str]:
-        """The paths of the modules whose last steps an end has."""
+        """The paths of the modules that the last steps of an end come from.
+
+        These are a linear layer or a block, and dropouts. A functional dropout is a space and its
+        probability.
+        """
         node = self._value_of(node)
         if isinstance(node, ast.Subscript):
             node = self._value_of(node.value)
@@ -312,11 +316,14 @@ class Reader:
     # --- uses ---
 
     def _uses(self, definition: Definition) -> int:
-        """The number of a value's uses that need it, which those of a sum's shape do not."""
+        """The number of a value's uses, without those that read only its shape: see `_is_shape`."""
         return len([use for use in definition.uses if not self._is_shape(use)])
 
     def _is_shape(self, use: ast.Name) -> bool:
-        """Whether this reads the shape of one value, so that the operands of a sum replace it."""
+        """Whether this reads only the shape of a value, for which a sum need not be computed.
+
+        The sum's operands can replace it there: they have the same shape together.
+        """
         return _reads_shape(self.flow, use) and self._is_replaceable(use)
 
     def _is_replaceable(self, use: ast.Name) -> bool:
@@ -355,9 +362,10 @@ class Reader:
         ::
 
             h = self.act(self.fc1(x))
-            y = residual + self.drop2(self.fc2(self.drop1(h)))     fc2 is that of fc1
+            y = residual + self.drop2(self.fc2(self.drop1(h)))     for fc1 this is fc2
 
-        Only one that its consumer joins: cast together with this one, it has its bias in fp32.
+        None unless the consumer of the second layer joins its bias. If the layers are cast
+        together, that bias stays in fp32 for the consumer.
         """
         kinds: list[str] = []
         consumer = self._caller(node)
@@ -414,7 +422,7 @@ class Reader:
             parent = self.flow.parent[use]
         return _is_product_of(parent)
 
-    # --- whether it gains to leave a value unfinished ---
+    # --- whether the last steps of a value are worth leaving to its consumer ---
 
     def _is_split(self, definition: Definition) -> bool:
         """Whether a consumer joins the first of a module's outputs, and others take the rest."""
@@ -444,7 +452,7 @@ class Reader:
         return self._consumer_joins(use)
 
     def _consumer_joins(self, node: ast.AST) -> bool:
-        """Whether the consumer of this value takes an end, and does more than to finish it.
+        """Whether the consumer of this value joins an end: see the module's docstring.
 
         Dropouts and names are followed to what consumes them::
 
@@ -523,7 +531,7 @@ class Reader:
         call = self._call(_taking_call(self.flow, use), *_TAKING_ROWS)
         if call is None:
             return None
-        # Of another assignment's value nobody knows who else takes it.
+        # Another assignment's value may have other consumers.
         if isinstance(use, ast.Name) and not self.flow.has_only(use):
             return None
         return copy.deepcopy(call.func)
@@ -553,8 +561,8 @@ class Reader:
 def _names_replaceable(statements: list[ast.stmt]) -> Iterator[ast.Name]:
     """Yield the names in the expressions that `statements` rewrites.
 
-    These are those of simple statements, also of the ones in conditions and loops, without targets
-    and nested scopes::
+    These expressions are in simple statements, also within conditions and loops. Targets of
+    assignments and nested scopes do not count::
 
         for i in range(n):            n is not replaceable
             a[j] = b                  b is, a and j are not

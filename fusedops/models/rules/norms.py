@@ -1,9 +1,10 @@
 """Norms: LayerNorm and RMSNorm of torch.nn, and all norms of the same formulas.
 
 The latter differ in where they round. Each gets a forward, and two methods that fused blocks call:
-``_fusedops_norm``, the norm with an output in a chosen dtype, and ``_fusedops_add_norm``, the norm
-of a branch added to the residual stream, with an output in that dtype instead of or beside the
-norm's own.
+
+- ``_fusedops_norm``: the norm, with an output in a chosen dtype,
+- ``_fusedops_add_norm``: the norm of the sum of a branch and the residual stream. It returns the
+  output in a chosen dtype, or the norm's own output and a copy in that dtype.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def _add_rms_norm(
 def _output_dtype(
     x: torch.dtype, weight: torch.dtype, rounding: Rounding, low: torch.dtype | None
 ) -> torch.dtype:
-    """The output's dtype of a norm in elementary operators, as Transformers' RMSNorms are.
+    """The output's dtype of a norm that calls elementwise operators, as Transformers' RMSNorms do.
 
     Autocast changes none of these operators, so the dtype is the same with and without it. Where
     it is fp32, it is ``low`` instead, if that is given (see `_narrowed`).
@@ -140,7 +141,7 @@ def _of(form: Form) -> dict[str, Method]:
     layer, rounding, offset, eps = form.kind == "layer", form.rounding, form.offset, form.eps
     weight_name, bias_name, widened = form.weight, form.bias, form.widened
 
-    # At each call, since a user may assign others.
+    # Read at each call, since a user may assign another weight or eps.
     def constants(self: Any) -> tuple[Tensor | None, Any]:
         weight = None if weight_name is None else getattr(self, weight_name)
         # The LayerNorm operators have no offset.
@@ -186,7 +187,7 @@ def _of(form: Form) -> dict[str, Method]:
             "training": end.training,
             "eps": epsilon,
             "return_sum": return_sum,
-            # The norm's own output for the residual stream, and a copy; or one output, cast.
+            # With a cast copy, the output itself is the residual stream, in the norm's own dtype.
             "out_dtype": dtype_of(z, weight, None) if with_cast else low,
             "cast_dtype": low if with_cast else None,
         }
@@ -234,10 +235,12 @@ def _rule_for(cls: type[nn.Module], form: Form) -> Rule | None:
 
 
 def _why(module: nn.Module) -> str:
+    """Why a module that computes a norm in fp32 has no rule; "" for others."""
     return probe.other_rounding(module, _computed)
 
 
 def _why_of_name(module: nn.Module) -> str:
+    """Why a module whose class is named like a norm has no rule; "" for others."""
     return probe.other_norm(module, _computed)
 
 
