@@ -391,6 +391,6 @@ def _plan_backward(
         return _Plan(variant, config.rows, tiles)
     # As many persistent programs as run at the same time, divided among the column tiles.
     programs = max(2, launch.processors(site.device_index) * max(config.per_sm, 1) // tiles)
-    reduce_config = tuning.adding(programs, site.cols)
+    reduce_config = tuning.config_of_sums(programs, site.cols)
     reduce = build(sum_partials_kernel, reduce_config, constants | {"PERSISTENT": False})
     return _Plan(variant, config.rows, tiles, programs, reduce, reduce_config.block_n)

@@ -162,17 +162,18 @@ class Variants:
         # Only the last kernel sums over rows, and each of its programs has partial sums to add up.
         # Those of a group are of its own programs, which are few.
         shared = columns[-1] if self.last.held else 1
-        adding = tuning.adding(1 if self.last.group else programs[-1] // shared, cols)
+        parts = 1 if self.last.group else programs[-1] // shared
+        reduce_config = tuning.config_of_sums(parts, cols)
         reduce = None
         if self.reduce is not None:
-            reduce = self._variant(site, self.reduce, seeded, {}, adding, aligned)
+            reduce = self._variant(site, self.reduce, seeded, {}, reduce_config, aligned)
         return LaunchPlan(
             tuple(variants),
             tuple([config.rows for config in configs_of]),
             tuple(columns),
             tuple(programs),
             reduce,
-            adding.block_n,
+            reduce_config.block_n,
             exchange,
             post,
             multiprocessors,

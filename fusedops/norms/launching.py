@@ -38,9 +38,9 @@ class _Forward:
 
     Attributes:
         variant: the compiled kernel.
-        rows: of a tile.
-        tiles: of a row.
-        programs: at most, along the rows.
+        rows: the rows of a tile.
+        tiles: the tiles of a row.
+        programs: the most programs along the rows.
     """
 
     variant: Variant
@@ -57,15 +57,15 @@ class _Backward:
         post: the kernel that stores the sums over each program's columns, where programs do not
             wait for one another.
         variant: the kernel that stores all gradients.
-        rows: of a tile.
-        columns: programs that share rows.
-        programs: at most, of each of them.
+        rows: the rows of a tile.
+        columns: the number of programs that a row's columns are divided among.
+        programs: the most programs along the rows.
         exchange: "none", "wait", or "read" after `post`.
-        multiprocessors: those of the stream for which this was planned; 0 if the plan does not
-            depend on them.
+        multiprocessors: the number of multiprocessors of the stream that this plan is for; 0 if it
+            does not depend on them.
         reduce: the kernel that adds partial sums of parameter gradients.
-        reduce_block: columns of each of its programs.
-        sums: parameter gradients.
+        reduce_block: the columns of each of its programs.
+        sums: the number of parameter gradients.
     """
 
     post: Variant | None
@@ -165,9 +165,9 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
 
     Gradients that are None in ``outs`` are not computed.
 
-    ``saved`` are the pre-norm sum, the output or x, depending on the site; bias and residual where
-    it is x; weight, ln_bias and the statistics. ``dy`` and ``dcast`` are gradients of the same
-    values.
+    ``saved`` are ``(source, bias, residual, weight, ln_bias, stats)``. Depending on the site, the
+    source is the pre-norm sum, the output or x. Only with x are bias and residual present. ``dy``
+    and ``dcast`` are gradients of the same values: of the output and of its cast copy.
     """
     dy, dz, dcast = grads
     # The kernel needs dy to normalise: without it the copy's gradient takes its place.
@@ -367,13 +367,13 @@ def _backward_tuning_key(
     )
     sizes = sorted({dtype.itemsize for dtype in present})
     wide = site.cols > configs.MORE_HELD_MATTERS and sizes == [2]
-    if wide and _holds_more(site):
+    if wide and _holds_more_registers(site):
         parts += (configs.MORE_HELD,)
     return TuningKey("norm_backward", parts, widths(*sizes), site.cols, bucket)
 
 
-def _holds_more(site: NormSite) -> bool:
-    """Whether a backward's parameters take more registers than one vector of 16 bits."""
+def _holds_more_registers(site: NormSite) -> bool:
+    """Whether a backward's parameters take more registers than one weight of 16 bits."""
     if site.constants.save == "output":
         return True
     parameters = site.dtypes[3:]
@@ -422,19 +422,19 @@ def _plan_backward(
     exchange = "none"
     if normalizes and columns > 1:
         exchange = "wait" if launch.waits(device_index, site.acc, columns) else "read"
-        # Also for "read", if it is due to the stream's few multiprocessors: the plan must not serve
-        # a stream with more of them, where programs may wait.
+        # This plan is for a stream with these multiprocessors, also with "read": on a stream with
+        # more of them, the programs may wait.
         if not multiprocessors and launch.may_wait(device_index, site.acc):
             multiprocessors = launch.multiprocessors(device_index)
     # Programs are persistent: as many as run at the same time, each with the rows of many tiles.
     available = multiprocessors or launch.processors(device_index)
     programs = max(2, available * config.per_sm // columns)
-    reduce_config = tuning.adding(programs, cols)
+    reduce_config = tuning.config_of_sums(programs, cols)
     types = _backward_types(site, needs, dy, dz, dcast, source, seed, exchange)
-    # The pipeline's asynchronous copies have four bytes or more. Rows of 16 bits whose elements are
-    # loaded one at a time are carried in registers instead: see ``CARRIED`` in the kernel. Tiles
-    # in fp32 would take too many registers: those of a tensor in fp32, the sum of dy and dcast, and
-    # the sum that is computed again from the inputs.
+    # The pipeline's asynchronous copies have four bytes or more. If elements of 16 bits are loaded
+    # one at a time, registers carry the next rows instead: see ``CARRIED`` in the kernel. Tiles in
+    # fp32 would take too many registers. Such tiles are those of a tensor in fp32, of the sum of dy
+    # and dcast, and of the pre-norm sum where it is computed again from the inputs.
     only_16bit = all(dtype.itemsize == 2 for dtype in read)
     narrow = normalizes and save != "inputs" and dcast is None and only_16bit
     one_by_one = narrow and (not aligned or cols % 2 != 0)

@@ -14,14 +14,14 @@ __all__ = ["candidates", "heuristic", "valid", "widest"]
 # Buckets of rows: up to 255; up to 4095; up to 65535.
 _FEW, _SOME, _MANY = 1, 2, 3
 
-# For slices whose elements are loaded one by one, and whose sums take the most exchanges between
-# threads. A program is one warp with a row of several slices, or of one slice if it is wider than
-# the tile. Its registers are limited so that all programs run at once: 3595xD9333 takes 187 µs
-# forward + backward on an H100; with tiles of 256 lanes, where a fourth of the programs waited, it
-# took 404. Slices of one width, of which several fit in a tile, do have 256 lanes, and 24 programs
-# per multiprocessor instead of 32.
-_OF_ELEMENTS = Config(128, 1, 1, 3, 32, 64)
-_OF_ELEMENTS_ALIKE = Config(256, 1, 1, 3, 24, 80)
+# Configs for slices whose elements are loaded one by one. Their sums take the most exchanges
+# between threads. A program is one warp with a row of several slices, or of one slice if it is
+# wider than the tile. Its registers are limited so that all programs run at once: 3595xD9333 takes
+# 187 µs forward + backward on an H100. With tiles of 256 lanes, a fourth of the programs waited,
+# and it took 404 µs. Slices of equal widths do have 256 lanes, as several slices fit in such a
+# tile, and 24 programs per multiprocessor instead of 32.
+_ONE_BY_ONE = Config(128, 1, 1, stages=3, per_sm=32, registers=64)
+_ONE_BY_ONE_EQUAL = Config(256, 1, 1, stages=3, per_sm=24, registers=80)
 
 
 class _Case(NamedTuple):
@@ -29,8 +29,8 @@ class _Case(NamedTuple):
 
     Attributes:
         itemsize: bytes of an element.
-        width: the widest slice's.
-        bucket: of the number of rows.
+        width: the width of the widest slice.
+        bucket: the bucket of the number of rows.
         equal: whether all widths are equal.
         vectors: whether the widths have a common factor, so that loads are of several elements.
         separate: whether the slices are separate tensors.
@@ -55,8 +55,8 @@ class _Case(NamedTuple):
         )
 
     @property
-    def is_of_elements(self) -> bool:
-        """Whether elements of 16 bits are loaded one by one, and the config is for that."""
+    def is_one_by_one(self) -> bool:
+        """Whether elements of 16 bits are loaded one by one, and `_one_by_one` has the config."""
         if self.itemsize != 2 or self.vectors:
             return False
         return not self.equal or 1 < self.width <= 256
@@ -68,11 +68,11 @@ def widest(itemsize: int) -> int:
 
 
 def _tile(itemsize: int, width: int, elements: int, warps: int, *, equal: bool) -> Config:
-    """A tile with ``elements`` per thread.
+    """A tile with ``elements`` per thread, which loads 16 bytes at a time.
 
-    For slices of equal width it has as many lanes as all threads load at a time, 16 bytes each: the
-    slices fill them. For unequal widths it has as many as one warp loads, of which fewer are idle,
-    and more rows. Slices of ordinary width then stay within a warp.
+    The lanes are the elements that all threads load at a time if the slices are of equal width, and
+    fill the tile. Otherwise they are the elements that one warp loads: then fewer lanes are idle,
+    the tile has more rows, and slices of ordinary width stay within a warp.
     """
     vector = max(16 // itemsize, 2)
     while width > 32 * warps * elements:
@@ -83,22 +83,22 @@ def _tile(itemsize: int, width: int, elements: int, warps: int, *, equal: bool) 
 
 def _forward(case: _Case) -> Config:
     """The forward: one tile per program, small ones for few rows."""
-    if case.is_of_elements:
-        return _of_elements(case.width, equal=case.equal)
+    if case.is_one_by_one:
+        return _one_by_one(case.width, equal=case.equal)
     if case.equal and _is_of_one_warp(case.itemsize, case.width, forward=True):
         return _of_one_warp(1024 // case.itemsize)
     is_half = case.itemsize == 2
     has_few_rows = case.bucket <= (_SOME if case.equal else _FEW)
-    loads_vectors_alike = case.equal and case.vectors
+    loads_equal_vectors = case.equal and case.vectors
     is_narrow = case.width <= 64 and (not case.vectors or (case.separate and case.equal))
     is_small = has_few_rows or is_narrow
     # The first row whose condition holds.
     elements_per_thread = (
         (case.itemsize == 8 and not case.equal, 4),  # a kernel for several widths spills with more
         (not is_half, 8),
-        (is_small and loads_vectors_alike, 16),
+        (is_small and loads_equal_vectors, 16),
         (is_small, 8),
-        (loads_vectors_alike, 32),
+        (loads_equal_vectors, 32),
         (True, 16),
     )
     elements = next(count for holds, count in elements_per_thread if holds)
@@ -114,22 +114,22 @@ def _backward(case: _Case) -> Config:
     registers of half a tile. A kernel for several widths has the registers of its largest part.
     """
     width = case.width
-    if case.is_of_elements:
-        return _of_elements(width, equal=case.equal)
+    if case.is_one_by_one:
+        return _one_by_one(width, equal=case.equal)
     if case.equal and _is_of_one_warp(case.itemsize, width, forward=False):
         return _of_one_warp(512 // case.itemsize)
     if case.itemsize > 2:
         elements, warps = (8 if case.vectors else 4), (4 if case.equal else 2)
         return _persistent(case, elements, warps, warps_per_sm=16)
     if case.equal:
-        return _backward_alike(case)
+        return _backward_of_equal(case)
     if width <= 256:
         return Config(256, 1, 1, 3, 16)
     return _persistent(case, 16, 2, warps_per_sm=8)
 
 
-def _backward_alike(case: _Case) -> Config:
-    """The backward of slices of one width in 16 bits."""
+def _backward_of_equal(case: _Case) -> Config:
+    """The backward of slices of equal width in 16 bits."""
     width = case.width
     # The first row whose condition holds: elements per thread, warps, and warps of all programs of
     # a multiprocessor.
@@ -147,26 +147,26 @@ def _backward_alike(case: _Case) -> Config:
 
 
 def _persistent(case: _Case, elements: int, warps: int, *, warps_per_sm: int) -> Config:
-    """A tile in a pipelined loop, with programs of so many warps on a multiprocessor."""
+    """A tile in a pipelined loop; a multiprocessor's programs have ``warps_per_sm`` in all."""
     tile = _tile(case.itemsize, case.width, elements, warps, equal=case.equal)
     return replace(tile, stages=3, per_sm=max(1, warps_per_sm // tile.warps))
 
 
-def _of_elements(width: int, *, equal: bool) -> Config:
-    """In 16 bits, where no 16 bytes are aligned; a warp for each 256 columns."""
+def _one_by_one(width: int, *, equal: bool) -> Config:
+    """The config where elements of 16 bits are loaded one by one: a warp for each 256 columns."""
     if equal:
-        return _OF_ELEMENTS_ALIKE
+        return _ONE_BY_ONE_EQUAL
     warps = power_of_two(width) // 256
     if warps <= 1:
-        return _OF_ELEMENTS
-    return replace(_OF_ELEMENTS, block_n=128 * warps, warps=warps, per_sm=28 // warps, registers=72)
+        return _ONE_BY_ONE
+    return replace(_ONE_BY_ONE, block_n=128 * warps, warps=warps, per_sm=28 // warps, registers=72)
 
 
 def _is_of_one_warp(itemsize: int, width: int, *, forward: bool) -> bool:
-    """Whether slices of one width are best in programs of one warp.
+    """Whether slices of equal width are best in programs of one warp.
 
-    They have at most 256 columns and 1 KiB. In the forward they are slices in several parts; in the
-    backward, slices whose width is not a power of two.
+    Only slices of at most 256 columns and 1 KiB are: in the forward those that a tile holds in
+    several parts, and in the backward those whose width is not a power of two.
     """
     if width > min(256, 1024 // itemsize):
         return False
@@ -191,10 +191,10 @@ def heuristic(key: TuningKey) -> Config:
 def valid(key: TuningKey, config: Config) -> bool:
     """Whether a tile holds a row of the widest slice, in one warp where that is best.
 
-    A table may offer a config that was measured for a wider slice: for slices that are best in one
-    warp, any with more warps is such a config. Where elements of 16 bits and unequal widths are
-    loaded one by one, a slice wider than the tile gets a tile of its own, with at most eight
-    elements per thread, which are 256 columns per warp.
+    A table may offer a config that was measured for a wider slice. For slices that are best in one
+    warp, a config with more warps is of that kind, and not valid. If elements of 16 bits and
+    unequal widths are loaded one by one, a slice wider than the tile gets a tile of its own, with
+    at most eight elements per thread, which are 256 columns per warp.
     """
     case = _Case.of(key)
     if config.block_n < 16:

@@ -416,7 +416,7 @@ def _plan_backward(
         parts, columns = programs * groups.count, widths.uniform
     else:
         parts, columns = programs, widths.total
-    reduce_config = tuning.adding(parts, columns)
+    reduce_config = tuning.config_of_sums(parts, columns)
     return _Plan(
         variant=build(slices_backward_kernel, config, widths.total),
         rows=groups.shortest,

@@ -16,9 +16,9 @@ __all__ = [
     "Family",
     "Grid",
     "TuningKey",
-    "adding",
     "around",
     "block_holding",
+    "config_of_sums",
     "family_of",
     "fewest_warps",
     "fingerprint",
@@ -270,7 +270,7 @@ def tiles_holding(
     return min(tilings, key=math.prod)  # the first of equal ones
 
 
-def adding(parts: int, cols: int) -> Config:
+def config_of_sums(parts: int, cols: int) -> Config:
     """Returns the config of the kernel that adds up to ``parts`` partial sums of ``cols`` columns.
 
     A program has ``block_n`` columns and adds all of their partial sums, ``rows`` at a time:
