@@ -67,7 +67,7 @@ def _has_rows_first(structure: Structure, operand: Operand) -> bool:
 
 
 def groups_of(structure: Structure) -> dict[Label, list[int]]:
-    """Return the row axes of groups of rows that share vectors, with the inputs that these are.
+    """Return the row axes of groups of rows, with the indices of the inputs that a group shares.
 
     For a call with rows (batch, sequence, heads), of which the axes are r0, r1 and r2::
 
@@ -95,7 +95,7 @@ def outer_group(structure: Structure) -> Label:
 
 
 def _first_of(structure: Structure, rows: Label) -> int:
-    """Return the position among all row axes of some that follow one another; -1 for others."""
+    """Return the position of these row axes among all of them; -1 if they are not adjacent."""
     first = structure.rows.index(rows[0])
     return first if rows == structure.rows[first : first + len(rows)] else -1
 
@@ -120,21 +120,22 @@ def pair_axis(structure: Structure, operand: Operand) -> int | None:
         x[..., 1::2]    columns of part 1:    0   1   2   3
     """
     strides, _ = strides_of(structure, operand)
-    axis = (-1, *operand.axes)[-1]
+    axis = (-1, *operand.axes)[-1]  # -1 for an operand without axes
     is_pair = axis in structure.unrolled and structure.sizes[axis] == 2
     columns = within(structure.columns, strides)
     if not is_pair or not columns or strides[columns[-1]] != 2:
         return None
-    return axis if _are_even(structure, columns, strides) else None
+    return axis if _have_one_stride(structure, columns, strides) else None
 
 
 def paired(part: Part, axis: int | None) -> tuple[Part, int]:
-    """Return the first of two parts that alternate in memory, and which of them a part is.
+    """Return the first part of a part's pair, and the part's index in the pair.
 
-    Without an axis (see `pair_axis`) a part is alone.
+    ``axis`` is that of the pair (see `pair_axis`). If it is None, the part is its own first.
     """
     first = tuple([(other, 0 if other == axis else index) for other, index in part])
-    return first, dict[int | None, int](part).get(axis, 0)
+    indices = dict[int | None, int](part)
+    return first, indices.get(axis, 0)
 
 
 def offsets_along(structure: Structure, strides: Mapping[int, int]) -> str:
@@ -145,14 +146,14 @@ def offsets_along(structure: Structure, strides: Mapping[int, int]) -> str:
     columns = within(structure.columns, strides)
     if not columns:
         return ""
-    if _are_even(structure, columns, strides):
+    if _have_one_stride(structure, columns, strides):
         return times("cols", strides[columns[-1]])
     indices = [column_index(structure, axis) for axis in columns]
     return " + ".join(map(times, indices, [strides[axis] for axis in columns]))
 
 
-def _are_even(structure: Structure, columns: list[int], strides: Mapping[int, int]) -> bool:
-    """Whether these are all columns, and follow one another in memory at one distance."""
+def _have_one_stride(structure: Structure, columns: list[int], strides: Mapping[int, int]) -> bool:
+    """Whether these are all column axes, with one stride from each column to the next."""
     if tuple(columns) != structure.columns:
         return False
     for outer, inner in itertools.pairwise(columns):

@@ -108,7 +108,7 @@ class Parts:
     # --- parts of a stack -------------------------------------------------------------------------
 
     def _stacked(self, node: Node, part: Part) -> Node:
-        """Return the value that a part of a stack is: the inverse of `_selected`."""
+        """Return the stacked value that is this part of the stack: the inverse of `_selected`."""
         indices = dict(part)
         index = 0
         for axis in self.numbering.of_label(node.attrs[0]):
@@ -123,14 +123,14 @@ class Parts:
         # The axis may have been split: its index is that of several axes.
         for axis in reversed(self.numbering.of_label(node.attrs[0])):
             rest, indices[axis] = divmod(rest, self.numbering.sizes[axis])
-        return self._reaching(source, self.part(source, tuple(sorted(indices.items()))))
+        return self._with_zero_gradients(source, self.part(source, tuple(sorted(indices.items()))))
 
-    def _reaching(self, node: Node, selected: Node) -> Node:
-        """Return a part of a value, with gradients of zero for inputs of the other parts alone.
+    def _with_zero_gradients(self, node: Node, selected: Node) -> Node:
+        """Return the selected part of a value, with zero gradients for the other parts' inputs.
 
-        PyTorch returns zeros for these inputs, and not None: the gradient of a stack reaches all.
-        In ``torch.stack([x, y])[0]`` that is ``y``. The part ``x`` then has the gradient of
-        ``where(False, y, x)``: it reaches ``y``, with zeros.
+        In ``torch.stack([x, y])[0]`` the gradient of ``y`` is zero in PyTorch, not None, as that of
+        the stack reaches all inputs. So the selected ``x`` gets the gradient of
+        ``where(False, y, x)``, which reaches ``y`` with zeros.
         """
         graph = self.graph
         for index in sorted(gradient_sources([node]) - gradient_sources([selected])):
@@ -245,8 +245,8 @@ class Parts:
                 total = self._sum(node.args[0], over, shifted=not shifted)
                 return graph.binary("sub", total, product)
         total = graph.reduce("sum", node, over, exact=True)
-        # A part may be constant along the columns, as one value of a stack is beside others that
-        # vary. Its sum is a product with the number of columns.
+        # A part may be constant along the columns: a stack may have such a value beside others that
+        # vary. Its sum is its product with the number of columns.
         count = self.numbering.size(without(over, node.axes))
         if count == 1:
             return total
