@@ -191,9 +191,8 @@ def host_time(data: Data) -> Dots | None:
     None if there is nothing.
     """
     found: dict[str, dict[str, float]] = {}
-    for (op, *_), seen in sorted(
-        data.places().items(), key=lambda item: -elements(item[0][1])
-    ):  # the smallest last
+    # The largest shapes first.
+    for (op, *_), seen in sorted(data.places().items(), key=lambda item: -elements(item[0][1])):
         if launch_bound(next(iter(seen.values()))):
             times = {column: best(seen, column, "loop_us") for column in COLUMNS}
             found[op] = {column: row.loop_us for column, row in times.items() if row is not None}

@@ -70,9 +70,8 @@ class _Failures:
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--failures")
-    if path and not hasattr(
-        config, "workerinput"
-    ):  # all reports come together in the process that began the run
+    # The process that began the run gets the reports of all workers.
+    if path and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Failures(Path(path)))
     for line in (
         "compiled: compiles kernels, which interpreted ones cannot be",

@@ -34,9 +34,8 @@ def compile_ahead(
         how many were compiled, of how many. The measuring process compiles the others, and reports
         what fails.
     """
-    timed = [
-        item for item in work if item.workload.mode in ("train", "infer")
-    ]  # only these keep their shapes
+    # Only in these modes do shapes stay the same.
+    timed = [item for item in work if item.workload.mode in ("train", "infer")]
     todo = [(item.workload, name) for item in timed for name in item.providers if name in COMPILING]
     if not todo:
         return 0, 0

@@ -34,8 +34,8 @@ class _Plan:
 
     Attributes:
         variant: the compiled kernel.
-        rows: of a tile; elements, if tensors are vectors.
-        tiles: of a row.
+        rows: the rows of a tile; its elements if tensors are vectors.
+        tiles: the tiles of a row.
         programs: at most, for the rows of a bias gradient.
         reduce: the kernel that adds partial sums of a bias gradient.
         reduce_block: columns of each of its programs.

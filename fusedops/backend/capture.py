@@ -108,8 +108,8 @@ def captured(gm: fx.GraphModule, inputs: Sequence[Any], inner: Inner) -> fx.Grap
     Placeholders have a mark whether they require a gradient, ``meta["requires_grad"]``.
 
     Args:
-        gm: from Dynamo.
-        inputs: of it, real or fake.
+        gm: Dynamo's graph.
+        inputs: its inputs, real or fake.
         inner: is applied to the captured bodies of checkpointed parts.
     Raises:
         NotCapturedError: a capture could change what the graph computes, or its derivative.
@@ -635,7 +635,7 @@ def _behind_views(node: fx.Node, arguments: Collection[fx.Node]) -> fx.Node:
     A region has no views at its borders: a mark there would be lost.
 
     Args:
-        node: of a result.
+        node: the node of a result.
         arguments: the nodes of the function's arguments, behind which nothing is its own.
     """
     while node not in arguments and is_view(node):

@@ -85,7 +85,7 @@ def _replace_write(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) ->
     """Replaces a node if it changes a tensor in place, and nothing but its users would differ.
 
     Args:
-        graph: of the node.
+        graph: the graph of the node.
         node: any.
         keeps_derivative: whether an operator in its place would have the same derivative.
     Returns:
@@ -179,7 +179,7 @@ def _replace(graph: fx.Graph, node: fx.Node, operator: Any, computed: Tensor) ->
     """Replaces a write by an operator that returns the written value.
 
     Args:
-        graph: of the node.
+        graph: the graph of the node.
         node: the write.
         operator: returns what it writes.
         computed: the result of the operator.

@@ -57,7 +57,7 @@ def are_joined(structure: Structure, moving: Collection[int]) -> bool:
     """Whether a tensor has a dimension that is several axes, one of them with a symbolic size.
 
     Args:
-        structure: of the function.
+        structure: the structure of the function.
         moving: the axes whose sizes are symbols.
     """
     operands = (*structure.inputs, *structure.outputs)
@@ -70,7 +70,7 @@ def splits_of(
     """The splits of each input, the last dimension first.
 
     Args:
-        structure: of the function.
+        structure: the structure of the function.
         moving: the axes whose sizes are symbols.
         axes: those whose sizes the function takes, after its tensors.
     Raises:
@@ -145,8 +145,8 @@ def split_dimensions(
         after     x [b, t, d] ──flatten──▶ body ──unflatten──▶ [b, t, d]
 
     Args:
-        graph: of the function.
-        structure: of it.
+        graph: the graph of the function.
+        structure: its structure.
         output_numbers: for each of its results, the number of the structure's output.
         moving: the axes whose sizes are symbols.
         axes: those whose sizes it takes after its tensors.
@@ -191,7 +191,7 @@ def _split_results(
     """Changes a function so that it returns split dimensions, see `split_dimensions`.
 
     Args:
-        locations: of each axis, a tensor and the dimension of it that is this axis.
+        locations: for each axis, a tensor and the dimension of it that is this axis.
     """
     [output] = graph.find_nodes(op="output")
     results = list(output.args[0])
@@ -248,9 +248,9 @@ def split(
     """Splits an input.
 
     Args:
-        graph: of the nodes.
-        position: of the input among the nodes.
-        splits: of the input.
+        graph: the graph of the nodes.
+        position: the position of the input among the nodes.
+        splits: the splits of the input.
         nodes: all inputs before their splits, and sizes after them.
     """
     node = nodes[position]

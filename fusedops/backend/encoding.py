@@ -218,7 +218,7 @@ def _value(content: Any, nodes: Sequence[fx.Node]) -> Any:
     """An argument from JSON; a kind that no captured graph contains is refused.
 
     Args:
-        content: from `_plain`.
+        content: the result of `_plain`.
         nodes: the nodes so far, by their positions.
     """
     if isinstance(content, list):

@@ -129,9 +129,9 @@ def backend(
 
     Args:
         gm: the graph, from Dynamo.
-        inputs: of it.
-        mode: of Inductor.
-        options: of Inductor.
+        inputs: its inputs.
+        mode: Inductor's mode.
+        options: Inductor's options.
     """
     report = CompileReport()
     graph = _stored(gm, inputs, report)

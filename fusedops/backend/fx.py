@@ -335,7 +335,7 @@ def recorded_call(
     `make_fx` would record the operators that such a function calls instead.
 
     Args:
-        names: of the modules among the arguments, by `id`.
+        names: the names of the modules among the arguments, by `id`.
         body: the captured form of the first module among the arguments.
     """
     from torch.fx.experimental.proxy_tensor import track_tensor_tree

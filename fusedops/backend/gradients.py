@@ -47,7 +47,7 @@ def _has_gradient(node: fx.Node, needs: set[fx.Node], *, enabled: bool) -> bool:
     """Whether a node's value has gradients: its own, or its arguments'.
 
     Args:
-        node: of the graph.
+        node: a node of the graph.
         needs: the earlier nodes whose values have gradients.
         enabled: whether gradients are recorded. Where they are not, only views inherit them.
     """
@@ -98,7 +98,7 @@ def receives_gradients(graph: fx.Graph, needs: set[fx.Node]) -> set[fx.Node]:
     several arguments or results replaced several of them, they would get zeros instead.
 
     Args:
-        graph: of operators.
+        graph: a graph of operators.
         needs: the nodes whose values may have gradients.
     """
     receives: set[fx.Node] = set()

@@ -24,9 +24,9 @@ class _Call:
 
     Attributes:
         result: the tensor that it returned.
-        name: of the function or method.
+        name: the name of the function or method.
         source: its first argument.
-        versions: of the result and of the source, at the call.
+        versions: the versions of the result and of the source, at the call.
     """
 
     result: Tensor

@@ -100,7 +100,7 @@ class Constants:
         """The value of a node, on the CPU; None if an operator does not run there.
 
         Args:
-            node: of the graph.
+            node: a node of the graph.
             needed: the node and all that it is computed from, arguments first.
         """
         values: dict[fx.Node, Any] = dict(self._known)

@@ -56,7 +56,7 @@ class RegionProgram:
     """A region's program, with the region's tensors in the order of its inputs and outputs.
 
     Attributes:
-        source: of the program.
+        source: the source of the program.
         program: the program.
         inputs: nodes of the graph.
         outputs: nodes of the region, each with the number of the program's output; nodes of equal
@@ -102,7 +102,7 @@ class Source:
     Attributes:
         graph: the region as a function of its tensors.
         places: for each of its results, the number of the program's output.
-        structure: of the function.
+        structure: the structure of the function.
         also_saved: the positions of tensors that others save, see `planned`.
         splits: for each tensor, the dimensions that the program splits into several.
         joins: for each of the program's outputs, the dimensions that are one of the result.
@@ -258,9 +258,9 @@ def _prepared(
 
     Args:
         program: the program.
-        device: of its tensors.
-        shapes: of its inputs.
-        strides: of its inputs.
+        device: the device of its tensors.
+        shapes: the shapes of its inputs.
+        strides: the strides of its inputs.
         wanted: whether each input has a gradient.
         received: whether each output has one.
     """
@@ -293,10 +293,10 @@ class _Function:
     """A region as a function of its tensors.
 
     Attributes:
-        graph: of it.
+        graph: its graph.
         text: the same for regions that are the same.
         outputs: the nodes that it returns.
-        shapes: of its tensors.
+        shapes: the shapes of its tensors.
         numbers: symbols that are constants of it.
         sizes: nodes of sizes that are none of the tensors'; it takes them after the tensors.
     """
@@ -564,7 +564,7 @@ def _check_constants(
     A kernel for this structure would have the number of the trace in it.
 
     Args:
-        structure: of the region.
+        structure: the structure of the region.
         symbolic: the shapes of its inputs, with symbols.
         moving: the axes whose sizes change.
     """
@@ -585,8 +585,8 @@ def _axes_of_sizes(
     An axis is recognised by its sizes in both sets of shapes.
 
     Args:
-        count: of the tensors.
-        shapes: of the tensors, then the sizes, in two calls.
+        count: the number of tensors.
+        shapes: the shapes of the tensors, then the sizes, in two calls.
         moving: the axes whose sizes change, with both sizes.
     """
     by_size = dict(zip(moving.values(), moving.keys(), strict=True))
@@ -606,9 +606,9 @@ def _source(
     """The source of a program, and the axes whose sizes change with the shapes, with both sizes.
 
     Args:
-        graph: of the region.
+        graph: the graph of the region.
         values: its tensors, for all but their shapes.
-        shapes: of its tensors, and sizes after them, of one call and of another.
+        shapes: the shapes of its tensors, then the sizes, in one call and in another.
         saved_inputs: the positions of tensors that others save, see `planned`.
     """
     call = _forward(graph)
@@ -643,7 +643,7 @@ def _structure(
     Args:
         call: the function.
         values: its tensors, for all but their shapes.
-        shapes: of its tensors, and sizes after them.
+        shapes: the shapes of its tensors, then the sizes.
     """
     tensors = []
     for value, shape in zip(values, shapes, strict=False):

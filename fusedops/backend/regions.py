@@ -114,7 +114,7 @@ class Region:
     """Nodes that are to be one operator.
 
     Attributes:
-        nodes: in the graph's order.
+        nodes: its nodes, in the graph's order.
     """
 
     nodes: list[fx.Node]

@@ -31,7 +31,7 @@ def replace(graph: fx.Graph, match: Match, replaced: dict[fx.Node, fx.Node]) -> 
     """Replaces a region by one node, before the first that uses it.
 
     Args:
-        graph: of the region.
+        graph: the graph of the region.
         match: the region and its program.
         replaced: from regions' outputs and views to the nodes that replace them; it is extended.
     """
@@ -75,7 +75,7 @@ def _call(graph: fx.Graph, match: Match, replaced: Mapping[fx.Node, fx.Node]) ->
     """Calls a region's operator; returns its results, in the program's order.
 
     Args:
-        graph: of the region.
+        graph: the graph of the region.
         match: the region and its program.
         replaced: from regions' outputs and views to the nodes that replace them.
     """

@@ -69,13 +69,13 @@ class RegionReport:
     """A row-wise region of a model.
 
     Attributes:
-        operators: of PyTorch that are in it, each once, in their order.
-        shape: of its largest output, in the call that was traced.
+        operators: PyTorch's operators that are in it, each once, in their order.
+        shape: the shape of its largest output, in the call that was traced.
         reason: why it was left to Inductor; "" if it is one operator.
         unfused: bytes that PyTorch's operators read and write forward, one by one.
-        rows: of that operator, in the call that was traced.
+        rows: the rows of that operator, in the call that was traced.
         program: that operator; None if there is none.
-        functions: of `rowwise` that are in it.
+        functions: the functions of `rowwise` that are in it.
     """
 
     operators: tuple[str, ...]
@@ -131,12 +131,12 @@ class CompileReport:
     """The regions of a model, from `fusedops.explain`.
 
     Attributes:
-        regions: of all graphs.
+        regions: the regions of all graphs.
         left: why whole graphs were left to Inductor, one entry for each such graph.
         graphs: how many graphs there are.
         devices: the types of the devices whose tensors are in the graphs.
         changes: what else is computed in another way than the model has it, and how often.
-        operators: of this library that the model itself calls, and how often.
+        operators: this library's operators that the model itself calls, and how often.
     """
 
     regions: list[RegionReport] = field(default_factory=list)

@@ -21,10 +21,10 @@ class Rewrite:
     adds the new ones, so that the next passes read sets of the graph as it is.
 
     Attributes:
-        graph: of operators. PyTorch has not differentiated it yet.
+        graph: a graph of operators. PyTorch has not differentiated it yet.
         sums: from each sum with a bias to the matrix product that it was split from.
         results: the nodes that have replaced the outputs of regions.
-        reports: of all regions.
+        reports: the reports of all regions.
     """
 
     graph: fx.Graph

@@ -78,7 +78,7 @@ def write(
     """Stores a graph with operators.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         gm: the graph from Dynamo.
         captured: the graph with operators.
         programs: the operators of its regions.

@@ -56,7 +56,7 @@ class Argument:
         kind: "input", "output", "intermediate", "stats", "moments", "cotangent", "gradient",
             "partials", "seed", "offset", "threshold", "stride" (of the tensor that ``of`` names),
             "size" (of a row axis), "rows", "chunks" or "programs".
-        index: of the input, output, dropout or axis.
+        index: the index of the input, output, dropout or axis.
         of: for a stride: the kind of its tensor.
         dim: for a stride: the dimension that has it, where rows have several strides; else -1.
     """
@@ -75,7 +75,7 @@ class Addresses:
         arguments: by kind, index, and for a stride the kind of its tensor and the dimension.
         names: the names of the kernel.
         group: the row axes of groups of rows, which are axis 1 of the grid; () without groups.
-        spacings: of tensors whose rows no single stride reaches.
+        spacings: the spacings of tensors whose rows no single stride reaches.
         divides: whether rows are divided for an index, in the type INDEX.
         pairs: whether a tile has the columns of two parts.
     """

@@ -194,9 +194,8 @@ def _spills(key: TuningKey, warps: int) -> bool:
     block, parts = _tiling(key)
     if warps > 4 or block < 64 * warps:
         return False
-    each = (
-        block * parts * _parts(key) // (32 * warps)
-    )  # elements of a row in a thread, with the padding
+    # The elements of a row in a thread, with padding.
+    each = block * parts * _parts(key) // (32 * warps)
     held = each * (_sums(key) + _moved(key)) * _registers(key)
     return held > _MOST_HELD
 

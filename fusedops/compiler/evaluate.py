@@ -142,9 +142,9 @@ def evaluate(
         structure: the function.
         roots: the nodes whose values are wanted.
         leaves: the values of leaves, and of nodes that are not to be computed; None for others.
-        dtype: of floating-point values.
-        device: of all values.
-        sizes: of the axes.
+        dtype: the dtype of floating-point values.
+        device: the device of all values.
+        sizes: the sizes of the axes.
     """
     values: dict[Node, Tensor] = {}
     evaluation = _Evaluation((*structure.rows, *structure.columns), sizes, device, dtype)
@@ -185,9 +185,9 @@ class _Evaluation:
 
     Attributes:
         order: the axes of all values' dimensions.
-        sizes: of the axes.
-        device: of all values.
-        dtype: of floating-point values.
+        sizes: the sizes of the axes.
+        device: the device of all values.
+        dtype: the dtype of floating-point values.
     """
 
     order: tuple[int, ...]

@@ -23,8 +23,8 @@ class Kernel:
     """A kernel's source.
 
     Attributes:
-        name: of its function.
-        source: of it.
+        name: the name of its function.
+        source: its source.
         arguments: in order.
         group: the row axes of groups of rows, which are axis 1 of the grid; () without groups.
         tiled: whether axis 1 of the grid is tiles of columns.
@@ -72,7 +72,7 @@ def source_of(
     """Return the source of a kernel.
 
     Args:
-        name: of its function.
+        name: the name of its function.
         arguments: those at run time, in order.
         constants: the names of those at compile time.
         body: the lines of the function.

@@ -86,7 +86,7 @@ class Launcher:
         like: a tensor that has all rows, and its index among the outputs.
         last: the last kernel, which has the groups and the sums over rows, if there are any.
         variants: compiles the kernels.
-        spacings: of the tensors whose rows no single stride reaches.
+        spacings: the spacings of the tensors whose rows no single stride reaches.
         spaced: makes the launcher for such rows.
     """
 

@@ -46,7 +46,7 @@ def row_layout(structure: Structure, operand: Operand, group: Label) -> RowLayou
     """Return how the rows of an operand correspond to those of the call.
 
     Args:
-        structure: of the function.
+        structure: the structure of the function.
         operand: the tensor.
         group: the row axes of the groups of rows; () without groups.
     """

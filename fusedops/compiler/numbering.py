@@ -36,7 +36,7 @@ class Numbering:
         used: the inputs among them.
     Attributes:
         order: the traced axes, the outermost first; a structure's axis is an index into it.
-        sizes: of the structure's axes.
+        sizes: the sizes of the structure's axes.
         count: how many of them have values; the rest are those of unused inputs.
         unrolled: those along which each part is a value of its own.
     """

@@ -36,7 +36,7 @@ def stores_of_sums(
     gradients. Groups of rows have several programs.
 
     Args:
-        addresses: of the kernel; they get the gradients' arguments.
+        addresses: the addresses of the kernel; they get the gradients' arguments.
         sums: the inputs whose gradients are sums over rows, with their parts, by slot.
         part: what selects a tile's sums, where a program has several side by side.
     """

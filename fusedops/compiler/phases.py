@@ -53,8 +53,8 @@ class Phases:
     """The reductions of a kernel, by phase.
 
     Attributes:
-        reductions: of each phase but the last, which has none.
-        levels: of each value, the first phase that can compute it.
+        reductions: the reductions of each phase but the last, which has none.
+        levels: for each value, the first phase that can compute it.
         carried: the values along rows and columns that a phase keeps for a later one.
         exchanged: the sums that programs exchange which share a row; () where they cannot.
         loads: what the first phase loads for a later one alone.
@@ -235,8 +235,8 @@ def held_body(
     """Return the lines of a kernel.
 
     Args:
-        emitter: of the kernel.
-        phases: of all values.
+        emitter: the emitter of the kernel.
+        phases: the phases of all values.
         stores: what is stored of rows and columns.
         sums: what is summed over rows.
         results: all values that are stored.

@@ -32,7 +32,7 @@ class Alternative:
     """One choice of what is saved.
 
     Attributes:
-        name: of the tensor; "" for none.
+        name: the name of the tensor; "" for none.
         moved: bytes that a row moves, forward and backward.
         held: bytes of a row that are saved for the backward, inputs included, outputs excluded.
         operators: how many the backward computes.
@@ -118,7 +118,7 @@ def planned(
     """Return the plan of a function.
 
     Args:
-        structure: of it.
+        structure: its structure.
         memory: whether a byte that is saved counts as much as one that is moved.
         also_saved: the indices of inputs that others save: to save these, too, takes no memory.
     """

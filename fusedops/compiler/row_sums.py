@@ -23,7 +23,7 @@ class RowSum:
     """A sum of numbers of rows.
 
     Attributes:
-        name: of its variable.
+        name: the name of its variable.
         node: the value that is summed.
     """
 
@@ -99,7 +99,7 @@ def row_sums(
     """Return the sums over rows of a kernel.
 
     Args:
-        emitter: of the kernel.
+        emitter: the emitter of the kernel.
         sums: the inputs whose gradients they are, their parts, and the values that are summed.
         exchanges: whether programs exchange sums of rows that they share.
     """

@@ -35,7 +35,7 @@ class LaunchedProgram(Protocol):
         structure: that of the plan.
         acc: the dtype in which kernels compute.
         dtypes: those of the inputs.
-        thresholds: of each dropout's random numbers.
+        thresholds: the thresholds of each dropout's random numbers.
         count: the number of the function's results.
         own: whether an intermediate is saved that is no result.
         wanted: which inputs have gradients.

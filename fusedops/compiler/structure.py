@@ -87,7 +87,7 @@ class Structure:
 
     Attributes:
         graph: holds the nodes.
-        sizes: of the axes at tracing; those of column axes and unrolled ones are constants.
+        sizes: the sizes of axes at tracing; those of column axes and unrolled ones are constants.
         rows, columns, unrolled: the axes, the outermost first.
         inputs: the operands that the function takes.
         outputs: the operands that it returns.

@@ -42,7 +42,7 @@ def norm_over_columns(
     """The output, the pre-norm sum and the low-precision copy of a norm, in this rank's columns.
 
     Args:
-        constants: of the call.
+        constants: the constants of the call.
         tensors: this rank's parts, in the operator's order.
         state: the random state of the dropout.
         layout: how the rows and columns are sharded.

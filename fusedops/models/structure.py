@@ -323,7 +323,7 @@ class _Building:
     """The methods of a rule while they are built, and what they do.
 
     Attributes:
-        methods: by name.
+        methods: the methods by name.
         steps: those that the methods join.
         left_paths: what the forward leaves to the block.
     """

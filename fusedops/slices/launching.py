@@ -34,7 +34,7 @@ class _Plan(NamedTuple):
 
     Attributes:
         variant: the kernel.
-        rows: of the shortest tile: the group of that tile has the most tiles.
+        rows: the rows of the shortest tile, whose group has the most tiles.
         groups: the first axis of the grid.
         programs: the most along its second axis.
         table: `Groups.table` on the device.

@@ -69,7 +69,7 @@ def composite(
 
     Args:
         slices: one tensor, or a tensor for each slice.
-        weight: of all slices, or None.
+        weight: the weight of all slices, or None.
         bias: likewise.
         sizes: the slices' widths.
         dims: trailing dimensions of the one tensor that hold the slices, 0 for a sequence.

@@ -80,9 +80,9 @@ class Tile(NamedTuple):
 
     Attributes:
         slots: slices.
-        rows: of each.
-        lanes: of a part.
-        parts: of a slice, side by side.
+        rows: the rows of each.
+        lanes: the lanes of a part.
+        parts: the parts of a slice, side by side.
         full: parts without idle lanes in every slice.
         single: whether a slice has a single column.
     """

@@ -97,9 +97,8 @@ def _agrees(
     """Values and gradients of the model as it is and compiled."""
     model, arguments = built(name)
     prepare(model)
-    others = [
-        moved_by(model, arguments, draw) for draw in range(DRAWS)
-    ]  # before a run: some models keep its tensors
+    # Before a run, as some models keep its tensors.
+    others = [moved_by(model, arguments, draw) for draw in range(DRAWS)]
     run, expected = first_results(model, arguments)
     if _draws(model, arguments):
         pytest.skip("draws random numbers without dropout")

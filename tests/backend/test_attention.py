@@ -177,9 +177,8 @@ def _hidden_in_a_body(rows: Tensor, mask: Tensor) -> None:
     checkpoint(_hide, mask.view(-1).view(mask.shape), use_reentrant=False)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)  # PyTorch's own
+# PyTorch itself raises the warning.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     "changed",
     [

@@ -340,9 +340,8 @@ def _layer_of_one_number(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(row[None], w[None], w[:1]).view(())
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated:DeprecationWarning"
-)  # PyTorch's own
+# PyTorch itself raises the warning.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     "function",
     [
@@ -395,9 +394,8 @@ def test_semantics_of_the_graph(function: Callable[..., Any]) -> None:
     found, expected = results(torch.compile(function, backend=backend)), results(function)
     assert backend.report.fused and not backend.report.left
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(
-            one, other, rtol=1e-9, atol=1e-9
-        )  # in fp64, whose roundings are far below
+        # The numbers are in fp64, whose rounding errors are far smaller.
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
         assert one.requires_grad == other.requires_grad
     pointers = [[t.data_ptr() for t in ours[:-2]] for ours in (found, expected)]
     shared = [[a == b for a, b in itertools.combinations(ours, 2)] for ours in pointers]
@@ -463,9 +461,8 @@ def test_changes_of_inputs_that_were_computed(function: Callable[..., Any]) -> N
     else:
         assert backend.report.fused and not backend.report.left
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(
-            one, other, rtol=1e-9, atol=1e-9
-        )  # in fp64, whose roundings are far below
+        # The numbers are in fp64, whose rounding errors are far smaller.
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(

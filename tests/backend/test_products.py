@@ -66,10 +66,8 @@ def test_products_of_the_same_rows_are_one() -> None:
             check(found, model, (x,), cotangent, 2 * torch.finfo(torch.bfloat16).eps)
     names = [[aten_name(node.target) for node in gm.graph.nodes] for gm in graphs]
     assert [found.count("addmm") for found in names] == [5, 3]  # q with k and v, frozen, narrow
-    assert [found.count("mm") for found in names] == [
-        4,
-        4,
-    ]  # bare, gate, up, and that whose bias the norm's region adds
+    # The products are `bare`, `gate`, `up`, and the one whose bias the norm's region adds.
+    assert [found.count("mm") for found in names] == [4, 4]
 
 
 def test_a_product_that_is_only_detached_has_no_gradient() -> None:

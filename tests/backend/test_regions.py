@@ -431,10 +431,8 @@ def _loaded(model: _Language) -> None:
 
 def _doubled(model: _Language) -> None:
     model.double()
-    if torch_version() < (
-        2,
-        13,
-    ):  # it takes the graph from before, with any backend: docs/versions.md says so
+    # Older releases run the graph from before the change, with any backend: see docs/versions.md.
+    if torch_version() < (2, 13):
         torch._dynamo.reset()
 
 

@@ -85,9 +85,8 @@ def test_some_gradients(sample: RowwiseFunction, names: tuple[str, ...]) -> None
 def test_one_output_unused(sample: RowwiseFunction, used: int) -> None:
     function = rowwise(sample)
     one = RowwiseFunction(sample.name, lambda *args: sample.function(*args)[used], sample.shapes)
-    names = (
-        ["x", "residual"] if used else None
-    )  # the stream does not depend on what comes behind it
+    # The residual stream depends on these two alone, not on the norm after it.
+    names = ["x", "residual"] if used else None
     check(one, lambda *args: function(*args)[used], sample.tensors(torch.float32, DEVICE), names)
 
 

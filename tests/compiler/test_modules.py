@@ -62,9 +62,9 @@ def test_parameters_and_mode() -> None:
     assert bool(launched) == KERNEL_PATH
     torch.testing.assert_close(y, scaled_norm(x, module.weight, 2.0, training=False))
     y.sum().backward()
-    assert module.weight.grad is not None and torch.equal(
-        module(x, p=0.9), y
-    )  # by name, as in the function
+    assert module.weight.grad is not None
+    # An argument may be passed by the name that it has in the function.
+    assert torch.equal(module(x, p=0.9), y)
 
 
 @pytest.mark.parametrize(

@@ -111,10 +111,8 @@ def _check(
         wrong = _differs(one, two, name, by_row) & _differs(one, three, name, by_row)
         if place:  # a gradient of what is no number may be none
             wrong &= ~(one.isnan() & want[0].isnan())
-        if name in (
-            "remainder",
-            "fmod",
-        ):  # of quotients that the dtype does not hold a GPU has no exact one
+        # A GPU's remainder is not exact if the dtype cannot hold the quotient.
+        if name in ("remainder", "fmod"):
             wrong &= (given[0] / given[1]).abs() < 1 / torch.finfo(torch.float32).eps
         if name in _NOT_OF_NAN or (place and name in _NAN_BY_VECTORS):
             wrong &= ~given[0].isnan()

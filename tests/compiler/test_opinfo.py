@@ -211,9 +211,8 @@ _CASES = [
 
 @pytest.mark.shared("name", most=40)  # tests/compiler/test_operators.py has the others
 @pytest.mark.kernels
-@pytest.mark.filterwarnings(
-    "ignore::UserWarning"
-)  # of operators that are deprecated, and not taken
+# Some samples call deprecated operators, which are not traced.
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("name", "dtype"), _CASES)
 def test_samples_are_right_or_refused(name: str, dtype: torch.dtype, full: bool) -> None:
     samples = list(_samples(name, dtype))
@@ -221,6 +220,5 @@ def test_samples_are_right_or_refused(name: str, dtype: torch.dtype, full: bool)
     for function, given, source in samples[step // 2 :: step]:
         found = _check(function, given, source)
         if found == "right" and dtype == torch.float32:
-            _check(
-                function, list(map(_rounded, given)), source, 0
-            )  # others would be beside the ties
+            # Numbers that are not rounded would have no ties.
+            _check(function, list(map(_rounded, given)), source, 0)

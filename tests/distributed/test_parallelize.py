@@ -342,9 +342,8 @@ def _tensor_parallel_models(mesh: Any, full: bool) -> None:
         assert reports[0] == reports[1]
         blocks = [calls for name, calls in reports[0] if re.search(r"layers?\.\d+$", name)]
         operator = "bias_dropout_add_rms_norm" if make is _llama else "bias_dropout_add_ln"
-        assert blocks == [operator] * LAYERS or INTERPRETED, (
-            blocks
-        )  # where Llama's norms round otherwise
+        # Under the interpreter Llama's norms round in another way.
+        assert blocks == [operator] * LAYERS or INTERPRETED, blocks
 
 
 def _sharded_models(mesh: Any, full: bool) -> None:

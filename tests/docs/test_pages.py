@@ -164,9 +164,8 @@ def _help(how: str, *words: str) -> str | None:
             mock.patch.dict(sys.modules),
         ):
             if module != how:
-                sys.modules.pop(
-                    f"{module}.__main__", None
-                )  # of which another test may have imported functions
+                # Another test may have imported the module.
+                sys.modules.pop(f"{module}.__main__", None)
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(str(ROOT / how), run_name="__main__")

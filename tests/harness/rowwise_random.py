@@ -166,9 +166,9 @@ def _assert_fails(
         fused(*tensors)
     except Exception:  # noqa: BLE001
         return
-    if (
-        "gather" in random.source
-    ):  # for an index beside the row, for which a kernel would have to be waited for
+    # PyTorch's gather raises an error for an index out of range, for which the host would have to
+    # wait for a kernel.
+    if "gather" in random.source:
         return
     raise AssertionError(f"it has a result where PyTorch raises {type(error).__name__}: {error}")
 

@@ -127,9 +127,8 @@ def cover(items: Sequence[T], covered: Sequence[set[Requirement]]) -> list[T]:
     while missing:
         promised, *rank, i = heapq.heappop(queue)
         added = len(covered[i] & missing)
-        if (
-            added < -promised
-        ):  # what an item adds only shrinks: its place in the queue is looked up when it comes up
+        # What an item adds only shrinks, so its position is updated when it is the first.
+        if added < -promised:
             heapq.heappush(queue, (-added, *rank, i))
             continue
         missing -= covered[i]

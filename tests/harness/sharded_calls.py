@@ -355,12 +355,13 @@ def check(
             for dim in case.along
         ]
         assert list(out.placements) == wanted, what  # type: ignore[attr-defined]
+        # A reduced call's first output is a sum over ranks. The pre-norm sum, the second, is local.
         compare(
             out,
             one,
             case.width if reduced and number == 0 else last_bits,
             (*what, "output", number),
-        )  # the sum is local
+        )
     cotangents = [
         distribute_tensor(g, mesh, out.placements)
         for g, out in zip(expected.cotangents, found, strict=True)

@@ -105,9 +105,8 @@ def modules() -> None:
     assert_type(
         FusedBiasDropoutAddRMSNorm(8, p=0.1, return_sum=True).forward(X), tuple[Tensor, Tensor]
     )
-    norm: FusedBiasDropoutAddLayerNorm = FusedBiasDropoutAddLayerNorm(
-        8, p=0.1
-    )  # without parameters: the defaults
+    # Without type parameters, these are the defaults.
+    norm: FusedBiasDropoutAddLayerNorm = FusedBiasDropoutAddLayerNorm(8, p=0.1)
     assert_type(norm(X), Tensor)
 
 

@@ -102,10 +102,8 @@ def without_dropout(model: nn.Module) -> nn.Module:
             module.p = 0.0
         if hasattr(module, "layerdrop"):
             module.training = False
-        for owner in (
-            module,
-            getattr(module, "config", None),
-        ):  # some read their config at each call
+        # Some modules read their config at each call.
+        for owner in (module, getattr(module, "config", None)):
             for name, value in list(getattr(owner, "__dict__", {}).items()):
                 if "drop" in name and isinstance(value, float):
                     setattr(owner, name, 0.0)

@@ -107,9 +107,8 @@ def _built(name: str) -> tuple[nn.Module, dict[str, Any]]:
 
 def _unchanged_by_fusing(model: nn.Module, arguments: dict[str, Any]) -> None:
     """The same results fused as not, within what moving all numbers by a unit in the last place makes of them."""
-    others = [
-        moved_by(model, arguments, draw) for draw in range(DRAWS)
-    ]  # before a run: some models keep its tensors
+    # Before a run, as some models keep its tensors.
+    others = [moved_by(model, arguments, draw) for draw in range(DRAWS)]
     run, expected = first_results(model, arguments)
     moved = [run(*other, draw) for draw, other in enumerate(others)]
     fusedops.fuse_model(model)

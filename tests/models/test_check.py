@@ -26,9 +26,8 @@ def test_passes_what_is_right(spec: ModelSpec, dtype: torch.dtype) -> None:
     assert [(m.name, m.rule) for m in report] == [(m.name, m.rule) for m in dry]
     assert report.difference is not None and report.difference.passes, report.difference
     checked = [m for m in report if m.difference is not None]
-    assert (
-        len(checked) >= len(report) - 2
-    )  # torch.nn.TransformerDecoderLayer forgets an activation when copied
+    # A copied torch.nn.TransformerDecoderLayer forgets its activation.
+    assert len(checked) >= len(report) - 2
     assert all(m.difference is not None and m.difference.passes for m in checked)
 
 

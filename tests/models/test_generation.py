@@ -147,11 +147,8 @@ def test_t5_attends_to_the_same_bits(spec: Any, dtype: Any, padded: bool, way: s
     # The first step fills the cross-attention's cache.
     times = {
         "attention weights": [],  # there are hooks
-        "static cache": [
-            1,
-            _STEPS - 1,
-            _STEPS,
-        ],  # whose length the first layer needs, a tensor but for the first step
+        # The first layer needs the cache's length, which is a tensor after the first step.
+        "static cache": [1, _STEPS - 1, _STEPS],
     }.get(way, [_STEPS - 1] * _LAYERS + [_STEPS] * _LAYERS)
     assert sorted(taken.values()) == times
 

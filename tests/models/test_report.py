@@ -269,9 +269,8 @@ def test_what_is_reported_is_what_runs(spec: ModelSpec, look: Any) -> None:
     report = fusedops.fuse_model(model)
     report = report if look is fusedops.fuse_model else look(model)
     within, given = _made(model, inputs(spec))
-    named = {
-        m.name for m in report.modules if m.calls and m.rule != "generation"
-    }  # it calls its own in `generate`
+    # The rule "generation" calls its operators in `generate`.
+    named = {m.name for m in report.modules if m.calls and m.rule != "generation"}
     assert named <= within
     done = {m.name for m in report.modules if m.by is not None}
     for name in {
@@ -342,9 +341,8 @@ def test_what_is_left_to_the_block(
     model(**inputs(spec))
     reported = _reported(report, model)
     modules = dict(model.named_modules())
-    helping = {
-        modules[line.name] for line in report if line.helps
-    }  # the others' operators are reported
+    # The other modules report their operators instead.
+    helping = {modules[line.name] for line in report if line.helps}
     for module in left.found.keys() & helping:
         expected = reported.get(module, "")
         if expected.startswith("what "):  # it hands on

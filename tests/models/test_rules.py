@@ -601,10 +601,8 @@ def test_a_forward_that_is_patched_after_fusing_is_called(
         calls.append(name)
         return original(self, *args, **kwargs)
 
-    if name in (
-        "gpt2",
-        "vit",
-    ):  # it is called as one with hooks is, and so adds its last bias itself
+    # The module is called like one with hooks, and so adds its last bias itself.
+    if name in ("gpt2", "vit"):
         handles = [
             m.register_forward_hook(lambda *_: None)
             for m in model.modules()

@@ -439,9 +439,8 @@ def test_on_the_meta_device(spec: ModelSpec) -> None:
     }
     try:
         model(**given)
-    except (
-        RuntimeError
-    ):  # it makes itself the mask that it is not given; nobody looks into one for eager attention
+    except RuntimeError:
+        # Without a mask the model makes its own. With eager attention no code reads its values.
         model.set_attn_implementation("eager")
     expected = [t.shape for t in outputs(model(**given))]
     assert fusedops.fuse_model(model)

@@ -77,9 +77,8 @@ def test_tanh_for_results_in_16_bits(device: torch.device) -> None:
     x = _range(torch.float32, device).flatten()
     x = torch.cat([x, torch.linspace(-0.1, 0.1, 16384 - len(x), device=device)])
     y = torch.empty_like(x)
-    contracted = {
-        "enable_fp_fusion": True
-    }  # as of Triton 3.9 a warning tells those who leave it open
+    # Since Triton 3.9 a warning is raised without this option.
+    contracted = {"enable_fp_fusion": True}
     _narrow_tanh[(1,)](x, y, len(x), **contracted)
     exact = x.double().tanh()
     assert ((y - exact).abs() <= 1e-5 * exact.abs()).all()

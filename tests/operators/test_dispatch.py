@@ -290,10 +290,8 @@ def test_outputs_allocated_by_the_compiler(case: Case, device: torch.device) -> 
     Every operator in the graph writes to given tensors.
     """
     spec, sample, seen = case.spec, case.sample(), list[str]()
-    options = {
-        **sample.options,
-        **({"p": 0.0} if spec.has_dropout else {}),
-    }  # compiled calls draw other states
+    # Without dropout, as compiled calls draw other random states.
+    options = {**sample.options, **({"p": 0.0} if spec.has_dropout else {})}
     torch._dynamo.reset()
 
     def results(function: Callable[..., Any]) -> list[Tensor]:
@@ -435,9 +433,8 @@ def test_a_release_has_its_own_constants(
 
     Another release's must not be found there.
     """
-    request.addfinalizer(
-        operators.site_of.cache_clear
-    )  # sites hold their constants as a string, with the release
+    # Cached sites hold their constants as a string, which has the release in it.
+    request.addfinalizer(operators.site_of.cache_clear)
     sample = spec.benchmark((6, 40), torch.float32, device)
     graphs: list[str] = []
 

@@ -118,9 +118,8 @@ def test_outputs_that_depend_on_nothing_differentiable(compiled: bool, fresh_dyn
     x.requires_grad_()
     y, z = made(x, weight)
     assert y.requires_grad and z.requires_grad
-    if (
-        not compiled
-    ):  # a graph of torch.compile has zeros where only some of its outputs are differentiated
+    # A graph of torch.compile returns zeros if only some of its outputs are differentiated.
+    if not compiled:
         assert (
             torch.autograd.grad(z.sum(), (x, weight), allow_unused=True, retain_graph=True)[1]
             is None

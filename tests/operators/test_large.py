@@ -141,9 +141,8 @@ def _check_parameter_gradients(
         last = min(first + chunk, rows)
         part, mask = _part(spec, sample, first, last)
         along = [c[first:last].double() for c in cotangents]
-        wide = {
-            name: t.double() for name, t in part.items()
-        }  # else each chunk's sum would be rounded to bf16
+        # In bf16 each chunk's sum would be rounded.
+        wide = {name: t.double() for name, t in part.items()}
         for name, part_sum in gradients(
             oracle(spec, sample, mask), wide, along, list(parameters)
         ).items():

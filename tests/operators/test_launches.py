@@ -39,9 +39,8 @@ def _launches(
     values = {**sample.tensors, **dict(zip(tensors, leaves, strict=True))}
     with launch.record() as forward:
         outputs = as_tuple(spec.call(**values, **sample.options))
-    learned = [
-        output for output in outputs if output.requires_grad
-    ]  # others depend on no leaf of these
+    # The other outputs depend on none of these leaves.
+    learned = [output for output in outputs if output.requires_grad]
     with launch.record() as backward:
         torch.autograd.grad(
             learned, [leaf for leaf in leaves if leaf.requires_grad], random_like(learned)

@@ -22,9 +22,8 @@ _NORMS = [
     for spec in ALL_SPECS
     if spec.samples.__module__.startswith("fusedops.norms") and spec.name != "bias_dropout_add"
 ]
-_SHARED = Config(
-    16, 2, 1, 2, 1, parts=2
-)  # two to four programs a row, the last with an empty tile or not
+# Two to four programs have a row. The last of them may have an empty tile.
+_SHARED = Config(16, 2, 1, 2, 1, parts=2)
 
 
 def _cols(spec: Spec, sample: Sample) -> int:

@@ -224,10 +224,8 @@ def test_mask_is_the_same_in_all_configs(
         with fixed_draw(), tuning.forced(key.kernel, config):
             try:
                 run = problem.run(0.5)
-            except (
-                OutOfResources
-            ):  # a candidate may ask for more shared memory than this device has
-                continue
+            except OutOfResources:
+                continue  # a candidate may need more shared memory than this device has
         ran += 1
         for seen in (run.forward, run.backward):
             assert not (seen & ~expected).any(), config

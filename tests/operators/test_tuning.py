@@ -100,10 +100,8 @@ def test_interpreter_uses_the_heuristic(monkeypatch: pytest.MonkeyPatch) -> None
         (((512, 3, TABLED),), None),  # never a smaller one
         (((3072, 3, Config(512, 1, 4)),), None),  # nor one that is three times as large
         (((2048, 3, Config(512, 1, 4)),), Config(512, 1, 4)),
-        (
-            ((1536, 3, Config(2048, 1, 4)),),
-            None,
-        ),  # a block that holds 1536 columns is twice what 1024 need
+        # A block that holds 1536 columns has twice the lanes that 1024 columns need.
+        (((1536, 3, Config(2048, 1, 4)),), None),
         (((1024, 1, TABLED), (1024, 4, CACHED)), TABLED),  # fewer rows rather than more
         (((1024, 1, CACHED), (1024, 2, TABLED)), TABLED),  # the nearest
         (((1024, 4, TABLED),), TABLED),

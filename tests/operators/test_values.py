@@ -188,9 +188,8 @@ def test_default_eps(case: Case) -> None:
 
 
 def _rounds_like_another(spec: Spec, sample: Sample) -> bool:
-    return (
-        sample.options.get("rounding", "once") != "once" or "weight_offset" in sample.options
-    )  # Gemma's
+    # Gemma's norms have an offset.
+    return sample.options.get("rounding", "once") != "once" or "weight_offset" in sample.options
 
 
 def _dyadic(tensor: Tensor, generator: torch.Generator) -> Tensor:

@@ -262,11 +262,8 @@ def test_config_that_does_not_fit_is_not_timed() -> None:
         (Config(1024, 4, 4, 3, 2), Usage(64, shared=116_736), ""),
         (Config(1024, 4, 4, 3, 2), Usage(64, shared=116_737), "shared memory for 2 programs"),
         (Config(1024, 4, 8, 3, 2), Usage(128), ""),
-        (
-            Config(1024, 4, 8, 3, 2),
-            Usage(129),
-            "69632 registers for 2 programs",
-        ),  # they come by the eight
+        # A thread's registers are allocated in multiples of eight.
+        (Config(1024, 4, 8, 3, 2), Usage(129), "69632 registers for 2 programs"),
         (Config(1024, 4, 4), Usage(error="does not compile: X"), "does not compile"),
     ],
 )

@@ -86,7 +86,7 @@ class _Packed:
 
     Attributes:
         node: the tensor.
-        parts: of it, in their order.
+        parts: its parts, in their order.
         readers: by the numbers of parts: those whose gradients kernels can write.
         passed: by their numbers, the parts that anything else reads.
     """

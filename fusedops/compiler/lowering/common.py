@@ -185,7 +185,7 @@ def differentiated(r: Any, node: Node, *partials: tuple[Node, Node]) -> Node:
     Args:
         r: the recorder.
         node: the value.
-        partials: of each argument that has a gradient, the argument and the derivative by it.
+        partials: for each argument that has a gradient, the argument and the derivative by it.
     """
     graph = r.graph
     linear = None

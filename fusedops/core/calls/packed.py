@@ -39,9 +39,9 @@ class PackedCall(NamedTuple):
     """A call of a registered operator, some of whose tensors are parts.
 
     Attributes:
-        name: of the operator, without ``_forward``.
+        name: the name of the operator, without ``_forward``.
         parts: which of its tensors are parts: pairs of an index, and the number of the part.
-        threshold: of dropout.
+        threshold: the threshold of dropout.
         cols: the width of a row.
         call: the other constants, as text.
     """
@@ -72,7 +72,7 @@ class _Layout(NamedTuple):
 
     Attributes:
         dim: the dimension that is divided.
-        sizes: of all parts.
+        sizes: the sizes of all parts.
         passed: the numbers of the parts that are passed on.
         calls: the calls that read the other parts.
     """
@@ -96,10 +96,10 @@ class _Run:
         outs: the function's results, until autograd has them.
         returned: their number.
         saved: the tensors that it saves, then the seed, until autograd has them.
-        count: of the saved tensors.
+        count: the number of saved tensors.
         constants: the outputs without a gradient.
         needs: for each tensor whether it needs a gradient.
-        shapes: of the parts, by the indices of the tensors.
+        shapes: the shapes of the parts, by the indices of the tensors.
     """
 
     def __init__(

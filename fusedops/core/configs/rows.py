@@ -70,7 +70,7 @@ class Call:
     Attributes:
         cols: the hidden size.
         itemsize: bytes per element of the widest tensor.
-        bucket: of the number of rows.
+        bucket: the bucket of the number of rows.
         block: columns of a tile, a power of two.
         parts: tiles that hold a row.
         adds: whether a residual is a second input.

@@ -33,7 +33,7 @@ def plan_of_stream(
                 (..., 66, bucket)     a stream of 66
 
         plans: by key.
-        key: of the call.
+        key: the key of the call.
         make: makes a plan for a key.
     """
     if not plan.multiprocessors:

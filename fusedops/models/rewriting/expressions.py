@@ -43,7 +43,7 @@ class Step:
 
     Attributes:
         kind: which of these.
-        path: of the norm, or of the activation; "" for an activation that is a function.
+        path: the path of the norm, or of the activation; "" for an activation that is a function.
         sources: paths of the linear layers, dropouts and modules whose last steps are joined with
             it, as `Rewritten.leaves`.
     """

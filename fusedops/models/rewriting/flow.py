@@ -71,7 +71,7 @@ class Flow:
         return y                {y: 1, 2}: no single definition, so nothing is joined here
 
     Attributes:
-        parent: of each node in the function.
+        parent: the parent of each node in the function.
         reaching: for each name that is read, the definitions that it may read.
         definitions: for each name that is written, and each parameter, its definition.
         parameters: the definitions of the parameters, in order.

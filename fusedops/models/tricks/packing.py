@@ -64,7 +64,7 @@ def packed_linear(
     Args:
         x: of shape (..., K).
         layers: linear layers with weights of shape (N, K), with biases all or none.
-        dtype: of the product.
+        dtype: the dtype of the product.
         cast: the layers on top of each other in ``dtype``, if they were cast before.
     """
     if cast is None:
@@ -131,7 +131,7 @@ def packed(
 
     Args:
         module: the attention.
-        names: of the layers of query, key and value.
+        names: the names of the layers of query, key and value.
         x: the rows of the query, and of all three without ``others``.
         others: the rows of key and value.
         last: a linear layer after them, the output projection.

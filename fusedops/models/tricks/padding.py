@@ -31,7 +31,7 @@ def padded_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
         input: of shape (..., K).
         weight: of shape (N, K).
         bias: of shape (N,), or None.
-        dtype: of the product.
+        dtype: the dtype of the product.
     """
     columns = weight.shape[0]
     padding = -columns % MULTIPLE

@@ -174,9 +174,8 @@ class _Shrinking:
         made: list[Any]
         if not all(isinstance(part, (int, str)) and not isinstance(part, bool) for part in value):
             return value
-        if (
-            layers is not None and len(value) == layers > 2 and "layer" in name
-        ):  # one for each layer
+        # A list with an entry for each layer.
+        if layers is not None and len(value) == layers > 2 and "layer" in name:
             made = [value[0], value[-1]]
             return type(value)(
                 [
