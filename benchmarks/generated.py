@@ -35,7 +35,7 @@ _PROVIDERS = ("fusedops", "rowwise")
 def work(
     ops: Iterable[str] = (), cols: Iterable[int] = (), dtypes: Iterable[str] = ()
 ) -> list[Work]:
-    """What is timed: 2**25 elements of each operator and width, narrowed to those that are named."""
+    """The work to time: 2**25 elements of each named operator, width and dtype, or of all."""
     wanted_ops, wanted_cols, wanted_dtypes = set(ops), set(cols), set(dtypes)
     specs = {spec.name: spec for spec in discover()}
     pairs = tuple([(mode, provider) for mode in MODES for provider in _PROVIDERS])

@@ -54,7 +54,7 @@ def this_machine() -> tuple[str, Machine]:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which providers are wanted in which mode, and how hard to measure."""
+    """The wanted modes and providers, and the effort of measuring."""
 
     wanted: tuple[tuple[str, str], ...]  # (mode, provider)
     effort: timing.Effort

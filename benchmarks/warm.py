@@ -42,7 +42,7 @@ class Task:
 
 
 def tasks(work: Iterable[Work]) -> list[Task]:
-    """What there is to compile."""
+    """The tasks of compiling that this work needs."""
     found = []
     for item in work:
         pairs = tuple((mode, name) for mode, name in item.pairs if name not in _NOTHING_TO_COMPILE)

@@ -36,7 +36,10 @@ _OPERATORS: tuple[Callable[[Tensor], Tensor], ...] = (
 
 
 def differences(device: torch.device) -> Iterator[tuple[str, int]]:
-    """For each mesh, how many elements are kept in another place than in one process, in forward and backward."""
+    """Yields each mesh, and in how many elements its masks differ from those of one process.
+
+    The elements are those of outputs and gradients.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -58,7 +61,7 @@ def differences(device: torch.device) -> Iterator[tuple[str, int]]:
 
 
 def _kept(operator: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
-    """What a call keeps, and what its gradient keeps."""
+    """The output of a call and its gradient, which are zero where an element is dropped."""
     torch.manual_seed(1)
     out = operator(x)
     return [out.detach(), *torch.autograd.grad(out.sum(), x)]

@@ -85,7 +85,7 @@ class Row:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a newer row replaces an older one by."""
+        """The key by which a newer row replaces an older one."""
         return (self.model, self.shape, self.layout, self.ranks, self.provider)
 
 

@@ -47,7 +47,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Warm:
-    """What single steps of a warm model showed."""
+    """The measurements of single steps of a warm model."""
 
     first_s: float  # of the first step, which compiles
     step_s: float
@@ -73,7 +73,7 @@ class Kernel:
 
 
 def kernels(contender: Contender, device: torch.device) -> list[Kernel]:
-    """What ran on the device in a step, by the profiler, as a mean of some.
+    """The kernels that ran on the device in a step, by the profiler; means of some steps.
 
     On a GPU the sum of the times is the step's where the host keeps the queue full. Take it after
     all timing: what the profiler has loaded may slow down later launches.

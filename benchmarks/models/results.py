@@ -45,7 +45,7 @@ class Row:
 
     @property
     def key(self) -> Key:
-        """What a newer row replaces an older one by."""
+        """The key by which a newer row replaces an older one."""
         return (*self.place, self.provider)
 
 

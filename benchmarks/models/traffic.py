@@ -37,7 +37,7 @@ class Traffic(TorchDispatchMode):
         return found
 
     def minus(self, other: Traffic) -> Traffic:
-        """What this block had more."""
+        """Subtracts the traffic of another block from this one, and returns this one."""
         self.counts.subtract(other.counts)
         self.bytes -= other.bytes
         return self

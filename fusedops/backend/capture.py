@@ -327,7 +327,7 @@ def _writes_into_inputs(graph: fx.Graph) -> bool:
 
 
 def _written(node: fx.Node) -> list[Any]:
-    """What a node of Dynamo's graph writes into."""
+    """The arguments that a node of Dynamo's graph writes into."""
     if "out" in node.kwargs:
         return leaves(node.kwargs["out"])
     if _is_write(node):
@@ -336,9 +336,9 @@ def _written(node: fx.Node) -> list[Any]:
 
 
 def _first_argument(node: fx.Node) -> list[Any]:
-    """What is in the first argument of a call: `_foreach_add_` has a list of tensors there.
+    """The tensors in the first argument of a call: `_foreach_add_` has a list of them there.
 
-    Of a call without positional arguments it may be any.
+    Without positional arguments, any argument may be the first: all are returned.
     """
     return leaves(node.args[:1] or tuple(node.kwargs.values()))
 

@@ -1,4 +1,4 @@
-"""Which values of a graph have gradients, and from where."""
+"""The values of a graph that have gradients, and where these come from."""
 
 from __future__ import annotations
 

@@ -97,13 +97,13 @@ class RegionProgram:
 
 
 class Source:
-    """What a region's program is built from. Calling it runs the region in PyTorch's operators.
+    """The source of a region's program. A call runs the region in PyTorch's operators.
 
     Attributes:
         graph: the region as a function of its tensors.
-        places: for each of its results, the number of the program's output.
+        places: for each result of the graph, the index of the program's output.
         structure: the structure of the function.
-        also_saved: the positions of tensors that others save, see `planned`.
+        also_saved: the indices of tensors that other nodes save, see `planned`.
         splits: for each tensor, the dimensions that the program splits into several.
         joins: for each of the program's outputs, the dimensions that are one of the result.
     """

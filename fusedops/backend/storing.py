@@ -222,7 +222,7 @@ def _is_described(tensor: Tensor) -> bool:
 
 
 def _sharing(tensors: Sequence[Tensor]) -> str:
-    """Which tensors share memory: for each, the position of the first with its memory."""
+    """A text of the tensors that share memory: for each, the index of the first with its memory."""
     first: dict[Any, int] = {}
     owners = []
     for position, tensor in enumerate(tensors):

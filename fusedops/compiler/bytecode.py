@@ -1,4 +1,4 @@
-"""What the code of a function reads beside its arguments: variables and attributes, by bytecode."""
+"""The variables and attributes that a function reads beside its arguments, by its bytecode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DTensors need; and `check_seeds`."""
+"""Support of DTensors, and `check_seeds`."""
 
 from __future__ import annotations
 

@@ -97,11 +97,12 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Groups:
-    """Which slices share a tile.
+    """The tiles of all slices, and the table of the slices in each.
 
     Attributes:
-        tiles: those of slices with many columns first; all sizes but ``parts`` are powers of two.
-        count: how many groups.
+        tiles: the tiles, first those of slices with many columns. All sizes but ``parts`` are
+            powers of two.
+        count: the number of groups.
         shortest: the fewest rows that a tile has.
         most: the most elements that a tile has.
         table: for each group the index of its tile, then for each group its first slot, and then

@@ -343,7 +343,7 @@ def _on_cpu() -> tuple[nn.Module, dict[str, Any]]:
 
 @pytest.mark.plain
 def test_without_kernels_everything_is_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is given the graph with none of our operators, and does what it did."""
+    """Inductor gets a graph without this library's operators, and returns the same values."""
     model, arguments = _on_cpu()
     expected, graphs = _values(model, arguments), []
     monkeypatch.setattr(

@@ -158,7 +158,7 @@ def _written_without_gradients(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _moved(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """What moves x has no gradient, neither before nor after."""
+    """The tensors beside x have no gradient, neither before nor after."""
     y = x.detach() * 2
     return F.layer_norm(y, (8,), w) + _Moved.apply(x, y), y + x.detach()
 
@@ -869,7 +869,7 @@ def test_capture_that_fails_within_autocast_leaves_it() -> None:
 
 
 def test_gradients_that_are_switched_off_until_the_end() -> None:
-    """What is computed before has gradients."""
+    """Values from before the mode was set have gradients."""
 
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         y = F.layer_norm(x * w, (8,), w)

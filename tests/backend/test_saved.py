@@ -1,4 +1,4 @@
-"""What regions save for the backward, of what others save anyway: the sums of a residual stream."""
+"""Regions save tensors that other nodes save anyway: the sums of a residual stream."""
 
 from __future__ import annotations
 

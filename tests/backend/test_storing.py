@@ -77,7 +77,7 @@ def test_a_second_process_neither_captures_nor_computes_anything_else(
 
 
 def _step_here(monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the first process prints, without one. On a GPU this one has states of its own."""
+    """The output of the first process's code, run in this one. On a GPU it draws other states."""
     monkeypatch.setattr(sys, "argv", ["", "first"])
     # As in a process that sets nothing: determinism is a part of a file's name.
     torch.use_deterministic_algorithms(False)
@@ -257,7 +257,7 @@ def _checkpointed_otherwise(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _checkpointed_by_choice(x: Tensor, w: Tensor) -> Tensor:
-    """Which operators are computed again is up to a function."""
+    """A function chooses the operators that are computed again."""
     found: Tensor = checkpoint(_normed, x, w, use_reentrant=False, context_fn=_choice)
     return found
 

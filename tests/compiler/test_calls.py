@@ -299,7 +299,7 @@ def test_same_bits_again(sample: RowwiseFunction) -> None:
 @kernels
 @every
 def test_tensors_changed_after_the_forward_are_noticed(sample: RowwiseFunction) -> None:
-    """What the backward reads again must not have changed.
+    """Tensors that the backward reads must not have changed.
 
     Either it does not read it, or autograd objects.
     """

@@ -203,7 +203,7 @@ def test_what_has_no_gradient_in_the_function(inside: str) -> None:
 @kernels
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_inputs_without_a_gradient_have_none(compiled: bool, fresh_dynamo: None) -> None:
-    """What the differentiated output does not depend on, or what is only detached or compared.
+    """The differentiated output does not depend on them, or they are only detached or compared.
 
     None, as in PyTorch.
 
@@ -471,7 +471,7 @@ def test_gradients_that_are_zero_whatever_the_numbers(which: str, batched: bool)
 @kernels
 @pytest.mark.parametrize("case", ["one part", "two results", "nothing"])
 def test_second_derivatives_of_a_part_of_a_row(case: str) -> None:
-    """What nothing is computed of has a gradient of zero; also where no part has another."""
+    """Unused columns have a gradient of zero, also if no column is used."""
     function = {
         "one part": lambda x: (x.chunk(2, -1)[0] ** 2,),
         "two results": lambda x: (torch.tanh(x[..., :4]) * 2, x[..., :4]),

@@ -584,7 +584,7 @@ def test_dropout_follows_its_module() -> None:
 
 @kernels
 def test_functions_that_differ_in_p_share_no_operator(fresh_dynamo: None) -> None:
-    """What is registered for torch.compile is told apart by the probability as well."""
+    """Operators that are registered for torch.compile differ by the probability, too."""
 
     def function(x: Tensor, p: float) -> Tensor:
         return F.dropout(x, p)

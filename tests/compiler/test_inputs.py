@@ -38,7 +38,7 @@ from support import DEVICE, KERNEL_PATH
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5, 6, 24), (2, 3, 4, 128256)])
 def test_many_dimensions_of_long_rows(shape: tuple[int, ...]) -> None:
-    """What is traced for other numbers of rows has no more elements than a tensor may have."""
+    """Traces for other numbers of rows have no more elements than a tensor may have."""
     assert "forward" in fusedops.rowwise(lambda x: x.softmax(-1) * 2, strict=True).source(
         torch.empty(shape)
     )
@@ -317,7 +317,7 @@ def test_dimensions_of_one_are_squeezed(shape: tuple[int, ...]) -> None:
 @pytest.mark.filterwarnings("ignore:fusedops.rowwise does not fuse:RuntimeWarning")
 @pytest.mark.parametrize("batches", [(2, 1), (1, 2, 1)], ids=str)
 def test_batches_that_may_be_squeezed_keep_their_dimensions(batches: tuple[int, ...]) -> None:
-    """What was made for a batch of two does not serve one."""
+    """A program for a batch of two is not run for a batch of one."""
     function = fusedops.rowwise(lambda x: x.squeeze(0).softmax(-1))
     for batch in batches:
         x = randn(batch, 5, 24)

@@ -219,7 +219,7 @@ def test_a_second_process_does_not_trace(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_word_of_a_set_does_not_depend_on_its_order() -> None:
-    """Which depends on the seed of hashes; here on which of two equal places is taken first."""
+    """The order depends on the seed of hashes; here on which of two equal slots is taken first."""
     code = compile("x in {0, 8}", "", "eval")
     sets = frozenset([0, 8]), frozenset([8, 0])
     words = [storing._code(code.replace(co_consts=(one,))) for one in sets]
@@ -247,7 +247,7 @@ def _of_two(function: Any) -> Any:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_every_operator_can_be_stored(count: int) -> None:
-    """What is read passes the checks of its words, and is the same to the last number."""
+    """The structure that is read passes the checks of its words, and has the same numbers."""
     x, y = torch.rand(5, 24), torch.rand(5, 24)
     if count == 1:
         made = [

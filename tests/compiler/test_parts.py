@@ -124,7 +124,7 @@ def test_parts_that_alternate_are_one_load_and_one_store() -> None:
 
 @kernels
 def test_einsum_in_autocast_is_a_matrix_product() -> None:
-    """Which PyTorch computes in half precision."""
+    """PyTorch computes it in half precision."""
     function = fusedops.rowwise(lambda x, y: torch.einsum("sd,d->s", x, y), strict=True)
     x = randn(3, 24)
     torch.testing.assert_close(function(x, x[0]), x @ x[0])

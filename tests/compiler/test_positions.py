@@ -162,7 +162,7 @@ def test_second_derivative_of_what_has_the_index_of_a_row() -> None:
 @kernels
 @pytest.mark.filterwarnings("ignore:fusedops.rowwise does not fuse:RuntimeWarning")
 def test_branch_beside_the_index_of_a_row() -> None:
-    """What was traced for several rows is not run for one."""
+    """A trace for several rows is not run for one."""
 
     def function(x: Tensor) -> Tensor:
         return torch.tanh(x) if x.shape[-2] == 1 else causal(x)

@@ -280,7 +280,7 @@ def test_view_of_a_transposed_tensor_of_its_own_fails_as_in_pytorch() -> None:
 
 
 def test_tensors_in_half_precision_are_compared_as_rounded() -> None:
-    """What is added is lost in fp16, and the sum is no larger."""
+    """The added number is lost in fp16, so the sum is not larger."""
     x = torch.rand(5, 24, device=DEVICE).half() + 1.0
     function = lambda x: (x * 2.0 + 1e-4 > x * 2.0) + x  # noqa: E731
     assert torch.equal(function(x), x)

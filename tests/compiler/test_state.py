@@ -1019,7 +1019,7 @@ def test_hooks_that_come_and_go() -> None:
 @kernels
 @pytest.mark.parametrize("case", ["builtin", "method", "module", "set", "initialised"])
 def test_function_is_fused_where_a_refused_value_is_replaced_by_one_of_its_class(case: str) -> None:
-    """What refused it is looked at again, and not the class alone."""
+    """The refused value itself is read again, not only its class."""
     block = Holder(2.0)
     block.act = types.MethodType(lambda self, x: x * self.value, block)  # type: ignore[attr-defined]
     values: dict[str, tuple[Any, Any]] = {
@@ -1049,7 +1049,7 @@ def test_function_is_fused_where_a_refused_value_is_replaced_by_one_of_its_class
 
 @kernels
 def test_addresses_are_not_taken_for_objects() -> None:
-    """What is freed leaves its address to the next: code, a class, a callable."""
+    """A new object may get the address of a freed one: code, a class, a callable."""
     scope: dict[str, Any] = {}
     texts = (
         "def act(x): return x * {}",

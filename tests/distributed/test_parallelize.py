@@ -488,7 +488,7 @@ def test_compiled_blocks_and_checkpoints(tmp_path: Path) -> None:
 
 
 def _load_alone(folder: Path) -> None:
-    """What two ranks saved, into the model as it was and into the fused one, in one process."""
+    """One process loads what two ranks saved, into the original model and into the fused one."""
     from torch.distributed import checkpoint
 
     for fused in (False, True):

@@ -85,7 +85,7 @@ def _compiled(call: Call, case: Case, mesh: Any) -> None:
 
 
 def _other_placements(mesh: Any) -> None:
-    """What no rank can compute as it is, is moved first.
+    """Tensors that no rank can compute with are redistributed first.
 
     Partial sums, a sharded parameter, a cotangent placed otherwise.
     """
@@ -218,7 +218,7 @@ def _roundings(mesh: Any) -> None:
 
 
 def _a_parameter_learns_later(mesh: Any) -> None:
-    """What needs a gradient may change from call to call."""
+    """The tensors that need a gradient may change from call to call."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     x, weight = torch.randn(4, 6, 24), torch.randn(24)
@@ -294,7 +294,7 @@ def _no_elements_draw_nothing(mesh: Any) -> None:
 
 
 def _collectives_that_are_under_way(mesh: Any) -> None:
-    """What a row-wise parallel layer hands on is not there yet; a call waits for it."""
+    """The output of a row-wise parallel layer is still being reduced; a call waits for it."""
     from torch.distributed.tensor import DTensor, Partial, Shard
 
     x = torch.randn(4, 24)

@@ -110,7 +110,7 @@ _WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
 def _lines() -> dict[str, list[str]]:
-    """What may be commands, by page.
+    """The lines that may be commands, by page.
 
     Lines of blocks that are not Python, inline code, and the steps of workflows.
     """
@@ -150,7 +150,7 @@ def _commands() -> list[object]:
 
 @functools.cache
 def _help(how: str, *words: str) -> str | None:
-    """What a module (``-m name``) or a script prints for ``--help`` after these words.
+    """The output of a module (``-m name``) or a script for ``--help`` after these words.
 
     None if it knows them not.
     """

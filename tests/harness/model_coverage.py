@@ -82,13 +82,13 @@ _SECONDS = 10
 
 @dataclass
 class Coverage:
-    """What became of a class.
+    """The rules that fuse a class, or the reasons why it is left.
 
     Attributes:
-        name: with its family, as in ``llama.LlamaMLP``.
+        name: the name with the family, as in ``llama.LlamaMLP``.
         kind: one of `KINDS`.
-        rules: by which its modules are fused.
-        reasons: why modules were left.
+        rules: the rules by which its modules are fused.
+        reasons: the reasons why modules were left.
     """
 
     name: str
@@ -205,7 +205,7 @@ def _configs() -> dict[str, list[Any]]:
 
 
 def _arguments(cls: type, configs: list[Any]) -> Iterator[dict[str, Any]]:
-    """What a class may take: a configuration, a place in the model, sizes."""
+    """Possible arguments of a class: a configuration, a place in the model, sizes."""
     parameters = [
         p
         for p in list(inspect.signature(cls.__init__).parameters.values())[1:]
@@ -248,7 +248,7 @@ def _value(name: str, config: Any) -> Any:
 
 @contextmanager
 def tolerated() -> Iterator[None]:
-    """What cannot be built, or not in time, is passed over."""
+    """Ignores errors in the block, and ends it after a limit of time."""
 
     def late(*_: Any) -> None:
         raise TimeoutError

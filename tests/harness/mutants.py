@@ -460,7 +460,10 @@ MUTANTS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What pytest returned, the first test that failed (or the signal that ended it), and the time it took."""
+    """Pytest's exit code, the first failed test, its output, and its time.
+
+    The failure is the signal if a signal ended pytest.
+    """
 
     code: int
     failure: str

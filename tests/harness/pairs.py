@@ -102,7 +102,7 @@ def silu(input: Tensor) -> Tensor:
 def elementary(
     spec: Spec, sample: Sample
 ) -> Callable[[dict[str, Tensor | None]], tuple[Tensor, ...]]:
-    """What a user writes, with the same dropout mask and in elementary operators."""
+    """The formula in elementary operators, with the same dropout mask."""
     written = eager(spec, sample)
 
     def function(tensors: dict[str, Tensor | None]) -> tuple[Tensor, ...]:

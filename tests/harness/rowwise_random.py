@@ -40,12 +40,12 @@ _NEAR = 2.0**-10
 
 @dataclass
 class _Results:
-    """What came of a call.
+    """The results of a call.
 
     Attributes:
-        kind: of what the function returned.
-        outputs: of it.
-        grads: of its tensors, None where there are none.
+        kind: the type of the returned value.
+        outputs: the returned tensors.
+        grads: the gradients of the inputs, None for an input without one.
         others: second derivatives, and gradients along several cotangents at once.
     """
 
@@ -401,7 +401,7 @@ def _moved(tensor: Tensor, draw: int, dtype: torch.dtype, by: float) -> Tensor:
 def _wrong(
     random: RandomFunction, got: _Results, exact: _Results, others: Sequence[_Results]
 ) -> list[str]:
-    """What is wrong with results; nothing where all are right."""
+    """The errors of results; an empty list if all are right."""
     found = []
     results = [one.tensors for one in (got, exact, *others)]
     # Of order one, whatever faults there are beside.

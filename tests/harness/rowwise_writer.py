@@ -38,7 +38,7 @@ class Clip(torch.autograd.Function):
 
 
 class Rounded(torch.autograd.Function):
-    """What casts to a dtype and back do to values.
+    """A cast to a dtype and back.
 
     Gradients are not rounded, as a kernel's are not.
     """
@@ -845,7 +845,7 @@ class _Writer:
         return template.format(**values)
 
     def _run(self, text: str, name: str) -> Tensor | None:
-        """What a statement gives; None where it fails, or is of no use to others."""
+        """The result of a statement; None if it fails, or if other statements cannot use it."""
         scope = dict(self.namespace)
         try:
             exec(text, scope)

@@ -190,7 +190,7 @@ def _names(names: str | Sequence[str]) -> list[str]:
 
 
 def _key(value: Any) -> Hashable:
-    """What equals that of the same value in another case.
+    """A key that is equal for the same value in another case.
 
     Cases share their values, so the object itself will do; a spec has a name, as in a `Case`.
     """

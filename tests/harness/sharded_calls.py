@@ -216,7 +216,7 @@ def sizes_of(call: Call, case: Case, shape: tuple[Any, ...]) -> list[int]:
 
 
 def columns_of(call: Call, case: Case) -> Columns:
-    """What the call does with its columns; of a mask eight adjacent ones are drawn at once."""
+    """The way in which the call distributes columns. A mask's are drawn by eight adjacent ones."""
     aligned = (
         -(
             -case.width
@@ -268,7 +268,7 @@ def tensors_of(call: Call, case: Case) -> list[Tensor]:
 
 
 class Expected(NamedTuple):
-    """What one process computes."""
+    """The tensors of a call in one process."""
 
     tensors: list[Tensor]
     outputs: list[Tensor]

@@ -304,7 +304,7 @@ def keep_mask(
 
 @dataclass(frozen=True)
 class Mask:
-    """What dropout does in one call.
+    """The dropout mask of one call.
 
     The keep mask (None for no dropout) and the probability to keep.
     """
@@ -414,7 +414,7 @@ def oracle(spec: Spec, sample: Sample, mask: Mask | None = None) -> Function:
 
 
 def eager(spec: Spec, sample: Sample, mask: Mask | None = None) -> Function:
-    """What a user writes with `torch.nn.functional`, with the same dropout mask, as a function of tensors.
+    """The formula in `torch.nn.functional`, with the same dropout mask, as a function of tensors.
 
     Where dtypes are mixed (or ``out_dtype`` asks for another) it computes in their promotion, since
     PyTorch's norms refuse or round some mixtures: the harder opponent. Options that

@@ -312,7 +312,7 @@ def test_a_file_whose_blocks_or_calls_alone_changed_is_not_the_source(
 def test_a_file_that_was_written_to_since(
     now: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read is what runs, or it is left: an editor may have saved the file meanwhile."""
+    """The module is left if the text of its file may not be the code that was imported."""
     path = tmp_path / f"edited_{abs(hash(now))}.py"
     path.write_text(_SOURCE)
     monkeypatch.syspath_prepend(tmp_path)

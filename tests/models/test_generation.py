@@ -97,8 +97,8 @@ def _generate(model: Any, spec: Any, **options: Any) -> Any:
 
 
 @contextmanager
-def _short_ways() -> Iterator[Counter[Any]]:
-    """How often each attention module took the fast path."""
+def _fast_paths() -> Iterator[Counter[Any]]:
+    """Counts the calls of the fast path, by attention module."""
     taken: Counter[Any] = Counter()
     original = one_token._next_token
 
@@ -140,7 +140,7 @@ def test_t5_attends_to_the_same_bits(spec: Any, dtype: Any, padded: bool, way: s
     with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
         expected = _generate(model, spec, **options)
         _fused_but_for_norms(model)
-        with _short_ways() as taken:
+        with _fast_paths() as taken:
             found = _generate(model, spec, **options)
     assert torch.equal(found.sequences, expected.sequences)
     assert all(map(torch.equal, found.logits, expected.logits))
@@ -189,7 +189,7 @@ def test_t5_attends_to_the_same_numbers(spec: Any, dtype: Any) -> None:
         if fuse:
             fusedops.fuse_model(model)
         with (
-            _short_ways() as taken,
+            _fast_paths() as taken,
             torch.autocast(DEVICE.type, torch.bfloat16, enabled=dtype == "autocast"),
         ):
             errors.append(float((_steps(model, spec) - exact).abs().max()))
@@ -236,7 +236,7 @@ def test_t5_takes_no_short_way_past_anything(spec: Any, change: Callable[[Any], 
     expected = _generate(model, spec)
     assert not torch.allclose(expected.logits[-1], before.logits[-1])
     _fused_but_for_norms(model)
-    with _short_ways() as taken:
+    with _fast_paths() as taken:
         found = _generate(model, spec)
     assert changed not in taken
     assert len(taken) == 2 * _LAYERS - 1
@@ -250,7 +250,7 @@ def test_t5_with_gradients_takes_its_own_forward(spec: Any) -> None:
     tokens = inputs(spec)["input_ids"]
     with torch.no_grad():
         cache = handed_on(model(input_ids=tokens, decoder_input_ids=tokens[:, :3], use_cache=True))
-    with _short_ways() as taken:
+    with _fast_paths() as taken:
         loss = model(input_ids=tokens, decoder_input_ids=tokens[:, 3:4], **cache).logits.sum()
     assert not taken
     loss.backward()
@@ -304,7 +304,7 @@ def test_t5_attends_by_the_configured_function(
 
     expected = _generate(model, spec)
     _fused_but_for_norms(model)
-    with _short_ways() as taken:
+    with _fast_paths() as taken:
         found = _generate(model, spec)
     assert sum(taken.values()) == _LAYERS * (2 * _STEPS - 1)
     torch.testing.assert_close(found.logits, expected.logits)

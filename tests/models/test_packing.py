@@ -500,7 +500,7 @@ def test_functions_for_attention(spec: ModelSpec, device: torch.device) -> None:
 
 
 def test_a_stand_in_is_its_module_to_the_forward() -> None:
-    """What methods of the module change is seen, what is deleted is gone; and it can be copied."""
+    """The stand-in has the module's changed and deleted attributes, and can be copied."""
     module = _Three()
     seen = replacing(module, {"k": "another"})
     assert (seen.k, seen.q, seen.training) == ("another", module.q, True)

@@ -289,7 +289,7 @@ def test_what_is_reported_is_what_runs(spec: ModelSpec, look: Any) -> None:
 
 
 class _Left:
-    """What modules leave to their blocks in a forward, by module."""
+    """Records the steps that modules leave to their blocks in a forward, by module."""
 
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: dict[nn.Module, str] = {}

@@ -152,7 +152,7 @@ def test_a_pickle_that_no_rule_fits_any_more_loads_unfused(monkeypatch: pytest.M
 
 
 def _recorded(model: nn.Module) -> dict[str, list[torch.Tensor]]:
-    """What forward hooks on every module see."""
+    """The outputs that forward hooks on every module get."""
     seen: dict[str, list[torch.Tensor]] = {}
 
     def hook(name: str) -> Any:

@@ -99,7 +99,7 @@ case = pytest.mark.parametrize("name", CASES)
 
 
 def some(test: Any) -> Any:
-    """What is true of every rewritten forward for one reason: the tests share the forwards."""
+    """Marks a test whose property has one cause in all rewritten forwards: tests share these."""
     return pytest.mark.shared("name", most=16)(case(test))
 
 
@@ -281,7 +281,7 @@ _REPLACED: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def test_a_layer_that_is_gone() -> None:
-    """What a forward does not come to need not be there."""
+    """Layers that a forward does not reach may be missing."""
     model = _made(CASES["conditional_sums"][0]).train()
     fused = _fused(model)
     del model.fc1, fused.fc1

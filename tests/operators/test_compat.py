@@ -157,7 +157,7 @@ each_release = pytest.mark.parametrize("release", RELEASES)
 
 @pytest.fixture
 def launches() -> list[tuple[Any, ...]]:
-    """What the C function was called with."""
+    """The arguments of the calls of the C function."""
     return []
 
 

@@ -190,7 +190,7 @@ def test_transforms_without_grad_mode(
 def test_double_backward_of_arguments_that_depend_on_another(
     spec: Spec, device: torch.device
 ) -> None:
-    """What comes to the first argument through the others comes once."""
+    """The gradient that reaches the first argument through the others is added once."""
     both = pair(spec, device)
     weights = both.cotangents()
 
@@ -229,7 +229,7 @@ def test_backward_under_a_dispatch_mode_of_a_call_outside(spec: Spec, device: to
 @every
 @pytest.mark.parametrize("kind", ["wrapper", "two tensors"])
 def test_double_backward_of_a_subclass(spec: Spec, kind: str, device: torch.device) -> None:
-    """What a subclass holds has the derivatives that it has without it."""
+    """The tensors in a subclass have the derivatives that they have outside of it."""
     both = pair(spec, device, p=0.0)  # each of two tensors would draw its own mask
     weights = both.cotangents()
     expected = second_order(both.theirs, both.tensors, weights)

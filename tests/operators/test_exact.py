@@ -20,7 +20,10 @@ from support import DEVICE, DTYPES, EXACT_SPECS, Case, as_tuple, cases, rows_of,
 
 
 def _in_its_dtype(spec: Spec, sample: Sample) -> bool:
-    """What depends on no token alone: the copy, and that each dtype has its minus infinity."""
+    """Whether a sample is run in this dtype.
+
+    In other dtypes than fp32 only the copy and the value of minus infinity differ.
+    """
     fp32 = rows_of(spec, sample).dtype == torch.float32
     return fp32 or sample.name.endswith((", n=2", " columns", "int32 tokens", "allowed, padded"))
 
@@ -95,7 +98,7 @@ def test_checks_after_a_good_call(case: Case) -> None:
 
 
 def _garbage(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """What a view's gaps hold: for tokens a valid one, which would ban if it were read."""
+    """The content of a view's gaps: NaN, or a valid token, which would ban if it were read."""
     value = float("nan") if like.is_floating_point() else 1
     return torch.full(shape, value, dtype=like.dtype, device=like.device)
 

@@ -247,7 +247,7 @@ def test_generates_what_transformers_generates(
 
 
 def test_options_within_generate() -> None:
-    """What the prompt holds may be said again, and what is allowed as often as the model likes."""
+    """Tokens of the prompt may occur again, and allowed tokens any number of times."""
     torch.manual_seed(1)
     model = _decoder().to(DEVICE).eval()
     ids = torch.arange(1, 21, device=DEVICE)[None]

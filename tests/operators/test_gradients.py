@@ -44,7 +44,7 @@ def _small(spec: Spec, sample: Sample) -> bool:
 
 @cases((torch.float32,), lambda spec, sample: _small(spec, sample) or sample.name == "shape 129x40")
 def test_every_subset_of_inputs(case: Case, full: bool) -> None:
-    """What does not require a gradient gets none, and what does gets the right one, whoever else does."""
+    """Tensors that require a gradient get the right one, whichever others do; others get none."""
     spec, sample = case.spec, case.sample()
     present = tensors_of(spec, sample)
     function = call(spec, sample)
@@ -196,7 +196,7 @@ def test_backward_of_a_sum(case: Case) -> None:
     lambda spec, sample: sample.name in ("shape 7x17", "p=0.0", "sum returned, p=0"),
 )
 def test_one_tensor_as_two_arguments(case: Case) -> None:
-    """What is passed twice gets the sum of both gradients, whether or not the kernel made them one tensor."""
+    """A tensor that is passed twice gets the sum of both gradients."""
     spec, sample = case.spec, case.sample()
     tensors = tensors_of(spec, sample)
     for name in {"residual", "up"} & tensors.keys():

@@ -44,9 +44,9 @@ def _saved() -> Iterator[Saved]:
 def _run(
     function: Callable[..., Any], sample: Sample, spec: Spec
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """What a forward saves besides its inputs.
+    """The tensors that a forward saves besides its inputs, and its outputs.
 
-    Its outputs, which must stay alive while pointers are compared.
+    The outputs must stay alive while pointers are compared.
     """
     tensors = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
     with _saved() as saved:

@@ -142,7 +142,7 @@ CHECKPOINTS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 @pytest.mark.parametrize("where", ["none", "forward", "backward"])
 def test_checkpoint(spec: Spec, kind: str, where: str, device: torch.device) -> None:
-    """What is recomputed has the mask and the gradients of a call that is not.
+    """A recomputed call has the mask and the gradients of a call that is not recomputed.
 
     A mode may come or go in between.
     """

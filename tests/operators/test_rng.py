@@ -186,7 +186,7 @@ def test_mask_does_not_depend_on_dtype(
 
 
 def _configs(key: tuning.TuningKey) -> list[tuning.Config]:
-    """What the family may run a kernel with.
+    """The configs that the family may choose for a kernel.
 
     The interpreter knows nothing of warps, so there one of each tiling.
     """

@@ -32,7 +32,7 @@ _HOST = "https://example.org/someone/fusedops"
 
 
 def _run(*command: object, cwd: Path, **settings: str) -> str:
-    """What a command prints, run in an environment that does not know the checkout."""
+    """The output of a command, run in an environment without the checkout."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
     } | settings
@@ -168,7 +168,7 @@ def test_metadata(wheel: Path) -> None:
 
 
 def _targets(page: str) -> list[str]:
-    """What the links and pictures of a page name, but for places in the page itself."""
+    """The targets of a page's links and pictures, without anchors in the page itself."""
     found = [*links(page), *re.findall(r'\b(?:src|srcset|href)="([^"]*)"', page)]
     found += re.findall(r"^\[[^\]]+\]: *(\S+)", page, re.MULTILINE)
     return [target for target in found if not target.startswith("#")]

@@ -197,7 +197,7 @@ class NoDirectCallError(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """What differs between launches of a kernel: a grid axis, the stream, or an argument."""
+    """A value that differs between launches: a grid axis, the stream, or an argument."""
 
     name: str
 

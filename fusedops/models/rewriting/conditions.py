@@ -187,7 +187,7 @@ def _chosen(statement: ast.If, known: Known) -> list[ast.stmt] | None:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What is known in the branches of a condition."""
+    """The known results of conditions in the branches of one."""
 
     if_true: Known = ()
     if_false: Known = ()
