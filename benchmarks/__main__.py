@@ -388,11 +388,11 @@ def _specs(options: argparse.Namespace) -> list[Spec]:
 
 def _cases(options: argparse.Namespace) -> list[Case]:
     specs = _specs(options)
-    found = list(cases(specs, options.op, options.shape, options.dtype))
+    result = list(cases(specs, options.op, options.shape, options.dtype))
     if options.quick and not (options.op or options.shape or options.dtype):
         wanted = {(t.op, t.shape, t.dtype) for t in targets.TARGETS}
-        found = [case for case in found if (case.op, case.shape, case.dtype_name) in wanted]
-    return found
+        result = [case for case in result if (case.op, case.shape, case.dtype_name) in wanted]
+    return result
 
 
 def _wanted(case: Case, options: argparse.Namespace) -> tuple[tuple[str, str], ...]:

@@ -67,8 +67,8 @@ def digest_of(path: Path) -> str:
 
     Empty for a file that ``draw`` did not write.
     """
-    found = _DIGEST.search(path.read_text(encoding="utf-8"))
-    return found[1] if found else ""
+    result = _DIGEST.search(path.read_text(encoding="utf-8"))
+    return result[1] if result else ""
 
 
 def _dots(chart: Dots, path: Path) -> None:

@@ -120,11 +120,11 @@ def fractions(data: Data) -> Dots | None:
     """The fraction of the roofline at each operator's typical shape; None if there is nothing."""
     groups = {}
     for op, (shape, seen) in data.typical().items():
-        found = {column: best(seen, column) for column in COLUMNS}
+        results = {column: best(seen, column) for column in COLUMNS}
         # A floor of zero, where nothing of the shape's size must move, has no fraction.
         dots = {
             column: row.fraction
-            for column, row in found.items()
+            for column, row in results.items()
             if row is not None and row.floor_us
         }
         if dots:
@@ -177,9 +177,9 @@ def peak_memory(data: Data) -> Dots | None:
     """The most memory that a call holds, in tensors of the shape; None if there is nothing."""
     groups = {}
     for op, (shape, seen) in data.typical().items():
-        found = {column: best(seen, column, "peak_mib") for column in COLUMNS}
+        results = {column: best(seen, column, "peak_mib") for column in COLUMNS}
         groups[f"{op}  {sized(shape)}"] = {
-            c: row.peak_mib / _mib(row) for c, row in found.items() if row is not None
+            c: row.peak_mib / _mib(row) for c, row in results.items() if row is not None
         }
     title = f"Peak memory beyond the inputs: {data.named}"
     return Dots(title, "tensors of the operator's shape", groups, "{:.1f}") if groups else None
@@ -190,13 +190,13 @@ def host_time(data: Data) -> Dots | None:
 
     None if there is nothing.
     """
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     # The largest shapes first.
     for (op, *_), seen in sorted(data.places().items(), key=lambda item: -elements(item[0][1])):
         if launch_bound(next(iter(seen.values()))):
             times = {column: best(seen, column, "loop_us") for column in COLUMNS}
-            found[op] = {column: row.loop_us for column, row in times.items() if row is not None}
-    groups = {spec.name: found[spec.name] for spec in data.specs if spec.name in found}
+            results[op] = {column: row.loop_us for column, row in times.items() if row is not None}
+    groups = {spec.name: results[spec.name] for spec in data.specs if spec.name in results}
     return (
         Dots(f"Host time, small tensors: {data.named}", "µs a call", groups, "{:.0f}")
         if groups
@@ -231,8 +231,8 @@ def _lines(
 
 def _of(points: list[tuple[int, dict[str, Row]]], column: str) -> list[tuple[int, Row]]:
     """The points that a column has."""
-    found = ((x, best(seen, column)) for x, seen in points)
-    return [(x, row) for x, row in found if row is not None]
+    results = ((x, best(seen, column)) for x, seen in points)
+    return [(x, row) for x, row in results if row is not None]
 
 
 def _panel(spec: Spec, line: Line, series: dict[str, Any], level: float) -> Panel:

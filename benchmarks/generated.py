@@ -39,15 +39,15 @@ def work(
     wanted_ops, wanted_cols, wanted_dtypes = set(ops), set(cols), set(dtypes)
     specs = {spec.name: spec for spec in discover()}
     pairs = tuple([(mode, provider) for mode in MODES for provider in _PROVIDERS])
-    found = []
+    result = []
     for dtype, widths in _WIDTHS.items():
         if wanted_dtypes and dtype not in wanted_dtypes:
             continue
         for width in [width for width in widths if not wanted_cols or width in wanted_cols]:
             for op in [op for op in _OPERATORS if not wanted_ops or op in wanted_ops]:
                 case = Case(specs[op], (ELEMENTS // width, width), DTYPES[dtype])
-                found.append(Work(case, pairs))
-    return found
+                result.append(Work(case, pairs))
+    return result
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

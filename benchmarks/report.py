@@ -115,7 +115,7 @@ def charts(folder: Path, device: str) -> dict[str, figures.Chart]:
     )
     specs = discover()
     whole = figures.Data(results.merge(swept, main), specs, *_USUAL)
-    found: dict[str, figures.Chart | None] = {
+    result: dict[str, figures.Chart | None] = {
         "fractions": figures.fractions(figures.Data(main, specs, *_USUAL)),
         "host_time": figures.host_time(whole),
         "peak_memory": figures.peak_memory(whole),
@@ -123,8 +123,8 @@ def charts(folder: Path, device: str) -> dict[str, figures.Chart]:
     for axis, axes in _AXES.items():
         for data in _views(swept, specs):
             for what, chart in (("bandwidth", figures.bandwidth), ("speed_up", figures.speed_up)):
-                found[f"{what}_{axis}_{data.dtype}_{data.mode}"] = chart(data, axes)
-    return {_image(device, what): chart for what, chart in found.items() if chart is not None}
+                result[f"{what}_{axis}_{data.dtype}_{data.mode}"] = chart(data, axes)
+    return {_image(device, what): chart for what, chart in result.items() if chart is not None}
 
 
 def _shown(pictures: dict[str, figures.Chart], device: str, what: str) -> Iterator[str]:
@@ -297,11 +297,11 @@ def _widths(swept: list[Row], where: str = "") -> Iterator[str]:
             sides for line in sweep.lines(spec, ("widths",)) for _, sides in sorted(line.points)
         ]
         shapes = ["x".join(map(str, sides)) for sides in points]
-        found = [
+        result = [
             (shape, places[spec.name, shape]) for shape in shapes if (spec.name, shape) in places
         ]
         over: list[float] = []
-        for shape, seen in found:
+        for shape, seen in result:
             ours = seen["fusedops"]
             peers = [row.gpu_us / ours.gpu_us for name, row in seen.items() if name != "fusedops"]
             over += [min(peers)] if peers else []
@@ -309,10 +309,10 @@ def _widths(swept: list[Row], where: str = "") -> Iterator[str]:
                 f"| `{spec.name}` | {sized(shape)} | {ours.gpu_us:.1f} | {ours.fraction:.2f} | "
                 f"{f'{min(peers):.2f}' if peers else ''} |"
             )
-        if found:
-            floor = [seen["fusedops"].fraction for _, seen in found]
+        if result:
+            floor = [seen["fusedops"].fraction for _, seen in result]
             summary.append(
-                f"| `{spec.name}` | {len(found)} | {_spread(floor)} | {_spread(over) if over else ''} |"
+                f"| `{spec.name}` | {len(result)} | {_spread(floor)} | {_spread(over) if over else ''} |"
             )
     if lines:
         yield (
@@ -441,12 +441,12 @@ def _memory(rows: list[Row]) -> str:
                 groups.setdefault((op, dtype, mode, name), []).append(
                     (ours / max(theirs, 1e-3), ours, theirs)
                 )
-    for (op, dtype, mode, name), found in groups.items():
-        more = [case for case in found if case[0] > 1.01]
+    for (op, dtype, mode, name), result in groups.items():
+        more = [case for case in result if case[0] > 1.01]
         if more:
             _, ours, theirs = max(more)
             lines.append(
-                f"| `{op}` | {dtype} | {_mode(mode)} | {PROVIDER_NAMES[name]} | {len(more)} | {len(found)} | {ours:.1f} | "
+                f"| `{op}` | {dtype} | {_mode(mode)} | {PROVIDER_NAMES[name]} | {len(more)} | {len(result)} | {ours:.1f} | "
                 f"{theirs:.1f} |"
             )
     text = (

@@ -43,12 +43,12 @@ class Task:
 
 def tasks(work: Iterable[Work]) -> list[Task]:
     """The tasks of compiling that this work needs."""
-    found = []
+    results = []
     for item in work:
         pairs = tuple((mode, name) for mode, name in item.pairs if name not in _NOTHING_TO_COMPILE)
         if pairs:
-            found.append(Task(item.case.op, item.case.sides, item.case.dtype_name, pairs))
-    return found
+            results.append(Task(item.case.op, item.case.sides, item.case.dtype_name, pairs))
+    return results
 
 
 def settle_compiler() -> None:

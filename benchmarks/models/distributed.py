@@ -208,14 +208,14 @@ def _measured(
         for provider in PROVIDERS
     }
     seen: dict[str, list[float]] = {provider: [] for provider in PROVIDERS}
-    found: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     for provider, step in made.items():
         torch.manual_seed(1)
         loss = _largest(float(step()), device)  # compiled and loaded before it is timed
         # A dispatch mode would keep compiled blocks from running; FSDP's collectives are those of
         # "fsdp".
         traffic = {} if layout == "fsdp-compiled" else _traffic(step)
-        found[provider] = {
+        result[provider] = {
             "loss": loss,
             "peak_mib": _largest(_peak_mib(step, device), device),
             **traffic,
@@ -232,7 +232,7 @@ def _measured(
             ms=seconds * 1e3,
             spread=_spread_of(times) * 1e3,
             tokens=tokens / seconds,
-            **found[provider],
+            **result[provider],
         )
 
 
@@ -302,9 +302,9 @@ def _peak_mib(step: Callable[[], object], device: torch.device) -> float:
 
 def _largest(value: float, device: torch.device) -> float:
     """Over all processes."""
-    found = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
+    result = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(result, dist.ReduceOp.MAX)
+    return float(result)
 
 
 def _settle(device: torch.device) -> None:

@@ -52,10 +52,10 @@ def differences(device: torch.device) -> Iterator[tuple[str, int]]:
         for dims in itertools.permutations(range(3), len(sides)):
             placed = distribute_tensor(x, mesh, [Shard(dim) for dim in dims])
             for operator, expected in zip(operators, alone, strict=True):
-                found: list[Any] = _kept(operator, placed.detach().requires_grad_())
+                result: list[Any] = _kept(operator, placed.detach().requires_grad_())
                 differ += sum(
                     int((t.full_tensor() != one).sum())
-                    for t, one in zip(found, expected, strict=True)
+                    for t, one in zip(result, expected, strict=True)
                 )
         yield "x".join(map(str, sides)), differ
 

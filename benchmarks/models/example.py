@@ -125,11 +125,11 @@ def _train(example: Any, parts: str, corpus: Any, args: Any, steps: int, mesh: A
 
 def _alone(example: Any, parts: str, corpus: Any, args: Any) -> list[float]:
     """The first steps' losses in one process, the first; the others wait, and get them."""
-    found: list[Any] = [None]
+    results: list[Any] = [None]
     if dist.get_rank() == 0:
-        found = [_train(example, parts, corpus, args, _COMPARED, None)[0]]
-    dist.broadcast_object_list(found, 0)
-    return found[0]  # type: ignore[no-any-return]
+        results = [_train(example, parts, corpus, args, _COMPARED, None)[0]]
+    dist.broadcast_object_list(results, 0)
+    return results[0]  # type: ignore[no-any-return]
 
 
 def _example() -> Any:

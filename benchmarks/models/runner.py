@@ -73,7 +73,7 @@ def stages(workloads: Sequence[Workload], wanted: Sequence[str] = ()) -> list[li
         workloads: in order.
         wanted: the providers; none for all that are offered.
     """
-    found = []
+    results = []
     for compiling in (False, True):
         stage = []
         for workload in workloads:
@@ -82,8 +82,8 @@ def stages(workloads: Sequence[Workload], wanted: Sequence[str] = ()) -> list[li
             ]
             names = [name for name in names if (name in COMPILING) == compiling]
             stage += [Work(workload, tuple(names))] if names else []
-        found.append(stage)
-    return [stage for stage in found if stage]
+        results.append(stage)
+    return [stage for stage in results if stage]
 
 
 def without(work: Sequence[Work], done: set[Key]) -> list[Work]:

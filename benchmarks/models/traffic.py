@@ -25,16 +25,16 @@ class Traffic(TorchDispatchMode):
 
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         name = func.__name__.partition(".")[0]
         if func.namespace in ("_c10d_functional", "c10d") and not name.startswith(
             ("wait_", "_wrap_", "barrier")
         ):
             self.counts[name] += 1
             self.bytes += max(
-                _bytes(args), _bytes(found if func.namespace == "_c10d_functional" else ())
+                _bytes(args), _bytes(result if func.namespace == "_c10d_functional" else ())
             )
-        return found
+        return result
 
     def minus(self, other: Traffic) -> Traffic:
         """Subtracts the traffic of another block from this one, and returns this one."""

@@ -254,10 +254,10 @@ def test_autocast(name: str) -> None:
                 pytest.skip(f"does not run under autocast: {error}")
             moved = [run(*other, draw) for draw, other in enumerate(others)]
             compile_it(model)
-            found = run(model, arguments)
-        assert {k: x.dtype for k, x in found.items()} == {k: x.dtype for k, x in eager.items()}
-        for key in found.keys() & exact.keys():
-            x, z = found[key], exact[key]
+            result = run(model, arguments)
+        assert {k: x.dtype for k, x in result.items()} == {k: x.dtype for k, x in eager.items()}
+        for key in result.keys() & exact.keys():
+            x, z = result[key], exact[key]
             times = 4 if key.startswith("gradient") else 2
             allowed = times * max(distance(ys[key], z) for ys in (eager, *moved) if key in ys)
             allowed += 8 * 2.0**-8 * size_of(z)
@@ -271,22 +271,26 @@ def test_fewer_regions_than_in_the_file_are_lost(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """So is one more graph that is left. An architecture that is not in the file is not lost."""
-    found = backend_coverage.regions_of("llama", DEVICE)
+    result = backend_coverage.regions_of("llama", DEVICE)
     assert (
-        found.fused
-        == found.regions
-        - sum(int(part.split(" x ")[0]) for part in found.reasons.split("; ") if part)
+        result.fused
+        == result.regions
+        - sum(int(part.split(" x ")[0]) for part in result.reasons.split("; ") if part)
         > 0
     )
-    assert found.moved_bytes > found.saved_bytes > 0 and found.graphs == 1 and not found.graphs_left
+    assert (
+        result.moved_bytes > result.saved_bytes > 0
+        and result.graphs == 1
+        and not result.graphs_left
+    )
     monkeypatch.setattr(backend_coverage, "FOLDER", tmp_path)
-    backend_coverage.write([found])
-    assert backend_coverage.lost([found, replace(found, architecture="other", fused=0)]) == []
-    (line,) = backend_coverage.lost([replace(found, fused=found.fused - 1)])
-    assert line.startswith(f"llama: {found.fused - 1} fused, before {found.fused}; ")
-    assert len(backend_coverage.lost([replace(found, graphs_left=1)])) == 1
-    assert len(backend_coverage.lost([replace(found, fused=found.fused - 1)], dynamic=True)) == 1
-    assert backend_coverage.lost([replace(found, graphs=0, fused=0)], dynamic=True) == []
+    backend_coverage.write([result])
+    assert backend_coverage.lost([result, replace(result, architecture="other", fused=0)]) == []
+    (line,) = backend_coverage.lost([replace(result, fused=result.fused - 1)])
+    assert line.startswith(f"llama: {result.fused - 1} fused, before {result.fused}; ")
+    assert len(backend_coverage.lost([replace(result, graphs_left=1)])) == 1
+    assert len(backend_coverage.lost([replace(result, fused=result.fused - 1)], dynamic=True)) == 1
+    assert backend_coverage.lost([replace(result, graphs=0, fused=0)], dynamic=True) == []
 
 
 @pytest.mark.parametrize(
@@ -312,10 +316,10 @@ def test_regions_whose_columns_change_are_not_missing(
     numbers: Any, symbols: Any, reasons: str, count: int
 ) -> None:
     """Pairs are regions, and those of them that are fused."""
-    found = [
+    results = [
         backend_coverage.Regions("llama", 1, 0, *pair, 0, 0, reasons) for pair in (symbols, numbers)
     ]
-    assert max(0, backend_coverage.missing(*found)) == count
+    assert max(0, backend_coverage.missing(*results)) == count
 
 
 _AS_MUCH = ("gpt2", "llama", "mixtral", "opt", "vit")
@@ -350,9 +354,9 @@ def test_without_kernels_everything_is_inductors(monkeypatch: pytest.MonkeyPatch
         entry, "compile_by_inductor", lambda gm, *_: graphs.append(gm) or gm.forward
     )
     model.compile(backend=backend)
-    found = _values(model, arguments)
+    result = _values(model, arguments)
     assert len(graphs) == 1
     assert not [node for node in graphs[0].graph.nodes if str(node.target).startswith("fusedops")]
-    assert all(torch.equal(found[k], expected[k]) for k in expected)
+    assert all(torch.equal(result[k], expected[k]) for k in expected)
     report: CompileReport = compiled(_on_cpu()[0])
     assert not report.regions

@@ -299,8 +299,8 @@ def test_heads_that_are_repeated_without_gradients(calls: list[tuple[bool, bool,
             return F.scaled_dot_product_attention(query, keys, values)
 
     query, key, value = _heads(4), _heads(2), _heads(2)
-    found = torch.compile(function, backend=_backend, fullgraph=True)(query, key, value).float()
-    assert torch.autograd.grad(found.sum(), (query, key), allow_unused=True)[1] is None
+    result = torch.compile(function, backend=_backend, fullgraph=True)(query, key, value).float()
+    assert torch.autograd.grad(result.sum(), (query, key), allow_unused=True)[1] is None
     assert calls == [(False, False, 4)]
 
 
@@ -333,8 +333,8 @@ def _compare(function: Callable[..., Tensor], heads: list[Tensor], tolerance: fl
     compiled = torch.compile(function, backend=_backend, fullgraph=True)
     results = []
     for call in (function, compiled):
-        found = call(*heads).float()
-        results.append([found, *torch.autograd.grad(found, heads, cotangent)])
+        result = call(*heads).float()
+        results.append([result, *torch.autograd.grad(result, heads, cotangent)])
     for ours, eager in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(
             ours, eager, rtol=tolerance, atol=tolerance * float(eager.detach().abs().max())
@@ -367,12 +367,12 @@ def test_values_are_saved_without_rotated_queries(rotated: bool) -> None:
     for call in (function, torch.compile(function, backend=_backend)):
         memory.clear()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            found = call(x)
+            result = call(x)
         results.append(
             [
-                found.detach(),
+                result.detach(),
                 *torch.autograd.grad(
-                    found.square().sum(), [query.weight, key.weight, value.weight]
+                    result.square().sum(), [query.weight, key.weight, value.weight]
                 ),
             ]
         )

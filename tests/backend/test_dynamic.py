@@ -47,11 +47,11 @@ def _check(
     ours, theirs = compiled(*leaves[0]), function(*leaves[1])
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     cotangent = torch.randn_like(theirs)
-    found = [
+    results = [
         torch.autograd.grad(y, [*own, *parameters], cotangent, allow_unused=True)
         for y, own in zip((ours, theirs), leaves, strict=True)
     ]
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
@@ -67,9 +67,11 @@ def test_numbers_that_never_changed_are_constants_of_kernels() -> None:
     model, backend, made = ScaledNorm().to(DEVICE), Backend(), list[int]()
 
     def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        found = backend(gm, inputs)  # raises where Dynamo is to trace once more, without the symbol
+        result = backend(
+            gm, inputs
+        )  # raises where Dynamo is to trace once more, without the symbol
         made.append(len(backend.report.fused))
-        return found
+        return result
 
     compiled = torch.compile(lambda x: model(x), backend=compiler, dynamic=True)
     for number, eps in enumerate((1e-2, 0.3, 0.5, 0.7)):
@@ -145,8 +147,8 @@ def test_rows_that_are_one_dimension_and_several(function: Callable[..., Any]) -
     compiled = torch.compile(function, backend=backend)
     for batch, length in ((2, 6), (3, 6), (4, 8), (1, 4), (5, 1)):
         x = randn(batch, length, 24).requires_grad_()
-        found = [call(x, *parameters) for call in (compiled, function)]
-        ours, theirs = [y if isinstance(y, tuple) else (y,) for y in found]
+        results = [call(x, *parameters) for call in (compiled, function)]
+        ours, theirs = [y if isinstance(y, tuple) else (y,) for y in results]
         assert [y.stride() for y in ours] == [y.stride() for y in theirs]
         cotangents = list(map(torch.randn_like, theirs))
         gradients = [torch.autograd.grad(ys, [x, *parameters], cotangents) for ys in (ours, theirs)]

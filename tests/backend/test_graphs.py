@@ -391,13 +391,13 @@ def test_semantics_of_the_graph(function: Callable[..., Any]) -> None:
         return [*outputs, *torch.autograd.grad(total, (x, w), materialize_grads=True)]
 
     backend = Backend()
-    found, expected = results(torch.compile(function, backend=backend)), results(function)
+    result, expected = results(torch.compile(function, backend=backend)), results(function)
     assert backend.report.fused and not backend.report.left
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(result, expected, strict=True):
         # The numbers are in fp64, whose rounding errors are far smaller.
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
         assert one.requires_grad == other.requires_grad
-    pointers = [[t.data_ptr() for t in ours[:-2]] for ours in (found, expected)]
+    pointers = [[t.data_ptr() for t in ours[:-2]] for ours in (result, expected)]
     shared = [[a == b for a, b in itertools.combinations(ours, 2)] for ours in pointers]
     assert shared[0] == shared[1]
 
@@ -455,12 +455,12 @@ def test_changes_of_inputs_that_were_computed(function: Callable[..., Any]) -> N
 
     start, weight = randn(4, 6, 8), randn(8)
     backend = Backend()
-    found, expected = results(torch.compile(function, backend=backend)), results(function)
+    result, expected = results(torch.compile(function, backend=backend)), results(function)
     if may_save_changed_inputs():
         assert backend.report.left == ["it changes an input that others are differentiated through"]
     else:
         assert backend.report.fused and not backend.report.left
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(result, expected, strict=True):
         # The numbers are in fp64, whose rounding errors are far smaller.
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
@@ -589,10 +589,10 @@ def test_operators_are_registered_with_their_derivative_or_not_at_all(
                 patched.setattr(registration, "_differentiate", failing)
             else:
                 patched.setattr(programs, "_known", {})
-            (found,) = torch.autograd.grad(
+            (result,) = torch.autograd.grad(
                 torch.compile(function, backend=backend)(x, w).cos().sum(), w
             )
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3)
         assert [region.reason for region in backend.report.regions] == [
             "RuntimeError: no derivative" if fails else ""
         ]
@@ -669,18 +669,18 @@ def test_parameters_are_known_to_stay_where_they_are(constant: bool) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x * torch.tensor(2.0, device=x.device) if constant else x)
 
-    name, found = "_try_get_metadata_from_dynamo", list[Any]()
+    name, result = "_try_get_metadata_from_dynamo", list[Any]()
     original = getattr(torch._functorch.aot_autograd, name)
 
     def seen(*args: Any) -> Any:
-        found.append(original(*args))
-        return found[-1]
+        result.append(original(*args))
+        return result[-1]
 
     model = Scaled().to(DEVICE)
     with mock.patch.object(torch._functorch.aot_autograd, name, seen):
         torch.compile(model, backend=Backend())(randn(3, 24))
     held = constant and DEVICE.type == "cuda"
-    assert len(found[0][1]) == len(list(model.parameters())) + held
+    assert len(result[0][1]) == len(list(model.parameters())) + held
 
 
 def test_parts_without_gradients_save_nothing() -> None:
@@ -719,10 +719,10 @@ def test_parameter_changed_in_place_is_read_in_its_turn() -> None:
 
     x, w = randn(4, 8), randn(8)
     one, other = w.clone(), w.clone()
-    for found, expected in zip(
+    for result, expected in zip(
         torch.compile(function, backend=Backend())(x, one), function(x, other), strict=True
     ):
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(result, expected)
     assert torch.equal(one, other)
 
 
@@ -747,8 +747,8 @@ def test_graph_that_cannot_be_captured_is_left_with_a_warning(
     with torch.autocast(DEVICE.type, torch.bfloat16):
         fusedops.compile(lambda x, w: F.layer_norm(x, (8,), w))(x, w)
         with pytest.warns(RuntimeWarning, match="leaves a graph to Inductor: it calls unknown"):
-            found = fusedops.compile(function)(x, w)
-        torch.testing.assert_close(found, function(x, w))
+            result = fusedops.compile(function)(x, w)
+        torch.testing.assert_close(result, function(x, w))
     assert casts == [False, True]  # what is left has no casts yet
     assert "a graph is left to Inductor: it calls unknown" in str(fusedops.explain(function, x, w))
 

@@ -34,8 +34,8 @@ GROUPS, WIDTHS = 4, (6, 10, 6)
 
 def _experts(x: Tensor, w: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
     product = torch.ops.transformers.grouped_mm_fallback
-    found: Tensor = product(product(x, w, offsets).relu(), v, offsets)
-    return found
+    result: Tensor = product(product(x, w, offsets).relu(), v, offsets)
+    return result
 
 
 def _exact(x: Tensor, w: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
@@ -110,10 +110,10 @@ def test_results_are_those_of_the_operator(
         y = function(*tensors, ends)
         return [y, *torch.autograd.grad(y, [t for t in tensors if t.requires_grad], cotangent)]
 
-    found, expected = results(compiled, leaves, cotangent), results(_experts, leaves, cotangent)
+    result, expected = results(compiled, leaves, cotangent), results(_experts, leaves, cotangent)
     wide = [t.detach().double().requires_grad_(t.requires_grad) for t in leaves]
     for ours, theirs, exact in zip(
-        found, expected, results(_exact, wide, cotangent.double()), strict=True
+        result, expected, results(_exact, wide, cotangent.double()), strict=True
     ):
         assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
         torch.testing.assert_close(ours.double(), exact, rtol=0, atol=200 * torch.finfo(dtype).eps)
@@ -136,8 +136,8 @@ def _as_it_is(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
 
 
 def _checkpointed(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
-    found: Tensor = checkpoint(function, *args, use_reentrant=False)
-    return found
+    result: Tensor = checkpoint(function, *args, use_reentrant=False)
+    return result
 
 
 @pytest.mark.parametrize(("call", "runs"), [(_as_it_is, 1), (_checkpointed, 2)])
@@ -148,10 +148,10 @@ def test_the_offsets_are_copied_once_a_layer(call: Callable[..., Tensor], runs: 
         torch.randint(0, GROUPS, (12,), device=DEVICE),
     ]
     compiled, names = _compiled(_layers, dynamic=False)
-    found, expected = [
+    result, expected = [
         torch.autograd.grad(f(*given, call).sin().sum(), given[:3]) for f in (compiled, _layers)
     ]
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, result, expected))
     assert (
         names["fusedops.offsets_on_cpu.default"] == 2 * runs
         and names["fusedops.grouped_mm_backward.default"] == 4
@@ -166,8 +166,8 @@ def _changed(x: Tensor, w: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
     offsets = offsets.clone()
     y = torch.ops.transformers.grouped_mm_fallback(x, w, offsets)
     offsets[1:].sub_(1)
-    found: Tensor = torch.ops.transformers.grouped_mm_fallback(y, v, offsets)
-    return found
+    result: Tensor = torch.ops.transformers.grouped_mm_fallback(y, v, offsets)
+    return result
 
 
 @torch.library.custom_op("fusedops_tests::grouped_mm_fallback", mutates_args=())
@@ -193,11 +193,11 @@ def test_any_number_of_rows_is_one_graph() -> None:
     for ends in ((1, 2, 2, 5), (0, 3, 7, 7), (2, 4, 8, 11)):
         x, w, v = [t.requires_grad_() for t in _tensors(ends[-1] + 1)]
         torch._dynamo.mark_dynamic(x, 0)
-        found, expected = [
+        result, expected = [
             torch.autograd.grad(f(x, w, v, _ends(*ends)).sin().sum(), x)
             for f in (compiled, _experts)
         ]
-        assert torch.equal(*found, *expected)
+        assert torch.equal(*result, *expected)
     assert names["fusedops.offsets_on_cpu.default"] == 1
 
 

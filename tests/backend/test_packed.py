@@ -106,8 +106,8 @@ def _checked(module: nn.Module, *inputs: Tensor, dynamic: bool | None = None) ->
     backend = Backend()
     compiled = torch.compile(module, backend=backend, dynamic=dynamic)
     cotangent = torch.randn_like(module(*inputs))
-    found = results(compiled, module, inputs, cotangent)
-    check(found, module, inputs, cotangent, torch.finfo(torch.float32).eps)
+    result = results(compiled, module, inputs, cotangent)
+    check(result, module, inputs, cotangent, torch.finfo(torch.float32).eps)
     assert not backend.report.left
     return backend
 
@@ -269,8 +269,8 @@ def test_lengths_that_are_divided_stay_dynamic() -> None:
     for length in (6, 9, 11):
         x = randn(2, length, 32)
         cotangent = torch.randn_like(module(x))
-        found = results(compiled, module, [x], cotangent)
-        check(found, module, [x], cotangent, torch.finfo(torch.float32).eps)
+        result = results(compiled, module, [x], cotangent)
+        check(result, module, [x], cotangent, torch.finfo(torch.float32).eps)
     assert backend.report.graphs == 1
 
 
@@ -388,8 +388,8 @@ def test_lengths_that_change(parts: Any, groups: int) -> None:
     for length in (6, 9):
         x = randn(2, length, 32)
         cotangent = torch.randn_like(x)
-        found = results(compiled, module, [x], cotangent)
-        check(found, module, [x], cotangent, torch.finfo(torch.float32).eps)
+        result = results(compiled, module, [x], cotangent)
+        check(result, module, [x], cotangent, torch.finfo(torch.float32).eps)
     assert backend.report.graphs == 1
     assert _changed(backend) == _packs(groups)
 

@@ -191,7 +191,7 @@ def test_gradients_of_permuted_rows_are_put_back(
     y, replaced, names = _compiled(function, x, ids)
     assert torch.equal(y, function(x.detach(), ids))
     cotangent = randn(*y.shape)
-    (found,) = torch.autograd.grad(y, x, cotangent)
+    (result,) = torch.autograd.grad(y, x, cotangent)
     exact, size = [
         torch.autograd.grad(function(rows, ids), rows, its)[0]
         for rows, its in (
@@ -201,7 +201,7 @@ def test_gradients_of_permuted_rows_are_put_back(
     ]
     # A row's gradient is a sum of at most all rows', of three factors each.
     assert (
-        (found.double() - exact).abs() <= (ROWS + 4) * torch.finfo(torch.float32).eps * size
+        (result.double() - exact).abs() <= (ROWS + 4) * torch.finfo(torch.float32).eps * size
     ).all()
     added = {
         "index_put",

@@ -62,12 +62,12 @@ def test_products_of_the_same_rows_are_one() -> None:
     ):  # type: ignore[misc]
         torch.compile(model, backend=Backend())(x)
         with torch.autocast(DEVICE.type, torch.bfloat16):
-            found = results(compiled, model, (x,), cotangent)
-            check(found, model, (x,), cotangent, 2 * torch.finfo(torch.bfloat16).eps)
+            result = results(compiled, model, (x,), cotangent)
+            check(result, model, (x,), cotangent, 2 * torch.finfo(torch.bfloat16).eps)
     names = [[aten_name(node.target) for node in gm.graph.nodes] for gm in graphs]
-    assert [found.count("addmm") for found in names] == [5, 3]  # q with k and v, frozen, narrow
+    assert [result.count("addmm") for result in names] == [5, 3]  # q with k and v, frozen, narrow
     # The products are `bare`, `gate`, `up`, and the one whose bias the norm's region adds.
-    assert [found.count("mm") for found in names] == [4, 4]
+    assert [result.count("mm") for result in names] == [4, 4]
 
 
 def test_a_product_that_is_only_detached_has_no_gradient() -> None:
@@ -131,8 +131,8 @@ def test_parameters_are_cast_together() -> None:
 
     with torch.autocast(DEVICE.type, torch.bfloat16):
         cotangent = torch.randn_like(model(x))
-        found = results(torch.compile(model, backend=casting), model, (x,), cotangent)
-        check(found, model, (x,), cotangent, 2 * torch.finfo(torch.bfloat16).eps)
+        result = results(torch.compile(model, backend=casting), model, (x,), cotangent)
+        check(result, model, (x,), cotangent, 2 * torch.finfo(torch.bfloat16).eps)
     forward, backward = [
         [node for node in graph.nodes if aten_name(node.target) in ("cat", "_to_copy")]
         for graph in graphs
@@ -167,8 +167,8 @@ def test_casts_stay_in_their_part_of_the_graph(function: Callable[..., Tensor]) 
     for call in (function, torch.compile(function, backend=Backend())):
         leaves = [t.clone().requires_grad_() for t in given]
         y = call(x, *leaves)
-        found = torch.autograd.grad(y.float().square().sum(), leaves, allow_unused=True)
-        results.append([y, *[torch.zeros(()) if g is None else g for g in found]])
+        result = torch.autograd.grad(y.float().square().sum(), leaves, allow_unused=True)
+        results.append([y, *[torch.zeros(()) if g is None else g for g in result]])
     for ours, eager in zip(*results, strict=True):
         assert ours.shape == eager.shape
         torch.testing.assert_close(
@@ -202,8 +202,8 @@ def test_products_that_are_read_by_their_place_in_memory_are_not_padded(
 
 def test_bits_are_read_in_another_dtype() -> None:
     x = randn(3, 16)
-    found = torch.compile(lambda x: F.relu(x).view(torch.int32), backend=Backend())(x)
-    assert torch.equal(found, F.relu(x).view(torch.int32))
+    result = torch.compile(lambda x: F.relu(x).view(torch.int32), backend=Backend())(x)
+    assert torch.equal(result, F.relu(x).view(torch.int32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -235,13 +235,13 @@ def test_gradients_of_small_tables_are_products(dtype: torch.dtype) -> None:
     cotangent = torch.randn(3, 1500, 3, device=DEVICE)
     y = torch.compile(function, backend=summing)(few, many)
     assert torch.equal(y, function(few, many))
-    found = torch.autograd.grad(y, (few, many), cotangent.to(dtype))
+    result = torch.autograd.grad(y, (few, many), cotangent.to(dtype))
     wanted = torch.zeros(5, 3, dtype=torch.float64, device=DEVICE)
     rows = cotangent.to(dtype).double().view(-1, 3)
     wanted.index_add_(0, places.view(-1), rows)
     # A sum of 1500 rows at most, in fp32, and rounded to the dtype.
     unit = torch.finfo(dtype).eps + 1500 * torch.finfo(torch.float32).eps
-    assert ((found[0].double() - wanted).abs() <= unit * wanted.abs().max()).all()
+    assert ((result[0].double() - wanted).abs() <= unit * wanted.abs().max()).all()
     assert names.count("embedding_dense_backward") == (2 if KERNEL_PATH else 3)
     assert names.count("bmm") == KERNEL_PATH
 
@@ -269,8 +269,8 @@ def test_products_of_other_parts_are_not_joined() -> None:
     one, other = randn(8, 16).requires_grad_(), randn(8, 16).requires_grad_()
     results = []
     for call in (function, torch.compile(function, backend=Backend())):
-        found = call(x, one, other, frozen.clone(), bias)
-        results.append([*found, *[torch.tensor(t.requires_grad) for t in found]])
+        result = call(x, one, other, frozen.clone(), bias)
+        results.append([*result, *[torch.tensor(t.requires_grad) for t in result]])
     for ours, eager in zip(*results, strict=True):
         torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2)
 

@@ -89,7 +89,7 @@ def test_values_and_gradients(name: str) -> None:
     cotangent = torch.randn_like(model(*inputs))
     backend = Backend()
     with launch.record() as launches:
-        found = results(
+        result = results(
             torch.compile(model, backend=backend, fullgraph=True), model, inputs, cotangent
         )
     assert (
@@ -100,7 +100,7 @@ def test_values_and_gradients(name: str) -> None:
     assert sum("forward" in kernel for kernel in launches) >= count and any(
         "backward" in kernel for kernel in launches
     )
-    check(found, model, inputs, cotangent, torch.finfo(torch.float32).eps)
+    check(result, model, inputs, cotangent, torch.finfo(torch.float32).eps)
 
 
 def test_autocast() -> None:
@@ -123,9 +123,9 @@ def test_autocast() -> None:
     backend = Backend()
     compiled = torch.compile(model, backend=backend)
     with torch.autocast(DEVICE.type, torch.bfloat16):
-        found = results(compiled, model, (x,), cotangent)
+        result = results(compiled, model, (x,), cotangent)
         # Triton's interpreter truncates where a GPU rounds.
-        check(found, model, (x,), cotangent, 2 * torch.finfo(torch.bfloat16).eps)
+        check(result, model, (x,), cotangent, 2 * torch.finfo(torch.bfloat16).eps)
     assert len(backend.report.fused) == 3
     names = {name for region in backend.report.fused for name in region.operators}
     assert {"_to_copy", "native_layer_norm"} <= names
@@ -199,17 +199,17 @@ def test_checkpointing_saves_inputs_alone() -> None:
 
     On a GPU it draws from another state.
     """
-    model, found = PostNorm(p=0.5).to(DEVICE), []
+    model, result = PostNorm(p=0.5).to(DEVICE), []
     x = randn(16, 24).requires_grad_()
     for wrapped in (model, lambda t: checkpoint(model, t, use_reentrant=False)):
         backend = Backend()
         torch.manual_seed(2)
         y = torch.compile(wrapped, backend=backend)(x)
-        found.append((y, *torch.autograd.grad(y, (x, *model.parameters()), torch.ones_like(y))))
+        result.append((y, *torch.autograd.grad(y, (x, *model.parameters()), torch.ones_like(y))))
         full = sum(t.dtype == x.dtype and t.numel() >= x.numel() for t in backend.saved)
         assert len(backend.report.fused) == 2
         assert full == 1 if wrapped is not model else full > 2  # the output itself is one
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*result, strict=True):
         assert torch.equal(one, other) or DEVICE.type == "cuda"
 
 
@@ -400,9 +400,9 @@ def test_through_inductor() -> None:
     model, inputs, _ = _built("post-norm")
     cotangent = torch.randn_like(model(*inputs))
     with launch.record() as launches:
-        found = results(fusedops.compile(model, fullgraph=True), model, inputs, cotangent)
+        result = results(fusedops.compile(model, fullgraph=True), model, inputs, cotangent)
     assert bool(launches) == KERNEL_PATH
-    check(found, model, inputs, cotangent, torch.finfo(torch.float32).eps)
+    check(result, model, inputs, cotangent, torch.finfo(torch.float32).eps)
 
 
 class _Language(nn.Module):
@@ -469,9 +469,9 @@ def test_training_with_a_change_of_the_model(change: Callable[[_Language], None]
         return model.state_dict()
 
     backend = Backend()
-    found, expected = trained(backend), trained(None)
+    result, expected = trained(backend), trained(None)
     assert backend.report.fused and not backend.report.left
     # Gradients differ by some roundings of fp32, 1e-6 of their size; eps of the optimizer keeps
     # small ones from being enlarged.
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(result[name], value, rtol=1e-4, atol=1e-5, msg=name)

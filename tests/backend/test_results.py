@@ -124,7 +124,7 @@ def test_what_has_gradients(name: str) -> None:
         randn(2, 4, 16).requires_grad_(),
         randn(16).requires_grad_(),
     )
-    frozen, cotangents, found = randn(16), [randn(2, 4, 16), randn(2, 4, 16)], []
+    frozen, cotangents, result = randn(16), [randn(2, 4, 16), randn(2, 4, 16)], []
     backend = Backend()
     for call in (function, torch.compile(function, backend=backend, fullgraph=True)):
         outs = as_tuple(call(x, y, w, frozen))
@@ -134,14 +134,14 @@ def test_what_has_gradients(name: str) -> None:
             for out, cotangent in zip(trained, cotangents, strict=False)
         ]
         gradients = torch.autograd.grad(trained, (x, y, w), given, allow_unused=True)
-        found.append(
+        result.append(
             (
                 [out.requires_grad for out in outs],
                 [g is None for g in gradients],
                 [*outs, *[g for g in gradients if g is not None]],
             )
         )
-    (eager, none, expected), (ours, none_of_ours, values) = found
+    (eager, none, expected), (ours, none_of_ours, values) = result
     assert ours == eager and none_of_ours == none
     for value, wanted in zip(values, expected, strict=True):
         torch.testing.assert_close(value, wanted, **_CLOSE)
@@ -203,16 +203,17 @@ def _(x: Tensor) -> Tensor:
 )
 def test_results_lie_in_memory_as_they_did(function: Callable[[Tensor], Tensor]) -> None:
     x, cotangent = randn(2, 4, 16).requires_grad_(), None
-    found, backend = [], Backend()
+    result, backend = [], Backend()
     for call in (function, torch.compile(function, backend=backend, fullgraph=True)):
         y = call(x)
         cotangent = randn(*y.shape) if cotangent is None else cotangent
-        found.append((y, *torch.autograd.grad(y, x, cotangent)))
+        result.append((y, *torch.autograd.grad(y, x, cotangent)))
     strides = [
-        [step for step, size in zip(y.stride(), y.shape, strict=True) if size > 1] for y, _ in found
+        [step for step, size in zip(y.stride(), y.shape, strict=True) if size > 1]
+        for y, _ in result
     ]
     assert strides[0] == strides[1]
-    for ours, eager in zip(*reversed(found), strict=True):
+    for ours, eager in zip(*reversed(result), strict=True):
         torch.testing.assert_close(ours, eager, **_CLOSE)
     assert len(backend.report.fused) == 1
 
@@ -280,12 +281,12 @@ def test_queries_that_see_no_key() -> None:
         Backend(),
     )
     mask[1] = False
-    found = []
+    results = []
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         for call in (function, torch.compile(function, backend=backend)):
             y = call(*given, mask)
-            found.append([y, *torch.autograd.grad(y, given, cotangent)])
-    for ours, eager in zip(*reversed(found), strict=True):
+            results.append([y, *torch.autograd.grad(y, given, cotangent)])
+    for ours, eager in zip(*reversed(results), strict=True):
         torch.testing.assert_close(ours, eager, **_CLOSE)
     assert any("_safe_softmax" in region.operators for region in backend.report.fused)
 
@@ -310,14 +311,14 @@ def test_rows_beside_themselves(case: str) -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
         return _OUTER[case](F.layer_norm(x, (8,), w) * 0.7)
 
-    found, backend, tensors = [], Backend(), [randn(8, 8), randn(8)]
+    result, backend, tensors = [], Backend(), [randn(8, 8), randn(8)]
     for call, dtype in (
         (torch.compile(function, backend=backend), torch.float32),
         (function, torch.float64),
     ):
         given = [t.to(dtype).requires_grad_() for t in tensors]
         y = call(*given)
-        found.append([t.double() for t in (y, *torch.autograd.grad(y.square().sum(), given))])
-    for ours, want in zip(*found, strict=True):
+        result.append([t.double() for t in (y, *torch.autograd.grad(y.square().sum(), given))])
+    for ours, want in zip(*result, strict=True):
         torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-5)
     assert backend.report.regions

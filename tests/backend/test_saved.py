@@ -44,10 +44,10 @@ def test_sums_of_a_saved_tensor_and_a_narrow_one_are_computed_again(gated: bool,
     for call in (function, torch.compile(function, backend=backend)):
         stored.clear()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            found = call(start, gates)
+            result = call(start, gates)
         wanted = [start, gates, *norms.parameters(), *branches.parameters()]
         results.append(
-            [found, *torch.autograd.grad(found, wanted, cotangent.bfloat16(), allow_unused=True)]
+            [result, *torch.autograd.grad(result, wanted, cotangent.bfloat16(), allow_unused=True)]
         )
     for ours, eager in zip(*reversed(results), strict=True):
         assert (ours is None) == (eager is None)

@@ -111,15 +111,15 @@ def _graph(
     function: Callable[..., Any], inputs: Sequence[Tensor], **options: Any
 ) -> tuple[fx.GraphModule, list[Any]]:
     """What Dynamo hands to a backend."""
-    found: list[Any] = []
+    results: list[Any] = []
 
     def keep(gm: fx.GraphModule, given: list[Any]) -> Any:
-        found[:] = gm, given
+        results[:] = gm, given
         return gm.forward
 
     torch._dynamo.reset()
     torch.compile(function, backend=keep, fullgraph=True, **options)(*inputs)
-    return found[0], found[1]
+    return results[0], results[1]
 
 
 def _path(
@@ -229,8 +229,8 @@ def test_a_graph_that_makes_a_module_has_a_file() -> None:
     """PyTorch logs there that one is made."""
 
     def function(x: Tensor, w: Tensor) -> Tensor:
-        found: Tensor = torch.nn.SiLU()(_normed(x, w))
-        return found
+        result: Tensor = torch.nn.SiLU()(_normed(x, w))
+        return result
 
     gm, given = _graph(function, (randn(6, 8), randn(8)))
     assert "_log_api_usage_once" in gm.code and storing.stored_at(gm, given) is not None
@@ -247,19 +247,19 @@ def _(x: Tensor) -> Tensor:
 
 
 def _checkpointed(x: Tensor, w: Tensor) -> Tensor:
-    found: Tensor = checkpoint(_normed, x, w, use_reentrant=False)
-    return _normed(found, w)
+    result: Tensor = checkpoint(_normed, x, w, use_reentrant=False)
+    return _normed(result, w)
 
 
 def _checkpointed_otherwise(x: Tensor, w: Tensor) -> Tensor:
-    found: Tensor = checkpoint(_normed_otherwise, x, w, use_reentrant=False)
-    return _normed(found, w)
+    result: Tensor = checkpoint(_normed_otherwise, x, w, use_reentrant=False)
+    return _normed(result, w)
 
 
 def _checkpointed_by_choice(x: Tensor, w: Tensor) -> Tensor:
     """A function chooses the operators that are computed again."""
-    found: Tensor = checkpoint(_normed, x, w, use_reentrant=False, context_fn=_choice)
-    return found
+    result: Tensor = checkpoint(_normed, x, w, use_reentrant=False, context_fn=_choice)
+    return result
 
 
 def _choice() -> Any:
@@ -267,8 +267,8 @@ def _choice() -> Any:
 
 
 def _branching(x: Tensor, w: Tensor) -> Tensor:
-    found: Tensor = torch.cond(w.sum() > 0, _normed, _normed_otherwise, (x, w))
-    return found
+    result: Tensor = torch.cond(w.sum() > 0, _normed, _normed_otherwise, (x, w))
+    return result
 
 
 def _fake_inputs_of_symbols() -> Path | None:
@@ -370,8 +370,8 @@ def test_the_graph_that_is_read_is_the_one_that_was_stored(
     path = tmp_path / "graphs" / "graph.json"
     written = storing.write(path, gm, made, report.programs)
     with mock.patch.object(storing, "Source", wraps=Source) as sources:
-        found = storing.read(path, gm)
-    assert found is not None and written is not made
+        result = storing.read(path, gm)
+    assert result is not None and written is not made
     for call, program in zip(sources.call_args_list, report.programs, strict=True):
         graph, places, structure, kept = call.args
         own = program.function
@@ -381,23 +381,23 @@ def test_the_graph_that_is_read_is_the_one_that_was_stored(
             list(own.also_saved),
         )
         assert structure.text() == own.structure.text()
-    assert found.meta == written.meta == made.meta == gm.meta | made.meta
-    for one in (found, written):
+    assert result.meta == written.meta == made.meta == gm.meta | made.meta
+    for one in (result, written):
         for ours, theirs in zip(
             *[graph.find_nodes(op="placeholder") for graph in (one.graph, gm.graph)], strict=True
         ):
             assert ours.meta["tensor_dict"] is theirs.meta["tensor_dict"]
             assert ours._dynamo_source is theirs._dynamo_source
-    assert _codes(found) == _codes(written) == _codes(made)
+    assert _codes(result) == _codes(written) == _codes(made)
     marks = [
         {key: node.meta[key] for key in ("recompute", PADDED) if key in node.meta}
-        for node in found.graph.nodes
+        for node in result.graph.nodes
     ]
     assert marks[-2] == {"recompute": CheckpointPolicy.MUST_RECOMPUTE} and marks[-3] == {
         PADDED: True
     }
     assert not any(marks[:-3] + marks[-1:])
-    for ours, theirs in zip(found(*given), made(*given), strict=True):
+    for ours, theirs in zip(result(*given), made(*given), strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -419,8 +419,8 @@ def test_what_holds_other_constants_is_not_stored(
 
 
 def _left(x: Tensor, w: Tensor) -> Tensor:
-    found: Tensor = x.clone().detach_().add(w)
-    return found
+    result: Tensor = x.clone().detach_().add(w)
+    return result
 
 
 def test_a_graph_that_is_left_is_not_stored(
@@ -448,7 +448,7 @@ def _torn(content: dict[str, Any]) -> str:
 
 def _another_program(content: dict[str, Any]) -> str:
     return json.dumps(
-        content | {"programs": {f"{name}x": found for name, found in content["programs"].items()}}
+        content | {"programs": {f"{name}x": result for name, result in content["programs"].items()}}
     )
 
 

@@ -334,8 +334,8 @@ def test_one_tensor_as_two_arguments() -> None:
     with fixed_draw():
         outputs, apart = results(function, tensors)
         shared = {id(t): t.clone().requires_grad_() for t in tensors.values()}
-        found = function(*[shared[id(t)] for t in tensors.values()])
-        torch.autograd.backward(as_tuple(found), cotangents_of(outputs))
+        result = function(*[shared[id(t)] for t in tensors.values()])
+        torch.autograd.backward(as_tuple(result), cotangents_of(outputs))
     assert torch.equal(shared[id(tensors["x"])].grad, apart["x"] + apart["residual"])
     assert torch.equal(shared[id(tensors["weight"])].grad, apart["weight"] + apart["ln_bias"])
 
@@ -393,8 +393,8 @@ def test_threads() -> None:
 
     with mock.patch.object(F, "dropout", lambda x, p: x * 0.5):
         with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(work, range(4)))
-        for start, many in enumerate(found):
+            result = list(pool.map(work, range(4)))
+        for start, many in enumerate(result):
             for turn, got in enumerate(many):
                 assert all(map(torch.equal, got, step((start + turn) % 4, turn)))
 
@@ -430,9 +430,9 @@ def test_without_kernels_pytorchs_operators_run(
     failing("ward_kernel")
     with pytest.warns(
         RuntimeWarning, match=f"fusedops runs {sample.function.__name__} as plain PyTorch.*forward"
-    ) as found:
+    ) as result:
         check(sample, fusedops.rowwise(sample.function), sample.tensors(device=DEVICE))
-    assert len([w for w in found if "fusedops" in str(w.message)]) == 1
+    assert len([w for w in result if "fusedops" in str(w.message)]) == 1
 
 
 @kernels
@@ -488,11 +488,11 @@ def test_an_error_of_the_compiler_names_the_kernel(monkeypatch: pytest.MonkeyPat
     kernel = SimpleNamespace(fn=SimpleNamespace(__name__="a_kernel"), arg_names=("x",))
     with pytest.raises(
         launch.NotCompiledError, match=r"^Triton cannot compile a_kernel \(ValueError: a trace\)$"
-    ) as found:
+    ) as result:
         launch.compile_kernel(
             launch.Request(kernel, {"x": "*fp32"}, {}, tuning.Config(8, 1, 1), {})
         )
-    assert isinstance(found.value.__cause__, ValueError)
+    assert isinstance(result.value.__cause__, ValueError)
 
 
 def test_an_error_of_the_machine_is_none_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,8 +111,8 @@ def test_gradient_of_fp64_that_is_summed_over_the_middle_rows() -> None:
     )
     shift.requires_grad_()
     function = fusedops.rowwise(lambda x, shift: x * (1 + shift), strict=True)
-    (found,) = torch.autograd.grad(function(x, shift), shift, along)
-    torch.testing.assert_close(found, (along * x).sum(1, keepdim=True), rtol=1e-13, atol=1e-13)
+    (result,) = torch.autograd.grad(function(x, shift), shift, along)
+    torch.testing.assert_close(result, (along * x).sum(1, keepdim=True), rtol=1e-13, atol=1e-13)
 
 
 @kernels
@@ -235,13 +235,13 @@ def test_inputs_without_a_gradient_have_none(compiled: bool, fresh_dynamo: None)
     for used in ((0, 1),) if compiled else ((0,), (1,), (0, 1)):
         got, want = (
             torch.autograd.grad(
-                [found[i] for i in used],
+                [result[i] for i in used],
                 leaves,
-                [torch.ones_like(found[i]) for i in used],
+                [torch.ones_like(result[i]) for i in used],
                 allow_unused=True,
                 retain_graph=True,
             )
-            for found in (outs, eager)
+            for result in (outs, eager)
         )
         assert [g is None for g in got] == [g is None for g in want]
         for a, b in zip(got, want, strict=True):
@@ -554,10 +554,10 @@ def test_third_derivatives(function: Callable[[Tensor], Tensor]) -> None:
     x, cotangents = randn(3, 24).double().requires_grad_(), randn(3, 3, 24).double()
 
     def third(of: Callable[[Tensor], Tensor]) -> Tensor:
-        found = of(x)
+        result = of(x)
         for cotangent in cotangents:
-            (found,) = torch.autograd.grad(found, x, cotangent, create_graph=True)
-        return found
+            (result,) = torch.autograd.grad(result, x, cotangent, create_graph=True)
+        return result
 
     assert_as_good(
         third(fusedops.rowwise(function, strict=True)),

@@ -618,5 +618,5 @@ def test_numbers_under_a_default_device() -> None:
         fusedops.rowwise(lambda x: x * 0.1 + x.float(), strict=True),
     )
     with torch.device("meta"):
-        found = function(x)
-    torch.testing.assert_close(found, function.function(x))
+        result = function(x)
+    torch.testing.assert_close(result, function.function(x))

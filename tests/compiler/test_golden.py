@@ -68,11 +68,11 @@ def _file(case: str) -> Path:
 
 @pytest.mark.parametrize("name", _NAMES)
 def test_graph_and_source(name: str) -> None:
-    expected, found = _file(name).read_text(), _text(name)
+    expected, result = _file(name).read_text(), _text(name)
     difference = difflib.unified_diff(
-        expected.splitlines(), found.splitlines(), "expected", "found", lineterm=""
+        expected.splitlines(), result.splitlines(), "expected", "found", lineterm=""
     )
-    assert found == expected, "\n".join(difference)
+    assert result == expected, "\n".join(difference)
 
 
 if __name__ == "__main__":

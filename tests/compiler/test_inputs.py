@@ -625,8 +625,8 @@ def test_single_number() -> None:
     """A 0-dim tensor alone has no rows: it is computed or refused."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = fusedops.rowwise(lambda x: x * 2)(torch.tensor(3.0, device=DEVICE))
-    assert found.item() == 6.0 and found.shape == ()
+        result = fusedops.rowwise(lambda x: x * 2)(torch.tensor(3.0, device=DEVICE))
+    assert result.item() == 6.0 and result.shape == ()
 
 
 CONDITIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -880,9 +880,9 @@ def test_parameters_whose_names_are_no_identifiers(names: tuple[str, ...]) -> No
         return x
 
     x = randn(5, 24)
-    found = fusedops.rowwise(function, strict=True)
-    torch.testing.assert_close(found(x), function(x), rtol=1e-5, atol=1e-5)
-    assert found.source(x)
+    result = fusedops.rowwise(function, strict=True)
+    torch.testing.assert_close(result(x), function(x), rtol=1e-5, atol=1e-5)
+    assert result.source(x)
 
 
 def test_helper_that_is_defined_anew() -> None:

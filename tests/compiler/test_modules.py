@@ -106,10 +106,10 @@ def test_operators_by_hand_within_a_function(make: type[nn.Module]) -> None:
     norm = model[0]
     leaves = [x, *norm.parameters()]
     with launch.record() as launched:
-        found = joined(x)
-        gradients = torch.autograd.grad(found.square().sum(), leaves)
+        result = joined(x)
+        gradients = torch.autograd.grad(result.square().sum(), leaves)
     assert [name.split("_kernel")[0] for name in launched] == ["forward", "backward"]
-    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(result, want)
     torch.testing.assert_close(gradients, wanted)
 
 
@@ -263,8 +263,8 @@ def test_every_operator_can_be_stored(count: int) -> None:
         structures = [_structure(_of_two(f), x, y) for f in rowwise_operators.BINARY.values()]
     for structure in structures:
         text = json.dumps(storing.encoded(structure))
-        found = storing.decoded(json.loads(text))
-        assert found.text() == structure.text() and json.dumps(storing.encoded(found)) == text
+        result = storing.decoded(json.loads(text))
+        assert result.text() == structure.text() and json.dumps(storing.encoded(result)) == text
 
 
 def _stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Tensor, Tensor, Tensor]:

@@ -103,10 +103,10 @@ def _check(
         _results(function, [t.double() for t in given]),
     )
     assert [t is None for t in got] == [t is None for t in want]
-    for place, (found, two, wide) in enumerate(zip(got, want, exact, strict=True)):
-        if found is None or two is None or wide is None:
+    for place, (result, two, wide) in enumerate(zip(got, want, exact, strict=True)):
+        if result is None or two is None or wide is None:
             continue
-        one, three = found.cpu(), wide.to(two.dtype)
+        one, three = result.cpu(), wide.to(two.dtype)
         assert one.dtype == two.dtype
         wrong = _differs(one, two, name, by_row) & _differs(one, three, name, by_row)
         if place:  # a gradient of what is no number may be none
@@ -188,7 +188,7 @@ def _same(
     function: Callable[..., Any], *given: Tensor, rtol: float = 0.0, how: str = "rowwise"
 ) -> None:
     """The result is PyTorch's, and so are the gradients, which PyTorch rounds at each cast."""
-    found = []
+    results = []
     for run in (
         fusedops.rowwise(function, strict=True) if how == "rowwise" else _compiled(function),
         function,
@@ -198,8 +198,8 @@ def _same(
         grads = torch.autograd.grad(
             out.sum(), [t for t in leaves if t.requires_grad], allow_unused=True
         )
-        found.append((out.detach(), *[g for g in grads if g is not None]))
-    (got, *grads), (want, *expected) = found
+        results.append((out.detach(), *[g for g in grads if g is not None]))
+    (got, *grads), (want, *expected) = results
     torch.testing.assert_close(got, want, rtol=rtol, atol=0.0)
     torch.testing.assert_close(grads, expected, rtol=2.0**-7, atol=1e-6)
 
@@ -334,10 +334,10 @@ def test_indices_out_of_range_give_no_number(index: int, dtype: torch.dtype) -> 
         torch.tensor([3, index, 0], device=DEVICE),
         torch.arange(72, device=DEVICE).view(3, 24).to(dtype),
     )
-    found, *floats = fusedops.rowwise(picked, strict=True)(
+    result, *floats = fusedops.rowwise(picked, strict=True)(
         table, indices, torch.randn(3, 24, device=DEVICE)
     )
-    assert found.flatten().tolist() == [3, torch.iinfo(dtype).min, 48]
+    assert result.flatten().tolist() == [3, torch.iinfo(dtype).min, 48]
     for given in floats:
         assert (
             given.isnan().all(-1).tolist() == given.isnan().any(-1).tolist() == [False, True, False]
@@ -412,10 +412,10 @@ def test_operators_compile(some: int, dtype: torch.dtype) -> None:
     chosen = [(function, name in BINARY) for name, function in list(table.items())[some::6]]
 
     def function(x: Tensor, y: Tensor) -> Tensor:
-        found = [
+        results = [
             (inner(x, y) if takes_two else inner(x)).to(x.dtype) for inner, takes_two in chosen
         ]
-        return functools.reduce(torch.add, found)
+        return functools.reduce(torch.add, results)
 
     given = [torch.empty(64, 256, dtype=dtype, device="meta") for _ in range(2)]
     structure = structured(trace(function, given, function, ["x", "y"], lambda _: None))

@@ -150,11 +150,11 @@ def _is_right(got: Tensor | None, exact: Tensor | None, *natives: Tensor | None)
         )
         size = wide.nan_to_num(0.0, 0.0, 0.0).abs()
         room = 2 * errors.max() + _UNITS * unit_roundoff(want.dtype) * size.max()
-    found = [
+    results = [
         (one == other) | (one.isnan() & other.isnan()) | ((one - other).abs() <= room)
         for other in (two, wide)
     ]
-    return bool((found[0] | found[1]).all())
+    return bool((results[0] | results[1]).all())
 
 
 def _check(function: Function, given: list[Tensor], source: str, draws: int = 3) -> str:
@@ -218,7 +218,7 @@ def test_samples_are_right_or_refused(name: str, dtype: torch.dtype, full: bool)
     samples = list(_samples(name, dtype))
     step = -(-len(samples) // (16 if full else 1)) or 1
     for function, given, source in samples[step // 2 :: step]:
-        found = _check(function, given, source)
-        if found == "right" and dtype == torch.float32:
+        result = _check(function, given, source)
+        if result == "right" and dtype == torch.float32:
             # Numbers that are not rounded would have no ties.
             _check(function, list(map(_rounded, given)), source, 0)

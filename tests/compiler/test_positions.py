@@ -141,11 +141,11 @@ def test_index_of_a_row_on_disk(function: Callable[..., Any]) -> None:
     """A stored structure has the rows whose index is used, and those of a fixed number."""
     made, args = fusedops.rowwise(function)._programs, [torch.empty(2, 6, 6, device=DEVICE)]
     look, _, around = made.looks(args).at(args)
-    _, found = made._structure(programs._Call(args, look, around, None))
-    again = decoded(json.loads(json.dumps(encoded(found))))
-    assert again.text() == found.text()
-    assert again.fixed == found.fixed == ((1,) if function is causal_square else ())
-    assert again.counted == found.counted == {1}
+    _, result = made._structure(programs._Call(args, look, around, None))
+    again = decoded(json.loads(json.dumps(encoded(result))))
+    assert again.text() == result.text()
+    assert again.fixed == result.fixed == ((1,) if function is causal_square else ())
+    assert again.counted == result.counted == {1}
 
 
 @kernels

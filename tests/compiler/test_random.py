@@ -30,8 +30,8 @@ _KNOWN = (11919, 32530, 700017, 900269, 2005403, 2003244, 4030136, 4040401, 4030
 
 
 def _assert_none_is_wrong(seeds: range) -> None:
-    found = [outcome(seed) for seed in seeds]
-    wrong = [why for which, why in found if which == "wrong"]
+    results = [outcome(seed) for seed in seeds]
+    wrong = [why for which, why in results if which == "wrong"]
     assert not wrong, "\n".join(wrong)
 
 
@@ -48,7 +48,7 @@ def test_right_or_refused_among_many(first: int) -> None:
 
 def test_few_are_refused() -> None:
     """Most of what the generator writes is row-wise: it has to be one kernel."""
-    found = []
+    results = []
     for random in map(random_function, range(_SHORT)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -57,8 +57,8 @@ def test_few_are_refused() -> None:
                     *random.tensors(device=DEVICE)
                 )
             except fusedops.NotRowwiseError as error:
-                found.append(f"{random.seed}: {error}")
-    assert len(found) <= _SHORT // 3, "\n".join(found)
+                results.append(f"{random.seed}: {error}")
+    assert len(results) <= _SHORT // 3, "\n".join(results)
 
 
 def test_generator_repeats_itself() -> None:

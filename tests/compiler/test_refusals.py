@@ -301,9 +301,9 @@ def test_refused_function_runs_as_it_is(function: Callable[..., Any]) -> None:
         got = made(x.clone())
         torch.manual_seed(1)
         again = made(other)
-    found = [w for w in caught if issubclass(w.category, RuntimeWarning)]
-    assert len(found) == 1 and re.search(REFUSED[function], str(found[0].message))
-    assert found[0].filename == __file__
+    results = [w for w in caught if issubclass(w.category, RuntimeWarning)]
+    assert len(results) == 1 and re.search(REFUSED[function], str(results[0].message))
+    assert results[0].filename == __file__
     assert launched == [] and torch.equal(got, again)
     if function not in (random, noise):
         assert torch.equal(got, expected)

@@ -1135,9 +1135,9 @@ def test_nothing_that_is_read_is_held() -> None:
         block.scaled(randn(5, 24))
         act = times(block.weight)
         function(randn(5, 24), config)
-        found = [weakref.ref(one) for one in (block, config, block.weight, act)]
+        result = [weakref.ref(one) for one in (block, config, block.weight, act)]
         act = times(randn(24))
-        return found
+        return result
 
     function = fusedops.rowwise(lambda x, config: act(x) * config.value, strict=True)
     references = held()

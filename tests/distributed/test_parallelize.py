@@ -207,10 +207,10 @@ def _modules_under_sequence_parallel(mesh: Any) -> None:
         leaves = [t.clone().requires_grad_() for t in tensors]
         torch.manual_seed(5)
         first, others = leaves[:1], leaves[1:]
-        found = (
+        result = (
             module(*first, **dict(zip(names, others, strict=True))) if names else module(*leaves)
         )
-        outputs = list(found) if isinstance(found, tuple) else [found]
+        outputs = list(result) if isinstance(result, tuple) else [result]
         return outputs, list(torch.autograd.grad(outputs, leaves, [along for _ in outputs]))
 
     for module, others in cases:
@@ -219,8 +219,8 @@ def _modules_under_sequence_parallel(mesh: Any) -> None:
         parallel = parallelize_module(copy.deepcopy(module), mesh, SequenceParallel())
         own = [t.chunk(2, 1)[dist.get_rank()] if t.ndim == 3 else t for t in tensors]
         for names in ([], list(others)):
-            found, grads = run(parallel, own, names, distribute_tensor(other, mesh, [Shard(1)]))
-            for out, expected in zip(found, outputs, strict=True):
+            result, grads = run(parallel, own, names, distribute_tensor(other, mesh, [Shard(1)]))
+            for out, expected in zip(result, outputs, strict=True):
                 assert out.placements == (Shard(1),), type(module).__name__
                 _close(_full(out), expected)
             for grad, expected in zip(grads, gradients, strict=True):
@@ -293,11 +293,11 @@ def _agrees(model: nn.Module, reference: nn.Module, over: Any = None) -> None:
     torch.manual_seed(3)
     loss = _loss(model, _ids() if over is None else _ids().chunk(2)[dist.get_rank()])
     loss.backward()
-    found = _full(loss.detach()).clone()
+    result = _full(loss.detach()).clone()
     if over is not None:
-        dist.all_reduce(found, group=over.get_group())
-        found /= 2
-    _close(found, expected.detach())
+        dist.all_reduce(result, group=over.get_group())
+        result /= 2
+    _close(result, expected.detach())
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
     for name, parameter in model.named_parameters():
         # The softmax does not depend on a bias of all keys.

@@ -72,14 +72,14 @@ def _compiled(call: Call, case: Case, mesh: Any) -> None:
         ]
         torch.manual_seed(5)
         with torch.compiler.set_stance(stance):
-            found = outputs_of(function(*leaves))
+            result = outputs_of(function(*leaves))
             cotangents = [
                 distribute_tensor(g, mesh, o.placements)
-                for g, o in zip(expected.cotangents, found, strict=True)
+                for g, o in zip(expected.cotangents, result, strict=True)
             ]
-            grads = torch.autograd.grad(found, leaves, cotangents)
+            grads = torch.autograd.grad(result, leaves, cotangents)
         for out, one in zip(
-            (*found, *grads), (*expected.outputs, *expected.gradients), strict=True
+            (*result, *grads), (*expected.outputs, *expected.gradients), strict=True
         ):
             compare(out, one, case.width + math.prod(case.rows), (call.name, case, "compiled"))
 
@@ -168,14 +168,17 @@ def _masks_stay_with_their_rows(mesh: Any) -> None:
                 for t, p in zip(expected.tensors, places, strict=True)
             ]
             torch.manual_seed(5)
-            found = function(*leaves)
-            assert torch.equal(found[1].full_tensor(), expected.outputs[1]), (rows, other, vectors)
+            result = function(*leaves)
+            assert torch.equal(result[1].full_tensor(), expected.outputs[1]), (rows, other, vectors)
             compare(
-                found[0], expected.outputs[0], 32 if rows == Shard(2) else 0, (rows, other, vectors)
+                result[0],
+                expected.outputs[0],
+                32 if rows == Shard(2) else 0,
+                (rows, other, vectors),
             )
             along = [distribute_tensor(g, mesh, [cotangent]) for g in expected.cotangents]
             for grad, one in zip(
-                torch.autograd.grad(found, leaves, along), expected.gradients, strict=True
+                torch.autograd.grad(result, leaves, along), expected.gradients, strict=True
             ):
                 compare(grad, one, 56, (rows, other, vectors))
 
@@ -206,12 +209,12 @@ def _roundings(mesh: Any) -> None:
         ]
         for out, one in zip(function(*placed), function(*tensors), strict=True):
             assert out.dtype == one.dtype, (rounding, wide)
-            found, one = out.full_tensor().float(), one.float()
+            result, one = out.full_tensor().float(), one.float()
             unit = torch.finfo(out.dtype).eps * (32 if out.dtype == torch.float32 else 1)
             # The statistics differ in the last bits of fp32: now and then a number falls to the
             # other side.
-            torch.testing.assert_close(found, one, rtol=2 * unit, atol=1e-6)
-            assert out.dtype == torch.float32 or (found != one).float().mean() < 0.02, (
+            torch.testing.assert_close(result, one, rtol=2 * unit, atol=1e-6)
+            assert out.dtype == torch.float32 or (result != one).float().mean() < 0.02, (
                 rounding,
                 wide,
             )
@@ -267,12 +270,12 @@ def _gradients_are_absent_on_all_ranks_or_none(mesh: Any) -> None:
         ).requires_grad_()
         y, z = fusedops.bias_dropout_add_ln(x, None, residual, weight, None, p=0.4, return_sum=True)
         for out in (y, z):
-            found = torch.autograd.grad(
+            result = torch.autograd.grad(
                 out.sum(), (x, residual, weight), retain_graph=True, allow_unused=True
             )
-            assert (found[2] is None) == (out is z and not moves)
+            assert (result[2] is None) == (out is z and not moves)
             every: list[Any] = [None] * RANKS
-            dist.all_gather_object(every, [shapes(t) for t in found])
+            dist.all_gather_object(every, [shapes(t) for t in result])
             assert all(seen == every[0] for seen in every), every
         first = torch.autograd.grad(y.square().sum(), (x, weight), create_graph=True)
         second = torch.autograd.grad(
@@ -312,8 +315,8 @@ def _implicit_replication(mesh: Any) -> None:
 
     x, weight = torch.randn(4, 24), torch.ones(24, requires_grad=True)
     with implicit_replication():
-        found = fusedops.layer_norm(distribute_tensor(x, mesh, [Shard(0)]), 24, weight)
-    found.square().sum().backward()
+        result = fusedops.layer_norm(distribute_tensor(x, mesh, [Shard(0)]), 24, weight)
+    result.square().sum().backward()
     expected = weight.detach().clone().requires_grad_()
     F.layer_norm(x, (24,), expected).square().sum().backward()
     torch.testing.assert_close(weight.grad, expected.grad, rtol=1e-5, atol=1e-5)
@@ -366,10 +369,10 @@ def _scalars(mesh: Any) -> None:
         torch.manual_seed(seed)
         expected = fusedops.bias_act(torch.tensor(2.0), None, "silu", p=0.5)
         torch.manual_seed(seed)
-        found = fusedops.bias_act(
+        result = fusedops.bias_act(
             distribute_tensor(torch.tensor(2.0), mesh, [Replicate()]), None, "silu", p=0.5
         )
-        assert torch.equal(found.full_tensor(), expected)
+        assert torch.equal(result.full_tensor(), expected)
 
 
 def _second_derivatives(mesh: Any) -> None:
@@ -388,8 +391,10 @@ def _second_derivatives(mesh: Any) -> None:
         (2, lambda t: fusedops.layer_norm(t, 32).sin()),
         (1, dropped_twice),
     ):
-        found = twice(function, distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_())
-        torch.testing.assert_close(found.full_tensor(), twice(function, x.clone().requires_grad_()))
+        result = twice(function, distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_())
+        torch.testing.assert_close(
+            result.full_tensor(), twice(function, x.clone().requires_grad_())
+        )
 
 
 def _sequence_parallel(mesh: Any) -> None:
@@ -442,10 +447,12 @@ def _several_dimensions_of_rows(mesh: Any) -> None:
         (Shard(3), Shard(3)),
     ):
         torch.manual_seed(6)
-        found = fusedops.bias_dropout_add(distribute_tensor(x, mesh, placements), None, None, p=0.5)
-        assert torch.equal(found.full_tensor(), expected), placements
+        result = fusedops.bias_dropout_add(
+            distribute_tensor(x, mesh, placements), None, None, p=0.5
+        )
+        assert torch.equal(result.full_tensor(), expected), placements
         # Twelve columns are no whole groups of eight, so that the second dimension shards nothing.
-        assert list(found.placements) == [
+        assert list(result.placements) == [
             *placements[:1],
             Replicate() if placements[0] == placements[1] == Shard(3) else placements[1],
         ], placements
@@ -495,9 +502,9 @@ def _indices_of_rows(mesh: Any) -> None:
 
     x, function = torch.randn(5, 6, 8), fusedops.rowwise(causal, strict=True)
     for source, expected in ((Shard(1), Replicate()), (Shard(0), Shard(0))):
-        found = function(distribute_tensor(x, mesh, [source]))
-        assert found.placements == (expected,)
-        torch.testing.assert_close(found.full_tensor(), causal(x))
+        result = function(distribute_tensor(x, mesh, [source]))
+        assert result.placements == (expected,)
+        torch.testing.assert_close(result.full_tensor(), causal(x))
 
 
 def _seeds(mesh: Any) -> None:
@@ -519,17 +526,17 @@ def _checkpointed(mesh: Any) -> None:
 
     x = torch.randn(4, 6, 32)
     for dim in range(3):
-        found = []
+        results = []
         for call in (
             lambda t: t,
             lambda t: checkpoint(fusedops.bias_act, t, None, "silu", p=0.4, use_reentrant=False),
         ):
             leaf = distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_()
             torch.manual_seed(5)
-            out = fusedops.bias_act(leaf, None, "silu", p=0.4) if not found else call(leaf)
+            out = fusedops.bias_act(leaf, None, "silu", p=0.4) if not results else call(leaf)
             (gradient,) = torch.autograd.grad(out.sum(), leaf)
-            found.append((out.full_tensor(), gradient.full_tensor(), torch.get_rng_state()))
-        assert all(map(torch.equal, *found))
+            results.append((out.full_tensor(), gradient.full_tensor(), torch.get_rng_state()))
+        assert all(map(torch.equal, *results))
 
 
 def _table(full: bool) -> Iterator[tuple[Call, Case]]:
@@ -669,9 +676,11 @@ def _simulated(shape: tuple[int, ...], rank: int) -> list[Any]:
                     ).requires_grad_()
                 )
             with Traffic() as traffic:
-                found = outputs_of(call.function(*leaves))
-                grads = torch.autograd.grad(found, leaves, [torch.ones_like(out) for out in found])
-            tensors: list[Any] = [*found, *grads]
+                result = outputs_of(call.function(*leaves))
+                grads = torch.autograd.grad(
+                    result, leaves, [torch.ones_like(out) for out in result]
+                )
+            tensors: list[Any] = [*result, *grads]
             for t, sizes in zip(grads, whole, strict=True):
                 assert list(t.shape) == sizes
             seen.append(
@@ -825,5 +834,5 @@ def test_which_part_of_a_mask_a_shard_has(
         whole = (
             base + rows // outer * outer_apart + rows % outer // inner * inner_apart + rows % inner
         )
-        found = whole[:, None] * each + first + torch.arange(shard.shape[-1])
-        assert torch.equal(found, shard.reshape(found.shape))
+        result = whole[:, None] * each + first + torch.arange(shard.shape[-1])
+        assert torch.equal(result, shard.reshape(result.shape))

@@ -114,7 +114,7 @@ def _lines() -> dict[str, list[str]]:
 
     Lines of blocks that are not Python, inline code, and the steps of workflows.
     """
-    found = {
+    results = {
         name: [
             line
             for b in blocks(text)
@@ -124,28 +124,28 @@ def _lines() -> dict[str, list[str]]:
         for name, text in TEXTS.items()
     }
     for name, text in TEXTS.items():
-        found[name] += spans(text)
+        results[name] += spans(text)
     for path in _WORKFLOWS:
         steps = re.findall(r"^[ -]+run: (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-        found[path.relative_to(ROOT).as_posix()] = [
+        results[path.relative_to(ROOT).as_posix()] = [
             re.sub(r"\$\{\{.*?\}\}", "x", step) for step in steps
         ]
-    return found
+    return results
 
 
 def _commands() -> list[object]:
     """The command lines of the pages and of the workflows."""
-    found = {}
+    results = {}
     for name, lines in _lines().items():
         for line in lines:
             match = _COMMAND.match(line.strip())
             command = match[2].partition(" #")[0].strip() if match else "fusedops"
             if match and command != "fusedops":  # the library's own name, in prose
                 whole = match[1] + command
-                found.setdefault(
+                results.setdefault(
                     whole, pytest.param(name, match[1].split(), command, id=f"{name}: {whole}")
                 )
-    return list(found.values())
+    return list(results.values())
 
 
 @functools.cache
@@ -369,8 +369,8 @@ def test_the_page_of_a_folder_names_files_that_are_there(folder: str) -> None:
 
 def test_the_pages_agree_on_how_long_the_tests_take() -> None:
     pages = ("README.md", "CONTRIBUTING.md", "docs/testing.md")
-    found = [re.findall(r"(\d+)\s+minutes\s+on\s+two\s+cores", TEXTS[page]) for page in pages]
-    assert len(set(map(tuple, found))) == len(found[0]) == 1
+    results = [re.findall(r"(\d+)\s+minutes\s+on\s+two\s+cores", TEXTS[page]) for page in pages]
+    assert len(set(map(tuple, results))) == len(results[0]) == 1
 
 
 def test_the_page_on_tests_names_every_folder_and_helper() -> None:

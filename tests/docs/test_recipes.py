@@ -225,9 +225,9 @@ def _compare(model: nn.Module, call: Callable[[Any], nn.Module]) -> None:
     # Some ten roundings each way, in another order; bf16 has an eps of 2⁻⁷.
     low = call in (_to_dtype, _prepared)
     relative = 0.1 if low else 1e-4
-    for found, wanted in zip(_results(model), expected, strict=True):
+    for result, wanted in zip(_results(model), expected, strict=True):
         torch.testing.assert_close(
-            found, wanted, rtol=0.0, atol=relative * float(wanted.abs().max())
+            result, wanted, rtol=0.0, atol=relative * float(wanted.abs().max())
         )
 
 
@@ -315,8 +315,8 @@ def test_adapters_before_and_after_leave_the_same_modules_fused(targets: Any) ->
             None,
             (first, lambda m: get_peft_model(m, LoraConfig(r=4, target_modules=targets)), second),
         ):
-            found = call(model)
-            model = found if isinstance(found, nn.Module) else model
+            result = call(model)
+            model = result if isinstance(result, nn.Module) else model
         fused = {
             line.name.removeprefix("base_model.model."): line.calls
             for line in fusedops.fusion_status(model)

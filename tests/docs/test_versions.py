@@ -38,10 +38,10 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _matrix(workflow: str, name: str) -> list[str]:
     """The versions that a workflow lists."""
-    (found,) = re.findall(
+    (result,) = re.findall(
         rf"^ +{name}: \[(.*)\]$", (_WORKFLOWS / workflow).read_text(encoding="utf-8"), re.MULTILINE
     )
-    return re.findall(r'"([\d.]+)"', found)
+    return re.findall(r'"([\d.]+)"', result)
 
 
 def test_page_names_each_once() -> None:

@@ -146,7 +146,7 @@ def missing(symbols: Regions, numbers: Regions) -> int:
     """
     parts = [part.partition(" x ") for part in symbols.reasons.split("; ")]
     changing = sum([int(count) for count, _, why in parts if why == CHANGING])
-    left = [found.regions - found.fused for found in (numbers, symbols)]
+    left = [result.regions - result.fused for result in (numbers, symbols)]
     return numbers.fused - symbols.fused - max(0, changing - max(0, left[0] - (left[1] - changing)))
 
 
@@ -228,29 +228,29 @@ def main(arguments: list[str] | None = None) -> int:
     if (options.check or options.dynamic) and not path().exists():
         print(f"there is no {path()}: write it first, with --write")
         return 1
-    start, found = time.monotonic(), list[Regions]()
+    start, result = time.monotonic(), list[Regions]()
     signal.signal(signal.SIGPROF, _late)
     for name in options.names or architectures.names()[:: options.every]:
         with warnings.catch_warnings(), architectures.quiet():
             warnings.simplefilter("ignore")
-            found.append(regions_of(name, dynamic=options.dynamic))
+            result.append(regions_of(name, dynamic=options.dynamic))
         print(
-            f"{name:32}{found[-1].fused:4} of {found[-1].regions:4} regions  {found[-1].reasons}",
+            f"{name:32}{result[-1].fused:4} of {result[-1].regions:4} regions  {result[-1].reasons}",
             flush=True,
         )
     total, fused = (
-        sum(regions.regions for regions in found),
-        sum(regions.fused for regions in found),
+        sum(regions.regions for regions in result),
+        sum(regions.fused for regions in result),
     )
     print(
-        f"\n{fused} of {total} regions of {len(found)} architectures are one operator each, in "
-        f"{time.monotonic() - start:.0f} s; the others are left:\n{by_reason(found)}"
+        f"\n{fused} of {total} regions of {len(result)} architectures are one operator each, in "
+        f"{time.monotonic() - start:.0f} s; the others are left:\n{by_reason(result)}"
     )
-    gone = lost(found, dynamic=options.dynamic) if options.check or options.dynamic else []
+    gone = lost(result, dynamic=options.dynamic) if options.check or options.dynamic else []
     if gone:
         print(f"\nless than in the table, {len(gone)} architectures:", *gone, sep="\n  ")
     if options.write:
-        write(found)
+        write(result)
     return bool(gone)
 
 

@@ -108,10 +108,12 @@ def _bound_accesses(interpreter: Any) -> None:
     extents: list[tuple[int, int]] = []
 
     def init_args_hst(self: Any, args: Any, kwargs: Any) -> Any:
-        found = to_host(self, args, kwargs)
-        tensors = [arg for arg in (*found[0], *found[1].values()) if isinstance(arg, torch.Tensor)]
+        result = to_host(self, args, kwargs)
+        tensors = [
+            arg for arg in (*result[0], *result[1].values()) if isinstance(arg, torch.Tensor)
+        ]
         extents[:] = [_extent(tensor) for tensor in tensors if tensor.numel()]
-        return found
+        return result
 
     def int_to_ptr(self: Any, *args: Any) -> Any:
         extents.clear()
@@ -210,13 +212,13 @@ def _replace_the_language_once(interpreter: Any, tl: Any) -> None:
 
 def _keep_numpy_dtypes(interpreter: Any) -> None:
     original = interpreter._get_np_dtype
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def np_dtype(dtype: Any) -> Any:
         name = dtype.scalar.name
-        if name not in found:
-            found[name] = original(dtype)
-        return found[name]
+        if name not in results:
+            results[name] = original(dtype)
+        return results[name]
 
     interpreter._get_np_dtype = np_dtype
 
@@ -316,8 +318,8 @@ def _remember_results(function: Any, core: Any) -> None:
                 results.clear()
             results[key] = original(*args)
             results[key].handle.data.flags.writeable = False
-        found = results[key]
-        return core.tensor(found.handle, found.type)
+        result = results[key]
+        return core.tensor(result.handle, result.type)
 
     function.rewritten_fn[function.fn] = remembering
 

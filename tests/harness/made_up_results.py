@@ -54,11 +54,11 @@ def row(case, provider, mode="fwd_bwd", **changes):
 def rows(*, axes=sweep.AXES, dtypes=("bf16",), modes=("fwd_bwd",), ops=None):
     """A whole sweep."""
     specs = [spec for spec in SPECS.values() if ops is None or spec.name in ops]
-    found = []
+    results = []
     for case in sweep.plan(specs, axes, dtypes):
         peers = ["fusedops", "eager", "compile"]
         peers += ["eager_combined"] * (case.spec.combined is not None) + ["liger"] * (
             case.spec.liger is not None
         )
-        found += [row(case, provider, mode) for mode in modes for provider in peers]
-    return found
+        results += [row(case, provider, mode) for mode in modes for provider in peers]
+    return results

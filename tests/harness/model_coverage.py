@@ -127,7 +127,7 @@ def kind_of(cls: type) -> str | None:
 
 def classes() -> dict[type, Coverage]:
     """All classes of these kinds."""
-    found: dict[type, Coverage] = {}
+    results: dict[type, Coverage] = {}
     for family in pkgutil.iter_modules(transformers.models.__path__):
         package = importlib.import_module(f"transformers.models.{family.name}")
         for file in pkgutil.iter_modules(getattr(package, "__path__", [])):
@@ -147,10 +147,10 @@ def classes() -> dict[type, Coverage]:
                     and cls.__module__ == module.__name__
                 )
                 if own and (kind := kind_of(cls)) is not None:
-                    found[cls] = Coverage(
+                    results[cls] = Coverage(
                         f"{family.name}.{cls.__name__}", kind, Counter(), Counter()
                     )
-    return found
+    return results
 
 
 def look(model: nn.Module, found: dict[type, Coverage]) -> tuple[ModuleReport, ...]:
@@ -189,11 +189,13 @@ def look_at_the_rest(found: dict[type, Coverage]) -> None:
 
 def _configs() -> dict[str, list[Any]]:
     """Small configurations by family, those within others too."""
-    found: dict[str, list[Any]] = defaultdict(list)
+    result: dict[str, list[Any]] = defaultdict(list)
 
     def collect(config: Any) -> None:
-        if type(config) not in {type(c) for c in found[type(config).__module__.rpartition(".")[0]]}:
-            found[type(config).__module__.rpartition(".")[0]].append(config)
+        if type(config) not in {
+            type(c) for c in result[type(config).__module__.rpartition(".")[0]]
+        }:
+            result[type(config).__module__.rpartition(".")[0]].append(config)
         for inner in vars(config).values():
             if hasattr(inner, "to_dict") and hasattr(inner, "model_type"):
                 collect(inner)
@@ -201,7 +203,7 @@ def _configs() -> dict[str, list[Any]]:
     for name in CONFIG_MAPPING:
         with tolerated():
             collect(tiny_config(name, CONFIG_MAPPING[name]))
-    return found
+    return result
 
 
 def _arguments(cls: type, configs: list[Any]) -> Iterator[dict[str, Any]]:
@@ -378,10 +380,10 @@ def main(arguments: list[str] | None = None) -> int:
     start = time.monotonic()
     torch.manual_seed(0)
     with architectures.quiet():
-        found = classes()
-    reports = look_at_models(found)
-    look_at_the_rest(found)
-    coverages = list(found.values())
+        result = classes()
+    reports = look_at_models(result)
+    look_at_the_rest(result)
+    coverages = list(result.values())
     print(f"Transformers {transformers.__version__}, {time.monotonic() - start:.0f} s\n")
     print(by_kind(coverages), "\n")
     print(by_model(reports))

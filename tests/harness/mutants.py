@@ -558,9 +558,9 @@ def main() -> int:
     arguments = parser.parse_args()
     mutants = [mutant for mutant in MUTANTS if arguments.k in mutant.fault]
     for mutant in mutants:
-        found = (ROOT / "fusedops" / mutant.path).read_text().count(mutant.before)
-        if found != 1:
-            print(f"{mutant.fault}: {found} times in {mutant.path}, expected once")
+        result = (ROOT / "fusedops" / mutant.path).read_text().count(mutant.before)
+        if result != 1:
+            print(f"{mutant.fault}: {result} times in {mutant.path}, expected once")
             return 1
     if not passes(mutants):
         return 1

@@ -49,10 +49,10 @@ def links(text: str) -> list[str]:
 
 def anchors(text: str) -> set[str]:
     """The anchors that GitHub gives a page's headings."""
-    found: set[str] = set()
+    results: set[str] = set()
     for heading in _HEADING.findall(_FENCE.sub("", text)):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
         slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
-        number = sum(known == slug or known.startswith(f"{slug}-") for known in found)
-        found.add(f"{slug}-{number}" if slug in found else slug)
-    return found
+        number = sum(known == slug or known.startswith(f"{slug}-") for known in results)
+        results.add(f"{slug}-{number}" if slug in results else slug)
+    return results

@@ -201,27 +201,27 @@ def _run(
         warnings.simplefilter("ignore")
         returned = function(*leaves)
         outputs = [returned] if isinstance(returned, Tensor) else list(returned)
-        found = _Results(type(returned), outputs, [], [])
+        result = _Results(type(returned), outputs, [], [])
         ends = []
         for out, rounded, used in zip(outputs, like or outputs, random.used, strict=False):
             cotangent = torch.randn((2, *out.shape), generator=generator, dtype=torch.float64)
             if out.requires_grad and used:
                 ends.append((out, cotangent.to(out.device, rounded.dtype).to(out.dtype)))
         if not ends or not sources:
-            return found
+            return result
         outs, along = zip(*ends, strict=True)
         smooth = random.second and not random.is_harsh
         first = [cotangent[0] for cotangent in along]
-        found.grads = list(
+        result.grads = list(
             torch.autograd.grad(
                 outs, sources, first, allow_unused=True, create_graph=smooth, retain_graph=True
             )
         )
         if random.batched:
-            found.others += _along_two(outs, sources, along, at_once=at_once)
+            result.others += _along_two(outs, sources, along, at_once=at_once)
         if smooth:
-            found.others += _second(found.grads, sources, generator)
-    return found
+            result.others += _second(result.grads, sources, generator)
+    return result
 
 
 def _along_two(
@@ -232,12 +232,12 @@ def _along_two(
     At once, or, as some of PyTorch's differ then, one after the other.
     """
     if at_once:
-        found = torch.autograd.grad(
+        result = torch.autograd.grad(
             outs, sources, along, allow_unused=True, is_grads_batched=True, retain_graph=True
         )
         return [
             t.new_zeros(2, *t.shape) if g is None else g
-            for g, t in zip(found, sources, strict=True)
+            for g, t in zip(result, sources, strict=True)
         ]
     both = [
         torch.autograd.grad(
@@ -267,12 +267,12 @@ def _second(
         for g, direction in zip(grads, directions, strict=True)
         if g is not None and g.requires_grad
     ]
-    found = (
+    result = (
         torch.autograd.grad(sum(terms), sources, allow_unused=True)
         if terms
         else [None] * len(sources)
     )
-    return [torch.zeros_like(t) if g is None else g for g, t in zip(found, sources, strict=True)]
+    return [torch.zeros_like(t) if g is None else g for g, t in zip(result, sources, strict=True)]
 
 
 # --- comparison -----------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ def _wrong(
     random: RandomFunction, got: _Results, exact: _Results, others: Sequence[_Results]
 ) -> list[str]:
     """The errors of results; an empty list if all are right."""
-    found = []
+    result = []
     results = [one.tensors for one in (got, exact, *others)]
     # Of order one, whatever faults there are beside.
     usual = max(
@@ -420,7 +420,7 @@ def _wrong(
             continue
         what = f"result {number} of {len(got.outputs)} outputs and {len(got.grads)} gradients"
         if one.shape != want.shape or one.dtype != natives[0].dtype:
-            found.append(
+            result.append(
                 f"{what}: {one.dtype} {one.shape}, expected {natives[0].dtype} {want.shape}"
             )
             continue
@@ -445,8 +445,8 @@ def _wrong(
             by_row=random.is_harsh,
             is_lenient=is_lenient,
         )
-        found += [f"{what}: {why}"] if why else []
-    return found
+        result += [f"{what}: {why}"] if why else []
+    return result
 
 
 def _first_lenient(random: RandomFunction, got: _Results) -> int:
@@ -547,11 +547,11 @@ def _main() -> int:
     counts: dict[str, int] = collections.Counter()
     reasons: dict[str, list[int]] = {}
     for seed in range(args.seed, args.seed + args.count):
-        found, why = outcome(seed)
-        counts[found] += 1
-        if found == "wrong":
+        result, why = outcome(seed)
+        counts[result] += 1
+        if result == "wrong":
             print(f"--- wrong: {why}\n", flush=True)
-        elif found != "right":
+        elif result != "right":
             reasons.setdefault(why.partition("\n")[0], []).append(seed)
     for reason, seeds in (
         sorted(reasons.items(), key=lambda item: -len(item[1])) if args.reasons else ()

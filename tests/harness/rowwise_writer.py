@@ -761,7 +761,7 @@ class _Writer:
             "t": (),
             "o": ("1",),
         }
-        found = [("x", full)] * (0 if chance.random() < 0.08 else chance.choice((1, 1, 2, 3)))
+        result = [("x", full)] * (0 if chance.random() < 0.08 else chance.choice((1, 1, 2, 3)))
         for letter, most in (
             ("v", 0.9),
             ("r", 0.4),
@@ -772,16 +772,16 @@ class _Writer:
             ("t", 0.25),
             ("o", 0.1),
         ):
-            found += [(letter, kinds[letter])] * (chance.random() < most)
-        found = found or [("x", full)]
+            result += [(letter, kinds[letter])] * (chance.random() < most)
+        result = result or [("x", full)]
         every, dtypes = (
             chance.choices(_DTYPES, (6, 2, 1, 1))[0],
             _DTYPES if chance.random() < 0.3 else (),
         )
-        names = [f"{letter}{number}" for number, (letter, _) in enumerate(found)]
+        names = [f"{letter}{number}" for number, (letter, _) in enumerate(result)]
         made = [
             Given(name, axes, chance.choice(dtypes) if dtypes and chance.random() < 0.5 else every)
-            for name, (_, axes) in zip(names, found, strict=True)
+            for name, (_, axes) in zip(names, result, strict=True)
         ]
         some = chance.choice([full, full, kinds["v"], kinds["r"], kinds["g"]])
         if chance.random() < 0.25:
@@ -803,7 +803,7 @@ class _Writer:
         """The inputs with random layouts, faults and gradients, on which no statement depends."""
         chance = self.chance
         strided, harsh, some = chance.random() < 0.3, chance.random() < 0.25, chance.random() < 0.4
-        found = []
+        results = []
         for one in given:
             layout = chance.choice(_LAYOUTS) if strided and chance.random() < 0.6 else "contiguous"
             wide = set(one.axes) >= {*self.rows, *self.columns} and self.rows
@@ -811,17 +811,17 @@ class _Writer:
                 harsh and chance.random() < (0.8 if wide else 0.15) and one.dtype.is_floating_point
             )
             grad = one.dtype.is_floating_point and not (some and chance.random() < 0.5)
-            found.append(Given(one.name, one.axes, one.dtype, layout, faults, grad))
-        return tuple(found)
+            results.append(Given(one.name, one.axes, one.dtype, layout, faults, grad))
+        return tuple(results)
 
     def _step(self, templates: Sequence[str]) -> None:
         """One statement, of the newer values rather than of the older."""
         for _ in range(12):
             name = f"y{len(self.lines)}"
             filled = self._filled(self.chance.choice(templates), name)
-            if filled is not None and (found := self._run(filled, name)) is not None:
+            if filled is not None and (result := self._run(filled, name)) is not None:
                 self.lines += filled.split("\n")
-                self.pool[name] = self.namespace[name] = found
+                self.pool[name] = self.namespace[name] = result
                 return
 
     def _filled(self, template: str, name: str) -> str | None:
@@ -851,16 +851,16 @@ class _Writer:
             exec(text, scope)
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
             return None
-        found = scope[name]
+        result = scope[name]
         if any(not torch.equal(self.pool[one], value) for one, value in self.kept.items()):
             raise AssertionError(f"a statement changes an argument: {text}")
-        if not found.numel() or found.numel() > _MOST_ELEMENTS or found.dim() > 5:
+        if not result.numel() or result.numel() > _MOST_ELEMENTS or result.dim() > 5:
             return None
-        if found.is_floating_point() and not (
-            found.isfinite().all() and found.abs().max() < _LARGEST
+        if result.is_floating_point() and not (
+            result.isfinite().all() and result.abs().max() < _LARGEST
         ):
             return None
-        return found  # type: ignore[no-any-return]
+        return result  # type: ignore[no-any-return]
 
     def _outputs(self, names: Sequence[str]) -> str:
         """Values that vary along all rows; the first has most of what no statement used."""
@@ -878,13 +878,13 @@ class _Writer:
         expression, rest = f"{terms[0]} * 0.5", list[str]()
         for name in unused:
             for term in (name, f"{name}.mean(-1, keepdim=True)", f"{name}.chunk(2, -1)[0]"):
-                found = self._run(f"{whole} = {expression} + {term}", whole)
+                result = self._run(f"{whole} = {expression} + {term}", whole)
                 if term != name and self.pool[name].dim() != len(self.rows) + len(self.columns):
                     continue
                 if (
-                    found is not None
+                    result is not None
                     and name != terms[0]
-                    and found.dim() <= len(self.rows) + len(self.columns)
+                    and result.dim() <= len(self.rows) + len(self.columns)
                 ):
                     expression = f"{expression} + {term}"
                     break

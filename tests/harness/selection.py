@@ -154,14 +154,14 @@ def few_subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
     subsets = [
         subset for count in range(len(names) + 1) for subset in itertools.combinations(names, count)
     ]
-    found = cover(
+    result = cover(
         subsets,
         [
             set(_requirements([(name, name in subset) for name in names], None))
             for subset in subsets
         ],
     )
-    return list(dict.fromkeys([(), *found]))
+    return list(dict.fromkeys([(), *result]))
 
 
 @functools.cache

@@ -167,7 +167,7 @@ class Case(NamedTuple):
 
 def cases(ranks: int) -> tuple[Case, ...]:
     """On a mesh of all ranks; four make one of two dimensions too."""
-    found = (
+    results = (
         Case((5, 6), 24, (ranks,), (0,)),  # 2, 2, 1 and no rows
         Case((4, 6), 24, (ranks,), (1,)),  # of each row of the first dimension 2, 2, 2 and none
         Case((1, 2), 24, (ranks,), (0,)),  # one rank has all
@@ -177,9 +177,9 @@ def cases(ranks: int) -> tuple[Case, ...]:
         Case((3,), 6, (ranks,), (COLS,)),  # 2, 2, 2 and none
     )
     if ranks != 4:
-        return found
+        return results
     return (
-        *found,
+        *results,
         Case((3, 3), 16, (2, 2), (1, COLS), vectors=True),  # 2 rows and 1
         Case((3,), 12, (2, 2), (COLS, 0)),  # 6 columns each
     )
@@ -193,19 +193,19 @@ def placements_of(call: Call, case: Case, shape: tuple[Any, ...]) -> list[Any]:
     """The placements of a tensor of the call."""
     from torch.distributed.tensor import Replicate, Shard
 
-    found = []
+    results = []
     for dim in case.along:
         carries = shape[0] is ROWS
         if dim is None:
-            found.append(Replicate())
+            results.append(Replicate())
         elif dim == COLS:
             dims = len(case.rows) + len(shape) - 1 if carries else len(shape)
             size = sizes_of(call, case, shape)[-1]
             shards = size > 1 and (carries or (case.vectors and len(shape) == 1))
-            found.append(Shard(dims - 1) if shards else Replicate())
+            results.append(Shard(dims - 1) if shards else Replicate())
         else:
-            found.append(Shard(dim) if carries else Replicate())
-    return found
+            results.append(Shard(dim) if carries else Replicate())
+    return results
 
 
 def sizes_of(call: Call, case: Case, shape: tuple[Any, ...]) -> list[int]:
@@ -281,7 +281,7 @@ _turn = itertools.count()
 
 def expected_of(function: Callable[..., Any], tensors: list[Tensor]) -> Expected:
     """The ranks take turns, and tell the others."""
-    found: list[Any] = [None]
+    results: list[Any] = [None]
     source = next(_turn) % dist.get_world_size()
     device = (
         torch.device("cpu")
@@ -295,7 +295,7 @@ def expected_of(function: Callable[..., Any], tensors: list[Tensor]) -> Expected
         made = torch.Generator().manual_seed(7)
         along = [torch.randn(out.shape, generator=made) for out in outputs]
         gradients = torch.autograd.grad(outputs, leaves, [t.to(device) for t in along])
-        found = [
+        results = [
             Expected(
                 tensors,
                 [out.detach().cpu() for out in outputs],
@@ -303,8 +303,8 @@ def expected_of(function: Callable[..., Any], tensors: list[Tensor]) -> Expected
                 [t.cpu() for t in gradients],
             )
         ]
-    dist.broadcast_object_list(found, source)
-    return found[0]  # type: ignore[no-any-return]
+    dist.broadcast_object_list(results, source)
+    return results[0]  # type: ignore[no-any-return]
 
 
 def compare(found: Tensor, expected: Tensor, terms: int, what: Any) -> None:
@@ -343,11 +343,11 @@ def check(
     ]
     torch.manual_seed(5)
     with Traffic() as forward:
-        found = outputs_of(call.function(*leaves))
+        result = outputs_of(call.function(*leaves))
     gathered = COLS in case.along and columns == "gathered"
     reduced = COLS in case.along and columns == "reduced"
     last_bits = case.width if mesh.device_type == "cuda" else 0 if kernels else 2
-    for number, (out, one) in enumerate(zip(found, expected.outputs, strict=True)):
+    for number, (out, one) in enumerate(zip(result, expected.outputs, strict=True)):
         wanted = [
             Replicate()
             if dim is None or (dim == COLS and gathered)
@@ -364,10 +364,10 @@ def check(
         )
     cotangents = [
         distribute_tensor(g, mesh, out.placements)
-        for g, out in zip(expected.cotangents, found, strict=True)
+        for g, out in zip(expected.cotangents, result, strict=True)
     ]  # type: ignore[attr-defined]
     with Traffic() as backward:
-        grads = torch.autograd.grad(found, leaves, cotangents)
+        grads = torch.autograd.grad(result, leaves, cotangents)
     terms = case.width * reduced + last_bits
     for grad, one, place, shape in zip(grads, expected.gradients, places, call.shapes, strict=True):
         wanted = [

@@ -121,15 +121,15 @@ class Case:
 
     def sample(self, device: torch.device = DEVICE) -> Sample:
         with only_sample(self.name):  # the others would take most of a test's time
-            found = next(
+            result = next(
                 sample
                 for sample in self.spec.samples(device, self.dtype)
                 if sample.name == self.name
             )
-        assert all(t is None or t.device.type == device.type for t in found.tensors.values()), (
+        assert all(t is None or t.device.type == device.type for t in result.tensors.values()), (
             "made as another sample"
         )
-        return found
+        return result
 
 
 @cache
@@ -175,7 +175,7 @@ def cases(
 
     ``select`` sees the sample on the meta device: shapes, dtypes and options, no values.
     """
-    found = [
+    results = [
         Case(spec, dtype, sample.name)
         for spec in specs
         for dtype in dtypes
@@ -183,8 +183,8 @@ def cases(
         if _affordable(spec, sample, dtype)
         if select is None or select(spec, sample)
     ]
-    assert found, "no sample was selected"
-    return pytest.mark.parametrize("case", found, ids=[case.id for case in found])
+    assert results, "no sample was selected"
+    return pytest.mark.parametrize("case", results, ids=[case.id for case in results])
 
 
 def specs_of(names: Sequence[str]) -> pytest.MarkDecorator:

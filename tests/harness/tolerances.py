@@ -157,11 +157,11 @@ def sensitivity(
         changes = [_row_max((a - b).abs()) / _STEP for a, b in zip(values, base, strict=True)]
         worst = [torch.maximum(a, b) for a, b in zip(worst, changes, strict=True)]
         if single is not None:
-            found = _largest(
+            result = _largest(
                 single({name: None if t is None else t.float() for name, t in moved.items()}),
                 values,
             )
-            errors = [torch.maximum(a, b) for a, b in zip(errors, found, strict=True)]
+            errors = [torch.maximum(a, b) for a, b in zip(errors, result, strict=True)]
     return worst, errors
 
 

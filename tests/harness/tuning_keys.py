@@ -21,10 +21,10 @@ __all__ = ["every_key", "plans"]
 
 
 def plans(cols: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    found: dict[str, Callable[[], object]] = {}
+    results: dict[str, Callable[[], object]] = {}
     for name in dict.fromkeys(spec.samples.__module__ for spec in ALL_SPECS):
-        found |= importlib.import_module(name).compiled_plans(cols, dtype)
-    return found
+        results |= importlib.import_module(name).compiled_plans(cols, dtype)
+    return results
 
 
 def keys_of(plan: Callable[[], object]) -> list[TuningKey]:
@@ -37,9 +37,9 @@ def keys_of(plan: Callable[[], object]) -> list[TuningKey]:
 @cache
 def every_key() -> tuple[TuningKey, ...]:
     """The keys of narrow, ordinary, odd and wide rows, for each width of dtype and each bucket of rows."""
-    found: dict[TuningKey, None] = {}
+    results: dict[TuningKey, None] = {}
     for cols in (17, 64, 256, 768, 1024, 4096, 8192, 16384, 65536):
         for dtype in (torch.bfloat16, torch.float32, torch.float64):
             for plan in plans(cols, dtype).values():
-                found |= dict.fromkeys(keys_of(plan))
-    return tuple(replace(key, bucket=bucket) for key in found for bucket in range(len(BUCKETS)))
+                results |= dict.fromkeys(keys_of(plan))
+    return tuple(replace(key, bucket=bucket) for key in results for bucket in range(len(BUCKETS)))

@@ -145,8 +145,8 @@ def run(
     ]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     total = sum((y * w).sum().double() for y, w in zip(results, weights, strict=True))
-    found = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
-    gradients = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
+    result = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+    gradients = {name: g for name, g in zip(parameters, result, strict=True) if g is not None}
     return [y.detach().clone() for y in results], gradients
 
 

@@ -180,9 +180,9 @@ def test_autocast(name: str) -> None:
         pytest.skip(f"does not run under autocast: {error}")
     moved = [run(*moved_by(model, arguments, draw, 2.0**-8)) for draw in range(DRAWS)]
     fusedops.fuse_model(model)
-    found = run(model, arguments)
-    assert [x.dtype for x in found] == [x.dtype for x in eager]
-    for index, (x, z) in enumerate(zip(found, exact, strict=True)):
+    result = run(model, arguments)
+    assert [x.dtype for x in result] == [x.dtype for x in eager]
+    for index, (x, z) in enumerate(zip(result, exact, strict=True)):
         allowed = 2 * max(distance(ys[index], z) for ys in (eager, *moved)) + 8 * 2.0**-8 * size_of(
             z
         )
@@ -288,8 +288,8 @@ def test_generates_the_same_tokens(name: str) -> None:
     except Exception as error:  # noqa: BLE001, its inputs are not those of `generate`
         pytest.skip(f"does not generate from these inputs: {error}")
     fusedops.fuse_model(model)
-    found = generate()
-    for a, b in zip(_tensors(found), _tensors(expected), strict=True):
+    result = generate()
+    for a, b in zip(_tensors(result), _tensors(expected), strict=True):
         assert torch.equal(a, b) or a.is_floating_point()
 
 

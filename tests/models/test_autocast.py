@@ -124,12 +124,12 @@ def test_the_same_bits(
     for training in (True, False):
         model.train(training)
         with torch.autocast(device.type, LOW):
-            found = outputs(model(**arguments))
+            result = outputs(model(**arguments))
             with _wide(monkeypatch), _low_norms() as seen:
                 expected = outputs(model(**arguments))
         assert not _narrow(seen)
-        assert [y.dtype for y in found] == [y.dtype for y in expected]
-        assert all(map(torch.equal, found, expected))
+        assert [y.dtype for y in result] == [y.dtype for y in expected]
+        assert all(map(torch.equal, result, expected))
 
 
 @pre_norm
@@ -174,7 +174,7 @@ def test_rows_are_cast_once(
     A cross-attention, whose key and value are one product, casts the encoder's rows once.
     """
     model, arguments = _fused(spec), inputs(spec)
-    found = _casts(model, arguments, device)
+    result = _casts(model, arguments, device)
     with unpacked(), torch.autocast(device.type, LOW):
         y = outputs(model(**arguments))
     with _wide(monkeypatch), unpacked():
@@ -189,7 +189,7 @@ def test_rows_are_cast_once(
     crosses = sum(name.endswith("encoder_attn") for name in modules)
     assert layers >= 2
     # A kernel writes the low-precision copy without a cast.
-    assert expected - found == 2 * layers + crosses + KERNEL_PATH * _COPIES[spec.name]
+    assert expected - result == 2 * layers + crosses + KERNEL_PATH * _COPIES[spec.name]
 
 
 @post_norm
@@ -436,9 +436,9 @@ def test_gradients(count: int, device: torch.device) -> None:
     ).abs()
     hat = nn.functional.layer_norm(x.double(), (16,)).abs()
     bounds = [torch.einsum("rij,ri->rj", jacobian, error), (error * hat).sum(0), error.sum(0)]
-    for found, expected, bound in zip(low, wide, bounds, strict=True):
-        assert found.dtype == expected.dtype == torch.float32
-        assert ((found - expected).double().abs() <= bound).all()
+    for result, expected, bound in zip(low, wide, bounds, strict=True):
+        assert result.dtype == expected.dtype == torch.float32
+        assert ((result - expected).double().abs() <= bound).all()
     if count > 1:
         assert not torch.equal(low[0], wide[0])
 
@@ -456,12 +456,12 @@ def test_gradients_of_models(
     model, arguments = _fused(spec), inputs(spec)
     exact = run(model, arguments)[1]
     with torch.autocast(device.type, LOW):
-        found = run(model, arguments)[1]
+        results = run(model, arguments)[1]
         with _wide(monkeypatch):
             wide = run(model, arguments)[1]
     error, allowed = (
         sum(float((result[name] - g).double().square().sum()) for name, g in exact.items()) ** 0.5
-        for result in (found, wide)
+        for result in (results, wide)
     )
     assert 0.0 < error <= 2 * allowed
 
@@ -481,8 +481,8 @@ def test_one_graph(spec: ModelSpec, device: torch.device) -> None:
     torch._dynamo.reset()
     with torch.autocast(device.type, LOW):
         expected = outputs(model(**arguments))
-        found = outputs(torch.compile(model, backend="eager", fullgraph=True)(**arguments))
-    for a, b in zip(expected, found, strict=True):
+        result = outputs(torch.compile(model, backend="eager", fullgraph=True)(**arguments))
+    for a, b in zip(expected, result, strict=True):
         torch.testing.assert_close(
             b, a, rtol=0, atol=8 * unit_roundoff(LOW) * float(a.detach().abs().max())
         )

@@ -97,11 +97,11 @@ def test_values(spec: ModelSpec) -> None:
     with torch.autocast(DEVICE.type, LOW):
         expected = run(model, arguments)
         with making_kernels():
-            found = run(model, arguments)
-    assert found[1].keys() == expected[1].keys()
+            result = run(model, arguments)
+    assert result[1].keys() == expected[1].keys()
     for y, e in (
-        *zip(found[0], expected[0], strict=True),
-        *((g, expected[1][name]) for name, g in found[1].items()),
+        *zip(result[0], expected[0], strict=True),
+        *((g, expected[1][name]) for name, g in result[1].items()),
     ):
         assert y.dtype == e.dtype
         assert y.is_contiguous() == e.is_contiguous()
@@ -399,11 +399,11 @@ def test_gradients_with_a_cache(spec: ModelSpec) -> None:
             arguments["decoder_input_ids"] = arguments["input_ids"][:, -1:]
             y = model(**arguments, **handed_on(first)).logits
             parameters = dict(model.named_parameters())
-            found = torch.autograd.grad(
+            result = torch.autograd.grad(
                 y.float().square().sum(), list(parameters.values()), allow_unused=True
             )
             results.append(
-                {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
+                {name: g for name, g in zip(parameters, result, strict=True) if g is not None}
             )
     expected, joined = results
     assert joined.keys() == expected.keys()
@@ -493,11 +493,11 @@ def test_compiled(spec: ModelSpec) -> None:
     spared = _SPARED[spec.name]
     assert casts[0][0] - casts[1][0] == spared
     assert casts[0][1] - casts[1][1] == spared
-    expected, found = results
-    assert found[1].keys() == expected[1].keys()
+    expected, result = results
+    assert result[1].keys() == expected[1].keys()
     for y, e in (
-        *zip(found[0], expected[0], strict=True),
-        *((g, expected[1][name]) for name, g in found[1].items()),
+        *zip(result[0], expected[0], strict=True),
+        *((g, expected[1][name]) for name, g in result[1].items()),
     ):
         assert (y - e).norm() <= 8 * unit_roundoff(LOW) * e.norm()
 

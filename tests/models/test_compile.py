@@ -85,9 +85,9 @@ def test_one_graph(spec: ModelSpec) -> None:
     with counted() as calls:
         expected = outputs(model(**arguments))
     recorder = _Recorder()
-    found = outputs(torch.compile(model, backend=recorder, fullgraph=True)(**arguments))
+    result = outputs(torch.compile(model, backend=recorder, fullgraph=True)(**arguments))
     assert recorder.graphs == 1
-    for a, b in zip(expected, found, strict=True):
+    for a, b in zip(expected, result, strict=True):
         torch.testing.assert_close(b, a, rtol=0, atol=1e-5 * float(a.detach().abs().max()))
     if KERNEL_PATH:
         whole = [name for name in recorder.targets if name.startswith("fusedops.")]
@@ -123,8 +123,10 @@ def _guards(
         torch.compile(model, backend="eager")(**arguments)
     (entry,) = _debug_get_cache_entry_list(type(model).forward.__code__)
     text = str(entry.guard_manager)
-    found = [(_name(source), safe) for source, safe in _GUARDED.findall(text)]
-    passed, checked = ({name for name, safe in found if safe == kind} for kind in ("True", "False"))
+    results = [(_name(source), safe) for source, safe in _GUARDED.findall(text)]
+    passed, checked = (
+        {name for name, safe in results if safe == kind} for kind in ("True", "False")
+    )
     return passed, checked, {(_name(source), int(place)) for source, place in _BASES.findall(text)}
 
 
@@ -211,11 +213,11 @@ def test_compile_rest(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     report = fusedops.fuse_model(model, compile_rest=True)
     assert report
     assert type(model).__name__ == type(original).__name__
-    found = outputs(model(**arguments))
+    result = outputs(model(**arguments))
     assert recorder.graphs >= 1
-    for a, b in zip(expected, found, strict=True):
+    for a, b in zip(expected, result, strict=True):
         torch.testing.assert_close(b, a, rtol=0, atol=1e-5 * float(a.detach().abs().max()))
-    sum(y.sum() for y in found).backward()
+    sum(y.sum() for y in result).backward()
     graphs = recorder.graphs
     fusedops.unfuse_model(model)
     assert vars(model).keys() == vars(original).keys()

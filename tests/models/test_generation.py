@@ -141,9 +141,9 @@ def test_t5_attends_to_the_same_bits(spec: Any, dtype: Any, padded: bool, way: s
         expected = _generate(model, spec, **options)
         _fused_but_for_norms(model)
         with _fast_paths() as taken:
-            found = _generate(model, spec, **options)
-    assert torch.equal(found.sequences, expected.sequences)
-    assert all(map(torch.equal, found.logits, expected.logits))
+            result = _generate(model, spec, **options)
+    assert torch.equal(result.sequences, expected.sequences)
+    assert all(map(torch.equal, result.logits, expected.logits))
     # The first step fills the cross-attention's cache.
     times = {
         "attention weights": [],  # there are hooks
@@ -237,10 +237,10 @@ def test_t5_takes_no_short_way_past_anything(spec: Any, change: Callable[[Any], 
     assert not torch.allclose(expected.logits[-1], before.logits[-1])
     _fused_but_for_norms(model)
     with _fast_paths() as taken:
-        found = _generate(model, spec)
+        result = _generate(model, spec)
     assert changed not in taken
     assert len(taken) == 2 * _LAYERS - 1
-    torch.testing.assert_close(found.logits, expected.logits)
+    torch.testing.assert_close(result.logits, expected.logits)
 
 
 @t5
@@ -305,9 +305,9 @@ def test_t5_attends_by_the_configured_function(
     expected = _generate(model, spec)
     _fused_but_for_norms(model)
     with _fast_paths() as taken:
-        found = _generate(model, spec)
+        result = _generate(model, spec)
     assert sum(taken.values()) == _LAYERS * (2 * _STEPS - 1)
-    torch.testing.assert_close(found.logits, expected.logits)
+    torch.testing.assert_close(result.logits, expected.logits)
     monkeypatch.setitem(functions, implementation, doubled)
     again = _generate(model, spec)
     assert len(calls) == _LAYERS + 2 * _LAYERS * _STEPS
@@ -360,13 +360,13 @@ def test_t5_lays_its_position_bias_out(spec: Any, gradients: bool) -> None:
     fusedops.fuse_model(model)
     attention = model.encoder.block[0].layer[0].SelfAttention
     with torch.set_grad_enabled(gradients):
-        found = attention.compute_bias(5, 5)
+        result = attention.compute_bias(5, 5)
         fusedops.unfuse_model(model)
         expected = attention.compute_bias(5, 5)
-    assert torch.equal(found, expected)
+    assert torch.equal(result, expected)
     assert not expected.is_contiguous()
-    assert found.is_contiguous()
-    short = one_token._aligned(found[..., :3])
+    assert result.is_contiguous()
+    short = one_token._aligned(result[..., :3])
     assert torch.equal(short, expected[..., :3])
     assert all(stride % 8 == 0 for stride in short.stride()[:-1])
 

@@ -75,19 +75,19 @@ def _both(
 
 @every
 def test_global_forward_hooks_see_every_call(spec: ModelSpec) -> None:
-    found = []
+    results = []
     for model in _both(spec):
         with _seen(model, *_FORWARD) as calls:
             model(**inputs(spec))
-        found.append(calls)
-    assert found[0]
-    assert found[1] == found[0]
+        results.append(calls)
+    assert results[0]
+    assert results[1] == results[0]
 
 
 @every
 def test_global_forward_hooks_see_every_call_under_autocast(spec: ModelSpec) -> None:
     """In training, where layers are packed and cast together."""
-    found = []
+    results = []
     for model in _both(spec, undropped):
         with (
             _seen(model, *_FORWARD) as calls,
@@ -95,21 +95,21 @@ def test_global_forward_hooks_see_every_call_under_autocast(spec: ModelSpec) -> 
             torch.autocast(DEVICE.type, torch.bfloat16),
         ):
             model(**inputs(spec))
-        found.append(calls)
-    assert found[0]
-    assert found[1] == found[0]
+        results.append(calls)
+    assert results[0]
+    assert results[1] == results[0]
 
 
 @every
 def test_global_backward_hooks_see_every_call(spec: ModelSpec) -> None:
     """The order of a backward is autograd's, which a fused operator may change."""
-    found = []
+    results = []
     for model in _both(spec):
         with _seen(model, *_BACKWARD) as calls:
             run(model, inputs(spec))
-        found.append(sorted(calls))
-    assert found[0]
-    assert found[1] == found[0]
+        results.append(sorted(calls))
+    assert results[0]
+    assert results[1] == results[0]
 
 
 @some
@@ -119,13 +119,13 @@ def test_one_kind_of_global_hook_is_enough(
 ) -> None:
     # PyTorch remembers for the whole process which of the two kinds of backward hooks came first.
     monkeypatch.setattr(torch_module, "_global_is_full_backward_hook", None)
-    found = []
+    results = []
     for model in _both(spec):
         with _seen(model, register) as calls:
             run(model, inputs(spec))
-        found.append(sorted(calls))
-    assert found[0]
-    assert found[1] == found[0]
+        results.append(sorted(calls))
+    assert results[0]
+    assert results[1] == results[0]
 
 
 @some
@@ -157,15 +157,15 @@ def test_compiled_code_calls_global_hooks(spec: ModelSpec) -> None:
 
     PyTorch does not look for later ones either.
     """
-    found = []
+    results = []
     for model in _both(spec, undropped):
         torch._dynamo.reset()
         model.compile(backend="eager")
         with _seen(model, torch_module.register_module_forward_hook) as calls:
             model(**inputs(spec))
-        found.append(calls)
-    assert found[0]
-    assert found[1] == found[0]
+        results.append(calls)
+    assert results[0]
+    assert results[1] == results[0]
 
 
 @some

@@ -37,9 +37,9 @@ def test_an_expanded_mask_is_laid_out() -> None:
     mask = _expanded()
     assert mask.stride(-1) == 0
     with making_kernels():
-        found = laid_out(mask)
-    assert found.is_contiguous()
-    assert torch.equal(found, mask)
+        result = laid_out(mask)
+    assert result.is_contiguous()
+    assert torch.equal(result, mask)
 
 
 def test_a_transposed_mask_of_numbers_is_contiguous_along_the_keys() -> None:
@@ -50,9 +50,9 @@ def test_a_transposed_mask_of_numbers_is_contiguous_along_the_keys() -> None:
     table = torch.randn(5, 7, 3, device=DEVICE)
     mask = table.permute(2, 0, 1)[None].expand(2, 3, 5, 7)
     with making_kernels():
-        found = laid_out(mask)
-    assert found.stride() == (0, 35, 7, 1)
-    assert torch.equal(found, mask)
+        result = laid_out(mask)
+    assert result.stride() == (0, 35, 7, 1)
+    assert torch.equal(result, mask)
 
 
 _LEFT = {

@@ -829,12 +829,12 @@ def test_every_norm_of_transformers() -> None:
     left, known, met = set(), 0, set()
     for cls in classes:
         module = _instance(cls)
-        found = None if module is None or module._modules else RULES[-1](module)  # type: ignore[operator]
+        result = None if module is None or module._modules else RULES[-1](module)  # type: ignore[operator]
         if cls.__name__.endswith("RMSNorm"):
-            known += found is not None
-            left |= {cls.__name__} if found is None else set()
-        if found is not None and (found, digest(cls.forward)) not in met:
-            met.add((found, digest(cls.forward)))
+            known += result is not None
+            left |= {cls.__name__} if result is None else set()
+        if result is not None and (result, digest(cls.forward)) not in met:
+            met.add((result, digest(cls.forward)))
             assert module is not None
             _compared(module, cls.__name__, same_bits=False)
     assert left <= _NO_NORMS

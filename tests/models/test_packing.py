@@ -71,11 +71,11 @@ def test_products(spec: ModelSpec, device: torch.device) -> None:
     """
     model, arguments = _fused(spec), inputs(spec)
     with torch.autocast(device.type, LOW):
-        found = _products(model, arguments)
+        result = _products(model, arguments)
         with unpacked():
             expected = _products(model, arguments)
-    assert expected["forward"] - found["forward"] == _SPARED.get(spec.name, 0)
-    assert expected["backward"] - found["backward"] == 2 * _SPARED.get(spec.name, 0)
+    assert expected["forward"] - result["forward"] == _SPARED.get(spec.name, 0)
+    assert expected["backward"] - result["backward"] == 2 * _SPARED.get(spec.name, 0)
 
 
 @some
@@ -88,11 +88,11 @@ def test_only_under_autocast_and_in_training(spec: ModelSpec, device: torch.devi
     for autocast, training, grad in ((False, True, True), (True, False, True), (True, True, False)):
         model.train(training)
         with torch.autocast(device.type, LOW, enabled=autocast), torch.set_grad_enabled(grad):
-            with Counting(_is_product) as found:
+            with Counting(_is_product) as result:
                 model(**arguments)
             with unpacked(), Counting(_is_product) as expected:
                 model(**arguments)
-        assert expected.count - found.count == (_SPARED[spec.name] if autocast and training else 0)
+        assert expected.count - result.count == (_SPARED[spec.name] if autocast and training else 0)
 
 
 @packing
@@ -147,10 +147,10 @@ def test_values(
     ys = packed_linear(x, layers, low)
     dys = [torch.randn_like(y) for y in ys]
     parameters = [p for layer in layers for p in layer.parameters()]
-    found = torch.autograd.grad(ys, [x, *parameters], dys)
+    result = torch.autograd.grad(ys, [x, *parameters], dys)
     rows = x.detach().to(low).double().reshape(-1, 24)
     expected, terms = torch.zeros_like(rows), torch.zeros_like(rows)
-    gradients = iter(found[1:])
+    gradients = iter(result[1:])
     for layer, y, dy in zip(layers, ys, dys, strict=True):
         weight, dy = (
             layer.weight.detach().to(low).double(),
@@ -170,8 +170,8 @@ def test_values(
         if bias:
             _close(next(gradients), dy.sum(0), dy.abs().sum(0), len(rows), low)
         expected, terms = expected + dy @ weight, terms + dy.abs() @ weight.abs()
-    _close(found[0].reshape(rows.shape), expected, terms, 48, low, dtype)
-    assert [g.dtype for g in found] == [dtype, *[torch.float32] * len(parameters)]
+    _close(result[0].reshape(rows.shape), expected, terms, 48, low, dtype)
+    assert [g.dtype for g in result] == [dtype, *[torch.float32] * len(parameters)]
 
 
 # Half the distance between the subnormal numbers.
@@ -200,10 +200,10 @@ def test_parts_may_be_changed_in_place(device: torch.device) -> None:
     q.view(5, 2, 2).transpose(0, 1).mul_(0.5)
     assert torch.equal(k, expected[0])
     assert torch.equal(v, expected[1])
-    found = torch.autograd.grad(
+    result = torch.autograd.grad(
         [q, k], [layers[0].weight, layers[1].weight], [torch.ones_like(q), torch.ones_like(k)]
     )
-    assert torch.equal(found[0], 0.5 * found[1])
+    assert torch.equal(result[0], 0.5 * result[1])
 
 
 # --- who is packed --------------------------------------------------------------------------------
@@ -317,12 +317,12 @@ def test_other_rows_are_a_layers_own() -> None:
         parts, _ = packed(module, _NAMES, x)
         assert products.count == 0
         calls = [("k", x), ("q", other), ("v", x), ("k", other), ("q", x), ("k", x)]
-        found = [parts[name](rows) for name, rows in calls]
-        found[0].zero_()  # its own: the layer that is called again computes again
-        found.append(parts["k"](x))
+        results = [parts[name](rows) for name, rows in calls]
+        results[0].zero_()  # its own: the layer that is called again computes again
+        results.append(parts["k"](x))
         calls.append(("k", x))
     assert products.count == 1 + 2 + 2
-    for (name, rows), y in list(zip(calls, found, strict=True))[1:]:
+    for (name, rows), y in list(zip(calls, results, strict=True))[1:]:
         layer = getattr(module, name)
         assert parts[name].weight is layer.weight
         assert parts[name].bias is layer.bias
@@ -364,9 +364,9 @@ def test_one_graph(spec: ModelSpec, device: torch.device, fresh_dynamo: None) ->
     with torch.autocast(device.type, LOW):
         with Counting(_is_product) as eagerly:
             expected = outputs(model(**arguments))
-        found = outputs(torch.compile(model, backend=backend, fullgraph=True)(**arguments))
+        result = outputs(torch.compile(model, backend=backend, fullgraph=True)(**arguments))
     assert len(products) == eagerly.count
-    for a, b in zip(expected, found, strict=True):
+    for a, b in zip(expected, result, strict=True):
         torch.testing.assert_close(
             b, a, rtol=0, atol=8 * unit_roundoff(LOW) * float(a.detach().abs().max())
         )
@@ -489,11 +489,11 @@ def test_functions_for_attention(spec: ModelSpec, device: torch.device) -> None:
         assert packs
     # The same operations; on a GPU PyTorch may add in another order, which eight units in the norm
     # of each cover.
-    for found, expected in (
+    for result, expected in (
         *zip(*(ys for ys, _ in results), strict=True),
         *((g, results[1][1][name]) for name, g in results[0][1].items()),
     ):
-        assert (found - expected).norm() <= 8 * unit_roundoff(LOW) * expected.norm()
+        assert (result - expected).norm() <= 8 * unit_roundoff(LOW) * expected.norm()
     seen = [module.calls_seen for module in model.modules() if hasattr(module, "calls_seen")]
     assert set(seen) == {2}
     assert len(seen) == len(packs)

@@ -221,8 +221,8 @@ def test_adapters_are_heeded(spec: ModelSpec) -> None:
                     module, (_Scaled, nn.TransformerEncoderLayer)
                 ):
                     setattr(module, name, _Scaled(child))
-    expected, found = run(other, inputs(spec))[0], run(model, inputs(spec))[0]
-    for a, b in zip(expected, found, strict=True):
+    expected, result = run(other, inputs(spec))[0], run(model, inputs(spec))[0]
+    for a, b in zip(expected, result, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(a.detach().abs().max()))
 
 

@@ -121,8 +121,8 @@ def _release() -> tuple[int, ...]:
 
 
 def _known_by(cls: type) -> list[str]:
-    found = [rule.name for rule in RULES if isinstance(rule, Rule) and rule.knows(cls)]
-    return found or [
+    results = [rule.name for rule in RULES if isinstance(rule, Rule) and rule.knows(cls)]
+    return results or [
         rule.name
         for rule in map(_norm, [cls] if cls.__name__.endswith("Norm") else [])
         if rule is not None
@@ -190,14 +190,14 @@ _WHOLE = (
 @pytest.mark.parametrize("module", _WHOLE if HAS_TRANSFORMERS else [])
 def test_no_class_was_overlooked(module: str) -> None:
     """All classes of these models that a rule could be about are named above, with their rule or among those left."""
-    found = importlib.import_module(f"transformers.{module}")
+    result = importlib.import_module(f"transformers.{module}")
     classes = [
-        cls for cls in vars(found).values() if isinstance(cls, type) and issubclass(cls, nn.Module)
+        cls for cls in vars(result).values() if isinstance(cls, type) and issubclass(cls, nn.Module)
     ]
     named = {
         cls.__name__
         for cls in classes
-        if cls.__module__ == found.__name__ and _BLOCKS.search(cls.__name__)
+        if cls.__module__ == result.__name__ and _BLOCKS.search(cls.__name__)
     }
     assert named
     assert named <= set(_CLASSES[module]) | _LEFT
@@ -615,9 +615,9 @@ def test_a_forward_that_is_patched_after_fusing_is_called(
         expected = outputs(model(**arguments))
     with monkeypatch.context() as patch:
         patch.setattr(cls, "forward", patched)
-        found = outputs(model(**arguments))
+        result = outputs(model(**arguments))
     assert calls
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, result, expected))
     seen = len(calls)
     model(**arguments)
     assert len(calls) == seen
@@ -635,9 +635,9 @@ def test_a_forward_on_top_of_a_fused_class_is_called(name: str) -> None:
         return super(attention.__class__, self).forward(*args, **kwargs)
 
     attention.__class__ = type(type(attention).__name__, (type(attention),), {"forward": forward})
-    found = outputs(model(**arguments))
+    result = outputs(model(**arguments))
     assert calls == [name]
-    for y, e in zip(found, expected, strict=True):
+    for y, e in zip(result, expected, strict=True):
         torch.testing.assert_close(y, e, rtol=0, atol=1e-5 * float(e.detach().abs().max()))
 
 

@@ -63,7 +63,7 @@ def _results(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     ys = _tensors(value)
     assert ys
     drawn = torch.rand(3, device=DEVICE)
-    found = {f"output {place}": y for place, y in enumerate(ys)}
+    results = {f"output {place}": y for place, y in enumerate(ys)}
     weights = [
         torch.randn(y.shape, generator=torch.Generator().manual_seed(place)).to(y)
         for place, y in enumerate(ys)
@@ -72,11 +72,11 @@ def _results(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     if total.requires_grad:
         leaves = {"x": x, **dict(model.named_parameters())}
         gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-        found |= {name: g for name, g in zip(leaves, gradients, strict=True) if g is not None}
+        results |= {name: g for name, g in zip(leaves, gradients, strict=True) if g is not None}
     return {
         "drawn": drawn,
         "kind": torch.tensor([isinstance(value, kind) for kind in (tuple, list, Tensor)]),
-        **{name: y.detach() for name, y in found.items()},
+        **{name: y.detach() for name, y in results.items()},
     }
 
 
@@ -118,10 +118,10 @@ def test_values(name: str, training: bool) -> None:
             each.flag, each.other = flag, not flag
             each.seen.clear()
         _same(_results(fused, _rows()), _results(model, _rows()))
-        for found, expected in zip(fused.seen, model.seen, strict=True):
+        for result, expected in zip(fused.seen, model.seen, strict=True):
             assert all(
                 torch.equal(a, b) if isinstance(a, Tensor) else a == b
-                for a, b in zip(found, expected, strict=True)
+                for a, b in zip(result, expected, strict=True)
             )
 
 
@@ -131,9 +131,9 @@ def test_operators(name: str) -> None:
     cls, calls = CASES[name]
     fused = _made(cls).train()
     fusedops.fuse_model(fused)
-    with counted() as found:
+    with counted() as result:
         fused(_rows())
-    assert dict(found) == calls
+    assert dict(result) == calls
 
 
 @some
@@ -152,8 +152,8 @@ def test_what_is_left_to_a_block(name: str, training: bool) -> None:
 
     taking = Taking()
     taking.inner = fused
-    found, expected = _results(taking, _rows()), _results(model, _rows())
-    _same({key.removeprefix("inner."): value for key, value in found.items()}, expected)
+    result, expected = _results(taking, _rows()), _results(model, _rows())
+    _same({key.removeprefix("inner."): value for key, value in result.items()}, expected)
 
 
 def _run(model: Base) -> dict[str, Tensor] | type[Exception]:
@@ -165,12 +165,12 @@ def _run(model: Base) -> dict[str, Tensor] | type[Exception]:
 
 def _alike(fused: Base, model: Base) -> None:
     """The same results; or an error, if the module as it was raises one."""
-    expected, found = _run(model), _run(fused)
+    expected, result = _run(model), _run(fused)
     if isinstance(expected, dict):
-        assert isinstance(found, dict), found
-        _same(found, expected)
+        assert isinstance(result, dict), result
+        _same(result, expected)
     else:
-        assert isinstance(found, type), expected
+        assert isinstance(result, type), expected
 
 
 def _called(model: nn.Module, names: set[str] | None = None) -> list[str]:
@@ -344,8 +344,8 @@ _COMPILED = (
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled(name: str) -> None:
     model = _made(CASES[name][0]).eval()
-    expected, found = (
+    expected, result = (
         _results(torch.compile(each, backend="aot_eager"), _rows())
         for each in (model, _fused(model))
     )
-    _same(found, expected)
+    _same(result, expected)

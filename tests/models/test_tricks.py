@@ -116,9 +116,9 @@ def test_each_is_turned_off_alone(spec: ModelSpec) -> None:
     on, others = _measured(spec, ())
     assert {name for name, count in on.items() if count} == _USED[spec.name]
     for trick in sorted(TRICKS):
-        off, found = _measured(spec, (trick,))
+        off, result = _measured(spec, (trick,))
         assert off == {**on, trick: 0}, trick
-        assert found == others
+        assert result == others
 
 
 @pytest.mark.parametrize(

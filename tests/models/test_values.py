@@ -100,12 +100,12 @@ def _check(spec: ModelSpec, dtype: torch.dtype) -> None:
     bounds = _bounds(model, arguments, exact)
     eager = _flat(run(model, arguments))
     assert fusedops.fuse_model(model)
-    found = _flat(run(model, arguments))
-    assert found.keys() == exact.keys()
-    assert {name: (x.shape, x.dtype) for name, x in found.items()} == {
+    result = _flat(run(model, arguments))
+    assert result.keys() == exact.keys()
+    assert {name: (x.shape, x.dtype) for name, x in result.items()} == {
         n: (x.shape, x.dtype) for n, x in eager.items()
     }
-    for name, error in _distances(found, exact).items():
+    for name, error in _distances(result, exact).items():
         assert error <= bounds[name], f"{name}: off by {error:.3g}, allowed {bounds[name]:.3g}"
 
 
@@ -139,10 +139,10 @@ def test_launches_a_kernel_a_call(spec: ModelSpec) -> None:
 @every
 def test_every_rule_reported_was_met(spec: ModelSpec) -> None:
     report = fusedops.fuse_model(build(spec))
-    found: dict[str, set[str]] = {}
+    results: dict[str, set[str]] = {}
     for module in report.modules:
-        found.setdefault(module.type, set()).add(module.rule)
-    assert {name: found.get(name) for name in spec.rules} == {
+        results.setdefault(module.type, set()).add(module.rule)
+    assert {name: results.get(name) for name in spec.rules} == {
         name: {rule} for name, rule in spec.rules.items()
     }
 
@@ -168,11 +168,11 @@ def test_seeds_rule_the_masks(spec: ModelSpec) -> None:
     model, arguments = build(spec).train(), inputs(spec)
     eager = run(model, arguments, seed=3)[0]
     fusedops.fuse_model(model)
-    found, again, other = (run(model, arguments, seed=seed)[0] for seed in (3, 3, 4))
-    assert all(map(torch.equal, found, again))
-    assert _drops(model) == any(not torch.equal(a, b) for a, b in zip(found, other, strict=True))
+    result, again, other = (run(model, arguments, seed=seed)[0] for seed in (3, 3, 4))
+    assert all(map(torch.equal, result, again))
+    assert _drops(model) == any(not torch.equal(a, b) for a, b in zip(result, other, strict=True))
     if not KERNEL_PATH:
-        for a, b in zip(eager, found, strict=True):
+        for a, b in zip(eager, result, strict=True):
             torch.testing.assert_close(b, a, rtol=0, atol=1e-5 * float(a.abs().max()))
 
 
@@ -277,10 +277,10 @@ def test_checkpointed(spec: ModelSpec) -> None:
     fusedops.fuse_model(model)
     expected = run(model, arguments, seed=3)[1]
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    found = run(model, arguments, seed=3)[1]
+    result = run(model, arguments, seed=3)[1]
     for name, gradient in expected.items():
         torch.testing.assert_close(
-            found[name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()), msg=name
+            result[name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()), msg=name
         )
 
 
@@ -340,12 +340,12 @@ def test_norms_round_where_transformers_does(
     eager = norm(x)
     (line,) = fusedops.fuse_model(norm)
     assert line.rule == "norm"
-    found = norm(x)
-    assert found.dtype == eager.dtype
+    result = norm(x)
+    assert result.dtype == eager.dtype
     if eager.dtype == torch.float32:
-        torch.testing.assert_close(found, eager)
+        torch.testing.assert_close(result, eager)
     else:
-        assert float((found != eager).float().mean()) < 2e-3
+        assert float((result != eager).float().mean()) < 2e-3
 
 
 @pytest.mark.parametrize("norm_first", [False, True])

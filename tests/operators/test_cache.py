@@ -311,10 +311,10 @@ def wait_until_it_begins(process: subprocess.Popen[str]) -> None:
 
 
 def whole_entries() -> int:
-    found = list(cache.entries())
-    for path in found:
+    results = list(cache.entries())
+    for path in results:
         cache.check(path)  # raises where one is not whole
-    return len(found)
+    return len(results)
 
 
 def test_killed_tuner_leaves_complete_entries(full: bool) -> None:

@@ -92,12 +92,12 @@ def test_each_tensor_in_another_dtype(spec: Spec, device: torch.device) -> None:
         tensors = {**sample.tensors, name: t.float()}
         spec.call(**sample.tensors, **options)
         try:
-            found = as_tuple(spec.call(**tensors, **options))
+            result = as_tuple(spec.call(**tensors, **options))
         except TypeError:  # dtypes that the operator does not mix
             continue
         for op in OPERATORS:
             op.sites.clear()
-        for output, expected in zip(found, as_tuple(spec.call(**tensors, **options)), strict=True):
+        for output, expected in zip(result, as_tuple(spec.call(**tensors, **options)), strict=True):
             assert output.dtype == expected.dtype, name
             assert torch.equal(output, expected), name
 

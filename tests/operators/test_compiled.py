@@ -63,12 +63,12 @@ def plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> Pl
     ``other``, where given, is another dtype for the further tensors: then of each family the plans
     that move most.
     """
-    found: Plans = {}
+    results: Plans = {}
     for spec_module in dict.fromkeys(spec.samples.__module__ for spec in EVERY_SPEC):
         family = importlib.import_module(spec_module)
         if hasattr(family, "compiled_plans"):
-            found |= family.compiled_plans(cols, dtype, other)
-    return found
+            results |= family.compiled_plans(cols, dtype, other)
+    return results
 
 
 NO_SPILL = 8192
@@ -150,9 +150,9 @@ def _functions_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Itera
 def spilled(compiled: Any) -> int:
     """Bytes of stack (NVIDIA) or registers (AMD) that the compiler spilled."""
     if "amdgcn" in compiled.asm:
-        found = re.search(r"\.vgpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"])
-        assert found
-        return int(found[1])
+        result = re.search(r"\.vgpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"])
+        assert result
+        return int(result[1])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(compiled.asm["cubin"])
@@ -160,9 +160,9 @@ def spilled(compiled: Any) -> int:
         usage = subprocess.run(
             [tool, "-res-usage", binary.name], capture_output=True, text=True, check=True
         ).stdout
-    found = re.search(r"STACK:(\d+)", usage)
-    assert found, usage
-    return int(found[1])
+    result = re.search(r"STACK:(\d+)", usage)
+    assert result, usage
+    return int(result[1])
 
 
 def build(plan: Callable[[], object], target: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -184,9 +184,9 @@ def each_plan(*kinds: tuple[Any, ...]) -> pytest.MarkDecorator:
 
     A family may have no plan for some.
     """
-    found = [(member, kind) for kind in kinds for member in plans(*kind)]
+    results = [(member, kind) for kind in kinds for member in plans(*kind)]
     return pytest.mark.parametrize(
-        ("member", "kind"), found, ids=lambda part: str(part).replace(" ", "")
+        ("member", "kind"), results, ids=lambda part: str(part).replace(" ", "")
     )
 
 
@@ -195,8 +195,8 @@ def test_compiles_for_hopper(
     member: str, kind: tuple[int, torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cols, dtype = kind
-    found = build(plans(cols, dtype)[member], "sm_90", monkeypatch)
-    assert cols > NO_SPILL or not found
+    result = build(plans(cols, dtype)[member], "sm_90", monkeypatch)
+    assert cols > NO_SPILL or not result
 
 
 @pytest.mark.parametrize("cols", [20480, 24576, 32767, 32768])
@@ -240,8 +240,8 @@ def test_backwards_of_wide_rows_of_16_bits_do_not_spill(
     site = site_of(NORM, constants, dtypes, cols, -1, False, True)
     needs = (True, False, False, True, kind == "layer")
     plan = lambda: norms._plan_backward(site, needs, site.y, None, None, 0, True, 0, 2)  # noqa: E731
-    found = [int(line.rpartition(" ")[2]) for line in build(plan, "sm_90", monkeypatch)]
-    assert found == (from_3_9 if triton_version() >= (3, 9) else [])
+    results = [int(line.rpartition(" ")[2]) for line in build(plan, "sm_90", monkeypatch)]
+    assert results == (from_3_9 if triton_version() >= (3, 9) else [])
 
 
 @pytest.mark.parametrize(
@@ -274,8 +274,8 @@ def test_backwards_of_unaligned_rows_that_programs_share_do_not_spill(
 def test_compiles_for_the_others(
     member: str, kind: tuple[int, torch.dtype], target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = build(plans(*kind)[member], target, monkeypatch)
-    assert target == "gfx942" or not found
+    result = build(plans(*kind)[member], target, monkeypatch)
+    assert target == "gfx942" or not result
 
 
 def test_tiles_of_slices_compile_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:

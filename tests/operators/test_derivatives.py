@@ -234,15 +234,15 @@ def test_double_backward_of_a_subclass(spec: Spec, kind: str, device: torch.devi
     weights = both.cotangents()
     expected = second_order(both.theirs, both.tensors, weights)
     if kind == "wrapper":
-        found = second_order(both.ours, wrapped(both.tensors), wrapped(weights))
-        assert all(isinstance(t, Wrapper) for t in found)
-        close(tuple(t.held for t in found), expected)
+        result = second_order(both.ours, wrapped(both.tensors), wrapped(weights))
+        assert all(isinstance(t, Wrapper) for t in result)
+        close(tuple(t.held for t in result), expected)
         return
     doubled = tuple(TwoTensor(t, 2.0 * t) for t in both.tensors)
-    found = second_order(both.ours, doubled, [TwoTensor(w, w) for w in weights])
-    close(tuple(t.a for t in found), expected)
+    result = second_order(both.ours, doubled, [TwoTensor(w, w) for w in weights])
+    close(tuple(t.a for t in result), expected)
     close(
-        tuple(t.b for t in found),
+        tuple(t.b for t in result),
         second_order(both.theirs, tuple(2.0 * t for t in both.tensors), weights),
     )
 
@@ -273,7 +273,7 @@ def test_double_backward_of_fake_tensors(spec: Spec, device: torch.device) -> No
     expected = second_order(both.theirs, both.tensors, weights)
     with FakeTensorMode() as mode:
         fakes = tuple(map(mode.from_tensor, both.tensors))
-        found = second_order(both.ours, fakes, list(map(mode.from_tensor, weights)))
-    assert [(t.shape, t.dtype, t.device) for t in found] == [
+        result = second_order(both.ours, fakes, list(map(mode.from_tensor, weights)))
+    assert [(t.shape, t.dtype, t.device) for t in result] == [
         (t.shape, t.dtype, t.device) for t in expected
     ]

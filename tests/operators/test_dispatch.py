@@ -310,8 +310,8 @@ def test_outputs_allocated_by_the_compiler(case: Case, device: torch.device) -> 
     def function(**given: Any) -> Any:
         return spec.call(**given, **options)
 
-    found = results(torch.compile(function, fullgraph=True, backend=_planner(seen)))
-    for a, b in zip(found, results(function), strict=True):
+    result = results(torch.compile(function, fullgraph=True, backend=_planner(seen)))
+    for a, b in zip(result, results(function), strict=True):
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
         assert torch.equal(a, b)
     ours = [target for target in seen if target.startswith("fusedops.") and "slices" not in target]

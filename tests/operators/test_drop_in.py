@@ -183,9 +183,9 @@ def test_dense_layouts_are_kept(name: str, layout: str, device: torch.device) ->
         output = function(*leaves)
         return (output, *torch.autograd.grad(output, leaves, dy))
 
-    found, expected = run(ours), run(native)
-    close(found, expected)
-    assert [t.stride() for t in found] == [t.stride() for t in expected]
+    result, expected = run(ours), run(native)
+    close(result, expected)
+    assert [t.stride() for t in result] == [t.stride() for t in expected]
     if KERNEL_PATH and not INTERPRETED:  # the interpreter copies tensors itself
         assert _copies(lambda: run(ours)) == []
 

@@ -81,12 +81,12 @@ def test_saved_tensors_in_another_layout(spec: Spec, hooks: str, device: torch.d
     with HOOKS[hooks]():
         leaves = both.leaves()
         outputs = both.ours(*leaves)
-    found = torch.autograd.grad(outputs, leaves, weights)
+    result = torch.autograd.grad(outputs, leaves, weights)
     leaves = both.leaves()
-    close(found, torch.autograd.grad(both.theirs(*leaves), leaves, weights))
+    close(result, torch.autograd.grad(both.theirs(*leaves), leaves, weights))
     with HOOKS[hooks]():
-        found = second_order(both.ours, both.tensors, weights)
-    close(found, second_order(both.theirs, both.tensors, weights))
+        result = second_order(both.ours, both.tensors, weights)
+    close(result, second_order(both.theirs, both.tensors, weights))
 
 
 class _UnpackedError(Exception):

@@ -163,12 +163,12 @@ def test_checkpoint(spec: Spec, kind: str, where: str, device: torch.device) -> 
         return (*(o.detach() for o in outputs), *(leaf.grad for leaf in leaves))
 
     expected = run(block, nullcontext(), nullcontext())
-    found = run(
+    result = run(
         partial(CHECKPOINTS[kind], block),
         _mode() if where == "forward" else nullcontext(),
         _mode() if where == "backward" else nullcontext(),
     )
-    close(found, expected)
+    close(result, expected)
 
 
 # --- subclasses -----------------------------------------------------------------------------------
@@ -196,8 +196,8 @@ def test_a_wrapper_subclass(spec: Spec, which: str, device: torch.device) -> Non
     cotangents = [
         w if type(o) is Tensor else Wrapper(w) for o, w in zip(outputs, weights, strict=True)
     ]
-    found = (*outputs, *torch.autograd.grad(outputs, leaves, cotangents))
-    close(tuple(t.held if isinstance(t, Wrapper) else t for t in found), expected)
+    results = (*outputs, *torch.autograd.grad(outputs, leaves, cotangents))
+    close(tuple(t.held if isinstance(t, Wrapper) else t for t in results), expected)
     if KERNEL_PATH:
         assert sum(name.startswith("fusedops.") for name in Wrapper.log) >= 2, (
             "the operators stayed out of its sight"
@@ -212,8 +212,8 @@ def test_a_wrapped_cotangent(spec: Spec, device: torch.device) -> None:
     leaves = both.leaves()
     outputs = both.ours(*leaves)
     expected = torch.autograd.grad(outputs, leaves, weights, retain_graph=True)
-    found = torch.autograd.grad(outputs, leaves, wrapped(weights))
-    close(tuple(t.held if isinstance(t, Wrapper) else t for t in found), expected)
+    result = torch.autograd.grad(outputs, leaves, wrapped(weights))
+    close(tuple(t.held if isinstance(t, Wrapper) else t for t in result), expected)
 
 
 # --- tensors whose memory holds other numbers, or none --------------------------------------------
@@ -262,9 +262,9 @@ def test_zero_tensors_as_cotangents(spec: Spec, which: str, device: torch.device
     ]
     dense = [torch.zeros_like(w) if i in chosen else w for i, w in enumerate(weights)]
     leaves = both.leaves()
-    found = torch.autograd.grad(both.ours(*leaves), leaves, zeros)
+    result = torch.autograd.grad(both.ours(*leaves), leaves, zeros)
     leaves = both.leaves()
-    close(tuple(t + 0.0 for t in found), torch.autograd.grad(both.theirs(*leaves), leaves, dense))
+    close(tuple(t + 0.0 for t in result), torch.autograd.grad(both.theirs(*leaves), leaves, dense))
 
 
 # --- a concurrent thread draws --------------------------------------------------------------------

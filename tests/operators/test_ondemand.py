@@ -305,18 +305,18 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> threading.local:
 def test_rank_0_tunes_and_the_others_read(
     ranks: threading.local, requests: list[dict[str, Any]]
 ) -> None:
-    found: dict[int, Config] = {}
+    results: dict[int, Config] = {}
 
     def rank(number: int) -> None:
         ranks.rank = number
-        found[number] = tuning.choose(KEY, -1)
+        results[number] = tuning.choose(KEY, -1)
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in (2, 1, 0)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert found == dict.fromkeys(range(3), FOUND)
+    assert results == dict.fromkeys(range(3), FOUND)
     assert len(requests) == 1
 
 

@@ -192,16 +192,16 @@ def _configs(key: tuning.TuningKey) -> list[tuning.Config]:
     """
     family = family_of(key.kernel)
     assert family is not None
-    found = family.candidates(key)
+    result = family.candidates(key)
     if key.kernel == "dropout_add":
-        found = [
-            *found,
+        result = [
+            *result,
             *[tuning.Config(block, rows, 4) for block, rows in ((16, 4), (64, 1), (512, 2))],
         ]
     return (
-        list({(c.block_n, c.rows, c.stages, c.per_sm): c for c in found}.values())
+        list({(c.block_n, c.rows, c.stages, c.per_sm): c for c in result}.values())
         if INTERPRETED
-        else found
+        else result
     )
 
 

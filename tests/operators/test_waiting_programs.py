@@ -114,11 +114,11 @@ def test_graph_replays() -> None:
     _gradients(tensors, dy)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = _gradients(tensors, dy)
+        result = _gradients(tensors, dy)
     for _ in range(3):
         dy.normal_()
         graph.replay()
-        _check(found, _expected(tensors, dy))
+        _check(result, _expected(tensors, dy))
 
 
 @on_gpu
@@ -129,14 +129,14 @@ def test_streams() -> None:
     want = _gradients(tensors, dy)
     streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()
-    found = []
+    results = []
     for _ in range(5):
         for stream in streams:
             with torch.cuda.stream(stream):
-                found.append(_gradients(tensors, dy))
+                results.append(_gradients(tensors, dy))
     torch.cuda.synchronize()
     assert all(
-        torch.equal(one, other) for got in found for one, other in zip(got, want, strict=True)
+        torch.equal(one, other) for got in results for one, other in zip(got, want, strict=True)
     )
 
 
@@ -187,8 +187,8 @@ def on_stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Makes a stream of a GPU that is not there the current one."""
 
     def enter(stream: int, limit: int = 0, library: Any = None) -> None:
-        found = Driver(limit) if library is None else library
-        monkeypatch.setattr(ctypes, "CDLL", lambda name: found)
+        result = Driver(limit) if library is None else library
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: result)
         monkeypatch.setattr(runtime, "current_stream", lambda index: stream)
         driver._function.cache_clear()
         launch._left_by_mps.cache_clear()

@@ -188,15 +188,15 @@ def blocks_of(contenders, step_s, **effort):
 
 def test_contenders_take_turns_for_as_many_seconds(stepping):
     both = {"a": stepping("a", 0.1), "b": stepping("b", 0.3)}
-    found = blocks_of(both, {"a": 0.1, "b": 0.3}, rounds=3, block_s=0.25)
+    result = blocks_of(both, {"a": 0.1, "b": 0.3}, rounds=3, block_s=0.25)
     assert "".join(stepping.order) == "aaab" * 3
-    assert [found[name].ms for name in "ab"] == pytest.approx([100.0, 300.0])
+    assert [result[name].ms for name in "ab"] == pytest.approx([100.0, 300.0])
 
 
 def test_ms_is_the_median_and_spread_the_quartiles_range(stepping):
     alone = {"a": stepping("a", 0.010, 0.020, 0.030, 0.040, 9.0)}
-    found = blocks_of(alone, {"a": 1.0}, rounds=5, block_s=0.1, most=5)["a"]
-    assert (found.ms, found.spread) == pytest.approx((30.0, 20.0))
+    result = blocks_of(alone, {"a": 1.0}, rounds=5, block_s=0.1, most=5)["a"]
+    assert (result.ms, result.spread) == pytest.approx((30.0, 20.0))
 
 
 def test_rounds_go_on_for_all_while_the_times_of_one_differ(stepping):

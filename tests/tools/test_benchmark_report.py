@@ -49,11 +49,11 @@ def test_change_beyond_the_threshold_is_judged(case, metric, factor, eager, verd
         replace(row, **{metric: getattr(row, metric) * by})
         for row, by in zip(old, (factor, eager), strict=True)
     ]
-    found = comparing.compare(old, new, 0.03)
+    result = comparing.compare(old, new, 0.03)
     judged = [
         (name, change.metric)
         for name in ("regressions", "doubtful", "improvements")
-        for change in getattr(found, name)
+        for change in getattr(result, name)
     ]
     assert judged == ([(verdict, metric)] if verdict else [])
 
@@ -61,10 +61,10 @@ def test_change_beyond_the_threshold_is_judged(case, metric, factor, eager, verd
 def test_other_torch_and_bandwidth_are_reported_and_eager_is_no_control_then():
     old = rows_of(LARGE, providers=BOTH, gpu_us=100.0, floor_us=50.0)
     new = [replace(row, gpu_us=105.0, floor_us=105.0, torch="2.12.0") for row in old]
-    found = comparing.compare(old, new, 0.03)
-    assert len(found.regressions) == 1
-    assert found.notes[0] == "torch is 2.11.0 in the old file, 2.12.0 in the new one"
-    assert "the floor is 2.100 times the old one" in found.notes[1]
+    result = comparing.compare(old, new, 0.03)
+    assert len(result.regressions) == 1
+    assert result.notes[0] == "torch is 2.11.0 in the old file, 2.12.0 in the new one"
+    assert "the floor is 2.100 times the old one" in result.notes[1]
 
 
 def test_compare_names_devices_and_cases_of_one_file_alone(tmp_path, capsys):

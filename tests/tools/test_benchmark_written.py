@@ -38,8 +38,8 @@ def test_decoder_has_eagers_values_and_gradients(name: str, autocast: bool) -> N
     cotangent = torch.randn_like(model(tokens))
     backend = Backend()
     with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
-        found = results(torch.compile(model, backend=backend), model, [tokens], cotangent)
+        result = results(torch.compile(model, backend=backend), model, [tokens], cotangent)
         eps = torch.finfo(torch.bfloat16 if autocast else torch.float32).eps
-        check(found, model, [tokens], cotangent, eps)
+        check(result, model, [tokens], cotangent, eps)
     # At least a norm after, or before, attention and the MLP of both layers.
     assert len(backend.report.fused) >= 4

@@ -127,8 +127,8 @@ def test_shapes_and_dtypes() -> None:
     cpu = torch.device("cpu")
     specs = {spec.name: spec for spec in command._specs(())}
     chosen = [specs["layer_norm"], specs["bias_dropout_add"], specs["batched_layer_norm_tanh"]]
-    found = command._workloads(options(), chosen, [(300, 4096)], [torch.float16], cpu)
-    assert [str(workload) for workload in found] == [
+    result = command._workloads(options(), chosen, [(300, 4096)], [torch.float16], cpu)
+    assert [str(workload) for workload in result] == [
         "layer_norm 300x4096 fp16",
         "bias_dropout_add 300x4096 fp16",
         "batched_layer_norm_tanh 300x4096 fp16",

@@ -159,8 +159,8 @@ def test_core_names_no_module_above_it() -> None:
     """Neither in a string from which a module could be imported."""
     for name, path in MODULES.items():
         if _layer(name) == CORE:
-            found = [text for text in _strings(path) if _ABOVE_CORE.search(text)]
-            assert not found, f"{name} has {found}"
+            results = [text for text in _strings(path) if _ABOVE_CORE.search(text)]
+            assert not results, f"{name} has {results}"
 
 
 def test_no_import_circle() -> None:
@@ -387,13 +387,13 @@ def _count(arguments: ast.arguments) -> int:
 
 def test_functions_take_few_arguments() -> None:
     """Kernels, and what launches them, take what they take."""
-    contracts, found = _contracts(), []
+    contracts, result = _contracts(), []
     for name, path in MODULES.items():
         if not _has_kernels(name) and not name.endswith((".launching", ".device")):
             for function, arguments in _functions(_nodes(path)[0]):
                 if _count(arguments) > MOST_ARGUMENTS and function not in contracts:
-                    found.append(f"{name}.{function}")
-    assert not found, f"more than {MOST_ARGUMENTS} arguments: {found}"
+                    result.append(f"{name}.{function}")
+    assert not result, f"more than {MOST_ARGUMENTS} arguments: {result}"
 
 
 # --- importing ------------------------------------------------------------------------------------

@@ -75,8 +75,8 @@ def dist(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def wheel(dist: Path) -> Path:
-    (found,) = dist.glob("*.whl")
-    return found
+    (result,) = dist.glob("*.whl")
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -169,9 +169,9 @@ def test_metadata(wheel: Path) -> None:
 
 def _targets(page: str) -> list[str]:
     """The targets of a page's links and pictures, without anchors in the page itself."""
-    found = [*links(page), *re.findall(r'\b(?:src|srcset|href)="([^"]*)"', page)]
-    found += re.findall(r"^\[[^\]]+\]: *(\S+)", page, re.MULTILINE)
-    return [target for target in found if not target.startswith("#")]
+    results = [*links(page), *re.findall(r'\b(?:src|srcset|href)="([^"]*)"', page)]
+    results += re.findall(r"^\[[^\]]+\]: *(\S+)", page, re.MULTILINE)
+    return [target for target in results if not target.startswith("#")]
 
 
 @pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
@@ -191,14 +191,14 @@ def test_description_names_the_files_of_the_release(wheel: Path) -> None:
     start = re.compile(
         rf"{re.escape(urls['Homepage'])}/(?:blob|raw)/v{re.escape(fusedops.__version__)}/([^#]+)"
     )
-    found = {
+    results = {
         match[1]
         for target in _targets(str(metadata.get_payload()))
         if (match := start.match(target))
     }
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert found == {target.partition("#")[0] for target in _targets(readme) if ":" not in target}
-    assert all((ROOT / path).is_file() for path in found)
+    assert results == {target.partition("#")[0] for target in _targets(readme) if ":" not in target}
+    assert all((ROOT / path).is_file() for path in results)
 
 
 _README = """# A page

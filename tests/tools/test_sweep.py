@@ -59,9 +59,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def family(key: TuningKey) -> object:
-    found = family_of(key.kernel)
-    assert found is not None
-    return found
+    result = family_of(key.kernel)
+    assert result is not None
+    return result
 
 
 def only(name: str, **options: object) -> Workload:
@@ -85,9 +85,9 @@ def test_every_key_leads_back_to_a_workload(spec: object) -> None:
         asked = keys_of(workload.at(rows), DEVICE)
         assert asked
         for key in asked:
-            found = workload_for(key, DEVICE)
-            assert found is not None, key
-            assert key in keys_of(found, DEVICE)
+            result = workload_for(key, DEVICE)
+            assert result is not None, key
+            assert key in keys_of(result, DEVICE)
 
 
 @every
@@ -168,14 +168,14 @@ def test_no_workload_for_unknown_key() -> None:
 
 
 def test_grid_covers_every_operator_in_order() -> None:
-    found = grid(discover(), [DTYPES[name] for name in ("bf16", "fp32", "fp64")])
-    assert len(set(map(str, found))) == len(found)
-    assert {workload.spec.name for workload in found} == {spec.name for spec in ALL_SPECS}
-    assert found[0].dtype == torch.bfloat16 and 4096 <= found[0].rows < 65536
-    assert found[-1].dtype == torch.float64
-    for workload in found:
+    result = grid(discover(), [DTYPES[name] for name in ("bf16", "fp32", "fp64")])
+    assert len(set(map(str, result))) == len(result)
+    assert {workload.spec.name for workload in result} == {spec.name for spec in ALL_SPECS}
+    assert result[0].dtype == torch.bfloat16 and 4096 <= result[0].rows < 65536
+    assert result[-1].dtype == torch.float64
+    for workload in result:
         assert workload.rows * elements_per_row(workload.spec, workload.shape[1:]) <= 2**28
-    norms = [w for w in found if w.spec.name == "layer_norm" and w.dtype == torch.bfloat16]
+    norms = [w for w in result if w.spec.name == "layer_norm" and w.dtype == torch.bfloat16]
     assert {w.shape[1] for w in norms} >= {128, 768, 1024, 4096, 6144, 65536}
     assert {tuning.BUCKET[w.rows.bit_length()] for w in norms} == set(range(len(BUCKETS)))
 
@@ -268,8 +268,8 @@ def test_config_that_does_not_fit_is_not_timed() -> None:
     ],
 )
 def test_reasons_to_drop(config: Config, usage: Usage, reason: str) -> None:
-    found = reason_to_drop(config, [usage], [Usage(64)], LIMITS)
-    assert reason in found and bool(found) == bool(reason)
+    result = reason_to_drop(config, [usage], [Usage(64)], LIMITS)
+    assert reason in result and bool(result) == bool(reason)
 
 
 @pytest.mark.kernels
@@ -283,11 +283,11 @@ def test_failing_workload_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(made_up.Timer, "open", scarce)
     sweeper = made_up.sweeper(timer=timer)
-    found = {
+    results = {
         outcome.workload.spec.name
         for outcome in sweeper.sweep(made_up.workloads("rms_norm", "layer_norm"))
     }
-    assert found == {"layer_norm"}
+    assert results == {"layer_norm"}
     assert sweeper.failures == ["rms_norm 20x64 fp32: OutOfMemoryError: out of memory"]
     # The next sweep has failures of its own.
     assert list(sweeper.sweep(made_up.workloads("layer_norm")))
@@ -309,12 +309,12 @@ def test_failure_without_a_message_has_its_type(monkeypatch: pytest.MonkeyPatch)
 def test_sweep_stops_between_keys() -> None:
     """Keys that are not wanted are neither compiled nor timed."""
     left = iter([True, True, False])
-    found = list(
+    results = list(
         made_up.sweeper().sweep(
             made_up.workloads("rms_norm", "layer_norm"), goes_on=lambda: next(left)
         )
     )
-    assert len(found) == 2
+    assert len(results) == 2
     pool = made_up.Pool()
     assert not list(made_up.sweeper(pool).sweep(made_up.workloads(), wanted=lambda key: False))
     assert not pool.requests
@@ -488,11 +488,11 @@ def test_raw_timings_and_the_distance_of_the_heuristic(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert len(rows) == 7 and list(rows[0]) == list(tables.RAW_COLUMNS)
     assert [row["us"] for row in rows[:3]] == ["11.000", "10.000", ""]
-    found = tables.summary(tables.read_raw(path))
-    assert found["norm_forward"]["geometric_mean"] == pytest.approx(math.sqrt(1.1 * 4.0), abs=1e-3)
-    assert found["norm_forward"]["worst"] == 4.0 and "N=2048" in found["norm_forward"]["worst_at"]
-    assert found["norm_backward"]["geometric_mean"] == 1.0
-    assert found["all"]["keys"] == 3
+    result = tables.summary(tables.read_raw(path))
+    assert result["norm_forward"]["geometric_mean"] == pytest.approx(math.sqrt(1.1 * 4.0), abs=1e-3)
+    assert result["norm_forward"]["worst"] == 4.0 and "N=2048" in result["norm_forward"]["worst_at"]
+    assert result["norm_backward"]["geometric_mean"] == 1.0
+    assert result["all"]["keys"] == 3
     # A key measured again counts as it was last.
     tables.write_raw(path, tables.raw_rows(outcome(replace(KEY, cols=2048), 20.0, 10.0)))
     assert tables.summary(tables.read_raw(path))["norm_forward"]["worst"] == 2.0

@@ -97,8 +97,8 @@ def test_tuned_config_is_the_calls_config(
     with tuning.collected_keys() as asked:
         out = again(*[t.requires_grad_() for t in (*arguments, torch.ones(64, device=DEVICE))], 0.2)
         out.backward(out)
-    found = {key: tuning.choose(key, 0) for key in asked}
-    assert found == {outcome.key: outcome.best for outcome in outcomes}
+    results = {key: tuning.choose(key, 0) for key in asked}
+    assert results == {outcome.key: outcome.best for outcome in outcomes}
     assert all(tuning.source(key, 0) == "cache" for key in asked)
 
 

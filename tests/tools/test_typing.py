@@ -41,14 +41,14 @@ def _has_type(value: Any, expected: Any) -> bool:
 def test_values_have_the_inferred_types(
     check: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[bool] = []
+    results: list[bool] = []
     monkeypatch.setattr(
         typed_client,
         "assert_type",
-        lambda value, expected: found.append(_has_type(value, expected)),
+        lambda value, expected: results.append(_has_type(value, expected)),
     )
     check()
-    assert found and all(found)
+    assert results and all(results)
 
 
 @pytest.mark.parametrize(

@@ -197,12 +197,12 @@ def _classes(name: str) -> list[Any]:
     order = [auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING]
     if name not in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         order.append(auto.MODEL_FOR_CAUSAL_LM_MAPPING)
-    found = [
+    results = [
         mapping[config]
         for mapping in (*order, auto.MODEL_MAPPING)
         if name in mapping._model_mapping
     ]
-    return [cls[0] if isinstance(cls, (list, tuple)) else cls for cls in found]
+    return [cls[0] if isinstance(cls, (list, tuple)) else cls for cls in results]
 
 
 @cache
@@ -213,11 +213,11 @@ def _choice(name: str) -> int:
     for index, arguments in enumerate(candidates(model)):
         try:
             with torch.no_grad(), quiet():
-                found = outputs(model(**arguments))
+                result = outputs(model(**arguments))
         except Exception as error:  # noqa: BLE001, a model complains as it likes
             errors.append(error)
             continue
-        if found and all(x.numel() for x in found):
+        if result and all(x.numel() for x in result):
             return index
     raise errors[0] if errors else LookupError("no inputs found")
 

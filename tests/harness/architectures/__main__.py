@@ -42,11 +42,11 @@ def tried(name: str) -> str:
             return "does not become small"
         if _random(model, arguments) or _random(model.train(), arguments):
             return "is random with the same seed"
-        found = [y for y in outputs(model(**arguments)) if y.requires_grad]
-        if not found:
+        results = [y for y in outputs(model(**arguments)) if y.requires_grad]
+        if not results:
             return "has no output that can be differentiated"
         torch.autograd.grad(
-            sum(y.double().nan_to_num().sum() for y in found), parameters, allow_unused=True
+            sum(y.double().nan_to_num().sum() for y in results), parameters, allow_unused=True
         )
     except Exception as error:  # noqa: BLE001, of any kind
         return textwrap.shorten(f"{type(error).__name__}: {error}", 140, placeholder=" …")

@@ -66,13 +66,13 @@ def results_of(
         for k, v in arguments.items()
     }
     torch.manual_seed(3)
-    found = outputs(model(**inputs))
+    result = outputs(model(**inputs))
     by = {n: p for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
     by |= {f"input {k}": v for k, v in inputs.items() if isinstance(v, Tensor) and v.requires_grad}
     generator = torch.Generator().manual_seed(1)
     move = _mover(draw)
     total = torch.zeros((), dtype=torch.float64, device=DEVICE)
-    for y in found:
+    for y in result:
         weight = move(torch.randn(y.shape, generator=generator).to(y))
         if y.requires_grad:
             total = total + (y.masked_fill(~y.isfinite(), 0.0) * weight).double().sum()
@@ -81,7 +81,7 @@ def results_of(
         if total.requires_grad
         else ()
     )
-    made = {f"output {index}": y.detach().clone() for index, y in enumerate(found)}
+    made = {f"output {index}": y.detach().clone() for index, y in enumerate(result)}
     return made | {
         f"gradient of {n}": g for n, g in zip(by, gradients, strict=False) if g is not None
     }

@@ -19,11 +19,16 @@ def candidates(model: nn.Module) -> Iterator[dict[str, Any]]:
     """Inputs that the model may take, the likeliest first; the same at each call."""
     signature = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
-    found = _Found(model, frozenset(signature))
-    yield from found.patches(main)
-    decoder = found.decoder()
-    for extra in ({}, found.of("input_ids"), found.of("pixel_values"), found.of("input_features")):
-        for own in found.variants(main):
+    result = _Found(model, frozenset(signature))
+    yield from result.patches(main)
+    decoder = result.decoder()
+    for extra in (
+        {},
+        result.of("input_ids"),
+        result.of("pixel_values"),
+        result.of("input_features"),
+    ):
+        for own in result.variants(main):
             if not extra or not extra.keys() <= own.keys():
                 yield {**extra, **own, **decoder}
                 if decoder:
@@ -36,14 +41,14 @@ def candidates(model: nn.Module) -> Iterator[dict[str, Any]]:
         "pixel_values_videos",
     ):
         if other != main:
-            yield from found.variants(other)
+            yield from result.variants(other)
     required = [
         n
         for n, p in signature.items()
         if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
     ]
-    width = found.number("hidden_size", "d_model", default=32)
-    yield {name: found.normal(_BATCH, _LENGTH, width) for name in required}
+    width = result.number("hidden_size", "d_model", default=32)
+    yield {name: result.normal(_BATCH, _LENGTH, width) for name in required}
 
 
 class _Found:
@@ -92,7 +97,7 @@ class _Found:
             if "hidden_states" in self._names
             else "pixel_values"
         )
-        found = []
+        results = []
         for frames in (self.number("temporal_patch_size", default=1), 1):
             given = {
                 name: self.normal(32, channels * frames * patch * patch),
@@ -102,8 +107,8 @@ class _Found:
                 **given,
                 name: rearrange(given[name], "n (c h w) -> n c h w", h=patch, w=patch),
             }
-            found += [given, shaped, {**given, "merge_sizes": torch.tensor([2, 2])}]
-        return [arguments for arguments in found if arguments.keys() <= self._names]
+            results += [given, shaped, {**given, "merge_sizes": torch.tensor([2, 2])}]
+        return [arguments for arguments in results if arguments.keys() <= self._names]
 
     def variants(self, name: str) -> list[dict[str, Tensor]]:
         """Inputs of a name with what goes with it, in the shapes that models take it in."""

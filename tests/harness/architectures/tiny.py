@@ -131,7 +131,7 @@ class _Shrinking:
         except Exception:  # noqa: BLE001, it has no defaults
             plain = {}
         layers = _number_of_layers(config)
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for field, value in vars(config).items():
             name = field if field in parameters else names.get(field, field)
             if name not in parameters or field.startswith("_"):
@@ -140,13 +140,13 @@ class _Shrinking:
             if small is not value or (
                 plain and (field not in plain or _differ(plain[field], value))
             ):
-                found[name] = small
-        _match_heads(config, found)
+                results[name] = small
+        _match_heads(config, results)
         mended = OVERRIDES.get(model_type, {}) | OVERRIDES.get(
             getattr(config, "model_type", ""), {}
         )
-        found |= {name: value for name, value in mended.items() if name in parameters}
-        return _made(cls, found)
+        results |= {name: value for name, value in mended.items() if name in parameters}
+        return _made(cls, results)
 
     def _small(self, name: str, value: Any, layers: int | None) -> Any:
         if hasattr(value, "model_type") and hasattr(value, "to_dict"):
@@ -167,8 +167,8 @@ class _Shrinking:
         if _TOKEN.fullmatch(name) and value >= _VOCABULARY:
             return self._tokens.setdefault(value, _VOCABULARY - 1 - len(self._tokens))
         small = next((small for names, small in _INTEGERS if names.fullmatch(name)), None)
-        found = value if small is None else small(value)
-        return value if found == value else found
+        result = value if small is None else small(value)
+        return value if result == value else result
 
     def _sequence(self, name: str, value: Any, layers: int | None) -> Any:
         made: list[Any]
