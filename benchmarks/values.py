@@ -75,11 +75,11 @@ class Oracle:
 
         With autograd, and without it under the same seed.
         """
-        given = tuple(cotangent.clone() for cotangent in self.cotangents)
-        results = self._run(call, given)
+        passed = tuple(cotangent.clone() for cotangent in self.cotangents)
+        results = self._run(call, passed)
         verdict = Verdict(
             overwrites=any(
-                not torch.equal(a, b) for a, b in zip(given, self.cotangents, strict=True)
+                not torch.equal(a, b) for a, b in zip(passed, self.cotangents, strict=True)
             )
         )
         exact = self._reference(results, _keep_probability(provider, self.p, self.device))

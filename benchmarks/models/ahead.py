@@ -67,7 +67,7 @@ def _compile(workload: Workload, name: str, device: torch.device) -> None:
 
 def _step(workload: Workload, name: str, device: torch.device) -> None:
     operator_providers.fresh_compiler()
-    made = contender(name, workload, device, Text(device))
-    with made.in_force():
-        made.step()
+    built = contender(name, workload, device, Text(device))
+    with built.in_force():
+        built.step()
     measuring.synchronize(device)

@@ -98,9 +98,9 @@ def _first_step(workload: Workload, provider: str, device: torch.device) -> floa
     import_module("torch._inductor.compile_fx")
     text = Text(device)
     contender("eager", workload, device, text.reseeded(0)).step()
-    made = contender(provider, workload, device, text.reseeded(0))
-    with made.in_force():
-        first, *later = [measuring.seconds(made.step, device)[1] for _ in range(1 + _LATER)]
+    built = contender(provider, workload, device, text.reseeded(0))
+    with built.in_force():
+        first, *later = [measuring.seconds(built.step, device)[1] for _ in range(1 + _LATER)]
     return first - statistics.median(later)
 
 

@@ -19,10 +19,10 @@ def profiled(name: str, workload: Workload, setting: Setting) -> str:
     Launches and µs a step, and the share of all kernels' time.
     """
     device = setting.device
-    made = contender(name, workload, device, setting.text.reseeded(0))
-    warm = measuring.warm_up(made, setting.effort, device)
-    wall = measuring.blocks({name: made}, {name: warm}, setting.effort, device)[name].ms
-    seen = kernels(made, device)
+    built = contender(name, workload, device, setting.text.reseeded(0))
+    warm = measuring.warm_up(built, setting.effort, device)
+    wall = measuring.blocks({name: built}, {name: warm}, setting.effort, device)[name].ms
+    seen = kernels(built, device)
     busy = sum(kernel.us for kernel in seen) or 1.0
     lines = [f"{'us':>10}{'count':>9}{'share':>8}  kernel"]
     lines += [

@@ -146,8 +146,8 @@ def _begin(name: str, workload: Workload, setting: Setting) -> tuple[Contender, 
     """A provider's model, warm; None if it fails."""
     try:
         # The text is seeded anew, so that all have the same batch.
-        made = contender(name, workload, setting.device, setting.text.reseeded(0))
-        return made, measuring.warm_up(made, setting.effort, setting.device)
+        built = contender(name, workload, setting.device, setting.text.reseeded(0))
+        return built, measuring.warm_up(built, setting.effort, setting.device)
     # A provider may fail in any way; the others are still to be timed.
     except Exception as error:  # noqa: BLE001
         _say(f"{workload} {name}: left out, {type(error).__name__}: {_first_line(error)}")

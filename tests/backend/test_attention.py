@@ -53,9 +53,9 @@ def calls() -> Iterator[list[tuple[bool, bool, int]]]:
 
 def _backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
     report = CompileReport()
-    made = entry._with_operators(gm, inputs, report)
+    compiled = entry._with_operators(gm, inputs, report)
     assert not report.left, report.left
-    return made.forward
+    return compiled.forward
 
 
 def _heads(count: int, length: int = _LENGTH) -> Tensor:

@@ -531,12 +531,12 @@ def test_program_refuses_shapes_that_it_was_not_made_for() -> None:
     with torch.no_grad():
         forward(*tensors, None, 0, 8, call)
         for place, shape in ((first, (4, 6, 9)), (first, (4, 6)), (1 - first, (7,))):
-            given = [
+            inputs = [
                 randn(*shape) if number == place else tensor
                 for number, tensor in enumerate(tensors)
             ]
             with pytest.raises((RuntimeError, IndexError), match=r"program is for|out of range"):
-                forward(*given, None, 0, 8, call)
+                forward(*inputs, None, 0, 8, call)
 
 
 def _hidden_states_summed(x: Tensor, w: Tensor) -> Tensor:
@@ -618,9 +618,9 @@ def test_region_whose_saved_input_is_changed_later_is_left(
     x, w, bias = randn(4, 8), randn(8).requires_grad_(), randn(8).requires_grad_()
     backend, results = Backend(), []
     for call in (function, torch.compile(function, backend=backend)):
-        given = x.clone()
-        y = call(given, w, bias)
-        results.append((y, given, *torch.autograd.grad(y, (w, bias), torch.ones_like(y))))
+        inputs = x.clone()
+        y = call(inputs, w, bias)
+        results.append((y, inputs, *torch.autograd.grad(y, (w, bias), torch.ones_like(y))))
     assert [region.reason for region in backend.report.regions] == [
         "a tensor that it saves is changed later"
     ]

@@ -61,10 +61,12 @@ def _compiled(
 
     def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         report = CompileReport()
-        made = entry._with_operators(gm, inputs, report)
+        compiled = entry._with_operators(gm, inputs, report)
         assert not report.left
         partition = min_cut_rematerialization_partition
-        return aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=partition)(made, inputs)
+        return aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=partition)(
+            compiled, inputs
+        )
 
     return torch.compile(function, backend=compiler, fullgraph=True, **options), names
 
@@ -143,13 +145,13 @@ def _checkpointed(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
 @pytest.mark.parametrize(("call", "runs"), [(_as_it_is, 1), (_checkpointed, 2)])
 def test_the_offsets_are_copied_once_a_layer(call: Callable[..., Tensor], runs: int) -> None:
     """The backward has the copy of the forward, or of the part that is computed again."""
-    given = [
+    inputs = [
         *[t.requires_grad_() for t in _tensors(12)],
         torch.randint(0, GROUPS, (12,), device=DEVICE),
     ]
     compiled, names = _compiled(_layers, dynamic=False)
     result, expected = [
-        torch.autograd.grad(f(*given, call).sin().sum(), given[:3]) for f in (compiled, _layers)
+        torch.autograd.grad(f(*inputs, call).sin().sum(), inputs[:3]) for f in (compiled, _layers)
     ]
     assert all(map(torch.equal, result, expected))
     assert (
@@ -157,7 +159,7 @@ def test_the_offsets_are_copied_once_a_layer(call: Callable[..., Tensor], runs: 
         and names["fusedops.grouped_mm_backward.default"] == 4
     )
     assert not [name for name in names if name.startswith("transformers.")]
-    assert fusedops.explain(_layers, *given, call).changes == {
+    assert fusedops.explain(_layers, *inputs, call).changes == {
         "a grouped product that shares its offsets with others": 4
     }
 
@@ -182,9 +184,9 @@ def _(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [_changed, lambda x, w, v, offsets: _of_others(x, w, offsets)])
 def test_what_may_be_another_product_is_left(function: Callable[..., Tensor]) -> None:
-    given = [*_tensors(12), _ends(3, 5, 9, 12)]
+    inputs = [*_tensors(12), _ends(3, 5, 9, 12)]
     compiled, names = _compiled(function)
-    assert torch.equal(compiled(*given), function(*given))
+    assert torch.equal(compiled(*inputs), function(*inputs))
     assert not [name for name in names if name.startswith("fusedops.")]
 
 
@@ -223,7 +225,7 @@ def test_a_graph_is_stored_once_it_has_no_operator_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
-    given = [*_tensors(12), _ends(3, 5, 9, 12)]
+    arguments = [*_tensors(12), _ends(3, 5, 9, 12)]
     codes = list[str]()
 
     def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -232,11 +234,11 @@ def test_a_graph_is_stored_once_it_has_no_operator_of_others(
         assert not list(tmp_path.rglob("*.json"))
         codes.append(entry._stored(gm, inputs, CompileReport()).code)
         with mock.patch.object(entry, "captured", side_effect=AssertionError):
-            made = entry._stored(gm, inputs, CompileReport())
-        codes.append(made.code)
-        return made.forward
+            compiled = entry._stored(gm, inputs, CompileReport())
+        codes.append(compiled.code)
+        return compiled.forward
 
-    assert torch.equal(torch.compile(_experts, backend=compiler)(*given), _experts(*given))
+    assert torch.equal(torch.compile(_experts, backend=compiler)(*arguments), _experts(*arguments))
     assert codes[0] == codes[1]
     assert (
         codes[0].count("ops.fusedops.grouped_mm") == 2

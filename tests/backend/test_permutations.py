@@ -148,12 +148,12 @@ def _compiled(
 
     def compiler(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         report = CompileReport()
-        made = entry._with_operators(gm, inputs, report)
+        compiled = entry._with_operators(gm, inputs, report)
         assert not report.left
-        replaced.append(str(made.code).count("rows_in_order"))
+        replaced.append(str(compiled.code).count("rows_in_order"))
         return aot_autograd(
             fw_compiler=lambda gm, _: make_boxed_func(gm.forward), bw_compiler=backward
-        )(made, inputs)
+        )(compiled, inputs)
 
     return torch.compile(function, backend=compiler, dynamic=False)(x, ids), replaced[0], names
 

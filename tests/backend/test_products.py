@@ -125,9 +125,9 @@ def test_parameters_are_cast_together() -> None:
         return make_boxed_func(gm.forward)
 
     def casting(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        made = entry._with_operators(gm, inputs, CompileReport())
+        compiled = entry._with_operators(gm, inputs, CompileReport())
         with casts_recorded():
-            return aot_autograd(fw_compiler=keep, bw_compiler=keep)(made, inputs)
+            return aot_autograd(fw_compiler=keep, bw_compiler=keep)(compiled, inputs)
 
     with torch.autocast(DEVICE.type, torch.bfloat16):
         cotangent = torch.randn_like(model(x))
@@ -163,9 +163,9 @@ def _cast_after_a_change(x: Tensor, wq: Tensor, wk: Tensor, bq: Tensor, bk: Tens
 @pytest.mark.parametrize("function", [_cast_without_gradients, _cast_after_a_change])
 def test_casts_stay_in_their_part_of_the_graph(function: Callable[..., Tensor]) -> None:
     x, results = randn(4, 16).bfloat16(), []
-    given = [randn(*shape) for shape in ((16, 16), (16, 16), (16,), (16,))]
+    inputs = [randn(*shape) for shape in ((16, 16), (16, 16), (16,), (16,))]
     for call in (function, torch.compile(function, backend=Backend())):
-        leaves = [t.clone().requires_grad_() for t in given]
+        leaves = [t.clone().requires_grad_() for t in inputs]
         y = call(x, *leaves)
         result = torch.autograd.grad(y.float().square().sum(), leaves, allow_unused=True)
         results.append([y, *[torch.zeros(()) if g is None else g for g in result]])
@@ -227,10 +227,10 @@ def test_gradients_of_small_tables_are_products(dtype: torch.dtype) -> None:
         return make_boxed_func(gm.forward)
 
     def summing(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        made = entry._with_operators(gm, inputs, CompileReport())
+        compiled = entry._with_operators(gm, inputs, CompileReport())
         return aot_autograd(
             fw_compiler=lambda gm, _: make_boxed_func(gm.forward), bw_compiler=backward
-        )(made, inputs)
+        )(compiled, inputs)
 
     cotangent = torch.randn(3, 1500, 3, device=DEVICE)
     y = torch.compile(function, backend=summing)(few, many)
@@ -282,8 +282,8 @@ def test_returned_products_are_not_joined() -> None:
         with torch.autocast(DEVICE.type, torch.bfloat16):
             return F.linear(x, one), F.linear(x, other)
 
-    given = [randn(*shape).requires_grad_() for shape in ((6, 16), (8, 16), (8, 16))]
-    first, second = torch.compile(function, backend=Backend())(*given)
+    inputs = [randn(*shape).requires_grad_() for shape in ((6, 16), (8, 16), (8, 16))]
+    first, second = torch.compile(function, backend=Backend())(*inputs)
     assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
 
 
@@ -309,8 +309,8 @@ def test_vocabularies_are_padded_to_whole_vectors(bias: bool) -> None:
 
     def padding(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         with casts_recorded():
-            made = entry._with_operators(gm, inputs, CompileReport())
-            return aot_autograd(fw_compiler=graph, bw_compiler=graph)(made, inputs)
+            compiled = entry._with_operators(gm, inputs, CompileReport())
+            return aot_autograd(fw_compiler=graph, bw_compiler=graph)(compiled, inputs)
 
     results = []
     for call in (function, torch.compile(function, backend=padding)):

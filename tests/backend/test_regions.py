@@ -352,7 +352,7 @@ def test_long_softmaxes_are_regions(keys: int) -> None:
         scores = 3 * torch.tanh(query @ key.mT / 3) + mask
         return F.softmax(scores, -1, dtype=torch.float32) @ value
 
-    given = [
+    inputs = [
         randn(2, 2, 3, 8).requires_grad_(),
         *[randn(2, 2, keys, 8).requires_grad_() for _ in range(2)],
     ]
@@ -361,8 +361,8 @@ def test_long_softmaxes_are_regions(keys: int) -> None:
     )
     cotangent, backend, results = randn(2, 2, 3, 8), Backend(), []
     for call in (function, torch.compile(function, backend=backend)):
-        y = call(*given, mask)
-        results.append([y, *torch.autograd.grad(y, given, cotangent)])
+        y = call(*inputs, mask)
+        results.append([y, *torch.autograd.grad(y, inputs, cotangent)])
     assert [region.operators[-1] for region in backend.report.fused] == ["_softmax"] * (keys > 1024)
     # Sums of up to 1040 terms, of weights that add up to one: a few units of the largest.
     for ours, eager in zip(*results, strict=True):

@@ -129,11 +129,11 @@ def test_what_has_gradients(name: str) -> None:
     for call in (function, torch.compile(function, backend=backend, fullgraph=True)):
         outs = as_tuple(call(x, y, w, frozen))
         trained = [out for out in outs if out.requires_grad]
-        given = [
+        weights = [
             cotangent.expand_as(out) if out.shape == cotangent.shape else torch.ones_like(out)
             for out, cotangent in zip(trained, cotangents, strict=False)
         ]
-        gradients = torch.autograd.grad(trained, (x, y, w), given, allow_unused=True)
+        gradients = torch.autograd.grad(trained, (x, y, w), weights, allow_unused=True)
         result.append(
             (
                 [out.requires_grad for out in outs],
@@ -274,7 +274,7 @@ def test_queries_that_see_no_key() -> None:
     def function(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=_SURE)
 
-    given = [randn(1, 2, 4, 8).requires_grad_() for _ in range(3)]
+    inputs = [randn(1, 2, 4, 8).requires_grad_() for _ in range(3)]
     mask, cotangent, backend = (
         torch.ones(4, 4, dtype=torch.bool, device=DEVICE),
         randn(1, 2, 4, 8),
@@ -284,8 +284,8 @@ def test_queries_that_see_no_key() -> None:
     results = []
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         for call in (function, torch.compile(function, backend=backend)):
-            y = call(*given, mask)
-            results.append([y, *torch.autograd.grad(y, given, cotangent)])
+            y = call(*inputs, mask)
+            results.append([y, *torch.autograd.grad(y, inputs, cotangent)])
     for ours, eager in zip(*reversed(results), strict=True):
         torch.testing.assert_close(ours, eager, **_CLOSE)
     assert any("_safe_softmax" in region.operators for region in backend.report.fused)
@@ -316,9 +316,9 @@ def test_rows_beside_themselves(case: str) -> None:
         (torch.compile(function, backend=backend), torch.float32),
         (function, torch.float64),
     ):
-        given = [t.to(dtype).requires_grad_() for t in tensors]
-        y = call(*given)
-        result.append([t.double() for t in (y, *torch.autograd.grad(y.square().sum(), given))])
+        inputs = [t.to(dtype).requires_grad_() for t in tensors]
+        y = call(*inputs)
+        result.append([t.double() for t in (y, *torch.autograd.grad(y.square().sum(), inputs))])
     for ours, want in zip(*result, strict=True):
         torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-5)
     assert backend.report.regions

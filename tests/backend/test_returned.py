@@ -87,14 +87,14 @@ def test_activations_that_are_returned(
         return make_boxed_func(gm.forward)
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        made = entry._with_operators(gm, inputs, CompileReport())
+        compiled = entry._with_operators(gm, inputs, CompileReport())
         partition = functools.partial(min_cut_rematerialization_partition, compiler="inductor")
         return aot_autograd(
             fw_compiler=keep,
             bw_compiler=keep,
             partition_fn=partition,
             decompositions=core_aten_decompositions(),
-        )(made, inputs)
+        )(compiled, inputs)
 
     results = []
     for call in (model, torch.compile(model, backend=backend)):

@@ -333,9 +333,9 @@ def _made(
 ) -> tuple[fx.GraphModule, list[Any], fx.GraphModule, CompileReport]:
     gm, given = _graph(function, (randn(6, 8), randn(8)))
     report = CompileReport()
-    made = entry._with_operators(gm, given, report)
+    compiled = entry._with_operators(gm, given, report)
     assert report.fused and not report.left
-    return gm, given, made, report
+    return gm, given, compiled, report
 
 
 def _codes(gm: fx.GraphModule) -> list[str]:
@@ -527,5 +527,5 @@ def test_a_folder_that_cannot_be_written_is_no_error(
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path / "file"))
     gm, given = _graph(_normed, (randn(6, 8), randn(8)))
     report = CompileReport()
-    made = entry._stored(gm, given, report)
-    assert report.fused and not report.left and "fusedops" in made.code
+    compiled = entry._stored(gm, given, report)
+    assert report.fused and not report.left and "fusedops" in compiled.code

@@ -380,11 +380,11 @@ def test_threads() -> None:
         }
 
     def step(which: int, turn: int) -> list[Tensor]:
-        given = tensors(which, turn)
-        outputs = as_tuple(functions[which](*[t.requires_grad_() for t in given.values()]))
+        inputs = tensors(which, turn)
+        outputs = as_tuple(functions[which](*[t.requires_grad_() for t in inputs.values()]))
         return [
             *outputs,
-            *torch.autograd.grad(outputs, list(given.values()), cotangents_of(outputs)),
+            *torch.autograd.grad(outputs, list(inputs.values()), cotangents_of(outputs)),
         ]
 
     def work(start: int) -> list[list[Tensor]]:

@@ -104,9 +104,9 @@ def test_output_that_is_the_same_for_a_whole_row() -> None:
 @kernels
 def test_gradient_of_fp64_that_is_summed_over_the_middle_rows() -> None:
     """It is written whole, in fp64 too, and then summed."""
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     x, shift, along = (
-        torch.randn(shape, dtype=torch.float64, generator=made).to(DEVICE)
+        torch.randn(shape, dtype=torch.float64, generator=generator).to(DEVICE)
         for shape in ((3, 4, 32), (3, 1, 32), (3, 4, 32))
     )
     shift.requires_grad_()
@@ -341,10 +341,10 @@ def test_not_a_number_spreads_as_in_pytorch(case: str, value: float) -> None:
     }
     x = randn(5, 24)
     x[1, 3], x[2] = value, value
-    made = fusedops.rowwise(functions[case])
+    fused = fusedops.rowwise(functions[case])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it may be refused, but not be wrong
-        got = made(x)
+        got = fused(x)
     torch.testing.assert_close(got, functions[case](x), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
@@ -368,13 +368,13 @@ def test_variance_of_no_freedom(correction: int) -> None:
     x = randn(5, 24)
     x[2] = 1.5
     for function in (torch.var, torch.std):
-        made = fusedops.rowwise(
+        fused = fusedops.rowwise(
             lambda x, function=function: function(x, -1, correction=correction), strict=True
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch warns
             expected = function(x, -1, correction=correction)
-            torch.testing.assert_close(made(x), expected, equal_nan=True)
+            torch.testing.assert_close(fused(x), expected, equal_nan=True)
         assert expected[0] == float("inf") and expected[2].isnan()
 
 
@@ -513,14 +513,14 @@ def test_second_derivatives_of_what_is_changed_without_a_gradient(
         return y**3 * v
 
     def second(of: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        leaves = [t.detach().to(dtype).requires_grad_() for t in given]
+        leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
         grads = torch.autograd.grad(of(*leaves), leaves, cotangents[0].to(dtype), create_graph=True)
         along = [
             c.to(dtype) if batched else c[0].to(dtype) for c in (cotangents[1:3], cotangents[3:])
         ]
         return torch.autograd.grad(grads, leaves, along, is_grads_batched=batched)
 
-    given, cotangents = [randn(3, 24) for _ in range(2)], randn(5, 3, 24)
+    inputs, cotangents = [randn(3, 24) for _ in range(2)], randn(5, 3, 24)
     exact, eager = [second(function, dtype) for dtype in (torch.float64, torch.float32)]
     for got, want, like in zip(
         second(fusedops.rowwise(function, strict=True), torch.float32), exact, eager, strict=True

@@ -589,10 +589,10 @@ def test_functions_that_differ_in_p_share_no_operator(fresh_dynamo: None) -> Non
     def function(x: Tensor, p: float) -> Tensor:
         return F.dropout(x, p)
 
-    made = fusedops.rowwise(function, strict=True)
+    fused = fusedops.rowwise(function, strict=True)
     for p in (0.1, 0.75):
-        made(ones(128, 64), p)
-        compiled = torch.compile(lambda x, p=p: made(x, p), fullgraph=True, backend="aot_eager")
+        fused(ones(128, 64), p)
+        compiled = torch.compile(lambda x, p=p: fused(x, p), fullgraph=True, backend="aot_eager")
         assert abs((compiled(ones(128, 64)) == 0).double().mean().item() - p) < 0.05
 
 

@@ -564,13 +564,13 @@ def test_input_with_a_part_of_the_columns(case: str) -> None:
     tensors = {"x": randn(3, 4, 8), "g": randn(3, 4, 1)} | (
         {"r": randn(3, 1, 1)} if case == "of a number" else {}
     )
-    given = (
+    call = (
         (lambda x, g, r: function(x, g, r))
         if "r" in tensors
         else (lambda x, g: function(x, g, None))
     )
-    got, grads = results(fusedops.rowwise(given, strict=True), tensors)
-    want, expected = results(given, tensors)
+    got, grads = results(fusedops.rowwise(call, strict=True), tensors)
+    want, expected = results(call, tensors)
     for one, other in zip((*got, *grads.values()), (*want, *expected.values()), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 

@@ -130,8 +130,8 @@ def test_bad_constructor_and_call() -> None:
 
 
 def test_explains_what_runs() -> None:
-    made = fusedops.rowwise(scaled_norm)
-    text = str(made.explain(_rows(), torch.ones(24, device=DEVICE)))
+    fused = fusedops.rowwise(scaled_norm)
+    text = str(fused.explain(_rows(), torch.ones(24, device=DEVICE)))
     if not KERNEL_PATH:
         assert text == "scaled_norm runs as it is: there are no kernels for cpu tensors"
         return
@@ -185,8 +185,8 @@ def test_moves_what_the_operator_by_hand_moves() -> None:
     The gradient and the sum, and two gradients.
     """
     (sample,) = named("dropout_add_layer_norm")
-    made = fusedops.rowwise(sample.function, strict=True)
-    plan = made._programs.find(
+    fused = fusedops.rowwise(sample.function, strict=True)
+    plan = fused._programs.find(
         list(sample.tensors(torch.bfloat16, DEVICE).values()), False
     ).program.plan
     options = {"group": (), "tiled": False}
@@ -229,10 +229,10 @@ def test_word_of_a_set_does_not_depend_on_its_order() -> None:
 
 
 def _structure(function: Any, *tensors: Tensor) -> Any:
-    made = fusedops.rowwise(function)
-    args = made._positional(tensors, {})
-    look, _, around = made._programs.looks(args).at(args)
-    return made._programs._at(
+    fused = fusedops.rowwise(function)
+    args = fused._positional(tensors, {})
+    look, _, around = fused._programs.looks(args).at(args)
+    return fused._programs._at(
         programs._Call(args, look, around, None), [tuple(t.shape) for t in tensors]
     )[1]
 

@@ -86,8 +86,8 @@ def _differs(got: Tensor, want: Tensor, name: str, by_row: bool) -> Tensor:
     if name in _IN_FP32 and want.dtype == torch.float64:
         rtol = 1e-7
     size = wide.abs().nan_to_num(0.0, 0.0, 0.0)
-    room = rtol * (size.amax(-1, keepdim=True) if by_row else size) + atol
-    return ~((got == wide) | (got.isnan() & wide.isnan()) | ((got - wide).abs() <= room))
+    tolerance = rtol * (size.amax(-1, keepdim=True) if by_row else size) + atol
+    return ~((got == wide) | (got.isnan() & wide.isnan()) | ((got - wide).abs() <= tolerance))
 
 
 def _check(
@@ -165,19 +165,19 @@ def test_functions_of_a_row(name: str, dtype: torch.dtype) -> None:
 def test_ties_and_limits_have_pytorchs_gradients(name: str) -> None:
     """Arguments are all combinations of numbers, some of them equal, infinite or NaN."""
     values = torch.tensor([0.0, -0.0, 1.0, 2.0, float("nan"), float("inf"), float("-inf")])
-    given = list(
+    inputs = list(
         torch.cartesian_prod(*[values] * (3 if name == "clamp" else 2))
         .T.contiguous()[:, None]
         .to(DEVICE)
     )
     function: Any = (
         (lambda x, y: getattr(torch, name)(x, y))
-        if len(given) == 2
+        if len(inputs) == 2
         else (lambda x, y, z: torch.clamp(x, y, z))
     )
     # On the CPU, as conventions are others on the GPU.
-    want = _results(function, [t.cpu() for t in given])
-    got = [t.cpu() for t in _results(fusedops.rowwise(function, strict=True), given)]
+    want = _results(function, [t.cpu() for t in inputs])
+    got = [t.cpu() for t in _results(fusedops.rowwise(function, strict=True), inputs)]
     torch.testing.assert_close(got, want, rtol=0.0, atol=0.0, equal_nan=True)
 
 
@@ -382,9 +382,9 @@ def test_probabilities_out_of_range_have_no_loss() -> None:
     def loss(x: Tensor, y: Tensor) -> Tensor:
         return F.binary_cross_entropy(x, y, reduction="none")
 
-    given = torch.tensor([[0.5, 1.5, -0.5, 1.0]], device=DEVICE)
+    inputs = torch.tensor([[0.5, 1.5, -0.5, 1.0]], device=DEVICE)
     for y in (0.0, 1.0, 0.5):
-        got = fusedops.rowwise(loss, strict=True)(given, torch.full_like(given, y))
+        got = fusedops.rowwise(loss, strict=True)(inputs, torch.full_like(inputs, y))
         assert got.isnan().tolist() == [[False, True, True, False]]
 
 
@@ -417,13 +417,13 @@ def test_operators_compile(some: int, dtype: torch.dtype) -> None:
         ]
         return functools.reduce(torch.add, results)
 
-    given = [torch.empty(64, 256, dtype=dtype, device="meta") for _ in range(2)]
-    structure = structured(trace(function, given, function, ["x", "y"], lambda _: None))
+    inputs = [torch.empty(64, 256, dtype=dtype, device="meta") for _ in range(2)]
+    structure = structured(trace(function, inputs, function, ["x", "y"], lambda _: None))
     program = Program("function", function, planned(structure))
     # Two elements for each thread: the time to compile grows with their number.
     small = tuning.Config(256, 1, 4)
     with tuning.forced("rowwise_forward", small), tuning.forced("rowwise_backward", small):
-        kernels_of_call = launching.chosen(program, -1, given)
+        kernels_of_call = launching.chosen(program, -1, inputs)
     for _, request, _ in kernels_of_call:
         assert request.config == small
         launch.compile_kernel(request, compiler.GPUTarget("cuda", 90, 32))

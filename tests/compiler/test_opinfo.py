@@ -115,8 +115,10 @@ def _results(function: Function, given: Sequence[Tensor]) -> list[Tensor | None]
     )
     if not wanted or not differentiated:
         return [t.detach() for t in outs]
-    made = torch.Generator().manual_seed(1)
-    along = [torch.randn(t.shape, generator=made).to(t.device, t.dtype) for t in differentiated]
+    generator = torch.Generator().manual_seed(1)
+    along = [
+        torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in differentiated
+    ]
     return [
         *[t.detach() for t in outs],
         *torch.autograd.grad(differentiated, wanted, along, allow_unused=True),
@@ -139,7 +141,7 @@ def _is_right(got: Tensor | None, exact: Tensor | None, *natives: Tensor | None)
     if got.dtype != want.dtype or got.shape != want.shape:
         return False
     one, two, wide = got.double(), want.double(), exact.to(want.dtype).double()
-    room = torch.zeros(())
+    tolerance = torch.zeros(())
     if want.dtype.is_floating_point:
         errors = torch.stack(
             [
@@ -149,9 +151,9 @@ def _is_right(got: Tensor | None, exact: Tensor | None, *natives: Tensor | None)
             ]
         )
         size = wide.nan_to_num(0.0, 0.0, 0.0).abs()
-        room = 2 * errors.max() + _UNITS * unit_roundoff(want.dtype) * size.max()
+        tolerance = 2 * errors.max() + _UNITS * unit_roundoff(want.dtype) * size.max()
     results = [
-        (one == other) | (one.isnan() & other.isnan()) | ((one - other).abs() <= room)
+        (one == other) | (one.isnan() & other.isnan()) | ((one - other).abs() <= tolerance)
         for other in (two, wide)
     ]
     return bool((results[0] | results[1]).all())

@@ -95,11 +95,11 @@ def test_heads_may_be_any_number() -> None:
         query, key = packed.unbind(2)
         return query.softmax(-1) * key
 
-    made = fusedops.rowwise(function, strict=True)
+    fused = fusedops.rowwise(function, strict=True)
     for batch, positions, count in ((2, 5, 2), (1, 4, 3), (3, 1, 1), (1, 1, 4)):
         packed = randn(batch, positions, 2, count, 16)
-        torch.testing.assert_close(made(packed), function(packed))
-    (programs,) = made._programs.known.values()
+        torch.testing.assert_close(fused(packed), function(packed))
+    (programs,) = fused._programs.known.values()
     assert len(programs) == 1
 
 

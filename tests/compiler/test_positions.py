@@ -115,18 +115,18 @@ def _scores(
 def test_index_of_a_row(function: Callable[..., Any], dtype: torch.dtype) -> None:
     """Values and gradients, with one, fewer and more rows than columns."""
     sample = RowwiseFunction(function.__name__, function, lambda rows: {})
-    made = fusedops.rowwise(function, strict=True)
+    fused = fusedops.rowwise(function, strict=True)
     for shape in ((2, 3, 5, 8), (2, 3, 8, 8), (1, 2, 11, 8), (2, 3, 1, 8), (1, 1, 4, 8)):
-        check(sample, made, {"x": _scores(function, *shape, dtype=dtype)})
+        check(sample, fused, {"x": _scores(function, *shape, dtype=dtype)})
 
 
 @_each
 def test_kernels_serve_any_number_of_rows_whose_index_is_used(function: Callable[..., Any]) -> None:
     """If the function needs the number of rows itself, each number has its own kernels."""
-    made = fusedops.rowwise(function, strict=True)
+    fused = fusedops.rowwise(function, strict=True)
     for rows in (5, 8, 13):
-        made.source(_scores(function, 2, 3, rows, rows if function in _SQUARE else 8))
-    (programs,) = made._programs.known.values()
+        fused.source(_scores(function, 2, 3, rows, rows if function in _SQUARE else 8))
+    (programs,) = fused._programs.known.values()
     assert len(programs) == (3 if function in _OF_FIXED_ROWS else 1)
 
 
@@ -139,9 +139,9 @@ def test_index_of_a_row_that_is_read_in_tiles() -> None:
 @pytest.mark.parametrize("function", [causal, causal_square])
 def test_index_of_a_row_on_disk(function: Callable[..., Any]) -> None:
     """A stored structure has the rows whose index is used, and those of a fixed number."""
-    made, args = fusedops.rowwise(function)._programs, [torch.empty(2, 6, 6, device=DEVICE)]
-    look, _, around = made.looks(args).at(args)
-    _, result = made._structure(programs._Call(args, look, around, None))
+    fused, args = fusedops.rowwise(function)._programs, [torch.empty(2, 6, 6, device=DEVICE)]
+    look, _, around = fused.looks(args).at(args)
+    _, result = fused._structure(programs._Call(args, look, around, None))
     again = decoded(json.loads(json.dumps(encoded(result))))
     assert again.text() == result.text()
     assert again.fixed == result.fixed == ((1,) if function is causal_square else ())
@@ -150,9 +150,9 @@ def test_index_of_a_row_on_disk(function: Callable[..., Any]) -> None:
 
 @kernels
 def test_second_derivative_of_what_has_the_index_of_a_row() -> None:
-    made, x = fusedops.rowwise(causal, strict=True), randn(2, 3, 5, 8)
+    fused, x = fusedops.rowwise(causal, strict=True), randn(2, 3, 5, 8)
     seconds = []
-    for function, given in ((made, x), (causal, x.double())):
+    for function, given in ((fused, x), (causal, x.double())):
         leaf = given.requires_grad_()
         (first,) = torch.autograd.grad(function(leaf).square().sum(), leaf, create_graph=True)
         seconds.append(torch.autograd.grad(first.square().sum(), leaf)[0].double())
@@ -167,7 +167,7 @@ def test_branch_beside_the_index_of_a_row() -> None:
     def function(x: Tensor) -> Tensor:
         return torch.tanh(x) if x.shape[-2] == 1 else causal(x)
 
-    made = fusedops.rowwise(function)
+    fused = fusedops.rowwise(function)
     for rows in (5, 1, 4):
         x = randn(2, rows, 8)
-        torch.testing.assert_close(made(x), function(x), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(fused(x), function(x), rtol=1e-5, atol=1e-5)

@@ -293,14 +293,14 @@ def test_refusal_names_operator_and_line(function: Callable[..., Any]) -> None:
 @every
 def test_refused_function_runs_as_it_is(function: Callable[..., Any]) -> None:
     """There is one warning for all calls of a kind, and the result is that of eager."""
-    made, x = fusedops.rowwise(function), randn(5, 24)
+    fused, x = fusedops.rowwise(function), randn(5, 24)
     expected, other = function(x.clone()), x.clone()
     with warnings.catch_warnings(record=True) as caught, launch.record() as launched:
         warnings.simplefilter("always")
         torch.manual_seed(1)
-        got = made(x.clone())
+        got = fused(x.clone())
         torch.manual_seed(1)
-        again = made(other)
+        again = fused(other)
     results = [w for w in caught if issubclass(w.category, RuntimeWarning)]
     assert len(results) == 1 and re.search(REFUSED[function], str(results[0].message))
     assert results[0].filename == __file__
@@ -385,12 +385,12 @@ def test_branch_on_the_number_of_rows(first: int) -> None:
     def function(x: Tensor) -> Tensor:
         return x * 2 if x.shape[0] > 64 else x * 3
 
-    made = fusedops.rowwise(function)
+    fused = fusedops.rowwise(function)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for rows in (first, 105 - first):
             x = randn(rows, 24)
-            assert torch.equal(made(x), function(x))
+            assert torch.equal(fused(x), function(x))
 
 
 @kernels
@@ -569,11 +569,11 @@ def test_side_effects_are_refused(which: str) -> None:
     with pytest.raises(fusedops.NotRowwiseError, match=r"changes|assigns|calls|may change unseen"):
         fusedops.rowwise(function, strict=True)(randn(5, 24))
     before = seen()
-    made = fusedops.rowwise(function)
+    fused = fusedops.rowwise(function)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(3):
-            made(randn(5, 24))
+            fused(randn(5, 24))
     assert seen() - before == 3, "the function runs in every call"
 
 

@@ -885,15 +885,15 @@ def test_change_is_seen(case: str) -> None:
     """The function is fused before and after each change, with what there is at the call."""
     x, steps = randn(5, 24), CASES[case]()
     plain = next(steps)
-    given: tuple[Any, ...] = (x,)
+    inputs: tuple[Any, ...] = (x,)
     takes = isinstance(plain.__code__.co_consts, tuple) and case.endswith("as_an_argument")
     function = plain(x)[0] if takes else plain
     fused = fusedops.rowwise(function, strict=True)
     for step in range(20):
-        given = plain(x)[1] if takes else (x,)
+        inputs = plain(x)[1] if takes else (x,)
         torch.testing.assert_close(
-            fused(*given),
-            function(*given),
+            fused(*inputs),
+            function(*inputs),
             rtol=1e-5,
             atol=1e-5,
             equal_nan=True,

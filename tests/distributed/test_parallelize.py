@@ -182,9 +182,9 @@ def _modules_under_sequence_parallel(mesh: Any) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-    made, nns, p = torch.Generator().manual_seed(2), fusedops.nn, 0.4 if INTERPRETED else 0.0
-    x, other = (torch.randn(BATCH, LENGTH, WIDTH, generator=made) for _ in range(2))
-    bias = torch.randn(WIDTH, generator=made)
+    generator, nns, p = torch.Generator().manual_seed(2), fusedops.nn, 0.4 if INTERPRETED else 0.0
+    x, other = (torch.randn(BATCH, LENGTH, WIDTH, generator=generator) for _ in range(2))
+    bias = torch.randn(WIDTH, generator=generator)
     cases: tuple[tuple[nn.Module, dict[str, Tensor]], ...] = (
         (nns.FusedLayerNorm(WIDTH), {}),
         (nns.FusedRMSNorm(WIDTH), {}),

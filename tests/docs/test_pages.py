@@ -178,13 +178,13 @@ def _help(how: str, *words: str) -> str | None:
 
 def _check_program(how: str, arguments: list[str]) -> None:
     """Subcommand and options are in the help that the program prints."""
-    given = [a for a in arguments if a != "…" and not a.startswith("[")]
-    subcommands = given[0].split("|") if given and not given[0].startswith("-") else [""]
+    words = [a for a in arguments if a != "…" and not a.startswith("[")]
+    subcommands = words[0].split("|") if words and not words[0].startswith("-") else [""]
     for subcommand in subcommands:
         text = _help(how, *filter(None, [subcommand]))
         assert text is not None, f"{how} has no subcommand {subcommand!r}"
         known = set(re.findall(r"(?<![\w-])--?[\w-]+", text))
-        for option in (a.partition("=")[0] for a in given if a.startswith("-")):
+        for option in (a.partition("=")[0] for a in words if a.startswith("-")):
             assert option in known, f"{how} {subcommand} has no option {option}"
 
 

@@ -103,8 +103,8 @@ def check(
     eager = [results(other, other, inputs, cotangent) for other in modules]
     exact = copy.deepcopy(module).double()
     with torch.autocast(DEVICE.type, enabled=False):
-        given = [t.double() if t.is_floating_point() else t for t in inputs]
-        wanted = results(exact, exact, given, cotangent.double())
+        arguments = [t.double() if t.is_floating_point() else t for t in inputs]
+        wanted = results(exact, exact, arguments, cotangent.double())
     for number, (ours, best) in enumerate(zip(found, wanted, strict=True)):
         theirs = [sample[number] for sample in eager]
         assert ours.dtype == theirs[0].dtype and ours.shape == best.shape

@@ -111,7 +111,7 @@ def main(rounds: int) -> None:
 
 
 def options(**changes: object) -> argparse.Namespace:
-    given = {
+    defaults = {
         "op": None,
         "shape": None,
         "dtype": None,
@@ -122,7 +122,7 @@ def options(**changes: object) -> argparse.Namespace:
         "function": None,
         "arg": None,
     }
-    return argparse.Namespace(**{**given, **changes})
+    return argparse.Namespace(**{**defaults, **changes})
 
 
 if __name__ == "__main__":

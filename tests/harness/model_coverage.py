@@ -214,13 +214,13 @@ def _arguments(cls: type, configs: list[Any]) -> Iterator[dict[str, Any]]:
         if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]
     for config in configs or [None]:
-        given = {p.name: _value(p.name, config) for p in parameters if p.default is p.empty}
-        yield given
+        inputs = {p.name: _value(p.name, config) for p in parameters if p.default is p.empty}
+        yield inputs
         if any(p.name == "layer_idx" for p in parameters):
-            yield {**given, "layer_idx": 1}
-            yield {**given, "layer_idx": 0}
+            yield {**inputs, "layer_idx": 1}
+            yield {**inputs, "layer_idx": 0}
         if any(p.name == "intermediate_size" for p in parameters):
-            yield {**given, "intermediate_size": 64}
+            yield {**inputs, "intermediate_size": 64}
 
 
 # What an argument of a name is given, the first that is found in it.

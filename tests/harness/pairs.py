@@ -56,11 +56,11 @@ def small_sample(
     device: torch.device | str = "cpu",
 ) -> Sample:
     """Every tensor present and random; the sum is returned where that can be asked."""
-    made = spec.benchmark(shape, dtype, torch.device(device))
-    options = {**made.options, **({"p": p} if spec.has_dropout else {})}
+    sample = spec.benchmark(shape, dtype, torch.device(device))
+    options = {**sample.options, **({"p": p} if spec.has_dropout else {})}
     if "return_sum" in inspect.signature(spec.call).parameters:
         options["return_sum"] = True
-    return Sample(made.name, made.tensors, options)
+    return Sample(sample.name, sample.tensors, options)
 
 
 def pair(

@@ -427,7 +427,7 @@ def _wrong(
         if number >= len(got.outputs) and _is_unsettled(random, exact):
             continue
         is_lenient = number >= _first_lenient(random, got)
-        given = [native.detach() for native in natives if native is not None]
+        references = [native.detach() for native in natives if native is not None]
         units = 10.0
         if one.dtype == torch.float64:  # so is the exact result, and rounded as often
             units = 60.0 if "**" in random.source else 20.0
@@ -439,7 +439,7 @@ def _wrong(
         why = _difference(
             one.detach(),
             want.detach(),
-            given,
+            references,
             usual,
             units,
             by_row=random.is_harsh,

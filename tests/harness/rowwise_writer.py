@@ -681,10 +681,10 @@ class _Writer:
         self.columns = ("m", "n") if chance.random() < 0.07 else ("n",)
         self.over = "(-2, -1)" if len(self.columns) > 1 or chance.random() < 0.03 else "-1"
         sizes = self._sizes()
-        given = self._given(sizes)
-        for one in given:
+        inputs = self._given(sizes)
+        for one in inputs:
             self.namespace[one.name] = self.pool[one.name] = _values(one, sizes, chance)
-        self.kept = {one.name: self.pool[one.name].clone() for one in given}
+        self.kept = {one.name: self.pool[one.name].clone() for one in inputs}
         categories = list(_CATEGORIES)
         weights = [weight for _, weight in _CATEGORIES.values()]
         count = chance.choice((1, 2, 3, 4, 5, 6, 7, 8, 12))
@@ -693,8 +693,8 @@ class _Writer:
             self._step(
                 _ODD if number == odd else _CATEGORIES[chance.choices(categories, weights)[0]][0]
             )
-        returned = self._outputs([one.name for one in given])
-        parameters = ", ".join([one.name for one in given])
+        returned = self._outputs([one.name for one in inputs])
+        parameters = ", ".join([one.name for one in inputs])
         source = (
             "\n".join(
                 [
@@ -705,11 +705,11 @@ class _Writer:
             )
             + "\n"
         )
-        given = self._called(given)
+        inputs = self._called(inputs)
         return RandomFunction(
             self.seed,
             source,
-            given,
+            inputs,
             (sizes, *self._others(sizes)),
             tuple([chance.random() < 0.85 for _ in range(4)]),
             second=chance.random() < 0.12,

@@ -263,8 +263,8 @@ def outputs_of(found: Any) -> tuple[Tensor, ...]:
 
 
 def tensors_of(call: Call, case: Case) -> list[Tensor]:
-    made = torch.Generator().manual_seed(len(call.name))
-    return [torch.randn(sizes_of(call, case, shape), generator=made) for shape in call.shapes]
+    generator = torch.Generator().manual_seed(len(call.name))
+    return [torch.randn(sizes_of(call, case, shape), generator=generator) for shape in call.shapes]
 
 
 class Expected(NamedTuple):
@@ -292,8 +292,8 @@ def expected_of(function: Callable[..., Any], tensors: list[Tensor]) -> Expected
         leaves = [t.to(device, copy=True).requires_grad_() for t in tensors]
         torch.manual_seed(5)
         outputs = outputs_of(function(*leaves))
-        made = torch.Generator().manual_seed(7)
-        along = [torch.randn(out.shape, generator=made) for out in outputs]
+        generator = torch.Generator().manual_seed(7)
+        along = [torch.randn(out.shape, generator=generator) for out in outputs]
         gradients = torch.autograd.grad(outputs, leaves, [t.to(device) for t in along])
         results = [
             Expected(

@@ -301,7 +301,7 @@ def check_gradients(
     if values:
         check_values(spec, sample, [output.detach() for output in outputs])
     cotangents = random_like(outputs) if cotangents is None else cotangents
-    given = [cotangent.clone() for cotangent in cotangents]
+    copies = [cotangent.clone() for cotangent in cotangents]
     actual = dict(
         zip(
             names,
@@ -309,7 +309,7 @@ def check_gradients(
             strict=True,
         )
     )
-    assert all(map(torch.equal, cotangents, given)), "a cotangent was written to"
+    assert all(map(torch.equal, cotangents, copies)), "a cotangent was written to"
 
     everything = {
         **tensors,

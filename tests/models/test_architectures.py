@@ -275,13 +275,13 @@ def test_generates_the_same_tokens(name: str) -> None:
     model, arguments = _built(name)
     if not (hasattr(model, "can_generate") and model.can_generate()):
         return
-    given = {k: v for k, v in arguments.items() if not k.startswith("decoder_")}
+    inputs = {k: v for k, v in arguments.items() if not k.startswith("decoder_")}
     if model.config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:
-        given["decoder_start_token_id"] = 0
+        inputs["decoder_start_token_id"] = 0
 
     def generate() -> Tensor:
         torch.manual_seed(3)
-        return model.generate(**given, max_new_tokens=4, do_sample=False)
+        return model.generate(**inputs, max_new_tokens=4, do_sample=False)
 
     try:
         expected = generate()

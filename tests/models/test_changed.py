@@ -253,10 +253,10 @@ def test_stand_in_is_an_instance_of_the_modules_class() -> None:
 )
 def test_attention_functions_are_given_modules(spec: Any) -> None:
     utils: Any = importlib.import_module("transformers.modeling_utils")
-    given: list[Any] = []
+    arguments: list[Any] = []
 
     def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
-        given.append(module)
+        arguments.append(module)
         return utils.ALL_ATTENTION_FUNCTIONS["sdpa"](module, *args, **kwargs)
 
     model = build(spec).train()
@@ -267,8 +267,8 @@ def test_attention_functions_are_given_modules(spec: Any) -> None:
     utils.ALL_ATTENTION_FUNCTIONS.register("probe", attention)
     with making_kernels(), torch.autocast(DEVICE.type, torch.bfloat16):
         model(**inputs(spec))
-    assert given
-    assert all(isinstance(module, nn.Module) for module in given)
+    assert arguments
+    assert all(isinstance(module, nn.Module) for module in arguments)
 
 
 _SOURCE = """

@@ -155,14 +155,14 @@ def test_t5_attends_to_the_same_bits(spec: Any, dtype: Any, padded: bool, way: s
 
 def _steps(model: Any, spec: Any) -> Tensor:
     """The logits of one token after the other, the tokens being given."""
-    given = inputs(spec)
-    tokens, cache, logits = given["input_ids"], {}, []
+    arguments = inputs(spec)
+    tokens, cache, logits = arguments["input_ids"], {}, []
     with torch.no_grad():
-        encoded = model.encoder(input_ids=tokens, attention_mask=given["attention_mask"])
+        encoded = model.encoder(input_ids=tokens, attention_mask=arguments["attention_mask"])
         for place in range(tokens.shape[1]):
             result = model(
                 encoder_outputs=encoded,
-                attention_mask=given["attention_mask"],
+                attention_mask=arguments["attention_mask"],
                 use_cache=True,
                 decoder_input_ids=tokens[:, place : place + 1],
                 **cache,
@@ -387,9 +387,9 @@ def test_t5_joins_each_mask_to_its_bias() -> None:
     assert one_token._masked(bias, mask, torch.bfloat16).min() == torch.finfo(torch.bfloat16).min
     assert torch.equal(one_token._masked(bias, bias.sin(), torch.float32), bias + bias.sin())
     # A bias that a caller gives may be used again with a mask that has changed.
-    given = bias.clone()
+    arguments = bias.clone()
     assert torch.equal(
-        one_token._masked(given, first, torch.float32), given.masked_fill(~first, lowest)
+        one_token._masked(arguments, first, torch.float32), arguments.masked_fill(~first, lowest)
     )
     first.fill_(True)
-    assert torch.equal(one_token._masked(given, first, torch.float32), given)
+    assert torch.equal(one_token._masked(arguments, first, torch.float32), arguments)

@@ -137,22 +137,22 @@ def test_when_it_pads(
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: autocast is not None)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: autocast)
     monkeypatch.setattr(padding, "is_plain", lambda t: True)
-    given: list[Any] = [
+    inputs: list[Any] = [
         _Somewhere(dtype, *shape)
         for dtype, shape in zip(dtypes, ((rows, inner), (OUTPUTS, inner), (OUTPUTS,)), strict=True)
     ]
-    assert padding._product_dtype(*given) == expected
+    assert padding._product_dtype(*inputs) == expected
     if len({*dtypes[:2]}) == 1 and dtypes[2] != dtypes[0] and not autocast:
-        assert padding._product_dtype(*given[:2], None) == (
+        assert padding._product_dtype(*inputs[:2], None) == (
             dtypes[0] if dtypes[0] == HALF else None
         )
     if expected is not None:
         for special in range(3):  # quantised, distributed: tensors with ways of their own
-            monkeypatch.setattr(padding, "is_plain", lambda t, one=given[special]: t is not one)
-            assert padding._product_dtype(*given) is None
+            monkeypatch.setattr(padding, "is_plain", lambda t, one=inputs[special]: t is not one)
+            assert padding._product_dtype(*inputs) is None
         monkeypatch.setattr(padding, "is_plain", lambda t: True)
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-        assert padding._product_dtype(*given) is None
+        assert padding._product_dtype(*inputs) is None
 
 
 def test_in_a_block_it_is_the_linear_layer_that_it_was() -> None:

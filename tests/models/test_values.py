@@ -432,16 +432,16 @@ def test_on_the_meta_device(spec: ModelSpec) -> None:
     """
     model = build(spec).to("meta")
     # Transformers looks into masks.
-    given = {
+    arguments = {
         k: v.to("meta")
         for k, v in inputs(spec).items()
         if isinstance(v, Tensor) and "mask" not in k
     }
     try:
-        model(**given)
+        model(**arguments)
     except RuntimeError:
         # Without a mask the model makes its own. With eager attention no code reads its values.
         model.set_attn_implementation("eager")
-    expected = [t.shape for t in outputs(model(**given))]
+    expected = [t.shape for t in outputs(model(**arguments))]
     assert fusedops.fuse_model(model)
-    assert [t.shape for t in outputs(model(**given))] == expected
+    assert [t.shape for t in outputs(model(**arguments))] == expected

@@ -59,10 +59,10 @@ def test_over_the_whole_range(
     value, slope, bend = _exact(activation, x)
     u, x = unit_roundoff(dtype), x.double()
     own = 64 * u if dtype == torch.float64 else 0.0
-    room = 12 * u * (value.abs() + (x * slope).abs()) + u * x.abs() + own
-    assert ((y.detach().double() - value).abs() <= room).all()
-    room = 12 * u * (slope.abs() + (x * bend).abs()) + 16 * u + own
-    assert ((dx.double() - slope).abs() <= room).all()
+    tolerance = 12 * u * (value.abs() + (x * slope).abs()) + u * x.abs() + own
+    assert ((y.detach().double() - value).abs() <= tolerance).all()
+    tolerance = 12 * u * (slope.abs() + (x * bend).abs()) + 16 * u + own
+    assert ((dx.double() - slope).abs() <= tolerance).all()
 
 
 @triton.jit

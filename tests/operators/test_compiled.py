@@ -332,7 +332,7 @@ def test_functions_of_many_tensors_do_not_spill(
         "product": (32, 256, cols),
         **dict.fromkeys(("gate", "shift", "scale"), (32, 1, cols)),
     }
-    given = [
+    inputs = [
         torch.empty(
             rows.get(name, (cols,)),
             dtype=torch.float32 if name == "x" else torch.bfloat16,
@@ -340,7 +340,7 @@ def test_functions_of_many_tensors_do_not_spill(
         )
         for name in names
     ]
-    requests = requests_of(function, given)
+    requests = requests_of(function, inputs)
     sums = [request for request in requests if request.config.per_sm]
     assert len(requests) == 2 and len(sums) == 1
     assert not spilled(launch.compile_kernel(sums[0], TARGETS["sm_90"]))

@@ -45,15 +45,15 @@ def test_right_answers(spec: Spec, current: int, other: int, cols: int, fresh: b
 
     A variant belongs to the device it was built for.
     """
-    made = spec.benchmark((40, cols + (0 if fresh else 8)), torch.float32, torch.device("cpu"))
+    sample = spec.benchmark((40, cols + (0 if fresh else 8)), torch.float32, torch.device("cpu"))
     with torch.cuda.device(other):
-        expected = [] if fresh else _step(spec, _to(made, other))
+        expected = [] if fresh else _step(spec, _to(sample, other))
     with torch.cuda.device(current):
-        actual = _step(spec, _to(made, other))
+        actual = _step(spec, _to(sample, other))
         assert torch.cuda.current_device() == current
     if fresh:
         with torch.cuda.device(other):
-            expected = _step(spec, _to(made, other))
+            expected = _step(spec, _to(sample, other))
     torch.cuda.synchronize(other)
     for a, b in zip(actual, expected, strict=True):
         assert a.device.index == other

@@ -366,9 +366,9 @@ def test_an_operators_arguments_give_the_calls_site(case: Case) -> None:
     assert callable(getattr(fusedops, site.constants.op))
     assert site.constants.numbers() == numbers
     assert words.encode(site.constants, site.dtypes, site.saves) == site.call == call
-    given = [arguments[tensor] for tensor in op.tensors]
+    inputs = [arguments[tensor] for tensor in op.tensors]
     assert site.dtypes == operators.dtypes_of(
-        op, [t[0] if isinstance(t, list) else t for t in given]
+        op, [t[0] if isinstance(t, list) else t for t in inputs]
     )
 
 
@@ -411,8 +411,8 @@ def test_an_exported_program_keeps_the_operators_that_return(
 
     class Module(torch.nn.Module):
         def forward(self, *values: Tensor) -> Any:
-            given = {**dict.fromkeys(sample.tensors), **dict(zip(names, values, strict=True))}
-            return spec.call(**given, **sample.options)
+            inputs = {**dict.fromkeys(sample.tensors), **dict(zip(names, values, strict=True))}
+            return spec.call(**inputs, **sample.options)
 
     program = torch.export.export(Module(), tuple(sample.tensors[name] for name in names))
     for graph in (program.graph, program.run_decompositions().graph):
@@ -466,10 +466,10 @@ def test_unneeded_gradients(kind: Any, needs: str, device: torch.device) -> None
     call = words.encode(
         ActivationConstants("glu", kind, "silu"), operators.dtypes_of(ACTIVATION, tensors), True
     )
-    given = (dy, *tensors, None, 0, needs, 20, call)
-    made = torch.ops.fusedops.activation_backward(*given)
+    inputs = (dy, *tensors, None, 0, needs, 20, call)
+    made = torch.ops.fusedops.activation_backward(*inputs)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fake = torch.ops.fusedops.activation_backward(*given)
+        fake = torch.ops.fusedops.activation_backward(*inputs)
     wanted = [t.shape if need == "1" else (0,) for t, need in zip(tensors, needs, strict=True)]
     assert [t.shape for t in made] == [t.shape for t in fake] == wanted
 

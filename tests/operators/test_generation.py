@@ -87,10 +87,10 @@ def test_options_reach_the_functional(options: dict[str, Any], inplace: bool) ->
     assert torch.equal(want, fusedops.no_repeat_ngram(ids, scores, 1)) == (options == {})
     processor = FusedNoRepeatNGramLogitsProcessor(1, **options, inplace=inplace)
     for _ in range(2):
-        given = scores.clone()
-        got = processor(ids, given)
+        inputs = scores.clone()
+        got = processor(ids, inputs)
         assert torch.equal(got, want)
-        assert (got is given) == inplace
+        assert (got is inputs) == inplace
 
 
 @pytest.mark.parametrize(

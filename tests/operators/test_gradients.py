@@ -216,8 +216,8 @@ def test_one_tensor_as_two_arguments(case: Case) -> None:
         # Autograd adds the terms of PyTorch's operators in another order: two roundings of their
         # sum.
         else:
-            room = 4 * unit_roundoff(leaf.dtype) * sum(part.abs() for part in parts)
-            assert ((leaf.grad - sum(parts[1:], parts[0])).abs() <= room).all()
+            tolerance = 4 * unit_roundoff(leaf.dtype) * sum(part.abs() for part in parts)
+            assert ((leaf.grad - sum(parts[1:], parts[0])).abs() <= tolerance).all()
 
 
 @cases((torch.float32,), _small)

@@ -58,9 +58,9 @@ def room() -> Iterator[None]:
 
 
 def _sample(spec: Spec, rows: int, cols: int) -> Sample:
-    made = spec.benchmark((rows, cols), torch.bfloat16, DEVICE)
+    sample = spec.benchmark((rows, cols), torch.bfloat16, DEVICE)
     return Sample(
-        made.name, made.tensors, {**made.options, **({"p": 0.1} if spec.has_dropout else {})}
+        sample.name, sample.tensors, {**sample.options, **({"p": 0.1} if spec.has_dropout else {})}
     )
 
 
@@ -117,8 +117,8 @@ def test_past_32_bits(spec: Spec, rows: int, cols: int) -> None:
 
 def _close(got: Tensor, want: Tensor, what: str) -> None:
     assert torch.isfinite(got).all(), what
-    room = 2.0**-7 * want.abs().amax(-1, keepdim=True)
-    worst = ((got.double() - want).abs() - room).max()
+    tolerance = 2.0**-7 * want.abs().amax(-1, keepdim=True)
+    worst = ((got.double() - want).abs() - tolerance).max()
     assert worst <= 0, f"{what}: beyond the bound by {worst:.3g}"
 
 

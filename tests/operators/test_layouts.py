@@ -207,13 +207,13 @@ def _resized(spec: Spec, dtype: torch.dtype, shape: tuple[int, ...]) -> Sample:
     """
     torch.manual_seed(sum(shape))
     cols = shape[-1]
-    made = spec.benchmark((math.prod(shape[:-1]), cols), dtype, torch.device("cpu"))
+    sample = spec.benchmark((math.prod(shape[:-1]), cols), dtype, torch.device("cpu"))
     tensors = {
         name: t.view(*shape[:-1], t.shape[-1]) if t.dim() > 1 else t
-        for name, t in tensors_of(spec, made).items()
+        for name, t in tensors_of(spec, sample).items()
     }
     tensors = {name: t.to(DEVICE) for name, t in tensors.items()}
-    return Sample("x".join(map(str, shape)), {**made.tensors, **tensors}, made.options)
+    return Sample("x".join(map(str, shape)), {**sample.tensors, **tensors}, sample.options)
 
 
 over_specs = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)

@@ -287,8 +287,8 @@ def test_compiled_checkpoint_changes_nothing(
         first = problem.forward(0.5)[0]
         options = {**problem.options, "p": 0.3}
         # The square is what needs recomputing where the operator itself keeps nothing.
-        given = {**problem.tensors, name: rows + first.square()}
-        return as_tuple(spec.call(**given, **problem.absent, **options))[0].reshape(first.shape)
+        inputs = {**problem.tensors, name: rows + first.square()}
+        return as_tuple(spec.call(**inputs, **problem.absent, **options))[0].reshape(first.shape)
 
     def run(around: Callable[..., Tensor]) -> list[Tensor]:
         def function(rows: Tensor) -> Tensor:

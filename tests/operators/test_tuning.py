@@ -165,15 +165,15 @@ def test_calls_do_not_benchmark(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.kernels
 def test_config_is_chosen_once(spec: Spec) -> None:
     """Another bucket of rows has its own choice. All other calls cost a look-up."""
-    with tuning.collected_keys() as asked:
+    with tuning.collected_keys() as keys:
         run(spec, 20)
-        first = dict(asked)
-        asked.clear()
+        first = dict(keys)
+        keys.clear()
         run(spec, 20)
         run(spec, 17)
-        assert not asked
+        assert not keys
         run(spec, 5)
-        assert set(asked) == {replace(key, bucket=0) for key in first}
+        assert set(keys) == {replace(key, bucket=0) for key in first}
 
 
 @every
@@ -348,9 +348,9 @@ def test_results_under_cached_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache's config runs, with the results of the heuristic's."""
     x, weight = torch.randn(20, 512), torch.randn(512)
     expected = fusedops.rms_norm(x, (512,), weight)
-    with tuning.collected_keys() as asked:
+    with tuning.collected_keys() as keys:
         fusedops.rms_norm(x, (512,), weight)
-    (key,) = asked
+    (key,) = keys
     assert cache.write(key, DEVICE_NAME, Config(128, 2, 4), {})
     tuning.forget()
     used: list[Config] = []

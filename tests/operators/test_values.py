@@ -180,8 +180,10 @@ def test_default_eps(case: Case) -> None:
     mask = dropout_mask(case.spec, sample)
     with_default = case.spec.eager(**tiny, **native.options) if not case.spec.has_dropout else None
     if with_default is not None:
-        given = eager(case.spec, sample, mask)(tiny)
-        torch.testing.assert_close(with_default, given, msg=f"PyTorch's own default is not {eps}")
+        with_eps = eager(case.spec, sample, mask)(tiny)
+        torch.testing.assert_close(
+            with_default, with_eps, msg=f"PyTorch's own default is not {eps}"
+        )
 
 
 # --- roundings that reproduce other libraries -----------------------------------------------------
@@ -237,8 +239,10 @@ def test_rounds_as_hugging_face(case: Case, exact: bool) -> None:
     elif not spec.has_dropout:  # eager also rounds between the steps of its sum
         # Where the weight widens the output to fp32 it shows rstd's last bit, 2u, and those of two
         # products, 2u each.
-        room = 6 * unit_roundoff(torch.float32) * want.abs() if want.dtype == torch.float32 else 0.0
-        assert ((got - want).abs() > room).double().mean() <= 1e-3
+        tolerance = (
+            6 * unit_roundoff(torch.float32) * want.abs() if want.dtype == torch.float32 else 0.0
+        )
+        assert ((got - want).abs() > tolerance).double().mean() <= 1e-3
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)

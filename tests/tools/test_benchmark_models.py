@@ -93,13 +93,13 @@ def test_step_is_whole_and_fused_operators_run_in_the_fused_model_alone(
     tokens, kind = [], Fused if provider == "fused" else Processor
     original = kind.__call__
     monkeypatch.setattr(kind, "__call__", lambda *args: tokens.append(1) or original(*args))
-    made = contender(provider, workload, CPU, TEXT.reseeded(0))
+    built = contender(provider, workload, CPU, TEXT.reseeded(0))
     with counted() as calls:
-        made.step()
+        built.step()
     # Two layers, each with at least two operators.
     assert sum(calls.values()) >= 4 if provider == "fused" else not calls
     assert len(tokens) == (workload.sizes[-1] if workload.mode == "generate" else 0)
-    has_gradients = any(p.grad is not None for p in made.model.parameters())
+    has_gradients = any(p.grad is not None for p in built.model.parameters())
     assert has_gradients == (workload.mode == "train")
 
 
@@ -135,9 +135,9 @@ def test_provider_is_compiled_by_the_compiler_it_is_named_for(
         "fusedops.backend.entry.compile_by_inductor",
         lambda gm, *_: calls.append("ours") or gm.forward,
     )
-    made = contender(name, tiny("bert", "infer"), CPU, TEXT.reseeded(0))
-    assert any(hasattr(type(m), "_fusedops_original") for m in made.model.modules()) == fused
-    made.step()
+    built = contender(name, tiny("bert", "infer"), CPU, TEXT.reseeded(0))
+    assert any(hasattr(type(m), "_fusedops_original") for m in built.model.modules()) == fused
+    built.step()
     assert calls == [compiler]
 
 

@@ -187,16 +187,16 @@ def test_ship_writes_a_table_and_resumes(
         tmp_path / "raw.csv",
         made_up.workloads("rms_norm", "swiglu"),
     )
-    given, device = options(output=path, raw=raw, resume=True), torch.device("cuda", 0)
+    namespace, device = options(output=path, raw=raw, resume=True), torch.device("cuda", 0)
     moments = iter([0.0, 0.0, 1.0, 1.0] + [9.0] * 99)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "time", types.SimpleNamespace(monotonic=lambda: next(moments)))
-        keep = command._Ship(given, device)
+        keep = command._Ship(namespace, device)
         assert command._sweep(made_up.sweeper(), todo, keep, 5.0, str) == 0
     assert "1 keys tuned" in capsys.readouterr().out
-    assert command._sweep(made_up.sweeper(), todo, command._Ship(given, device), 1e9, str) == 0
+    assert command._sweep(made_up.sweeper(), todo, command._Ship(namespace, device), 1e9, str) == 0
     assert "3 keys tuned" in capsys.readouterr().out
-    assert command._sweep(made_up.sweeper(), todo, command._Ship(given, device), 1e9, str) == 0
+    assert command._sweep(made_up.sweeper(), todo, command._Ship(namespace, device), 1e9, str) == 0
     said = capsys.readouterr().out
     assert "0 keys tuned" in said and "geometric mean" in said
     table = Table(path)

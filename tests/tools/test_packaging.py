@@ -54,9 +54,9 @@ def dist(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) 
 
     Those of ``--built``, else built from a copy of the checkout.
     """
-    given = pytestconfig.getoption("--built")
-    if given is not None:
-        return Path(given).resolve()
+    built = pytestconfig.getoption("--built")
+    if built is not None:
+        return Path(built).resolve()
     place = tmp_path_factory.mktemp("packaging")
     shutil.copytree(ROOT, place / "source", ignore=_LEFT_OUT)
     _run(

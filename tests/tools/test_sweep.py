@@ -82,9 +82,9 @@ def test_every_key_leads_back_to_a_workload(spec: object) -> None:
     """An operator's keys at any number of rows can be tuned from the key alone."""
     workload = only(spec.name)  # type: ignore[attr-defined]
     for rows in (3, 20, 9000):
-        asked = keys_of(workload.at(rows), DEVICE)
-        assert asked
-        for key in asked:
+        keys = keys_of(workload.at(rows), DEVICE)
+        assert keys
+        for key in keys:
             result = workload_for(key, DEVICE)
             assert result is not None, key
             assert key in keys_of(result, DEVICE)
@@ -364,10 +364,10 @@ def test_candidates_compile_or_are_dropped(member: str, request: pytest.FixtureR
         reason = "Triton 3.8 takes 147 registers where 3.6 takes 96: three programs fit a multiprocessor, not four"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     plan = plans(*COMPILED[member])[member]
-    with tuning.collected_keys() as asked, launch.collecting():
+    with tuning.collected_keys() as keys, launch.collecting():
         plan()
     with Pool(2, compiler.GPUTarget("cuda", 90, 32), LIMITS.shared) as pool:
-        for key in asked:
+        for key in keys:
             candidates = family(key).candidates(key)  # type: ignore[attr-defined]
             pending = {}
             for config in candidates:

@@ -94,12 +94,12 @@ def test_tuned_config_is_the_calls_config(
         cache.write(outcome.key, made_up.NAME, outcome.best, {})
     again = Rowwise(workload.function.function)
     arguments = [torch.randn(300, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
-    with tuning.collected_keys() as asked:
+    with tuning.collected_keys() as keys:
         out = again(*[t.requires_grad_() for t in (*arguments, torch.ones(64, device=DEVICE))], 0.2)
         out.backward(out)
-    results = {key: tuning.choose(key, 0) for key in asked}
+    results = {key: tuning.choose(key, 0) for key in keys}
     assert results == {outcome.key: outcome.best for outcome in outcomes}
-    assert all(tuning.source(key, 0) == "cache" for key in asked)
+    assert all(tuning.source(key, 0) == "cache" for key in keys)
 
 
 @pytest.mark.kernels

@@ -99,15 +99,15 @@ class _Found:
         )
         results = []
         for frames in (self.number("temporal_patch_size", default=1), 1):
-            given = {
+            inputs = {
                 name: self.normal(32, channels * frames * patch * patch),
                 grid: torch.tensor([[1, 4, 4]] * 2),
             }
             shaped = {
-                **given,
-                name: rearrange(given[name], "n (c h w) -> n c h w", h=patch, w=patch),
+                **inputs,
+                name: rearrange(inputs[name], "n (c h w) -> n c h w", h=patch, w=patch),
             }
-            results += [given, shaped, {**given, "merge_sizes": torch.tensor([2, 2])}]
+            results += [inputs, shaped, {**inputs, "merge_sizes": torch.tensor([2, 2])}]
         return [arguments for arguments in results if arguments.keys() <= self._names]
 
     def variants(self, name: str) -> list[dict[str, Tensor]]:
