@@ -133,7 +133,7 @@ class CompileReport:
     Attributes:
         regions: the regions of all graphs.
         left: why whole graphs were left to Inductor, one entry for each such graph.
-        graphs: how many graphs there are.
+        graphs: the number of graphs.
         devices: the types of the devices whose tensors are in the graphs.
         changes: what else is computed in another way than the model has it, and how often.
         operators: this library's operators that the model itself calls, and how often.

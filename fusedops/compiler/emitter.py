@@ -119,7 +119,7 @@ class Emitter:
         vector_tuples: the tuples that these add tiles to.
         leaves: values that are read, not computed: "intermediate", "stats 3" or "moments 0".
         moved: the dtypes of whole tensors that are read or written.
-        read: how many of them are read.
+        read: the number of them that are read.
         computed: the values that have lines.
         inexact: the values that may be rounded otherwise than in another kernel.
         stores_after: stores of numbers of rows, which follow the line that computes the number.

@@ -32,15 +32,15 @@ class Kernel:
             slots.
         written: the inputs whose gradients are written whole and are for the caller to sum.
         moved: the dtypes of the whole tensors, or of parts of all rows, that it reads and writes.
-        moments: how many numbers of each row it writes for the next kernel.
-        live: how many values of a tile are live at a time, sums over rows and vectors included.
+        moments: the numbers of each row that it writes for the next kernel.
+        live: the most live values of a tile at a time, with sums over rows and vectors.
         divides: whether it divides the numbers of rows.
         held: whether a program has PARTS tiles of columns side by side.
         shares: whether the programs along axis 1 of the grid may share the columns of rows.
-        read: how many whole tensors, or parts of all rows, it reads.
-        reductions: how many reductions of rows follow one another.
+        read: the number of whole tensors, or parts of all rows, that it reads.
+        reductions: the number of reductions of rows that depend on one another.
         drops: whether it draws random numbers.
-        exchanged: how many sums of each row programs exchange that share it.
+        exchanged: the number of sums of a row that the programs sharing it exchange.
         loops: whether a program has several tiles of rows, one after the other.
         contracts: whether a product and a sum may be one instruction.
     """

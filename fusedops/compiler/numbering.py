@@ -37,7 +37,7 @@ class Numbering:
     Attributes:
         order: the traced axes, the outermost first; a structure's axis is an index into it.
         sizes: the sizes of the structure's axes.
-        count: how many of them have values; the rest are those of unused inputs.
+        count: the number of axes that have values; the others are those of unused inputs.
         unrolled: those along which each part is a value of its own.
     """
 

@@ -35,7 +35,7 @@ class Alternative:
         name: the name of the tensor; "" for none.
         moved: bytes that a row moves, forward and backward.
         held: bytes of a row that are saved for the backward, inputs included, outputs excluded.
-        operators: how many the backward computes.
+        operators: the number of operators that the backward computes.
     """
 
     name: str

@@ -40,7 +40,7 @@ class _Plan(NamedTuple):
         table: `Groups.table` on the device.
         reduce: a backward's second kernel, which adds the programs' partial sums.
         reduce_block: the columns of a program of that kernel.
-        sums: how many parameters have gradients.
+        sums: the number of parameters with gradients.
     """
 
     variant: Variant

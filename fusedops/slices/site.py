@@ -24,8 +24,8 @@ class SliceConstants(NamedTuple):
         sizes: the slices' widths. The functional's record of slices in two dimensions has ``(count,
             width)`` instead, as every call computes its hash; `SliceOperator.check` returns the
             widths.
-        dims: how many of the last dimensions of one tensor hold the slices, 1 or 2; 0 if the slices
-            are a sequence of tensors.
+        dims: the number of last dimensions of one tensor that hold the slices, 1 or 2; 0 if the
+            slices are a sequence of tensors.
         concat: whether the output is one tensor with the slices side by side.
         eps: added to the variance.
         activation: the name of the activation after the norm.

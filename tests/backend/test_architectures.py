@@ -119,13 +119,13 @@ def _draws(model: nn.Module, arguments: dict[str, Any]) -> bool:
 
 
 @every("mixtral")
-def test_training(name: str) -> None:
+def test_training_has_eager_values_and_gradients(name: str) -> None:
     """Outputs and gradients agree, without dropout."""
     _holds(partial(_agrees, name, without_dropout))
 
 
 @every("t5")
-def test_inference(name: str) -> None:
+def test_inference_has_eager_values(name: str) -> None:
     """In evaluation mode, with no gradient recorded."""
 
     def check(compile_it: Callable[[nn.Module], Any]) -> None:
@@ -167,7 +167,7 @@ def _checkpointed(model: Any) -> nn.Module:
 
 
 @every("bert")
-def test_dropout(name: str) -> None:
+def test_dropout_is_reproducible_and_differentiated(name: str) -> None:
     """A seed gives the same bits again, and gradients are those of the function with its mask."""
     _holds(partial(_drops, name, nn.Module.train))
 
@@ -232,7 +232,7 @@ def _weighted(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
 
 
 @every("gpt_neox")
-def test_autocast(name: str) -> None:
+def test_training_in_bf16_is_as_exact_as_eager(name: str) -> None:
     """Training in bf16: the dtypes of before, and no further from the fp32 results than twice that, or 8 roundings more.
 
     How far that is, is the most of four models: its own numbers, and those moved by a unit of bf16.

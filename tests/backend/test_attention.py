@@ -135,7 +135,9 @@ MASKS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[bool, bool]]] = {
 
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("name", MASKS)
-def test_masks(name: str, recomputed: bool, calls: list[tuple[bool, bool, int]]) -> None:
+def test_masks_of_numbers_alone_are_replaced(
+    name: str, recomputed: bool, calls: list[tuple[bool, bool, int]]
+) -> None:
     """Those that numbers alone decide are known, also in a part that is computed again.
 
     The others stay.

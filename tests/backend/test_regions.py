@@ -103,7 +103,7 @@ def test_values_and_gradients(name: str) -> None:
     check(result, model, inputs, cotangent, torch.finfo(torch.float32).eps)
 
 
-def test_autocast() -> None:
+def test_regions_have_the_casts_of_autocast() -> None:
     """Casts are in the regions; what a model computes without autocast stays so, also while the graph runs under it."""
 
     class Mixed(nn.Module):

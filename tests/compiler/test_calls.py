@@ -67,7 +67,7 @@ def test_compiled_with_changing_rows(sample: RowwiseFunction, fresh_dynamo: None
 
 
 @of("gated_norm", "adaptive_layer_norm_indexed", "cross_entropy")
-def test_transforms(sample: RowwiseFunction) -> None:
+def test_transforms_of_a_call_match_eager(sample: RowwiseFunction) -> None:
     function, tensors = rowwise(sample), sample.tensors(torch.float32, DEVICE)
     first, *rest = tensors.values()
 
@@ -361,7 +361,7 @@ def test_saved_tensors_go_through_hooks(sample: RowwiseFunction) -> None:
 
 
 @kernels
-def test_threads() -> None:
+def test_threads_trace_and_build_at_once() -> None:
     """Four at once, each with widths that nobody had before.
 
     Functions are traced and kernels built in the race.

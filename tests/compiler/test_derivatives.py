@@ -431,7 +431,7 @@ _COVERED = frozenset(_POINTWISE) - {"remainder", "base", "exp2", "std_mean"}
 
 @kernels
 @pytest.mark.parametrize("name", _POINTWISE)
-def test_operators(name: str) -> None:
+def test_operators_have_pytorchs_derivatives(name: str) -> None:
     inner = _POINTWISE[name]
 
     def function(x: Tensor) -> Tensor:  # builtins have no signature

@@ -552,7 +552,7 @@ def test_two_dropouts_differ() -> None:
 
 @kernels
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_rate(p: float) -> None:
+def test_dropout_keeps_the_expected_share(p: float) -> None:
     y = fusedops.rowwise(lambda x, p: F.dropout(x, p), strict=True)(ones(128, 64), p)
     kept = (y != 0).double().mean().item()
     assert abs(kept - (1 - p)) <= 5 * (p * (1 - p) / y.numel()) ** 0.5

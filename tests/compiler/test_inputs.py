@@ -423,7 +423,7 @@ def test_integer_output_beside_a_float() -> None:
 
 
 @kernels
-def test_scalars() -> None:
+def test_zero_dimensional_tensors_beside_rows() -> None:
     """0-dim tensors beside rows, with gradients; and a row alone, and a number alone."""
     sample = RowwiseFunction(
         "scalars",
@@ -827,7 +827,7 @@ class _Block(nn.Module):
         return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
-def test_method() -> None:
+def test_method_reads_its_own_instance() -> None:
     """Two instances have two weights; without kernels for it, it says so."""
     x, blocks = randn(5, 24), [_Block(), _Block()]
     with warnings.catch_warnings(record=True) as caught, launch.record() as launched:

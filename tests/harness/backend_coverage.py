@@ -53,8 +53,8 @@ class Regions:
     """The regions of an architecture, and how many of them are fused.
 
     Attributes:
-        graphs: how many torch.compile traces.
-        graphs_left: how many of them are Inductor's as they are.
+        graphs: the number of graphs that torch.compile traces.
+        graphs_left: the number of graphs that are left to Inductor.
         reasons: why regions and graphs are left, the commonest first.
     """
 

@@ -312,7 +312,7 @@ MUTANTS = (
         "backend/masks.py",
         "        if _is_changed(node.graph, needed):",
         "        if False:",
-        ("backend/test_attention.py", "test_masks"),
+        ("backend/test_attention.py", "test_masks_of_numbers_alone"),
     ),
     Mutant(
         "what a checkpointed part changes, taken for unchanged",
@@ -333,7 +333,7 @@ MUTANTS = (
         "backend/masks.py",
         "    return visible if bool((visible | is_hidden).all()) else None\n",
         "    return visible\n",
-        ("backend/test_attention.py", "test_masks"),
+        ("backend/test_attention.py", "test_masks_of_numbers_alone"),
     ),
     Mutant(
         "heads that were changed after they were repeated",

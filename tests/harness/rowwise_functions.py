@@ -33,7 +33,7 @@ class RowwiseFunction:
         shapes: of its tensors for a number of rows, in the order of its parameters.
         drops: whether it draws a dropout mask.
         sums: whether a gradient is a sum over rows, which takes one more kernel.
-        parts: how many parts a row is read in: dropout draws for each.
+        parts: the number of parts that a row is read in: dropout draws for each.
         drops_whole: whether all parts of a row are dropped, or values in place of one.
         rows: what the tests call it with.
         wide: tensors that are fp32 in any dtype.

@@ -78,7 +78,7 @@ def _casts(model: nn.Module, arguments: dict[str, Any]) -> int:
 
 
 @every
-def test_casts(spec: ModelSpec) -> None:
+def test_joining_spares_casts(spec: ModelSpec) -> None:
     model, arguments = _fused(spec), inputs(spec)
     apart = _casts(model, arguments)
     with making_kernels():
@@ -86,7 +86,7 @@ def test_casts(spec: ModelSpec) -> None:
 
 
 @every
-def test_values(spec: ModelSpec) -> None:
+def test_joined_casts_have_the_same_values_and_gradients(spec: ModelSpec) -> None:
     """Outputs and gradients are made of the very same numbers.
 
     What multiplies them may add in another order for weights that lie elsewhere in memory: eight
@@ -126,7 +126,7 @@ def _groups() -> list[list[nn.Parameter]]:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("low", [LOW, torch.float16], ids=str)
-def test_parts(low: torch.dtype, compiled: bool) -> None:
+def test_joined_casts_have_the_bits_of_single_casts(low: torch.dtype, compiled: bool) -> None:
     """The same bits as a cast of each: forward, and of each gradient."""
     groups = _groups()
     function = (
@@ -371,7 +371,7 @@ class _Cache:
     [(None, True), (object(), True), (_Cache(), True), (_Cache(2), True), (_Cache(3), False)],
     ids=["none", "of one part", "empty", "of another layer", "filled"],
 )
-def test_caches(cache: Any, joins: bool) -> None:
+def test_cached_cross_attention_is_not_cast(cache: Any, joins: bool) -> None:
     """A cross-attention does not call its own layers if its keys and values are cached.
 
     Others call theirs.
@@ -471,7 +471,7 @@ def _casts_joined(joined: bool) -> Any:
     "spec",
     [pytest.param(s, id=s.name, marks=[] if s.name == "bert" else pytest.mark.full) for s in _SOME],
 )
-def test_compiled(spec: ModelSpec) -> None:
+def test_compiled_model_is_one_graph_with_fewer_casts(spec: ModelSpec) -> None:
     """One graph.
 
     Forward and backward each have as many casts fewer as are spared; outputs and gradients are the
@@ -528,7 +528,7 @@ _HOOKED = (
 @pytest.mark.parametrize(
     "spec", [s for s in SAMPLES if s.name == "bert"], ids=lambda spec: spec.name
 )
-def test_hooks(spec: ModelSpec, path: str) -> None:
+def test_a_module_with_a_hook_is_called(spec: ModelSpec, path: str) -> None:
     """A module of BERT with a hook is called, and the rest is still cast together."""
     model, arguments = _fused(spec), inputs(spec)
     apart = _casts(model, arguments)

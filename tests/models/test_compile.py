@@ -140,7 +140,7 @@ def _name(source: str) -> str:
     torch_version() >= (2, 15), reason="a check of two modules for one class is of both"
 )
 @each_kind
-def test_guards(spec: ModelSpec) -> None:
+def test_fused_model_adds_few_guards(spec: ModelSpec) -> None:
     """Guards of a fused model check no more modules before a step than those of the model as it was.
 
     But for its blocks, and so what they are in: Transformers looks up the class of one that may be

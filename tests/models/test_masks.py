@@ -154,7 +154,7 @@ def test_an_attention_is_called_without_rows() -> None:
 
 
 @some
-def test_attentions(spec: ModelSpec) -> None:
+def test_attention_with_a_changed_mask_has_the_same_values(spec: ModelSpec) -> None:
     """The same numbers as with the mask as it was, which each has laid out."""
     model = undropped(spec)
     assert fusedops.fuse_model(model)
@@ -173,7 +173,7 @@ def test_attentions(spec: ModelSpec) -> None:
 
 
 @some
-def test_blocks(spec: ModelSpec) -> None:
+def test_blocks_pass_the_changed_mask_on(spec: ModelSpec) -> None:
     """As each block hands the mask on, and with the outputs of a model that is not fused."""
     model, original = undropped(spec), undropped(spec)
     assert fusedops.fuse_model(model)
@@ -236,7 +236,9 @@ def test_a_hook_sees_what_it_saw(spec: ModelSpec) -> None:
 
 @encoders
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="on a CPU another attention is chosen")
-def test_compiled(spec: ModelSpec, fresh_dynamo: None) -> None:
+def test_compiled_model_without_a_mask_calls_one_attention(
+    spec: ModelSpec, fresh_dynamo: None
+) -> None:
     """Where nothing is masked, and compiling makes a mask nevertheless.
 
     One operator is the attention.

@@ -64,7 +64,9 @@ def _fused(spec: ModelSpec) -> nn.Module:
 
 
 @every
-def test_products(spec: ModelSpec, device: torch.device) -> None:
+def test_packing_spares_products_in_forward_and_backward(
+    spec: ModelSpec, device: torch.device
+) -> None:
     """Each that is spared takes two of the backward with it.
 
     The gradient of the rows, and of the weight.
@@ -132,7 +134,7 @@ def test_gradients(spec: ModelSpec, device: torch.device) -> None:
 @pytest.mark.parametrize("low", [LOW, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, LOW, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(5, 7, 24), (24,), (0, 24)], ids=str)
-def test_values(
+def test_packed_layers_round_like_a_product(
     shape: tuple[int, ...], dtype: torch.dtype, low: torch.dtype, bias: bool, device: torch.device
 ) -> None:
     """Against fp64, from the numbers as autocast rounds them.
@@ -391,7 +393,7 @@ def _changed(x: Tensor, layers: list[Any]) -> Tensor:
     return (q * k + v).float()
 
 
-def test_compiled(device: torch.device, fresh_dynamo: None) -> None:
+def test_compiled_packing_returns_the_same_bits(device: torch.device, fresh_dynamo: None) -> None:
     """Through AOTAutograd, where a part is changed in place too.
 
     The same bits, forward and backward.

@@ -118,7 +118,7 @@ def test_a_dry_run_changes_nothing(spec: ModelSpec) -> None:
         ([""], []),
     ],
 )
-def test_exclude(exclude: Any, left: list[str]) -> None:
+def test_excluded_modules_are_left_and_reported(exclude: Any, left: list[str]) -> None:
     model = _model()
     report = fusedops.fuse_model(model, exclude=exclude)
     assert _fused(report) == left

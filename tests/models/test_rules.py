@@ -432,7 +432,7 @@ def test_the_same_forward_under_another_name() -> None:
     assert _reasons(MyNorm(4)) == [""]
 
 
-def test_subclasses() -> None:
+def test_subclass_with_another_forward_is_left() -> None:
     assert _reasons(Doubled(4)) == ["its forward is not the one that rule layer_norm knows"]
     assert _reasons(Renamed(4)) == [""]
 
@@ -451,7 +451,7 @@ def test_a_patched_class(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _reasons(MyNorm(4)) == [""]
 
 
-def test_parametrized() -> None:
+def test_parametrized_module_is_left() -> None:
     module = torch.nn.utils.parametrize.register_parametrization(
         nn.LayerNorm(4), "weight", nn.Softplus()
     )

@@ -126,7 +126,7 @@ def test_values(name: str, training: bool) -> None:
 
 
 @case
-def test_operators(name: str) -> None:
+def test_forwards_that_can_be_fused_are(name: str) -> None:
     """Where a forward can be fused, it is."""
     cls, calls = CASES[name]
     fused = _made(cls).train()
@@ -183,7 +183,7 @@ def _called(model: nn.Module, names: set[str] | None = None) -> list[str]:
 
 
 @some
-def test_hooks(name: str) -> None:
+def test_hooks_are_called_in_the_original_order(name: str) -> None:
     """Hooks on all modules are called in the same order, and results have the same bits."""
     model = _made(CASES[name][0]).train()
     fused = _fused(model)
@@ -342,7 +342,7 @@ _COMPILED = (
     [pytest.param(name, marks=[] if name in _COMPILED else pytest.mark.full) for name in CASES],
 )
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_compiled(name: str) -> None:
+def test_compiled_forward_has_the_same_values(name: str) -> None:
     model = _made(CASES[name][0]).eval()
     expected, result = (
         _results(torch.compile(each, backend="aot_eager"), _rows())

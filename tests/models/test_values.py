@@ -292,7 +292,7 @@ def test_checkpointed(spec: ModelSpec) -> None:
         ("mbart", "MBartEncoderLayer", "fc2", 2e3, 6e4),
     ][: 3 * HAS_TRANSFORMERS],
 )
-def test_fp16(
+def test_infinities_of_fp16_are_clamped(
     name: str, layer: str, part: str, factor: float, size: float, device: torch.device
 ) -> None:
     """T5's blocks, and BART's and MBart's encoder layers clamp fp16's infinities.

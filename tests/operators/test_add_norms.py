@@ -79,7 +79,9 @@ def test_one_launch(device: torch.device) -> None:
 @pytest.mark.parametrize(
     "fused, native", [(FusedAddLayerNorm, nn.LayerNorm), (FusedAddRMSNorm, nn.RMSNorm)]
 )
-def test_modules(fused: type[nn.Module], native: type[nn.Module], device: torch.device) -> None:
+def test_modules_have_the_parameters_and_values_of_torch_nn(
+    fused: type[nn.Module], native: type[nn.Module], device: torch.device
+) -> None:
     """The torch.nn module of the sum, with its parameters, and the sum."""
     module, original = fused(N, 1e-4), randomise(native(N, 1e-4))
     assert isinstance(module, native) and repr(module) == repr(original).replace(

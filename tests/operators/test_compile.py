@@ -120,7 +120,9 @@ def test_values_and_gradients(case: Case, device: torch.device) -> None:
 
 @specs_of(_THROUGH_INDUCTOR)
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor's CPU code needs a C++ compiler")
-def test_inductor(spec: Spec, device: torch.device) -> None:
+def test_inductor_compiles_the_operator_with_its_neighbours(
+    spec: Spec, device: torch.device
+) -> None:
     """All the way through Inductor, on whatever device.
 
     Fused with an operator before it and one after it.

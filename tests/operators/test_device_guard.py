@@ -97,7 +97,9 @@ def test_dropout_draws_from_the_tensors_generator(spec: Spec, current: int, othe
 
 @every
 @sides
-def test_streams(spec: Spec, current: int, other: int) -> None:
+def test_launches_use_the_stream_of_the_tensors_device(
+    spec: Spec, current: int, other: int
+) -> None:
     """The launch goes to the current stream of the tensors' device, not of the current device."""
     sample = _to(spec.benchmark((4096, 1024), torch.float32, torch.device("cpu")), other)
     stream = torch.cuda.Stream(other)

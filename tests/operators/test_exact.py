@@ -173,7 +173,7 @@ def test_layouts(case: Case, layout: Callable[[Tensor], Tensor]) -> None:
 
 
 @cases((torch.float32,), _roomy, EXACT_SPECS)
-def test_expanded(case: Case) -> None:
+def test_inputs_may_be_one_expanded_row(case: Case) -> None:
     """One row in the place of all: what is only read may be."""
     spec = case.spec
     for name, tensor in tensors_of(spec, case.sample()).items():
@@ -195,7 +195,7 @@ def test_expanded(case: Case) -> None:
 
 
 @cases((torch.float64,), _small, EXACT_SPECS)
-def test_gradient(case: Case) -> None:
+def test_gradient_is_zero_where_a_score_is_banned(case: Case) -> None:
     """It goes through where the score did, and is zero where it did not."""
     spec, sample = case.spec, case.sample()
     (want,) = expected(spec, sample)

@@ -200,7 +200,7 @@ def _traced(spec: Spec, sample: Sample) -> bool:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @cases((torch.float32,), _traced, EXACT_SPECS)
-def test_compiled(case: Case) -> None:
+def test_compiled_calls_are_one_graph_and_work_in_place(case: Case) -> None:
     """One graph; an operator in place changes its argument there too."""
     spec, sample = case.spec, case.sample()
     wanted = expected(spec, sample)

@@ -364,7 +364,7 @@ def test_functional_call(
     )
 
 
-def test_ensemble(device: torch.device) -> None:
+def test_stacked_modules_are_vmapped_over_parameters(device: torch.device) -> None:
     """A stack of modules, vmapped over their parameters."""
     modules = [
         FusedBiasDropoutAddLayerNorm(COLS, p=0.0, device=device, dtype=torch.float64)

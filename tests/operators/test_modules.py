@@ -315,7 +315,7 @@ def test_hooks(pair: Pair, device: torch.device) -> None:
     assert all(t.grad is not None and t.grad.any() for t in inputs)
 
 
-def test_sequential(device: torch.device) -> None:
+def test_drop_ins_in_a_sequential_train_like_torch_nn(device: torch.device) -> None:
     """The two drop-in modules in a torch.nn model, trained one step, keep up with torch.nn's own."""
 
     def model(norms: tuple[type[nn.Module], type[nn.Module]]) -> nn.Sequential:

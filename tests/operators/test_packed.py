@@ -92,7 +92,9 @@ def test_one_gradient_and_no_copy(
 
 @every
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed(spec: Spec, use_reentrant: bool, device: torch.device) -> None:
+def test_packed_input_may_be_checkpointed(
+    spec: Spec, use_reentrant: bool, device: torch.device
+) -> None:
     leaf = torch.randn(6, 2 * COLS, device=device, requires_grad=True)
     cotangent = torch.randn(6, COLS, device=device)
     checkpoint(lambda t: spec.call(t, None), leaf, use_reentrant=use_reentrant).backward(cotangent)

@@ -94,7 +94,7 @@ def test_one_new_function_in_all_threads(device: torch.device) -> None:
 
 
 @every
-def test_results(spec: Spec, device: torch.device) -> None:
+def test_threads_that_build_kernels_get_their_own_results(spec: Spec, device: torch.device) -> None:
     """Each thread has inputs, a width and a row count of its own; the widths are new.
 
     Kernels are built in the race.

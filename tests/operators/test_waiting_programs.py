@@ -74,7 +74,7 @@ def _check(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
 
 @on_gpu
 @pytest.mark.parametrize("rows", [1, 2, 3, 131, 700])
-def test_one_launch(rows: int) -> None:
+def test_backward_is_one_deterministic_launch(rows: int) -> None:
     """The results have equal bits, whatever the order in which programs run."""
     tensors = _tensors(rows)
     dy = torch.randn(rows, COLS, device=DEVICE)
@@ -122,7 +122,7 @@ def test_graph_replays() -> None:
 
 
 @on_gpu
-def test_streams() -> None:
+def test_two_kernels_at_a_time_share_the_gpu() -> None:
     """Two such kernels at a time, neither of which has the GPU to itself."""
     tensors = _tensors(2000)
     dy = torch.randn(2000, COLS, device=DEVICE)

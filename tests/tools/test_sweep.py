@@ -180,7 +180,7 @@ def test_grid_covers_every_operator_in_order() -> None:
     assert {tuning.BUCKET[w.rows.bit_length()] for w in norms} == set(range(len(BUCKETS)))
 
 
-def test_floor() -> None:
+def test_floor_counts_the_passes_over_rows() -> None:
     """The floor is 2 passes forward and 3 backward over 8192 x 4096 x 2 bytes, at 4 TB/s."""
     workload = replace(only("layer_norm", shape=(8192, 4096)), dtype=torch.bfloat16)
     assert workload.floor_us(KEY, 4e12) == pytest.approx(2 * 8192 * 4096 * 2 / 4e6)

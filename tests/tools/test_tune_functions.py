@@ -103,7 +103,7 @@ def test_tuned_config_is_the_calls_config(
 
 
 @pytest.mark.kernels
-def test_floor(blocks: str) -> None:
+def test_floor_counts_the_tensors_read_and_written(blocks: str) -> None:
     """The forward reads two tensors of 300 x 64 in bf16 and writes one.
 
     In the backward three in, two out.

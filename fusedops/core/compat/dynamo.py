@@ -32,7 +32,7 @@ def is_exporting() -> bool:
     """Returns whether `torch.export` traces.
 
     Dynamo of PyTorch 2.11 takes `torch.compiler.is_exporting` as True in all that torch.compile
-    traces. Asked in a function that Dynamo does not look into, it reads the state that export sets.
+    traces. In a function that Dynamo does not trace, it reads the state that export sets.
     """
     return torch.compiler.is_exporting()
 

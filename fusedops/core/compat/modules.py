@@ -70,7 +70,7 @@ def has_own_hooks(module: torch.nn.Module) -> bool:
 
     Without a private registry there may be: blocks call each module, slower.
     """
-    # Asked in each call of a fused block: written out, as a loop over the names takes longer.
+    # Called in each call of a fused block. It is written out, as a loop takes longer.
     try:
         return bool(
             module._forward_hooks

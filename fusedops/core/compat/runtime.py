@@ -1,7 +1,7 @@
 """The state of the process: the current GPU, its stream, and Python's threads.
 
-Each is asked in every call, or at every launch. The public functions have the same results with
-more work on the host.
+Each function runs in every call, or at every launch. The public functions have the same results
+with more work on the host.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class _Splitting:
 
         Args:
             body: the statements; they are not changed.
-            budget: how many conditions may be split on each path.
+            budget: the number of conditions that may be split on each path.
             known: the conditions that were decided before, on this path.
         """
         for index, statement in enumerate(body):
