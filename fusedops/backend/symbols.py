@@ -128,7 +128,7 @@ def has_one_value(number: Any) -> bool:
 
 
 def _never_changed(name: str, states: Iterable[Any]) -> bool:
-    """Returns whether each code object that knows a number saw one value of it, and one does."""
+    """Returns whether each code object with a record of a number, at least one, saw one value."""
     is_known = False
     for state in states:
         record = state.automatic_dynamic.get(name)
@@ -142,7 +142,7 @@ def _never_changed(name: str, states: Iterable[Any]) -> bool:
 
 
 def _name_of_number(source: Any) -> str:
-    """Returns the name by which Dynamo knows a number: a float is an item of a tensor to it."""
+    """Returns Dynamo's name of a number. A float is an item of a tensor for Dynamo."""
     while type(source).__name__ in ("CallMethodItemSource", "FloatTensorSource"):
         source = source.base
     name = getattr(source, "name", "")

@@ -504,7 +504,7 @@ UNWRAPPED[Method] = "_bound"
 
 
 def _with_kinds(state: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return the state with the kind of each tensor in it: a state alone says where there is one.
+    """Return the state with the kind of each tensor in it. A state alone has only their positions.
 
     A captured tensor may have another dtype, shape or device in the next call.
     """

@@ -362,7 +362,7 @@ class Launcher:
         ]
 
     def _copied_gradients(self) -> list[int]:
-        """Return the gradients that may have to be copied to where the caller wants them."""
+        """Return the gradients that may have to be copied to the caller's tensors."""
         arguments = {argument.index for argument in self.arguments if argument.kind == "gradient"}
         written = arguments.difference(self.last.written, self._summed_inputs)
         return sorted(index for index in written if ("gradient", index) not in self.spacings)

@@ -184,7 +184,7 @@ class Structure:
     ) -> str:
         """Return a node's line in `text`."""
         arguments = list(map(variables.__getitem__, node.args))
-        # Without rows, the index along one is told by its dimension in the results.
+        # Without rows, an index along one is named by its dimension in the results.
         is_index_of_any = node.op == "iota" and not rows
         for attr in node.attrs:
             if is_index_of_any:

@@ -180,5 +180,5 @@ class Spec:
 
     @property
     def public_name(self) -> str:
-        """The functional's name, which users know."""
+        """The public name: that of the functional."""
         return self.functional or self.name

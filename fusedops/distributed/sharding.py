@@ -44,7 +44,7 @@ _AxisOfDim = tuple[int | None, ...]
 
 def distributes(tensors: Tensors) -> bool:
     """Whether one of the tensors is a DTensor."""
-    # Without an import: if nobody has imported the module, there is no DTensor.
+    # Without an import: before the module is imported there is no DTensor.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(t, module.DTensor) for t in tensors)
 

@@ -92,7 +92,7 @@ def forward(
     windows = length - rule.ngram_size + 1 - start
     if windows <= 0:
         return
-    # The kernel's writes are not PyTorch's: autograd has to be told that saved scores are stale.
+    # PyTorch does not see the kernel's writes: the version tells autograd that scores are changed.
     torch.autograd.graph.increment_version(scores)
     input_ids, _ = dense(input_ids)
     allowed, _ = vector(allowed)

@@ -89,7 +89,7 @@ class _Fused(type):
 @functools.cache
 def _metaclass(kind: Any) -> type:
     """Return the metaclass of fused classes whose original has the metaclass ``kind``."""
-    # Python wants a class's metaclass to inherit from those of its bases.
+    # A class's metaclass has to inherit from those of its bases.
     if kind is type:
         metaclass: type = _Fused
     else:

@@ -63,7 +63,7 @@ def check_whole(model: nn.Module, sharded: Collection[nn.Module]) -> None:
 
 
 def _has_dtensors(model: nn.Module) -> bool:
-    # There are no DTensors before somebody imports the module.
+    # Before the module is imported there are no DTensors.
     distributed: Any = sys.modules.get("torch.distributed.tensor")
     dtensor = getattr(distributed, "DTensor", ())
     return any(isinstance(parameter, dtensor) for parameter in model.parameters())

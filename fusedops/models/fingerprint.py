@@ -50,7 +50,7 @@ def canonical(node: Any) -> str:
         return "[" + " ".join(map(canonical, node)) + "]"
     if not isinstance(node, ast.AST):
         return repr(node)
-    # What an error says changes nothing that is computed.
+    # The text of an error changes no result.
     if isinstance(node, ast.Raise):
         return "Raise"
     fields = [f"{name}={canonical(value)}" for name, value in _compared_fields(node)]
@@ -202,7 +202,7 @@ def _inside(codes: Iterable[CodeType]) -> list[CodeType]:
 
 
 def is_unpatched(base: type, name: str) -> bool:
-    """Whether nobody patched a method of PyTorch's; methods of other packages are not checked."""
+    """Whether a method of PyTorch's is not patched; other packages' methods are not checked."""
     owner = next((cls for cls in base.__mro__ if name in vars(cls)), base)
     if not owner.__module__.startswith("torch."):
         return True

@@ -218,7 +218,7 @@ def branches(module: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 def _called(module: Any, args: Any, kwargs: Any) -> tuple[Branch | None, Any]:
-    """Call a module whose caller may want several outputs.
+    """Call a module whose caller may take several outputs.
 
     Returns:
         The end and the other outputs, if the module returns a tuple and postpones its end. Else

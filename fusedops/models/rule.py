@@ -153,7 +153,7 @@ class Rule:
 
 
 def _inherits(cls: type, base: type, method: str) -> bool:
-    """Whether a class has its base's method, and nobody has patched that on the base."""
+    """Whether a class has its base's method, which is not patched on the base."""
     # A base that is known by its name may lack the method in another release.
     if not hasattr(base, method):
         return False

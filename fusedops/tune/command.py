@@ -360,7 +360,7 @@ def _specs(names: Sequence[str]) -> list[Spec]:
             continue
         if name in operators():
             raise UsageError(f"{name} cannot be tuned: its kernel has one config for all sizes")
-        # Names of specs are accepted, but only functionals are listed, which users know.
+        # Names of specs are accepted, but only functionals are listed: these are public.
         hint = _hint(difflib.get_close_matches(name, known, 3), _listed(every))
         raise UsageError(f"no operator {name!r}; {hint}")
     return [spec for spec in every if not {spec.name, spec.public_name}.isdisjoint(names)]

@@ -18,7 +18,7 @@ _MARK = "fusedops replies "
 
 def send(reply: dict[str, Any], output: TextIO) -> None:
     """Write a reply as a marked line."""
-    # The line break ends what somebody printed without one.
+    # The line break ends any other output that has none.
     print(f"\n{_MARK}{json.dumps(reply)}", file=output, flush=True)
 
 

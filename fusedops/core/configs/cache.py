@@ -52,7 +52,7 @@ __all__ = [
 #     sealed      a checksum, then text: traced functions and graphs, which become code. The text
 #                 is also checked word by word where it is read
 #
-# A checksum detects torn and edited files. It is no protection against somebody who may write to
+# A checksum detects torn and edited files. It does not protect against a user with access to
 # the directory, which is the user's own.
 
 # The prefix of a file that is not complete yet.

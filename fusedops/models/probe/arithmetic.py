@@ -409,7 +409,7 @@ def _is_super(node: ast.Attribute) -> bool:
 
 
 def _is_pytorchs_norm(base: type, method: str) -> bool:
-    """Whether this is the forward of a norm of torch.nn, and nobody has patched it."""
+    """Whether this is the forward of a norm of torch.nn, and not patched."""
     if method != "forward" or base not in (nn.LayerNorm, nn.RMSNorm):
         return False
     return is_unpatched(base, method)

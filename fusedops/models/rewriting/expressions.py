@@ -300,7 +300,7 @@ class Expressions(Reader):
             return None
         rows = call.args[0]
         if self._whole_of(rows):
-            # Only says that this is a gate: `_gated_halves` replaces the product, gate and all.
+            # Only marks this as a gate: `_gated_halves` replaces the product, gate and all.
             return ast.Constant(None)
         if not self._is_product(rows):
             return None

@@ -191,7 +191,7 @@ def _backward_group(
         )
     inside = _inside(slots, lanes, LANES, PARTS, FULL)
     if UNUSED and dy_addresses is not None:
-        # Address zero stands for an output that nobody used: its gradient is zero. Such a slice is
+        # Address zero stands for an unused output: its gradient is zero. Such a slice is
         # not read: a NaN in it must not reach a gradient.
         own &= tl.load(dy_addresses + slots[0], mask=own, other=0) != 0
     per_width = _per_width(slots, ACC)
