@@ -215,7 +215,11 @@ def test_gradients_are_written_into_parts_of_tensors(part: str) -> None:
             backward(*cotangents, *saved, None, out, gradient, constants)
     events = [event for event in profile.key_averages() if event.key == "aten::empty_like"]
     assert sum(event.count for event in events) == copies
-    torch.testing.assert_close((out, gradient), expected, rtol=0, atol=0)
+    # Threads have other columns where rows are not aligned, and sums another order: of 24 columns,
+    # and of 60 rows.
+    for result, value in zip((out, gradient), expected, strict=True):
+        tolerance = (24 + 60) * torch.finfo(torch.float32).eps * value.abs().max().item()
+        torch.testing.assert_close(result, value, rtol=0, atol=tolerance)
     assert whole.isnan().sum() == whole.numel() - out.numel()
 
 

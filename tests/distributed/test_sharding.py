@@ -747,11 +747,14 @@ def _second_of_two() -> Iterator[Any]:
 
 
 def _compare_parts(call: Call, case: Case, mesh: Any, function: Callable[..., Any]) -> None:
-    """The second rank's part of outputs and gradients, against those of one process."""
+    """The second rank's part of outputs and gradients, against those of one process.
+
+    The same function computes both: on a GPU a graph draws its random state by another operator.
+    """
     from torch.distributed.tensor import DTensor
 
     whole = [t.to(DEVICE).requires_grad_() for t in tensors_of(call, case)]
-    expected = _with_gradients(call.function, whole)
+    expected = _with_gradients(function, whole)
 
     def part(t: Tensor, place: Any) -> Tensor:
         return t.detach().chunk(2, place.dim)[1].contiguous() if place.is_shard() else t.detach()
