@@ -35,7 +35,6 @@ __all__ = ["SAME_VALUE", "Emitter"]
 
 # Operators as formats of their arguments. Those that depend on more are methods of `Emitter`.
 _FORMATS = {
-    "exp": "tl.exp({})",
     "exp2": "tl.exp2({})",
     "log2": "tl.log2({})",
     "log": "tl.log({})",
@@ -496,6 +495,10 @@ class Emitter:
             return f"{args[0]} * (1.0 / {args[1]})"
         return f"{args[0]} / {args[1]}"
 
+    def _exponential(self, node: Node, args: Sequence[str]) -> str:
+        """Return an exponential, without denormal results where it may be rounded."""
+        return f"exponential({args[0]}, 1.0)" if node in self.inexact else f"tl.exp({args[0]})"
+
     def _negative(self, node: Node, args: Sequence[str]) -> str:
         # Triton subtracts from zero, which has another zero.
         if node.kind == "float":
@@ -716,6 +719,7 @@ _METHODS: dict[str, Callable[[Emitter, Node, Sequence[str]], str]] = {
     "where": Emitter._where,
     "neg": Emitter._negative,
     "div": Emitter._quotient,
+    "exp": Emitter._exponential,
     "fmod": Emitter._device_call,
     "pow": Emitter._device_call,
     "power": Emitter._device_call,

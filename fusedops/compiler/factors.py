@@ -1,7 +1,8 @@
-"""Common factors of the terms that a derivative adds up, for fewer operators and registers.
+"""Factors of the terms and products of a derivative, for fewer operators and registers.
 
-A number of a row that is a factor of both terms of a sum is moved out of it. What is left of a term
-may be a product that the forward has, and that another gradient needs::
+Numbers of a row are multiplied with each other before they are with columns. One that is a factor
+of both terms of a sum is moved out of it. What is left of a term may be a product that the forward
+has, and that another gradient needs::
 
     rstd * g + (x - mean) * (rstd**3 * c)
     rstd * (g + hat * (rstd * c))            hat = (x - mean) * rstd
@@ -24,7 +25,8 @@ class Factoring:
     """Rewrites the nodes of a derivative. Those of the forward stay, as their values do.
 
     Attributes:
-        again: the nodes of the forward that the derivative needs.
+        forward: the nodes of the forward.
+        again: those of them that the derivative needs.
         uses: how many operators have a node as an argument.
         done: the nodes that stand in place of others.
     """
@@ -34,10 +36,10 @@ class Factoring:
         self.columns = frozenset(structure.columns)
         self.one = self.graph.const(1.0)
         used = reachable(roots)
-        forward = reachable(nodes_of(structure.results))
-        self.again = used & forward
+        self.forward = reachable(nodes_of(structure.results))
+        self.again = used & self.forward
         self.uses = Counter(itertools.chain(*[node.args for node in used]))
-        self.done = dict(zip(forward, map(self._differentiated, forward), strict=True))
+        self.done = {node: self._differentiated(node) for node in self.forward}
 
     def __call__(self, root: Node) -> Node:
         """Return the node that stands in place of another."""
@@ -59,9 +61,16 @@ class Factoring:
         args = list(map(self.done.__getitem__, node.args))
         if node.op in ("add", "sub") and all(map(self._is_term, node.args)):
             return self._sum(node.op, *args)
+        if node.op == "mul":
+            return self._regrouped(self.graph.binary("mul", *args))
         if node.op in BINARY:
             return self.graph.binary(node.op, *args)
         return self.graph.make(node.op, *args, attrs=node.attrs, axes=node.axes, kind=node.kind)
+
+    def _regrouped(self, node: Node) -> Node:
+        """Return a product with several numbers of a row as the product of one and columns."""
+        numbers, rest = self._split(node)
+        return self._product(numbers, rest) if numbers.total() > 1 else node
 
     def _is_term(self, node: Node) -> bool:
         """Whether a term has columns, and no other operator, which would compute it too."""
@@ -81,8 +90,12 @@ class Factoring:
         return self._product(common, self.graph.binary(op, x, y))
 
     def _split(self, node: Node) -> tuple[Counter[Node], Node]:
-        """Return the factors of a product that are numbers of a row, and the rest."""
-        if node.op == "mul" and any(map(self._is_number, node.args)):
+        """Return the factors of a product that are numbers of a row, and the rest.
+
+        A product of columns that the forward has, or that two operators need, is one factor.
+        """
+        is_own = node not in self.forward and self.uses[node] <= 1
+        if node.op == "mul" and (is_own or self._is_number(node)):
             (numbers, rest), (others, other_rest) = map(self._split, node.args)
             return numbers + others, self.graph.binary("mul", rest, other_rest)
         if self._is_number(node):

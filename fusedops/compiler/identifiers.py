@@ -9,6 +9,7 @@ __all__ = ["HEADER", "Identifiers"]
 
 _DEVICE = (
     "await_predecessor",
+    "exponential",
     "gelu",
     "gelu_derivative",
     "gelu_tanh",

@@ -346,7 +346,7 @@ def quick_gelu_derivative(x):
 @triton.jit
 def tanh(x):
     # For |x|, as the derivative: a kernel with both computes one reciprocal.
-    far = 1.0 - 2.0 * reciprocal(1.0 + exponential(tl.abs(x), 2.0))
+    far = tl.fma(reciprocal(1.0 + exponential(tl.abs(x), 2.0)), -2.0, 1.0)
     far = tl.where(x < 0.0, -far, far)
     square = x * x
     if x.dtype == tl.float64:
