@@ -5,8 +5,8 @@ and two numbers that are saved for each row, it is, on one line:
 
     def allocate(tensors, saves):
         return (
-            empty(tensors[0], torch.float32),
-            tensors[0].new_empty((2, tensors[0].shape[0]), dtype=torch.float32) if saves else None,
+            empty(tensors[0], dtype=torch.float32, memory_format=dense),
+            tensors[0].new_empty(2, tensors[0].shape[0], dtype=torch.float32) if saves else None,
         )
 """
 
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.launches.operand import empty
 from .site import LaunchedProgram
 from .structure import Operand
 from .text import product, tuple_of
@@ -48,7 +47,7 @@ def output_allocator(program: LaunchedProgram) -> Callable[[Any, bool], Allocate
         expressions.append(f"{intermediate} if saves else None")
     if plan.stats:
         rows = _product(program, structure.rows, sizes)
-        shape = f"({len(plan.stats)}, {rows})"
+        shape = f"{len(plan.stats)}, {rows}"
         expressions.append(f"{first}.new_empty({shape}, dtype={program.acc}) if saves else None")
     else:
         expressions.append("None")
@@ -89,9 +88,10 @@ def _new(
     # `empty` copies the shape of a known tensor, and reads no sizes in Python.
     for labels, name in likes:
         if labels == operand.labels:
-            return f"empty({name}, {operand.dtype})"
-    shape = tuple_of([_product(program, label, sizes) for label in operand.labels])
-    return f"{like}.new_empty({shape}, dtype={operand.dtype})"
+            return f"empty({name}, dtype={operand.dtype}, memory_format=dense)"
+    # PyTorch reads single sizes faster than a tuple of them.
+    sizes_of = ", ".join([_product(program, label, sizes) for label in operand.labels])
+    return f"{like}.new_empty({sizes_of or '()'}, dtype={operand.dtype})"
 
 
 def _product(program: LaunchedProgram, axes: Sequence[int], sizes: dict[int, str]) -> str:
@@ -102,6 +102,7 @@ def _product(program: LaunchedProgram, axes: Sequence[int], sizes: dict[int, str
 
 def _function(parameters: str, expressions: Sequence[str]) -> Callable[..., Allocated]:
     """Compile a function that returns the values of expressions."""
-    namespace: dict[str, Any] = {"empty": empty, "torch": torch}
+    names = {"empty": torch.empty_like, "dense": torch.contiguous_format}
+    namespace: dict[str, Any] = {**names, "torch": torch}
     exec(f"def allocate({parameters}):\n    return {tuple_of(expressions)}", namespace)
     return namespace["allocate"]  # type: ignore[no-any-return]

@@ -7,6 +7,8 @@ operators, so that derivatives of any order exist.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -158,21 +160,34 @@ def _sources(op: Operator, site: Site, outputs: int) -> tuple[frozenset[int], ..
 
 def mark_constant(ctx: Any, op: Operator, site: Site, outs: Tensors, needs: Sequence[bool]) -> None:
     """Marks the outputs that have no gradient for any tensor that needs one."""
-    if site.sources is not None:
-        ctx.mark_non_differentiable(*constant(op, site, outs, needs))
+    constants = constant(op, site, outs, needs)
+    if constants:
+        ctx.mark_non_differentiable(*constants)
 
 
 def constant(op: Operator, site: Site, outs: Tensors, needs: Sequence[bool]) -> list[Tensor]:
     """Returns the outputs that have no gradient for any tensor that needs one."""
     sources = _sources(op, site, len(outs))
-    if sources is None:
-        return []
+    constants = () if sources is None else _constants(sources, tuple(needs))
+    chosen = [outs[i] for i in constants if i < len(outs)]
+    return [out for out in chosen if out is not None]
+
+
+# The next two are asked in every call, with few different arguments.
+@functools.lru_cache(maxsize=4096)
+def _constants(sources: tuple[frozenset[int], ...], needs: tuple[bool, ...]) -> tuple[int, ...]:
+    """Returns the outputs whose ``sources`` are tensors that need no gradient."""
     needed = {i for i, need in enumerate(needs) if need}
-    return [
-        out
-        for out, inputs in zip(outs, sources, strict=False)
-        if out is not None and needed.isdisjoint(inputs)
-    ]
+    return tuple([i for i, inputs in enumerate(sources) if needed.isdisjoint(inputs)])
+
+
+@functools.lru_cache(maxsize=4096)
+def _reached(
+    sources: tuple[frozenset[int], ...], present: tuple[bool, ...], needs: tuple[bool, ...]
+) -> tuple[bool, ...]:
+    """Returns ``needs`` without the tensors that are no source of a ``present`` output."""
+    reached = frozenset[int]().union(*itertools.compress(sources, present))
+    return tuple([need and i in reached for i, need in enumerate(needs)])
 
 
 def reached(op: Operator, site: Site, grads: Tensors, needs: Sequence[bool]) -> Sequence[bool]:
@@ -183,9 +198,7 @@ def reached(op: Operator, site: Site, grads: Tensors, needs: Sequence[bool]) -> 
     sources = _sources(op, site, len(grads))
     if sources is None:
         return needs
-    used = [inputs for inputs, g in zip(sources, grads, strict=True) if g is not None]
-    reached = frozenset[int]().union(*used)
-    return tuple([need and i in reached for i, need in enumerate(needs)])
+    return _reached(sources, tuple([g is not None for g in grads]), tuple(needs))
 
 
 def gradients(
