@@ -8,15 +8,22 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from types import FunctionType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from ..core.calls.call import run
-from ..core.compat.dispatch import any_autocast_enabled, in_forward_mode, transforms
+from ..core.calls import checks
+from ..core.calls.call import launched, run
+from ..core.compat.dispatch import (
+    any_autocast_enabled,
+    in_forward_mode,
+    is_intercepted,
+    transforms,
+)
 from ..core.compat.dynamo import constant_when_traced, is_exporting
 from ..core.launches import launch
 from .errors import NotRowwiseError
@@ -27,7 +34,8 @@ from .objects import PLAIN
 from .operator import Program, RowwiseConstants
 from .programs import Programs, is_dense, tensors_of
 from .reader import Look
-from .state import Looks, plain_state
+from .site import RowwiseSite
+from .state import Looks, call_key
 from .tracing import recording
 from .walking import INTERNALS, UNWRAPPED
 
@@ -37,6 +45,9 @@ __all__ = ["Rowwise", "function_of", "rowwise"]
 # not end.
 _MOST_CALLS = 8192
 
+
+# A global of this module, as every call looks it up.
+_is_traced = torch.compiler.is_dynamo_compiling
 
 _P = ParamSpec("_P")
 _Q = ParamSpec("_Q")
@@ -97,19 +108,23 @@ class _Call:
 
     Attributes:
         program: the program that runs; None for the function itself.
-        positions: the positions of the tensors among the arguments.
         captured: the positions, in the state, of the captured tensors.
         reason: why no program runs; "" if one does.
         constants: the record of the call's constants; None for the function itself.
         look: the look that reads the captured tensors; None for the function itself.
+        select: selects the program's inputs from the arguments and the tensors in the state.
+        results: makes what the function returns of the program's outputs.
+        sites: the sites of launches, by whether a backward follows.
     """
 
     program: Program | None
-    positions: tuple[int, ...] = ()
     captured: tuple[int, ...] = ()
     reason: str = ""
     constants: RowwiseConstants | None = None
     look: Look | None = None
+    select: Callable[[tuple[Any, ...]], tuple[Tensor, ...]] = tuple
+    results: Callable[[Any], Any] = tuple
+    sites: dict[bool, RowwiseSite] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +172,12 @@ class Rowwise(Generic[_P, _R]):
         self._forms: set[tuple[Any, ...]] = set()
         self._defaults = [(p.name, p.default) for p in parameters]
         self._calls: dict[Any, _CallGroup] = {}
+        self._key = call_key(len(parameters))
         self._cached = 0  # calls and groups
         self._warned = False
         # For torch.compile; `_compiled` calls all three. They are plain functions: Dynamo registers
         # functions by their identity, and a bound method is a new object at each access.
-        self._in_graph: Callable[..., Any] = lambda *args: self._called(*args)
+        self._in_graph: Callable[..., Any] = lambda *args: self._called(args)
         self._in_graph.__name__ = self.name
         self._in_graph.__fusedops_function__ = self._run  # type: ignore[attr-defined]
         self._guards = Guards(function)
@@ -173,19 +189,21 @@ class Rowwise(Generic[_P, _R]):
     def __call__(self, *arguments: _P.args, **kwargs: _P.kwargs) -> _R:
         """Return the function's outputs."""
         args: Any = arguments
-        if torch.compiler.is_dynamo_compiling():
+        if _is_traced():
             return self._compiled(*args, **kwargs)  # type: ignore[no-any-return]
         if kwargs or len(args) != self._count:
             args = self._in_order(args, kwargs)
-        return self._called(*args)  # type: ignore[no-any-return]
+        return self._called(args)  # type: ignore[no-any-return]
 
-    def _called(self, *args: Any) -> Any:
+    def _called(self, args: Any) -> Any:
         """Return the outputs for all arguments by position. This is the hot path of a call."""
         autocast = any_autocast_enabled() and _autocast()
         # The function itself runs as a part of another trace; under a transform, where PyTorch's
         # operators run, on what is captured now; and for `torch.export`, because the process that
         # loads the exported program has not registered this program's operators.
-        if recording() or transforms() or in_forward_mode() or is_exporting():
+        is_observed = is_intercepted()
+        differentiates = is_observed and (transforms() or in_forward_mode())
+        if differentiates or recording() or is_exporting():
             return self._run(*args)
         # Two lookups lead to a program: by the kinds of the arguments to a group of calls, and by
         # the state around the function (its globals, closures, objects) to a call of the group.
@@ -194,16 +212,7 @@ class Rowwise(Generic[_P, _R]):
         key: Any = None
         group: _CallGroup | None = None
         try:
-            key = (
-                autocast,
-                torch.get_default_dtype(),
-                *[
-                    (type(a), a.dtype, a.layout, a.device, a.shape)
-                    if isinstance(a, Tensor)
-                    else plain_state(a)
-                    for a in args
-                ],
-            )
+            key = self._key(autocast, args)
             group = self._calls.get(key)
         except (TypeError, RuntimeError):
             # Symbolic sizes, where torch.compile traces this call, have no hash, and some tensors
@@ -222,16 +231,17 @@ class Rowwise(Generic[_P, _R]):
         program = call.program
         if program is None:
             return self._run(*args)
-        tensors = [args[position] for position in call.positions]
-        if call.captured:
-            tensors += [state_tensors[position] for position in call.captured]
-        outs = run(program, call.constants, tensors, program.p)
-        container = program.structure.container
-        if container == "tensor":
-            return outs[0]
-        # What follows the function's own results is only saved for the backward.
-        results = outs[: program.count]
-        return tuple(results) if container == "tuple" else list(results)
+        tensors = call.select((*args, *state_tensors) if state_tensors else args)
+        saves = False
+        for t in tensors if torch.is_grad_enabled() else ():
+            if t.requires_grad:
+                saves = True
+                break
+        site = call.sites.get(saves) or program.fitted_site(tensors, saves=saves)
+        if is_observed or site is None:
+            return call.results(run(program, call.constants, tensors, program.p))
+        call.sites[saves] = site
+        return call.results(launched(program, site, tensors, program.p))
 
     def _new_group(self, key: Any, args: Sequence[Any]) -> _CallGroup:
         """Return a group of calls that is added to the cache."""
@@ -399,10 +409,14 @@ class Rowwise(Generic[_P, _R]):
             if warns:
                 self._raise_or_warn(error)
             return _Call(None, reason=str(error))
+        checks.check_jit(self.name)
         match.program.strict = self.strict
-        positions = tuple([i for i, a in enumerate(args) if isinstance(a, Tensor)])
         constants = RowwiseConstants(self.name, (*devices, *map(type, tensors)))
-        return _Call(match.program, positions, match.captured, "", constants, match.look)
+        positions = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+        positions += [len(args) + i for i in match.captured]
+        select = _selector(positions)
+        results = _results(match.program)
+        return _Call(match.program, match.captured, "", constants, match.look, select, results)
 
     def _check_tensors(self, tensors: Sequence[Tensor], devices: Collection[torch.device]) -> None:
         """Raise `NotRowwiseError` for tensors that kernels cannot read."""
@@ -503,11 +517,33 @@ class Method(Generic[_P, _R]):
 UNWRAPPED[Method] = "_bound"
 
 
+def _selector(positions: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+    """Return the function that selects these of several values, as a tuple."""
+    adjacent = range(positions[0], positions[-1] + 1)
+    if positions == list(adjacent):
+        return itemgetter(slice(adjacent.start, adjacent.stop))  # of all values, the same object
+    return itemgetter(*positions)
+
+
+def _results(program: Program) -> Callable[[Any], Any]:
+    """Return the function that makes what the user's function returns of a program's outputs."""
+    # What follows the function's own results is only saved for the backward.
+    own = slice(program.count)
+    makers: dict[str, Callable[[Any], Any]] = {
+        "tensor": itemgetter(0),
+        "tuple": lambda outs: tuple(outs[own]),
+        "list": lambda outs: list(outs[own]),
+    }
+    return makers[program.structure.container]
+
+
 def _with_kinds(state: Any, tensors: Sequence[Tensor]) -> Any:
     """Return the state with the kind of each tensor in it. A state alone has only their positions.
 
     A captured tensor may have another dtype, shape or device in the next call.
     """
+    if not tensors:
+        return state
     return (state, *[(type(t), t.dtype, t.layout, t.device, t.shape) for t in tensors])
 
 

@@ -4,15 +4,13 @@ It is flat code, which checks shapes, collects the bits of addresses and strides
 and passes tensors in the order of the kernels' arguments. For one kernel with a vector it is like::
 
     def run(tensors, outs, state):
-        seed, offset, _ = state
-        kind = 0 if seed is None else seed_kind(offset)
         bits = 0
         full = outs[0].shape
         rows = outs[0].numel() // 64
         if tensors[0].shape != (full[0], 64, ):
             other_shape(site, 'input', 0, tensors[0].shape, (full[0], 64, ))
         ...
-        key = (site, kind, bits & 15 == 0, False, 0, BUCKET[rows.bit_length()])
+        key = (site, 0, bits & 15 == 0, False, 0, BUCKET[rows.bit_length()])
         plan = plans.get(key)
         if plan is None:
             plan = make(key, build)
@@ -65,6 +63,8 @@ _OPTIONAL = ("stats", "intermediate")
 # Tensors that a call has, and those that are allocated for it.
 _READ = ("input", "cotangent")
 _ALLOCATED = ("output", "gradient", "intermediate", "stats")
+# Those that a backward does not allocate.
+_SAVED = ("input", "cotangent", "intermediate", "stats")
 # Tensors whose rows may be spaced, with the function that returns how they are.
 _SPACED = {"input": spacing, "cotangent": spacing, "gradient": spacing_written}
 
@@ -148,12 +148,14 @@ class Launcher:
         """Return the source of the function."""
         like, output = self.like
         lines = [
-            "seed, offset, _ = state",
-            "kind = 0 if seed is None else seed_kind(offset)",
             "bits = 0",
             f"full = {like}.shape",
             f"rows = {like}.numel() // {self.program.row_size(output)}",
         ]
+        seeded = "0"
+        if self.structure.drops:
+            seeded = "kind"
+            lines += ["seed, offset, _ = state", "kind = 0 if seed is None else seed_kind(offset)"]
         tensors = dict.fromkeys((argument.kind, argument.index) for argument in self.arguments)
         # All shapes are checked before any tensor is copied.
         for kind, index in tensors:
@@ -171,7 +173,7 @@ class Launcher:
         # The low bits of addresses and strides are collected: the variant for aligned tensors needs
         # multiples of 16.
         lines += [
-            f"key = (site, kind, bits & 15 == 0, {wide}, 0, BUCKET[rows.bit_length()])",
+            f"key = (site, {seeded}, bits & 15 == 0, {wide}, 0, BUCKET[rows.bit_length()])",
             "plan = plans.get(key)",
             "if plan is None:",
             "    plan = make(key, build)",
@@ -497,16 +499,20 @@ class Launcher:
     def _check(self, kind: str, index: int) -> list[str]:
         """Return the lines that compare a tensor's shape with the one that the program expects.
 
-        Kernels compute addresses from the expected shape alone.
+        Kernels compute addresses from the expected shape alone. Where the inputs fit, what is
+        allocated for them does, too; but a saved tensor comes from a hook, or has other
+        memory meanwhile.
         """
         name = self.names.get((kind, index))
-        if name is None:
+        checked = _SAVED if self.cotangents else ()
+        if name is None or (self.site.fitted and kind not in checked):
             return []
         if kind == "stats":
-            sizes = [str(len(self.program.plan.stats)), "rows"]
+            shape = f"({len(self.program.plan.stats)}, rows)"
         else:
-            sizes = list(map(self._product, operand_of(self.program, kind, index).labels))
-        shape = tuple_of(sizes)
+            labels = operand_of(self.program, kind, index).labels
+            is_full = labels == self.program.operand(self.like[1]).labels and name != self.like[0]
+            shape = "full" if is_full else tuple_of(map(self._product, labels))
         present = f"{name} is not None and " if kind in _OPTIONAL else ""
         return [
             f"if {present}{name}.shape != {shape}:",

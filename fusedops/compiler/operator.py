@@ -5,17 +5,21 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import operator
 import re
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..core.calls.function import PLAIN
 from ..core.calls.operator import Axes, Dtypes, Operator
+from ..core.calls.operators import site_of
 from ..core.calls.registration import MOST_ARGUMENTS, arguments, define
 from ..core.calls.words import dispatched
 from ..core.configs import tuning
@@ -110,6 +114,7 @@ class Program(Operator):
         self.dtypes = tuple([operand.dtype for operand in structure.inputs])
         # An input that is only detached or compared is no source: it gets no gradient.
         self._sources = _sources_of(plan)
+        self._uses_all = all(structure.used)
         self.wanted = tuple([i in plan.differentiable for i in range(len(structure.inputs))])
         dtypes = {*self.dtypes, *[operand.dtype for operand in structure.outputs]}
         self.acc = torch.float64 if structure.wide or torch.float64 in dtypes else torch.float32
@@ -123,6 +128,8 @@ class Program(Operator):
         self.thresholds = tuple(map(rng.threshold, structure.drops))
         self._outputs = output_allocator(self)
         self._gradients: dict[int, Any] = {}
+        # By the device's index, and whether a backward follows.
+        self._fitted: dict[tuple[int, bool], RowwiseSite] = {}
         self.group = () if self.tiled else outer_group(structure)
         self.groups = {} if self.tiled else groups_of(structure)
         self.group_of: Callable[[Any], Label] = launching.grouping(self)
@@ -206,6 +213,22 @@ class Program(Operator):
             {},
             sources=self._sources,
         )
+
+    def fitted_site(self, tensors: Sequence[Tensor], *, saves: bool) -> RowwiseSite | None:
+        """Return the site of a launch for tensors that `fits` has compared with the program.
+
+        None where a tensor is of a subclass, which sees registered operators.
+        """
+        if not PLAIN.issuperset(map(type, tensors)):
+            return None
+        index = tensors[self.first].get_device()
+        site = self._fitted.get((index, saves))
+        if site is None:
+            drops = self.p != 0.0
+            options = self.record, self.dtypes, self.structure.cols, index, drops, saves
+            site = replace(site_of(self, *options), launches={}, fitted=True)
+            self._fitted[index, saves] = site
+        return site
 
     # --- DTensors ---------------------------------------------------------------------------------
 
@@ -424,7 +447,8 @@ class Program(Operator):
 
     def needed(self, site: Any, grads: Any, needs: Any) -> tuple[bool, ...]:
         """Return which inputs need a gradient and are used."""
-        return tuple([need and used for need, used in zip(needs, self.structure.used, strict=True)])
+        # Nearly all functions use all their inputs, and a repeated call then has no loop here.
+        return needs if self._uses_all else tuple(map(operator.and_, needs, self.structure.used))
 
     def allocate_gradients(
         self, site: RowwiseSite, grads: Any, saved: Any, needed: Any

@@ -127,7 +127,10 @@ class RowwiseSite(Site):
     Attributes:
         program: the function's program.
         launches: the functions that launch its kernels, by the variant of the kernels.
+        fitted: whether the inputs' shapes are known to fit the program. Launches compare them where
+            they are not.
     """
 
     program: LaunchedProgram
     launches: dict[Any, Any]
+    fitted: bool = False

@@ -17,7 +17,8 @@ holds constants only: code, classes and functions of libraries.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -27,9 +28,10 @@ from torch import Tensor
 from .errors import NotRowwiseError
 from .objects import PLAIN
 from .reader import Look
+from .text import indented, tuple_of
 from .walking import Names, Walk
 
-__all__ = ["Looks", "plain_state", "simple_variables"]
+__all__ = ["Looks", "call_key", "plain_state", "simple_variables"]
 
 # The most structures of objects whose `Look` a function holds.
 _MOST_LOOKS = 64
@@ -45,6 +47,36 @@ def plain_state(value: Any) -> Any:
     if isinstance(value, float):
         return float, value.hex()  # zeros have a sign, and NaN equals itself
     return (type(value), value) if isinstance(value, PLAIN) else type(value)
+
+
+@functools.cache
+def call_key(count: int) -> Callable[[Any, Sequence[Any]], Any]:
+    """Return the function that returns the key of a call with ``count`` arguments.
+
+    It is flat code, as every call runs it. For one argument::
+
+        def key(autocast, args):
+            a0, = args
+            return (
+                autocast,
+                default_dtype(),
+                (type(a0), a0.dtype, a0.layout, a0.device, a0.shape)
+                if isinstance(a0, Tensor) else plain_state(a0),
+            )
+    """
+    names = [f"a{i}" for i in range(count)]
+    kinds = [
+        f"(type({a}), {a}.dtype, {a}.layout, {a}.device, {a}.shape)"
+        f" if isinstance({a}, Tensor) else plain_state({a})"
+        for a in names
+    ]
+    lines = [
+        f"{tuple_of(names)} = args",
+        f"return {tuple_of(['autocast', 'default_dtype()', *kinds])}",
+    ]
+    scope = {"Tensor": Tensor, "default_dtype": torch.get_default_dtype, "plain_state": plain_state}
+    exec("\n".join(["def key(autocast, args):", *indented(lines)]), scope)
+    return scope["key"]  # type: ignore[return-value]
 
 
 class Looks:
@@ -74,7 +106,8 @@ class Looks:
         for look in self._known if first is None else (first, *self._known):
             state = look.read(args)
             if state is not None:
-                return look, (look, *state[:2]), state[2]
+                numbers, identical, tensors = state
+                return look, (look, numbers, identical), tensors
         return self.walked(args)
 
     def walked(self, args: Sequence[Any]) -> tuple[Look, Any, list[Tensor]]:

@@ -30,7 +30,6 @@ from torch import Tensor
 from ...distributed import sharding
 from ..compat.dispatch import (
     any_autocast_enabled,
-    dispatch_modes,
     in_forward_mode,
     is_intercepted,
     transforms,
@@ -45,7 +44,7 @@ from .function import PLAIN, Call, Nothing, apply, exposed, forward, on_device
 from .operator import Operator, SequenceOperator, Site, Tensors
 from .words import encode
 
-__all__ = ["as_references", "run"]
+__all__ = ["as_references", "launched", "run"]
 
 # A program has fewer different calls. One with ever new calls starts with an empty cache again.
 _MOST_CALLS = 8192
@@ -55,7 +54,6 @@ _is_traced = torch.compiler.is_dynamo_compiling
 _records_gradients = torch.is_grad_enabled
 _any_autocast = any_autocast_enabled
 _current_device = launch.current_device
-_modes, _transforms, _tangents = dispatch_modes, transforms, in_forward_mode
 
 # What a call's mode consists of: the facts beside constants and tensors that select its site.
 _DROPS, _SAVES, _AUTOCAST = 1, 2, 4
@@ -121,28 +119,35 @@ def run(op: Operator, constants: Any, tensors: Any, p: Any = 0.0) -> Any:
     first = tensors[op.first]
     try:
         elements = first.numel()
-        if site.special or not elements or _modes() or _transforms() or _tangents():
+        if site.special or not elements or is_intercepted():
             return _elsewhere(op, site, tensors, p)
         # PyTorch's own operator casts under autocast, and has no dropout.
         native = site.native if elements <= op.native_elements else None
         if native is not None and site.device_index >= 0 and not mode & _CHANGES_NATIVE:
             return (native(site.constants, tensors),)
-        state = rng.state_of(_probability(site, p), first.device) if site.dropout else NO_DROPOUT
-        if site.saves:
-            return apply((op, site, state, False), *tensors)
-        # `forward` written out: a call less.
-        outs = op.allocate(site, tensors)
-        index = site.device_index
-        if index < 0 or index == _current_device():
-            op.forward(site, tensors, outs, state)
-        else:
-            on_device(site, op.forward, tensors, outs, state)
-        return exposed(op, site, tensors, outs) if site.splits else outs
+        return launched(op, site, tensors, p)
     except RuntimeError:
         # A sparse or nested tensor, whose key may be that of a dense one, gets an error that names
         # it. Any other error, such as one of the kernel's launch, is raised as it is.
         _check_dense(op, site, tensors)
         raise
+
+
+def launched(op: Operator, site: Site, tensors: Any, p: Any) -> Any:
+    """Returns the outputs of a call that is directly a launch, and that nothing intercepts."""
+    state = NO_DROPOUT
+    if site.dropout:
+        state = rng.state_of(_probability(site, p), tensors[op.first].device)
+    if site.saves:
+        return apply((op, site, state, False), *tensors)
+    # `forward` written out: a call less.
+    outs = op.allocate(site, tensors)
+    index = site.device_index
+    if index < 0 or index == _current_device():
+        op.forward(site, tensors, outs, state)
+    else:
+        on_device(site, op.forward, tensors, outs, state)
+    return exposed(op, site, tensors, outs) if site.splits else outs
 
 
 def _probability(site: Site, p: Any) -> float:
@@ -154,8 +159,7 @@ def _probability(site: Site, p: Any) -> float:
 
 def _validated(op: Operator, mode: int, constants: Any, tensors: Tensors) -> Site:
     """Checks a new call; returns its site, and caches it."""
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        raise RuntimeError(f"{constants.op}: torch.jit.trace is not supported; use torch.export")
+    checks.check_jit(constants.op)
     # Under autocast `check` may return a record with another output dtype. The key below has the
     # functional's record, as the next call's key will; autocast is in its mode.
     checked = op.check(constants, tensors, nested=_is_nested(op, tensors))

@@ -13,6 +13,7 @@ __all__ = [
     "check_choice",
     "check_dense",
     "check_eps",
+    "check_jit",
     "check_number",
     "check_out_dtype",
     "check_p",
@@ -24,6 +25,12 @@ __all__ = [
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 # As text: the order of a set is not fixed, and messages are.
 _DTYPE_NAMES = "torch.float16, torch.bfloat16, torch.float32, torch.float64"
+
+
+def check_jit(op: str) -> None:
+    """Raises where `torch.jit.trace` records, which would not see a launch."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        raise RuntimeError(f"{op}: torch.jit.trace is not supported; use torch.export")
 
 
 def check_tensor(op: str, name: str, value: Any, like: torch.Tensor | None = None) -> None:

@@ -1,0 +1,166 @@
+"""`fusedops.rowwise`: a repeated call differs from an earlier one in nothing that a launch depends on.
+
+Such a call skips all checks, and its launches do not compare shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedops
+from fusedops.core.launches import launch
+from rowwise_checks import kernels, randn
+
+pytestmark = kernels
+
+ROWS, COLS = 5, 24
+
+
+class _Subclass(Tensor):
+    pass
+
+
+class _Operators(TorchDispatchMode):
+    """Collects the calls of registered operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fusedops":
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def _scaled(x: Tensor, weight: Tensor) -> Tensor:
+    return F.silu(x) * weight
+
+
+def _silu(x: Tensor) -> Tensor:
+    return F.silu(x)
+
+
+def _strided(x: Tensor) -> Tensor:
+    return torch.cat([x, x], -1)[:, : x.shape[1]].requires_grad_(x.requires_grad)
+
+
+# What may change between two calls, as a change of the tensors and a context of the call.
+_CHANGES: dict[
+    str, tuple[Callable[[Tensor], Tensor], Callable[[], AbstractContextManager[Any]]]
+] = {
+    "nothing": (lambda x: x, nullcontext),
+    "no gradient": (lambda x: x.detach(), nullcontext),
+    "a parameter": (lambda x: nn.Parameter(x.detach()), nullcontext),
+    "a subclass": (lambda x: x.detach().as_subclass(_Subclass), nullcontext),
+    "rows": (lambda x: x.detach()[:3].clone().requires_grad_(), nullcontext),
+    "one row": (lambda x: x.detach()[:1].clone().requires_grad_(), nullcontext),
+    "no rows": (lambda x: x.detach()[:0].clone().requires_grad_(), nullcontext),
+    "dimensions": (lambda x: x.detach()[None].clone().requires_grad_(), nullcontext),
+    "columns": (lambda x: x.detach()[:, :1].clone().requires_grad_(), nullcontext),
+    "strides": (lambda x: _strided(x.detach()).requires_grad_(), nullcontext),
+    "dtype": (lambda x: x.detach().double().requires_grad_(), nullcontext),
+    "no_grad": (lambda x: x, torch.no_grad),
+    "inference mode": (lambda x: x, torch.inference_mode),
+    "a dispatch mode": (lambda x: x, _Operators),
+}
+
+
+# Those of a vector that the function captures.
+_OF_VECTORS = ("nothing", "no gradient", "a parameter", "a subclass", "dtype", "no_grad")
+
+
+@pytest.mark.parametrize(
+    ("which", "change"),
+    [("x", change) for change in _CHANGES] + [("weight", change) for change in _OF_VECTORS],
+)
+def test_calls_in_turn(which: str, change: str) -> None:
+    """Calls before and after a different one are what they were, and that is what PyTorch's is.
+
+    Results, whether they have a gradient, and the gradients. The function captures the weight.
+    """
+    first = {"x": randn(ROWS, COLS).requires_grad_(), "weight": randn(COLS).requires_grad_()}
+    state = dict(first)
+
+    def plain(x: Tensor) -> Tensor:
+        return _scaled(x, state["weight"])
+
+    function = fusedops.rowwise(plain)
+    changed, context = _CHANGES[change]
+    second = {**first, which: changed(first[which])}
+    for tensors, entered in ((first, nullcontext), (second, context)) * 3:
+        state.update(tensors)
+        with entered():
+            got, want = function(state["x"]), plain(state["x"])
+        assert _kind(got) == _kind(want)
+        torch.testing.assert_close(got, want)
+        leaves = [t for t in tensors.values() if t.requires_grad and got.requires_grad]
+        dy = torch.ones_like(want)
+        for leaf in leaves:
+            dx, expected = (
+                torch.autograd.grad(y, leaf, dy, retain_graph=True) for y in (got, want)
+            )
+            torch.testing.assert_close(dx, expected)
+
+
+def _kind(t: Tensor) -> tuple[Any, ...]:
+    return type(t), t.shape, t.dtype, t.device, t.requires_grad, t.is_inference()
+
+
+def test_repeated_calls_of_plain_tensors_are_launches() -> None:
+    function, x, weight = fusedops.rowwise(_scaled), randn(ROWS, COLS), randn(COLS)
+    for needs in (False, True, False, True):
+        with launch.record() as names:
+            y = function(x.clone().requires_grad_(needs), weight)
+        assert len(names) == 1
+        assert y.requires_grad == needs
+
+
+def test_meta_after_real() -> None:
+    """A tensor without storage has no device index, as a CPU tensor has none."""
+    function, x = fusedops.rowwise(_silu), randn(ROWS, COLS)
+    for t in (x, x.to("meta"), x, x.to("meta")):
+        with launch.record() as names:
+            y = function(t)
+        assert (len(names), y.device) == (not t.is_meta, t.device)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_jit_trace_is_refused() -> None:
+    function = fusedops.rowwise(_scaled)
+    function(randn(ROWS, COLS), randn(COLS))
+    with pytest.raises(RuntimeError, match=r"torch\.jit\.trace is not supported"):
+        torch.jit.trace(function, (randn(ROWS, COLS), randn(COLS)), check_trace=False)
+
+
+def test_registered_operators_compare_shapes() -> None:
+    """Another caller's tensors need not be those of the program, whose kernels read any memory."""
+    function, x, weight = fusedops.rowwise(_scaled), randn(ROWS, COLS), randn(COLS)
+    for _ in range(2):  # beside launches that compare none
+        function(x, weight)
+    with _Operators() as operators:
+        function(x, weight)
+    ((operator, (_, _, *constants)),) = operators.calls
+    torch.testing.assert_close(operator(x, weight, *constants)[0], _scaled(x, weight))
+    for other in ((x[:, :-1].clone(), weight), (x, weight[:-1].clone())):
+        with pytest.raises(RuntimeError, match=r"has the shape \(.*\), but its program is for"):
+            operator(*other, *constants)
+
+
+def test_saved_tensors_with_other_memory_are_noticed() -> None:
+    """Autograd does not notice it, and the backward would read beyond the tensor."""
+    function, x, weight = fusedops.rowwise(_scaled), randn(ROWS, COLS), randn(COLS)
+    for _ in range(2):
+        leaf = x.clone().requires_grad_()
+        y = function(leaf, weight)
+        leaf.data = randn(ROWS - 2, COLS)
+        with pytest.raises(RuntimeError, match="has the shape"):
+            torch.autograd.grad(y, leaf, torch.ones_like(y))
