@@ -8,7 +8,7 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from types import FunctionType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
@@ -110,21 +110,21 @@ class _Call:
         program: the program that runs; None for the function itself.
         captured: the positions, in the state, of the captured tensors.
         reason: why no program runs; "" if one does.
-        constants: the record of the call's constants; None for the function itself.
         look: the look that reads the captured tensors; None for the function itself.
         select: selects the program's inputs from the arguments and the tensors in the state.
         results: makes what the function returns of the program's outputs.
-        sites: the sites of launches, by whether a backward follows.
+        constants: the record of the call's constants; None for the function itself.
+        sites: those of a launch without and with a backward; each None where there is none.
     """
 
     program: Program | None
     captured: tuple[int, ...] = ()
     reason: str = ""
-    constants: RowwiseConstants | None = None
     look: Look | None = None
     select: Callable[[tuple[Any, ...]], tuple[Tensor, ...]] = tuple
     results: Callable[[Any], Any] = tuple
-    sites: dict[bool, RowwiseSite] = field(default_factory=dict)
+    constants: RowwiseConstants | None = None
+    sites: tuple[RowwiseSite | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,10 +237,9 @@ class Rowwise(Generic[_P, _R]):
             if t.requires_grad:
                 saves = True
                 break
-        site = call.sites.get(saves) or program.fitted_site(tensors, saves=saves)
+        site = call.sites[saves]
         if is_observed or site is None:
             return call.results(run(program, call.constants, tensors, program.p))
-        call.sites[saves] = site
         return call.results(launched(program, site, tensors, program.p))
 
     def _new_group(self, key: Any, args: Sequence[Any]) -> _CallGroup:
@@ -258,12 +257,13 @@ class Rowwise(Generic[_P, _R]):
         look, state, state_tensors = group.looks.at(args, call.look)
         if call.look not in (None, look):  # the state has changed in another thread
             return self._new_call(group, args, autocast)
-        if call.captured:
-            # The group's key has the classes of the arguments only: those of captured tensors
-            # extend the token.
-            classes = [type(state_tensors[position]) for position in call.captured]
-            token = (call.constants, *classes)
-            call = replace(call, constants=RowwiseConstants(self.name, token))
+        program = call.program
+        if program is not None:
+            tensors = call.select((*args, *state_tensors))
+            token = (tensors[program.first].device, *map(type, tensors))
+            sites = [program.fitted_site(tensors, saves=saves) for saves in (False, True)]
+            constants = RowwiseConstants(self.name, token)
+            call = replace(call, constants=constants, sites=tuple(sites))
         self._make_room()
         with contextlib.suppress(TypeError, RuntimeError):
             group.calls[_with_kinds(state, state_tensors)] = call
@@ -411,12 +411,10 @@ class Rowwise(Generic[_P, _R]):
             return _Call(None, reason=str(error))
         checks.check_jit(self.name)
         match.program.strict = self.strict
-        constants = RowwiseConstants(self.name, (*devices, *map(type, tensors)))
         positions = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
         positions += [len(args) + i for i in match.captured]
-        select = _selector(positions)
-        results = _results(match.program)
-        return _Call(match.program, match.captured, "", constants, match.look, select, results)
+        select, results = _selector(positions), _results(match.program)
+        return _Call(match.program, match.captured, "", match.look, select, results)
 
     def _check_tensors(self, tensors: Sequence[Tensor], devices: Collection[torch.device]) -> None:
         """Raise `NotRowwiseError` for tensors that kernels cannot read."""

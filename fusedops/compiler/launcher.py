@@ -4,8 +4,8 @@ It is flat code, which checks shapes, collects the bits of addresses and strides
 and passes tensors in the order of the kernels' arguments. For one kernel with a vector it is like::
 
     def run(tensors, outs, state):
-        bits = 0
         full = outs[0].shape
+        bits = 0
         rows = outs[0].numel() // 64
         if tensors[0].shape != (full[0], 64, ):
             other_shape(site, 'input', 0, tensors[0].shape, (full[0], 64, ))
@@ -114,8 +114,11 @@ class Launcher:
         self.structure = self.program.structure
         self.reduce = reduce_kernel(self.program.plan, self.last) if self.last.sums else None
         self.variants = Variants(site, kernels, self.reduce, cotangents)
-        # Their gradients are allocated for the call, and no part of another tensor.
-        self._summed_inputs = dict(self.last.sums).keys()
+        # The gradients that may be a part of another tensor, where the caller allocated it. Those
+        # that are sums over rows are none.
+        gradients = [(a.kind, a.index) for a in self.arguments if a.kind == "gradient"]
+        summed = {("gradient", index) for index in (*dict(self.last.sums), *self.last.written)}
+        self._unallocated = set() if site.fitted else set(gradients) - summed
         output = next((i for i, dtype in enumerate(cotangents) if dtype is not None), 0)
         self.like = names["cotangent" if cotangents else "output", output], output
         # Of tensors whose rows may need several strides: the dimensions before those of a row.
@@ -149,7 +152,6 @@ class Launcher:
         like, output = self.like
         lines = [
             "bits = 0",
-            f"full = {like}.shape",
             f"rows = {like}.numel() // {self.program.row_size(output)}",
         ]
         seeded = "0"
@@ -196,7 +198,13 @@ class Launcher:
                 f"if gradient{index} is not {out}:",
                 f"    {out}.copy_(gradient{index})",
             ]
-        return "\n".join([f"def run({self.parameters}):", *indented(lines)]) + "\n"
+        return self._function(lines)
+
+    def _function(self, lines: Sequence[str]) -> str:
+        """Return the function of these lines, which reads the full shape where they use it."""
+        text = "\n".join(indented(lines))
+        shape = f"    full = {self.like[0]}.shape\n" if "full" in text else ""
+        return f"def run({self.parameters}):\n{shape}{text}\n"
 
     def _launch(self, number: int) -> list[str]:
         """Return the lines that launch a kernel: axis 0 of the grid is tiles of rows."""
@@ -311,7 +319,7 @@ class Launcher:
         name = f"{kind}{index}"
         if self._is_unreduced(kind, index):
             return [self._unreduced_gradient(index)]
-        if kind == "gradient" and index not in self._summed_inputs:
+        if (kind, index) in self._unallocated:
             return self._gradient(index)
         # A backward reads what a forward wrote.
         is_backward = bool(self.cotangents)
@@ -365,9 +373,7 @@ class Launcher:
 
     def _copied_gradients(self) -> list[int]:
         """Return the gradients that may have to be copied to the caller's tensors."""
-        arguments = {argument.index for argument in self.arguments if argument.kind == "gradient"}
-        written = arguments.difference(self.last.written, self._summed_inputs)
-        return sorted(index for index in written if ("gradient", index) not in self.spacings)
+        return sorted(index for _, index in self._unallocated.difference(self.spacings))
 
     def _operand_read(self, kind: str, index: int) -> list[str]:
         """Return the lines of an operand that the call's tensors include.
