@@ -46,8 +46,9 @@ __all__ = ["Rowwise", "function_of", "rowwise"]
 _MOST_CALLS = 8192
 
 
-# A global of this module, as every call looks it up.
+# Globals of this module, as every call looks them up.
 _is_traced = torch.compiler.is_dynamo_compiling
+_records_gradients = torch.is_grad_enabled
 
 _P = ParamSpec("_P")
 _Q = ParamSpec("_Q")
@@ -233,7 +234,7 @@ class Rowwise(Generic[_P, _R]):
             return self._run(*args)
         tensors = call.select((*args, *state_tensors) if state_tensors else args)
         saves = False
-        for t in tensors if torch.is_grad_enabled() else ():
+        for t in tensors if _records_gradients() else ():
             if t.requires_grad:
                 saves = True
                 break

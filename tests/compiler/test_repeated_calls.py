@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusedops
 from fusedops.core.launches import launch
 from rowwise_checks import kernels, randn
+from support import DEVICE
+from wrappers import Wrapper
 
 pytestmark = kernels
 
@@ -47,6 +49,10 @@ def _scaled(x: Tensor, weight: Tensor) -> Tensor:
 
 def _silu(x: Tensor) -> Tensor:
     return F.silu(x)
+
+
+def _halved(x: Tensor) -> Tensor:
+    return x * 0.5
 
 
 def _strided(x: Tensor) -> Tensor:
@@ -122,6 +128,40 @@ def test_repeated_calls_of_plain_tensors_are_launches() -> None:
             y = function(x.clone().requires_grad_(needs), weight)
         assert len(names) == 1
         assert y.requires_grad == needs
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_subclass_after_plain_tensors_sees_the_operator(captures: bool) -> None:
+    x, weight = randn(ROWS, COLS), randn(COLS)
+    state = {"weight": weight}
+    args = (x,) if captures else (x, weight)
+
+    def plain(x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return _scaled(x, state["weight"])
+
+    function = fusedops.rowwise(plain if captures else _scaled)
+    for _ in range(2):
+        function(*args)
+    state["weight"] = Wrapper(weight)
+    Wrapper.log.clear()
+    y = function(*args) if captures else function(Wrapper(x), weight)
+    assert isinstance(y, Wrapper)
+    assert any(name.startswith("fusedops.") for name in Wrapper.log)
+    torch.testing.assert_close(y.held, _scaled(x, weight))
+
+
+def test_default_dtype_after_another() -> None:
+    """A number times integers has it."""
+    function, x = fusedops.rowwise(_halved), torch.arange(ROWS * COLS, device=DEVICE).view(ROWS, -1)
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64) * 2:
+            torch.set_default_dtype(dtype)
+            got = function(x)
+            assert got.dtype == dtype
+            assert torch.equal(got, _halved(x))
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_meta_after_real() -> None:
