@@ -150,6 +150,19 @@ def test_a_subclass_after_plain_tensors_sees_the_operator(captures: bool) -> Non
     torch.testing.assert_close(y.held, _scaled(x, weight))
 
 
+def test_an_unused_input_has_no_gradient_to_write() -> None:
+    """Also where nothing asks which inputs are reached, as under compiled autograd."""
+
+    def first(x: Tensor, other: Tensor) -> Tensor:
+        return F.silu(x)
+
+    function, x = fusedops.rowwise(first), randn(ROWS, COLS)
+    function(x, x)
+    ((match,),) = function._programs.known.values()
+    for needs in ((True, True), (True, False), (False, True)):
+        assert match.program.needed(None, None, needs) == (needs[0], False)
+
+
 def test_default_dtype_after_another() -> None:
     """A number times integers has it."""
     function, x = fusedops.rowwise(_halved), torch.arange(ROWS * COLS, device=DEVICE).view(ROWS, -1)
