@@ -301,7 +301,7 @@ class _Writer:
         for index, node in enumerate(self.plan.stats):
             emitter.leaves.setdefault(node, f"stats {index}")
         used = reachable(roots, emitter.leaves.__contains__)
-        compared = [node for node in used if node.op in _OF_EXACT]
+        compared = filter(lambda node: node.op in _OF_EXACT, used)
         emitter.inexact = used - reachable(itertools.chain(*map(computed_of, compared)))
         return emitter
 
