@@ -294,6 +294,8 @@ class _Writer:
         """Return an emitter that reads what the forward saved instead of computing it."""
         emitter = Emitter(self.plan, self.acc, group=self.group, spacings=self.spacings)
         if self.direction == "forward":
+            rounded = filter(_is_rounded_to_16_bits, reachable(roots))
+            emitter.inexact = set(itertools.chain(*map(computed_of, rounded)))
             return emitter
         for part, node in self.plan.intermediate.items():
             emitter.leaves[node] = "intermediate"
@@ -552,6 +554,10 @@ def _sums_computed(node: Node, computed: set[Node]) -> bool:
     arguments = computed.intersection(map(_with_line, node.args))
     ops = {arg.op for arg in arguments}
     return node.op in ("add", "sub", "sum") and not ops.issubset(_READ)
+
+
+def _is_rounded_to_16_bits(node: Node) -> bool:
+    return node.op == "round" and node.attrs[0].itemsize == 2
 
 
 def _with_line(node: Node) -> Node:

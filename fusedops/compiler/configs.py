@@ -185,7 +185,10 @@ def _with_sums(key: TuningKey) -> Config:
     # Left to itself, ptxas may use half of the registers and spill much. A multiprocessor has 128
     # for each thread of 16 warps.
     max_registers = 128 if warps == 16 else 0
-    per_sm = max(8 // warps, 1)
+    # No reduction is between loads and stores: dynamic tanh of 3584 columns, on an H200 in bf16,
+    # forward and backward, 88.6 to 85.5 us. Of other tiles more programs are not faster.
+    is_light = parts == 7 and _count(key, 5) == 0
+    per_sm = max(8 // warps, 1) + is_light
     return Config(block, rows, warps, stages, per_sm, max_registers, parts)
 
 

@@ -248,10 +248,10 @@ _FORWARD_PARTS = (
         "H200, dropout-add-LN, 32768 columns, with its backward: 207 to 193 us",
     ),
     _Rule(
-        {"generated": _YES, "adds": _YES, "width": (8192,)},
+        {"adds": _YES, "width": (8192,)},
         _Tile(32),
         "programs of eight warps, of which a multiprocessor has several",
-        "H200, dropout-add-LN, 8192 columns: 64.9 to 54.8 us",
+        "H200, dropout-add-LN, 7168 and 8192 columns: 75.8 to 58.3 and 59.9 to 54.3 us",
     ),
     _Rule(
         {
@@ -450,7 +450,7 @@ def forward(
     cols: int, itemsize: int, bucket: int, adds: bool, rms: bool, generated: bool = False
 ) -> Decision:
     """The config of the forward: a whole row per program where it fits, tiles beyond."""
-    block, parts = forward_tiles(cols, itemsize, adds, rms, generated)
+    block, parts = forward_tiles(cols, itemsize, adds, rms)
     # The tiles decide which table applies. The rest of the call decides within the table.
     if block * parts == 8192 and (adds or not rms) and bucket <= SOME:
         block, parts = 8192, 1  # few rows alone are faster in one tile
@@ -466,9 +466,7 @@ def forward(
     return _decide(rules, call)
 
 
-def forward_tiles(
-    cols: int, itemsize: int, adds: bool, rms: bool, generated: bool = False
-) -> tuple[int, int]:
+def forward_tiles(cols: int, itemsize: int, adds: bool, rms: bool) -> tuple[int, int]:
     """The columns and the number of tiles that hold a row.
 
     Several in 16 bits alone: in fp32 they gain nothing.
@@ -494,7 +492,7 @@ def forward_tiles(
     block, _ = tiles_holding(cols)
     # Narrower tiles leave fewer lanes idle: four of 2048 columns for a row that one tile of 8192
     # would hold, seven for one of 16,384.
-    wide = block == 8192 and (generated or not adds)
+    wide = block == 8192
     seven_tiles = 6 * 2048 < cols <= 7 * 2048 and not (adds and rms)
     if (wide or seven_tiles) and not unaligned:
         block = 2048
@@ -581,7 +579,12 @@ _FORCED = "H200, bf16, forced configs: RMSNorm, 9216 columns, 99.1 to 88.3 us"
 # 16 bits, aligned rows of more than 4096 columns.
 _BACKWARD_ALIGNED = (
     _Rule(
-        {"generated": _YES, "sums": (3,), "cols": range(6145, 8193)},
+        {"generated": _YES, "sums": (3,), "cols": range(6145, 7169)},
+        Config(1024, 1, 8, 4, 1, parts=7),
+        "seven tiles leave no lanes idle, and four of 2048 columns would spill",
+    ),
+    _Rule(
+        {"generated": _YES, "sums": (3,), "cols": range(7169, 8193)},
         Config(2048, 1, 8, 4, 1, parts=4),
         "16 warps would spill, and the loads of eight have to be further ahead",
         "H200, dropout-add-LN, 8192 columns, with its forward: 172.2 to 145.9 us",
