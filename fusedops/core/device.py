@@ -33,10 +33,10 @@ def await_predecessor(OVERLAP: tl.constexpr):
 def place_along_rows():
     """Returns the index of this program along the rows, and the number of programs along them.
 
-    Columns, or groups of slices, are axis 0 of the grid, so that programs that run at the same time
-    access adjacent memory: with the axes swapped a gated unit's forward takes 131 µs, not 125
-    (8192x11008 bf16). Axis 1 is limited to 65535 programs; `launch.Variant` folds more onto axis 2,
-    so the last programs may have no rows.
+    Axis 0 of the grid is for columns, or for the groups of slices in the kernels of
+    `fusedops.slices`. So programs that run at the same time access adjacent memory: with the axes
+    swapped a gated unit's forward takes 131 µs, not 125 (8192x11008 bf16). Axis 1 is limited to
+    65535 programs; `launch.Variant` folds more onto axis 2, so the last programs may have no rows.
     """
     return tl.program_id(1) + tl.program_id(2) * tl.num_programs(1), tl.num_programs(
         1
@@ -58,7 +58,7 @@ def load_row_vector(vector, cols, N: tl.constexpr, ACC: tl.constexpr):
 
 @triton.jit
 def load_seed(seed, offset):
-    """Returns the random state: a tuple that begins with the seed, and the offset.
+    """Returns the random state: ``seed_words``, a tuple that begins with the seed, and the offset.
 
     The kernel's arguments ``seed`` and ``offset`` have three forms (`launch.SEED_TYPES`):
 
@@ -74,27 +74,27 @@ def load_seed(seed, offset):
         tuple    [0]           [1]   [2]    [3]           [4]    [5]           [6]     [7]
     """
     if seed.dtype.is_ptr():
-        words = (tl.load(seed),)
+        seed_words = (tl.load(seed),)
         if offset is not None:
             for i in tl.static_range(2, 9):
-                words = words + (tl.load(seed + i),)  # noqa: RUF005
-        return words, tl.load(seed + 1)
+                seed_words = seed_words + (tl.load(seed + i),)  # noqa: RUF005
+        return seed_words, tl.load(seed + 1)
     else:
         return (seed,), offset
 
 
 @triton.jit
-def _rows_of_all(rows, words):
-    """Returns the rows of the whole tensor that a shard's rows are.
+def _global_rows(rows, seed_words):
+    """Returns the indices of a shard's rows in the whole tensor.
 
-    `sharding.numbers` has the formula; `load_seed` has the indices of its terms in ``words``.
+    `sharding.numbers` has the formula; `load_seed` has the indices of its terms in ``seed_words``.
     """
-    within = rows % words[2]
+    within = rows % seed_words[2]
     return (
-        words[1]
-        + (rows // words[2]) * words[3]
-        + (within // words[4]) * words[5]
-        + within % words[4]
+        seed_words[1]
+        + (rows // seed_words[2]) * seed_words[3]
+        + (within // seed_words[4]) * seed_words[5]
+        + within % seed_words[4]
     )
 
 
@@ -106,13 +106,17 @@ def _rows_of_all(rows, words):
 #
 # Rows are those of the whole tensor on a shard too, so that ranks draw what one process would.
 @triton.jit
-def _groups(rows, words, slots, N: tl.constexpr):
-    """Returns the indices of a tile's groups of columns; ``slots`` are their indices in a row."""
-    if len(words) > 1:
-        return (_rows_of_all(rows, words) * words[6] + words[7])[:, None] + slots[None, :]
+def _groups(rows, seed_words, groups_in_row, N: tl.constexpr):
+    """Returns the indices of a tile's groups of columns in the whole tensor.
+
+    ``groups_in_row`` are their indices in a row of this shard.
+    """
+    if len(seed_words) > 1:
+        first = _global_rows(rows, seed_words) * seed_words[6] + seed_words[7]
+        return first[:, None] + groups_in_row[None, :]
     else:
         groups_per_row: tl.constexpr = (N + LANES - 1) // LANES
-        return rows[:, None] * groups_per_row + slots[None, :]
+        return rows[:, None] * groups_per_row + groups_in_row[None, :]
 
 
 @triton.jit
@@ -155,7 +159,7 @@ def _keep_factor(word, HIGH: tl.constexpr, threshold, scale):
 # In both, a thread has the bits of exactly its own columns.
 @triton.jit
 def _keep_scale(
-    seed,
+    seed_words,
     offset,
     threshold,
     rows,
@@ -178,9 +182,9 @@ def _keep_scale(
     # With a threshold of 65536 all elements are dropped, and the divisor is not 0.
     scale = 65536.0 / tl.maximum(65536 - threshold, 1).to(ACC)
     if VECTOR == 8:
-        slots = tl.arange(0, BLOCK_N // 8)
-        group = _groups(rows, seed, slots + first_col // LANES, N)
-        w0, w1, w2, w3 = _philox(seed[0], offset, group)
+        groups_in_row = tl.arange(0, BLOCK_N // 8) + first_col // LANES
+        group = _groups(rows, seed_words, groups_in_row, N)
+        w0, w1, w2, w3 = _philox(seed_words[0], offset, group)
         # A lane is 4 * (high bit of its word's index) + 2 * (low bit) + half. A join adds the
         # dimension that varies fastest, so the joins go from the high bit to the half:
         #
@@ -201,18 +205,20 @@ def _keep_scale(
         )
         lanes = tl.join(tl.join(low0, low1), tl.join(high0, high1))
     else:
-        slots = tl.arange(0, BLOCK_N // 4)
-        group = _groups(rows, seed, slots // 2 + first_col // LANES, N)
-        w0, w1, w2, w3 = _philox(seed[0], offset, group)
-        # A slot is four columns, one half of a group: the even slots have w0 and w1, the odd ones
-        # w2 and w3. Within a slot, a lane is 2 * (low bit of its word's index) + half.
-        upper = (slots % 2 == 1)[None, :]
-        even, odd = tl.where(upper, w2, w0), tl.where(upper, w3, w1)
+        # A quad is four adjacent columns: half a group, with two of its four words.
+        quads = tl.arange(0, BLOCK_N // 4)
+        group = _groups(rows, seed_words, quads // 2 + first_col // LANES, N)
+        w0, w1, w2, w3 = _philox(seed_words[0], offset, group)
+        # The words of a group's first quad are w0 and w1, those of its second w2 and w3. A lane of
+        # a quad is 2 * (which of the two words) + half.
+        is_second = (quads % 2 == 1)[None, :]
+        word0, word1 = tl.where(is_second, w2, w0), tl.where(is_second, w3, w1)
         low = tl.join(
-            _keep_factor(even, False, threshold, scale), _keep_factor(odd, False, threshold, scale)
+            _keep_factor(word0, False, threshold, scale),
+            _keep_factor(word1, False, threshold, scale),
         )
         high = tl.join(
-            _keep_factor(even, True, threshold, scale), _keep_factor(odd, True, threshold, scale)
+            _keep_factor(word0, True, threshold, scale), _keep_factor(word1, True, threshold, scale)
         )
         lanes = tl.join(low, high)
     return tl.reshape(lanes, (ROWS, BLOCK_N))
@@ -220,7 +226,7 @@ def _keep_scale(
 
 @triton.jit
 def keep_scale(
-    seed,
+    seed_words,
     offset,
     threshold,
     rows,
@@ -231,9 +237,11 @@ def keep_scale(
     VECTOR: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Returns the tile's factors of dropout, or None without dropout (``seed`` is None)."""
-    if seed is not None:
-        return _keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
+    """Returns the tile's factors of dropout, or None without dropout (``seed_words`` is None)."""
+    if seed_words is not None:
+        return _keep_scale(
+            seed_words, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC
+        )
 
 
 # --- activations and their derivatives, on tiles in the accumulator's dtype -----------------------
@@ -345,7 +353,8 @@ def quick_gelu_derivative(x):
 
 @triton.jit
 def tanh(x):
-    # For |x|, as the derivative: a kernel with both computes one reciprocal.
+    # `tanh_derivative` computes the same reciprocal, of |x|. A kernel with both functions computes
+    # it once.
     far = tl.fma(reciprocal(1.0 + exponential(tl.abs(x), 2.0)), -2.0, 1.0)
     far = tl.where(x < 0.0, -far, far)
     square = x * x
@@ -387,9 +396,10 @@ def tanh_derivative(x):
 def _normal(x):
     """Returns the normal distribution function of x, and ``exp(-x**2 / 2)``.
 
-    In fp32 both use one exponential: the mass beyond ``|x|`` is ``exp(-x**2 / 2)`` times a
-    polynomial in ``1 / (1 + 0.3 |x|)``, the form of Hastings 1955, here with eight terms and an
-    error of 8e-9, in the lower tail a relative 4e-7: the tail does not cancel, unlike ``1 + erf``.
+    In fp32 both use one exponential. The probability of more than ``|x|`` is ``exp(-x**2 / 2)``
+    times a polynomial of eight terms in ``1 / (1 + 0.3 |x|)``, a form of Hastings 1955. The error
+    is 8e-9. In the lower tail the relative error is 4e-7, as nothing cancels there, unlike in
+    ``1 + erf``.
     """
     if x.dtype == tl.float64:
         return 0.5 + 0.5 * tl.erf(x * 0.7071067811865476), tl.exp(-0.5 * x * x)
@@ -399,8 +409,8 @@ def _normal(x):
         p = tl.fma(t, tl.fma(t, 0.0356486328, -0.15666908), 0.204654232)
         p = tl.fma(t, tl.fma(t, p, -0.0513741858), 0.126944035)
         p = tl.fma(t, tl.fma(t, tl.fma(t, p, 0.100518085), 0.120640732), 0.119637564)
-        beyond = bell * (t * p)
-        return tl.where(x < 0.0, beyond, 1.0 - beyond), bell
+        tail = bell * (t * p)
+        return tl.where(x < 0.0, tail, 1.0 - tail), bell
 
 
 @triton.jit

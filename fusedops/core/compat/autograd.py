@@ -24,8 +24,9 @@ __all__ = [
     "unflatten",
 ]
 
-# Views that are created in the block are not views to autograd: the slices of one buffer, which are
-# an operator's outputs. Without it a slice of an output refuses changes in place.
+# A context in which autograd does not record views. An operator's outputs may be slices of one
+# buffer, created in this context. If PyTorch lacks the private name, the slices are views to
+# autograd, which raises an error if one is changed in place.
 below_autograd: Callable[[], AbstractContextManager[Any]] = find(
     "_C._AutoDispatchBelowADInplaceOrView", nullcontext
 )
@@ -36,8 +37,8 @@ def _sliced(buffer: Tensor, like: list[Tensor]) -> list[Tensor]:
     return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
 
 
-# Splits a buffer into tensors of the shapes of others, in one call. Without it by a slice for each:
-# slower.
+# Splits a buffer into tensors of the shapes of others, in one call. If PyTorch lacks the private
+# name, `_sliced` makes one view after the other, which is slower.
 unflatten: Callable[[Tensor, list[Tensor]], Sequence[Tensor]] = (
     find("_C._nn.unflatten_dense_tensors", None) or _sliced
 )
@@ -50,25 +51,29 @@ is_batched: Callable[[Tensor], bool] = find("_C._functorch.is_legacy_batchedtens
 # --- autograd Functions ---------------------------------------------------------------------------
 
 
-class _Notices(threading.local):
-    """A notice for each block that this thread is in; the latest is called."""
+class _Callbacks(threading.local):
+    """The callbacks of the `noticing_autograd_functions` contexts that this thread has entered.
+
+    Only the last, that of the innermost context, is called.
+    """
 
     def __init__(self) -> None:
-        self.blocks: list[Callable[[type], None]] = []
+        self.entered: list[Callable[[type], None]] = []
 
 
-_notices = _Notices()
-# All threads share `Function.apply`, and their blocks may overlap in any order. The list has one
-# element for each block that runs now, always the original method. The first block stores it before
-# the replacement, and the last one to end restores it.
+_callbacks = _Callbacks()
+# All threads share `Function.apply`, and their contexts may overlap in any order. The list counts
+# the contexts that are entered: it has the original method once for each. The first context stores
+# the method before it replaces it, and the last one to be left restores it.
 _lock, _originals = threading.Lock(), list[Any]()
 
 
 @contextmanager
-def noticing_autograd_functions(notice: Callable[[type], None]) -> Iterator[None]:
-    """Calls ``notice`` with each `torch.autograd.Function` of this thread, before it is applied.
+def noticing_autograd_functions(callback: Callable[[type], None]) -> Iterator[None]:
+    """Calls ``callback`` with each `torch.autograd.Function` of this thread, before it is applied.
 
-    `Function.apply` is replaced meanwhile: from PyTorch 2.15 it has no frame of Python.
+    `Function.apply` is replaced meanwhile. `sys.settrace` would miss the method: from PyTorch 2.15
+    it is not written in Python.
     """
     function = torch.autograd.Function
     with _lock:
@@ -76,17 +81,17 @@ def noticing_autograd_functions(notice: Callable[[type], None]) -> Iterator[None
         _originals.append(original)
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            # Other threads' Functions pass here too, and have no notices.
-            for latest in _notices.blocks[-1:]:
-                latest(cls)
+            # Functions of other threads are applied here too. These threads have no callbacks.
+            for innermost in _callbacks.entered[-1:]:
+                innermost(cls)
             return original.__get__(None, cls)(*args, **kwargs)
 
         function.apply = classmethod(apply)  # type: ignore[assignment]
-    _notices.blocks.append(notice)
+    _callbacks.entered.append(callback)
     try:
         yield
     finally:
-        _notices.blocks.pop()
+        _callbacks.entered.pop()
         with _lock:
             _originals.pop()
             if not _originals:
@@ -112,7 +117,8 @@ def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 # --- derivatives that changed ---------------------------------------------------------------------
-# Kernels have the derivatives of the installed PyTorch. An example tells which, computed once.
+# Kernels compute the derivatives of the installed PyTorch. Each function below determines one of
+# them, once per process, from a gradient on the CPU.
 
 
 def _gradient_at_one(function: Callable[[Tensor], Tensor]) -> float:

@@ -37,7 +37,7 @@ def default_store() -> Any:
 
 # --- FSDP -----------------------------------------------------------------------------------------
 
-# The modules of PyTorch's FSDP, in which classes of wrapped modules are.
+# The prefixes of the qualified names of PyTorch's FSDP classes.
 FSDP = ("torch.distributed.fsdp.", "torch.distributed._composable.")
 # The classes that `sharded_class` creates, without FSDP's own table.
 _sharded_classes: dict[type, type] = {}
@@ -86,7 +86,8 @@ def sharded_class(sharded: Any, cls: Any) -> Any:
 def is_distributed(module: torch.nn.Module) -> bool:
     """Returns whether `distribute_module` gave a module its hooks.
 
-    Without the private mark a plain tensor is refused by DTensor.
+    False for all modules if PyTorch no longer sets the private attribute. Their plain arguments are
+    then not converted to DTensors, and PyTorch raises an error for the mixture.
     """
     return "_distribute_module_applied" in module.__dict__
 
@@ -156,10 +157,14 @@ def waited(t: Tensor) -> Tensor:
 
 
 def rows_placed_by(module: torch.nn.Module) -> Any:
-    """Returns ``(mesh, placements, to_local)`` of `SequenceParallel`'s hooks.
+    """Returns the layout that `SequenceParallel`'s hooks give a module, or None.
 
-    They place the argument so, and return the output, as a plain tensor if ``to_local``. None if
-    the module has other hooks, and without the private names: the module is called, slower.
+    The pre-hook makes the argument a DTensor of the mesh and the placements. The other hook turns
+    the output into a plain tensor if ``to_local`` is true. None if the module has further hooks, or
+    PyTorch lacks the private names; the caller then calls the module, which is slower.
+
+    Returns:
+        ``(mesh, placements, to_local)``.
     """
     if not is_distributed(module) or has_own_backward_hooks(module):
         return None
