@@ -62,7 +62,7 @@ class Axes:
             leaves += self.leaves(self._parts[root]) if root in self._parts else (root,)
         return tuple(leaves)
 
-    def of(self, axes: Iterable[int]) -> Label:
+    def leaves_of(self, axes: Iterable[int]) -> Label:
         """Return the leaves of a value's axes, each once."""
         return tuple(dict.fromkeys(self.leaves(tuple(sorted(axes)))))
 

@@ -26,18 +26,23 @@ class Kernel:
         name: the name of its function.
         source: its source.
         arguments: in order.
-        group: the row axes of groups of rows, which are axis 1 of the grid; () without groups.
+        group: the row axes of groups of rows; () without groups. The rows of a group have the same
+            index along these axes, and share vectors: see `layouts.row_layout`. Axis 1 of the grid
+            is groups.
         tiled: whether axis 1 of the grid is tiles of columns.
         sums: the inputs whose gradients are sums over rows, with their parts, in the order of their
             slots.
-        written: the inputs whose gradients are written whole and are for the caller to sum.
-        moved: the dtypes of the whole tensors, or of parts of all rows, that it reads and writes.
-        moments: the numbers of each row that it writes for the next kernel.
-        live: the most live values of a tile at a time, with sums over rows and vectors.
-        divides: whether it divides the numbers of rows.
-        held: whether a program has PARTS tiles of columns side by side.
+        written: the inputs whose gradients it writes with all rows, although the inputs lack some
+            axes. The caller sums them over these axes.
+        moved: the dtypes of the tensors with all rows and columns that it reads and writes, one for
+            each load and store.
+        moments: how many statistics of each row it writes for the next kernel.
+        live: how many values along columns are live at a time, at most. Always live are vectors
+            that are loaded before the tiles, tiles for a later phase, and sums over rows.
+        divides: whether it divides the index of a row, to get its index along single axes.
+        held: whether a program holds its columns of a row at once, in PARTS adjacent tiles.
         shares: whether the programs along axis 1 of the grid may share the columns of rows.
-        read: the number of whole tensors, or parts of all rows, that it reads.
+        read: the number of loads of tensors with all rows and columns.
         reductions: the number of reductions of rows that depend on one another.
         drops: whether it draws random numbers.
         exchanged: the number of sums of a row that the programs sharing it exchange.

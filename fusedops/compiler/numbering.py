@@ -69,7 +69,7 @@ class Numbering:
 
     def of(self, axes: Iterable[int]) -> Label:
         """Return the axes of a value, each once."""
-        return tuple([self._numbers[axis] for axis in self._axes.of(axes)])
+        return tuple([self._numbers[axis] for axis in self._axes.leaves_of(axes)])
 
     def rolled(self, node: Node) -> list[int]:
         """Return the axes of a value without unrolled ones."""
@@ -105,7 +105,7 @@ class Numbering:
             self._append_new((*node.axes, *selected))
 
     def _append_new(self, axes: Iterable[int]) -> None:
-        self.order += without(self._axes.of(axes), self.order)
+        self.order += without(self._axes.leaves_of(axes), self.order)
 
 
 def _flat(labels: Sequence[Label]) -> Label:

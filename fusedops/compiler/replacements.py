@@ -58,8 +58,8 @@ class Replacements(TorchFunctionMode):
             if name in _OF_GRADIENTS and not _called_by_a_library(inspect.currentframe()):
                 self.recorder.mark_line()
                 raise NotRowwiseError(
-                    f"it reads {name} of a tensor, which is another in other calls; pass it as a "
-                    "number"
+                    f"it reads {name} of a tensor, which may change from call to call; pass it as "
+                    "a number"
                 )
         return func(*args, **kwargs)
 
@@ -67,14 +67,15 @@ class Replacements(TorchFunctionMode):
         """Refuse the loss, which reads values of a tensor in Python."""
         self.recorder.mark_line()
         raise NotRowwiseError(
-            "gaussian_nll_loss takes for Python whether a variance is negative; write "
+            "gaussian_nll_loss tests in Python whether a variance is negative; write "
             "0.5 * (var.log() + (x - y) ** 2 / var)"
         )
 
     def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
-        """Return rows of zeros and a one, for an index in range.
+        """Return rows of zeros and a one.
 
-        A kernel cannot raise, as PyTorch does for another index: its row is marked instead.
+        For an index out of range PyTorch raises an error, which a kernel cannot. The row is filled
+        with the marks of `where_within` instead.
         """
         from .lowering.common import where_within
 
@@ -86,7 +87,8 @@ class Replacements(TorchFunctionMode):
                 "one_hot takes the number of classes from the largest of them; pass num_classes"
             )
         recorder = self.recorder
-        # PyTorch's operators record zeros and ones; around their node comes that of the marks.
+        # These operators are traced too. Their node, of zeros and ones, becomes an argument of the
+        # node that selects between it and the marks.
         classes = torch.arange(num_classes, device=tensor.device)
         result = (tensor.unsqueeze(-1) == classes).long()
         value = recorder.value(result)

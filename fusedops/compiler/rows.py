@@ -226,7 +226,7 @@ class _Structuring:
         reduced = dict.fromkeys([node.attrs[0] for node in self._reducing()])
         last_labels = [value.labels[-1] for value in self.used if value.labels]
         for over, label in itertools.product(reduced, last_labels):
-            self._join(axes.of(over), axes.leaves(label))
+            self._join(axes.leaves_of(over), axes.leaves(label))
 
     def _reducing(self) -> list[Node]:
         """Return the nodes that reduce over a dimension."""
@@ -249,7 +249,7 @@ class _Structuring:
         if axes.size(one) != axes.size(other) or not set(one).isdisjoint(other):
             return
         for node in self.nodes:
-            present = set(axes.of(node.axes))
+            present = set(axes.leaves_of(node.axes))
             if not (present.isdisjoint(one) or present.isdisjoint(other)):
                 return
         axes.unify(one, other)

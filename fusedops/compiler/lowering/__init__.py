@@ -41,7 +41,7 @@ REFUSED: dict[str, str] = {
     ),
     **dict.fromkeys(
         ("_local_scalar_dense", "item", "is_nonzero", "nonzero"),
-        "it takes a tensor's value for Python, and no kernel can wait for that; "
+        "it reads a tensor's value in Python, before any kernel has computed it; "
         "`torch.where` can replace an `if`",
     ),
     **dict.fromkeys(
@@ -60,10 +60,10 @@ REFUSED: dict[str, str] = {
             "log_normal",
             "random",
         ),
-        "it draws random numbers; of these only dropout's are drawn again in a backward",
+        "it draws random numbers; a backward can repeat only those of dropout",
     ),
     "_is_all_true": (
-        "it takes for Python whether a condition holds everywhere, as distributions do to "
+        "it tests in Python whether a condition holds everywhere, as distributions do to "
         "validate their arguments; pass validate_args=False"
     ),
     "prod": "it is a reduction without a kernel; of positive numbers it is x.log().sum(-1).exp()",
@@ -89,7 +89,7 @@ REFUSED: dict[str, str] = {
     ),
     **dict.fromkeys(
         ("adaptive_max_pool2d", "adaptive_max_pool3d"),
-        "one of equal elements has the gradient; where these may share it, write x.amax((-2, -1))",
+        "only one of equal elements gets the gradient; if they may share it, use x.amax((-2, -1))",
     ),
     "unfold": "it reads each column several times; pass the slices as arguments of their own",
     **dict.fromkeys(

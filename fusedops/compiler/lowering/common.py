@@ -73,11 +73,11 @@ def _unified(r: Any, labels: list[Label]) -> Label:
 def picked(r: Any, x: Value, dim: int, index: Node) -> Node:
     """One element along a dimension, by its number."""
     label = x.labels[dim]
-    varies = set(r.axes.of(x.node.axes))
+    varies = set(r.axes.leaves_of(x.node.axes))
     leaves = set(r.axes.leaves(label))
     if leaves.isdisjoint(varies):  # all elements are the same
         return x.node
-    axes = (varies | set(r.axes.of(index.axes))) - leaves
+    axes = (varies | set(r.axes.leaves_of(index.axes))) - leaves
     return r.graph.make("pick", x.node, index, attrs=(label,), axes=axes, kind=x.node.kind)
 
 

@@ -1,4 +1,7 @@
-"""Reductions over rows, and operators that consist of them: variances, norms, softmax, losses."""
+"""Reductions over rows, and operators that consist of them: variances, norms, softmax, losses.
+
+Some graphs have a node ``instead(a, b)``: it has the value of ``a`` and the gradient of ``b``.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,17 @@ from .common import as_kind, differentiated, joined, lowers, picked, pointwise, 
 def reduced(
     r: Any, op: str, x: Value, dims: Any, keepdim: bool, kind: str
 ) -> tuple[Node, tuple[Label, ...], list[int]]:
-    """A reduction over dimensions: the node, the labels that are left, and the axes that are gone.
+    """A reduction over dimensions.
 
-    The axes are all of the reduced dimensions, also those along which the value does not vary. Over
-    these the node is not reduced: a sum has to be multiplied by their length, by `repeated`.
+    Only the axes along which the value varies are reduced. If the value is constant along one of
+    ``axes``, the caller multiplies a sum by its length: see `repeated`.
 
-    ``dims`` may be None or empty, for all dimensions.
+    Args:
+        dims: one or several dimensions; None or empty for all.
+    Returns:
+        node: the reduction, or the value itself if it is constant along all of ``axes``.
+        labels: those of the result's dimensions.
+        axes: those of the reduced dimensions.
     """
     over = _dims_over(dims, len(x.labels))
     axes = [axis for d in sorted(over) for axis in x.labels[d]]
@@ -32,8 +40,8 @@ def reduced(
             labels.append(label)
         elif keepdim:
             labels.append(())
-    varying = r.axes.of(node.axes)
-    reduced_axes = set(r.axes.of(axes))
+    varying = r.axes.leaves_of(node.axes)
+    reduced_axes = set(r.axes.leaves_of(axes))
     along = tuple([axis for axis in varying if axis in reduced_axes])
     if along:
         rest = frozenset(varying) - reduced_axes
@@ -51,7 +59,7 @@ def _dims_over(dims: Any, rank: int) -> set[int]:
 
 def length(r: Any, axes: Sequence[int]) -> int:
     """The number of elements along axes."""
-    return r.axes.size(r.axes.of(axes))
+    return r.axes.size(r.axes.leaves_of(axes))
 
 
 @lowers("sum")
@@ -62,7 +70,7 @@ def _sum(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False, **_
 
 def repeated(r: Any, x: Value, node: Node, axes: Sequence[int]) -> Node:
     """The sum ``node`` of ``x``, times the length of the axes along which ``x`` is constant."""
-    missing = set(r.axes.of(axes)) - set(r.axes.of(x.node.axes))
+    missing = set(r.axes.leaves_of(axes)) - set(r.axes.leaves_of(x.node.axes))
     if not missing:
         return node
     count = as_kind(r, r.graph.const(length(r, tuple(missing))), node.kind)
@@ -81,7 +89,7 @@ def averaged(r: Any, x: Value, total: Node, axes: Sequence[int]) -> Node:
     The other axes are left out of both sum and count: the mean of a constant is that constant,
     without a rounding.
     """
-    varied = set(r.axes.of(axes)).intersection(r.axes.of(x.node.axes))
+    varied = set(r.axes.leaves_of(axes)).intersection(r.axes.leaves_of(x.node.axes))
     node: Node = r.graph.binary("mul", total, r.graph.const(1.0 / length(r, tuple(varied))))
     return node
 
@@ -93,7 +101,8 @@ def _amax(r: Any, out: Any, x: Value, dim: Any = (), keepdim: bool = False) -> V
     node, labels, _axes = reduced(r, "amax", x, dim, keepdim, _ordered_kind(kind))
     is_reduced = node.op == "amax"
     if kind == "float" and not is_reduced:
-        # Equal elements, or a single one. The gradient of NaN is NaN, as in any other row.
+        # All elements are one value, which is its own maximum. If it is NaN, so is its gradient, as
+        # in a row that is reduced.
         is_nan = graph.make("isnan", node)
         factor = graph.where(is_nan, graph.const(math.nan), graph.const(1.0))
         node = differentiated(r, node, (node, factor))
@@ -201,7 +210,10 @@ def _max(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> 
 
 
 def _largest_along(r: Any, x: Value, dim: Any, keepdim: bool) -> tuple[Node, Any]:
-    """The largest element along a dimension, and its labels; one of equals has the gradient."""
+    """The largest element along a dimension, and its labels.
+
+    The first of equal elements gets the gradient.
+    """
     node, labels, _axes = reduced(r, "amax", x, dim, keepdim, _ordered_kind(x.node.kind))
     if node.op == "amax" and node is not x.node:
         node = r.graph.make("amax", *node.args, attrs=(*node.attrs, "first"), axes=node.axes)
@@ -210,19 +222,22 @@ def _largest_along(r: Any, x: Value, dim: Any, keepdim: bool) -> tuple[Node, Any
 
 # --- variances ------------------------------------------------------------------------------------
 
-# The most columns of a row that a program holds whole, so that another sum reads nothing again. A
-# longer row is read tile by tile, once more for each sum that depends on an earlier one. There the
-# sum that corrects the mean shares a pass with the sum of squares.
-_MOST_SUMMED_AGAIN = 16384
+# The most columns of a row for which the mean is corrected by a sum of its own. A program holds
+# such a row whole, so that another sum reads nothing again. A longer row is read tile by tile, once
+# more for each sum that depends on an earlier one. There one pass computes both the sum that
+# corrects the mean and the sum of squares.
+_LONGEST_WITH_OWN_CORRECTION = 16384
 
 
-# The variance of N equal numbers is zero, but their sum may be rounded:
+# The variance of N equal numbers is zero. But the sum of the numbers may be rounded, and then the
+# computed variance is not:
 #
-#   mean                        off by a rounding
-#   x - mean                    that error for each number, which a standard deviation shows
-#   mean + sum(x - mean) / N    the number itself
+#   mean                        has a rounding error
+#   x - mean                    is minus that error, and its size is the standard deviation
+#   mean + sum(x - mean) / N    is exact: the corrected mean
 #
-# The variance of a norm, to which an epsilon is added, takes the first mean.
+# A norm adds an epsilon to its variance. The error is negligible beside it, so that its mean is not
+# corrected.
 
 
 def variance(
@@ -230,8 +245,7 @@ def variance(
 ) -> tuple[Node, Node, tuple[Label, ...]]:
     """The variance over dimensions, and the mean, with the labels that are left.
 
-    ``exact`` is for the mean of equal numbers to be that number, so that their deviation is zero,
-    by one more sum.
+    ``exact`` corrects the mean by one more sum, so that the variance of equal numbers is zero.
     """
     graph = r.graph
 
@@ -240,16 +254,19 @@ def variance(
         return reduced(r, "sum", value, dim, keepdim, "float")[0]
 
     def about(centre: Node) -> tuple[Node, Node]:
-        """Differences from a number of each row, and the sum of their squares."""
+        """The differences from ``centre``, a number of each row, and the sum of their squares."""
         # The derivative of sum((x - c)**2) by c is -2 sum(x - c), which is zero at the mean. As a
         # constant, the centre adds exactly zero to the gradient, and no rounding error of that sum.
         centre = graph.make("constant_to_gradients", centre)
-        left = graph.binary("sub", as_kind(r, x.node, "float"), centre)
-        square = Value(graph.binary("mul", left, left), x.labels, x.dtype)
-        return left, repeated(r, square, summed(square.node), axes)
+        difference = graph.binary("sub", as_kind(r, x.node, "float"), centre)
+        square = Value(graph.binary("mul", difference, difference), x.labels, x.dtype)
+        return difference, repeated(r, square, summed(square.node), axes)
 
     def corrected(mean: Node, step: Node) -> Node:
-        """The mean plus a correction; an infinite mean stays, whose correction is NaN."""
+        """The mean plus a correction, with the gradient of the mean alone.
+
+        An infinite mean, whose correction is NaN, is not corrected.
+        """
         total = graph.binary("add", mean, step)
         total = graph.where(graph.make("isnan", total), mean, total)
         return graph.make("instead", total, mean)  # type: ignore[no-any-return]
@@ -259,23 +276,26 @@ def variance(
     mean = averaged(r, x, total, axes)
     # Sums of equal numbers are exact where their count is a power of two.
     is_inexact = bool(exact and count & (count - 1))
-    if is_inexact and count <= _MOST_SUMMED_AGAIN:
+    if is_inexact and count <= _LONGEST_WITH_OWN_CORRECTION:
         deviations = graph.binary("sub", as_kind(r, x.node, "float"), mean)
-        rest = repeated(r, x, summed(deviations), axes)
-        mean = corrected(mean, graph.binary("mul", rest, graph.const(1.0 / count)))
+        deviation_sum = repeated(r, x, summed(deviations), axes)
+        mean = corrected(mean, graph.binary("mul", deviation_sum, graph.const(1.0 / count)))
 
     differences, squares = about(mean)
-    if is_inexact and count > _MOST_SUMMED_AGAIN:
-        # One pass computes both sums about the uncorrected mean m, d = x - m:
+    if is_inexact and count > _LONGEST_WITH_OWN_CORRECTION:
+        # One pass sums the differences d = x - m from the uncorrected mean m, and their squares:
         #
-        #   step                  sum(d) / N                  the corrected mean is m + step
-        #   sum((d - step)**2)    sum(d**2) - sum(d) * step   not below zero but for a rounding
-        rest = repeated(r, x, summed(differences), axes)
-        step = graph.binary("mul", rest, graph.const(1.0 / count))
+        #   step = sum(d) / N             the corrected mean is m + step
+        #   sum(d**2) - sum(d) * step     equals sum((d - step)**2), the sum about that mean
+        #
+        # A rounding error may make the last difference negative, so zero is its least value.
+        deviation_sum = repeated(r, x, summed(differences), axes)
+        step = graph.binary("mul", deviation_sum, graph.const(1.0 / count))
         mean = corrected(mean, step)
-        less = graph.binary("sub", squares, graph.binary("mul", rest, step))
-        less = graph.where(graph.make("lt", less, graph.const(0.0)), graph.const(0.0), less)
-        squares = graph.make("instead", less, about(mean)[1])
+        shifted = graph.binary("sub", squares, graph.binary("mul", deviation_sum, step))
+        is_negative = graph.make("lt", shifted, graph.const(0.0))
+        shifted = graph.where(is_negative, graph.const(0.0), shifted)
+        squares = graph.make("instead", shifted, about(mean)[1])
     divisor = count - (1 if correction is None else correction)
     factor = graph.const(1.0 / divisor if divisor > 0 else math.inf)
     return graph.binary("mul", squares, factor), mean, labels
@@ -320,10 +340,10 @@ def _var_mean(
 
 
 def _shared_evenly(r: Any, x: Value, largest: Node, dim: Any, keepdim: bool) -> Node:
-    """The largest element of a row, whose gradient all elements share that equal it.
+    """The largest element of a row; all elements that equal it share its gradient.
 
-    Where it is NaN, the elements that are NaN share the gradient. The value is ``largest``; its
-    gradient is that of the mean of the elements that equal it, ``sum(x * one) / sum(one)``.
+    If it is NaN, the elements that are NaN share the gradient. The value is ``largest``. The
+    gradient is that of the mean of the elements that equal it: ``sum(x * one) / sum(one)``.
     """
     graph = r.graph
     if largest.op != "amax":
@@ -360,7 +380,10 @@ def _vector_norm(
 
 
 def _norm_by_extremum(r: Any, out: Any, x: Value, order: float, dim: Any, keepdim: bool) -> Value:
-    """The largest size, or, for minus infinity, the smallest as the largest of the negated."""
+    """The largest absolute value, or the smallest for the order minus infinity.
+
+    The smallest is computed as the largest of the negated values.
+    """
     is_smallest = order < 0
     node = r.graph.unary("abs", x.node)
     if is_smallest:
@@ -374,10 +397,10 @@ def _norm_by_extremum(r: Any, out: Any, x: Value, order: float, dim: Any, keepdi
 
 
 def _root_of_norm(r: Any, squares: Node) -> Node:
-    """The root of a sum of squares; a norm of zero has no gradient.
+    """The root of a sum of squares; a norm of zero has a gradient of zero.
 
-    The gradient is multiplied by a slope of zero there. If the output's gradient is NaN, that is
-    NaN, as in PyTorch's norm; the rule of ``root`` selects zero instead, as in PyTorch's `std`.
+    That gradient is the output's times zero, so that it is NaN if the output's is, as in PyTorch's
+    norm. The derivative of the op ``root`` selects zero instead, as in PyTorch's `std`.
     """
     graph = r.graph
     norm = r.graph.make("root", squares)
@@ -388,7 +411,7 @@ def _root_of_norm(r: Any, squares: Node) -> Node:
 
 
 def _norm_of_order(r: Any, out: Any, x: Value, order: float, dim: Any, keepdim: bool) -> Value:
-    """A root of a sum of powers; zeros have no gradient, nor has a norm of zero."""
+    """A root of a sum of powers; an element of zero, and a norm of zero, have zero gradients."""
     graph = r.graph
     a = x.node
     zero = graph.const(0.0)
@@ -404,24 +427,24 @@ def _norm_of_order(r: Any, out: Any, x: Value, order: float, dim: Any, keepdim: 
 
     def rooted(total: Node) -> Node:
         norm = power(total, 1.0 / order)
-        steep = graph.binary("mul", power(norm, 1.0 - order), graph.const(1.0 / order))
-        steep = graph.where(graph.make("eq", norm, zero), zero, steep)
-        return differentiated(r, norm, (total, steep))
+        by_total = graph.binary("mul", power(norm, 1.0 - order), graph.const(1.0 / order))
+        by_total = graph.where(graph.make("eq", norm, zero), zero, by_total)
+        return differentiated(r, norm, (total, by_total))
 
     if order == 0:  # the number of elements that are not zero
         return Value(*summed(graph.where(is_zero, zero, graph.const(1.0))), out.dtype)
-    size = graph.unary("abs", a)
-    slope = graph.binary("mul", graph.unary("sign", a), power(size, order - 1.0))
-    slope = graph.where(is_zero, zero, graph.binary("mul", slope, graph.const(order)))
-    total, labels = summed(differentiated(r, power(size, order), (a, slope)))
+    absolute = graph.unary("abs", a)
+    by_element = graph.binary("mul", graph.unary("sign", a), power(absolute, order - 1.0))
+    by_element = graph.where(is_zero, zero, graph.binary("mul", by_element, graph.const(order)))
+    total, labels = summed(differentiated(r, power(absolute, order), (a, by_element)))
     if order < 1:
         return Value(rooted(total), labels, out.dtype)
-    # As in PyTorch, a selection: a norm of zero has a gradient of zero, also where the output's
-    # gradient is NaN. The root is of one there: a root of zero has an infinite derivative, which a
-    # second derivative would multiply by zero.
-    is_nothing = graph.make("eq", total, zero)
-    norm = rooted(graph.where(is_nothing, graph.const(1.0), total))
-    return Value(graph.where(is_nothing, zero, norm), labels, out.dtype)
+    # A norm of zero is selected by `where`, as in PyTorch: its gradient is then zero even if the
+    # output's is NaN. `rooted` gets one instead of zero there. For the derivative at zero is
+    # infinite, and a second derivative would multiply it by zero, which is NaN.
+    is_zero_norm = graph.make("eq", total, zero)
+    norm = rooted(graph.where(is_zero_norm, graph.const(1.0), total))
+    return Value(graph.where(is_zero_norm, zero, norm), labels, out.dtype)
 
 
 # --- softmax and losses ---------------------------------------------------------------------------
@@ -489,7 +512,8 @@ def _logsumexp(r: Any, out: Any, x: Value, dim: Any, keepdim: bool = False) -> V
     infinite = graph.make("eq", graph.unary("abs", largest), graph.const(math.inf))
     logarithm = graph.binary("add", graph.unary("log", total), largest)
     result = graph.where(infinite, largest, logarithm)
-    # Beside an infinite element the others have no gradient.
+    # The gradient is that of log(total): total / c with the constant c = total. In a row with an
+    # infinite maximum c is one, as total is NaN: the finite elements then have a gradient of zero.
     divisor = graph.where(infinite, graph.const(1.0), total)
     divisor = graph.make("constant_to_gradients", divisor)
     gradient = graph.binary("div", total, divisor)

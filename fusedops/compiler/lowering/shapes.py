@@ -175,7 +175,7 @@ def _part(
 
 
 def _select_node(r: Any, node: Node, axis: Label, position: int) -> Node:
-    leaves = r.axes.of(node.axes)
+    leaves = r.axes.leaves_of(node.axes)
     rest = frozenset(leaves) - set(axis)
     if len(rest) == len(leaves):  # all its parts are the same
         return node
@@ -361,7 +361,7 @@ def _varying(r: Any, nodes: Sequence[Node]) -> frozenset[int]:
     axes: frozenset[int] = frozenset()
     for node in nodes:
         axes |= node.axes
-    return frozenset(r.axes.of(axes))
+    return frozenset(r.axes.leaves_of(axes))
 
 
 # Operators that a part of a row goes through before it is put back, as in a rotary embedding.
