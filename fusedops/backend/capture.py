@@ -527,7 +527,7 @@ class _Capture(fx.Interpreter):
         """
         if not _accepts_groups(query, key, value):
             return None
-        keys, values = self.repeats.once(key), self.repeats.once(value)
+        keys, values = self.repeats.unrepeated(key), self.repeats.unrepeated(value)
         if keys is None or values is None:
             return None
         return (keys, values) if keys.shape[1] == values.shape[1] else None

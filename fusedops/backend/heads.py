@@ -59,7 +59,7 @@ class Repeats:
             self._calls[id(result)] = _Call(result, name, source, versions)
         return result
 
-    def once(self, heads: Tensor) -> Tensor | None:
+    def unrepeated(self, heads: Tensor) -> Tensor | None:
         """The heads before their repetition, if each is repeated next to itself; else None.
 
         Args:
@@ -107,7 +107,7 @@ def _may_repeat(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
     """Whether a call may repeat each head next to itself."""
     if name != "repeat_interleave":
         return name in _REPEATING
-    # A tensor may repeat each head another time.
+    # A tensor of counts may repeat one head more often than another.
     repeats = args[1] if len(args) > 1 else kwargs.get("repeats")
     return isinstance(repeats, int)
 

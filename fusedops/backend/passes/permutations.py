@@ -1,8 +1,12 @@
-"""Indices that are permutations, as in a mixture of experts: their gradients put the rows back.
+"""Gradients of rows that are indexed by a permutation, as in a mixture of experts.
 
 An index may name a row more than once. PyTorch therefore compiles its gradient to atomic additions,
-in any order. The indices from a sort name each row once. If each token goes to k experts, a model
-sorts k entries per token: entry i is of token i // k, and the index names each row k times.
+in any order. The indices from a sort are a permutation ``order``, and name each row once. So the
+gradient is ``grad`` indexed by the inverse permutation.
+
+If each token goes to k experts, a model sorts k entries per token, and the entries i * k to
+i * k + k - 1 belong to token i. The rows of tokens are then indexed by ``order // k``, which names
+each row k times.
 
     forward     rows[order]                     rows[order // k]
     backward    grad[inverse of order]          the same, and a sum over each k adjacent rows
@@ -41,14 +45,14 @@ def put_rows_back(rewrite: Rewrite) -> None:
     nodes = list(filter(rewrite.needs.__contains__, filter(_is_index, rewrite.graph.nodes)))
     changed = changed_in(rewrite.graph) if nodes else []
     for node in nodes:
-        order, each = _order_of(node)
-        sources = _permutation(order)
+        order, repeats = _order_of(node)
+        sources = _permutation_sources(order)
         # An index that something writes into may be another by the time of the backward.
         read = tensors_of([*sources, *node.all_input_nodes[1:]])
         if not sources or overlap(read, changed):
             continue
         node.target = torch.ops.fusedops.rows_in_order.default
-        node.args = (node.args[0], order, each)
+        node.args = (node.args[0], order, repeats)
         note_change(node, "rows in the order of a sort, whose gradients are put back")
 
 
@@ -58,13 +62,13 @@ def _is_index(node: fx.Node) -> bool:
 
 
 def _order_of(node: fx.Node) -> tuple[fx.Node | None, int]:
-    """The node that may be a permutation, and ``each``: how often the index names every row.
+    """The node that may be a permutation, and ``repeats``: how often the index names every row.
 
-    The index is ``order``, or ``order // each``. None and 1 for any other index.
+    The index is ``order``, or ``order // repeats``. None and 1 for any other index.
     """
-    order, each = _divided(node.args[1])
-    if _runs_kernels(node.args[0]) and _names_rows(order, each, node.args[0]):
-        return order, each
+    order, repeats = _divided(node.args[1])
+    if _runs_kernels(node.args[0]) and _names_rows(order, repeats, node.args[0]):
+        return order, repeats
     return None, 1
 
 
@@ -76,16 +80,16 @@ def _runs_kernels(node: Any) -> bool:
     return launch.runs_kernels(rows.device.type)
 
 
-def _names_rows(order: Any, each: Any, rows: Any) -> bool:
-    """Whether ``order`` has ``each`` elements for every row, so that it may be a permutation."""
-    if not isinstance(order, fx.Node) or type(each) is not int:
+def _names_rows(order: Any, repeats: Any, rows: Any) -> bool:
+    """Whether ``order`` has ``repeats`` elements for every row, so that it may be a permutation."""
+    if not isinstance(order, fx.Node) or type(repeats) is not int:
         return False
     count = value_of(rows).shape[0]
     lengths = value_of(order).shape
     # To compare a symbolic length would add a guard, and make the dimension constant.
-    if each < 1 or not are_numbers((*lengths, count)):
+    if repeats < 1 or not are_numbers((*lengths, count)):
         return False
-    return tuple(lengths) == (count * each,)
+    return tuple(lengths) == (count * repeats,)
 
 
 def _divided(indices: Any) -> tuple[Any, Any]:
@@ -93,24 +97,25 @@ def _divided(indices: Any) -> tuple[Any, Any]:
     if len(indices) != 1:
         return None, 1
     order = indices[0]
-    # An index has integers: `div` rounds here, and both ways of rounding are `//` of numbers >= 0.
+    # An index has integers, so that a `div` has a rounding mode. Both modes, "trunc" and "floor",
+    # are `//` for numbers >= 0.
     if not isinstance(order, fx.Node) or name_of(order) not in ("floor_divide", "div"):
         return order, 1
     dividend, divisor = cast("Any", order.args[:2])
     return dividend, divisor
 
 
-def _permutation(node: Any) -> list[fx.Node]:
-    """The nodes from which a permutation of 0, 1, 2, … is computed.
+def _permutation_sources(node: Any) -> list[fx.Node]:
+    """The nodes from which ``node`` is computed, if it is a permutation of an arange.
 
-    Empty if the node may be something else.
+    Empty if it may be something else.
     """
     size = _vector_size(node)
     if size is None:
         return []
     if _is_permutation(node, size):
         return [node]
-    return _inverted(node, size)
+    return _written_permutation_sources(node, size)
 
 
 def _is_permutation(node: fx.Node, size: int) -> bool:
@@ -123,18 +128,18 @@ def _is_permutation(node: fx.Node, size: int) -> bool:
     return False
 
 
-def _inverted(node: fx.Node, size: int) -> list[fx.Node]:
-    """The nodes from which ``out`` is computed in ``out[positions] = values``.
+def _written_permutation_sources(node: fx.Node, size: int) -> list[fx.Node]:
+    """The nodes from which ``node`` is computed, if it is ``out`` in ``out[positions] = values``.
 
-    With permutations as positions and values it is a permutation too: the inverse of the positions,
-    for example, where the values are 0, 1, 2, … Empty if the node is something else.
+    If positions and values are permutations, so is ``out``. If the values are 0, 1, 2, …, it is the
+    inverse of the positions. Empty if the node is something else.
 
     Args:
-        node: may be the operator that writes.
-        size: the number of elements of ``out``.
+        node: a vector of int64.
+        size: its number of elements.
     """
     parts = _written_parts(node)
-    sources = list(map(_permutation, parts))
+    sources = list(map(_permutation_sources, parts))
     if len(parts) != 2 or not all(sources):
         return []
     # With fewer positions than elements, some would keep their values from before.
@@ -167,12 +172,12 @@ def _vector_size(node: Any) -> int | None:
 # --- the operator ---------------------------------------------------------------------------------
 
 
-def _rows_in_order(rows: Tensor, order: Tensor, each: int) -> Tensor:
-    return rows[order if each == 1 else order // each]
+def _rows_in_order(rows: Tensor, order: Tensor, repeats: int) -> Tensor:
+    return rows[order if repeats == 1 else order // repeats]
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    _, order, ctx.each = inputs
+    _, order, ctx.repeats = inputs
     ctx.save_for_backward(order)
 
 
@@ -185,14 +190,14 @@ def _derivative(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     inverse = torch.zeros_like(order)
     inverse = inverse.scatter(0, order, torch.arange(order.shape[0], device=order.device))
     rows = grad[inverse]
-    if ctx.each != 1:
+    if ctx.repeats != 1:
         # The results of one row are now adjacent.
-        rows = rows.unflatten(0, (-1, ctx.each)).sum(1)
+        rows = rows.unflatten(0, (-1, ctx.repeats)).sum(1)
     return rows, None, None
 
 
 _LIBRARY = torch.library.Library("fusedops", "FRAGMENT")
-_LIBRARY.define("rows_in_order(Tensor rows, Tensor order, int each) -> Tensor")
+_LIBRARY.define("rows_in_order(Tensor rows, Tensor order, int repeats) -> Tensor")
 implement(_LIBRARY, "rows_in_order", _rows_in_order, _rows_in_order, decomposed=True)
 torch.library.register_autograd(
     "fusedops::rows_in_order", _derivative, setup_context=_setup, lib=_LIBRARY
