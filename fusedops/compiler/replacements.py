@@ -134,10 +134,10 @@ class Replacements(TorchFunctionMode):
         if inplace:
             raise NotRowwiseError("dropout in place")
         is_training = training if train is None else train  # `torch.dropout` calls it ``train``
-        if not is_training or p == 0.0:
-            return input
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        if not is_training or p == 0.0:
+            return input
         value = recorder.value(input)
         number = len(recorder.traced.drops)
         recorder.traced.drops.append(float(p))

@@ -348,6 +348,19 @@ def test_integers_in_long_rows() -> None:
         assert got.dtype == want.dtype and torch.equal(got, want)
 
 
+@kernels
+def test_smallest_of_the_least_integer() -> None:
+    """It has no negative."""
+    i = torch.arange(80, device=DEVICE).view(2, 40)
+    i[:, 3] = torch.iinfo(torch.int64).min
+
+    def function(i: Tensor) -> tuple[Tensor, ...]:
+        return i.amin(-1), i.argmin(-1), *i.min(-1)
+
+    for got, want in zip(fusedops.rowwise(function, strict=True)(i), function(i), strict=True):
+        assert torch.equal(got, want)
+
+
 # --- how rows are held ----------------------------------------------------------------------------
 
 

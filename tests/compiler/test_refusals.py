@@ -630,10 +630,10 @@ def test_devices_that_differ(meta_first: bool) -> None:
 
 
 @kernels
-@pytest.mark.parametrize("p", [-0.1, 1.5])
-def test_probability_out_of_range(p: float) -> None:
+@pytest.mark.parametrize(("p", "training"), [(-0.1, True), (1.5, False)])
+def test_probability_out_of_range(p: float, training: bool) -> None:
     with pytest.raises(ValueError, match="between 0 and 1"):
-        fusedops.rowwise(lambda x: F.dropout(x, p), strict=True)(randn(5, 24))
+        fusedops.rowwise(lambda x: F.dropout(x, p, training), strict=True)(randn(5, 24))
 
 
 @kernels

@@ -118,9 +118,9 @@ def _ordered_kind(kind: str) -> str:
 def _amin(r: Any, out: Any, x: Value, dim: Any = (), keepdim: bool = False) -> Value:
     kind = kind_of(out.dtype)
     inner = _ordered_kind(kind)
-    negated = r.graph.unary("neg", as_kind(r, x.node, inner))
-    largest = _amax(r, out, Value(negated, x.labels, x.dtype), dim, keepdim)
-    smallest = r.graph.unary("neg", as_kind(r, largest.node, inner))
+    opposite = _opposite(r, as_kind(r, x.node, inner))
+    largest = _amax(r, out, Value(opposite, x.labels, x.dtype), dim, keepdim)
+    smallest = _opposite(r, as_kind(r, largest.node, inner))
     return Value(as_kind(r, smallest, kind), largest.labels, out.dtype)
 
 
@@ -169,14 +169,24 @@ def _argmax(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) 
     return Value(graph.unary("neg", first), labels, out.dtype)
 
 
-def _negated(r: Any, x: Value) -> Value:
+def _opposite(r: Any, node: Node) -> Node:
+    """The value in the opposite order: negated, and of an integer its complement.
+
+    The least integer has no negative, but a complement, ``-1 - x``.
+    """
+    if node.kind == "float":
+        return r.graph.unary("neg", node)
+    return r.graph.binary("sub", r.graph.const(-1), node)
+
+
+def _in_opposite_order(r: Any, x: Value) -> Value:
     kind = "float" if x.node.kind == "float" else "int"
-    return Value(r.graph.unary("neg", as_kind(r, x.node, kind)), x.labels, x.dtype)
+    return Value(_opposite(r, as_kind(r, x.node, kind)), x.labels, x.dtype)
 
 
 @lowers("argmin")
 def _argmin(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> Value:
-    return _argmax(r, out, _negated(r, x), dim, keepdim)
+    return _argmax(r, out, _in_opposite_order(r, x), dim, keepdim)
 
 
 @lowers("min")
@@ -184,14 +194,14 @@ def _min(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) -> 
     if isinstance(dim, Value):  # of two tensors
         return pointwise(r, out, lambda a, b: r.graph.binary("minimum", a, b), x, dim)
     if dim is None:
-        largest = _max(r, out, _negated(r, x))
-        return Value(r.graph.unary("neg", largest.node), largest.labels, out.dtype)
+        largest = _max(r, out, _in_opposite_order(r, x))
+        return Value(_opposite(r, largest.node), largest.labels, out.dtype)
     kind = kind_of(out[0].dtype)
     ordered = Value(as_kind(r, x.node, _ordered_kind(kind)), x.labels, x.dtype)
-    negated = _negated(r, ordered)
-    node, labels = _largest_along(r, negated, dim, keepdim)
-    values = Value(as_kind(r, r.graph.unary("neg", node), kind), labels, out[0].dtype)
-    return [values, _argmax(r, out[1], negated, dim, keepdim)]
+    opposite = _in_opposite_order(r, ordered)
+    node, labels = _largest_along(r, opposite, dim, keepdim)
+    values = Value(as_kind(r, _opposite(r, node), kind), labels, out[0].dtype)
+    return [values, _argmax(r, out[1], opposite, dim, keepdim)]
 
 
 @lowers("max")
