@@ -250,7 +250,10 @@ class Emitter:
         return any(inner.op == "input" for inner in reachable([node]))
 
     def _held_vector(self, node: Node) -> str:
-        """Return a vector's tile, whose tiles are computed before all rows."""
+        """Return a vector's tile, whose tiles are computed before all rows.
+
+        A wide program loads a parameter again for each row: see `phases._HOLDS`.
+        """
         if node not in self.tiles:
             outer = self.body, self.tuples, self._take_wide()
             self.body, self.tuples = self.vectors, self.vector_tuples
@@ -259,7 +262,10 @@ class Emitter:
             self._vector_names = self._take_wide()
             self.body, self.tuples, names = outer
             self._put(names)
-        return f"{self.tiles[node]}[part]"
+        held = f"{self.tiles[node]}[part]"
+        if self.flat or node.op != "input":
+            return held
+        return f"{held} if HOLDS else {self._computed(node)}"
 
     def _carried_tile(self, node: Node, text: str) -> str:
         """Return a tile that a phase loads and a later one reads, in its dtype in memory.

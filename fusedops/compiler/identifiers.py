@@ -64,6 +64,8 @@ _RESERVED = {
     "EXACT",
     "EARLY",
     "EXCHANGE",
+    "HOLDS",
+    "SUMS",
     "COLUMNS",
     "WORDS",
     "M",

@@ -205,6 +205,10 @@ _PROGRAM = (
     "    N // BLOCK_N if COLUMNS == 1 else PARTS if COLUMNS * PARTS * BLOCK_N == N else 0",
     ")",
 )
+# Beside two sums of each of more columns, registers do not hold vectors for all rows. Parameters
+# are loaded again for each row. On an H200 in bf16, LayerNorm of 11008 columns, forward and
+# backward: 116.8 to 95.5 us, where programs shared rows before. Narrower rows only load more.
+_HOLDS = "HOLDS: tl.constexpr = SUMS < 2 or PARTS * BLOCK_N <= 8192"
 # Rows go from the last to the first: the cache still holds those that were written last.
 _STEPS = (
     "tiles = tl.cdiv(M, ROWS).to(tl.int32)",
@@ -249,6 +253,8 @@ def held_body(
     tile = _emit_tile(emitter, phases, stores, totals, results)
     body = ["first = 0" if emitter.grouped else "first = tl.program_id(1) * (PARTS * BLOCK_N)"]
     body += _PROGRAM
+    if not emitter.flat:
+        body += [f"SUMS: tl.constexpr = {len(sums)}", _HOLDS]
     if emitter.grouped:
         body += GROUP_LINES
     body += emitter.invariant

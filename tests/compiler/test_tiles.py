@@ -19,6 +19,7 @@ import fusedops
 from fusedops.core.configs.tuning import forced
 from fusedops.core.configs.tuning_key import Config
 from fusedops.core.launches import launch
+from fusedops.norms.operator import NORM
 from support import DEVICE, INTERPRETED
 from waiting_programs import found_at_once
 
@@ -33,6 +34,14 @@ _WHOLE = Config(128, 2, 1, 2, 1, parts=8)
 def _layer_norm(x: Tensor, weight: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
     """Two sums, and a second output, whose gradient is read after the exchange."""
     return F.layer_norm(x, x.shape[-1:], 1 + weight, shift), x * 2
+
+
+def _plain_layer_norm(x: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, shift)
+
+
+def _layer_norm_by_hand(x: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
+    return fusedops.layer_norm(x, x.shape[-1:], weight, shift)
 
 
 def _polynomial_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -79,8 +88,8 @@ def _own_names(
     return F.rms_norm(sum, sum.shape[-1:], INDEX, 1e-6) + PERSISTENT
 
 
-def _shapes(function: Callable[..., Any]) -> tuple[tuple[int, ...], ...]:
-    row, vector = (_ROWS, _COLS), (_COLS,)
+def _shapes(function: Callable[..., Any], cols: int) -> tuple[tuple[int, ...], ...]:
+    row, vector = (_ROWS, cols), (cols,)
     return {
         _layer_norm: (row, vector, vector),
         _polynomial_norm: (row, vector),
@@ -88,15 +97,17 @@ def _shapes(function: Callable[..., Any]) -> tuple[tuple[int, ...], ...]:
         _gate: (row, row, vector),
         _own_names: (row, row, row, vector, vector, vector),
         _dynamic_tanh: (row, (1,), vector),
-        _rotated: ((_ROWS, 2 * _COLS), vector, vector, (2 * _COLS,)),
+        _rotated: ((_ROWS, 2 * cols), vector, vector, (2 * cols,)),
+        _plain_layer_norm: (row, vector, vector),
+        _layer_norm_by_hand: (row, vector, vector),
     }[function]
 
 
-def _check(function: Callable[..., Any]) -> None:
+def _check(function: Callable[..., Any], cols: int = _COLS) -> None:
     generator = torch.Generator().manual_seed(3)
     exact = [
         torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-        for shape in _shapes(function)
+        for shape in _shapes(function, cols)
     ]
     tensors = [t.detach().float().to(DEVICE).requires_grad_() for t in exact]
     for t, reference in zip(tensors, exact, strict=True):
@@ -114,6 +125,8 @@ def _check(function: Callable[..., Any]) -> None:
 
 
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    if function is _layer_norm_by_hand:
+        return function
     return fusedops.rowwise(function, strict=True)
 
 
@@ -196,3 +209,16 @@ def test_a_backward_without_sums_over_rows_has_a_program_for_each_tile(
     ):
         fusedops.rowwise(lambda x: torch.softmax(x, -1), strict=True)(x).sum().backward()
     assert grids == [rows, rows]
+
+
+@pytest.mark.parametrize(
+    ("function", "kernel"),
+    [(_plain_layer_norm, "rowwise_backward"), (_layer_norm_by_hand, "norm_backward")],
+)
+def test_wide_programs_load_parameters_again(
+    function: Callable[..., Any], kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hold two sums of each of more than 8192 columns, and no parameters."""
+    monkeypatch.setattr(NORM, "native_elements", 0)
+    with forced(kernel, Config(1024, 1, 4, 1, 1, parts=9)):
+        _check(function, 8200)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ...core.device import keep_scale, load_row_vector, load_seed, rows_of
 from ...core.exchange import collect_sums, post_sums, sums_of_both
-from .tiles import _inside, _load_sum, _vectors
+from .tiles import _inside, _load_sum, _vector_part, _vectors
 
 
 # The gradients, with ``hat`` the normalised row and means over columns:
@@ -284,6 +284,8 @@ def norm_backward_kernel(
         N // BLOCK_N if columns == 1 else PARTS if columns * PARTS * BLOCK_N == N else 0
     )
     first_col = tl.program_id(0) * (PARTS * BLOCK_N)
+    # Beside two sums of each of more columns, registers do not hold parameters for all rows.
+    HOLDS: tl.constexpr = slots < 2 or PARTS * BLOCK_N <= 8192
     ws = _vectors(weight, first_col, WEIGHT_OFFSET, ACC, N, BLOCK_N, PARTS)
     bs = _vectors(ln_bias, first_col, 0.0, ACC, N, BLOCK_N, PARTS)
     dbias_sums = _zeros(dbias, BLOCK_N, PARTS, ACC)
@@ -392,8 +394,10 @@ def norm_backward_kernel(
         if normalizes:
             if EXCHANGE != "read":
                 for part in tl.static_range(PARTS):
-                    w = ws[part] if weight is not None else None
-                    b = bs[part] if ln_bias is not None else None
+                    w = _vector_part(
+                        weight, ws, part, first_col, WEIGHT_OFFSET, ACC, N, BLOCK_N, HOLDS
+                    )
+                    b = _vector_part(ln_bias, bs, part, first_col, 0.0, ACC, N, BLOCK_N, HOLDS)
                     dz = gradients[part].to(ACC)
                     if weight is not None:
                         dz *= w
@@ -443,8 +447,10 @@ def norm_backward_kernel(
                 if dy is not None:
                     dz = gradients[part].to(ACC)
                     if normalizes:
-                        w = ws[part] if weight is not None else None
-                        b = bs[part] if ln_bias is not None else None
+                        w = _vector_part(
+                            weight, ws, part, first_col, WEIGHT_OFFSET, ACC, N, BLOCK_N, HOLDS
+                        )
+                        b = _vector_part(ln_bias, bs, part, first_col, 0.0, ACC, N, BLOCK_N, HOLDS)
                         hat = _hat_of(rest[part], mean, rstd, w, b, KIND, SAVED, ACC)
                         # A sum is one row of columns, not a tile: it stays in registers over all
                         # steps.

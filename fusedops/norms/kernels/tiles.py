@@ -42,6 +42,28 @@ def _vectors(
     return parts
 
 
+@triton.jit
+def _vector_part(
+    vector,
+    parts,
+    part: tl.constexpr,
+    first_col,
+    OFFSET: tl.constexpr,
+    ACC: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HOLDS: tl.constexpr,
+):
+    """A part of a parameter: one of those that are held, or loaded again for each row."""
+    if vector is not None:
+        if HOLDS:
+            value = parts[part]
+        else:
+            cols = first_col + part * BLOCK_N + tl.arange(0, BLOCK_N)
+            value = _load_weight(vector, cols, N, OFFSET, ACC)
+        return value
+
+
 # The operations are those of ``dropout(x + bias) + residual``, without a rounding in between. To
 # drop is to multiply by 0: a dropped NaN stays NaN, as in `F.dropout`. Lanes beyond the last column
 # are 0 in all operands, so that they add nothing to a sum over columns.
