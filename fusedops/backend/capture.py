@@ -67,7 +67,7 @@ from .report import note_change
 
 __all__ = ["WITHOUT_EFFECT", "NotCapturedError", "captured", "copy_metadata"]
 
-Inner = Callable[[fx.GraphModule], fx.GraphModule]
+RewriteBody = Callable[[fx.GraphModule], fx.GraphModule]
 
 # Functions of other libraries without an effect that a graph would have to repeat.
 WITHOUT_EFFECT = frozenset(
@@ -102,27 +102,29 @@ _CHANGES_DERIVATIVE = frozenset({"detach_", "requires_grad_", "register_hook", "
 _WIDEST_HEADS = 256
 
 
-def captured(gm: fx.GraphModule, inputs: Sequence[Any], inner: Inner) -> fx.GraphModule:
+def captured(
+    gm: fx.GraphModule, inputs: Sequence[Any], rewrite_body: RewriteBody
+) -> fx.GraphModule:
     """The graph in aten operators, with the same inputs and outputs.
 
-    Placeholders have a mark whether they require a gradient, ``meta["requires_grad"]``.
+    ``meta["requires_grad"]`` of a placeholder is whether it requires a gradient.
 
     Args:
         gm: Dynamo's graph.
         inputs: its inputs, real or fake.
-        inner: is applied to the captured bodies of checkpointed parts.
+        rewrite_body: is applied to the captured bodies of checkpointed parts.
     Raises:
         NotCapturedError: a capture could change what the graph computes, or its derivative.
     """
     if any(map(is_traceable_subclass, direct_tensors(list(inputs)))):
         raise NotCapturedError("an input is a tensor subclass")
-    return _captured(gm, as_fake(inputs), inner, {})
+    return _captured(gm, as_fake(inputs), rewrite_body, {})
 
 
 def _captured(
     gm: fx.GraphModule,
     fakes: Sequence[Any],
-    inner: Inner,
+    rewrite_body: RewriteBody,
     known: Mapping[int, Tensor],
 ) -> fx.GraphModule:
     """See `captured`; ``known`` are the values of placeholders, by their positions."""
@@ -132,7 +134,7 @@ def _captured(
         constants = {}
         for position, value in known.items():
             constants[recorded_node(args[position])] = value
-        capture = _Capture(gm, inner, Constants(constants))
+        capture = _Capture(gm, rewrite_body, Constants(constants))
         try:
             return capture.run(*args)
         finally:
@@ -142,27 +144,28 @@ def _captured(
                 mode.__exit__(None, None, None)
 
     # Before the capture, which may change them.
-    trained = list(map(_is_trained, fakes))
-    computed = list(filter(_is_differentiated, direct_tensors(list(fakes))))
-    versions = _versions(computed)
+    requires_grad = list(map(_requires_grad, fakes))
+    non_leaves = list(filter(_is_non_leaf, direct_tensors(list(fakes))))
+    versions = _versions(non_leaves)
     # A graph may end in another gradient mode than it begins in. It is compiled in the first.
     with torch.set_grad_enabled(torch.is_grad_enabled()):
         result = recorded_graph(run, fakes)
-    is_changed = versions != _versions(computed)
+    is_changed = versions != _versions(non_leaves)
     # Up to PyTorch 2.14 the compiled graph saves such an input, and its backward raises.
     if is_changed and may_save_changed_inputs():
         raise NotCapturedError("it changes an input that others are differentiated through")
     _inline_constants(result, {name.replace(".", "_") for name in held_names(gm.graph)})
     copy_metadata(gm, result)
-    for node, needed in zip(result.graph.find_nodes(op="placeholder"), trained, strict=True):
-        node.meta["requires_grad"] = needed
+    placeholders = result.graph.find_nodes(op="placeholder")
+    for node, is_required in zip(placeholders, requires_grad, strict=True):
+        node.meta["requires_grad"] = is_required
     without_writes(result.graph)
     drop_unused(result.graph)
     result.recompile()
     return result
 
 
-def _is_trained(fake: Any) -> bool:
+def _requires_grad(fake: Any) -> bool:
     return isinstance(fake, Tensor) and fake.requires_grad
 
 
@@ -171,7 +174,7 @@ def _versions(fakes: Sequence[Tensor]) -> list[int]:
     return [fake._version for fake in fakes]
 
 
-def _is_differentiated(fake: Tensor) -> bool:
+def _is_non_leaf(fake: Tensor) -> bool:
     """Whether an input is computed from others that have gradients."""
     return fake.requires_grad and not fake.is_leaf
 
@@ -309,7 +312,7 @@ def _captured_forward(
     # The capture may change the metadata of its inputs.
     aliases = list(map(_alias, fakes))
     try:
-        return _captured(body, aliases, lambda inner: inner, {})
+        return _captured(body, aliases, lambda graph: graph, {})
     except Exception:  # noqa: BLE001 - something in it is unknown: so is what it changes
         return None
 
@@ -372,9 +375,9 @@ def _is_write(node: fx.Node) -> bool:
 class _Capture(fx.Interpreter):
     """Runs Dynamo's graph while the operators that it dispatches to are recorded."""
 
-    def __init__(self, gm: fx.GraphModule, inner: Inner, constants: Constants) -> None:
+    def __init__(self, gm: fx.GraphModule, rewrite_body: RewriteBody, constants: Constants) -> None:
         super().__init__(gm)
-        self.inner, self.constants = inner, constants
+        self.rewrite_body, self.constants = rewrite_body, constants
         self.names: dict[int, str] = {}  # of modules
         self.repeats = Repeats()
         self.autocasts: list[Any] = []  # the blocks that are entered and not left yet
@@ -431,7 +434,7 @@ class _Capture(fx.Interpreter):
         with recording_nothing():
             if target is CHECKPOINTED:
                 part, *rest = args
-                body = self.inner(_captured(part, rest, self.inner, known))
+                body = self.rewrite_body(_captured(part, rest, self.rewrite_body, known))
                 self.names[id(body)] = self.names[id(part)]
                 args = (body, *rest)
             elif target is OWN_DERIVATIVE:
@@ -459,11 +462,11 @@ class _Capture(fx.Interpreter):
         all calls, and cannot differentiate one that calls this package's operators.
         """
         _check_operators(part)
-        inner = _Capture(part, self.inner, self.constants)
-        inner.names, inner.repeats, inner.calls = self.names, self.repeats, self.calls
-        inner.autocasts = self.autocasts
-        inner.prefix = f"call{next(self.calls)}_"
-        return inner.run(*operands)
+        nested = _Capture(part, self.rewrite_body, self.constants)
+        nested.names, nested.repeats, nested.calls = self.names, self.repeats, self.calls
+        nested.autocasts = self.autocasts
+        nested.prefix = f"call{next(self.calls)}_"
+        return nested.run(*operands)
 
     # --- attention --------------------------------------------------------------------------------
 
@@ -485,8 +488,8 @@ class _Capture(fx.Interpreter):
         changes = []
         if attn_mask is not None:
             kind = Mask.OTHER
-            # ``is_causal`` is to be passed by name. It must not be passed by position as well, and
-            # PyTorch refuses a mask where it is true: such a call raises as it is.
+            # A causal mask becomes ``is_causal``, by name: not where the call passes that by
+            # position. With a mask and a true ``is_causal`` PyTorch raises: that call is unchanged.
             if len(rest) < 2 and not options.get("is_causal"):
                 kind = self._kind_of_mask(query, key, attn_mask, options)
             attn_mask, change = _needed_mask(attn_mask, kind)

@@ -76,9 +76,9 @@ def without_writes(graph: fx.Graph) -> None:
         # Of a write or a view the result is the tensor that was computed before.
         is_recorded = enabled or not recorded.isdisjoint(aliased_inputs(node))
         keeps_derivative = enabled or recorded.isdisjoint(node.all_input_nodes[:1])
-        now = _replace_write(graph, node, keeps_derivative=keeps_derivative)
+        current = _replace_write(graph, node, keeps_derivative=keeps_derivative)
         if is_recorded:
-            recorded.add(now)
+            recorded.add(current)
 
 
 def _replace_write(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) -> fx.Node:

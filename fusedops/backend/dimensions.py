@@ -151,8 +151,8 @@ def split_dimensions(
         moving: the axes whose sizes are symbols.
         axes: those whose sizes it takes after its tensors.
     """
-    # This changes the program alone, which gets split dimensions and needs whole ones. The caller's
-    # graph is the opposite: there `split` and `join` add views before and after the operator.
+    # The program is called with split dimensions, and its body needs whole ones. In the caller's
+    # graph it is the opposite: there `split` adds views before the operator, `join` after it.
     placeholders = graph.find_nodes(op="placeholder")
     body = placeholders[-1].next
     locations = dict[int, tuple[fx.Node, int]]()

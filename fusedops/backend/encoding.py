@@ -25,7 +25,7 @@ from .passes.grouped_products import is_grouped
 from .passes.padding import PADDED
 
 __all__ = [
-    "KINDS",
+    "DEVICE_TYPES",
     "PLAIN",
     "NoValueError",
     "attribute",
@@ -53,7 +53,7 @@ _FUNCTIONS = {
     **{f"grad_mode{number}": mode for number, mode in enumerate(GRAD_MODES)},
 }
 # The types of devices that a stored graph may name.
-KINDS = ("cpu", "cuda")
+DEVICE_TYPES = ("cpu", "cuda")
 # The kinds of nodes of captured graphs.
 _NODES = ("placeholder", "get_attr", "call_function", "output")
 # Marks of nodes that are read after the capture, with the types of their values.
@@ -195,7 +195,7 @@ def _plain_slice(value: slice, positions: Mapping[fx.Node, int]) -> Any:
 
 
 def _plain_device(value: torch.device, positions: Mapping[fx.Node, int]) -> Any:
-    if value.type not in (*KINDS, "meta"):
+    if value.type not in (*DEVICE_TYPES, "meta"):
         raise NoValueError
     return {"device": str(value)}
 
@@ -275,12 +275,12 @@ def name_of_function(function: Any) -> str:
 
 def _name_of_operator(function: Any) -> str:
     name = str(function)
-    if _is_of_own_namespace(name) or is_grouped(function):
+    if _is_in_known_namespace(name) or is_grouped(function):
         return name
     raise NoValueError
 
 
-def _is_of_own_namespace(name: str) -> bool:
+def _is_in_known_namespace(name: str) -> bool:
     """Whether an operator is one of PyTorch's or of this package's, by its name."""
     return name.partition(".")[0] in _NAMESPACES
 
@@ -322,7 +322,7 @@ def _function(name: str) -> Any:
     """The function of a name in a file: one of `_FUNCTIONS`, or an operator of `_NAMESPACES`."""
     if name in _FUNCTIONS:
         return _FUNCTIONS[name]
-    if not _is_of_own_namespace(name):
+    if not _is_in_known_namespace(name):
         raise NoValueError
     function = _at(torch.ops, name)
     # A path may go on behind an operator, to any object: only an operator is accepted.

@@ -184,14 +184,14 @@ def _with_operators(
     # Of this graph alone: nothing of it is reported if the capture fails half-way.
     own = CompileReport()
 
-    def inner(body: fx.GraphModule) -> fx.GraphModule:
+    def rewrite_body(body: fx.GraphModule) -> fx.GraphModule:
         own.operators += operators_in(body.graph)
         own.regions += fused(body)
         return body
 
     report.graphs += 1
     try:
-        result = inner(captured(gm, inputs, inner))
+        result = rewrite_body(captured(gm, inputs, rewrite_body))
         rewrite = Rewrite(result.graph)
         for apply in PASSES_OF_WHOLE_GRAPHS:
             apply(rewrite)

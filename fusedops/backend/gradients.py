@@ -73,7 +73,7 @@ def _with_grad_mode(graph: fx.Graph) -> Iterator[tuple[fx.Node, bool]]:
 
 def _is_source(node: fx.Node) -> bool:
     """Whether a node is an input or an attribute that requires a gradient."""
-    # Of a placeholder the capture noted it before it ran, since it may change its inputs.
+    # The capture marks a placeholder before it runs, since it may change its inputs.
     if node.meta.get("requires_grad"):
         return True
     return node.op == "get_attr" and bool(getattr(value_of(node), "requires_grad", False))

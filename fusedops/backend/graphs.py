@@ -44,11 +44,11 @@ __all__ = [
     "hints_of",
     "is_fixed",
     "is_input",
-    "is_laid_out",
     "is_part_of_view",
     "is_tensor",
     "is_view",
     "may_be_changed",
+    "must_keep_strides",
     "name_of",
     "nodes_in",
     "overlap",
@@ -279,7 +279,7 @@ def escapes(node: fx.Node) -> bool:
     return "output" in {user.op for user in users_through(node, _is_alias)}
 
 
-def is_laid_out(node: fx.Node) -> bool:
+def must_keep_strides(node: fx.Node) -> bool:
     """Whether a value must keep its strides: it, or a view of it, may be changed or is restrided.
 
     It is restrided by `as_strided`, which reads its memory by strides and offset.

@@ -61,15 +61,15 @@ class RegionProgram:
         inputs: nodes of the graph.
         outputs: nodes of the region, each with the number of the program's output; nodes of equal
             value have one output.
-        numbers: symbols that are constants of it.
-        sizes: nodes of sizes after the tensors, for `Source.splits`.
+        constants: symbolic numbers that the program has as constants.
+        sizes: nodes of the sizes that the function takes after its tensors, see `_Function`.
     """
 
     def __init__(self, source: Source, function: _Function, inputs: Sequence[fx.Node]) -> None:
         self.source, self.program = source, source.program
         self.inputs, self.sizes = inputs, function.sizes
-        self.numbers = function.numbers
-        self.outputs = list(zip(function.outputs, source.places, strict=True))
+        self.constants = function.constants
+        self.outputs = list(zip(function.outputs, source.output_numbers, strict=True))
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -101,7 +101,7 @@ class Source:
 
     Attributes:
         graph: the region as a function of its tensors.
-        places: for each result of the graph, the index of the program's output.
+        output_numbers: for each result of the graph, the index of the program's output.
         structure: the structure of the function.
         also_saved: the indices of tensors that other nodes save, see `planned`.
         splits: for each tensor, the dimensions that the program splits into several.
@@ -111,16 +111,12 @@ class Source:
     def __init__(
         self,
         graph: fx.Graph,
-        places: Sequence[int],
+        output_numbers: Sequence[int],
         structure: Structure,
         also_saved: Sequence[int],
     ) -> None:
-        self.graph, self.places, self.structure, self.also_saved = (
-            graph,
-            places,
-            structure,
-            also_saved,
-        )
+        self.graph, self.output_numbers = graph, output_numbers
+        self.structure, self.also_saved = structure, also_saved
         self.splits: list[list[Split]] = [[] for _ in structure.inputs]
         self.joins: list[list[Join]] = [[] for _ in structure.outputs]
 
@@ -134,8 +130,8 @@ class Source:
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The region's results, each once."""
-        outs = self._run(*tensors)
-        return tuple([outs[self.places.index(number)] for number in range(max(self.places) + 1)])
+        outs, numbers = self._run(*tensors), self.output_numbers
+        return tuple([outs[numbers.index(number)] for number in range(max(numbers) + 1)])
 
     @functools.cached_property
     def program(self) -> Program:
@@ -232,14 +228,14 @@ def prepare(
         return
     # Only the backward of the gradients that are wanted: with a frozen norm it is another kernel.
     with recording_nothing(), without_modes():
-        numbers = {number for node, number in program.outputs if node in receives}
+        received = {number for node, number in program.outputs if node in receives}
         reason = _prepared(
             program.program,
             device,
             program.shapes,
             program.strides,
             tuple(map(wanted.__contains__, program.inputs)),
-            tuple(map(numbers.__contains__, range(program.program.count))),
+            tuple(map(received.__contains__, range(program.program.count))),
         )
     if reason:
         raise NotRowwiseError(reason)
@@ -297,15 +293,16 @@ class _Function:
         text: the same for regions that are the same.
         outputs: the nodes that it returns.
         shapes: the shapes of its tensors.
-        numbers: symbols that are constants of it.
-        sizes: nodes of sizes that are none of the tensors'; it takes them after the tensors.
+        constants: symbolic numbers that it has as constants.
+        sizes: nodes of sizes that cannot be computed from those of the tensors. It takes them as
+            arguments, after the tensors.
     """
 
     def __init__(self, region: Region, tensors: Sequence[fx.Node]) -> None:
         self.graph = fx.Graph()
         self.outputs = region.outputs
         self.expressions: list[str] = []
-        self.numbers: list[torch.SymInt | torch.SymFloat] = []
+        self.constants: list[torch.SymInt | torch.SymFloat] = []
         self._single = _single_symbols(tensors)
         self.shapes = [tuple(map(self._dimension, value_of(node).shape)) for node in tensors]
         self._sizes = _locations(self.shapes)
@@ -321,7 +318,7 @@ class _Function:
         self.text = "\n".join([_module(self.graph).code, *self.expressions])
 
     def _add_inputs(self, region: Region, tensors: Sequence[fx.Node]) -> None:
-        """Adds the placeholders: the tensors, and the sizes that are none of the tensors'.
+        """Adds the placeholders: the tensors, and `sizes`.
 
         Other numbers become constants, or are computed from the sizes of tensors.
         """
@@ -330,7 +327,7 @@ class _Function:
             copies[node] = self.graph.placeholder(f"t{position}")
         arguments = list(copies.values())
         others = list(itertools.filterfalse(copies.__contains__, region.inputs))
-        self.sizes = [node for node in others if self._is_no_size_of(value_of(node))]
+        self.sizes = [node for node in others if self._is_additional_size(value_of(node))]
         for position, node in enumerate(self.sizes):
             copies[node] = self.graph.placeholder(f"size{position}")
             self.expressions.append(f"size{position} is {value_of(node)}")
@@ -339,7 +336,7 @@ class _Function:
             copies[node] = self._size(value_of(node), arguments)
 
     def _copy(self, node: fx.Node) -> Any:
-        """The copy of a node in the function; of dropout a tuple of the result and None."""
+        """The copy of a node in the function; for dropout, a tuple of the result and None."""
         copies = self._copies
         if name_of(node) == "native_dropout":
             args = (copies[node.args[0]], *node.args[1:3])  # type: ignore[index]
@@ -362,10 +359,10 @@ class _Function:
         is_rounded = any(number.is_Function for number in _free_symbols(size))
         if not is_rounded or not has_one_value(size):
             return size
-        self.numbers.append(size)
+        self.constants.append(size)
         return size.node.hint
 
-    def _is_no_size_of(self, value: Any) -> bool:
+    def _is_additional_size(self, value: Any) -> bool:
         """Whether a number is a size that cannot be computed from the sizes of the tensors."""
         value = settled(value, self._single)
         if not isinstance(value, torch.SymInt) or has_one_value(value):
@@ -383,7 +380,7 @@ class _Function:
         # With ``dynamic=True`` Dynamo makes symbols of all Python numbers, also of the eps of a
         # norm.
         if has_one_value(value):
-            self.numbers.append(value)
+            self.constants.append(value)
             return value.node.hint
         expression = _expression_of(value)
         # A fraction of sizes, such as 1 / x.shape[0], is no size.
@@ -452,7 +449,7 @@ def _locations(shapes: Sequence[Sequence[Any]]) -> dict[Any, _Location]:
         for dim, size in enumerate(shape):
             expression = _expression_of(size)
             for symbol in _free_symbols(size):
-                # Behind a class token a tensor has s + 1 rows, and none may have s.
+                # With a class token a tensor has s + 1 rows, and perhaps no tensor has s.
                 terms = _linear_terms(expression, symbol)
                 if terms is None:
                     continue
@@ -544,7 +541,7 @@ def _build(function: _Function, tensors: Sequence[fx.Node], saved_inputs: Sequen
         axes = _axes_of_sizes(len(values), shapes, moving)
         splits = splits_of(source.structure, moving, axes)
         joins = [joins_of(operand, moving) for operand in source.structure.outputs]
-        split_dimensions(function.graph, source.structure, source.places, moving, axes)
+        split_dimensions(function.graph, source.structure, source.output_numbers, moving, axes)
         # Again, of tensors whose dimensions are one axis each.
         split_shapes = [list(_split_shapes(splits, whole)) for whole in shapes]
         source, moving = _source(function.graph, values, split_shapes, saved_inputs)

@@ -111,7 +111,7 @@ class Selector:
     def _add(self, match: Match, report: RegionReport) -> None:
         """Adds a region that becomes an operator, and reports it."""
         program = match.program
-        fix(program.numbers)
+        fix(program.constants)
         # Without a backward, too: inference has to build the same programs as training.
         self.saved.update(_saved(program))
         self.matches.append(match)

@@ -33,7 +33,7 @@ from ..core.compat.fake import memory_of
 from ..core.configs import cache
 from ..core.launches import launch
 from .encoding import (
-    KINDS,
+    DEVICE_TYPES,
     PLAIN,
     NoValueError,
     attribute,
@@ -103,8 +103,8 @@ def _program(program: Program) -> dict[str, Any]:
     assert isinstance(source, Source)
     return {
         "structure": storing.encoded(source.structure),
-        "kept": source.also_saved,
-        "places": source.places,
+        "also_saved": source.also_saved,
+        "output_numbers": source.output_numbers,
         "nodes": nodes_of(source.graph, restorable_name),
     }
 
@@ -113,7 +113,9 @@ def _restored(content: Any, gm: fx.GraphModule) -> fx.GraphModule:
     """A graph from JSON. Its programs are registered, as its nodes name their operators."""
     for name, parts in content["programs"].items():
         structure = storing.decoded(parts["structure"])
-        source = Source(graph_of(parts["nodes"]), parts["places"], structure, parts["kept"])
+        source = Source(
+            graph_of(parts["nodes"]), parts["output_numbers"], structure, parts["also_saved"]
+        )
         # The name is a digest: a program of another name is not the one that was stored.
         if source.program.name != name:
             raise NoValueError
@@ -153,7 +155,7 @@ def _settings() -> list[str]:
         torch.backends.cpu.get_cpu_capability(),
         getattr(sys.modules.get("einops"), "__version__", ""),
     ]
-    for kind in KINDS:
+    for kind in DEVICE_TYPES:
         settings += [
             torch.is_autocast_enabled(kind),
             torch.get_autocast_dtype(kind),
@@ -218,7 +220,7 @@ def _is_described(tensor: Tensor) -> bool:
         return False
     if is_traceable_subclass(tensor):
         return False
-    return tensor.device.type in KINDS
+    return tensor.device.type in DEVICE_TYPES
 
 
 def _sharing(tensors: Sequence[Tensor]) -> str:

@@ -52,9 +52,9 @@ def hint_of(symbol: Any, size: Any) -> int:
 def settled(size: Any, others: Iterable[Any] = ()) -> Any:
     """Returns a size as a number, or as another size, where the graph's guards determine it.
 
-    A table of 197 positions is added to ``(h // 16) * (w // 16) + 1`` rows: the guard that they are
-    as many leaves them one value. PyTorch then replaces a symbol by its value, but no expression of
-    symbols. Without the private name such a size stays an expression.
+    Where a table of 197 positions is added to ``(h // 16) * (w // 16) + 1`` rows, a guard demands
+    that the expression is 197. PyTorch would replace a symbol by this number, but does not replace
+    an expression. Without the private name such a size stays an expression.
 
     Args:
         size: a number, perhaps a symbolic one.
@@ -117,7 +117,7 @@ def _solve(guard: Any, values: dict[Any, Any]) -> None:
 def has_one_value(number: Any) -> bool:
     """Returns whether a symbolic number depends only on the caller's numbers, which never changed.
 
-    Of sizes it is False, and without the private names.
+    It is False for sizes, and wherever the private names are missing.
     """
     sources: list[Any] = []
     for symbol in number.node.expr.free_symbols:
@@ -174,7 +174,7 @@ _fixed: set[str] = set()
 
 
 def _forget_fixed(*_: Any) -> None:
-    """Takes them out of PyTorch's set of floats that are constants, at the end of a compilation."""
+    """Takes `_fixed` out of PyTorch's set of constant floats, at the end of a compilation."""
     state = imported("torch._dynamo.symbolic_convert", "TensorifyState")
     constants: set[str] = getattr(state, "force_specializations", set())
     constants -= _fixed

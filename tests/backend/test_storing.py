@@ -373,11 +373,11 @@ def test_the_graph_that_is_read_is_the_one_that_was_stored(
         result = storing.read(path, gm)
     assert result is not None and written is not made
     for call, program in zip(sources.call_args_list, report.programs, strict=True):
-        graph, places, structure, kept = call.args
+        graph, output_numbers, structure, also_saved = call.args
         own = program.function
-        assert (str(graph), list(places), list(kept)) == (
+        assert (str(graph), list(output_numbers), list(also_saved)) == (
             str(own.graph),
-            list(own.places),
+            list(own.output_numbers),
             list(own.also_saved),
         )
         assert structure.text() == own.structure.text()

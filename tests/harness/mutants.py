@@ -359,7 +359,7 @@ MUTANTS = (
     Mutant(
         "autocast of a device that no input is on, missing from the key of a stored graph",
         "backend/storing.py",
-        "for kind in KINDS:",
+        "for kind in DEVICE_TYPES:",
         "for kind in {device.type for device in devices}:",
         ("backend/test_storing.py", "belongs"),
     ),
@@ -394,7 +394,7 @@ MUTANTS = (
     Mutant(
         "an operator behind a region's result lies in memory in another order than the model's",
         "backend/passes/layouts.py",
-        "                now[node] = value\n",
+        "                restrided[node] = value\n",
         "                pass\n",
         ("backend/test_results.py", "test_results_lie_in_memory"),
     ),

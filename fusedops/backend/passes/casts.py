@@ -40,8 +40,8 @@ __all__ = ["JOINED", "cast_together"]
 JOINED = "fusedops_joined"
 # Launches of small kernels are host time. A step of T5-base on an H200 took 40.1 ms with a cast for
 # each parameter, of which the GPU was busy for 30.0.
-# Inductor reads up to so many tensors in one kernel that joins them. Beyond so many elements a
-# launch does not matter.
+# The most tensors that one kernel of Inductor joins, and the most elements: with more of these, the
+# time of a launch does not matter.
 _MOST_TENSORS, _MOST_ELEMENTS = 8, 2**23
 # The dtypes that are cast, and to which.
 _CASTS = frozenset(itertools.product((torch.float32,), HALF))

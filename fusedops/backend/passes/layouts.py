@@ -24,7 +24,7 @@ from ..graphs import (
     VIEWS,
     aliased_inputs,
     escapes,
-    is_laid_out,
+    must_keep_strides,
     name_of,
     reshapes,
     strides_of,
@@ -46,18 +46,18 @@ def restore_strides(rewrite: Rewrite) -> None:
     The graph's caller sees the strides of what it returns. So do a change in place, `as_strided`,
     an operator of another library, and an operator that accepts some strides only.
     """
-    # The graph is walked once. Other strides begin at a region's result. `now` hands them on from a
-    # node to its users, until a copy restores the model's or an operator's result has these anyway.
+    # The graph is walked once. Other strides begin at the result of a region. A node passes them on
+    # to its users, until a copy restores the model's strides, or an operator's result has them.
     contiguous = set(rewrite.results)
     # The values of nodes whose strides are no longer the model's.
-    now = dict[fx.Node, Any]()
+    restrided = dict[fx.Node, Any]()
     with recording_nothing(), casts_recorded(), torch.no_grad():
         for node in list(rewrite.graph.nodes):
             wanted = value_of(node)  # with the strides of the model
             if node in contiguous:
                 value: Any = torch.empty_like(wanted, memory_format=torch.contiguous_format)
             else:
-                value = _value_now(rewrite.graph, node, now)
+                value = _restrided_value(rewrite.graph, node, restrided)
             if value is None or _have_equal_strides(value, wanted):
                 continue
             # No view is copied: its base was, as `_are_strides_visible` sees the users of views.
@@ -65,23 +65,23 @@ def restore_strides(rewrite: Rewrite) -> None:
             if has_memory and _are_strides_visible(node) and isinstance(value, Tensor):
                 _copy(rewrite.graph, node)
             else:
-                now[node] = value
+                restrided[node] = value
 
 
 def _are_strides_visible(node: fx.Node) -> bool:
-    return escapes(node) or is_laid_out(node)
+    return escapes(node) or must_keep_strides(node)
 
 
-def _value_now(graph: fx.Graph, node: fx.Node, now: dict[fx.Node, Any]) -> Any:
+def _restrided_value(graph: fx.Graph, node: fx.Node, restrided: dict[fx.Node, Any]) -> Any:
     """The value of a node of which an input has other strides than in the model.
 
     None if the value is the model's: no input has other strides, or those that have were copied,
     because the node's operator does not accept them.
     """
-    changed = now.keys() & node.all_input_nodes
+    changed = restrided.keys() & node.all_input_nodes
     if not changed or not _has_known_strides(node):
         return None
-    value = _computed(node, now) if _accepts_any_strides(node) else None
+    value = _computed(node, restrided) if _accepts_any_strides(node) else None
     if value is None:
         for arg in changed:
             _copy(graph, arg, node)
@@ -95,11 +95,11 @@ def _has_known_strides(node: fx.Node) -> bool:
     return bool(shapes) and all(map(have_hints, shapes))
 
 
-def _computed(node: fx.Node, now: dict[fx.Node, Any]) -> Any:
+def _computed(node: fx.Node, restrided: dict[fx.Node, Any]) -> Any:
     """The value of a node with the strides that its inputs have now; None if it has none."""
     # A view in another shape may be impossible with the strides that the input has now.
     called: Any = torch.ops.aten.reshape.default if reshapes(node) else node.target
-    args, kwargs = map_arg((node.args, node.kwargs), lambda arg: now.get(arg, value_of(arg)))
+    args, kwargs = map_arg((node.args, node.kwargs), lambda arg: restrided.get(arg, value_of(arg)))
     try:
         # On fake tensors: their strides are computed, and no elements.
         return called(*args, **kwargs)

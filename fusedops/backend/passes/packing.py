@@ -88,7 +88,7 @@ class _Packed:
         node: the tensor.
         parts: its parts, in their order.
         readers: by the numbers of parts: those whose gradients kernels can write.
-        passed: by their numbers, the parts that anything else reads.
+        passed: the other parts by their numbers, which are passed on to whatever reads them.
     """
 
     node: fx.Node
@@ -158,7 +158,8 @@ def _parts(node: fx.Node, user: fx.Node) -> Iterator[_Part]:
     if name not in _POSITION_OF_DIM or user.kwargs or len(user.args) > 4:
         return
     position = _POSITION_OF_DIM[name]
-    dim: Any = (*user.args, *[0] * position)[position]
+    arguments = (*user.args, *[0] * position)  # with the default, for a dimension that is left out
+    dim: Any = arguments[position]
     dim %= whole.dim()
     results = user.users if name in DIVIDING else [user]
     for result in filter(is_tensor, results):
@@ -176,6 +177,7 @@ def _complete(parts: Sequence[_Part], size: int) -> list[_Part]:
     """The parts of a dimension, with those between them; empty where two overlap."""
     divided: list[_Part] = []
     dim, reached = parts[0].dim, 0
+    # The empty part at the end is for what lies between the last part and the end.
     for part in (*sorted(parts, key=_start), _Part(dim, size, size, None)):
         if part.start < reached:
             return []

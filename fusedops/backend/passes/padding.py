@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from ...core.alignment import ALIGNED, HALF, LEAST_OUTPUTS, LEAST_ROWS, MULTIPLE
 from ...core.compat.fake import hints
 from ...core.launches import launch
-from ..graphs import VIEWS, are_numbers, is_laid_out, name_of, value_of
+from ..graphs import VIEWS, are_numbers, must_keep_strides, name_of, value_of
 from ..report import note_change
 from ..rewrite import Rewrite
 from ..symbols import have_hints
@@ -39,7 +39,7 @@ def pad_products(rewrite: Rewrite) -> None:
 
 def _is_padded(node: fx.Node) -> bool:
     """Whether a node gains by padding, and nothing depends on its strides, which become longer."""
-    return _gains_by_padding(node) and not is_laid_out(node)
+    return _gains_by_padding(node) and not must_keep_strides(node)
 
 
 def returns_padded(graph: fx.Graph) -> bool:
