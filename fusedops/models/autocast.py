@@ -50,7 +50,7 @@ def low_dtype(x: Tensor, modules: tuple[nn.Module, ...]) -> torch.dtype | None:
     if not any_autocast_enabled() or not modules:
         return None
     # One consumer that reads the rows itself would get them rounded.
-    if not under_autocast(x) or not all(map(_multiplies, modules)):
+    if not under_autocast(x) or not all(map(_feeds_layers_alone, modules)):
         return None
     return torch.get_autocast_dtype(x.device.type)
 
@@ -82,7 +82,7 @@ def _has_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
 
 
-def _multiplies(module: Any) -> bool:
+def _feeds_layers_alone(module: Any) -> bool:
     """Whether the module's input goes to linear layers only, none of which has hooks."""
     if is_linear(module):
         # Another kind of tensor (a quantised one, say) may use the rows in another way, and a hook
@@ -95,7 +95,7 @@ def _multiplies(module: Any) -> bool:
     children: Any = module._fusedops_consumers()
     if children is None:
         return False
-    return all(map(_multiplies, children))
+    return all(map(_feeds_layers_alone, children))
 
 
 def narrowed(x: Tensor, *modules: nn.Module) -> Tensor:

@@ -67,6 +67,11 @@ def fuse_and_check(
 ) -> tuple[dict[nn.Module, Difference], Difference]:
     """Fuse the planned modules, and restore those that differ.
 
+    Args:
+        model: the model.
+        planned: the modules to fuse, with their rules.
+        check: `fuse_model`'s argument: True, or example inputs.
+        off: the names of disabled tricks, see `classes`.
     Returns:
         The differences of each module that ran, and of the model.
     """

@@ -19,6 +19,8 @@ from .rule import Rule
 
 __all__ = ["check_flags", "check_model", "check_module", "check_rules", "check_whole", "excluded"]
 
+# By names, since these packages may not be installed. A quantised weight is no matrix of numbers,
+# which the operators could read.
 _QUANTIZED = (
     "torch.ao.nn.quantized",
     "torch.ao.nn.intrinsic.quantized",
@@ -29,8 +31,7 @@ _QUANTIZED = (
     "gptqmodel.",
     "awq.",
 )
-# By names, since these packages may not be installed. In quantised modules a weight is no matrix of
-# numbers, which the operators could read. In these modules, which have observers, it still is.
+# Modules that are prepared for quantisation, with observers. Their weights are not quantised yet.
 _OBSERVED = ("torch.ao.nn.qat", "torch.ao.nn.intrinsic.qat", "torch.ao.nn.quantizable")
 
 

@@ -32,7 +32,7 @@ __all__ = [
     "fingerprint",
     "is_unpatched",
     "names_in",
-    "renamed",
+    "unwrapped",
 ]
 
 # Fields of syntax trees that do not change behaviour, or differ between Python releases: the rules'
@@ -90,7 +90,7 @@ def _code(function: Callable[..., Any] | None) -> str:
 
     Also "" if a name of `_MEANINGS` means something else in the function's module.
     """
-    function, _wrappers = renamed(function)
+    function, _wrappers = unwrapped(function)
     tree = definition(function)
     if tree is None:
         return ""
@@ -136,19 +136,19 @@ def definition(function: Any) -> ast.FunctionDef | None:
     return result
 
 
-def renamed(function: Any) -> tuple[Any, list[Any]]:
-    """Return the function inside wrappers that rename arguments, and these wrappers.
+def unwrapped(function: Any) -> tuple[Any, list[Any]]:
+    """Return the function inside the wrappers of `_WRAPPERS`, and these wrappers.
 
-    Layers have them up to Transformers 4.57, and from 5.24 on.
+    Layers have such wrappers up to Transformers 4.57, and from 5.24 on.
     """
-    wrappers, function = [], _unwrapped(function)
+    wrappers, function = [], _without_checkpointing(function)
     while _is_in(function, _WRAPPERS) and hasattr(function, "__wrapped__"):
         wrappers.append(function)
-        function = _unwrapped(function.__wrapped__)
+        function = _without_checkpointing(function.__wrapped__)
     return function, wrappers
 
 
-def _unwrapped(function: Any) -> Any:
+def _without_checkpointing(function: Any) -> Any:
     """Return the forward inside the wrapper by which Transformers checkpoints every layer."""
     while _is_checkpointing(function):
         function = function.__wrapped__

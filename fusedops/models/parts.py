@@ -56,13 +56,13 @@ __all__ = [
     "narrowed",
     "normed",
     "packed_gated",
+    "postponed_gate",
     "rejoined",
     "replacing",
     "reshaped",
     "split",
-    "waiting",
     "whole",
-    "without",
+    "without_last_bias",
 ]
 
 
@@ -129,8 +129,8 @@ def dropped(end: Branch, dropout: Any) -> Branch:
 def _may_postpone(end: Branch, dropout: Any) -> bool:
     """Whether a dropout behind the branch may be computed later.
 
-    A branch has one dropout. And nothing may read what the module would write in place to its
-    input: it does not write, or its input is the sum with the bias, which only the branch has.
+    A branch has one dropout. A dropout in place would write to its input, which others may read.
+    With a bias they cannot: the input is then the sum with the bias, which only the branch has.
     """
     if end.drops or not _has_operators_dropout(end, dropout.p):
         return False
@@ -164,7 +164,7 @@ def activated(end: Branch, activation: Any) -> Branch:
     return Branch(end.product, end.bias, activation=activation)
 
 
-def waiting(x: Tensor, activation: Any) -> Branch:
+def postponed_gate(x: Tensor, activation: Any) -> Branch:
     """Postpone an activation until its factor is known, or call it if it must be called."""
     if activation_name(activation) and not getattr(activation, "inplace", False):
         return Branch(x, activation=activation)
@@ -176,6 +176,17 @@ def waiting(x: Tensor, activation: Any) -> Branch:
 #
 #     (end, others)   the module returns the tuple (end, *others)
 #     (end, None)     the module returns the end alone
+#
+# The helper for each kind of code in a forward, and what it returns:
+#
+#     module(x)              leaving     end; one of a whole tuple, finished, if there is one
+#     module(x)[0]           first       end
+#     a, b = module(x)       branches    (end, b)
+#     outputs = module(x)    split       (end, outputs[1:]); `rejoined` undoes it
+#     return module(x)       handed      (end, others) or (end, None)
+#     return x               whole       the same, with nothing postponed
+#
+# Rules that are written by hand call `branch` and `without_last_bias`: both return (end, others).
 
 
 def branch(module: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
@@ -315,17 +326,23 @@ def replacing(module: Any, instead: dict[str, Any]) -> Any:
     return module
 
 
-def without(
+def without_last_bias(
     module: Any,
     output: str,
     instead: dict[str, Any],
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Branch, tuple[Any, ...]]:
-    """Call the module's own forward, but postpone the bias of its last linear layer, ``output``.
+    """Call the module's own forward, but postpone the bias of its last linear layer.
 
-    The module has no hooks, and its forward is known to end in the layer (see `branch`).
-    ``instead`` has replacements of children.
+    The module has no hooks, and its forward is known to end in the layer.
+
+    Args:
+        module: the module.
+        output: the name of the layer.
+        instead: replacements of the module's children, by name.
+        args: the forward's arguments.
+        kwargs: its keyword arguments.
     """
     layer = module._modules[output]
     bias = None
@@ -467,8 +484,8 @@ def _rows_in(layout: Rows, end: Branch, residual: Tensor) -> tuple[Any, ...] | N
     rows = layout.take(end.product, residual)
     if rows is None:
         return None
-    # Plain tensors became DTensors. The mask that the module would draw for them is one of this
-    # rank's rows alone, and the operator's on a DTensor is another one.
+    # Plain tensors became DTensors. For these the operator would draw another dropout mask than the
+    # module does, which draws one for this rank's rows alone.
     was_plain = rows[1] is not residual
     return None if was_plain and end.drops else rows
 
@@ -581,9 +598,9 @@ def reshaped(end: Branch, residual: Tensor | None, *shape: Any) -> tuple[Branch,
 
 
 def gated(end: Branch, up: Tensor) -> Tensor:
-    """Return ``activation(gate) * up``, where `waiting` postponed the activation."""
+    """Return ``activation(gate) * up``, where `postponed_gate` returned the branch."""
     gate, activation = end.product, end.activation
-    # `waiting` called it already.
+    # `postponed_gate` has called the activation.
     if activation is None:
         return gate * up
     name = activation_name(activation)

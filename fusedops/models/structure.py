@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from . import compiling, parts
 from .autocast import consumers
-from .fingerprint import definition, renamed
+from .fingerprint import definition, unwrapped
 from .hooks import has_hooks, is_linear, is_plain, is_unchanged, submodule
 from .rewriting import (
     PREFIX,
@@ -126,7 +126,7 @@ def _kinds_in(
         if tested & _written_by(type(module), path, set()):
             kinds[path] = WRITES
     for name in names:
-        kinds[" " + name] = _function(function, name)
+        kinds[" " + name] = _global_kind(function, name)
     # What a method changes between two conditions is no fact.
     if WRITES in kinds.values():
         return kinds
@@ -167,7 +167,7 @@ def _kind(module: nn.Module, path: str, leaf_rules: tuple[Rule | Family, ...]) -
 
 def _fused_kind(child: nn.Module, leaf_rules: tuple[Rule | Family, ...]) -> str:
     """Return the kind of a module by its rule, or by what is in it."""
-    # The rule of a module that is fused already, since its class is no longer the one to judge.
+    # A module that is fused already has another class, of which `judge` finds no rule.
     rule = getattr(type(child), "_fusedops_rule", None) or judge(child, leaf_rules).rule
     if has_method(rule, "_fusedops_add_norm"):
         return "norm"
@@ -214,8 +214,8 @@ def _evaluated(module: nn.Module, self_name: str, expression: str) -> Any:
         return None
 
 
-def _function(function: FunctionType, name: str) -> str:
-    """Return the kind of the function that a global name means, for `rewriting.Kinds`."""
+def _global_kind(function: FunctionType, name: str) -> str:
+    """Return the kind of what a global name means in a function, for `rewriting.Kinds`."""
     # By what the name means now: `dropout` may be anybody's.
     first, *others = name.split(".")
     value = function.__globals__.get(first)
@@ -229,7 +229,7 @@ def _function(function: FunctionType, name: str) -> str:
 @functools.lru_cache(maxsize=4096)
 def _read(function: Any) -> tuple[FunctionType, ast.FunctionDef] | None:
     """Return a method and its tree, or None if it cannot be compiled again from its source."""
-    function, _wrappers = renamed(function)
+    function, _wrappers = unwrapped(function)
     if not inspect.isfunction(function) or not _is_compilable(function):
         return None
     tree = definition(function)
@@ -273,7 +273,7 @@ def _rewrapped(function: Method, wrappers: list[Any]) -> Method:
 
     Args:
         function: takes the place of the function in the last wrapper.
-        wrappers: as `renamed` returns them.
+        wrappers: as `unwrapped` returns them.
     """
     for wrapper in reversed(wrappers):
         # A wrapper calls what it wraps through a cell of its closure. The original's is not
@@ -309,10 +309,11 @@ def _built(cls: Any, functions: tuple[Any, ...], key: Key) -> Rule | None:
     for name, method in zip(_METHODS, functions, strict=True):
         read = _read(method)
         if read is not None and "!" + name not in kinds:
-            building.add_method(name, method, *read)
+            function, tree = read
+            building.add_method(name, method, function, tree)
             if name == "forward":
-                building.add_branch(cls, method, *read)
-                building.add_consumers(read[1])
+                building.add_branch(cls, method, function, tree)
+                building.add_consumers(tree)
     steps, left_paths = building.steps, building.left_paths
     if steps or left_paths:
         return _rule(building.methods, steps, left_paths, key)
@@ -351,7 +352,7 @@ class _Building:
         """Add a method with its steps joined, if that pays."""
         own = self._rewritten(tree, leaving=False)
         if own is not None and _pays(own, self._kinds):
-            _inner, wrappers = renamed(method)
+            _inner, wrappers = unwrapped(method)
             self.methods[name] = _rewrapped(_compiled(function, own), wrappers)
             self.steps += own.steps
 
@@ -363,7 +364,7 @@ class _Building:
         if leaving is None:
             return
         self.left_paths = leaving.leaves
-        _inner, wrappers = renamed(method)
+        _inner, wrappers = unwrapped(method)
         unfinished = _rewrapped(_compiled(function, leaving), wrappers)
         # An attention leaves its last layer, and maybe a dropout: `leaves` has them in this order.
         unfinished = _with_tricks(unfinished, cls, tree, self.left_paths[0])
@@ -469,8 +470,8 @@ def _with_packing(
         if rows is None:
             return unfinished(self, *args, **kwargs)
         others = kwargs.get("key_value_states")
-        # A query that is scaled is not packed. `packed` leaves the query out where key and value
-        # have rows of their own, so the same rows are passed as such.
+        # A query that is scaled is not packed. `packed_to` leaves the query out where key and value
+        # have other rows than the query, so the query's rows are passed as those.
         if others is None and scales_query:
             others = rows
         past = kwargs.get("cache", kwargs.get("past_key_values"))
@@ -588,7 +589,8 @@ def _postponed(
             steps["its dropout"] = None
         elif getattr(inner, "bias", None) is not None:
             steps["its last bias"] = None
-    # The order in which they are computed is the alphabet's, reversed: what, last bias, dropout.
+    # Reversed, the alphabet has the order of computation: "what ...", "its last bias", "its
+    # dropout".
     return sorted(steps, reverse=True)
 
 

@@ -607,7 +607,7 @@ _LEFT = {
     BranchInMethod: _BRANCHES,
     Selects: "branches",
     SizeOfTheBatch: "uses",
-    BranchOnMode: "its forward hangs on its mode",
+    BranchOnMode: "its forward depends on its mode",
     BranchOnAutocast: "branches",
     BranchOnSettings: "calls is_grad_enabled",
     UnderAutocastOtherwise: "autocast changes",

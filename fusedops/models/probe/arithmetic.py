@@ -148,7 +148,7 @@ class _Reader:
         """Record an attribute that a method reads, which must be a tensor or a plain value."""
         # The mode changes after a module is fused.
         if name == "training":
-            raise RefusedError("its forward hangs on its mode")
+            raise RefusedError("its forward depends on its mode")
         if not self._is_tensor(name):
             self._check_plain(name, method)
         self.attributes[name] = None
@@ -257,13 +257,13 @@ class _MethodVisitor(ast.NodeVisitor):
         """Record a node of a condition; return whether it is a parameter's dtype."""
         if not isinstance(part, ast.Attribute):
             is_allowed = isinstance(part, _IN_CONDITIONS)
-        elif _of_name(part, "self"):
+        elif _is_attribute_of(part, "self"):
             self._reader.attribute(part.attr, self._function.__name__)
             is_allowed = True
-        elif part.attr == "dtype" and _of_name(part.value, "self"):
+        elif part.attr == "dtype" and _is_attribute_of(part.value, "self"):
             return True
         else:
-            is_allowed = _of_name(part, "torch")
+            is_allowed = _is_attribute_of(part, "torch")
         if not is_allowed:
             self._refuse("branches on more than the module's attributes")
         return False
@@ -274,7 +274,7 @@ class _MethodVisitor(ast.NodeVisitor):
         called = node.func
         if not isinstance(called, ast.Attribute):
             self._refuse(f"calls {ast.unparse(called)}")
-        if _of_name(called, "self"):
+        if _is_attribute_of(called, "self"):
             self._own_method(called.attr)
         elif _is_super(called):
             self._super_method(called.attr)
@@ -323,7 +323,7 @@ class _MethodVisitor(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if isinstance(node.ctx, ast.Store):
             self._refuse("writes to the module")
-        if _of_name(node, "self"):
+        if _is_attribute_of(node, "self"):
             self._reader.attribute(node.attr, self._function.__name__)
             return
         owner = self._resolved(node.value)
@@ -337,7 +337,7 @@ class _MethodVisitor(ast.NodeVisitor):
     def _tensor_attribute(self, node: ast.Attribute) -> None:
         """Check an attribute of a tensor."""
         # The shape of a parameter is part of the case; that of the input is not.
-        is_parameter_shape = node.attr == "shape" and _of_name(node.value, "self")
+        is_parameter_shape = node.attr == "shape" and _is_attribute_of(node.value, "self")
         if node.attr not in _OF_TENSORS and not is_parameter_shape:
             self._refuse(f"uses {node.attr}")
         self.visit(node.value)
@@ -377,8 +377,8 @@ def _only_argument(arguments: ast.arguments) -> str:
     raise RefusedError("its forward takes more than one tensor")
 
 
-def _of_name(node: Any, name: str) -> bool:
-    """Whether this is an attribute of this name: ``self.x`` for "self"."""
+def _is_attribute_of(node: Any, name: str) -> bool:
+    """Whether this reads an attribute of the name: ``self.x`` for "self"."""
     match node:
         case ast.Attribute(value=ast.Name(id=owner)):
             return owner == name

@@ -216,7 +216,7 @@ def _same_bits(probe: Probe, candidate: Form, run: Run, compute: Compute) -> boo
 
 
 def _rounds_less(probe: Probe, candidate: Form, run: Run, compute: Compute) -> bool:
-    """Whether the forward's error is a few roundings, which the operator, with one, avoids."""
+    """Whether the forward's error is a few roundings, and the operator rounds once."""
     x, dtype, y = run
     module = probe.bare(dtype)
     if candidate.rounding not in _ROUNDS_ONCE[candidate.kind]:
@@ -225,13 +225,16 @@ def _rounds_less(probe: Probe, candidate: Form, run: Run, compute: Compute) -> b
         return False
     eps = getattr(module, candidate.eps) if isinstance(candidate.eps, str) else candidate.eps
     exact = _exact(probe, candidate, x, eps, dtype)
-    bound = 4 * _unit(probe, run) * _size(module, candidate, exact)
+    bound = 4 * _unit(probe, run) * _magnitude(module, candidate, exact)
     bound += FP32 * exact.abs().amax(-1, keepdim=True)
     return bool(((y.double() - exact).abs() <= bound).all())
 
 
-def _size(module: nn.Module, candidate: Form, exact: Tensor) -> Tensor:
-    """Return the size of what is rounded: of the product and of the bias, which may cancel."""
+def _magnitude(module: nn.Module, candidate: Form, exact: Tensor) -> Tensor:
+    """Return the magnitude of what is rounded: of the product plus that of the bias.
+
+    The two may cancel in the result.
+    """
     if candidate.bias is None:
         return exact.abs()
     bias = module._parameters[candidate.bias]

@@ -228,9 +228,9 @@ class Expressions(Reader):
     # --- rows of modules ---
 
     def _narrow_rows(self, call: ast.Call) -> None:
-        """Cast the rows of a module once, where they are the residual stream, too.
+        """Cast the rows of a module once, where they are also the residual stream.
 
-        The helper casts if the module does nothing else with its rows than to cast them.
+        The helper casts nothing unless the module itself would only cast its rows.
         """
         if call.args:
             call.args[0] = self._narrowed(call.args[0], call)
@@ -304,7 +304,7 @@ class Expressions(Reader):
             return ast.Constant(None)
         if not self._is_product(rows):
             return None
-        return helper_call("waiting", self._value(rows), self._activation(call))
+        return helper_call("postponed_gate", self._value(rows), self._activation(call))
 
     def _whole_of(self, name: ast.expr) -> str:
         """The temporary of the tensor of which this is a half; "" if it is none."""
@@ -366,11 +366,11 @@ class Expressions(Reader):
         return Sum(helper_call("Branch", self._value(right)), self._value(left), ())
 
     def _pending_sum(self, name: ast.Name) -> Sum | None:
-        """The sum that is pending by this name, if only this use needs it."""
+        """The sum that is pending under this name, if only this use needs it."""
         definition, pending = self._pending_of(name)
         if not pending.is_sum:
             return None
-        # Its shape is known without the sum: uses of it do not count.
+        # Uses of its shape do not count: they do not need the sum.
         if self._uses(definition) > 1:
             return None
         self._take(definition)
@@ -407,7 +407,7 @@ class Expressions(Reader):
         return end
 
     def _pending_end(self, name: ast.Name, leaving: bool) -> ast.expr | None:
-        """The end that is pending by this name, if nothing else needs the value."""
+        """The end that is pending under this name, if nothing else needs the value."""
         definition, pending = self._pending_of(name)
         if not pending.is_end:
             return None
@@ -441,12 +441,12 @@ class Expressions(Reader):
     def _dropped(self, node: ast.Call) -> ast.expr | None:
         if not is_unary(node):
             return None
-        return helper_call("dropped", self._inner(node.args[0]), node.func)
+        return helper_call("dropped", self._as_end(node.args[0]), node.func)
 
     def _activated(self, node: ast.Call) -> ast.expr | None:
         rows = node.args[0]
         if self._is_gate(node):
-            return helper_call("waiting", self._value(rows), self._activation(node))
+            return helper_call("postponed_gate", self._value(rows), self._activation(node))
         # Read first: `_end` rewrites the rows.
         sources = tuple(self._sources(rows))
         layer = self._end(rows)
@@ -455,8 +455,8 @@ class Expressions(Reader):
         self.steps.append(Step("activate", self._path(node), sources))
         return helper_call("activated", layer, self._activation(node))
 
-    def _inner(self, node: ast.expr) -> ast.expr:
-        """The expression as an end, which may be one without last steps."""
+    def _as_end(self, node: ast.expr) -> ast.expr:
+        """The expression as an end; a finished value is wrapped in one."""
         end = self._end(node)
         if end is None:
             return helper_call("Branch", self._value(node))
@@ -475,7 +475,7 @@ class Expressions(Reader):
         # The helper evaluates them after its rows, the function in the order of the source.
         if not is_pure(p) or not is_pure(training):
             return None
-        rows = self._inner(arguments["input"])
+        rows = self._as_end(arguments["input"])
         return helper_call("drop", rows, self._value(p), training=self._value(training))
 
     def _linear(self, node: ast.Call) -> ast.expr | None:
@@ -495,8 +495,8 @@ class Expressions(Reader):
     def _may_cast_together(self, first: ast.Call, second: ast.Call) -> bool:
         """Whether two layers may be cast ahead of the statement that calls the first.
 
-        Its rows are read there, too, which is free for a name. If the second were called on some
-        paths only, it would be cast for nothing on the others.
+        The rows are read there, too, so they have to be a name, not a call. If the second layer
+        were called on some paths only, it would be cast for nothing on the others.
         """
         if not isinstance(first.args[0], ast.Name):
             return False
@@ -510,8 +510,8 @@ class Expressions(Reader):
             _fusedops_1, _fusedops_2 = _fusedops_cast_together(self, x, self.fc1, self.fc2)
         """
         names = [self._temporary(), self._temporary()]
-        # The rows are read twice, here and in the statement, and a node has one parent. A key of
-        # `low` stays the same node, by which it is looked up; `_value` replaces it.
+        # The rows are read twice, here and in the statement, and a node has one parent: so it is
+        # copied. A key of `low` is looked up as a node, so it is not; `_value` replaces it.
         source = rows if rows in self.low else copy.copy(rows)
         arguments = (
             load(self.self_name),
@@ -560,7 +560,7 @@ class Expressions(Reader):
             pending.names.discard(name)
 
     def _in_temporary(self, node: ast.expr, before: list[ast.stmt]) -> str:
-        """The temporary that holds the value; a statement that assigns it may be added."""
+        """The temporary that holds the value; ``before`` may get a statement that assigns it."""
         # It is a temporary already.
         if isinstance(node, ast.Name) and node.id.startswith(PREFIX):
             return node.id

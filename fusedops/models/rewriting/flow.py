@@ -95,11 +95,11 @@ class Flow:
         self._close_loops()
 
     def written(self, target: ast.AST) -> Definition:
-        """The definition that a target makes; one without uses in an opaque statement."""
+        """The definition of a target; in an opaque statement, a new one without uses."""
         return self.definitions.get(target) or Definition()
 
     def only(self, name: ast.AST | None) -> Definition:
-        """The definition that a name reads, if there is exactly one; otherwise an unknown one."""
+        """The definition that a name reads, if there is exactly one; otherwise a new one."""
         reaching = self._reaching(name)
         if len(reaching) == 1:
             return next(iter(reaching))
@@ -167,7 +167,7 @@ class Flow:
         self._write(target, None, env)
 
     def _copy(self, statement: Any, env: dict[str, Reaching]) -> None:
-        """``a = b``: no use of b's definition, whose uses are those of both names."""
+        """``a = b`` is no use of b's definition, which from here on has the uses of both names."""
         source, target = statement.value, statement.targets[0]
         env[target.id] = env.get(source.id, frozenset())
         self.reaching[source] = env.get(source.id, frozenset())
@@ -204,8 +204,8 @@ class Flow:
     def _loop(self, statement: ast.For | ast.While, env: dict[str, Reaching]) -> None:
         """A loop: what it writes may be read in its next iteration, and after the loop.
 
-        The body is walked once. A definition of its own stands for the values of earlier
-        iterations. `_close_loops` adds its uses to the definitions that reach the body's end::
+        The body is walked once. For each name, an additional definition stands for the values of
+        earlier iterations. `_close_loops` adds its uses to those that reach the body's end::
 
             for ...:            {y: 1, earlier}
                 z = g(y)        a use of both
@@ -234,8 +234,9 @@ class Flow:
 
     def _close_loops(self) -> None:
         """Add the uses in later iterations to the definitions in each loop."""
-        # Repeated: after `b = a` the earlier a is a definition that reaches the end as b, so that
-        # uses of the earlier b are uses of the earlier a, and these those of a in the loop.
+        # Repeated until nothing is new: each pass goes back by one iteration. With `b = a` in the
+        # body, a use of the earlier b is one of the earlier a. The next pass adds it to the
+        # definition of a in the body.
         while any(_add_uses(earlier, at_end) for earlier, at_end in self._loops):
             pass
 

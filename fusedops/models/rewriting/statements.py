@@ -67,7 +67,8 @@ class Rewritten:
         tree: its function.
         steps: the steps that were joined.
         leaves: the paths of the linear layers, dropouts and modules whose last steps are left to
-            the caller; for a dropout without a module a space and the text of its probability.
+            the caller. A functional dropout has no path: a space and the text of its probability
+            stand for it.
     """
 
     tree: ast.FunctionDef
@@ -133,7 +134,8 @@ class _Statements(Expressions):
     def result(self) -> Rewritten | None:
         """The rewritten function; None if nothing was joined, or nothing left to the caller."""
         body = self._block(self.function.body, last=True)
-        # A forward that leaves nothing is of no use to a block. One without steps is as it was.
+        # With ``leaving``, a forward is of use to a block only if it leaves something. Without, it
+        # is unchanged if no steps were joined.
         is_useful = self.leaves if self.leaving else self.steps
         if not is_useful:
             return None
@@ -153,10 +155,10 @@ class _Statements(Expressions):
         ``last``: nothing runs after them.
         """
         # Values of the enclosing block may stay pending over this one. At the function's end none
-        # may: a random one has to be drawn.
+        # may: their random numbers have to be drawn.
         outer = [] if last else list(self.pending)
         out = self._each(statements, last=last)
-        # A last block that ends in a return computed there what it needs.
+        # A last block that ends in a return needs nothing more: the return computed its values.
         if not last or not ends_function(statements):
             out += self._materialize_if(lambda definition: definition not in outer)
         # A block may not be empty.
@@ -199,7 +201,8 @@ class _Statements(Expressions):
         if definition in self.pending:
             self.pending[definition].names.add(target)
             return []
-        # Without a variable to copy. Nothing reads the copy, or it would not have been taken.
+        # An operator has taken the value, so its variable was never assigned. Nothing reads the
+        # copy, or the value would not have been taken.
         if definition in self.taken:
             return []
         return [statement]
@@ -230,7 +233,7 @@ class _Statements(Expressions):
             # Report the branch that runs as the facts are now.
             self.steps, self.leaves = steps, leaves
         if not last:
-            # No branch that goes on has computed any of these: `_outlasts` saw to that.
+            # A branch that goes on has computed none of these, see `_outlasts`.
             self.pending = saved
             for name in names_written(statement):
                 self._forget(name)
@@ -281,8 +284,8 @@ class _Statements(Expressions):
         new = [] if self._hoist(statement) else self._rewritten(statement, rest)
         before, self.before = self.before, []
 
-        # Rewriting took the values that it joined from those pending. Others that the statement
-        # reads are computed before it, and so are those that must not move after it.
+        # The values that were joined are no longer in `pending`. Others that the statement reads
+        # are computed before it, and so are those that must not move after it.
         def is_due(value: Definition) -> bool:
             return value in original and self._is_due(statement, value, has_effects)
 
@@ -546,10 +549,10 @@ class _Statements(Expressions):
         definition, pending = self._pending_of(call.args[0])
         if not pending.is_sum:
             return False
-        # With x the sum, and `direct` the name in the first of these:
+        # Where x is the sum, there are two forms:
         #
-        #     y = norm(x)       ->   y, x = add_norm(_1, _2, norm)
-        #     y = f(norm(x))    ->   _3, x = add_norm(_1, _2, norm); y = f(_3)
+        #     y = norm(x)       ->   y, x = add_norm(_1, _2, norm)                  direct: "y"
+        #     y = f(norm(x))    ->   _3, x = add_norm(_1, _2, norm); y = f(_3)      direct: ""
         #
         # x is assigned only if something else reads it.
         target = only_target(statement)
@@ -583,7 +586,7 @@ class _Statements(Expressions):
         return None
 
     def _reaches_norm(self, definition: Definition, rest: list[ast.stmt]) -> bool:
-        """Whether a norm of a sum is its first use, on some path, with no side effects before.
+        """Whether the first use of a sum is a norm, on some path, with no side effects before it.
 
         Args:
             definition: that of the sum.
@@ -597,7 +600,7 @@ class _Statements(Expressions):
                 # The sum stays pending over it.
                 if _is_early_return(statement):
                     continue
-                # Where both branches go on, a sum that one of them takes is computed before.
+                # Statements follow: `_outlasts` has a sum that a branch reads computed before it.
                 if following:
                     return False
                 return self._branch_reaches_norm(definition, statement)
@@ -656,7 +659,7 @@ class _Statements(Expressions):
         out: list[ast.stmt] = []
         for definition in definitions:
             pending = self.pending.pop(definition, None)
-            # All names may be those of other values by now.
+            # All its names may have been assigned other values by now.
             if pending is None or not pending.names:
                 continue
             # A statement between the halves of a tensor and their gate reads one of them.

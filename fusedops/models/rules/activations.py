@@ -1,4 +1,4 @@
-"""Activation modules: torch.nn's GELU, and Transformers' slower ones, or those of several kernels.
+"""Activation modules: torch.nn's GELU, and those of Transformers, most of several kernels.
 
 Each gets a forward, and ``_fusedops_activation``, its name among the operators' activations.
 """

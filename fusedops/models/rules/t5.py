@@ -28,8 +28,8 @@ from ..parts import (
     gated,
     linear,
     normed,
-    waiting,
-    without,
+    postponed_gate,
+    without_last_bias,
 )
 from ..rule import At, Rule, has_method, named_cache
 from ..tricks.casts import cast_together
@@ -121,7 +121,7 @@ def _cast_and_multiplied(layer: Any, x: Tensor) -> Branch:
 
 def _t5_gated(self: Any, hidden_states: Tensor) -> tuple[Branch, tuple[Any, ...]]:
     gate, up, last = cast_together(self, hidden_states, self.wi_0, self.wi_1, self.wo)
-    x = gated(waiting(gate(hidden_states), self.act), up(hidden_states))
+    x = gated(postponed_gate(gate(hidden_states), self.act), up(hidden_states))
     return _cast_and_multiplied(last, self.dropout(x)), ()
 
 
@@ -189,7 +189,7 @@ def _attention(
         if token is not None:
             return token
     parts = packed_to("o", self, _QKV, hidden_states, key_value_states, past_key_values)
-    return without(
+    return without_last_bias(
         self,
         "o",
         parts,

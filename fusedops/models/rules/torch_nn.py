@@ -25,7 +25,7 @@ from ..parts import (
     dropped,
     linear,
     normed,
-    without,
+    without_last_bias,
 )
 from ..rule import Rule
 from ..tricks.casts import cast_together
@@ -76,7 +76,7 @@ def _multihead_helps(module: Any) -> str:
 
 def _multihead_branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...]]:
     if self.training:
-        return without(self, "out_proj", {}, *args, **kwargs)
+        return without_last_bias(self, "out_proj", {}, *args, **kwargs)
     # The module may take PyTorch's fast path, which needs the bias.
     result = self(*args, **kwargs)
     return Branch(result[0]), result[1:]

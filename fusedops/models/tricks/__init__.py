@@ -1,6 +1,6 @@
 """Optimizations besides fused operators: ways around slow paths of PyTorch, Inductor and cuDNN.
 
-Each is correct wherever it applies, is in one file, and is turned off alone by its name in
+Each is correct wherever it applies, is in one file, and can be turned off by its name in
 ``exclude``.
 """
 
@@ -23,5 +23,5 @@ def _is_off(cls: Any, trick: str) -> bool:
 
 
 def allowed(module: Any, trick: str) -> bool:
-    """Whether a fused module may use the trick; another module, or none, may."""
+    """Whether a module may use the trick: False only for fused modules that have it disabled."""
     return not _is_off(type(module), trick)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..fingerprint import digest, renamed
+from ..fingerprint import digest, unwrapped
 from ..hooks import has_hooks, is_named
 from ..parts import Branch
 from . import allowed
@@ -23,8 +23,8 @@ from . import allowed
 __all__ = ["has_plain_weights", "next_token"]
 
 # Transformers' `sdpa_attention_forward` with its `create_position_bias_mask`, in 5.17, 5.23 and
-# 5.24: for one query they call PyTorch's attention under the sum of mask and position bias, and
-# nothing else.
+# 5.24. For one query they only call PyTorch's attention, with the sum of mask and position bias as
+# its mask.
 _SDPA = ("6b854b7295d1", "4eceba25d5ea", "8b9f4b6b4211")
 # PyTorch's memory-efficient attention copies a mask in each layer, unless its rows have a stride of
 # a multiple of so many elements.
@@ -144,7 +144,7 @@ def _attended(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention's output, and its weights if the model's kind of attention returns them."""
     # The names of the module that defines the original forward, which looks them up in each call.
-    forward, _ = renamed(type(self)._fusedops_original.forward)
+    forward, _ = unwrapped(type(self)._fusedops_original.forward)
     scope = forward.__globals__
     function = scope["ALL_ATTENTION_FUNCTIONS"].get_interface(
         self.config._attn_implementation, scope["eager_attention_forward"]

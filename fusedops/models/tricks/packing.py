@@ -31,8 +31,9 @@ from .casts import cast_stacks, castable
 __all__ = ["packable", "packed", "packed_linear", "packed_to"]
 
 # By fingerprint: attentions whose key and value go into the attention unchanged, and so does the
-# query if it is not scaled first. Tensors that are only on the way to another one (a scaled query,
-# rotary positions) would stay alive with the others, in whose memory they are.
+# query if it is not scaled first. Others are not packed: a layer's output that is only read to
+# compute another tensor (to scale it, or to add rotary positions) would share the memory of the
+# packed outputs, and stay alive with them.
 _QKV, _LINS = ("q_proj", "k_proj", "v_proj"), ("q_lin", "k_lin", "v_lin")
 _PACKABLE = {
     **dict.fromkeys(("f434310b8181", "9238130564fd"), (_QKV, False)),  # BART and related models

@@ -55,8 +55,8 @@ def _product_dtype(input: Tensor, weight: Tensor, bias: Tensor | None) -> torch.
 
 
 def _gains(input: Tensor) -> bool:
-    """Whether the rows are many, and aligned, as the weight's then are."""
-    # Padding aligns the rows of the output alone.
+    """Whether there are enough rows, and their length is aligned."""
+    # The weight's rows have the same length. Padding aligns the rows of the output alone.
     K = input.shape[-1]
     if K % ALIGNED != 0:
         return False
