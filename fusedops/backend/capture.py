@@ -373,16 +373,26 @@ def _is_write(node: fx.Node) -> bool:
 
 
 class _Capture(fx.Interpreter):
-    """Runs Dynamo's graph while the operators that it dispatches to are recorded."""
+    """Runs Dynamo's graph while the operators that it dispatches to are recorded.
+
+    Attributes:
+        rewrite_body: see `captured`.
+        constants: the values of constant nodes.
+        names: the names of the modules that the graph holds, by their ids.
+        repeats: the calls that may repeat heads.
+        autocasts: the blocks of autocast that are entered and not left yet.
+        calls: counts the calls of marked parts.
+        prefix: the prefix of names in the marked part that this captures; "" outside of any.
+    """
 
     def __init__(self, gm: fx.GraphModule, rewrite_body: RewriteBody, constants: Constants) -> None:
         super().__init__(gm)
         self.rewrite_body, self.constants = rewrite_body, constants
-        self.names: dict[int, str] = {}  # of modules
+        self.names: dict[int, str] = {}
         self.repeats = Repeats()
-        self.autocasts: list[Any] = []  # the blocks that are entered and not left yet
-        self.calls = itertools.count()  # of marked parts
-        self.prefix = ""  # of names in this call of a marked part
+        self.autocasts: list[Any] = []
+        self.calls = itertools.count()
+        self.prefix = ""
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """See `fx.Interpreter`."""

@@ -66,14 +66,15 @@ def without_writes(graph: fx.Graph) -> None:
     tensors that share its memory keep their shapes.
 
     Raises:
-        NotCapturedError: a shape is changed of an input, or in a way that is no view.
+        NotCapturedError: the shape of an input is changed, or a shape in a way that is no view.
     """
+    # The nodes whose values autograd records.
     enabled, recorded = torch.is_grad_enabled(), set[fx.Node]()
     for node in list(graph.nodes):
         if node.target in GRAD_MODES:
             enabled = bool(node.args[0])
             continue
-        # Of a write or a view the result is the tensor that was computed before.
+        # The result of a write or a view is recorded if the tensor that it changes or views is.
         is_recorded = enabled or not recorded.isdisjoint(aliased_inputs(node))
         keeps_derivative = enabled or recorded.isdisjoint(node.all_input_nodes[:1])
         current = _replace_write(graph, node, keeps_derivative=keeps_derivative)

@@ -128,7 +128,10 @@ def has_one_value(number: Any) -> bool:
 
 
 def _never_changed(name: str, states: Iterable[Any]) -> bool:
-    """Returns whether each code object with a record of a number, at least one, saw one value."""
+    """Returns whether a number has records, and none of them has more than one value.
+
+    ``states`` are Dynamo's records for code objects.
+    """
     is_known = False
     for state in states:
         record = state.automatic_dynamic.get(name)

@@ -255,8 +255,8 @@ def _may_pack(rewrite: Rewrite, packed: _Packed) -> bool:
     if len(views) < 2 or not rewrite.needs.issuperset(views) or may_be_changed(packed.node):
         return False
     # A part that is returned is to have its own memory.
-    left = [*filter(escapes, others), *filter(_is_of_inductor, others)]
-    if left:
+    obstacles = [*filter(escapes, others), *filter(_is_of_inductor, others)]
+    if obstacles:
         return False
     # Autograd records the operators in one gradient mode.
     part_of = parts_of(rewrite.graph)

@@ -45,7 +45,7 @@ def join_products(rewrite: Rewrite) -> None:
     tensor it would compute each of them twice.
     """
     for products in _groups(rewrite).values():
-        group = _that_never_meet(products)
+        group = _with_separate_descendants(products)
         if len(group) > 1:
             _join(rewrite, group)
 
@@ -145,7 +145,7 @@ def _rows_of(node: fx.Node, parts: dict[fx.Node, int]) -> Any:
     return name_of(node), source, str(node.args[1:]), str(node.kwargs), parts[node]
 
 
-def _that_never_meet(products: list[fx.Node]) -> list[fx.Node]:
+def _with_separate_descendants(products: list[fx.Node]) -> list[fx.Node]:
     """The products without a common elementwise descendant, as gate and up have one."""
     # One kernel computes the gradients of products with such a descendant. If they are joined, it
     # writes one tensor, and computes each gradient more than once. A step of Llama 1B on an H200
