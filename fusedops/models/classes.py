@@ -75,8 +75,8 @@ def fused_class(
         {"metaclass": _metaclass(kind)},
         lambda namespace: namespace.update(body),
     )
-    # A user's subclass inherits this attribute, as all others of the fused class. By it
-    # `hooks.keeps_method` finds out whether the subclass has a forward of its own.
+    # A user's subclass inherits this attribute. `hooks.keeps_method` compares the forwards of both
+    # classes, to find out whether the subclass has a forward of its own.
     cls._fusedops_class = cls
     _classes[key] = cls
     return _classes[key]

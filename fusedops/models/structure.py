@@ -256,7 +256,7 @@ def _is_compilable(function: FunctionType) -> bool:
 
 
 def _is_unsupported(node: ast.AST) -> bool:
-    """Whether the node binds names as the rewriting does not follow, or is like ``self.__x``.
+    """Whether the node binds names in a way that is not followed, or is like ``self.__x``.
 
     Python mangles the name ``__x`` inside a class, where the rewritten function is not compiled.
     """
@@ -349,7 +349,14 @@ class _Building:
     def add_method(
         self, name: str, method: Any, function: FunctionType, tree: ast.FunctionDef
     ) -> None:
-        """Add a method with its steps joined, if that pays."""
+        """Add a method with its steps joined, if that pays.
+
+        Args:
+            name: the method's name.
+            method: the method as the class has it, perhaps in wrappers.
+            function: the function inside.
+            tree: the function's tree.
+        """
         own = self._rewritten(tree, leaving=False)
         if own is not None and _pays(own, self._kinds):
             _inner, wrappers = unwrapped(method)
@@ -359,7 +366,7 @@ class _Building:
     def add_branch(
         self, cls: type, method: Any, function: FunctionType, tree: ast.FunctionDef
     ) -> None:
-        """Add a second forward, which returns its last steps unfinished, for a block to compute."""
+        """Add a second forward, which leaves its last steps to a block; see `add_method`."""
         leaving = self._rewritten(tree, leaving=True)
         if leaving is None:
             return
@@ -507,8 +514,8 @@ def _rule(
     for step in steps:
         sources.update(step.sources)
         paths.update(dict.fromkeys((step.path, *step.sources)))
-    # Modules have reports of their own. Paths without a kind are those of no child: "" and, with a
-    # space, functional dropouts.
+    # Modules are left out, as they have reports of their own. So are paths of no child, which have
+    # no kind: "" and functional dropouts, whose paths begin with a space.
     children = tuple([path for path in paths if kinds.get(path, "module") != "module"])
 
     def calls(module: nn.Module, at: At) -> str:

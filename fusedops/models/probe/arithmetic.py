@@ -239,8 +239,8 @@ class _MethodVisitor(ast.NodeVisitor):
         if names_in(test) - {"self", "torch"}:
             raise RefusedError("its forward branches on its input")
         # Every node has to be checked and recorded, also after the first dtype.
-        reads_dtype = list(map(self._reads_dtype, ast.walk(test)))
-        if any(reads_dtype):
+        are_dtypes = list(map(self._check_in_condition, ast.walk(test)))
+        if any(are_dtypes):
             return [body, orelse]
         return [body if self._holds(test) else orelse]
 
@@ -253,8 +253,8 @@ class _MethodVisitor(ast.NodeVisitor):
         except Exception as error:
             raise RefusedError("its forward branches on what has no truth value") from error
 
-    def _reads_dtype(self, part: ast.AST) -> bool:
-        """Record a node of a condition; return whether it is a parameter's dtype."""
+    def _check_in_condition(self, part: ast.AST) -> bool:
+        """Check and record a node of a condition; return whether it is a parameter's dtype."""
         if not isinstance(part, ast.Attribute):
             is_allowed = isinstance(part, _IN_CONDITIONS)
         elif _is_attribute_of(part, "self"):

@@ -21,9 +21,9 @@ from .trees import (
     added,
     assign,
     first_argument,
-    from_first,
     helper,
     helper_call,
+    index_after_first,
     is_first,
     is_helper,
     is_pure,
@@ -168,7 +168,7 @@ class Expressions(Reader):
                 if node in self.low:
                     return load(self.low[node])
                 return node
-            case ast.Subscript(value=ast.Name() as name) if from_first(node) is not None:
+            case ast.Subscript(value=ast.Name() as name) if index_after_first(node) is not None:
                 rest = self.rests.get(self.flow.only(name))
                 if rest is None:
                     return None

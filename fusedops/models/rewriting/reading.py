@@ -17,7 +17,7 @@ from .trees import (
     SHAPE,
     first_argument,
     first_target,
-    from_first,
+    index_after_first,
     is_first,
     is_pure,
     is_term,
@@ -434,7 +434,7 @@ class Reader:
             if is_first(part):
                 firsts.append(part)
             # All outputs together would have to be a tuple, with the first one finished.
-            elif from_first(part) is None:
+            elif index_after_first(part) is None:
                 return False
         # With two uses of the first output, one of them would need it finished.
         if len(firsts) != 1:

@@ -34,8 +34,8 @@ from .trees import (
     assign,
     ends_function,
     first_call,
-    from_first,
     helper_call,
+    index_after_first,
     inspects_locals,
     is_harmless,
     is_helper,
@@ -691,7 +691,7 @@ class _Statements(Expressions):
             return True
         if definition not in self.rests:
             return False
-        return from_first(self.flow.parent.get(use)) is not None
+        return index_after_first(self.flow.parent.get(use)) is not None
 
     def _has_effects(self, node: ast.AST) -> bool:
         """Whether the code may do more than to compute a value and bind names."""

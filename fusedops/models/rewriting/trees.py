@@ -20,9 +20,9 @@ __all__ = [
     "first_argument",
     "first_call",
     "first_target",
-    "from_first",
     "helper",
     "helper_call",
+    "index_after_first",
     "inspects_locals",
     "is_first",
     "is_harmless",
@@ -115,7 +115,7 @@ def unpack(names: Sequence[str], value: ast.expr) -> ast.Assign:
 
 def shifted(node: ast.Subscript, rest: str) -> ast.expr:
     """``x[i]`` or ``x[i:]`` as a subscript of ``rest``, which is ``x[1:]``."""
-    first = from_first(node)
+    first = index_after_first(node)
     assert first is not None
     # ``rest`` begins at the second output.
     index: ast.expr = ast.Constant(first - 1)
@@ -224,7 +224,7 @@ def view_of(node: ast.expr) -> ast.Attribute | None:
     return None
 
 
-def from_first(node: ast.AST | None) -> int | None:
+def index_after_first(node: ast.AST | None) -> int | None:
     """The n of ``x[n]`` or ``x[n:]``, which leave the first element out; None for others."""
     match node:
         case ast.Subscript(

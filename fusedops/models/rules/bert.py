@@ -120,10 +120,10 @@ def _bert_layer(
     # A hook on `output` gets the residual, and may read its gradient. That is the gradient of the
     # norm's only output, which `intermediate` reads too. With a copy for `intermediate`, the
     # residual's gradient would lack the copy's.
-    consumers = () if has_hooks(self.output) else (self.intermediate,)
+    copy_readers = () if has_hooks(self.output) else (self.intermediate,)
     x, y = _attended(
         self.attention,
-        () if crosses else consumers,
+        () if crosses else copy_readers,
         hidden_states,
         attention_mask,
         **named_cache(past_key_values),
@@ -132,7 +132,7 @@ def _bert_layer(
     if crosses:
         x, y = _attended(
             self.crossattention,
-            consumers,
+            copy_readers,
             y,
             None,
             encoder_hidden_states,
