@@ -651,6 +651,7 @@ def _structure(
     names = [f"t{position}" for position in range(len(tensors))]
     with recording_nothing(), without_modes():
         sizes = [size for (size,) in shapes[len(values) :]]
+        # The function `region`, below, only gives the name.
         traced = trace(call, [*tensors, *sizes], region, names, lambda _: None)
     output_numbers = _merge_outputs(traced)
     return structured(traced), output_numbers
