@@ -102,7 +102,7 @@ def _reduce_class(cls: Any) -> Any:
     """Reduce a class for pickle: a fused class cannot be imported by name, so it is rebuilt."""
     if "_fusedops_original" not in vars(cls):
         return cls.__qualname__  # a user's subclass of a fused class, by its name
-    return (_rebuilt_class, _named_rule(cls))
+    return (_rebuilt_class, _stored_class(cls))
 
 
 def _original_methods(original: type[nn.Module], rule: Rule) -> dict[str, Any]:
@@ -251,10 +251,10 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
     # Another form comes from a ``__reduce__`` of the original class: leave it as it is.
     if reduced[:2] != (_new_object, (cls,)):
         return reduced
-    return (_rebuild, _named_rule(cls), *reduced[2:])
+    return (_rebuild, _stored_class(cls), *reduced[2:])
 
 
-def _named_rule(cls: Any) -> tuple[type[nn.Module], Any, frozenset[str]]:
+def _stored_class(cls: Any) -> tuple[type[nn.Module], Any, frozenset[str]]:
     """Return what pickle stores for a fused class: original class, rule and disabled tricks.
 
     The rule is stored in one of three forms: ``(family's name, key)`` if a `Family` built it, its
@@ -302,7 +302,7 @@ def _rebuilt_class(
 
 
 def _restored_rule(original: type[nn.Module], stored: Any) -> Rule | None:
-    """Return the rule that `_named_rule` stored, if it applies to the class."""
+    """Return the rule that `_stored_class` stored, if it applies to the class."""
     match stored:
         case (name, key):
             family = _builtin(name)

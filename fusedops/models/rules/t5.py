@@ -135,13 +135,18 @@ def _t5_dense(self: Any, hidden_states: Tensor) -> tuple[Branch, tuple[Any, ...]
     return _cast_and_multiplied(last, x), ()
 
 
-def _finishing(branch: Method) -> dict[str, Method]:
-    """The methods of a module whose caller may finish the end of its branch."""
+def _finishing(unfinished: Method) -> dict[str, Method]:
+    """The methods of a module whose caller may compute the last steps.
+
+    Args:
+        unfinished: the forward without these steps.
+    """
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        return finished(branch(self, hidden_states)[0])
+        end, _ = unfinished(self, hidden_states)
+        return finished(end)
 
-    return {"forward": forward, "_fusedops_branch": branch}
+    return {"forward": forward, "_fusedops_branch": unfinished}
 
 
 def _needs_activation(name: str) -> Callable[[nn.Module, At], str]:

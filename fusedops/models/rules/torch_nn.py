@@ -115,13 +115,13 @@ def _encoder_layer(
     src_key_padding_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Any:
-    # Decided before anything is computed, since that operator takes the whole layer.
+    # Decided before anything is computed: the operator of the fast path takes the whole layer.
     if _may_take_the_fast_path(self, src):
         return original(self, "forward")(self, src, src_mask, src_key_padding_mask, is_causal)
-    before = self.norm_first
-    x = normed(self.norm1, src, self.self_attn) if before else src
+    norm_first = self.norm_first
+    x = normed(self.norm1, src, self.self_attn) if norm_first else src
     end = _attention(self.self_attn, self.dropout1, x, x, src_mask, src_key_padding_mask, is_causal)
-    if before:
+    if norm_first:
         x, residual = add_norm(end, src, self.norm2, self.linear1)
         return add(_feed_forward(self, x, self.dropout2), residual)
     x, y = add_norm_cast(end, src, self.norm1, self.linear1)
@@ -139,12 +139,12 @@ def _decoder_layer(
     tgt_is_causal: bool = False,
     memory_is_causal: bool = False,
 ) -> Any:
-    before = self.norm_first
-    x = normed(self.norm1, tgt, self.self_attn) if before else tgt
+    norm_first = self.norm_first
+    x = normed(self.norm1, tgt, self.self_attn) if norm_first else tgt
     end = _attention(
         self.self_attn, self.dropout1, x, x, tgt_mask, tgt_key_padding_mask, tgt_is_causal
     )
-    if before:
+    if norm_first:
         x, residual = add_norm(end, tgt, self.norm2, self.multihead_attn)
     else:
         x, residual = add_norm_cast(end, tgt, self.norm1, self.multihead_attn)
@@ -157,7 +157,7 @@ def _decoder_layer(
         memory_key_padding_mask,
         memory_is_causal,
     )
-    if before:
+    if norm_first:
         x, residual = add_norm(end, residual, self.norm3, self.linear1)
         return add(_feed_forward(self, x, self.dropout3), residual)
     x, y = add_norm_cast(end, residual, self.norm2, self.linear1)
