@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -294,18 +295,26 @@ class _Writer:
         """Return an emitter that reads what the forward saved instead of computing it."""
         emitter = Emitter(self.plan, self.acc, group=self.group, spacings=self.spacings)
         if self.direction == "forward":
-            rounded = filter(_is_rounded_to_16_bits, reachable(roots))
-            emitter.inexact = set(itertools.chain(*map(computed_of, rounded)))
+            emitter.inexact = self._rounded_alone(roots)
             return emitter
         for part, node in self.plan.intermediate.items():
             emitter.leaves[node] = "intermediate"
             emitter.intermediate_parts[node] = part
         for index, node in enumerate(self.plan.stats):
             emitter.leaves.setdefault(node, f"stats {index}")
-        used = reachable(roots, emitter.leaves.__contains__)
-        compared = filter(lambda node: node.op in _OF_EXACT, used)
-        emitter.inexact = used - reachable(itertools.chain(*map(computed_of, compared)))
+        if self.structure.cols > 1:  # of one column, values are equal that others only are nearly
+            used = reachable(roots, emitter.leaves.__contains__)
+            compared = filter(lambda node: node.op in _OF_EXACT, used)
+            exact = [*itertools.chain(*map(computed_of, compared)), *self.plan.stats]
+            emitter.inexact = used - reachable(exact)
         return emitter
+
+    def _rounded_alone(self, roots: Iterable[Node]) -> set[Node]:
+        """Return the values of a forward that are rounded to 16 bits, returned, and not read."""
+        uses = Counter(itertools.chain(*[node.args for node in reachable(roots)]))
+        rounded = filter(_is_rounded_to_16_bits, nodes_of(self.structure.results))
+        values = [node.args[0] for node in rounded if not uses[node]]
+        return set(filter(lambda value: uses[value] == 1, values))
 
     def _moments_kernel(
         self, written: Sequence[Node], roots: Sequence[Node], stores: Sequence[_Store]

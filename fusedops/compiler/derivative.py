@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ..core.activations import ACTIVATIONS
 from .factors import Factoring
-from .ir import Graph, Node, topological, value_of
+from .ir import Graph, Node, is_bounded, topological
 from .structure import Part, Structure, nodes_of, without
 
 __all__ = ["cotangent", "gradients"]
@@ -166,7 +166,7 @@ class _Backward:
         """
         if node.op not in ("neg", "mul"):
             return None
-        constants = [arg for arg in node.args if arg.axes.isdisjoint(over) and _is_bounded(arg)]
+        constants = [arg for arg in node.args if arg.axes.isdisjoint(over) and is_bounded(arg)]
         if node.op == "mul" and not constants:
             return None
         # Created here for both cases, though a product does not use it: `Graph.binary` orders
@@ -244,25 +244,6 @@ class _Backward:
         (axis,) = node.attrs[0]
         index = graph.make("iota", attrs=(axis,), axes=(axis,), kind="int")
         return graph.where(graph.make("eq", index, node.args[1]), g, graph.const(0.0))
-
-
-def _is_bounded(factor: Node) -> bool:
-    """Whether a factor is finite or NaN, so that it may move out of a sum.
-
-    Infinity times a sum is not the sum of infinities, which is NaN where their signs differ.
-    Cotangents count as finite: a loss of each row needs one pass over its columns then.
-    """
-    if factor.op in ("mul", "neg"):
-        return all(map(_is_bounded, factor.args))
-    if factor.op == "rsqrt" and factor.args[0].op == "add":  # of a mean of squares and an epsilon
-        return any(map(_is_positive, factor.args[0].args))
-    number = value_of(factor)
-    return factor.op == "cotangent" or (number is not None and math.isfinite(number))
-
-
-def _is_positive(node: Node) -> bool:
-    number = value_of(node)
-    return number is not None and number > 0
 
 
 def _is_of_itself(node: Node) -> bool:

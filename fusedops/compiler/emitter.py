@@ -23,7 +23,16 @@ from ..core.activations import ACTIVATIONS
 from .addresses import Addresses, Spacings
 from .axes import Label
 from .identifiers import Identifiers
-from .ir import BINARY, COMPARISONS, REDUCTIONS, Node, computed_of, reachable
+from .ir import (
+    BINARY,
+    COMPARISONS,
+    REDUCTIONS,
+    Node,
+    computed_of,
+    has_reciprocal,
+    is_below_largest,
+    reachable,
+)
 from .layouts import column_index, pair_axis, paired
 from .literals import KINDS, as_tensor, filled, literal, neutral
 from .planning import Plan
@@ -120,7 +129,7 @@ class Emitter:
         moved: the dtypes of whole tensors that are read or written.
         read: the number of them that are read.
         computed: the values that have lines.
-        inexact: the values that may be rounded otherwise than in another kernel.
+        inexact: the values that another kernel may have rounded otherwise.
         stores_after: stores of numbers of rows, which follow the line that computes the number.
             Triton 3.6 to 3.9 cannot compile some kernels that compute more of a number before it is
             stored: the pass that removes layout conversions uses a value ahead of its definition.
@@ -496,14 +505,20 @@ class Emitter:
         return text
 
     def _quotient(self, node: Node, args: Sequence[str]) -> str:
-        """Return a quotient; by a number of a row it may be a product with the reciprocal."""
-        if node in self.inexact and not self.has_columns(node.args[1]):
+        """Return a quotient: by a number of each row, it may be a product with the reciprocal."""
+        if node in self.inexact and self._is_by_number(node):
             return f"{args[0]} * (1.0 / {args[1]})"
         return f"{args[0]} / {args[1]}"
 
+    def _is_by_number(self, quotient: Node) -> bool:
+        divisor = quotient.args[1]
+        return not self.has_columns(divisor) and has_reciprocal(divisor)
+
     def _exponential(self, node: Node, args: Sequence[str]) -> str:
-        """Return an exponential, without denormal results where it may be rounded."""
-        return f"exponential({args[0]}, 1.0)" if node in self.inexact else f"tl.exp({args[0]})"
+        """Return an exponential; beside that of a row's largest element, 1, none is subnormal."""
+        if is_below_largest(node.args[0]):
+            return f"exponential({args[0]}, 1.0)"
+        return f"tl.exp({args[0]})"
 
     def _negative(self, node: Node, args: Sequence[str]) -> str:
         # Triton subtracts from zero, which has another zero.

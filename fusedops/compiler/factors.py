@@ -1,8 +1,8 @@
-"""Factors of the terms and products of a derivative, for fewer operators and registers.
+"""Factors in a derivative, rearranged for fewer operators and registers.
 
-Numbers of a row are multiplied with each other before they are with columns. One that is a factor
-of both terms of a sum is moved out of it. What is left of a term may be a product that the forward
-has, and that another gradient needs::
+A product with several numbers of a row multiplies these with each other, and columns once. A number
+that is a factor of both terms of a sum is moved out of it. What is left of a term may be a product
+that the forward has, and that another gradient needs::
 
     rstd * g + (x - mean) * (rstd**3 * c)
     rstd * (g + hat * (rstd * c))            hat = (x - mean) * rstd
@@ -15,14 +15,14 @@ import itertools
 from collections import Counter
 from collections.abc import Collection
 
-from .ir import BINARY, Node, reachable, topological
+from .ir import BINARY, Node, is_bounded, reachable, topological, value_behind
 from .structure import Structure, nodes_of
 
 __all__ = ["Factoring"]
 
 
 class Factoring:
-    """Rewrites the nodes of a derivative. Those of the forward stay, as their values do.
+    """Rewrites the nodes of a derivative. The forward's stay, as some of their values are saved.
 
     Attributes:
         forward: the nodes of the forward.
@@ -48,14 +48,14 @@ class Factoring:
         return self.done[root]
 
     def _differentiated(self, node: Node) -> Node:
-        """Return a node of the forward as one of constants that are values like others.
+        """Return a value of the forward as the derivative needs it.
 
-        Then ``x - constant_to_gradients(mean)`` is the forward's ``x - mean``, too. Numbers of a
-        row stay, as they are saved.
+        There ``x - constant_to_gradients(mean)`` is ``x - mean``, which the forward has, too.
+        Numbers of a row stay, as they are saved.
         """
         if node.op not in BINARY or self._is_number(node):
             return node
-        return self.graph.binary(node.op, *map(_value, node.args))
+        return self.graph.binary(node.op, *map(value_behind, node.args))
 
     def _rewritten(self, node: Node) -> Node:
         args = list(map(self.done.__getitem__, node.args))
@@ -68,12 +68,12 @@ class Factoring:
         return self.graph.make(node.op, *args, attrs=node.attrs, axes=node.axes, kind=node.kind)
 
     def _regrouped(self, node: Node) -> Node:
-        """Return a product with several numbers of a row as the product of one and columns."""
+        """Return a product whose numbers of a row are multiplied first, if there are several."""
         numbers, rest = self._split(node)
         return self._product(numbers, rest) if numbers.total() > 1 else node
 
     def _is_term(self, node: Node) -> bool:
-        """Whether a term has columns, and no other operator, which would compute it too."""
+        """Whether a term has columns, and is an argument of one operator alone."""
         return self.uses[node] == 1 and not self._is_number(node)
 
     def _is_number(self, node: Node) -> bool:
@@ -83,7 +83,8 @@ class Factoring:
     def _sum(self, op: str, x: Node, y: Node) -> Node:
         """Return a sum or a difference as the product of common factors and the rest."""
         (of_x, x_rest), (of_y, y_rest) = self._split(x), self._split(y)
-        common = of_x & of_y
+        # Infinity times a sum is not the sum of infinities: see `is_bounded`.
+        common = Counter(filter(is_bounded, (of_x & of_y).elements()))
         if not common:
             return self.graph.binary(op, x, y)
         x, y = self._product(of_x - common, x_rest), self._product(of_y - common, y_rest)
@@ -92,10 +93,9 @@ class Factoring:
     def _split(self, node: Node) -> tuple[Counter[Node], Node]:
         """Return the factors of a product that are numbers of a row, and the rest.
 
-        A product of columns that the forward has, or that two operators need, is one factor.
+        A product that the forward has, or that two operators need, is one factor.
         """
-        is_own = node not in self.forward and self.uses[node] <= 1
-        if node.op == "mul" and (is_own or self._is_number(node)):
+        if node.op == "mul" and node not in self.forward and self.uses[node] <= 1:
             (numbers, rest), (others, other_rest) = map(self._split, node.args)
             return numbers + others, self.graph.binary("mul", rest, other_rest)
         if self._is_number(node):
@@ -103,15 +103,10 @@ class Factoring:
         return Counter(), node
 
     def _product(self, numbers: Counter[Node], value: Node) -> Node:
-        """Return the product of numbers and a value: one of the forward's where it has it."""
+        """Return the product of numbers and a value, of which the forward may have a part."""
         product = functools.partial(self.graph.binary, "mul")
         for number in numbers:
             known = product(number, value)
             if known in self.again:
                 return self._product(numbers - Counter([number]), known)
         return product(functools.reduce(product, numbers.elements(), self.one), value)
-
-
-def _value(node: Node) -> Node:
-    """Return the value that is a constant to gradients, and any other as it is."""
-    return node.args[0] if node.op == "constant_to_gradients" else node

@@ -26,9 +26,13 @@ __all__ = [
     "computed_of",
     "derived_of",
     "gradient_sources",
+    "has_reciprocal",
+    "is_below_largest",
+    "is_bounded",
     "promoted",
     "reachable",
     "topological",
+    "value_behind",
 ]
 
 # Some operators compute nothing. They tell a derivative, or the place of a rounding:
@@ -251,6 +255,20 @@ def value_of(node: Node) -> Any:
     return node.attrs[0]
 
 
+def value_behind(node: Node) -> Node:
+    """Return the value that is a constant to gradients here, and any other as it is."""
+    return node.args[0] if node.op == "constant_to_gradients" else node
+
+
+def is_below_largest(node: Node) -> bool:
+    """Whether this is ``x - amax(x)``, of which a row has a zero."""
+    if node.op != "sub":
+        return False
+    x, shift = node.args
+    largest = value_behind(shift)
+    return largest.op == "amax" and largest.args[0] is x
+
+
 def _has_constant(args: Iterable[Node], axes: Set[int]) -> bool:
     """Whether one of the values does not vary along axes."""
     return any(arg.axes.isdisjoint(axes) for arg in args)
@@ -333,8 +351,8 @@ def _without_sign(node: Node) -> Node:
 
 
 def _simplified_div(graph: Graph, x: Node, y: Node) -> Node | None:
-    # As PyTorch on GPUs, where quotients by numbers are products with the reciprocal. That of a
-    # number beyond these is not one of fp32, or a subnormal one.
+    # As PyTorch on GPUs, where quotients by numbers are products with the reciprocal. Beyond the
+    # limits the reciprocal in fp32 is subnormal, zero or infinite.
     divisor = value_of(y)
     if divisor is None or not 1e-37 < abs(divisor) < 1e37:
         return None
@@ -367,6 +385,38 @@ _FOLDED2: dict[str, Callable[[Any, Any], Any]] = {
     "mul": lambda a, b: a * b,
     "div": lambda a, b: a / b,
 }
+
+
+def is_bounded(factor: Node) -> bool:
+    """Whether a factor is finite or NaN, so that it may move out of a sum.
+
+    Infinity times a sum is not the sum of infinities, which is NaN where their signs differ.
+    Cotangents count as finite: a loss of each row needs one pass over its columns then.
+    """
+    if factor.op in ("mul", "neg"):
+        return all(map(is_bounded, factor.args))
+    if factor.op == "rsqrt" and factor.args[0].op == "add":  # of a mean of squares and an epsilon
+        return any(map(_is_positive, factor.args[0].args))
+    number = value_of(factor)
+    return factor.op == "cotangent" or (number is not None and math.isfinite(number))
+
+
+def has_reciprocal(node: Node) -> bool:
+    """Whether a number of a row is known to be so large that its reciprocal is finite.
+
+    It is the sum of a softmax's exponentials, of which one is 1, or has a lower limit.
+    """
+    if node.op == "sum":
+        (summed,) = node.args
+        return summed.op == "exp" and is_below_largest(summed.args[0])
+    if node.op == "sqrt":  # of a mean of squares and an epsilon
+        (node,) = node.args
+    return node.op in ("add", "maximum") and any(map(_is_positive, node.args))
+
+
+def _is_positive(node: Node) -> bool:
+    number = value_of(node)
+    return number is not None and number > 0
 
 
 def topological(roots: Iterable[Node]) -> list[Node]:

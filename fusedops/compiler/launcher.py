@@ -74,7 +74,7 @@ def _other_shape(
 ) -> None:
     raise RuntimeError(
         f"{site.program.op}: {kind} {index} has the shape {tuple(shape)}, "
-        f"but its program is for {expected}"
+        f"but its program is for {tuple(expected)}"
     )
 
 

@@ -14,7 +14,16 @@ from collections.abc import Sequence
 
 from .emitter import Emitter
 from .errors import NotRowwiseError
-from .ir import REDUCTIONS, Node, computed_of, reachable, topological, value_of
+from .ir import (
+    REDUCTIONS,
+    Node,
+    computed_of,
+    is_below_largest,
+    reachable,
+    topological,
+    value_behind,
+    value_of,
+)
 from .literals import in_fp32, neutral
 from .rows_of_programs import MASK
 
@@ -153,17 +162,9 @@ def _is_online(total: Node, largest: Node) -> bool:
     if (total.op, largest.op) != ("sum", "amax") or total.attrs[0] != largest.attrs[0]:
         return False
     exponential = total.args[0]
-    if exponential.op != "exp":
+    if exponential.op != "exp" or not is_below_largest(exponential.args[0]):
         return False
-    shifted = exponential.args[0]
-    if shifted.op != "sub":
-        return False
-    x, shift = shifted.args
-    if x is not largest.args[0]:
-        return False
-    if shift.op == "constant_to_gradients":
-        shift = shift.args[0]
-    return shift is largest
+    return value_behind(exponential.args[0].args[1]) is largest
 
 
 # --- lines ----------------------------------------------------------------------------------------

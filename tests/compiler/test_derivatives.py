@@ -584,3 +584,61 @@ def test_second_derivatives_where_the_exponential_overflows(
 
     for outer in (lambda x: function(x) * 2.0, lambda x: function(x) * function(x)):
         torch.testing.assert_close(second(fusedops.rowwise(outer, strict=True)), second(outer))
+
+
+# --- values of which another rounding is another result -------------------------------------------
+
+
+def _quotient_and_its_largest(x: Tensor, scale: Tensor) -> Tensor:
+    q = x / scale
+    return q + q.amax(-1, keepdim=True)
+
+
+# Functions, and the inputs by which a product with a reciprocal, or another order of factors, gives
+# infinity, NaN or a difference that is not zero.
+_ROUNDINGS: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]]]] = {
+    "a quotient compared with the largest": (
+        _quotient_and_its_largest,
+        lambda: [
+            torch.full((2, 32), 1.0009765625, dtype=torch.float16),
+            torch.tensor([0.9665251970291138]),
+        ],
+    ),
+    "a quotient by zero": (lambda x: x / 0.0, lambda: [torch.randn(2, 32)]),
+    "a quotient by a subnormal number": (
+        lambda x: x / 2.0**-133,
+        lambda: [torch.full((2, 32), 2.0**-132)],
+    ),
+    "a quotient by a number beyond fp32": (lambda x: x / 1e39, lambda: [torch.ones(2, 32)]),
+    "large factors between small ones": (
+        lambda x, scale: x * (scale * 1e-20) * (scale * 1e-20),
+        lambda: [torch.randn(2, 32), torch.full((2, 1), 1e20)],
+    ),
+    "equal quotients normalised": (
+        lambda x, scale: F.layer_norm(x / scale, (32,), eps=1e-12),
+        lambda: [torch.full((2, 32), 1.1), torch.full((2, 1), 0.7)],
+    ),
+    "exponentials with a subnormal sum": (
+        lambda scale, x: scale * (x.exp() / x.exp().sum(-1, keepdim=True)).bfloat16(),
+        lambda: [torch.ones(2, 2), torch.full((2, 2), -91.0, dtype=torch.bfloat16)],
+    ),
+}
+
+
+@kernels
+@pytest.mark.parametrize("case", _ROUNDINGS)
+def test_roundings_that_matter(case: str) -> None:
+    """Values and the first gradient are those of fp64, or as in PyTorch no numbers."""
+    function, inputs = _ROUNDINGS[case]
+    tensors = [t.to(DEVICE).requires_grad_() for t in inputs()]
+    out = fusedops.rowwise(function, strict=True)(*tensors)
+    (gradient,) = torch.autograd.grad(out.sum(), tensors[:1])
+    exact = [t.detach().double().cpu().requires_grad_() for t in tensors]
+    expected = function(*exact)
+    (exact_gradient,) = torch.autograd.grad(expected.sum(), exact[:1])
+    tolerance = 8 * torch.finfo(tensors[0].dtype).eps
+    for result, value in ((out, expected), (gradient, exact_gradient)):
+        value = value.detach().to(result.dtype)
+        torch.testing.assert_close(
+            result.detach().cpu(), value, rtol=tolerance, atol=tolerance, equal_nan=True
+        )

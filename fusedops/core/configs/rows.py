@@ -596,15 +596,19 @@ _BACKWARD_ALIGNED = (
         "H200, dropout-add-LN, 10240 columns, with its forward: 169.7 to 150.0 us",
     ),
     _Rule(
-        {"generated": _YES, "sums": (3,), "cols": range(8193, 8 * _SHARED_NARROW.columns + 1)},
+        {
+            "generated": _YES,
+            "sums": _above(2),
+            "cols": range(8193, 8 * _SHARED_NARROW.columns + 1),
+        },
         _SHARED_NARROW,
         "two rows would spill",
         "H200, dropout-add-LN, 16384 columns, with its forward: 204.6 to 174.4 us",
     ),
     _Rule(
-        {"generated": _YES, "sums": (3,), "cols": range(8 * _SHARED_NARROW.columns + 1, 49153)},
+        {"generated": _YES, "sums": _above(2), "cols": _above(8 * _SHARED_NARROW.columns)},
         Config(2048, 1, 8, 3, 1, parts=3),
-        "two rows would spill, and narrower programs would be more than may wait",
+        "two rows would spill, and more than eight programs of a row cannot wait",
         "H200, dropout-add-LN, 32768 columns, with its forward: 226.8 to 199.6 us",
     ),
     _Rule(
