@@ -1,6 +1,6 @@
 """Choose the program that a call of a function runs.
 
-It is one that was traced for such tensors, one from disk, or a new one.
+It is in memory or on disk since an earlier trace for such tensors, or else is traced now.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ __all__ = ["Match", "Programs", "is_dense", "tensors_of"]
 
 # The most programs of a function, and the most refusals. The least recently used are dropped.
 _MOST_PROGRAMS = 1024
-# The largest sizes of rows in further traces: small ones, and ones far above any that a function
-# may compare them with.
+# Limits of the sizes of row axes in further traces: of small sizes, and of large ones, which are
+# far above any size that a function may compare them with.
 _FEW, _MANY = 40, 100_000
-# About the most elements of a tensor in a trace: its bytes are a number of 63 bits.
+# About the most elements of a tensor in a trace: its size in bytes has to fit in an int64.
 _ELEMENTS = 2**58
 
 _V = TypeVar("_V")
@@ -50,7 +50,15 @@ _V = TypeVar("_V")
 
 @dataclass(frozen=True)
 class _Call:
-    """A call to be traced: its arguments, its state and the tensors in it, and the file of both."""
+    """A call to be traced.
+
+    Attributes:
+        args: its arguments.
+        look: reads the state of the function.
+        state_tensors: the tensors in that state.
+        path: the file of the structures that were traced for such arguments and state; None where
+            nothing is stored.
+    """
 
     args: Sequence[Any]
     look: Look
@@ -77,8 +85,11 @@ class Match:
         return self.program.fits([*tensors, *captured])
 
 
-def _used(entries: dict[Any, _V], key: Any) -> _V | None:
-    """Return the value of a key, which becomes the last of a dict; None where it has none."""
+def _looked_up(entries: dict[Any, _V], key: Any) -> _V | None:
+    """Return a key's value, and move the key to the end of the dict; None where it is missing.
+
+    So the first key of the dict is the least recently used one.
+    """
     value = entries.pop(key, None)
     if value is not None:
         entries[key] = value
@@ -132,7 +143,8 @@ class Programs:
         """
         tensors = tensors_of(args)
         looks = self.looks(args)
-        # The second time the state is read by a new walk, since there will be a trace.
+        # First with the known looks. If no program fits, a trace is needed, and before that a new
+        # walk: its state may have a program, too.
         for read in (looks.at, looks.walked):
             look, state, state_tensors = read(args)
             if look.reason:
@@ -149,10 +161,10 @@ class Programs:
             numbers = tuple([None if isinstance(a, Tensor) else plain_state(a) for a in args])
             key = (numbers, state, autocast, torch.get_default_dtype(), tensors[0].device.type)
             refusal_key = (key, *map(_kind_of, (*tensors, *state_tensors)))
-            reason = _used(self.refused, refusal_key)
+            reason = _looked_up(self.refused, refusal_key)
             if reason is not None:
                 raise NotRowwiseError(reason)
-            for match in _used(self.known, key) or ():
+            for match in _looked_up(self.known, key) or ():
                 if match.fits(tensors, state_tensors):
                     return match
         call = _Call(args, look, state_tensors, self._path(look, key))
@@ -272,10 +284,10 @@ class Programs:
 
         If it is not, or there is an error with size two, the shapes are traced as they are.
         """
-        ones = _of_one(shapes)
+        ones = _dims_of_one(shapes)
         while ones:
             try:
-                traced, structure = self._at(call, _larger(shapes, ones))
+                traced, structure = self._structure_at(call, _larger(shapes, ones))
             # Tensors of one row fit together where those of more do not.
             except Exception:  # noqa: BLE001
                 break
@@ -283,17 +295,17 @@ class Programs:
             if constant:  # traced again with size one in these
                 ones = ones - constant
                 continue
-            structure, why = self._settled(call, structure)
+            structure, why = self._for_other_rows(call, structure)
             if not why:
                 return traced, structure
             break
-        traced, structure = self._at(call, shapes)
-        structure, why = self._settled(call, structure)
+        traced, structure = self._structure_at(call, shapes)
+        structure, why = self._for_other_rows(call, structure)
         if why:
             raise NotRowwiseError(f"{self.name}: {why}")
         return traced, structure
 
-    def _settled(self, call: _Call, structure: Structure) -> tuple[Structure, str]:
+    def _for_other_rows(self, call: _Call, structure: Structure) -> tuple[Structure, str]:
         """Return the structure, and why it does not serve other numbers of rows; "" if it does.
 
         Where the structure differs for other sizes, and the function reads an index along rows, as
@@ -367,7 +379,9 @@ class Programs:
             for choice in choices
         )
 
-    def _at(self, call: _Call, shapes: Sequence[tuple[int, ...]]) -> tuple[Traced, Structure]:
+    def _structure_at(
+        self, call: _Call, shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[Traced, Structure]:
         """Return the trace and the structure for tensors of these shapes."""
         traced = self._trace(call, shapes)
         try:
@@ -387,13 +401,13 @@ class Programs:
             else:
                 arguments.append(a)
 
-        def find(tensor: Tensor) -> tuple[int, str] | None:
+        def find_captured(tensor: Tensor) -> tuple[int, str] | None:
             for position, captured in enumerate(call.state_tensors):
                 if captured is tensor:
                     return position, call.look.tensors[position]
             return None
 
-        return trace(self.run, arguments, self.function, names, find)
+        return trace(self.run, arguments, self.function, names, find_captured)
 
     def _program(self, structure: Structure) -> Program:
         """Return the program of a structure."""
@@ -443,7 +457,7 @@ def _separate_dims(structure: Structure, fixed_dims: int) -> tuple[int, ...]:
 def _separate(labels: Sequence[Label], known: Collection[int]) -> int:
     """Return how many leading dimensions have no known axis.
 
-    Dimensions of one are not counted: without an axis they cannot be tested.
+    The count ends before a dimension of size one: without an axis it cannot be tested.
     """
     for dim, label in enumerate(labels):
         if not label or not set(known).isdisjoint(label):
@@ -451,8 +465,8 @@ def _separate(labels: Sequence[Label], known: Collection[int]) -> int:
     return len(labels)
 
 
-def _of_one(shapes: Sequence[tuple[int, ...]]) -> set[int]:
-    """Return the dimensions, counted from the last, that are one in all tensors.
+def _dims_of_one(shapes: Sequence[tuple[int, ...]]) -> set[int]:
+    """Return the dimensions, counted from the last, whose size is one in all tensors.
 
     The last dimension, of columns, is not among them.
     """
@@ -500,7 +514,8 @@ def _other_rows(structure: Structure) -> list[dict[int, int]]:
         trace 3    large  one    prime
 
     Axes whose index the function reads get another small prime in place of one, since the index of
-    a single row is the constant 0. It is from the end of the list, as others are from its start.
+    a single row is the constant 0. It is one of the last primes in the list, and so differs from
+    those of ``few``, which are the first.
     """
     axes = sorted(dynamic_axes(structure))
     few = _primes(structure, _FEW)
@@ -522,9 +537,12 @@ def _other_rows(structure: Structure) -> list[dict[int, int]]:
 
 
 def _limit(structure: Structure, largest: int) -> int:
-    """Return the largest size of rows, up to a limit, with which no tensor is too large."""
+    """Return the largest size that all row axes can have, up to ``largest``.
+
+    With larger ones a tensor of the trace could have too many elements.
+    """
     axes = dynamic_axes(structure)
-    # The product of all constant sizes: no tensor has more axes.
+    # The product of all constant sizes: no tensor has more elements along constant axes.
     fixed = structure.size(_used_axes(structure) - axes.keys())
     return min(largest, int((_ELEMENTS / fixed) ** (1 / max(len(axes), 1))))
 
@@ -543,7 +561,7 @@ def _is_prime(n: int) -> bool:
 def _divisible(structure: Structure, largest: int) -> list[int]:
     """Return numbers with many divisors that are no axis's size, the largest first.
 
-    They are multiples of the first step of which the range has enough for all axes.
+    They are multiples of a step: of the largest one with enough multiples for all axes.
     """
     limit = _limit(structure, largest)
     count = len(structure.sizes)

@@ -90,14 +90,15 @@ class Writer:
     def look(self, reason: str) -> Look:
         """Compile the lines that were written."""
         tensors = ", ".join([variable for variable, _ in self.tensors])
-        identical = f"_ones([{tensors}])" if len(self.tensors) > 1 else "None"
+        identical = f"_identical([{tensors}])" if len(self.tensors) > 1 else "None"
         lines = [*self.lines, f"return {tuple_of(self.leaves)}, {identical}, [{tensors}]"]
         body = "\n".join(indented(lines, 2))
         text = f"def read(args):\n    try:\n{body}\n    except _ERRORS:\n        return None\n"
         # An attribute, a key or an element that is missing is another structure, as one of another
         # class is: the function returns None for both.
         errors = (AttributeError, KeyError, IndexError, TypeError, ValueError)
-        scope = {**self.constants, "_ones": _identical, "_ERRORS": errors, "Tensor": Tensor}
+        known = {"_identical": _identical, "_ERRORS": errors, "Tensor": Tensor}
+        scope = {**self.constants, **known}
         exec(text, scope)
         return Look(
             scope["read"],

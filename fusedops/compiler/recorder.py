@@ -32,13 +32,15 @@ class Recorder(DispatchMode):  # type: ignore[misc]
     """A dispatch mode that runs every operator on tensors without memory, and records a node."""
 
     def __init__(
-        self, function: Callable[..., Any], find: Callable[[Tensor], tuple[int, str] | None]
+        self,
+        function: Callable[..., Any],
+        find_captured: Callable[[Tensor], tuple[int, str] | None],
     ) -> None:
         super().__init__()
         self.fake = fake_mode()
         self.function = function
         self.name = getattr(function, "__name__", type(function).__name__)
-        self.find = find
+        self.find_captured = find_captured
         self.code = getattr(inspect.unwrap(function), "__code__", None)
         self.traced = Traced(Graph(), Axes(), [], file=getattr(self.code, "co_filename", ""))
         # What a tensor in the trace is, by identity:
@@ -55,7 +57,7 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
         self.line = 0
         self._targets = _targets_of(self.code)
-        self._last: dict[int, Node] = {}
+        self._last: dict[int, Node] = {}  # the last node of each line
         self._decomposing = ""  # the outermost operator that is being decomposed
         # The first refusal, whether or not the function caught it.
         self.failed: NotRowwiseError | None = None
@@ -78,9 +80,9 @@ class Recorder(DispatchMode):  # type: ignore[misc]
             raise NotRowwiseError(f"{self.name}: {name} is no dense tensor")
         if tensor.dtype not in NAMES:
             readable = ", ".join(sorted(word for dtype, word in NAMES.items() if dtype))
-            parts = "; pass torch.view_as_real of it" if tensor.dtype.is_complex else ""
+            advice = "; pass torch.view_as_real of it" if tensor.dtype.is_complex else ""
             raise NotRowwiseError(
-                f"{self.name}: {name} is of {tensor.dtype}; kernels read {readable}{parts}"
+                f"{self.name}: {name} is of {tensor.dtype}; kernels read {readable}{advice}"
             )
         # `programs` passes tensors on the meta device, with the device of the call as an attribute.
         device = getattr(tensor, "fusedops_device", tensor.device)
@@ -122,12 +124,9 @@ class Recorder(DispatchMode):  # type: ignore[misc]
             return known[1]
         if is_fake(tensor):
             raise NotRowwiseError("it uses a result of an operator that no kernel computes")
-        captured = self.find(tensor)
+        captured = self.find_captured(tensor)
         if captured is None:
-            raise NotRowwiseError(
-                "a tensor of which cannot be told where the function has it from; make it an "
-                "argument"
-            )
+            raise NotRowwiseError("it uses a tensor of unknown origin; make it an argument")
         position, name = captured
         # Arguments are on one device.
         devices = {argument.device for argument, _ in self.protected}
@@ -381,7 +380,7 @@ def _is_in_place(name: str) -> bool:
 
 
 def _is_new_number(name: str, args: Any) -> bool:
-    """Whether this operator is of ``torch.tensor(2.0)`` in the function."""
+    """Whether an operator makes a tensor of a Python number, as ``torch.tensor(2.0)`` does."""
     if not name.startswith("lift_fresh") or is_fake(args[0]):
         return False
     return bool(args[0].numel() == 1)

@@ -33,7 +33,7 @@ def trace(
     arguments: Sequence[Any],
     function: Callable[..., Any],
     names: Sequence[str],
-    find: Callable[[Tensor], tuple[int, str] | None],
+    find_captured: Callable[[Tensor], tuple[int, str] | None],
 ) -> Traced:
     """Return the function's graph for tensors like these.
 
@@ -42,15 +42,16 @@ def trace(
         arguments: arguments of the call; of tensors only dtype, device and shape are read.
         function: the user's function.
         names: names of the tensors among the arguments, in order.
-        find: returns the position and name of a captured tensor; None if its origin is unknown.
+        find_captured: returns the position and name of a captured tensor; None if its origin is
+            unknown.
     Raises:
         NotRowwiseError: the function cannot be one kernel.
     """
-    recorder = Recorder(function, find)
-    fakes = iter(names)
+    recorder = Recorder(function, find_captured)
+    remaining = iter(names)
 
     def stand_in(value: Any) -> Any:
-        return recorder.input(value, next(fakes)) if isinstance(value, Tensor) else value
+        return recorder.input(value, next(remaining)) if isinstance(value, Tensor) else value
 
     fake_arguments = list(map(stand_in, arguments))
     autocast_cached = torch.is_autocast_cache_enabled()

@@ -47,7 +47,7 @@ __all__ = ["APPLIED", "INTERNALS", "UNWRAPPED", "Names", "Walk"]
 _MOST_VALUES = 4096
 # Types of this package that wrap functions, with the attribute that holds the function.
 UNWRAPPED: dict[type, str] = {}
-# Of these types, the attributes that are their own. Others are the user's, as those of a function.
+# The attributes that these types set themselves. The user may set others, as on a function.
 INTERNALS: dict[type, frozenset[str]] = {}
 _LEAVES = (*PLAIN, complex, bytes, range, type(...))
 # Methods that return modules and parameters whose names the calling code does not contain.
@@ -129,9 +129,10 @@ class Names:
 # what no code uses, such as caches, and refuse functions for it. Functions, tensors, members of
 # enums, and numbers of the user's classes may have attributes as well.
 #
-# An attribute that an object lacks may be set later. A function reads it then in another trace,
-# before which `Looks.walked` visits it; or it noticed the absence, by `getattr`, `hasattr` or an
-# error that it caught: `Walk.missing_attributes` checks for these that it is still absent.
+# An attribute that an object lacks may be set later. That matters only to a function that notices
+# its absence, by `getattr`, `hasattr` or an error that it catches. For such functions
+# `Walk.missing_attributes` checks that the attribute is still absent. Any other function reads the
+# attribute only after another trace, before which `Looks.walked` visits it.
 
 
 class Walk(Writer):
@@ -584,7 +585,8 @@ class Walk(Writer):
     def missing_attributes(self, namespaces: Mapping[str, Mapping[str, Any]]) -> None:
         """Check that attributes which an object lacks are still missing.
 
-        Where names are computed, any may be: the numbers of attributes are compared.
+        Where the code computes the names of attributes, it may look for any: so the object and its
+        classes have to have as many attributes as before.
 
         Args:
             namespaces: the attributes of the object, and those of its classes, by the expressions
@@ -627,7 +629,7 @@ class Walk(Writer):
         """
         classes = _user_classes(kind)
         keys = dict.fromkeys(itertools.chain.from_iterable(map(vars, classes)))
-        known = self.constant(kind) if classes else ""
+        owner = self.constant(kind) if classes else ""
         named = filter(self.is_named, itertools.filterfalse(_is_special, keys))
         own_keys = () if own is None else own
         for key in named:
@@ -638,7 +640,7 @@ class Walk(Writer):
                 continue
             if namespace:
                 self.expect(f"{key!r} not in {self.at(namespace)}")
-            expression = _attribute(known, key)
+            expression = _attribute(owner, key)
             if isinstance(raw, classmethod):
                 raw, expression = raw.__func__, f"{expression}.__func__"
             elif isinstance(raw, staticmethod):
@@ -646,12 +648,15 @@ class Walk(Writer):
             elif isinstance(raw, types.DynamicClassAttribute):
                 raw = getattr(kind, key, raw)  # a member of an enum, in Python 3.11
             elif isinstance(raw, (property, functools.cached_property)):
-                self.notice_missing(key in self.known.optional)
+                self.note_hasattr(runs_code=key in self.known.optional)
             self.visit(raw, expression, f"{name}.{key}")
 
-    def notice_missing(self, is_computed: bool) -> None:
-        """Note that `hasattr` computes an attribute by code, whose AttributeError it catches."""
-        if is_computed:
+    def note_hasattr(self, *, runs_code: bool) -> None:
+        """Note whether `hasattr` runs the user's code, since it catches every AttributeError there.
+
+        The code is a property or a ``__getattr__``.
+        """
+        if runs_code:
             self.read = dataclasses.replace(self.read, catches=True)
 
     def special_methods(self, kind: type, name: str, *, instantiated: bool) -> None:
@@ -665,7 +670,8 @@ class Walk(Writer):
             for key, inner in vars(owner).items():
                 is_called = key in constructors or _is_operator(key)
                 if is_called and isinstance(inner, FunctionType):
-                    self.notice_missing(key == "__getattr__" and bool(self.known.optional))
+                    is_fallback = key == "__getattr__"
+                    self.note_hasattr(runs_code=is_fallback and bool(self.known.optional))
                     self.visit(inner, f"{self.constant(owner)}.{key}", f"{name}.{key}")
 
     # --- modules of PyTorch -----------------------------------------------------------------------
@@ -686,7 +692,8 @@ class Walk(Writer):
         """Visit a module's attributes, parameters, buffers and children; its forward if called.
 
         An attribute is visited if the code names it, or all are if the code may reach every one.
-        The ``short`` name of a tensor is an argument of the kernels, and has to be an identifier::
+        ``short`` begins the names of the kernels' arguments, which have to be identifiers. It is ""
+        for a module in a plain variable::
 
             norm.weight         weight
             layers[0].weight    layers_0_weight
@@ -697,7 +704,7 @@ class Walk(Writer):
         namespaces = {namespace: vars(value)}
         self.check_module(value, variable, name, namespace)
         whole = self.reaches_all_members(value)
-        prefix = f"{short}_" if short and short != name else ""
+        prefix = f"{short}_" if short else ""
         for key, inner in list(vars(value).items()):
             named = self.is_named(key)
             is_internal = key in MODULE_INTERNALS
@@ -879,6 +886,7 @@ def _has_other_keys(value: dict[Any, Any]) -> bool:
 
 
 def _has_objects(value: Any) -> bool:
+    """Whether a set has elements that are neither numbers nor strings."""
     return not all(type(one) in (str, int, bool) for one in value)
 
 

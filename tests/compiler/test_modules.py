@@ -232,7 +232,7 @@ def _structure(function: Any, *tensors: Tensor) -> Any:
     fused = fusedops.rowwise(function)
     args = fused._positional(tensors, {})
     look, _, around = fused._programs.looks(args).at(args)
-    return fused._programs._at(
+    return fused._programs._structure_at(
         programs._Call(args, look, around, None), [tuple(t.shape) for t in tensors]
     )[1]
 
