@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from .errors import NotRowwiseError
 from .ir import Graph, Node, gradient_sources
 from .numbering import Numbering
-from .structure import MOST_COLUMNS, Part, parts_along, within, without
+from .structure import MOST_COLUMNS_READ_TWICE, Part, parts_along, within, without
 from .traced import Traced
 
 __all__ = ["Parts"]
@@ -258,7 +258,7 @@ class Parts:
         subtracted = "constant_to_gradients" if shifted else "log"
         if node.op != "sub" or node.args[1].op != subtracted:
             return False
-        return not shifted or self.numbering.size(over) > MOST_COLUMNS
+        return not shifted or self.numbering.size(over) > MOST_COLUMNS_READ_TWICE
 
 
 def _new_names(names: Sequence[str], known: Sequence[str]) -> list[str]:

@@ -33,23 +33,23 @@ __all__ = ["emit_passes", "maximum", "moments_of"]
 # none. No kernel with such a loop has groups, whose masks would be others.
 _FULL_TILES = "for start in tl.range(0, N // BLOCK_N * BLOCK_N, BLOCK_N, num_stages=STAGES):"
 _LAST_TILE = ("if N % BLOCK_N:", "start = N // BLOCK_N * BLOCK_N")
-# Operators whose result is an argument, perhaps with another sign.
-_OF_INDICES = ("cast", "where", "neg")
+# Operators whose result is one of their arguments, perhaps with another sign.
+_CHOICES = ("cast", "where", "neg")
 _ACCUMULATORS = {"amax": "largest"}
 
 
-# --- the numbers of rows that one kernel computes for the next ------------------------------------
+# --- the per-row values that one kernel computes for the next -------------------------------------
 
 
 def moments_of(roots: Sequence[Node], emitter: Emitter) -> list[Node]:
-    """Return the moments: numbers of rows that depend on reductions, and that other values need.
+    """Return the moments: per-row results of reductions that values along the columns need.
 
-    The kernel before stores them, and the next one reads them instead of reducing long rows::
+    One kernel reduces long rows and stores the moments, and the next one reads them::
 
         (x - mean) * rstd       moments: mean, rstd
 
     Raises:
-        NotRowwiseError: one of them is a whole number that a float may not hold.
+        NotRowwiseError: one of them is a whole number that fp32 may not hold.
     """
     used = reachable(roots, emitter.leaves.__contains__)
     candidates = list(roots)
@@ -67,10 +67,11 @@ _PLURALS = {"sum": "sums", "amax": "maxima or minima", "pick": "single elements"
 
 
 def _add_moments(node: Node, emitter: Emitter, moments: set[Node]) -> None:
-    """Add a number of a row to the moments, or what it is computed from.
+    """Add a per-row value to the moments, or what it is computed from.
 
-    Moments are stored as floats, which hold whole numbers only up to a size. Instead of a whole
-    number, its arguments are moments; for a reduction, which has none, this raises.
+    Moments are stored as floats, which hold whole numbers only up to a size. In place of a whole
+    number its arguments are added. Those of a reduction are as long as the row, so that this raises
+    unless the reduction itself fits in a float.
     """
     if emitter.has_columns(node) or not _has_reduction(node, emitter):
         return
@@ -79,7 +80,7 @@ def _add_moments(node: Node, emitter: Emitter, moments: set[Node]) -> None:
     elif node.op not in REDUCTIONS:
         for arg in node.args:
             _add_moments(arg, emitter, moments)
-    elif _counts_columns(node):
+    elif _has_exact_result(node):
         moments.add(node)
     else:
         raise NotRowwiseError(
@@ -93,23 +94,23 @@ def _has_reduction(node: Node, emitter: Emitter) -> bool:
     return not REDUCTIONS.isdisjoint([inner.op for inner in computed])
 
 
-def _counts_columns(node: Node) -> bool:
-    """Whether fp32 holds a reduction of whole numbers, as it does for `any` and `argmax`."""
+def _has_exact_result(node: Node) -> bool:
+    """Whether fp32 holds the result of a reduction of whole numbers, as of `any` and `argmax`."""
     if node.op == "sum":
         (summed,) = node.args
         return summed.op == "cast" and summed.args[0].kind == "bool"
-    return all(map(_is_index, node.args))
+    return all(map(_is_exact, node.args))
 
 
-def _is_index(node: Node) -> bool:
-    """Whether fp32 holds a value: a truth value, an index, or one of numbers that it holds."""
+def _is_exact(node: Node) -> bool:
+    """Whether fp32 holds a value: a truth value, an index, most constants, or a choice of them."""
     if node.kind == "bool" or node.op == "iota":
         return True
     if node.op == "const":
         return bool(in_fp32(value_of(node)) == value_of(node))
-    if node.op not in _OF_INDICES or _has_floats(node):
+    if node.op not in _CHOICES or _has_floats(node):
         return False
-    return all(map(_is_index, node.args))
+    return all(map(_is_exact, node.args))
 
 
 def _has_floats(node: Node) -> bool:

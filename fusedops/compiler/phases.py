@@ -1,11 +1,12 @@
-"""Phases over the tiles of rows that programs hold: which reductions share one, and their lines.
+"""Kernels whose programs hold rows in registers: their phases, and the lines of each.
 
-A program holds a row, or a part of it, in PARTS tiles side by side. Every phase has a loop over
-them, which the compiler unrolls, and ends with the reductions that need nothing of a later one::
+A program holds the columns of a row, or some of them, in PARTS tiles side by side. (In the lines of
+these kernels a "part" is such a tile, and not a part of a row as in `structure`.) Every phase has a
+loop over the tiles, which Triton unrolls, and ends with the reductions that the next one needs::
 
     variance:   phase 0: loads, sum -> mean    phase 1: sum of (x - mean) ** 2    phase 2: stores
 
-What a phase loads for a later one, it keeps in a tuple of tiles::
+A phase keeps what it loads for a later one in a tuple of tiles::
 
     x_parts = ()
     for part in tl.static_range(PARTS):
@@ -13,8 +14,8 @@ What a phase loads for a later one, it keeps in a tuple of tiles::
         x_parts = x_parts + (x_tile,)
 
 Programs that share a row exchange its sums between the first phase and the second, which is the
-last: see `fusedops.core.exchange`. A program does not wait for them at once. It first computes the
-sums of its next rows, and keeps these rows as the late ones.
+last: see `fusedops.core.exchange`. A program does not wait at once for the sums of the others. It
+first runs the first phase of its next rows, and keeps the earlier rows in variables ``late_...``.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from .text import indented
 
 __all__ = ["WIDEST_TILE", "Phases", "held_body", "phases_of"]
 
-# The most columns of a row that programs hold in one tile whatever the config: tiles side by side
-# have at least 128 columns, and are three or more.
+# The most columns of rows that are one tile with every config. Longer rows may be split into tiles:
+# at least three, of at least 128 columns each.
 WIDEST_TILE = 256
-# The most sums that programs exchange: two are one word.
+# The most sums that programs exchange, two in each word.
 _MOST_EXCHANGED = 4
 _PART_LOOP = "for part in tl.static_range(PARTS):"
 _PART_START = "start = first + part * BLOCK_N"
 _INSIDE_PART = "inside_row({}, part < EXACT, {})"
 
 
-# Values that are stored, those together that one store has: two parts of a row, or one.
+# Values that are stored. One store writes those of an inner tuple: one part of a row, or two.
 Stored = Sequence[tuple[Node, ...]]
 
 
@@ -58,7 +59,7 @@ class Phases:
         carried: the values along rows and columns that a phase keeps for a later one.
         exchanged: the sums that programs exchange which share a row; () where they cannot.
         loads: what the first phase loads for a later one alone.
-        numbers: the numbers of rows that are in memory and that the last phase needs.
+        numbers: the values with one number for each row that the last phase reads from memory.
         masks: the dropout masks that the last phase alone needs.
     """
 
@@ -71,8 +72,8 @@ class Phases:
     masks: tuple[Node, ...] = ()
 
     @property
-    def steps(self) -> tuple[tuple[Node, ...], ...]:
-        """The reductions of all phases, of which there are at least two."""
+    def all_reductions(self) -> tuple[tuple[Node, ...], ...]:
+        """The reductions of all phases, () for the last; there are at least two phases."""
         if not self.reductions:
             return (), ()
         return *self.reductions, ()
@@ -89,26 +90,28 @@ def phases_of(
     """Return the phases of a kernel.
 
     Args:
-        stored: the values that it stores, those together that one store has.
+        stored: the values that it stores: see `Stored`.
         summed: those that it sums over rows.
-        emitter: knows what is read, and what has rows and columns.
+        emitter: the emitter of the kernel.
         exchanges: whether programs may exchange sums.
     """
     roots = [*itertools.chain(*stored), *summed]
     levels, reductions = _levels(roots, emitter)
     exchanged = _exchanged(reductions, emitter) if exchanges else ()
     phases = Phases(reductions, levels, frozenset(), exchanged)
-    steps = _steps(phases, stored, summed)
-    last = _needed(steps[-1], emitter)
-    numbers = filter(emitter.is_number, reachable(steps[-1], emitter.leaves.__contains__))
+    roots_by_phase = _roots_by_phase(phases, stored, summed)
+    last_roots = roots_by_phase[-1]
+    last = _needed(last_roots, emitter)
+    numbers = filter(emitter.is_number, reachable(last_roots, emitter.leaves.__contains__))
     phases = replace(phases, numbers=_in_order(numbers))
     if not reductions:
-        steps[0] += _in_order(filter(emitter.is_tile, last))
-        carried = _carried(steps, emitter, tiles_alone=False)
-        return replace(phases, carried=carried, loads=tuple(steps[0]))
-    early = set[Node]().union(*[_needed(values, emitter) for values in steps[:-1]])
+        # The first phase only loads, for the second one.
+        roots_by_phase[0] += _in_order(filter(emitter.is_tile, last))
+        carried = _carried(roots_by_phase, emitter, loads_alone=False)
+        return replace(phases, carried=carried, loads=tuple(roots_by_phase[0]))
+    early = set[Node]().union(*[_needed(roots, emitter) for roots in roots_by_phase[:-1]])
     masks = [node for node in last - early if node.op == "keep"]
-    carried = _carried(steps, emitter, tiles_alone=bool(exchanged))
+    carried = _carried(roots_by_phase, emitter, loads_alone=bool(exchanged))
     return replace(phases, carried=carried, masks=_in_order(masks))
 
 
@@ -129,21 +132,24 @@ def _levels(
     return levels, tuple([tuple(by_phase[phase]) for phase in sorted(by_phase)])
 
 
-def _steps(phases: Phases, stored: Stored, summed: Sequence[Node]) -> list[list[Node]]:
-    """Return what each phase reduces, stores or sums."""
-    steps: list[list[Node]] = []
-    for phase, nodes in enumerate(phases.steps):
-        values = [node.args[0] for node in nodes]
+def _roots_by_phase(phases: Phases, stored: Stored, summed: Sequence[Node]) -> list[list[Node]]:
+    """Return the values that each phase reduces, stores or sums over rows."""
+    roots_by_phase: list[list[Node]] = []
+    for phase, reductions in enumerate(phases.all_reductions):
+        roots = [node.args[0] for node in reductions]
         for together in stored:
             if _phase_of(together, phases) == phase:
-                values += together
-        steps.append(values)
-    steps[-1] += summed
-    return steps
+                roots += together
+        roots_by_phase.append(roots)
+    roots_by_phase[-1] += summed
+    return roots_by_phase
 
 
 def _needed(roots: Sequence[Node], emitter: Emitter, known: Container[Node] = ()) -> set[Node]:
-    """Return the values along columns that a phase computes, or loads, for others."""
+    """Return the values along columns that a phase computes or loads for its roots.
+
+    Those that are ``known`` end the search, and are in the result.
+    """
 
     def ends(node: Node) -> bool:
         return node in known or node in emitter.leaves or not emitter.has_columns(node)
@@ -156,32 +162,33 @@ def _in_order(nodes: Iterable[Node]) -> tuple[Node, ...]:
 
 
 def _carried(
-    steps: Sequence[Sequence[Node]], emitter: Emitter, tiles_alone: bool
+    roots_by_phase: Sequence[Sequence[Node]], emitter: Emitter, loads_alone: bool
 ) -> frozenset[Node]:
     """Return what a phase keeps for a later one: the values that both need.
 
-    With ``tiles_alone`` it is what is loaded: a program that goes on with other rows meanwhile
-    computes all else again, as registers hold fewer bytes of what is in memory in 16 bits.
+    With ``loads_alone`` it is only what is loaded. A program that shares rows keeps two tiles of
+    them at a time. Loaded values may have 16 bits, and so take fewer registers than computed ones,
+    which are computed again.
     """
     computed: set[Node] = set()
     carried: set[Node] = set()
-    for roots in steps:
-        needed = _needed(roots, emitter, () if tiles_alone else computed)
+    for roots in roots_by_phase:
+        needed = _needed(roots, emitter, () if loads_alone else computed)
         carried |= needed & computed
         computed |= set(filter(emitter.has_rows, needed))
-    return frozenset(filter(emitter.is_tile, carried) if tiles_alone else carried)
+    return frozenset(filter(emitter.is_tile, carried) if loads_alone else carried)
 
 
 def _phase_of(nodes: Sequence[Node], phases: Phases) -> int:
-    """Return the phase that stores values.
+    """Return the first phase that has the values of a store: the second, or a later one.
 
-    The compiler moves no load before a store: so the first phase, which loads most, stores nothing.
+    Triton moves no load before a store: so the first phase, which loads most, stores nothing.
     """
     return max(1, *map(phases.levels.__getitem__, nodes))
 
 
 def _exchanged(reductions: Sequence[Sequence[Node]], emitter: Emitter) -> tuple[Node, ...]:
-    """Return the sums that programs can exchange: those of a kernel that has no later ones."""
+    """Return the sums that programs can exchange: those of the first phase, if no later has any."""
     if len(reductions) != 1 or emitter.grouped:
         return ()
     (nodes,) = reductions
@@ -191,14 +198,15 @@ def _exchanged(reductions: Sequence[Sequence[Node]], emitter: Emitter) -> tuple[
 
 # --- a program ------------------------------------------------------------------------------------
 
-# Values along columns, one or two, with what emits their store.
+# The values along columns of each store, one or two, with the function that emits it.
 Stores = Sequence[tuple[tuple[Node, ...], Callable[[], None]]]
 # Values that are summed over rows, each with the input and the part whose gradient the sum is.
 Sums = Sequence[tuple[int, Part, Node]]
 
-# Programs that share a row have the same number of tiles. The first EXACT tiles of every program do
-# not reach beyond the last column: of a program that has the whole row, all that the row fills; of
-# programs that share one, all or none, as all run the same code.
+# COLUMNS programs share a row, with the same number of tiles each. The first EXACT tiles of every
+# program have no column beyond the row's last. In a program that has the whole row, these are all
+# the tiles that the row fills. In programs that share one they are all or none, because all of
+# these programs run the same code.
 _PROGRAM = (
     "COLUMNS: tl.constexpr = (N + PARTS * BLOCK_N - 1) // (PARTS * BLOCK_N)",
     "EXACT: tl.constexpr = (",
@@ -210,24 +218,25 @@ _PROGRAM = (
 # backward: 116.8 to 95.5 us, where programs shared rows before. Narrower rows only load more.
 _HOLDS = "HOLDS: tl.constexpr = SUMS < 2 or PARTS * BLOCK_N <= 8192"
 # Rows go from the last to the first: the cache still holds those that were written last.
-_STEPS = (
+_ROW_LOOP = (
     "tiles = tl.cdiv(M, ROWS).to(tl.int32)",
     "for step in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):",
 )
 _TILE = "tile = tiles - 1 - step"
-# The rows of a tile whose number may be negative, and below that of the last one.
+# The rows of a tile whose index may be out of range. In the additional step of `_SHARED_ROW_LOOP`
+# it is negative. In the first step ``tile + ahead``, the tile before it, is beyond the last.
 _SHARED_ROWS = (
     "places = rows_of(tile, ROWS)",
     "in_rows = ((places >= 0) & (places < M))[:, None]",
     "rows = places[:, None]",
 )
-# The numbers of two sums in the buffer.
+# The elements of the buffer for two sums of a row: see `core.exchange`.
 _WORDS = 'WORDS: tl.constexpr = 1 if EXCHANGE == "wait" else 2'
 # Programs that post end before others read.
 _UNLESS_POSTING = 'if EXCHANGE != "post":'
 # A program that waits has one more step: it finishes a tile after it has posted the sums of the
 # next.
-_STEPS_AHEAD = (
+_SHARED_ROW_LOOP = (
     "tiles = tl.cdiv(M, ROWS).to(tl.int32)",
     "for step in tl.range(tl.program_id(0), tiles + ahead, tl.num_programs(0), num_stages=STAGES):",
 )
@@ -236,16 +245,17 @@ _STEPS_AHEAD = (
 def held_body(
     emitter: Emitter, phases: Phases, stores: Stores, sums: Sums, results: Sequence[Node]
 ) -> list[str]:
-    """Return the lines of a kernel.
+    """Return the lines of a kernel whose programs hold rows in registers.
 
     Args:
         emitter: the emitter of the kernel.
         phases: the phases of all values.
-        stores: what is stored of rows and columns.
-        sums: what is summed over rows.
+        stores: the stores of values along columns.
+        sums: the values that are summed over rows.
         results: all values that are stored.
     """
-    # Vectors are computed before all rows, unless one of them is reduced: that takes a phase.
+    # With a loop over tiles of rows, vectors are computed before it. A reduction of a vector would
+    # have to be, too, but it takes a phase, and phases are in the loop: then vectors are as well.
     reduced = itertools.chain(*phases.reductions)
     loops = bool(sums or phases.exchanged)
     emitter.flat = not (loops and all(map(emitter.has_rows, reduced)))
@@ -265,30 +275,30 @@ def held_body(
         lines = [_TILE, *rows, *_exchange(emitter, phases, tile, rows)]
         early = 'EARLY: tl.constexpr = PARTS == 1 and EXCHANGE == "none"'
         body += [_WORDS, early, *_late_tiles(emitter, phases, tile.numbers)]
-        body += [*_STEPS_AHEAD, *indented(lines)]
+        body += [*_SHARED_ROW_LOOP, *indented(lines)]
         return [*body, _UNLESS_POSTING, *indented(_sums(emitter, sums, totals) or ["pass"])]
     if phases.masks:
         body.append("EARLY: tl.constexpr = PARTS == 1")
     rows = emitter.addresses.row_lines()
     if loops:
         lines = [_TILE, *rows, *tile.first]
-        return [*body, *_STEPS, *indented(lines), *_sums(emitter, sums, totals)]
+        return [*body, *_ROW_LOOP, *indented(lines), *_sums(emitter, sums, totals)]
     return [*body, "tile = tl.program_id(0)", *rows, *tile.first]
 
 
 def _vector_lines(emitter: Emitter) -> list[str]:
-    """Return the lines that compute the parts of vectors, and begin others."""
+    """Return the loop that computes tiles of vectors; the next vectors begin another loop."""
     lines = _loop_over_parts(emitter, emitter.vector_tuples, emitter.vectors)
     emitter.begin_vectors()
     return lines
 
 
-def _are_early(emitter: Emitter, phases: Phases) -> bool:
+def _has_early_vectors(emitter: Emitter, phases: Phases) -> bool:
     """Whether a program loads vectors before the reductions after which it needs them.
 
-    With two tensors the rows are in registers late, and vectors arrive meanwhile; with one they
-    would only take registers. So they would where registers spill: rows and vectors may take three
-    quarters of a multiprocessor's 65,536 registers.
+    With two tensors of rows the loads take long enough that vectors arrive meanwhile. With one
+    tensor the vectors would only take registers. They would also cause spills where rows and
+    vectors take more than three quarters of a multiprocessor's 65,536 registers.
     """
     structure = emitter.structure
     if emitter.read < 2 * structure.parts_of_row or not phases.reductions:
@@ -316,7 +326,7 @@ def _sums(emitter: Emitter, sums: Sums, totals: Sequence[RowSum]) -> list[str]:
 
 
 def _loop_over_parts(emitter: Emitter, tuples: Sequence[str], body: Sequence[str]) -> list[str]:
-    """Return a loop over the tiles of a row, before which tuples are empty; () for no body."""
+    """Return lines that empty tuples, and a loop over the tiles of a row; [] for no body."""
     if not body:
         return []
     lines = [f"{tiles} = ()" for tiles in tuples]
@@ -333,7 +343,7 @@ def _part_loop(emitter: Emitter) -> list[str]:
 
 
 def _late_tiles(emitter: Emitter, phases: Phases, numbers: Sequence[str]) -> list[str]:
-    """Return the lines that begin what is late, with zeros, for the first step."""
+    """Return the lines that set the ``late_...`` variables to zeros, for the first step."""
     lines = ["ahead = tl.num_programs(0)"]
     lines += [f"late_{name} = tl.zeros((ROWS, 1), ACC)" for name in numbers]
     for node in _in_order(phases.carried):
@@ -355,14 +365,14 @@ def _exchange(emitter: Emitter, phases: Phases, tile: _Tile, rows: Sequence[str]
     post: list[str] = []
     collect: list[str] = []
     for number, names in enumerate(_pairs(tile.sums)):
-        place = f"{moments} + {number} * WORDS * COLUMNS * M" if number else moments
-        first, *second = names
+        address = f"{moments} + {number} * WORDS * COLUMNS * M" if number else moments
         lines.append(_sum_of_columns(names))
-        two = str(bool(second))
-        posted = f"{place}, {first}, {names[-1]}, tl.program_id(1), places, M"
-        post.append(f"post_sums({posted}, {two}, EXCHANGE)")
-        collected = f"collect_sums({place}, places, M, {two}, EXCHANGE, COLUMNS)"
-        collect.append(f"{first}, {''.join(second) or '_'} = {collected}")
+        is_pair = len(names) == 2
+        posted = f"{address}, {names[0]}, {names[-1]}, tl.program_id(1), places, M"
+        post.append(f"post_sums({posted}, {is_pair}, EXCHANGE)")
+        collected = f"collect_sums({address}, places, M, {is_pair}, EXCHANGE, COLUMNS)"
+        first, second = (*names, "_")[:2]
+        collect.append(f"{first}, {second} = {collected}")
     swap = ["tile += ahead", *rows]
     tiles = map(emitter.tiles.__getitem__, _in_order(phases.carried))
     for name in (*tiles, *tile.numbers):
@@ -401,10 +411,11 @@ class _Tile:
     """The lines of a tile of rows.
 
     Attributes:
-        first: those before programs exchange sums; all of them where they do not.
+        first: those before programs exchange sums; all lines where they do not.
         sums: the variables of the sums that they exchange.
-        numbers: the variables of the numbers of rows that are read before and needed after it.
-        last: those after it.
+        numbers: the variables with one number for each row, which are read before the exchange
+            and needed after it.
+        last: the lines after it.
     """
 
     first: list[str]
@@ -425,9 +436,9 @@ def _emit_tile(
     numbers = {node: emitter.value(node) for node in phases.numbers}
     first: list[str] = []
     exchanged: list[str] = []
-    place = 0  # of the reductions before a phase
-    last = len(phases.steps) - 1
-    for phase, reductions in enumerate(phases.steps):
+    before_reductions = 0  # the index of the line before which the last phase's reductions begin
+    last = len(phases.all_reductions) - 1
+    for phase, reductions in enumerate(phases.all_reductions):
         emitter.open_columns(full=False)
         emitter.holds_vectors = phase > 0 or not emitter.flat
         if phase == 0:
@@ -437,13 +448,13 @@ def _emit_tile(
             _store(emitter, phases, stores, phase)
         if phase == last:
             add_columns(totals)
-        _insert_vectors(emitter, phases, place)
+        _insert_vectors(emitter, phases, before_reductions)
         _close(emitter)
         if phase == 0:
             emitter.open_columns(full=False)
             _store(emitter, phases, stores, phase)
             _close(emitter)
-        place = len(emitter.lines)
+        before_reductions = len(emitter.lines)
         if phases.exchanged and phase == 0:
             exchanged = list(accumulators.values())
             first, emitter.lines = emitter.lines, []
@@ -470,15 +481,17 @@ def _close(emitter: Emitter) -> None:
     emitter.body = None
 
 
-def _insert_vectors(emitter: Emitter, phases: Phases, place: int) -> None:
-    """Insert the loop that loads a phase's vectors, unless all rows share it: before the phase.
+def _insert_vectors(emitter: Emitter, phases: Phases, before_reductions: int) -> None:
+    """Insert the loop that loads a phase's vectors, unless it is before the loop over all rows.
 
-    Or at ``place``, before the reductions that precede the phase.
+    It is just before the phase, or, at the line ``before_reductions``, before the reductions that
+    precede the phase.
     """
     if emitter.flat:
-        if not _are_early(emitter, phases):
-            place = len(emitter.lines)
-        emitter.lines[place:place] = _vector_lines(emitter)
+        position = len(emitter.lines)
+        if _has_early_vectors(emitter, phases):
+            position = before_reductions
+        emitter.lines[position:position] = _vector_lines(emitter)
 
 
 def _reduce(emitter: Emitter, accumulators: Mapping[Node, str]) -> None:
@@ -488,10 +501,11 @@ def _reduce(emitter: Emitter, accumulators: Mapping[Node, str]) -> None:
 
 
 def _phase_of_store(nodes: Sequence[Node], phases: Phases) -> int:
-    """Return the phase that stores values; 0 for those between the first one and its reductions.
+    """Return the phase in whose loop values are stored.
 
-    These need no reduction, and all rows are loaded. Programs that exchange sums have another tile
-    of rows from there on.
+    It is 0 for values that need no reduction. They have a loop of their own between that of phase
+    0, which loads all rows, and its reductions. Programs that exchange sums go on with other rows
+    there, so that they store in the last phase.
     """
     needs_none = not any(map(phases.levels.__getitem__, nodes))
     if needs_none and phases.reductions and not phases.exchanged:
@@ -509,10 +523,10 @@ def _store(emitter: Emitter, phases: Phases, stores: Stores, phase: int) -> None
 
 
 def _emit_first(emitter: Emitter, phases: Phases) -> None:
-    """Emit what the first phase has for later ones: loads, and masks of a row in one tile.
+    """Emit what the first phase loads for later ones, and masks where EARLY is set.
 
-    A mask is drawn while the rows are loaded. The masks of several tiles would take too many
-    registers, and are drawn one by one.
+    EARLY is for a row in one tile: its mask is drawn while the row is loaded. The masks of several
+    tiles would take too many registers, and are drawn one by one.
     """
     body = emitter.body
     assert body is not None

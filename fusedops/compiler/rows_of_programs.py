@@ -20,8 +20,9 @@ def column_lines(
     """Return the lines that compute the columns of a tile, which begins at ``start``.
 
     Args:
-        inside: the condition that columns exist, of which there are as many.
-        masked: whether there may be fewer columns than the tile has.
+        inside: the condition that columns exist, with ``{}`` for their variable and for their
+            number in a row.
+        masked: whether the tile may reach beyond the last column.
         grouped: whether axis 1 of the grid is groups of rows.
         pairs: whether there are tiles with the columns of two parts: see `layouts.pair_axis`.
     """
@@ -41,7 +42,7 @@ def column_lines(
 
 
 def program_line(grouped: bool) -> list[str]:
-    """Return the line that computes the number of a program, of which all have partial sums."""
+    """Return the line that computes a program's index, which its partial sums have as well."""
     program = "program = tl.program_id(0).to(tl.int64)"
     if grouped:
         program += " + group * tl.num_programs(0)"
@@ -51,7 +52,8 @@ def program_line(grouped: bool) -> list[str]:
 def row_sum(value: str, *, grouped: bool, exchanges: bool = False) -> str:
     """Return the sum of a tile over its rows, as an expression.
 
-    A tile of one row exists, unless it is of a group beyond the last, or of a program that waits.
+    A tile of one row needs no mask, because the row exists. It may not exist in a group beyond the
+    last, and in a program that waits for others: see `phases`.
     """
     every = "ROWS == 1"
     if exchanges:

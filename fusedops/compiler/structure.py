@@ -24,7 +24,7 @@ from .axes import Label
 from .ir import Graph, Node, topological
 
 __all__ = [
-    "MOST_COLUMNS",
+    "MOST_COLUMNS_READ_TWICE",
     "MOST_PARTS",
     "Operand",
     "Part",
@@ -39,9 +39,9 @@ __all__ = [
 Part = tuple[tuple[int, int], ...]
 # The most parts of a row: more are too much code.
 MOST_PARTS = 16
-# The most columns of a row that is read twice for the sake of what cancels: passes tile by tile are
-# better for longer rows.
-MOST_COLUMNS = 16384
+# The most columns of a row that is read twice to avoid cancellation: see `Parts._sum`. The second
+# pass over longer rows takes too long.
+MOST_COLUMNS_READ_TWICE = 16384
 
 
 def within(axes: Iterable[int], others: Container[int]) -> list[int]:
@@ -123,14 +123,13 @@ class Structure:
 
     @property
     def cols(self) -> int:
-        """Columns of a part of a row."""
+        """The number of columns of a part of a row."""
         return self.size(self.columns)
 
     @property
     def parts_of_row(self) -> int:
-        """Parts of each row, of the whole tensor that has the fewest."""
-        whole = {*self.rows, *self.columns}
-        operands = [op for op in (*self.inputs, *self.outputs) if whole <= set(op.axes)]
+        """The number of parts of a row, in the whole tensor that has the fewest."""
+        operands = filter(self.is_whole, (*self.inputs, *self.outputs))
         counts = [self.size(within(self.unrolled, operand.axes)) for operand in operands]
         return min(counts, default=1)
 
