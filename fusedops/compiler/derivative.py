@@ -1,8 +1,8 @@
 """Reverse-mode differentiation of a graph, into the same graph.
 
-What the backward computes again is a node of the forward. Where a value does not have the columns,
-its adjoint is a sum over columns. Sums over rows are left to the caller: an input's gradient may
-have rows that the input does not, so that all linear operators precede one sum.
+What the backward computes again is a node of the forward. The adjoint of a value without columns
+is a sum over columns. Sums over rows are left to the caller: the gradient of a vector varies along
+rows here, and is summed over them once, in the end.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class _Backward:
                 self.add(arg, contribution, spread)
 
     def _spread(self, node: Node) -> frozenset[int]:
-        """Return the columns that a node's adjoint has: all or none.
+        """Return the column axes along which a node's adjoint varies: all, or none.
 
-        The caller sums over those that the node does not have.
+        They are all if the node has any. The caller sums over those that the node does not have.
         """
         columns = frozenset(self.structure.columns)
         return columns if node.axes & columns else frozenset()
@@ -113,19 +113,27 @@ class _Backward:
     # with one factor are added, and then summed once.
 
     def add(self, node: Node, contribution: Node, columns: frozenset[int]) -> None:
-        """Add a contribution, which has or stands for these columns, to a node's adjoint."""
+        """Add a contribution to a node's adjoint.
+
+        Args:
+            node: the node.
+            contribution: the value, which may be constant along some of ``columns``.
+            columns: the column axes that it has an element for.
+        """
         spread = self._spread(node)
         summed = columns - spread
-        # A sum over an axis along which the contribution is constant is a product with its size:
-        # ``more``. Conversely, an adjoint has all columns or none. One with columns that its node
-        # does not have will be summed over them, and the contribution is divided by their number:
-        # ``less``. For columns c0 and c1, and a node x that varies along c0 only:
+        # The sum over an axis along which the contribution is constant is a product with the size
+        # of the axis.
+        factor_of_sums = self._count(summed - contribution.axes)
+        # Conversely, an adjoint has all columns if its node has any. The caller will sum it over
+        # those that the node does not have. Where the contribution does not have them either, it is
+        # divided by their size. For columns c0 and c1, and a node x that varies along c0 only:
         #
         #   sum of x over c0, of adjoint g    g has no columns: x gets g / size(c1)
-        more = self._count(summed - contribution.axes)
-        less = self._count(spread - columns - node.axes)
-        if more != less:
-            contribution = self.graph.binary("mul", contribution, self.graph.const(more / less))
+        divisor = self._count(spread - columns - node.axes)
+        if factor_of_sums != divisor:
+            scale = self.graph.const(factor_of_sums / divisor)
+            contribution = self.graph.binary("mul", contribution, scale)
         over = tuple(sorted(summed & contribution.axes))
         factor, rest = self._factored(contribution, over)
         terms = self.terms.setdefault(node, {})
@@ -197,8 +205,8 @@ class _Backward:
         if op in ACTIVATIONS:
             return (graph.binary("mul", g, graph.make(f"d:{op}", node.args[0])),)
         if op == "mul" and node.args[0] is node.args[1]:
-            # One product instead of two and their sum; doubled first, which of a number of a row is
-            # done once for all columns.
+            # One product instead of two and their sum. ``g`` is doubled first: where it is one
+            # number for a row, that is done once for all columns.
             return _mul(graph, graph.binary("mul", g, graph.const(2.0)), node.args[0]), None
         return _RULES[op](graph, node, g)
 
@@ -261,7 +269,7 @@ def _mul(graph: Graph, *factors: Node) -> Node:
     return product
 
 
-def _of_one(function: Callable[[Graph, Node, Node], Node]) -> _Rule:
+def _unary_rule(function: Callable[[Graph, Node, Node], Node]) -> _Rule:
     """Return the rule of an operator ``y = f(x)`` from its derivative, a function of x and y."""
     return lambda graph, node, g: (_mul(graph, g, function(graph, node.args[0], node)),)
 
@@ -318,7 +326,8 @@ def _rooted(graph: Graph, node: Node, g: Node) -> Sequence[Node]:
 def _one_less(graph: Graph, node: Node) -> Node:
     """Return a power with an exponent that is less by one.
 
-    Roots of minus infinity are NaN, as in PyTorch: powers of it are not.
+    With exponents of 0.5 and -0.5 it is a root, which is NaN for minus infinity as in PyTorch. The
+    power would be infinite or zero.
     """
     (x,) = node.args
     exponent = node.attrs[0] - 1.0
@@ -377,21 +386,21 @@ def _nothing(graph: Graph, node: Node, g: Node) -> Sequence[None]:
 
 _RULES: dict[str, _Rule] = {
     "neg": lambda graph, node, g: (graph.unary("neg", g),),
-    "exp": _of_one(lambda graph, x, y: y),
+    "exp": _unary_rule(lambda graph, x, y: y),
     "log": lambda graph, node, g: (graph.binary("div", g, node.args[0]),),
     "log1p": _log1p,
-    "expm1": _of_one(lambda graph, x, y: graph.binary("add", y, graph.const(1.0))),
+    "expm1": _unary_rule(lambda graph, x, y: graph.binary("add", y, graph.const(1.0))),
     "sqrt": lambda graph, node, g: (graph.binary("div", _mul(graph, g, graph.const(0.5)), node),),
     "root": _rooted,
-    "exp2": _of_one(lambda graph, x, y: _mul(graph, y, graph.const(math.log(2.0)))),
+    "exp2": _unary_rule(lambda graph, x, y: _mul(graph, y, graph.const(math.log(2.0)))),
     "log2": _log2,
     "pow": _powered_by_number,
-    "rsqrt": _of_one(lambda graph, x, y: _mul(graph, _mul(graph, y, y), y, graph.const(-0.5))),
-    "reciprocal": _of_one(lambda graph, x, y: graph.unary("neg", _mul(graph, y, y))),
-    "abs": _of_one(lambda graph, x, y: graph.unary("sign", x)),
-    "sin": _of_one(lambda graph, x, y: graph.unary("cos", x)),
-    "cos": _of_one(lambda graph, x, y: graph.unary("neg", graph.unary("sin", x))),
-    "erf": _of_one(_erf),
+    "rsqrt": _unary_rule(lambda graph, x, y: _mul(graph, _mul(graph, y, y), y, graph.const(-0.5))),
+    "reciprocal": _unary_rule(lambda graph, x, y: graph.unary("neg", _mul(graph, y, y))),
+    "abs": _unary_rule(lambda graph, x, y: graph.unary("sign", x)),
+    "sin": _unary_rule(lambda graph, x, y: graph.unary("cos", x)),
+    "cos": _unary_rule(lambda graph, x, y: graph.unary("neg", graph.unary("sin", x))),
+    "erf": _unary_rule(_erf),
     "instead": lambda graph, node, g: (None, g),
     "sign": _nothing,
     "floor": _nothing,

@@ -1,4 +1,4 @@
-"""Why a function is not row-wise, in words that name the operator and the user's line."""
+"""The error for a function that is not row-wise, which names the operator and the user's line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["NotRowwiseError"]
 
 
 class NotRowwiseError(RuntimeError):
-    """The error if `rowwise` cannot fuse a function.
+    """Raised where `rowwise` cannot fuse a function.
 
     Args:
         message: which operator, where, and why.

@@ -92,7 +92,11 @@ def part_of(structure: Structure, operand: Operand, tensor: Tensor, part: Part) 
 
 
 def _size(structure: Structure, operand: Operand, tensor: Tensor, axis: int) -> int:
-    """Return the size of an axis: of a row axis that is a dimension, the tensor's own."""
+    """Return the size of an axis.
+
+    It is that in the trace, unless the axis is a dimension of rows, of which a tensor may have any
+    number.
+    """
     if axis in structure.rows:
         for dim, label in enumerate(operand.labels):
             if label == (axis,):
@@ -196,7 +200,7 @@ class _Evaluation:
     dtype: torch.dtype
 
     def computed(self, node: Node, args: list[Tensor]) -> Tensor:
-        """Return a node's value, of those of its arguments."""
+        """Return a node's value, computed from those of its arguments."""
         method = _METHODS.get(node.op)
         if method is not None:
             return method(self, node, args)

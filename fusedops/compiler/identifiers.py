@@ -122,7 +122,10 @@ class Identifiers:
 
 
 def _valid(name: str) -> str:
-    """Return the text with what makes it an identifier that is not one of the package's own."""
+    """Return the text changed into an identifier that is not one of the package's own.
+
+    It may be a keyword, or in use: see `free`.
+    """
     name = re.sub(r"\W", "_", name)
     if not name.isascii():
         name = "v"

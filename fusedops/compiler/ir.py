@@ -35,17 +35,17 @@ __all__ = [
     "value_behind",
 ]
 
-# Some operators compute nothing. They tell a derivative, or the place of a rounding:
+# Some operators compute nothing. They mark where gradients stop or change, and where values are
+# rounded:
 #
-#   detached(x)               x, through which no gradient goes
-#   constant_to_gradients(x)  x as a constant of the first derivative: a backward has no gradient
-#                             through it. A second derivative has, since the graph of a backward is
-#                             a formula in which x is a value like others
+#   detached(x)               x, without a gradient
+#   constant_to_gradients(x)  x, without a gradient in the backward. A second derivative does have
+#                             one: it differentiates the backward, in which x is any other value
 #   instead(x, y)             x, with the gradient of y
 #   narrowed(x)               x after a cast: rounded where it is saved or returned, which leaves
 #                             the other consumers of x alone
-#   rounded(x), round(x)      x in the bits of a dtype: for the user's casts and comparisons, and
-#                             for what is saved or returned
+#   rounded(x)                x rounded to a dtype, for the user's casts and comparisons
+#   round(x)                  the same, for what is saved or returned
 #
 # Operators of one value, of two, and of two that return a boolean; ``where`` takes three. The
 # activations of `fusedops.core.activations` are operators of one value too, and so are their
@@ -96,9 +96,8 @@ COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 REDUCTIONS = frozenset({"sum", "amax", "pick"})
 # Kinds in the order of promotion, as that of PyTorch's dtypes.
 _RANKS = {"bool": 0, "int": 1, "float": 2}
-_OF_NO_GRADIENT = ("detached", "const")
 _CONDITIONS = COMPARISONS | {"not", "isnan"}
-# The value of their argument, without its gradient.
+# Operators that return their argument, without its gradient.
 _WITHOUT_GRADIENTS = ("constant_to_gradients", "detached")
 # Operators of which a factor or term that is constant along a row moves out of a `pick`.
 _PICKED_BY_ARGUMENT = ("add", "sub", "mul")
@@ -351,8 +350,8 @@ def _without_sign(node: Node) -> Node:
 
 
 def _simplified_div(graph: Graph, x: Node, y: Node) -> Node | None:
-    # As PyTorch on GPUs, where quotients by numbers are products with the reciprocal. Beyond the
-    # limits the reciprocal in fp32 is subnormal, zero or infinite.
+    # As PyTorch on GPUs, where quotients by numbers are products with the reciprocal. Beyond this
+    # range the number or its reciprocal is infinite, zero or subnormal in fp32.
     divisor = value_of(y)
     if divisor is None or not 1e-37 < abs(divisor) < 1e37:
         return None
@@ -453,7 +452,7 @@ def derived_of(node: Node) -> tuple[Node, ...]:
 
     Of ``instead(x, y)`` these are both if x is detached or a number. Otherwise they are x alone.
     """
-    if node.op == "instead" and node.args[0].op in _OF_NO_GRADIENT:
+    if node.op == "instead" and node.args[0].op in ("detached", "const"):
         return node.args
     return computed_of(node)
 

@@ -19,7 +19,7 @@ _NAME = re.compile(r"[^\W\d]\w*")
 
 
 def neutral(op: str, kind: str) -> str:
-    """Return what a reduction begins with, and has in the padding: it changes no result."""
+    """Return the number that changes no result of a reduction: its start, and the padding."""
     return _LEAST[kind] if op == "amax" else "0"
 
 
@@ -67,7 +67,7 @@ def _exact_fp64(value: float) -> str:
 
 
 def _terms_in_fp32(value: float) -> list[float]:
-    """Return numbers of fp32 whose sum a number is: fp64 has 53 bits, and three terms of 24 do."""
+    """Return up to three numbers of fp32, of 24 bits each, whose sum is a number of 53 bits."""
     terms: list[float] = []
     while value and len(terms) < 3:
         terms.append(in_fp32(value))

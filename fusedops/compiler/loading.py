@@ -18,17 +18,17 @@ _kernels: dict[str, Any] = {}
 
 
 def loaded(function: str, digest: str, kernel: Kernel) -> Any:
-    """The kernel of a function, from its source."""
-    # The text alone tells whether products are contracted, to processes that get it: see
-    # `kernel_of`.
+    """Return the kernel of a function, from its source."""
+    # Another process may get the text alone, so that the text has to say whether products are
+    # contracted: see `kernel_of`.
     rounds = "" if kernel.contracts else _ROUNDS
     text = f"{rounds}{HEADER}\n\n{kernel.source}"
-    number = hashlib.sha256(text.encode()).hexdigest()[:8]
-    return kernel_of(f"<fusedops rowwise {function} {digest} {number}>", kernel.name, text)
+    text_digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return kernel_of(f"<fusedops rowwise {function} {digest} {text_digest}>", kernel.name, text)
 
 
 def kernel_of(path: str, name: str, text: str) -> Any:
-    """The kernel of this name in a text, which goes by the name of a file.
+    """Return the kernel of this name in a text, for which ``path`` is the name of a file.
 
     A product and a sum are one instruction, without the product's rounding, unless the text says
     that products are rounded: see `codegen`.
@@ -47,6 +47,6 @@ def kernel_of(path: str, name: str, text: str) -> Any:
 
 
 def text_of(kernel: Any) -> str | None:
-    """The text of a kernel from `kernel_of`; None for one of a module."""
+    """Return the text of a kernel from `kernel_of`; None for a kernel that is not generated."""
     path = kernel.fn.__code__.co_filename
     return "".join(linecache.getlines(path)) if path in _kernels else None

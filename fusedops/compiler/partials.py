@@ -28,7 +28,7 @@ __all__ = ["reduce_kernel", "stores_of_sums"]
 
 
 def stores_of_sums(
-    addresses: Addresses, sums: Sequence[tuple[int, Part]], part: str = ""
+    addresses: Addresses, sums: Sequence[tuple[int, Part]], subscript: str = ""
 ) -> list[str]:
     """Return the lines that store a program's sums over rows.
 
@@ -38,20 +38,20 @@ def stores_of_sums(
     Args:
         addresses: the addresses of the kernel; they get the gradients' arguments.
         sums: the inputs whose gradients are sums over rows, with their parts, by slot.
-        part: what selects a tile's sums, where a program has several side by side.
+        subscript: selects the sums of one tile, where a program has several tiles side by side.
     """
     structure = addresses.structure
     partial, total = [], []
-    for slot, (index, place) in enumerate(sums):
+    for slot, (index, part) in enumerate(sums):
         operand = structure.inputs[index]
         value, mask = f"sum{slot}", "in_cols & (cols < 1)"
         if structure.has_columns(operand):
-            value, mask = f"sum{slot}{part}", "in_cols"
+            value, mask = f"sum{slot}{subscript}", "in_cols"
         address = f"partials + (program * {len(sums)} + {slot}) * N + cols"
         partial.append(f"tl.store({address}, {value}, mask={mask})")
         if not addresses.group:
             gradient = addresses.argument("gradient", index, f"grad_{operand.name}")
-            address = f"{gradient} + {' + '.join(_offsets(structure, operand, place))}"
+            address = f"{gradient} + {' + '.join(_offsets(structure, operand, part))}"
             total.append(f"tl.store({address}, {_rounded(value, gradient)}, mask={mask})")
     if not total:
         return partial
@@ -95,8 +95,9 @@ def reduce_kernel(plan: Plan, kernel: Kernel) -> Kernel:
         stores.append(f"if slot == {slot}:")
         stores.append(f"    {_total_store(plan.structure, index, part, in_group)}")
     is_grouped = " | ".join([f"(slot == {slot})" for slot in grouped_slots])
-    # A slot that groups have is summed over the programs of each group. Another one is summed over
-    # all programs, by the kernel's programs of group 0; those of other groups have none to add.
+    # A slot of the groups is summed over the programs of each group. Any other slot is summed over
+    # all programs of the backward, by this kernel's programs of group 0. Its other programs add
+    # nothing.
     #
     #   programs of the backward    0 1 2 | 3 4 5 | 6 7 8      three groups, chunks = 3
     #   slot of groups              group 0, 1, 2: three each

@@ -59,7 +59,7 @@ class Plan:
         intermediate_output: the index of the output that it is; -1 if it is none of them.
         stats: the numbers of each row that are saved.
         saved_inputs: the indices of the inputs that a backward reads.
-        alternatives: what else could have been saved, the best first.
+        alternatives: all that could be saved, the best first: that one is saved.
         differentiable: the indices of the inputs that have gradients.
     """
 
@@ -77,7 +77,9 @@ class Plan:
     ) -> dict[int, dict[Part, Node]]:
         """Return the gradients of inputs, by part, from those of outputs.
 
-        The intermediate counts as an output after the others.
+        Args:
+            positions: the outputs. The intermediate counts as an output after the others.
+            wanted: the inputs.
         """
         return gradients(self.structure, seeds(self, positions), tuple(wanted))
 
@@ -86,12 +88,12 @@ def seeds(plan: Plan, positions: Iterable[int]) -> dict[Node, Node]:
     """Return the cotangents of the nodes that are outputs."""
     structure = plan.structure
     cotangents: dict[Node, Node] = {}
-    for number in positions:
-        is_output = number < len(structure.results)
-        results = structure.results[number] if is_output else plan.intermediate
+    for position in positions:
+        is_output = position < len(structure.results)
+        results = structure.results[position] if is_output else plan.intermediate
         for part, node in results.items():
             if node.kind == "float":
-                seed = _cotangent(plan, number, part)
+                seed = _cotangent(plan, position, part)
                 cotangents[node] = _added(structure.graph, cotangents.get(node), seed)
     return cotangents
 
@@ -103,13 +105,13 @@ def _added(graph: Graph, known: Node | None, seed: Node) -> Node:
     return graph.binary("add", known, seed)
 
 
-def _cotangent(plan: Plan, number: int, part: Part) -> Node:
+def _cotangent(plan: Plan, position: int, part: Part) -> Node:
     structure = plan.structure
-    if number < len(structure.outputs):
-        return cotangent(structure, number, part)
+    if position < len(structure.outputs):
+        return cotangent(structure, position, part)
     assert plan.intermediate_operand is not None
     axes = without(plan.intermediate_operand.axes, structure.unrolled)
-    return structure.graph.make("cotangent", attrs=(number, part), axes=axes, kind="float")
+    return structure.graph.make("cotangent", attrs=(position, part), axes=axes, kind="float")
 
 
 def planned(
@@ -125,11 +127,11 @@ def planned(
     structure = _rounded(*_separate_dtypes(structure))
     differentiable = _differentiable(structure)
     bare = Plan(structure, {}, None, -1, (), (), (), tuple(differentiable))
-    numbers = range(len(structure.outputs))
+    positions = range(len(structure.outputs))
     # All gradients have to be computable, but the cost is that of fewer: see `_is_counted`.
-    _check_reductions(structure, nodes_of(bare.gradients(numbers, differentiable).values()))
+    _check_reductions(structure, nodes_of(bare.gradients(positions, differentiable).values()))
     counted = [i for i in differentiable if _is_counted(structure, structure.inputs[i])]
-    roots = nodes_of(bare.gradients(numbers, counted).values())
+    roots = nodes_of(bare.gradients(positions, counted).values())
     candidates = _candidates(structure, roots, also_saved)
 
     def rank(candidate: _Candidate) -> tuple[int, int, int]:
@@ -137,8 +139,8 @@ def planned(
         # ``memory`` is a factor of 0 or 1. The order is by (moved, held, operators) without it, and
         # with it by (moved + held, held + saved output, operators): an output is in memory anyway
         # while the forward needs it, and saving it keeps it alive for the backward.
-        lives = choice.held + (_returned(structure, parts, dtype) if memory else 0)
-        return choice.moved + memory * choice.held, lives, choice.operators
+        alive = choice.held + (_returned(structure, parts, dtype) if memory else 0)
+        return choice.moved + memory * choice.held, alive, choice.operators
 
     candidates.sort(key=rank)
     _, parts, dtype = candidates[0]
@@ -227,9 +229,9 @@ def _completed(
     positions = range(len(structure.outputs) + is_own)
     roots = nodes_of(plan.gradients(positions, bare.differentiable).values())
     intermediate = set(parts.values())
-    # For a second derivative the numbers of a row are computed again. So the search for the inputs
-    # that are read ends at the intermediate, but not at the numbers of a row, and it takes both
-    # arguments of `instead`, of which the second may have the only gradient.
+    # The inputs that are read include those of a second derivative. It computes the numbers of rows
+    # again, so that the search ends at the intermediate only, and not at these numbers. It also
+    # needs the second argument of `instead`, which may have the only gradient: see `derived_of`.
     computed = reachable(roots, intermediate.__contains__, derived_of)
     saved = sorted({node.attrs[0] for node in computed if node.op == "input"})
     stats = _stats(structure, roots, intermediate)
@@ -239,8 +241,8 @@ def _completed(
 def _stats(structure: Structure, roots: list[Node], intermediate: set[Node]) -> list[Node]:
     """Return the numbers of each row that a backward reads.
 
-    It does not read one from which it only needs other numbers: where it reads
-    ``rstd = rsqrt(variance + eps)``, and the variance in nothing else, the variance is not saved.
+    A number that only other saved numbers are computed from is not among them: the backward reads
+    ``rstd = rsqrt(variance + eps)``, and needs the variance for nothing else.
     """
     forward = reachable(nodes_of(structure.results))
     stats = {node for node in forward if _is_stat(structure, node)}
@@ -254,9 +256,9 @@ def _output_of(structure: Structure, parts: Parts) -> int:
     nodes = set(parts.values())
     if not nodes:
         return -1
-    for number, results in enumerate(structure.results):
+    for position, results in enumerate(structure.results):
         if nodes == set(results.values()):
-            return number
+            return position
     return -1
 
 
@@ -271,8 +273,8 @@ def _output_of(structure: Structure, parts: Parts) -> int:
 #   z               2 N              z: 2 N               4 N     2 N
 #   z, a result     -                z: 2 N               2 N     -
 #
-# What all alternatives move, as the gradients, is left out. Of those that move as much, the one
-# that holds less is taken: here z.
+# What all alternatives move, such as the gradients, is left out. Of those that move the same, the
+# one that holds less is taken: here z.
 
 
 def _cost(

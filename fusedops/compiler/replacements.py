@@ -74,8 +74,8 @@ class Replacements(TorchFunctionMode):
     def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
         """Return rows of zeros and a one.
 
-        For an index out of range PyTorch raises an error, which a kernel cannot. The row is filled
-        with the marks of `where_within` instead.
+        For an index out of range PyTorch raises an error, which a kernel cannot. The whole row then
+        has a value that shows the error: see `where_within`.
         """
         from .lowering.common import where_within
 
@@ -88,7 +88,7 @@ class Replacements(TorchFunctionMode):
             )
         recorder = self.recorder
         # These operators are traced too. Their node, of zeros and ones, becomes an argument of the
-        # node that selects between it and the marks.
+        # node that selects between it and that value.
         classes = torch.arange(num_classes, device=tensor.device)
         result = (tensor.unsqueeze(-1) == classes).long()
         value = recorder.value(result)

@@ -1,8 +1,8 @@
 """Traced functions on disk, so that a process after the first starts without tracing.
 
 A file belongs to a function's code, to all that the code names, to the numbers of a call, and to
-the versions of PyTorch, Python and this package. Where any of that has no value of its own (a
-tensor, a module, an object), nothing is stored.
+the versions of PyTorch, Python and this package. Where no text identifies one of these in another
+process, as for a tensor, a module or an object, nothing is stored.
 
     <cache>/rowwise/<hash of all that>.json
         a checksum, and a JSON list of structures: one for each kind of tensors
@@ -30,8 +30,8 @@ from .structure import Operand, Part, Structure, nodes_of
 __all__ = ["decoded", "encoded", "read", "stored_at", "write"]
 
 
-class _NoValueError(Exception):
-    """A value that may differ in another process."""
+class _NotStorableError(Exception):
+    """A value without a text that identifies it in another process."""
 
 
 # The key of a file has to contain everything on which a trace depends, and nothing that another
@@ -56,7 +56,7 @@ def stored_at(look: Look, *key: Any) -> Path | None:
         return None
     try:
         return cache.file_of("rowwise", [repr(key), *map(_plain, look.words)])
-    except _NoValueError:
+    except _NotStorableError:
         return None
 
 
@@ -83,7 +83,7 @@ def write(path: Path, structure: Structure) -> None:
 
 
 def _code(code: CodeType) -> list[str]:
-    """Return the words of code, and of the functions that it defines."""
+    """Return the texts that identify code, and the functions that it defines."""
     numbers = (
         code.co_firstlineno,
         code.co_flags,
@@ -104,14 +104,18 @@ def _code(code: CodeType) -> list[str]:
 
 
 def _constant(value: Any) -> str:
-    """Return the word of a constant: of a set sorted, as its order depends on the process."""
+    """Return the text of a constant. That of a set is sorted: its order depends on the process."""
     if isinstance(value, frozenset):
         return f"frozenset({sorted(map(_constant, value))})"
     return repr(value)
 
 
 def _plain(value: Any) -> str:
-    """Return the word of a value that is the same in each process."""
+    """Return the text of a value, which is the same in each process.
+
+    Raises:
+        _NotStorableError: there is none.
+    """
     if isinstance(value, (*PLAIN, list)):
         return repr(value)
     if isinstance(value, CodeType):
@@ -124,7 +128,7 @@ def _plain(value: Any) -> str:
     owner = getattr(value, "__self__", None)
     is_bound = not isinstance(owner, (ModuleType, type(None)))
     if is_bound or not is_of_a_library(value):
-        raise _NoValueError
+        raise _NotStorableError
     # A method that is written in C has no module, but its class has.
     home = getattr(value, "__module__", None) or value.__objclass__.__module__
     return f"{home}.{getattr(value, '__qualname__', value)}"

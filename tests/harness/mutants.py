@@ -451,8 +451,8 @@ MUTANTS = (
     Mutant(
         "an output that lives on for the backward, at no cost",
         "compiler/planning.py",
-        "        lives = choice.held + (_returned(structure, parts, dtype) if memory else 0)\n",
-        "        lives = choice.held\n",
+        "        alive = choice.held + (_returned(structure, parts, dtype) if memory else 0)\n",
+        "        alive = choice.held\n",
         ("backend/test_saved.py", "test_sums"),
     ),
 )
