@@ -1,6 +1,6 @@
 """Checks of structures that were read from a file.
 
-A structure becomes the source of kernels, which is executed. So its words are checked first:
+A structure becomes the source of kernels, which is executed. So its fields are checked first:
 operators are in the table, with their number of arguments; the arguments of a value are earlier
 values; axes, parts and numbers are in range; names are identifiers. What passes is a row-wise
 function, and can be nothing else.

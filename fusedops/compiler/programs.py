@@ -204,8 +204,8 @@ class Programs:
     def _path(self, look: Look, key: Any) -> Path | None:
         """Return the file of such calls; None where their state has no representation on disk."""
         # The key is ``(numbers, (look, leaves, identical tensors), autocast, default dtype,
-        # device)``: see `find` and `Looks.at`. The look is an object of this process; its words
-        # replace it.
+        # device)``: see `find` and `Looks.at`. The look is an object of this process; its
+        # fingerprint replaces it.
         numbers, (_, *state), *others = key
         return storing.stored_at(look, numbers, state, *others)
 

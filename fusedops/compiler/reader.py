@@ -40,9 +40,9 @@ class Look:
             the tensors; None for a state of another structure.
         tensors: the names of the tensors.
         codes: the code of the functions.
-        words: all that makes up the state except the numbers, the tensors and the structure of
-            objects, for a key on disk.
-        storable: whether ``words`` identify the state in another process.
+        fingerprint: all that makes up the state except the numbers, the tensors and the structure
+            of objects: names, classes, code. It is for the key of a file.
+        storable: whether the fingerprint identifies the state in another process.
         reason: why the function is refused; "" if it is not.
         lines: the source of ``read``.
         constants: the constants that the source names.
@@ -51,7 +51,7 @@ class Look:
     read: Callable[[Sequence[Any]], tuple[Any, Any, list[Tensor]] | None]
     tensors: tuple[str, ...]
     codes: tuple[CodeType, ...]
-    words: tuple[Any, ...]
+    fingerprint: tuple[Any, ...]
     storable: bool
     reason: str
     lines: tuple[str, ...]
@@ -71,7 +71,7 @@ class Writer:
         leaves: the expressions of numbers.
         tensors: the variables of tensors, and their names.
         codes: the code of the functions.
-        words: see `Look`.
+        fingerprint: see `Look`.
         storable: see `Look`.
     """
 
@@ -84,11 +84,11 @@ class Writer:
         self.leaves: list[str] = []
         self.tensors: list[tuple[str, str]] = []
         self.codes: list[CodeType] = []
-        self.words: list[Any] = []
+        self.fingerprint: list[Any] = []
         self.storable = True
 
     def look(self, reason: str) -> Look:
-        """Compile the lines that were written."""
+        """Return the function of the lines that were written, compiled."""
         tensors = ", ".join([variable for variable, _ in self.tensors])
         identical = f"_identical([{tensors}])" if len(self.tensors) > 1 else "None"
         lines = [*self.lines, f"return {tuple_of(self.leaves)}, {identical}, [{tensors}]"]
@@ -104,7 +104,7 @@ class Writer:
             scope["read"],
             tuple([name for _, name in self.tensors]),
             tuple(self.codes),
-            tuple(self.words),
+            tuple(self.fingerprint),
             self.storable,
             reason,
             tuple(lines),
@@ -139,7 +139,7 @@ class Writer:
     def expect_type(self, variable: str, value: Any) -> None:
         """Write that a variable has the value's class."""
         self.expect(f"type({variable}) is {self.constant(type(value))}")
-        self.words.append(f"{type(value).__module__}.{type(value).__qualname__}")
+        self.fingerprint.append(f"{type(value).__module__}.{type(value).__qualname__}")
 
     def refuse(
         self, variable: str, value: Any, why: str, is_refused: Callable[[Any], bool]

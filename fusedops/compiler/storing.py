@@ -39,7 +39,7 @@ class _NotStorableError(Exception):
 #
 #   part of the key                           from
 #   numbers among the arguments               repr, so that 1, 1.0 and True differ
-#   the state around the function             its numbers, and words of the walk: names, classes
+#   the state around the function             its numbers and its fingerprint: see `Look`
 #   the code of all functions that it calls   bytecode, constants, names, file and first line
 #   autocast, default dtype, kind of device   the call
 #   versions of PyTorch, Python, the package  `core.configs.cache`
@@ -55,7 +55,7 @@ def stored_at(look: Look, *key: Any) -> Path | None:
     if not look.storable:
         return None
     try:
-        return cache.file_of("rowwise", [repr(key), *map(_plain, look.words)])
+        return cache.file_of("rowwise", [repr(key), *map(_plain, look.fingerprint)])
     except _NotStorableError:
         return None
 
@@ -91,7 +91,7 @@ def _code(code: CodeType) -> list[str]:
         code.co_posonlyargcount,
         code.co_kwonlyargcount,
     )
-    words = [
+    texts = [
         code.co_filename,
         str(numbers),
         code.co_code.hex(),
@@ -99,8 +99,8 @@ def _code(code: CodeType) -> list[str]:
         repr(code.co_varnames),
     ]
     for constant in code.co_consts:
-        words += _code(constant) if isinstance(constant, CodeType) else [_constant(constant)]
-    return words
+        texts += _code(constant) if isinstance(constant, CodeType) else [_constant(constant)]
+    return texts
 
 
 def _constant(value: Any) -> str:

@@ -202,7 +202,7 @@ class Walk(Writer):
         if handler is None and not required:
             return
         variable = self.at(expression)
-        self.words.append(name)
+        self.fingerprint.append(name)
         if handler is None:
             self.refuse(variable, value, self.why_unsupported(value, name), _is_unsupported)
         elif handler is Walk.immutable:
@@ -326,7 +326,7 @@ class Walk(Writer):
     def immutable(self, value: Any, variable: str) -> None:
         """Check the identity of a value that does not change."""
         self.expect(f"{variable} is {self.constant(value)}")
-        self.words.append(value)
+        self.fingerprint.append(value)
 
     def unwrapped(self, value: Any, variable: str, name: str) -> None:
         """Visit the function in an object of this package, and the user's attributes of it."""
@@ -375,7 +375,7 @@ class Walk(Writer):
         scope = function.__globals__
         reads = reads_of(code)
         self.codes.append(code)
-        self.words.append(code)
+        self.fingerprint.append(code)
         self.read = self.read.with_those_of(reads)
         if reads.refusal:
             raise NotRowwiseError(reads.refusal)
@@ -488,7 +488,7 @@ class Walk(Writer):
         """Visit the elements of a tuple or a list."""
         self.expect_type(variable, value)
         self.expect(f"len({variable}) == {len(value)}")
-        self.words.append(len(value))
+        self.fingerprint.append(len(value))
         for i, inner in enumerate(value):
             self.visit(inner, f"{variable}[{i}]", f"{name}[{i}]", short=f"{name}_{i}")
         self.subclassed(value, variable, name)
@@ -500,7 +500,7 @@ class Walk(Writer):
         if _has_other_keys(value):
             why = "is a dict whose keys are no strings; pass what is needed of it"
             self.refuse(variable, value, f"{self.role} {name} {why}", _has_other_keys)
-        self.words.append(list(map(str, value)))
+        self.fingerprint.append(list(map(str, value)))
         for key, inner in value.items():
             index = repr(key) if type(key) in (str, int) else self.constant(key)
             self.visit(inner, f"{variable}[{index}]", f"{name}[{key!r}]", short=f"{name}_{key}")
@@ -881,7 +881,7 @@ def _is_not_initialised(module: nn.Module) -> bool:
 
 
 def _has_other_keys(value: dict[Any, Any]) -> bool:
-    """Whether a dict has keys that the words of a state do not hold."""
+    """Whether a dict has keys that cannot be in the fingerprint of a state."""
     return not all(type(key) in (str, int) or isinstance(key, enum.Enum) for key in value)
 
 
