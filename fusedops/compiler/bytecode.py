@@ -103,9 +103,11 @@ def _catches(instructions: list[dis.Instruction]) -> bool:
 
 def _is_of_torch(instructions: list[dis.Instruction]) -> bool:
     """Whether instructions end in a call such as ``torch.no_grad()``, with constant arguments."""
+    # The instructions of the call, in reverse, the CALL first. Before them `torch` is loaded.
     call = list(itertools.takewhile(_is_of_a_call, reversed(instructions)))
     constants = [one for one in call if one.opname == "LOAD_CONST"]
     others = instructions[: len(instructions) - len(call)]
+    # The argument of a CALL is the number of values that it passes.
     is_whole = bool(call and others) and call[0].arg == len(constants)
     return is_whole and others[-1].argval == "torch"
 

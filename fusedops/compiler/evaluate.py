@@ -152,19 +152,19 @@ def evaluate(
     """
     values: dict[Node, Tensor] = {}
     evaluation = _Evaluation((*structure.rows, *structure.columns), sizes, device, dtype)
-    for node in topological_until(roots, leaves, values):
+    for node in _topological_until(roots, leaves, values):
         if node not in values:
             args = [values[arg] for arg in derived_of(node)]
             values[node] = evaluation.computed(node, args)
     return values
 
 
-def topological_until(
+def _topological_until(
     roots: Iterable[Node], leaves: Callable[[Node], Tensor | None], values: dict[Node, Tensor]
 ) -> list[Node]:
     """Return the nodes to compute, arguments first; the values of leaves are put in ``values``."""
-    # Leaves first: a node that was saved is a leaf, and its arguments are not visited, which may
-    # have no value, such as inputs that a backward does not save.
+    # A node is first looked up among the leaves. The arguments of a leaf are not visited: those of
+    # a saved node may have no value, such as inputs that a backward does not save.
     order: dict[Node, None] = {}
 
     def visit(node: Node) -> None:

@@ -25,7 +25,7 @@ def forward(site: RowwiseSite, tensors: Any, outs: Any, state: State) -> None:
     structure = site.program.structure
     plan = site.program.plan
     sizes = program.sizes_of(tensors)
-    # In the order of `outs`: the results, then the intermediate. The numbers of rows come last.
+    # In the order of `outs`: the results, then the intermediate. Last are the numbers of each row.
     operands = list(structure.outputs)
     results = list(structure.results)
     if program.own and site.saves:

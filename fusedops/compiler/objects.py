@@ -69,19 +69,16 @@ def _home(value: Any) -> str:
     return str((owner if isinstance(owner, type) else type(value)).__module__)
 
 
-# What cannot change is compared by identity, and not entered. The module that a value names is not
-# enough to tell it:
+# What cannot change is compared by identity, and not entered. The ``__module__`` of a value alone
+# does not show it:
 #
-#   a function   says it is of `torch`, and has other globals: code that `exec` runs there
-#   a class      says it is of `builtins`, and is a heap type: a program created it
-#   a method     in C has no module, but its object or class has
+#   a function   that `exec` defines has the ``__name__`` of its globals, which are not the module's
+#   a class      of `builtins` may be the program's: then it is a heap type
+#   a method     in C has no ``__module__``, but its object or class has
 
 
 def is_of_a_library(value: Any) -> bool:
-    """Whether a function, class or module is PyTorch's, einops' or Python's own.
-
-    The name of a module alone proves nothing: code that `exec` runs has that of its globals.
-    """
+    """Whether a function, class or module is PyTorch's, einops' or Python's own."""
     if isinstance(value, ModuleType):
         return _package(value.__name__) in LIBRARIES
     home = _home(value)

@@ -244,7 +244,7 @@ class Program(Operator):
         numbers = {
             axis: number
             for number, axis in enumerate(structure.rows)
-            if axis in self.dynamic and axis not in structure.counted
+            if axis in self.dynamic and axis not in structure.indexed
         }
 
         def numbered(operand: Operand) -> tuple[int | None, ...]:
@@ -521,7 +521,7 @@ class Program(Operator):
                 if sizes.setdefault(axis, size) != size:
                     return False
                 # The trace of a single row has the constant 0 for its index: another function.
-                if size == 1 and axis in structure.counted:
+                if size == 1 and axis in structure.indexed:
                     return False
         return True
 

@@ -229,9 +229,9 @@ def _completed(
     positions = range(len(structure.outputs) + is_own)
     roots = nodes_of(plan.gradients(positions, bare.differentiable).values())
     intermediate = set(parts.values())
-    # The inputs that are read include those of a second derivative. It computes the numbers of rows
-    # again, so that the search ends at the intermediate only, and not at these numbers. It also
-    # needs the second argument of `instead`, which may have the only gradient: see `derived_of`.
+    # The inputs that are read include those of a second derivative. It computes `stats` again, so
+    # that the search ends at the intermediate only, and not at these. It also needs the second
+    # argument of `instead`, which may have the only gradient: see `derived_of`.
     computed = reachable(roots, intermediate.__contains__, derived_of)
     saved = sorted({node.attrs[0] for node in computed if node.op == "input"})
     stats = _stats(structure, roots, intermediate)
@@ -294,7 +294,7 @@ def _cost(
         return node in forward and _is_stat(structure, node)
 
     reached = reachable(roots, is_saved)
-    # Only whole tensors count: numbers of rows, and vectors, are few bytes beside them.
+    # Only whole tensors count. Vectors, and tensors with one number for each row, are few bytes.
     read = {node for node in reached if node.op == "input" and _is_whole(structure, node)}
     held = sum([_bytes_of(structure, node) for node in read if node.attrs[0] not in also_saved])
     moved = sum([_bytes_of(structure, node) for node in read])

@@ -312,19 +312,19 @@ class Programs:
         a causal mask does, the axes of that index get a constant size (`Structure.fixed`). The
         other row axes are then tested again.
         """
-        why = self._depends_on_rows(call, structure)
-        if why and structure.counted:
-            fixed = tuple(sorted({*structure.fixed, *structure.counted}))
+        why = self._why_depends_on_rows(call, structure)
+        if why and structure.indexed:
+            fixed = tuple(sorted({*structure.fixed, *structure.indexed}))
             structure = replace(structure, fixed=fixed)
-            why = self._depends_on_rows(call, structure)
+            why = self._why_depends_on_rows(call, structure)
         return structure, why
 
-    def _depends_on_rows(self, call: _Call, structure: Structure) -> str:
+    def _why_depends_on_rows(self, call: _Call, structure: Structure) -> str:
         """Return why the structure differs for other numbers of rows; "" if it does not."""
-        reasons = (self._differs(call, structure, sizes) for sizes in _other_rows(structure))
+        reasons = (self._why_differs(call, structure, sizes) for sizes in _other_rows(structure))
         return next(filter(None, reasons), "")
 
-    def _differs(self, call: _Call, structure: Structure, sizes: Mapping[int, int]) -> str:
+    def _why_differs(self, call: _Call, structure: Structure, sizes: Mapping[int, int]) -> str:
         """Return why a trace with other sizes of some axes differs; "" if it does not."""
         depends = (
             "the result depends on the number of rows: on a size such as x.shape[0], or one that "
@@ -375,7 +375,7 @@ class Programs:
         choices = (few, [1] * len(axes), many)
         # Each choice has a size for every axis, and may have more, which `zip` ignores.
         return any(
-            self._differs(call, structure, dict(zip(axes, choice, strict=False)))
+            self._why_differs(call, structure, dict(zip(axes, choice, strict=False)))
             for choice in choices
         )
 
@@ -492,7 +492,7 @@ def _larger(shapes: Sequence[tuple[int, ...]], dims: Collection[int]) -> list[tu
 
 def _is_dynamic(structure: Structure, dim: int) -> bool:
     """Whether a dimension, counted from the last, may have any size in all tensors."""
-    free = dynamic_axes(structure).keys() - structure.counted
+    free = dynamic_axes(structure).keys() - structure.indexed
     for operand in itertools.compress(structure.inputs, structure.used):
         if len(operand.labels) < dim:
             continue
@@ -519,7 +519,7 @@ def _other_rows(structure: Structure) -> list[dict[int, int]]:
     """
     axes = sorted(dynamic_axes(structure))
     few = _primes(structure, _FEW)
-    ones = [few[-i - 1] if axis in structure.counted else 1 for i, axis in enumerate(axes)]
+    ones = [few[-i - 1] if axis in structure.indexed else 1 for i, axis in enumerate(axes)]
     choices = (ones, few, _divisible(structure, _MANY))
 
     def sizes(turn: int) -> dict[int, int]:

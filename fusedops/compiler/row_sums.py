@@ -1,10 +1,10 @@
 """Sums over rows in kernels of tiles side by side: what a program adds up, tile after tile of rows.
 
-They are gradients of tensors that rows share. What is summed differs::
+They are gradients of tensors that rows share. The sums differ by the tensor and by what is summed::
 
-    a vector       columns of a tile        one sum for each tile of columns
-    a number       numbers of rows          one sum
-    a number       columns, to be summed    one sum for each lane, and in the end theirs
+    a vector       a value for each column     one sum for each column, in tiles
+    a number       one value for each row      one sum
+    a number       a value for each column     one sum for each lane, and in the end their sum
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["RowSum", "add_columns", "row_sums"]
 
 
 class RowSum:
-    """A sum of numbers of rows.
+    """The sum over rows of a value with one number for each row.
 
     Attributes:
         name: the name of its variable.
@@ -54,7 +54,7 @@ class RowSum:
 
 
 class _Columns(RowSum):
-    """A sum for each column, in a tuple of tiles."""
+    """The sum over rows for each column, in a tuple of tiles."""
 
     def begin(self) -> list[str]:
         """See `RowSum`."""
@@ -72,7 +72,7 @@ class _Columns(RowSum):
 
 
 class _Lanes(RowSum):
-    """A sum for each lane, of which a number is the sum."""
+    """The sum over rows and columns, as one sum for each lane until the end."""
 
     def begin(self) -> list[str]:
         """See `RowSum`."""

@@ -134,11 +134,11 @@ class Structure:
         return min(counts, default=1)
 
     @functools.cached_property
-    def counted(self) -> frozenset[int]:
-        """The row axes along which an index is used, as in a causal mask."""
+    def indexed(self) -> frozenset[int]:
+        """The row axes whose index the function reads, as in a causal mask."""
         nodes = topological(nodes_of(self.results))
-        indexed = {node.attrs[0] for node in nodes if node.op == "iota"}
-        return frozenset(indexed).intersection(self.rows)
+        axes = {node.attrs[0] for node in nodes if node.op == "iota"}
+        return frozenset(axes).intersection(self.rows)
 
     def size(self, axes: Iterable[int]) -> int:
         """Return the number of elements along axes, in the trace."""

@@ -145,7 +145,7 @@ def test_index_of_a_row_on_disk(function: Callable[..., Any]) -> None:
     again = decoded(json.loads(json.dumps(encoded(result))))
     assert again.text() == result.text()
     assert again.fixed == result.fixed == ((1,) if function is causal_square else ())
-    assert again.counted == result.counted == {1}
+    assert again.indexed == result.indexed == {1}
 
 
 @kernels
