@@ -20,6 +20,7 @@ from ..core.calls.words import NAMES
 from ..core.compat.dispatch import DispatchMode, decompositions, out_of_place, without_modes
 from ..core.compat.fake import fake_mode, is_fake, share_memory
 from .axes import Axes, AxisError
+from .complex_numbers import MAKING, Pairs, of_pairs
 from .errors import NotRowwiseError
 from .ir import Graph, Node
 from .traced import TWICE, Traced, Value, kind_of, twice
@@ -51,6 +52,8 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         #
         # The entry holds the tensor, so that its id is not reused.
         self.values: dict[int, tuple[Tensor, Value]] = {}
+        # The tensor of pairs of each complex tensor, whose value is that of the pairs.
+        self.pairs: dict[int, Pairs] = {}
         # The arguments and captured tensors, which no operator may change.
         self.protected: list[tuple[Tensor, Value]] = []
         # From the id of a captured tensor to itself, held as above, and its fake tensor.
@@ -80,7 +83,7 @@ class Recorder(DispatchMode):  # type: ignore[misc]
             raise NotRowwiseError(f"{self.name}: {name} is no dense tensor")
         if tensor.dtype not in NAMES:
             readable = ", ".join(sorted(word for dtype, word in NAMES.items() if dtype))
-            advice = "; pass torch.view_as_real of it" if tensor.dtype.is_complex else ""
+            advice = _AS_PAIRS if tensor.dtype.is_complex else ""
             raise NotRowwiseError(
                 f"{self.name}: {name} is of {tensor.dtype}; kernels read {readable}{advice}"
             )
@@ -112,6 +115,8 @@ class Recorder(DispatchMode):  # type: ignore[misc]
 
     def value(self, tensor: Tensor) -> Value:
         """Return the value of a tensor, which becomes an input where no operator computed it."""
+        if id(tensor) in self.pairs:
+            raise NotRowwiseError("an operator of a complex tensor; use torch.view_as_real of it")
         known = self.values.get(id(tensor))
         if known is not None:
             return known[1]
@@ -166,6 +171,7 @@ class Recorder(DispatchMode):  # type: ignore[misc]
 
             a property of a tensor, `prim::`                runs, and is not recorded
             a new tensor of one Python number               a constant
+            of complex tensors                              `_of_pairs`
             `lowering` has the operator                     its node, in place or not
             in place, with an out-of-place operator         `_out_of_place`
             any other                                       `_decomposed`, or refused
@@ -178,6 +184,8 @@ class Recorder(DispatchMode):  # type: ignore[misc]
             return func(*args, **kwargs)
         if _is_new_number(name, args):
             return self._number(func, args[0])
+        if name in MAKING or self._has_complex(args):
+            return self._of_pairs(func, name, args, kwargs)
         lower = lowering.TABLE.get(name)
         in_place = _is_in_place(name)
         plain_name = name[:-1] if in_place else name
@@ -194,6 +202,28 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         result = lower(self, out, *value_args, **value_kwargs)
         before = value_args[0] if in_place else None
         self._written(result, before, out, in_place=in_place)
+        return out
+
+    def _has_complex(self, args: Any) -> bool:
+        """Whether a complex tensor is among the arguments."""
+        tensors: list[Tensor] = []
+        _map_tensors(tensors.append, args)
+        return any(map(Tensor.is_complex, tensors))
+
+    def _of_pairs(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Run an operator of complex tensors as operators of pairs, which are recorded."""
+        args = self._standing_in(args)
+        out = func(*args, **kwargs)
+
+        def paired(tensor: Tensor) -> Any:
+            return self.pairs.get(id(tensor), tensor)
+
+        with self:  # as in `_out_of_place`
+            result = of_pairs(name, out, _map_tensors(paired, args), kwargs)
+        # Not the result itself: a view would be one of a tensor that has another base.
+        self.set(out, self.value(result))
+        if out.is_complex():
+            self.pairs[id(out)] = Pairs(result)
         return out
 
     def _has_out_of_place(self, func: Any, plain_name: str, *, in_place: bool) -> bool:
@@ -361,6 +391,11 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         return NotRowwiseError(
             f"{self.name}: {why}\n  line {self.line} of {self.code.co_filename}: {text}"
         )
+
+
+_AS_PAIRS = (
+    "; pass torch.view_as_real of it, and take torch.view_as_complex of that in the function"
+)
 
 
 def _map_tensors(function: Callable[[Tensor], Any], values: Any) -> Any:

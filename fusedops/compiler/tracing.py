@@ -89,6 +89,10 @@ def trace(
             "tuple or list of tensors; return these, and put them into what else a caller expects "
             "outside"
         )
+    if any(out.is_complex() for out in outputs):
+        raise NotRowwiseError(
+            f"{recorder.name} returns a complex tensor; return torch.view_as_real of it"
+        )
     traced.outputs = list(map(recorder.value, outputs))
     recorder.name_nodes()
     return traced

@@ -219,6 +219,14 @@ def interleaved_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rearrange([even * cos - odd * sin, even * sin + odd * cos], "pair ... d -> ... (d pair)")
 
 
+def complex_rotary(x: Tensor, weight: Tensor, freqs: Tensor) -> Tensor:
+    """The rotary embedding of Llama, by complex numbers, and a norm before it."""
+    x = F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+    pairs = x.to(freqs.dtype).reshape(*x.shape[:-1], -1, 2)
+    turned = torch.view_as_complex(pairs) * torch.view_as_complex(freqs)
+    return torch.view_as_real(turned).flatten(-2).type_as(x)
+
+
 def packed_heads(packed: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of one projection, of which each has heads.
 
@@ -391,6 +399,13 @@ FUNCTIONS: tuple[RowwiseFunction, ...] = (
         sums=False,
         rows=3,
         shapes=lambda rows: {"x": (2, rows, 2, 16), "cos": (rows, 1, 8), "sin": (rows, 1, 8)},
+    ),
+    RowwiseFunction(
+        "complex_rotary",
+        complex_rotary,
+        rows=3,
+        shapes=lambda rows: {"x": (2, rows, 2, 16), "weight": (16,), "freqs": (rows, 1, 8, 2)},
+        wide=("freqs",),
     ),
     RowwiseFunction(
         "packed_heads",

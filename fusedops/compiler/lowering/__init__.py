@@ -92,9 +92,4 @@ REFUSED: dict[str, str] = {
         "only one of equal elements gets the gradient; if they may share it, use x.amax((-2, -1))",
     ),
     "unfold": "it reads each column several times; pass the slices as arguments of their own",
-    **dict.fromkeys(
-        ("view_as_complex", "view_as_real", "complex", "polar"),
-        "kernels have no complex numbers; compute with the real and the imaginary parts, as from "
-        "unbind(-1)",
-    ),
 }

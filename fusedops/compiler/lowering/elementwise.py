@@ -58,6 +58,7 @@ def _rounded(op: str) -> Lower:
 for _op in ("floor", "ceil"):
     TABLE[_op] = TABLE[_op + "_"] = _rounded(_op)
 TABLE["sgn"] = TABLE["sign"]
+TABLE["_neg_view"] = TABLE["neg"]  # of the imaginary part of a conjugate
 
 
 def _activation(name: str) -> Lower:
