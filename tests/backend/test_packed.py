@@ -35,6 +35,12 @@ def _interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
 
 
+def _complex(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    angles = torch.complex(*[part.chunk(2, -1)[0] for part in (cos, sin)])
+    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * angles
+    return torch.view_as_real(turned).flatten(-2)
+
+
 _Parts = tuple[Tensor, Tensor, Tensor]
 
 
@@ -119,7 +125,7 @@ def _operators_of(backend: Backend) -> list[set[str]]:
 
 
 _GROUPED = pytest.mark.parametrize("parts", [_split, _sliced])
-_ROTATIONS = pytest.mark.parametrize("rotate", [_halves, _interleaved])
+_ROTATIONS = pytest.mark.parametrize("rotate", [_halves, _interleaved, _complex])
 
 
 @_ROTATIONS

@@ -12,6 +12,7 @@ from ..rewrite import Rewrite
 from .biases import restore_biases, split_biases
 from .casts import cast_together
 from .cleanup import clean_up
+from .complex_numbers import split_complex
 from .embeddings import sum_embedding_gradients
 from .fusion import fuse_regions
 from .grouped_products import share_offsets
@@ -29,6 +30,7 @@ Pass = Callable[[Rewrite], None]
 
 # In this order, for a graph and for each captured body in it.
 PASSES: tuple[Pass, ...] = (
+    split_complex,  # regions can then have them
     split_biases,  # regions can then add them
     fuse_regions,
     restore_biases,  # those that no region adds
