@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .errors import NotRowwiseError
 
-__all__ = ["MAKING", "Pairs", "of_pairs"]
+__all__ = ["MAKING", "Pairs", "as_pairs", "of_pairs"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +35,11 @@ class Pairs:
 
 # Operators of real tensors whose result is complex.
 MAKING = frozenset({"view_as_complex", "complex", "polar"})
+
+
+def as_pairs(tensor: Tensor) -> Tensor:
+    """Return the pairs of a complex tensor; a real tensor as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def of_pairs(name: str, out: Any, args: Sequence[Any], kwargs: Any) -> Tensor:

@@ -26,6 +26,7 @@ from ..core.compat.dispatch import (
 )
 from ..core.compat.dynamo import constant_when_traced, is_exporting
 from ..core.launches import launch
+from .complex_numbers import as_pairs
 from .errors import NotRowwiseError
 from .explanation import Explanation, explained
 from .guards import Guards
@@ -346,7 +347,7 @@ class Rowwise(Generic[_P, _R]):
     ) -> list[Tensor]:
         """Return the tensors of a call, in the order of a program's inputs."""
         _, _, state_tensors = self._programs.looks(args).at(args, look)
-        return tensors_of(args) + [state_tensors[position] for position in captured]
+        return tensors_of(args) + [as_pairs(state_tensors[position]) for position in captured]
 
     def _positional(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Return all arguments in order, with their defaults."""
@@ -412,9 +413,12 @@ class Rowwise(Generic[_P, _R]):
             return _Call(None, reason=str(error))
         checks.check_jit(self.name)
         match.program.strict = self.strict
+        _, _, state_tensors = self._programs.looks(args).at(args, match.look)
         positions = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
         positions += [len(args) + i for i in match.captured]
         select, results = _selector(positions), _results(match.program)
+        if any(t.is_complex() for t in (*args, *state_tensors) if isinstance(t, Tensor)):
+            select = _of_pairs(select)
         return _Call(match.program, match.captured, "", match.look, select, results)
 
     def _check_tensors(self, tensors: Sequence[Tensor], devices: Collection[torch.device]) -> None:
@@ -522,6 +526,11 @@ def _selector(positions: list[int]) -> Callable[[Any], tuple[Any, ...]]:
     if positions == list(adjacent):
         return itemgetter(slice(adjacent.start, adjacent.stop))  # of all values, the same object
     return itemgetter(*positions)
+
+
+def _of_pairs(select: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any], tuple[Any, ...]]:
+    """Return a selector that returns complex tensors as their pairs."""
+    return lambda values: tuple(map(as_pairs, select(values)))
 
 
 def _results(program: Program) -> Callable[[Any], Any]:

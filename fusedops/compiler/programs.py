@@ -23,6 +23,7 @@ from ..core.compat.dispatch import without_modes, without_transforms
 from ..core.compat.fake import hints
 from . import storing
 from .axes import Label
+from .complex_numbers import as_pairs
 from .effects import check_effects
 from .errors import NotRowwiseError
 from .objects import PLAIN
@@ -76,7 +77,7 @@ class Match:
 
     def fits(self, tensors: Sequence[Tensor], state_tensors: Sequence[Tensor]) -> bool:
         """Whether the program is for tensors like those of a call and of the state."""
-        captured = [state_tensors[position] for position in self.captured]
+        captured = [as_pairs(state_tensors[position]) for position in self.captured]
         if not all(map(is_dense, captured)):
             return False
         # Those of a call are on one device: see `Rowwise._resolved`.
@@ -103,7 +104,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 def tensors_of(args: Sequence[Any]) -> list[Tensor]:
     """Return the tensors among the arguments of a call."""
-    return [a for a in args if isinstance(a, Tensor)]
+    return [as_pairs(a) for a in args if isinstance(a, Tensor)]
 
 
 class Programs:
@@ -427,7 +428,9 @@ def _without_memory(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a tensor on the meta device; one that is not dense is returned as it is."""
     if not is_dense(like):
         return like
-    meta = torch.empty(shape, dtype=like.dtype, device="meta")
+    meta = torch.empty(shape, dtype=as_pairs(like).dtype, device="meta")
+    if like.is_complex():
+        meta = torch.view_as_complex(meta)
     meta.fusedops_device = like.device  # type: ignore[attr-defined]
     return meta
 

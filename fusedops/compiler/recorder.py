@@ -20,7 +20,7 @@ from ..core.calls.words import NAMES
 from ..core.compat.dispatch import DispatchMode, decompositions, out_of_place, without_modes
 from ..core.compat.fake import fake_mode, is_fake, share_memory
 from .axes import Axes, AxisError
-from .complex_numbers import MAKING, Pairs, of_pairs
+from .complex_numbers import MAKING, Pairs, as_pairs, of_pairs
 from .errors import NotRowwiseError
 from .ir import Graph, Node
 from .traced import TWICE, Traced, Value, kind_of, twice
@@ -81,11 +81,12 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         """Return a tensor without memory in place of an argument."""
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             raise NotRowwiseError(f"{self.name}: {name} is no dense tensor")
+        if tensor.is_complex():
+            return self._complex_input(tensor, name)
         if tensor.dtype not in NAMES:
             readable = ", ".join(sorted(word for dtype, word in NAMES.items() if dtype))
-            advice = _AS_PAIRS if tensor.dtype.is_complex else ""
             raise NotRowwiseError(
-                f"{self.name}: {name} is of {tensor.dtype}; kernels read {readable}{advice}"
+                f"{self.name}: {name} is of {tensor.dtype}; kernels read {readable}"
             )
         # `programs` passes tensors on the meta device, with the device of the call as an attribute.
         device = getattr(tensor, "fusedops_device", tensor.device)
@@ -102,6 +103,19 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         self.traced.inputs.append(value)
         self.protected.append((fake, value))
         self.set(fake, value)
+        return fake
+
+    def _complex_input(self, tensor: Tensor, name: str) -> Tensor:
+        """Return a complex tensor without memory, whose pairs are an input."""
+        device = getattr(tensor, "fusedops_device", tensor.device)
+        with without_modes():
+            like = as_pairs(tensor)
+        like.fusedops_device = device  # type: ignore[attr-defined]
+        pairs = self.input(like, name)
+        with without_modes(), self.fake:
+            fake = torch.view_as_complex(pairs)
+        self.set(fake, self.value(pairs))
+        self.pairs[id(fake)] = Pairs(pairs)
         return fake
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -391,11 +405,6 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         return NotRowwiseError(
             f"{self.name}: {why}\n  line {self.line} of {self.code.co_filename}: {text}"
         )
-
-
-_AS_PAIRS = (
-    "; pass torch.view_as_real of it, and take torch.view_as_complex of that in the function"
-)
 
 
 def _map_tensors(function: Callable[[Tensor], Any], values: Any) -> Any:

@@ -120,10 +120,7 @@ def test_rotary_is_one_load_and_one_store_of_pairs() -> None:
 _PAIRS = torch.view_as_complex
 
 
-_captured = torch.ones(8, dtype=torch.complex64)
-
 _REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "captured": (lambda x: (_PAIRS(x) * _captured.to(x.device)).real, "pass torch.view_as_real"),
     "exp": (lambda x: _PAIRS(x).exp().real, "exp of complex numbers"),
     "angle": (lambda x: _PAIRS(x).angle(), "angle of complex numbers"),
     "polar": (lambda x: torch.polar(x, x).real, "polar of complex numbers"),
@@ -152,7 +149,40 @@ def test_complex_result_is_refused() -> None:
         fusedops.rowwise(lambda x: _PAIRS(x) * 2, strict=True)(randn(3, 8, 2))
 
 
+def _rotary(q: Tensor, freqs: Tensor) -> Tensor:
+    """Llama's rotary embedding."""
+    pairs = _PAIRS(q.float().reshape(*q.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * freqs).flatten(-2).type_as(q)
+
+
 @kernels
-def test_complex_argument_is_refused() -> None:
-    with pytest.raises(fusedops.NotRowwiseError, match=r"z is of torch.complex64.*view_as_real"):
-        fusedops.rowwise(lambda z: z.real, strict=True)(torch.view_as_complex(randn(3, 8, 2)))
+@pytest.mark.parametrize("conjugate", [False, True])
+def test_complex_arguments_are_pairs(conjugate: bool) -> None:
+    """Their gradients are those of complex tensors, and a conjugate is read as it is."""
+    q, freqs = randn(2, 5, 4, 16), _PAIRS(randn(5, 1, 8, 2))
+    function = fusedops.rowwise(_rotary, strict=True)
+    for rows in (5, 3):
+        leaves = [t.clone().requires_grad_() for t in (q[:, :rows], freqs[:rows])]
+        exact = [t.detach().cdouble() if t.is_complex() else t.detach().double() for t in leaves]
+        exact = [t.requires_grad_() for t in exact]
+        results, expected = [
+            [out, *torch.autograd.grad(out.sin().sum(), inputs)]
+            for f, inputs in ((function, leaves), (_rotary, exact))
+            for out in [f(inputs[0], inputs[1].conj() if conjugate else inputs[1])]
+        ]
+        # Some eight roundings of numbers of order one, and a sum over eight heads.
+        for result, value in zip(results, expected, strict=True):
+            tolerance = 64 * torch.finfo(torch.float32).eps * value.detach().abs().max().item()
+            torch.testing.assert_close(
+                result.detach(), value.detach().to(result.dtype), rtol=0, atol=tolerance
+            )
+    assert function.explain(q, freqs).tensors[1][0] == "freqs"
+
+
+@kernels
+def test_captured_complex_tensor() -> None:
+    freqs, q = _PAIRS(randn(8, 2)), randn(2, 5, 4, 16)
+    function = fusedops.rowwise(lambda q: _rotary(q, freqs), strict=True)
+    torch.testing.assert_close(function(q), _rotary(q, freqs))
+    freqs = freqs.conj()
+    torch.testing.assert_close(function(q), _rotary(q, freqs))

@@ -1229,7 +1229,8 @@ def test_captured_tensor_of_another_kind_is_seen() -> None:
             torch.nested.nested_tensor([plain, plain], layout=torch.jagged),
         ),
         "weight is on meta": (plain.to("meta"), plain[0].to("meta")),
-        "weight is of torch.complex64": (plain.to(torch.complex64),),
+        "weight is of torch.float8_e4m3fn": (plain.to(torch.float8_e4m3fn),),
+        "returns a complex tensor": (plain.to(torch.complex64),),
     }
     assert torch.equal(function(x), x * weight)
     for message, tensors in refused.items():
