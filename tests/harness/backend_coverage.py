@@ -121,7 +121,7 @@ def _short(reason: str) -> str:
 
 
 def by_reason(found: Iterable[Regions]) -> str:
-    """A line for each reason, numbers and names in it aside.
+    """A line for each reason, whatever numbers it has.
 
     How often, and in how many architectures.
     """

@@ -1,7 +1,8 @@
 """The path of every call, from a functional's constants and tensors to kernels or PyTorch.
 
-A call whose key is cached is not checked again: it has the site of the earlier call. The first row
-that applies computes it:
+The *site* of a call holds what its checks returned and its launches need: see `operator.Site`. A
+call whose key is cached is not checked again, and has the site of the earlier call. The first row
+that applies computes the call:
 
     condition                                        computed by
     no kernels on this device, no elements, a        the reference implementation
@@ -57,7 +58,7 @@ _current_device = launch.current_device
 
 # What a call's mode consists of: the facts beside constants and tensors that select its site.
 _DROPS, _SAVES, _AUTOCAST = 1, 2, 4
-# Those under which PyTorch's operator computes something else: under autocast it casts.
+# Under these PyTorch's operator computes something else: it drops nothing, and autocast casts.
 _CHANGES_NATIVE = _DROPS | _AUTOCAST
 
 
@@ -82,14 +83,14 @@ def as_references() -> Iterator[None]:
 
 
 def run(op: Operator, constants: Any, tensors: Any, p: Any = 0.0) -> Any:
-    """Returns the outputs of ``op`` as a tuple, which may end after the last that the call has.
+    """Returns the outputs of ``op`` as a tuple, perhaps without absent ones at its end.
 
     The host time of a repeated call counts, so its path is one flat function without helpers.
 
     Args:
         op: the operator.
-        constants: its record of constants: a NamedTuple, as a frozen dataclass takes several times
-            as long to make, and hashes, for the key, in Python.
+        constants: its record of constants, a NamedTuple. A frozen dataclass would take several
+            times as long to make, and its hash, for the key, is computed in Python.
         tensors: the operator's tensor arguments, None where absent.
         p: the drop probability.
     """
@@ -151,7 +152,7 @@ def launched(op: Operator, site: Site, tensors: Any, p: Any) -> Any:
 
 
 def _probability(site: Site, p: Any) -> float:
-    """Returns ``p``, which no key has, so that every call checks it."""
+    """Returns ``p``. Keys of calls do not contain it, so that every call checks it."""
     if not (type(p) is float and 0.0 <= p <= 1.0):
         checks.check_p(site.constants.op, p)
     return p  # type: ignore[no-any-return]
@@ -180,7 +181,7 @@ def _site(op: Operator, constants: Any, tensors: Tensors, *, dropout: bool, save
     if launch.runs_kernels(first.device.type) and not first.is_nested:
         # A symbol becomes a number: kernels are compiled for it.
         cols = int(op.cols(constants, tensors))
-    # Calls share sites, and so plans: a Parameter and a tensor give two keys, and one site.
+    # Keys share sites, and so kernels: a Parameter and a tensor have two keys, and one site.
     dtypes = operators.dtypes_of(op, tensors)
     index = first.get_device()
     are_plain = PLAIN.issuperset(map(type, tensors))
@@ -215,7 +216,7 @@ def _elsewhere(op: Operator, site: Site, tensors: Tensors, p: float) -> Any:
     first = tensors[op.first]
     assert first is not None
     if site.dropout:
-        checks.check_p(constants.op, p)  # no key has it
+        checks.check_p(constants.op, p)  # keys of calls do not contain it
     elements = first.numel()
     are_strided = all(t is None or t.layout is torch.strided for t in tensors)
     if not are_strided and not first.is_nested:
@@ -239,8 +240,8 @@ def _called(op: Operator, site: Site, tensors: Tensors, state: State, *, registe
     """Returns the outputs from the registered operator, or from a launch."""
     if site.saves:
         return Call.apply((op, site, state, registered), *tensors)  # type: ignore[no-untyped-call]
-    launched = operators.forward if registered else forward
-    return exposed(op, site, tensors, launched(op, site, tensors, state))
+    compute = operators.forward if registered else forward
+    return exposed(op, site, tensors, compute(op, site, tensors, state))
 
 
 def _needs_backward(tensors: Tensors) -> bool:
