@@ -20,9 +20,9 @@ import torch
 from ..core.configs.tuning_key import block_holding
 from .addresses import EVEN, Argument, Spacings
 from .axes import Label
-from .emitter import SAME_VALUE, Emitter
+from .emitter import Emitter
 from .errors import NotRowwiseError
-from .ir import COMPARISONS, Node, computed_of, reachable
+from .ir import COMPARISONS, SAME_VALUE, Node, computed_of, reachable
 from .kernel import Kernel, source_of
 from .layouts import pair_axis, paired, row_layout, unreduced
 from .partials import stores_of_sums

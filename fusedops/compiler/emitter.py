@@ -27,6 +27,7 @@ from .ir import (
     BINARY,
     COMPARISONS,
     REDUCTIONS,
+    SAME_VALUE,
     Node,
     computed_of,
     has_reciprocal,
@@ -40,7 +41,7 @@ from .rows_of_programs import column_lines
 from .structure import Operand, Part
 from .text import indented
 
-__all__ = ["SAME_VALUE", "Emitter"]
+__all__ = ["Emitter"]
 
 # Operators as formats of their arguments. Those that depend on more are methods of `Emitter`.
 _FORMATS = {
@@ -90,8 +91,6 @@ _TYPES = {
 }
 _READ_AS = {"float": ".to(ACC)", "int": ".to(tl.int64)", "bool": " != 0"}
 _SCALARS = {"float": "ACC", "int": "tl.int64", "bool": "tl.int8"}
-# Operators that differ from their argument in gradients only.
-SAME_VALUE = ("constant_to_gradients", "detached", "instead", "narrowed")
 _Key = TypeVar("_Key")
 _NAME = re.compile(r"[^\W\d]\w*")
 

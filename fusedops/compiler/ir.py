@@ -9,6 +9,7 @@ dtype; the operator ``round`` rounds to another.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import operator
@@ -20,6 +21,7 @@ __all__ = [
     "BINARY",
     "COMPARISONS",
     "REDUCTIONS",
+    "SAME_VALUE",
     "UNARY",
     "Graph",
     "Node",
@@ -97,7 +99,9 @@ REDUCTIONS = frozenset({"sum", "amax", "pick"})
 # Kinds in the order of promotion, as that of PyTorch's dtypes.
 _RANKS = {"bool": 0, "int": 1, "float": 2}
 _CONDITIONS = COMPARISONS | {"not", "isnan"}
-# Operators that return their argument, without its gradient.
+# Operators that change only gradients: their argument is the value that is computed and saved.
+SAME_VALUE = ("constant_to_gradients", "detached", "instead", "narrowed")
+# Those that return it without its gradient.
 _WITHOUT_GRADIENTS = ("constant_to_gradients", "detached")
 # Operators of which a factor or term that is constant along a row moves out of a `pick`.
 _PICKED_BY_ARGUMENT = ("add", "sub", "mul")
@@ -410,12 +414,14 @@ def has_reciprocal(node: Node) -> bool:
         return summed.op == "exp" and is_below_largest(summed.args[0])
     if node.op == "sqrt":  # of a mean of squares and an epsilon
         (node,) = node.args
-    return node.op in ("add", "maximum") and any(map(_is_positive, node.args))
+    # A sum with such a number is zero, or as large as the number's last bit.
+    is_limit = functools.partial(_is_positive, least=1e-30)
+    return node.op in ("add", "maximum") and any(map(is_limit, node.args))
 
 
-def _is_positive(node: Node) -> bool:
+def _is_positive(node: Node, least: float = 0.0) -> bool:
     number = value_of(node)
-    return number is not None and number > 0
+    return number is not None and number > least
 
 
 def topological(roots: Iterable[Node]) -> list[Node]:

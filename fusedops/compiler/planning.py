@@ -19,7 +19,16 @@ import torch
 
 from .derivative import cotangent, gradients
 from .errors import NotRowwiseError
-from .ir import REDUCTIONS, Graph, Node, derived_of, reachable, topological, value_of
+from .ir import (
+    REDUCTIONS,
+    SAME_VALUE,
+    Graph,
+    Node,
+    derived_of,
+    reachable,
+    topological,
+    value_of,
+)
 from .structure import Operand, Part, Structure, nodes_of, within, without
 
 __all__ = ["Alternative", "Plan", "planned"]
@@ -345,15 +354,11 @@ def _is_counted(structure: Structure, operand: Operand) -> bool:
 
 def _is_stat(structure: Structure, node: Node) -> bool:
     """Whether this is a number of each row that a reduction gives."""
-    if node.kind != "float" or node.op in _SAME_VALUE:
+    if node.kind != "float" or node.op in SAME_VALUE:
         return False
     if not node.args or node.axes != set(structure.rows):
         return False
     return _has_reduction(node)
-
-
-# Operators that change only gradients: their argument is the value that is saved.
-_SAME_VALUE = ("constant_to_gradients", "detached", "instead", "narrowed")
 
 
 def _has_reduction(node: Node) -> bool:

@@ -610,6 +610,13 @@ _ROUNDINGS: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]]]] 
         lambda: [torch.full((2, 32), 2.0**-132)],
     ),
     "a quotient by a number beyond fp32": (lambda x: x / 1e39, lambda: [torch.ones(2, 32)]),
+    "a quotient by a subnormal limit": (
+        lambda x, scale: x / torch.maximum(scale, torch.full_like(scale, 2.0**-133)),
+        lambda: [
+            torch.full((2, 32), 2.0**-132, dtype=torch.bfloat16),
+            torch.zeros(2, 1, dtype=torch.bfloat16),
+        ],
+    ),
     "large factors between small ones": (
         lambda x, scale: x * (scale * 1e-20) * (scale * 1e-20),
         lambda: [torch.randn(2, 32), torch.full((2, 1), 1e20)],
