@@ -29,7 +29,7 @@ from .partials import stores_of_sums
 from .passes import emit_passes, moments_of
 from .phases import WIDEST_TILE, held_body, phases_of
 from .planning import Plan
-from .rows_of_programs import GROUP_LINES, MASK, program_line, row_sum
+from .rows_of_programs import GROUP_LINES, MASK, partial_row_line, program_lines, row_sum
 from .structure import Operand, Part, Structure, nodes_of
 from .text import indented
 
@@ -250,7 +250,7 @@ class _Writer:
         self.acc = acc
         self.direction = direction
         self.spacings = spacings
-        # Axis 1 of the grid is groups or tiles of columns: it cannot be both.
+        # Columns are not divided among programs of a group.
         self.group = () if tiled else group
         self.tiled = tiled
         self.structure = plan.structure
@@ -435,15 +435,16 @@ class _Writer:
     ) -> Kernel:
         """Return the kernel of an emitter's lines.
 
-        Axis 0 of the grid is tiles of rows. Axis 1 is groups of rows, tiles of columns, or 1::
-
-            whole rows            groups of rows        tiles of columns
-            program 0 -> rows     (0, g) -> rows        (0, c) -> rows, columns
-            program 1 -> rows     (1, g) -> rows        (1, c) -> rows, columns
+        Axis 0 of the grid is tiles of rows, or of rows and columns: see `program_lines`. Axis 1 is
+        groups of rows, or 1.
         """
         by_row = name.endswith("moments_kernel")
         inputs = self.structure.inputs
+        is_tiled = self.tiled and not by_row
         body = list(GROUP_LINES) if self.group else []
+        if is_tiled:
+            body.append("COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N")
+        body += program_lines(shares=is_tiled)
         if not by_row:
             body += self._column_lines(emitter)
         body += emitter.invariant
@@ -462,16 +463,16 @@ class _Writer:
             body.append(_TILES)
             body += indented(tile_lines)
             body += [f"sum{n} = tl.sum(sum{n}, axis=0, keep_dims=True)" for n in range(len(sums))]
-            body += program_line(bool(self.group))
+            body.append(partial_row_line(bool(self.group)))
             body += stores_of_sums(emitter.addresses, sums)
         else:
-            body += ["tile = tl.program_id(0)", *tile_lines]
+            body += ["tile = program", *tile_lines]
         return self._finished(
             emitter,
             name,
             body,
             sums,
-            tiled=self.tiled and not by_row,
+            tiled=is_tiled,
             moments=moments,
             loops=bool(sums),
         )
@@ -506,6 +507,7 @@ class _Writer:
             moved=tuple(emitter.moved),
             live=emitter.live() + len(sums),
             read=emitter.read,
+            compute_bound=emitter.is_compute_bound(),
             drops=_drops(arguments),
             divides=emitter.addresses.divides,
             contracts=self.direction == "backward" and self._may_contract(emitter.computed),
@@ -544,13 +546,13 @@ class _Writer:
 
     def _column_lines(self, emitter: Emitter) -> list[str]:
         """Return the lines that compute the columns of a program that has one tile of them."""
-        start = "tl.program_id(1) * BLOCK_N" if self.tiled else "0"
+        start = "column * BLOCK_N" if self.tiled else "0"
         return [f"start = {start}", *emitter.column_lines()]
 
 
 # The loop of a program over its tiles of rows. With P programs, program p has the tiles p, p + P,
 # p + 2 P, and so on: neighbouring programs read neighbouring rows.
-_TILES = "for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):"
+_TILES = "for tile in tl.range(program, tiles, programs, num_stages=STAGES):"
 
 
 def _roots(stores: Sequence[_Store], sums: Sequence[_Sum]) -> list[Node]:

@@ -2,8 +2,8 @@
 
 The tuning key's variant holds, as text, how programs take rows ("rows", "shared rows", "groups" or
 "tiles"), the counts of sums, of parts of a row, of whole tensors that are read or written, and of
-those that are read, how many reductions follow one another, whether random numbers are drawn, and
-how many of the sums have columns.
+those that are read, how many reductions follow one another, what bounds the kernel (computing or
+memory), whether random numbers are drawn, and how many of the sums have columns.
 """
 
 from __future__ import annotations
@@ -46,6 +46,19 @@ _SHORT_ROW = 512
 # many. On an H200 these are fastest with some 24, so that many programs run at a time.
 _SHORT_ELEMENTS = 16
 _LONG_ELEMENTS = {False: 16, True: 24}
+# The most columns of a backward that is bound by its instructions, not by memory, and loads its
+# next rows ahead. On an H200 in bf16, forward and backward, before and with it:
+#
+#   softmax of capped and masked scores    1024 columns, 126.5 to 109.5 us; 4096, 150.2 to 115.2 us
+#   softmax with dropout                   1024 columns, 111.7 to 102.0 us
+_WIDEST_COMPUTE_BOUND = 4096
+# The columns of a tile in kernels without reductions of rows, and the most columns of rows that
+# such kernels have whole. On an H200 in bf16, forward and backward, whole rows and tiles:
+#
+#   bias-GELU    3072 columns, 90.4 and 85.2 us; 11008, 93.0 and 84.6; 28672, 96.2 and 84.8
+#   SwiGLU       8192 columns, 128.2 and 127.0 us
+_COLUMNS = 1024
+_NARROWEST_OF_TILES = 2048
 # The most columns of a narrow row, such as a head's, and a program of many of them in a backward
 # with sums. On an H200 in bf16, heads of 64 columns, forward and backward, before and with it:
 #
@@ -74,6 +87,10 @@ def reason(key: TuningKey) -> str:
 def _decision(key: TuningKey) -> rows.Decision:
     if _is_long(key):
         return rows.Decision(_of_long_rows(key), "registers do not hold a row")
+    if _is_in_tiles_of_columns(key):
+        return rows.Decision(_tile_of_columns(key), "no reduction needs whole rows")
+    if _is_compute_bound_backward(key):
+        return rows.Decision(_compute_bound(key), "it computes while it loads its next rows")
     decision = _of_table(key) if _is_held(key) else None
     if decision is not None:
         return decision
@@ -113,7 +130,7 @@ def _of_table(key: TuningKey) -> rows.Decision | None:
     else:
         block, parts = tiles_holding(key.cols)
         call = rows.Call(key.cols, key.itemsize, key.bucket, block, parts, generated=True)
-        drops = key.variant[6] == "dropout"
+        drops = key.variant[7] == "dropout"
         decision = rows.backward(replace(call, sums=_sums(key), drops=drops))
     holds_row = decision.config.columns >= key.cols
     return decision if holds_row or key.variant[0] == "shared rows" else None
@@ -149,13 +166,46 @@ def _without_sums(key: TuningKey) -> Config:
     return Config(block, rows, fewest_warps(width, each, 32), parts=parts)
 
 
+def _is_in_tiles_of_columns(key: TuningKey) -> bool:
+    """Whether programs have one tile of columns each: few of its lanes may be idle."""
+    if key.variant[0] != "shared rows" or _count(key, 5) > 0 or key.cols <= _NARROWEST_OF_TILES:
+        return False
+    lanes = -(-key.cols // _COLUMNS) * _COLUMNS
+    return lanes * 16 <= key.cols * 17
+
+
+def _tile_of_columns(key: TuningKey) -> Config:
+    """Return the config of a kernel without reductions of rows, as `activations.configs` has."""
+    are_many = key.bucket >= 2  # 256 rows or more: see `tuning_key.BUCKETS`
+    rows = 2 if are_many and key.itemsize <= 2 and _parts(key) == 1 else 1
+    config = Config(_COLUMNS, rows, 4)
+    return config if key.variant[1] == "0 sums" else replace(config, stages=3, per_sm=4)
+
+
+def _is_compute_bound_backward(key: TuningKey) -> bool:
+    """Whether a backward without sums over rows computes longer than it reads and writes."""
+    is_backward = key.kernel == "rowwise_backward" and key.variant[1] == "0 sums"
+    has_reduction = _count(key, 5) > 0
+    is_of_width = _SHORT_ROW <= _width(key) <= _WIDEST_COMPUTE_BOUND
+    return is_backward and has_reduction and is_of_width and key.variant[6] == "compute-bound"
+
+
+def _compute_bound(key: TuningKey) -> Config:
+    """Return the config of persistent programs, which load their next rows ahead.
+
+    Programs that are bound by memory are faster with one tile of rows each: softmax of 4096
+    columns, 80.2 and 84.2 us, forward and backward, on an H200 in bf16.
+    """
+    block, parts = _tiling(key)
+    width = _width(key)
+    rows = 2 if width <= 1024 else 1
+    warps = min(fewest_warps(rows * width, 16 // _registers(key)), 4 * _registers(key))
+    return Config(block, rows, warps, 3, 16 // warps if width < 4096 else 3, parts=parts)
+
+
 def _in_seven_tiles(key: TuningKey, block: int) -> Config:
     """Return the config of a kernel without sums over rows whose rows are seven tiles."""
     config = Config(block, 1, fewest_warps(key.cols, 32 // _registers(key)), parts=7)
-    if key.kernel == "rowwise_backward":
-        # A program that loads its next rows ahead. On an H200 in bf16, softmax of capped and masked
-        # scores, 3584 columns, forward and backward: 150.2 to 113.0 us.
-        return replace(config, stages=3, per_sm=3)
     # With one tensor in and one out, and no reduction between them, it has registers for two rows.
     is_light = _moved(key) <= 2 and _count(key, 5) == 0
     return replace(config, rows=2) if is_light else config
@@ -228,7 +278,7 @@ def _parts(key: TuningKey) -> int:
 
 def _sums(key: TuningKey) -> int:
     """Return how many sums over rows each column has."""
-    return _count(key, 7) // _parts(key)
+    return _count(key, 8) // _parts(key)
 
 
 def _moved(key: TuningKey) -> int:

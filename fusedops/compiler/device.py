@@ -28,14 +28,20 @@ def join_pairs(even, odd, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def sum_of_rows(value, in_rows, ALL: tl.constexpr):
-    """Return the sum of a tile over its rows: over those that exist, unless ``ALL`` do.
+def existing_rows(value, in_rows, ALL: tl.constexpr):
+    """Return a tile with zeros in rows that do not exist, unless ``ALL`` do.
 
     Rows beyond the last are loaded as zeros, of which a value may be anything.
     """
     if not ALL:
         value = tl.where(in_rows, value, 0)
-    return tl.sum(value, axis=0, keep_dims=True)
+    return value
+
+
+@triton.jit
+def sum_of_rows(value, in_rows, ALL: tl.constexpr):
+    """Return the sum of a tile over its rows: over those that exist, unless ``ALL`` do."""
+    return tl.sum(existing_rows(value, in_rows, ALL), axis=0, keep_dims=True)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ import torch
 from ..core.activations import ACTIVATIONS
 from .addresses import Addresses, Spacings
 from .axes import Label
+from .costs import is_compute_bound
 from .identifiers import Identifiers
 from .ir import (
     BINARY,
@@ -376,6 +377,11 @@ class Emitter:
         wide = self._wide_names()
         vectors = [line for line in self.invariant if line.partition(" = ")[0] in wide]
         return _most_live(self.lines, wide) + len(vectors) + len(self.tiles)
+
+    def is_compute_bound(self) -> bool:
+        """Whether the kernel computes longer than it reads and writes: see `costs`."""
+        wide = [node for node in self.computed if self.has_columns(node) and self.has_rows(node)]
+        return is_compute_bound(wide, self.moved)
 
     def is_reduced(self, node: Node) -> bool:
         """Whether a reduction passes over the columns of rows."""

@@ -27,6 +27,7 @@ _DEVICE = (
     "tanh_derivative",
 )
 _OWN = (
+    "existing_rows",
     "expm1",
     "fmod",
     "inside_row",
@@ -88,6 +89,9 @@ _RESERVED = {
     "offset",
     "partials",
     "program",
+    "programs",
+    "column",
+    "partial_row",
     "start",
     "first",
     "part",

@@ -29,7 +29,7 @@ class Kernel:
         group: the row axes of groups of rows; () without groups. The rows of a group have the same
             index along these axes, and share vectors: see `layouts.row_layout`. Axis 1 of the grid
             is groups.
-        tiled: whether axis 1 of the grid is tiles of columns.
+        tiled: whether a program has one tile of columns of each of its rows.
         sums: the inputs whose gradients are sums over rows, with their parts, in the order of their
             slots.
         written: the inputs whose gradients it writes with all rows, although the inputs lack some
@@ -41,9 +41,10 @@ class Kernel:
             that are loaded before the tiles, tiles for a later phase, and sums over rows.
         divides: whether it divides the index of a row, to get its index along single axes.
         held: whether a program holds its columns of a row at once, in PARTS adjacent tiles.
-        shares: whether the programs along axis 1 of the grid may share the columns of rows.
+        shares: whether several programs may share the columns of a row.
         read: the number of loads of tensors with all rows and columns.
         reductions: the number of reductions of rows that depend on one another.
+        compute_bound: whether it computes longer than it reads and writes: see `costs`.
         drops: whether it draws random numbers.
         exchanged: the number of sums of a row that the programs sharing it exchange.
         loops: whether a program has several tiles of rows, one after the other.
@@ -65,6 +66,7 @@ class Kernel:
     shares: bool = False
     read: int = 0
     reductions: int = 0
+    compute_bound: bool = False
     drops: bool = False
     exchanged: int = 0
     loops: bool = False

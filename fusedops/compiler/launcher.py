@@ -207,20 +207,27 @@ class Launcher:
         return f"def run({self.parameters}):\n{shape}{text}\n"
 
     def _launch(self, number: int) -> list[str]:
-        """Return the lines that launch a kernel: axis 0 of the grid is tiles of rows."""
+        """Return the lines that launch a kernel.
+
+        Axis 0 of the grid is tiles of rows, of all columns or of those that programs divide among
+        themselves: see `program_lines`. Axis 1 is groups.
+        """
         kernel = self.kernels[number]
-        across = self._across(number)
+        divisor = self._divisor(number)
         lines = [f"programs = -(-rows // plan.rows[{number}])"]
         if kernel.loops:
             # Programs that sum over rows take several tiles of rows each. The limit is on all
-            # programs of the grid, so axis 0 has the share of one group or tile of columns.
+            # programs of the grid, so each group or tile of columns has its share.
             most = f"plan.programs[{number}]"
-            if across != "1":
-                most = f"max({most} // {across}, 1)"
+            if divisor != "1":
+                most = f"max({most} // {divisor}, 1)"
             lines.append(f"programs = min(programs, {most})")
         if kernel.sums:
             lines += self._partials(kernel)
-        passed = f"(programs, {across}, {self._passed(kernel)})"
+        grid = f"programs, {divisor}"
+        if not kernel.group:
+            grid = "programs, 1" if divisor == "1" else f"programs * {divisor}, 1"
+        passed = f"({grid}, {self._passed(kernel)})"
         if kernel.exchanged:
             # One word, or two numbers, for each two sums: see `core.exchange`.
             pairs = -(-kernel.exchanged // 2)
@@ -254,8 +261,8 @@ class Launcher:
             f"    partials = {like}.new_empty(programs, {size})",
         ]
 
-    def _across(self, number: int) -> str:
-        """Return the programs along axis 1 of the grid, as an expression."""
+    def _divisor(self, number: int) -> str:
+        """Return the number of groups, or of tiles of columns, as an expression."""
         kernel = self.kernels[number]
         if kernel.group:
             return "groups"

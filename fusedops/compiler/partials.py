@@ -47,7 +47,7 @@ def stores_of_sums(
         value, mask = f"sum{slot}", "in_cols & (cols < 1)"
         if structure.has_columns(operand):
             value, mask = f"sum{slot}{subscript}", "in_cols"
-        address = f"partials + (program * {len(sums)} + {slot}) * N + cols"
+        address = f"partials + (partial_row * {len(sums)} + {slot}) * N + cols"
         partial.append(f"tl.store({address}, {value}, mask={mask})")
         if not addresses.group:
             gradient = addresses.argument("gradient", index, f"grad_{operand.name}")
@@ -55,7 +55,7 @@ def stores_of_sums(
             total.append(f"tl.store({address}, {_rounded(value, gradient)}, mask={mask})")
     if not total:
         return partial
-    return ["if tl.num_programs(0) == 1:", *indented(total), "else:", *indented(partial)]
+    return ["if programs == 1:", *indented(total), "else:", *indented(partial)]
 
 
 def _offsets(structure: Structure, operand: Operand, part: Part) -> list[str]:

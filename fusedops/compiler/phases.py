@@ -29,7 +29,7 @@ from .ir import REDUCTIONS, Node, computed_of, reachable, topological
 from .partials import stores_of_sums
 from .passes import maximum
 from .row_sums import RowSum, add_columns, row_sums
-from .rows_of_programs import GROUP_LINES, MASK, program_line
+from .rows_of_programs import GROUP_LINES, MASK, partial_row_line, program_lines
 from .structure import Part
 from .text import indented
 
@@ -220,7 +220,7 @@ _HOLDS = "HOLDS: tl.constexpr = SUMS < 2 or PARTS * BLOCK_N <= 8192"
 # Rows go from the last to the first: the cache still holds those that were written last.
 _ROW_LOOP = (
     "tiles = tl.cdiv(M, ROWS).to(tl.int32)",
-    "for step in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):",
+    "for step in tl.range(program, tiles, programs, num_stages=STAGES):",
 )
 _TILE = "tile = tiles - 1 - step"
 # The rows of a tile whose index may be out of range. In the additional step of `_SHARED_ROW_LOOP`
@@ -238,7 +238,7 @@ _UNLESS_POSTING = 'if EXCHANGE != "post":'
 # next.
 _SHARED_ROW_LOOP = (
     "tiles = tl.cdiv(M, ROWS).to(tl.int32)",
-    "for step in tl.range(tl.program_id(0), tiles + ahead, tl.num_programs(0), num_stages=STAGES):",
+    "for step in tl.range(program, tiles + ahead, programs, num_stages=STAGES):",
 )
 
 
@@ -259,10 +259,12 @@ def held_body(
     reduced = itertools.chain(*phases.reductions)
     loops = bool(sums or phases.exchanged)
     emitter.flat = not (loops and all(map(emitter.has_rows, reduced)))
-    totals = row_sums(emitter, sums, exchanges=bool(phases.exchanged))
+    totals = row_sums(
+        emitter, sums, exchanges=bool(phases.exchanged), keeps_rows=not phases.reductions
+    )
     tile = _emit_tile(emitter, phases, stores, totals, results)
-    body = ["first = 0" if emitter.grouped else "first = tl.program_id(1) * (PARTS * BLOCK_N)"]
-    body += _PROGRAM
+    body = [*_PROGRAM, *program_lines(shares=not emitter.grouped)]
+    body.append("first = 0" if emitter.grouped else "first = column * (PARTS * BLOCK_N)")
     if not emitter.flat:
         body += [f"SUMS: tl.constexpr = {len(sums)}", _HOLDS]
     if emitter.grouped:
@@ -283,7 +285,7 @@ def held_body(
     if loops:
         lines = [_TILE, *rows, *tile.first]
         return [*body, *_ROW_LOOP, *indented(lines), *_sums(emitter, sums, totals)]
-    return [*body, "tile = tl.program_id(0)", *rows, *tile.first]
+    return [*body, "tile = program", *rows, *tile.first]
 
 
 def _vector_lines(emitter: Emitter) -> list[str]:
@@ -320,7 +322,8 @@ def _sums(emitter: Emitter, sums: Sums, totals: Sequence[RowSum]) -> list[str]:
     if not sums:
         return []
     slots = [(index, part) for index, part, _ in sums]
-    lines = [*program_line(emitter.grouped), *itertools.chain(*[total.end() for total in totals])]
+    ends = itertools.chain(*[total.end() for total in totals])
+    lines = [partial_row_line(emitter.grouped), *ends]
     stores = stores_of_sums(emitter.addresses, slots, "[part]")
     return [*lines, *_loop_over_parts(emitter, (), stores)]
 
@@ -344,7 +347,7 @@ def _part_loop(emitter: Emitter) -> list[str]:
 
 def _late_tiles(emitter: Emitter, phases: Phases, numbers: Sequence[str]) -> list[str]:
     """Return the lines that set the ``late_...`` variables to zeros, for the first step."""
-    lines = ["ahead = tl.num_programs(0)"]
+    lines = ["ahead = programs"]
     lines += [f"late_{name} = tl.zeros((ROWS, 1), ACC)" for name in numbers]
     for node in _in_order(phases.carried):
         tiles = f"late_{emitter.tiles[node]}"
@@ -368,7 +371,7 @@ def _exchange(emitter: Emitter, phases: Phases, tile: _Tile, rows: Sequence[str]
         address = f"{moments} + {number} * WORDS * COLUMNS * M" if number else moments
         lines.append(_sum_of_columns(names))
         is_pair = len(names) == 2
-        posted = f"{address}, {names[0]}, {names[-1]}, tl.program_id(1), places, M"
+        posted = f"{address}, {names[0]}, {names[-1]}, column, places, M"
         post.append(f"post_sums({posted}, {is_pair}, EXCHANGE)")
         collected = f"collect_sums({address}, places, M, {is_pair}, EXCHANGE, COLUMNS)"
         first, second = (*names, "_")[:2]

@@ -5,6 +5,9 @@ They are gradients of tensors that rows share. The sums differ by the tensor and
     a vector       a value for each column     one sum for each column, in tiles
     a number       one value for each row      one sum
     a number       a value for each column     one sum for each lane, and in the end their sum
+
+The rows of a tile are summed at once. A kernel without reductions of rows adds up whole tiles, and
+sums their rows in the end, so that no step of its loop exchanges values between threads.
 """
 
 from __future__ import annotations
@@ -25,14 +28,18 @@ class RowSum:
     Attributes:
         name: the name of its variable.
         node: the value that is summed.
+        rows: the rows of a tile's sum, as an expression.
     """
 
-    def __init__(self, emitter: Emitter, slot: int, node: Node, *, exchanges: bool) -> None:
+    def __init__(
+        self, emitter: Emitter, slot: int, node: Node, *, exchanges: bool, keeps_rows: bool
+    ) -> None:
         self.emitter = emitter
         self.name = f"sum{slot}"
         self.following = f"next{slot}"
         self.node = node
         self.exchanges = exchanges
+        self.rows = "ROWS" if keeps_rows else "1"
 
     def begin(self) -> list[str]:
         """Return the lines before all rows."""
@@ -43,14 +50,20 @@ class RowSum:
 
     def add_rows(self) -> list[str]:
         """Return the lines after that loop."""
-        return [f"{self.name} += {self._summed(self.emitter.block(self.node))}"]
+        value = self.emitter.block(self.node)
+        return [f"{self.name} += {row_sum(value, **self._properties())}"]
 
     def end(self) -> list[str]:
         """Return the lines after all rows."""
         return []
 
-    def _summed(self, value: str) -> str:
-        return row_sum(value, grouped=self.emitter.grouped, exchanges=self.exchanges)
+    def _added(self, value: str) -> str:
+        """Return what a tile of columns adds: a sum over its rows, or the rows that exist."""
+        function = "sum_of_rows" if self.rows == "1" else "existing_rows"
+        return row_sum(value, function=function, **self._properties())
+
+    def _properties(self) -> dict[str, bool]:
+        return {"grouped": self.emitter.grouped, "exchanges": self.exchanges}
 
 
 class _Columns(RowSum):
@@ -58,17 +71,29 @@ class _Columns(RowSum):
 
     def begin(self) -> list[str]:
         """See `RowSum`."""
-        tiles = f"{self.name} = {self.name} + (tl.zeros((1, BLOCK_N), ACC),)"
+        tiles = f"{self.name} = {self.name} + (tl.zeros(({self.rows}, BLOCK_N), ACC),)"
         return [f"{self.name} = ()", "for part in tl.static_range(PARTS):", f"    {tiles}"]
 
     def add_columns(self) -> None:
         """See `RowSum`."""
-        value = self._summed(self.emitter.block(self.node))
+        value = self._added(self.emitter.block(self.node))
         self.emitter.extend(self.following, f"{self.name}[part] + {value}")
 
     def add_rows(self) -> list[str]:
         """See `RowSum`."""
         return [f"{self.name} = {self.following}"]
+
+    def end(self) -> list[str]:
+        """See `RowSum`."""
+        if self.rows == "1":
+            return []
+        summed = f"tl.sum({self.name}[part], axis=0, keep_dims=True)"
+        return [
+            f"{self.following} = ()",
+            "for part in tl.static_range(PARTS):",
+            f"    {self.following} = {self.following} + ({summed},)",
+            f"{self.name} = {self.following}",
+        ]
 
 
 class _Lanes(RowSum):
@@ -76,13 +101,13 @@ class _Lanes(RowSum):
 
     def begin(self) -> list[str]:
         """See `RowSum`."""
-        return [f"{self.name} = tl.zeros((1, BLOCK_N), ACC)"]
+        return [f"{self.name} = tl.zeros(({self.rows}, BLOCK_N), ACC)"]
 
     def add_columns(self) -> None:
         """See `RowSum`."""
         value = f"tl.where(in_cols, {self.emitter.block(self.node)}, 0)"
         assert self.emitter.body is not None
-        self.emitter.body.append(f"{self.name} += {self._summed(value)}")
+        self.emitter.body.append(f"{self.name} += {self._added(value)}")
 
     def add_rows(self) -> list[str]:
         """See `RowSum`."""
@@ -90,11 +115,18 @@ class _Lanes(RowSum):
 
     def end(self) -> list[str]:
         """See `RowSum`."""
-        return [f"{self.name} = tl.sum({self.name}, axis=1, keep_dims=True)"]
+        lines = [f"{self.name} = tl.sum({self.name}, axis=1, keep_dims=True)"]
+        if self.rows != "1":
+            lines.append(f"{self.name} = tl.sum({self.name}, axis=0, keep_dims=True)")
+        return lines
 
 
 def row_sums(
-    emitter: Emitter, sums: Sequence[tuple[int, Part, Node]], *, exchanges: bool
+    emitter: Emitter,
+    sums: Sequence[tuple[int, Part, Node]],
+    *,
+    exchanges: bool,
+    keeps_rows: bool,
 ) -> list[RowSum]:
     """Return the sums over rows of a kernel.
 
@@ -102,9 +134,10 @@ def row_sums(
         emitter: the emitter of the kernel.
         sums: the inputs whose gradients they are, their parts, and the values that are summed.
         exchanges: whether programs exchange sums of rows that they share.
+        keeps_rows: whether the sums are whole tiles until the end.
     """
     return [
-        _kind(emitter, index, node)(emitter, slot, node, exchanges=exchanges)
+        _kind(emitter, index, node)(emitter, slot, node, exchanges=exchanges, keeps_rows=keeps_rows)
         for slot, (index, _, node) in enumerate(sums)
     ]
 

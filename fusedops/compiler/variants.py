@@ -291,6 +291,7 @@ class Variants:
             f"{len(moved)} moved",
             f"{kernel.read} read",
             f"{kernel.reductions} reductions",
+            "compute-bound" if kernel.compute_bound else "memory-bound",
             "dropout" if kernel.drops else "plain",
             f"{self._sums_of_columns(kernel)} of columns",
             self.program.digest,

@@ -1,0 +1,71 @@
+"""Estimates of the instructions that a GPU runs for an element of a row.
+
+They tell whether a kernel is bound by memory or by its instructions. An H200 has 132
+multiprocessors of 128 lanes at 1.75 GHz, and moves 4.8 TB/s: six instructions of a lane for each
+byte, if no lane ever waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from .ir import SAME_VALUE, Node
+
+__all__ = ["is_compute_bound"]
+
+# With so many instructions for a byte a kernel computes as long as it reads and writes.
+_BALANCE = 5.0
+
+# Of an operator, in fp32 on an H100 or H200; one for operators that are not here. A derivative that
+# has most of its operators in common with its function counts what it adds.
+_INSTRUCTIONS = {
+    **dict.fromkeys(SAME_VALUE, 0),
+    "div": 2,  # mostly by a number of the row, whose reciprocal is computed once
+    "quotient": 8,
+    "exp": 4,
+    "exp2": 3,
+    "log": 6,
+    "log2": 5,
+    "log1p": 20,
+    "expm1": 20,
+    "sqrt": 4,
+    "rsqrt": 4,
+    "root": 4,
+    "pow": 60,
+    "power": 60,
+    "xlogy": 8,
+    "fmod": 20,
+    "sin": 20,
+    "cos": 20,
+    "erf": 20,
+    "keep": 25,  # four elements have one call of Philox
+    "sigmoid": 8,
+    "silu": 9,
+    "quick_gelu": 10,
+    "tanh": 16,
+    "gelu_tanh": 20,
+    "gelu": 24,
+    "d:sigmoid": 3,
+    "d:silu": 4,
+    "d:quick_gelu": 4,
+    "d:tanh": 3,
+    "d:gelu_tanh": 8,
+    "d:gelu": 10,
+}
+# A load or a store: the instruction is for several elements, but each has a conversion, and its
+# share of the address and the mask.
+_OF_ACCESS = 3
+
+
+def is_compute_bound(computed: Iterable[Node], moved: Sequence[torch.dtype]) -> bool:
+    """Whether a kernel computes longer than it reads and writes.
+
+    Args:
+        computed: the values of each element.
+        moved: the dtypes of the whole tensors.
+    """
+    instructions = sum([_INSTRUCTIONS.get(node.op, 1) for node in computed])
+    instructions += _OF_ACCESS * len(moved)
+    return instructions > _BALANCE * sum([dtype.itemsize for dtype in moved])
