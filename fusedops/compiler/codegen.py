@@ -29,7 +29,7 @@ from .partials import stores_of_sums
 from .passes import emit_passes, moments_of
 from .phases import WIDEST_TILE, held_body, phases_of
 from .planning import Plan
-from .rows_of_programs import GROUP_LINES, MASK, partial_row_line, program_lines, row_sum
+from .rows_of_programs import GROUP_LINES, MASK, of_rows, partial_row_line, program_lines
 from .structure import Operand, Part, Structure, nodes_of
 from .text import indented
 
@@ -364,7 +364,7 @@ class _Writer:
             value = emitter.block(node)
             # Rows beyond the last are loaded as zeros, of which a value may be anything.
             if self.tiled:
-                emitter.lines.append(f"sum{slot} += {row_sum(value, grouped=False)}")
+                emitter.lines.append(f"sum{slot} += {of_rows('sum_of_rows', value, grouped=False)}")
             else:
                 emitter.lines.append(f"sum{slot} += tl.where(in_rows, {value}, 0)")
         slots = [(index, part) for index, part, _ in sums]

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from .emitter import Emitter
 from .ir import Node
-from .rows_of_programs import row_sum
+from .rows_of_programs import of_rows
 from .structure import Part
 
 __all__ = ["RowSum", "add_columns", "row_sums"]
@@ -50,8 +50,8 @@ class RowSum:
 
     def add_rows(self) -> list[str]:
         """Return the lines after that loop."""
-        value = self.emitter.block(self.node)
-        return [f"{self.name} += {row_sum(value, **self._properties())}"]
+        value = self._of_rows("sum_of_rows", self.emitter.block(self.node))
+        return [f"{self.name} += {value}"]
 
     def end(self) -> list[str]:
         """Return the lines after all rows."""
@@ -60,10 +60,10 @@ class RowSum:
     def _added(self, value: str) -> str:
         """Return what a tile of columns adds: a sum over its rows, or the rows that exist."""
         function = "sum_of_rows" if self.rows == "1" else "existing_rows"
-        return row_sum(value, function=function, **self._properties())
+        return self._of_rows(function, value)
 
-    def _properties(self) -> dict[str, bool]:
-        return {"grouped": self.emitter.grouped, "exchanges": self.exchanges}
+    def _of_rows(self, function: str, value: str) -> str:
+        return of_rows(function, value, grouped=self.emitter.grouped, exchanges=self.exchanges)
 
 
 class _Columns(RowSum):

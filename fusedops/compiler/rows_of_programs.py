@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["GROUP_LINES", "MASK", "column_lines", "partial_row_line", "program_lines", "row_sum"]
+__all__ = ["GROUP_LINES", "MASK", "column_lines", "of_rows", "partial_row_line", "program_lines"]
 
 GROUP_LINES = (
     # The last programs may have no group: see `core.launches.launch`.
@@ -73,19 +73,17 @@ def partial_row_line(grouped: bool) -> str:
     return f"partial_row = program.to(tl.int64){group}"
 
 
-def row_sum(
-    value: str, *, grouped: bool, exchanges: bool = False, function: str = "sum_of_rows"
-) -> str:
-    """Return the sum of a tile over its rows, or another function of its rows, as an expression.
+def of_rows(function: str, value: str, *, grouped: bool, exchanges: bool = False) -> str:
+    """Return a device function of the rows of a tile that exist, as an expression.
 
     A tile of one row needs no mask, because the row exists. It may not exist in a group beyond the
     last, and in a program that waits for others: see `phases`.
 
     Args:
+        function: ``sum_of_rows`` or ``existing_rows``.
         value: the tile.
         grouped: whether axis 1 of the grid is groups of rows.
         exchanges: whether programs exchange sums of rows that they share.
-        function: the device function: see `compiler.device`.
     """
     every = "ROWS == 1"
     if exchanges:
