@@ -135,9 +135,9 @@ class ActivationOperator(Operator):
             native=_native(constants, dtypes),
         )
 
-    def argument(self, constants: ActivationConstants, place: int) -> str:
+    def argument(self, constants: ActivationConstants, position: int) -> str:
         """See `Operator`."""
-        return _arguments(constants)[place]
+        return _arguments(constants)[position]
 
     def axes(self, constants: ActivationConstants, tensors: Any) -> Axes:
         """See `Operator`; up has rows, a bias has none.

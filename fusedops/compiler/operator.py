@@ -232,9 +232,9 @@ class Program(Operator):
 
     # --- DTensors ---------------------------------------------------------------------------------
 
-    def argument(self, constants: Any, place: int) -> str:
+    def argument(self, constants: Any, position: int) -> str:
         """Return the function's name of an input."""
-        return self.structure.inputs[place].name
+        return self.structure.inputs[position].name
 
     def axes(self, constants: Any, tensors: Any) -> Axes:
         """Return the axes whose sizes may change, and the dimensions that they are."""

@@ -187,9 +187,9 @@ class Norm(Operator):
             native=_native(constants, dtypes),
         )
 
-    def argument(self, constants: NormConstants, place: int) -> str:
+    def argument(self, constants: NormConstants, position: int) -> str:
         """See `Operator`."""
-        name = NORM.tensors[place]
+        name = NORM.tensors[position]
         norm_alone = constants.shape is not None
         if name == "ln_bias" and (norm_alone or constants.op == "add_layer_norm"):
             return "bias"

@@ -153,10 +153,10 @@ class SliceOperator(SequenceOperator):
             return axes._replace(outputs=((*rows, None),))
         return axes
 
-    def argument(self, constants: SliceConstants, place: int) -> str:
+    def argument(self, constants: SliceConstants, position: int) -> str:
         """See `Operator`."""
-        is_one_of_many = place >= 2 and not constants.dims
-        return f"slice {place - 2}" if is_one_of_many else self.tensors[place]
+        is_one_of_many = position >= 2 and not constants.dims
+        return f"slice {position - 2}" if is_one_of_many else self.tensors[position]
 
     # --- PyTorch's operators ----------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ that applies computes the call:
     a tensor requires a gradient                     the autograd Function, which launches
     otherwise                                        a launch
 
-torch.compile traces a separate path, to the registered operator. `sharding` has that of DTensors.
+torch.compile traces a separate path, to the registered operator. DTensors take the path in
+`sharding`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from ..random import dropout, rng
 from ..random.dropout import Dropout
 from ..random.rng import NO_DROPOUT, State
 from . import checks, operators
-from .function import PLAIN, Call, Nothing, apply, exposed, forward, on_device
+from .function import PLAIN, Call, EmptyCall, apply, exposed, forward, on_device
 from .operator import Operator, SequenceOperator, Site, Tensors
 from .words import encode
 
@@ -56,9 +57,10 @@ _records_gradients = torch.is_grad_enabled
 _any_autocast = any_autocast_enabled
 _current_device = launch.current_device
 
-# What a call's mode consists of: the facts beside constants and tensors that select its site.
+# The bits of a call's mode. With the constants and the tensors, the mode selects the call's site.
 _DROPS, _SAVES, _AUTOCAST = 1, 2, 4
-# Under these PyTorch's operator computes something else: it drops nothing, and autocast casts.
+# With either bit PyTorch's operator would return other values: it has no dropout, and autocast
+# casts its inputs.
 _CHANGES_NATIVE = _DROPS | _AUTOCAST
 
 
@@ -102,12 +104,13 @@ def run(op: Operator, constants: Any, tensors: Any, p: Any = 0.0) -> Any:
         # If p is a tensor, ``p != 0.0`` is one too, and as a part of the key would make every key
         # new.
         mode = _DROPS * bool(p != 0.0)
-        # `_needs_backward` written out.
+        # `_needs_backward`, inlined.
         for t in tensors if _records_gradients() else ():
             if t is not None and t.requires_grad:
                 mode |= _SAVES
                 break
-        if _any_autocast():  # cheaper than the query for one device, and usually False
+        # `_any_autocast` is usually False, and cheaper than the query for one device.
+        if _any_autocast():
             mode |= _AUTOCAST * torch.is_autocast_enabled("cuda")
         site = op.sites.get(op.key(mode, constants, tensors))
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
@@ -122,26 +125,25 @@ def run(op: Operator, constants: Any, tensors: Any, p: Any = 0.0) -> Any:
         elements = first.numel()
         if site.special or not elements or is_intercepted():
             return _elsewhere(op, site, tensors, p)
-        # PyTorch's own operator casts under autocast, and has no dropout.
         native = site.native if elements <= op.native_elements else None
         if native is not None and site.device_index >= 0 and not mode & _CHANGES_NATIVE:
             return (native(site.constants, tensors),)
         return launched(op, site, tensors, p)
     except RuntimeError:
-        # A sparse or nested tensor, whose key may be that of a dense one, gets an error that names
-        # it. Any other error, such as one of the kernel's launch, is raised as it is.
+        # A sparse or nested tensor may have the key of a dense one, so it may come this far: then
+        # raise an error that names it. Any other error, such as a failed launch, is re-raised.
         _check_dense(op, site, tensors)
         raise
 
 
 def launched(op: Operator, site: Site, tensors: Any, p: Any) -> Any:
-    """Returns the outputs of a call that is directly a launch, and that nothing intercepts."""
+    """Launches the kernels of a call that nothing intercepts; returns its outputs."""
     state = NO_DROPOUT
     if site.dropout:
         state = rng.state_of(_probability(site, p), tensors[op.first].device)
     if site.saves:
         return apply((op, site, state, False), *tensors)
-    # `forward` written out: a call less.
+    # `forward`, inlined to save a Python call.
     outs = op.allocate(site, tensors)
     index = site.device_index
     if index < 0 or index == _current_device():
@@ -152,22 +154,24 @@ def launched(op: Operator, site: Site, tensors: Any, p: Any) -> Any:
 
 
 def _probability(site: Site, p: Any) -> float:
-    """Returns ``p``. Keys of calls do not contain it, so that every call checks it."""
+    """Returns ``p`` after a check, which every call needs: keys of calls do not contain it."""
     if not (type(p) is float and 0.0 <= p <= 1.0):
         checks.check_p(site.constants.op, p)
     return p  # type: ignore[no-any-return]
 
 
 def _validated(op: Operator, mode: int, constants: Any, tensors: Tensors) -> Site:
-    """Checks a new call; returns its site, and caches it."""
+    """Checks a new call; returns and caches its site."""
     checks.check_jit(constants.op)
-    # Under autocast `check` may return a record with another output dtype. The key below has the
-    # functional's record, as the next call's key will; autocast is in its mode.
+    # Under autocast `check` may return constants with another output dtype. The key below contains
+    # the caller's constants instead, because the next call computes its key before any check. The
+    # mode in the key tells autocast from no autocast.
     checked = op.check(constants, tensors, nested=_is_nested(op, tensors))
     site: Site = _site(op, checked, tensors, dropout=bool(mode & _DROPS), saves=bool(mode & _SAVES))
     if len(op.sites) >= _MOST_CALLS:
         op.sites.clear()
-    # A call may have no key, or one of symbols, which have no hash.
+    # Some calls cannot be cached: their key cannot be computed, or contains symbolic sizes, which
+    # have no hash.
     with contextlib.suppress(AttributeError, IndexError, TypeError, RuntimeError):
         op.sites[op.key(mode, constants, tensors)] = site
     return site
@@ -181,28 +185,37 @@ def _site(op: Operator, constants: Any, tensors: Tensors, *, dropout: bool, save
     if launch.runs_kernels(first.device.type) and not first.is_nested:
         # A symbol becomes a number: kernels are compiled for it.
         cols = int(op.cols(constants, tensors))
-    # Keys share sites, and so kernels: a Parameter and a tensor have two keys, and one site.
+    # Several keys may have the same site, and so the same kernels: for example, a Parameter and a
+    # tensor have different keys, but one site.
     dtypes = operators.dtypes_of(op, tensors)
     index = first.get_device()
     are_plain = PLAIN.issuperset(map(type, tensors))
     special = cols < 0 or not are_plain  # not directly a launch
-    return operators.site_of(op, constants, dtypes, cols, index, dropout, saves, special)
+    return operators.site_of(
+        op,
+        constants,
+        dtypes,
+        cols=cols,
+        device_index=index,
+        dropout=dropout,
+        saves=saves,
+        special=special,
+    )
 
 
 def _is_nested(op: Operator, tensors: Tensors) -> bool:
-    """Whether the rows are nested tensors, which PyTorch's operators check themselves."""
+    """Returns whether the rows are a nested tensor, which PyTorch's operators check themselves."""
     first = tensors[op.first]
     return isinstance(first, Tensor) and first.is_nested
 
 
 def _check_dense(op: Operator, site: Site, tensors: Tensors) -> None:
-    """Raises for a tensor without strides, or a nested one, after PyTorch's error.
+    """Raises for a sparse or nested tensor; called after an error of PyTorch.
 
-    The layout is not part of a key, as it would cost every call. So the key of such a tensor may
-    equal that of an earlier call.
+    The layout is not part of a key, as reading it would cost every call. So the key of a sparse
+    tensor may equal that of an earlier, dense one.
     """
-    # PyTorch takes nested tensors itself where it has the operator; its error is then about
-    # something else.
+    # Where PyTorch has the operator, it accepts nested tensors: its error has another cause.
     if _is_nested(op, tensors) and site.native is not None:
         return
     for i, t in enumerate(tensors):
@@ -220,16 +233,17 @@ def _elsewhere(op: Operator, site: Site, tensors: Tensors, p: float) -> Any:
     elements = first.numel()
     are_strided = all(t is None or t.layout is torch.strided for t in tensors)
     if not are_strided and not first.is_nested:
-        _check_dense(op, site, tensors)  # some of PyTorch's operators would take it
+        _check_dense(op, site, tensors)  # some of PyTorch's operators would accept a sparse tensor
     if sharding.distributes(tensors) and op.cols(constants, tensors) >= 0:
         return sharding.run(op, constants, tensors, p, partial(_with_state, op))
-    # A comparison of a symbol would become a guard, or raise where its value is unknown.
+    # Only an int is compared: comparing a symbolic size would add a guard, or raise if the size is
+    # unknown.
     is_empty = type(elements) is int and not elements
     if is_empty or site.cols < 0 or _references.on:
         # Without a state, the mask is the one that `F.dropout` draws.
         return op.reference(constants, tensors, dropout.dropout_of(p, NO_DROPOUT, site.cols))
-    # Transforms and tangents need rules of derivatives, which kernels have none of; but the mask is
-    # that of the kernels, so that a transformed call drops the same elements.
+    # torch.func transforms and forward-mode tangents need derivative rules, and kernels have none.
+    # The mask is still the kernels', so that a transformed call drops the same elements.
     if transforms() or in_forward_mode():
         state = rng.state_of(p, first.device)
         return op.reference(constants, tensors, dropout.dropout_of(p, state, site.cols))
@@ -245,7 +259,7 @@ def _called(op: Operator, site: Site, tensors: Tensors, state: State, *, registe
 
 
 def _needs_backward(tensors: Tensors) -> bool:
-    """Whether autograd records the call."""
+    """Returns whether autograd records the call."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -273,7 +287,8 @@ def _traced(op: Operator, constants: Any, tensors: Tensors, p: Any) -> Any:
 def _in_graph(op: Operator, constants: Any, tensors: Tensors, state: State) -> Any:
     """Calls the registered operator; returns the outputs that the caller gets.
 
-    There is no `Site`: its cache would be a cached function, of which torch.compile warns.
+    It builds no `Site`, because `operators.site_of` is an ``lru_cache``: torch.compile warns of a
+    call of one.
     """
     saves = _needs_backward(tensors)
     dtypes = operators.dtypes_of(op, tensors)
@@ -289,8 +304,8 @@ def _in_graph(op: Operator, constants: Any, tensors: Tensors, state: State) -> A
 def _with_state(op: Operator, constants: Any, tensors: Tensors, state: State | Dropout) -> Any:
     """Returns the outputs of a checked call on a rank's own tensors.
 
-    `sharding.run` calls it. Where kernels run, ``state`` is a tuple, their random state. Elsewhere
-    it is a function that applies the rank's part of the mask that PyTorch draws.
+    `sharding.run` calls it. Where kernels run, ``state`` is their random state, a tuple. Elsewhere
+    ``state`` is a function, which applies the rank's part of a mask that PyTorch draws.
     """
     if not isinstance(state, tuple):
         return op.reference(constants, tensors, state)
@@ -300,8 +315,8 @@ def _with_state(op: Operator, constants: Any, tensors: Tensors, state: State | D
         return _in_graph(op, constants, tensors, state)
     first = tensors[op.first]
     assert first is not None
-    # A rank without elements launches nothing and draws no mask. It has a backward all the same,
-    # for which other ranks may wait in a collective: see `Nothing`.
+    # A rank without elements launches nothing and draws no mask. It still needs a backward, because
+    # other ranks may wait for this rank in a collective of the backward: see `EmptyCall`.
     elements = first.numel()
     is_empty = type(elements) is int and not elements
     draws = state[0] is not None and not is_empty
@@ -310,5 +325,5 @@ def _with_state(op: Operator, constants: Any, tensors: Tensors, state: State | D
         registered = site.special or is_intercepted()
         return _called(op, site, tensors, state, registered=registered)
     if site.saves:
-        return Nothing.apply((op, site), *tensors)  # type: ignore[no-untyped-call]
+        return EmptyCall.apply((op, site), *tensors)  # type: ignore[no-untyped-call]
     return exposed(op, site, tensors, op.allocate(site, tensors))

@@ -23,12 +23,12 @@ __all__ = [
 ]
 
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-# As text: the order of a set is not fixed, and messages are.
+# A string, because messages list the dtypes in a fixed order, and a set has none.
 _DTYPE_NAMES = "torch.float16, torch.bfloat16, torch.float32, torch.float64"
 
 
 def check_jit(op: str) -> None:
-    """Raises where `torch.jit.trace` records, which would not see a launch."""
+    """Raises under `torch.jit.trace`, which would not record a launch."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise RuntimeError(f"{op}: torch.jit.trace is not supported; use torch.export")
 
@@ -37,7 +37,7 @@ def check_tensor(op: str, name: str, value: Any, like: torch.Tensor | None = Non
     """Raises unless ``value`` is a dense floating-point tensor, on the device of any ``like``."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
-    # Its dtype would be refused below, but without the remedy.
+    # The check of the dtype below would raise too, but its message would not say what to do.
     if value.is_quantized:
         raise TypeError(
             f"{op}: {name} is quantised, expected one of {_DTYPE_NAMES}; static quantisation takes "
@@ -80,7 +80,7 @@ def check_p(op: str, p: Any) -> None:
 
 
 def check_p_off(op: str, p: Any) -> float:
-    """Returns 0, for no dropout, after a check of ``p``: it must be in range in evaluation too."""
+    """Checks ``p``, which must be valid in evaluation too; returns 0, the probability there."""
     check_p(op, p)
     return 0.0
 
@@ -88,14 +88,15 @@ def check_p_off(op: str, p: Any) -> float:
 def check_number(op: str, name: str, value: Any) -> None:
     """Raises unless ``value`` is a finite number."""
     _check_is_number(op, name, value)
-    if not -math.inf < value < math.inf:  # a comparison, which torch.compile can trace
+    # Comparisons, because torch.compile can trace them, unlike `math.isfinite`.
+    if not -math.inf < value < math.inf:
         raise ValueError(f"{op}: {name} must be finite, got {value}")
 
 
 def check_eps(op: str, eps: Any) -> None:
     """Raises unless ``eps`` is a non-negative number."""
     _check_is_number(op, "eps", eps)
-    if not eps >= 0.0:  # NaN is not
+    if not eps >= 0.0:  # not ``eps < 0.0``, which is False for NaN
         raise ValueError(f"{op}: eps must be at least 0, got {eps}")
 
 
@@ -111,6 +112,6 @@ def check_out_dtype(op: str, out_dtype: Any, name: str = "out_dtype") -> None:
     """Raises unless ``out_dtype`` is None or a floating-point dtype that the kernels support."""
     if out_dtype is None:
         return
-    # Only a dtype is looked up: what a caller gives may have no hash.
+    # The type is checked before the look-up in a set, because a wrong argument may have no hash.
     if not isinstance(out_dtype, torch.dtype) or out_dtype not in DTYPES:
         raise TypeError(f"{op}: {name} must be one of {_DTYPE_NAMES}, got {out_dtype}")

@@ -27,7 +27,7 @@ from .operator import Operator, SequenceOperator, Site, Tensors
 __all__ = [
     "PLAIN",
     "Call",
-    "Nothing",
+    "EmptyCall",
     "apply",
     "constant",
     "exposed",
@@ -39,7 +39,8 @@ __all__ = [
     "vjp",
 ]
 
-# Types of arguments that kernels read themselves; others see registered operators.
+# Kernels are launched directly on arguments of these types. For other types, such as tensor
+# subclasses, the registered operator is called.
 PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
@@ -56,7 +57,7 @@ def on_device(site: Site, work: Callable[..., None], *args: Any) -> None:
 def forward(op: Operator, site: Site, tensors: Tensors, state: State) -> tuple[Tensor | None, ...]:
     """Launches the forward; returns all outputs."""
     outs = op.allocate(site, tensors)
-    # `on_device` written out: a call less in each step.
+    # `on_device`, inlined to save a Python call.
     index = site.device_index
     if index < 0 or index == launch.current_device():
         op.forward(site, tensors, outs, state)
@@ -66,21 +67,25 @@ def forward(op: Operator, site: Site, tensors: Tensors, state: State) -> tuple[T
 
 
 def exposed(op: Any, site: Site, tensors: Tensors, outs: Any) -> tuple[Tensor | None, ...]:
-    """Returns the outputs that the caller gets, which may end after the last that the site has."""
+    """Returns the outputs that the caller gets, perhaps without absent ones at the end."""
     if site.splits:
         return op.expose(site.constants, tensors, outs)  # type: ignore[no-any-return]
     return outs[: site.returned]  # type: ignore[no-any-return]
 
 
 class Call(torch.autograd.Function):
-    """A differentiable call; ``call`` ends with whether the registered operator computes it."""
+    """A differentiable call.
+
+    Its argument ``call`` consists of the operator, the site, the random state, and whether the
+    registered operator computes the call.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: tuple[Operator, Site, State, bool], *tensors: Tensor | None) -> Any:
         """Computes all outputs; returns those that the caller gets."""
         op, site, state, registered = ctx.call = call
-        launched = operators.forward if registered else forward
-        outs = launched(op, site, tensors, state)
+        compute = operators.forward if registered else forward
+        outs = compute(op, site, tensors, state)
         # The None at the end stands for every saved tensor that this call does not have.
         ctx.save_for_backward(*site.saved((*tensors, *outs, None)))
         # An absent cotangent stays None: it costs neither a tensor of zeros nor a kernel's read.
@@ -103,10 +108,11 @@ class Call(torch.autograd.Function):
 apply: Callable[..., Any] = autograd.fast_apply(Call)
 
 
-class Nothing(torch.autograd.Function):
-    """The call of a rank without elements: no launch, and zeros where other ranks have gradients.
+class EmptyCall(torch.autograd.Function):
+    """The call of a rank without elements: it launches nothing.
 
-    A gradient may go through collectives, in which the other ranks would wait for this one.
+    Its gradients are zeros where other ranks have gradients, not None: their gradients may be
+    reduced by collectives, in which this rank has to take part.
     """
 
     @staticmethod
@@ -132,9 +138,9 @@ class Nothing(torch.autograd.Function):
         if torch.is_grad_enabled():
             return None, *op.derivative(site, grads, saved, lambda *_: dropout.none, needs)
         if site.cols < 0:
-            # The rank has no columns of its rows. So columns do not depend on one another in this
-            # operator (of a norm only the pre-norm sum is computed by this call), and each of its
-            # tensors has a gradient on other ranks.
+            # This rank has rows, but none of their columns. Such a call computes columns that do
+            # not depend on one another: of a norm, it computes only the pre-norm sum, and
+            # `Axes.over_columns` the rest. So each of its tensors has a gradient on other ranks.
             like = next(g for g in grads if g is not None)
             zeros = [
                 like.new_zeros(shape, dtype=dtype) if need else None
@@ -152,8 +158,8 @@ class Nothing(torch.autograd.Function):
 def _sources(op: Operator, site: Site, outputs: int) -> tuple[frozenset[int], ...] | None:
     """Returns the site's ``sources``, or None if each output depends on all tensors.
 
-    ``sources`` are those of the outputs that a caller gets. The registered operator of a sequence
-    has one output instead, the buffer of all of them, which depends on all tensors.
+    ``sources`` describes the outputs that the caller gets. The registered operator of a
+    `SequenceOperator` returns one buffer for all of these, and the buffer depends on all tensors.
     """
     return None if op.variadic and outputs == 1 else site.sources
 
@@ -173,10 +179,10 @@ def constant(op: Operator, site: Site, outs: Tensors, needs: Sequence[bool]) -> 
     return [out for out in chosen if out is not None]
 
 
-# The next two are asked in every call, with few different arguments.
+# Every call evaluates the next two functions, with few different arguments: so they are cached.
 @functools.lru_cache(maxsize=4096)
 def _constants(sources: tuple[frozenset[int], ...], needs: tuple[bool, ...]) -> tuple[int, ...]:
-    """Returns the outputs whose ``sources`` are tensors that need no gradient."""
+    """Returns the indices of the outputs none of whose ``sources`` needs a gradient."""
     needed = {i for i, need in enumerate(needs) if need}
     return tuple([i for i, inputs in enumerate(sources) if needed.isdisjoint(inputs)])
 
@@ -185,15 +191,15 @@ def _constants(sources: tuple[frozenset[int], ...], needs: tuple[bool, ...]) -> 
 def _reached(
     sources: tuple[frozenset[int], ...], present: tuple[bool, ...], needs: tuple[bool, ...]
 ) -> tuple[bool, ...]:
-    """Returns ``needs`` without the tensors that are no source of a ``present`` output."""
+    """Returns ``needs``, but False for tensors that are no source of a ``present`` output."""
     reached = frozenset[int]().union(*itertools.compress(sources, present))
     return tuple([need and i in reached for i, need in enumerate(needs)])
 
 
 def reached(op: Operator, site: Site, grads: Tensors, needs: Sequence[bool]) -> Sequence[bool]:
-    """Returns ``needs`` without the tensors on which no output with a cotangent depends.
+    """Returns ``needs``, but False for tensors on which no output with a cotangent depends.
 
-    PyTorch has no gradient for these, not zeros.
+    As in PyTorch, the gradient of such a tensor is None, not zeros.
     """
     sources = _sources(op, site, len(grads))
     if sources is None:
@@ -206,18 +212,20 @@ def gradients(
 ) -> Sequence[Tensor | None]:
     """Returns the gradients of a call's tensors.
 
-    One is None where it is not needed, and where no output with a cotangent depends on the tensor.
+    A gradient is None if it is not needed, or if no output with a cotangent depends on the tensor.
     """
     if torch.compiler.is_dynamo_compiling():
-        # Compiled autograd, whose graph `reached` would break. Unreached gradients are zeros.
+        # Compiled autograd traces this. `reached` would break its graph, so it is not called, and a
+        # tensor on which no output with a cotangent depends gets zeros, not None.
         if all(g is None for g in grads):
             return (None,) * len(needs)
         return _registered(op, site, state, saved, grads, needs)
     if site.sources is not None:
         needs = reached(op, site, grads, needs)
     is_absent = True
-    # Kernels have no derivative, so none runs where the gradient itself is differentiated
-    # (``create_graph``); and a mode, transform or subclass would not see a launch.
+    # Kernels have no derivative, so none is launched if the gradient itself is differentiated
+    # (``create_graph``). Nor is one under a mode or transform, or for a subclass: these would not
+    # see the launch.
     launches = not torch.is_grad_enabled() and not is_intercepted()
     for g in grads:
         if g is None:
@@ -231,13 +239,13 @@ def gradients(
         return _elsewhere(op, site, state, saved, grads, needs)
     needed = op.needed(site, grads, needs)
     outs = op.allocate_gradients(site, grads, saved, needed)
-    index = site.device_index  # `on_device` written out, as in `forward`
+    index = site.device_index  # `on_device`, inlined as in `forward`
     if index < 0 or index == launch.current_device():
         op.backward(site, grads, saved, outs, state)
     else:
         on_device(site, op.backward, grads, saved, outs, state)
-    # Most operators' `needed` returns ``needs`` itself: ``outs`` has one gradient for each tensor
-    # then. Otherwise a gradient is shared, or a part of a buffer.
+    # Most operators' `needed` returns ``needs`` itself. Then ``outs`` has one gradient for each
+    # tensor. Otherwise tensors share a gradient, or their gradients are parts of one buffer.
     return outs if needed is needs else op.expose_gradients(site, grads, saved, outs, needs)
 
 
@@ -268,17 +276,17 @@ def _registered(
 
 
 def mask_of(site: Site, state: State) -> Callable[[Tensor], Dropout]:
-    """Returns a function that makes the forward's mask for a tensor of its shape and device.
+    """Returns a function that returns the forward's dropout, for a tensor like the mask.
 
-    A function with several dropouts has one random state. The arguments ``further`` and
-    ``threshold`` select one of them: see `rng.beyond`.
+    Only the shape and device of that tensor are read. A call with several dropouts has one random
+    state; the arguments ``further`` and ``threshold`` select the dropout: see `rng.beyond`.
     """
 
     def masked(like: Tensor, further: int = 0, threshold: int | None = None) -> Dropout:
         if not site.dropout:
             return dropout.none
-        # The mask has no batch dimension even where ``like`` is batched: the forward ran outside
-        # any transform. So it comes from a new tensor, not from ``torch.empty_like``.
+        # ``like`` may be batched by a transform. The mask is not: the forward ran outside any
+        # transform. So its shape comes from a new tensor, not from ``torch.empty_like``.
         plain = torch.empty(like.shape, dtype=site.acc, device=like.device)
         mask = dropout.keep_scale(plain, rng.beyond(state, further, threshold), site.cols)
         return dropout.fixed(mask)
@@ -294,10 +302,10 @@ def vjp(
 ) -> list[Tensor | None]:
     """Returns the product of cotangents and ``function``'s Jacobian, None where not needed.
 
-    It is differentiable in both. The function gets an alias of each tensor, so that a gradient has
-    only the direct path. For example, ``weight`` may have been computed from ``x``: without
-    aliases, the gradient of ``x`` would include the path through ``weight``, and autograd would
-    add that path once more.
+    The result is differentiable with respect to cotangents and primals. ``function`` gets an alias
+    of each tensor, so that a gradient contains only the tensor's direct effect. For example,
+    ``weight`` may have been computed from ``x``: without aliases, the gradient of ``x`` would
+    include the path through ``weight``, and autograd would add that path once more.
     """
     if transforms():
         return _vjp_under_transforms(function, primals, cotangents, needs)
@@ -315,7 +323,7 @@ def vjp(
                 used_cotangents.append(cotangent)
     if not outs or not wanted:
         return [None] * len(inputs)
-    # A function need not use all inputs: an unused one has no gradient, as in autograd.
+    # As in autograd, an input that the function does not use has no gradient.
     grads = torch.autograd.grad(
         outs,
         [inputs[i] for i in wanted],
@@ -346,19 +354,19 @@ def _vjp_under_transforms(
 ) -> list[Tensor | None]:
     """Returns the `vjp` where a torch.func transform maps a backward.
 
-    No tensor can come to require a gradient there.
+    There `vjp`'s ``requires_grad_`` does not work: so `torch.func.vjp` differentiates.
     """
     wanted = _needed(primals, needs)
     present = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
 
-    def of_needed(*needed: Tensor) -> tuple[Tensor | None, ...]:
+    def of_wanted(*values: Tensor) -> tuple[Tensor | None, ...]:
         inputs = list(primals)
-        for i, t in zip(wanted, needed, strict=True):
+        for i, t in zip(wanted, values, strict=True):
             inputs[i] = t
         outs = function(*inputs)
         return tuple([outs[i] for i in present])
 
-    pull: Callable[..., Any] = torch.func.vjp(of_needed, *[primals[i] for i in wanted])[1]
-    grads = pull(tuple([cotangents[i] for i in present]))
+    pullback: Callable[..., Any] = torch.func.vjp(of_wanted, *[primals[i] for i in wanted])[1]
+    grads = pullback(tuple([cotangents[i] for i in present]))
     by_index = dict(zip(wanted, grads, strict=True))
     return [by_index.get(i) for i in range(len(primals))]

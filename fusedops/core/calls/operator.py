@@ -1,7 +1,7 @@
-"""The interface of a family's operators; `call` has all that is common to their calls.
+"""The interface of a family's operators; `call` has the code that their calls share.
 
-A call consists of an operator, a record of constants, the tensors, and a drop probability. All of
-it that stays the same from step to step, with dtypes, widths and device, is a `Site`:
+A call consists of an operator, a record of constants, the tensors, and a drop probability. What
+stays the same from step to step (constants, dtypes, widths, device) is collected in a `Site`:
 
     functional --> constants, tensors, p
                       |
@@ -33,31 +33,31 @@ Dtypes = tuple[torch.dtype | None, ...]
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """All of a call that stays the same from step to step.
+    """The part of a call that stays the same from step to step.
 
-    There is one object for equal sites, so identity is equality: plans are cached by sites, and a
-    site as a part of a key costs the hash of an address.
+    Equal sites are one object, so sites are compared and hashed by identity. Plans are cached by
+    sites, and hashing a site is as cheap as hashing an address.
 
     Attributes:
         constants: the record of the call's constants.
-        device_index: the GPU, -1 under the interpreter.
+        device_index: the index of the GPU; -1 under the interpreter.
         cols: the width of a row that kernels are compiled for: see `Operator.cols`.
         dtypes: the tensors' dtypes, None where absent.
         dropout: whether a mask is drawn.
         saves: whether a backward will follow.
         acc: the dtype that kernels compute in.
-        outs: for each of the operator's outputs, whether the site has it.
+        outs: for each of the operator's outputs, whether calls of this site write it.
         returned: the number of outputs, from the first, that the autograd Function returns: those
             that the caller gets, and perhaps one that is only saved. Autograd differentiates a
             saved tensor a second time only if it is an input or a returned output.
         saved: selects the saved tensors from ``(*tensors, *outputs, None)``.
         sources: for each of the outputs that the caller gets, the indices of the tensors that it
             depends on; None where each depends on all.
-        native: PyTorch's operator, as a function of constants and tensors, where it computes
+        native: PyTorch's operator, as a function of constants and tensors; None unless it computes
             exactly the same.
         splits: whether the caller gets parts of the output: see `SequenceOperator.expose`.
-        special: whether the call is not directly a launch: no kernel runs, or a tensor is of a
-            subclass, which sees registered operators.
+        special: whether the call is not launched directly: no kernel runs on this device, or a
+            tensor is of a subclass, and the registered operator is called for it.
     """
 
     constants: Any
@@ -85,9 +85,9 @@ class Site:
 
 
 class Axes(NamedTuple):
-    """The axes along which a call may be sharded: its rows', and after them the columns.
+    """The axes along which a call may be sharded: those of its rows, then the columns.
 
-    An axis is a number. For LayerNorm of x, ``(B, T, C)``, with weight and bias, ``(C,)``:
+    An axis is an integer. For LayerNorm of x, ``(B, T, C)``, with weight and bias, ``(C,)``:
 
         axis       0    1    2           rows        (B, T)
         size       B    T    C           columns     C
@@ -102,10 +102,10 @@ class Axes(NamedTuple):
             not sharded.
         outputs: the same for the outputs that the caller gets.
         carriers: the indices of the tensors with rows.
-        over_columns: computes the outputs of a rank that has some columns of its rows; None where
-            columns do not depend on one another. Its arguments are constants, the rank's tensors,
-            the state of its dropout, a `sharding.Layout`, which sums numbers of a row over ranks,
-            and `sharding.run`'s ``compute``.
+        over_columns: a function that computes the outputs of a rank that has some columns of its
+            rows; None where columns do not depend on one another. Its arguments are the constants,
+            the rank's tensors, its dropout's random state, a `sharding.Layout` (which sums values
+            of a row over ranks), and the argument ``compute`` of `sharding.run`.
     """
 
     rows: tuple[int, ...]
@@ -132,17 +132,17 @@ def axes_of_rows(
     are_split: bool,
     outputs: int,
 ) -> Axes:
-    """Returns the axes of a call whose tensors are rows, or parameters of one number per column.
+    """Returns the axes of a call whose tensors hold rows, or one parameter for each column.
 
     Args:
         tensors: the call's tensors.
-        first: the index of the one that determines the rows.
-        dims: its trailing dimensions that make up a row.
+        first: the index of the tensor that determines the rows.
+        dims: the number of its trailing dimensions that make up a row.
         columns: the width of a row.
         carriers: the indices of the tensors with rows.
-        are_split: whether rows may be sharded along their last dimension; then the parameters are
-            too.
-        outputs: the number of outputs, which have the first tensor's axes.
+        are_split: whether rows may be sharded along their last dimension; the parameters are
+            sharded with them.
+        outputs: the number of outputs. Each has the first tensor's axes.
     """
     like = tensors[first]
     assert like is not None
@@ -181,14 +181,14 @@ class Operator(ABC):
         constants: the class of its records of constants, a NamedTuple under `words.dispatched`.
         tensors: the names of the tensor arguments.
         first: the index of the tensor that determines the rows.
-        variadic: whether the last name stands for any number of tensors.
-        outputs: the names of all that the forward writes.
+        variadic: whether the last of these names stands for any number of tensors.
+        outputs: the names of all tensors that the forward writes.
         visible: the number of outputs, from the first, that the caller gets; the rest is only
             saved.
         saved: the names of the tensors that a backward reads.
-        native_elements: the largest call on a GPU that goes to PyTorch's operator, where there is
-            one: both take a few microseconds there, and a native autograd node costs tens of
-            microseconds less on the host.
+        native_elements: a GPU call of at most so many elements goes to PyTorch's operator, if
+            there is one. At such sizes both take a few microseconds on the GPU, and PyTorch's
+            autograd node costs tens of microseconds less on the host.
     """
 
     name: ClassVar[str]
@@ -202,8 +202,8 @@ class Operator(ABC):
     native_elements: int = 65536
 
     def __init__(self) -> None:
-        # The sites of checked eager calls, by `key`. Registered operators have no tensors of the
-        # caller's to make a key of: their sites are in `operators.site_of`.
+        # The sites of checked eager calls, by `key`. Registered operators take the constants as a
+        # string, and get their sites from the cache of `operators.site_of`.
         self.sites: dict[Hashable, Any] = {}
 
     # --- before a call ----------------------------------------------------------------------------
@@ -211,11 +211,12 @@ class Operator(ABC):
     @staticmethod
     @abstractmethod
     def key(mode: int, constants: Any, tensors: Any) -> Hashable:
-        """Returns ``mode`` with all that `check`, `cols` and `site` depend on.
+        """Returns the call's key: ``mode``, and all that `check`, `cols` and `site` depend on.
 
-        No bad call may have the key of a good one: a call whose key is cached is not checked. Every
-        call computes its key, so this costs every call: no loops, no helper functions, and of rows
-        neither their number nor whatever else may change from batch to batch.
+        An invalid call must not have the key of a valid one: a call whose key is cached is not
+        checked. Every call computes its key, so implementations have no loops and no helper
+        functions. The key does not contain what changes from batch to batch, such as the number of
+        rows.
         """
 
     @abstractmethod
@@ -226,8 +227,8 @@ class Operator(ABC):
 
         Args:
             constants: the functional's record.
-            tensors: the call's tensors, which may be anything.
-            nested: whether they are nested tensors, which PyTorch's operators check.
+            tensors: the call's tensor arguments, of any type.
+            nested: whether the rows are a nested tensor, which PyTorch's operators check.
         """
 
     @abstractmethod
@@ -237,7 +238,7 @@ class Operator(ABC):
         It is 0 for a kernel of any width, and -1 where no kernel fits.
         """
 
-    # Beside `site`, as torch.compile traces calls without one: see `call._in_graph`.
+    # Not a method of `Site`, because calls under torch.compile have none: see `call._in_graph`.
     def writes(
         self, constants: Any, dtypes: Dtypes, *, dropout: bool, saves: bool
     ) -> tuple[bool, ...]:
@@ -257,9 +258,9 @@ class Operator(ABC):
     ) -> Any:
         """Returns the site for these choices; `operators.site_of` caches it."""
 
-    def argument(self, constants: Any, place: int) -> str:
-        """Returns the name of the tensor argument at an index, for messages."""
-        return self.tensors[min(place, len(self.tensors) - 1)]
+    def argument(self, constants: Any, position: int) -> str:
+        """Returns the name of the tensor argument at ``position``, for messages."""
+        return self.tensors[min(position, len(self.tensors) - 1)]
 
     @abstractmethod
     def axes(self, constants: Any, tensors: Tensors) -> Axes:
@@ -287,17 +288,17 @@ class Operator(ABC):
     ) -> Sequence[Tensor | None]:
         """Returns the gradients, computed by differentiable operators.
 
-        ``dropout`` is a function of a tensor of the mask's shape.
+        ``dropout`` is a function of a tensor of the mask's shape: see `function.mask_of`.
         """
 
     # --- kernels ----------------------------------------------------------------------------------
 
-    # Allocation and launch are two steps, as compilers plan the memory of a registered operator's
-    # outputs: it then writes to tensors that it gets.
+    # Allocation and launch are separate methods, because compilers plan the memory of a registered
+    # operator's outputs: the operator then writes to tensors that it gets as arguments.
 
     @abstractmethod
     def allocate(self, site: Any, tensors: Any) -> tuple[Tensor | None, ...]:
-        """Returns uninitialised ``outputs``, None where the site has none."""
+        """Returns uninitialised tensors for ``outputs``, None where the site has none."""
 
     @abstractmethod
     def forward(self, site: Any, tensors: Any, outs: Any, state: State) -> None:
@@ -305,7 +306,7 @@ class Operator(ABC):
 
     # A kernel need not write one gradient for each tensor: in ``x + residual`` both have the same
     # gradient, and the gradients of many slices are parts of one buffer. `needed` selects what the
-    # kernel writes, and `expose_gradients` makes each tensor's gradient of that.
+    # kernel writes, and from that `expose_gradients` builds each tensor's gradient.
 
     def needed(self, site: Any, grads: Tensors, needs: Sequence[bool]) -> Sequence[bool]:
         """Returns which gradients the backward writes, in the order of ``tensors``."""

@@ -1,6 +1,6 @@
 """Calls of the registered operators, which torch.compile, dispatch modes and subclasses see.
 
-An operator takes the tensors, the random state, and the constants as `words` writes them.
+An operator takes the tensors, the random state, and the constants in the form that `words` defines.
 `registration` defines the operators.
 """
 
@@ -47,7 +47,9 @@ def site_from(
 ) -> Any:
     """Returns the site for a registered operator's arguments."""
     constants, dtypes, saves = decode(op, call, numbers)
-    return site_of(op, constants, dtypes, cols, device_index, dropout, saves)
+    return site_of(
+        op, constants, dtypes, cols=cols, device_index=device_index, dropout=dropout, saves=saves
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -61,7 +63,7 @@ def site_of(
     saves: bool,
     special: bool = False,
 ) -> Any:
-    """Returns the site for these choices, always the same object for the same ones."""
+    """Returns the site of these arguments, always the same object for equal arguments."""
     site = op.site(constants, dtypes, cols, device_index, dropout=dropout, saves=saves)
     return replace(site, special=True) if special else site
 
@@ -78,7 +80,10 @@ def seed_of(state: State) -> Tensor | None:
 
 
 def dtypes_of(op: Operator, tensors: Tensors) -> Dtypes:
-    """Returns the dtypes of an operator's tensors, None where absent; of a list the first one's."""
+    """Returns the dtypes of an operator's tensors, None where absent.
+
+    The tensors of a list have one entry, the dtype of the first.
+    """
     return tuple([None if t is None else t.dtype for t in tensors[: len(op.tensors)]])
 
 
@@ -103,6 +108,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients of the registered operator, None where not needed."""
     operator = getattr(torch.ops.fusedops, f"{op.name}_backward")
+    # The schema has one string for all of ``needed``: a "1" or "0" for each gradient.
     digits = "".join(["1" if need else "0" for need in needed])
     outs = operator(
         *grads,
@@ -118,7 +124,7 @@ def backward(
 
 
 def _listed(op: Operator, tensors: Tensors) -> Sequence[Any]:
-    """Returns the tensors as the schema has them: a variable number of them is one list."""
+    """Returns the tensors as in the schema, which has one list for a variable number of tensors."""
     if not op.variadic:
         return tensors
     fixed = len(op.tensors) - 1

@@ -1,6 +1,7 @@
-"""Calls of registered operators on parts of one tensor, whose gradients are written into one.
+"""Calls of registered operators on parts of one tensor, with one tensor for the parts' gradients.
 
-The parts may be query, key and value of one projection, where the value is *passed on*:
+For example, the parts are query, key and value of one projection. Here the value is *passed on*: it
+is returned as it is, and no operator reads it.
 
     forward     packed ──views──▶ q, k ──▶ registered operators ──▶ results
                             └───▶ v ──▶ v
@@ -9,8 +10,8 @@ The parts may be query, key and value of one projection, where the value is *pas
                                        ▲    ▲    ▲
                         written by kernels      copied
 
-PyTorch allocates a gradient for each part, and copies all of them into one tensor. Here that tensor
-comes first, and kernels write into it.
+PyTorch would allocate a gradient for each part, and then copy all of them into one tensor. Here
+that tensor is allocated first, and kernels write into it.
 
 ``fusedops::packed`` has no implementation of its own: a tracer sees the operators that it calls.
 """
@@ -36,14 +37,15 @@ __all__ = ["PackedCall", "encode"]
 
 
 class PackedCall(NamedTuple):
-    """A call of a registered operator, some of whose tensors are parts.
+    """A call of a registered operator on parts, and perhaps on other tensors.
 
     Attributes:
         name: the name of the operator, without ``_forward``.
-        parts: which of its tensors are parts: pairs of an index, and the number of the part.
+        parts: which of its tensors are parts: pairs of the tensor's index among the arguments, and
+            the part's number among the parts.
         threshold: the threshold of dropout.
         cols: the width of a row.
-        call: the other constants, as text.
+        call: the other constants, as `words.encode` writes them.
     """
 
     name: str
@@ -68,7 +70,7 @@ def encode(passed: Sequence[int], calls: Sequence[PackedCall]) -> str:
 
 
 class _Layout(NamedTuple):
-    """How a tensor is divided, and what reads the parts.
+    """How a tensor is divided into parts, and which calls read the parts.
 
     Attributes:
         dim: the dimension that is divided.
@@ -84,22 +86,22 @@ class _Layout(NamedTuple):
 
     @property
     def are_all_read(self) -> bool:
-        """Whether each part is passed on, or read by a call."""
+        """Returns whether each part is passed on or read by a call."""
         return len(self.sizes) == len(self.passed) + sum(len(call.parts) for call in self.calls)
 
 
 class _Run:
-    """A call that has run, for its backward.
+    """Runs a call, and holds what its backward needs.
 
     Attributes:
         call: the call.
-        outs: the function's results, until autograd has them.
-        returned: their number.
-        saved: the tensors that it saves, then the seed, until autograd has them.
-        count: the number of saved tensors.
-        constants: the outputs without a gradient.
-        needs: for each tensor whether it needs a gradient.
-        shapes: the shapes of the parts, by the indices of the tensors.
+        outs: the outputs that the caller gets; empty once `_take_outs` took them.
+        returned: the number of these outputs.
+        saved: the saved tensors, then the seed; empty once `_take_saved` took them.
+        count: the number of saved tensors, with the seed.
+        constants: the outputs without a gradient; empty once `_take_constants` took them.
+        needs: for each of the call's tensors, whether it needs a gradient.
+        shapes: the shapes of the parts, by their indices among the call's tensors.
     """
 
     def __init__(
@@ -118,16 +120,19 @@ class _Run:
         self.shapes = {index: tensors[index].shape for index, _ in call.parts}  # type: ignore[union-attr]
 
     def cotangents(self, grads: Iterable[Tensor | None]) -> Tensors:
-        """Returns the cotangents of all outputs, of which the caller gets the first."""
+        """Returns the cotangents of all visible outputs: ``grads``, then None for the rest."""
         return (*grads, *[None] * (self.call.op.visible - self.returned))
 
-    def write_gradients(self, grads: Tensors, saved: Tensors, places: Mapping[int, Tensor]) -> Any:
-        """Writes the gradients of parts; returns those of the other tensors.
+    def write_gradients(
+        self, grads: Tensors, saved: Tensors, part_grads: Mapping[int, Tensor]
+    ) -> Any:
+        """Writes the gradients of parts; returns those of the other tensors, None for parts.
 
         Args:
             grads: the `cotangents`.
-            saved: as in ``saved``.
-            places: where the gradients of parts belong.
+            saved: the saved tensors, then the seed.
+            part_grads: the tensors to write the parts' gradients into, by the parts' indices among
+                the call's tensors.
         """
         call, op = self.call, self.call.op
         *tensors, seed = saved
@@ -139,27 +144,29 @@ class _Run:
         digits = "".join(map(str, map(int, needed)))
         arguments = (*grads, *tensors, seed)
         constants = (call.threshold, digits, call.cols, call.call)
-        written = {index: place for index, place in places.items() if needed[index]}
+        written = {index: grad for index, grad in part_grads.items() if needed[index]}
         if registration.is_planned(arguments):
             allocated = op.allocate_gradients(site, grads, tensors, needed)
-            # Those that are allocated for parts are not used: the compiler leaves them out.
+            # ``written`` replaces what is allocated for parts. The compiler removes the unused
+            # allocations.
             outs = dict(enumerate(allocated)) | written
             operator = getattr(torch.ops.fusedops, f"{call.name}_backward_out")
             operator(*arguments, *outs.values(), registration.as_text(constants))
         else:
             operator = getattr(torch.ops.fusedops, f"{call.name}_backward")
             outs = dict(enumerate(present(_listed(operator(*arguments, *constants)), needed)))
-            for index, place in written.items():
-                place.copy_(outs[index])
-        # Not those of parts: autograd would add them to the tensor that they are in.
+            for index, grad in written.items():
+                grad.copy_(outs[index])
+        # None for parts: the gradient of ``packed`` already contains their gradients, and autograd
+        # would add a returned one to it.
         return (outs | dict.fromkeys(written)).values()
 
 
 class _Packed(torch.autograd.Function):
-    """The results of the calls, then the parts that are passed on.
+    """Returns the results of the calls, then the parts that are passed on.
 
-    Its tensors are, in this order: those parts, and for each call its tensors and its seed. Parts
-    are views of ``packed``, which alone has their gradient.
+    ``tensors`` are the parts that are passed on, then for each call its tensors and its seed. Parts
+    are views of ``packed``. Their gradients are returned as the gradient of ``packed`` alone.
     """
 
     @staticmethod
@@ -169,12 +176,13 @@ class _Packed(torch.autograd.Function):
         ctx.layout, ctx.shape, ctx.dtype = layout, packed.shape, packed.dtype
         count = len(layout.passed)
         passed: Any = tensors[:count]
+        # ``needs_input_grad`` begins with ``layout``, ``packed`` and the parts that are passed on.
         rest, needs = iter(tensors[count:]), iter(ctx.needs_input_grad[2 + count :])
         ctx.runs = []
         for call in layout.calls:
-            *own, seed = islice(rest, len(call.op.tensors) + 1)
-            *needed, _ = islice(needs, len(call.op.tensors) + 1)
-            ctx.runs.append(_Run(call, own, seed, needed))
+            *call_tensors, seed = islice(rest, len(call.op.tensors) + 1)
+            *call_needs, _ = islice(needs, len(call.op.tensors) + 1)
+            ctx.runs.append(_Run(call, call_tensors, seed, call_needs))
         ctx.save_for_backward(*chain(*map(_take_saved, ctx.runs)))
         ctx.mark_non_differentiable(*chain(*map(_take_constants, ctx.runs)))
         return (*chain(*map(_take_outs, ctx.runs)), *map(_alias, passed))
@@ -184,21 +192,23 @@ class _Packed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """Returns the gradient of ``packed``, and those of the calls' other tensors."""
         layout: _Layout = ctx.layout
-        likes = _present(grads)
-        if not likes:
+        present_grads = _present(grads)
+        if not present_grads:
             return (None,) * len(ctx.needs_input_grad)
-        # A part without a cotangent, or that nothing reads, has a gradient of zeros.
-        is_complete = len(likes) == len(grads) and layout.are_all_read
-        allocate = likes[0].new_empty if is_complete else likes[0].new_zeros
+        # A part has a gradient of zeros if it has no cotangent, or if nothing reads it.
+        are_all_written = len(present_grads) == len(grads) and layout.are_all_read
+        like = present_grads[0]
+        allocate = like.new_empty if are_all_written else like.new_zeros
         packed = allocate(ctx.shape, dtype=ctx.dtype)
         parts = packed.split(list(layout.sizes), layout.dim)
         cotangents, saved = iter(grads), iter(ctx.saved_tensors)
         results: list[Tensor | None] = []
         for run in ctx.runs:
-            places = {i: parts[number].view(run.shapes[i]) for i, number in run.call.parts}
-            own = run.cotangents(islice(cotangents, run.returned))
-            gradients = run.write_gradients(own, tuple(islice(saved, run.count)), places)
-            results += [*gradients, None]  # of the seed
+            part_grads = {i: parts[number].view(run.shapes[i]) for i, number in run.call.parts}
+            call_grads = run.cotangents(islice(cotangents, run.returned))
+            call_saved = tuple(islice(saved, run.count))
+            results += run.write_gradients(call_grads, call_saved, part_grads)
+            results.append(None)  # the seed has no gradient
         for number, grad in zip(layout.passed, cotangents, strict=True):
             if grad is not None:
                 _copy(grad, parts[number].view(grad.shape))
@@ -206,19 +216,19 @@ class _Packed(torch.autograd.Function):
 
 
 def _take_saved(run: _Run) -> Tensors:
-    """Returns the saved tensors of a call, which then does not hold them."""
+    """Returns the saved tensors of a call, and drops its references to them."""
     saved, run.saved = run.saved, ()
     return saved
 
 
 def _take_constants(run: _Run) -> Tensors:
-    """Returns the results without a gradient, as `_take_saved` does."""
+    """Returns the outputs without a gradient, and drops the call's references to them."""
     constants, run.constants = run.constants, []
     return constants
 
 
 def _take_outs(run: _Run) -> Tensors:
-    """Returns the results, as `_take_saved` does."""
+    """Returns the outputs of a call, and drops its references to them."""
     outs: Tensors = run.outs
     run.outs = ()
     return outs
@@ -234,15 +244,15 @@ def _present(tensors: Tensors) -> list[Tensor]:
 
 
 def _listed(outs: Any) -> Any:
-    """Returns an operator's outputs as a tuple, also a single one."""
+    """Returns an operator's outputs as a tuple, also if there is only one."""
     return (outs,) if isinstance(outs, Tensor) else outs
 
 
 def _copy(source: Tensor, out: Tensor) -> None:
     """Copies a tensor into a part of another one."""
     if registration.is_planned((source,)):
-        # As an operator of its own: Inductor would write a copy as a kernel that reads and writes
-        # the whole tensor.
+        # An operator of this package copies: for ``out.copy_``, Inductor would generate a kernel
+        # that reads and writes the whole tensor.
         torch.ops.fusedops.copy_into(source, out)
     else:
         out.copy_(source)
@@ -251,7 +261,7 @@ def _copy(source: Tensor, out: Tensor) -> None:
 def _packed(
     packed: Tensor, dim: int, sizes: Sequence[int], tensors: Tensors, text: str
 ) -> list[Tensor]:
-    """Calls the operators that `encode` wrote."""
+    """Implements ``fusedops::packed``; ``text`` is the string that `encode` returns."""
     passed, calls = json.loads(text)
     layout = _Layout(dim, tuple(sizes), passed, [PackedCall(*call) for call in calls])
     results: Any = _Packed.apply(layout, packed, *tensors)  # type: ignore[no-untyped-call]
@@ -272,5 +282,5 @@ _LIBRARY.impl("copy_into", _write_copy, "CompositeExplicitAutograd")
 torch.library.register_fake("fusedops::copy_into", lambda *_: None, lib=_LIBRARY)
 dispatch.replace_call(
     torch.ops.fusedops.copy_into.default,
-    lambda dispatched: registration.shortened(dispatched, _write_copy, 1),
+    lambda dispatched: registration.shortened(dispatched, _write_copy, read=1),
 )

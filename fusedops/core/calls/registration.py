@@ -8,17 +8,18 @@
     <name>_forward_out, <name>_backward_out   write into tensors that are arguments, and take all
                                               constants as one string
 
-Where torch.compile makes a graph functional, a call of the former becomes empty tensors and a call
-of the latter (`torch.library.register_torch_dispatch`):
+Where torch.compile functionalises a graph, a call of the first kind is replaced by empty tensors
+and a call of the second kind (by `torch.library.register_torch_dispatch`):
 
     y = forward(x, constants)   ->   y = empty(...); forward_out(x, y, "constants")
 
-So Inductor plans the outputs' memory as it plans its own kernels', and its code has less to do at
-each call. (Backends without special treatment of such calls copy the outputs.)
+So Inductor plans the memory of the outputs, as it does for its own kernels, and its code has less
+to do at each call. (Backends without special treatment of such calls copy the outputs.)
 
-A compiled graph calls an operator through the dispatcher, which looks for observers of the call,
-and then comes back to Python: within a step that costs several times what a launch costs. Where
-there are none, the operator's Python object calls the implementation directly: see `shortened`.
+A compiled graph calls an operator through PyTorch's dispatcher. The dispatcher looks for observers
+of the call (modes, profilers, transforms), and then calls the implementation, in Python. This costs
+several times as much as a launch. So if nothing observes the call, the operator's Python object
+calls the implementation directly: see `shortened`.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ MOST_ARGUMENTS = 64
 
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _PLAIN = _TENSORS | {type(None), str, int, float, bool}
-# A kernel that reads any number of tensors reads a table of their addresses, which outlives the
-# call, as memory that a graph tree manages must not.
+# The tag of variadic operators. Their kernels read a table of the tensors' addresses. The table
+# outlives the call, which memory that a CUDA-graph tree manages must not.
 _UNSAFE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 # Registered operators live as long as their library.
 _LIBRARIES: list[torch.library.Library] = []
@@ -63,25 +64,25 @@ _DEFINED: dict[str, Operator] = {}
 
 
 def arguments(op: Operator) -> int:
-    """Returns the most arguments that an operator of `define` has, which PyTorch limits.
+    """Returns the number of arguments of the operator of `define` that has the most.
 
-    The limit is `MOST_ARGUMENTS`.
+    PyTorch's limit is `MOST_ARGUMENTS`.
     """
     # The forward reads its tensors and writes the outputs. The backward reads cotangents and saved
     # tensors, and writes a gradient for each of the forward's tensors.
     tensors, read = len(op.tensors), op.visible + len(op.saved)
-    # Besides tensors, operators that return take each constant by itself: seed, threshold, cols and
-    # call, the backward ``needs`` too, and the numbers.
+    # The operators that return tensors take each constant as an argument: seed, threshold, cols,
+    # call, and the numbers; the backward takes ``needs`` too.
     returning = max(tensors + 4, read + 5) + len(op.constants.numbered)
-    # Those that write take outputs, the seed, and all constants as one string.
+    # The operators that write take outputs, the seed, and all constants as one string.
     writing = tensors + max(len(op.outputs), read) + 2
     return max(returning, writing)
 
 
 def define(op: Operator) -> None:
-    """Registers the operators of ``op``, all or none.
+    """Registers all operators of ``op``, or none if one cannot be registered.
 
-    An operator without its derivative would cut gradients.
+    With an operator that has no derivative, gradients would silently be lost.
 
     Raises:
         RuntimeError: PyTorch refuses one of them.
@@ -97,20 +98,21 @@ def define(op: Operator) -> None:
 
 
 def defined(name: str) -> Operator | None:
-    """Returns the operator of `define` with a name; None if there is none."""
+    """Returns the operator that `define` registered under a name; None if there is none."""
     return _DEFINED.get(name)
 
 
 def _define_all(op: Operator, library: torch.library.Library) -> None:
     """Registers the four operators and the derivative.
 
-    The arguments of the implementations are, for the forward with ``count`` tensors,
+    For ``count`` tensors, these are the arguments of the forward's two implementations:
 
-        index     0 ... count - 1    count   then
-        returns   tensors            seed    threshold, cols, call, numbers
-        writes    tensors            seed    outputs, string of constants
+        index          0 ... count - 1    count   from count + 1
+        forward        tensors            seed    threshold, cols, call, numbers
+        forward_out    tensors            seed    outputs, string of constants
 
-    and likewise for the backward with ``read`` cotangents and saved tensors.
+    The backward's arguments are in the same order, with ``read`` cotangents and saved tensors in
+    place of the tensors, and ``needs`` after the threshold.
     """
     count = len(op.tensors)
     numbers = "".join([f", float {name}" for name in op.constants.numbered])
@@ -130,18 +132,18 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
         site = forward_site(args[count + 1 :], args[count] is not None, -1)
         return op.allocate(site, _flat(op, args[:count]))
 
-    # The compiled code passes the same strings in every step: each is read once.
+    # Cached, because compiled code passes the same strings in every step.
     @functools.lru_cache(maxsize=4096)
-    def forward_of(text: str, dropout: bool, device_index: int) -> tuple[Any, int]:
+    def forward_site_and_threshold(text: str, dropout: bool, device_index: int) -> tuple[Any, int]:
         constants = _constants(text)
         return forward_site(constants, dropout, device_index), constants[0]
 
     def write(*args: Any) -> None:
         tensors: Any = _flat(op, args[:count])
         first, seed = tensors[op.first], args[count]
-        if _is_empty(first, ()):
+        if not first.numel():  # a rank's shard without elements
             return
-        site, threshold = forward_of(args[-1], seed is not None, first.get_device())
+        site, threshold = forward_site_and_threshold(args[-1], seed is not None, first.get_device())
         outs = args[count + 1 : -1]
         function.on_device(site, op.forward, tensors, outs, (*rng.unpacked(seed), threshold))
 
@@ -156,16 +158,19 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
         return op.allocate_gradients(site, args[: op.visible], saved, needed)
 
     @functools.lru_cache(maxsize=4096)
-    def backward_of(text: str, dropout: bool, device_index: int) -> tuple[Any, int]:
+    def backward_site_and_threshold(text: str, dropout: bool, device_index: int) -> tuple[Any, int]:
         constants = _constants(text)
         return backward_site(constants, dropout, device_index), constants[0]
 
     def write_gradients(*args: Any) -> None:
         grads, seed, outs = args[: op.visible], args[read], args[read + 1 : -1]
         cotangent = next(g for g in grads if g is not None)
-        if _is_empty(cotangent, outs):
+        if not cotangent.numel():  # a rank's shard without elements: its gradients are zeros
+            _fill_with_zeros(outs)
             return
-        site, threshold = backward_of(args[-1], seed is not None, cotangent.get_device())
+        site, threshold = backward_site_and_threshold(
+            args[-1], seed is not None, cotangent.get_device()
+        )
         state = (*rng.unpacked(seed), threshold)
         saved = _flat(op, args[op.visible : read])
         function.on_device(site, op.backward, grads, saved, outs, state)
@@ -197,13 +202,13 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
 def _differentiate(
     op: Operator, library: torch.library.Library, site_of: Callable[[Sequence[Any], bool, int], Any]
 ) -> None:
-    """Gives the forward its derivative.
+    """Registers the derivative of the forward.
 
     Args:
         op: the operator.
         library: where it is registered.
-        site_of: returns the site for the forward's constants, whether it draws a mask, and the
-            device.
+        site_of: a function that returns the site. Its arguments are the forward's constants,
+            whether the forward draws a mask, and the device's index.
     """
     count = len(op.tensors)
 
@@ -221,9 +226,10 @@ def _differentiate(
     def derivative(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         *saved, seed = ctx.saved_tensors
         site: Site = ctx.site
-        # The values of a tracer's tensor cannot be read; without dropout there is no seed.
+        # Without dropout the seed is None. A tracer's tensor is passed on, as its values cannot be
+        # read.
         state = rng.unpacked(seed) if type(seed) is Tensor else (seed, None)
-        # An output that the call does not have was an empty tensor, whose cotangent means nothing.
+        # For an absent output the operator returned an empty tensor. Its cotangent is ignored.
         pairs = zip(grads[: op.visible], site.outs, strict=False)
         cotangents = [g if is_output else None for g, is_output in pairs]
         needs = ctx.needs_input_grad[:count]
@@ -241,14 +247,10 @@ def _differentiate(
     )
 
 
-def _is_empty(t: Tensor, gradients: Sequence[Tensor | None]) -> bool:
-    """Whether a rank's shard has no elements; then makes the gradients zero, the rank's share."""
-    if t.numel():
-        return False
+def _fill_with_zeros(gradients: Sequence[Tensor | None]) -> None:
     for gradient in gradients:
         if gradient is not None:
             gradient.zero_()
-    return True
 
 
 def _schema(names: Sequence[str], op: Operator | None = None) -> str:
@@ -282,13 +284,13 @@ def _define(
         tensors: the schema of the tensors that are read.
         constants: the schema of the rest.
         outputs: the outputs' names.
-        allocate: takes tensors and constants; returns the outputs, uninitialised, each None where
-            the call has none.
-        write: takes tensors, outputs and a string that `_constants` reads.
+        allocate: takes tensors and constants; returns uninitialised outputs, None for those that
+            the call does not have.
+        write: takes tensors, outputs and a string that `_constants` reads; fills the outputs.
         tags: the operators' tags.
     """
     count = tensors.count(",") + 1
-    lists = "Tensor[]" in tensors
+    has_list = "Tensor[]" in tensors
     written = ", ".join([f"Tensor(a{i}!)? {output}" for i, output in enumerate(outputs)])
     returns = "Tensor" if len(outputs) == 1 else f"({', '.join(['Tensor'] * len(outputs))})"
     library.define(f"{name}({tensors}, {constants}) -> {returns}", tags=tags)
@@ -307,14 +309,14 @@ def _define(
     library.impl(f"{name}_out", write, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fusedops::{name}_out", lambda *_: None, lib=library)
     operator = getattr(torch.ops.fusedops, f"{name}_out").default
-    if not lists:
-        # A call past the dispatcher does not increase the version counters of the tensors that it
-        # writes. It need not: they are new, so that autograd has saved none of them before.
-        dispatch.replace_call(operator, lambda dispatched: shortened(dispatched, write, count))
+    if not has_list:
+        # A call that bypasses the dispatcher does not increase the version counters of the tensors
+        # that it writes. That is safe: they are new, so autograd cannot have saved them before.
+        dispatch.replace_call(operator, lambda dispatched: shortened(dispatched, write, read=count))
 
     def functional(mode: Any, itself: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The operator that returns is recorded as it is under `torch.export`, as exported programs
-        # contain it, and for arguments of another tensor subclass, which has to see it.
+        # The operator is recorded unchanged under `torch.export`, because exported programs contain
+        # it, and for another tensor subclass, which intercepts it.
         is_unchanged = kwargs or is_exporting() or not are_functional(types)
         if is_unchanged or not is_planned(args):
             return mode.__torch_dispatch__(itself, types, args, kwargs)
@@ -330,7 +332,7 @@ def _define(
 
 
 def _returned(outs: Sequence[Tensor | None]) -> Any:
-    """Returns the outputs as an operator returns them: an absent one is an empty tensor."""
+    """Returns what an operator returns for these outputs: an empty tensor for an absent one."""
     if len(outs) == 1:
         return outs[0]
     first = next(out for out in outs if out is not None)
@@ -338,17 +340,17 @@ def _returned(outs: Sequence[Tensor | None]) -> Any:
 
 
 def is_planned(args: Sequence[Any]) -> bool:
-    """Whether the compiler is to plan the outputs' memory: on GPUs.
+    """Returns whether the compiler is to plan the memory of the outputs: only on GPUs.
 
-    Elsewhere calls are tests, in Triton's interpreter, and Inductor's C++ code may read an output
-    before the call has written it: where it changes a loop's ranges it forgets which writes the
-    loop waits for (PyTorch 2.13).
+    On CPUs, where kernels run in Triton's interpreter, for tests only, Inductor's C++ code may read
+    an output before the call has written it: when Inductor changes the ranges of a loop, it loses
+    the loop's dependency on that write (PyTorch 2.13).
     """
     return any(isinstance(t, Tensor) and t.is_cuda for t in args)
 
 
-# The types of constants, by their first letter. In the string ``i5;f0.5;sword`` no character is
-# special in Python or C++: compilers print it.
+# The types of constants, by the first letter of the type's name, as in ``i5;f0.5;sword``. Compilers
+# print that string as Python and C++ literals: it contains no character that needs an escape.
 _READ: dict[str, Callable[[str], Any]] = {"i": int, "f": float, "s": str}
 
 
@@ -358,11 +360,11 @@ def as_text(constants: Sequence[Any]) -> str:
 
 
 def _constants(call: str) -> tuple[Any, ...]:
-    """Returns the constants in a string."""
+    """Returns the constants that `as_text` wrote."""
     return tuple([_READ[constant[0]](constant[1:]) for constant in call.split(";")])
 
 
-# --- past the dispatcher --------------------------------------------------------------------------
+# --- calls that bypass the dispatcher -------------------------------------------------------------
 
 
 def implement(
@@ -373,10 +375,10 @@ def implement(
     *,
     decomposed: bool = False,
 ) -> None:
-    """Gives the operator ``fusedops::name`` its implementation, for every device, and its fake one.
+    """Registers the implementations of ``fusedops::name``: for all devices, and for tracers.
 
     Args:
-        library: where it is defined.
+        library: the library that defines the operator.
         name: the operator's name.
         function: the implementation.
         fake: the implementation for tracers.
@@ -400,17 +402,20 @@ def implement(
 def shortened(
     dispatched: Callable[..., Any], function: Callable[..., Any], read: int
 ) -> Callable[..., Any]:
-    """Returns a call of ``function`` where the dispatcher would only call it, else ``dispatched``.
+    """Returns a replacement for ``dispatched`` that calls ``function`` directly if it can.
 
-    Two observers cannot be queried, and are missed: an execution trace that is taken without a
-    profiler, and kernels that others register for these operators, which are private.
+    It can if the dispatcher would do nothing but call ``function``. Two observers cannot be
+    queried, so direct calls bypass them: an execution trace without a profiler, and kernels that
+    others register for these (private) operators.
 
     Args:
         dispatched: the call through the dispatcher.
         function: the implementation.
-        read: the number of arguments, from the first, that are read and therefore inspected.
+        read: the number of arguments, from the first, that the operator reads. They are inspected;
+            the rest are new tensors to write, and constants.
     """
-    # Every call evaluates all of these: one flat function, with no attribute to look up.
+    # Every call evaluates all of these. Local names save attribute look-ups, and one flat function
+    # saves calls.
     modes = dispatch.dispatch_modes
     function_mode = dispatch.function_modes
     transforms = dispatch.transforms
@@ -433,7 +438,7 @@ def shortened(
             return dispatched(*args, **named)
         try:
             for arg in args[:read]:
-                # A tensor without memory, or with other numbers in memory than its values.
+                # A tensor without memory, or whose memory holds the negative of its values.
                 if type(arg) in _TENSORS and (not arg.data_ptr() or arg.is_neg()):
                     observed = True
         except RuntimeError:

@@ -1,6 +1,7 @@
-"""A call as PyTorch's dispatcher takes it: numbers, and one string of words.
+"""Constants in a form that PyTorch's dispatcher accepts: floats, and one string of words.
 
-A family's record of constants is a NamedTuple. Its fields, in their order, determine both:
+A family's record of constants is a NamedTuple. Each of its fields becomes a word, a number (a float
+argument), or both, in the order of the fields:
 
     field                        word                           number
     str, Literal                 the string
@@ -13,8 +14,8 @@ A family's record of constants is a NamedTuple. Its fields, in their order, dete
 
 The only number that may be None is a norm's eps; None stands for the machine epsilon.
 
-A field of any other type is not passed on: it changes nothing that an operator computes. Exported
-programs contain the words and numbers, so neither they nor their order may change.
+A field of any other type is left out: it does not affect what an operator computes. Exported
+programs contain the words and numbers, so neither these nor their order may change.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from .checks import DTYPES
 
 __all__ = ["DTYPES_BY_NAME", "NAMES", "dispatched", "encode", "name_in", "record"]
 
-# Dtypes as operators take them: a word in a string costs less than a dtype argument. Rows of
-# integers and booleans are arguments of users' row-wise functions.
+# Dtypes by their names. Operators take names, because a word in a string costs less than a dtype
+# argument. Users' row-wise functions may have integer and boolean rows.
 _READ = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 NAMES: dict[torch.dtype | None, str] = {
     None: "none",
@@ -40,19 +41,20 @@ NAMES: dict[torch.dtype | None, str] = {
 DTYPES_BY_NAME = {name: dtype for dtype, name in NAMES.items()}
 
 
-# ``record(NormConstants, values)`` is ``NormConstants(*values)``, for values of all fields. Every
-# call of a functional builds a record, and this takes half the time: a NamedTuple's own `__new__`
-# is a Python function that calls this one.
+# ``record(NormConstants, values)`` returns ``NormConstants(*values)``, for a value of every field.
+# Every call of a functional builds a record, and ``record`` takes half the time: a NamedTuple's own
+# `__new__` is a Python function that calls `tuple.__new__`.
 record = tuple.__new__
 
 
 class _Form(NamedTuple):
-    """The dispatcher's form of a field.
+    """How a field is converted to a word, to a number, and back.
 
     Attributes:
-        write: returns a value's word; None for a field without a word.
-        read: returns the value from iterators of the words and the numbers that are left.
-        number: whether the value is one of the numbers.
+        write: a function that returns a value's word; None for a field without a word.
+        read: a function that returns the value; it takes what it needs from an iterator of words
+            and one of numbers.
+        number: whether the field has a number.
     """
 
     write: Callable[[Any], str] | None
@@ -61,13 +63,17 @@ class _Form(NamedTuple):
 
 
 def _write_sizes(sizes: tuple[int, ...] | None) -> str:
-    # A tracer's sizes may be symbols, of which `index` makes numbers.
+    # A tracer's sizes may be symbolic: `index` converts them to ints.
     return "none" if sizes is None else ",".join([str(index(size)) for size in sizes])
 
 
 def _read_sizes(words: Iterator[str], _: Iterator[float]) -> tuple[int, ...] | None:
     word = next(words)
     return None if word == "none" else tuple(map(int, word.split(",")))
+
+
+def _write_presence(number: float | None) -> str:
+    return "eps" if number is None else "given"
 
 
 def _read_number(words: Iterator[str], numbers: Iterator[float]) -> float | None:
@@ -81,7 +87,7 @@ _FORMS: dict[Any, _Form] = {
     str: _STRING,
     int: _Form(str, lambda words, _: int(next(words))),
     float: _Form(None, lambda _, numbers: next(numbers), number=True),
-    float | None: _Form(lambda value: "eps" if value is None else "given", _read_number, True),
+    float | None: _Form(_write_presence, _read_number, number=True),
     tuple[int, ...]: _SIZES,
     tuple[int, ...] | None: _SIZES,
     torch.dtype | None: _Form(lambda dtype: NAMES[dtype], lambda w, _: DTYPES_BY_NAME[next(w)]),
@@ -89,7 +95,7 @@ _FORMS: dict[Any, _Form] = {
 
 
 def _form(hint: Any) -> _Form | None:
-    """Returns the form of a field with this type; None for one that is not passed on."""
+    """Returns the form of a field with this type; None for a field that is left out."""
     if get_origin(hint) is Literal:
         return _STRING
     if get_origin(hint) is Annotated:
@@ -99,12 +105,12 @@ def _form(hint: Any) -> _Form | None:
 
 
 def dispatched(cls: Any) -> Any:
-    """Adds the dispatcher's form to a NamedTuple of constants, whose first field is ``op``.
+    """Adds conversion methods to a NamedTuple of constants, whose first field is ``op``.
 
     It adds the methods ``words()`` and ``numbers()``, the static method ``read(words, numbers)``,
-    and ``numbered``, the names of the numbers. The methods are built once for each class, as
-    torch.compile traces the first two: it can follow a method of a NamedTuple, but warns of a
-    function with a cache.
+    and ``numbered``, the names of the fields with a number. The methods are built once for each
+    class, not cached by a function: torch.compile traces the first two, and warns of a call of a
+    cached function.
     """
     forms: dict[str, _Form] = {}
     worded: list[tuple[int, Callable[[Any], str]]] = []
@@ -130,8 +136,8 @@ def dispatched(cls: Any) -> Any:
 
     def read(words: Sequence[str], numbers: Sequence[float]) -> Any:
         """Returns the record with these words and numbers."""
-        left = iter(words), iter(numbers)
-        return cls(**{name: form.read(*left) for name, form in forms.items()})
+        remaining = iter(words), iter(numbers)
+        return cls(**{name: form.read(*remaining) for name, form in forms.items()})
 
     cls.words, cls.numbers, cls.read = words, numbers, staticmethod(read)
     names = list(hints)
@@ -140,10 +146,10 @@ def dispatched(cls: Any) -> Any:
 
 
 def encode(constants: Any, dtypes: Sequence[torch.dtype | None], saves: bool) -> str:
-    """Returns a call without its numbers as one string.
+    """Returns the constants of a call except its numbers, as one string.
 
-    It is ``<version> saves|drops <dtypes> <words>``. The version is in it because PyTorch caches
-    compiled functions on disk by their constants.
+    The string is ``<version> saves|drops <dtypes> <words>``. The version is in it because PyTorch
+    caches compiled functions on disk by their constants.
     """
     names = [NAMES[dtype] for dtype in dtypes]
     mode = "saves" if saves else "drops"
