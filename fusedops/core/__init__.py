@@ -1,1 +1,1 @@
-"""What all operator families share: calls, launches, configs, random states."""
+"""The code that all operator families share: calls, launches, configs, random states."""

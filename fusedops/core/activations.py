@@ -20,14 +20,15 @@ ActivationName = Literal[
 
 @dataclass(frozen=True)
 class Activation:
-    """An elementwise function; `device_functions` returns its Triton counterpart.
+    """An activation function. `device_functions` returns its Triton functions.
 
     Attributes:
-        name: its public name, and that of its device functions in `core.device`: ``name`` and
-            ``name_derivative``.
-        formula: the function in PyTorch's operators, differentiable to any order, by either mode.
-        has_narrow: whether it has a shorter device function for results in 16 bits,
-            ``name_in_16_bits``.
+        name: its public name. The device functions in `core.device` are ``<name>`` and
+            ``<name>_derivative``.
+        formula: the function by PyTorch's operators, differentiable to any order, in reverse and
+            forward mode.
+        has_narrow: whether there is a shorter device function for results in 16 bits,
+            ``<name>_in_16_bits``.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Activation:
 
 
 _ALL = (
-    # Hendrycks and Gimpel 2016, arXiv:1606.08415: exact, by tanh, and by a logistic sigmoid.
+    # Hendrycks and Gimpel 2016, arXiv:1606.08415: three forms, exact, by tanh, by a sigmoid.
     Activation("gelu", F.gelu),
     Activation("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")),
     Activation("quick_gelu", lambda x: x * torch.sigmoid(1.702 * x)),
@@ -53,13 +54,13 @@ ACTIVATIONS = {activation.name: activation for activation in _ALL}
 
 
 def device_functions(name: str, *, narrow: bool = False) -> tuple[Any, Any]:
-    """Returns the activation and its derivative as Triton functions, which are kernels' constants.
+    """Returns the Triton functions of an activation and its derivative, for kernels' constants.
 
-    With ``narrow`` the caller rounds results to 16 bits.
+    With ``narrow`` the first may be a shorter function, for results that are rounded to 16 bits.
     """
+    # Imported here, so that importing the package does not import Triton.
     from . import device
 
-    # Imported here: `device` imports Triton, which importing the package does not.
     is_shorter = narrow and ACTIVATIONS[name].has_narrow
     function = getattr(device, f"{name}_in_16_bits" if is_shorter else name)
     return function, getattr(device, f"{name}_derivative")

@@ -1,23 +1,24 @@
-"""Device functions by which programs that share rows exchange the sums of their columns."""
+"""Device functions by which programs that share rows exchange sums over their columns."""
 
 import triton
 import triton.language as tl
 
 
-# A sum over columns is exchanged between warps, which wait at barriers.
 @triton.jit
 def sums_of_both(one, other, TOGETHER: tl.constexpr):
-    """Returns the sums of two tiles over the columns of rows.
+    """Returns the sums of two tiles over their columns.
 
-    ``TOGETHER`` makes them one reduction of pairs: half the barriers, for a few more registers.
+    For such a sum, warps exchange values and wait at barriers. With ``TOGETHER`` both sums are one
+    reduction of pairs: it has half the barriers, and needs a few more registers.
     """
     if TOGETHER:
         return tl.split(tl.sum(tl.join(one, other), axis=1))
     return tl.sum(one, axis=1), tl.sum(other, axis=1)
 
 
-# Programs that share rows exchange one or two sums per row through memory. ``moments`` has one
-# 64-bit word for each program and row. A program writes its own line and reads all lines:
+# Programs that share rows exchange one or two sums per row through memory. With EXCHANGE "wait",
+# ``moments`` has one 64-bit word for each program and row. A program writes its own line and reads
+# all lines:
 #
 #                  row 0    row 1    row 2   ...
 #     program 0    [word]   [word]   [word]
@@ -26,26 +27,27 @@ def sums_of_both(one, other, TOGETHER: tl.constexpr):
 #                    |        |        |
 #                  added by every program, in the order of the lines
 #
-# A word is 0 until it is written, so that it is its own flag, and no other data depends on it.
-# Therefore relaxed accesses suffice: no fence orders them with other stores. They are atomic for
-# the whole GPU, because the programs run on different multiprocessors, whose L1 caches do not see
-# each other's stores.
+# A word is 0 until it is written. So the word itself shows that it is written, and no other data
+# depends on it: relaxed accesses suffice, without a fence that orders them with other stores. They
+# are atomic for the whole GPU, because the programs run on different multiprocessors, and the L1
+# cache of one does not show the stores of another.
 @triton.jit
 def post_sums(moments, first, second, column, rows, M, TWO: tl.constexpr, EXCHANGE: tl.constexpr):
-    """Stores the sums over this program's columns for the programs of the rows' other columns.
+    """Stores the sums over this program's columns, for the programs that share the rows.
 
-    The layout of ``moments``, by program (p0, p1, ...), each part of M elements, one for a row:
+    ``column`` is this program's index among those that share the rows. This is the layout of
+    ``moments`` for programs p0, p1, ... Each part has M elements, one for a row:
 
         "wait"    | p0: second << 32 OR first | p1: ...                      |    64-bit words
-        "post"    | p0: first   | p0: second  | p1: first   | p1: second ... |    of their dtype
+        "post"    | p0: first   | p0: second  | p1: first   | p1: second ... |    the sums' dtype
 
-    Without ``TWO`` there is no second. Rows that do not exist have no words: a program that waits
-    has numbers of rows below 0.
+    In "post" another launch reads the sums. Without ``TWO`` there is no second sum. ``rows`` may
+    contain indices below 0, or from M on: for these nothing is stored.
     """
     in_rows = (rows >= 0) & (rows < M)
     if EXCHANGE == "wait":
-        # Both sums are one word, so that one atomic store publishes them. The buffer is zero
-        # before, and a word counts as written when it is not zero: sums of zero are written as -0.
+        # Both sums are packed into one word, so that one atomic store publishes both. A word of 0
+        # would count as not written: if the sums are zero, the first is written as -0.
         word = first.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
         if TWO:
             word |= second.to(tl.int32, bitcast=True).to(tl.int64) << 32
@@ -58,13 +60,13 @@ def post_sums(moments, first, second, column, rows, M, TWO: tl.constexpr, EXCHAN
 
 
 @triton.jit
-def _await_words(places, there):
-    """Returns the words at ``places``, once they are not zero; 0 where ``there`` is False.
+def _await_words(addresses, has_word):
+    """Waits until the words at ``addresses`` are not 0, and returns them.
 
-    It is PTX because a loop in Triton would end the pipelining of the loop around it.
-
-    After 2^27 loads, of some 0.6 µs each and so a minute or more, the kernel ends in a trap: the
-    launch raises an error and does not hang.
+    Where ``has_word`` is False, it returns 0 without a load. The function is PTX, because a loop in
+    Triton would prevent the pipelining of the loop around it. After 2^27 loads (of some 0.6 µs
+    each: more than a minute) the kernel traps, so that the launch raises an error and does not
+        hang.
     """
     return tl.inline_asm_elementwise(
         "{ .reg .pred asked, absent, late; .reg .u32 loads; "
@@ -73,7 +75,7 @@ def _await_words(places, there):
         "setp.eq.and.s64 absent, $0, 0, asked; add.u32 loads, loads, 1; "
         "setp.gt.u32 late, loads, 134217728; @late trap; @absent bra WAIT; }",
         "=&l,l,r",
-        [places, there.to(tl.int32)],
+        [addresses, has_word.to(tl.int32)],
         dtype=tl.int64,
         is_pure=False,
         pack=1,
@@ -84,22 +86,23 @@ def _await_words(places, there):
 def collect_sums(
     moments, rows, M, TWO: tl.constexpr, EXCHANGE: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Returns the sums over all columns, added in the order of the programs.
+    """Returns both sums over all columns of the rows, added in the order of the programs.
 
-    Without ``TWO`` the second is of no use.
+    ``COLUMNS`` programs share the rows: see `post_sums`. Without ``TWO`` the second sum is
+    meaningless.
     """
     column = tl.arange(0, triton.next_power_of_2(COLUMNS))[:, None]
     in_rows = (rows >= 0) & (rows < M)
     # The lanes beyond the last program must not wait: no program writes their words.
-    there = (column < COLUMNS) & in_rows[None, :]
+    has_word = (column < COLUMNS) & in_rows[None, :]
     if EXCHANGE == "wait":
-        word = _await_words(moments + column * M + rows[None, :], there)
+        word = _await_words(moments + column * M + rows[None, :], has_word)
         first = word.to(tl.int32).to(tl.float32, bitcast=True)
         second = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     else:
-        place = 2 * column * M + rows[None, :]
-        first = tl.load(moments + place, mask=there, other=0.0)
+        offsets = 2 * column * M + rows[None, :]
+        first = tl.load(moments + offsets, mask=has_word, other=0.0)
         second = first
         if TWO:
-            second = tl.load(moments + M + place, mask=there, other=0.0)
+            second = tl.load(moments + M + offsets, mask=has_word, other=0.0)
     return tl.sum(first, axis=0), tl.sum(second, axis=0)

@@ -29,26 +29,26 @@ def sum_partials_kernel(
         ...           |                          axis 1 of the grid: slots
                     first    second   third
     """
-    # The predecessor is often the backward that wrote ``partials``, whose stores are visible from
-    # here on.
+    # The predecessor is often the backward that writes ``partials``. After this call its stores are
+    # visible.
     await_predecessor(OVERLAP)
     slots: tl.constexpr = (first is not None) + (second is not None) + (third is not None)
     slot = tl.program_id(1)
     first_col = tl.program_id(0) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)
     in_cols = cols < N
-    # Row i of the accumulator adds up programs i, i + ROWS, ...: a config has a fixed order of
-    # additions, so the sums are the same in every run.
-    parts = tl.zeros((ROWS, BLOCK_N), ACC)
+    # Row i of ``sums`` adds up programs i, i + ROWS, ... So the order of additions depends on the
+    # config alone, and the sums are the same in every run.
+    sums = tl.zeros((ROWS, BLOCK_N), ACC)
     for start in range(0, programs, ROWS):
         rows = start + tl.arange(0, ROWS)
-        at = (rows.to(tl.int64) * slots + slot)[:, None] * N + cols[None, :]
-        parts += tl.load(
-            partials + at, mask=(rows < programs)[:, None] & in_cols[None, :], other=0.0
-        )
-    total = tl.sum(parts, axis=0)
-    # Each program stores one gradient. The outer conditions are known when the kernel is compiled:
-    # no code is generated for an absent gradient. The inner ones compare at run time.
+        offsets = (rows.to(tl.int64) * slots + slot)[:, None] * N + cols[None, :]
+        in_partials = (rows < programs)[:, None] & in_cols[None, :]
+        sums += tl.load(partials + offsets, mask=in_partials, other=0.0)
+    total = tl.sum(sums, axis=0)
+    # Each program stores one gradient, that of its slot. The outer conditions are known at compile
+    # time: no code is generated for an absent gradient. The inner conditions are evaluated at run
+    # time.
     if first is not None:
         if slot == 0:
             tl.store(first + cols, total.to(first.dtype.element_ty), mask=in_cols)
@@ -74,7 +74,10 @@ def keep_scale_kernel(
     VECTOR: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Writes dropout's factors for M rows of N elements, one tile a program."""
+    """Writes dropout's factors for M rows of N elements; each program writes one tile.
+
+    The factor of a dropped element is 0, of any other one over the keep probability.
+    """
     await_predecessor(OVERLAP)
     tile, _ = place_along_rows()
     rows = rows_of(tile, ROWS)

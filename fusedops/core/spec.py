@@ -21,15 +21,15 @@ __all__ = ["BadSample", "Maker", "Sample", "Shape", "Spec", "Sweep", "masked", "
 Shape = tuple[int | str, ...]
 
 
-# The name of the sample that gets values, for each block of `only_sample`. A spec yields all its
-# samples, and a test that takes one iterates over the others too. These are on the meta device
-# meanwhile, which saves the time to draw their values.
+# For each active block of `only_sample`, the name of its sample. A spec is a generator of samples,
+# so a test of one sample iterates over the others too. The others are on the meta device, which
+# saves the time to draw their values.
 _only: list[str] = []
 
 
 @contextmanager
 def only_sample(name: str) -> Iterator[None]:
-    """Builds samples of other names on the meta device, without values, inside the block."""
+    """Builds all samples but the named one on the meta device, without values, inside the block."""
     _only.append(name)
     try:
         yield
@@ -38,7 +38,7 @@ def only_sample(name: str) -> Iterator[None]:
 
 
 class Maker:
-    """Makes random tensors, seeded by the sample's name: the values are the same in every test."""
+    """Returns random tensors when called; seeded by a name, so that all tests get the same ones."""
 
     def __init__(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
         self.device = torch.device("meta") if _only and _only[-1] != name else device
@@ -52,23 +52,23 @@ class Maker:
         """Returns a normally distributed tensor, in the maker's dtype by default."""
         if self.device.type == "meta":
             return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-        # Drawn on the CPU in fp64, so that every device and dtype has the same values, rounded.
+        # Drawn on the CPU in fp64, and rounded: devices and dtypes have the same values.
         values = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale + shift
         return values.to(device=self.device, dtype=dtype or self.dtype)
 
 
-# Multiplied by the reciprocal, as in the kernels: a quotient would be rounded differently.
 def masked(keep: Tensor | None, keep_probability: float) -> Callable[[Tensor, torch.dtype], Tensor]:
-    """Returns dropout with a known keep mask, None for no dropout, for the references."""
+    """Returns dropout with a known keep mask, for references; no dropout if it is None."""
     if keep is None:
         return lambda h, dtype: h
+    # Multiplied by the reciprocal, as in the kernels: a quotient would be rounded differently.
     inverse = 1.0 / keep_probability if keep_probability > 0.0 else 0.0
     return lambda h, dtype: h * (keep.to(h.dtype) * inverse)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One valid call: ``spec.call(**tensors, **options)``; absent tensors are None."""
+    """One valid call, ``spec.call(**tensors, **options)``. Absent tensors are None."""
 
     name: str
     tensors: dict[str, torch.Tensor | None]
@@ -97,18 +97,17 @@ class BadSample:
 class Sweep:
     """The shapes of the benchmark's sweeps.
 
-    A tail is a shape without its first dimension, the rows.
-
-    All but those of ``rows`` are timed with as many rows as make the number of elements the same.
+    A tail is a shape without its first dimension, the rows. The benchmark chooses the number of
+    rows so that all shapes of a sweep have the same number of elements, except in ``rows``.
 
     Attributes:
         hidden: tails of different widths.
         slices: tails of different numbers of slices.
         rows: tails that are timed with different numbers of rows.
-        widths: tails of widths that are no power of two; they are timed with a fourth of the
-            elements too.
-        ragged: names of rows of slices with different widths, such as ``R4096``; the number is that
-            of all columns.
+        widths: tails of widths that are no power of two. They are timed twice: the second time with
+            a quarter of the elements.
+        ragged: names of rows of slices with different widths, such as ``R4096``. The number is the
+            sum of the widths.
     """
 
     hidden: tuple[tuple[int, ...], ...] = tuple(
@@ -129,32 +128,32 @@ class Spec:
         name: the operator's name in tests and results; usually the functional's,
             ``fusedops.<name>``.
         call: the functional itself; takes the tensors and options of a sample by keyword.
-        reference: the reference implementation, same keywords plus ``keep`` (a boolean keep mask or
-            None) and ``keep_probability``. With fp64 tensors it is the oracle of the tests. Returns
+        reference: the reference implementation. It takes the same keywords, and ``keep`` (a boolean
+            keep mask or None) and ``keep_probability``; it returns a tuple of outputs. Tests call
+            it with fp64 tensors for the expected values.
+        eager: the same operator by ``torch.nn.functional``. It takes the same keywords and returns
             a tuple of outputs.
-        eager: the same operator in ``torch.nn.functional``; same keywords, returns a tuple of
-            outputs.
         tensors: names of the tensor arguments, in call order; the first one has the rows.
         has_dropout: whether the operator takes ``p``.
-        samples: valid calls in a dtype on a device; random weights, biases and inputs.
-        bad_samples: calls that must raise.
-        benchmark: tensors and options for a shape and dtype, with every optional tensor present;
-            takes any ``(M, N)``.
+        samples: yields valid calls in a dtype on a device, with random weights, biases and inputs.
+        bad_samples: yields calls that must raise.
+        benchmark: returns the tensors and options for a shape, a dtype and a device, with every
+            optional tensor. The shape may be any ``(M, N)``.
         passes: the number of ``(M, N)`` tensors that must be read or written, for the roofline:
             ``{"fwd": …, "fwd_bwd": …}``.
         launches: the number of kernels that a forward and a backward launch at ordinary sizes.
         saved: the number of ``(M, N)`` tensors saved for backward, without the caller's own.
-        promoted: tensors whose dtypes are promoted with the first one's to the output's dtype.
-        combined: for operators that ``eager`` computes slice by slice, the same for all slices at
-            once; the benchmark also compiles it.
-        liger: returns Liger-Kernel's operator as a callable with the eager signature; None if it
-            has none.
+        promoted: names of tensors: the output's dtype is promoted from theirs and the first one's.
+        combined: ``eager`` computes some operators slice by slice; this computes all slices at
+            once. The benchmark compiles and times it too.
+        liger: returns Liger-Kernel's operator as a callable with the signature of ``eager``. None
+            if it has none.
         shapes: the shapes and dtypes of the benchmark.
         functional: the functional's name, if it is not ``name``.
         sweep: the shapes of the benchmark's sweeps.
-        exact: the operator only moves or replaces numbers: outputs are compared bit for bit, and no
-            backward is launched or timed.
-        transformers: the same as ``liger`` for Hugging Face's Transformers.
+        exact: whether the operator only moves or replaces numbers. Then its outputs are compared
+            bit for bit, and it has no backward to launch or time.
+        transformers: like ``liger``, for the operator of Hugging Face's Transformers.
     """
 
     name: str

@@ -8,8 +8,9 @@ from torch import Tensor
 
 __all__ = ["Returned", "Sliced"]
 
-# To type checkers a class without type arguments is that of the default options. Before Python
-# 3.13, typing has no defaults of type variables.
+# The default is the type of a call's result with the constructor's default options. `typing` has
+# defaults of type variables since Python 3.13: before, type checkers read `typing_extensions`,
+# which need not be installed.
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 

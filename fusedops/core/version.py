@@ -1,4 +1,4 @@
-"""The package's version: part of every tuning key, so in core."""
+"""The package's version. It is in core because tuning keys and exported constants contain it."""
 
 __all__ = ["__version__"]
 

@@ -92,8 +92,8 @@ MUTANTS = (
     Mutant(
         "the sums of a program that shares rows taken for those of the rows",
         "core/exchange.py",
-        "place = 2 * column * M + rows[None, :]",
-        "place = rows[None, :] + 0 * column",
+        "offsets = 2 * column * M + rows[None, :]",
+        "offsets = rows[None, :] + 0 * column",
         ("operators/test_norm_tiles.py", "test_rows_that_programs_share"),
     ),
     Mutant(

@@ -1,9 +1,9 @@
 """Direct launches: for each compiled kernel, a Python function that only calls Triton's C function.
 
-The function's source is generated, as a dataclass's methods are. So a launch is one flat function
-that builds no list of arguments and reads each address in the call of the C function. This is the
-source for a kernel whose arguments are a tensor, an integer and None. Dots stand for the check of
-hooks and for arguments of the C function that are the same in each launch:
+The function's source is generated, as a dataclass's methods are. So it contains no loop over the
+arguments and builds no list of them. This is the source for a kernel whose arguments are a tensor,
+an integer and None. Dots stand for the check of hooks, and for arguments of the C function that are
+the same in each launch:
 
     def variant(grid_x, grid_y, a0, a1, a2):
         ...
@@ -115,7 +115,7 @@ def bind(
 
 @functools.cache
 def _code(source: str) -> Any:
-    """Returns the compiled source; kernels with like arguments share it."""
+    """Returns the code object for a source; kernels with the same kinds of arguments share it."""
     return compile(source, "<fusedops launch>", "exec")
 
 

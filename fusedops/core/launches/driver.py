@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["limit_of_process", "multiprocessors_of", "programs_at_a_time"]
 
-# Which resource, and which limit, to query: the number of multiprocessors.
+# The number of multiprocessors, as a kind of resource and as a kind of limit.
 _MULTIPROCESSORS = 1  # CU_DEV_RESOURCE_TYPE_SM
 _LIMITED = 0  # CU_EXEC_AFFINITY_TYPE_SM_COUNT
 
@@ -84,8 +84,8 @@ def limit_of_process() -> int | None:
 def programs_at_a_time(function: int, threads: int, shared: int) -> int | None:
     """Returns how many programs of a loaded kernel a multiprocessor runs at a time.
 
-    Registers and shared memory limit the number; architectures have different amounts of both. None
-    if the driver does not tell, or if no program fits.
+    The registers and shared memory of the architecture limit the number. None if the driver's query
+    fails, or if no program fits.
 
     Args:
         function: the kernel's handle.

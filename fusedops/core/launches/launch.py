@@ -1,9 +1,9 @@
-"""Compilation of kernels under keys of this package, and launches without Triton's argument binder.
+"""Compiles kernels under keys of this package; launches them without Triton's argument binder.
 
-A plain ``kernel[grid](…)`` with twenty arguments costs about 28 µs of host time, most of which
-Triton spends on inspecting the arguments again. Here the caller derives a key from all that the
-compiled code depends on (dtypes, absences, constants, alignment, device), builds a `Variant` once,
-and then passes addresses to the compiled launcher:
+A plain ``kernel[grid](…)`` with twenty arguments costs about 28 µs of host time: Triton inspects
+the arguments at each launch. Here the caller derives a key from all that the compiled code depends
+on (dtypes, absent arguments, constants, alignment, device), and builds a `Variant` once for each
+key. Later launches pass addresses to the compiled launcher:
 
     first call     types, constants, config -> Request -> build -> Variant, cached by Request.key
     repeated call  variant(grid_x, grid_y, *arguments) -> Triton's C function
@@ -81,14 +81,14 @@ _POINTERS = {
     torch.bool: "*i1",
 }
 
-# Values of environment variables, in lower case.
+# Values of environment variables that mean on or off, in lower case.
 _ON = ("1", "true", "on", "yes", "y")
 _OFF = ("0", "false", "off", "no", "n")
 
-_observers: list[list[str]] = []
-_collectors: list[list[Request]] = []
-_built: dict[Any, Variant] = {}
-_resident: dict[Variant, int] = {}
+_observers: list[list[str]] = []  # the lists of active blocks of `record`
+_collectors: list[list[Request]] = []  # the lists of active blocks of `collecting`
+_built: dict[Any, Variant] = {}  # by device index and `Request.key`
+_resident: dict[Variant, int] = {}  # see `resident`; of cooperative kernels only
 _variants = 0
 _build_lock = threading.Lock()
 _interpreter_lock = threading.RLock()
@@ -96,7 +96,10 @@ _interpreter_lock = threading.RLock()
 
 @functools.cache
 def interpreting() -> bool:
-    """Whether Triton interprets kernels on the CPU: ``TRITON_INTERPRET`` at the first call."""
+    """Whether Triton interprets kernels on the CPU.
+
+    It reads ``TRITON_INTERPRET`` at the first call.
+    """
     return os.environ.get("TRITON_INTERPRET", "").lower() in _ON
 
 
@@ -145,7 +148,7 @@ def _observe(name: str) -> None:
 
 @functools.cache
 def processors(device_index: int) -> int:
-    """Returns the multiprocessors of a GPU; under the interpreter (index -1) two."""
+    """Returns a GPU's number of multiprocessors; 2 under the interpreter (index -1)."""
     if device_index < 0:
         return 2
     return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
@@ -168,20 +171,21 @@ def overlaps(device_index: int) -> bool:
 
 
 def multiprocessors(device_index: int) -> int:
-    """Returns the multiprocessors that kernels on the current stream may use.
+    """Returns the number of multiprocessors that kernels on the current stream may use.
 
-    These are its green context's, or all those of the GPU that MPS leaves to the process.
+    A stream of a green context has those of the context. Any other stream has all multiprocessors
+    of the GPU, or as many as MPS allows this process.
     """
-    own = driver.multiprocessors_of(runtime.current_stream(device_index))
-    return _left_by_mps(device_index) if own is None else own
+    in_green_context = driver.multiprocessors_of(runtime.current_stream(device_index))
+    return _allowed_by_mps(device_index) if in_green_context is None else in_green_context
 
 
 @functools.cache
-def _left_by_mps(device_index: int) -> int:
-    """Returns the multiprocessors that MPS leaves to this process: all without a limit."""
-    every = processors(device_index)
+def _allowed_by_mps(device_index: int) -> int:
+    """Returns the number of multiprocessors that MPS allows this process; all without a limit."""
+    total = processors(device_index)
     limit = driver.limit_of_process()
-    return min(limit, every) if limit else every
+    return min(limit, total) if limit else total
 
 
 @functools.cache
@@ -199,7 +203,10 @@ def _is_waiting_on() -> bool:
 
 
 def may_wait(device_index: int, acc: torch.dtype) -> bool:
-    """Whether programs may wait for others' sums of dtype ``acc``, if all can run: see `waits`."""
+    """Whether programs may wait for others' sums of dtype ``acc``, if enough of them can run.
+
+    `waits` decides the latter.
+    """
     if device_index < 0 or acc != torch.float32:
         return False
     if _cannot_compile(device_index):
@@ -208,27 +215,28 @@ def may_wait(device_index: int, acc: torch.dtype) -> bool:
 
 
 def waits(device_index: int, acc: torch.dtype, programs: int) -> bool:
-    """Whether ``programs`` neighbours in the grid may wait for one another's sums of dtype ``acc``.
+    """Whether groups of ``programs`` may wait for one another's sums of dtype ``acc``.
 
-    All of them must run at the same time. The launch is cooperative: the driver starts all programs
-    of the grid or none. So two kernels that wait, of two streams or two libraries, never each hold
-    the multiprocessors that the other one lacks.
+    A group consists of neighbours in the grid, and all of them must run at the same time. So the
+    launch is cooperative: the driver starts all programs of the grid or none. Otherwise two such
+    kernels, of two streams or libraries, could each hold multiprocessors that the other one needs,
+    and both would wait forever.
     """
     if not may_wait(device_index, acc) or programs > 8:
         return False
-    # The grid has whole groups of ``programs``. On few multiprocessors a cooperative launch would
-    # leave most without work, and it would wait for all of them. So 2, 3, ..., 8 programs take more
-    # than 6, 12, ..., 42 multiprocessors.
+    # The grid has whole groups. If there are few multiprocessors, few groups fit on them, and many
+    # multiprocessors would be without work; and the launch would wait until all programs can start.
+    # So groups of 2, 3, ..., 8 programs need more than 6, 12, ..., 42 multiprocessors.
     return 6 * (programs - 1) < multiprocessors(device_index)
 
 
 def resident(variant: Variant) -> int:
-    """Returns the programs of a cooperative kernel that a multiprocessor runs at a time."""
+    """Returns how many programs of a cooperative kernel a multiprocessor runs at a time."""
     return _resident.get(variant, 1)
 
 
 def pointer_type(dtype: torch.dtype | None) -> str | None:
-    """Returns Triton's name for a pointer to ``dtype``; None, for an absent argument, for None."""
+    """Returns Triton's type name of a pointer to ``dtype``; None for None, an absent argument."""
     return None if dtype is None else _POINTERS[dtype]
 
 
@@ -242,28 +250,32 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 # A kernel is compiled for each length of a row. Longer rows are vectors rather than rows of
 # features: the reference implementation runs for them.
 LONGEST_ROW = 1 << 23
-# Tiles of rows that one program sums alone. For more, several programs write partial sums, and
-# another launch adds them up.
+# One program alone sums at most so many tiles of rows. For more tiles, several programs write
+# partial sums, and another launch adds these up.
 MOST_ALONE = 4
-# The longest axis 1 of a CUDA grid, and axis 2.
+# CUDA's limit for the size of a grid's axis 1, and of axis 2.
 MOST_TILES = 65535
 
 
 def vector_width(*dtypes: torch.dtype | None, config: Config | None = None) -> int:
-    """Returns the number of adjacent columns whose mask one thread draws: 8 or 4.
+    """Returns the number of adjacent columns whose mask one thread draws at once: 8 or 4.
 
-    The mask is the same for both; only the speed differs. The number should be that of the adjacent
-    columns that Triton gives to a thread: 16 bytes of the narrowest tensor, which are 8 columns in
-    16 bits, or fewer in a small tile. Otherwise the mask costs an exchange between threads or a
-    second draw.
+    Both give the same mask; only the speed differs. The fastest is the number of adjacent columns
+    that Triton assigns to a thread: 16 bytes of the narrowest tensor (8 columns of a 16-bit dtype),
+    or fewer in a small tile. With another number, threads would exchange parts of the mask, or draw
+    twice.
+
+    Args:
+        dtypes: the tensors' dtypes, None where absent.
+        config: the launch parameters; None for a tile that is not small.
     """
     narrowest = min(d.itemsize for d in dtypes if d is not None)
     per_thread = 8 if config is None else config.block_n * config.rows // (32 * config.warps)
     return 8 if narrowest == 2 and per_thread >= 8 else 4
 
 
-# The arguments ``seed`` and ``offset`` of a kernel, by the kind of random state: absent, two
-# numbers, a tensor of both, or a shard's tensor, passed twice.
+# The types of a kernel's arguments ``seed`` and ``offset``, by the kind of random state (see
+# `rng.seed_kind`): absent, two numbers, a tensor of both, or a shard's tensor, passed twice.
 SEED_TYPES: tuple[dict[str, str | None], ...] = (
     {"seed": None, "offset": None},
     {"seed": "i64", "offset": "i64"},
@@ -274,14 +286,14 @@ SEED_TYPES: tuple[dict[str, str | None], ...] = (
 
 @dataclass(frozen=True)
 class Request:
-    """The source of a `Variant`: a kernel, its argument types and constants, and the config.
+    """What a `Variant` is built from: a kernel, its argument types and constants, and the config.
 
     Attributes:
         kernel: the kernel.
         types: Triton's type name of each run-time argument, None where the argument is absent.
         constants: the value of each constexpr argument.
         config: the launch parameters.
-        divisible: a power of two that divides the argument of that name.
+        divisible: for some arguments, by name, a power of two that divides the address or number.
     """
 
     kernel: Any
@@ -300,9 +312,9 @@ class Request:
             options["launch_pdl"] = True
         if self.cooperative:
             options["launch_cooperative_grid"] = True
-        # FP fusion contracts a product and a sum to one instruction, which rounds once. Triton's
-        # default is on, from 3.10 on off: so it is set, unless the user has set it for a kernel
-        # that allows it.
+        # FP fusion contracts a product and a sum to one instruction, which rounds once. Some
+        # kernels must not be contracted. For the others the option is set because Triton's default
+        # varies: on before 3.10, off since. A user's environment variable overrides it.
         if not getattr(self.kernel, "contracts", True):
             options["enable_fp_fusion"] = False
         elif "TRITON_DEFAULT_FP_FUSION" not in os.environ:
@@ -316,19 +328,19 @@ class Request:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The key of the compiled code: all that it depends on."""
-        # Mappings have no hash. `build` orders them as the kernel's arguments: equal requests have
-        # equal keys.
+        """The key of the compiled code: everything that the code depends on."""
+        # Tuples of items, because mappings have no hash. `build` orders the mappings as the
+        # kernel's arguments, so equal requests have equal keys.
         parts = (self.types, self.constants, self.options, self.divisible)
         return (self.kernel.fn, *[tuple(part.items()) for part in parts])
 
 
 @contextmanager
 def collecting() -> Iterator[list[Request]]:
-    """Collects, in order, the requests in the block instead of compiling or launching anything.
+    """Collects the requests of the calls inside the block, in order.
 
-    Results inside the block are uninitialised memory, and plans from there launch
-    nothing: the caller drops all plans before and after (`tuning.forced` does).
+    Nothing is compiled or launched: the calls return uninitialised memory, and plans made inside
+    the block launch nothing. So the caller drops all plans before and after (`tuning.forced` does).
     """
     requests: list[Request] = []
     _collectors.append(requests)
@@ -344,7 +356,7 @@ def collects() -> bool:
 
 
 class NotCompiledError(RuntimeError):
-    """The error where Triton cannot compile a kernel; its cause is Triton's error.
+    """Raised if Triton cannot compile a kernel; its cause is Triton's error.
 
     Args:
         name: the kernel's name.
@@ -356,12 +368,13 @@ class NotCompiledError(RuntimeError):
         super().__init__(f"Triton cannot compile {name} ({': '.join(lines[:2])})")
 
 
-# One kernel, specialised and ready to launch: ``variant(grid_x, grid_y, *arguments)``.
+# A compiled kernel, ready to launch: ``variant(grid_x, grid_y, *arguments)``.
 #
-# The arguments are the kernel's run-time ones in its order, None (or anything) where it was built
-# without one. The caller keeps the device current and guarantees that tensors and integers fit the
-# types it was built with. A grid too long for axis 1 is folded onto axis 2; a kernel whose caller
-# allows that uses both program indices.
+# The arguments are the kernel's run-time arguments, in its order. An argument without which the
+# variant was built is ignored; usually it is None. The caller makes the device current, and
+# guarantees that tensors and integers have the types that the variant was built for. If ``grid_y``
+# exceeds `MOST_TILES`, the grid is folded onto axis 2: kernels that may have such grids read both
+# program indices, by `device.place_along_rows`.
 Variant: TypeAlias = Callable[..., None]
 
 
@@ -373,13 +386,13 @@ def specialise(request: Request, device_index: int) -> Variant:
 
 
 class Kernel:
-    """One specialised kernel with the way in which it is launched.
+    """A compiled kernel, and how it is launched.
 
     Attributes:
-        variant: launches it.
+        variant: the function that launches it.
         launcher: "direct", by a call of Triton's C function; "compiled", by Triton's launcher of
-            compiled kernels; or "ordinary", by ``kernel[grid](…)``. Each costs more host time than
-            the one before.
+            compiled kernels; or "ordinary", by ``kernel[grid](…)``. The first costs the least host
+            time, the last the most.
         reason: why it is not launched directly; "" if it is.
     """
 
@@ -396,13 +409,13 @@ class Kernel:
             self.variant = self._observed(self._launch_ordinarily)
             return
         self._compiled = compile_fitting(request, shared_memory(device_index))
-        # Triton's launcher takes a position for each constant too, and ignores its value.
+        # Triton's launcher expects an argument for each constant too, and ignores its value.
         self._filler = (None,) * len(self._constants)
         try:
             self.variant = direct.bind(
                 self._compiled,
-                list(types.values()),
-                len(self._constants),
+                kinds=list(types.values()),
+                constants=len(self._constants),
                 name=self.name,
                 device_index=device_index,
                 general=self._launch_compiled,
@@ -433,7 +446,7 @@ class Kernel:
         self._compiled[_grid(grid_x, grid_y)](*arguments, *self._filler)
 
     def _launch_ordinarily(self, grid_x: int, grid_y: int, *arguments: Any) -> None:
-        """Launches by Triton's binder, with fewer stages while shared memory is short."""
+        """Launches by Triton's binder; lowers the number of stages until shared memory suffices."""
         from triton import OutOfResources
 
         pairs = zip(arguments, self._present, strict=True)
@@ -452,16 +465,16 @@ class Kernel:
 
 
 def _grid(grid_x: int, grid_y: int) -> tuple[int, int, int]:
-    """Returns the grid, with an axis 1 that is too long folded onto axis 2.
+    """Returns the grid; if axis 1 would be too long, it is folded onto axis 2.
 
-    The folded grid may have more programs than ``grid_y``; their rows are past the end.
+    A folded grid may have more than ``grid_y`` programs. The rows of the last ones do not exist.
     """
     grid_z = -(-grid_y // MOST_TILES) or 1
     return grid_x, -(-grid_y // grid_z), grid_z
 
 
 def _cannot_compile(device_index: int) -> str:
-    """Returns why kernels for a device are launched by Triton's binder; "" where they are not."""
+    """Returns why kernels for a device cannot be compiled before a launch; "" if they can."""
     if interpreting() or device_index < 0:
         return "kernels are interpreted"
     if torch.version.hip is not None:
@@ -472,7 +485,7 @@ def _cannot_compile(device_index: int) -> str:
 
 
 def diagnose(device_index: int) -> Kernel:
-    """Returns a small new kernel for the device, which shows how kernels are launched there."""
+    """Builds and returns a small kernel, whose attributes show how the device's are launched."""
     from ..kernels import sum_partials_kernel
 
     types: dict[str, str | None] = {
@@ -489,12 +502,13 @@ def diagnose(device_index: int) -> Kernel:
         "ROWS": 16,
         "OVERLAP": False,
     }
-    request = Request(sum_partials_kernel, types, constants, Config(16, rows=16, warps=1), {})
+    config = Config(block_n=16, rows=16, warps=1)
+    request = Request(sum_partials_kernel, types, constants, config, divisible={})
     return Kernel(request, device_index)
 
 
 class _Collected:
-    """Replaces a variant inside `collecting`; launches nothing."""
+    """A variant that is built inside `collecting`: it launches nothing."""
 
     def __call__(self, grid_x: int, grid_y: int, *arguments: Any) -> None: ...
 
@@ -512,11 +526,12 @@ def build(
 ) -> Variant:
     """Returns the variant for a config.
 
-    Types and constants that are no arguments of the kernel are left out. With ``aligned`` every
-    address is a multiple of 16 and every stride of 8.
+    ``types`` and ``constants`` may contain names that are not arguments of the kernel; these are
+    ignored. With ``aligned``, the caller guarantees that every address is a multiple of 16 and
+    every stride a multiple of 8.
     """
     types = {name: types[name] for name in kernel.arg_names if name in types}
-    every_constant = dict(constants) | {
+    all_constants = dict(constants) | {
         "ACC": triton_dtype(acc),
         "N": cols,
         "BLOCK_N": config.block_n,
@@ -524,16 +539,19 @@ def build(
         "ROWS": config.rows,
         "STAGES": config.stages,
     }
-    # A persistent kernel that is launched early piles up: see `device.await_predecessor`.
-    is_persistent = every_constant.get("PERSISTENT", False)
-    every_constant["OVERLAP"] = not is_persistent and overlaps(device_index)
-    own = {name: every_constant[name] for name in kernel.arg_names if name in every_constant}
-    request = Request(kernel, types, own, config, _divisible(types) if aligned else {})
+    # Persistent kernels must not be launched early: see `device.await_predecessor`.
+    is_persistent = all_constants.get("PERSISTENT", False)
+    all_constants["OVERLAP"] = not is_persistent and overlaps(device_index)
+    used_constants = {
+        name: all_constants[name] for name in kernel.arg_names if name in all_constants
+    }
+    divisible = _divisible(types) if aligned else {}
+    request = Request(kernel, types, used_constants, config, divisible)
     if _collectors:
         _collectors[-1].append(request)
         return _Collected()
-    # A variant launches on the stream of one device. The lock is for all kernels: threads that need
-    # the same variant compile it once.
+    # The key contains the device, because a variant launches on one device. With the lock, threads
+    # that need the same variant compile it once.
     key = (device_index, *request.key)
     with _build_lock:
         variant = _built.get(key)
@@ -543,7 +561,7 @@ def build(
 
 
 def _divisible(types: Mapping[str, str | None]) -> dict[str, int]:
-    """Returns the divisors of a kernel's aligned arguments: of addresses 16, of strides 8."""
+    """Returns the divisors of a kernel's aligned arguments: 16 for addresses, 8 for strides."""
     addresses = [name for name, kind in types.items() if kind is not None and kind[0] == "*"]
     strides = [name for name in types if name.endswith("_stride")]
     return dict.fromkeys(addresses, 16) | dict.fromkeys(strides, 8)
@@ -557,13 +575,14 @@ def shared_memory(device_index: int) -> int:
 
 
 def compile_kernel(request: Request, target: Any = None) -> Any:
-    """Compiles a kernel for exactly these argument types; with a ``target``, no GPU is needed.
+    """Compiles a kernel for a request, on the current GPU or for a ``target`` without a GPU.
 
     Raises:
-        NotCompiledError: Triton has an error.
-        OSError, MemoryError, ImportError: Triton cannot write its files, or finds no assembler.
+        NotCompiledError: Triton cannot compile the kernel.
+        OSError, MemoryError, ImportError: the machine's fault, not the kernel's: for example,
+            Triton cannot write its files or has no assembler.
     """
-    # To the compiler an absent argument is the constant None.
+    # For Triton, an absent argument is a constexpr None.
     absent = [name for name, kind in request.types.items() if kind is None]
     constants = {**dict.fromkeys(absent), **request.constants}
     kinds: dict[str, Any] = {**request.types, **dict.fromkeys(constants, "constexpr")}
@@ -577,14 +596,14 @@ def compile_kernel(request: Request, target: Any = None) -> Any:
         return compile_ahead(
             request.kernel, signature, constants, divisible, request.options, target
         )
-    except (OSError, MemoryError, ImportError):  # of the machine, not of the kernel
+    except (OSError, MemoryError, ImportError):
         raise
-    except Exception as error:  # a pass of the compiler or the assembler may raise anything
+    except Exception as error:  # the compiler's passes and the assembler raise errors of any type
         raise NotCompiledError(request.kernel.fn.__name__, error) from error
 
 
 def compile_fitting(request: Request, limit: int, target: Any = None) -> Any:
-    """Compiles a kernel with as many stages as ``limit`` bytes of shared memory hold."""
+    """Compiles a kernel with the most stages that fit in ``limit`` bytes of shared memory."""
     while True:
         compiled = compile_kernel(request, target)
         stages = request.constants.get("STAGES", 1)

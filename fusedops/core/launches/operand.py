@@ -32,14 +32,14 @@ __all__ = [
     "vector",
 ]
 
-# How a tensor's rows are spaced, if one stride does not reach them all. The leading dimensions are
-# joined to groups in which one stride, that of the group's last dimension, reaches all rows. A
-# group is its first and its last dimension, the outermost group first:
+# How a tensor's rows are spaced, if they have no common stride. Adjacent leading dimensions form a
+# group if they could be flattened to one dimension: its stride is that of the group's last
+# dimension. A group is written as its first and last dimension, the outermost group first:
 #
 #     shape  (2, 5, 3, cols), strides (45 * cols, 9 * cols, cols, 1):  ((0, 1), (2, 2))
 #
-# Dimensions 0 and 1 are one group, of stride 9 * cols, as 45 is 5 * 9. Dimension 2 is not in it, as
-# 9 is not 3 * 1.
+# Dimensions 0 and 1 are a group of stride 9 * cols, because 45 is 5 * 9. Dimension 2 does not
+# belong to it, because 9 is not 3 * 1.
 Spacing = tuple[tuple[int, int], ...]
 
 
@@ -47,10 +47,10 @@ def rows(t: Any, cols: int, dims: int = 1) -> tuple[Any, int, int]:
     """Returns a tensor of contiguous, evenly spaced rows, its row stride, and its bits.
 
     Args:
-        t: a tensor of any strides; it is copied where the rows cannot be read in place. None has no
-            bits.
-        cols: elements of a row.
-        dims: trailing dimensions that make up a row.
+        t: a tensor of any strides, or None, whose bits are 0. If its rows cannot be read in place,
+            a copy is returned.
+        cols: the number of elements of a row.
+        dims: the number of trailing dimensions that make up a row.
     """
     stride = cols
     if t is None:
@@ -58,7 +58,8 @@ def rows(t: Any, cols: int, dims: int = 1) -> tuple[Any, int, int]:
     if not t.is_contiguous():
         t, stride = _evenly_spaced(t, cols, dims)
     address = t.data_ptr()
-    # Kernels read memory: the sign of a negative view is not in it, and a ZeroTensor has none.
+    # Kernels read memory. The memory of a negative view has the opposite signs, and a ZeroTensor
+    # has no memory.
     if t.is_neg() or not address:
         t, stride = _materialized(t), cols
         address = t.data_ptr()
@@ -66,14 +67,14 @@ def rows(t: Any, cols: int, dims: int = 1) -> tuple[Any, int, int]:
 
 
 def spacing(t: Tensor, leading: int) -> Spacing | None:
-    """Returns how the rows of a strided tensor are spaced.
+    """Returns how the rows of a strided tensor are spaced, for a kernel that reads them.
 
-    None if `rows` reads them in place, or if no kernel can: elements of a row are not adjacent, or
-    memory does not hold the values.
+    Returns None if the rows have one stride, so that `rows` suffices, or if no kernel can read them
+    in place: because elements of a row are not adjacent, or memory does not hold the values.
 
     Args:
         t: a tensor.
-        leading: its dimensions before those that make up a row.
+        leading: the number of dimensions before those that make up a row.
     """
     if t.is_contiguous() or t.is_neg() or not t.data_ptr():
         return None
@@ -81,19 +82,19 @@ def spacing(t: Tensor, leading: int) -> Spacing | None:
 
 
 def spacing_written(t: Tensor, leading: int) -> Spacing | None:
-    """Returns how the rows of a strided tensor are spaced that a kernel writes.
+    """Returns how the rows of a strided tensor are spaced, for a kernel that writes them.
 
-    None if the tensor is contiguous, or if no kernel can write it.
+    Returns None if the tensor is contiguous, or if no kernel can write to it.
 
     Args:
         t: a tensor.
-        leading: its dimensions before those that make up a row.
+        leading: the number of dimensions before those that make up a row.
     """
     return None if t.is_contiguous() else _groups(t.shape, t.stride(), leading)
 
 
 def spacing_of(shape: Sequence[int], strides: Sequence[int], leading: int) -> Spacing | None:
-    """Returns how the rows of a tensor of these strides are spaced, as `spacing`."""
+    """Returns the `spacing` of a tensor with this shape and these strides."""
     groups = _groups(shape, strides, leading)
     if groups is None:
         return None
@@ -109,23 +110,23 @@ def _groups(shape: Sequence[int], strides: Sequence[int], leading: int) -> Spaci
             return None
         expected *= size
     groups: list[tuple[int, int]] = []
-    # Size times stride of the last dimension seen: the next outer one joins its group if its stride
-    # is this.
-    reached = 0
+    # The stride with which the next outer dimension belongs to the current group: the size times
+    # the stride of the dimension inside it.
+    expected_step = 0
     for dim in range(leading - 1, -1, -1):
         size, step = shape[dim], strides[dim]
         if size == 1:  # its stride is never used
             continue
-        if groups and step == reached:
+        if groups and step == expected_step:
             groups[-1] = dim, groups[-1][1]
         else:
             groups.append((dim, dim))
-        reached = size * step
+        expected_step = size * step
     return tuple(reversed(groups))
 
 
 def vector(t: Any) -> tuple[Any, int]:
-    """Returns a contiguous tensor and its bits; None has no bits."""
+    """Returns ``t``, or a contiguous copy if it is not, and its bits; 0 for None."""
     if t is None:
         return t, 0
     if not t.is_contiguous():
@@ -138,7 +139,7 @@ def vector(t: Any) -> tuple[Any, int]:
 
 
 def dense(t: Any) -> tuple[Any, int]:
-    """Returns a dense tensor in its layout and its bits; None has no bits."""
+    """Returns a dense ``t``, in the layout that it has, and its bits; 0 for None."""
     if t is None:
         return t, 0
     address = t.data_ptr()
@@ -151,20 +152,20 @@ def dense(t: Any) -> tuple[Any, int]:
 def _is_contiguous(t: Tensor) -> bool:
     """Whether a tensor is known to be contiguous.
 
-    It is not known where a size depends on data, for example on the result of `Tensor.item`.
+    While tracing, that may be unknown: for example, if a size is the result of `Tensor.item`.
     """
     try:
         return t.is_contiguous()
-    except RuntimeError:  # a guard on such a size
+    except RuntimeError:  # raised for a guard on an unknown size
         return False
 
 
 def is_dense(t: Tensor) -> bool:
-    """Whether elements fill their memory without gaps or overlaps, in any order of dimensions."""
+    """Whether the elements fill their memory without gaps or overlaps, whatever their order."""
     if _is_contiguous(t):
         return True
     strides = t.stride()
-    # A comparison of symbols would specialise a traced graph for their values.
+    # Comparing symbolic sizes would specialise the traced graph for their values.
     if any(type(number) is not int for number in (*t.shape, *strides)):
         return False
     expected = 1
@@ -202,8 +203,8 @@ def _evenly_spaced(t: Tensor, cols: int, dims: int) -> tuple[Tensor, int]:
     has_contiguous_rows = dims == 1 and (strides[-1] == 1 or cols == 1)
     if not has_contiguous_rows:
         return t.contiguous(), cols
-    # The leading dimensions, from the outermost. One stride reaches all rows if each dimension's
-    # stride is the product of the next one's size and stride:
+    # The loop visits the leading dimensions from the outermost. The rows have one stride if each
+    # dimension's stride is the product of the next inner one's size and stride:
     #
     #     shape  (2, 3, cols), strides (3 * s, s, 1):  row (i, j) is at (3 * i + j) * s
     stride = None
@@ -217,10 +218,10 @@ def _evenly_spaced(t: Tensor, cols: int, dims: int) -> tuple[Tensor, int]:
 
 
 def _materialized(t: Tensor) -> Tensor:
-    """Returns the values in memory, without gaps.
+    """Returns a copy without gaps, whose memory holds the values.
 
-    A negative view (the imaginary part after ``conj``) or a ZeroTensor has others in memory, or no
-    memory.
+    The memory of a negative view (such as the imaginary part after ``conj``) holds the negatives of
+    its values. A ZeroTensor has no memory.
     """
     if not t.numel():
         return t

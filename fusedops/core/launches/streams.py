@@ -1,4 +1,4 @@
-"""Plans whose programs wait for one another: they depend on the stream's multiprocessors."""
+"""Plans that depend on the stream's number of multiprocessors: their programs wait for others."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ def plan_of_stream(
     """Returns the plan for a key on the current stream.
 
     Args:
-        plan: that under ``key``, which has 0 for the number of multiprocessors: the plan of the
-            first stream. Plans for streams with another number are stored under keys with that
-            number:
+        plan: the plan that ``plans`` has for ``key``.
+        plans: the plans of all calls, by key.
+        key: the call's key. Its last but one item is 0 in place of a number of multiprocessors. The
+            plan under it is that of the first stream that made the call. Plans for streams with
+            another number of multiprocessors are stored under keys with that number:
 
-                (..., 0, bucket)      first stream, of 132 multiprocessors; or a plan for any stream
-                (..., 66, bucket)     a stream of 66
+                (..., 0, bucket)      the first stream, of 132 multiprocessors; or any stream, if
+                                      programs do not wait
+                (..., 66, bucket)     a stream of 66 multiprocessors
 
-        plans: by key.
-        key: the key of the call.
-        make: makes a plan for a key.
+        make: a function that returns a new plan for a key.
     """
     if not plan.multiprocessors:
         return plan

@@ -18,7 +18,7 @@ class Usage:
 
     Attributes:
         registers: registers per thread; 0 if unknown.
-        spills: bytes of stack per thread, on AMD GPUs spilled registers.
+        spills: bytes of stack per thread; on AMD GPUs the number of spilled registers.
         shared: bytes of shared memory per program.
         error: why it does not compile; empty if it does.
     """
@@ -39,12 +39,12 @@ def usage_of(compiled: Any) -> Usage:
         return Usage(registers, spills, shared)
     import triton
 
-    # Triton has these numbers once a kernel is loaded, which needs a GPU. They are in the binary
-    # too, and Triton's wheels have NVIDIA's tool that prints them.
+    # Triton reads these numbers when it loads a kernel, which needs a GPU. They are in the binary
+    # too: a tool of NVIDIA prints them, which is part of Triton's wheels.
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not tool.exists():
         return Usage(shared=shared)
-    # The tool reads files only.
+    # The tool reads a file, not its standard input.
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(compiled.asm["cubin"])
         binary.flush()

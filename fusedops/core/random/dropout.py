@@ -1,4 +1,4 @@
-"""Dropout with the keep mask as a tensor: for references, derivatives of any order, torch.func."""
+"""Dropout by PyTorch's operators, for references, derivatives of any order and torch.func."""
 
 from __future__ import annotations
 
@@ -19,34 +19,36 @@ from .rng import State
 
 __all__ = ["Dropout", "dropout_of", "fixed", "none"]
 
-# A function of a tensor and a dtype, which returns the tensor times the keep mask over the keep
-# probability. The tensor may be in the accumulator's dtype. The other argument is the dtype in
-# which unfused code would call `F.dropout`: a mask that PyTorch draws is drawn in that dtype.
+# A function of a tensor and a dtype, which returns the tensor after dropout: dropped elements are
+# 0, the others are divided by the keep probability. The tensor may be in the accumulator's dtype.
+# The second argument is the dtype in which unfused code would call `F.dropout`: if PyTorch draws
+# the mask, it draws it in that dtype.
 Dropout = Callable[[Tensor, torch.dtype], Tensor]
 
 
 def none(h: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the tensor: no dropout."""
+    """Returns ``h`` unchanged: no dropout."""
     return h
 
 
 def fixed(scale: Tensor) -> Dropout:
-    """Returns dropout with a known mask, ``scale``, which is divided by the keep probability."""
+    """Returns dropout with known factors: 0, or one over the keep probability."""
     return lambda h, dtype: h * scale
 
 
 def dropout_of(p: float, state: State, cols: int) -> Dropout:
     """Returns dropout as a function of a tensor.
 
-    With a state the mask is the kernels', of rows of ``cols`` elements; without one it is the mask
-    that `F.dropout` draws.
+    With a state, the mask is the one that kernels draw for rows of ``cols`` elements. Without one,
+    `F.dropout` draws the mask.
     """
 
     def as_kernels(h: Tensor, dtype: torch.dtype) -> Tensor:
         like = torch.empty_like(h, memory_format=torch.contiguous_format)
         if transforms() and p < 1.0:
-            # The sum with a random operator's result behaves as PyTorch's random operators do:
-            # it is batched for randomness="different", and raises for randomness="error".
+            # The result of a random operator is added, so that ``like`` behaves under `vmap` as a
+            # random operator's result does: with randomness="different" it is batched, and with
+            # randomness="error" this raises. Only the shape and dtype of ``like`` are read.
             like = like + F.dropout(torch.zeros((), dtype=h.dtype, device=h.device), 0.5)
         return h * keep_scale(like, state, cols)
 
@@ -64,7 +66,7 @@ def dropout_of(p: float, state: State, cols: int) -> Dropout:
 def keep_scale(like: Tensor, state: State, cols: int) -> Tensor:
     """Returns dropout's factors in the shape and dtype of ``like``.
 
-    They are one over the keep probability for elements that stay, else 0.
+    The factor of a dropped element is 0, of any other one over the keep probability.
     """
     seed, offset, threshold = state
     if not isinstance(seed, Tensor):
@@ -73,16 +75,16 @@ def keep_scale(like: Tensor, state: State, cols: int) -> Tensor:
 
 
 class _KeepScale(torch.autograd.Function):
-    """Dropout's factors, constants of autograd; under ``vmap`` of one mask or a batch of masks."""
+    """Calls the registered operator; under ``vmap``, for one mask or a batch of masks."""
 
     @staticmethod
     def forward(like: Tensor, seed: Tensor, threshold: int, cols: int) -> Tensor:
-        """Calls the registered operator."""
+        """Returns dropout's factors."""
         return torch.ops.fusedops.keep_scale(like, seed, threshold, cols)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Saves nothing."""
+        """Marks the factors as constants: they have no gradient."""
         ctx.mark_non_differentiable(output)
 
     @staticmethod
@@ -92,7 +94,7 @@ class _KeepScale(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, like: Tensor, seed: Tensor, threshold: int, cols: int) -> Any:
-        """Returns the factors with the meaning that ``randomness`` has for `F.dropout`."""
+        """Returns the factors of one mask for randomness="same", else those of a batch of masks."""
         if info.randomness == "same":
             return _keep_scale(like.select(in_dims[0], 0), seed, threshold, cols), None
         return _keep_scale(like.movedim(in_dims[0], 0), seed, threshold, cols), 0
@@ -111,12 +113,12 @@ def _empty(like: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
-_CONFIG = Config(1024, 1, 4)
+_CONFIG = Config(block_n=1024, rows=1, warps=4)
 
 
 @functools.lru_cache(maxsize=256)
 def _variant(device_index: int, dtype: torch.dtype, kind: int, cols: int) -> launch.Variant:
-    """Returns the kernel for a kind of seed: see `rng.seed_kind`."""
+    """Returns the kernel for an index of `launch.SEED_TYPES`, ``kind``: see `rng.seed_kind`."""
     from ..kernels import keep_scale_kernel
 
     types = {
@@ -139,15 +141,15 @@ def _variant(device_index: int, dtype: torch.dtype, kind: int, cols: int) -> lau
 
 
 def _write(like: Tensor, seed: Tensor, threshold: int, cols: int) -> Tensor:
-    """Launches the kernel."""
+    """Implements ``fusedops::keep_scale``: launches the kernel, returns the factors."""
     out = _empty(like)
-    first, second = rng.unpacked(seed)
-    kind = rng.seed_kind(second)
+    kernel_seed, offset = rng.unpacked(seed)
+    kind = rng.seed_kind(offset)
     rows = out.numel() // cols
     grid = -(-cols // _CONFIG.block_n), -(-rows // _CONFIG.rows)
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
         variant = _variant(out.get_device(), out.dtype, kind, cols)
-        variant(*grid, out, first, second, threshold, rows)
+        variant(*grid, out, kernel_seed, offset, threshold, rows)
     return out
 
 

@@ -1,11 +1,12 @@
 """The random state of dropout kernels, drawn from PyTorch's generators.
 
 On a GPU the state is the device generator's (seed, offset), and each draw advances the offset. So
-`torch.manual_seed`, `torch.get_rng_state` and activation checkpointing set and restore it, and no
-kernel is launched for it. Dispatch modes and tensor subclasses do not change that. Where operators
-are recorded to be run later (CUDA-graph capture, torch.compile, `make_fx`), a number would be the
-same in every run: there the state is a tensor, which a recorded random operator fills, one for many
-calls.
+`torch.manual_seed`, `torch.get_rng_state` and activation checkpointing set and restore the state,
+and drawing it launches no kernel. This also holds under dispatch modes and for tensor subclasses.
+
+CUDA-graph capture, torch.compile and `make_fx` record operators, to run them later. Recorded
+numbers would be the same in every run. So there the state is a tensor, and a recorded random
+operator fills it in each run. One such operator draws the states of many calls.
 """
 
 from __future__ import annotations
@@ -41,8 +42,11 @@ __all__ = [
 ]
 
 Seed = tuple[int, int] | torch.Tensor
-# The arguments of a kernel: (seed, offset, threshold), or (a tensor of seed and offset, None,
-# threshold), or a shard's tensor of nine numbers twice, and the threshold.
+# The random state as three arguments of a kernel. The last is the threshold. The first two are:
+#
+#     seed and offset as numbers, or
+#     a tensor of seed and offset, and None, or
+#     a shard's tensor of nine numbers, twice: see `sharding`
 State = tuple[int | Tensor | None, int | Tensor | None, int]
 
 NO_DROPOUT: State = (None, None, 0)
@@ -53,9 +57,9 @@ _lock = threading.Lock()
 
 
 def threshold(p: float) -> int:
-    """Returns how many of 65536 equal chances drop an element.
+    """Returns how many of the 65536 values of 16 random bits drop an element.
 
-    They are none or all only where ``p`` is exactly 0 or 1.
+    The number is 0 or 65536 only if ``p`` is exactly 0 or 1.
     """
     if p <= 0.0:
         return 0
@@ -68,15 +72,16 @@ _threshold = functools.lru_cache(maxsize=256)(threshold)
 
 
 def keep_probability(p: float) -> float:
-    """Returns the probability with which a kernel keeps an element, by which it divides too.
+    """Returns the probability with which a kernel keeps an element.
 
-    It is ``1 - p`` to the nearest 2⁻¹⁶.
+    It is ``1 - p``, rounded to a multiple of 2⁻¹⁶. Kernels divide by it the elements that they
+    keep.
     """
     return 1.0 - threshold(p) / _STEPS
 
 
 def state_of(p: float, device: torch.device) -> State:
-    """Returns the state of one call with drop probability ``p``, in which nothing is recorded."""
+    """Draws and returns the state of one call with drop probability ``p``; nothing is recorded."""
     if 0.0 < p < 1.0:
         seed = draw(device)
         if isinstance(seed, tuple):
@@ -86,7 +91,7 @@ def state_of(p: float, device: torch.device) -> State:
 
 
 def drawn(p: float, tensors: Any, device: torch.device) -> State:
-    """Returns the state of a call whose tensors may be recorded, to be computed later."""
+    """Draws and returns the state of a call that a tracer of its tensors may record."""
     if 0.0 < p < 1.0 and is_recording(*tensors):
         return recorded(device), None, threshold(p)
     return state_of(p, device)
@@ -101,52 +106,53 @@ def recorded_state(p: float, device: torch.device) -> State:
 
 
 def draw(device: torch.device) -> Seed:
-    """Returns the next random state.
+    """Draws and returns the next random state.
 
-    It is ``(seed, offset)``; under CUDA-graph capture it is an int64 tensor of both.
+    It is ``(seed, offset)``, or under CUDA-graph capture an int64 tensor of both.
     """
     if device.type != "cuda":
-        # Outside any torch.func transform: the state is one for the whole call, whatever is being
-        # mapped.
+        # Not under torch.func transforms: even if a transform maps the call, it has one state.
         with without_transforms(), without_modes():
             seed, offset = _draw_tensor(device).tolist()
         return seed, offset
     if capturing():
         return _draw_captured(device)
     index = device.index
-    generator, steps, locks = _generator(index)
-    if not (locks and other_threads()):
+    generator, step, can_lock = _generator(index)
+    if not (can_lock and other_threads()):
         offset = generator.get_offset()
-        generator.set_offset(offset + steps)
+        generator.set_offset(offset + step)
     else:
         with _lock:
             offset = generator.get_offset()
             _advance(index)
     seed = generator.initial_seed()
     if seed >= 2**63:
-        seed -= 2**64  # the same 64 bits, as the kernels' signed integer
+        seed -= 2**64  # the signed integer with the same 64 bits, as in kernels
     return seed, offset
 
 
 def _advance(index: int) -> None:
     """Advances a GPU's generator under PyTorch's own lock.
 
-    Reading an offset and setting it is not atomic: it would rewind a concurrent `F.dropout` of
-    another thread. `torch.poisson` advances the generator under the lock, and launches nothing for
-    no elements; it takes 1.4 µs more.
+    ``get_offset`` and ``set_offset`` are not one atomic operation: between them another thread's
+    `F.dropout` may advance the offset, and setting it would undo that. `torch.poisson` advances the
+    generator under the lock. For a tensor without elements it launches nothing. It takes 1.4 µs
+    more.
     """
     with without_transforms(), without_modes():
         torch.poisson(_empty(index))
 
 
+# The results of `_generator`, by the GPU's index.
 _generators: dict[int, tuple[torch.Generator, int, bool]] = {}
 
 
 def _generator(index: int) -> tuple[torch.Generator, int, bool]:
-    """Returns a GPU's generator, the step of its offset for a draw, and whether `_advance` works.
+    """Returns a GPU's generator, a draw's step of the offset, and whether `_advance` works.
 
-    The step is the one by which `_advance` moves the offset. It is measured once for each GPU: in a
-    release in which `torch.poisson` moves nothing, the step is 4, and draws set the offset.
+    The step is measured once for each GPU: it is the number by which `_advance` moves the offset.
+    If `torch.poisson` of some release does not move it, the step is 4, and draws set the offset.
     """
     result = _generators.get(index)
     if result is None:
@@ -171,12 +177,12 @@ def _draw_tensor(device: torch.device) -> torch.Tensor:
 
 
 def beyond(state: State, further: int, threshold: int | None = None) -> State:
-    """Returns the state of another dropout of the same call.
+    """Returns the state of another dropout of a call that has several.
 
     Args:
-        state: the call's first state.
-        further: the number of steps to the other dropout.
-        threshold: its threshold; None for the same.
+        state: the state of the call's first dropout.
+        further: the number to add to that state's offset.
+        threshold: the threshold of the other dropout; None for that of the first.
     """
     seed, offset, own_threshold = state
     if threshold is None:
@@ -185,38 +191,44 @@ def beyond(state: State, further: int, threshold: int | None = None) -> State:
         return seed, offset, threshold
     if isinstance(offset, int):
         return seed, offset + further, threshold
-    # A tensor: seed, offset, and what follows in a shard's.
+    # The tensor holds the seed, the offset, and for a shard seven more numbers.
     assert isinstance(seed, Tensor)
     moved = torch.cat([seed[:1], seed[1:2] + further, seed[2:]])
-    return moved, None if offset is None else moved, threshold
+    is_shard = offset is not None
+    return moved, moved if is_shard else None, threshold
 
 
 def seed_kind(offset: int | Tensor | None) -> int:
-    """Returns the index in `launch.SEED_TYPES` of a state with a seed."""
+    """Returns the index in `launch.SEED_TYPES` of a state with a seed, from the state's offset.
+
+    It is 1 for two numbers, 2 for a tensor of both, and 3 for a shard's tensor.
+    """
     if offset is None:
         return 2
     return 1 if type(offset) is int else 3
 
 
 def unpacked(seed: Tensor | None) -> tuple[int | Tensor | None, int | Tensor | None]:
-    """Returns a registered operator's seed as a launch takes it."""
+    """Returns a kernel's arguments ``seed`` and ``offset`` for a registered operator's seed."""
     if seed is None:
         return None, None
-    if seed.shape[0] > 2:  # a shard's, a tensor on any device
+    if seed.shape[0] > 2:  # a shard's tensor, on any device
         return seed, seed
     if seed.is_cuda:
         return seed, None
-    first, second = seed.tolist()  # a tensor on the CPU holds numbers that the CPU drew
-    return first, second
+    # The state was drawn as two numbers: `operators.seed_of` wrote them to a tensor on the CPU.
+    seed_number, offset = seed.tolist()
+    return seed_number, offset
 
 
 # --- many states from one recorded operator -------------------------------------------------------
 
+# The number of states that one recorded operator draws.
 _POOL = 64
 
 
 def recorded(device: torch.device) -> Tensor:
-    """Returns a state that is drawn when the recorded graph is run."""
+    """Records the drawing of a state, which happens when the graph runs; returns the state."""
     return torch.ops.fusedops.random_state(device)  # type: ignore[no-any-return]
 
 
@@ -224,7 +236,8 @@ def _draw_pool(device: torch.device) -> torch.Tensor:
     return torch.randint(0, 2**62, (_POOL, 2), dtype=torch.int64, device=device)
 
 
-# States for the calls that one stream captures: ((capture, stream), device, states, used).
+# A pool of states for the calls that one stream captures: ((capture, stream), device index, states,
+# number of used states).
 _captured: tuple[tuple[int, int], int, torch.Tensor, int] | None = None
 
 
@@ -236,7 +249,7 @@ def _draw_captured(device: torch.device) -> torch.Tensor:
     global _captured
     stream = torch.cuda.current_stream(device).cuda_stream
     capture = _capture_id(stream)
-    # One state for the whole call, whatever a transform maps.
+    # Not under torch.func transforms: even if a transform maps the call, it has one state.
     with without_transforms(), without_modes():
         if capture is None:
             return _draw_tensor(device)
@@ -251,7 +264,7 @@ def _draw_captured(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _capture_info() -> Any:
-    """Returns the driver's query for a stream's capture; None where there is no such driver."""
+    """Returns the driver's function that queries a stream's capture; None if it is missing."""
     try:
         query = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
     except (OSError, AttributeError):
@@ -272,17 +285,18 @@ def _capture_id(stream: int) -> int | None:
     return identity.value if not error and is_active else None
 
 
-# States for the calls of the graph that a tracer writes: the device's (states, used).
+# Pools of states for the calls that a tracer records, by tracer and device: (states, number of used
+# states).
 _traced: weakref.WeakKeyDictionary[Any, dict[torch.device, tuple[torch.Tensor, int]]] = (
     weakref.WeakKeyDictionary()
 )
 
-# The operator that torch.compile, torch.export and make_fx record: one state, drawn when it runs.
-# What it becomes depends on the graph:
+# The operator that torch.compile, torch.export and make_fx record. It returns one state, drawn when
+# it runs. The kind of graph determines what the graph contains for it:
 #
 #     not functionalised                 the operator itself
-#     functionalised by torch.compile    one of the `_POOL` states of one ``randint``: all of such a
-#                                        graph is computed together, and recomputed together
+#     functionalised by torch.compile    one of the `_POOL` states that one ``randint`` draws: calls
+#                                        can share it, because such a graph always runs as a whole
 #     an exported program, decomposed    a ``randint`` for this call alone
 _LIBRARY = torch.library.Library("fusedops", "FRAGMENT")
 _LIBRARY.define("random_state(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
@@ -296,16 +310,17 @@ def _fake_state(device: torch.device) -> torch.Tensor:
 def _functional_state(
     mode: Any, itself: Any, types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
-    """Records the next state of the graph's pool where a graph is functionalised."""
+    """Returns the next state of the graph's pool, for a graph that is functionalised."""
     tracer = current_tracer()
     with mode:
+        (device,) = args
         if tracer is None or is_exporting():
-            return _draw_tensor(*args)
+            return _draw_tensor(device)
         pools = _traced.setdefault(tracer, {})
-        states, used = pools.get(args[0], (None, _POOL))
+        states, used = pools.get(device, (None, _POOL))
         if states is None or used == _POOL:
-            states, used = _draw_pool(*args), 0
-        pools[args[0]] = states, used + 1
+            states, used = _draw_pool(device), 0
+        pools[device] = states, used + 1
         return states[used]
 
 
