@@ -1,4 +1,4 @@
-"""Device functions of all families' kernels: rows and parameters, the keep mask, activations."""
+"""Device functions that all families' kernels share: for rows, the keep mask and activations."""
 
 import triton
 import triton.language as tl
@@ -19,10 +19,11 @@ LANES = tl.constexpr(8)
 def await_predecessor(OVERLAP: tl.constexpr):
     """Waits until the predecessor in the stream has ended, and lets the successor be launched.
 
-    It is the first statement of a kernel that, with ``OVERLAP``, is launched before its predecessor
-    ends; afterwards the predecessor's stores are visible. This hides the launch latency; any
-    kernels may precede and follow. It is not for persistent kernels: launched early, their programs
-    pile up on the first free multiprocessors (8192x1024 fp32: 114 µs instead of 77).
+    It is the first statement of a kernel. With ``OVERLAP`` the kernel is launched before its
+    predecessor ends, which hides the launch latency. Any kernels may precede and follow. After this
+    statement the predecessor's stores are visible. Persistent kernels are not launched early: all
+    their programs would run on the multiprocessors that are free first (8192x1024 fp32: 114 µs
+    instead of 77).
     """
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -35,23 +36,24 @@ def place_along_rows():
 
     Axis 0 of the grid is for columns, or for the groups of slices in the kernels of
     `fusedops.slices`. So programs that run at the same time access adjacent memory: with the axes
-    swapped a gated unit's forward takes 131 µs, not 125 (8192x11008 bf16). Axis 1 is limited to
-    65535 programs; `launch.Variant` folds more onto axis 2, so the last programs may have no rows.
+    swapped, a gated unit's forward takes 131 µs, not 125 (8192x11008 bf16).
+
+    Axis 1 is limited to 65535 programs. `launch.Variant` folds longer grids onto axis 2; then the
+    last programs may have no rows.
     """
-    return tl.program_id(1) + tl.program_id(2) * tl.num_programs(1), tl.num_programs(
-        1
-    ) * tl.num_programs(2)
+    index = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
+    return index, tl.num_programs(1) * tl.num_programs(2)
 
 
 @triton.jit
 def rows_of(tile, ROWS: tl.constexpr):
-    """Returns the indices of a tile's rows, in int64 for products with strides."""
+    """Returns the indices of a tile's rows, in int64, so that products with strides fit."""
     return tl.full((ROWS,), tile, tl.int64) * ROWS + tl.arange(0, ROWS)
 
 
 @triton.jit
 def load_row_vector(vector, cols, N: tl.constexpr, ACC: tl.constexpr):
-    """Returns a parameter of N elements as one row, or None if it is absent."""
+    """Loads a parameter of N elements, and returns it as one row; None if it is absent."""
     if vector is not None:
         return tl.load(vector + cols, mask=cols < N, other=0.0).to(ACC)[None, :]
 
@@ -62,16 +64,17 @@ def load_seed(seed, offset):
 
     The kernel's arguments ``seed`` and ``offset`` have three forms (`launch.SEED_TYPES`):
 
-        seed, offset        tuple           returned offset
+        arguments           seed_words      returned offset
         number, number      (seed,)         the argument
         pointer, None       (seed,)         read from memory
         pointer, pointer    eight numbers   read from memory
 
-    The third form is that of a shard, whose two pointers are equal. The numbers that locate the
-    shard (`sharding.numbers`) follow the offset in memory, and the seed in the tuple:
+    In the third form, which is that of a shard, both pointers are the same. In memory, the numbers
+    that locate the shard (`sharding.numbers`) follow the offset. In ``seed_words`` they follow the
+    seed:
 
-        memory   seed  offset  base  outer  outer_stride  inner  inner_stride  groups  first
-        tuple    [0]           [1]   [2]    [3]           [4]    [5]           [6]     [7]
+        memory        seed  offset  base  outer  outer_stride  inner  inner_stride  groups  first
+        seed_words    [0]           [1]   [2]    [3]           [4]    [5]           [6]     [7]
     """
     if seed.dtype.is_ptr():
         seed_words = (tl.load(seed),)
@@ -98,13 +101,14 @@ def _global_rows(rows, seed_words):
     )
 
 
-# The counter of Philox is the number of a group of eight columns in the whole tensor, so that a
-# tile computes the counters of its own elements, wherever it is. With 20 columns:
+# The counter of Philox is the index of a group of eight columns in the whole tensor. So a tile can
+# compute the counters of its elements from their position alone. With 20 columns:
 #
 #     row 0    group 0: columns 0 to 7    group 1: 8 to 15    group 2: 16 to 19, half unused
 #     row 1    group 3                    group 4             group 5
 #
-# Rows are those of the whole tensor on a shard too, so that ranks draw what one process would.
+# On a shard, indices are also those in the whole tensor, so that ranks draw the mask that one
+# process would draw.
 @triton.jit
 def _groups(rows, seed_words, groups_in_row, N: tl.constexpr):
     """Returns the indices of a tile's groups of columns in the whole tensor.
@@ -123,7 +127,7 @@ def _groups(rows, seed_words, groups_in_row, N: tl.constexpr):
 def _philox(seed, offset, group):
     """Returns the four words of Philox4x32.
 
-    It computes a product's high and low words in one instruction; ``tl.philox`` takes two.
+    It computes the high and the low word of a product in one instruction, ``tl.philox`` in two.
     """
     low, high = group.to(tl.uint32), (group >> 32).to(tl.uint32)
     zero = (group * 0).to(tl.uint32)
@@ -136,9 +140,10 @@ def _philox(seed, offset, group):
     key = seed.to(tl.uint64)
     key0, key1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     for _ in tl.static_range(PHILOX_ROUNDS):
-        one, other = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
-        c0, c2 = (other >> 32).to(tl.uint32) ^ c1 ^ key0, (one >> 32).to(tl.uint32) ^ c3 ^ key1
-        c1, c3 = other.to(tl.uint32), one.to(tl.uint32)
+        product0, product2 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        high0, high2 = (product0 >> 32).to(tl.uint32), (product2 >> 32).to(tl.uint32)
+        c0, c2 = high2 ^ c1 ^ key0, high0 ^ c3 ^ key1
+        c1, c3 = product2.to(tl.uint32), product0.to(tl.uint32)
         key0 += 0x9E3779B9
         key1 += 0xBB67AE85
     return c0, c1, c2, c3
@@ -146,17 +151,17 @@ def _philox(seed, offset, group):
 
 @triton.jit
 def _keep_factor(word, HIGH: tl.constexpr, threshold, scale):
-    """Returns the factor that half a word decides: ``scale`` for an element that stays, else 0."""
+    """Returns an element's factor from half a random word: 0 if it is dropped, else ``scale``."""
     bits = (word >> 16) if HIGH else (word & 0xFFFF)
     return tl.where(bits.to(tl.int32) >= threshold, scale, 0.0)
 
 
-# Neighbouring columns of a thread, and the calls of Philox that they take:
+# The columns of neighbouring threads, and the calls of Philox for their bits:
 #
 #     VECTOR 8    thread 0: columns 0 to 7, one call      thread 1: columns 8 to 15, one call
 #     VECTOR 4    thread 0: columns 0 to 3, one call      thread 1: columns 4 to 7, the same call
 #
-# In both, a thread has the bits of exactly its own columns.
+# In both cases no bits are exchanged between threads: each computes those of its own columns.
 @triton.jit
 def _keep_scale(
     seed_words,
@@ -172,24 +177,26 @@ def _keep_scale(
 ):
     """Returns dropout's factors for a ``(ROWS, BLOCK_N)`` tile.
 
-    They are one over the keep probability for elements that stay, else 0. The decision for
-    (row, column) depends on the seed, the offset, the row and the column alone, never on tiles or
-    shards: eight adjacent columns share one Philox call, and each uses 16 of its 128 bits.
-    ``VECTOR`` is the number of adjacent columns per thread, 8 or 4: with 4, two threads make the
-    same call, which is cheaper than an exchange.
+    The factor of a dropped element is 0, of any other one over the keep probability. Whether an
+    element is dropped depends only on the seed, the offset, its row and its column, never on tiles
+    or shards. Eight adjacent columns share one Philox call, and each uses 16 of its 128 bits.
+    ``VECTOR`` is the number of adjacent columns per thread, 8 or 4. With 4, two threads make the
+    same call, which is cheaper than an exchange of bits.
     """
-    # One over the keep probability as it was rounded to 16 bits, so that the expectation is exact.
-    # With a threshold of 65536 all elements are dropped, and the divisor is not 0.
+    # The divisor is the keep probability that the threshold expresses, not ``1 - p``, so that the
+    # expectation is exact. With a threshold of 65536 all elements are dropped; `maximum` avoids a
+    # division by 0.
     scale = 65536.0 / tl.maximum(65536 - threshold, 1).to(ACC)
     if VECTOR == 8:
         groups_in_row = tl.arange(0, BLOCK_N // 8) + first_col // LANES
         group = _groups(rows, seed_words, groups_in_row, N)
         w0, w1, w2, w3 = _philox(seed_words[0], offset, group)
-        # A lane is 4 * (high bit of its word's index) + 2 * (low bit) + half. A join adds the
-        # dimension that varies fastest, so the joins go from the high bit to the half:
+        # The column in a group is 4 * (high bit of the word's index) + 2 * (low bit of the word's
+        # index) + half. Each join adds a dimension that varies faster than those before. So the
+        # joins are in this order:
         #
-        #     first join     high bit    w0 with w2, and w1 with w3
-        #     second join    low bit     the former pair with the latter
+        #     first join     high bit    w0 with w2; w1 with w3
+        #     second join    low bit     the pair w0, w2 with the pair w1, w3
         #     last join      half        low halves with high halves
         low0 = tl.join(
             _keep_factor(w0, False, threshold, scale), _keep_factor(w2, False, threshold, scale)
@@ -209,8 +216,8 @@ def _keep_scale(
         quads = tl.arange(0, BLOCK_N // 4)
         group = _groups(rows, seed_words, quads // 2 + first_col // LANES, N)
         w0, w1, w2, w3 = _philox(seed_words[0], offset, group)
-        # The words of a group's first quad are w0 and w1, those of its second w2 and w3. A lane of
-        # a quad is 2 * (which of the two words) + half.
+        # The first quad of a group has the words w0 and w1, the second one w2 and w3. The column in
+        # a quad is 2 * (0 or 1 for the first or second of its words) + half.
         is_second = (quads % 2 == 1)[None, :]
         word0, word1 = tl.where(is_second, w2, w0), tl.where(is_second, w3, w1)
         low = tl.join(
@@ -237,7 +244,7 @@ def keep_scale(
     VECTOR: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Returns the tile's factors of dropout, or None without dropout (``seed_words`` is None)."""
+    """Returns dropout's factors for a tile, or None without dropout (``seed_words`` is None)."""
     if seed_words is not None:
         return _keep_scale(
             seed_words, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC
@@ -246,8 +253,9 @@ def keep_scale(
 
 # --- activations and their derivatives, on tiles in the accumulator's dtype -----------------------
 #
-# In a sum of two products ``tl.fma`` determines which of them is not rounded: the compiler would
-# choose another for some elements of a tile, and bits would depend on an element's position in it.
+# In a sum of two products, ``tl.fma`` determines which product is not rounded. Otherwise the
+# compiler would choose, for each element of a tile, and an element's result would depend on its
+# position.
 
 
 @triton.jit
@@ -262,7 +270,7 @@ def identity_derivative(x):
 
 @triton.jit
 def relu(x):
-    return tl.where(x < 0.0, 0.0, x)  # NaN stays
+    return tl.where(x < 0.0, 0.0, x)  # the comparison is False for NaN, so that NaN is returned
 
 
 @triton.jit
@@ -284,7 +292,7 @@ def relu_squared_derivative(x):
 def exponential(x, SCALE: tl.constexpr):
     """Returns ``exp(SCALE * x)``.
 
-    In fp32 it is the instruction for powers of two, without the guard for denormal results.
+    In fp32 it uses the instruction for powers of two, without the handling of denormal results.
     """
     if x.dtype == tl.float64:
         return tl.exp(SCALE * x)
@@ -296,8 +304,8 @@ def exponential(x, SCALE: tl.constexpr):
 def reciprocal(x):
     """Returns ``1 / x`` for positive x.
 
-    In fp32 it is a squared reciprocal square root, a quarter of a division's instructions. The
-    error is about three units in the last place; the reciprocal of infinity is zero.
+    In fp32 it squares the reciprocal square root, in a quarter of a division's instructions. The
+    error is about three units in the last place. The reciprocal of infinity is zero.
     """
     if x.dtype == tl.float64:
         return 1.0 / x
@@ -308,13 +316,13 @@ def reciprocal(x):
 
 @triton.jit
 def logistic(e):
-    """Returns the logistic function s of x, from ``e = exp(-x)``, and ``1 - s``.
+    """Returns the logistic function s of x, and ``1 - s``, from ``e = exp(-x)``.
 
-    The latter does not cancel for large x.
+    ``1 - s`` is computed as ``s * e``, which does not cancel for large x.
     """
     s = reciprocal(1.0 + e)
-    # An infinite e has s = 0, and 0 times infinity would be NaN: so e is limited. The second result
-    # is then 0 instead of 1, which changes nothing: derivatives multiply it by s.
+    # If e is infinite, s is 0, and ``s * e`` would be NaN: so e is limited. The second result is
+    # then 0 instead of 1, which has no effect: derivatives multiply it by s.
     return s, s * tl.minimum(e, 8e307 if e.dtype == tl.float64 else 8.507059173023462e37)
 
 
@@ -353,20 +361,20 @@ def quick_gelu_derivative(x):
 
 @triton.jit
 def tanh(x):
-    # `tanh_derivative` computes the same reciprocal, of |x|. A kernel with both functions computes
-    # it once.
+    # 1 - 2 / (1 + exp(2 |x|)), with the sign of x. `tanh_derivative` has the same reciprocal: a
+    # kernel with both functions computes it once.
     far = tl.fma(reciprocal(1.0 + exponential(tl.abs(x), 2.0)), -2.0, 1.0)
     far = tl.where(x < 0.0, -far, far)
     square = x * x
     if x.dtype == tl.float64:
-        # Taylor series, exact to rounding where the other form cancels most.
+        # Near zero, where ``far`` cancels: a Taylor series, exact to rounding.
         odd = -1.0 / 3.0 + square * (
             2.0 / 15.0 + square * (-17.0 / 315.0 + square * (62.0 / 2835.0))
         )
         return tl.where(square < 4e-4, x + x * square * odd, far)
     else:
-        # Near zero, where the other form cancels: a minimax fit, up to 0.55 with a relative error
-        # of 1e-9.
+        # Near zero, where ``far`` cancels: a minimax polynomial for |x| up to 0.55, with a relative
+        # error of 1e-9.
         odd = tl.fma(square, -0.00627424, 0.02107168)
         odd = tl.fma(
             square, tl.fma(square, tl.fma(square, odd, -0.05385231), 0.13332586), -0.33333316
@@ -396,20 +404,21 @@ def tanh_derivative(x):
 def _normal(x):
     """Returns the normal distribution function of x, and ``exp(-x**2 / 2)``.
 
-    In fp32 both use one exponential. The probability of more than ``|x|`` is ``exp(-x**2 / 2)``
-    times a polynomial of eight terms in ``1 / (1 + 0.3 |x|)``, a form of Hastings 1955. The error
-    is 8e-9. In the lower tail the relative error is 4e-7, as nothing cancels there, unlike in
-    ``1 + erf``.
+    In fp32 both are computed from one exponential: the probability of a value above ``|x|`` is
+    ``exp(-x**2 / 2)`` times a polynomial of eight terms in ``1 / (1 + 0.3 |x|)``, a form of
+    Hastings 1955. The error is 8e-9. The relative error in the lower tail is 4e-7: nothing cancels
+    there, unlike in ``1 + erf``.
     """
     if x.dtype == tl.float64:
         return 0.5 + 0.5 * tl.erf(x * 0.7071067811865476), tl.exp(-0.5 * x * x)
     else:
         bell = tl.exp2(x * x * -0.7213475204444817)
         t = reciprocal(tl.fma(tl.abs(x), 0.3, 1.0))
-        p = tl.fma(t, tl.fma(t, 0.0356486328, -0.15666908), 0.204654232)
-        p = tl.fma(t, tl.fma(t, p, -0.0513741858), 0.126944035)
-        p = tl.fma(t, tl.fma(t, tl.fma(t, p, 0.100518085), 0.120640732), 0.119637564)
-        tail = bell * (t * p)
+        polynomial = tl.fma(t, tl.fma(t, 0.0356486328, -0.15666908), 0.204654232)
+        polynomial = tl.fma(t, tl.fma(t, polynomial, -0.0513741858), 0.126944035)
+        polynomial = tl.fma(t, tl.fma(t, polynomial, 0.100518085), 0.120640732)
+        polynomial = tl.fma(t, polynomial, 0.119637564)
+        tail = bell * (t * polynomial)
         return tl.where(x < 0.0, tail, 1.0 - tail), bell
 
 

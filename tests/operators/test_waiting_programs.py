@@ -191,13 +191,13 @@ def on_stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         monkeypatch.setattr(ctypes, "CDLL", lambda name: result)
         monkeypatch.setattr(runtime, "current_stream", lambda index: stream)
         driver._function.cache_clear()
-        launch._left_by_mps.cache_clear()
+        launch._allowed_by_mps.cache_clear()
 
     monkeypatch.setattr(launch, "processors", lambda index: 132)
     monkeypatch.setattr(launch, "_cannot_compile", lambda index: "")
     launch._is_waiting_on.cache_clear()
     yield enter
-    for cached in (driver._function, launch._left_by_mps, launch._is_waiting_on):
+    for cached in (driver._function, launch._allowed_by_mps, launch._is_waiting_on):
         cached.cache_clear()
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's autograd: Functions without their checks, and derivatives that releases differ in."""
+"""PyTorch's autograd: Functions without checks, and derivatives that differ between releases."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ unflatten: Callable[[Tensor, list[Tensor]], Sequence[Tensor]] = (
     find("_C._nn.unflatten_dense_tensors", None) or _sliced
 )
 
-# Whether a gradient is a batch in disguise, with no memory to read (``autograd.grad(…,
-# is_grads_batched=True)``). Its type is Tensor, so that nothing public tells it. Without the
-# private name every backward runs in PyTorch operators: slower.
+# Returns whether a gradient is a batched tensor, which has no memory to read (``autograd.grad(…,
+# is_grads_batched=True)``). Its type is Tensor, and no public function identifies it. Without the
+# private name, PyTorch's operators compute every backward, which is slower.
 is_batched: Callable[[Tensor], bool] = find("_C._functorch.is_legacy_batchedtensor", lambda t: True)
 
 # --- autograd Functions ---------------------------------------------------------------------------
 
 
 class _Callbacks(threading.local):
-    """The callbacks of the `noticing_autograd_functions` contexts that this thread has entered.
+    """The callbacks of the `noticing_autograd_functions` contexts that are active in this thread.
 
-    Only the last, that of the innermost context, is called.
+    Only the last one is called, that of the innermost context.
     """
 
     def __init__(self) -> None:
@@ -62,9 +62,9 @@ class _Callbacks(threading.local):
 
 
 _callbacks = _Callbacks()
-# All threads share `Function.apply`, and their contexts may overlap in any order. The list counts
-# the contexts that are entered: it has the original method once for each. The first context stores
-# the method before it replaces it, and the last one to be left restores it.
+# All threads share `Function.apply`, and their contexts may overlap in any order. The list has the
+# original method once for each active context, so its length counts them. The first context
+# replaces the method, and the last one to end restores it.
 _lock, _originals = threading.Lock(), list[Any]()
 
 
@@ -72,8 +72,8 @@ _lock, _originals = threading.Lock(), list[Any]()
 def noticing_autograd_functions(callback: Callable[[type], None]) -> Iterator[None]:
     """Calls ``callback`` with each `torch.autograd.Function` of this thread, before it is applied.
 
-    `Function.apply` is replaced meanwhile. `sys.settrace` would miss the method: from PyTorch 2.15
-    it is not written in Python.
+    It replaces `Function.apply` inside the block. `sys.settrace` would not do: from PyTorch 2.15
+    on, the method is not written in Python.
     """
     function = torch.autograd.Function
     with _lock:
@@ -81,7 +81,7 @@ def noticing_autograd_functions(callback: Callable[[type], None]) -> Iterator[No
         _originals.append(original)
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            # Functions of other threads are applied here too. These threads have no callbacks.
+            # Other threads call this function too. They have no callbacks.
             for innermost in _callbacks.entered[-1:]:
                 innermost(cls)
             return original.__get__(None, cls)(*args, **kwargs)
@@ -102,7 +102,7 @@ def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Returns ``function.apply`` without its checks, for calls outside torch.func.
 
     It takes 10 µs instead of 15 on a CPU. The public method looks for transforms, which the caller
-    has done. Without the private names the public methods serve: slower.
+    has already done. Without the private names the public method is used, which is slower.
     """
     # A call's node in the graph is an instance of ``_backward_cls``, and the engine calls its
     # ``apply``. The inherited `BackwardCFunction.apply` looks up whether the Function defines
@@ -112,13 +112,13 @@ def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
         function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
     if find("_C._FunctionBase.apply", None) is None:
         return function.apply
-    # The next class in the order of resolution has the C function that the public method calls.
+    # The next class in the method resolution order has the C function that `Function.apply` calls.
     return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
 
 
 # --- derivatives that changed ---------------------------------------------------------------------
-# Kernels compute the derivatives of the installed PyTorch. Each function below determines one of
-# them, once per process, from a gradient on the CPU.
+# Kernels compute the same derivatives as the installed PyTorch. Each function below determines how
+# PyTorch defines one derivative: once per process, from a gradient on the CPU.
 
 
 def _gradient_at_one(function: Callable[[Tensor], Tensor]) -> float:

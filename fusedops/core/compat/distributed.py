@@ -39,19 +39,20 @@ def default_store() -> Any:
 
 # The prefixes of the qualified names of PyTorch's FSDP classes.
 FSDP = ("torch.distributed.fsdp.", "torch.distributed._composable.")
-# The classes that `sharded_class` creates, without FSDP's own table.
+# The classes that `sharded_class` created, by the module's class, if FSDP's own table is missing.
 _sharded_classes: dict[type, type] = {}
 
 
 def unsharded_class(cls: Any) -> Any:
-    """Returns the class of a module before `fully_shard` put one of FSDP's in front of it."""
+    """Returns the class that a module had before `fully_shard` changed it, from its class."""
     # `fully_shard` creates a class with the bases ``(FSDPModule, the module's class)``.
     bases = cls.__bases__
     return bases[1] if len(bases) == 2 and _is_of_fsdp(bases[0]) else cls
 
 
 def _is_of_fsdp(cls: Any) -> bool:
-    # By name, as an import of FSDP is slow; the class moved between these modules.
+    # Compared by name, because importing FSDP is slow, and the class is in different modules in
+    # different releases.
     name = f"{cls.__module__}.{cls.__name__}"
     return name.startswith(FSDP) and name.endswith(".FSDPModule")
 
@@ -59,20 +60,20 @@ def _is_of_fsdp(cls: Any) -> bool:
 def sharded_class(sharded: Any, cls: Any) -> Any:
     """Returns the class that `fully_shard` would give to a module of class ``cls``.
 
-    It is for a sharded module whose class changes:
+    It is called when the class of a sharded module changes, here from LlamaDecoderLayer to ``cls``:
 
         class of the module    class under `fully_shard`
         LlamaDecoderLayer      FSDPLlamaDecoderLayer, which is ``sharded``
-        ``cls``                the result, of the same name and body as ``sharded``
+        ``cls``                the result, with the name and body of ``sharded``
 
-    FSDP's private table gets it too, as torch.compile's saved guards read that. Without the table
-    there is one here.
+    The result is also stored in FSDP's private table, because torch.compile's saved guards read the
+    table. Without it, the table `_sharded_classes` is used.
     """
     table = imported("torch.distributed.fsdp._fully_shard._fully_shard", "cls_to_fsdp_cls")
     table = _sharded_classes if table is None else table
     table.setdefault(unsharded_class(sharded), sharded)
     if cls not in table:
-        # These two belong to each class: `type` creates them anew.
+        # Each class has its own two of these, which `type` creates.
         body = dict(vars(sharded))
         body.pop("__dict__", None)
         body.pop("__weakref__", None)
@@ -84,17 +85,17 @@ def sharded_class(sharded: Any, cls: Any) -> Any:
 
 
 def is_distributed(module: torch.nn.Module) -> bool:
-    """Returns whether `distribute_module` gave a module its hooks.
+    """Returns whether `distribute_module` registered hooks on a module.
 
-    False for all modules if PyTorch no longer sets the private attribute. Their plain arguments are
-    then not converted to DTensors, and PyTorch raises an error for the mixture.
+    If PyTorch no longer sets the private attribute, the result is always False. Then a module's
+    plain arguments are not converted to DTensors, and PyTorch raises an error for the mixture.
     """
     return "_distribute_module_applied" in module.__dict__
 
 
 def replicates_implicitly() -> bool:
     """Returns whether ``implicit_replication`` is on; False without the private name."""
-    # A process without DTensors has not imported the module, which takes its time.
+    # `sys.modules` instead of an import, which is slow: a process with DTensors has imported it.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     dispatcher = getattr(kind, "_op_dispatcher", None)
     return bool(getattr(dispatcher, "_allow_implicit_replication", False))
@@ -102,15 +103,16 @@ def replicates_implicitly() -> bool:
 
 @functools.cache
 def _dtensor_parts() -> Any:
-    """Returns the classes of a DTensor, its layout and its sizes.
+    """Returns the classes of DTensors, of their layouts, and of the whole tensors' sizes.
 
-    None without the private names, and unless all take the arguments that are passed here.
+    Returns None without the private names, or if the classes take other arguments than are passed
+    here.
     """
     kind = imported("torch.distributed.tensor", "DTensor")
     spec = imported("torch.distributed.tensor._dtensor_spec", "DTensorSpec")
     meta = imported("torch.distributed.tensor._dtensor_spec", "TensorMeta")
-    # The arguments are passed by position. So the fields' names and order are compared, instead of
-    # PyTorch's version.
+    # Arguments are passed by position. So the names and order of the fields are checked, which is
+    # safer than a check of PyTorch's version.
     if kind is None or getattr(meta, "_fields", None) != ("shape", "stride", "dtype"):
         return None
     fields = list(getattr(spec, "__dataclass_fields__", ()))
@@ -124,7 +126,7 @@ def dtensor_spec(
     stride: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Any:
-    """Returns the record of a DTensor's layout, for `dtensor`; None without the private names."""
+    """Returns PyTorch's record of a DTensor's layout, for `dtensor`; None without private names."""
     parts = _dtensor_parts()
     if parts is None:
         return None
@@ -135,16 +137,17 @@ def dtensor_spec(
 def dtensor(local: Tensor, spec: Any) -> Any:
     """Returns a DTensor without a gradient, in a fifth of the time of ``DTensor.from_local``.
 
-    Each has its own record: sharding propagation may change it.
+    Each DTensor gets its own copy of ``spec``, because sharding propagation may change it.
     """
     return _dtensor_parts()[0](local, copy.copy(spec), requires_grad=False)
 
 
 def waited(t: Tensor) -> Tensor:
-    """Returns a tensor that a collective has filled.
+    """Returns a tensor after the collective that fills it has ended.
 
-    ``DTensor.to_local`` may return one that it has yet to fill, whose address a launch must not
-    take. Without the private name operators wait for it themselves: slower.
+    ``DTensor.to_local`` may return a tensor that a collective is still filling, and a launch must
+    not read its address before. Without the private name operators wait for the collective
+    themselves, which is slower.
     """
     if type(t) is Tensor:
         return t
@@ -157,14 +160,14 @@ def waited(t: Tensor) -> Tensor:
 
 
 def rows_placed_by(module: torch.nn.Module) -> Any:
-    """Returns the layout that `SequenceParallel`'s hooks give a module, or None.
+    """Returns the layout of rows that the hooks of `SequenceParallel` on a module produce, or None.
 
-    The pre-hook makes the argument a DTensor of the mesh and the placements. The other hook turns
-    the output into a plain tensor if ``to_local`` is true. None if the module has further hooks, or
-    PyTorch lacks the private names; the caller then calls the module, which is slower.
+    The pre-hook converts the argument to a DTensor with this mesh and these placements. The other
+    hook converts the output to a plain tensor if ``to_local`` is true.
 
     Returns:
-        ``(mesh, placements, to_local)``.
+        ``(mesh, placements, to_local)``; None if the module has further hooks, or if PyTorch lacks
+        the private names. Then the caller calls the module, which is slower.
     """
     if not is_distributed(module) or has_own_backward_hooks(module):
         return None
@@ -172,19 +175,23 @@ def rows_placed_by(module: torch.nn.Module) -> Any:
     after: Any = getattr(module, "_forward_hooks", ())
     if (len(before), len(after)) != (1, 1):
         return None
-    mesh, place = _closed_over(*before.values())
-    _, release = _closed_over(*after.values())
-    # A user's style closes over a mesh and a function as well: the function must be PyTorch's.
+    mesh, prepare_input = _closed_over(*before.values())
+    _, prepare_output = _closed_over(*after.values())
+    # The hooks of a user's style may also close over a mesh and a function. So the functions are
+    # compared with those of PyTorch's style.
     style = imported("torch.distributed.tensor.parallel", "SequenceParallel")
-    if _calls(place, style, "_prepare_input_fn") and _calls(release, style, "_prepare_output_fn"):
-        return mesh, tuple(place.args[0]), release.args[0]
+    is_of_style = _calls(prepare_input, style, "_prepare_input_fn") and _calls(
+        prepare_output, style, "_prepare_output_fn"
+    )
+    if is_of_style:
+        return mesh, tuple(prepare_input.args[0]), prepare_output.args[0]
     return None
 
 
 def _closed_over(hook: Any) -> tuple[Any, Any]:
-    """Returns the mesh and the function of a hook that `distribute_module` made.
+    """Returns the mesh and the function of a hook that `distribute_module` registered.
 
-    The hook is a lambda, and has them in its closure alone.
+    The hook is a lambda, and only its closure refers to them. If one is missing, both are None.
     """
     mesh, function = None, None
     for cell in getattr(hook, "__closure__", None) or ():
@@ -197,5 +204,5 @@ def _closed_over(hook: Any) -> tuple[Any, Any]:
 
 
 def _calls(function: Any, style: Any, name: str) -> bool:
-    """Returns whether a hook's function is the method of a parallel style."""
+    """Returns whether a hook's function is a `partial` of the method ``name`` of a style."""
     return function is not None and function.func is getattr(style, name, None)

@@ -1,6 +1,6 @@
-"""Code that torch.compile traces: answers that become constants of its graphs.
+"""Functions for code that torch.compile traces. Their results are constants of its graphs.
 
-Does not import `torch._dynamo`, which takes a second.
+This module does not import `torch._dynamo`, which takes a second.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def constant_when_traced(function: _Function) -> _Function:
-    """Makes torch.compile take the function's result as a constant, and not look into it.
+    """Marks a function: torch.compile treats its result as a constant, and does not trace it.
 
-    What `torch.compiler.assume_constant_result` does, without the second that its import takes.
-    Without the private attribute the function is traced.
+    `torch.compiler.assume_constant_result` does the same, but imports Dynamo, which takes a second.
+    If PyTorch ignores the private attribute, it traces the function.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -31,13 +31,13 @@ def constant_when_traced(function: _Function) -> _Function:
 def is_exporting() -> bool:
     """Returns whether `torch.export` traces.
 
-    Dynamo of PyTorch 2.11 takes `torch.compiler.is_exporting` as True in all that torch.compile
-    traces. In a function that Dynamo does not trace, it reads the state that export sets.
+    In code that Dynamo of PyTorch 2.11 traces, `torch.compiler.is_exporting` is always True. Dynamo
+    does not trace this function, so here it reads the state that export sets.
     """
     return torch.compiler.is_exporting()
 
 
 @constant_when_traced
 def transforms_when_traced() -> bool:
-    """`transforms` for code that torch.compile traces, which guards on the transforms itself."""
+    """Returns `transforms`, for traced code; PyTorch itself guards the result."""
     return transforms()

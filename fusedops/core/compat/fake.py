@@ -136,10 +136,10 @@ def _hint(size: Any) -> int:
 
 
 def hints(shape: Sequence[Any]) -> tuple[int, ...]:
-    """Returns sizes as numbers, without adding guards. A symbol has its value in the traced call.
+    """Returns sizes as ints, without guards. A symbolic size has its value in the traced call.
 
-    ``int(symbol)`` would add a guard, so that the graph is compiled again for other sizes. Without
-    PyTorch's private names that is the fallback.
+    ``int(size)`` would add a guard, so that the graph would be compiled again for other sizes. It
+    is the fallback without PyTorch's private names.
     """
     return tuple([size if type(size) is int else _hint(size) for size in shape])
 

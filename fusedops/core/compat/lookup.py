@@ -9,8 +9,8 @@ import torch
 
 __all__ = ["PRIVATE", "find", "imported"]
 
-# The paths in torch that `find` looked up. ``tests/operators/test_compat.py`` hides each in a
-# process of its own and compares values.
+# The paths that `find` looked up. ``tests/operators/test_compat.py`` removes each from torch, in a
+# separate process, and compares results.
 PRIVATE: set[str] = set()
 
 
@@ -26,9 +26,9 @@ def find(path: str, default: Any) -> Any:
 
 
 def imported(module: str, name: str) -> Any:
-    """Returns an object of a module that PyTorch may not have; None without it.
+    """Imports a module of PyTorch; returns its object ``name``, or None if either does not exist.
 
-    For modules that ``import torch`` does not load, and that moved between releases.
+    It is for modules that ``import torch`` does not load, and that moved between releases.
     """
     try:
         return getattr(importlib.import_module(module), name, None)

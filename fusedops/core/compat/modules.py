@@ -1,7 +1,7 @@
-"""Hooks of modules, and what else PyTorch stores on a module.
+"""Hooks of modules, and other private state that PyTorch stores on a module.
 
-A fused block computes a submodule's forward without a call of it, so that hooks must be looked for:
-PyTorch has functions that register hooks, and none that tells whether there are any.
+A fused block computes a submodule's forward without calling the submodule, so it must know whether
+hooks are registered. PyTorch has public functions to register hooks, but none to query them.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ __all__ = [
     "is_compiled",
 ]
 
-# Registries of a module's hooks, by the pass in which PyTorch calls them.
+# Attributes of a module that hold its hooks, by the pass in which PyTorch calls them.
 BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-# Registries of its parameters, buffers and submodules.
+# Attributes of a module that hold its parameters, buffers and submodules.
 MODULE_MEMBERS = ("_parameters", "_buffers", "_modules")
-# All attributes that PyTorch gives a module, but for its mode: a user's attributes are the others.
-# Read from a new module, for releases add some.
+# All attributes that PyTorch sets on a module, except its mode. Any other attribute is the user's.
+# They are read from a new module, because releases add some.
 MODULE_INTERNALS = frozenset(vars(torch.nn.Module())) - {"training"}
 
 # --- hooks ----------------------------------------------------------------------------------------
 
 
 def _global_hooks(kind: str) -> Mapping[int, Any]:
-    """Returns PyTorch's registry of the hooks of one kind on all modules.
+    """Returns PyTorch's dict of the hooks of one kind that apply to all modules.
 
-    PyTorch changes it in place, so that it is looked up once. Without the registry there may be
-    such hooks: an entry stands for them.
+    It is looked up once, because PyTorch changes it in place. If PyTorch lacks the private name,
+    there may be such hooks: then a dict with one entry is returned.
     """
     unknown = {0: None}
     hooks: Mapping[int, Any] = getattr(torch.nn.modules.module, f"_global_{kind}_hooks", unknown)
@@ -56,11 +56,12 @@ _GLOBAL = (_global_hooks("forward"), _global_hooks("forward_pre"), *_GLOBAL_BACK
 
 @constant_when_traced
 def has_global_hooks() -> bool:
-    """Returns whether there are hooks on all modules, as from ``register_module_forward_hook``.
+    """Returns whether there are hooks that apply to all modules.
 
-    Without the registries the result is True: fused blocks then call each of their modules, slower
-    and right. Traced by torch.compile the result is a constant without a guard: PyTorch's own
-    compiled modules do not look for hooks again.
+    For example, ``register_module_forward_hook`` registers one. Without the private names the
+    result is True: fused blocks then call each of their modules, which is slower, but correct. In
+    code that torch.compile traces the result is a constant without a guard, as for PyTorch's own
+    modules: once compiled, they do not look for hooks again.
     """
     return any(_GLOBAL)
 
@@ -68,9 +69,9 @@ def has_global_hooks() -> bool:
 def has_own_hooks(module: torch.nn.Module) -> bool:
     """Returns whether hooks are registered on a module.
 
-    Without a private registry there may be: blocks call each module, slower.
+    Without a private name the result is True: blocks then call each module, which is slower.
     """
-    # Called in each call of a fused block. It is written out, as a loop takes longer.
+    # Every call of a fused block calls this function. A loop over the names would take longer.
     try:
         return bool(
             module._forward_hooks
@@ -90,7 +91,7 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
 def has_own_backward_hooks(module: torch.nn.Module) -> bool:
     """Returns whether hooks that see gradients are registered on a module.
 
-    Without a private registry there may be.
+    Without a private name the result is True.
     """
     try:
         return bool(module._backward_hooks or module._backward_pre_hooks)
@@ -102,11 +103,11 @@ def has_own_backward_hooks(module: torch.nn.Module) -> bool:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Returns whether a module is compiled by itself.
+    """Returns whether the module itself is compiled, not only one that contains it.
 
     Without the private names only `torch.compile`'s wrapper is recognised.
     """
-    # The wrapper's class is known by name: an import of it is an import of Dynamo.
+    # The wrapper's class is recognised by its name, because importing it would import Dynamo.
     names = [cls.__name__ for cls in type(module).__mro__]
     return has_compiled_call(module) or "OptimizedModule" in names
 
@@ -114,7 +115,8 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def has_compiled_call(module: torch.nn.Module) -> bool:
     """Returns whether ``module.compile()`` was called.
 
-    Its class, which has the attribute too, is not looked at: torch.compile would guard it.
+    Only the instance's attribute is read, not that of its class: torch.compile would add a guard
+    for the class.
     """
     return module.__dict__.get("_compiled_call_impl") is not None
 

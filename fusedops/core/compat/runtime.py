@@ -1,7 +1,7 @@
 """The state of the process: the current GPU, its stream, and Python's threads.
 
-Each function runs in every call, or at every launch. The public functions have the same results
-with more work on the host.
+Every call or every launch calls these functions. If PyTorch lacks a private name, the public
+function is used, which has the same result but takes longer.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ def _public_device() -> int:
     return torch.cuda.current_device() if torch.cuda.is_available() else -1
 
 
-# The index of the current GPU. The public function checks first that CUDA is initialised: slower. A
-# build without CUDA has no private one, and no GPU.
+# Returns the index of the current GPU. The public function first checks that CUDA is initialised. A
+# build without CUDA has no private function, and no GPU.
 current_device: Callable[[], int] = find("_C._cuda_getDevice", _public_device)
 
-# The handle of a device's current stream, by the device's index. The public way creates an object
-# first: slower.
+# Returns the handle of a device's current stream, for the device's index. The public function
+# creates an object for the stream.
 current_stream: Callable[[int], int] = find(
     "_C._cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
 
-# Whether the current stream is captured into a CUDA graph. The public function checks for a GPU
-# first: slower.
+# Returns whether the current stream is captured into a CUDA graph. The public function first checks
+# that there is a GPU.
 capturing: Callable[[], bool] = find(
     "_C._cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
 
-# How many Python threads there are besides the main one: a draw in a process of one thread takes no
-# lock. Of CPython. Without it the public function, which takes a lock: slower.
+# Returns the number of Python threads besides the main one. If there is none, drawing a random
+# state takes no lock. The private name is CPython's. The public function takes a lock.
 other_threads: Callable[[], int] = getattr(_thread, "_count", lambda: threading.active_count() - 1)

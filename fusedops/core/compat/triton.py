@@ -1,6 +1,6 @@
 """Triton: compilation ahead of a launch, targets, launch hooks, and calls of the C launcher.
 
-Imported inside functions: the package is imported without Triton.
+Functions import Triton when they are called, so that the package can be imported without Triton.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
     "overlaps_launches",
 ]
 
-# --- targets and what they can do -----------------------------------------------------------------
+# --- targets and their capabilities ---------------------------------------------------------------
 
 
 def gpu_target(backend: str, arch: int | str, warp_size: int) -> Any:
@@ -44,8 +44,8 @@ def gpu_target(backend: str, arch: int | str, warp_size: int) -> Any:
 def current_target() -> Any:
     """Returns the current GPU as a compilation target.
 
-    From the GPU's properties if the release has its driver elsewhere: such a GPU is NVIDIA's, with
-    32 threads in a warp.
+    If the release lacks the private name, the target is built from the GPU's properties, as for
+    NVIDIA's GPUs with 32 threads in a warp.
     """
     import triton
 
@@ -57,9 +57,9 @@ def current_target() -> Any:
 
 
 def _options() -> Mapping[str, Any]:
-    """Returns the compiler's options for NVIDIA GPUs; none without its module.
+    """Returns the compiler's options for NVIDIA GPUs, by name; none without the private name.
 
-    An option that a release does not have is an error there, so that it is asked by name.
+    An unknown option raises an error, so callers check that a release has an option.
     """
     try:
         from triton.backends.nvidia.compiler import CUDAOptions
@@ -72,8 +72,8 @@ def _options() -> Mapping[str, Any]:
 def overlaps_launches() -> bool:
     """Returns whether kernels can be compiled for programmatic dependent launch.
 
-    Such a kernel begins before its predecessor ends, and waits by ``gdc_wait`` before it reads.
-    Without the private names each launch begins behind the one before: slower.
+    Such a kernel begins before its predecessor ends, and calls ``gdc_wait`` before it reads memory.
+    Without the private names a kernel begins when its predecessor has ended, which is slower.
     """
     import triton.language as tl
 
@@ -85,8 +85,8 @@ def overlaps_launches() -> bool:
 def launches_cooperatively() -> bool:
     """Returns whether a launch can require that all programs of a kernel run at the same time.
 
-    Programs that wait for one another need it. Without the private names such a kernel is launched
-    twice instead: slower.
+    Programs that wait for one another need such a launch. Without the private names the kernel is
+    launched twice instead, which is slower.
     """
     return "launch_cooperative_grid" in _options()
 
@@ -115,17 +115,17 @@ def compile_ahead(
     options: Mapping[str, Any],
     target: Any = None,
 ) -> Any:
-    """Returns a kernel compiled for these types; with a target, without a GPU.
+    """Compiles and returns a kernel for these argument types; with a ``target``, no GPU is needed.
 
     Args:
         kernel: the decorated function.
         signature: Triton's type name of every argument; ``"constexpr"`` for one that is a constant.
         constants: the values of the constant arguments.
-        divisible: powers of two that the values of arguments are multiples of.
+        divisible: for some arguments, by name, a power of two that divides their values.
         options: the compiler's options.
-        target: as `gpu_target` returns it; the current GPU by default.
+        target: the result of `gpu_target`; None for the current GPU.
     Raises:
-        RuntimeError: this release cannot do it; `compiles_ahead` tells beforehand.
+        RuntimeError: this release of Triton cannot do it: `compiles_ahead` is False.
     """
     import triton
 
@@ -134,7 +134,8 @@ def compile_ahead(
             f"fusedops: Triton {triton.__version__} cannot compile a kernel without launching it"
         )
     _choose_assembler()
-    # Triton names an argument by the path to it: of one that is no tuple, its index alone.
+    # Triton identifies an argument by a path, for elements of nested tuples. The path to an
+    # argument that is not a tuple is its index alone.
     paths = {name: (i,) for i, name in enumerate(kernel.arg_names)}
     constexprs = {paths[name]: value for name, value in constants.items()}
     attrs = {paths[name]: [["tt.divisibility", multiple]] for name, multiple in divisible.items()}
@@ -145,12 +146,10 @@ def compile_ahead(
 def _choose_assembler() -> None:
     """Chooses PyTorch's ``ptxas`` if Inductor is loaded.
 
-    Inductor does the same when it compiles a kernel in this process.
-
-    The assembler's version is part of the key of Triton's cache. A process with warm caches of
-    Inductor may compile nothing itself, and would use Triton's ``ptxas``: its keys would differ
-    from those of the first process. Without the private names a kernel may be compiled once more in
-    a later process.
+    Inductor does the same, but only in a process in which it compiles a kernel. The assembler's
+    version is part of the key of Triton's cache. So in a later process, in which Inductor has warm
+    caches, this package's kernels would have other keys than in the first process, and would be
+    compiled again. They are if PyTorch lacks the private names.
     """
     tasks = sys.modules.get("torch._inductor.runtime.compile_tasks")
     choose = getattr(tasks, "_set_triton_ptxas_path", None)
@@ -162,10 +161,11 @@ def _choose_assembler() -> None:
 def _take_assembler(choose: Callable[[], None]) -> None:
     try:
         choose()
-    # Another release's, or a warning as an error: Triton's own stays.
+    # The private function of another release may raise anything, or a warning may be an error. Then
+    # Triton's own assembler is used.
     except Exception:  # noqa: BLE001
         return
-    # Triton caches the version of the assembler that it used before, which is in the key as well.
+    # Triton caches the version of its assembler, which is part of the key.
     compiler = sys.modules.get("triton.backends.nvidia.compiler")
     version: Any = getattr(compiler, "get_ptxas_version", None)
     if hasattr(version, "cache_clear"):
@@ -178,9 +178,9 @@ def _take_assembler(choose: Callable[[], None]) -> None:
 def launch_hooks() -> Any:
     """Returns the object whose ``launch_enter_hook`` and ``launch_exit_hook`` launches call.
 
-    Each is a chain with a list ``calls``, in which profilers put functions. None without the
-    chains: whether there are hooks is unknown then, and Triton's own launcher is used, which calls
-    them.
+    Each of these is a chain with a list ``calls``, to which profilers add functions. Returns None
+    if a release has no such chains. Then it is unknown whether there are hooks, and kernels are
+    launched by Triton's own launcher, which calls any hooks.
     """
     import triton
 
@@ -192,12 +192,12 @@ def launch_hooks() -> Any:
 
 
 class NoDirectCallError(Exception):
-    """A compiled kernel that only Triton's own launcher can launch; the message says why."""
+    """Raised for a kernel that only Triton's launcher can launch; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A value that differs between launches: a grid axis, the stream, or an argument."""
+    """Represents a value that differs between launches: a grid axis, the stream or an argument."""
 
     name: str
 
@@ -217,38 +217,39 @@ class DirectCall:
     arguments: tuple[Any, ...]
 
 
-# What the C function takes (grid: three numbers; scratch and metadata: two each; a: an argument):
+# The arguments of the C function, by release of Triton. The grid has three numbers; scratch and
+# metadata are two values each; a is an argument of the kernel.
 #
 #   3.6         grid stream function cooperative pdl scratch metadata hooks a a a ...
 #   3.7 to 3.9  grid stream function cooperative pdl metadata hooks scratch
 #               annotations signature (a, a, a, ...)
 def direct_call(compiled: Any, arguments: Sequence[Place | None]) -> DirectCall:
-    """Returns the call of a C function that ``compiled[grid](*arguments)`` amounts to.
+    """Returns the call of Triton's C function by which ``compiled[grid](*arguments)`` launches.
 
-    Triton's launcher is an object in Python that holds the C function as ``launch`` and calls it
-    with the grid, stream, kernel, hooks, scratch memory and arguments, in an order that changes
-    between releases. So the launcher is called once with a recorder in place of the C function, and
-    what arrives there is the order.
+    Triton's launcher is a Python object that holds the C function as ``launch``. It calls this with
+    the grid, stream, kernel, hooks, scratch memory and arguments, in an order that differs between
+    releases. To determine the order, the launcher is called once with a function that records its
+    arguments in place of the C function.
 
     Args:
         compiled: a compiled kernel, loaded on the current GPU.
-        arguments: one for each argument of the kernel, None for constants.
+        arguments: a `Place` for each argument of the kernel, None for constants.
     Raises:
-        NoDirectCallError: the kernel needs something of each launch that is not among its arguments
-            (scratch memory, an instrumented build's tables), or the launcher is of another form.
+        NoDirectCallError: at each launch the kernel needs something that is not among its arguments
+            (scratch memory, tables of an instrumented build), or the launcher is of another form.
     """
     try:
         run = compiled.run
         function, packed = compiled.function, compiled.packed_metadata
         scratch = max(run.global_scratch_size, run.profile_scratch_size)
-        # A copy: other threads may launch by the original meanwhile.
+        # The recorder is set on a copy, because other threads may launch by the original.
         launch, probe = run.launch, copy.copy(run)
     except AttributeError as error:
         raise NoDirectCallError(f"its launcher is of an unknown form ({error})") from None
-    # Scratch memory is allocated for each launch, which a fixed argument cannot be.
+    # Scratch memory is allocated at each launch, so it cannot be a fixed argument.
     if scratch > 0:
         raise NoDirectCallError("the kernel needs scratch memory")
-    # From 3.8 on. Builds that GSan instruments take the driver's tables at each launch.
+    # Triton 3.8 and later: kernels that GSan instruments take tables of the driver at each launch.
     if getattr(run, "gsan_enabled", False):
         raise NoDirectCallError("the kernel is instrumented")
     recorded: list[tuple[Any, ...]] = []
@@ -256,7 +257,7 @@ def direct_call(compiled: Any, arguments: Sequence[Place | None]) -> DirectCall:
     try:
         # After the packed metadata come the launch metadata and the two hooks, absent here.
         probe(*GRID, STREAM, function, packed, None, None, None, *arguments)
-    # An unknown launcher may raise anything at such arguments.
+    # An unknown launcher may raise any exception for such arguments.
     except Exception as error:  # noqa: BLE001
         raise NoDirectCallError(f"its launcher is of an unknown form ({error})") from None
     if len(recorded) != 1 or not _is_complete(recorded[0], arguments):
@@ -264,9 +265,13 @@ def direct_call(compiled: Any, arguments: Sequence[Place | None]) -> DirectCall:
     return DirectCall(launch, recorded[0])
 
 
-def _is_complete(taken: tuple[Any, ...], arguments: Sequence[Place | None]) -> bool:
+def _is_complete(recorded: tuple[Any, ...], arguments: Sequence[Place | None]) -> bool:
     """Returns whether a recorded call begins with grid and stream, and ends with the arguments."""
-    if taken[:4] != (*GRID, STREAM):
+    if recorded[:4] != (*GRID, STREAM):
         return False
-    last = taken[-1] if isinstance(taken[-1], tuple) else taken[len(taken) - len(arguments) :]
-    return last == tuple(arguments)
+    # Releases pass the arguments one by one, or as a tuple.
+    if isinstance(recorded[-1], tuple):
+        kernel_arguments = recorded[-1]
+    else:
+        kernel_arguments = recorded[len(recorded) - len(arguments) :]
+    return kernel_arguments == tuple(arguments)

@@ -4,8 +4,8 @@
     {"key": ..., "space": hash of the candidates, "config": [...], "microseconds": {...}}
 
 Processes may read and write concurrently: an entry is replaced atomically, and the last writer
-wins. An unusable entry is ignored with one warning per process, never an error; the config then
-comes from the table or the heuristic.
+wins. An unusable entry is ignored: it never raises, but causes one warning per process, and the
+config comes from the table or the heuristic.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ __all__ = [
     "write",
 ]
 
-# Files in the cache may come from a user, a tool, or another release. So what is read is checked:
+# Files in the cache may come from a user, a tool, or another release. So their content is checked:
 #
-#     entries     the numbers of a config: each has to be within its limits, and the family's
-#                 `valid` has to accept the config. Results are right with any config that passes
-#     sealed      a checksum, then text: traced functions and graphs, which become code. The text
-#                 is also checked word by word where it is read
+#     entries         the numbers of a config. Each must be within its limits, and the family's
+#                     `valid` must accept the config. With any such config results are right
+#     sealed files    a checksum, then text: traced functions and graphs, from which code is
+#                     generated. The code that reads the text also checks it word by word
 #
-# A checksum detects torn and edited files. It does not protect against a user with access to
-# the directory, which is the user's own.
+# The checksum detects incomplete and edited files. It does not protect against an attacker who can
+# write to the user's own directory.
 
-# The prefix of a file that is not complete yet.
+# The prefix of the name of a file that is not complete yet.
 SCRATCH = ".writing-"
+# The operations ("read", "write") of which a warning was shown.
 _warned: set[str] = set()
 
 
@@ -69,13 +70,13 @@ class EntryError(Exception):
 
 
 def directory() -> Path | None:
-    """Returns the cache's directory: ``FUSEDOPS_CACHE_DIR``, else in the platform's user cache.
+    """Returns the cache's directory: ``FUSEDOPS_CACHE_DIR``, or one in the user's cache directory.
 
-    Without a home directory it is None.
+    Returns None if there is no home directory.
     """
-    named = os.environ.get("FUSEDOPS_CACHE_DIR")
-    if named:
-        return Path(named)
+    variable = os.environ.get("FUSEDOPS_CACHE_DIR")
+    if variable:
+        return Path(variable)
     try:
         home = Path.home()
     except RuntimeError:
@@ -91,9 +92,9 @@ def directory() -> Path | None:
 
 @functools.cache
 def code_of_package() -> str:
-    """Returns names, sizes and times of this package's files.
+    """Returns the names, sizes and times of this package's files, as text.
 
-    In a working copy the version does not change with the code.
+    They identify the code. The version does not: in a working copy the code changes without it.
     """
     root = Path(str(sys.modules[__name__.partition(".")[0]].__file__)).parent
     files = []
@@ -104,22 +105,26 @@ def code_of_package() -> str:
 
 
 def file_of(folder: str, text: Sequence[str]) -> Path | None:
-    """Returns the file, in a folder of the cache, of results that this code computes from a text.
+    """Returns the path of a file in the cache, for results that this package computes from a text.
 
-    Without a home directory it is None.
+    Returns None if there is no home directory.
+
+    Args:
+        folder: the name of the file's folder in the cache.
+        text: the lines from which the results are computed.
     """
     root = directory()
     if root is None:
         return None
-    # All that a result may depend on is in the name: another version neither reads nor replaces the
-    # file.
+    # The name is a hash of everything that the results depend on: so another version neither reads
+    # nor replaces the file.
     parts = [__version__, torch.__version__, sys.version, code_of_package(), *text]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     return root / folder / f"{digest[:32]}.json"
 
 
 def sealed(text: str) -> str:
-    """Returns the content of a file: a checksum of this version and the text, then the text."""
+    """Returns the text after a line with a checksum of this version and the text."""
     return f"{_checksum(text)}\n{text}"
 
 
@@ -145,11 +150,12 @@ def slug(device: str) -> str:
 
 
 def path_of(key: TuningKey, device: str) -> Path | None:
-    """Returns the file of an entry, which need not exist; None without a home directory."""
+    """Returns the path of an entry's file, which need not exist; None without a home directory."""
     root = directory()
     if root is None:
         return None
-    # A hash, since a key may have any length and characters that no file name may have.
+    # The name is a hash, because a key may be longer than file names may be, and have other
+    # characters.
     text = json.dumps(_entry_key(key, device), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return root / slug(device) / key.kernel / f"{digest[:32]}.json"
@@ -163,7 +169,7 @@ def entries() -> Iterator[Path]:
 
 
 def read(key: TuningKey, device: str) -> Config | None:
-    """Returns the tuned config; None without a usable entry."""
+    """Returns the tuned config for a key; None if there is no usable entry."""
     path = path_of(key, device)
     try:
         if path is None or not path.exists():
@@ -183,15 +189,17 @@ def read(key: TuningKey, device: str) -> Config | None:
 def check(path: Path, expected: Mapping[str, Any] | None = None) -> Config:
     """Returns the config in a file.
 
-    The file must hold the entry for the key ``expected``; without one, for the key in the file, at
-    this path.
-
+    Args:
+        path: the file.
+        expected: the key that the entry must have; None for any key of this version of the package
+            whose entry belongs at ``path``.
     Raises:
-        EntryError: the entry is torn, foreign, or stale: chosen from other candidates than today's.
+        EntryError: the entry is torn (incomplete), foreign (for another key), another version's, or
+            stale (chosen from other candidates than today's).
         OSError: the file cannot be read.
     """
     try:
-        # Whatever the bytes are: a file with enough brackets is a RecursionError.
+        # The bytes may be anything: parsing deeply nested brackets raises RecursionError.
         content = json.loads(path.read_bytes())
         entry_key, space, numbers = content["key"], content["space"], content["config"]
         parts = {**entry_key, "variant": tuple(entry_key["variant"])}
@@ -202,7 +210,7 @@ def check(path: Path, expected: Mapping[str, Any] | None = None) -> Config:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise EntryError("torn", f"not a complete entry: {type(error).__name__}") from None
     if expected is None:
-        # The versions are in the key: an entry of this one has the key that it would get now.
+        # Keys contain versions: an entry of this version has the key that it would get now.
         if entry_key != own_key:
             raise EntryError("another version's", "not for this version of fusedops or Triton")
         is_foreign = path != own_path
@@ -212,16 +220,16 @@ def check(path: Path, expected: Mapping[str, Any] | None = None) -> Config:
         raise EntryError("foreign", "another device's, version's or kernel's")
     try:
         is_current = space == fingerprint(key) and valid(key, config)
-    except Exception:  # noqa: BLE001 - families expect keys of calls, and a file may have any
+    except Exception:  # noqa: BLE001 - families expect keys of calls, but a file may have any key
         is_current = False
-    # The best of other candidates may be worse than today's heuristic.
+    # A config that was chosen from other candidates may be slower than today's heuristic.
     if not is_current:
         raise EntryError("stale", "chosen from other candidates than today's")
     return config
 
 
 def write(key: TuningKey, device: str, config: Config, microseconds: Mapping[str, float]) -> bool:
-    """Writes an entry atomically; returns False, with one warning per process, where that fails."""
+    """Writes an entry atomically; if that fails, warns once per process and returns False."""
     path = path_of(key, device)
     if path is None:
         _warn_once("write", "there is no home directory for it", "set FUSEDOPS_CACHE_DIR")
@@ -245,22 +253,23 @@ def write(key: TuningKey, device: str, config: Config, microseconds: Mapping[str
 
 
 def replace(path: Path, text: str) -> None:
-    """Writes a file atomically, and the folders that it is in.
+    """Writes a file atomically, and creates its folder.
 
-    A reader sees the whole old file or the whole new one.
+    A reader sees either the whole old file or the whole new one.
 
     Raises:
         OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder: a rename is atomic within a file system only. Not by `tempfile`: only the
-    # owner may read its files, and users may share a cache.
+    # The text is first written to a file in the same folder, because a rename is atomic only within
+    # a file system. `tempfile` is not used: only the owner may read its files, and users may share
+    # a cache.
     scratch = path.with_name(f"{SCRATCH}{os.urandom(8).hex()}")
     try:
         with scratch.open("x") as file:
             file.write(text)
             file.flush()
-            # Otherwise the rename might reach the disk before the content.
+            # Without this the rename might reach the disk before the content does.
             os.fsync(file.fileno())
         os.replace(scratch, path)  # noqa: PTH105 - the atomic step, by the system call's name
     except BaseException:
@@ -270,7 +279,7 @@ def replace(path: Path, text: str) -> None:
 
 
 def _entry_key(key: TuningKey, device: str) -> dict[str, Any]:
-    """Returns the key of an entry as JSON has it, with the versions that it is for."""
+    """Returns the key of an entry in JSON's types, with the device and the versions."""
     versions = {"fusedops": __version__, "triton": _triton_version()}
     return {**asdict(key), "variant": list(key.variant), "device": device, **versions}
 

@@ -1,7 +1,9 @@
-"""Configs of kernels that reduce rows: tables of rules, for kernels by hand and generated ones.
+"""Configs of kernels that reduce rows, hand-written and generated, as tables of rules.
 
-A table's rules are tried from first to last, and the first that matches decides. Each holds the
-reason for its config and, where one change was timed, where.
+The rules of a table are tried from first to last, and the first that matches determines the config.
+Each rule states the reason for its config. If one change to the table was timed, it also states the
+times before and after, and on which GPU. The positional arguments of a `Config` are the columns and
+rows of a tile, the warps, the stages, and the programs per multiprocessor.
 """
 
 from __future__ import annotations
@@ -34,35 +36,35 @@ __all__ = [
     "is_unaligned",
 ]
 
-# The widest row that a forward program holds whole, and the widest in 16 bits.
+# The most columns of a row that a forward program holds whole, in 32 and 64 bits, and in 16 bits.
 WHOLE_FORWARD = 16384
 _WHOLE_FORWARD_16BIT = 32768
-# The widest LayerNorm with a residual that runs in 32 warps; wider ones run in 16, which have twice
-# the registers each.
+# The most columns of a LayerNorm with a residual that runs in 32 warps. Wider ones run in 16 warps,
+# each of which has twice the registers.
 _WITH_VECTORS = 24576
-# The widest that a backward program holds whole in 16 and 32 bits, and in 64 bits.
+# The most columns of a row that a backward program holds whole, in 16 and 32 bits, and in 64 bits.
 WHOLE_BACKWARD = 8192
 _WHOLE_BACKWARD_64BIT = 2048
-# Buckets of rows: up to 255; up to 4095; up to 65535.
+# Buckets of rows (indices into `BUCKETS`): 16 to 255, 256 to 4095, 4096 to 65535.
 FEW, SOME, MANY = 1, 2, 3
-# The most warps of a forward program with a row in one tile.
+# The most warps of a forward program whose rows are one tile each.
 MOST_WARPS = 16
 
 
 # --- rules ----------------------------------------------------------------------------------------
 
 
-# A multiprocessor has 65,536 registers, which its resident programs share. A program with a row of
-# N columns in W warps has N / (32 W) elements of it in each thread, of one register each in fp32:
+# A multiprocessor has 65,536 registers, which its resident programs share. If W warps hold a row of
+# N columns, each thread holds N / (32 W) elements of it, in fp32 one per register:
 #
 #     warps         threads    registers per thread, if the program is alone
 #     8             256        255, the most that a thread may have
 #     16            512        128
 #     32            1024       64
 #
-# More warps hold wider rows; fewer exchange a row's sums in fewer steps, and leave room for another
-# program, which loads while this one computes or stores. A limit of 64 registers lets two programs
-# of 16 warps run at a time.
+# More warps can hold wider rows. Fewer warps exchange a row's sums in fewer steps, and leave
+# registers for another program, which loads while this one computes or stores. With a limit of 64
+# registers per thread, two programs of 16 warps are resident.
 @dataclass(frozen=True)
 class Call:
     """The properties of a call that rules test.
@@ -72,13 +74,14 @@ class Call:
         itemsize: bytes per element of the widest tensor.
         bucket: the bucket of the number of rows.
         block: columns of a tile, a power of two.
-        parts: tiles that hold a row.
-        adds: whether a residual is a second input.
-        rms: whether the norm is an RMSNorm.
-        sums: parameter gradients of a backward.
+        parts: the number of tiles that hold a row.
+        adds: whether there is a residual, a second input.
+        rms: whether the norm is an RMSNorm, not a LayerNorm.
+        sums: the number of parameter gradients of a backward, each a sum over rows.
         drops: whether a backward draws a mask.
-        holds_more: whether `MORE_HELD` is in the key.
-        generated: whether the kernel is generated. It has more values at a time than one by hand.
+        holds_more: whether a backward holds more values per element than usual: `MORE_HELD` in
+            `norms.configs`.
+        generated: whether the kernel is generated. It needs more registers than a hand-written one.
     """
 
     cols: int
@@ -95,7 +98,7 @@ class Call:
 
     @property
     def width(self) -> int:
-        """Lanes of the tiles that hold a row."""
+        """The columns of all tiles that hold a row, idle ones too."""
         return self.block * self.parts
 
     @property
@@ -105,7 +108,7 @@ class Call:
 
     @property
     def odd(self) -> bool:
-        """Whether the pipeline cannot copy rows of 16 bits: it copies four bytes or more."""
+        """Whether a pipelined loop cannot copy rows of 16 bits: it copies at least four bytes."""
         return self.cols % 2 != 0
 
     @property
@@ -116,21 +119,21 @@ class Call:
 
 @dataclass(frozen=True)
 class _Tile:
-    """A forward tile, whose config follows from the call's block.
+    """Returns the config of a forward from the number of elements per thread and per tile.
 
     Attributes:
-        each: at most so many elements per thread.
-        elements: a tile has as many rows as make so many elements.
-        rows: a tile has at least so many rows.
-        most: the most warps.
-        registers: the limit of registers per thread in programs of 16 warps and more; 0 for none.
-        block: columns of a tile, 0 for those of the call.
+        per_thread: the most elements per thread, which determine the number of warps.
+        elements: the elements of a tile, which determine the number of rows.
+        rows: the fewest rows of a tile.
+        most_warps: the most warps.
+        registers: the limit of registers per thread, in programs of 16 warps or more; 0 for none.
+        block: columns of a tile; 0 for the call's ``block``.
     """
 
-    each: int
+    per_thread: int
     elements: int = 0
     rows: int = 1
-    most: int = MOST_WARPS
+    most_warps: int = MOST_WARPS
     registers: int = 0
     block: int = 0
 
@@ -138,20 +141,20 @@ class _Tile:
         block = self.block or call.block
         parts = -(-call.cols // block)
         rows = max(self.rows, self.elements // block)
-        warps = fewest_warps(block * parts * rows, self.each, self.most)
+        warps = fewest_warps(block * parts * rows, self.per_thread, self.most_warps)
         registers = self.registers if warps >= 16 else 0
         return Config(block, rows, warps, registers=registers, parts=parts)
 
 
 @dataclass(frozen=True)
 class _NarrowTile:
-    """A backward tile of several narrow rows.
+    """Returns the config of a backward whose tiles have several narrow rows.
 
-    A thread holds the elements of a tile three times: dy, the row, and their sums.
+    For each element of a tile, a thread holds three numbers: dy, the row's element, and a sum.
 
     Attributes:
-        of_row: elements of a row per thread, which give the warps.
-        of_tile: elements of a tile per thread, which give the rows.
+        of_row: elements of a row per thread, which determine the number of warps.
+        of_tile: elements of a tile per thread, which determine the number of rows.
         per_sm: programs per multiprocessor.
     """
 
@@ -162,18 +165,18 @@ class _NarrowTile:
     def __call__(self, call: Call) -> Config:
         warps = fewest_warps(call.block, self.of_row)
         rows = min(max(self.of_tile * 32 * warps // call.block, 1), 16)
-        return Config(call.block, rows, warps, 3, self.per_sm)
+        return Config(call.block, rows, warps, stages=3, per_sm=self.per_sm)
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """A row of a table.
+    """One rule of a table.
 
     Attributes:
-        when: the values that match, by property of `Call`.
-        config: the config, or what makes it for a call.
-        why: the reason.
-        measured: the times before and after one change; without them the config was chosen by
+        when: for some properties of `Call`, by name, the values for which the rule matches.
+        config: the config, or a function that returns it for a call.
+        why: the reason for the config.
+        measured: the times before and after this rule was added. If empty, the config was chosen by
             timing candidates on an H200.
     """
 
@@ -183,20 +186,20 @@ class _Rule:
     measured: str = ""
 
     def matches(self, call: Call) -> bool:
-        """Whether all properties have one of their values."""
+        """Whether every property in ``when`` has one of its values."""
         return all(getattr(call, name) in values for name, values in self.when.items())
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A config, and why it was chosen."""
+    """A config and the reason for it."""
 
     config: Config
     why: str
 
 
 def _decide(rules: Sequence[_Rule], call: Call) -> Decision:
-    """The config of the first rule that matches."""
+    """Returns the config of the first rule that matches."""
     for rule in rules:
         if rule.matches(call):
             config = rule.config if isinstance(rule.config, Config) else rule.config(call)
@@ -205,10 +208,12 @@ def _decide(rules: Sequence[_Rule], call: Call) -> Decision:
 
 
 def _above(limit: int) -> range:
+    """Returns all numbers above ``limit``."""
     return range(limit + 1, 1 << 62)
 
 
 def _up_to(limit: int) -> range:
+    """Returns the numbers from 0 to ``limit``."""
     return range(limit + 1)
 
 
@@ -221,11 +226,13 @@ _FROM_SOME_ROWS, _MANY_ROWS = _above(FEW), _above(SOME)
 # --- the forward ----------------------------------------------------------------------------------
 
 
-# Whatever the call, the forward reads x once if a program holds the row. What differs is how a row
-# is laid out: in one tile, in parts, or in passes over tiles. `forward` chooses this first, then a
-# table.
+# A program holds a row in one tile or in several tiles side by side (parts), and reads x once. Or
+# it makes two passes over tiles, and reads x twice. `forward` first chooses among these three
+# layouts, and then applies the layout's table.
+
+
 def _widest_filled(configs: Sequence[Config], cols: int, otherwise: Config) -> Config:
-    """The first config that leaves at most a tenth of its lanes idle."""
+    """Returns the first config that leaves few lanes idle: at most a tenth of ``cols``."""
     for config in configs:
         if config.lanes_for(cols) <= 1.1 * cols:
             return config
@@ -233,24 +240,24 @@ def _widest_filled(configs: Sequence[Config], cols: int, otherwise: Config) -> C
 
 
 def _two_passes(call: Call) -> Config:
-    """The widest tile with few idle lanes, for rows that are read twice."""
+    """Returns the widest config with few idle lanes, for rows that are read twice."""
     configs = (Config(16384, 1, 16), Config(8192, 1, 8), Config(4096, 1, 8))
     return _widest_filled(configs, call.cols, configs[-1])
 
 
-# 16 bits, a whole row in several tiles. 24 elements per thread are usual; with 56 a row has fewer
-# warps: 4, not 8, for 5120 columns.
+# 16 bits, a whole row in several tiles. Usually a thread has at most 24 elements. With 56, a row
+# has fewer warps: for 5120 columns, 4 instead of 8.
 _FORWARD_PARTS = (
     _Rule(
         {"generated": _YES, "adds": _YES, "rms": _NO, "cols": _above(28672)},
-        _Tile(24, most=32, block=8192),
-        "more warps, as a generated kernel has more values at a time",
+        _Tile(per_thread=24, most_warps=32, block=8192),
+        "more warps, because a generated kernel needs more registers",
         "H200, dropout-add-LN, 32768 columns, with its backward: 207 to 193 us",
     ),
     _Rule(
         {"adds": _YES, "width": (8192,)},
-        _Tile(32),
-        "programs of eight warps, of which a multiprocessor has several",
+        _Tile(per_thread=32),
+        "programs of eight warps: several are resident on a multiprocessor",
         "H200, dropout-add-LN, 7168 and 8192 columns: 75.8 to 58.3 and 59.9 to 54.3 us",
     ),
     _Rule(
@@ -262,45 +269,51 @@ _FORWARD_PARTS = (
             "width": _up_to(5120),
             "aligned": _YES,
         },
-        _Tile(24),
-        "more warps, as a generated kernel has more values at a time",
+        _Tile(per_thread=24),
+        "more warps, because a generated kernel needs more registers",
         "H200, dropout-add-RMSNorm, 5120 columns: 57.4 to 54.8 us",
     ),
     _Rule(
         {"adds": _YES, "rms": _NO, "cols": _above(_WITH_VECTORS)},
-        _Tile(24, block=4096),
-        "16 warps have registers for the sum, the weight and the shift",
+        _Tile(per_thread=24, block=4096),
+        "16 warps have enough registers for the sum, the weight and the shift",
         "H100, 1024x32768: 94.5 to 85.4 us",
     ),
     _Rule(
         {"parts": (7,), "adds": _YES, "width": _up_to(WHOLE_FORWARD), "aligned": _YES},
-        _Tile(56),
-        "a thread has more elements",
+        _Tile(per_thread=56),
+        "fewer warps, with more elements per thread",
         "H200, dropout-add-LN, 13824 columns, with its backward: 186 to 174 us",
     ),
     _Rule(
         {"parts": (5,), "adds": _YES, "width": _up_to(5120), "aligned": _YES},
-        _Tile(56),
-        "wider rows lose by few warps where the sum is written",
+        _Tile(per_thread=56),
+        "fewer warps; for wider rows these are slower if the sum is written",
         "H200, with and without a sum that is written",
     ),
     _Rule(
         {"adds": _NO, "width": _up_to(WHOLE_FORWARD), "aligned": _YES},
-        _Tile(24, most=8),
+        _Tile(per_thread=24, most_warps=8),
         "tiles without idle lanes are loaded without a mask",
         "H200, with the backward: LayerNorm, 12288 columns, 112.6 to 99.9 us",
     ),
     _Rule(
         {"adds": _YES},
-        _Tile(24, most=32, registers=64),
-        "with two inputs the compiler would take more registers, and only one program of sixteen "
-        "warps be resident",
+        _Tile(per_thread=24, most_warps=32, registers=64),
+        "without the limit the compiler would use more registers for two inputs, and only one "
+        "program of 16 warps would be resident",
         "H100, RMSNorm with a residual, 1024x32768: 114.7 to 74.1 us",
     ),
-    _Rule({}, _Tile(24, most=32), "one input", "H100, LayerNorm, 1024x32768: 55.6 to 51.1 us"),
+    _Rule(
+        {},
+        _Tile(per_thread=24, most_warps=32),
+        "one input",
+        "H100, LayerNorm, 1024x32768: 55.6 to 51.1 us",
+    ),
 )
 
-# fp32 and fp64: fewer elements per thread, and two passes from narrower rows on.
+# fp32 and fp64: fewer elements per thread than in 16 bits, and two passes for narrower rows
+# already.
 _FORWARD_WIDE_DTYPES = (
     _Rule(
         {"itemsize": _FP32, "block": _above(WHOLE_FORWARD), "adds": _YES},
@@ -324,38 +337,42 @@ _FORWARD_WIDE_DTYPES = (
     ),
     _Rule(
         {"itemsize": _FP32, "block": (WHOLE_FORWARD,), "adds": _YES},
-        _Tile(16, most=32, registers=64),
-        "all registers of a multiprocessor",
+        _Tile(per_thread=16, most_warps=32, registers=64),
+        "the program needs all registers of a multiprocessor",
     ),
-    _Rule({"itemsize": _FP32, "block": (WHOLE_FORWARD,)}, _Tile(32), "one input"),
+    _Rule({"itemsize": _FP32, "block": (WHOLE_FORWARD,)}, _Tile(per_thread=32), "one input"),
     _Rule(
         {"block": _up_to(256), "bucket": _MANY_ROWS, "adds": _YES},
-        _Tile(4, rows=8),
-        "narrow rows share programs where there are many",
+        _Tile(per_thread=4, rows=8),
+        "a program has several narrow rows, if there are many rows",
     ),
     _Rule(
         {"block": _up_to(256), "bucket": _MANY_ROWS},
-        _Tile(1, rows=8, most=4),
-        "narrow rows share programs, of four warps, where there are many",
+        _Tile(per_thread=1, rows=8, most_warps=4),
+        "a program of up to four warps has several narrow rows, if there are many rows",
     ),
     _Rule(
         {"block": _up_to(256), "bucket": _UP_TO_SOME_ROWS, "adds": _YES},
-        _Tile(8),
+        _Tile(per_thread=8),
         "few rows need short programs",
     ),
     _Rule(
         {"block": _up_to(2048), "bucket": _UP_TO_SOME_ROWS, "adds": _YES},
-        _Tile(4),
+        _Tile(per_thread=4),
         "few rows need short programs",
     ),
-    _Rule({"block": _up_to(2048), "bucket": _SOME_ROWS}, _Tile(8), "few rows need short programs"),
+    _Rule(
+        {"block": _up_to(2048), "bucket": _SOME_ROWS},
+        _Tile(per_thread=8),
+        "few rows need short programs",
+    ),
     _Rule(
         {"itemsize": _FP32, "bucket": _MANY_ROWS, "adds": _NO},
-        _Tile(16, elements=2048),
-        "two rows up to 1024 columns",
+        _Tile(per_thread=16, elements=2048),
+        "a program has two rows of up to 1024 columns",
         "H100, LayerNorm, 8192x1024: 25.2 to 24.2 us",
     ),
-    _Rule({}, _Tile(16, elements=1024), "all others"),
+    _Rule({}, _Tile(per_thread=16, elements=1024), "all others"),
 )
 
 # 16 bits, rows that are read twice, in tiles.
@@ -377,83 +394,85 @@ _FORWARD_TWO_PASSES = (
 _FORWARD_ONE_TILE = (
     _Rule(
         {"adds": _YES, "cols": (WHOLE_FORWARD,)},
-        _Tile(16, most=32, registers=64),
-        "all registers of a multiprocessor, where no lane is idle",
+        _Tile(per_thread=16, most_warps=32, registers=64),
+        "the program needs all registers of a multiprocessor, but leaves no lane idle",
     ),
     _Rule(
         {"block": (WHOLE_FORWARD,)},
-        _Tile(32),
-        "sixteen warps, and no persistent programs",
+        _Tile(per_thread=32),
+        "16 warps, and no persistent programs",
         "H100, RMSNorm, 2048x16384: 51.1 to 47.0 us",
     ),
     _Rule(
         {"block": _above(1023), "adds": _YES, "rms": _YES, "bucket": _FEW_ROWS},
-        _Tile(8),
+        _Tile(per_thread=8),
         "few rows need short programs",
     ),
     _Rule(
         {"block": _above(1023), "adds": _YES, "bucket": _FEW_ROWS},
-        _Tile(16),
+        _Tile(per_thread=16),
         "few rows need short programs",
     ),
     _Rule(
         {"block": (4096,), "adds": _YES, "bucket": _MANY_ROWS},
-        _Tile(32),
-        "with many rows and a residual a thread has more elements",
+        _Tile(per_thread=32),
+        "more elements per thread are faster with many rows and a residual",
     ),
     _Rule(
         {"block": (8192,), "adds": _NO, "bucket": _UP_TO_SOME_ROWS},
-        _Tile(32),
+        _Tile(per_thread=32),
         "a thread has more elements",
     ),
     _Rule(
         {"block": _above(2047)},
-        _Tile(16),
-        "more warps where rows are many",
+        _Tile(per_thread=16),
+        "more warps, for many rows",
         "H100, LayerNorm, 8192x4096: 48.0 to 47.0 us",
     ),
     _Rule(
         {"block": _up_to(128), "adds": _YES},
-        _Tile(8, elements=2048),
-        "sixteen rows or more share eight warps",
+        _Tile(per_thread=8, elements=2048),
+        "a program of eight warps has 16 rows or more",
     ),
     _Rule(
         {"block": _up_to(512), "adds": _YES, "bucket": _UP_TO_SOME_ROWS},
-        _Tile(8),
+        _Tile(per_thread=8),
         "few rows need short programs",
     ),
     _Rule(
         {"block": _up_to(512), "adds": _YES},
-        _Tile(32, elements=1024),
-        "with many rows and a residual a thread has more elements",
+        _Tile(per_thread=32, elements=1024),
+        "more elements per thread are faster with many rows and a residual",
     ),
-    # The rules above have all other blocks of calls with a residual.
-    _Rule({"adds": _YES}, _Tile(16), "1024 columns"),
-    # From here on there is no residual, and a block has 1024 columns or fewer.
-    _Rule({"bucket": _FEW_ROWS}, _Tile(16, elements=1024), "few rows need short programs"),
+    # Of the calls with a residual, only those with a block of 1024 columns get here.
+    _Rule({"adds": _YES}, _Tile(per_thread=16), "1024 columns"),
+    # The rules below get calls without a residual, with blocks of at most 1024 columns.
+    _Rule(
+        {"bucket": _FEW_ROWS}, _Tile(per_thread=16, elements=1024), "few rows need short programs"
+    ),
     _Rule(
         {"block": _up_to(512), "bucket": _SOME_ROWS},
-        _Tile(32, elements=1024),
+        _Tile(per_thread=32, elements=1024),
         "a thread has more elements",
     ),
-    _Rule({"bucket": _SOME_ROWS}, _Tile(16), "1024 columns"),
+    _Rule({"bucket": _SOME_ROWS}, _Tile(per_thread=16), "1024 columns"),
     _Rule(
         {"block": (1024,), "aligned": _YES},
-        _Tile(16, elements=2048),
-        "rows that are loaded element by element keep the config with which they were measured",
+        _Tile(per_thread=16, elements=2048),
+        "two rows of 1024 columns; unaligned rows were measured with the next rule's config",
     ),
-    _Rule({}, _Tile(32, elements=2048), "a thread has more elements"),
+    _Rule({}, _Tile(per_thread=32, elements=2048), "a thread has more elements"),
 )
 
 
 def forward(
     cols: int, itemsize: int, bucket: int, adds: bool, rms: bool, generated: bool = False
 ) -> Decision:
-    """The config of the forward: a whole row per program where it fits, tiles beyond."""
+    """Returns the config of a forward: whole rows if they fit in registers, else tiles of rows."""
     block, parts = forward_tiles(cols, itemsize, adds, rms)
-    # The tiles decide which table applies. The rest of the call decides within the table.
     if block * parts == 8192 and (adds or not rms) and bucket <= SOME:
-        block, parts = 8192, 1  # few rows alone are faster in one tile
+        block, parts = 8192, 1  # with few rows one tile is faster, with many several tiles
+    # The tiles select a table. The other properties of the call select a rule in the table.
     if parts > 1:
         rules: Sequence[_Rule] = _FORWARD_PARTS
     elif itemsize > 2:
@@ -467,19 +486,18 @@ def forward(
 
 
 def forward_tiles(cols: int, itemsize: int, adds: bool, rms: bool) -> tuple[int, int]:
-    """The columns and the number of tiles that hold a row.
+    """Returns the columns of a tile, and the number of tiles that hold a row.
 
-    Several in 16 bits alone: in fp32 they gain nothing.
+    There are several tiles only in 16 bits: in wider dtypes they are not faster.
 
-    Tiles without idle lanes are loaded without a mask. In a row with idle lanes only the last tile
-    needs one:
+    Only tiles with idle lanes are loaded with a mask, and only the last tile of a row has any:
 
         6560 columns   |  2048  |  2048  |  2048  | 416, masked |
 
-    Rows of more than 16,384 columns take all registers of a multiprocessor, most of them in 32
-    warps. A tile has 4096 columns, four for each of 1024 threads. With a residual it has 8192,
-    eight for each: one draw of the mask is for eight columns. Two inputs that are loaded element by
-    element take too many registers: such rows are read twice.
+    A row of more than 16,384 columns needs all registers of a multiprocessor, usually in 32 warps.
+    Then a tile has 4096 columns, four for each of 1024 threads. With a residual it has 8192, eight
+    for each thread, because one draw of the dropout mask is for eight columns. Unaligned rows with
+    a residual are read twice: to load two inputs element by element takes too many registers.
     """
     if itemsize > 2:
         return block_holding(cols), 1
@@ -490,11 +508,12 @@ def forward_tiles(cols: int, itemsize: int, adds: bool, rms: bool) -> tuple[int,
         block = 8192 if adds else 4096
         return block, -(-cols // block)
     block, _ = tiles_holding(cols)
-    # Narrower tiles leave fewer lanes idle: four of 2048 columns for a row that one tile of 8192
-    # would hold, seven for one of 16,384.
-    wide = block == 8192
-    seven_tiles = 6 * 2048 < cols <= 7 * 2048 and not (adds and rms)
-    if (wide or seven_tiles) and not unaligned:
+    # Narrower tiles leave fewer lanes idle: up to four tiles of 2048 columns instead of one of
+    # 8192, and seven instead of one of 16,384.
+    fits_four_tiles = block == 8192
+    fits_seven_tiles = 6 * 2048 < cols <= 7 * 2048
+    uses_seven_tiles = fits_seven_tiles and not (adds and rms)
+    if (fits_four_tiles or uses_seven_tiles) and not unaligned:
         block = 2048
     return block, -(-cols // block)
 
@@ -504,18 +523,20 @@ def forward_tiles(cols: int, itemsize: int, adds: bool, rms: bool) -> tuple[int,
 def is_unaligned(cols: int, itemsize: int) -> bool:
     """Whether rows of 16 bits are loaded element by element.
 
-    That takes more registers: a tile of 4096 columns spills them, so the parts of a row are
-    narrower.
+    This takes more registers: with a tile of 4096 columns they would spill. So such rows are in
+    narrower tiles.
     """
     return itemsize == 2 and cols % 8 != 0
 
 
 # --- the backward ---------------------------------------------------------------------------------
 
-# Configs of programs that share rows, by bytes per element, the widest first.
-# The backward holds, beside the row and its gradient, up to three sums over rows, in fp32 for each
-# column, and the next rows, which the pipeline has in shared memory. So a program holds narrower
-# rows than in the forward, and wide rows are shared: see `kernels.backward`.
+# A backward program holds a row and its gradient. For each column it also holds up to three sums
+# over rows, in fp32, and its pipelined loop holds the next rows in shared memory. So it can hold
+# only narrower rows than a forward program, and several programs share a wide row: see
+# `norms.kernels.backward`.
+#
+# `SHARED` has the configs of programs that share rows, by bytes per element, the widest first.
 _SHARED_NARROW = Config(1024, 1, 4, 3, 2, parts=3)
 SHARED_TWO_ROWS = Config(4096, 2, 8, 3, 1)
 SHARED = {
@@ -528,25 +549,25 @@ SHARED = {
     4: (Config(4096, 1, 8, 3, 1), Config(1024, 1, 8, 3, 1, parts=3), Config(2048, 1, 4, 3, 2)),
     8: (Config(2048, 1, 8, 1, 1), Config(1024, 1, 8, 1, 1)),
 }
-# With three sums, and the rows that wait for the others' sums, registers hold six thousand columns
-# of one row, or four thousand of two.
+# The same for three sums in 16 bits. A program also holds the rows whose sums it still needs from
+# the other programs. Registers then hold 6144 columns of one row, or 4096 columns of two rows.
 _SHARED_THREE_SUMS = (
     Config(2048, 1, 8, 3, 1, parts=3),
     SHARED_TWO_ROWS,
     Config(2048, 1, 4, 3, 2),
     _SHARED_NARROW,
 )
-# Short programs, for rows in which wider ones leave too many lanes idle.
+# Narrow programs, for rows of which wider programs leave too many lanes idle.
 SHARED_BY_MANY = Config(512, 1, 2, 3, 4, parts=3)
-# Narrow programs were measured with at most so many that share a row.
+# Narrow programs were measured only if at most so many of them share a row.
 _MOST_SHARING = 8
 
 
 def _shared_backward(call: Call) -> Config:
-    """The config of programs that share rows: the widest with at most a tenth of its lanes idle.
+    """Returns the config of programs that share rows: usually the widest with few idle lanes.
 
-    With three sums in 16 bits the fewest idle lanes are best; where an eighth of the lanes would be
-    idle, many short programs are.
+    In 16 bits with three sums it is the config with the fewest idle lanes. In 16 bits, if more than
+    an eighth as many lanes as columns would be idle, it is that of many narrow programs.
     """
     cols = call.cols
 
@@ -560,21 +581,20 @@ def _shared_backward(call: Call) -> Config:
         return best
     if three_sums and cols <= _MOST_SHARING * _SHARED_NARROW.columns:
         best = min((_SHARED_NARROW, SHARED_TWO_ROWS), key=lanes)
-    eighth_idle = 8 * lanes(best) > 9 * cols
-    if eighth_idle and cols <= _MOST_SHARING * SHARED_BY_MANY.columns:
+    are_many_idle = 8 * lanes(best) > 9 * cols
+    if are_many_idle and cols <= _MOST_SHARING * SHARED_BY_MANY.columns:
         return SHARED_BY_MANY
     return best
 
 
-# Rows that registers hold whole in eight warps, with the next row and the sums. Calls that hold
-# more spill 96 to 384 bytes per thread.
+# Calls for which the registers of eight warps hold a whole row, the next row, and the sums. Calls
+# that hold more values would spill 96 to 384 bytes per thread.
 _LIGHT: dict[str, Container[object]] = {
     "drops": _NO,
     "holds_more": _NO,
     "bucket": _FROM_SOME_ROWS,
 }
-_REGISTERS_LEFT = "as many columns as the parameter gradients leave registers for"
-_FORCED = "H200, bf16, forced configs: RMSNorm, 9216 columns, 99.1 to 88.3 us"
+_REGISTERS_LEFT = "whole rows: beside the parameter gradients, registers hold so many columns"
 
 # 16 bits, aligned rows of more than 4096 columns.
 _BACKWARD_ALIGNED = (
@@ -586,13 +606,13 @@ _BACKWARD_ALIGNED = (
     _Rule(
         {"generated": _YES, "sums": (3,), "cols": range(7169, 8193)},
         Config(2048, 1, 8, 4, 1, parts=4),
-        "16 warps would spill, and the loads of eight have to be further ahead",
+        "16 warps would spill; eight warps need more stages, so that loads start earlier",
         "H200, dropout-add-LN, 8192 columns, with its forward: 172.2 to 145.9 us",
     ),
     _Rule(
         {"generated": _YES, "sums": (3,), "cols": range(9217, 10241)},
         Config(2048, 1, 8, 4, 1, parts=5),
-        "whole rows, whose parameters are loaded again",
+        "whole rows fit if parameters are not held, but loaded again",
         "H200, dropout-add-LN, 10240 columns, with its forward: 169.7 to 150.0 us",
     ),
     _Rule(
@@ -608,19 +628,19 @@ _BACKWARD_ALIGNED = (
     _Rule(
         {"generated": _YES, "sums": _above(2), "cols": _above(8 * _SHARED_NARROW.columns)},
         Config(2048, 1, 8, 3, 1, parts=3),
-        "two rows would spill, and more than eight programs of a row cannot wait",
+        "two rows would spill, and no more than eight programs of a row may wait for one another",
         "H200, dropout-add-LN, 32768 columns, with its forward: 226.8 to 199.6 us",
     ),
     _Rule(
         {**_LIGHT, "generated": _YES, "sums": (2,), "cols": range(12289, 14337)},
         Config(2048, 1, 8, 3, 1, parts=7),
-        "whole rows, whose parameters are loaded again",
+        "whole rows fit if parameters are not held, but loaded again",
         "H200, LayerNorm, 14336 columns, with its forward: 115.3 to 98.3 us",
     ),
     _Rule(
         {"sums": _up_to(2), "drops": _YES, "cols": range(6145, 8192)},
         Config(2048, 1, 8, 3, 1, parts=4),
-        "8192 columns spill 8 bytes in four tiles, and are not faster",
+        "four tiles; 8192 columns are left out, as they spill 8 bytes and are not faster",
         "H200, dropout-add-RMSNorm, 7168 columns: 166.5 to 148.7 us",
     ),
     _Rule(
@@ -633,7 +653,7 @@ _BACKWARD_ALIGNED = (
         {**_LIGHT, "sums": _up_to(2), "cols": range(8193, 10241)},
         Config(2048, 1, 8, 3, 1, parts=5),
         _REGISTERS_LEFT,
-        _FORCED,
+        "H200, bf16, forced configs: RMSNorm, 9216 columns, 99.1 to 88.3 us",
     ),
     _Rule(
         {**_LIGHT, "sums": _up_to(2), "cols": range(10241, 12289)},
@@ -654,7 +674,7 @@ _BACKWARD_ALIGNED = (
             "cols": range(4097, 3 * SHARED_BY_MANY.columns + 1),
         },
         SHARED_BY_MANY,
-        "three gradients are faster in many programs of two warps",
+        "with three gradients many programs of two warps are faster",
         "H200, dropout-add-LN, 4608 columns: 167.3 to 156.5 us",
     ),
 )
@@ -674,13 +694,13 @@ _BACKWARD_SHARED = (
     ),
 )
 
-# 16 bits, shared rows whose elements are loaded one or two at a time. Tiles of 8192 columns spill
-# up to 536 bytes per thread, and those of three parts up to 696.
+# 16 bits, unaligned rows (whose elements are loaded one or two at a time) that programs share.
+# Tiles of 8192 columns spill up to 536 bytes per thread, and configs of three parts up to 696.
 _SHARED_UNALIGNED = Config(2048, 1, 4, 3, 2)
 
 
 def _shared_unaligned(call: Call) -> Config:
-    """The config with the fewest idle lanes, where registers are left for three parts."""
+    """Returns the config with the fewest idle lanes, if registers suffice for three parts."""
     configs = (_SHARED_UNALIGNED, _SHARED_NARROW)
     return min(configs, key=lambda config: config.lanes_for(call.cols))
 
@@ -689,7 +709,7 @@ _BACKWARD_UNALIGNED_SHARED = (
     _Rule(
         {"cols": range(8193, 16385), "sums": _up_to(1), "drops": _NO, "holds_more": _NO},
         _shared_unaligned,
-        "few lanes are idle",
+        "the fewest idle lanes",
         "H200, RMSNorm, 15132 columns: 216.7 to 182.3 us",
     ),
     _Rule(
@@ -706,7 +726,7 @@ _BACKWARD_UNALIGNED_SHARED = (
     ),
 )
 
-# The same of narrower rows, with at most 8192 columns: wider parts spill registers.
+# 16 bits, unaligned rows of at most 8192 columns.
 _BACKWARD_UNALIGNED = (
     _Rule(
         {"spare": _NO, "width": _above(4096)},
@@ -735,63 +755,63 @@ _BACKWARD_UNALIGNED = (
     _Rule({"block": (4096,)}, Config(512, 1, 4, 1, 2, parts=8), "wider parts spill registers"),
 )
 
-# Whole rows in several tiles: eight warps a multiprocessor.
+# Whole rows in several tiles. On a multiprocessor, usually eight warps are resident.
 _BACKWARD_PARTS = (
     _Rule(
         {"itemsize": _HALF, "width": (2560,), "parts": (5,), "spare": _YES, "aligned": _YES},
         Config(512, 1, 2, 4, 4, parts=5),
-        "more programs, as registers are left",
+        "more programs, because registers are left",
     ),
     _Rule(
         {"itemsize": _HALF, "width": (5120,), "parts": (5,), "spare": _YES},
         Config(1024, 1, 4, 4, 2, parts=5),
-        "more programs, as registers are left",
+        "more programs, because registers are left",
     ),
     _Rule(
         {"itemsize": _HALF, "width": (2560,), "parts": (5,)},
         Config(512, 1, 4, 4, 2, parts=5),
-        "eight warps a multiprocessor",
+        "eight warps per multiprocessor",
     ),
     _Rule(
         {"itemsize": _HALF, "width": (5120,), "parts": (5,)},
         Config(1024, 1, 8, 4, 1, parts=5),
-        "eight warps a multiprocessor",
+        "eight warps per multiprocessor",
         "H200, dropout-add-LN, 5120 columns: .651 to .709 of a copy's speed",
     ),
     _Rule(
         {"itemsize": _HALF, "width": (6144,), "parts": (3,)},
         Config(2048, 1, 8, 4, 1, parts=3),
-        "eight warps a multiprocessor",
+        "eight warps per multiprocessor",
         "H200, dropout-add-LN, 6144 columns: .715 to .745 of a copy's speed",
     ),
     _Rule(
         {"width": (1536,), "parts": (3,)},
         Config(512, 1, 2, 3, 4, parts=3),
-        "eight warps a multiprocessor",
+        "eight warps per multiprocessor",
     ),
     _Rule(
         {"width": (2560,), "parts": (5,)},
         Config(512, 1, 4, 3, 2, parts=5),
-        "eight warps a multiprocessor",
+        "eight warps per multiprocessor",
     ),
     _Rule(
         {"width": (3072,), "parts": (3,)},
         Config(1024, 1, 4, 3, 2, parts=3),
-        "eight warps a multiprocessor",
+        "eight warps per multiprocessor",
     ),
     _Rule(
         {"width": (5120,), "parts": (5,)},
         Config(1024, 1, 8, 3, 1, parts=5),
-        "eight warps a multiprocessor",
+        "eight warps per multiprocessor",
     ),
     _Rule(
         {"width": (6144,), "parts": (3,)},
         Config(2048, 1, 8, 3, 1, parts=3),
-        "eight warps a multiprocessor",
+        "eight warps per multiprocessor",
     ),
 )
 
-# fp32 and fp64, in one tile: half as many elements as in 16 bits.
+# fp32 and fp64, whole rows in one tile: programs have half as many elements as in 16 bits.
 _BACKWARD_WIDE_DTYPES = (
     _Rule(
         {"itemsize": _FP32, "block": (2048,), "bucket": _MANY_ROWS},
@@ -812,22 +832,32 @@ _BACKWARD_WIDE_DTYPES = (
     ),
     _Rule(
         {"block": _up_to(512), "bucket": _above(MANY)},
-        _NarrowTile(8, 16, 4),
+        _NarrowTile(of_row=8, of_tile=16, per_sm=4),
         "more programs for the most rows",
     ),
     _Rule(
-        {"block": _up_to(512), "bucket": (FEW,)}, _NarrowTile(4, 8, 2), "few rows need small tiles"
+        {"block": _up_to(512), "bucket": (FEW,)},
+        _NarrowTile(of_row=4, of_tile=8, per_sm=2),
+        "few rows need small tiles",
     ),
-    _Rule({"block": _up_to(512)}, _NarrowTile(4, 16, 2), "half as many elements as in 16 bits"),
+    _Rule(
+        {"block": _up_to(512)},
+        _NarrowTile(of_row=4, of_tile=16, per_sm=2),
+        "half as many elements as in 16 bits",
+    ),
     _Rule(
         {"itemsize": _FP64, "block": (1024,), "bucket": _FROM_SOME_ROWS},
-        _NarrowTile(8, 16, 1),
+        _NarrowTile(of_row=8, of_tile=16, per_sm=1),
         "an element takes two registers",
     ),
-    _Rule({"block": (1024,)}, _NarrowTile(8, 16, 2), "half as many elements as in 16 bits"),
+    _Rule(
+        {"block": (1024,)},
+        _NarrowTile(of_row=8, of_tile=16, per_sm=2),
+        "half as many elements as in 16 bits",
+    ),
 )
 
-# 16 bits, in one tile.
+# 16 bits, whole rows in one tile.
 _BACKWARD_ONE_TILE = (
     _Rule(
         {"block": (8192,), "sums": (3,)},
@@ -838,32 +868,34 @@ _BACKWARD_ONE_TILE = (
     _Rule(
         {"block": (4096,), "bucket": _MANY_ROWS},
         Config(4096, 1, 4, 3, 2),
-        "two programs a multiprocessor where rows are many",
+        "two programs per multiprocessor, for many rows",
     ),
     _Rule(
         {"block": (2048,), "bucket": _MANY_ROWS},
         Config(2048, 2, 4, 3, 2),
-        "two programs a multiprocessor where rows are many",
+        "two programs per multiprocessor, for many rows",
     ),
     _Rule(
         {"block": (4096,), "bucket": _FEW_ROWS},
         Config(4096, 1, 8, 3, 1),
         "few rows need small tiles",
     ),
-    _Rule({"block": (4096,)}, Config(4096, 2, 8, 3, 1), "one program a multiprocessor"),
-    _Rule({"block": (2048,)}, Config(2048, 2, 8, 3, 1), "one program a multiprocessor"),
-    _Rule({"bucket": (FEW,)}, _NarrowTile(8, 16, 2), "few rows need small tiles"),
+    _Rule({"block": (4096,)}, Config(4096, 2, 8, 3, 1), "one program per multiprocessor"),
+    _Rule({"block": (2048,)}, Config(2048, 2, 8, 3, 1), "one program per multiprocessor"),
+    _Rule(
+        {"bucket": (FEW,)}, _NarrowTile(of_row=8, of_tile=16, per_sm=2), "few rows need small tiles"
+    ),
     _Rule(
         {"block": _up_to(512), "bucket": _above(MANY)},
-        _NarrowTile(8, 32, 4),
+        _NarrowTile(of_row=8, of_tile=32, per_sm=4),
         "more programs for the most rows",
     ),
     _Rule(
         {"block": (256,), "bucket": (MANY,)},
-        _NarrowTile(8, 32, 4),
+        _NarrowTile(of_row=8, of_tile=32, per_sm=4),
         "more programs for the most rows",
     ),
-    _Rule({}, _NarrowTile(8, 32, 2), "all others"),
+    _Rule({}, _NarrowTile(of_row=8, of_tile=32, per_sm=2), "all others"),
 )
 
 
@@ -887,9 +919,10 @@ _BACKWARD_16BIT_UNALIGNED = (
 def backward(call: Call) -> Decision:
     """Returns the config of a backward.
 
-    A program has whole rows if their column sums fit in registers. Else several share rows.
+    A program has whole rows if registers hold them and their column sums. Otherwise several
+    programs share rows:
 
-        Rows that one program has        Rows that programs share
+        whole rows                       shared rows
         +-----------------+              +-------+-------+-----+
         | program 0       |              | 0     | 1     | 2   |   exchange the sums
         +-----------------+              +-------+-------+-----+   of each row

@@ -1,12 +1,12 @@
-"""The choice of a kernel's config, from the first source that has one.
+"""Chooses the config of a kernel. These are the sources; the first one that has a config is used.
 
-1. ``forced``: a block of `forced`, which measures this config.
+1. ``forced``: the config of a block of `forced`.
 2. ``cache``: the user's cache of tuned configs.
 3. ``table``: the shipped table of the device.
 4. ``heuristic``: the family's rule.
 
-This module measures nothing. With ``FUSEDOPS_TUNE=1`` it calls the registered tuner for keys
-without a measurement.
+This module measures nothing. With ``FUSEDOPS_TUNE=1`` it calls the registered tuner for keys that
+were not measured.
 """
 
 from __future__ import annotations
@@ -64,17 +64,18 @@ __all__ = [
 
 Source = Literal["forced", "cache", "table", "heuristic"]
 _Plan = TypeVar("_Plan")
-# Takes a key, a device's index, the config without tuning and its source; returns the config.
+# A function that tunes: it takes a key, a device's index, the config without tuning and the source
+# of that config; it returns the tuned config.
 Tuner = Callable[[TuningKey, int, Config, Source], Config]
 
 # A program that makes ever new calls starts with an empty cache again.
 _MOST_PLANS = 16384
-_forced: dict[str, Config] = {}
-_collectors: list[dict[TuningKey, None]] = []
-_caches: list[dict[Any, Any]] = []
+_forced: dict[str, Config] = {}  # by kernel, of the active blocks of `forced`
+_collectors: list[dict[TuningKey, None]] = []  # of the active blocks of `collected_keys`
+_caches: list[dict[Any, Any]] = []  # the families' dicts of plans
 _load_tuner: Callable[[], Tuner] | None = None
-# A hidden size without an entry uses the next larger one's, if that is at most this many times as
-# large.
+# If the shipped table has no entry for a hidden size, the entry for a larger one is used, up to
+# this many times as large.
 _NEAR = 2
 # The meanings of ``FUSEDOPS_TUNE``, by its value in lower case.
 _SWITCH = {
@@ -91,9 +92,10 @@ def register_cache(plans: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def register_tuner(load: Callable[[], Tuner]) -> None:
-    """Sets the function that imports and returns the tuner, for use where ``FUSEDOPS_TUNE`` is on.
+    """Registers the tuner, which is called if ``FUSEDOPS_TUNE`` is on.
 
-    The tuner runs operators, so it is above this package, which must not import it.
+    ``load`` imports the tuner and returns it. The tuner runs operators, so it is above this package
+    in the layering, and this package must not import it.
     """
     global _load_tuner
     _load_tuner = load
@@ -102,17 +104,18 @@ def register_tuner(load: Callable[[], Tuner]) -> None:
 def plan(
     plans: dict[Any, _Plan], key: tuple[Any, ...], make: Callable[..., _Plan], *more: Any
 ) -> _Plan:
-    """Returns the plan for a new key: ``make(*key, *more)``, which it stores.
+    """Returns and stores the plan for a new key: ``make(*key, *more)``.
 
-    A key begins with the call's site and ends with the bucket of its rows. Every plan is correct
-    for any number of rows; the plan of a bucket is the fastest for it.
+    A key begins with the call's site and ends with the bucket of its number of rows. Every plan is
+    correct for any number of rows, but fastest for those of its bucket.
     """
     if capturing(key[0].device_index):
         # No kernel can be compiled and loaded while a CUDA graph is captured.
         nearest = _of_nearest_bucket(plans, key)
         if nearest is not None:
             return nearest
-    # Kernels stay compiled: a plan that is needed again costs a choice of config and a look-up.
+    # Clearing is cheap: kernels stay compiled, so that a plan that is needed again costs only a
+    # choice of its config and a look-up of its kernels.
     if len(plans) >= _MOST_PLANS:
         plans.clear()
     result = plans[key] = make(*key, *more)
@@ -120,7 +123,7 @@ def plan(
 
 
 def _of_nearest_bucket(plans: dict[Any, _Plan], key: tuple[Any, ...]) -> _Plan | None:
-    """Returns the plan for the same call with the nearest number of rows; None without any."""
+    """Returns the plan of the same call for the nearest bucket; None if there is none."""
     *same, bucket = key
     for other in sorted(range(len(BUCKETS)), key=lambda other: abs(other - bucket)):
         near = plans.get((*same, other))
@@ -142,9 +145,9 @@ def forget() -> None:
 
 @contextmanager
 def forced(kernel: str, config: Config) -> Iterator[None]:
-    """Makes ``kernel`` run with ``config`` inside the block, whatever the other sources have."""
+    """Runs ``kernel`` with ``config`` inside the block, whatever the other sources have."""
     before = _forced.get(kernel)
-    # Plans have configs of their own: without this a call would run with what it chose before.
+    # A plan holds its config: without this, a call would run with the config of an existing plan.
     forget()
     _forced[kernel] = config
     try:
@@ -157,37 +160,37 @@ def forced(kernel: str, config: Config) -> Iterator[None]:
 
 
 def forces() -> bool:
-    """Whether a block of `forced` is active: its config is measured, and no other may run."""
+    """Whether a block of `forced` is active, so that no other config may run."""
     return bool(_forced)
 
 
 @contextmanager
 def collected_keys() -> Iterator[dict[TuningKey, None]]:
-    """Collects the keys for which configs are chosen in the block, after clearing all plans.
+    """Clears all plans; then collects the keys for which configs are chosen in the block.
 
-    They are the keys of a dict, in the order of the choices.
+    The keys are those of a dict, in the order of the choices.
     """
-    seen: dict[TuningKey, None] = {}
+    keys: dict[TuningKey, None] = {}
     forget()
-    _collectors.append(seen)
+    _collectors.append(keys)
     try:
-        yield seen
+        yield keys
     finally:
-        # By identity: two dicts with the same keys are equal, and another block's must stay.
-        _collectors[:] = [other for other in _collectors if other is not seen]
+        # Removed by identity: another block's dict may be equal, and has to stay.
+        _collectors[:] = [other for other in _collectors if other is not keys]
 
 
 def choose(key: TuningKey, device_index: int) -> Config:
     """Returns the config for a key on a device; index -1 is the interpreter.
 
-    The caller stores it in its plan.
+    The caller stores the config in its plan.
     """
-    for seen in _collectors:
-        seen[key] = None
+    for keys in _collectors:
+        keys[key] = None
     config, origin = _lookup(key, device_index)
     if origin == "forced" or _load_tuner is None:
         return config
-    # The interpreter has no device name, and nothing to tune.
+    # The interpreter has no device name. Nothing is tuned for it.
     if on_demand() and device_name(device_index):
         return _load_tuner()(key, device_index, config, origin)
     return config
@@ -199,12 +202,12 @@ def source(key: TuningKey, device_index: int) -> Source:
 
 
 def _lookup(key: TuningKey, device_index: int) -> tuple[Config, Source]:
-    """Returns the config from the first source that has one, and this source."""
+    """Returns the config from the first source that has one, and that source."""
     if key.kernel in _forced:
         return _forced[key.kernel], "forced"
     name = device_name(device_index)
     if name:
-        # What was measured on this machine comes before what was measured on another one like it.
+        # A measurement on this machine takes precedence over one on another machine of its kind.
         config = cache.read(key, name)
         if config is not None:
             return config, "cache"
@@ -218,9 +221,10 @@ def _lookup(key: TuningKey, device_index: int) -> tuple[Config, Source]:
 
 @functools.cache
 def on_demand() -> str:
-    """Returns the meaning of ``FUSEDOPS_TUNE`` at the first call.
+    """Returns whether to tune: the meaning of ``FUSEDOPS_TUNE``, which is read at the first call.
 
-    It is empty for off, ``1``, or ``force`` to tune also the keys that a table has.
+    It is "" for off, "1" to tune keys without a measurement, or "force" to tune also keys that the
+    shipped table has.
     """
     value = os.environ.get("FUSEDOPS_TUNE", "").lower()
     meaning = switch(value)
@@ -242,34 +246,36 @@ def switch(value: str) -> str | None:
 
 @functools.cache
 def device_name(device_index: int) -> str:
-    """Returns the device's name in cache and tables; empty for the interpreter."""
+    """Returns the device's name, as in the cache and the tables; "" for the interpreter."""
     return torch.cuda.get_device_name(device_index) if device_index >= 0 else ""
 
 
 def shipped(key: TuningKey, device: str) -> Config | None:
-    """Returns the shipped table's config for a key; None without one.
+    """Returns the shipped table's config for a key; None if it has none.
 
-    It is the entry for these columns or the next larger ones in the table, and of those for this
-    bucket of rows or the nearest.
+    If the table has no entry for the key's columns, that for the next larger number is used. Of the
+    entry, the config for the key's bucket of rows is returned, or for the nearest bucket.
     """
-    sizes = table(device).get(key.kernel, {}).get(key.group, {})
+    configs_by_cols = table(device).get(key.kernel, {}).get(key.group, {})
     largest = _NEAR * key.cols
-    near = [cols for cols in sizes if key.cols <= cols <= largest]
+    near = [cols for cols in configs_by_cols if key.cols <= cols <= largest]
     if not near:
         return None
-    config = _nearest(sizes[min(near)], key.bucket)
-    # A config for more columns may leave too many lanes idle here, or not hold a row.
+    config = _nearest(configs_by_cols[min(near)], key.bucket)
+    # A config for more columns may be unfit for this key: it may leave too many lanes idle.
     if config is None or not valid(key, config):
         return None
     return config
 
 
-def _nearest(row: Sequence[Config | None], bucket: int) -> Config | None:
+def _nearest(configs: Sequence[Config | None], bucket: int) -> Config | None:
     """Returns the config of the nearest bucket that has one; None if no bucket has."""
-    # Smaller buckets first: beyond some number of rows the best config no longer changes.
-    order: list[int] = [*range(min(bucket, len(row) - 1), -1, -1), *range(bucket + 1, len(row))]
-    for other in order:
-        config = row[other]
+    # The smaller buckets come first, because beyond some number of rows the best config no longer
+    # changes.
+    smaller = range(min(bucket, len(configs) - 1), -1, -1)
+    larger = range(bucket + 1, len(configs))
+    for other in (*smaller, *larger):
+        config = configs[other]
         if config is not None:
             return config
     return None
@@ -282,16 +288,16 @@ def table(device: str) -> Mapping[str, Mapping[str, Mapping[int, list[Config | N
     if not file.is_file():
         return {}
     kernels: dict[str, dict[str, dict[int, list[Config | None]]]] = {}
-    for kernel, groups in json.loads(file.read_text())["configs"].items():
-        for name, row in groups.items():
+    for kernel, rows in json.loads(file.read_text())["configs"].items():
+        for name, row in rows.items():
             group, _, cols = name.rpartition("|")
-            sizes = kernels.setdefault(kernel, {}).setdefault(group, {})
-            sizes[int(cols)] = _configs_of(row)
+            configs_by_cols = kernels.setdefault(kernel, {}).setdefault(group, {})
+            configs_by_cols[int(cols)] = _configs_of(row)
     return kernels
 
 
 def _configs_of(row: Sequence[Any]) -> list[Config | None]:
     """Returns the config of each bucket in a row of a table; None where none was measured."""
-    # The last element of a row, for the tuner, identifies the code that was measured.
+    # A row has another, last element, which only the tuner reads: it identifies the measured code.
     measured = row[: len(BUCKETS)]
     return [Config(*numbers) if numbers else None for numbers in measured]

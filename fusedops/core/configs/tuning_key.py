@@ -1,4 +1,4 @@
-"""Tuning keys, configs, and the interface in which each family describes its kernels' configs."""
+"""Tuning keys, configs, and the interface by which a family describes its kernels' configs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Config:
         stages: depth of the pipelined loop over tiles.
         per_sm: programs per multiprocessor, for persistent kernels; 0 for one program per tile.
         registers: the limit of registers per thread; 0 for the compiler's choice.
-        parts: tiles of a row side by side in a program.
+        parts: the number of tiles, side by side, in which a program holds a row.
     """
 
     block_n: int
@@ -55,27 +55,27 @@ class Config:
 
     @property
     def columns(self) -> int:
-        """The columns of a program."""
+        """The number of columns that a program holds at a time."""
         return self.block_n * self.parts
 
     def lanes_for(self, cols: int) -> int:
-        """Returns ``cols`` rounded up to a multiple of `columns`: a row's lanes, idle ones too."""
+        """Returns ``cols`` rounded up to a multiple of `columns`, as some lanes may be idle."""
         return -(-cols // self.columns) * self.columns
 
 
-# The smallest number of rows of each bucket. The number of rows changes which config is best, never
-# what is compiled.
+# The smallest number of rows of each bucket. The bucket affects only which config is chosen:
+# kernels are not compiled for a number of rows.
 BUCKETS = (1, 16, 256, 4096, 65536)
 
 
 def _bucket_of_length(bits: int) -> int:
-    """Returns the bucket of all numbers of rows with a bit length."""
-    fewest = 1 << bits >> 1  # 0 for a length of 0
-    return sum(fewest >= least for least in BUCKETS[1:])
+    """Returns the bucket of numbers of rows with this bit length."""
+    fewest_rows = 1 << bits >> 1  # the smallest number of this length: 0 for length 0
+    return sum(fewest_rows >= first for first in BUCKETS[1:])
 
 
-# Bit length of the number of rows -> index into `BUCKETS`. The length is enough, as all buckets
-# begin at powers of two.
+# The index into `BUCKETS`, by the bit length of the number of rows. The length determines the
+# bucket, because all buckets begin at powers of two.
 BUCKET = tuple(map(_bucket_of_length, range(65)))
 
 
@@ -87,18 +87,18 @@ def widths(*itemsizes: int) -> str:
     return "-".join(map(str, bits)) + "bit"
 
 
-# Every config is correct: it changes the speed and the order of sums. So a tuning key is not the
-# key of the compiled code, and holds only what decides which config is fastest: dtypes by their
-# widths, since bf16 and fp16 move the same bytes, and rows by their bucket. The cache adds the
-# device and the versions: see `cache.path_of`.
+# Every config gives correct results: it affects only the speed and the order of sums. So a tuning
+# key is not the key of the compiled code. It contains only what determines which config is fastest.
+# For example, it has the widths of dtypes, because bf16 and fp16 move the same bytes, and the
+# bucket of the number of rows. The cache adds the device and the versions: see `cache.path_of`.
 @dataclass(frozen=True)
 class TuningKey:
-    """All that a choice of config depends on.
+    """Identifies a choice of config: everything that the choice depends on.
 
     Attributes:
         kernel: the kernel's name in tables and caches.
-        variant: the family's parts: the kind of norm or activation, dropout, the number of inputs
-            and of gradient sums.
+        variant: words that the family chooses: for the kind of norm or activation, for dropout, for
+            the number of inputs and of gradient sums.
         widths: the dtypes' widths, as `widths` formats them; dtypes of one width share an entry.
         cols: the hidden size N, or the family's counterpart.
         bucket: the number of rows, as an index into `BUCKETS`.
@@ -112,22 +112,22 @@ class TuningKey:
 
     @property
     def is_vector(self) -> bool:
-        """Whether the kernel reads a tensor as one vector, of which ``cols`` elements are a row."""
+        """Whether the kernel reads a tensor as one vector; then ``cols`` elements are a row."""
         return self.kernel.startswith("pointwise")
 
     @property
     def itemsizes(self) -> list[int]:
-        """Bytes per element of each width, in order."""
+        """The bytes per element of each width, in order."""
         return [int(bits) // 8 for bits in self.widths.removesuffix("bit").split("-")]
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element of the widest tensor."""
+        """The bytes per element of the widest tensor."""
         return max(self.itemsizes)
 
     @property
     def group(self) -> str:
-        """The key without kernel, columns and rows, as tables write it."""
+        """The key's variant and widths, as text: a part of the names in tables."""
         return "|".join((*self.variant, self.widths))
 
     def __str__(self) -> str:
@@ -140,15 +140,15 @@ class TuningKey:
 class Grid:
     """The shapes of a family that the shipped table covers.
 
-    A tail is a shape without its first dimension, the rows: ``(4096,)``, ``(64, 64)``, or a name by
-    which the family's spec makes the shape, as ``("R4096",)``.
+    A tail is a shape without its first dimension, the rows: ``(4096,)``, ``(64, 64)``, or the name
+    of a shape in the family's spec, such as ``("R4096",)``.
 
     Attributes:
-        tails: those to measure in fp16, bf16 and fp32.
-        coarse: fewer ones, to measure in fp64.
+        tails: the tails to measure in fp16, bf16 and fp32.
+        coarse: the tails to measure in fp64, which are fewer.
         buckets: the buckets of rows to measure; other buckets use the nearest one's entry.
-        tails_of: returns tails whose calls may have a tuning key with these ``cols``; more than one
-            where different shapes share keys.
+        tails_of: a function that returns the tails whose calls may have a tuning key with so many
+            ``cols``; more than one if different shapes share keys.
     """
 
     tails: tuple[tuple[int | str, ...], ...]
@@ -161,13 +161,13 @@ class Family(Protocol):
     """The interface of a family's ``configs`` module."""
 
     def heuristic(self, key: TuningKey) -> Config:
-        """Returns the config where no measurement exists."""
+        """Returns the config for a key that was not measured."""
 
     def candidates(self, key: TuningKey) -> list[Config]:
-        """Returns the configs to measure, the heuristic's first; the same set for every bucket."""
+        """Returns the configs to measure, the heuristic's first: for each bucket the same set."""
 
     def valid(self, key: TuningKey, config: Config) -> bool:
-        """Whether a config of a similar key is correct for this one and leaves few lanes idle."""
+        """Whether a similar key's config is correct for this key and leaves few lanes idle."""
 
 
 # The most programs that a multiprocessor runs.
@@ -175,10 +175,9 @@ _MOST_PER_SM = 32
 # The most warps of a program.
 _MOST_WARPS = 32
 
-# The steps of `around`: factors of rows, warps and programs per multiprocessor, and an increment of
-# the stages.
-# Most move one parameter. The last ones trade rows for programs or warps, at about the same work a
-# thread.
+# The neighbours of a config in `around`: factors of rows, of warps and of programs per
+# multiprocessor, and an increment of the stages. Most neighbours differ in one parameter. The last
+# four differ in several, with about the same number of elements per thread.
 _MOVES = (
     (1, 1, 1, 0),
     (2, 1, 1, 0),
@@ -197,12 +196,12 @@ _MOVES = (
 
 
 def around(config: Config, *, least: int = 4, most: int = 64) -> list[Config]:
-    """Returns a persistent config and its neighbours with enough work, but not too much, a thread.
+    """Returns the config of a persistent kernel, and neighbours of it to measure.
 
     Args:
         config: the config.
-        least: the fewest elements of a tile that a thread of a neighbour may have.
-        most: the most.
+        least: the fewest elements of a tile that a neighbour may have per thread.
+        most: the most elements of a tile that a neighbour may have per thread.
     """
     configs = []
     for rows, warps, per_sm, stages in _MOVES:
@@ -213,14 +212,15 @@ def around(config: Config, *, least: int = 4, most: int = 64) -> list[Config]:
             per_sm=int(config.per_sm * per_sm),
             stages=config.stages + stages,
         )
-        # The config itself comes without a condition: a heuristic may be outside of these limits.
+        # The config itself is always included: the heuristic's may exceed the limits.
         if near == config or (_is_launchable(near) and least <= _per_thread(near) <= most):
             configs.append(near)
     return configs
 
 
 def _is_launchable(config: Config) -> bool:
-    """Whether a neighbour of a persistent config is within the limits; a half of 1 is 0."""
+    """Whether a persistent kernel can be launched with this neighbour of a config."""
+    # Half of 1, rounded down, is 0.
     has_tile = config.rows > 0 and 0 < config.warps <= _MOST_WARPS
     return has_tile and 0 < config.per_sm <= _MOST_PER_SM and 1 <= config.stages <= 4
 
@@ -231,7 +231,7 @@ def _per_thread(config: Config) -> int:
 
 
 def power_of_two(n: int) -> int:
-    """Returns the least power of two that is at least ``n``."""
+    """Returns the smallest power of two that is at least ``n``."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -241,26 +241,31 @@ def fewest_warps(elements: int, each: int, most: int = 32) -> int:
 
 
 def block_holding(cols: int) -> int:
-    """Returns the narrowest block that holds a row: a power of two, at least 16."""
+    """Returns the columns of the narrowest block that holds a row: a power of two, at least 16."""
     return 1 << max(cols - 1, 15).bit_length()
 
 
-# The numbers of tiles side by side, besides one, that `tiles_holding` chooses from: a width of
-# three or five times a power of two leaves no lane idle in as many of them.
+# The numbers of tiles side by side, besides one, from which `tiles_holding` chooses by default. For
+# example, three tiles leave no lane idle if a row has three times a power of two columns.
 _PARTS = (3, 5)
-# The narrowest of these tiles.
+# The fewest columns of each of these tiles.
 _LEAST_PART = 512
-# The most tiles side by side in any config: families have some with other numbers than `_PARTS`.
+# The most tiles side by side in any config. Families also have configs with numbers not in
+# `_PARTS`.
 MOST_PARTS = 8
 
 
 def tiles_holding(
     cols: int, least: int = _LEAST_PART, numbers: Sequence[int] = _PARTS
 ) -> tuple[int, int]:
-    """Returns the columns of a tile and the number of tiles that hold a row with least idle lanes.
+    """Returns the columns of a tile, and the number of tiles side by side that hold a row.
 
-    Of equal ones it takes the fewer tiles. Of several tiles, each has ``least`` columns or more.
-    Their numbers are among those of ``numbers``.
+    It chooses the tiling with the fewest idle lanes, and among equal ones that of the fewest tiles.
+
+    Args:
+        cols: the columns of a row.
+        least: the fewest columns of a tile, if there are several.
+        numbers: the numbers of tiles to choose from, besides one.
     """
     tilings = [(block_holding(cols), 1)]
     for parts in numbers:
@@ -271,27 +276,29 @@ def tiles_holding(
 
 
 def config_of_sums(parts: int, cols: int) -> Config:
-    """Returns the config of the kernel that adds up to ``parts`` partial sums of ``cols`` columns.
+    """Returns the config of `sum_partials_kernel`, which adds up ``parts`` rows of partial sums.
 
-    A program has ``block_n`` columns and adds all of their partial sums, ``rows`` at a time:
+    Each row has ``cols`` columns. A program has ``block_n`` of these columns, and adds up all their
+    partial sums, ``rows`` at a time:
 
         part 0      | program 0 | program 1 | ...
         part 1      |           |           |
         ...         |           |           |
     """
     if parts <= 32:
-        return Config(64, 32, 4)  # all parts in one iteration
-    # A program with many parts loads many at a time. Few columns would be few programs: narrow
-    # tiles are more.
+        return Config(block_n=64, rows=32, warps=4)  # all parts in one iteration
+    # With many parts, a program loads many at a time. With few columns, narrow tiles make more
+    # programs.
     if parts > 384 or cols <= 512:
-        return Config(16, 256, 8)
-    return Config(32, 64, 4)
+        return Config(block_n=16, rows=256, warps=8)
+    return Config(block_n=32, rows=64, warps=4)
 
 
 def in_buckets(rule: Callable[[TuningKey], Config], key: TuningKey) -> list[Config]:
-    """Returns the heuristic's config of every bucket of rows.
+    """Returns the configs that ``rule`` has for every bucket of rows.
 
-    With all of them, every bucket has the same candidates to compile.
+    If all of them are candidates, every bucket has the same candidates, so that compiling the
+    candidates of one bucket compiles those of all.
     """
     return [rule(replace(key, bucket=bucket)) for bucket in range(len(BUCKETS))]
 
@@ -300,7 +307,7 @@ _families: dict[str, Family] = {}
 
 
 def register(family: Family, *kernels: str) -> None:
-    """Registers a family for its kernels' names."""
+    """Registers a family under the names of its kernels."""
     for kernel in kernels:
         _families[kernel] = family
 
@@ -310,7 +317,7 @@ def family_of(kernel: str) -> Family | None:
     return _families.get(kernel)
 
 
-# The values that a config may have. A file may have been edited, or come from another release.
+# The values that `valid` allows for each parameter of a config.
 _POWERS = frozenset(1 << bit for bit in range(64))
 _ALLOWED: dict[str, Collection[int]] = {
     "block_n": _POWERS,
@@ -324,22 +331,26 @@ _ALLOWED: dict[str, Collection[int]] = {
 
 
 def valid(key: TuningKey, config: Config) -> bool:
-    """Whether the kernel may run with a config that was read from a file."""
+    """Whether the kernel may run with a config that was read from a file.
+
+    The file may have been edited, or come from another release.
+    """
     family = family_of(key.kernel)
     if family is None:
         return False
     for name, value in asdict(config).items():
-        # True and False are integers to `isinstance`.
+        # Not `isinstance`: it accepts True and False as integers.
         if type(value) is not int or value not in _ALLOWED[name]:
             return False
     return family.valid(key, config)
 
 
 def fingerprint(key: TuningKey) -> str:
-    """Returns a hash of the candidates: when they change, earlier measurements are stale."""
+    """Returns a hash of a key's candidates: if it changes, earlier measurements are stale."""
     family = family_of(key.kernel)
     space: list[tuple[int, ...]] = []
     if family is not None:
-        # In a fixed order: which candidate comes first, the heuristic's, depends on the bucket.
+        # Sorted, because the order of the candidates depends on the bucket: the heuristic's config
+        # comes first.
         space = sorted(astuple(config) for config in family.candidates(key))
     return hashlib.sha256(repr(space).encode()).hexdigest()[:16]
