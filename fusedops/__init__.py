@@ -54,5 +54,5 @@ def _load_tuner() -> Tuner:
     return improve
 
 
-# The tuner is above the operators, and is imported at its first use.
+# The tuner imports the operators, so it is registered here, and imported at its first use.
 register_tuner(_load_tuner)

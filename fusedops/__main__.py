@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fusedops: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130  # a shell's code for an interrupt
+        return 130  # the exit code that shells use for an interrupt
 
 
 if __name__ == "__main__":

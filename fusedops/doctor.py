@@ -1,4 +1,4 @@
-"""``fusedops doctor``: prints diagnostics of the setup, one per line; exit code 1 for a fault."""
+"""``fusedops doctor``: prints diagnostics of the setup, one per line; exits with 1 for a fault."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -20,8 +21,8 @@ from .tune.workloads import Workload, discover, keys_of, operators
 
 __all__ = ["ON_GPUS", "add_parser", "run"]
 
-# The releases of torch and Triton with which the kernels have run on GPUs. docs/versions.md has the
-# same, and a test compares them.
+# The releases of torch and Triton with which the kernels were run on GPUs. A test compares them
+# with docs/versions.md.
 ON_GPUS = ("2.11", "3.6 and 3.9")
 
 
@@ -37,38 +38,45 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(command=run)
 
 
+class _Line(NamedTuple):
+    """A line of the diagnostics, and whether it reports a fault."""
+
+    text: str
+    is_fault: bool = False
+
+
 def run(options: argparse.Namespace) -> int:
-    """Prints the lines; returns 1 if one of them is a fault, else 0."""
-    faults = 0
-    for text, is_fault in _lines():
-        prefix = "WRONG  " if is_fault else ""
-        print(f"{prefix}{text}")
-        faults += is_fault
-    return 1 if faults else 0
+    """Prints the lines; returns 1 if one of them reports a fault, else 0."""
+    has_fault = False
+    for line in _lines():
+        prefix = "WRONG  " if line.is_fault else ""
+        print(f"{prefix}{line.text}")
+        has_fault |= line.is_fault
+    return 1 if has_fault else 0
 
 
-def _lines() -> Iterator[tuple[str, bool]]:
-    """The lines, and whether each is a fault."""
+def _lines() -> Iterator[_Line]:
+    """Yields all lines."""
     triton = _triton_version()
     libraries = f"fusedops {__version__}, torch {torch.__version__}, Triton {triton or 'none'}"
-    yield f"versions: {libraries}, Python {platform.python_version()}, {_toolkit()}", False
+    yield _Line(f"versions: {libraries}, Python {platform.python_version()}, {_toolkit()}")
     tested = f"torch {ON_GPUS[0]} with Triton {ON_GPUS[1]}"
-    yield f"tested on GPUs: {tested}; other releases on CPUs", False
+    yield _Line(f"tested on GPUs: {tested}; other releases on CPUs")
     gpu = torch.cuda.is_available()
-    yield f"device: {_device() if gpu else 'no GPU'}", False
+    yield _Line(f"device: {_device() if gpu else 'no GPU'}")
     yield _launcher(gpu, triton)
     path, why = _path(gpu, triton)
     reason = f" ({why})" if why else ""
     for name in (*operators(), "rowwise"):
-        yield f"{name}: {path}{reason}", False
-    yield _configs(gpu, path), False
+        yield _Line(f"{name}: {path}{reason}")
+    yield _Line(_configs(gpu, path))
     yield _on_demand()
     yield from _cache()
 
 
 @functools.cache
 def _triton_version() -> str:
-    """The version of Triton; "" if it is not installed."""
+    """Returns the version of Triton; "" if it is not installed."""
     try:
         import triton
     except ImportError:
@@ -77,46 +85,47 @@ def _triton_version() -> str:
 
 
 def _toolkit() -> str:
-    """The toolkit that torch was built with."""
+    """Returns the toolkit with which torch was built."""
     if torch.version.hip is not None:
         return f"ROCm {torch.version.hip}"
     return f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
 
 
 def _device() -> str:
-    """The name and the properties of the current GPU."""
+    """Returns the name and the properties of the current GPU."""
     index = torch.cuda.current_device()
     major, minor = torch.cuda.get_device_capability(index)
     name, processors = tuning.device_name(index), launch.processors(index)
     return f"{name}, capability {major}.{minor}, {processors} multiprocessors"
 
 
-def _launcher(gpu: bool, triton: str) -> tuple[str, bool]:
-    """How kernels are launched, and whether that is a fault."""
-    # A fault only if there is a GPU, which is not used then.
+def _launcher(gpu: bool, triton: str) -> _Line:
+    """Returns the line that reports how kernels are launched."""
+    # Without Triton, or under the interpreter, a GPU is not used: then it is a fault to have one.
     if not triton:
-        return "launcher: none, as Triton is not installed", gpu
+        return _Line("launcher: none, as Triton is not installed", is_fault=gpu)
     if launch.interpreting():
         text = "Triton's interpreter, as TRITON_INTERPRET is set; it is for tests, and slow"
-        return f"launcher: {text}", gpu
+        return _Line(f"launcher: {text}", is_fault=gpu)
     if not gpu:
-        return "launcher: none, as there is no GPU", False
+        return _Line("launcher: none, as there is no GPU")
     try:
         kernel = launch.diagnose(torch.cuda.current_device())
     # Any exception of the compiler or the driver is a fault of the setup.
     except Exception as error:  # noqa: BLE001
-        return f"launcher: no kernel can be built: {type(error).__name__}: {error}", True
+        reason = f"{type(error).__name__}: {error}"
+        return _Line(f"launcher: no kernel can be built: {reason}", is_fault=True)
     if kernel.launcher == "direct":
-        return f"launcher: direct, by a call of Triton {triton}'s C function", False
+        return _Line(f"launcher: direct, by a call of Triton {triton}'s C function")
     slower = {
         "compiled": "Triton's, a few microseconds",
         "ordinary": "Triton's binder, tens of microseconds",
     }
-    return f"launcher: {slower[kernel.launcher]} more a launch, as {kernel.reason}", False
+    return _Line(f"launcher: {slower[kernel.launcher]} more a launch, as {kernel.reason}")
 
 
 def _path(gpu: bool, triton: str) -> tuple[str, str]:
-    """The path of all operators, and the reason why it is no kernel."""
+    """Returns the path of all operators, and the reason if it is not "kernel"."""
     if launch.interpreting() and triton:
         return "interpreter", "TRITON_INTERPRET is set"
     if gpu and triton:
@@ -125,17 +134,19 @@ def _path(gpu: bool, triton: str) -> tuple[str, str]:
 
 
 def _configs(gpu: bool, path: str) -> str:
-    """The sources of configs for the benchmark's shapes on the current GPU."""
+    """Returns the text about the sources of configs, for the benchmark's shapes on the GPU."""
     if path == "interpreter":
         return "configs: the heuristic's"
     if path != "kernel":
         return "configs: none, as no kernel runs"
     device = torch.device("cuda", torch.cuda.current_device())
     name = tuning.device_name(device.index)
-    rows = sum(len(sizes) for groups in tuning.table(name).values() for sizes in groups.values())
+    rows = 0
+    for configs_by_group in tuning.table(name).values():
+        rows += sum(map(len, configs_by_group.values()))
     table = f"a table of {rows} rows is shipped" if rows else "no table is shipped"
     cases = [Workload(spec, shape, dtype) for spec in discover() for shape, dtype in spec.shapes]
-    # Each key once: several workloads may have the same.
+    # A dict, because several workloads may have the same key, which is counted once.
     keys = dict.fromkeys(key for case in cases for key in keys_of(case, device))
     counts = Counter(str(tuning.source(key, device.index)) for key in keys)
     used = [kind for kind in ("cache", "table", "heuristic") if counts[kind]]
@@ -143,24 +154,27 @@ def _configs(gpu: bool, path: str) -> str:
     return f"configs: {table} for this device; of the benchmark's shapes, {parts}"
 
 
-def _on_demand() -> tuple[str, bool]:
-    """Whether keys are tuned at first use; an unknown value of ``FUSEDOPS_TUNE`` is a fault."""
+def _on_demand() -> _Line:
+    """Returns the line that reports whether keys are tuned at first use.
+
+    An unknown value of ``FUSEDOPS_TUNE`` is a fault.
+    """
     value = os.environ.get("FUSEDOPS_TUNE", "")
     switch = tuning.switch(value)
     if switch is None:
         reason = f"FUSEDOPS_TUNE is {value!r}, expected 1, force or 0"
-        return f"tuning at first use: off, as {reason}", True
+        return _Line(f"tuning at first use: off, as {reason}", is_fault=True)
     tuned = {
         "": "off",
         "1": "of keys without a measurement",
         "force": "of all keys, those of the shipped table too",
     }[switch]
     reason = f", as FUSEDOPS_TUNE is {value}" if value else ""
-    return f"tuning at first use: {tuned}{reason}", False
+    return _Line(f"tuning at first use: {tuned}{reason}")
 
 
 def _accepts_directory(base: Path) -> bool:
-    """Whether a directory can be created in another: it creates one, and removes it."""
+    """Whether a directory can be created in ``base``; creates one and removes it."""
     try:
         Path(tempfile.mkdtemp(prefix=".fusedops", dir=base)).rmdir()
     except OSError:
@@ -168,28 +182,30 @@ def _accepts_directory(base: Path) -> bool:
     return True
 
 
-def _cache() -> Iterator[tuple[str, bool]]:
-    """The lines about the cache, and whether each is a fault."""
+def _cache() -> Iterator[_Line]:
+    """Yields the lines about the cache."""
     root = cache.directory()
     if root is None:
-        yield "cache: no home directory for it; set FUSEDOPS_CACHE_DIR", True
+        yield _Line("cache: no home directory for it; set FUSEDOPS_CACHE_DIR", is_fault=True)
         return
-    # A directory that does not exist yet is created in the nearest one that does. Some, such as
-    # /proc, accept none.
+    # If the directory does not exist, it would be created in the nearest parent that does. Creating
+    # one is tried, because no directory can be created in some, such as /proc.
     base = next((path for path in (root, *root.parents) if path.exists()), root)
     writable = base.is_dir() and _accepts_directory(base)
-    yield f"cache: {root}, {'writable' if writable else 'NOT writable'}", not writable
+    state = "writable" if writable else "NOT writable"
+    yield _Line(f"cache: {root}, {state}", is_fault=not writable)
     counts: Counter[str] = Counter()
     if base == root and root.is_dir():
         counts.update(map(_health, cache.entries()))
     parts = [f"{count} {kind}" for kind, count in sorted(counts.items())]
-    spoilt = counts["torn"] + counts["foreign"] + counts["unreadable"]
-    remedy = "; delete what is torn, foreign or unreadable" if spoilt else ""
-    yield f"entries: {', '.join(parts) or 'none'}{remedy}", spoilt > 0
+    # Stale entries and those of another version are no fault.
+    unusable = counts["torn"] + counts["foreign"] + counts["unreadable"]
+    remedy = "; delete what is torn, foreign or unreadable" if unusable else ""
+    yield _Line(f"entries: {', '.join(parts) or 'none'}{remedy}", is_fault=unusable > 0)
 
 
 def _health(path: Path) -> str:
-    """The kind of an entry of the cache: "good", or what is wrong with it."""
+    """Returns the kind of a cache entry: "good", "unreadable", or a kind of `cache.EntryError`."""
     try:
         cache.check(path)
     except cache.EntryError as problem:

@@ -1,4 +1,4 @@
-"""The fused operators as modules, most of them subclasses of those of `torch.nn`."""
+"""The fused operators as modules, most of them subclasses of `torch.nn`'s modules."""
 
 from .activations.modules import (
     FusedBiasAct,

@@ -1,8 +1,8 @@
-"""Conversion of DTensors to this rank's tensors and back: one autograd node per call and direction.
+"""Converts DTensors to this rank's tensors, and back: one autograd node per call and direction.
 
-``DTensor.to_local`` and ``DTensor.from_local`` make a node for each tensor, and check and infer
-what is known here: for a small call that costs the CPU several times what the kernels cost.
-torch.compile has rules for these two methods, so a traced call uses them.
+``DTensor.to_local`` and ``DTensor.from_local`` create a node for each tensor, and check and infer
+properties that are known here. For a small call this costs the CPU several times as much as the
+kernels. torch.compile has rules for these two methods, so a traced call uses them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..core.calls.operator import Tensors
 from ..core.compat import distributed
 from ..core.compat.autograd import fast_apply
 
-__all__ = ["ShardSpec", "parts", "strides", "total", "wholes"]
+__all__ = ["ShardSpec", "strides", "sum_over_ranks", "to_dtensors", "to_local_tensors"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,11 +27,11 @@ class ShardSpec:
 
     Attributes:
         mesh: the mesh.
-        placements: the DTensor's, or its gradient's.
-        shape: the whole tensor's.
+        placements: the placements of the DTensor, or of its gradient.
+        shape: the shape of the whole tensor.
         moved: whether the tensor was redistributed before the call. The backward of `redistribute`
-            takes no absent gradient (PyTorch 2.13), so it gets zeros.
-        dtensor_specs: PyTorch's own records of it, by strides and dtype.
+            cannot handle a gradient that is None (PyTorch 2.13), so it gets zeros.
+        dtensor_specs: PyTorch's own records of this distribution, by strides and dtype.
     """
 
     mesh: Any
@@ -41,36 +41,39 @@ class ShardSpec:
     dtensor_specs: dict[Any, Any] = field(default_factory=dict)
 
 
-def parts(tensors: Sequence[Any], gradients: Sequence[ShardSpec]) -> list[Tensor]:
-    """Returns this rank's tensors; their gradients become DTensors with these specs."""
+def to_local_tensors(tensors: Sequence[Any], gradients: Sequence[ShardSpec]) -> list[Tensor]:
+    """Returns this rank's tensors of DTensors; ``gradients`` are the specs of their gradients."""
     if torch.compiler.is_dynamo_compiling() or not _is_member(gradients):
         return [
             t.to_local(grad_placements=spec.placements)
             for t, spec in zip(tensors, gradients, strict=True)
         ]
     if _needs_graph(tensors):
-        return list(_apply_parts(tuple(gradients), *tensors))
+        return list(_apply_to_local_tensors(tuple(gradients), *tensors))
     with torch.no_grad():
         return [distributed.waited(t.to_local()) for t in tensors]
 
 
-def wholes(tensors: Tensors, specs: Sequence[ShardSpec]) -> tuple[Tensor | None, ...]:
-    """Returns the DTensors with these specs of this rank's tensors."""
+def to_dtensors(tensors: Tensors, specs: Sequence[ShardSpec]) -> tuple[Tensor | None, ...]:
+    """Returns DTensors with these specs, from this rank's tensors."""
     if torch.compiler.is_dynamo_compiling() or not _is_member(specs):
         return _for_each(_from_local, tensors, specs)
     if _needs_graph(tensors):
-        return tuple(_apply_wholes(tuple(specs), *tensors))
+        return tuple(_apply_to_dtensors(tuple(specs), *tensors))
     with torch.no_grad():
         return _for_each(_constant_dtensor, tensors, specs)
 
 
-def total(t: Tensor, mesh: Any, along: tuple[bool, ...]) -> Tensor:
+def sum_over_ranks(t: Tensor, mesh: Any, along: tuple[bool, ...]) -> Tensor:
     """Returns the sum over the ranks along some dimensions of a mesh."""
-    return _Total.apply(t, mesh, along)  # type: ignore[no-any-return, no-untyped-call]
+    return _SumOverRanks.apply(t, mesh, along)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def strides(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides of a dense tensor whose dimensions have the memory order of ``local``."""
+    """Returns the strides of a dense tensor of ``shape`` with the order of dimensions of ``local``.
+
+    The order of dimensions is that in memory.
+    """
     order = list(range(len(shape)))
     if not local.is_contiguous():
         order.sort(key=local.stride, reverse=True)
@@ -128,27 +131,27 @@ def _constant_dtensor(t: Tensor, spec: ShardSpec) -> Any:
     return distributed.dtensor(t.detach() if t.requires_grad else t, dtensor_spec)
 
 
-class _Parts(torch.autograd.Function):
-    """DTensors to views of this rank's tensors."""
+class _ToLocalTensors(torch.autograd.Function):
+    """Returns views of this rank's tensors, for DTensors."""
 
     @staticmethod
     def forward(ctx: Any, gradients: tuple[ShardSpec, ...], *tensors: Any) -> tuple[Tensor, ...]:
         """Returns the views; no data is moved."""
-        own = [distributed.waited(t.to_local()) for t in tensors]
-        own = [t.view_as(t) for t in own]
+        local = [distributed.waited(t.to_local()) for t in tensors]
+        views = [t.view_as(t) for t in local]
         ctx.gradients = gradients
         ctx.set_materialize_grads(False)
         ctx.zeros_like = [
             (t.shape, t.dtype, t.device) if spec.moved else None
-            for t, spec in zip(own, gradients, strict=True)
+            for t, spec in zip(views, gradients, strict=True)
         ]
-        constant = [part for part, t in zip(own, tensors, strict=True) if not t.requires_grad]
+        constant = [view for view, t in zip(views, tensors, strict=True) if not t.requires_grad]
         ctx.mark_non_differentiable(*constant)
-        return tuple(own)
+        return tuple(views)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """Returns DTensors, of zeros where `redistribute` needs a gradient and there is none."""
+        """Returns the gradients as DTensors: zeros for None if `redistribute` needs a gradient."""
         to_dtensor = _from_local if torch.is_grad_enabled() else _constant_dtensor
         needs = ctx.needs_input_grad[1:]
         results = []
@@ -162,8 +165,8 @@ class _Parts(torch.autograd.Function):
         return None, *results
 
 
-class _Wholes(torch.autograd.Function):
-    """This rank's tensors to DTensors."""
+class _ToDTensors(torch.autograd.Function):
+    """Returns DTensors, for this rank's tensors."""
 
     @staticmethod
     def forward(ctx: Any, specs: tuple[ShardSpec, ...], *tensors: Tensor | None) -> tuple[Any, ...]:
@@ -182,40 +185,41 @@ class _Wholes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Returns this rank's parts, of gradients redistributed to the specs' placements."""
-        return None, *_for_each(_part, grads, ctx.specs)
+        """Returns this rank's tensors of the gradients, redistributed to the specs' placements."""
+        return None, *_for_each(_local_gradient, grads, ctx.specs)
 
 
-def _part(grad: Any, spec: ShardSpec) -> Tensor:
-    """Returns this rank's part of a gradient."""
+def _local_gradient(grad: Any, spec: ShardSpec) -> Tensor:
+    """Returns this rank's tensor of a gradient, in the placements of ``spec``."""
     if tuple(grad.placements) != spec.placements:
         grad = grad.redistribute(spec.mesh, spec.placements)
     return distributed.waited(grad.to_local())
 
 
-_apply_parts: Any = fast_apply(_Parts)
-_apply_wholes: Any = fast_apply(_Wholes)
+_apply_to_local_tensors: Any = fast_apply(_ToLocalTensors)
+_apply_to_dtensors: Any = fast_apply(_ToDTensors)
 
 
-class _Total(torch.autograd.Function):
-    """The sum over ranks along some dimensions of a mesh.
+class _SumOverRanks(torch.autograd.Function):
+    """Sums over ranks along some dimensions of a mesh.
 
-    Its derivative is the same sum: each rank's output depends on all inputs.
+    The derivative is the same sum of gradients, because each rank's output depends on the inputs of
+    all ranks.
     """
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, mesh: Any, along: tuple[bool, ...]) -> Tensor:
-        """Returns the sum, from one collective for each dimension in ``along``."""
+        """Returns the sum; there is one collective for each dimension in ``along``."""
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
         ctx.mesh, ctx.along = mesh, along
-        # A dimension that is not summed counts as replicated, so nothing is moved along it,
-        # whatever its ranks have.
-        placements = [Partial() if adds else Replicate() for adds in along]
+        # Along a dimension that is not summed, ranks may have different tensors. It is declared as
+        # replicated all the same, so that `redistribute` moves nothing along it.
+        placements = [Partial() if is_summed else Replicate() for is_summed in along]
         dtensor = DTensor.from_local(t, mesh, placements, run_check=False)
         return dtensor.redistribute(mesh, [Replicate()] * len(along)).to_local()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """Returns the sum of the gradients."""
-        return total(gradient, ctx.mesh, ctx.along), None, None
+        return sum_over_ranks(gradient, ctx.mesh, ctx.along), None, None

@@ -13,12 +13,15 @@ __all__ = ["TensorsBeside"]
 
 
 class TensorsBeside(nn.Module):
-    """A module whose forward takes further tensors after the first.
+    """A module whose forward takes other tensors after the first.
 
-    The hooks that `torch.distributed.tensor.distribute_module` installs for `SequenceParallel` and
-    similar styles make the first argument a DTensor and drop all other positional arguments. So a
-    distributed module passes the others by keyword, and its forward makes them DTensors with the
-    first one's placements.
+    `torch.distributed.tensor.distribute_module` registers hooks for `SequenceParallel` and similar
+    styles. These hooks convert the first argument to a DTensor, and drop all other positional
+    arguments. So a distributed module passes the others by keyword, and its forward converts them
+    to DTensors, by `_vector` and `_rows`.
+
+    Attributes:
+        _beside: the names of the tensors after the first.
     """
 
     _beside: ClassVar[tuple[str, ...]]
@@ -38,7 +41,7 @@ class TensorsBeside(nn.Module):
         return super().__call__(*first, **named, **kwargs)
 
     def _vector(self, t: Tensor | None, x: Any) -> Tensor | None:
-        """Returns a tensor without rows, replicated if the hooks turned ``x`` into a DTensor."""
+        """Returns a parameter, as a replicated DTensor if the hooks converted ``x`` to one."""
         if t is None or not self._needs_placement(t, x):
             return t
         from torch.distributed.tensor import Replicate
@@ -46,12 +49,12 @@ class TensorsBeside(nn.Module):
         return self._distributed(t, x, [Replicate()] * x.device_mesh.ndim)
 
     def _rows(self, t: Tensor | None, x: Any) -> Tensor | None:
-        """Returns this rank's rows, with the placements of ``x`` if that is a DTensor now."""
+        """Returns rows, as a DTensor placed like ``x`` if the hooks converted ``x`` to one."""
         if t is None or not self._needs_placement(t, x):
             return t
         is_partial = any(placement.is_partial() for placement in x.placements)
         if is_partial or t.shape != x.to_local().shape:
-            return t  # DTensor refuses the call
+            return t  # the operator will raise an error for the mixture
         return self._distributed(t, x, x.placements, shape=x.shape, stride=x.stride())
 
     @staticmethod
@@ -61,9 +64,9 @@ class TensorsBeside(nn.Module):
         return dtensor
 
     def _needs_placement(self, t: Tensor, x: Any) -> bool:
-        """Whether the hooks turned ``x`` into a DTensor, and left ``t`` a plain tensor."""
+        """Whether the hooks converted ``x`` to a DTensor, and ``t`` is a plain tensor."""
         if not is_distributed(self):
             return False
-        # `distribute_module`, which set the mark, is in the same module.
+        # The module is imported: `distribute_module`, which has been called, is in it.
         dtensor: Any = sys.modules["torch.distributed.tensor"].DTensor
         return isinstance(x, dtensor) and not isinstance(t, dtensor)

@@ -1,16 +1,17 @@
 """Norms of rows whose columns are sharded over ranks.
 
-Ranks add two numbers per row, and no rank gathers a row:
+Each rank computes two numbers per row, which are summed over ranks. No rank gathers a row:
 
     rank 0   | columns 0 ... |   sum, squares about its own mean   -+
     rank 1   | columns ...   |   sum, squares about its own mean   -+-> all-reduced
     rank 2   | ... N - 1     |   sum, squares about its own mean   -+
 
-The pre-norm sum is the dropout-add kernel's, of the rank's columns. The mean follows from the
-ranks' sums. Each rank's squares about its own mean become those about the common mean as in Chan et
-al. 1979, "Updating formulae and a pairwise algorithm for computing sample variances". The
-derivative is autograd's, which all-reduces the gradients of all-reduced values. So the functions
-below save the pre-norm sum for it, also where the operator's ``save`` is "output" or "inputs".
+The dropout-add kernel computes the pre-norm sum of the rank's columns. The ranks' sums give the
+common mean. The squares about a rank's own mean are converted to squares about the common mean, by
+the formula of Chan et al. 1979, "Updating formulae and a pairwise algorithm for computing sample
+variances". Autograd differentiates all this, and all-reduces the gradients of all-reduced values.
+For autograd, the functions below save the pre-norm sum, even if the operator's ``save`` is "output"
+or "inputs".
 """
 
 from __future__ import annotations
@@ -39,41 +40,44 @@ def norm_over_columns(
     layout: Layout,
     compute: Callable[..., Any],
 ) -> tuple[Tensor | None, ...]:
-    """The output, the pre-norm sum and the low-precision copy of a norm, in this rank's columns.
+    """Returns the output, pre-norm sum and low-precision copy of a norm, for this rank's columns.
 
     Args:
         constants: the constants of the call.
         tensors: this rank's parts, in the operator's order.
         state: the random state of the dropout.
         layout: how the rows and columns are sharded.
-        compute: computes a call of the operator of the norms on this rank's tensors: here the
-            pre-norm sum.
+        compute: a function that computes a call of the norms' operator on this rank's tensors. Here
+            it computes the pre-norm sum.
     """
     x, bias, residual, weight, ln_bias = tensors
     rule, z, columns = constants.rule(), x, layout.axes.columns
     if bias is not None or residual is not None or _drops(state):
-        added = NormConstants(
+        constants_of_sum = NormConstants(
             constants.op, "none", rule.rounding, rule.eps, rule.weight_offset, None, constants.save
         )
-        z = compute(added, (x, bias, residual, None, None), state)[0]
+        z = compute(constants_of_sum, (x, bias, residual, None, None), state)[0]
     acc, mean = accumulator(z.dtype), None
     if rule.kind == "rms":
-        squares = layout.total(_squares(z, acc))
+        squares = layout.sum_over_ranks(_squares(z, acc))
     else:
-        total, own_squares = _moments(z, acc)
-        mean, own = layout.total(total) / columns, z.shape[-1]
-        # Squares about the common mean: own_squares + own * (own mean - mean)**2. A rank without
-        # columns has no mean of its own, but there ``value`` is 0.
-        difference = total / max(own, 1) - mean
-        squares = layout.total(torch.addcmul(own_squares, difference, difference, value=own))
+        own_sum, own_squares = _moments(z, acc)
+        own_columns = z.shape[-1]
+        mean = layout.sum_over_ranks(own_sum) / columns
+        # Squares about the common mean: own_squares + own_columns * (own mean - mean)**2. On a rank
+        # without columns, ``value`` is 0, so its own mean does not matter.
+        difference = own_sum / max(own_columns, 1) - mean
+        squares = layout.sum_over_ranks(
+            torch.addcmul(own_squares, difference, difference, value=own_columns)
+        )
     rstd = torch.rsqrt(squares / columns + rule.epsilon(z.dtype))
     weight_dtype = None if weight is None else weight.dtype
     out = constants.out_dtype or rule.output_dtype(z.dtype, weight_dtype)
     hat = rule.hat_dtype(z.dtype, weight_dtype)
     cast = None if constants.cast_dtype == out else constants.cast_dtype
-    # ``hat`` is the dtype of the normalised rows when the weight multiplies them: that of the
-    # accumulator, or a lower one, to which Llama's and T5's norms round. Only then does the weight,
-    # with its offset, keep its own dtype.
+    # ``hat`` is the dtype of the normalised rows when the weight multiplies them. It is the
+    # accumulator's dtype, except that Llama's and T5's norms round the rows to a lower one. If they
+    # do, the offset is added to the weight in the weight's own dtype.
     if weight is not None and rule.weight_offset:
         if hat == acc:
             weight = weight.to(acc)
@@ -82,15 +86,15 @@ def norm_over_columns(
         outputs = _normalized(z, mean, rstd, weight, ln_bias, out, cast)
     else:
         outputs = _normalized_rounded(z, rstd, weight, hat, out, cast)[1:]
-    returned = None
+    returned_sum = None
     if constants.return_sum:
-        # The kernels never return the caller's own tensor, so neither does this.
-        returned = z.clone() if z is x else z
-    return outputs[0], returned, outputs[1] if cast is not None else None
+        # The result must not be the caller's own tensor, as it never is where kernels run.
+        returned_sum = z.clone() if z is x else z
+    return outputs[0], returned_sum, outputs[1] if cast is not None else None
 
 
 def _drops(state: State | Dropout) -> bool:
-    """Whether there is dropout, of kernels by a `State`, or else of PyTorch by a function."""
+    """Whether elements are dropped: by kernels with a `State`, or by a function of PyTorch."""
     if isinstance(state, tuple):
         return state[0] is not None
     return state is not dropout.none
@@ -98,13 +102,13 @@ def _drops(state: State | Dropout) -> bool:
 
 @rowwise
 def _squares(z: Tensor, acc: torch.dtype) -> Tensor:
-    """A row's sum of squares."""
+    """Returns each row's sum of squares."""
     return z.to(acc).square().sum(-1, keepdim=True)
 
 
 @rowwise
 def _moments(z: Tensor, acc: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A row's sum, and its sum of squares about its own mean."""
+    """Returns each row's sum, and its sum of squares about its mean over these columns."""
     z = z.to(acc)
     total = z.sum(-1, keepdim=True)
     return total, (z - total / max(z.shape[-1], 1)).square().sum(-1, keepdim=True)
@@ -120,7 +124,7 @@ def _normalized(
     out: torch.dtype,
     cast: torch.dtype | None,
 ) -> tuple[Tensor, ...]:
-    """The output, and its low-precision copy."""
+    """Returns the output, and its low-precision copy if ``cast`` is not None."""
     hat = z.to(rstd.dtype)
     if mean is not None:
         hat = hat - mean
@@ -142,10 +146,11 @@ def _normalized_rounded(
     out: torch.dtype,
     cast: torch.dtype | None,
 ) -> tuple[Tensor, ...]:
-    """RMSNorm's rounded rows, the output, and its low-precision copy.
+    """Returns RMSNorm's rounded rows, the output, and its low-precision copy.
 
-    The rows are an output, rounded before the weight multiplies them, because a generated kernel
-    rounds a value only where it stores it, and computes with the rounded value from there on.
+    The weight multiplies the rounded rows. A generated kernel rounds a value only if it stores the
+    value, and then computes with the rounded one. So the rounded rows are an output here, which the
+    caller does not use.
     """
     rounded = (z.to(rstd.dtype) * rstd).to(hat)
     y = (rounded * weight).to(out)

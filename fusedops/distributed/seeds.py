@@ -36,12 +36,12 @@ def check_seeds(mesh: DeviceMesh) -> None:
         state = torch.get_device_module(kind).get_rng_state()
     digest = hashlib.sha256(bytes(state.tolist())).digest()[:8]
     own = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=kind)
-    # One number of each rank: as a tensor that all dimensions of the mesh split, it is gathered in
-    # the order of the mesh.
+    # A tensor of one number for each rank. All dimensions of the mesh shard it, so that gathering
+    # it gives the numbers in the order of the mesh's ranks.
     sharded = DTensor.from_local(own, mesh, [Shard(0)] * mesh.ndim, run_check=False)
-    every = sharded.full_tensor().tolist()
+    digests = sharded.full_tensor().tolist()
     ranks = mesh.mesh.flatten().tolist()
-    others = [rank for rank, number in zip(ranks, every, strict=True) if number != every[0]]
+    others = [rank for rank, number in zip(ranks, digests, strict=True) if number != digests[0]]
     if others:
         shown = ", ".join(map(str, others[:8])) + (", …" if len(others) > 8 else "")
         raise RuntimeError(

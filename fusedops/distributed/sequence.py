@@ -1,7 +1,8 @@
-"""Sums and norms under `SequenceParallel`, which a block fuses as it does without it.
+"""Lets a fused block fuse the residual sum and the norm under `SequenceParallel` too.
 
-The hooks of `SequenceParallel` only convert the norm's input and output, from and to plain tensors.
-So the block may convert the branch and the residual instead of their sum, and skip the hooks.
+The hooks of `SequenceParallel` only convert the norm's input from a plain tensor, and its output to
+one. So instead of calling the hooks for the sum, the block may convert the branch and the residual
+itself, and fuse their sum and the norm.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ __all__ = ["Rows", "rows_of_norm"]
 
 
 class Rows(NamedTuple):
-    """The layout that a norm's hooks give its rows.
+    """The layout to which a norm's hooks convert its rows.
 
     Attributes:
         mesh: the device mesh.
-        placements: those of a sharded sequence.
-        to_local: whether the norm's output is a plain tensor.
+        placements: the placements of the rows.
+        to_local: whether the hooks convert the norm's output to a plain tensor.
     """
 
     mesh: Any
@@ -33,11 +34,12 @@ class Rows(NamedTuple):
     to_local: bool
 
     def take(self, *tensors: Any) -> tuple[Any, ...] | None:
-        """Return the tensors as the norm would get them, or None if the hooks would do more.
+        """Return the tensors as DTensors in this layout, as the norm would get them from its hooks.
 
-        DTensors must have this layout already; plain tensors are local parts of it.
+        The tensors must all be DTensors in this layout, or all be plain tensors, this rank's parts.
+        Otherwise the hooks would do more, and the result is None.
         """
-        # Imported already if a norm has such hooks.
+        # The module is imported, because a norm has hooks of a parallel style.
         dtensor = sys.modules["torch.distributed.tensor"].DTensor
         if all(isinstance(t, dtensor) and self._is_layout_of(t) for t in tensors):
             return tensors
@@ -52,7 +54,7 @@ class Rows(NamedTuple):
 
 
 def rows_of_norm(norm: nn.Module) -> Rows | None:
-    """Return the layout of a fused norm whose only hooks are `SequenceParallel`'s; else None."""
+    """Return the layout of a fused norm if its only hooks are `SequenceParallel`'s, else None."""
     if torch.compiler.is_compiling() or not keeps_method(type(norm), "_fusedops_add_norm"):
         return None
     if "forward" in norm.__dict__ or has_compiled_call(norm) or has_global_hooks():

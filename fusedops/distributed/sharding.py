@@ -1,15 +1,15 @@
 """Calls on DTensors: redistribute the inputs, compute on each rank's tensors, wrap the outputs.
 
-A call has *axes*: one for each dimension of its rows, and one for the columns.
+A call has *axes*: one for each of the n dimensions of its rows, and one for the columns.
 
-    axis     0 ... n - 1                        n
-    is       the rows' dimensions               the columns
-    sharded  each rank computes its own rows;   independent columns likewise; a norm sums two
-             parameters are replicated, their   numbers of each row over the ranks that share it
-             gradients are partial sums
+    axis             if it is sharded
+    0 ... n - 1      each rank computes its own rows; parameters are replicated, and their
+                     gradients are partial sums
+    n, the columns   each rank computes its own columns, if columns do not depend on one another;
+                     in a norm they do, and two numbers of each row are summed over the ranks
 
-The dropout mask is that of the whole tensor: besides the seed, a rank's kernels get the `numbers`
-that locate their part of it.
+A rank's dropout mask is its part of the mask of the whole tensor. So its kernels get, besides the
+seed, the `numbers` that locate this part.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from ..core.launches import launch
 from ..core.random import dropout
 from ..core.random.dropout import Dropout
 from ..core.random.rng import NO_DROPOUT, State, drawn, recorded_state
-from .conversion import ShardSpec, parts, total, wholes
+from .conversion import ShardSpec, sum_over_ranks, to_dtensors, to_local_tensors
 
 __all__ = ["Layout", "distributes", "layout", "numbers", "planned", "replicated", "run"]
 
-# Columns whose keep decisions are drawn at once.
+# The number of columns whose keep decisions are drawn at once.
 _LANES = 8
 
-# The axis that each dimension of a tensor is, or of a mesh shards; None for none.
+# For each dimension of a tensor, its axis; or for each dimension of a mesh, the axis that it
+# shards. None for a dimension without an axis.
 _AxisOfDim = tuple[int | None, ...]
 
 
 def distributes(tensors: Tensors) -> bool:
     """Whether one of the tensors is a DTensor."""
-    # Without an import: before the module is imported there is no DTensor.
+    # The module is not imported here: until something imports it, there is no DTensor.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(t, module.DTensor) for t in tensors)
 
@@ -59,10 +60,11 @@ def run(
     Args:
         op: the operator.
         constants: the call's constants.
-        tensors: its tensors, all DTensors.
+        tensors: its tensors; `layout` raises unless they are DTensors.
         p: the drop probability.
-        compute: computes a call of the operator from constants, a rank's own tensors and the state
-            of its dropout. It is an argument because `call`, which has it, imports this module.
+        compute: a function that computes a call of the operator, from constants, a rank's own
+            tensors and the state of its dropout. It is an argument because it is in `call`, which
+            imports this module.
     """
     tensors = replicated(tensors)
     plan = planned(op, constants, tensors, dropout=p > 0.0)
@@ -75,8 +77,8 @@ def run(
         outs = axes.over_columns(constants, local, state, plan.layout, compute)
     else:
         outs = compute(constants, local, state)
-    # AOTAutograd loses DTensors that are views of one tensor (PyTorch 2.13). A `SequenceOperator`
-    # returns such views: its kernels write one buffer for all outputs.
+    # AOTAutograd loses DTensors that are views of one tensor (PyTorch 2.13). The outputs of
+    # a `SequenceOperator` are such views: its kernels write one buffer for all outputs.
     if torch.compiler.is_dynamo_compiling() and len(axes.outputs) > op.visible:
         outs = [out.clone() for out in outs]
     return plan.whole(outs)
@@ -85,25 +87,26 @@ def run(
 def _of_shard(layout: Layout, p: float, local: Tensors, device: torch.device) -> State | Dropout:
     """Returns the random state of a rank's kernels.
 
-    Where no kernels run, it is dropout with the rank's part of PyTorch's mask.
+    If no kernels run on the device, it returns a function instead: PyTorch's dropout with the
+    rank's part of the mask.
     """
     if not launch.runs_kernels(device.type):
         return layout.dropout(p)
-    if layout.axes.rows.count(0):  # one process draws nothing for no elements either
+    if layout.axes.rows.count(0):  # without elements nothing is drawn, as in one process
         return NO_DROPOUT
     is_traced = torch.compiler.is_dynamo_compiling()
     state = recorded_state(p, device) if is_traced else drawn(p, local, device)
     first, second, threshold = state
     if first is None:
         return state
-    own: Any = first if isinstance(first, Tensor) else (first, second)
-    seed = layout.seed(own, device)
+    state_of_call: Any = first if isinstance(first, Tensor) else (first, second)
+    seed = layout.seed(state_of_call, device)
     # Only a shard's state has a tensor as its second element: see `rng.State`.
     return seed, seed, threshold
 
 
 def replicated(tensors: Tensors) -> Tensors:
-    """Returns the tensors, replicated DTensors where PyTorch's ``implicit_replication`` is on."""
+    """Converts plain tensors to replicated DTensors if PyTorch's ``implicit_replication`` is on."""
     if torch.compiler.is_dynamo_compiling() or not replicates_implicitly():
         return tensors
     from torch.distributed.tensor import DTensor, Replicate
@@ -119,14 +122,14 @@ def replicated(tensors: Tensors) -> Tensors:
 
 
 class Move(NamedTuple):
-    """How a DTensor becomes this rank's tensor.
+    """How a DTensor is converted to this rank's tensor.
 
     Attributes:
-        name: the argument's, for messages.
-        placements: what it is redistributed to; None if it has these placements already.
+        name: the name of the argument, for messages.
+        placements: the placements to which it is redistributed; None if it has them already.
         gradient: how its gradient is distributed.
-        slices: the part that this rank takes of what all ranks have: dimension, first index and
-            size of each slice.
+        slices: the part that this rank takes of a parameter that is replicated: the dimension,
+            first index and size of each slice.
     """
 
     name: str
@@ -140,9 +143,9 @@ class Layout(NamedTuple):
 
     Attributes:
         mesh: the mesh of all DTensors.
-        axes: the call's.
-        dims: the axis that each dimension of the mesh shards; None for none.
-        coordinate: this rank's in the mesh; zeros on a rank that is not in it.
+        axes: the axes of the call.
+        dims: for each dimension of the mesh, the axis that it shards; None for none.
+        coordinate: this rank's coordinate in the mesh; zeros on a rank that is not in the mesh.
         is_member: whether this rank is in the mesh.
     """
 
@@ -154,11 +157,11 @@ class Layout(NamedTuple):
 
     @property
     def splits_columns(self) -> bool:
-        """Whether a rank has a part of each row."""
+        """Whether columns are sharded, so that a rank has only a part of each row."""
         return len(self.axes.rows) in self.dims
 
     def part(self, axis: int, size: int) -> tuple[int, int]:
-        """Returns the first index and the size of this rank's part of an axis of ``size``."""
+        """Returns the first index and the size of this rank's part of an axis with ``size``."""
         if not self.is_member and axis < len(self.axes.rows):
             return 0, 0
         start = 0
@@ -169,7 +172,7 @@ class Layout(NamedTuple):
         return start, size
 
     def moves(self, op: Operator, constants: Any, tensors: Tensors) -> dict[int, Move]:
-        """Returns the move of each DTensor by its index among the tensors."""
+        """Returns the move of each DTensor, by its index among the tensors."""
         module = sys.modules["torch.distributed.tensor"]
         moves = {}
         for i, (t, axes) in enumerate(zip(tensors, self.axes.tensors, strict=True)):
@@ -181,19 +184,19 @@ class Layout(NamedTuple):
     def _move(self, t: Any, axes: _AxisOfDim, has_rows: bool, name: str) -> Move:
         from torch.distributed.tensor import Partial, Replicate, Shard
 
-        # Per dimension of the mesh, with the axis that it shards:
+        # The placements along a dimension of the mesh depend on the axis that it shards:
         #
-        #     axis                        tensor       gradient
-        #     one of the tensor's         sharded      sharded
-        #     one that it does not have   replicated   partial sum
-        #     none                        replicated   replicated
+        #     axis                              tensor       gradient
+        #     an axis of this tensor            sharded      sharded
+        #     an axis of other tensors alone    replicated   partial sum
+        #     none                              replicated   replicated
         placements: list[Any] = []
         gradients: list[Any] = []
         for axis in self.dims:
             sharded = axis is not None and axis in axes
             placements.append(Shard(axes.index(axis)) if sharded else Replicate())
-            # Ranks with different rows or columns each have a part of the sum that is the gradient
-            # of a parameter without that axis.
+            # The gradient of a parameter without that axis is a sum along the axis, and each rank
+            # has only its part of the sum.
             is_summed = axis is not None and not sharded
             gradients.append(Partial() if is_summed else placements[-1])
         sliced_dims = [] if has_rows else self._sliced_dims(t, placements)
@@ -215,15 +218,17 @@ class Layout(NamedTuple):
     def _sliced_dims(self, parameter: Any, placements: Sequence[Any]) -> list[int]:
         """Returns the dimensions of the mesh along which a replicated parameter is sliced.
 
-        Each rank takes its slice of its own copy. `redistribute` would do so too, but its backward
-        would gather the gradient; that of a slice is a partial sum. Empty if the parameter is not
-        replicated along all of these dimensions: then it is redistributed.
+        Each rank takes a slice of its own copy. `redistribute` would do so too, but its backward
+        would gather the gradient, while the backward of a slice gives a partial sum. The result is
+        empty if the parameter is not replicated along all dimensions that shard it here: then it is
+        redistributed.
         """
         dims = [i for i, placement in enumerate(placements) if placement.is_shard()]
-        return dims if all(parameter.placements[i].is_replicate() for i in dims) else []
+        is_replicated = all(parameter.placements[i].is_replicate() for i in dims)
+        return dims if is_replicated else []
 
     def output_specs(self, outs: Tensors) -> list[ShardSpec]:
-        """Returns how the outputs are distributed that this rank has a part of."""
+        """Returns how the outputs are distributed, from this rank's parts ``outs`` of them."""
         pairs = zip(outs, self.axes.outputs, strict=False)
         return [self._output_spec(out, axes) for out, axes in pairs]
 
@@ -236,18 +241,18 @@ class Layout(NamedTuple):
         if out is None:
             return ShardSpec(self.mesh, tuple(placements), torch.Size([]))
         axis_sizes = (*self.axes.rows, self.axes.columns)
-        whole = [
+        whole_shape = [
             size if axis is None else axis_sizes[axis]
             for axis, size in zip(axes, out.shape, strict=True)
         ]
-        return ShardSpec(self.mesh, tuple(placements), torch.Size(whole))
+        return ShardSpec(self.mesh, tuple(placements), torch.Size(whole_shape))
 
-    def total(self, t: Tensor) -> Tensor:
-        """Returns the sum of one number per row over the ranks that have the same rows."""
+    def sum_over_ranks(self, t: Tensor) -> Tensor:
+        """Returns the sum of one number per row, over the ranks with parts of the same rows."""
         if not self.is_member:
             return t
         columns = len(self.axes.rows)
-        return total(t, self.mesh, tuple([axis == columns for axis in self.dims]))
+        return sum_over_ranks(t, self.mesh, tuple([axis == columns for axis in self.dims]))
 
     def dropout(self, p: float) -> Dropout:
         """Returns PyTorch's dropout with this rank's part of the mask that one process draws."""
@@ -256,21 +261,22 @@ class Layout(NamedTuple):
         shape = (*self.axes.rows, self.axes.columns)
 
         def masked(h: Tensor, dtype: torch.dtype) -> Tensor:
-            # The dropout of ones is the mask, divided by the keep probability.
+            # All ranks draw the mask of the whole tensor, and use their part of it. The dropout of
+            # ones is the mask, divided by the keep probability.
             whole = torch.ones(shape, dtype=h.dtype, device=h.device)
             scale = dropout.dropout_of(p, NO_DROPOUT, self.axes.columns)(whole, dtype)
             for axis, size in enumerate(shape):
                 scale = scale.narrow(axis, *self.part(axis, size))
-            return h * scale.reshape(h.shape)  # of a scalar too
+            return h * scale.reshape(h.shape)  # if h is a scalar, ``scale`` has one column
 
         return masked
 
     def seed(self, seed: Tensor | tuple[int, int], device: torch.device) -> Tensor:
-        """Returns a call's random state followed by its `numbers`, on the device."""
+        """Returns a tensor of a call's random state and this shard's `numbers`, on the device."""
         ranks = tuple([self.mesh.size(mesh_dim) for mesh_dim in range(self.mesh.ndim)])
         shard = (self.axes.mask, ranks, self.coordinate, self.dims)
         if isinstance(seed, tuple):
-            # A copy that blocks would wait for all work that the GPU still has to do.
+            # A blocking copy would wait for all work that is queued on the GPU.
             values = torch.tensor([*seed, *_cached_numbers(*shard)], dtype=torch.int64)
             return values.to(device, non_blocking=True)
         is_recorded = torch.compiler.is_compiling() or is_intercepted()
@@ -280,12 +286,12 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The common part of all calls with the same shapes and placements.
+    """How calls with the same shapes and placements are computed.
 
     Attributes:
         layout: how the axes are distributed.
-        moves: the move of each DTensor by its index among the tensors.
-        output_specs: how the outputs are distributed, by their shapes on this rank.
+        moves: the move of each DTensor, by its index among the tensors.
+        output_specs: how the outputs are distributed, by the shapes of this rank's parts.
     """
 
     layout: Layout
@@ -295,11 +301,11 @@ class Plan:
     def local(self, tensors: Tensors) -> list[Tensor | None]:
         """Returns this rank's tensors.
 
-        Their gradients become DTensors again, those of parameters partial sums.
+        Their gradients are converted back to DTensors. Those of parameters are partial sums.
         """
         moves = self.moves
         moved = [_moved(tensors[i], move) for i, move in moves.items()]
-        local_parts = parts(moved, [move.gradient for move in moves.values()])
+        local_parts = to_local_tensors(moved, [move.gradient for move in moves.values()])
         results = list(tensors)
         for (i, move), part in zip(moves.items(), local_parts, strict=True):
             results[i] = self._sliced(part, tensors[i], move, self.layout.axes.tensors[i])
@@ -316,18 +322,18 @@ class Plan:
         return part
 
     def whole(self, outs: Tensors) -> tuple[Tensor | None, ...]:
-        """Returns the DTensors of the outputs that this rank has a part of."""
+        """Returns the outputs as DTensors, from this rank's parts ``outs``."""
         if torch.compiler.is_dynamo_compiling():
-            return wholes(outs, self.layout.output_specs(outs))
+            return to_dtensors(outs, self.layout.output_specs(outs))
         shapes = tuple([None if out is None else out.shape for out in outs])
         specs = self.output_specs.get(shapes)
         if specs is None:
             specs = self.output_specs[shapes] = self.layout.output_specs(outs)
-        return wholes(outs, specs)
+        return to_dtensors(outs, specs)
 
 
 def _moved(t: Any, move: Move) -> Any:
-    """Returns a DTensor with the placements of its move."""
+    """Returns a DTensor, redistributed to the placements of its move."""
     if move.placements is None:
         return t
     try:
@@ -339,8 +345,7 @@ def _moved(t: Any, move: Move) -> Any:
         ) from error
 
 
-# A program has fewer calls with different shapes and placements. One with ever new ones starts with
-# an empty cache again.
+# Programs have fewer calls with different shapes and placements. At this size the cache is cleared.
 _MOST_PLANS = 4096
 _plans: dict[Any, Plan] = {}
 
@@ -350,7 +355,7 @@ def planned(op: Operator, constants: Any, tensors: Tensors, *, dropout: bool) ->
     try:
         key = _key(op, constants, tensors, dropout)
         plan = None if key is None else _plans.get(key)
-    except TypeError:  # a symbol has no hash
+    except TypeError:  # a symbolic size has no hash
         key = plan = None
     if plan is not None:
         return plan
@@ -364,34 +369,34 @@ def planned(op: Operator, constants: Any, tensors: Tensors, *, dropout: bool) ->
 
 
 def _key(op: Operator, constants: Any, tensors: Tensors, dropout: bool) -> Any:
-    """Returns all that a plan depends on; None for a call whose plan is not cached."""
+    """Returns everything that a plan depends on; None for a call whose plan is not cached."""
     if torch.compiler.is_dynamo_compiling():
         return None
     module = sys.modules["torch.distributed.tensor"]
     mesh: Any = None
-    described: list[Any] = []
+    descriptions: list[Any] = []
     for t in tensors:
         if t is None:
-            described.append(None)
+            descriptions.append(None)
             continue
         if not isinstance(t, module.DTensor):
             return None
         if mesh is not None and t.device_mesh is not mesh:
             return None
         mesh = t.device_mesh
-        described.append((t.placements, t.shape, t.dtype))
-    # A mesh may equal one whose process group has ended: hence its id, which no other mesh gets as
-    # the plan holds a reference to it.
+        descriptions.append((t.placements, t.shape, t.dtype))
+    # The key has the id of the mesh, because the mesh may equal one whose process group has ended.
+    # The plan holds a reference to the mesh, so no other mesh gets this id.
     coordinate = tuple(mesh.get_coordinate() or ())
-    return op, constants, dropout, id(mesh), coordinate, tuple(described)
+    return op, constants, dropout, id(mesh), coordinate, tuple(descriptions)
 
 
 def layout(op: Operator, constants: Any, tensors: Tensors, *, dropout: bool) -> Layout:
     """Returns how a call's axes are distributed.
 
-    For each dimension of the mesh, the first tensor with rows that is sharded along it determines
-    the axis. No axis is sharded if there is no such tensor, or if dropout could not locate the
-    parts of its mask.
+    The axis that a dimension of the mesh shards is that of the first tensor with rows that is
+    sharded along this dimension. There is none if no such tensor is, or if `numbers` could not
+    locate the shards of the dropout mask.
 
     Raises:
         TypeError: not all tensors are DTensors.
@@ -412,7 +417,7 @@ def layout(op: Operator, constants: Any, tensors: Tensors, *, dropout: bool) -> 
 
 
 def _mesh(op: Operator, constants: Any, tensors: Tensors) -> Any:
-    """Returns the mesh of all tensors; raises an error where they have no common one."""
+    """Returns the mesh of all tensors; raises an error if they have no common mesh."""
     module = sys.modules["torch.distributed.tensor"]
     dtensors = [i for i, t in enumerate(tensors) if isinstance(t, module.DTensor)]
     first = dtensors[0]
@@ -421,7 +426,8 @@ def _mesh(op: Operator, constants: Any, tensors: Tensors) -> Any:
         if t is None:
             continue
         is_dtensor = i in dtensors
-        # A number in a tensor is the same on all ranks, but its gradient would not be.
+        # A plain scalar is accepted, as it is the same on all ranks; but not if it requires a
+        # gradient, which would differ between ranks.
         is_constant = not t.dim() and not t.requires_grad
         if is_constant and not is_dtensor:
             continue
@@ -438,7 +444,7 @@ def _mesh(op: Operator, constants: Any, tensors: Tensors) -> Any:
 
 
 def _first_sharded_axis(tensors: Sequence[tuple[Any, _AxisOfDim]], mesh_dim: int) -> int | None:
-    """Returns the axis that a dimension of the mesh shards of the first tensor that it shards."""
+    """Returns the axis that a dimension of the mesh shards, in the first tensor that has one."""
     for t, axes in tensors:
         axis = _sharded_axis(t, axes, mesh_dim)
         if axis is not None:
@@ -447,7 +453,7 @@ def _first_sharded_axis(tensors: Sequence[tuple[Any, _AxisOfDim]], mesh_dim: int
 
 
 def _sharded_axis(t: Any, axes: _AxisOfDim, mesh_dim: int) -> int | None:
-    """Returns the axis of a tensor that a dimension of the mesh shards; None for none."""
+    """Returns the axis along which a dimension of the mesh shards a tensor; None for none."""
     from torch.distributed.tensor import DTensor, Shard
 
     if not isinstance(t, DTensor):
@@ -457,36 +463,37 @@ def _sharded_axis(t: Any, axes: _AxisOfDim, mesh_dim: int) -> int | None:
 
 
 def _can_locate(axes: Axes, mesh: Any, dims: Sequence[int | None]) -> bool:
-    """Whether `numbers` can locate the parts of a mask; ``dims`` are the mesh's first dimensions.
+    """Whether `numbers` can locate the shards of a mask.
 
-    It takes at most two sharded axes of the rows besides the first.
+    ``dims`` are the axes that the first dimensions of the mesh shard. Of the rows' axes besides the
+    first, at most two may be sharded.
 
-    Several dimensions of the mesh may cut the columns, one after the other. Each cut has to give
-    whole groups of lanes, and only the last may be uneven: then the parts differ in size, and a
-    further cut of them would begin at other columns.
+    Several dimensions of the mesh may split the columns, one after the other. Each split must give
+    parts of whole groups of lanes. Only the last split may be uneven: it gives parts of different
+    sizes, and a split of these would not begin at the same columns.
     """
     columns = len(axes.rows)
     size, is_even = axes.columns, True
-    sharded_rows = set()
+    sharded_row_axes = set()
     for mesh_dim, axis in enumerate(dims):
         ranks = mesh.size(mesh_dim)
         if axis is None or ranks <= 1:
             continue
         if axis != columns:
-            sharded_rows.add(axis)
+            sharded_row_axes.add(axis)
             continue
         chunk = -(-size // ranks)
         if not is_even or chunk % _LANES:
             return False
         is_even, size = size % ranks == 0, chunk
-    return len(sharded_rows - {0}) <= 2
+    return len(sharded_row_axes - {0}) <= 2
 
 
 def _chunk(size: int, count: int, index: int) -> tuple[int, int]:
-    """Returns the first index and the size of a chunk, as `torch.chunk` cuts it."""
-    most = -(-size // count)
-    start = min(index * most, size)
-    return start, min(most, size - start)
+    """Returns the first index and the size of one of `torch.chunk`'s chunks."""
+    chunk_size = -(-size // count)
+    start = min(index * chunk_size, size)
+    return start, min(chunk_size, size - start)
 
 
 # --- dropout --------------------------------------------------------------------------------------
@@ -503,35 +510,36 @@ def _numbers_on(
     return torch.tensor(numbers(mask, ranks, coordinate, dims), dtype=torch.int64, device=device)
 
 
-# A copy to a GPU waits for it, and graph capture records it: one for each shard.
+# Cached, so that there is one copy to the GPU for each shard: a copy waits for the GPU, and
+# CUDA-graph capture would record it.
 _cached_numbers_on = functools.lru_cache(maxsize=1024)(_numbers_on)
 
 
 def numbers(
     mask: Sequence[int], ranks: Sequence[int], coordinate: Sequence[int], dims: Sequence[int | None]
 ) -> list[int]:
-    """Returns what locates the rows and columns of a shard in the whole mask.
+    """Returns the numbers that locate the rows and columns of a shard in the whole mask.
 
     Row ``r`` of the shard is this row of the whole mask:
 
         base + r // outer * outer_stride + r % outer // inner * inner_stride + r % inner
 
-    The rows of a shard are not contiguous if another dimension than the first is sharded: each
-    such dimension is one of the two terms. For example, rank 1 of 2, with rows of (2, 4) of which
-    the second dimension is sharded:
+    The rows of a shard are not contiguous if a dimension other than the first is sharded. The
+    formula has one term for such a dimension, and at most two terms. For example, for rank 1 of 2,
+    with rows of shape (2, 4) whose second dimension is sharded:
 
-        whole   0 1 2 3 | 4 5 6 7      base 2, inner 2, inner_stride 4
-        shard       0 1       2 3      2 -> 2 + 2 // 2 * 4 + 2 % 2 = 6
+        rows of the whole mask    0 1 2 3 | 4 5 6 7      base 2, inner 2, inner_stride 4
+        rows of the shard             0 1       2 3      row 2 -> 2 + 2 // 2 * 4 + 2 % 2 = 6
 
-    The columns of the shard begin with group ``first`` of the ``groups`` of eight that a row of the
-    whole mask has.
+    A row of the whole mask has ``groups`` groups of eight columns. The shard's columns begin with
+    group ``first``.
 
     Args:
-        mask: the whole mask's shape: rows, then the parts of each, and columns.
+        mask: the shape of the whole mask: the rows' dimensions, the parts of a row, the columns.
         ranks: the size of each dimension of the mesh.
-        coordinate: this rank's in the mesh.
-        dims: the dimension of the call that each dimension of the mesh shards, None for none; of
-            rows at most two others than the first. The columns are the one after the rows.
+        coordinate: this rank's coordinate in the mesh.
+        dims: for each dimension of the mesh, the axis of the call that it shards; None for none.
+            Besides the first, at most two axes of the rows are sharded.
     Returns:
         base, outer, outer_stride, inner, inner_stride, groups, first.
     """
@@ -539,7 +547,7 @@ def numbers(
     row_dims = len(shape) - 1  # without the parts
     column_dim = len(shape)
     sizes, starts = [*shape, columns], [0] * len(mask)
-    split_dims = set()  # which make the shard's rows not contiguous
+    split_dims = set()  # the sharded dimensions of the rows besides the first
     for rank_count, index, dim in zip(ranks, coordinate, dims, strict=True):
         if dim is None or rank_count <= 1:
             continue
@@ -551,9 +559,9 @@ def numbers(
     begins_with_group = starts[-1] % _LANES == 0 or starts[-1] == columns
     assert len(split_dims) <= 2 and begins_with_group, dims
     base = sum(start * math.prod(shape[dim + 1 :]) for dim, start in enumerate(starts[:-1]))
-    # Outer, its stride, inner, its stride. An unused term divides by 1 << 62, which is above every
-    # row index: its quotient is zero, and its remainder the index itself. The innermost split
-    # dimension is the inner term, at position 2.
+    # ``terms`` is outer, outer_stride, inner, inner_stride. An unused term divides by 1 << 62,
+    # which is more than any row index: the quotient is 0, and the remainder is the index itself.
+    # The innermost split dimension is the inner term, which begins at position 2.
     terms = [1 << 62, 0, 1 << 62, 0]
     for position, dim in zip((2, 0), sorted(split_dims, reverse=True), strict=False):
         terms[position] = max(math.prod(sizes[dim:-1]), 1)

@@ -6,6 +6,6 @@ from ..core.configs.tuning import Config
 
 __all__ = ["CONFIG"]
 
-# The columns count windows, four per thread: many short programs hide latency better than few long
+# A program has 1024 windows, four per thread. Many short programs hide latency better than few long
 # ones.
-CONFIG = Config(1024, 1, 8)
+CONFIG = Config(block_n=1024, rows=1, warps=8)

@@ -1,7 +1,7 @@
 """The generation family's kernel: bans the tokens that would repeat an n-gram, in place.
 
-Lengths, strides and ``ngram`` are run-time arguments, so that one compiled kernel serves every step
-of a generation. Whatever is multiplied by a row's stride is int64.
+Lengths, strides and ``ngram`` are run-time arguments, so that one compiled kernel is used in every
+step of a generation. Factors of strides are int64.
 """
 
 import triton
@@ -12,21 +12,23 @@ from ..core.device import place_along_rows
 
 @triton.jit
 def _leading(ids, ids_step, pad, end, L, BLOCK_N: tl.constexpr):
-    """The number of tokens before the first that is not ``pad``.
+    """Returns the number of ``pad`` tokens at the beginning of a row.
 
-    It scans blocks of tokens, and stops behind ``end``. If all tokens before ``end`` are ``pad``,
-    the result is not exact: it is at least the smaller of ``end`` and L.
+    It scans blocks of tokens, and stops after ``end``. If all tokens before ``end`` are ``pad``,
+    the result may be too small, but it is at least the smaller of ``end`` and L.
     """
     lanes = tl.arange(0, BLOCK_N)
     count = 0
     # A loop in Triton has no `break`.
     searching = L > 0
     while searching:
-        at = count + lanes
-        tokens = tl.load(ids + at * ids_step, mask=at < L, other=pad)
-        position = tl.min(tl.where((at < L) & (tokens != pad), lanes, BLOCK_N), axis=0)
-        count += position
-        searching = (position == BLOCK_N) & (count < tl.minimum(end, L))
+        positions = count + lanes
+        in_row = positions < L
+        tokens = tl.load(ids + positions * ids_step, mask=in_row, other=pad)
+        # The first lane with another token; BLOCK_N if there is none.
+        lane = tl.min(tl.where(in_row & (tokens != pad), lanes, BLOCK_N), axis=0)
+        count += lane
+        searching = (lane == BLOCK_N) & (count < tl.minimum(end, L))
     return count
 
 
@@ -64,32 +66,34 @@ def no_repeat_ngram_forward_kernel(
 
         row   ... a b c ... a b        with ngram 3: c is banned
                   |   |     |
-                  at  |     L - ngram + 1
-                      at + ngram - 1
+                  windows  |     L - ngram + 1
+                      windows + ngram - 1
 
-    Axis 0 of the grid is the row, the others are tiles of windows. Programs that ban the same token
-    write the same value. N-grams begin at ``start`` or later, and behind leading ``pad`` tokens.
+    Axis 0 of the grid is the row, the others are tiles of windows. Programs that ban the matches
+    token write the matches value. N-grams begin windows ``start`` or later, and behind leading
+    ``pad`` tokens.
     """
     row = tl.program_id(0).to(tl.int64)
     tile, _ = place_along_rows()
     scores += row * scores_stride
     ids += row * ids_stride
     first = start + tile.to(tl.int64) * BLOCK_N
-    at = first + tl.arange(0, BLOCK_N)
-    same = at < L - ngram + 1
+    windows = first + tl.arange(0, BLOCK_N)
+    matches = windows < L - ngram + 1  # the mask of windows that still match
     if pad is not None:
         # The scan ends with the tile: padding beyond it does not concern the tile's windows.
-        same = same & (at >= _leading(ids, ids_step, pad, first + BLOCK_N, L, BLOCK_N))
+        matches = matches & (windows >= _leading(ids, ids_step, pad, first + BLOCK_N, L, BLOCK_N))
     for behind in range(1, ngram):
         # Compares the windows' tokens before the last with the row's end, from the last one back.
         # Lanes whose window differs already are masked, and load nothing more.
         wanted = tl.load(ids + (L - behind) * ids_step)
-        same = same & (
-            tl.load(ids + (at + ngram - 1 - behind) * ids_step, mask=same, other=0) == wanted
+        matches = matches & (
+            tl.load(ids + (windows + ngram - 1 - behind) * ids_step, mask=matches, other=0)
+            == wanted
         )
     # A token outside of the vocabulary has no score to write. Masked lanes get such a token, -1.
-    token = tl.load(ids + (at + ngram - 1) * ids_step, mask=same, other=-1)
-    same = same & (token >= 0) & (token < V)
+    token = tl.load(ids + (windows + ngram - 1) * ids_step, mask=matches, other=-1)
+    matches = matches & (token >= 0) & (token < V)
     if allowed is not None:
-        same = same & (tl.load(allowed + token, mask=same, other=1) == 0)
-    tl.store(scores + token * scores_step, float("-inf"), mask=same)
+        matches = matches & (tl.load(allowed + token, mask=matches, other=1) == 0)
+    tl.store(scores + token * scores_step, float("-inf"), mask=matches)

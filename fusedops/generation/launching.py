@@ -1,7 +1,7 @@
-"""Launches of the generation kernel: the strides, the compiled variant, and the launch.
+"""Builds the variants of the generation kernel, and launches them.
 
-A variant depends on dtypes, absences and device. It depends on no size, because rows grow by one
-token in each step of a generation.
+A variant depends on dtypes, absent arguments and the device. It depends on no size, because rows
+grow by one token in each step of a generation.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["Site", "forward", "site_of"]
 class Site:
     """The properties of a call that stay the same from step to step.
 
-    `site_of` caches one object for each, so identity is equality.
+    `site_of` returns one object for equal properties, so sites are compared by identity.
 
     Attributes:
-        device_index: the GPU, -1 under the interpreter.
-        scores, tokens: the dtypes of the two tensors.
-        allowed: whether some tokens are never banned.
-        padded: whether padding is skipped.
+        device_index: the index of the GPU; -1 under the interpreter.
+        scores, tokens: the dtypes of the scores and of the tokens.
+        allowed: whether there is a mask of tokens that are never banned.
+        padded: whether there is a padding token.
     """
 
     device_index: int
@@ -42,7 +42,7 @@ class Site:
 
     @functools.cached_property
     def variant(self) -> Variant:
-        """The kernel, compiled at its first use."""
+        """The compiled kernel; it is compiled at its first use."""
         from . import kernels
 
         types = {
@@ -65,8 +65,8 @@ class Site:
         return launch.build(
             kernels.no_repeat_ngram_forward_kernel,
             types,
-            {},
-            configs.CONFIG,
+            constants={},
+            config=configs.CONFIG,
             acc=self.scores,
             cols=0,
             device_index=self.device_index,
@@ -78,26 +78,27 @@ class Site:
 def site_of(
     device_index: int, scores: torch.dtype, tokens: torch.dtype, allowed: bool, padded: bool
 ) -> Site:
-    """The cached site of these properties."""
+    """Returns the site of these properties, always the same object for equal ones."""
     return Site(device_index, scores, tokens, allowed, padded)
 
 
 def forward(
     site: Site, scores: Tensor, input_ids: Tensor, allowed: Tensor | None, rule: Rule
 ) -> None:
-    """Launches the kernel, which writes to the scores, unless rows are too short for any n-gram."""
-    count, cols = scores.shape
+    """Launches the kernel, which writes to the scores; not if rows are too short for any n-gram."""
+    rows, cols = scores.shape
     length = input_ids.shape[1]
     start = first_window(length, rule.window, rule.prompt_length)
     windows = length - rule.ngram_size + 1 - start
     if windows <= 0:
         return
-    # PyTorch does not see the kernel's writes: the version tells autograd that scores are changed.
+    # PyTorch does not see the kernel's writes. The version counter shows autograd that the scores
+    # have changed.
     torch.autograd.graph.increment_version(scores)
     input_ids, _ = dense(input_ids)
     allowed, _ = vector(allowed)
     site.variant(
-        count,
+        rows,
         -(-windows // configs.CONFIG.block_n),
         scores,
         input_ids,

@@ -69,7 +69,7 @@ class FusedNoRepeatNGramLogitsProcessor:
         self._masks: dict[tuple[int, torch.device], Tensor] = {}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """The scores with minus infinity for tokens that would repeat an n-gram; see the class."""
+        """Returns the scores, with minus infinity for tokens that would repeat an n-gram."""
         return ops.no_repeat_ngram(
             input_ids,
             scores,
@@ -82,7 +82,7 @@ class FusedNoRepeatNGramLogitsProcessor:
         )
 
     def _mask(self, cols: int, device: torch.device) -> Tensor:
-        """The mask of the allowed tokens, of ``cols`` elements, created once per device."""
+        """Returns the mask of the allowed tokens, ``(cols,)``; it is created once per device."""
         mask = self._masks.get((cols, device))
         if mask is None:
             if max(self.allowed) >= cols:
@@ -92,12 +92,13 @@ class FusedNoRepeatNGramLogitsProcessor:
             mask = torch.zeros(cols, dtype=torch.bool)
             mask[list(self.allowed)] = True
             mask = mask.to(device)
-            if type(mask) is Tensor:  # a fake tensor is none for calls outside its mode
+            # Only a plain tensor is cached: a fake one is of no use outside its mode.
+            if type(mask) is Tensor:
                 self._masks[cols, device] = mask
         return mask
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the masks, which are created again at the next call."""
+        """Returns the state without the masks, which are created again at the next call."""
         return {**self.__dict__, "_masks": {}}
 
     def __repr__(self) -> str:

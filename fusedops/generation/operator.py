@@ -1,7 +1,7 @@
 """The generation family's operator: checks, dispatch, and the registered operators.
 
-The dispatch is that of `core.calls.call` for an operator without backward and dropout, of which one
-form writes to an argument.
+The dispatch is like that of `core.calls.call`. But this operator has no backward and no dropout,
+and it may write to an argument.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .reference import Rule
 
 __all__ = ["NO_REPEAT_NGRAM"]
 
-# Far more than a program has different calls. At this size the cache is cleared, so that it does
-# not grow without limit.
+# The most cached signatures, which is far more than a program has different calls. At this size the
+# cache is cleared, so that it does not grow without limit.
 _MOST_CALLS = 1024
 
 
 class _Signature(NamedTuple):
-    """A checked call.
+    """The properties of a call that was checked.
 
     Attributes:
-        site: None where no kernel can run.
+        site: the site of the kernel; None if no kernel can run.
         special: whether a tensor is of a subclass.
     """
 
@@ -41,10 +41,10 @@ class _Signature(NamedTuple):
 
 
 class NoRepeatNGram:
-    """n-gram blocking, on a copy of the scores or in place."""
+    """The operator that bans repeated n-grams, in a copy of the scores or in place."""
 
     def __init__(self) -> None:
-        # The calls that were checked, by `_key`.
+        # The signatures of the calls that were checked, by `_key`.
         self.signatures: dict[Hashable, _Signature] = {}
 
     def run(
@@ -56,37 +56,37 @@ class NoRepeatNGram:
         *,
         inplace: bool,
     ) -> Tensor:
-        """The scores with the bans, for a rule that was checked.
+        """Returns the scores with the bans; the caller has checked ``rule``.
 
-        One of three paths:
+        The call takes one of three paths:
 
-            reference     no kernel can run, a gradient is required, or there are no scores
-            registered    torch.compile, a dispatch mode or a tensor subclass has to see the call
-            kernel        all other calls
+            reference     if no kernel can run, a gradient is required, or there are no scores
+            registered    if torch.compile, a dispatch mode or a tensor subclass has to see the call
+            kernel        otherwise
         """
         tensors = scores, input_ids, allowed
         if torch.compiler.is_dynamo_compiling():
             _check(*tensors, inplace=inplace)
-            runs = launch.runs_kernels(scores.device.type)
-            observed = True
+            has_kernel = launch.runs_kernels(scores.device.type)
+            is_observed = True
         else:
             padded = rule.pad_token_id is not None
             site, special = self._signature(*tensors, padded=padded, inplace=inplace)
-            runs = site is not None
-            observed = special or dispatch_modes() > 0
-        differentiated = _is_differentiated(scores)
+            has_kernel = site is not None
+            is_observed = special or dispatch_modes() > 0
+        is_differentiated = _is_differentiated(scores)
         try:
-            if not runs or differentiated or scores.numel() == 0:
+            if not has_kernel or is_differentiated or scores.numel() == 0:
                 return reference.no_repeat_ngram(*tensors, rule, inplace=inplace)
-            if observed:
+            if is_observed:
                 return _registered(*tensors, rule, inplace=inplace)
             assert site is not None
             out = scores if inplace else _copy(scores)
             arguments = out, input_ids, allowed, rule
             on_device(site, launching.forward, *arguments)  # type: ignore[arg-type]
         except RuntimeError:
-            # A tensor without strides fails only here, because the layout is not in the key. The
-            # check raises the error that names it.
+            # A sparse tensor fails only here, because the layout is not in the key. The check
+            # raises an error that names the tensor.
             _check(*tensors, inplace=inplace)
             raise
         return out
@@ -94,26 +94,30 @@ class NoRepeatNGram:
     def _signature(
         self, scores: Any, input_ids: Any, allowed: Any, *, padded: bool, inplace: bool
     ) -> _Signature:
-        """The signature of a call, which is checked if it is the first with its key."""
+        """Returns the signature of a call, after a check if it is the first with its key."""
         tensors = scores, input_ids, allowed
         try:
-            known = self.signatures.get(_key(*tensors, padded=padded, inplace=inplace))
+            cached = self.signatures.get(_key(*tensors, padded=padded, inplace=inplace))
         except (AttributeError, IndexError, TypeError, RuntimeError):
-            # An argument is wrong, which the checks name; or it is of a subclass without a shape.
-            known = None
-        if known is not None:
-            return known
+            # An argument is wrong, and `_check` will raise an error that names it; or an argument
+            # is of a subclass without a shape.
+            cached = None
+        if cached is not None:
+            return cached
         _check(*tensors, inplace=inplace)
         site = None
-        # With the negative bit set, memory holds the scores' negatives: minus infinity written
-        # there would be read as infinity.
-        negated = inplace and scores.is_neg()
-        if launch.runs_kernels(scores.device.type) and not negated:
+        # The memory of a tensor with the negative bit holds its negatives: minus infinity, written
+        # by a kernel, would be read as infinity.
+        is_negated = inplace and scores.is_neg()
+        if launch.runs_kernels(scores.device.type) and not is_negated:
             site = site_of(
-                scores.get_device(), scores.dtype, input_ids.dtype, allowed is not None, padded
+                scores.get_device(),
+                scores.dtype,
+                input_ids.dtype,
+                allowed=allowed is not None,
+                padded=padded,
             )
-        signature = _Signature(site, not PLAIN.issuperset(map(type, tensors)))
-
+        signature = _Signature(site, special=not PLAIN.issuperset(map(type, tensors)))
         if not signature.special:
             if len(self.signatures) >= _MOST_CALLS:
                 self.signatures.clear()
@@ -122,7 +126,7 @@ class NoRepeatNGram:
 
 
 def _is_differentiated(scores: Tensor) -> bool:
-    """Whether a gradient, a transform or a tangent needs PyTorch's operators."""
+    """Whether a gradient, a torch.func transform or forward mode needs PyTorch's operators."""
     if scores.requires_grad and torch.is_grad_enabled():
         return True
     return transforms() or in_forward_mode()
@@ -132,7 +136,7 @@ def _is_differentiated(scores: Tensor) -> bool:
 
 
 def _key(scores: Any, input_ids: Any, allowed: Any, *, padded: bool, inplace: bool) -> Hashable:
-    """The properties that the checks and the choice of a kernel depend on."""
+    """Returns the properties on which the checks and the choice of a kernel depend."""
     allowed_key = None
     if allowed is not None:
         fits = allowed.shape == scores.shape[1:]
@@ -154,7 +158,7 @@ def _key(scores: Any, input_ids: Any, allowed: Any, *, padded: bool, inplace: bo
 
 
 def _check(scores: Any, input_ids: Any, allowed: Any, *, inplace: bool) -> None:
-    """Raises what is wrong with the tensors."""
+    """Raises an error if a tensor is invalid."""
     op = "no_repeat_ngram"
     checks.check_tensor(op, "scores", scores)
     _check_other(op, "input_ids", input_ids, (torch.int64, torch.int32), scores)
@@ -180,7 +184,7 @@ def _check(scores: Any, input_ids: Any, allowed: Any, *, inplace: bool) -> None:
 def _check_other(
     op: str, name: str, value: Any, dtypes: tuple[torch.dtype, ...], scores: Tensor
 ) -> None:
-    """Raises what is wrong with ``input_ids`` or ``allowed``, except its shape."""
+    """Raises an error if ``input_ids`` or ``allowed`` is invalid; does not check its shape."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
@@ -193,7 +197,7 @@ def _check_other(
 
 
 def _overlaps(scores: Tensor) -> bool:
-    """Whether two of the elements share memory, for tensors of two dimensions."""
+    """Whether two elements of a tensor of two dimensions share memory."""
     if scores.is_contiguous():
         return False
     dims = zip(scores.stride(), scores.shape, strict=True)
@@ -202,7 +206,8 @@ def _overlaps(scores: Tensor) -> bool:
         return True
     if len(strided) != 2:
         return False
-    # Whether the inner dimension's last element is at or behind the outer one's second.
+    # They do if the last element along the inner dimension is not before the second one along the
+    # outer dimension.
     (inner_stride, inner_size), (outer_stride, _) = strided
     return inner_stride * (inner_size - 1) >= outer_stride
 
@@ -230,12 +235,12 @@ def _registered(
 
 
 def _copy(scores: Tensor, *_: Any) -> Tensor:
-    """A copy for a call out of place: contiguous, and without the negative bit."""
+    """Returns a contiguous copy without the negative bit, for a call that is not in place."""
     return scores.clone(memory_format=torch.contiguous_format)
 
 
 def _forward(scores: Tensor, *call: Any) -> Tensor:
-    """The registered operator out of place."""
+    """Implements the registered operator that returns a copy."""
     out = _copy(scores)
     _forward_inplace(out, *call)
     return out
@@ -244,14 +249,14 @@ def _forward(scores: Tensor, *call: Any) -> Tensor:
 def _forward_inplace(
     scores: Tensor, input_ids: Tensor, allowed: Tensor | None, *constants: Any
 ) -> None:
-    """The registered operator in place."""
+    """Implements the registered operator that writes to ``scores``."""
     rule = Rule(*constants)
     site = site_of(
         scores.get_device(),
         scores.dtype,
         input_ids.dtype,
-        allowed is not None,
-        rule.pad_token_id is not None,
+        allowed=allowed is not None,
+        padded=rule.pad_token_id is not None,
     )
     on_device(site, launching.forward, scores, input_ids, allowed, rule)  # type: ignore[arg-type]
 

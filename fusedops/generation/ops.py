@@ -1,4 +1,4 @@
-"""The generation family's functional: checks its constants and calls its operator."""
+"""The generation family's functional: it checks the constants and calls the operator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .reference import Rule
 
 __all__ = ["check_rule", "no_repeat_ngram"]
 
-# Numbers are int64 arguments of the kernel.
+# The largest number: the kernel takes numbers as int64 arguments.
 _MOST = 2**63 - 1
 
 
@@ -26,13 +26,13 @@ def no_repeat_ngram(
     pad_token_id: int | None = None,
     inplace: bool = False,
 ) -> Tensor:
-    """The scores with minus infinity for every next token that would repeat an n-gram of its row.
+    """Returns the scores, with minus infinity for next tokens that would repeat an n-gram.
 
-    Take a row's last ``ngram_size - 1`` tokens. A token is banned if it follows the same sequence
-    anywhere in the row. With ``ngram_size=1`` every token of the row is banned. A row of fewer than
-    ``ngram_size`` tokens bans none. All other scores are unchanged. On a GPU the call copies the
-    scores, unless ``inplace``, and launches one kernel, or none if the rows are too short for any
-    ban. It does not synchronise.
+    In each row, a token is banned if the row's last ``ngram_size - 1`` tokens occur elsewhere in
+    the row and the token follows them there. With ``ngram_size=1`` every token of the row is
+    banned. A row of fewer than ``ngram_size`` tokens bans none. All other scores are unchanged. On
+    a GPU the call copies the scores, unless ``inplace``, and launches one kernel, or none if the
+    rows are too short for any ban. It does not synchronise.
 
     Args:
         input_ids: ``(B, L)``, int64 or int32: each row's tokens so far; any strides. Tokens outside
@@ -59,8 +59,7 @@ def no_repeat_ngram(
     operators run instead of the kernel; it is zero for banned tokens. Source: Paulus et al. 2017,
     arXiv:1705.04304, section 2.5; Klein et al. 2017, arXiv:1701.02810.
     """
-    # Checked in every call: `Operator.check` is skipped for a call whose key passed it before, and
-    # these numbers are not in the key.
+    # Every call checks these numbers, because they are not in the key of the call's signature.
     check_rule("no_repeat_ngram", ngram_size, window, prompt_length, pad_token_id)
     rule = Rule(ngram_size, window, prompt_length, pad_token_id)
     return NO_REPEAT_NGRAM.run(scores, input_ids, allowed, rule, inplace=bool(inplace))
@@ -69,17 +68,19 @@ def no_repeat_ngram(
 def check_rule(
     op: str, ngram_size: Any, window: Any, prompt_length: Any, pad_token_id: Any
 ) -> None:
-    """Raises an error if an argument that is no tensor is invalid."""
-    _check_integer(op, "ngram_size", ngram_size, 1)
+    """Raises an error if a constant is invalid."""
+    _check_integer(op, "ngram_size", ngram_size, least=1)
     if window is not None:
-        _check_integer(op, "window", window, 1)
+        _check_integer(op, "window", window, least=1)
         if window < ngram_size:
             raise ValueError(
                 f"{op}: window must be at least {ngram_size} as ngram_size, got {window}"
             )
-    _check_integer(op, "prompt_length", prompt_length, 0)
+    _check_integer(op, "prompt_length", prompt_length, least=0)
     if pad_token_id is not None:
-        _check_integer(op, "pad_token_id", pad_token_id, -_MOST - 1, "an integer or None")
+        _check_integer(
+            op, "pad_token_id", pad_token_id, least=-_MOST - 1, expected="an integer or None"
+        )
 
 
 def _check_integer(

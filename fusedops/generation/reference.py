@@ -1,6 +1,7 @@
 """The generation family's reference implementation in PyTorch's operators.
 
-It runs on devices without kernels, where scores require a gradient, and as the tests' oracle.
+It runs on devices without kernels, and for scores that require a gradient. Tests compare the kernel
+with it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ __all__ = ["Rule", "banned", "first_window", "no_repeat_ngram"]
 
 
 class Rule(NamedTuple):
-    """The constants of a call, as `fusedops.no_repeat_ngram` takes them."""
+    """The constants of a call: arguments of `fusedops.no_repeat_ngram`."""
 
     ngram_size: int
     window: int | None = None
@@ -23,14 +24,14 @@ class Rule(NamedTuple):
 
 
 def first_window(length: int, window: int | None, prompt_length: int) -> int:
-    """The position at which the first n-gram that counts may begin."""
+    """Returns the first position at which an n-gram that counts may begin."""
     return prompt_length if window is None else max(prompt_length, length - window)
 
 
 def banned(input_ids: Tensor, cols: int, allowed: Tensor | None, rule: Rule) -> Tensor | None:
-    """``(B, cols)``, True for the tokens that would repeat an n-gram.
+    """Returns a mask, ``(B, cols)``, that is True for tokens that would repeat an n-gram.
 
-    None where the rows are too short for any.
+    Returns None if the rows are too short for any.
     """
     ngram_size, window, prompt_length, pad_token_id = rule
     length = input_ids.shape[1]
@@ -38,20 +39,23 @@ def banned(input_ids: Tensor, cols: int, allowed: Tensor | None, rule: Rule) -> 
     count = length - ngram_size + 1 - start
     if count <= 0:
         return None
-    last = start + ngram_size - 1
+    # A window is ``ngram_size`` adjacent tokens. Its last token is banned if the tokens before that
+    # are the last ones of the row: ``matches`` is the windows for which this is so.
+    last = start + ngram_size - 1  # the position of the first window's last token
     tokens = input_ids[:, last:].long()
-    same = (tokens >= 0) & (tokens < cols)
-    for behind in range(1, ngram_size):
-        same = same & (input_ids[:, last - behind : length - behind] == input_ids[:, -behind, None])
+    matches = (tokens >= 0) & (tokens < cols)
+    for distance in range(1, ngram_size):
+        window_tokens = input_ids[:, last - distance : length - distance]
+        matches = matches & (window_tokens == input_ids[:, -distance, None])
     if pad_token_id is not None:
-        # The sum counts the tokens up to a window's first one that are not padding. It is zero for
-        # windows that begin in the leading padding.
-        # PyTorch would compare int32 tokens with the lower bits alone.
+        # The sum counts the tokens that are not padding, up to and with a window's first one. It is
+        # 0 for windows that begin in the leading padding. Tokens are compared as int64: for int32
+        # tokens, PyTorch would compare only the lower bits of the padding token.
         unpadded = (input_ids.long() != pad_token_id).cumsum(1)
-        same = same & unpadded[:, start : start + count].bool()
-    # Windows without a ban write to an extra column. So shapes do not depend on the number of bans,
+        matches = matches & unpadded[:, start : start + count].bool()
+    # Windows that do not match write to an extra column. So no shape depends on the number of bans,
     # which would have to be copied from the GPU.
-    column = torch.where(same, tokens, cols)
+    column = torch.where(matches, tokens, cols)
     mask = torch.zeros(input_ids.shape[0], cols + 1, dtype=torch.bool, device=input_ids.device)
     mask = mask.scatter(1, column, True)[:, :cols]
     return mask if allowed is None else mask & ~allowed
@@ -60,7 +64,7 @@ def banned(input_ids: Tensor, cols: int, allowed: Tensor | None, rule: Rule) -> 
 def no_repeat_ngram(
     scores: Tensor, input_ids: Tensor, allowed: Tensor | None, rule: Rule, *, inplace: bool = False
 ) -> Tensor:
-    """The scores with minus infinity for the banned tokens."""
+    """Returns the scores, with minus infinity for the banned tokens."""
     mask = banned(input_ids, scores.shape[1], allowed, rule)
     if mask is None:
         return scores if inplace else scores.clone()

@@ -19,24 +19,28 @@ __all__ = ["SPECS", "compiled_plans"]
 
 
 def _tokens(make: Maker, rows: int, length: int, vocabulary: int) -> Tensor:
-    """Rows of tokens: every second one periodic, with periods of 1 to 5 tokens, the others random.
+    """Returns rows of tokens: every second one periodic, the others random.
 
-    Distinct tokens are few, but spread over the whole vocabulary, and so are the bans.
+    The periods are 1 to 5. There are few distinct tokens, so that n-grams repeat. They, and so the
+    bans, are spread over the whole vocabulary.
     """
-    few = min(vocabulary, 5)
-    spread = torch.randperm(vocabulary, generator=make.generator)[:few]
-    spread[-1] = vocabulary - 1
-    ids = torch.randint(few, (rows, length), generator=make.generator)
+    distinct = min(vocabulary, 5)
+    tokens = torch.randperm(vocabulary, generator=make.generator)[:distinct]
+    tokens[-1] = vocabulary - 1
+    ids = torch.randint(distinct, (rows, length), generator=make.generator)
     if length:
         positions = torch.arange(length)
         for row in range(0, rows, 2):
             period = row // 2 % 5 + 1
             ids[row] = ids[row][positions % period]
-    return spread[ids]
+    return tokens[ids]
 
 
 def _planted(make: Maker, length: int, cols: int, n: int, starts: tuple[int, ...]) -> Tensor:
-    """Rows with exactly one repeated n-gram each, which begins at one of ``starts``."""
+    """Returns a row for each of ``starts``: only the n-gram that begins there bans a token.
+
+    All other tokens of the row are distinct.
+    """
     ids = torch.stack([torch.randperm(cols, generator=make.generator)[:length] for _ in starts])
     for row, start in zip(ids, starts, strict=True):
         row[length - n + 1 :] = row[start : start + n - 1].clone()
@@ -44,13 +48,14 @@ def _planted(make: Maker, length: int, cols: int, n: int, starts: tuple[int, ...
 
 
 def _padded(ids: Tensor, pad: int) -> Tensor:
-    """Rows padded on the left by different lengths, the first one entirely."""
+    """Pads the rows on the left, in place: the first one entirely, the last one not at all."""
     rows, length = ids.shape
     for row in range(rows - 1):
         ids[row, : length - row * length // max(rows, 1)] = pad
     return ids
 
 
+# Rows, length and vocabulary.
 _SHAPES = [
     (1, 1, 7),
     (2, 2, 1),
@@ -73,7 +78,10 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         tokens: torch.dtype = torch.int64,
         **options: Any,
     ) -> Sample:
-        """``shape`` is rows, length and vocabulary; ``allowed`` the fraction of allowed tokens."""
+        """Returns a sample.
+
+        ``shape`` is rows, length and vocabulary. ``allowed`` is the fraction of allowed tokens.
+        """
         rows, length, cols = shape
         make = Maker(name, device, dtype)
         scores = make(rows, cols)
@@ -98,12 +106,13 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         yield sample(f"n=16, length {length}", (10, length, 33), 16)
     for cols in (4097, 50257):
         yield sample(f"{cols} columns", (3, 30, cols), 2)
-    # Around the tiles of windows.
+    # One window less than a tile has, as many, and one more.
     tile = configs.CONFIG.block_n
     for windows in (tile - 1, tile, tile + 1):
         yield sample(f"{windows} windows", (2, windows + 2, 90), 3)
     for n in (2, 16):
-        # The first and the last window of a tile, and the last that can be repeated.
+        # Windows at the borders of tiles, and the last window that does not overlap with the row's
+        # last tokens.
         length = 3 * tile
         starts = (0, 1, tile - 1, tile, 2 * tile - 1, 2 * tile, length - 2 * n)
         shape = (len(starts), 1, length + 100)
@@ -118,9 +127,14 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         yield padded
     yield sample("int32 tokens", (4, 40, 50), 3, tokens=torch.int32)
     yield sample("int32 tokens, padded", (4, 40, 50), 2, tokens=torch.int32, pad=49)
-    # All tokens are 0, as the lower bits of the padding.
-    beyond: dict[str, Any] = {"tokens": torch.int32, "pad_token_id": 2**32}
-    yield sample("int32 tokens, padding beyond 32 bits", (2, 4, 1), 2, **beyond)
+    # All tokens are 0, and so are the lower 32 bits of the padding token.
+    yield sample(
+        "int32 tokens, padding beyond 32 bits",
+        (2, 4, 1),
+        2,
+        tokens=torch.int32,
+        pad_token_id=2**32,
+    )
     for window in (3, 4, 20, 100):
         yield sample(f"window {window}", (6, 60, 40), 3, window=window)
     for prompt in (1, 37, 58, 60, 99):
@@ -143,7 +157,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def _few_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """A few samples, for specs that differ only in their benchmark."""
+    """Yields a few of the samples, for specs that differ only in their benchmark."""
     for sample in _samples(device, dtype):
         if sample.name.startswith("shape 33x20x131"):
             yield sample
@@ -173,9 +187,9 @@ def _eager(
     pad_token_id: int | None = None,
     inplace: bool = False,
 ) -> tuple[Tensor]:
-    """The definition, row by row in Python."""
+    """Computes the bans by their definition, row by row in Python."""
     out = scores if inplace else scores.clone()
-    never = set() if allowed is None else set(allowed.nonzero().flatten().tolist())
+    never_banned = set() if allowed is None else set(allowed.nonzero().flatten().tolist())
     for row, tokens in enumerate(input_ids.tolist()):
         first = prompt_length
         if window is not None:
@@ -184,9 +198,10 @@ def _eager(
         while padding < len(tokens) and tokens[padding] == pad_token_id:
             padding += 1
         counted = tokens[max(first, padding) :]
-        prefix = counted[len(counted) - ngram_size + 1 :]
-        ngrams = (counted[i : i + ngram_size] for i in range(len(counted) - ngram_size + 1))
-        banned = {ngram[-1] for ngram in ngrams if ngram[:-1] == prefix} - never
+        windows = len(counted) - ngram_size + 1
+        last_tokens = counted[windows:]
+        ngrams = [counted[i : i + ngram_size] for i in range(windows)]
+        banned = {ngram[-1] for ngram in ngrams if ngram[:-1] == last_tokens} - never_banned
         in_vocabulary = [token for token in banned if 0 <= token < scores.shape[1]]
         out[row, in_vocabulary] = -torch.inf
     return (out,)
@@ -204,9 +219,8 @@ def _bad_samples(device: torch.device) -> Iterator[BadSample]:
         options: dict[str, Any] | None = None,
         **overrides: Any,
     ) -> BadSample:
-        good = {"scores": torch.randn(4, 8, device=device), "input_ids": ids}
-        keywords = {"ngram_size": 2, **(options or {})}
-        return BadSample(name, {**good, **overrides}, keywords, error, match)
+        tensors = {"scores": torch.randn(4, 8, device=device), "input_ids": ids, **overrides}
+        return BadSample(name, tensors, {"ngram_size": 2, **(options or {})}, error, match)
 
     ids = torch.ones(4, 6, dtype=torch.int64, device=device)
     allowed = torch.zeros(8, dtype=torch.bool, device=device)
@@ -346,10 +360,10 @@ def _bad_samples(device: torch.device) -> Iterator[BadSample]:
 def _benchmark(
     shape: Shape, dtype: torch.dtype, device: torch.device, *, length: int = 1024
 ) -> Sample:
-    """Random tokens from so few that about a tenth of the rows have a ban."""
+    """Returns a sample of random tokens, in which about a tenth of the rows have a ban."""
     rows, cols = map(int, shape)
-    few = min(max(int((10 * length) ** 0.5), 1), cols)
-    ids = torch.randint(few, (rows, length), device=device)
+    distinct_tokens = min(max(int((10 * length) ** 0.5), 1), cols)
+    ids = torch.randint(distinct_tokens, (rows, length), device=device)
     tensors = {"scores": torch.randn(rows, cols, dtype=dtype, device=device), "input_ids": ids}
     return Sample(f"{rows}x{cols}", dict(tensors), {"ngram_size": 3})
 
@@ -365,14 +379,15 @@ def _transformers() -> Callable[..., Any]:
 def compiled_plans(
     cols: int, dtype: torch.dtype, other: torch.dtype | None = None
 ) -> dict[str, Callable[[], object]]:
-    """Functions that build all variants; these do not depend on the width."""
+    """Returns functions that build all variants. No variant depends on the width."""
     if other is not None or cols not in (1024, 4096):
         return {}
 
     def build(tokens: torch.dtype) -> None:
-        for options in (True, False):
-            # The variant is a cached property, which builds the kernel.
-            launching.Site(-1, dtype, tokens, options, options).variant  # noqa: B018
+        for has_options in (True, False):
+            site = launching.Site(-1, dtype, tokens, allowed=has_options, padded=has_options)
+            # The variant is a cached property: reading it builds the kernel.
+            site.variant  # noqa: B018
 
     return {
         "no_repeat_ngram": partial(build, torch.int64),
@@ -403,7 +418,8 @@ def _spec(name: str, length: int, shapes: tuple[Shape, ...], inplace: bool = Fal
     )
 
 
-# A step of generation with GPT-2's vocabulary and T5's, after 1024 and 32,768 tokens.
+# A step of generation with the vocabularies of GPT-2 (50257) and T5 (32128). The specs below differ
+# in the number of tokens before the step: 1024 or 32,768.
 _SHAPES_TIMED: tuple[Shape, ...] = ((256, 50257), (256, 32128), (8, 50257))
 SPECS = (
     _spec("no_repeat_ngram", 1024, _SHAPES_TIMED),

@@ -191,8 +191,8 @@ MUTANTS = (
     Mutant(
         "the first n-gram behind padding left out",
         "generation/kernels.py",
-        "at >= _leading(",
-        "at > _leading(",
+        "windows >= _leading(",
+        "windows > _leading(",
         ("operators/test_exact.py", "test_values and padding"),
     ),
     # --- keys of the call cache -------------------------------------------------------------------
