@@ -1,10 +1,10 @@
 """Train the same small diffusion transformer with PyTorch functions and with ``fusedops.rowwise``.
 
-Each block is adaLN-zero (Peebles and Xie 2023, arXiv:2212.09748): a conditioning vector gives six
-modulations, a shift, a scale and a gate for the attention and for the MLP. The model learns the
-velocity from data to noise, on random data. Both runs start from the same weights and see the same
-batches. Everything between the matrix products is four functions; the second run has the same four
-under ``fusedops.rowwise``.
+Each block is adaLN-zero (Peebles and Xie 2023, arXiv:2212.09748): from a conditioning vector, a
+linear layer computes six modulations, which are a shift, a scale and a gate for the attention, and
+the same for the MLP. The model learns the velocity from data to noise, on random data. Both runs
+start from the same weights and see the same batches. Four functions compute everything between the
+matrix products. In the second run, ``fusedops.rowwise`` compiles each of them to a kernel.
 
     python examples/dit_block.py                  # sizes to suit the machine
     python examples/dit_block.py --batch 4 --tokens 256 --hidden 512 --steps 100
@@ -50,40 +50,40 @@ PRESETS = {
 }
 
 
-# The functions between the matrix products. x is (batch, tokens, hidden), a modulation
-# (batch, 1, hidden).
+# The functions between the matrix products. x is (batch, tokens, hidden). A shift, a scale or a
+# gate is (batch, 1, hidden).
 # --------------------------------------------------------------------------------------------------
 
 
 def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """LayerNorm without parameters, scaled and shifted by the condition."""
+    """Return LayerNorm without parameters, then scaled and shifted by the modulations."""
     return F.layer_norm(x, x.shape[-1:], eps=EPS) * (1 + scale) + shift
 
 
 def gated_residual_norm(
     x: Tensor, branch: Tensor, bias: Tensor, gate: Tensor, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The end of one branch and the start of the next.
+    """Add a gated branch to the residual stream ``x``, and normalise the sum for the next branch.
 
-    The modulated norm of the residual stream, and the stream.
+    Returns the modulated norm of the sum, and the sum.
     """
     stream = x + gate * (branch + bias)
     return F.layer_norm(stream, stream.shape[-1:], eps=EPS) * (1 + scale) + shift, stream
 
 
 def bias_gelu(hidden: Tensor, bias: Tensor) -> Tensor:
-    """The MLP's bias and activation."""
+    """Return the MLP's bias and activation, applied to its hidden layer."""
     return F.gelu(hidden + bias, approximate="tanh")
 
 
 def gated_residual(x: Tensor, branch: Tensor, bias: Tensor, gate: Tensor) -> Tensor:
-    """The end of the last branch."""
+    """Add the gated last branch of a block to the residual stream ``x``."""
     return x + gate * (branch + bias)
 
 
 @dataclass(frozen=True)
 class Functions:
-    """The four functions, plain or as kernels."""
+    """The four functions between the matrix products, plain or compiled."""
 
     modulated_norm: Callable[..., Tensor]
     gated_residual_norm: Callable[..., tuple[Tensor, Tensor]]
@@ -92,7 +92,7 @@ class Functions:
 
 
 PLAIN = Functions(modulated_norm, gated_residual_norm, bias_gelu, gated_residual)
-# strict: where one of them cannot be one kernel, an error says why.
+# With ``strict``, a function that cannot be compiled to one kernel raises an error with the reason.
 ROWWISE = Functions(
     fusedops.rowwise(modulated_norm, strict=True),
     fusedops.rowwise(gated_residual_norm, strict=True),
@@ -108,7 +108,7 @@ ROWWISE = Functions(
 class Block(nn.Module):
     """A block of a diffusion transformer.
 
-    The biases of ``out``, ``up`` and ``down`` are added by the functions.
+    The functions, not the linear layers, add the biases of ``out``, ``up`` and ``down``.
     """
 
     def __init__(self, config: Config, functions: Functions) -> None:
@@ -120,35 +120,37 @@ class Block(nn.Module):
         self.out = nn.Linear(hidden, hidden)
         self.up = nn.Linear(hidden, 4 * hidden)
         self.down = nn.Linear(4 * hidden, hidden)
-        # The "zero" of adaLN-zero: at first the block is the identity.
+        # The "zero" of adaLN-zero: before training all gates are 0, and the block is the identity.
         nn.init.zeros_(self.modulation.weight)
         nn.init.zeros_(self.modulation.bias)
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        """Map ``(batch, tokens, hidden)`` to the same shape, given ``(batch, 1, hidden)``."""
-        f = self.functions
+        """Map ``(batch, tokens, hidden)`` to the same shape.
+
+        ``condition`` is ``(batch, 1, hidden)``.
+        """
+        functions = self.functions
         modulations = self.modulation(F.silu(condition)).chunk(6, -1)
         shift_attention, scale_attention, gate_attention, shift_mlp, scale_mlp, gate_mlp = (
             modulations
         )
-        branch = self.attend(f.modulated_norm(x, shift_attention, scale_attention))
-        normed, x = f.gated_residual_norm(
+        branch = self.attend(functions.modulated_norm(x, shift_attention, scale_attention))
+        normed, x = functions.gated_residual_norm(
             x, branch, self.out.bias, gate_attention, shift_mlp, scale_mlp
         )
-        branch = F.linear(
-            f.bias_gelu(F.linear(normed, self.up.weight), self.up.bias), self.down.weight
-        )
-        return f.gated_residual(x, branch, self.down.bias, gate_mlp)
+        activated = functions.bias_gelu(F.linear(normed, self.up.weight), self.up.bias)
+        branch = F.linear(activated, self.down.weight)
+        return functions.gated_residual(x, branch, self.down.bias, gate_mlp)
 
     def attend(self, x: Tensor) -> Tensor:
-        """Self-attention, without the bias of its output projection."""
+        """Return self-attention, without the bias of its output projection."""
         q, k, v = rearrange(self.qkv(x), "b t (qkv h d) -> qkv b h t d", qkv=3, h=self.heads)
         attended = rearrange(F.scaled_dot_product_attention(q, k, v), "b h t d -> b t (h d)")
         return F.linear(attended, self.out.weight)
 
 
 class DiffusionTransformer(nn.Module):
-    """Noisy tokens and their noise level in, velocities out."""
+    """A model that maps noisy tokens and their noise level to velocities."""
 
     def __init__(self, config: Config, functions: Functions) -> None:
         super().__init__()
@@ -161,7 +163,7 @@ class DiffusionTransformer(nn.Module):
         self.head = nn.Linear(hidden, config.channels)
 
     def forward(self, x: Tensor, level: Tensor) -> Tensor:
-        """Map ``(batch, tokens, channels)`` to the same shape, given ``(batch, 1, 1)``."""
+        """Map ``(batch, tokens, channels)`` to the same shape; ``level`` is ``(batch, 1, 1)``."""
         condition = self.condition(level)
         x = self.embed(x)
         for block in self.blocks:
@@ -181,20 +183,20 @@ class Run:
 
     name: str
     losses: list[float]
-    milliseconds: float
-    peak_mib: float | None
+    milliseconds: float  # per step
+    peak_mib: float | None  # None on a CPU
 
 
 def batches(config: Config, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Noisy tokens, their noise level, and the velocity; the same ones for the same seed."""
+    """Yield noisy tokens, their noise level, and the velocity; they depend only on the seed."""
     generator = torch.Generator().manual_seed(config.seed)
     shape = (config.batch, config.tokens, config.channels)
     for _ in range(config.steps):
         data, noise = torch.randn(2, *shape, generator=generator)
         level = torch.rand(config.batch, 1, 1, generator=generator)
-        tensors = (torch.lerp(data, noise, level), level, noise - data)
-        noisy, level, velocity = (t.to(device, DTYPES[config.dtype]) for t in tensors)
-        yield noisy, level, velocity
+        noisy, velocity = torch.lerp(data, noise, level), noise - data
+        batch = [t.to(device, DTYPES[config.dtype]) for t in (noisy, level, velocity)]
+        yield batch[0], batch[1], batch[2]
 
 
 def train(name: str, model: DiffusionTransformer, config: Config, device: torch.device) -> Run:
@@ -209,7 +211,9 @@ def train(name: str, model: DiffusionTransformer, config: Config, device: torch.
     losses = torch.zeros(config.steps, device=device)
     warm_up = min(10, config.steps // 2)
     started = 0.0
-    for step, (noisy, level, velocity) in enumerate(list(batches(config, device))):
+    # All batches are drawn before the first step, so that drawing them is not timed.
+    all_batches = list(batches(config, device))
+    for step, (noisy, level, velocity) in enumerate(all_batches):
         if step == warm_up:
             synchronize(device)
             started = time.perf_counter()
@@ -219,9 +223,9 @@ def train(name: str, model: DiffusionTransformer, config: Config, device: torch.
         optimizer.step()
         losses[step] = loss.detach()
     synchronize(device)
-    spent = time.perf_counter() - started
+    milliseconds = (time.perf_counter() - started) * 1e3 / (config.steps - warm_up)
     peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
-    return Run(name, losses.tolist(), spent * 1e3 / (config.steps - warm_up), peak)
+    return Run(name, losses.tolist(), milliseconds, peak)
 
 
 def synchronize(device: torch.device) -> None:
@@ -249,7 +253,7 @@ def report(runs: list[Run]) -> None:
 
 
 def parse_arguments() -> tuple[Config, torch.device]:
-    """Read the command line; sizes that are not given come from the device's preset."""
+    """Read the command line; missing sizes are those of the device's preset."""
     parser = argparse.ArgumentParser(
         description="Train the same diffusion transformer with plain functions and with "
         "fusedops.rowwise, and compare."
@@ -262,28 +266,17 @@ def parse_arguments() -> tuple[Config, torch.device]:
     for field in fields(Config):
         cpu, gpu = (getattr(PRESETS[device], field.name) for device in ("cpu", "cuda"))
         choices = list(DTYPES) if field.name == "dtype" else None
-        what = f"{cpu} on the CPU, {gpu} on a GPU" if cpu != gpu else f"{cpu} by default"
-        parser.add_argument(f"--{field.name}", type=type(cpu), choices=choices, help=what)
-    given = parser.parse_args()
-    device = torch.device(given.device)
+        default = f"{cpu} on the CPU, {gpu} on a GPU" if cpu != gpu else f"{cpu} by default"
+        parser.add_argument(f"--{field.name}", type=type(cpu), choices=choices, help=default)
+    options = parser.parse_args()
+    device = torch.device(options.device)
     if device.type not in PRESETS:
-        parser.error(f"--device is cpu or cuda[:index], not {given.device}")
-    sizes = {field.name: getattr(given, field.name) for field in fields(Config)}
-    config = replace(
-        PRESETS[device.type], **{name: size for name, size in sizes.items() if size is not None}
-    )
-    if (
-        min(
-            config.layers,
-            config.batch,
-            config.tokens,
-            config.hidden,
-            config.heads,
-            config.steps,
-            config.channels,
-        )
-        < 1
-    ):
+        parser.error(f"--device is cpu or cuda[:index], not {options.device}")
+    sizes = {field.name: getattr(options, field.name) for field in fields(Config)}
+    given = {name: size for name, size in sizes.items() if size is not None}
+    config = replace(PRESETS[device.type], **given)
+    positive = ("layers", "batch", "tokens", "hidden", "heads", "steps", "channels")
+    if any(getattr(config, name) < 1 for name in positive):
         parser.error("layers, batch, tokens, hidden, heads, steps and channels must be at least 1")
     if config.hidden % config.heads:
         parser.error(f"--hidden {config.hidden} does not divide into --heads {config.heads}")
@@ -301,7 +294,7 @@ def main() -> None:
         model = DiffusionTransformer(config, functions)
         model.load_state_dict(weights)
         runs.append(train(name, model, config, device))
-        del model  # so that it does not count in the next one's peak
+        del model  # so that the next run's peak memory does not include it
     report(runs)
     if device.type != "cuda":
         print(

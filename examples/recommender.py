@@ -1,9 +1,9 @@
-"""Train a small recommendation model with a norm and tanh for each slice, and for all at once.
+"""Train the same small recommendation model slice by slice and with all slices at once.
 
-The model looks up features in many embedding tables, applies LayerNorm and tanh to each slice, and
-predicts a click from all of them side by side. The clicks come from a hidden model of the same
-tables. Both runs start from the same weights and see the same batches. Only the middle of the model
-differs: ``SplitModel.normalise`` against ``FusedModel.normalise``.
+The model looks up a user's features in many embedding tables. It applies LayerNorm and tanh to each
+looked-up vector (a *slice*), concatenates the slices, and predicts a click. The clicks of the
+training data depend on random scores of the tables' rows. Both runs start from the same weights and
+see the same batches. The two models differ only in the method ``normalise``.
 
     python examples/recommender.py                  # sizes to suit the machine
     python examples/recommender.py --tables 256 --batch 4096 --steps 1000
@@ -38,7 +38,7 @@ class Config:
 
     @property
     def sizes(self) -> list[int]:
-        """The tables' widths, which differ as in real models."""
+        """The widths of the tables. They differ, as in real models."""
         return [(8, 16, 32, 64)[table % 4] for table in range(self.tables)]
 
 
@@ -53,7 +53,7 @@ PRESETS = {
 
 
 class SplitModel(nn.Module):
-    """The model in plain PyTorch, slice by slice."""
+    """The model in plain PyTorch, which normalises slice by slice."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -68,19 +68,20 @@ class SplitModel(nn.Module):
 
     def forward(self, users: Tensor) -> Tensor:
         """Map ``(batch, tables)`` indices to ``(batch,)`` logits."""
-        slices = [table(column) for table, column in zip(self.tables, users.unbind(1), strict=True)]
+        columns = users.unbind(1)
+        slices = [table(column) for table, column in zip(self.tables, columns, strict=True)]
         logits: Tensor = self.top(self.normalise(slices))
         return logits
 
     def normalise(self, slices: list[Tensor]) -> Tensor:
-        """Two operators a slice, and one that puts the slices side by side."""
+        """Normalise and concatenate: two operators for each slice, and one for all."""
         norms = self.norms
         assert isinstance(norms, nn.ModuleList)
         return torch.cat([norm(x).tanh() for norm, x in zip(norms, slices, strict=True)], 1)
 
 
 class FusedModel(SplitModel):
-    """The same model, with the same parameters, where all slices are one operator."""
+    """The same model with the same parameters; one operator normalises all slices."""
 
     def __init__(self, split: SplitModel, config: Config) -> None:
         super().__init__(config)
@@ -90,9 +91,9 @@ class FusedModel(SplitModel):
         self.norms = FusedBatchedLayerNormTanh.from_layers(layers, concat=True)
 
     def normalise(self, slices: list[Tensor]) -> Tensor:
-        """One operator, whose output is what the next linear takes."""
-        joined: Tensor = self.norms(slices)
-        return joined
+        """Normalise and concatenate, in one operator."""
+        concatenated: Tensor = self.norms(slices)
+        return concatenated
 
 
 # Training.
@@ -105,11 +106,14 @@ class Run:
 
     name: str
     losses: list[float]
-    milliseconds: float
+    milliseconds: float  # per step
 
 
 def batches(config: Config, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random users, and whether they click: by a hidden score for every row of every table."""
+    """Yield random users, and whether they click.
+
+    Every row of every table has a random score. The sum of a user's scores is the logit of a click.
+    """
     generator = torch.Generator().manual_seed(config.seed)
     scores = torch.randn(config.tables, config.rows, generator=generator) * 3.0 / config.tables**0.5
     tables = torch.arange(config.tables)
@@ -170,7 +174,7 @@ def report(runs: list[Run]) -> None:
 
 
 def parse_arguments() -> tuple[Config, torch.device]:
-    """Read the command line; sizes that are not given come from the device's preset."""
+    """Read the command line; missing sizes are those of the device's preset."""
     parser = argparse.ArgumentParser(
         description="Train the same recommendation model slice by slice and with all slices at "
         "once, and compare."
@@ -185,14 +189,13 @@ def parse_arguments() -> tuple[Config, torch.device]:
         parser.add_argument(
             f"--{field.name}", type=type(cpu), help=f"{cpu} on the CPU, {gpu} on a GPU"
         )
-    given = parser.parse_args()
-    device = torch.device(given.device)
+    options = parser.parse_args()
+    device = torch.device(options.device)
     if device.type not in PRESETS:
-        parser.error(f"--device is cpu or cuda[:index], not {given.device}")
-    sizes = {field.name: getattr(given, field.name) for field in fields(Config)}
-    config = replace(
-        PRESETS[device.type], **{name: size for name, size in sizes.items() if size is not None}
-    )
+        parser.error(f"--device is cpu or cuda[:index], not {options.device}")
+    sizes = {field.name: getattr(options, field.name) for field in fields(Config)}
+    given = {name: size for name, size in sizes.items() if size is not None}
+    config = replace(PRESETS[device.type], **given)
     if min(config.tables, config.rows, config.batch, config.hidden, config.steps) < 1:
         parser.error("tables, rows, batch, hidden and steps must be at least 1")
     return config, device
@@ -204,13 +207,13 @@ def main() -> None:
     print(", ".join(f"{name} {value}" for name, value in asdict(config).items()), flush=True)
     torch.manual_seed(config.seed)
     split = SplitModel(config)
+    # It copies the weights, so both models start from the same ones.
     fused = FusedModel(split, config)
-    report(
-        [
-            train("slice by slice", split, config, device),
-            train("all at once", fused, config, device),
-        ]
-    )
+    runs = [
+        train("slice by slice", split, config, device),
+        train("all at once", fused, config, device),
+    ]
+    report(runs)
     if device.type != "cuda":
         print(
             "The fused kernels need a GPU. Here both models ran on PyTorch's own CPU operators: "

@@ -1,8 +1,8 @@
 """Train the same small language model with ``torch.nn`` and with ``fusedops.nn``, and compare.
 
 The model is a post-norm transformer over bytes; it learns the source text of Python's standard
-library. Both runs start from the same weights and see the same batches. Only two lines of the block
-differ: ``join`` and ``expand`` of ``TorchBlock`` against those of ``FusedBlock``.
+library. Both runs start from the same weights and see the same batches. The two models differ only
+in the methods ``join`` and ``expand`` of their blocks, ``TorchBlock`` and ``FusedBlock``.
 
     python examples/train_lm.py                  # sizes to suit the machine
     python examples/train_lm.py --steps 1000 --layers 12 --output curves.png
@@ -29,6 +29,7 @@ import fusedops
 from fusedops.nn import FusedBiasDropoutAddLayerNorm
 
 VOCABULARY = 256  # bytes
+# Folders beside the standard library's packages that are left out of the text.
 NOT_THE_LIBRARY = {"dist-packages", "site-packages", "test"}
 
 
@@ -78,29 +79,28 @@ class TorchBlock(nn.Module):
         return self.join(self.expand(x), self.down, self.mlp_norm, residual=x)
 
     def attend(self, x: Tensor) -> Tensor:
-        """Causal self-attention, without its output projection."""
+        """Return causal self-attention, without its output projection."""
         q, k, v = rearrange(self.qkv(x), "b t (qkv h d) -> qkv b h t d", qkv=3, h=self.heads)
-        return rearrange(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True), "b h t d -> b t (h d)"
-        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return rearrange(attended, "b h t d -> b t (h d)")
 
     def expand(self, x: Tensor) -> Tensor:
-        """The first linear of the MLP and its activation: two operators."""
+        """Apply the MLP's first linear layer and its activation: two operators."""
         return F.gelu(self.up(x))
 
     def join(
         self, hidden: Tensor, linear: nn.Linear, norm: nn.LayerNorm, residual: Tensor
     ) -> Tensor:
-        """The last linear of a branch, then bias, dropout, the residual and the norm.
+        """Apply a branch's last linear layer, dropout, the residual sum and the norm.
 
-        Four operators.
+        These are four operators.
         """
         output: Tensor = norm(residual + self.dropout(linear(hidden)))
         return output
 
 
 class FusedBlock(TorchBlock):
-    """The same block and parameters, where everything after a matrix product is one operator."""
+    """The same block with the same parameters; one operator computes all after a matrix product."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -108,23 +108,21 @@ class FusedBlock(TorchBlock):
         self.mlp_norm = FusedBiasDropoutAddLayerNorm(config.width, p=config.dropout)
 
     def expand(self, x: Tensor) -> Tensor:
-        """The linear without its bias, which the activation adds.
-
-        In the product's dtype, as under autocast.
-        """
+        """Apply the linear layer without its bias, and one operator for the bias and GELU."""
+        # The bias in the product's dtype, as `F.linear` would add it under autocast.
         product = F.linear(x, self.up.weight)
         return fusedops.bias_gelu(product, self.up.bias.to(product.dtype))
 
     def join(
         self, hidden: Tensor, linear: nn.Linear, norm: nn.LayerNorm, residual: Tensor
     ) -> Tensor:
-        """The linear without its bias, which the fused operator adds."""
+        """Apply the linear layer without its bias, and one operator for the bias and the rest."""
         output: Tensor = norm(F.linear(hidden, linear.weight), linear.bias, residual)
         return output
 
 
 class LanguageModel(nn.Module):
-    """Bytes in, the next byte's logits out."""
+    """A model that maps bytes to the logits of the next byte."""
 
     def __init__(self, config: Config, block: type[TorchBlock]) -> None:
         super().__init__()
@@ -151,34 +149,31 @@ class Run:
     name: str
     losses: list[float]
     tokens_per_second: float
-    peak_mib: float | None
+    peak_mib: float | None  # None on a CPU
 
 
 def describe(device: torch.device) -> str:
-    """Name the machine that trains."""
-    return (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{torch.get_num_threads()} CPU threads"
-    )
+    """Return the name of the GPU, or the number of CPU threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{torch.get_num_threads()} CPU threads"
 
 
 def read_corpus() -> Tensor:
-    """The standard library's modules, one after the other, as bytes."""
+    """Return the standard library's modules, one after the other, as bytes."""
     library = Path(sysconfig.get_path("stdlib"))
-    packages = [
-        library,
-        *(path for path in library.iterdir() if path.is_dir() and path.name not in NOT_THE_LIBRARY),
-    ]
-    modules = sorted(module for package in packages for module in package.glob("*.py"))
+    packages = [path for path in library.iterdir() if path.is_dir()]
+    folders = [library, *(path for path in packages if path.name not in NOT_THE_LIBRARY)]
+    modules = sorted(module for folder in folders for module in folder.glob("*.py"))
     text = b"".join(module.read_bytes() for module in modules)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def batches(corpus: Tensor, config: Config) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random windows with the bytes that follow.
+    """Yield random windows of the text, and for each byte of them the next byte.
 
-    The same ones for the same seed, whatever the model draws.
+    They depend only on the seed: the generator is their own, so the model's dropout does not
+    advance it.
     """
     generator = torch.Generator().manual_seed(config.seed)
     window = torch.arange(config.context + 1, device=corpus.device)
@@ -192,13 +187,14 @@ def train(name: str, model: LanguageModel, corpus: Tensor, config: Config) -> Ru
     """Train ``model`` on random windows of ``corpus``, in bf16 autocast on a GPU, else in fp32."""
     device = corpus.device
     on_gpu = device.type == "cuda"
-    torch.manual_seed(config.seed)  # both runs draw their dropout masks from the same point
+    torch.manual_seed(config.seed)  # both runs draw their dropout masks from the same seed
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.rate, fused=True)
+    # The learning rate rises for 40 steps, and is constant from then on.
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 40))
     losses = torch.zeros(config.steps, device=device)
-    # In these steps kernels compile and caches fill: they are left out of the tokens per second.
+    # The first steps, in which kernels compile and caches fill, are not timed.
     warm_up = min(10, config.steps // 2)
 
     started = time.perf_counter()
@@ -229,15 +225,18 @@ def train(name: str, model: LanguageModel, corpus: Tensor, config: Config) -> Ru
 
 
 def limit_steps(config: Config, corpus: Tensor, seconds: float) -> Config:
-    """Allow no more steps than fit in ``seconds``, judged by a short trial."""
+    """Return the config with no more steps than fit in ``seconds``, but at least 20.
+
+    A short trial measures the speed.
+    """
     if math.isinf(seconds):
         return config
-    trial = replace(config, steps=min(8, config.steps))
-    speed = train(
-        "trial", LanguageModel(config, TorchBlock).to(corpus.device), corpus, trial
-    ).tokens_per_second
-    affordable = int(seconds * speed / (config.batch * config.context))
-    return replace(config, steps=min(config.steps, max(20, affordable)))
+    trial_config = replace(config, steps=min(8, config.steps))
+    model = LanguageModel(config, TorchBlock).to(corpus.device)
+    trial = train("trial", model, corpus, trial_config)
+    tokens_per_step = config.batch * config.context
+    affordable_steps = int(seconds * trial.tokens_per_second / tokens_per_step)
+    return replace(config, steps=min(config.steps, max(20, affordable_steps)))
 
 
 def synchronize(device: torch.device) -> None:
@@ -247,7 +246,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def show_progress(name: str, step: int, steps: int, loss: float) -> None:
-    """Redraw the progress bar; where the output is no terminal, write only the finished one."""
+    """Redraw the progress bar. If the output is not a terminal, print only the finished bar."""
     done = 30 * step // steps
     if sys.stderr.isatty() or step == steps:
         start, end = ("\r", "") if sys.stderr.isatty() else ("", "\n")
@@ -287,20 +286,21 @@ def report(runs: list[Run]) -> None:
 
 
 def resident_mib() -> str:
-    """The most memory that the process has held so far.
+    """Return the most memory that the process has held so far, in MiB.
 
-    The operating system does not report the peak of a part of the process's life.
+    The operating system reports no separate peak for each training.
     """
     try:
         import resource
     except ImportError:  # Windows
         return "unknown"
+    # macOS reports bytes, Linux KiB.
     unit = 2**20 if sys.platform == "darwin" else 2**10
     return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit:,.0f}"
 
 
 def smooth(losses: list[float]) -> list[float]:
-    """The running mean over the last ten steps."""
+    """Return the running mean over the last ten steps."""
     return [statistics.fmean(losses[max(0, i - 9) : i + 1]) for i in range(len(losses))]
 
 
@@ -338,9 +338,9 @@ def plot(runs: list[Run], path: Path) -> None:
 
 
 def time_block(config: Config, device: torch.device) -> None:
-    """Print forward + backward in bf16 of the whole block and of one join.
+    """Print the times of forward and backward in bf16, of the whole block and of one ``join``.
 
-    Eager, torch.compile, fusedops.
+    The block is timed in eager mode, under torch.compile, and with fusedops.
     """
     torch.manual_seed(config.seed)
     eager = TorchBlock(config).to(device, torch.bfloat16)
@@ -350,6 +350,7 @@ def time_block(config: Config, device: torch.device) -> None:
     x, residual, gradient = (
         torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3)
     )
+    # The tensors whose gradients are reset before each timed run.
     leaves = [
         x.requires_grad_(),
         residual.requires_grad_(),
@@ -392,16 +393,16 @@ def time_block(config: Config, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Arguments:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     config: Config
     device: torch.device
-    output: Path
-    seconds: float
+    output: Path  # of the plot
+    seconds: float  # the limit on each training; infinity for none
 
 
 def parse_arguments() -> Arguments:
-    """Read the command line; sizes that are not given come from the device's preset."""
+    """Read the command line; missing sizes are those of the device's preset."""
     parser = argparse.ArgumentParser(
         description="Train the same small language model with torch.nn and with fusedops.nn, "
         "and compare."
@@ -422,25 +423,23 @@ def parse_arguments() -> Arguments:
         parser.add_argument(
             f"--{field.name}", type=type(cpu), help=f"{cpu} on the CPU, {gpu} on a GPU"
         )
-    given = parser.parse_args()
+    options = parser.parse_args()
 
-    device = torch.device(given.device)
+    device = torch.device(options.device)
     if device.type not in PRESETS:
-        parser.error(f"--device is cpu or cuda[:index], not {given.device}")
-    if not given.output.resolve().parent.is_dir():
-        parser.error(f"--output {given.output}: there is no such folder to write to")
-    sizes = {field.name: getattr(given, field.name) for field in fields(Config)}
-    config = replace(
-        PRESETS[device.type], **{name: size for name, size in sizes.items() if size is not None}
-    )
-    if (
-        min(config.layers, config.width, config.heads, config.context, config.batch, config.steps)
-        < 1
-    ):
+        parser.error(f"--device is cpu or cuda[:index], not {options.device}")
+    if not options.output.resolve().parent.is_dir():
+        parser.error(f"--output {options.output}: there is no such folder to write to")
+    sizes = {field.name: getattr(options, field.name) for field in fields(Config)}
+    given = {name: size for name, size in sizes.items() if size is not None}
+    config = replace(PRESETS[device.type], **given)
+    positive = ("layers", "width", "heads", "context", "batch", "steps")
+    if any(getattr(config, name) < 1 for name in positive):
         parser.error("layers, width, heads, context, batch and steps must be at least 1")
     if config.width % config.heads:
         parser.error(f"--width {config.width} does not divide into --heads {config.heads}")
-    return Arguments(config, device, given.output, math.inf if given.steps else given.seconds)
+    seconds = math.inf if options.steps else options.seconds
+    return Arguments(config, device, options.output, seconds)
 
 
 def main() -> None:
@@ -462,7 +461,7 @@ def main() -> None:
         model = LanguageModel(config, block)
         model.load_state_dict(weights)
         runs.append(train(name, model.to(device), corpus, config))
-        del model  # so that it does not count in the next one's peak
+        del model  # so that the next run's peak memory does not include it
 
     report(runs)
     if device.type == "cuda":

@@ -1,13 +1,12 @@
 """Train a small language model on several GPUs, or on several processes of a CPU.
 
-The model is a pre-norm transformer over bytes, like Llama's but for its positions, that learns the
-source text of Python's standard library. It is built once of ``torch.nn`` and once of
-``fusedops.nn``; `CONTENDERS` is the difference.
+The model is a pre-norm transformer over bytes. It is like Llama, except that it learns embeddings
+of positions. It is trained on the source text of Python's standard library, once with modules of
+``torch.nn`` and once with modules of ``fusedops.nn``: see `CONTENDERS`.
 
 Processes form groups of ``--tp``. Within a group, linear layers are split by columns and rows
-(tensor parallel), and norms, sums and dropout have a part of each sequence (sequence parallel).
-The batch is split over the groups, and FSDP2 shards over them what each process has of the
-parameters.
+(tensor parallel), and norms, sums and dropout compute a part of each sequence (sequence parallel).
+The batch is split over the groups. FSDP2 shards the parameters of each process over the groups.
 
     torchrun --nproc-per-node 2 examples/train_lm_distributed.py
     torchrun --nproc-per-node 8 examples/train_lm_distributed.py --tp 4 --width 4096 --heads 32
@@ -40,9 +39,9 @@ VOCABULARY = 256  # bytes
 
 
 class TorchAddNorm(nn.RMSNorm):
-    """Dropout, the sum with the residual stream and the norm: three operators.
+    """Dropout, the residual sum and the norm, as three operators.
 
-    Returns the sum too.
+    The module returns the output of the norm, and the sum.
     """
 
     def __init__(self, width: int, *, p: float) -> None:
@@ -59,14 +58,15 @@ class TorchAddNorm(nn.RMSNorm):
 
 
 class TorchSwiGLU(nn.Module):
-    """The gated unit: two operators."""
+    """The gated unit, as two operators."""
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Map two tensors of one shape to a third."""
+        """Map two tensors of one shape to another of that shape."""
         return F.silu(gate) * up
 
 
-# The classes of a model's norm (with the dropout and the sum before it) and of its gated unit.
+# The classes of a model's norm, which includes the dropout and the sum before it, and of its gated
+# unit.
 Parts = tuple[Any, Any]
 FusedAddNorm = functools.partial(FusedBiasDropoutAddRMSNorm, eps=1e-6, return_sum=True)
 CONTENDERS: dict[str, Parts] = {
@@ -76,7 +76,7 @@ CONTENDERS: dict[str, Parts] = {
 
 
 class Attention(nn.Module):
-    """Causal self-attention, with the heads that this process has."""
+    """Causal self-attention, of the heads of this process."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -89,15 +89,12 @@ class Attention(nn.Module):
         """Map ``(batch, context, width)`` to the same shape."""
         layers = (self.query, self.key, self.value)
         q, k, v = (rearrange(layer(x), "b t (h d) -> b h t d", d=self.size) for layer in layers)
-        return self.out(
-            rearrange(
-                F.scaled_dot_product_attention(q, k, v, is_causal=True), "b h t d -> b t (h d)"
-            )
-        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(rearrange(attended, "b h t d -> b t (h d)"))
 
 
 class MLP(nn.Module):
-    """The gated feed-forward part, with the columns that this process has."""
+    """The gated MLP, with the columns of this process."""
 
     def __init__(self, width: int, gated_unit: Any) -> None:
         super().__init__()
@@ -110,7 +107,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm block: each norm first adds the branch before it to the residual stream."""
+    """A pre-norm block. Each norm first adds the preceding branch to the residual stream."""
 
     def __init__(self, width: int, heads: int, p: float, parts: Parts) -> None:
         super().__init__()
@@ -119,14 +116,14 @@ class Block(nn.Module):
         self.attention, self.mlp = Attention(width, heads), MLP(width, gated_unit)
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Map a branch and the residual stream to those behind this block."""
+        """Map the last branch of the preceding block, and the residual stream, to this block's."""
         x, residual = self.attention_norm(x, residual=residual)
         x, residual = self.mlp_norm(self.attention(x), residual=residual)
         return self.mlp(x), residual
 
 
 class LanguageModel(nn.Module):
-    """Bytes and those that follow in, the mean loss out."""
+    """A model that maps bytes, and for each the next one, to the mean loss."""
 
     def __init__(self, args: argparse.Namespace, parts: Parts) -> None:
         super().__init__()
@@ -139,9 +136,9 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(args.width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Map ``(batch, context)`` bytes, and as many targets, to a number."""
-        places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        x, residual = self.bytes(tokens) + self.positions(places), None
+        """Map ``(batch, context)`` bytes, and as many targets, to a scalar."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        x, residual = self.bytes(tokens) + self.positions(positions), None
         for block in self.blocks:
             x, residual = block(x, residual)
         logits = self.head(self.norm(x, residual=residual)[0])
@@ -155,10 +152,11 @@ class LanguageModel(nn.Module):
 
 
 def plan() -> dict[str, tp.ParallelStyle]:
-    """The usual plan of a pre-norm model.
+    """Return the usual tensor-parallel plan of a pre-norm model.
 
-    Between the branches, each process has a part of every sequence.
+    Outside of attention and MLP, each process has a part of every sequence.
     """
+    # The outputs are DTensors whose sequences (dimension 1) are sharded.
     rows: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": False}
     embedding = tp.RowwiseParallel(input_layouts=Replicate(), **rows)
     gather = tp.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
@@ -169,15 +167,14 @@ def plan() -> dict[str, tp.ParallelStyle]:
         **dict.fromkeys(("blocks.*.*_norm", "norm"), tp.SequenceParallel()),
         **dict.fromkeys(("blocks.*.attention", "blocks.*.mlp"), gather),
         **{f"blocks.*.{name}": tp.ColwiseParallel() for name in columns},
-        **{
-            f"blocks.*.{name}": tp.RowwiseParallel(**rows) for name in ("attention.out", "mlp.down")
-        },
+        "blocks.*.attention.out": tp.RowwiseParallel(**rows),
+        "blocks.*.mlp.down": tp.RowwiseParallel(**rows),
         "head": tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
 
 
 def spread(model: LanguageModel, mesh: DeviceMesh) -> None:
-    """Split the model over the tensor-parallel processes, then shard each part over the others."""
+    """Split the layers within each group, then shard the parameters over the groups."""
     if mesh["tp"].size() > 1:
         tp.parallelize_module(model, mesh["tp"], plan())
     for part in (*model.blocks, model):
@@ -189,15 +186,14 @@ def spread(model: LanguageModel, mesh: DeviceMesh) -> None:
 
 
 def read_corpus() -> Tensor:
-    """The standard library's modules, one after the other, as bytes."""
+    """Return the standard library's modules, one after the other, as bytes."""
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return torch.frombuffer(
-        bytearray(b"".join(module.read_bytes() for module in modules)), dtype=torch.uint8
-    )
+    text = b"".join(module.read_bytes() for module in modules)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def batches(corpus: Tensor, args: argparse.Namespace, steps: int) -> Iterator[Tensor]:
-    """Random windows of one byte more than the context: the same ones in every process."""
+    """Yield random windows of one byte more than the context, the same ones in every process."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         starts = torch.randint(len(corpus) - args.context, (args.batch, 1), generator=generator)
@@ -207,9 +203,9 @@ def batches(corpus: Tensor, args: argparse.Namespace, steps: int) -> Iterator[Te
 def train(
     parts: Parts, corpus: Tensor, args: argparse.Namespace, steps: int, mesh: DeviceMesh | None
 ) -> tuple[list[float], float, float]:
-    """Losses, tokens a second and MiB of a training on the mesh, or in this process alone.
+    """Train on the mesh, or without one in this process alone; on a GPU in bf16 autocast.
 
-    On a GPU in bf16 autocast.
+    Returns the losses, the tokens per second, and the peak memory in MiB (0 on a CPU).
     """
     device, on_gpu = corpus.device, corpus.device.type == "cuda"
     torch.manual_seed(0)  # the same weights everywhere
@@ -217,18 +213,21 @@ def train(
     groups, group = (1, 0) if mesh is None else (mesh["dp"].size(), mesh["dp"].get_local_rank())
     if mesh is not None:
         spread(model, mesh)
-    # For dropout: a group's processes need one seed for one mask; other groups have other data.
+    # For dropout, the processes of a group need the same seed, because they draw parts of one mask.
+    # Other groups have other data, and draw other masks.
     torch.manual_seed(1 + group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate)
-    losses, warm_up, started = [], min(5, steps - 1), time.perf_counter()
+    losses, started = [], time.perf_counter()
+    warm_up = min(5, steps - 1)  # the steps, in which kernels compile, that are not timed
     for step, windows in enumerate(batches(corpus, args, steps)):
         if step == warm_up and on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        started = time.perf_counter() if step == warm_up else started
-        own = windows.chunk(groups)[group]
+        if step == warm_up:
+            started = time.perf_counter()
+        group_windows = windows.chunk(groups)[group]
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
-            loss = model(own[:, :-1], own[:, 1:])
+            loss = model(group_windows[:, :-1], group_windows[:, 1:])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -236,9 +235,10 @@ def train(
     means = torch.stack(losses) / groups
     if mesh is not None:
         dist.all_reduce(means, group=mesh["dp"].get_group())
-    mean_losses = means.tolist()  # waits for the GPU
+    mean_losses = means.tolist()  # waits for the GPU, so it comes before the time is taken
     speed = (steps - warm_up) * args.batch * args.context / (time.perf_counter() - started)
-    return mean_losses, speed, torch.cuda.max_memory_allocated() / 2**20 if on_gpu else 0.0
+    peak_mib = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else 0.0
+    return mean_losses, speed, peak_mib
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -254,6 +254,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--parts", choices=[*CONTENDERS, "both"], default="both", help="what the model is made of"
     )
+    # The defaults without a GPU, and with one.
     sizes = {
         "layers": (2, 8),
         "width": (96, 1024),
@@ -276,12 +277,8 @@ def parse_arguments() -> argparse.Namespace:
         )
     processes = int(os.environ["WORLD_SIZE"])
     args.tp = args.tp or (2 if processes % 2 == 0 else 1)
-    if (
-        processes % args.tp
-        or args.heads % args.tp
-        or args.context % args.tp
-        or args.batch % (processes // args.tp)
-    ):
+    divided_by_tp = (processes, args.heads, args.context)
+    if any(size % args.tp for size in divided_by_tp) or args.batch % (processes // args.tp):
         parser.error(
             "--tp divides the processes, --heads and --context, "
             "and what is left of the processes --batch"
@@ -290,7 +287,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train each model on all processes, and the first steps in one."""
+    """Train each model on all processes; then train its first steps in one process, to compare."""
     args = parse_arguments()
     kind = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
     if kind == "cuda":
@@ -299,8 +296,8 @@ def main() -> None:
     mesh = init_device_mesh(
         kind, (dist.get_world_size() // args.tp, args.tp), mesh_dim_names=("dp", "tp")
     )
-    corpus, first = read_corpus().to(kind), dist.get_rank() == 0
-    if first:
+    corpus, is_first = read_corpus().to(kind), dist.get_rank() == 0
+    if is_first:
         print(
             f"{dist.get_world_size()} processes on {kind}: data over {mesh.shape[0]}, "
             f"tensors over {args.tp}"
@@ -309,15 +306,16 @@ def main() -> None:
         if args.parts not in (name, "both"):
             continue
         losses, speed, mib = train(parts, corpus, args, args.steps, mesh)
-        if first:
+        if is_first:
             memory = f", peak memory {mib:,.0f} MiB a process" if mib else ""
             print(
                 f"{name:>12}  loss {losses[0]:.3f} to {losses[-1]:.3f}, "
                 f"{speed:,.0f} tokens/s{memory}",
                 flush=True,
             )
-        if first and not args.dropout:  # groups with other data drop other elements
-            alone = train(parts, corpus, args, min(args.steps, 10), None)[0]
+        # With dropout there is nothing to compare: each group draws a mask of its own.
+        if is_first and not args.dropout:
+            alone, _, _ = train(parts, corpus, args, min(args.steps, 10), mesh=None)
             gap = max(abs(a - b) for a, b in zip(alone, losses, strict=False))
             print(
                 f"{'':>12}  largest difference from one process, {len(alone)} steps: {gap:.1g}",

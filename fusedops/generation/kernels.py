@@ -62,16 +62,18 @@ def no_repeat_ngram_forward_kernel(
 ):
     """Writes minus infinity for every token that would repeat an n-gram of its row.
 
-    That is every token that follows the row's last ``ngram - 1`` tokens elsewhere in the row:
+    A token is banned if the row's last ``ngram - 1`` tokens also occur elsewhere in the row, and
+    the token follows them there. A *window* is ``ngram`` adjacent tokens. For example, with ngram
+    3, the window a b c bans c:
 
-        row   ... a b c ... a b        with ngram 3: c is banned
+        row   ... a b c ... a b
                   |   |     |
-                  windows  |     L - ngram + 1
-                      windows + ngram - 1
+                  |   |     L - ngram + 1
+                  |   window + ngram - 1
+                  window
 
-    Axis 0 of the grid is the row, the others are tiles of windows. Programs that ban the matches
-    token write the matches value. N-grams begin windows ``start`` or later, and behind leading
-    ``pad`` tokens.
+    Axis 0 of the grid is the row, the others are tiles of windows. Programs that ban the same token
+    write the same value. Windows begin at ``start`` or later, and after leading ``pad`` tokens.
     """
     row = tl.program_id(0).to(tl.int64)
     tile, _ = place_along_rows()
@@ -79,18 +81,18 @@ def no_repeat_ngram_forward_kernel(
     ids += row * ids_stride
     first = start + tile.to(tl.int64) * BLOCK_N
     windows = first + tl.arange(0, BLOCK_N)
-    matches = windows < L - ngram + 1  # the mask of windows that still match
+    # The mask of the windows that ban their last token, as far as they have been compared.
+    matches = windows < L - ngram + 1
     if pad is not None:
-        # The scan ends with the tile: padding beyond it does not concern the tile's windows.
+        # The scan ends with the tile: padding after it does not affect the tile's windows.
         matches = matches & (windows >= _leading(ids, ids_step, pad, first + BLOCK_N, L, BLOCK_N))
-    for behind in range(1, ngram):
-        # Compares the windows' tokens before the last with the row's end, from the last one back.
-        # Lanes whose window differs already are masked, and load nothing more.
-        wanted = tl.load(ids + (L - behind) * ids_step)
-        matches = matches & (
-            tl.load(ids + (windows + ngram - 1 - behind) * ids_step, mask=matches, other=0)
-            == wanted
-        )
+    for distance in range(1, ngram):
+        # Compares the row's last tokens, from the end, with those before a window's last token.
+        # Lanes whose window already differs are masked, and load nothing.
+        row_token = tl.load(ids + (L - distance) * ids_step)
+        positions = windows + ngram - 1 - distance
+        window_token = tl.load(ids + positions * ids_step, mask=matches, other=0)
+        matches = matches & (window_token == row_token)
     # A token outside of the vocabulary has no score to write. Masked lanes get such a token, -1.
     token = tl.load(ids + (windows + ngram - 1) * ids_step, mask=matches, other=-1)
     matches = matches & (token >= 0) & (token < V)

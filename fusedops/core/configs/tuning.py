@@ -274,7 +274,8 @@ def _nearest(configs: Sequence[Config | None], bucket: int) -> Config | None:
     # changes.
     smaller = range(min(bucket, len(configs) - 1), -1, -1)
     larger = range(bucket + 1, len(configs))
-    for other in (*smaller, *larger):
+    order: list[int] = [*smaller, *larger]
+    for other in order:
         config = configs[other]
         if config is not None:
             return config
