@@ -210,12 +210,12 @@ def _is_nested(op: Operator, tensors: Tensors) -> bool:
 
 
 def _check_dense(op: Operator, site: Site, tensors: Tensors) -> None:
-    """Raises for a sparse or nested tensor; called after an error of PyTorch.
+    """Raises for a sparse tensor, and for a nested one unless PyTorch has the operator.
 
     The layout is not part of a key, as reading it would cost every call. So the key of a sparse
     tensor may equal that of an earlier, dense one.
     """
-    # Where PyTorch has the operator, it accepts nested tensors: its error has another cause.
+    # Where PyTorch has the operator, it accepts nested tensors: an error has another cause.
     if _is_nested(op, tensors) and site.native is not None:
         return
     for i, t in enumerate(tensors):
