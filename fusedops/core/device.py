@@ -150,10 +150,21 @@ def _philox(seed, offset, group):
 
 
 @triton.jit
-def _keep_factor(word, HIGH: tl.constexpr, threshold, scale):
-    """Returns an element's factor from half a random word: 0 if it is dropped, else ``scale``."""
-    bits = (word >> 16) if HIGH else (word & 0xFFFF)
+def _keep_factor(bits, threshold, scale):
+    """Returns an element's factor from 16 random bits: 0 if it is dropped, else ``scale``."""
     return tl.where(bits.to(tl.int32) >= threshold, scale, 0.0)
+
+
+@triton.jit
+def _low_factor(word, threshold, scale):
+    """Returns the factor that the low half of a random word determines."""
+    return _keep_factor(word & 0xFFFF, threshold, scale)
+
+
+@triton.jit
+def _high_factor(word, threshold, scale):
+    """Returns the factor that the high half of a random word determines."""
+    return _keep_factor(word >> 16, threshold, scale)
 
 
 # The columns of neighbouring threads, and the calls of Philox for their bits:
@@ -198,18 +209,10 @@ def _keep_scale(
         #     first join     high bit    w0 with w2; w1 with w3
         #     second join    low bit     the pair w0, w2 with the pair w1, w3
         #     last join      half        low halves with high halves
-        low0 = tl.join(
-            _keep_factor(w0, False, threshold, scale), _keep_factor(w2, False, threshold, scale)
-        )
-        low1 = tl.join(
-            _keep_factor(w1, False, threshold, scale), _keep_factor(w3, False, threshold, scale)
-        )
-        high0 = tl.join(
-            _keep_factor(w0, True, threshold, scale), _keep_factor(w2, True, threshold, scale)
-        )
-        high1 = tl.join(
-            _keep_factor(w1, True, threshold, scale), _keep_factor(w3, True, threshold, scale)
-        )
+        low0 = tl.join(_low_factor(w0, threshold, scale), _low_factor(w2, threshold, scale))
+        low1 = tl.join(_low_factor(w1, threshold, scale), _low_factor(w3, threshold, scale))
+        high0 = tl.join(_high_factor(w0, threshold, scale), _high_factor(w2, threshold, scale))
+        high1 = tl.join(_high_factor(w1, threshold, scale), _high_factor(w3, threshold, scale))
         lanes = tl.join(tl.join(low0, low1), tl.join(high0, high1))
     else:
         # A quad is four adjacent columns: half a group, with two of its four words.
@@ -220,13 +223,8 @@ def _keep_scale(
         # a quad is 2 * (0 or 1 for the first or second of its words) + half.
         is_second = (quads % 2 == 1)[None, :]
         word0, word1 = tl.where(is_second, w2, w0), tl.where(is_second, w3, w1)
-        low = tl.join(
-            _keep_factor(word0, False, threshold, scale),
-            _keep_factor(word1, False, threshold, scale),
-        )
-        high = tl.join(
-            _keep_factor(word0, True, threshold, scale), _keep_factor(word1, True, threshold, scale)
-        )
+        low = tl.join(_low_factor(word0, threshold, scale), _low_factor(word1, threshold, scale))
+        high = tl.join(_high_factor(word0, threshold, scale), _high_factor(word1, threshold, scale))
         lanes = tl.join(low, high)
     return tl.reshape(lanes, (ROWS, BLOCK_N))
 

@@ -64,9 +64,9 @@ def _await_words(addresses, has_word):
     """Waits until the words at ``addresses`` are not 0, and returns them.
 
     Where ``has_word`` is False, it returns 0 without a load. The function is PTX, because a loop in
-    Triton would prevent the pipelining of the loop around it. After 2^27 loads (of some 0.6 µs
-    each: more than a minute) the kernel traps, so that the launch raises an error and does not
-        hang.
+    Triton would prevent the pipelining of the loop around it. After 2^27 loads, which take
+    more than a minute (some 0.6 µs each), the kernel traps, so that the launch raises an error and
+    does not hang.
     """
     return tl.inline_asm_elementwise(
         "{ .reg .pred asked, absent, late; .reg .u32 loads; "

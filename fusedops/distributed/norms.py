@@ -54,7 +54,13 @@ def norm_over_columns(
     rule, z, columns = constants.rule(), x, layout.axes.columns
     if bias is not None or residual is not None or _drops(state):
         constants_of_sum = NormConstants(
-            constants.op, "none", rule.rounding, rule.eps, rule.weight_offset, None, constants.save
+            op=constants.op,
+            kind="none",
+            rounding=rule.rounding,
+            eps=rule.eps,
+            weight_offset=rule.weight_offset,
+            shape=None,
+            save=constants.save,
         )
         z = compute(constants_of_sum, (x, bias, residual, None, None), state)[0]
     acc, mean = accumulator(z.dtype), None

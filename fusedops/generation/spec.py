@@ -99,34 +99,33 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
     for shape in _SHAPES:
         for n in (1, 2, 3):
-            yield sample(f"shape {'x'.join(map(str, shape))}, n={n}", shape, n)
+            yield sample(f"shape {'x'.join(map(str, shape))}, n={n}", shape, n=n)
     for n in (4, 8, 15, 16):
-        yield sample(f"n={n}", (9, 60, 70), n)
+        yield sample(f"n={n}", (9, 60, 70), n=n)
     for length in (0, 15, 16, 17):
-        yield sample(f"n=16, length {length}", (10, length, 33), 16)
+        yield sample(f"n=16, length {length}", (10, length, 33), n=16)
     for cols in (4097, 50257):
-        yield sample(f"{cols} columns", (3, 30, cols), 2)
+        yield sample(f"{cols} columns", (3, 30, cols), n=2)
     # One window less than a tile has, as many, and one more.
     tile = configs.CONFIG.block_n
     for windows in (tile - 1, tile, tile + 1):
-        yield sample(f"{windows} windows", (2, windows + 2, 90), 3)
+        yield sample(f"{windows} windows", (2, windows + 2, 90), n=3)
     for n in (2, 16):
-        # Windows at the borders of tiles, and the last window that does not overlap with the row's
-        # last tokens.
+        # Windows at the borders of tiles, and a window that is close to the end of the row.
         length = 3 * tile
         starts = (0, 1, tile - 1, tile, 2 * tile - 1, 2 * tile, length - 2 * n)
         shape = (len(starts), 1, length + 100)
-        planted = sample(f"one repetition, n={n}", shape, n)
+        planted = sample(f"one repetition, n={n}", shape, n=n)
         make = Maker(planted.name, device, dtype)
         ids = _planted(make, length, length + 100, n, starts)
         planted.tensors["input_ids"] = ids.to(device)
         yield planted
-        padded = sample(f"one repetition, behind padding, n={n}", shape, n, pad_token_id=-100)
+        padded = sample(f"one repetition, behind padding, n={n}", shape, n=n, pad_token_id=-100)
         is_text = torch.arange(length) >= torch.tensor(starts)[:, None]
         padded.tensors["input_ids"] = ids.where(is_text, -100).to(device)
         yield padded
-    yield sample("int32 tokens", (4, 40, 50), 3, tokens=torch.int32)
-    yield sample("int32 tokens, padded", (4, 40, 50), 2, tokens=torch.int32, pad=49)
+    yield sample("int32 tokens", (4, 40, 50), n=3, tokens=torch.int32)
+    yield sample("int32 tokens, padded", (4, 40, 50), n=2, tokens=torch.int32, pad=49)
     # All tokens are 0, and so are the lower 32 bits of the padding token.
     yield sample(
         "int32 tokens, padding beyond 32 bits",
@@ -136,19 +135,19 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         pad_token_id=2**32,
     )
     for window in (3, 4, 20, 100):
-        yield sample(f"window {window}", (6, 60, 40), 3, window=window)
+        yield sample(f"window {window}", (6, 60, 40), n=3, window=window)
     for prompt in (1, 37, 58, 60, 99):
-        yield sample(f"prompt {prompt}", (6, 60, 40), 3, prompt_length=prompt)
-    yield sample("window and prompt", (6, 60, 40), 2, window=30, prompt_length=25)
+        yield sample(f"prompt {prompt}", (6, 60, 40), n=3, prompt_length=prompt)
+    yield sample("window and prompt", (6, 60, 40), n=2, window=30, prompt_length=25)
     for n in (1, 2, 5):
-        yield sample(f"padded, n={n}", (8, 40, 30), n, pad=29)
-    yield sample("padded with a token that no row has", (8, 40, 30), 2, pad=-100)
-    yield sample("padded, window and prompt", (8, 40, 30), 2, pad=29, window=25, prompt_length=5)
-    yield sample("padded by more than a tile", (3, 2 * tile + 400, 30), 2, pad=29)
+        yield sample(f"padded, n={n}", (8, 40, 30), n=n, pad=29)
+    yield sample("padded with a token that no row has", (8, 40, 30), n=2, pad=-100)
+    yield sample("padded, window and prompt", (8, 40, 30), n=2, pad=29, window=25, prompt_length=5)
+    yield sample("padded by more than a tile", (3, 2 * tile + 400, 30), n=2, pad=29)
     for part in (0.5, 1.0):
-        yield sample(f"{part} allowed", (6, 60, 8), 1, allowed=part)
-    yield sample("allowed, padded", (6, 60, 8), 2, allowed=0.5, pad=7)
-    outside = sample("tokens outside of the vocabulary", (6, 60, 8), 2)
+        yield sample(f"{part} allowed", (6, 60, 8), n=1, allowed=part)
+    yield sample("allowed, padded", (6, 60, 8), n=2, allowed=0.5, pad=7)
+    outside = sample("tokens outside of the vocabulary", (6, 60, 8), n=2)
     tokens = outside.tensors["input_ids"]
     assert tokens is not None
     negative = torch.where(tokens == tokens.min(), -1, tokens)
@@ -422,8 +421,8 @@ def _spec(name: str, length: int, shapes: tuple[Shape, ...], inplace: bool = Fal
 # in the number of tokens before the step: 1024 or 32,768.
 _SHAPES_TIMED: tuple[Shape, ...] = ((256, 50257), (256, 32128), (8, 50257))
 SPECS = (
-    _spec("no_repeat_ngram", 1024, _SHAPES_TIMED),
-    _spec("no_repeat_ngram_32k", 32768, _SHAPES_TIMED[2:]),
-    _spec("no_repeat_ngram_inplace", 1024, _SHAPES_TIMED, inplace=True),
-    _spec("no_repeat_ngram_inplace_32k", 32768, _SHAPES_TIMED[2:], inplace=True),
+    _spec("no_repeat_ngram", length=1024, shapes=_SHAPES_TIMED),
+    _spec("no_repeat_ngram_32k", length=32768, shapes=_SHAPES_TIMED[2:]),
+    _spec("no_repeat_ngram_inplace", length=1024, shapes=_SHAPES_TIMED, inplace=True),
+    _spec("no_repeat_ngram_inplace_32k", length=32768, shapes=_SHAPES_TIMED[2:], inplace=True),
 )

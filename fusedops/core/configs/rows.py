@@ -537,8 +537,8 @@ def is_unaligned(cols: int, itemsize: int) -> bool:
 # `norms.kernels.backward`.
 #
 # `SHARED` has the configs of programs that share rows, by bytes per element, the widest first.
-_SHARED_NARROW = Config(1024, 1, 4, 3, 2, parts=3)
-SHARED_TWO_ROWS = Config(4096, 2, 8, 3, 1)
+_SHARED_NARROW = Config(1024, rows=1, warps=4, stages=3, per_sm=2, parts=3)
+SHARED_TWO_ROWS = Config(4096, rows=2, warps=8, stages=3, per_sm=1)
 SHARED = {
     2: (
         Config(8192, 1, 8, 3, 1),
@@ -558,7 +558,7 @@ _SHARED_THREE_SUMS = (
     _SHARED_NARROW,
 )
 # Narrow programs, for rows of which wider programs leave too many lanes idle.
-SHARED_BY_MANY = Config(512, 1, 2, 3, 4, parts=3)
+SHARED_BY_MANY = Config(512, rows=1, warps=2, stages=3, per_sm=4, parts=3)
 # Narrow programs were measured only if at most so many of them share a row.
 _MOST_SHARING = 8
 
@@ -596,7 +596,8 @@ _LIGHT: dict[str, Container[object]] = {
 }
 _REGISTERS_LEFT = "whole rows: beside the parameter gradients, registers hold so many columns"
 
-# 16 bits, aligned rows of more than 4096 columns.
+# 16 bits, aligned rows of more than 4096 columns. (The positional arguments of `Config`: columns of
+# a tile, rows, warps, stages, programs per multiprocessor.)
 _BACKWARD_ALIGNED = (
     _Rule(
         {"generated": _YES, "sums": (3,), "cols": range(6145, 7169)},
@@ -696,7 +697,7 @@ _BACKWARD_SHARED = (
 
 # 16 bits, unaligned rows (whose elements are loaded one or two at a time) that programs share.
 # Tiles of 8192 columns spill up to 536 bytes per thread, and configs of three parts up to 696.
-_SHARED_UNALIGNED = Config(2048, 1, 4, 3, 2)
+_SHARED_UNALIGNED = Config(2048, rows=1, warps=4, stages=3, per_sm=2)
 
 
 def _shared_unaligned(call: Call) -> Config:
