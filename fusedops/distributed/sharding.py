@@ -30,7 +30,7 @@ from ..core.compat.distributed import replicates_implicitly
 from ..core.launches import launch
 from ..core.random import dropout
 from ..core.random.dropout import Dropout
-from ..core.random.rng import NO_DROPOUT, State, drawn, recorded_state
+from ..core.random.rng import NO_DROPOUT, State, draw_or_record_state, record_state
 from .conversion import ShardSpec, sum_over_ranks, to_dtensors, to_local_tensors
 
 __all__ = ["Layout", "distributes", "layout", "numbers", "planned", "replicated", "run"]
@@ -95,7 +95,7 @@ def _of_shard(layout: Layout, p: float, local: Tensors, device: torch.device) ->
     if layout.axes.rows.count(0):  # without elements nothing is drawn, as in one process
         return NO_DROPOUT
     is_traced = torch.compiler.is_dynamo_compiling()
-    state = recorded_state(p, device) if is_traced else drawn(p, local, device)
+    state = record_state(p, device) if is_traced else draw_or_record_state(p, local, device)
     first, second, threshold = state
     if first is None:
         return state

@@ -15,7 +15,7 @@ def _leading(ids, ids_step, pad, end, L, BLOCK_N: tl.constexpr):
     """Returns the number of ``pad`` tokens at the beginning of a row.
 
     It scans blocks of tokens, and stops after ``end``. If all tokens before ``end`` are ``pad``,
-    the result may be too small, but it is at least the smaller of ``end`` and L.
+    the result may not be exact, but it is at least the smaller of ``end`` and L.
     """
     lanes = tl.arange(0, BLOCK_N)
     count = 0

@@ -140,7 +140,7 @@ def launched(op: Operator, site: Site, tensors: Any, p: Any) -> Any:
     """Launches the kernels of a call that nothing intercepts; returns its outputs."""
     state = NO_DROPOUT
     if site.dropout:
-        state = rng.state_of(_probability(site, p), tensors[op.first].device)
+        state = rng.draw_state(_probability(site, p), tensors[op.first].device)
     if site.saves:
         return apply((op, site, state, False), *tensors)
     # `forward`, inlined to save a Python call.
@@ -245,9 +245,11 @@ def _elsewhere(op: Operator, site: Site, tensors: Tensors, p: float) -> Any:
     # torch.func transforms and forward-mode tangents need derivative rules, and kernels have none.
     # The mask is still the kernels', so that a transformed call drops the same elements.
     if transforms() or in_forward_mode():
-        state = rng.state_of(p, first.device)
+        state = rng.draw_state(p, first.device)
         return op.reference(constants, tensors, dropout.dropout_of(p, state, site.cols))
-    return _called(op, site, tensors, rng.drawn(p, tensors, first.device), registered=True)
+    return _called(
+        op, site, tensors, rng.draw_or_record_state(p, tensors, first.device), registered=True
+    )
 
 
 def _called(op: Operator, site: Site, tensors: Tensors, state: State, *, registered: bool) -> Any:
@@ -281,7 +283,7 @@ def _traced(op: Operator, constants: Any, tensors: Tensors, p: Any) -> Any:
     cols = op.cols(constants, tensors) if is_fused else -1
     if cols < 0:
         return op.reference(constants, tensors, dropout.dropout_of(p, NO_DROPOUT, cols))
-    return _in_graph(op, constants, tensors, rng.recorded_state(p, first.device))
+    return _in_graph(op, constants, tensors, rng.record_state(p, first.device))
 
 
 def _in_graph(op: Operator, constants: Any, tensors: Tensors, state: State) -> Any:

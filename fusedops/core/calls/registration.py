@@ -145,7 +145,9 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
             return
         site, threshold = forward_site_and_threshold(args[-1], seed is not None, first.get_device())
         outs = args[count + 1 : -1]
-        function.on_device(site, op.forward, tensors, outs, (*rng.unpacked(seed), threshold))
+        function.on_device(
+            site, op.forward, tensors, outs, (*rng.kernel_arguments(seed), threshold)
+        )
 
     def backward_site(constants: Sequence[Any], dropout: bool, device_index: int) -> Any:
         _, _, cols, call, *rest = constants
@@ -171,7 +173,7 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
         site, threshold = backward_site_and_threshold(
             args[-1], seed is not None, cotangent.get_device()
         )
-        state = (*rng.unpacked(seed), threshold)
+        state = (*rng.kernel_arguments(seed), threshold)
         saved = _flat(op, args[op.visible : read])
         function.on_device(site, op.backward, grads, saved, outs, state)
 
@@ -228,7 +230,7 @@ def _differentiate(
         site: Site = ctx.site
         # Without dropout the seed is None. A tracer's tensor is passed on, as its values cannot be
         # read.
-        state = rng.unpacked(seed) if type(seed) is Tensor else (seed, None)
+        state = rng.kernel_arguments(seed) if type(seed) is Tensor else (seed, None)
         # For an absent output the operator returned an empty tensor. Its cotangent is ignored.
         pairs = zip(grads[: op.visible], site.outs, strict=False)
         cotangents = [g if is_output else None for g, is_output in pairs]

@@ -143,7 +143,7 @@ def _variant(device_index: int, dtype: torch.dtype, kind: int, cols: int) -> lau
 def _write(like: Tensor, seed: Tensor, threshold: int, cols: int) -> Tensor:
     """Implements ``fusedops::keep_scale``: launches the kernel, returns the factors."""
     out = _empty(like)
-    kernel_seed, offset = rng.unpacked(seed)
+    kernel_seed, offset = rng.kernel_arguments(seed)
     kind = rng.seed_kind(offset)
     rows = out.numel() // cols
     grid = -(-cols // _CONFIG.block_n), -(-rows // _CONFIG.rows)

@@ -29,16 +29,16 @@ __all__ = [
     "NO_DROPOUT",
     "Seed",
     "State",
-    "beyond",
+    "advanced",
     "draw",
-    "drawn",
+    "draw_or_record_state",
+    "draw_state",
     "keep_probability",
-    "recorded",
-    "recorded_state",
+    "kernel_arguments",
+    "record_seed",
+    "record_state",
     "seed_kind",
-    "state_of",
     "threshold",
-    "unpacked",
 ]
 
 Seed = tuple[int, int] | torch.Tensor
@@ -80,7 +80,7 @@ def keep_probability(p: float) -> float:
     return 1.0 - threshold(p) / _STEPS
 
 
-def state_of(p: float, device: torch.device) -> State:
+def draw_state(p: float, device: torch.device) -> State:
     """Draws and returns the state of one call with drop probability ``p``; nothing is recorded."""
     if 0.0 < p < 1.0:
         seed = draw(device)
@@ -90,18 +90,18 @@ def state_of(p: float, device: torch.device) -> State:
     return NO_DROPOUT if p == 0.0 else (0, 0, _STEPS)
 
 
-def drawn(p: float, tensors: Any, device: torch.device) -> State:
-    """Draws and returns the state of a call that a tracer of its tensors may record."""
+def draw_or_record_state(p: float, tensors: Any, device: torch.device) -> State:
+    """Returns the state of a call: recorded if a tracer records the call, else drawn now."""
     if 0.0 < p < 1.0 and is_recording(*tensors):
-        return recorded(device), None, threshold(p)
-    return state_of(p, device)
+        return record_seed(device), None, threshold(p)
+    return draw_state(p, device)
 
 
-def recorded_state(p: float, device: torch.device) -> State:
-    """Returns the state of a call that torch.compile traces."""
+def record_state(p: float, device: torch.device) -> State:
+    """Records the drawing of a state in the graph that torch.compile traces; returns the state."""
     if p <= 0.0:
         return NO_DROPOUT
-    seed = recorded(device) if p < 1.0 else torch.zeros(2, dtype=torch.int64, device=device)
+    seed = record_seed(device) if p < 1.0 else torch.zeros(2, dtype=torch.int64, device=device)
     return seed, None, threshold(p)
 
 
@@ -176,7 +176,7 @@ def _draw_tensor(device: torch.device) -> torch.Tensor:
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
 
 
-def beyond(state: State, further: int, threshold: int | None = None) -> State:
+def advanced(state: State, further: int, threshold: int | None = None) -> State:
     """Returns the state of another dropout of a call that has several.
 
     Args:
@@ -208,7 +208,7 @@ def seed_kind(offset: int | Tensor | None) -> int:
     return 1 if type(offset) is int else 3
 
 
-def unpacked(seed: Tensor | None) -> tuple[int | Tensor | None, int | Tensor | None]:
+def kernel_arguments(seed: Tensor | None) -> tuple[int | Tensor | None, int | Tensor | None]:
     """Returns a kernel's arguments ``seed`` and ``offset`` for a registered operator's seed."""
     if seed is None:
         return None, None
@@ -227,8 +227,8 @@ def unpacked(seed: Tensor | None) -> tuple[int | Tensor | None, int | Tensor | N
 _POOL = 64
 
 
-def recorded(device: torch.device) -> Tensor:
-    """Records the drawing of a state, which happens when the graph runs; returns the state."""
+def record_seed(device: torch.device) -> Tensor:
+    """Records an operator that draws a seed and offset when the graph runs; returns its result."""
     return torch.ops.fusedops.random_state(device)  # type: ignore[no-any-return]
 
 
