@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..compiler.function import function_of
 from ..compiler.tracing import traced_with_others
-from ..core.alignment import HALF, made_contiguous
+from ..core.alignment import HALF, contiguous_along_keys
 from ..core.compat.dispatch import without_modes
 from ..core.launches import launch
 from .changes import NotCapturedError, without_writes
@@ -555,7 +555,7 @@ def _needed_mask(mask: Tensor, kind: Mask) -> tuple[Tensor | None, list[str]]:
         return None, ["an attention without its mask, which masks nothing"]
     if kind is Mask.CAUSAL:
         return None, ["an attention that is causal in the place of its mask"]
-    contiguous = made_contiguous(mask)
+    contiguous = contiguous_along_keys(mask)
     if contiguous is mask:
         return mask, []
     return contiguous, ["an attention whose mask is made contiguous"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNED", "HALF", "LEAST_OUTPUTS", "LEAST_ROWS", "MULTIPLE", "made_contiguous"]
+__all__ = ["ALIGNED", "HALF", "LEAST_OUTPUTS", "LEAST_ROWS", "MULTIPLE", "contiguous_along_keys"]
 
 # In half precision a matrix product loads 16 bytes at once, if rows have a multiple of eight
 # elements.
@@ -21,7 +21,7 @@ LEAST_OUTPUTS = 4096
 LEAST_ROWS = 1024
 
 
-def made_contiguous(mask: Tensor) -> Tensor:
+def contiguous_along_keys(mask: Tensor) -> Tensor:
     """Returns the mask in the layout that PyTorch's fused attention accepts.
 
     On GPUs it accepts only masks whose last dimension, the keys, has stride 1. For others PyTorch

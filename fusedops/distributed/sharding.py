@@ -68,10 +68,10 @@ def run(
     """
     tensors = replicated(tensors)
     plan = planned(op, constants, tensors, dropout=p > 0.0)
-    local = plan.local(tensors)
+    local = plan.local_tensors(tensors)
     first = local[op.first]
     assert first is not None
-    state = _of_shard(plan.layout, p, local, first.device)
+    state = _state_of_shard(plan.layout, p, local, first.device)
     axes = plan.layout.axes
     if plan.layout.splits_columns and axes.over_columns is not None:
         outs = axes.over_columns(constants, local, state, plan.layout, compute)
@@ -81,10 +81,12 @@ def run(
     # a `SequenceOperator` are such views: its kernels write one buffer for all outputs.
     if torch.compiler.is_dynamo_compiling() and len(axes.outputs) > op.visible:
         outs = [out.clone() for out in outs]
-    return plan.whole(outs)
+    return plan.dtensors(outs)
 
 
-def _of_shard(layout: Layout, p: float, local: Tensors, device: torch.device) -> State | Dropout:
+def _state_of_shard(
+    layout: Layout, p: float, local: Tensors, device: torch.device
+) -> State | Dropout:
     """Returns the random state of a rank's kernels.
 
     If no kernels run on the device, it returns a function instead: PyTorch's dropout with the
@@ -178,10 +180,12 @@ class Layout(NamedTuple):
         for i, (t, axes) in enumerate(zip(tensors, self.axes.tensors, strict=True)):
             if isinstance(t, module.DTensor):
                 name = f"{constants.op}: {op.argument(constants, i)}"
-                moves[i] = self._move(t, axes, i in self.axes.carriers, name)
+                has_rows = i in self.axes.carriers
+                moves[i] = self._move(t, axes, has_rows=has_rows, name=name)
         return moves
 
-    def _move(self, t: Any, axes: _AxisOfDim, has_rows: bool, name: str) -> Move:
+    def _move(self, t: Any, axes: _AxisOfDim, *, has_rows: bool, name: str) -> Move:
+        """Returns the move of a DTensor whose dimensions are these axes."""
         from torch.distributed.tensor import Partial, Replicate, Shard
 
         # The placements along a dimension of the mesh depend on the axis that it shards:
@@ -193,26 +197,28 @@ class Layout(NamedTuple):
         placements: list[Any] = []
         gradients: list[Any] = []
         for axis in self.dims:
-            sharded = axis is not None and axis in axes
-            placements.append(Shard(axes.index(axis)) if sharded else Replicate())
+            is_sharded = axis is not None and axis in axes
+            placements.append(Shard(axes.index(axis)) if is_sharded else Replicate())
             # The gradient of a parameter without that axis is a sum along the axis, and each rank
             # has only its part of the sum.
-            is_summed = axis is not None and not sharded
+            is_summed = axis is not None and not is_sharded
             gradients.append(Partial() if is_summed else placements[-1])
+        # A parameter that is replicated already stays so, and this rank takes a slice of it.
         sliced_dims = [] if has_rows else self._sliced_dims(t, placements)
         for mesh_dim in sliced_dims:
             placements[mesh_dim], gradients[mesh_dim] = Replicate(), Partial()
         is_moved = tuple(t.placements) != tuple(placements)
         slices = []
+        # Several dimensions of the mesh may shard one axis, of which the rank has one slice.
         for axis in dict.fromkeys([self.dims[mesh_dim] for mesh_dim in sliced_dims]):
             assert axis is not None
             dim = axes.index(axis)
             slices.append((dim, *self.part(axis, t.shape[dim])))
         return Move(
-            name,
-            tuple(placements) if is_moved else None,
-            ShardSpec(self.mesh, tuple(gradients), t.shape, is_moved),
-            tuple(slices),
+            name=name,
+            placements=tuple(placements) if is_moved else None,
+            gradient=ShardSpec(self.mesh, tuple(gradients), t.shape, moved=is_moved),
+            slices=tuple(slices),
         )
 
     def _sliced_dims(self, parameter: Any, placements: Sequence[Any]) -> list[int]:
@@ -233,6 +239,7 @@ class Layout(NamedTuple):
         return [self._output_spec(out, axes) for out, axes in pairs]
 
     def _output_spec(self, out: Tensor | None, axes: _AxisOfDim) -> ShardSpec:
+        """Returns how an output whose dimensions are these axes is distributed."""
         from torch.distributed.tensor import Replicate, Shard
 
         placements = [
@@ -298,14 +305,15 @@ class Plan:
     moves: dict[int, Move]
     output_specs: dict[Any, list[ShardSpec]] = field(default_factory=dict)
 
-    def local(self, tensors: Tensors) -> list[Tensor | None]:
+    def local_tensors(self, tensors: Tensors) -> list[Tensor | None]:
         """Returns this rank's tensors.
 
         Their gradients are converted back to DTensors. Those of parameters are partial sums.
         """
         moves = self.moves
-        moved = [_moved(tensors[i], move) for i, move in moves.items()]
-        local_parts = to_local_tensors(moved, [move.gradient for move in moves.values()])
+        redistributed = [_redistributed(tensors[i], move) for i, move in moves.items()]
+        gradients = [move.gradient for move in moves.values()]
+        local_parts = to_local_tensors(redistributed, gradients)
         results = list(tensors)
         for (i, move), part in zip(moves.items(), local_parts, strict=True):
             results[i] = self._sliced(part, tensors[i], move, self.layout.axes.tensors[i])
@@ -321,7 +329,7 @@ class Plan:
             part = part.narrow(dim, start, size)
         return part
 
-    def whole(self, outs: Tensors) -> tuple[Tensor | None, ...]:
+    def dtensors(self, outs: Tensors) -> tuple[Tensor | None, ...]:
         """Returns the outputs as DTensors, from this rank's parts ``outs``."""
         if torch.compiler.is_dynamo_compiling():
             return to_dtensors(outs, self.layout.output_specs(outs))
@@ -332,7 +340,7 @@ class Plan:
         return to_dtensors(outs, specs)
 
 
-def _moved(t: Any, move: Move) -> Any:
+def _redistributed(t: Any, move: Move) -> Any:
     """Returns a DTensor, redistributed to the placements of its move."""
     if move.placements is None:
         return t
@@ -437,9 +445,11 @@ def _mesh(op: Operator, constants: Any, tensors: Tensors) -> Any:
                 f"{constants.op}: {name} is a tensor of one rank, expected a DTensor as "
                 f"{first_name} is; see DTensor.from_local and distribute_tensor"
             )
-        own: Any = t.device_mesh  # type: ignore[attr-defined]
-        if own != mesh:
-            raise ValueError(f"{constants.op}: {name} is on {own}, expected {mesh} as {first_name}")
+        own_mesh: Any = t.device_mesh  # type: ignore[attr-defined]
+        if own_mesh != mesh:
+            raise ValueError(
+                f"{constants.op}: {name} is on {own_mesh}, expected {mesh} as {first_name}"
+            )
     return mesh
 
 

@@ -279,16 +279,16 @@ def mask_of(site: Site, state: State) -> Callable[[Tensor], Dropout]:
     """Returns a function that returns the forward's dropout, for a tensor like the mask.
 
     Only the shape and device of that tensor are read. A call with several dropouts has one random
-    state; the arguments ``further`` and ``threshold`` select the dropout: see `rng.advanced`.
+    state; the arguments ``steps`` and ``threshold`` select the dropout: see `rng.advanced`.
     """
 
-    def masked(like: Tensor, further: int = 0, threshold: int | None = None) -> Dropout:
+    def masked(like: Tensor, steps: int = 0, threshold: int | None = None) -> Dropout:
         if not site.dropout:
             return dropout.none
         # ``like`` may be batched by a transform. The mask is not: the forward ran outside any
         # transform. So its shape comes from a new tensor, not from ``torch.empty_like``.
         plain = torch.empty(like.shape, dtype=site.acc, device=like.device)
-        mask = dropout.keep_scale(plain, rng.advanced(state, further, threshold), site.cols)
+        mask = dropout.keep_scale(plain, rng.advanced(state, steps, threshold), site.cols)
         return dropout.fixed(mask)
 
     return masked

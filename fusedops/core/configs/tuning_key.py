@@ -178,6 +178,8 @@ _MOST_WARPS = 32
 # The neighbours of a config in `around`: factors of rows, of warps and of programs per
 # multiprocessor, and an increment of the stages. Most neighbours differ in one parameter. The last
 # four differ in several, with about the same number of elements per thread.
+#
+#   rows, warps, per_sm, stages
 _MOVES = (
     (1, 1, 1, 0),
     (2, 1, 1, 0),

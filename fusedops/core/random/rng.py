@@ -87,6 +87,7 @@ def draw_state(p: float, device: torch.device) -> State:
         if isinstance(seed, tuple):
             return (*seed, _threshold(p))
         return seed, None, _threshold(p)
+    # With p of 1 all elements are dropped, whatever the seed.
     return NO_DROPOUT if p == 0.0 else (0, 0, _STEPS)
 
 
@@ -168,34 +169,36 @@ def _generator(index: int) -> tuple[torch.Generator, int, bool]:
 
 @functools.cache
 def _empty(index: int) -> Tensor:
+    """Returns a tensor without elements on a GPU."""
     with without_transforms(), without_modes(), torch.inference_mode(False):
         return torch.empty(0, device=torch.device("cuda", index))
 
 
 def _draw_tensor(device: torch.device) -> torch.Tensor:
+    """Returns a random seed and offset, ``(2,)``."""
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
 
 
-def advanced(state: State, further: int, threshold: int | None = None) -> State:
+def advanced(state: State, steps: int, threshold: int | None = None) -> State:
     """Returns the state of another dropout of a call that has several.
 
     Args:
         state: the state of the call's first dropout.
-        further: the number to add to that state's offset.
+        steps: the number to add to the offset of ``state``.
         threshold: the threshold of the other dropout; None for that of the first.
     """
     seed, offset, own_threshold = state
     if threshold is None:
         threshold = own_threshold
-    if not further:
+    if not steps:
         return seed, offset, threshold
     if isinstance(offset, int):
-        return seed, offset + further, threshold
+        return seed, offset + steps, threshold
     # The tensor holds the seed, the offset, and for a shard seven more numbers.
     assert isinstance(seed, Tensor)
-    moved = torch.cat([seed[:1], seed[1:2] + further, seed[2:]])
+    other_seed = torch.cat([seed[:1], seed[1:2] + steps, seed[2:]])
     is_shard = offset is not None
-    return moved, moved if is_shard else None, threshold
+    return other_seed, other_seed if is_shard else None, threshold
 
 
 def seed_kind(offset: int | Tensor | None) -> int:
@@ -233,6 +236,7 @@ def record_seed(device: torch.device) -> Tensor:
 
 
 def _draw_pool(device: torch.device) -> torch.Tensor:
+    """Returns `_POOL` random seeds and offsets, ``(_POOL, 2)``."""
     return torch.randint(0, 2**62, (_POOL, 2), dtype=torch.int64, device=device)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...core.alignment import made_contiguous
+from ...core.alignment import contiguous_along_keys
 from .. import compiling
 from ..hooks import is_plain
 
@@ -15,4 +15,4 @@ def laid_out(mask: Any) -> Any:
     """An attention's mask, contiguous along the keys, where torch.compile makes kernels."""
     if not is_plain(mask) or not compiling.makes_kernels(mask):
         return mask
-    return made_contiguous(mask)
+    return contiguous_along_keys(mask)
