@@ -124,19 +124,22 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
     read = op.visible + len(op.saved)
     tags = _UNSAFE if op.variadic else ()
 
-    def forward_site(constants: Sequence[Any], dropout: bool, device_index: int) -> Any:
+    # Without a launch, as in `allocate`, the site is the one of no GPU: device index -1.
+    def forward_site(constants: Sequence[Any], *, dropout: bool, device_index: int = -1) -> Any:
         _, cols, call, *rest = constants
         return site_from(op, device_index, dropout, cols, call, tuple(rest))
 
     def allocate(*args: Any) -> Sequence[Tensor | None]:
-        site = forward_site(args[count + 1 :], args[count] is not None, -1)
+        seed, constants = args[count], args[count + 1 :]
+        site = forward_site(constants, dropout=seed is not None)
         return op.allocate(site, _flat(op, args[:count]))
 
     # Cached, because compiled code passes the same strings in every step.
     @functools.lru_cache(maxsize=4096)
     def forward_site_and_threshold(text: str, dropout: bool, device_index: int) -> tuple[Any, int]:
         constants = _constants(text)
-        return forward_site(constants, dropout, device_index), constants[0]
+        site = forward_site(constants, dropout=dropout, device_index=device_index)
+        return site, constants[0]
 
     def write(*args: Any) -> None:
         tensors: Any = _flat(op, args[:count])
@@ -145,24 +148,25 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
             return
         site, threshold = forward_site_and_threshold(args[-1], seed is not None, first.get_device())
         outs = args[count + 1 : -1]
-        function.on_device(
-            site, op.forward, tensors, outs, (*rng.kernel_arguments(seed), threshold)
-        )
+        state = (*rng.kernel_arguments(seed), threshold)
+        function.on_device(site, op.forward, tensors, outs, state)
 
-    def backward_site(constants: Sequence[Any], dropout: bool, device_index: int) -> Any:
+    def backward_site(constants: Sequence[Any], *, dropout: bool, device_index: int = -1) -> Any:
         _, _, cols, call, *rest = constants
         return site_from(op, device_index, dropout, cols, call, tuple(rest))
 
     def allocate_gradients(*args: Any) -> Sequence[Tensor | None]:
-        needed = [digit == "1" for digit in args[read + 2]]
-        site = backward_site(args[read + 1 :], args[read] is not None, -1)
+        seed, constants = args[read], args[read + 1 :]
+        needed = [digit == "1" for digit in constants[1]]
+        site = backward_site(constants, dropout=seed is not None)
         saved = _flat(op, args[op.visible : read])
         return op.allocate_gradients(site, args[: op.visible], saved, needed)
 
     @functools.lru_cache(maxsize=4096)
     def backward_site_and_threshold(text: str, dropout: bool, device_index: int) -> tuple[Any, int]:
         constants = _constants(text)
-        return backward_site(constants, dropout, device_index), constants[0]
+        site = backward_site(constants, dropout=dropout, device_index=device_index)
+        return site, constants[0]
 
     def write_gradients(*args: Any) -> None:
         grads, seed, outs = args[: op.visible], args[read], args[read + 1 : -1]
@@ -180,44 +184,44 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
     _define(
         library,
         f"{op.name}_forward",
-        f"{arguments}, Tensor? seed",
-        constants,
-        op.outputs,
-        allocate,
-        write,
-        tags,
+        tensors=f"{arguments}, Tensor? seed",
+        constants=constants,
+        outputs=op.outputs,
+        allocate=allocate,
+        write=write,
+        tags=tags,
     )
     _define(
         library,
         f"{op.name}_backward",
-        f"{cotangents}, {saved_schema}, Tensor? seed",
-        backward_constants,
-        [f"d{name}" for name in op.tensors],
-        allocate_gradients,
-        write_gradients,
-        tags,
+        tensors=f"{cotangents}, {saved_schema}, Tensor? seed",
+        constants=backward_constants,
+        outputs=[f"d{name}" for name in op.tensors],
+        allocate=allocate_gradients,
+        write=write_gradients,
+        tags=tags,
     )
 
     _differentiate(op, library, forward_site)
 
 
 def _differentiate(
-    op: Operator, library: torch.library.Library, site_of: Callable[[Sequence[Any], bool, int], Any]
+    op: Operator, library: torch.library.Library, site_of: Callable[..., Any]
 ) -> None:
     """Registers the derivative of the forward.
 
     Args:
         op: the operator.
         library: where it is registered.
-        site_of: a function that returns the site. Its arguments are the forward's constants,
-            whether the forward draws a mask, and the device's index.
+        site_of: a function that returns the site, from the forward's constants and ``dropout``,
+            whether the forward draws a mask.
     """
     count = len(op.tensors)
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         tensors, seed, constants = inputs[:count], inputs[count], inputs[count + 1 :]
         tensors = _flat(op, tensors)
-        site = site_of(constants, seed is not None, -1)
+        site = site_of(constants, dropout=seed is not None)
         outs = present(output, site.outs)
         ctx.save_for_backward(*site.saved((*tensors, *outs, None)), seed)
         ctx.set_materialize_grads(False)
@@ -271,6 +275,7 @@ def _flat(op: Operator, tensors: Sequence[Any]) -> tuple[Tensor | None, ...]:
 def _define(
     library: torch.library.Library,
     name: str,
+    *,
     tensors: str,
     constants: str,
     outputs: Sequence[str],

@@ -159,7 +159,7 @@ current_device = runtime.current_device
 
 @functools.cache
 def overlaps(device_index: int) -> bool:
-    """Whether a kernel may be launched while its predecessor drains.
+    """Whether a kernel may be launched while its predecessor still runs.
 
     This is CUDA's programmatic dependent launch, which exists from Hopper on.
     """
