@@ -393,7 +393,7 @@ def tanh_in_16_bits(x):
 
 @triton.jit
 def tanh_derivative(x):
-    # For |x|: 4 r (1 - r) with r = 1 / (1 + exp(2 |x|)) neither overflows nor cancels.
+    # 4 r (1 - r), with r = 1 / (1 + exp(2 |x|)): it neither overflows nor cancels.
     r = reciprocal(1.0 + exponential(tl.abs(x), 2.0))
     return 4.0 * (r - r * r)
 

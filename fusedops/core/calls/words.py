@@ -76,21 +76,42 @@ def _write_presence(number: float | None) -> str:
     return "eps" if number is None else "given"
 
 
-def _read_number(words: Iterator[str], numbers: Iterator[float]) -> float | None:
+def _read_float_or_none(words: Iterator[str], numbers: Iterator[float]) -> float | None:
     word, number = next(words), next(numbers)
     return None if word == "eps" else number
 
 
-_STRING = _Form(str, lambda words, _: next(words))
+def _read_word(words: Iterator[str], _: Iterator[float]) -> str:
+    return next(words)
+
+
+def _read_int(words: Iterator[str], _: Iterator[float]) -> int:
+    return int(next(words))
+
+
+def _read_float(_: Iterator[str], numbers: Iterator[float]) -> float:
+    return next(numbers)
+
+
+def _write_dtype(dtype: torch.dtype | None) -> str:
+    return NAMES[dtype]
+
+
+def _read_dtype(words: Iterator[str], _: Iterator[float]) -> torch.dtype | None:
+    return DTYPES_BY_NAME[next(words)]
+
+
+_STRING = _Form(str, _read_word)
 _SIZES = _Form(_write_sizes, _read_sizes)
+# The forms of fields, by their types.
 _FORMS: dict[Any, _Form] = {
     str: _STRING,
-    int: _Form(str, lambda words, _: int(next(words))),
-    float: _Form(None, lambda _, numbers: next(numbers), number=True),
-    float | None: _Form(_write_presence, _read_number, number=True),
+    int: _Form(str, _read_int),
+    float: _Form(None, _read_float, number=True),
+    float | None: _Form(_write_presence, _read_float_or_none, number=True),
     tuple[int, ...]: _SIZES,
     tuple[int, ...] | None: _SIZES,
-    torch.dtype | None: _Form(lambda dtype: NAMES[dtype], lambda w, _: DTYPES_BY_NAME[next(w)]),
+    torch.dtype | None: _Form(_write_dtype, _read_dtype),
 }
 
 
@@ -99,8 +120,16 @@ def _form(hint: Any) -> _Form | None:
     if get_origin(hint) is Literal:
         return _STRING
     if get_origin(hint) is Annotated:
-        off, on = hint.__metadata__[0]
-        return _Form(lambda value: on if value else off, lambda words, _: next(words) == on)
+        words_of_bool: tuple[str, str] = hint.__metadata__[0]
+        off, on = words_of_bool
+
+        def write(value: bool) -> str:
+            return on if value else off
+
+        def read(words: Iterator[str], _: Iterator[float]) -> bool:
+            return next(words) == on
+
+        return _Form(write, read)
     return _FORMS.get(hint)
 
 

@@ -470,8 +470,10 @@ def forward(
 ) -> Decision:
     """Returns the config of a forward: whole rows if they fit in registers, else tiles of rows."""
     block, parts = forward_tiles(cols, itemsize, adds, rms)
-    if block * parts == 8192 and (adds or not rms) and bucket <= SOME:
-        block, parts = 8192, 1  # with few rows one tile is faster, with many several tiles
+    # With few rows one tile of 8192 columns is faster, with many rows several tiles.
+    has_few_rows = bucket <= SOME
+    if block * parts == 8192 and has_few_rows and (adds or not rms):
+        block, parts = 8192, 1
     # The tiles select a table. The other properties of the call select a rule in the table.
     if parts > 1:
         rules: Sequence[_Rule] = _FORWARD_PARTS
