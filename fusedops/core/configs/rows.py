@@ -41,7 +41,7 @@ WHOLE_FORWARD = 16384
 _WHOLE_FORWARD_16BIT = 32768
 # The most columns of a LayerNorm with a residual that runs in 32 warps. Wider ones run in 16 warps,
 # each of which has twice the registers.
-_WITH_VECTORS = 24576
+_WIDEST_IN_32_WARPS = 24576
 # The most columns of a row that a backward program holds whole, in 16 and 32 bits, and in 64 bits.
 WHOLE_BACKWARD = 8192
 _WHOLE_BACKWARD_64BIT = 2048
@@ -274,7 +274,7 @@ _FORWARD_PARTS = (
         "H200, dropout-add-RMSNorm, 5120 columns: 57.4 to 54.8 us",
     ),
     _Rule(
-        {"adds": _YES, "rms": _NO, "cols": _above(_WITH_VECTORS)},
+        {"adds": _YES, "rms": _NO, "cols": _above(_WIDEST_IN_32_WARPS)},
         _Tile(per_thread=24, block=4096),
         "16 warps have enough registers for the sum, the weight and the shift",
         "H100, 1024x32768: 94.5 to 85.4 us",
