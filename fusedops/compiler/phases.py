@@ -439,7 +439,7 @@ def _emit_tile(
     numbers = {node: emitter.value(node) for node in phases.numbers}
     first: list[str] = []
     exchanged: list[str] = []
-    before_reductions = 0  # the index of the line before which the last phase's reductions begin
+    before_reductions = 0  # the index of the line before which the reductions begin
     last = len(phases.all_reductions) - 1
     for phase, reductions in enumerate(phases.all_reductions):
         emitter.open_columns(full=False)
@@ -457,7 +457,7 @@ def _emit_tile(
             emitter.open_columns(full=False)
             _store(emitter, phases, stores, phase)
             _close(emitter)
-        before_reductions = len(emitter.lines)
+            before_reductions = len(emitter.lines)
         if phases.exchanged and phase == 0:
             exchanged = list(accumulators.values())
             first, emitter.lines = emitter.lines, []
@@ -487,8 +487,7 @@ def _close(emitter: Emitter) -> None:
 def _insert_vectors(emitter: Emitter, phases: Phases, before_reductions: int) -> None:
     """Insert the loop that loads a phase's vectors, unless it is before the loop over all rows.
 
-    It is just before the phase, or, at the line ``before_reductions``, before the reductions that
-    precede the phase.
+    It is just before the phase, or, at the line ``before_reductions``, before all reductions.
     """
     if emitter.flat:
         position = len(emitter.lines)
