@@ -1,8 +1,8 @@
-"""Launches of the norm kernels: the row strides, the plan for the call, and the launch.
+"""Launches the norm kernels: gets the row strides, looks up the call's plan, and launches.
 
-A compiled variant depends on dtypes, absences, hidden size, alignment and device, never on the
-number of rows. A plan depends on the rows' bucket too, because the best config may differ between
-buckets.
+A compiled variant depends on dtypes, absent arguments, hidden size, alignment and device, never on
+the number of rows. A plan also depends on the bucket of the number of rows, because buckets may
+have different best configs.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from .site import NormSite
 __all__ = ["backward", "forward"]
 
 _Dtype = torch.dtype | None
-# The most elements of a tile per thread for which registers hold the next tile as well.
+# Registers hold the next tile too if a thread has at most this many elements of a tile.
 _CARRIED = 16
-# The number of programs where nothing limits it.
+# The most programs of a grid that needs no limit.
 _UNLIMITED = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class _Forward:
-    """A forward's launch.
+    """The plan of a forward's launch.
 
     Attributes:
         variant: the compiled kernel.
         rows: the rows of a tile.
-        tiles: the tiles of a row.
+        tiles: the programs that divide a row's columns; 1 with a norm.
         programs: the most programs along the rows.
     """
 
@@ -51,16 +51,16 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Backward:
-    """A backward's launches.
+    """The plan of a backward's launches.
 
     Attributes:
-        post: the kernel that stores the sums over each program's columns, where programs do not
-            wait for one another.
+        post: with the exchange "read", the kernel that stores each program's sums over its columns.
         variant: the kernel that stores all gradients.
         rows: the rows of a tile.
         columns: the number of programs that a row's columns are divided among.
         programs: the most programs along the rows.
-        exchange: "none", "wait", or "read" after `post`.
+        exchange: how the programs of a row exchange sums, as ``EXCHANGE`` in the kernel: "none",
+            "wait", or "read" after a launch of `post`.
         multiprocessors: the number of multiprocessors of the stream that this plan is for; 0 if it
             does not depend on them.
         reduce: the kernel that adds partial sums of parameter gradients.
@@ -85,14 +85,14 @@ _backwards: dict[Any, _Backward] = tuning.register_cache({})
 
 
 def forward(site: NormSite, tensors: Any, outs: Any, state: State) -> None:
-    """Launches one kernel, from ``(x, bias, residual, weight, ln_bias)`` to the outputs.
+    """Launches one kernel, which computes ``outs`` from ``tensors``.
 
-    These are ``(y, z, cast, stats)``.
+    ``tensors`` are ``(x, bias, residual, weight, ln_bias)``, and ``outs`` ``(y, z, cast, stats)``.
     """
     x, bias, residual, weight, ln_bias = tensors
     y, z, cast, stats = outs
     seed, offset, threshold = state
-    kind = 0 if seed is None else seed_kind(offset)
+    seed_type = 0 if seed is None else seed_kind(offset)  # an index in `SEED_TYPES`
     cols = site.cols
     dims = site.dims
     # The bits of all addresses and strides: if the lowest four are zero, the variant may rely on
@@ -112,7 +112,7 @@ def forward(site: NormSite, tensors: Any, outs: Any, state: State) -> None:
         ln_bias, more = vector(ln_bias)
         bits |= more
     rows = x.numel() // cols
-    key = (site, kind, bits & 15 == 0, BUCKET[rows.bit_length()])
+    key = (site, seed_type, bits & 15 == 0, BUCKET[rows.bit_length()])
     plan = _forwards.get(key)
     if plan is None:
         plan = tuning.plan(_forwards, key, _plan_forward)
@@ -159,24 +159,27 @@ def forward(site: NormSite, tensors: Any, outs: Any, state: State) -> None:
 def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) -> None:
     """Launches up to three kernels.
 
-        post      where programs share rows but do not wait: the sums over each one's columns
-        variant   all gradients; of parameters partial sums, if there are several programs
-        reduce    the sums of these parts
+        post      stores each program's sums over its columns, if programs share rows and do not
+                  wait for one another
+        variant   stores all gradients; several programs along the rows store partial sums of
+                  parameter gradients
+        reduce    adds the partial sums
 
     Gradients that are None in ``outs`` are not computed.
 
     ``saved`` are ``(source, bias, residual, weight, ln_bias, stats)``. Depending on the site, the
-    source is the pre-norm sum, the output or x. Only with x are bias and residual present. ``dy``
-    and ``dcast`` are gradients of the same values: of the output and of its cast copy.
+    source is the pre-norm sum, the output or x; bias and residual are present only with x. ``dy``
+    is the gradient of the output, and ``dcast`` that of its cast copy.
     """
     dy, dz, dcast = grads
-    # The kernel needs dy to normalise: without it the copy's gradient takes its place.
+    # The kernel differentiates the norm only if it has dy. Output and copy hold the same values, so
+    # the copy's gradient alone can be passed as dy.
     if dy is None:
         dy, dcast = dcast, None
     source, bias, residual, weight, ln_bias, stats = saved
     dx, dbias, dresidual, dweight, dln_bias = outs
     seed, offset, threshold = state
-    kind = 0 if seed is None else seed_kind(offset)
+    seed_type = 0 if seed is None else seed_kind(offset)  # an index in `SEED_TYPES`
     cols, dims = site.cols, site.dims
     dz_stride = dcast_stride = residual_stride = cols
     dy, dy_stride, bits = as_rows(dy, cols, dims)
@@ -191,11 +194,11 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
     if residual is not None:
         residual, residual_stride, more = as_rows(residual, cols, dims)
         bits |= more
-    bias, of_bias = vector(bias)
-    weight, of_weight = vector(weight)
-    ln_bias, of_ln_bias = vector(ln_bias)
-    stats, of_stats = vector(stats)
-    bits |= of_bias | of_weight | of_ln_bias | of_stats
+    bias, bias_bits = vector(bias)
+    weight, weight_bits = vector(weight)
+    ln_bias, ln_bias_bits = vector(ln_bias)
+    stats, stats_bits = vector(stats)
+    bits |= bias_bits | weight_bits | ln_bias_bits | stats_bits
     like = dy if dy is not None else dz
     rows = like.numel() // cols
     needs = (
@@ -211,7 +214,7 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
         None if dy is None else dy.dtype,
         None if dz is None else dz.dtype,
         None if dcast is None else dcast.dtype,
-        kind,
+        seed_type,
         bits & 15 == 0,
         0,  # multiprocessors: see `_backward_of`
         BUCKET[rows.bit_length()],
@@ -224,12 +227,12 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
     moments = partials = None
     row_tiles = -(-rows // plan.rows)
     programs = 1
-    # One program processes few rows, and stores the column sums itself.
+    # If there are few rows, one program processes them all and stores the parameter gradients.
     if row_tiles > launch.MOST_ALONE:
         programs = min(row_tiles, plan.programs)
         if plan.reduce is not None:
             partials = like.new_empty(programs, plan.sums, cols, dtype=site.acc)
-    # Programs wait until a word is not zero: the words have to be zero before.
+    # A program waits until a word is not zero, so the words must be zero before the launch.
     if plan.exchange == "wait":
         moments = like.new_zeros(plan.columns, rows, dtype=torch.int64)
     elif plan.exchange == "read":
@@ -250,7 +253,8 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
         dbias,
         dweight,
         dln_bias,
-        partials if partials is not None else like,  # any address, where nothing is written to it
+        # Without partial sums nothing is written to this address, so any tensor will do.
+        partials if partials is not None else like,
         seed,
         offset,
         threshold,
@@ -265,18 +269,17 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
         plan.post(plan.columns, programs, *arguments)
     plan.variant(plan.columns, programs, *arguments)
     if partials is not None and plan.reduce is not None:
-        plan.reduce(
-            -(-cols // plan.reduce_block), plan.sums, partials, dbias, dweight, dln_bias, programs
-        )
+        column_tiles = -(-cols // plan.reduce_block)
+        plan.reduce(column_tiles, plan.sums, partials, dbias, dweight, dln_bias, programs)
 
 
 def _backward_of(key: tuple[Any, ...]) -> _Backward:
-    """The plan for a key, which has 0 for the number of multiprocessors, on the current stream."""
+    """Returns the plan on the current stream for a key whose number of multiprocessors is 0."""
     plan = _backwards.get(key) or tuning.plan(_backwards, key, _plan_backward)
     return plan_of_stream(plan, _backwards, key, _plan_backward)
 
 
-# --- the variants behind the keys -----------------------------------------------------------------
+# --- plans ----------------------------------------------------------------------------------------
 
 
 tuning.register(configs, "norm_forward", "dropout_add", "norm_backward")
@@ -290,6 +293,7 @@ def _build(
     site: NormSite,
     aligned: bool,
 ) -> Variant:
+    """Returns a compiled variant of a kernel, for arguments of ``types``."""
     return launch.build(
         kernel,
         types,
@@ -303,6 +307,7 @@ def _build(
 
 
 def _plan_forward(site: NormSite, seed: int, aligned: bool, bucket: int) -> _Forward:
+    """Returns the plan for a key of `_forwards`; ``seed`` is the kind of seed: see `seed_kind`."""
     from . import kernels
 
     rule, cols = site.rule, site.cols
@@ -318,8 +323,8 @@ def _plan_forward(site: NormSite, seed: int, aligned: bool, bucket: int) -> _For
         "residual_stride": "i64",
         "M": "i64",
     }
-    # Whether the sum is written is not in the key: training and inference share a config, and so
-    # return the same bits.
+    # The tuning key does not tell whether the sum is written: training and inference share a
+    # config, and so return the same bits.
     parts = ("dropout" if seed else "plain", "alone" if residual is None else "adds")
     moved = widths(x.itemsize, site.z.itemsize, site.y.itemsize)
     if not site.normalizes:
@@ -355,7 +360,7 @@ def _plan_forward(site: NormSite, seed: int, aligned: bool, bucket: int) -> _For
 def _backward_tuning_key(
     site: NormSite, seed: int, sums: int, bucket: int, moved: tuple[_Dtype, ...]
 ) -> TuningKey:
-    """The key of a backward; ``moved`` are the dtypes of the large tensors read and written."""
+    """Returns a backward's tuning key; ``moved`` has the dtypes of all tensors of rows, or None."""
     present = [dtype for dtype in moved if dtype is not None]
     # Without dy there is nothing to normalise, even if the forward normalised.
     kind = "none" if moved[0] is None else site.rule.kind
@@ -366,14 +371,14 @@ def _backward_tuning_key(
         f"{len(present)} moved",
     )
     sizes = sorted({dtype.itemsize for dtype in present})
-    wide = site.cols > configs.MORE_HELD_MATTERS and sizes == [2]
+    wide = site.cols > configs.MORE_HELD_ABOVE and sizes == [2]
     if wide and _holds_more_registers(site):
         parts += (configs.MORE_HELD,)
     return TuningKey("norm_backward", parts, widths(*sizes), site.cols, bucket)
 
 
 def _holds_more_registers(site: NormSite) -> bool:
-    """Whether a backward's parameters take more registers than one weight of 16 bits."""
+    """Returns whether a backward's parameters take more registers than one weight of 16 bits."""
     if site.constants.save == "output":
         return True
     parameters = site.dtypes[3:]
@@ -391,10 +396,10 @@ def _plan_backward(
     multiprocessors: int,
     bucket: int,
 ) -> _Backward:
-    """The plan for a key of `_backwards`.
+    """Returns the plan for a key of `_backwards`.
 
-    ``multiprocessors`` distinguishes plans for different streams; it is 0 while the current
-    stream's are not known.
+    ``multiprocessors`` is the number that the current stream has, or 0 if it is not known yet.
+    Streams with different numbers have different plans.
     """
     from ..core.kernels import sum_partials_kernel
     from . import kernels
@@ -426,18 +431,20 @@ def _plan_backward(
         # more of them, the programs may wait.
         if not multiprocessors and launch.may_wait(device_index, site.acc):
             multiprocessors = launch.multiprocessors(device_index)
-    # Programs are persistent: as many as run at the same time, each with the rows of many tiles.
+    # The grid has as many programs as run at the same time; each loops over many tiles of rows.
     available = multiprocessors or launch.processors(device_index)
     programs = max(2, available * config.per_sm // columns)
     reduce_config = tuning.config_of_sums(programs, cols)
     types = _backward_types(site, needs, dy, dz, dcast, source, seed, exchange)
     # The pipeline's asynchronous copies have four bytes or more. If elements of 16 bits are loaded
     # one at a time, registers carry the next rows instead: see ``CARRIED`` in the kernel. Tiles in
-    # fp32 would take too many registers. Such tiles are those of a tensor in fp32, of the sum of dy
-    # and dcast, and of the pre-norm sum where it is computed again from the inputs.
+    # fp32 would take too many registers. A tile is in fp32 if its tensor is, if it is the sum of dy
+    # and dcast, or if it is the pre-norm sum computed again from the inputs.
     only_16bit = all(dtype.itemsize == 2 for dtype in read)
-    narrow = normalizes and save != "inputs" and dcast is None and only_16bit
-    one_by_one = narrow and (not aligned or cols % 2 != 0)
+    has_16bit_tiles = normalizes and save != "inputs" and dcast is None and only_16bit
+    is_unaligned = not aligned or cols % 2 != 0
+    one_by_one = has_16bit_tiles and is_unaligned
+    fits_registers = config.columns * config.rows <= _CARRIED * 32 * config.warps
     constants = {
         "KIND": rule.kind if normalizes else "none",
         "SAVED": save,
@@ -445,7 +452,7 @@ def _plan_backward(
         "WEIGHT_OFFSET": float(rule.weight_offset),
         "VECTOR": vector_width(*read, config=config),
         "EXCHANGE": exchange,
-        "CARRIED": one_by_one and config.columns * config.rows <= _CARRIED * 32 * config.warps,
+        "CARRIED": one_by_one and fits_registers,
     }
 
     def build(types: dict[str, str | None], **more: str) -> Variant:
@@ -453,11 +460,12 @@ def _plan_backward(
 
     variant = build(types)
     if exchange == "wait" and multiprocessors:
-        # All programs of a cooperative launch run at the same time.
+        # A cooperative launch has no more programs than run at the same time.
         programs = min(programs, multiprocessors * launch.resident(variant) // columns)
     post = reduce = None
     if exchange == "read":
-        # A post launch stores sums only: without these pointers the stores are not compiled.
+        # A post launch stores sums only: the stores of gradients are not compiled if these pointers
+        # are None.
         unused = ("dsum", "dx", "dresidual", "dbias", "dweight", "dln_bias")
         post = build(types | dict.fromkeys(unused), EXCHANGE="post")
     if sums:
@@ -493,7 +501,7 @@ def _backward_types(
     seed: int,
     exchange: str,
 ) -> dict[str, str | None]:
-    """Triton's types of a backward's arguments, None for those that are absent."""
+    """Returns Triton's types of a backward's arguments, None for those that are absent."""
     save, pointers = site.constants.save, site.pointers
     normalizes = site.normalizes and dy is not None
     inputs = normalizes and save == "inputs"

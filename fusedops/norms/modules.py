@@ -2,7 +2,7 @@
 
 Each is a subclass of the torch.nn module that it replaces. So ``isinstance`` is true, the
 parameters, their initial values and their ``state_dict`` keys are the same, and weights load in
-both directions.
+both directions. A module's ``_beside`` names its tensor arguments after x: see `TensorsBeside`.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class _RoundedRMSNorm(nn.RMSNorm):
             nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
     def extra_repr(self) -> str:
-        """torch.nn's line, and the options that are not at their defaults."""
+        """Returns the line of torch.nn, and the options that are not at their defaults."""
         return super().extra_repr() + _differences(self, weight_offset=0.0, rounding="once")
 
 
@@ -333,7 +333,7 @@ class FusedBiasDropoutAddLayerNorm(TensorsBeside, nn.LayerNorm, Generic[Returned
         ) -> Returned: ...
 
     def extra_repr(self) -> str:
-        """torch.nn's line, and the options that are not at their defaults."""
+        """Returns the line of torch.nn, and the options that are not at their defaults."""
         return f"{super().extra_repr()}, p={self.p}" + _differences(
             self, return_sum=False, save="sum"
         )
@@ -481,7 +481,7 @@ class FusedBiasDropoutAddRMSNorm(TensorsBeside, _RoundedRMSNorm, Generic[Returne
         ) -> Returned: ...
 
     def extra_repr(self) -> str:
-        """torch.nn's line, and the options that are not at their defaults."""
+        """Returns the line of torch.nn, and the options that are not at their defaults."""
         return f"{super().extra_repr()}, p={self.p}" + _differences(
             self, return_sum=False, save="sum"
         )
@@ -628,7 +628,7 @@ class FusedAddRMSNorm(TensorsBeside, _RoundedRMSNorm):
 
 
 def _width(name: str, normalized_shape: int | Sequence[int]) -> int:
-    """The hidden size; the operators with a bias and a residual normalise one dimension."""
+    """Returns the hidden size; operators with a bias or a residual normalise one dimension."""
     shape = ops.check_sizes(name, normalized_shape)
     if len(shape) != 1:
         raise ValueError(f"{name}: normalized_shape must have one dimension, got {tuple(shape)}")
@@ -638,8 +638,8 @@ def _width(name: str, normalized_shape: int | Sequence[int]) -> int:
 def _check_width(module: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> None:
     """Raises if the input is not as wide as the module.
 
-    The operator's width is that of the input: its error would name the weight, and without a weight
-    it would raise none.
+    The operator takes the width from the input. So its error would name the weight as wrong, and
+    without a weight there would be no error.
     """
     if isinstance(x, Tensor) and not x.is_nested and x.shape[-1:] != module.normalized_shape:
         name, expected = type(module).__name__, module.normalized_shape[0]
@@ -647,7 +647,7 @@ def _check_width(module: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> None:
 
 
 def _differences(module: nn.Module, **defaults: object) -> str:
-    """The options that are not at their defaults, in the style of ``extra_repr``."""
+    """Returns the options that are not at their defaults, as text for ``extra_repr``."""
     text = ""
     for name, default in defaults.items():
         value = getattr(module, name)

@@ -1,4 +1,4 @@
-"""The norm family's operator: cache keys, checks, outputs and reference implementation."""
+"""The norm family's operator: cache keys, checks, outputs, reference implementation, gradients."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ __all__ = ["NORM", "check_constants"]
 _ROUNDINGS = ("once", "llama", "t5")
 _SAVES = ("sum", "output", "inputs")
 
-# The indices of the tensors that the output, the pre-norm sum and the low-precision copy depend on.
-_SOURCES = tuple(map(frozenset, (range(5), range(3), range(5))))
+# For each of output, pre-norm sum and low-precision copy, the indices in `TENSORS` of the tensors
+# that it depends on. The sum depends on x, bias and residual only.
+_SOURCES = (frozenset(range(5)), frozenset(range(3)), frozenset(range(5)))
 
-# Whether GPU autocast runs PyTorch's norms in fp32 (rms_norm: from 2.12 on).
+# By kind, whether GPU autocast runs PyTorch's norm in fp32 (rms_norm: from PyTorch 2.12 on).
 _WIDENED = {kind: cast_by_autocast(f"aten::{kind}_norm") for kind in ("layer", "rms")}
 
 
@@ -48,9 +49,9 @@ class Norm(Operator):
 
     @staticmethod
     def key(mode: int, constants: Any, tensors: Any) -> Hashable:
-        """Everything that `check` reads: types, dtypes, devices, and the sizes of last dimensions.
+        """Returns all that `check` reads: types, dtypes, devices, and the sizes of last dimensions.
 
-        The number of rows is left out: it is not checked, and differs from batch to batch.
+        The number of rows is not in the key: it is not checked, and differs from batch to batch.
         """
         # This runs in every call: no helper function, and no loop over the tensors.
         x, bias, residual, weight, ln_bias = tensors
@@ -81,7 +82,10 @@ class Norm(Operator):
         )
 
     def check(self, constants: NormConstants, tensors: Any, *, nested: bool) -> NormConstants:
-        """See `Operator`; it checks all but p. PyTorch's norms may return fp32 under autocast."""
+        """Checks everything but p; see `Operator`.
+
+        Under autocast PyTorch's norm may return fp32. Then the returned constants have that dtype.
+        """
         op = constants.op
         if not nested:
             self._check_tensors(constants, tensors)
@@ -105,8 +109,9 @@ class Norm(Operator):
     def _check_tensors(self, constants: NormConstants, tensors: Any) -> None:
         op, shape = constants.op, constants.shape
         x, bias, residual, weight, ln_bias = tensors
-        first, last = self.argument(constants, 0), self.argument(constants, 4)
-        checks.check_tensor(op, first, x)
+        # The names by which the caller knows x and ln_bias.
+        x_name, ln_bias_name = self.argument(constants, 0), self.argument(constants, 4)
+        checks.check_tensor(op, x_name, x)
         if shape is None:
             if x.dim() == 0:
                 raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
@@ -114,18 +119,20 @@ class Norm(Operator):
         else:
             tail = shape
             if tuple(x.shape[-len(tail) :]) != tail:
-                wanted = ", ".join(map(str, tail))
-                raise ValueError(f"{op}: input has shape {tuple(x.shape)}, expected (*, {wanted})")
+                expected = ", ".join(map(str, tail))
+                raise ValueError(
+                    f"{op}: input has shape {tuple(x.shape)}, expected (*, {expected})"
+                )
         if residual is not None:
             checks.check_tensor(op, "residual", residual, x)
             checks.check_shape(op, "residual", residual, tuple(x.shape))
-        for name, value in (("bias", bias), ("weight", weight), (last, ln_bias)):
+        for name, value in (("bias", bias), ("weight", weight), (ln_bias_name, ln_bias)):
             if value is not None:
                 checks.check_tensor(op, name, value, x)
                 checks.check_shape(op, name, value, tail)
 
     def cols(self, constants: NormConstants, tensors: Any) -> int:
-        """The hidden size."""
+        """Returns the hidden size, -1 if the kernels do not support it."""
         x = tensors[0]
         cols = x.shape[-1] if constants.shape is None else math.prod(constants.shape)
         return cols if 0 < cols <= launch.LONGEST_ROW else -1
@@ -133,14 +140,15 @@ class Norm(Operator):
     def writes(
         self, constants: NormConstants, dtypes: Dtypes, *, dropout: bool, saves: bool
     ) -> tuple[bool, ...]:
-        """Whether each output is written: y, z, the low-precision copy and the statistics.
+        """Returns whether each output is written: y, z, the low-precision copy and the statistics.
 
-        The pre-norm sum z is written if it is returned, or if it is saved and not equal to x.
+        The pre-norm sum z is written if it is returned, or if it is saved and differs from x.
         """
         if constants.kind == "none":
             return True, False, False, False
-        is_x = dtypes[1] is None and dtypes[2] is None and not dropout
-        saves_sum = saves and constants.save == "sum" and not is_x
+        _, bias, residual, _, _ = dtypes
+        sum_is_x = bias is None and residual is None and not dropout
+        saves_sum = saves and constants.save == "sum" and not sum_is_x
         y, _ = _output_dtypes(constants, dtypes)
         casts = constants.cast_dtype not in (None, y)
         return True, constants.return_sum or saves_sum, casts, True
@@ -158,13 +166,14 @@ class Norm(Operator):
         """See `Operator`."""
         y, z = _output_dtypes(constants, dtypes)
         outs = self.writes(constants, dtypes, dropout=dropout, saves=saves)
-        # The outputs of the autograd Function are the first ``returned`` of y, z and the copy. A
-        # sum that is saved is one of them even if the caller does not get it: the second derivative
-        # depends on it as a function of x, bias and residual.
-        several = constants.return_sum or constants.cast_dtype is not None
-        returned = 3 if several else 1 + outs[1]
+        # The autograd Function returns the first ``returned`` of y, z and the copy. It returns a
+        # saved sum even if the caller does not get it: for the second derivative, autograd must
+        # differentiate the sum with respect to x, bias and residual.
+        returns_several = constants.return_sum or constants.cast_dtype is not None
+        returned = 3 if returns_several else 1 + outs[1]
         moments = {"layer": 2, "rms": 1, "none": 0}[constants.kind]
         shares = not dropout and dtypes[0] is dtypes[2]
+        _, stores_sum, casts, _ = outs
         return NormSite(
             constants,
             device_index,
@@ -172,16 +181,16 @@ class Norm(Operator):
             dtypes,
             dropout,
             saves,
-            accumulator(z),
-            outs,
-            returned,
-            _saved(constants, outs[1]),
-            y,
-            z,
-            constants.cast_dtype if outs[2] else None,
-            constants.dims(),
-            moments,
-            shares,
+            acc=accumulator(z),
+            outs=outs,
+            returned=returned,
+            saved=_saved(constants, stores_sum=stores_sum),
+            y=y,
+            z=z,
+            cast=constants.cast_dtype if casts else None,
+            dims=constants.dims(),
+            moments=moments,
+            shares=shares,
             # The pre-norm sum depends on none of the norm's parameters.
             sources=_SOURCES if constants.return_sum else None,
             native=_native(constants, dtypes),
@@ -196,14 +205,14 @@ class Norm(Operator):
         return "input" if name == "x" and norm_alone else name
 
     def axes(self, constants: NormConstants, tensors: Any) -> Axes:
-        """See `Operator`; of several normalised dimensions none is sharded."""
+        """See `Operator`. If a row has several dimensions, none of them is sharded."""
         dims = constants.dims()
         axes = axes_of_rows(
             tensors,
-            0,
+            first=0,
             dims=dims,
             columns=self.cols(constants, tensors),
-            carriers=(0, 2),
+            carriers=(0, 2),  # x and the residual
             are_split=dims == 1,
             outputs=self.visible,
         )
@@ -218,9 +227,10 @@ class Norm(Operator):
     def reference(
         self, constants: NormConstants, tensors: Any, dropout: Dropout
     ) -> tuple[Tensor | None, ...]:
-        """See `reference.forward`."""
+        """Returns the output, the pre-norm sum and the copy: see `Operator` and `reference`."""
         x, bias, residual, weight, ln_bias = tensors
         if x.is_nested:
+            # A nested tensor is left to PyTorch's norm, if that computes the same.
             dtypes = tuple([None if t is None else t.dtype for t in tensors])
             native = _native(constants, dtypes)
             if native is not None:
@@ -238,7 +248,7 @@ class Norm(Operator):
             out_dtype=constants.out_dtype,
             elementary=elementary,
         )
-        # The kernels never return the caller's own tensor, so neither does this.
+        # Like the kernels, this never returns the caller's own tensor.
         if y is x:
             y = y.clone()
         if flat is not x:
@@ -259,13 +269,14 @@ class Norm(Operator):
         dropout: Callable[[Tensor], Dropout],
         needs: Sequence[bool],
     ) -> Sequence[Tensor | None]:
-        """The gradients, from the pre-norm sum, which is saved or computed again."""
+        """Returns the gradients, from the pre-norm sum, which is saved or computed again."""
         dy, dz, dcast = grads
         weight, ln_bias = saved[3:5]
         if dcast is not None:
             dy = dcast if dy is None else dy + dcast
         like = dz if dy is None else dy
         dropped = dropout(like)
+        # The whole gradient of the pre-norm sum: dz, and dy differentiated through the norm.
         total = None if dz is None else dz.to(site.acc)
         dweight = dln_bias = None
         if not site.normalizes:
@@ -295,7 +306,7 @@ class Norm(Operator):
     # --- kernels ----------------------------------------------------------------------------------
 
     def allocate(self, site: NormSite, tensors: Any) -> tuple[Tensor | None, ...]:
-        """``(y, z, cast, stats)``.
+        """Returns uninitialised ``(y, z, cast, stats)``, None where not written.
 
         The statistics are rstd and, for LayerNorm, the mean: one number per row each.
         """
@@ -313,10 +324,10 @@ class Norm(Operator):
     backward = staticmethod(launching.backward)
 
     def needed(self, site: NormSite, grads: Any, needs: Any) -> tuple[bool, ...]:
-        """See `Operator`.
+        """Returns which gradients the backward writes: see `Operator`.
 
-        Without dropout x and residual of one dtype share a gradient, as in PyTorch's add. If only
-        the pre-norm sum has a gradient, the norm's parameters have none.
+        If x and residual share a gradient (``site.shares``), only the residual's is written. If
+        only the pre-norm sum has a gradient, the norm's parameters have none.
         """
         normed = grads[0] is not None or grads[2] is not None
         if normed and not site.shares:
@@ -328,7 +339,7 @@ class Norm(Operator):
     def allocate_gradients(
         self, site: NormSite, grads: Any, saved: Any, needed: Any
     ) -> tuple[Tensor | None, ...]:
-        """``(dx, dbias, dresidual, dweight, dln_bias)``."""
+        """Returns uninitialised ``(dx, dbias, dresidual, dweight, dln_bias)``."""
         dy, dz, dcast = grads
         like = dy
         if like is None:
@@ -345,21 +356,21 @@ class Norm(Operator):
     def expose_gradients(
         self, site: NormSite, grads: Any, saved: Any, outs: Any, needs: Any
     ) -> Sequence[Tensor | None]:
-        """See `Operator`; a gradient of x that was not written is the residual's: see `needed`."""
+        """Returns the gradients, with the residual's for x too if they share it: see `needed`."""
         if needs[0] and outs[0] is None:
             return outs[2], *outs[1:]
         return outs  # type: ignore[no-any-return]
 
 
 def _flat(t: Tensor, dims: int) -> Tensor:
-    """A tensor whose last ``dims`` dimensions are one."""
-    # `flatten` has no rule for gradients that `torch.autograd.grad` maps over
-    # (``is_grads_batched=True``).
+    """Returns the tensor with its last ``dims`` dimensions flattened into one."""
+    # Not `flatten`: it has no batching rule for the gradients of `torch.autograd.grad` with
+    # ``is_grads_batched=True``.
     return t if dims == 1 else t.reshape(*t.shape[:-dims], math.prod(t.shape[-dims:]))
 
 
 def _native(constants: NormConstants, dtypes: Dtypes) -> Callable[..., Any] | None:
-    """`F.layer_norm` or `F.rms_norm`, where it computes exactly this."""
+    """Returns `F.layer_norm` or `F.rms_norm` if it computes the same call, and else None."""
     x, bias, residual, weight, ln_bias = dtypes
     if constants.shape is None or constants.kind == "none":
         return None
@@ -386,7 +397,7 @@ def _rms_norm(constants: NormConstants, tensors: Any) -> Tensor:
 
 
 def _output_dtypes(constants: NormConstants, dtypes: Dtypes) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes of the output and of the pre-norm sum."""
+    """Returns the dtypes of the output and of the pre-norm sum."""
     x, bias, residual, weight, _ = dtypes
     assert x is not None
     z = x
@@ -396,10 +407,12 @@ def _output_dtypes(constants: NormConstants, dtypes: Dtypes) -> tuple[torch.dtyp
     return constants.out_dtype or constants.rule().output_dtype(z, weight), z
 
 
-def _saved(constants: NormConstants, stores: bool) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """A function that selects the tensors of `Norm.saved`.
+def _saved(
+    constants: NormConstants, *, stores_sum: bool
+) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Returns a function that selects the tensors of `Norm.saved`.
 
-    Its argument is a tuple with these indices:
+    Its argument is ``(*tensors, *outputs, None)``, with these indices:
 
         0 x   1 bias   2 residual   3 weight   4 ln_bias
         5 y   6 z      7 cast       8 stats    9 None
@@ -409,16 +422,16 @@ def _saved(constants: NormConstants, stores: bool) -> Callable[[tuple[Any, ...]]
         return itemgetter(*[absent] * 6)
     if constants.save == "inputs":
         return itemgetter(0, 1, 2, 3, 4, 8)
-    rows = 6 if stores else 0  # a sum that is not written is x
+    source = 6 if stores_sum else 0  # a sum that is not written is x
     if constants.save == "output":
-        rows = 5
-    return itemgetter(rows, absent, absent, 3, 4, 8)
+        source = 5
+    return itemgetter(source, absent, absent, 3, 4, 8)
 
 
 def _norm_derivative(
     site: NormSite, dy: Tensor, saved: Any, dropped: Dropout, needs: Sequence[bool]
 ) -> Sequence[Tensor | None]:
-    """The gradients of the pre-norm sum, weight and shift, in differentiable operators."""
+    """Returns the gradients of the pre-norm sum, weight and ln_bias, differentiably."""
     z, bias, residual, weight, ln_bias, _ = saved
     if site.constants.save == "output":
         raise RuntimeError("fusedops: save='output' has no double backward; use save='sum'")
@@ -436,7 +449,7 @@ def _norm_derivative(
 
 
 def _all_on_gpu(tensors: Sequence[Any]) -> bool:
-    """Whether autocast casts all tensors: they are on a GPU, and not in fp64."""
+    """Returns whether GPU autocast casts all tensors: they are on a GPU and not in fp64."""
     for t in tensors:
         if t is None:
             continue
@@ -453,7 +466,7 @@ def check_constants(
     rounding: Any = "once",
     save: Any = "sum",
 ) -> None:
-    """Checks the constants of a norm but p; an RMSNorm's eps may be None."""
+    """Checks all constants of a norm but p; an RMSNorm's eps may be None."""
     if eps is not None or kind == "layer":
         checks.check_eps(op, eps)
     checks.check_number(op, "weight_offset", weight_offset)

@@ -1,4 +1,7 @@
-"""The norm family's functionals: each passes its record and tensors to `core.calls.call`."""
+"""The norm family's functionals: each passes its constants and tensors to `core.calls.call`.
+
+A call's constants are a `NormConstants`; `record` takes its fields in their order.
+"""
 
 from __future__ import annotations
 
@@ -64,6 +67,8 @@ def layer_norm(
         shape: tuple[int, ...] = (normalized_shape,)
     else:
         shape = _shape("layer_norm", normalized_shape)
+    # The fields: op, kind, rounding, eps, weight_offset, shape, save, return_sum, out_dtype and
+    # cast_dtype.
     constants = record(
         NormConstants,
         ("layer_norm", "layer", "once", eps, 0.0, shape, "sum", False, out_dtype, None),
@@ -110,6 +115,8 @@ def rms_norm(
         shape: tuple[int, ...] = (normalized_shape,)
     else:
         shape = _shape("rms_norm", normalized_shape)
+    # The fields: op, kind, rounding, eps, weight_offset, shape, save, return_sum, out_dtype and
+    # cast_dtype.
     constants = record(
         NormConstants,
         ("rms_norm", "rms", rounding, eps, weight_offset, shape, "sum", False, out_dtype, None),
@@ -146,6 +153,8 @@ def bias_dropout_add(
     mask again from the seed. Saved for backward: nothing. Source: Srivastava et al. 2014,
     "Dropout"; Salmon et al. 2011 for the mask's generator, Philox.
     """
+    # The fields: op, kind, rounding, eps, weight_offset, shape, save, return_sum, out_dtype and
+    # cast_dtype.
     constants = record(
         NormConstants,
         ("bias_dropout_add", "none", "once", 0.0, 0.0, None, "sum", False, out_dtype, None),
@@ -286,6 +295,8 @@ def bias_dropout_add_ln(
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
     op = "bias_dropout_add_ln"
+    # The fields: op, kind, rounding, eps, weight_offset, shape, save, return_sum, out_dtype and
+    # cast_dtype.
     constants = record(
         NormConstants,
         (op, "layer", "once", eps, 0.0, None, save, return_sum, out_dtype, cast_dtype),
@@ -428,6 +439,8 @@ def bias_dropout_add_rms_norm(
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
     op = "bias_dropout_add_rms_norm"
+    # The fields: op, kind, rounding, eps, weight_offset, shape, save, return_sum, out_dtype and
+    # cast_dtype.
     constants = record(
         NormConstants,
         (op, "rms", rounding, eps, weight_offset, None, save, return_sum, out_dtype, cast_dtype),
@@ -473,6 +486,8 @@ def add_layer_norm(
     """
     if residual is None:
         _refuse_residual("add_layer_norm")
+    # The fields: op, kind, rounding, eps, weight_offset, shape, save, return_sum, out_dtype and
+    # cast_dtype.
     constants = record(
         NormConstants,
         ("add_layer_norm", "layer", "once", eps, 0.0, None, "sum", True, out_dtype, None),
@@ -518,6 +533,8 @@ def add_rms_norm(
     """
     if residual is None:
         _refuse_residual("add_rms_norm")
+    # The fields: op, kind, rounding, eps, weight_offset, shape, save, return_sum, out_dtype and
+    # cast_dtype.
     constants = record(
         NormConstants,
         ("add_rms_norm", "rms", rounding, eps, weight_offset, None, "sum", True, out_dtype, None),
@@ -527,12 +544,15 @@ def add_rms_norm(
 
 
 def _refuse_residual(op: str) -> None:
-    """Raises, as there is no residual: the operator accepts None, but these functions add."""
+    """Raises a TypeError: the operator accepts None, but functions that add need a residual."""
     raise TypeError(f"{op}: residual must be a torch.Tensor, got NoneType")
 
 
 def _several(outputs: Any, return_sum: bool, cast_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-    """The outputs that the call returns; an output that has ``cast_dtype`` is its own copy."""
+    """Returns the outputs that the caller asked for.
+
+    There is no copy if the output has ``cast_dtype`` already; then it is returned twice.
+    """
     y, z, cast = outputs[:3]
     returned = (y, z) if return_sum else (y,)
     if cast_dtype is None:
@@ -544,7 +564,7 @@ def _several(outputs: Any, return_sum: bool, cast_dtype: torch.dtype | None) -> 
 
 
 def check_sizes(op: str, normalized_shape: Any) -> list[int]:
-    """The sizes of a module's normalised shape, which has no input to be compared with yet."""
+    """Returns the sizes of a module's normalised shape, checked without an input."""
     shape = _shape(op, normalized_shape)
     if any(size < 0 for size in shape):
         raise ValueError(f"{op}: normalized_shape must hold no negative size, got {shape}")
@@ -552,11 +572,11 @@ def check_sizes(op: str, normalized_shape: Any) -> list[int]:
 
 
 def _shape(op: str, normalized_shape: Any) -> tuple[int, ...]:
-    """A normalised shape as a tuple of ints."""
+    """Returns a normalised shape as a tuple of ints."""
     if isinstance(normalized_shape, numbers.Integral):
         return (_size(op, normalized_shape),)
     sizes = None
-    # A string is a sequence, too, whose items would be named in the error.
+    # A string is a sequence too, but the error would name its first item's type.
     if not isinstance(normalized_shape, (str, bytes, bytearray)):
         with contextlib.suppress(TypeError):
             sizes = tuple(normalized_shape)
@@ -569,10 +589,11 @@ def _shape(op: str, normalized_shape: Any) -> tuple[int, ...]:
 
 
 def _size(op: str, size: Any) -> int:
-    # numbers.Integral as in torch.nn, because NumPy's integers are no int. A boolean is an int, but
-    # a mistake here.
-    whole = isinstance(size, (numbers.Integral, torch.SymInt)) and not isinstance(size, bool)
-    if whole or (isinstance(size, Tensor) and not size.is_floating_point()):
+    """Returns one size of a normalised shape as an int; raises if it is not a whole number."""
+    # numbers.Integral as in torch.nn, because NumPy's integers are not of type int. A boolean is of
+    # type int, but as a size it is a mistake.
+    is_whole = isinstance(size, (numbers.Integral, torch.SymInt)) and not isinstance(size, bool)
+    if is_whole or (isinstance(size, Tensor) and not size.is_floating_point()):
         return int(size)
     got = type(size).__name__
     raise TypeError(

@@ -1,8 +1,8 @@
 """The norm family's reference implementation in PyTorch's operators, differentiable to any order.
 
-It runs on devices without kernels, under torch.func transforms and in forward mode, and, on fp64
-tensors, as the tests' oracle. Statistics and accumulation are in fp32, in fp64 for
-fp64 inputs. Every function works over the last dimension.
+It runs on devices without kernels, under torch.func transforms and in forward mode. With fp64
+tensors it is the tests' oracle. Statistics and accumulation are in fp32 (fp64 for fp64 inputs).
+Every function normalises over the last dimension.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = [
 
 Kind = Literal["layer", "rms", "none"]
 Rounding = Literal["once", "llama", "t5"]
-# Multiplies by the keep mask over its probability; the second argument is the dtype of
-# `F.dropout`'s input.
+# A function that multiplies by the keep mask and divides by the keep probability. Its second
+# argument is the dtype that the input of `F.dropout` would have.
 Dropout = Callable[[Tensor, torch.dtype], Tensor]
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -40,9 +40,9 @@ _HALF = (torch.float16, torch.bfloat16)
 class NormRule:
     """The norm's kind, constants and rounding.
 
-    ``rounding`` is "once" (after the sum all in the accumulator's dtype, one rounding at the end)
-    or names the Hugging Face module whose intermediate roundings are reproduced. ``eps`` None is
-    the machine epsilon of the dtype in which `F.rms_norm` computes.
+    ``rounding`` "once" computes from the sum on in the accumulator's dtype and rounds at the end.
+    Another ``rounding`` names the Hugging Face module whose intermediate roundings are reproduced.
+    ``eps`` None is the machine epsilon of the dtype in which `F.rms_norm` computes.
     """
 
     kind: Kind
@@ -51,14 +51,14 @@ class NormRule:
     rounding: Rounding = "once"
 
     def epsilon(self, dtype: torch.dtype) -> float:
-        """The number that is added to the variance of rows of ``dtype``."""
+        """Returns the number that is added to the variance of rows of ``dtype``."""
         return torch.finfo(accumulator(dtype)).eps if self.eps is None else self.eps
 
     def output_dtype(self, z_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
-        """The output's dtype where the caller names none.
+        """Returns the output's dtype if the caller names none.
 
-        Llama's and T5's modules multiply by the weight outside of their part in fp32, so a wider
-        weight widens the output.
+        Llama's and T5's modules leave fp32 before they multiply by the weight, so a wider weight
+        widens the output.
         """
         if weight_dtype is None or self.kind == "none" or self.rounding == "once":
             return z_dtype
@@ -69,7 +69,7 @@ class NormRule:
         return torch.promote_types(weight_dtype, accumulator(z_dtype))
 
     def hat_dtype(self, z_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype to which the normalised rows are rounded before the weight multiplies them."""
+        """Returns the dtype to which normalised rows are rounded before they are scaled."""
         if self.rounding == "llama":
             return z_dtype
         if self.rounding == "t5" and weight_dtype in _HALF:
@@ -78,12 +78,12 @@ class NormRule:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics and sums for inputs of ``dtype``."""
+    """Returns the dtype of statistics and sums for inputs of ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def sum_dtype(x: Tensor, bias: Tensor | None, residual: Tensor | None) -> torch.dtype:
-    """PyTorch's promotion of ``dropout(x + bias) + residual``."""
+    """Returns the dtype to which PyTorch promotes ``dropout(x + bias) + residual``."""
     dtype = x.dtype
     for other in (bias, residual):
         if other is not None:
@@ -94,13 +94,14 @@ def sum_dtype(x: Tensor, bias: Tensor | None, residual: Tensor | None) -> torch.
 def dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, dropout: Dropout
 ) -> Tensor:
-    """``dropout(x + bias) + residual``, not yet rounded."""
+    """Returns ``dropout(x + bias) + residual``, not yet rounded."""
     z = x.to(accumulator(sum_dtype(x, bias, residual)))
     if bias is not None:
         z = z + bias
     z = dropout(z, sum_dtype(x, bias, None))
     if residual is not None:
-        # The sum has its first operand's layout, as in a block that adds to its residual stream.
+        # PyTorch's sum has the layout of its first operand. A block adds to its residual stream, so
+        # the residual comes first.
         z = residual + z
     return z
 
@@ -113,9 +114,9 @@ def forward(
     out_dtype: torch.dtype | None = None,
     elementary: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``(y, z)`` with the pre-norm sum ``z = dropout(x + bias) + residual`` and ``y = norm(z)``.
+    """Returns ``y = norm(z)`` and the pre-norm sum ``z = dropout(x + bias) + residual``.
 
-    ``tensors`` are x, bias, residual, weight and ln_bias, all but the first None where absent.
+    ``tensors`` are x, bias, residual, weight and ln_bias; all but x may be None.
     """
     x, bias, residual, weight, ln_bias = tensors
     z_dtype = sum_dtype(x, bias, residual)
@@ -123,8 +124,8 @@ def forward(
     if rule.kind == "none":
         z = z.to(out_dtype or z_dtype)
         return z, z
-    # The sum is rounded as it is saved before it is normalised, so that the statistics are those of
-    # the tensor that the backward reads.
+    # The sum is rounded before it is normalised: the backward reads the rounded sum, so the
+    # statistics must be those of the rounded sum.
     z = z.to(z_dtype)
     return normalize(z, weight, ln_bias, rule, out_dtype, elementary=elementary), z
 
@@ -138,11 +139,11 @@ def normalize(
     *,
     elementary: bool = False,
 ) -> Tensor:
-    """``norm(z) * (weight + weight_offset) + ln_bias``.
+    """Returns ``norm(z) * (weight + weight_offset) + ln_bias``.
 
-    ``elementary`` excludes PyTorch's own norms, of which some derivatives are wrong: of
-    `F.layer_norm` reverse over forward mode, and the second one with a bias and no weight (torch
-    2.13).
+    ``elementary`` excludes PyTorch's own norms, because some of their derivatives are wrong. In
+    torch 2.13 these are, of `F.layer_norm`, reverse over forward mode, and the second derivative
+    with a bias and no weight.
     """
     z_dtype = z.dtype
     rms = rule.kind == "rms"
@@ -181,14 +182,14 @@ def _is_native(
     rule: NormRule,
     out_dtype: torch.dtype | None,
 ) -> bool:
-    """Whether PyTorch's own norm computes exactly this."""
+    """Returns whether PyTorch's own norm computes the same as `normalize`."""
     if rule.rounding != "once" or rule.weight_offset != 0.0:
         return False
     if ln_bias is not None and (weight is None or rule.kind == "rms"):
         return False
     dtypes = {z_dtype, *(t.dtype for t in (weight, ln_bias) if t is not None)}
     if out_dtype not in (None, z_dtype):
-        # PyTorch's output has the dtype of its input. A cast is the only rounding if that is the
-        # accumulator's.
+        # PyTorch's output has the input's dtype, and is then cast. Only if that dtype is the
+        # accumulator's is the cast the only rounding.
         dtypes.add(accumulator(z_dtype))
     return len(dtypes) == 1

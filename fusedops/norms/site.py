@@ -1,4 +1,4 @@
-"""The records of a norm's call: its constants, and its dtypes and statistics."""
+"""The records of a norm's call: `NormConstants` from the caller, and `NormSite` for the kernels."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class NormConstants(NamedTuple):
     Attributes:
         op: the functional's name, for messages.
         kind: the norm.
-        rounding: where a norm rounds: see `NormRule`.
+        rounding: where the norm rounds intermediate results: see `NormRule`.
         eps: added to the variance; None for the machine epsilon.
         weight_offset: added to the weight.
         shape: the normalised dimensions of `layer_norm` and `rms_norm`; None for operators that
             take a bias or a residual, which normalise the last dimension.
         save: what is saved for the backward: "sum", "output" or "inputs".
         return_sum: whether the pre-norm sum is an output.
-        out_dtype: the output's dtype, None for what the arguments' dtypes give.
+        out_dtype: the output's dtype, None for the dtype that follows from the arguments.
         cast_dtype: the dtype of the output's low-precision copy, None for no copy.
     """
 
@@ -50,7 +50,7 @@ class NormConstants(NamedTuple):
     # Methods, not properties: torch.compile traces these.
 
     def rule(self) -> NormRule:
-        """Returns the norm."""
+        """Returns the norm's kind, constants and rounding."""
         return NormRule(self.kind, self.eps, self.weight_offset, self.rounding)
 
     def dims(self) -> int:
@@ -65,9 +65,11 @@ class NormSite(Site):
     Attributes:
         y, z, cast: the dtypes of the output, the pre-norm sum and the low-precision copy, None for
             no copy.
-        dims: trailing dimensions that make up a row.
-        moments: statistics of a row: rstd and, for LayerNorm, the mean; 0 without a norm.
-        shares: whether x and the residual have one gradient, as in PyTorch's add.
+        dims: the number of trailing dimensions that make up a row.
+        moments: the number of statistics of a row: 2 for LayerNorm (rstd and mean), 1 for RMSNorm
+            (rstd), 0 without a norm.
+        shares: whether x and the residual have one gradient, as in PyTorch's add: without dropout,
+            and if they have one dtype.
     """
 
     y: torch.dtype
@@ -79,7 +81,7 @@ class NormSite(Site):
 
     @functools.cached_property
     def rule(self) -> NormRule:
-        """The norm."""
+        """The norm's kind, constants and rounding."""
         return self.constants.rule()  # type: ignore[no-any-return]
 
     @property
@@ -89,6 +91,6 @@ class NormSite(Site):
 
     @functools.cached_property
     def pointers(self) -> dict[str, str | None]:
-        """Triton's pointer types of the arguments."""
+        """Triton's pointer types of the tensors and outputs, by name; None where absent."""
         dtypes = (*self.dtypes, self.y, self.z, self.cast)
         return dict(zip((*TENSORS, "y", "z", "cast"), map(pointer_type, dtypes), strict=True))

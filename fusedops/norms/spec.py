@@ -41,42 +41,43 @@ _SHAPES = [
 _WIDE_SHAPES = [(3, 8192), (2, 12288), (2, 20000), (1, 65536), (1, 70001)]
 
 
-# ``params`` has a "w" if there is a weight, a "b" if there is a bias, and a "B" if the operator has
-# an argument for a bias: "wB" is `layer_norm` with ``bias=None``, "w" is `rms_norm`.
 def _norm_tensors(
-    make: Maker, shape: tuple[int, ...], params: str, dims: int, dtype: torch.dtype
+    make: Maker, shape: tuple[int, ...], present: str, dims: int, dtype: torch.dtype, *, layer: bool
 ) -> dict[str, Any]:
+    """Returns the tensors of a sample; absent parameters are None, and `rms_norm` has no bias.
+
+    ``present`` has a "w" if there is a weight, and a "b" if there is a bias. ``dtype`` is the
+    parameters'.
+    """
     tail = shape[-dims:]
     tensors: dict[str, Any] = {"input": make(*shape, shift=0.5, scale=1.5)}
-    tensors["weight"] = make(*tail, dtype=dtype) if "w" in params else None
-    if "B" in params:
-        tensors["bias"] = make(*tail, dtype=dtype) if "b" in params else None
+    tensors["weight"] = make(*tail, dtype=dtype) if "w" in present else None
+    if layer:
+        tensors["bias"] = make(*tail, dtype=dtype) if "b" in present else None
     return tensors
 
 
 def _norm_samples(layer: bool) -> Callable[[torch.device, torch.dtype], Iterator[Sample]]:
-    kind = "B" if layer else ""
-    full = "wb"
+    """Returns the samples of `layer_norm` or `rms_norm`, as a function of device and dtype."""
 
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         def sample(
             name: str,
             shape: tuple[int, ...],
-            params: str = full,
+            present: str = "wb",
             dims: int = 1,
             param_dtype: torch.dtype | None = None,
             **options: Any,
         ) -> Sample:
-            tensors = _norm_tensors(
-                Maker(name, device, dtype), shape, params + kind, dims, param_dtype or dtype
-            )
+            make = Maker(name, device, dtype)
+            tensors = _norm_tensors(make, shape, present, dims, param_dtype or dtype, layer=layer)
             return Sample(name, tensors, {"normalized_shape": shape[-dims:], **options})
 
         for shape in _SHAPES + _WIDE_SHAPES:
             yield sample("shape " + "x".join(map(str, shape)), shape)
-        for params in ("", "w", "b") if layer else ("",):
-            yield sample(f"parameters {params or 'none'}", (9, 48), params)
-            yield sample(f"parameters {params or 'none'} wide", (2, 20000), params)
+        for present in ("", "w", "b") if layer else ("",):
+            yield sample(f"parameters {present or 'none'}", (9, 48), present)
+            yield sample(f"parameters {present or 'none'} wide", (2, 20000), present)
         yield sample("two normalised dimensions", (3, 4, 6, 8), dims=2)
         yield sample("all dimensions normalised", (4, 10), dims=2)
         yield sample("large eps", (5, 33), eps=0.3)
@@ -147,12 +148,12 @@ def _flat_norm(
     rule: NormRule,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
+    """Returns the normalised input; the reference implementation takes rows of one dimension."""
     dims = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
     flat = input.flatten(-dims)
     weight, bias = (None if t is None else t.flatten() for t in (weight, bias))
-    return reference.forward((flat, None, None, weight, bias), rule, out_dtype=out_dtype)[0].view(
-        input.shape
-    )
+    y, _ = reference.forward((flat, None, None, weight, bias), rule, out_dtype=out_dtype)
+    return y.view(input.shape)
 
 
 def _layer_norm_eager(
@@ -172,6 +173,8 @@ def _rms_norm_eager(
 
 
 def _norm_bad_samples(layer: bool) -> Callable[[torch.device], Iterator[BadSample]]:
+    """Returns the bad samples of `layer_norm` or `rms_norm`, as a function of the device."""
+
     def bad_samples(device: torch.device) -> Iterator[BadSample]:
         def bad(
             name: str,
@@ -287,6 +290,7 @@ def _norm_benchmark(layer: bool) -> Callable[[Shape, torch.dtype, torch.device],
 
 
 def _fused_samples(kind: str) -> Callable[[torch.device, torch.dtype], Iterator[Sample]]:
+    """Returns the samples of `bias_dropout_add` with a kind of norm."""
     params = {"layer": ("weight", "ln_bias"), "rms": ("weight",), "none": ()}[kind]
     optional = ("bias", "residual", *params)
 
@@ -301,27 +305,29 @@ def _fused_samples(kind: str) -> Callable[[torch.device, torch.dtype], Iterator[
             **options: Any,
         ) -> Sample:
             make = Maker(name, device, dtype)
-            every: dict[str, Tensor | None] = {
+            tensors: dict[str, Tensor | None] = {
                 "x": make(*shape, shift=0.2),
                 "bias": make(shape[-1], dtype=param_dtype),
                 "residual": make(*shape, dtype=residual_dtype, scale=1.5),
             }
-            every |= {param: make(shape[-1], dtype=param_dtype) for param in params}
+            tensors |= {param: make(shape[-1], dtype=param_dtype) for param in params}
             if options.get("save") == "output":
-                # Inverting the affine divides by the weight: near zero that loses digits, as
-                # documented.
+                # The backward divides by the weight to invert the affine. Near zero that loses
+                # digits, as documented, so this weight is at least 0.5.
                 weight = make(shape[-1], dtype=param_dtype)
-                every["weight"] = weight + 0.5 * weight.sign()
-            return Sample(
-                name, {k: None if k in absent else v for k, v in every.items()}, {"p": p, **options}
-            )
+                tensors["weight"] = weight + 0.5 * weight.sign()
+            tensors |= dict.fromkeys(absent)
+            return Sample(name, tensors, {"p": p, **options})
 
         for shape in _SHAPES:
             yield sample("shape " + "x".join(map(str, shape)), shape, p=0.2)
         for shape in _WIDE_SHAPES:
             yield sample("shape " + "x".join(map(str, shape)), shape, p=0.1)
         for present in product((True, False), repeat=len(optional)):
-            absent = tuple(name for name, here in zip(optional, present, strict=True) if not here)
+            absent = tuple(
+                name for name, is_present in zip(optional, present, strict=True) if not is_present
+            )
+            # Half of the combinations have dropout.
             p = 0.4 if sum(present) % 2 else 0.0
             yield sample(f"without {', '.join(absent) or 'nothing'}, p={p}", (6, 40), absent, p)
         for p in (0.0, 0.9, 1.0):
@@ -339,14 +345,14 @@ def _fused_samples(kind: str) -> Callable[[torch.device, torch.dtype], Iterator[
                 yield sample(f"save={save}, p=0", (6, 48), save=save)
                 yield sample(f"save={save}, wide", (2, 20000), p=0.25, save=save)
             # The copy is the output rounded a second time. The output has the wider dtype here, so
-            # that its rounding error is negligible beside the copy's.
-            low: dict[str, Any] = {"cast_dtype": torch.float32}
+            # that its rounding error is negligible compared with the copy's.
+            dtypes: dict[str, Any] = {"cast_dtype": torch.float32}
             if dtype != torch.float64:
-                low = {"out_dtype": torch.float32, "cast_dtype": torch.bfloat16}
-            yield sample("cast", (6, 48), p=0.25, **low)
-            yield sample("cast, sum returned", (6, 48), p=0.25, return_sum=True, **low)
-            yield sample("cast, save=output", (6, 48), p=0.25, save="output", **low)
-            yield sample("cast, wide", (2, 20000), p=0.25, **low)
+                dtypes = {"out_dtype": torch.float32, "cast_dtype": torch.bfloat16}
+            yield sample("cast", (6, 48), p=0.25, **dtypes)
+            yield sample("cast, sum returned", (6, 48), p=0.25, return_sum=True, **dtypes)
+            yield sample("cast, save=output", (6, 48), p=0.25, save="output", **dtypes)
+            yield sample("cast, wide", (2, 20000), p=0.25, **dtypes)
             yield sample("cast to the same dtype", (6, 48), p=0.25, cast_dtype=dtype)
         if kind == "rms":
             yield sample("weight offset", (6, 72), p=0.1, weight_offset=1.0)
@@ -376,7 +382,7 @@ def _dropout_add_eager(
     return z if residual is None else z + residual
 
 
-def _bda_reference(
+def _bias_dropout_add_reference(
     x: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -399,10 +405,10 @@ def _bda_reference(
 def _outputs(
     y: Tensor, z: Tensor, return_sum: bool, cast_dtype: torch.dtype | None
 ) -> tuple[Tensor, ...]:
-    """The expected outputs of a call.
+    """Returns the expected outputs of a call.
 
-    The copy is not rounded to ``cast_dtype``: the tests' oracle computes in fp64, and its copy has
-    to be as exact as its output.
+    The copy is not rounded to ``cast_dtype``: as the tests' oracle in fp64, it must be as exact as
+    the output.
     """
     outputs = [y]
     if return_sum:
@@ -412,7 +418,7 @@ def _outputs(
     return tuple(outputs)
 
 
-def _bda_ln_reference(
+def _bias_dropout_add_ln_reference(
     x: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -439,7 +445,7 @@ def _bda_ln_reference(
     return _outputs(y, z, return_sum, cast_dtype)
 
 
-def _bda_rms_reference(
+def _bias_dropout_add_rms_norm_reference(
     x: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -467,13 +473,13 @@ def _bda_rms_reference(
     return _outputs(y, z, return_sum, cast_dtype)
 
 
-def _bda_eager(
+def _bias_dropout_add_eager(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, *, p: float, training: bool = True
 ) -> tuple[Tensor]:
     return (_dropout_add_eager(x, bias, residual, p, training),)
 
 
-def _bda_ln_eager(
+def _bias_dropout_add_ln_eager(
     x: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -490,7 +496,7 @@ def _bda_ln_eager(
     return (y, z) if return_sum else (y,)
 
 
-def _bda_rms_eager(
+def _bias_dropout_add_rms_norm_eager(
     x: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -507,6 +513,7 @@ def _bda_rms_eager(
 
 
 def _fused_bad_samples(kind: str) -> Callable[[torch.device], Iterator[BadSample]]:
+    """Returns the bad samples of `bias_dropout_add` with a kind of norm."""
     params = {"layer": ("weight", "ln_bias"), "rms": ("weight",), "none": ()}[kind]
 
     def bad_samples(device: torch.device) -> Iterator[BadSample]:
@@ -519,9 +526,10 @@ def _fused_bad_samples(kind: str) -> Callable[[torch.device], Iterator[BadSample
             **tensors: Any,
         ) -> BadSample:
             good: dict[str, Any] = {
-                name: torch.randn(8, device=device) for name in ("bias", *params)
+                param: torch.randn(8, device=device) for param in ("bias", *params)
             }
-            good |= {name: torch.randn(4, 8, device=device) for name in ("x", "residual")}
+            good["x"] = torch.randn(4, 8, device=device)
+            good["residual"] = torch.randn(4, 8, device=device)
             return BadSample(name, {**good, **tensors}, {"p": 0.1, **(options or {})}, error, match)
 
         yield bad("p above one", ValueError, r"p must be in \[0, 1\], got 1.5", options={"p": 1.5})
@@ -652,8 +660,8 @@ def _liger_layer_norm() -> Callable[..., Any]:
 def _liger_rms_norm() -> Callable[..., Any]:
     from liger_kernel.transformers.functional import liger_rms_norm
 
-    # The "gemma" mode without an offset rounds once, at the end, as F.rms_norm does; the default
-    # rounds as Llama's module.
+    # The "gemma" mode rounds once, at the end, as F.rms_norm does; the default mode rounds as
+    # Llama's module does. The 0.0 is the weight's offset.
     return lambda input, normalized_shape, weight, eps: (
         liger_rms_norm(input, weight, eps, 0.0, "gemma"),
     )
@@ -662,24 +670,26 @@ def _liger_rms_norm() -> Callable[..., Any]:
 # --- what the tests compile without a GPU ---------------------------------------------------------
 
 
-_BUCKET = 3  # of the rows: some thousands
+_BUCKET = 3  # of the number of rows: 4,096 to 65,535
 
 
 def compiled_plans(
     cols: int, dtype: torch.dtype, other: torch.dtype | None = None
 ) -> dict[str, Callable[[], object]]:
-    """Functions that build all variants of an operator, by name.
+    """Returns functions that build all variants of an operator, by name.
 
-    With ``other``, the residual's dtype, only LayerNorm with all inputs: with each ``save`` and a
-    gradient of the sum, and with a low-precision copy, of a shard.
+    With ``other``, the residual's dtype, the only operator is LayerNorm with all inputs. One
+    function for each ``save`` builds it with a gradient of the sum. A further one builds it with a
+    low-precision copy, and with the seed of a shard.
     """
 
     def build(
         kind: Kind,
+        *,
         adds: bool,
-        save: str,
-        residual: torch.dtype,
-        dsum: bool,
+        save: str = "sum",
+        residual: torch.dtype = dtype,
+        has_dz: bool = False,
         cast: torch.dtype | None = None,
     ) -> None:
         normalizes, shifts = kind != "none", kind == "layer"
@@ -690,35 +700,51 @@ def compiled_plans(
             dtype if normalizes else None,
             dtype if shifts else None,
         )
-        return_sum = adds and normalizes
         constants = NormConstants(
-            "compiled", kind, "once", 1e-5, 0.0, None, save, return_sum, None, cast
+            op="compiled",
+            kind=kind,
+            rounding="once",
+            eps=1e-5,
+            weight_offset=0.0,
+            shape=None,
+            save=save,
+            return_sum=adds and normalizes,
+            cast_dtype=cast,
         )
-        site = site_of(NORM, constants, dtypes, cols, -1, adds, True)
+        site = site_of(NORM, constants, dtypes, cols, device_index=-1, dropout=adds, saves=True)
+        # An index in `launch.SEED_TYPES`: no seed, one as numbers, or a shard's, in tensors.
         seed = 0
         if adds:
             seed = 3 if cast else 1
         needs = (True, adds, adds, normalizes, shifts)
-        dz = site.z if dsum else None
-        launching._plan_forward(site, seed, True, _BUCKET)
-        launching._plan_backward(site, needs, site.y, dz, site.cast, seed, True, 0, _BUCKET)
+        launching._plan_forward(site, seed, aligned=True, bucket=_BUCKET)
+        launching._plan_backward(
+            site,
+            needs,
+            dy=site.y,
+            dz=site.z if has_dz else None,
+            dcast=site.cast,
+            seed=seed,
+            aligned=True,
+            multiprocessors=0,
+            bucket=_BUCKET,
+        )
 
     if other is not None:
+        build_ln = partial(build, "layer", adds=True, residual=other)
         plans: dict[str, Callable[[], object]] = {
-            f"bias_dropout_add_ln, save={save}": partial(build, "layer", True, save, other, True)
+            f"bias_dropout_add_ln, save={save}": partial(build_ln, save=save, has_dz=True)
             for save in ("sum", "inputs", "output")
         }
-        return plans | {
-            "bias_dropout_add_ln, cast": partial(build, "layer", True, "sum", other, False, dtype)
-        }
-    kinds: dict[str, tuple[Kind, bool]] = {
-        "layer_norm": ("layer", False),
-        "rms_norm": ("rms", False),
-        "bias_dropout_add": ("none", True),
-        "bias_dropout_add_ln": ("layer", True),
-        "bias_dropout_add_rms_norm": ("rms", True),
+        plans["bias_dropout_add_ln, cast"] = partial(build_ln, cast=dtype)
+        return plans
+    return {
+        "layer_norm": partial(build, "layer", adds=False),
+        "rms_norm": partial(build, "rms", adds=False),
+        "bias_dropout_add": partial(build, "none", adds=True),
+        "bias_dropout_add_ln": partial(build, "layer", adds=True),
+        "bias_dropout_add_rms_norm": partial(build, "rms", adds=True),
     }
-    return {name: partial(build, *kind, "sum", dtype, False) for name, kind in kinds.items()}
 
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -732,7 +758,7 @@ _NORM_BENCHMARKS = (
     ((1024, 32768), _BF16),
 )
 _FUSED_BENCHMARKS = (*_NORM_BENCHMARKS, ((16384, 768), _FP16))
-# Hidden sizes of models, and odd ones.
+# Hidden sizes of models, and two unaligned ones.
 _SWEEP = Sweep(
     widths=tuple(
         (cols,)
@@ -759,17 +785,15 @@ _SWEEP = Sweep(
     )
 )
 
-# Powers of two, three times these, and two widths of five tiles.
-_TUNED = (
-    *[cols for k in range(8, 18) for cols in (1 << (k - 1), 3 << (k - 2)) if cols <= 65536],
-    2560,
-    5120,
-    10240,
-)
+# 128, 192, 256, 384, … 65536: powers of two, and one width between each two. Then three widths of
+# five tiles.
+_POWERS = tuple(1 << exponent for exponent in range(7, 16))
+_BETWEEN = tuple(3 * power // 2 for power in _POWERS)
+_TUNED = (*sorted(_POWERS + _BETWEEN), 65536, 2560, 5120, 10240)
 GRID = Grid(
-    tuple((cols,) for cols in _TUNED),
-    tuple((1 << k,) for k in (8, 10, 12, 14, 16)),
-    (0, 1, 2, 3, 4),
+    tails=tuple((cols,) for cols in _TUNED),
+    coarse=((256,), (1024,), (4096,), (16384,), (65536,)),
+    buckets=(0, 1, 2, 3, 4),
 )
 
 SPECS = (
@@ -810,8 +834,8 @@ SPECS = (
     Spec(
         name="bias_dropout_add",
         call=ops.bias_dropout_add,
-        reference=_bda_reference,
-        eager=_bda_eager,
+        reference=_bias_dropout_add_reference,
+        eager=_bias_dropout_add_eager,
         tensors=("x", "bias", "residual"),
         promoted=("bias", "residual"),
         has_dropout=True,
@@ -827,8 +851,8 @@ SPECS = (
     Spec(
         name="bias_dropout_add_ln",
         call=ops.bias_dropout_add_ln,
-        reference=_bda_ln_reference,
-        eager=_bda_ln_eager,
+        reference=_bias_dropout_add_ln_reference,
+        eager=_bias_dropout_add_ln_eager,
         tensors=("x", "bias", "residual", "weight", "ln_bias"),
         promoted=("bias", "residual"),
         has_dropout=True,
@@ -844,8 +868,8 @@ SPECS = (
     Spec(
         name="bias_dropout_add_rms_norm",
         call=ops.bias_dropout_add_rms_norm,
-        reference=_bda_rms_reference,
-        eager=_bda_rms_eager,
+        reference=_bias_dropout_add_rms_norm_reference,
+        eager=_bias_dropout_add_rms_norm_eager,
         tensors=("x", "bias", "residual", "weight"),
         promoted=("bias", "residual"),
         has_dropout=True,

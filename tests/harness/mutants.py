@@ -127,8 +127,8 @@ MUTANTS = (
     Mutant(
         "a slice's last part counted as full",
         "slices/widths.py",
-        "// part, parts)",
-        "// part + 1, parts)",
+        "// part_lanes, parts)",
+        "// part_lanes + 1, parts)",
         ("operators/test_slice_tiles.py", "test_every_slice or several_tiles"),
     ),
     Mutant(
@@ -163,8 +163,8 @@ MUTANTS = (
     Mutant(
         "saved statistics read as they lie in memory",
         "norms/launching.py",
-        "stats, of_stats = vector(stats)",
-        "of_stats = stats.data_ptr() if stats is not None else 0",
+        "stats, stats_bits = vector(stats)",
+        "stats_bits = stats.data_ptr() if stats is not None else 0",
         ("operators/test_hooks.py", "test_saved_tensors_in_another_layout"),
     ),
     Mutant(
@@ -206,8 +206,8 @@ MUTANTS = (
     Mutant(
         "a key of slices without whether they are one row",
         "slices/operator.py",
-        "x.device, x.dim() == 2, dims == 2",
-        "x.device, dims == 2",
+        "x.device, x.dim() == 2, width",
+        "x.device, width",
         ("operators/test_call_cache.py", "test_forgotten_sizes"),
         interpreted=False,
     ),

@@ -1,8 +1,9 @@
 """The norm family's kernels: one forward, with and without a norm, and one backward.
 
-A pointer that is None is absent, and the instructions for it are not compiled. ``ACC`` is the dtype
-of statistics and sums. ``N`` is a constant; M, the strides and the dropout threshold are not:
-kernels do not depend on the batch size. Rows are int64 wherever they are multiplied by a stride.
+An absent tensor is None, and its loads and stores are not compiled. ``ACC`` is the dtype of
+statistics and sums. ``N``, the number of columns, is a constant. M, the number of rows, is none, so
+a kernel does not depend on the batch size; nor are the strides and the dropout threshold constants.
+Row indices are int64 wherever they are multiplied by a stride.
 """
 
 from .backward import norm_backward_kernel

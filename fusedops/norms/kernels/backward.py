@@ -1,4 +1,4 @@
-"""The norms' backward: one kernel for all gradients of the family."""
+"""The norms' backward: one kernel computes all gradients, with any norm or none."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from ...core.exchange import collect_sums, post_sums, sums_of_both
 from .tiles import _inside, _load_sum, _vector_part, _vectors
 
 
-# The gradients, with ``hat`` the normalised row and means over columns:
+# The gradients are as follows, where ``hat`` is the normalised row and means are over columns:
 #
 #     g           dy * weight
 #     dz          (g - mean(g) - hat * mean(g * hat)) * rstd + dsum; RMSNorm has no mean(g)
@@ -18,8 +18,8 @@ from .tiles import _inside, _load_sum, _vector_part, _vectors
 #     dweight     dy * hat, summed over rows
 #     dln_bias    dy, summed over rows
 #
-# In the code ``total`` is a row's sum of g, and ``along`` its sum of g * hat. ``hat`` is computed
-# from one of three tensors that the forward saved:
+# In the code ``total`` is a row's sum of g, and ``along`` its sum of g * hat; divided by N, they
+# are the means. ``hat`` is computed from the tensor that the forward saved, one of three:
 #
 #     SAVED       tensor   hat
 #     "sum"       z        (z - mean) * rstd
@@ -55,11 +55,11 @@ def _load_rows(
     VECTOR: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """The gradients and the saved values of rows, part by part, and their statistics.
+    """Loads the output's gradient, the saved values and the statistics of a tile of rows.
 
-    The gradient is that of the output plus that of its low-precision copy. The statistics are rstd
-    and mean; RMSNorm has no mean, and returns rstd twice. The first ``exact`` parts do not reach
-    beyond the last column.
+    Gradient and saved values are tuples of parts. The copy's gradient is added to the output's. The
+    statistics are rstd and mean; RMSNorm has no mean, and gets rstd twice. The first ``exact``
+    parts do not reach beyond the last column.
     """
     gradients, rest = (), ()
     for part in tl.static_range(PARTS):
@@ -69,7 +69,7 @@ def _load_rows(
         # Rows past the end are 0, so that they add nothing to the sums over rows.
         g = tl.load(dy + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0)
         if dcast is not None:
-            # Output and copy hold the same values, whose gradient is the sum.
+            # Output and copy hold the same values, so their gradients add up.
             copy = tl.load(
                 dcast + rows[:, None] * dcast_stride + cols[None, :], mask=mask, other=0.0
             )
@@ -81,7 +81,7 @@ def _load_rows(
                 scale = keep_scale(
                     seed, offset, threshold, rows, first, N, ROWS, BLOCK_N, VECTOR, ACC
                 )
-                # Rounded as in the forward, which normalised the rounded sum.
+                # The sum is rounded as in the forward, which normalised the rounded sum.
                 k = _load_sum(
                     source,
                     bias_row,
@@ -110,13 +110,14 @@ def _load_rows(
 
 @triton.jit
 def _hat_of(k, mean, rstd, w, b, KIND: tl.constexpr, SAVED: tl.constexpr, ACC: tl.constexpr):
-    """Normalised rows, from the saved sum or output."""
+    """Returns the normalised rows, from the saved sum or output."""
     hat = k.to(ACC)
     if SAVED == "output":
         if b is not None:
             hat -= b
         if w is not None:
-            # A weight of zero has lost the normalised value; it gets no gradient, as documented.
+            # With a weight of zero the output does not contain the normalised value. Such a weight
+            # gets no gradient, as documented.
             hat = tl.where(w == 0.0, 0.0, hat / w)
     else:
         if KIND == "layer":
@@ -125,11 +126,11 @@ def _hat_of(k, mean, rstd, w, b, KIND: tl.constexpr, SAVED: tl.constexpr, ACC: t
     return hat
 
 
-# The types of a loop's variables must not change in its first step: the sums begin as zeros, and so
-# do the rows of the step before (`_nothing`).
+# Triton requires that a loop's variables have the same types before the loop as in it. So the sums
+# start as zeros (`_zeros`), and so do the rows that a step takes from the step before (`_nothing`).
 @triton.jit
 def _zeros(vector, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr):
-    """Zeros for a gradient's column sums, part by part; no parts if it is absent."""
+    """Returns zeros for a gradient's column sums, by parts; an empty tuple if it is absent."""
     parts = ()
     if vector is not None:
         for _ in tl.static_range(PARTS):
@@ -149,7 +150,7 @@ def _nothing(
     PARTS: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Zeros of the shapes and dtypes that `_load_rows` returns, for the first step of a loop."""
+    """Returns zeros of the shapes and dtypes of `_load_rows`, for the first step of a loop."""
     gradients, rest = (), ()
     for _ in tl.static_range(PARTS):
         gradients = gradients + (
@@ -161,8 +162,8 @@ def _nothing(
     return gradients, rest
 
 
-# ``partials`` has a line for each program along the rows. A gradient that is not computed has no
-# slot:
+# ``partials`` has a line for each program along the rows, and in it a slot of N numbers for each
+# gradient that is computed:
 #
 #     program 0    | dbias, N | dweight, N | dln_bias, N |
 #     program 1    | dbias, N | dweight, N | dln_bias, N |
@@ -183,9 +184,9 @@ def _store_gradient(
     BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Stores column sums: the gradient if one program has all rows, else a partial sum.
+    """Stores column sums: as the gradient if one program has all rows, else as a partial sum.
 
-    ``partials`` is (programs, slots, N): a row of N per program and parameter gradient.
+    ``partials`` has the shape (programs, slots, N).
     """
     if gradient is not None:
         for part in tl.static_range(PARTS):
@@ -197,7 +198,7 @@ def _store_gradient(
                 tl.store(partials + row * N + cols, sums[part], mask=cols < N)
 
 
-# A grid in which three programs share each row. There are seven tiles of rows:
+# In this grid three programs share each row, and there are seven tiles of rows:
 #
 #                   axis 0: columns
 #     axis 1        +-----------+-----------+-----------+
@@ -206,9 +207,9 @@ def _store_gradient(
 #     program 1     |  (0, 1)   |  (1, 1)   |  (2, 1)   |    tiles 5, 3, 1
 #                   +-----------+-----------+-----------+
 #
-# Programs side by side exchange the sums over columns by ``moments``. Programs one above the other
-# each store sums over their own rows in ``partials``. The grid has only as many programs as run at
-# the same time, so that there are few partial sums.
+# Programs side by side exchange sums over columns through ``moments``. Programs one above the other
+# store sums over their own rows in ``partials``. The grid has no more programs than run at the same
+# time, so that there are few partial sums.
 @triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
 def norm_backward_kernel(
     dy,
@@ -254,16 +255,17 @@ def norm_backward_kernel(
 
     Programs divide the columns along axis 0 of the grid, and the rows along axis 1. A program has
     ``PARTS`` tiles of columns side by side. It sums its rows' parameter gradients in registers and
-    stores them once, and loads the next rows ahead: by the compiler's pipeline, or, where elements
+    stores them once. It loads the next rows ahead: by the compiler's pipeline or, where elements
     are loaded one at a time, in registers (``CARRIED``).
 
-    Wider rows are shared by several programs, which need each other's sums over columns for the row
-    means. ``EXCHANGE`` is how they get them. "wait": a program stores its sums in ``moments``,
-    which is zero before, and waits for the others'. These are its neighbours in the grid, so that
-    they start at about the same time. "post": it stores its sums and ends; a second launch, with
-    "read", loads all of them. With "wait" a step is one tile ahead with its sums:
+    Several programs share a wider row. For the row's means each needs the others' sums over
+    columns. ``EXCHANGE`` is how it gets them. "wait": a program stores its sums in ``moments``,
+    which are zero before the launch, and waits for the sums of the others. These are its neighbours
+    in the grid, so they start at about the same time. "post": a program stores its sums and ends; a
+    second launch, with "read", loads all of them. With "wait" a step stores the sums of the tile
+    after the one that it finishes:
 
-        step      store sums of tile    load sums of, and finish, tile
+        step      stores sums of tile   loads sums of and finishes tile
         0         0                     -
         1         1                     0
         2         2                     1
@@ -284,7 +286,8 @@ def norm_backward_kernel(
         N // BLOCK_N if columns == 1 else PARTS if columns * PARTS * BLOCK_N == N else 0
     )
     first_col = tl.program_id(0) * (PARTS * BLOCK_N)
-    # Beside two sums of each of more columns, registers do not hold parameters for all rows.
+    # Registers hold the parameters through all steps, unless a program has more than 8192 columns
+    # and sums two parameter gradients.
     HOLDS: tl.constexpr = slots < 2 or PARTS * BLOCK_N <= 8192
     ws = _vectors(weight, first_col, WEIGHT_OFFSET, ACC, N, BLOCK_N, PARTS)
     bs = _vectors(ln_bias, first_col, 0.0, ACC, N, BLOCK_N, PARTS)
@@ -295,16 +298,16 @@ def norm_backward_kernel(
     normalizes: tl.constexpr = dy is not None and KIND != "none"
     ahead = 0
     if EXCHANGE == "wait":
-        # One more step, as a program finishes a tile of rows after it has stored the sums of the
-        # next: the other programs' sums arrive meanwhile.
+        # The loop has one step more: a program finishes a tile of rows after it has stored the sums
+        # of the next, while the other programs' sums arrive.
         ahead = tl.num_programs(1)
         late_rstd, late_mean = tl.zeros((ROWS,), ACC), tl.zeros((ROWS,), ACC)
         late_gradients, late_source = _nothing(
             dy, dcast, source, SAVED, SUM, ROWS, BLOCK_N, PARTS, ACC
         )
 
-    # With CARRIED a step loads the rows of the next step, and computes with those that the step
-    # before has loaded. The first rows are loaded here.
+    # With CARRIED a step loads the rows of the next step, and computes with the rows that the step
+    # before loaded. The first rows are loaded here.
     if CARRIED:
         first_rows = rows_of(tiles - 1 - tl.program_id(1), ROWS)
         next_gradients, next_rest, next_rstd, next_mean = _load_rows(
@@ -344,8 +347,8 @@ def norm_backward_kernel(
         if EXCHANGE == "wait":
             in_rows &= rows >= 0
         if PARTS == 1 and EXCHANGE == "none":
-            # The mask is drawn while the rows are loaded. The masks of several tiles would take too
-            # many registers, and are drawn one by one below.
+            # The dropout mask is drawn while the rows are loaded. Masks of several parts would take
+            # too many registers, so they are drawn one by one below.
             scale = keep_scale(
                 seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC
             )
@@ -407,8 +410,9 @@ def norm_backward_kernel(
                     else:
                         along_terms += along_term
                         total_terms += dz
-                # Not together in programs that share rows: these wait for one another rather than
-                # for barriers, and the pairs cost registers.
+                # Both sums in one reduction need fewer barriers but more registers. Programs that
+                # share rows wait for one another rather than for barriers, so they reduce the sums
+                # one by one.
                 along, total = sums_of_both(
                     along_terms, total_terms, KIND == "layer" and EXCHANGE == "none"
                 )
@@ -424,7 +428,7 @@ def norm_backward_kernel(
                     EXCHANGE,
                 )
             if EXCHANGE == "wait":
-                # From here on the step is about the tile before: swap it with the current one.
+                # From here on the step processes the tile before: swap it with the current one.
                 rows = rows_of(tiles - 1 - step + ahead, ROWS)
                 in_rows = rows < M
                 gradients, rest, late_gradients, late_source = (
@@ -452,8 +456,7 @@ def norm_backward_kernel(
                         )
                         b = _vector_part(ln_bias, bs, part, first_col, 0.0, ACC, N, BLOCK_N, HOLDS)
                         hat = _hat_of(rest[part], mean, rstd, w, b, KIND, SAVED, ACC)
-                        # A sum is one row of columns, not a tile: it stays in registers over all
-                        # steps.
+                        # A sum is one row, not a tile, so it stays in registers over all steps.
                         if dweight is not None:
                             new_dweight_sums = new_dweight_sums + (
                                 dweight_sums[part] + tl.sum(dz * hat, axis=0),
@@ -466,11 +469,11 @@ def norm_backward_kernel(
                             dz *= w
                         if KIND == "layer":
                             if N == 1:
-                                # The gradient is exactly zero, or NaN, and so is hat if it is
-                                # computed from the sum; from a saved output it is that output's
-                                # rounding error. ``dz - total`` is not zero: total is the rounded
-                                # product dy * w, but a fused multiply-add subtracts it from the
-                                # product before its rounding.
+                                # The gradient of a row of one column is exactly zero, or NaN. hat
+                                # is 0 or NaN too if it is computed from the sum; from a saved
+                                # output it is the output's rounding error. ``dz - total`` is not
+                                # zero: total is the rounded product dy * w, but a fused
+                                # multiply-add subtracts it from the unrounded product.
                                 hat *= 0.0
                                 dz *= hat
                             else:
@@ -504,7 +507,7 @@ def norm_backward_kernel(
                 new_dln_bias_sums,
             )
 
-    # The slots of a program in partials are those gradients that are computed, in this order.
+    # A program's slots in ``partials`` are for the gradients that are computed, in this order.
     _store_gradient(dbias, partials, dbias_sums, 0, slots, first_col, N, BLOCK_N, PARTS)
     _store_gradient(
         dweight, partials, dweight_sums, dbias is not None, slots, first_col, N, BLOCK_N, PARTS

@@ -1,4 +1,4 @@
-"""The norms' forward, and the forward without a norm."""
+"""The norms' forward kernel, and the kernel for ``dropout(x + bias) + residual`` alone."""
 
 import triton
 import triton.language as tl
@@ -16,25 +16,25 @@ from .tiles import _inside, _load_sum, _load_weight, _vectors
 
 @triton.jit
 def _store_sum(z, value, rows, cols, mask, N: tl.constexpr):
-    """Stores a tile, unless ``z`` is None."""
+    """Stores a tile of the sum, unless ``z`` is None."""
     if z is not None:
         tl.store(z + rows[:, None] * N + cols[None, :], value.to(z.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _round(value, DTYPE: tl.constexpr, ACC: tl.constexpr):
-    """The value as rounded to ``DTYPE``, in the accumulator's dtype again."""
+    """Returns the value rounded to ``DTYPE`` and converted back to ``ACC``."""
     return value.to(DTYPE).to(ACC) if DTYPE != ACC else value
 
 
-# Where modules of Hugging Face round is in `reference.NormRule.hat_dtype`. The dtypes are
+# `reference.NormRule.hat_dtype` documents where modules of Hugging Face round. The dtypes are
 # constants, so that `_round` compiles to nothing where nothing is rounded.
 @triton.jit
 def _affine(z, mean, rstd, w, b, WEIGHT: tl.constexpr, HAT: tl.constexpr, ACC: tl.constexpr):
-    """The normalised tile, scaled and shifted.
+    """Returns the tile normalised, scaled by ``w`` and shifted by ``b``.
 
-    ``HAT`` is the dtype to which it is rounded before the weight multiplies it. Where it is
-    rounded, the weight with its offset is too, to the weight's own dtype ``WEIGHT``.
+    The normalised tile is rounded to ``HAT`` before the weight multiplies it. If ``HAT`` is not
+    ``ACC``, the weight plus its offset is rounded too, to the weight's own dtype ``WEIGHT``.
     """
     if mean is not None:
         z = z - mean[:, None]
@@ -68,21 +68,21 @@ def _forward_sum(
     ROWS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """A tile of the sum as rounded to its dtype, stored unless ``z`` is None."""
+    """Returns a tile of the sum, rounded to ``SUM``; stores it unless ``z`` is None."""
     cols = first_col + tl.arange(0, BLOCK_N)
     mask = _inside(in_rows, cols, EXACT, N)
-    # The mask follows from seed, row and column: a second pass over the row draws the same one.
+    # The mask depends on seed, row and column only: a second pass over the row draws the same one.
     scale = keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
     h = _load_sum(x, bias_row, residual, scale, x_stride, residual_stride, rows, cols, mask, ACC)
     _store_sum(z, h, rows, cols, mask, N)
-    # The backward normalises the stored sum again, so the statistics must be those of the rounded
+    # The backward reads the stored, rounded sum, so the statistics must be those of the rounded
     # sum.
     return _round(h, SUM, ACC)
 
 
 @triton.jit
 def _store_output(y, cast, out, rows, cols, mask, N: tl.constexpr, ACC: tl.constexpr):
-    """The output, and its low-precision copy: the output as rounded, rounded again."""
+    """Stores the output, and the low-precision copy: the rounded output, rounded once more."""
     # Outputs are contiguous: their row stride is N.
     place = rows[:, None] * N + cols[None, :]
     tl.store(y + place, out.to(y.dtype.element_ty), mask=mask)
@@ -101,9 +101,9 @@ def _store_output(y, cast, out, rows, cols, mask, N: tl.constexpr, ACC: tl.const
 #     squares    (h0 - mean)² + ...       -->    sum / N, of h in registers
 #     y          |   y0   |   y1   |   y2   |    all stores
 #
-# The squares are centred, which takes the mean first. ``E[h²] - E[h]²`` would save an exchange, but
-# cancels where a row's mean is large compared with its deviation. Statistics are in ``ACC``: fp32,
-# for fp64 tensors fp64.
+# The squares are centred, so the mean is computed first. ``E[h²] - E[h]²`` would save an exchange,
+# but cancels where a row's mean is large compared with its deviation. Statistics are in ``ACC``:
+# fp32, for fp64 tensors fp64.
 @triton.jit
 def _forward_rows(
     x,
@@ -139,7 +139,8 @@ def _forward_rows(
 ):
     """Normalises a tile of whole rows in registers: mean, centred squares, output.
 
-    ``vectors`` are the bias, the weight and the shift, part by part, where they are ``LOADED``.
+    ``vectors`` are bias, weight and ln_bias, each a tuple of parts. Unless ``LOADED``, they are
+    empty, and the parameters are loaded here.
     """
     biases, ws, bs = vectors
     rows = rows_of(tile, ROWS)
@@ -179,11 +180,11 @@ def _forward_rows(
             _store_sum(
                 z, parts[part], rows, cols, _inside(in_rows, cols, (part + 1) * BLOCK_N <= N, N), N
             )
-    # The weight and the shift are needed after the reductions. With a residual they are loaded
-    # before them, because the rows are in registers late; without one they would only take
-    # registers meanwhile. Not where registers would spill: sum and vectors may take three quarters
-    # of a multiprocessor's 65,536 registers. These are counted in halves: an element of the sum in
-    # fp32 is two, an element of a vector in 16 bits one.
+    # Weight and ln_bias are used after the reductions. With a residual they are loaded before them,
+    # while the program still waits for the rows of two inputs. Without a residual an early load
+    # only takes registers. Nor are they loaded early where registers would spill: sum and vectors
+    # may take three quarters of a multiprocessor's 65,536 registers. The count is in halves of a
+    # register: an element of the sum in fp32 takes two, an element of a vector in 16 bits one.
     vector_halves: tl.constexpr = (
         WEIGHT.primitive_bitwidth // 16 * ((weight is not None) + (ln_bias is not None))
     )
@@ -193,7 +194,7 @@ def _forward_rows(
         ws = _vectors(weight, 0, WEIGHT_OFFSET, ACC, N, BLOCK_N, PARTS)
         bs = _vectors(ln_bias, 0, 0.0, ACC, N, BLOCK_N, PARTS)
     if KIND == "layer":
-        # Each thread adds its parts first, so that the row takes one reduction.
+        # Each thread adds up its parts first, so that a row needs only one reduction.
         terms = parts[0]
         for part in tl.static_range(1, PARTS):
             terms += parts[part]
@@ -261,13 +262,14 @@ def norm_forward_kernel(
     PERSISTENT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """``y = norm(z)`` with ``z = (x + bias) * keep_scale + residual``, ROWS rows at a time.
+    """Computes ``y = norm(z)`` for ``z = (x + bias) * keep_scale + residual``, by tiles of rows.
 
-    ``stats`` receives rstd in its first M elements and, for LayerNorm, the mean in the next M;
-    ``cast`` receives the output in another dtype. ``SUM`` is the sum's dtype: the sum is normalised
-    as rounded to it, so that the statistics belong to what the backward reads. ``PERSISTENT``
-    programs loop over several tiles: they hold the row vectors in registers and load the next rows
-    ahead. A row is whole in ``PARTS`` tiles side by side, or read twice tile by tile:
+    ``stats`` receives rstd in its first M elements and, for LayerNorm, the mean in the next M.
+    ``cast`` receives the output in another dtype. The sum is rounded to its dtype ``SUM`` before it
+    is normalised, so that the statistics are those of the tensor that the backward reads.
+    ``PERSISTENT`` programs loop over several tiles: they hold the parameters in registers and load
+    the next rows ahead. A program holds a row whole, in ``PARTS`` tiles side by side, or reads it
+    twice, tile by tile:
 
         PARTS * BLOCK_N >= N   | part 0 | part 1 | part 2 |    all in registers
         else                   | BLOCK_N | BLOCK_N | ...  |    first for statistics, then for y
@@ -280,9 +282,8 @@ def norm_forward_kernel(
     tiles = tl.cdiv(M, ROWS).to(tl.int32)
     if PARTS * BLOCK_N >= N:
         if PERSISTENT:
-            # With ``num_stages`` the compiler loads the rows of later tiles before it computes with
-            # the current ones.
-            # The parameters are loaded once per program, and not once per tile.
+            # The parameters are loaded once per program, not once per tile. With ``num_stages`` the
+            # compiler loads the rows of later tiles before it computes with the current ones.
             vectors = (
                 _vectors(bias, 0, 0.0, ACC, N, BLOCK_N, PARTS),
                 _vectors(weight, 0, WEIGHT_OFFSET, ACC, N, BLOCK_N, PARTS),
@@ -360,7 +361,7 @@ def norm_forward_kernel(
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
             rows = rows_of(tile, ROWS)
             in_rows = rows < M
-            # Of the columns before ``start``: their mean, and their squares about it.
+            # The mean of the columns before ``start``, and the sum of their squares about it.
             mean = tl.zeros((ROWS,), ACC)
             squares = tl.zeros((ROWS,), ACC)
             for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
@@ -389,8 +390,8 @@ def norm_forward_kernel(
                     VECTOR,
                 )
                 if KIND == "layer":
-                    # Of two sets of n and m numbers, with means a and b and squares S and T about
-                    # them:
+                    # Two sets of n and m numbers have the means a and b, and the sums S and T of
+                    # squares about their means. The union has:
                     #
                     #     mean    = a + (b - a) m / (n + m)
                     #     squares = S + T + (b - a)² n m / (n + m)
@@ -411,9 +412,9 @@ def norm_forward_kernel(
                 cols = start + tl.arange(0, BLOCK_N)
                 mask = in_rows[:, None] & (cols < N)[None, :]
                 # A rounded sum is loaded if it was stored, and else computed again, with the same
-                # bits. A sum that is not rounded is always computed again: the compiler contracts a
-                # computed sum with the operations that follow, and not a loaded one. Training
-                # stores the sum and inference does not: they would differ in their last bits.
+                # bits. An unrounded sum is always computed again: the compiler contracts a computed
+                # sum with the operations that follow, but not a loaded one. Training stores the sum
+                # and inference does not, so their last bits would differ if one loaded it.
                 if z is not None and SUM != ACC:
                     h = tl.load(z + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(ACC)
                 else:
@@ -445,8 +446,8 @@ def norm_forward_kernel(
                 _store_output(y, cast, out, rows, cols, mask, N, ACC)
 
 
-# Nothing is summed over a row, so a tile need not hold a whole one. The grid is (tiles of columns,
-# tiles of rows); the mask does not depend on it.
+# Nothing is summed over a row, so a tile need not hold a whole row. The grid is (tiles of columns,
+# tiles of rows). The dropout mask does not depend on the grid.
 @triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
 def dropout_add_kernel(
     x,
@@ -466,7 +467,7 @@ def dropout_add_kernel(
     VECTOR: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """``y = (x + bias) * keep_scale + residual``, the forward without a norm, in any tiles."""
+    """Computes ``y = (x + bias) * keep_scale + residual``, the forward without a norm."""
     await_predecessor(OVERLAP)
     tile, _ = place_along_rows()
     rows = rows_of(tile, ROWS)

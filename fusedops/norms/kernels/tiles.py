@@ -8,7 +8,7 @@ from ...core.device import load_row_vector
 
 @triton.jit
 def _load_weight(weight, cols, N: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ACC: tl.constexpr):
-    """The weight with its offset; None if it is absent."""
+    """Returns the weight plus its offset; None if it is absent."""
     if weight is not None:
         w = load_row_vector(weight, cols, N, ACC)
         # Gemma's modules store the weight less one. The offset is added in ``ACC``: in 16 bits the
@@ -18,8 +18,8 @@ def _load_weight(weight, cols, N: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, ACC
         return w
 
 
-# A program holds a row in one tile, or in several, its *parts*: a tuple of tensors. Triton's
-# tensors have sides that are powers of two, and many hidden sizes are none. 6144 columns:
+# A program holds a row in one tile or in several *parts*, a tuple of tensors. The sides of Triton's
+# tensors are powers of two, which many hidden sizes are not. For 6144 columns:
 #
 #     one part      |                8192 lanes, a quarter idle                 |
 #     three parts   |    2048 lanes    |    2048 lanes    |    2048 lanes    |
@@ -33,7 +33,7 @@ def _vectors(
     BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """A parameter, part by part; no parts if it is absent."""
+    """Returns a parameter as a tuple of parts; an empty tuple if it is absent."""
     parts = ()
     if vector is not None:
         for part in tl.static_range(PARTS):
@@ -54,7 +54,7 @@ def _vector_part(
     BLOCK_N: tl.constexpr,
     HOLDS: tl.constexpr,
 ):
-    """A part of a parameter: one of those that are held, or loaded again for each row."""
+    """Returns a part of a parameter: from registers if it ``HOLDS`` there, else loaded again."""
     if vector is not None:
         if HOLDS:
             value = parts[part]
@@ -64,14 +64,14 @@ def _vector_part(
         return value
 
 
-# The operations are those of ``dropout(x + bias) + residual``, without a rounding in between. To
-# drop is to multiply by 0: a dropped NaN stays NaN, as in `F.dropout`. Lanes beyond the last column
+# This computes ``dropout(x + bias) + residual`` without a rounding in between. Dropping multiplies
+# by 0: a dropped NaN stays NaN, as in `F.dropout`. Lanes beyond the last column
 # are 0 in all operands, so that they add nothing to a sum over columns.
 @triton.jit
 def _load_sum(
     x, bias_row, residual, scale, x_stride, residual_stride, rows, cols, mask, ACC: tl.constexpr
 ):
-    """``(x + bias) * scale + residual`` for one tile, unrounded."""
+    """Returns ``(x + bias) * scale + residual`` for one tile, unrounded."""
     z = tl.load(x + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(ACC)
     if bias_row is not None:
         z += bias_row
@@ -86,9 +86,9 @@ def _load_sum(
 
 @triton.jit
 def _inside(in_rows, cols, EXACT: tl.constexpr, N: tl.constexpr):
-    """A tile's mask; ``EXACT`` tiles do not reach beyond the last column, and mask rows only."""
+    """Returns a tile's mask. ``EXACT`` tiles end before column N, and need a mask of rows only."""
     if EXACT:
-        # Only the last part of a row can have idle lanes: the others need no comparison of columns.
+        # Only the last part of a row can have idle lanes, so other parts compare no columns.
         return in_rows[:, None]
     else:
         return in_rows[:, None] & (cols < N)[None, :]
