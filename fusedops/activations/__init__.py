@@ -1,1 +1,1 @@
-"""Activations: with a bias and dropout, and gated."""
+"""The activation family: activations with a bias and dropout, and gated units."""

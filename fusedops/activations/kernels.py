@@ -1,9 +1,14 @@
-"""The activation family's kernels: bias, activation and dropout; gated units; both on vectors.
+"""The activation family's kernels.
+
+    bias_act_*     ``dropout(activation(x + bias))``, by tiles of rows and columns
+    glu_*          ``activation(gate) * up``, by tiles of rows and columns
+    pointwise_*    ``activation(x)`` or ``activation(x) * up``, over tensors as vectors
 
 ``VALUE`` and ``DERIVATIVE`` are an activation's device functions from `core.device`: one kernel
-serves all activations. A pointer that is None is absent, and the instructions for it are not
-compiled. ``ACC`` is the dtype computed in. ``N`` is a constant; M, the strides and the dropout
-threshold are not. Rows are int64 wherever they are multiplied by a stride.
+serves all activations. An absent tensor is None, and its loads and stores are not compiled. ``ACC``
+is the dtype of the arithmetic. ``N``, the number of columns, is a constant; M, the number of rows,
+is none, nor are the strides and the dropout threshold. Row indices are int64 wherever they are
+multiplied by a stride.
 """
 
 import triton
@@ -19,14 +24,14 @@ from ..core.device import (
 )
 
 
-# Kernels with a bias or a mask need to know rows and columns, and have tiles of both:
+# A bias depends on the column, and a mask on row and column, so these kernels have tiles of both:
 #
 #                   axis 0: columns
 #     axis 1    | (0, 0) | (1, 0) | (2, 0) |    tile 0 of rows
 #               | (0, 1) | (1, 1) | (2, 1) |    tile 1
 #
 # Neighbours along axis 0 run at the same time and access adjacent memory. Nothing is summed over a
-# row, so that its tiles are independent of one another.
+# row, so its tiles are independent of one another.
 @triton.jit(do_not_specialize=["seed", "offset", "threshold", "M"])
 def bias_act_forward_kernel(
     x,
@@ -45,9 +50,10 @@ def bias_act_forward_kernel(
     VECTOR: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """``y = activation(x + bias) * keep_scale``, one tile a program."""
+    """Computes ``y = activation(x + bias) * keep_scale``; a program has one tile."""
     await_predecessor(OVERLAP)
-    # A folded grid has more programs than tiles: their rows are past the end, and masked.
+    # A folded grid has more programs than tiles. The rows of the extra programs are past the end,
+    # and masked.
     tile, _ = place_along_rows()
     rows = rows_of(tile, ROWS)
     first_col = tl.program_id(0) * BLOCK_N
@@ -65,9 +71,9 @@ def bias_act_forward_kernel(
     tl.store(y + rows[:, None] * N + cols[None, :], out.to(y.dtype.element_ty), mask=mask)
 
 
-# For ``y = VALUE(h) * scale`` with ``h = x + bias``: ``dh = dy * scale * DERIVATIVE(h)`` is the
-# gradient of x, and its sum over rows that of bias. h is computed again from x: no tensor is saved
-# for it, and ``scale`` is drawn again.
+# The forward is ``y = VALUE(h) * scale`` with ``h = x + bias``. So the gradient of x is
+# ``dh = dy * scale * DERIVATIVE(h)``, and the gradient of bias is the sum of dh over rows. Neither
+# h nor ``scale`` is saved: h is computed again from x, and ``scale`` drawn again from the seed.
 @triton.jit
 def _bias_act_gradient(
     dy,
@@ -89,7 +95,10 @@ def _bias_act_gradient(
     ROWS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """The gradient of ``x + bias`` over one tile, zero outside, and written out where x has one."""
+    """Returns a tile of the gradient of ``x + bias``, and stores it unless ``dx`` is None.
+
+    Lanes beyond the last row or column are 0.
+    """
     rows = rows_of(tile, ROWS)
     cols = first_col + tl.arange(0, BLOCK_N)
     mask = (rows < M)[:, None] & (cols < N)[None, :]
@@ -101,14 +110,14 @@ def _bias_act_gradient(
     if scale is not None:
         dh *= scale
     dh *= DERIVATIVE(h)
-    # Only the bias may need a gradient.
+    # dx is None if only the bias needs a gradient.
     if dx is not None:
         tl.store(dx + rows[:, None] * N + cols[None, :], dh.to(dx.dtype.element_ty), mask=mask)
     return dh
 
 
-# With a bias gradient a program has one tile of columns, and loops over tiles of rows. With five
-# tiles of rows and two programs along axis 1, for each tile of columns:
+# With a bias gradient, a program has one tile of columns and loops over tiles of rows. For example,
+# five tiles of rows and two programs along axis 1, for one tile of columns:
 #
 #     program 0    tiles 4, 2, 0    sums of its rows    -> line 0 of ``partials``, N wide
 #     program 1    tiles 3, 1       sums of its rows    -> line 1
@@ -139,8 +148,9 @@ def bias_act_backward_kernel(
 ):
     """Computes the gradients of x and bias.
 
-    Without a bias gradient a program processes one tile. With one, few programs share the rows:
-    each sums its columns in registers and stores them once, and loads the next rows ahead. Rows are
+    Without a bias gradient a program processes one tile. With a bias gradient few programs share
+    the rows: each sums its columns in registers, stores the sums once, and loads the next rows
+    ahead. Rows are
     processed from the last to the first, because the L2 cache still holds those of dy that were
     written last.
     """
@@ -148,7 +158,7 @@ def bias_act_backward_kernel(
     first_col = tl.program_id(0) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)
     # A launch that overlaps with the kernel before it must wait before its first load. Only the
-    # variant of one tile a program does: persistent ones are launched without overlap.
+    # variant without a bias gradient overlaps: persistent variants are launched without overlap.
     if dbias is None:
         await_predecessor(OVERLAP)
         if seed is not None:
@@ -178,7 +188,7 @@ def bias_act_backward_kernel(
         if seed is not None:
             seed, offset = load_seed(seed, offset)
         bias_row = load_row_vector(bias, cols, N, ACC)
-        # The sums stay a tile of rows until the end, so that no step has a reduction over rows.
+        # ``parts`` stays a tile until the end, so that no step has a reduction over rows.
         parts = tl.zeros((ROWS, BLOCK_N), ACC)
         tiles = tl.cdiv(M, ROWS).to(tl.int32)
         for step in tl.range(place, tiles, programs, num_stages=STAGES):
@@ -203,8 +213,8 @@ def bias_act_backward_kernel(
                 VECTOR,
             )
         total = tl.sum(parts, axis=0)
-        # A program that is alone has the whole sum. Others store a row of ``partials``, which
-        # another kernel adds in a fixed order: atomics would make the bits depend on timing.
+        # One program alone has the whole sum. Several store a row of ``partials`` each, and another
+        # kernel adds the rows in a fixed order: atomics would make the bits depend on timing.
         if programs == 1:
             tl.store(dbias + cols, total.to(dbias.dtype.element_ty), mask=cols < N)
         else:
@@ -226,11 +236,11 @@ def glu_forward_kernel(
     ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """``y = activation(gate) * up``, one tile a program.
+    """Computes ``y = activation(gate) * up``; a program has one tile.
 
-    If up is None the rows are packed, twice as wide, with the gate's half first:
+    If up is None, ``gate`` is packed: its rows have 2 N columns, the gate's half first:
 
-        gate:  | gate, N columns | up, N columns |
+        row of ``gate``   | gate, N columns | up, N columns |
     """
     await_predecessor(OVERLAP)
     tile, _ = place_along_rows()
@@ -265,9 +275,9 @@ def glu_backward_kernel(
     ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Computes the gradients of gate and up, one tile a program.
+    """Computes the gradients of gate and up; a program has one tile.
 
-    With ``PACKED`` both are stored in ``dgate``, of rows twice as wide, with the gate's half first.
+    With ``PACKED`` both are stored in ``dgate``: its rows have 2 N columns, the gate's half first.
     """
     await_predecessor(OVERLAP)
     tile, _ = place_along_rows()
@@ -282,7 +292,7 @@ def glu_backward_kernel(
         else:
             u = tl.load(up + rows * up_stride + cols, mask=mask, other=0.0).to(ACC)
     if not PACKED:
-        # Either gradient may be absent; u is loaded only for the gate's.
+        # Either gradient may be absent. Only the gate's depends on u.
         out = rows * N + cols
         if dgate is not None:
             tl.store(dgate + out, (d * u * DERIVATIVE(g)).to(dgate.dtype.element_ty), mask=mask)
@@ -290,17 +300,18 @@ def glu_backward_kernel(
             tl.store(dup + out, (d * VALUE(g)).to(dup.dtype.element_ty), mask=mask)
     else:
         out = rows * (2 * N) + cols
-        # The gradient of packed rows is packed as they are: no copy joins two halves.
+        # The gradient of packed rows is packed too, so no copy has to join two halves.
         kind: tl.constexpr = dgate.dtype.element_ty
         tl.store(dgate + out, (d * u * DERIVATIVE(g)).to(kind), mask=mask)
         tl.store(dgate + out + N, (d * VALUE(g)).to(kind), mask=mask)
 
 
-# The pointwise kernels see a tensor as one vector, whatever its shape: dense tensors of the same
-# strides need no rows. ``start`` is a multiple of ``BLOCK_N``, so that addresses are aligned.
+# The pointwise kernels read tensors as vectors, whatever their shape: the tensors are dense and
+# have the same strides. ``start`` is the first element of a tile, a multiple of ``BLOCK_N``, so
+# that addresses are aligned. ``places`` are the elements' positions in the tile.
 @triton.jit
 def _load_places(vector, start, places, mask, ACC: tl.constexpr):
-    """Elements from ``start`` on; without a mask the loads are 16 bytes wide."""
+    """Returns a tile of a vector; without a mask the loads are 16 bytes wide."""
     if mask is None:
         return tl.load(vector + start + places).to(ACC)
     else:
@@ -309,7 +320,7 @@ def _load_places(vector, start, places, mask, ACC: tl.constexpr):
 
 @triton.jit
 def _pointwise_tile(x, up, y, start, places, mask, VALUE: tl.constexpr, ACC: tl.constexpr):
-    """One tile of `pointwise_forward_kernel`."""
+    """Computes one tile of `pointwise_forward_kernel`."""
     h = VALUE(_load_places(x, start, places, mask, ACC))
     if up is not None:
         h *= _load_places(up, start, places, mask, ACC)
@@ -327,10 +338,10 @@ def pointwise_forward_kernel(
     BLOCK_N: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """``y = activation(x) * up`` over vectors of M elements; up may be absent.
+    """Computes ``y = activation(x) * up`` over vectors of M elements; up may be absent.
 
-    Only the last program has a mask: a mask that may end at any element would make loads narrower
-    than 16 bytes.
+    Only the last program has a mask: with a mask that can end at any element, the compiler makes
+    loads narrower than 16 bytes.
     """
     await_predecessor(OVERLAP)
     start = tl.program_id(0).to(tl.int64) * BLOCK_N
@@ -355,7 +366,7 @@ def _pointwise_gradients(
     DERIVATIVE: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """One tile of `pointwise_backward_kernel`."""
+    """Computes one tile of `pointwise_backward_kernel`."""
     d = _load_places(dy, start, places, mask, ACC)
     h = _load_places(x, start, places, mask, ACC)
     if up is not None and dx is not None:
@@ -381,7 +392,7 @@ def pointwise_backward_kernel(
     BLOCK_N: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Gradients of x and up, which may be absent, over vectors of M elements."""
+    """Computes the gradients of x and up over vectors of M elements; up may be absent."""
     await_predecessor(OVERLAP)
     start = tl.program_id(0).to(tl.int64) * BLOCK_N
     places = tl.arange(0, BLOCK_N)

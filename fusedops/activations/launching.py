@@ -1,9 +1,9 @@
-"""Launches of the activation kernels: the row strides, the plan for the call, and the launch.
+"""Launches the activation kernels: gets the row strides, looks up the call's plan, and launches.
 
-An activation or a gated unit of dense tensors, without bias and dropout, depends on no columns. It
-is one vector, whose length is a run-time argument. In all other calls a variant depends on the row
-length, never on the number of rows. A plan depends on the rows' bucket too, because the best config
-may differ between buckets.
+Without bias and dropout, an activation or a gated unit of dense tensors does not depend on rows and
+columns. Its kernels read the tensors as vectors, whose length is a run-time argument. In all other
+calls a compiled variant depends on the row length, never on the number of rows. A plan also depends
+on the bucket of the number of rows, because buckets may have different best configs.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ __all__ = ["backward", "forward"]
 
 @dataclass(frozen=True)
 class _Plan:
-    """The launches of a call.
+    """The plan of a call's launches.
 
     Attributes:
         variant: the compiled kernel.
-        rows: the rows of a tile; its elements if tensors are vectors.
+        rows: the rows of a tile; its elements if tensors are read as vectors.
         tiles: the tiles of a row.
-        programs: at most, for the rows of a bias gradient.
-        reduce: the kernel that adds partial sums of a bias gradient.
-        reduce_block: columns of each of its programs.
+        programs: with a bias gradient, the most programs along the rows.
+        reduce: the kernel that adds partial sums of a bias gradient; None without one.
+        reduce_block: the columns of each of its programs.
     """
 
     variant: Variant
@@ -56,7 +56,10 @@ _backwards: dict[Any, _Plan] = tuning.register_cache({})
 def _alike(
     first: Tensor, second: Tensor | None, third: Tensor | None = None, fourth: Tensor | None = None
 ) -> bool:
-    """Whether dense tensors have their elements in the same order, to be read as vectors."""
+    """Returns whether all tensors are dense and have the same order of elements.
+
+    Then kernels can read them as vectors.
+    """
     # This runs in every call: no loop where all tensors are contiguous, as they usually are.
     if first.is_contiguous():
         if second is not None and not second.is_contiguous():
@@ -71,22 +74,22 @@ def _alike(
 
 
 def forward(site: ActivationSite, tensors: Any, outs: Any, state: State) -> None:
-    """Launches one kernel, from ``(x, other)`` to ``(y,)``."""
+    """Launches one kernel, which computes ``outs``, ``(y,)``, from ``tensors``, ``(x, other)``."""
     x, other = tensors
     (y,) = outs
     if site.vector is not None and _alike(x, other, y):
         _forward_vectors(site.vector, x, other, y)
         return
     seed, offset, threshold = state
-    seeded = 0 if seed is None else seed_kind(offset)
+    seed_type = 0 if seed is None else seed_kind(offset)  # an index in `SEED_TYPES`
     cols, kind = site.cols, site.kind
     # The bits of all addresses and strides: if the lowest four are zero, the variant may rely on
-    # vectors of 16 bytes. A bias is read as one row.
+    # vectors of 16 bytes. A bias is passed as one row.
     x, x_stride, bits = as_rows(x, cols * 2 if kind == "packed" else cols)
-    other, other_stride, of_other = as_rows(other, cols)
-    bits |= of_other
+    other, other_stride, other_bits = as_rows(other, cols)
+    bits |= other_bits
     rows = y.numel() // cols
-    key = (site, seeded, bits & 15 == 0, BUCKET[rows.bit_length()])
+    key = (site, seed_type, bits & 15 == 0, BUCKET[rows.bit_length()])
     plan = _forwards.get(key)
     if plan is None:
         plan = tuning.plan(_forwards, key, _plan_forward)
@@ -101,20 +104,20 @@ def forward(site: ActivationSite, tensors: Any, outs: Any, state: State) -> None
 
 
 def _contiguous(out: Tensor) -> Tensor:
-    """The output, or if it is not contiguous, a tensor from which it is to be copied."""
+    """Returns the output if it is contiguous, else a contiguous tensor, to be copied into it."""
     if out.is_contiguous():
         return out
     return torch.empty_like(out, memory_format=torch.contiguous_format)
 
 
 def _forward_vectors(site: ActivationSite, x: Any, other: Any, y: Tensor) -> None:
-    """Launches the forward of dense tensors of one layout."""
+    """Launches the forward of dense tensors that all have one layout."""
     x, bits = dense(x)
-    other, of_other = dense(other)
+    other, other_bits = dense(other)
     elements = y.numel()
     key = (
         site,
-        (bits | of_other) & 15 == 0,
+        (bits | other_bits) & 15 == 0,
         BUCKET[(elements // configs.VECTOR).bit_length()],
     )
     plan = _forwards.get(key)
@@ -124,9 +127,9 @@ def _forward_vectors(site: ActivationSite, x: Any, other: Any, y: Tensor) -> Non
 
 
 def backward(site: ActivationSite, grads: Any, saved: Any, outs: Any, state: State) -> None:
-    """Launches one kernel, and for a bias gradient of many rows a second that adds its parts.
+    """Launches one kernel, and for a bias gradient of many rows a second that adds partial sums.
 
-    The gradient of packed rows is one tensor.
+    The gradient of packed rows is one packed tensor.
     """
     (dy,) = grads
     x, other = saved
@@ -136,17 +139,17 @@ def backward(site: ActivationSite, grads: Any, saved: Any, outs: Any, state: Sta
         return
     cols, kind = site.cols, site.kind
     seed, offset, threshold = state
-    seeded = 0 if seed is None else seed_kind(offset)
+    seed_type = 0 if seed is None else seed_kind(offset)  # an index in `SEED_TYPES`
     dy, dy_stride, bits = as_rows(dy, cols)
-    x, x_stride, of_x = as_rows(x, cols * 2 if kind == "packed" else cols)
-    other, other_stride, of_other = as_rows(other, cols)
-    bits |= of_x | of_other
+    x, x_stride, x_bits = as_rows(x, cols * 2 if kind == "packed" else cols)
+    other, other_stride, other_bits = as_rows(other, cols)
+    bits |= x_bits | other_bits
     rows = dy.numel() // cols
     key = (
         site,
         (dx is not None, dother is not None),
         dy.dtype,
-        seeded,
+        seed_type,
         bits & 15 == 0,
         BUCKET[rows.bit_length()],
     )
@@ -155,7 +158,7 @@ def backward(site: ActivationSite, grads: Any, saved: Any, outs: Any, state: Sta
         plan = tuning.plan(_backwards, key, _plan_backward)
     row_tiles = -(-rows // plan.rows)
     if kind != "bias":
-        # The kernel writes contiguous rows; outputs of another layout are copies of them.
+        # The kernel writes contiguous rows, which are copied into outputs of another layout.
         dgate, dup = (None if t is None else _contiguous(t) for t in outs)
         plan.variant(
             plan.tiles, row_tiles, dy, x, other, dgate, dup, dy_stride, x_stride, other_stride, rows
@@ -167,7 +170,7 @@ def backward(site: ActivationSite, grads: Any, saved: Any, outs: Any, state: Sta
     partials = None
     programs = row_tiles
     if plan.reduce is not None:
-        # One program processes few rows, and stores the sums itself.
+        # If there are few rows, one program processes them all and stores the bias gradient.
         programs = 1
         if row_tiles > launch.MOST_ALONE:
             programs = min(row_tiles, plan.programs)
@@ -180,6 +183,7 @@ def backward(site: ActivationSite, grads: Any, saved: Any, outs: Any, state: Sta
         other,
         dx,
         dother,
+        # Without partial sums nothing is written to this address, so any tensor will do.
         dy if partials is None else partials,
         seed,
         offset,
@@ -189,19 +193,23 @@ def backward(site: ActivationSite, grads: Any, saved: Any, outs: Any, state: Sta
         rows,
     )
     if partials is not None and plan.reduce is not None:
-        plan.reduce(-(-cols // plan.reduce_block), 1, partials, dother, None, None, programs)
+        column_tiles = -(-cols // plan.reduce_block)
+        # The kernel adds up to three gradients; here there is only that of the bias.
+        plan.reduce(column_tiles, 1, partials, dother, None, None, programs)
 
 
 def _backward_vectors(site: ActivationSite, dy: Tensor, x: Any, other: Any, outs: Any) -> None:
-    """Launches the backward of dense tensors of one layout, in which dy is copied if it differs."""
+    """Launches the backward of dense tensors that all have one layout, except perhaps dy."""
     dx, dother = outs
-    dy, bits = dense(dy if _alike(x, dy) else empty_dense(x, dy.dtype).copy_(dy))
-    x, of_x = dense(x)
-    other, of_other = dense(other)
+    if not _alike(x, dy):
+        dy = empty_dense(x, dy.dtype).copy_(dy)
+    dy, bits = dense(dy)
+    x, x_bits = dense(x)
+    other, other_bits = dense(other)
     elements = dy.numel()
     key = (
         site,
-        (bits | of_x | of_other) & 15 == 0,
+        (bits | x_bits | other_bits) & 15 == 0,
         dy.dtype,
         dx is not None,
         dother is not None,
@@ -213,7 +221,7 @@ def _backward_vectors(site: ActivationSite, dy: Tensor, x: Any, other: Any, outs
     plan.variant(-(-elements // plan.rows), 1, dy, x, other, dx, dother, elements)
 
 
-# --- vectors --------------------------------------------------------------------------------------
+# --- plans for vectors ----------------------------------------------------------------------------
 
 
 def _plan_pointwise_forward(site: ActivationSite, aligned: bool, bucket: int) -> _Plan:
@@ -242,9 +250,9 @@ def _plan_pointwise_backward(
 
 
 def _vector_key(site: ActivationSite, direction: str, other: torch.dtype, bucket: int) -> TuningKey:
-    """The tuning key of vectors.
+    """Returns the tuning key of vectors.
 
-    ``direction`` is forward or backward, ``other`` the dtype of the output or its gradient.
+    ``direction`` is "forward" or "backward", and ``other`` the dtype of the output or its gradient.
     """
     x, up = site.dtypes
     assert x is not None
@@ -256,6 +264,7 @@ def _vector_key(site: ActivationSite, direction: str, other: torch.dtype, bucket
 def _plan_pointwise(
     kernel: Any, types: dict[str, str | None], site: ActivationSite, aligned: bool, key: TuningKey
 ) -> _Plan:
+    """Returns the plan of a kernel for vectors."""
     value, derivative = device_functions(site.activation.name)
     config = tuning.choose(key, site.device_index)
     variant = launch.build(
@@ -268,10 +277,10 @@ def _plan_pointwise(
         cols=0,
         aligned=aligned,
     )
-    return _Plan(variant, config.block_n, 1)
+    return _Plan(variant, rows=config.block_n, tiles=1)
 
 
-# --- the variants behind the keys -----------------------------------------------------------------
+# --- plans for rows -------------------------------------------------------------------------------
 
 
 tuning.register(
@@ -288,9 +297,10 @@ tuning.register(
 def _tuning_key(
     site: ActivationSite, direction: str, bucket: int, seed: int, other: torch.dtype, *parts: str
 ) -> TuningKey:
-    """The tuning key of rows, packed or not.
+    """Returns the tuning key of rows, packed or not.
 
-    ``direction`` is forward or backward, ``other`` the dtype of the output or its gradient.
+    ``direction`` is "forward" or "backward", and ``other`` the dtype of the output or its gradient.
+    ``parts`` are further parts of the variant of `bias_act`.
     """
     family = "glu"
     x, second = site.dtypes
@@ -306,7 +316,10 @@ def _tuning_key(
 
 
 def _types(site: ActivationSite, seed: int) -> dict[str, str | None]:
-    """Triton's types of the arguments that forward and backward share."""
+    """Returns Triton's types of the arguments of all kernels for rows, by name.
+
+    A name that a kernel does not have is ignored.
+    """
     x, other = map(pointer_type, site.dtypes)
     strides = dict.fromkeys(("dy_stride", "x_stride", "gate_stride", "up_stride", "M"), "i64")
     return {
@@ -338,7 +351,7 @@ def _plan_forward(site: ActivationSite, seed: int, aligned: bool, bucket: int) -
         cols=site.cols,
         aligned=aligned,
     )
-    return _Plan(variant, config.rows, -(-site.cols // config.block_n))
+    return _Plan(variant, rows=config.rows, tiles=-(-site.cols // config.block_n))
 
 
 def _plan_backward(
@@ -354,12 +367,22 @@ def _plan_backward(
 
     value, derivative = device_functions(site.activation.name)
     x, other = site.dtypes
-    dother = pointer_type(other) if needs[1] else None
-    types = _types(site, seed) | {"dy": pointer_type(dy), "dup": dother, "dbias": dother}
-    types["dx"] = types["dgate"] = pointer_type(x) if needs[0] else None
-    types |= {"partials": pointer_type(site.acc), "first": dother, "second": None, "third": None}
-    types |= {"programs": "i32"}
-    sums = site.kind == "bias" and needs[1]
+    needs_x, needs_other = needs
+    dx = pointer_type(x) if needs_x else None
+    dother = pointer_type(other) if needs_other else None
+    types = _types(site, seed) | {
+        "dy": pointer_type(dy),
+        "dx": dx,
+        "dgate": dx,
+        "dup": dother,
+        "dbias": dother,
+        "partials": pointer_type(site.acc),
+        "first": dother,
+        "second": None,
+        "third": None,
+        "programs": "i32",
+    }
+    sums = site.kind == "bias" and needs_other
     constants = {
         "VALUE": value,
         "DERIVATIVE": derivative,
@@ -388,9 +411,16 @@ def _plan_backward(
     tiles = -(-site.cols // config.block_n)
     variant = build(kernel, config, constants)
     if not sums:
-        return _Plan(variant, config.rows, tiles)
-    # As many persistent programs as run at the same time, divided among the column tiles.
+        return _Plan(variant, rows=config.rows, tiles=tiles)
+    # Together, the persistent programs of all column tiles are as many as run at the same time.
     programs = max(2, launch.processors(site.device_index) * max(config.per_sm, 1) // tiles)
     reduce_config = tuning.config_of_sums(programs, site.cols)
     reduce = build(sum_partials_kernel, reduce_config, constants | {"PERSISTENT": False})
-    return _Plan(variant, config.rows, tiles, programs, reduce, reduce_config.block_n)
+    return _Plan(
+        variant,
+        rows=config.rows,
+        tiles=tiles,
+        programs=programs,
+        reduce=reduce,
+        reduce_block=reduce_config.block_n,
+    )

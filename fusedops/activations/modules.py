@@ -1,9 +1,9 @@
-"""The activation family's modules, each of which calls one functional.
+"""The activation family's modules; each calls one functional.
 
-`TensorsBeside` is the base class of those whose forward takes further tensors after the first.
-``_beside`` has the names of these arguments. If the module is distributed, such an argument becomes
-a DTensor: ``_vector`` replicates a bias, ``_rows`` places ``up`` as the gate. Otherwise both return
-it unchanged.
+`TensorsBeside` is the base class of modules whose forward takes further tensors after the first.
+``_beside`` names these arguments. If the module is distributed, they become DTensors: ``_vector``
+replicates a bias, and ``_rows`` gives ``up`` the placements of the gate. Otherwise both methods
+return the argument unchanged.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class FusedBiasGELU(TensorsBeside, nn.GELU):
         def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...  # noqa: D102
 
 
-# An `nn.Dropout`, so that code that sets ``p`` of all dropouts in a model sets it here too.
+# It is an `nn.Dropout`, so that code that sets ``p`` of all dropouts in a model sets it here too.
 class FusedBiasAct(TensorsBeside, nn.Dropout):
     """``dropout(activation(x + bias))`` in one pass.
 
@@ -129,7 +129,7 @@ class FusedBiasAct(TensorsBeside, nn.Dropout):
         def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...  # noqa: D102
 
     def extra_repr(self) -> str:
-        """The arguments in ``print(module)``: the activation, and those of `torch.nn.Dropout`."""
+        """Returns the activation and the arguments of `torch.nn.Dropout`, for ``print(module)``."""
         return f"{self.activation!r}, {super().extra_repr()}"
 
 
@@ -168,7 +168,7 @@ class FusedGatedAct(TensorsBeside):
         def __call__(self, gate: Tensor, up: Tensor | None = None) -> Tensor: ...  # noqa: D102
 
     def extra_repr(self) -> str:
-        """The arguments in ``print(module)``: the activation."""
+        """Returns the arguments in ``print(module)``: the activation."""
         return f"{self.activation!r}"
 
 
@@ -229,5 +229,5 @@ class FusedGEGLU(TensorsBeside):
         def __call__(self, gate: Tensor, up: Tensor | None = None) -> Tensor: ...  # noqa: D102
 
     def extra_repr(self) -> str:
-        """The arguments in ``print(module)``, as `torch.nn.GELU` prints them."""
+        """Returns the arguments in ``print(module)``, as `torch.nn.GELU` prints them."""
         return f"approximate={self.approximate!r}"

@@ -1,4 +1,4 @@
-"""The activation family's operator: cache keys, checks, outputs and reference implementation."""
+"""The activation family's operator: cache keys, checks, outputs, reference, gradients."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class ActivationOperator(Operator):
 
     @staticmethod
     def key(mode: int, constants: Any, tensors: Any) -> Hashable:
-        """Everything that `check` reads: types, dtypes, devices, and the sizes of last dimensions.
+        """Returns all that `check` reads: types, dtypes, devices, and the sizes of last dimensions.
 
-        The number of rows is left out: it is not checked, and differs from batch to batch.
+        The number of rows is not in the key: it is not checked, and differs from batch to batch.
         """
         x, other = tensors
         shape = x.shape
         cols = shape[-1] if shape else None
         if other is None:
             return mode, constants, type(x), x.dtype, x.device, cols
-        # The shape of a bias is a part of the key. Up has rows, so of its shape only whether it is
-        # that of x, as it must be.
+        # A bias's shape is a part of the key. Up has rows; its shape must be that of x, so the key
+        # only has whether it is.
         checked_shape = other.shape if constants.kind == "bias" else other.shape == shape
         return (
             mode,
@@ -66,7 +66,7 @@ class ActivationOperator(Operator):
     def check(
         self, constants: ActivationConstants, tensors: Any, *, nested: bool
     ) -> ActivationConstants:
-        """See `Operator`; it checks all but p. Autocast changes no activation."""
+        """Checks everything but p; see `Operator`. Autocast changes no activation."""
         if not nested:
             self._check_tensors(constants, tensors)
         checks.check_choice(constants.op, "activation", constants.activation, ACTIVATIONS)
@@ -75,10 +75,11 @@ class ActivationOperator(Operator):
     def _check_tensors(self, constants: ActivationConstants, tensors: Any) -> None:
         op, kind = constants.op, constants.kind
         x, other = tensors
-        first, second = _arguments(constants)
-        checks.check_tensor(op, first, x)
-        if x.dim() == 0 and (kind == "packed" or other is not None):
-            raise ValueError(f"{op}: {first} must have at least one dimension, got a scalar")
+        x_name, other_name = _arguments(constants)
+        checks.check_tensor(op, x_name, x)
+        needs_dimension = kind == "packed" or other is not None
+        if x.dim() == 0 and needs_dimension:
+            raise ValueError(f"{op}: {x_name} must have at least one dimension, got a scalar")
         if kind == "packed" and x.shape[-1] % 2:
             shape = tuple(x.shape)
             raise ValueError(
@@ -86,11 +87,11 @@ class ActivationOperator(Operator):
             )
         if other is not None:
             expected = x.shape[-1:] if kind == "bias" else x.shape
-            checks.check_tensor(op, second, other, x)
-            checks.check_shape(op, second, other, tuple(expected))
+            checks.check_tensor(op, other_name, other, x)
+            checks.check_shape(op, other_name, other, tuple(expected))
 
     def cols(self, constants: ActivationConstants, tensors: Any) -> int:
-        """The width of an output's row."""
+        """Returns the width of an output's row, -1 if the kernels do not support it."""
         x = tensors[0]
         cols = x.shape[-1] if x.dim() else 1
         if cols > launch.LONGEST_ROW:
@@ -111,14 +112,14 @@ class ActivationOperator(Operator):
         x, other = dtypes
         assert x is not None
         y = x if other is None else torch.promote_types(x, other)
-        # Where no element depends on its position, kernels take tensors as vectors, whatever their
-        # width. A mask depends on the position, a bias on the column, packed rows on the width.
+        # If no element depends on its position, kernels read the tensors as vectors. A mask depends
+        # on the position, a bias on the column, and packed rows on the width.
         is_activation_alone = constants.kind == "bias" and other is None and not dropout
         elementwise = is_activation_alone or constants.kind == "glu"
         vector = None
-        # A width of 0 stands for vectors of any length: that site needs no other one for them.
+        # The site with a width of 0 is for vectors of any length. It has no further site itself.
         if cols and elementwise:
-            vector = site_of(self, constants, dtypes, 0, device_index, dropout, saves)
+            vector = site_of(self, constants, dtypes, 0, device_index, dropout=dropout, saves=saves)
         return ActivationSite(
             constants,
             device_index,
@@ -140,14 +141,14 @@ class ActivationOperator(Operator):
         return _arguments(constants)[position]
 
     def axes(self, constants: ActivationConstants, tensors: Any) -> Axes:
-        """See `Operator`; up has rows, a bias has none.
+        """See `Operator`. Up has rows, and a bias has none.
 
         Packed rows are not split along their columns: a rank's shard would have the gate of some
         columns and the up of others.
         """
         return axes_of_rows(
             tensors,
-            0,
+            first=0,
             dims=1,
             columns=self.cols(constants, tensors),
             carriers=(0,) if constants.kind == "bias" else (0, 1),
@@ -160,16 +161,16 @@ class ActivationOperator(Operator):
     def reference(
         self, constants: ActivationConstants, tensors: Any, dropout: Dropout
     ) -> tuple[Tensor]:
-        """See `Operator`; the module `reference` has the formulas."""
+        """Returns the output by PyTorch's operators: see `Operator` and `reference`."""
         x, other = tensors
         formula = ACTIVATIONS[constants.activation].formula
         if constants.kind != "bias":
             y = reference.glu(x, other, formula)
         elif x.is_nested and other is None and dropout is no_dropout:
-            return (formula(x),)  # as PyTorch computes it, without casts
+            return (formula(x),)  # like PyTorch, without casts
         else:
             y = reference.bias_act(x, other, formula, dropout)
-        # The kernels never return the caller's own tensor, so neither does this.
+        # Like the kernels, this never returns the caller's own tensor.
         return (y.clone() if y is x else y,)
 
     def derivative(
@@ -180,14 +181,14 @@ class ActivationOperator(Operator):
         dropout: Callable[[Tensor], Dropout],
         needs: Sequence[bool],
     ) -> Sequence[Tensor | None]:
-        """The reference implementation's gradients, in the dtype that kernels compute in."""
+        """Returns the gradients of the reference implementation, computed in the kernels' dtype."""
         formula = site.activation.formula
         primals = [None if t is None else t.to(site.acc) for t in saved]
-        biased = site.kind == "bias"
-        dropped = dropout(saved[0]) if biased else no_dropout
+        is_bias = site.kind == "bias"
+        dropped = dropout(saved[0]) if is_bias else no_dropout
 
         def function(x: Tensor, other: Tensor | None) -> tuple[Tensor]:
-            if biased:
+            if is_bias:
                 return (reference.bias_act(x, other, formula, dropped),)
             return (reference.glu(x, other, formula),)
 
@@ -198,10 +199,10 @@ class ActivationOperator(Operator):
     # --- kernels ----------------------------------------------------------------------------------
 
     def allocate(self, site: ActivationSite, tensors: Any) -> tuple[Tensor]:
-        """The output.
+        """Returns the uninitialised output.
 
-        Where its elements depend on no column, its layout is that of x if x is dense, as the layout
-        of PyTorch's activations is. Otherwise it is contiguous.
+        It has the layout of x, like the output of PyTorch's activations, if x is dense and no
+        element depends on its column. Otherwise it is contiguous.
         """
         x = tensors[0]
         if site.kind == "packed":
@@ -215,7 +216,7 @@ class ActivationOperator(Operator):
     def allocate_gradients(
         self, site: ActivationSite, grads: Any, saved: Any, needed: Any
     ) -> tuple[Tensor | None, ...]:
-        """``(dx, dother)``, in the shapes of x and other."""
+        """Returns uninitialised ``(dx, dother)``, in the shapes of x and other."""
         x, other = saved
         allocate = empty if site.vector is None else empty_dense
         dx = allocate(x, x.dtype) if needed[0] else None
@@ -224,15 +225,16 @@ class ActivationOperator(Operator):
 
 
 def _arguments(constants: ActivationConstants) -> tuple[str, str]:
-    """The names of the functional's arguments."""
+    """Returns the names that the functional has for x and other."""
     if constants.kind != "bias":
         return "gate", "up"
     return "input" if constants.op == "gelu" else "x", "bias"
 
 
 def _native(constants: ActivationConstants, dtypes: Dtypes) -> Callable[..., Any] | None:
-    """`F.gelu`, where it computes exactly this."""
-    if constants.kind != "bias" or dtypes[1] is not None:
+    """Returns `F.gelu` if it computes the same call, and else None."""
+    _, bias = dtypes
+    if constants.kind != "bias" or bias is not None:
         return None
     return _gelu if constants.activation in ("gelu", "gelu_tanh") else None
 

@@ -1,4 +1,4 @@
-"""The activation family's functionals: each passes its record and tensors to `core.calls.call`."""
+"""The activation family's functionals: each passes constants and tensors to `core.calls.call`."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ _KINDS: dict[str, tuple[Kind, ...]] = {
     "swiglu": ("glu", "packed"),
     "gated_act": ("glu", "packed"),
 }
-# The records of all calls: none of the constants is a number.
+# All possible constants of calls: none is a number, so there are few.
 _RECORDS: dict[tuple[str, str, str], ActivationConstants] = {
     (op, kind, activation): ActivationConstants(op, kind, activation)
     for op, kinds in _KINDS.items()
@@ -199,17 +199,18 @@ _RECORDS: dict[tuple[str, str, str], ActivationConstants] = {
 
 
 def _record(op: str, kind: Kind, activation: Any) -> ActivationConstants:
-    """The record of a call; the checks raise for an activation that is not in the table."""
+    """Returns the constants of a call."""
     try:
         return _RECORDS[op, kind, activation]
     except (KeyError, TypeError):
+        # The activation is unknown: the checks of the call will raise.
         return ActivationConstants(op, kind, activation)
 
 
 def _approximation(op: str, approximate: Any) -> str:
-    """The activation's name for `F.gelu`'s ``approximate``."""
+    """Returns the name in `ACTIVATIONS` for `F.gelu`'s ``approximate``; raises if it is unknown."""
     name = APPROXIMATIONS.get(approximate) if isinstance(approximate, str) else None
     if name is None:
         check_choice(op, "approximate", approximate, tuple(APPROXIMATIONS))
-        raise AssertionError("a choice that is none")
+        raise AssertionError("check_choice accepted an unknown approximation")
     return name

@@ -1,4 +1,4 @@
-"""The records of an activation's call: its constants, and its dtypes, widths and functions."""
+"""The records of an activation's call: `ActivationConstants`, and `ActivationSite` for kernels."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from ..core.calls.words import dispatched
 __all__ = ["ActivationConstants", "ActivationSite", "Kind"]
 
 
-# "bias": activation(x + bias), dropped out. "glu": activation(gate) * up. "packed": the same, up
-# behind gate in x.
+# What a call computes from its tensors ``(x, other)``:
+#
+#     "bias"      dropout(activation(x + other)), where other is the bias
+#     "glu"       activation(x) * other, where x is the gate and other is up
+#     "packed"    the same, where x has gate and up side by side, and other is None
 Kind = Literal["bias", "glu", "packed"]
 
 
@@ -25,7 +28,7 @@ class ActivationConstants(NamedTuple):
 
     Attributes:
         op: the functional's name, for messages.
-        kind: the kind of function.
+        kind: what the call computes: see `Kind`.
         activation: the activation's name.
     """
 
@@ -40,8 +43,8 @@ class ActivationSite(Site):
 
     Attributes:
         y: the output's dtype.
-        vector: the same call's site with a width of 0, with which kernels read the tensors as
-            vectors. None if elements of the output depend on their column or position.
+        vector: the site of the same call with a width of 0, for kernels that read the tensors as
+            vectors; None if elements of the output depend on their column or position.
     """
 
     y: torch.dtype
@@ -49,7 +52,7 @@ class ActivationSite(Site):
 
     @property
     def kind(self) -> Kind:
-        """The kind of function."""
+        """What the call computes: see `Kind`."""
         return self.constants.kind  # type: ignore[no-any-return]
 
     @property

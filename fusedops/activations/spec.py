@@ -41,50 +41,54 @@ Samples = Callable[[torch.device, torch.dtype], Iterator[Sample]]
 BadSamples = Callable[[torch.device], Iterator[BadSample]]
 
 
-def _name(shape: tuple[int, ...]) -> str:
-    return "shape " + "x".join(map(str, shape))
+def _joined(shape: tuple[int, ...]) -> str:
+    """Returns a shape as a part of a sample's name, for example ``6x64``."""
+    return "x".join(map(str, shape))
 
 
 # --- gelu, bias_gelu, bias_act --------------------------------------------------------------------
 
 
 def _bias_samples(tensors: tuple[str, ...], options: tuple[str, ...] = ()) -> Samples:
-    """The samples of an operator with a bias, or of `gelu`.
+    """Returns the samples of an operator with a bias, or of `gelu`.
 
-    ``options`` are the keywords that it has beyond the tensors: "approximate", "activation", "p". A
-    sample leaves out all others: p is given in several, and only `bias_act` has it.
+    ``options`` are the operator's keywords beyond the tensors: "approximate", "activation", "p".
+    Samples drop other keywords: several have p, which only `bias_act` takes.
     """
-    first, biased = tensors[0], len(tensors) > 1
+    x_name, takes_bias = tensors[0], len(tensors) > 1
 
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         def sample(
             name: str,
             shape: tuple[int, ...],
-            absent: bool = False,
-            other: torch.dtype | None = None,
+            without_bias: bool = False,
+            bias_dtype: torch.dtype | None = None,
             scale: float = 1.5,
             shift: float = 0.2,
             **keywords: Any,
         ) -> Sample:
             make = Maker(name, device, dtype)
-            arguments: dict[str, Tensor | None] = {first: make(*shape, shift=shift, scale=scale)}
-            if biased:
-                arguments["bias"] = None if absent else make(shape[-1], dtype=other)
+            arguments: dict[str, Tensor | None] = {x_name: make(*shape, shift=shift, scale=scale)}
+            if takes_bias:
+                arguments["bias"] = None if without_bias else make(shape[-1], dtype=bias_dtype)
             accepted = {key: value for key, value in keywords.items() if key in options}
             return Sample(name, arguments, accepted)
 
         shapes = [*_SHAPES, *_WIDE_SHAPES] if "activation" in options else _FEW_SHAPES
         for shape in shapes:
-            yield sample(_name(shape), shape, p=0.2)
+            yield sample(f"shape {_joined(shape)}", shape, p=0.2)
         yield sample("from tail to tail", (5, 80), scale=8.0)
-        # GELU's minimum, where the derivative is zero, and a change of x changes no output.
-        yield sample("where it is flat", (64, 4), absent=True, shift=-0.7518, scale=1e-3, p=0.1)
-        if biased:
-            yield sample("without bias", (9, 48), absent=True)
-            yield sample("without bias, wide", (2, 20000), absent=True, p=0.3)
+        # Inputs at GELU's minimum, where the derivative is zero and a change of x changes no
+        # output.
+        yield sample(
+            "where it is flat", (64, 4), without_bias=True, shift=-0.7518, scale=1e-3, p=0.1
+        )
+        if takes_bias:
+            yield sample("without bias", (9, 48), without_bias=True)
+            yield sample("without bias, wide", (2, 20000), without_bias=True, p=0.3)
             if dtype in _HALF:
-                yield sample("fp32 bias", (6, 80), other=torch.float32, p=0.1)
-                yield sample("fp32 bias, wide", (2, 16500), other=torch.float32)
+                yield sample("fp32 bias", (6, 80), bias_dtype=torch.float32, p=0.1)
+                yield sample("fp32 bias, wide", (2, 16500), bias_dtype=torch.float32)
         if "approximate" in options:
             for approximate in ("none", "tanh"):
                 yield sample(f"approximate {approximate}", (6, 72), approximate=approximate)
@@ -97,6 +101,7 @@ def _bias_samples(tensors: tuple[str, ...], options: tuple[str, ...] = ()) -> Sa
         if "p" in options:
             for p in (0.0, 0.9, 1.0):
                 yield sample(f"p={p}", (9, 56), p=p)
+            # `sample` would drop ``training``, which is not among the options.
             tensors = sample("not training", (5, 24)).tensors
             yield Sample("not training", tensors, {"p": 0.5, "training": False})
 
@@ -154,7 +159,8 @@ def _gelu_eager(input: Tensor, approximate: str = "none") -> tuple[Tensor]:
 
 
 def _bias_bad_samples(tensors: tuple[str, ...], options: tuple[str, ...] = ()) -> BadSamples:
-    first, biased = tensors[0], len(tensors) > 1
+    """Returns the bad samples of an operator with a bias, or of `gelu`: see `_bias_samples`."""
+    x_name, takes_bias = tensors[0], len(tensors) > 1
 
     def bad_samples(device: torch.device) -> Iterator[BadSample]:
         def bad(
@@ -165,18 +171,18 @@ def _bias_bad_samples(tensors: tuple[str, ...], options: tuple[str, ...] = ()) -
             options: dict[str, Any] | None = None,
             **overrides: Any,
         ) -> BadSample:
-            good: dict[str, Any] = {first: torch.randn(4, 8, device=device)}
-            if biased:
+            good: dict[str, Any] = {x_name: torch.randn(4, 8, device=device)}
+            if takes_bias:
                 good["bias"] = torch.randn(8, device=device)
             return BadSample(name, {**good, **overrides}, options or {}, error, match)
 
-        firsts: dict[str, Any] = {first: [1.0]}
-        yield bad("no tensor", TypeError, f"{first} must be a torch.Tensor, got list", **firsts)
-        firsts = {first: torch.ones(4, 8, dtype=torch.int64, device=device)}
-        yield bad("integers", TypeError, rf"{first} has dtype torch\.int64", **firsts)
-        if biased:
-            firsts = {first: torch.randn((), device=device)}
-            yield bad("scalar", ValueError, f"{first} must have at least one dimension", **firsts)
+        x: dict[str, Any] = {x_name: [1.0]}
+        yield bad("no tensor", TypeError, f"{x_name} must be a torch.Tensor, got list", **x)
+        x = {x_name: torch.ones(4, 8, dtype=torch.int64, device=device)}
+        yield bad("integers", TypeError, rf"{x_name} has dtype torch\.int64", **x)
+        if takes_bias:
+            x = {x_name: torch.randn((), device=device)}
+            yield bad("scalar", ValueError, f"{x_name} must have at least one dimension", **x)
             yield bad(
                 "bias of another width",
                 ValueError,
@@ -254,6 +260,8 @@ def _bias_bad_samples(tensors: tuple[str, ...], options: tuple[str, ...] = ()) -
 
 
 def _benchmark(*names: str, **options: Any) -> Callable[[Shape, torch.dtype, torch.device], Sample]:
+    """Returns a function that makes a benchmark's sample with the named tensors."""
+
     def benchmark(shape: Shape, dtype: torch.dtype, device: torch.device) -> Sample:
         rows, cols = map(int, shape)
         make = partial(torch.randn, dtype=dtype, device=device)
@@ -267,34 +275,34 @@ def _benchmark(*names: str, **options: Any) -> Callable[[Shape, torch.dtype, tor
 
 
 def _glu_samples(option: str = "", values: tuple[str, ...] = ()) -> Samples:
-    """``option`` is the keyword beyond the tensors, with its ``values``."""
+    """Returns the samples of a gated unit: ``option`` is its keyword, with its ``values``."""
 
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         def sample(
             name: str,
             shape: tuple[int, ...],
             packed: bool = False,
-            other: torch.dtype | None = None,
+            up_dtype: torch.dtype | None = None,
             scale: float = 1.5,
             options: dict[str, Any] | None = None,
         ) -> Sample:
             make = Maker(name, device, dtype)
             gate = make(*shape, shift=0.2, scale=scale)
-            up = None if packed else make(*shape, dtype=other, shift=-0.1)
+            up = None if packed else make(*shape, dtype=up_dtype, shift=-0.1)
             return Sample(name, {"gate": gate, "up": up}, options or {})
 
         shapes = [*_SHAPES, *_WIDE_SHAPES] if option == "activation" else _FEW_SHAPES
         for shape in shapes:
-            yield sample(_name(shape), shape)
+            yield sample(f"shape {_joined(shape)}", shape)
         for shape in ((6, 64), (5, 2), (7, 34), (2, 3, 96), (10,), (2, 20000)):
-            yield sample("packed " + "x".join(map(str, shape)), shape, packed=True)
+            yield sample(f"packed {_joined(shape)}", shape, packed=True)
         yield sample("from tail to tail", (5, 80), scale=8.0)
         for value in values:
             yield sample(f"{option} {value}", (6, 72), options={option: value})
             yield sample(f"{option} {value}, packed", (6, 72), packed=True, options={option: value})
         if dtype in _HALF:
-            yield sample("fp32 up", (6, 80), other=torch.float32)
-            yield sample("fp32 up, wide", (2, 16500), other=torch.float32)
+            yield sample("fp32 up", (6, 80), up_dtype=torch.float32)
+            yield sample("fp32 up, wide", (2, 16500), up_dtype=torch.float32)
 
     return samples
 
@@ -327,6 +335,8 @@ def _swiglu_eager(gate: Tensor, up: Tensor | None) -> tuple[Tensor]:
 
 
 def _glu_bad_samples(*options: str) -> BadSamples:
+    """Returns the bad samples of a gated unit with the keywords ``options``."""
+
     def bad_samples(device: torch.device) -> Iterator[BadSample]:
         def bad(
             name: str,
@@ -422,49 +432,63 @@ def _liger_geglu() -> Callable[..., Any]:
 # --- what the tests compile without a GPU ---------------------------------------------------------
 
 
-_BUCKET = 3  # of the rows: some thousands
+_BUCKET = 3  # of the number of rows: 4,096 to 65,535
 
 
 def compiled_plans(
     cols: int, dtype: torch.dtype, other: torch.dtype | None = None
 ) -> dict[str, Callable[[], object]]:
-    """Functions that build all variants of an operator, by name.
+    """Returns functions that build all variants of an operator, by name.
 
-    With ``other``, the dtype of the second tensor, only those that load and hold most. Tiles are no
-    wider than 1024 columns, so that most widths have the same variants as another.
+    With ``other``, the dtype of the second tensor, they are only the variants that load and hold
+    most. Tiles have at most 1024 columns, so most widths share their variants with another width:
+    for these the result is empty.
     """
     if other is not None and cols == 8192:
         cols = 4096
     if cols not in (17, 64, 256, 1024, 4096):
         return {}
 
-    def build(kind: Kind, activation: str, second: torch.dtype | None, seed: int) -> None:
+    def build(
+        kind: Kind, activation: str, second: torch.dtype | None, *, dropout: bool = False
+    ) -> None:
         constants = ActivationConstants("compiled", kind, activation)
-        site = site_of(ACTIVATION, constants, (dtype, second), cols, -1, bool(seed), True)
+        dtypes = (dtype, second)
+        site = site_of(
+            ACTIVATION, constants, dtypes, cols, device_index=-1, dropout=dropout, saves=True
+        )
         needs_second = second is not None
         if site.vector is not None:
-            launching._plan_pointwise_forward(site.vector, True, _BUCKET)
+            launching._plan_pointwise_forward(site.vector, aligned=True, bucket=_BUCKET)
             launching._plan_pointwise_backward(
-                site.vector, True, site.y, True, needs_second, _BUCKET
+                site.vector,
+                aligned=True,
+                dy=site.y,
+                needs_x=True,
+                needs_up=needs_second,
+                bucket=_BUCKET,
             )
-        if kind == "bias" and second is None and not seed:
+        if kind == "bias" and second is None and not dropout:
             return
-        launching._plan_forward(site, seed, True, _BUCKET)
-        launching._plan_backward(site, (True, needs_second), site.y, seed, True, _BUCKET)
+        # An index in `launch.SEED_TYPES`: no seed, or one as numbers.
+        seed = 1 if dropout else 0
+        launching._plan_forward(site, seed, aligned=True, bucket=_BUCKET)
+        needs = (True, needs_second)
+        launching._plan_backward(site, needs, site.y, seed, aligned=True, bucket=_BUCKET)
 
     mixed: dict[str, Callable[[], object]] = {
-        "bias_act, dropout": partial(build, "bias", "gelu", other or dtype, 1),
-        "geglu": partial(build, "glu", "gelu", other or dtype, 0),
+        "bias_act, dropout": partial(build, "bias", "gelu", other or dtype, dropout=True),
+        "geglu": partial(build, "glu", "gelu", other or dtype),
     }
     if other is not None:
         return mixed
     return mixed | {
-        "gelu": partial(build, "bias", "gelu", None, 0),
-        "bias_gelu_erf": partial(build, "bias", "gelu", dtype, 0),
-        "bias_gelu_tanh": partial(build, "bias", "gelu_tanh", dtype, 0),
-        "geglu_tanh": partial(build, "glu", "gelu_tanh", dtype, 0),
-        "swiglu": partial(build, "glu", "silu", dtype, 0),
-        "swiglu, packed": partial(build, "packed", "silu", None, 0),
+        "gelu": partial(build, "bias", "gelu", None),
+        "bias_gelu_erf": partial(build, "bias", "gelu", dtype),
+        "bias_gelu_tanh": partial(build, "bias", "gelu_tanh", dtype),
+        "geglu_tanh": partial(build, "glu", "gelu_tanh", dtype),
+        "swiglu": partial(build, "glu", "silu", dtype),
+        "swiglu, packed": partial(build, "packed", "silu", None),
     }
 
 
@@ -478,9 +502,9 @@ _BIAS_BENCHMARKS = (
 _GLU_BENCHMARKS = (((8, 256), _BF16), ((8192, 11008), _BF16))
 _BIAS_PASSES = {"fwd": 2, "fwd_bwd": 5}
 _GLU_PASSES = {"fwd": 3, "fwd_bwd": 8}
-# The operators are elementwise: the width of a row matters little, so that powers of two, at one
-# number of rows, suffice.
-_SWEEP = Sweep(hidden=tuple((1 << k,) for k in range(8, 17)), rows=((4096,),))
+# The operators are elementwise, so the width of a row matters little. Widths that are powers of two
+# suffice, 256 to 65536, and one width that is timed with several numbers of rows.
+_SWEEP = Sweep(hidden=tuple((1 << exponent,) for exponent in range(8, 17)), rows=((4096,),))
 
 
 def _bias_gelu_spec(name: str, approximate: ops.Approximate) -> Spec:
@@ -505,12 +529,13 @@ def _bias_gelu_spec(name: str, approximate: ops.Approximate) -> Spec:
 
 
 # The operators are elementwise: neither width nor number of rows matters much. The first width is
-# that of tuned vectors. Packed rows are twice as wide as their output.
+# `configs.VECTOR`, at which vectors are tuned.
 GRID = Grid(
-    tuple((1 << k,) for k in (10, 7, 9, 11, 13, 15, 16)),
-    ((1024,), (16384,)),
-    (1, 3),
-    lambda cols: ((cols,), (2 * cols,)),
+    tails=((1024,), (128,), (512,), (2048,), (8192,), (32768,), (65536,)),
+    coarse=((1024,), (16384,)),
+    buckets=(1, 3),
+    # The key has the width of the output. Packed rows are twice as wide.
+    tails_of=lambda cols: ((cols,), (2 * cols,)),
 )
 
 SPECS = (
