@@ -1,6 +1,6 @@
 """Tables of addresses on the device, for slices that are separate tensors.
 
-A table is copied to the device once, and serves all later calls with tensors at these addresses.
+A table is copied to the device once. Later calls with tensors at the same addresses use it again.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ from ..core.launches.launch import Variant
 
 __all__ = ["Addresses", "gather"]
 
-# Tables in the cache: a training step has two, one for the slices and one for their gradients.
+# The most tables in the cache. A training step has two: of the slices, and of their gradients.
 _MOST_TABLES = 64
-# Addresses that one launch of `store_addresses_kernel` takes.
+# The number of addresses that one launch of `store_addresses_kernel` takes.
 _STORED = 64
 _lock = threading.Lock()
 
 
 class Addresses:
-    """The addresses of tensors: a table for the kernels, and what specializes their code.
+    """A table of the addresses of tensors, and its properties for which kernels are specialised.
 
-    ``table`` is int64: the addresses, and after them the distances between rows if ``strided``.
-    ``bits`` has a bit set wherever an address has one, ``strides`` wherever a distance has one;
-    ``absent`` is whether an address is 0, which stands for no tensor.
+    Attributes:
+        table: int64: the addresses and, if ``strided``, after them the distances between rows.
+        strided: whether the table has distances.
+        absent: whether an address is 0, which stands for no tensor.
+        bits: the bitwise or of all addresses.
+        strides: the bitwise or of all distances; 0 without them.
     """
 
     __slots__ = ("absent", "bits", "strided", "strides", "table")
@@ -56,11 +59,11 @@ def gather(
     pointers: tuple[int, ...],
     strides: tuple[int, ...] | None,
 ) -> Addresses:
-    """The table of these addresses.
+    """Returns the table of these addresses, from the cache if it has one.
 
-    ``strides`` are the distances between rows, None where they are the widths. A table belongs to
-    the stream that it was filled on. While a graph is captured it is filled by recorded kernels,
-    and belongs to the graph: a replay needs neither memory of the host nor the cache.
+    ``strides`` are the distances between rows, or None if they equal the widths. A table is for the
+    stream on which it was filled. While a graph is captured, recorded kernels fill the table, and
+    it belongs to the graph: so a replay depends neither on memory of the host nor on the cache.
     """
     stream = current_stream(device_index) if device_index >= 0 else 0
     recorded = device_index >= 0 and capturing()
@@ -77,9 +80,10 @@ def gather(
     with _lock:
         _tables[key] = addresses
         if len(_tables) > _MOST_TABLES:
-            # Kernels in the stream may still read it. PyTorch's allocator hands its memory out
-            # again only to later work of the same stream.
-            del _tables[next(iter(_tables))]  # the oldest
+            # Kernels in the stream may still read the oldest table. PyTorch's allocator reuses its
+            # memory only for later work on the same stream.
+            oldest = next(iter(_tables))
+            del _tables[oldest]
     return addresses
 
 
@@ -87,7 +91,7 @@ _store: dict[int, Variant] = {}
 
 
 def _recorded(device_index: int, device: torch.device, values: tuple[int, ...]) -> Tensor:
-    """A table that kernels fill from their arguments, `_STORED` values each."""
+    """Returns a table that kernels fill from their arguments, `_STORED` values per launch."""
     store = _store.get(device_index)
     if store is None:
         store = _store[device_index] = store_variant(device_index)
@@ -100,7 +104,7 @@ def _recorded(device_index: int, device: torch.device, values: tuple[int, ...]) 
 
 
 def store_variant(device_index: int) -> Variant:
-    """The kernel that writes addresses into a table."""
+    """Returns the compiled kernel that writes addresses into a table."""
     from .kernels import store_addresses_kernel
 
     types: dict[str, str | None] = {"addresses": "*i64", "start": "i32", "count": "i32"}
@@ -109,7 +113,7 @@ def store_variant(device_index: int) -> Variant:
         store_addresses_kernel,
         types,
         {},
-        Config(1, 1, 1),
+        Config(block_n=1, rows=1, warps=1),
         device_index=device_index,
         acc=torch.float32,
         cols=0,

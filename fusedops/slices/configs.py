@@ -11,28 +11,28 @@ from .widths import holding
 
 __all__ = ["candidates", "heuristic", "valid", "widest"]
 
-# Buckets of rows: up to 255; up to 4095; up to 65535.
+# Buckets of the number of rows: up to 255; up to 4095; up to 65535.
 _FEW, _SOME, _MANY = 1, 2, 3
 
-# Configs for slices whose elements are loaded one by one. Their sums take the most exchanges
-# between threads. A program is one warp with a row of several slices, or of one slice if it is
+# Configs for slices whose elements are loaded one by one. Their sums need the most exchanges
+# between threads. A program is one warp, with a row of several slices, or of one slice that is
 # wider than the tile. Its registers are limited so that all programs run at once: 3595xD9333 takes
-# 187 µs forward + backward on an H100. With tiles of 256 lanes, a fourth of the programs waited,
-# and it took 404 µs. Slices of equal widths do have 256 lanes, as several slices fit in such a
-# tile, and 24 programs per multiprocessor instead of 32.
-_ONE_BY_ONE = Config(128, 1, 1, stages=3, per_sm=32, registers=64)
-_ONE_BY_ONE_EQUAL = Config(256, 1, 1, stages=3, per_sm=24, registers=80)
+# 187 µs forward + backward on an H100. With tiles of 256 lanes a fourth of the programs had to
+# wait, and it took 404 µs. Slices of equal widths do have tiles of 256 lanes, because several
+# slices fit in such a tile, but 24 programs per multiprocessor instead of 32.
+_ONE_BY_ONE = Config(128, rows=1, warps=1, stages=3, per_sm=32, registers=64)
+_ONE_BY_ONE_EQUAL = Config(256, rows=1, warps=1, stages=3, per_sm=24, registers=80)
 
 
 class _Case(NamedTuple):
-    """What the heuristics depend on.
+    """The properties of a call on which the heuristics depend.
 
     Attributes:
         itemsize: bytes of an element.
         width: the width of the widest slice.
         bucket: the bucket of the number of rows.
         equal: whether all widths are equal.
-        vectors: whether the widths have a common factor, so that loads are of several elements.
+        vectors: whether the widths have a common factor, so that a load has several elements.
         separate: whether the slices are separate tensors.
     """
 
@@ -45,10 +45,11 @@ class _Case(NamedTuple):
 
     @classmethod
     def of(cls, key: TuningKey) -> _Case:
+        """Returns the properties of a key's calls."""
         return cls(
-            key.itemsize,
-            key.cols,
-            key.bucket,
+            itemsize=key.itemsize,
+            width=key.cols,
+            bucket=key.bucket,
             equal="equal" in key.variant,
             vectors="vectors" in key.variant,
             separate="sequence" in key.variant,
@@ -56,23 +57,23 @@ class _Case(NamedTuple):
 
     @property
     def is_one_by_one(self) -> bool:
-        """Whether elements of 16 bits are loaded one by one, and `_one_by_one` has the config."""
+        """Whether the config is `_one_by_one`'s: elements of 16 bits are loaded one by one."""
         if self.itemsize != 2 or self.vectors:
             return False
         return not self.equal or 1 < self.width <= 256
 
 
 def widest(itemsize: int) -> int:
-    """The widest slice that a program holds whole."""
+    """Returns the width of the widest slice that a program holds whole."""
     return 4096 if itemsize < 8 else 2048
 
 
 def _tile(itemsize: int, width: int, elements: int, warps: int, *, equal: bool) -> Config:
-    """A tile with ``elements`` per thread, which loads 16 bytes at a time.
+    """Returns a tile with ``elements`` per thread; a thread loads 16 bytes at a time.
 
-    The lanes are the elements that all threads load at a time if the slices are of equal width, and
-    fill the tile. Otherwise they are the elements that one warp loads: then fewer lanes are idle,
-    the tile has more rows, and slices of ordinary width stay within a warp.
+    Slices of equal width fill the tile: it has as many lanes as elements that all threads load at a
+    time. Otherwise it has as many lanes as elements that one warp loads at a time: so fewer lanes
+    are idle, the tile has more rows, and slices of ordinary width stay within a warp.
     """
     vector = max(16 // itemsize, 2)
     while width > 32 * warps * elements:
@@ -82,19 +83,23 @@ def _tile(itemsize: int, width: int, elements: int, warps: int, *, equal: bool) 
 
 
 def _forward(case: _Case) -> Config:
-    """The forward: one tile per program, small ones for few rows."""
+    """Returns the forward's config: one tile per program, and a small one for few rows."""
     if case.is_one_by_one:
         return _one_by_one(case.width, equal=case.equal)
     if case.equal and _is_of_one_warp(case.itemsize, case.width, forward=True):
         return _of_one_warp(1024 // case.itemsize)
     is_half = case.itemsize == 2
-    has_few_rows = case.bucket <= (_SOME if case.equal else _FEW)
+    most_of_few = _SOME if case.equal else _FEW
+    has_few_rows = case.bucket <= most_of_few
     loads_equal_vectors = case.equal and case.vectors
-    is_narrow = case.width <= 64 and (not case.vectors or (case.separate and case.equal))
+    is_narrow = case.width <= 64
+    if case.vectors and not (case.separate and case.equal):
+        is_narrow = False
     is_small = has_few_rows or is_narrow
-    # The first row whose condition holds.
+    # Conditions, and the elements per thread if a condition is the first that holds.
     elements_per_thread = (
-        (case.itemsize == 8 and not case.equal, 4),  # a kernel for several widths spills with more
+        # With more elements a kernel for several widths spills.
+        (case.itemsize == 8 and not case.equal, 4),
         (not is_half, 8),
         (is_small and loads_equal_vectors, 16),
         (is_small, 8),
@@ -108,10 +113,11 @@ def _forward(case: _Case) -> Config:
 
 
 def _backward(case: _Case) -> Config:
-    """The backward: few programs, each with a loop over tiles.
+    """Returns the backward's config: few programs, each with a loop over tiles.
 
-    Widths without a common factor load single elements, whose addresses and masks take the
-    registers of half a tile. A kernel for several widths has the registers of its largest part.
+    With widths without a common factor, elements are loaded one by one. Their addresses and masks
+    take as many registers as half a tile. A kernel for several widths needs the registers of its
+    largest part.
     """
     width = case.width
     if case.is_one_by_one:
@@ -119,41 +125,45 @@ def _backward(case: _Case) -> Config:
     if case.equal and _is_of_one_warp(case.itemsize, width, forward=False):
         return _of_one_warp(512 // case.itemsize)
     if case.itemsize > 2:
-        elements, warps = (8 if case.vectors else 4), (4 if case.equal else 2)
+        elements = 8 if case.vectors else 4
+        warps = 4 if case.equal else 2
         return _persistent(case, elements, warps, warps_per_sm=16)
     if case.equal:
         return _backward_of_equal(case)
     if width <= 256:
-        return Config(256, 1, 1, 3, 16)
-    return _persistent(case, 16, 2, warps_per_sm=8)
+        return Config(256, rows=1, warps=1, stages=3, per_sm=16)
+    return _persistent(case, elements=16, warps=2, warps_per_sm=8)
 
 
 def _backward_of_equal(case: _Case) -> Config:
-    """The backward of slices of equal width in 16 bits."""
+    """Returns the backward's config for slices of equal width in 16 bits."""
     width = case.width
-    # The first row whose condition holds: elements per thread, warps, and warps of all programs of
-    # a multiprocessor.
-    rows = (
+    # Conditions. If one is the first that holds: elements per thread, warps of a program, and warps
+    # of all programs of a multiprocessor.
+    rules = (
         (width > 1024, 32, 2, 8),
         (width > 256, 16, 2, 16),
         (case.bucket <= _FEW, 8, 2, 16),
         (width <= 16, 16, 4, 8),
         (True, 16, 4, 16),
     )
-    _, elements, warps, warps_per_sm = next(row for row in rows if row[0])
+    _, elements, warps, warps_per_sm = next(rule for rule in rules if rule[0])
     if not case.vectors:
         elements = 4
     return _persistent(case, elements, warps, warps_per_sm=warps_per_sm)
 
 
 def _persistent(case: _Case, elements: int, warps: int, *, warps_per_sm: int) -> Config:
-    """A tile in a pipelined loop; a multiprocessor's programs have ``warps_per_sm`` in all."""
+    """Returns a tile for a pipelined loop, in programs with ``warps_per_sm`` warps in all."""
     tile = _tile(case.itemsize, case.width, elements, warps, equal=case.equal)
     return replace(tile, stages=3, per_sm=max(1, warps_per_sm // tile.warps))
 
 
 def _one_by_one(width: int, *, equal: bool) -> Config:
-    """The config where elements of 16 bits are loaded one by one: a warp for each 256 columns."""
+    """Returns the config for elements of 16 bits that are loaded one by one.
+
+    A program has one warp for each 256 columns.
+    """
     if equal:
         return _ONE_BY_ONE_EQUAL
     warps = power_of_two(width) // 256
@@ -163,38 +173,39 @@ def _one_by_one(width: int, *, equal: bool) -> Config:
 
 
 def _is_of_one_warp(itemsize: int, width: int, *, forward: bool) -> bool:
-    """Whether slices of equal width are best in programs of one warp.
+    """Returns whether programs of one warp are fastest for slices of equal width.
 
-    Only slices of at most 256 columns and 1 KiB are: in the forward those that a tile holds in
-    several parts, and in the backward those whose width is not a power of two.
+    They are for some slices of at most 256 columns and 1 KiB: in the forward for those that a tile
+    holds in several parts, and in the backward for those whose width is not a power of two.
     """
     if width > min(256, 1024 // itemsize):
         return False
     if not forward:
         return width != power_of_two(width)
-    _, parts = holding(width, min(width & -width, 16 // itemsize))
+    largest_power = width & -width  # that divides the width
+    _, parts = holding(width, vector=min(largest_power, 16 // itemsize))
     return parts > 1
 
 
 def _of_one_warp(lanes: int) -> Config:
-    # With more registers fewer of a multiprocessor's programs would run at a time: 80 columns took
-    # 59 µs, not 45.
-    return Config(lanes, 2, 1, 3, 16, 128)
+    # Without the limit of registers fewer programs of a multiprocessor would run at a time: 80
+    # columns took 59 µs, not 45.
+    return Config(lanes, rows=2, warps=1, stages=3, per_sm=16, registers=128)
 
 
 def heuristic(key: TuningKey) -> Config:
-    """The config where no measurement exists."""
+    """Returns the config for a key that was not measured."""
     case = _Case.of(key)
     return _forward(case) if key.kernel == "slices_forward" else _backward(case)
 
 
 def valid(key: TuningKey, config: Config) -> bool:
-    """Whether a tile holds a row of the widest slice, in one warp where that is best.
+    """Returns whether a kernel may have the config: its tile holds a row of the widest slice.
 
-    A table may offer a config that was measured for a wider slice. For slices that are best in one
-    warp, a config with more warps is of that kind, and not valid. If elements of 16 bits and
-    unequal widths are loaded one by one, a slice wider than the tile gets a tile of its own, with
-    at most eight elements per thread, which are 256 columns per warp.
+    The config may come from a table's entry for wider slices. So a config of several warps is not
+    valid for slices for which one warp is fastest. If elements of 16 bits and unequal widths are
+    loaded one by one, a slice wider than the tile gets a tile of its own, with at most eight
+    elements per thread: 256 columns per warp.
     """
     case = _Case.of(key)
     if config.block_n < 16:
@@ -209,31 +220,29 @@ def valid(key: TuningKey, config: Config) -> bool:
 
 
 def candidates(key: TuningKey) -> list[Config]:
-    """The heuristic's config and others to measure; the same set for any number of rows."""
+    """Returns the heuristic's config and others to measure: one set for all numbers of rows."""
     heuristics = in_buckets(heuristic, key)
+    # The neighbours of one bucket's config, whatever the key's bucket: so all have the same set.
     first = heuristics[_MANY]
     tiles = _tiles_around(key, first)
     if key.kernel == "slices_forward":
-        # Also the loop over tiles, with the loads of the next rows ahead.
-        others = [*tiles, *[replace(first, stages=3, per_sm=per_sm) for per_sm in (4, 8)]]
+        # Also persistent programs, which load the next rows ahead.
+        loops = [replace(first, stages=3, per_sm=per_sm) for per_sm in (4, 8)]
+        others = tiles + loops
     else:
         loops = [replace(tile, stages=3, per_sm=max(1, 16 // tile.warps)) for tile in tiles]
         others = around(first, least=2) + loops
-    configs = dict.fromkeys([heuristics[key.bucket], *heuristics, *others])
-    return [
-        config
-        for config in configs
-        if config in heuristics or (config.warps <= 16 and valid(key, config))
-    ]
+    chosen = [config for config in others if config.warps <= 16 and valid(key, config)]
+    return list(dict.fromkeys([heuristics[key.bucket], *heuristics, *chosen]))
 
 
 def _tiles_around(key: TuningKey, first: Config) -> list[Config]:
-    """Tiles with half, as many, and twice the elements per thread and warps of ``first``."""
+    """Returns ``first`` with half, as many, and twice the elements per thread and the warps."""
     elements = first.block_n * first.rows // (32 * first.warps)
     equal = _Case.of(key).equal
     counts = [count for count in (elements // 2, elements, elements * 2) if count >= 2]
-    choices = list(filter(None, (first.warps // 2, first.warps, first.warps * 2)))
+    warp_counts = [warps for warps in (first.warps // 2, first.warps, first.warps * 2) if warps]
     return [
         _tile(key.itemsize, key.cols, count, warps, equal=equal)
-        for count, warps in itertools.product(counts, choices)
+        for count, warps in itertools.product(counts, warp_counts)
     ]

@@ -1,7 +1,8 @@
-"""Launches of the slices kernels: the addresses of the rows, the plan for the call, the launch.
+"""Launches the slices kernels: gets the rows' addresses, looks up the call's plan, and launches.
 
-A compiled variant depends on dtypes, absences, widths, alignment and device, never on the number of
-rows; a plan also on the rows' bucket, in which the best config may be another.
+A compiled variant depends on dtypes, absent arguments, widths, alignment and device, never on the
+number of rows. A plan also depends on the bucket of the number of rows, because buckets may have
+different best configs.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ __all__ = ["backward", "forward"]
 
 
 class _Plan(NamedTuple):
-    """A compiled kernel, and everything about its launch that does not depend on the call.
+    """The plan of a call's launches.
 
     Attributes:
-        variant: the kernel.
-        rows: the rows of the shortest tile, whose group has the most tiles.
-        groups: the first axis of the grid.
-        programs: the most along its second axis.
+        variant: the compiled kernel.
+        rows: the fewest rows of a tile.
+        groups: the groups of slices: see `Groups`. They are axis 0 of the grid.
+        programs: the most programs along the rows, axis 1 of the grid.
         table: `Groups.table` on the device.
         reduce: a backward's second kernel, which adds the programs' partial sums.
         reduce_block: the columns of a program of that kernel.
@@ -62,31 +63,35 @@ _backwards: dict[Any, _Plan] = tuning.register_cache({})
 #     one tensor      (tensor, row stride, None,      address bits, stride bits, None)
 #     many tensors    (None,   0,          addresses, address bits, stride bits, tensors)
 #
-# A bit is set wherever an address, or a row stride, has it: alignment is judged by them. The
-# tensors that addresses lead to must live until the launch.
+# Address bits are the bitwise or of all addresses, and stride bits that of all row strides: their
+# lowest bits tell the alignment. The tuple holds the tensors because they must live until the
+# launch.
 _Rows: TypeAlias = tuple[Tensor | None, int, Addresses | None, int, int, Any]
 
 
 def _joint(t: Tensor, cols: int, dims: int) -> _Rows:
-    """One tensor, whose trailing ``dims`` dimensions hold the slices side by side."""
+    """Returns the rows of one tensor whose trailing ``dims`` dimensions hold the slices."""
     if dims == 2 and not t.is_contiguous():
-        t = t.flatten(-2)  # rows with gaps between them can then be read in place
+        t = t.flatten(-2)  # so rows with gaps between them can be read in place
     t, stride, _ = as_rows(t, cols)
     return t, stride, None, t.data_ptr(), stride, None
 
 
 def _buffer(t: Tensor, cols: int) -> _Rows:
-    """One contiguous tensor with slices one after the other."""
+    """Returns the rows of a buffer, which holds the slices one after the other."""
     t, bits = vector(t)
     return t, cols, None, bits, 0, None
 
 
 def _separate(slices: Sequence[Tensor | None], site: SliceSite, device: torch.device) -> _Rows:
-    """A tensor for each slice; None, for a gradient that is zero, has the address 0."""
+    """Returns the rows of a tensor for each slice.
+
+    None stands for a gradient that is zero; its address is 0.
+    """
     pointers, strides = None, None
     contiguous = [t for t in slices if t is not None and t.is_contiguous()]
-    # The usual case, without Python's work for each slice. A tensor with the negative bit set is
-    # not in memory as it reads.
+    # The usual case, without a loop in Python over the slices. The memory of a tensor with the
+    # negative bit does not have its values.
     if len(contiguous) == len(slices) and not any(map(Tensor.is_neg, contiguous)):
         pointers = tuple(map(Tensor.data_ptr, contiguous))
     if pointers is None or 0 in pointers:
@@ -107,31 +112,32 @@ def _separate(slices: Sequence[Tensor | None], site: SliceSite, device: torch.de
 
 
 def _inputs(site: SliceSite, tensors: Any) -> tuple[int, _Rows, Tensor | None, Tensor | None, int]:
-    """The number of rows, the slices, the parameters, and the bits of their addresses."""
-    weight, bits = vector(tensors[0])
-    bias, more = vector(tensors[1])
+    """Returns the number of rows, the slices, weight and bias, and the bits of their addresses."""
+    weight, weight_bits = vector(tensors[0])
+    bias, bias_bits = vector(tensors[1])
+    bits = weight_bits | bias_bits
     first = tensors[2]
     dims = site.constants.dims
     if dims:
-        return first.numel() // site.cols, _joint(first, site.cols, dims), weight, bias, bits | more
+        return first.numel() // site.cols, _joint(first, site.cols, dims), weight, bias, bits
     rows = first.numel() // site.widths.sizes[0]
-    return rows, _separate(tensors[2:], site, first.device), weight, bias, bits | more
+    return rows, _separate(tensors[2:], site, first.device), weight, bias, bits
 
 
 def forward(site: SliceSite, tensors: Any, outs: Any, state: State) -> None:
-    """One launch, from ``(weight, bias, *slices)`` to ``(y,)``."""
+    """Launches one kernel, which computes ``(y,)`` from ``(weight, bias, *slices)``."""
     (y,) = outs
-    rows, (x, x_stride, addresses, x_bits, strides, _read), weight, bias, bits = _inputs(
-        site, tensors
-    )
+    rows, x_rows, weight, bias, bits = _inputs(site, tensors)
+    x, x_stride, addresses, x_bits, strides, _ = x_rows
     table, strided = (None, False) if addresses is None else (addresses.table, addresses.strided)
     widths, total = site.widths, site.cols
-    # Whether all addresses are multiples of 16, and all row strides multiples of the widths' common
-    # factor. Then the kernel counts columns and distances in that unit.
+    # Whether all addresses are multiples of 16 bytes, and all row strides multiples of the widths'
+    # common factor. Then columns and distances are passed to the kernel in units of that factor.
     aligned = (bits | x_bits) & 15 == 0 and strides & (widths.align - 1) == 0
     unit = widths.align if aligned else 1
-    # Everything that selects the compiled code, and the bucket, which selects its config.
-    key = (site, aligned, strided, (strides | total) < _FAR, BUCKET[rows.bit_length()])
+    # Whether row distances are short. They bound the offsets within a tile: see `_FAR`.
+    near = (strides | total) < _FAR
+    key = (site, aligned, strided, near, BUCKET[rows.bit_length()])
     plan = _forwards.get(key)
     if plan is None:
         plan = tuning.plan(_forwards, key, _plan_forward, y.device)
@@ -153,23 +159,22 @@ def forward(site: SliceSite, tensors: Any, outs: Any, state: State) -> None:
 
 
 def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -> None:
-    """One launch, and a second that adds partial sums of the parameter gradients of many rows.
+    """Launches one kernel, and for many rows a second that adds partial sums.
 
-    ``grads`` are one tensor, or, where the outputs are separate, their gradients, None for zero.
+    ``grads`` are one tensor, or, if the outputs are separate, the gradient of each, None for zero.
     ``outs`` are ``(dweight, dbias, dx)``, None where not needed; dx of a sequence is a buffer.
 
-    The partial sums, for each of the parameters that have gradients::
+    The partial sums are those of the parameter gradients::
 
         slices with their own parameters   partials[program, parameter, column of all slices]
         slices that share the parameters   partials[program and group, parameter, column of D]
 
-    The second launch adds them along the first dimension, in a fixed order. With a single program
-    there are none: it stores the gradients itself.
+    The second kernel adds them along the first dimension, in a fixed order. A single program stores
+    the gradients itself, and there are no partial sums.
     """
     dweight, dbias, dx = outs
-    rows, (x, x_stride, addresses, x_bits, strides, _read), weight, bias, bits = _inputs(
-        site, saved
-    )
+    rows, x_rows, weight, bias, bits = _inputs(site, saved)
+    x, x_stride, addresses, x_bits, strides, _ = x_rows
     table, strided = (None, False) if addresses is None else (addresses.table, addresses.strided)
     constants, widths, total = site.constants, site.widths, site.cols
     like = saved[2]
@@ -182,15 +187,16 @@ def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -
         dy_dtype = dy.dtype
         dims = 1 if constants.concat else constants.dims
         cotangents = _buffer(dy, total) if constants.separate() else _joint(dy, total, dims)
-    # The last one holds references: the tensors must live until the launch.
-    g, g_stride, g_addresses, g_bits, g_strides, _dys = cotangents
+    g, g_stride, g_addresses, g_bits, g_strides, _ = cotangents
     g_table, g_strided, separate = None, False, 0
     if g_addresses is not None:
         g_table, g_strided = g_addresses.table, g_addresses.strided
-        separate = 1 + g_addresses.absent  # 1 for a table of gradients, 2 for one with gaps
+        # 1 for a table with all gradients, 2 for a table with some absent ones.
+        separate = 1 + g_addresses.absent
     strides |= g_strides
     aligned = (bits | x_bits | g_bits) & 15 == 0 and strides & (widths.align - 1) == 0
     unit = widths.align if aligned else 1
+    near = (strides | total) < _FAR
     needs = (dweight is not None, dbias is not None, dx is not None)
     key = (
         site,
@@ -200,20 +206,21 @@ def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -
         aligned,
         strided,
         g_strided,
-        (strides | total) < _FAR,
+        near,
         BUCKET[rows.bit_length()],
     )
     plan = _backwards.get(key)
     if plan is None:
         plan = tuning.plan(_backwards, key, _plan_backward, like.device)
     row_tiles = -(-rows // plan.rows)
-    # Few rows are one program's work: it stores the parameter gradients itself.
+    # If there are few rows, one program processes them all and stores the parameter gradients.
     programs = min(row_tiles, plan.programs) if row_tiles > launch.MOST_ALONE else 1
-    parts = programs * plan.groups if constants.shared else programs
-    partials, cols = None, widths.uniform if constants.shared else total
+    partials, parts, cols = None, programs, total
+    if constants.shared:
+        parts, cols = programs * plan.groups, widths.uniform
     if plan.reduce is not None and parts > 1:
         partials = like.new_empty(parts, plan.sums, cols, dtype=site.acc)
-    # Without partial sums the kernel does not use their address: any tensor does.
+    # Without partial sums nothing is written to their address, so any tensor will do.
     unused = dweight if dbias is None else dbias
     plan.variant(
         plan.groups,
@@ -239,10 +246,10 @@ def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -
         plan.reduce(-(-cols // plan.reduce_block), plan.sums, partials, dweight, dbias, None, parts)
 
 
-# --- the variants behind the keys -----------------------------------------------------------------
+# --- plans ----------------------------------------------------------------------------------------
 
-# Rows closer than this have all of a tile's elements, of which there are fewer than 2**15, within
-# 32 bits.
+# If rows are less far apart than this, offsets within a tile fit in 32 bits: a tile has fewer than
+# 2**15 elements.
 _FAR = 1 << 16
 
 
@@ -250,7 +257,7 @@ tuning.register(configs, "slices_forward", "slices_backward")
 
 
 def _tuning_key(site: SliceSite, kernel: str, bucket: int) -> tuning.TuningKey:
-    """The key of a kernel's configs, whose columns are the widest slice's."""
+    """Returns the tuning key of a kernel; its columns are those of the widest slice."""
     widths = site.widths
     variant = (
         "one" if site.constants.dims else "sequence",
@@ -262,22 +269,24 @@ def _tuning_key(site: SliceSite, kernel: str, bucket: int) -> tuning.TuningKey:
 
 @functools.lru_cache(maxsize=1024)
 def _groups(widths: Widths, config: tuning.Config, itemsize: int) -> Groups:
+    """Returns the groups of slices for a config, and their tiles."""
     vector = min(widths.align, 16 // itemsize)
     return Groups.of(widths, config.block_n, config.rows, vector, config.warps)
 
 
 @functools.lru_cache(maxsize=1024)
 def _group_table(table: tuple[int, ...], device: torch.device) -> Tensor | None:
+    """Returns `Groups.table` on the device, None if it is empty."""
     return torch.tensor(table, dtype=torch.int32, device="cpu").to(device) if table else None
 
 
-# The registers that a backward needs for each element of a tile if it carries the next rows: with
-# fewer it spills.
+# The registers that a backward needs per element of a tile if it holds the next rows in registers
+# (``CARRIED``). With fewer it spills.
 _REGISTERS_EACH = 9
 
 
 def _is_one_by_one(widths: Widths, itemsize: int, aligned: bool) -> bool:
-    """Whether a thread's neighbouring elements are too few bytes for an asynchronous copy.
+    """Returns whether a thread's adjacent elements are too few bytes for an asynchronous copy.
 
     Such a copy has at least four bytes.
     """
@@ -287,14 +296,17 @@ def _is_one_by_one(widths: Widths, itemsize: int, aligned: bool) -> bool:
 def _common(
     site: SliceSite, groups: Groups, aligned: bool, strided: bool, near: bool
 ) -> tuple[dict[str, str | None], dict[str, Any]]:
-    """Types and constants of both kernels."""
+    """Returns the argument types and constants that forward and backward share, by name."""
     types: dict[str, str | None] = {
         "x": pointer_type(site.x) if site.constants.dims else None,
         "x_addresses": None if site.constants.dims else pointer_type(torch.int64),
         "table": "*i32" if groups.table else None,
         "weight": pointer_type(site.dtypes[0]),
         "bias": pointer_type(site.dtypes[1]),
-        **dict.fromkeys(("dy_stride", "x_stride", "total", "M"), "i64"),
+        "dy_stride": "i64",
+        "x_stride": "i64",
+        "total": "i64",
+        "M": "i64",
         "K": "i32",
     }
     constants = {
@@ -338,12 +350,16 @@ def _plan_forward(
         cols=widths.total,
         aligned=aligned,
     )
-    programs = 2**31 - 1  # one for each tile
+    programs = 2**31 - 1  # no limit: one for each tile
     if config.per_sm:
-        # The groups share the programs that run at once.
+        # Together, the programs of all groups are as many as run at the same time.
         programs = max(1, launch.processors(site.device_index) * config.per_sm // groups.count)
     return _Plan(
-        variant, groups.shortest, groups.count, programs, _group_table(groups.table, device)
+        variant=variant,
+        rows=groups.shortest,
+        groups=groups.count,
+        programs=programs,
+        table=_group_table(groups.table, device),
     )
 
 
@@ -366,13 +382,15 @@ def _plan_backward(
     needs_weight, needs_bias, needs_x = needs
     config = tuning.choose(_tuning_key(site, "slices_backward", bucket), site.device_index)
     groups = _groups(widths, config, site.x.itemsize)
-    # With several widths, more programs hide the loads better than registers that carry rows.
+    # The next rows are held in registers only if all widths are equal. With several widths, more
+    # programs hide the loads better.
     registers = 32 * config.warps * (config.registers or 128)
-    fits = groups.most * _REGISTERS_EACH <= registers
+    fits_registers = groups.most * _REGISTERS_EACH <= registers
     is_one_by_one = _is_one_by_one(widths, min(site.x.itemsize, dy.itemsize), aligned)
-    carries = widths.uniform > 0 and fits and is_one_by_one
+    carries = widths.uniform > 0 and fits_registers and is_one_by_one
     types, constants = _common(site, groups, aligned, strided, near)
     sums = needs_weight + needs_bias
+    _, derivative = device_functions(site.activation.name)
     gradients = {
         "dweight": pointer_type(site.dtypes[0]) if needs_weight else None,
         "dbias": pointer_type(site.dtypes[1]) if needs_bias else None,
@@ -384,7 +402,7 @@ def _plan_backward(
         "partials": pointer_type(site.acc) if sums else None,
     }
     constants |= {
-        "DERIVATIVE": device_functions(site.activation.name)[1],
+        "DERIVATIVE": derivative,
         "DY": triton_dtype(dy),
         "DY_APART": site.constants.separate() and not separate,
         "DX_APART": site.constants.dims == 0,
@@ -393,10 +411,10 @@ def _plan_backward(
         "CARRIED": carries,
     }
 
-    def build(kernel: Any, config: tuning.Config, cols: int, **more: Any) -> Variant:
+    def build(kernel: Any, config: tuning.Config, cols: int, **more_types: Any) -> Variant:
         return launch.build(
             kernel,
-            types | more,
+            types | more_types,
             constants,
             config,
             device_index=site.device_index,
@@ -405,7 +423,7 @@ def _plan_backward(
             aligned=aligned,
         )
 
-    more = {
+    sum_types = {
         "first": gradients["dweight"],
         "second": gradients["dbias"],
         "third": None,
@@ -423,7 +441,7 @@ def _plan_backward(
         groups=groups.count,
         programs=programs,
         table=_group_table(groups.table, device),
-        reduce=build(sum_partials_kernel, reduce_config, columns, **more) if sums else None,
+        reduce=build(sum_partials_kernel, reduce_config, columns, **sum_types) if sums else None,
         reduce_block=reduce_config.block_n,
         sums=sums,
     )

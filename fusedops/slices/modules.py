@@ -22,8 +22,8 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
 
     Each slice has its own norm. The module replaces a list of `torch.nn.LayerNorm`, one per slice,
     each followed by an activation. `from_layers` copies the parameters of such a list, and
-    `to_layers` returns such a list.
-    ``weight`` is one tensor with the weights of all slices side by side, and so is ``bias``.
+    `to_layers` returns such a list. ``weight`` has the weights of all slices side by side in one
+    tensor, and ``bias`` their biases.
 
     Args:
         sizes: the widths D_k of the slices.
@@ -37,9 +37,9 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
         concat: return one tensor with the slices side by side, for a linear layer that follows.
     Shape:
         slices: one tensor ``(*, ΣD_k)``; or ``(*, K, D)`` if all widths are D; or a sequence of K
-            tensors
-        ``(*, D_k)``. The output has the form of the input, a tuple for a sequence; with ``concat``
-        ``(*, ΣD_k)``.
+            tensors ``(*, D_k)``.
+        output: the form of the input, and a tuple for a sequence; with ``concat`` one tensor ``(*,
+            ΣD_k)``.
     Raises:
         ValueError: the slices' widths are not ``sizes``; a batch size differs; ``activation`` is
             unknown.
@@ -102,7 +102,7 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        # A tuple of ints, which every call's `check_sizes` returns without a loop over it.
+        # A tuple of ints: so the `check_sizes` of each call returns without a loop over it.
         self.sizes = ops.check_sizes(sizes, name)
         check_eps(name, eps)
         check_choice(name, "activation", activation, ops.ACTIVATION_NAMES)
@@ -111,11 +111,13 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
         self.activation: ops.SliceActivation = activation
         self.concat = concat
         total = sum(self.sizes)
-        for parameter, wanted in (
+        for parameter, is_present in (
             ("weight", elementwise_affine),
             ("bias", elementwise_affine and bias),
         ):
-            value = nn.Parameter(torch.empty(total, device=device, dtype=dtype)) if wanted else None
+            value = None
+            if is_present:
+                value = nn.Parameter(torch.empty(total, device=device, dtype=dtype))
             self.register_parameter(parameter, value)
         self.reset_parameters()
 
@@ -136,15 +138,15 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
     def forward(self, slices: Tensor | Sequence[Tensor]) -> Any:
         """Normalise and activate; see the class."""
         sizes: tuple[int, ...] | None = self.sizes
-        if (
-            isinstance(slices, Tensor)
-            and not slices.is_nested
-            and slices.shape[-1:] != (sum(self.sizes),)
-        ):
-            # Not side by side: then a slice is a row of the last two dimensions.
-            if slices.shape[-2:] != (len(self.sizes), self.sizes[0]) or len(set(self.sizes)) > 1:
+        shape = None
+        if isinstance(slices, Tensor) and not slices.is_nested:
+            shape = slices.shape
+        if shape is not None and shape[-1:] != (sum(self.sizes),):
+            # The slices are not side by side, so they must be (*, K, D).
+            are_equal = len(set(self.sizes)) == 1
+            if not are_equal or shape[-2:] != (len(self.sizes), self.sizes[0]):
                 raise ValueError(
-                    f"{type(self).__name__}: slices has shape {tuple(slices.shape)}, "
+                    f"{type(self).__name__}: slices has shape {tuple(shape)}, "
                     f"expected (*, {sum(self.sizes)}) for the sizes of {len(self.sizes)} slices"
                 )
             sizes = None
@@ -167,7 +169,7 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
         def __call__(self, slices: Tensor | Sequence[Tensor]) -> Any: ...  # noqa: D102
 
     def extra_repr(self) -> str:
-        """The constructor's arguments, in the style of `torch.nn.LayerNorm`."""
+        """Returns the constructor's arguments, in the style of `torch.nn.LayerNorm`."""
         sizes = str(self.sizes)
         if len(self.sizes) > 8:
             sizes = f"<{len(self.sizes)} slices, {sum(self.sizes)} columns>"
@@ -207,7 +209,7 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
         activation: ops.SliceActivation = "tanh",
         concat: bool = False,
     ) -> FusedBatchedLayerNormAct[Any]:
-        """A module with copies of the parameters of these layers, one per slice.
+        """Returns a module with copies of the parameters of these layers, one per slice.
 
         Args:
             layers: the layers.
@@ -233,11 +235,11 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
         like = first.weight
         module = cls(
             [layer.normalized_shape[0] for layer in layers],
-            first.eps,
-            first.elementwise_affine,
-            first.bias is not None,
-            None if like is None else like.device,
-            None if like is None else like.dtype,
+            eps=first.eps,
+            elementwise_affine=first.elementwise_affine,
+            bias=first.bias is not None,
+            device=None if like is None else like.device,
+            dtype=None if like is None else like.dtype,
             concat=concat,
         )
         module.activation = activation
@@ -250,17 +252,20 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
         return module.train(first.training)
 
     def to_layers(self) -> list[nn.LayerNorm]:
-        """One `torch.nn.LayerNorm` per slice, with copies of its parameters; no activation."""
+        """Returns a `torch.nn.LayerNorm` per slice, with copies of its parameters.
+
+        The activation is left out.
+        """
         like = self.weight
         layers = []
         for k, size in enumerate(self.sizes):
             layer = nn.LayerNorm(
                 size,
-                self.eps,
-                self.elementwise_affine,
-                self.bias is not None,
-                None if like is None else like.device,
-                None if like is None else like.dtype,
+                eps=self.eps,
+                elementwise_affine=self.elementwise_affine,
+                bias=self.bias is not None,
+                device=None if like is None else like.device,
+                dtype=None if like is None else like.dtype,
             )
             for name, joined in self.named_parameters():
                 parameter = getattr(layer, name)
@@ -350,7 +355,7 @@ class FusedBatchedLayerNormTanh(FusedBatchedLayerNormAct[Sliced]):
             concat=concat,
         )
 
-    @overload  # type: ignore[override]  # the activation is an argument
+    @overload  # type: ignore[override]  # the base class has the argument ``activation``
     @classmethod
     def from_layers(
         cls,
@@ -381,14 +386,14 @@ class FusedBatchedLayerNormTanh(FusedBatchedLayerNormAct[Sliced]):
         *,
         concat: bool = False,
     ) -> FusedBatchedLayerNormTanh[Any]:
-        """As `FusedBatchedLayerNormAct.from_layers`, with tanh."""
+        """Returns a module as `FusedBatchedLayerNormAct.from_layers` does, with tanh."""
         module = super().from_layers(layers, activation="tanh", concat=concat)
         assert isinstance(module, FusedBatchedLayerNormTanh)
         return module
 
 
 def _check_layers(name: str, layers: list[nn.LayerNorm]) -> None:
-    """Raises for a layer that cannot be one of a module's."""
+    """Raises if the layers cannot be joined in one module."""
     for k, layer in enumerate(layers):
         if not isinstance(layer, nn.LayerNorm) or not _is_norm_alone(layer):
             raise TypeError(
@@ -400,26 +405,26 @@ def _check_layers(name: str, layers: list[nn.LayerNorm]) -> None:
             raise ValueError(
                 f"{name}: layer {k} normalises {layer.normalized_shape}, expected one dimension"
             )
-        facts, expected = _common(layer), _common(layers[0])
-        if facts != expected:
-            raise ValueError(f"{name}: layer {k} has {facts}, expected {expected} as layer 0")
+        properties, expected = _common(layer), _common(layers[0])
+        if properties != expected:
+            raise ValueError(f"{name}: layer {k} has {properties}, expected {expected} as layer 0")
 
 
 def _is_norm_alone(layer: nn.LayerNorm) -> bool:
-    """Whether the forward is PyTorch's, or one of this package's that takes the input alone."""
+    """Returns whether the forward is PyTorch's or this package's, and takes only the input."""
     packages = {nn.LayerNorm.__module__.partition(".")[0], __name__.partition(".")[0]}
     package = getattr(layer.forward, "__module__", "").partition(".")[0]
     return package in packages and len(signature(layer.forward).parameters) == 1
 
 
 def _common(layer: nn.LayerNorm) -> str:
-    """The properties that layers must have in common to be one module, as text."""
-    facts = [f"eps={layer.eps}"]
+    """Returns the properties that layers must have in common to be one module, as text."""
+    properties = [f"eps={layer.eps}"]
     for name in ("weight", "bias"):
         parameter = getattr(layer, name)
         if parameter is None:
-            facts.append(f"no {name}")
+            properties.append(f"no {name}")
         else:
             frozen = "" if parameter.requires_grad else "frozen "
-            facts.append(f"a {frozen}{name} of {parameter.dtype} on {parameter.device}")
-    return ", ".join(facts)
+            properties.append(f"a {frozen}{name} of {parameter.dtype} on {parameter.device}")
+    return ", ".join(properties)

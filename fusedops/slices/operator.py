@@ -1,8 +1,7 @@
-"""The slices family's operator: the constants of a call, its checks, outputs and reference."""
+"""The slices family's operator: cache keys, checks, outputs, reference, gradients."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from operator import attrgetter, index, itemgetter
@@ -27,22 +26,22 @@ from .widths import widths_of
 
 __all__ = ["ACTIVATION_NAMES", "SLICES"]
 
-# The names of `core.activations`, and another name of "identity".
+# The names in `core.activations`, and "none", another name of "identity".
 ACTIVATION_NAMES = (*ACTIVATIONS, "none")
 
 # Whether GPU autocast runs PyTorch's LayerNorm in fp32.
 _WIDENED = cast_by_autocast("aten::layer_norm")
 
 
-# The attributes of each of many tensors that a key has: `map` over these runs in C.
+# Attributes of the tensors of a sequence. `map` over these functions is a loop in C.
 _DTYPE, _DEVICE, _SHAPE = attrgetter("dtype"), attrgetter("device"), attrgetter("shape")
 
 
 class SliceOperator(SequenceOperator):
     """``activation(layer_norm(slice))`` for many slices.
 
-    The kernels' output, and their gradient of the slices, is one tensor in every form: for slices
-    that are tensors of their own a buffer with one after the other.
+    The kernels write one output tensor, and one gradient of the slices, whatever the slices' form.
+    If the slices are separate tensors, it is a buffer with one slice after the other.
     """
 
     name = "slices"
@@ -54,42 +53,43 @@ class SliceOperator(SequenceOperator):
 
     @staticmethod
     def key(mode: int, constants: Any, tensors: Any) -> Hashable:
-        """Everything that the checks depend on; for a sequence only what all slices share."""
+        """Returns all that the checks read; for a sequence, sets of the slices' properties."""
         weight, bias, x, *_ = tensors
         dims: int = constants.dims
-        facts: Any
+        slices_key: Any
         if dims:
-            # With two dimensions the constants' sizes are (K, D), the last dimensions of x.
-            facts = type(x), x.dtype, x.device, x.dim() == 2, dims == 2 or x.shape[-1]
+            # If dims is 2, the last dimensions of x are in the constants: their sizes are (K, D).
+            width = None if dims == 2 else x.shape[-1]
+            slices_key = type(x), x.dtype, x.device, x.dim() == 2, width
         else:
             slices = tensors[2:]
             shapes = set(map(_SHAPE, slices))
+            # The widths are in the constants. The batch dimensions must be the same for all slices.
             batches = 1 if len(shapes) == 1 else len({shape[:-1] for shape in shapes})
-            facts = (
+            slices_key = (
                 frozenset(map(type, slices)),
                 frozenset(map(_DTYPE, slices)),
                 frozenset(map(_DEVICE, slices)),
                 batches,
             )
-        of_weight: Hashable = None
-        of_bias: Hashable = None
+        weight_key: Hashable = None
+        bias_key: Hashable = None
         if weight is not None:
-            of_weight = type(weight), weight.dtype, weight.device, weight.shape
+            weight_key = type(weight), weight.dtype, weight.device, weight.shape
         if bias is not None:
-            of_bias = type(bias), bias.dtype, bias.device, bias.shape
-        return mode, constants, facts, of_weight, of_bias
+            bias_key = type(bias), bias.dtype, bias.device, bias.shape
+        return mode, constants, slices_key, weight_key, bias_key
 
     def check(self, constants: SliceConstants, tensors: Any, *, nested: bool) -> SliceConstants:
-        """See `Operator`; it checks all but ``sizes``.
+        """Checks everything but ``sizes``; see `Operator`.
 
-        Under GPU autocast the output is fp32, as that of `F.layer_norm` is; slices in fp64 are
-        excepted.
+        Under GPU autocast the output is fp32, like that of `F.layer_norm`, unless slices are fp64.
         """
         constants = _with_widths(constants)
         if not nested:
             _check_tensors(constants, tensors)
         checks.check_eps(constants.op, constants.eps)
-        # "none" is "identity" by now.
+        # The functional has replaced "none" by "identity".
         if constants.activation not in ACTIVATIONS:
             checks.check_choice(constants.op, "activation", constants.activation, ACTIVATION_NAMES)
         first = tensors[self.first]
@@ -99,7 +99,7 @@ class SliceOperator(SequenceOperator):
         return constants
 
     def cols(self, constants: SliceConstants, tensors: Any) -> int:
-        """The sum of the widths; -1 where a slice is too wide for a program."""
+        """Returns the sum of the widths, -1 if a slice is too wide for a program."""
         sizes = constants.sizes
         if max(sizes) > configs.widest(tensors[self.first].dtype.itemsize):
             return -1
@@ -115,7 +115,7 @@ class SliceOperator(SequenceOperator):
         dropout: bool,
         saves: bool,
     ) -> SliceSite:
-        """See `Operator`; the arguments are all that is saved."""
+        """See `Operator`. The tensors are saved, and no output."""
         x = dtypes[2]
         assert x is not None
         return SliceSite(
@@ -125,21 +125,21 @@ class SliceOperator(SequenceOperator):
             dtypes,
             dropout,
             saves,
-            accumulator(x),
-            (True,),
-            1,
-            itemgetter(slice(None, -2)),
-            widths_of(constants.sizes),
-            constants.out_dtype or x,
+            acc=accumulator(x),
+            outs=(True,),
+            returned=1,
+            saved=itemgetter(slice(None, -2)),  # all of ``(*tensors, y, None)`` but the last two
+            widths=widths_of(constants.sizes),
+            y=constants.out_dtype or x,
             sources=_sources(constants),
             splits=constants.separate(),
         )
 
     def axes(self, constants: SliceConstants, tensors: Any) -> Axes:
-        """See `Operator`; there may be an output for each slice, or one for all of them."""
+        """See `Operator`. There is one output, or one for each slice; columns are not sharded."""
         axes = axes_of_rows(
             tensors,
-            self.first,
+            first=self.first,
             dims=max(constants.dims, 1),
             columns=self.cols(constants, tensors),
             carriers=range(2, len(tensors)),
@@ -163,7 +163,7 @@ class SliceOperator(SequenceOperator):
     def reference(
         self, constants: SliceConstants, tensors: Any, dropout: Dropout
     ) -> tuple[Tensor, ...]:
-        """See `reference`."""
+        """Returns the outputs by PyTorch's operators: see `Operator` and `reference`."""
         elementary = transforms() or in_forward_mode()
         return _reference(constants, tensors, constants.out_dtype, elementary=elementary)
 
@@ -175,7 +175,7 @@ class SliceOperator(SequenceOperator):
         dropout: Callable[[Tensor], Dropout],
         needs: Sequence[bool],
     ) -> Sequence[Tensor | None]:
-        """The derivative of the reference implementation, in the dtype of the kernels' sums."""
+        """Returns the gradients of the reference implementation, computed in the kernels' dtype."""
         constants, slices = site.constants, saved[2:]
         if constants.separate() and len(grads) == 1:
             grads = _views(grads[0].reshape(-1), slices)
@@ -191,11 +191,11 @@ class SliceOperator(SequenceOperator):
     # --- between the caller's tensors and the kernels' --------------------------------------------
 
     def expose(self, constants: SliceConstants, tensors: Any, outs: Any) -> tuple[Tensor, ...]:
-        """One tensor, or one for each slice."""
+        """Returns the caller's outputs: one tensor, or one for each slice."""
         return _split_buffer(constants, outs[0], tensors[2:]) if constants.separate() else outs
 
     def joined(self, constants: SliceConstants, grads: Any, saved: Any) -> tuple[Tensor]:
-        """The cotangents of a sequence in one buffer."""
+        """Returns the cotangents of a sequence in one buffer, zeros where one is None."""
         if len(grads) == 1:
             return grads  # type: ignore[no-any-return]
         like = next(g for g in grads if g is not None)
@@ -207,14 +207,14 @@ class SliceOperator(SequenceOperator):
     def expose_gradients(
         self, site: SliceSite, grads: Any, saved: Any, outs: Any, needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
-        """The gradients of the parameters and the slices; None for a slice without a cotangent."""
+        """Returns the gradients of parameters and slices; None for a slice without a cotangent."""
         dweight, dbias, dx = outs
         slices, needed = saved[2:], needs[2:]
         if site.constants.dims or dx is None:
             return (dweight, dbias, *[dx] * len(slices))
         dxs: Sequence[Tensor | None] = _split_buffer(site.constants, dx, slices)
         if not all(needed):
-            dxs = [dx if need else None for dx, need in zip(dxs, needed, strict=True)]
+            dxs = [dx if is_needed else None for dx, is_needed in zip(dxs, needed, strict=True)]
         if len(grads) > 1:
             dxs = [None if g is None else dx for dx, g in zip(dxs, grads, strict=True)]
         return (dweight, dbias, *dxs)
@@ -222,7 +222,7 @@ class SliceOperator(SequenceOperator):
     # --- kernels ----------------------------------------------------------------------------------
 
     def allocate(self, site: SliceSite, tensors: Any) -> tuple[Tensor]:
-        """The output; for a sequence of outputs their buffer."""
+        """Returns the uninitialised output; for a sequence of outputs, their buffer."""
         constants, first = site.constants, tensors[2]
         if constants.separate():
             return (_buffer(site, first, site.y),)
@@ -236,13 +236,13 @@ class SliceOperator(SequenceOperator):
     backward = staticmethod(launching.backward)
 
     def needed(self, site: SliceSite, grads: Any, needs: Sequence[bool]) -> tuple[bool, bool, bool]:
-        """The slices' gradient is one tensor."""
+        """Returns which of dweight, dbias and dx are written; dx is one for all slices."""
         return needs[0], needs[1], any(needs[2:])
 
     def allocate_gradients(
         self, site: SliceSite, grads: Any, saved: Any, needed: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
-        """``(dweight, dbias, dx)``; for a sequence of slices dx is a buffer."""
+        """Returns uninitialised ``(dweight, dbias, dx)``; for a sequence, dx is a buffer."""
         weight, bias, first, *_ = saved
         needs_weight, needs_bias, needs_x = needed
         dx = None
@@ -254,29 +254,31 @@ class SliceOperator(SequenceOperator):
 
 
 def _sources(constants: SliceConstants) -> tuple[frozenset[int], ...] | None:
-    """The tensors on which each output depends: an output of a slice on it and the parameters."""
+    """Returns the indices of the tensors that each output depends on: see `Site.sources`."""
     if not constants.separate():
         return None
+    # An output of a slice depends on weight, bias and that slice.
     return tuple([frozenset((0, 1, 2 + k)) for k in range(len(constants.sizes))])
 
 
 def _with_widths(constants: SliceConstants) -> SliceConstants:
-    """The record with a width for each slice, as numbers.
+    """Returns the record with a width for each slice, as ints.
 
-    A tracer may have symbols for sizes: `index` makes numbers of them, as kernels are compiled for
-    each width.
+    Sizes may be symbols of a tracer. `index` turns them into ints, because kernels are compiled for
+    the widths.
     """
     sizes = constants.sizes
     if constants.dims == 2:
-        # A tensor with fewer dimensions has one slice of width 0 here; `check` raises for it.
-        count, size = sizes if len(sizes) == 2 else (0, 0)
-        sizes = (index(size),) * index(count) or (0,)
+        # For a tensor with fewer dimensions this is one slice of width 0; `check` raises for it.
+        count, width = sizes if len(sizes) == 2 else (0, 0)
+        sizes = (index(width),) * index(count) or (0,)
     return constants._replace(sizes=tuple([index(size) for size in sizes]))
 
 
 def _reference(
     constants: SliceConstants, tensors: Any, out_dtype: torch.dtype | None, *, elementary: bool
 ) -> tuple[Tensor, ...]:
+    """Returns the outputs of the reference implementation."""
     weight, bias, *slices = tensors
     rule = partial(
         reference.forward,
@@ -289,9 +291,9 @@ def _reference(
         slices,
         weight,
         bias,
-        constants.sizes,
-        constants.dims,
-        rule,
+        sizes=constants.sizes,
+        dims=constants.dims,
+        rule=rule,
         shared=constants.shared,
         concat=constants.concat,
     )
@@ -301,20 +303,21 @@ def _reference(
 
 
 def _buffer(site: SliceSite, first: Tensor, dtype: torch.dtype) -> Tensor:
-    """An uninitialized buffer for the slices, of which ``first`` is the first.
+    """Returns an uninitialised buffer for all slices; ``first`` is the first of them.
 
     ``[rows of slice 0, D_0 each | rows of slice 1, D_1 each | ...]``
     """
-    return first.new_empty(first.numel() // site.widths.sizes[0] * site.cols, dtype=dtype)
+    rows = first.numel() // site.widths.sizes[0]
+    return first.new_empty(rows * site.cols, dtype=dtype)
 
 
 def _split_buffer(
     constants: SliceConstants, buffer: Tensor, slices: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """The tensors that ``buffer`` holds, in the shapes of ``slices``.
+    """Returns the tensors that ``buffer`` holds, in the shapes of ``slices``.
 
-    They share its memory, none of it twice, and nothing else. To autograd they must not be views:
-    it would refuse a change of one in place, or take it for a change of all.
+    They share the buffer's memory and do not overlap. For autograd they must not be views: it would
+    refuse a change of one in place, or treat it as a change of all.
     """
     if torch.compiler.is_dynamo_compiling():
         return _views(buffer, slices)
@@ -327,10 +330,14 @@ def _split_buffer(
 
 
 def _views(buffer: Tensor, slices: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    # One operator for each view: autograd refuses changes in place of an operator's several views.
-    elements = [t.numel() for t in slices]
-    parts = zip(itertools.accumulate(elements), elements, slices, strict=True)
-    return tuple([buffer.narrow(0, end - count, count).view(t.shape) for end, count, t in parts])
+    # Each view has an operator of its own: autograd refuses to change one of several views in place
+    # if one operator returned them.
+    views = []
+    start = 0
+    for t in slices:
+        views.append(buffer.narrow(0, start, t.numel()).view(t.shape))
+        start += t.numel()
+    return tuple(views)
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -343,12 +350,12 @@ def _check_tensors(constants: SliceConstants, tensors: Any) -> None:
         _check_one(constants, *tensors)
     else:
         _check_many(op, slices)
-    count, size, total = len(sizes), sizes[0], sum(sizes)
+    count, width, total = len(sizes), sizes[0], sum(sizes)
     shapes: list[tuple[int, ...]] = [(total,)]
     expected = f"({total},)"
-    if all(other == size for other in sizes):
-        shapes += [(count, size), (size,)]
-        expected = f"({total},), ({count}, {size}) or ({size},)"
+    if all(size == width for size in sizes):
+        shapes += [(count, width), (width,)]
+        expected = f"({total},), ({count}, {width}) or ({width},)"
     for name, value in (("weight", weight), ("bias", bias)):
         if value is None:
             continue
@@ -361,7 +368,7 @@ def _check_tensors(constants: SliceConstants, tensors: Any) -> None:
 
 
 def _check_one(constants: SliceConstants, weight: Any, bias: Any, x: Any) -> None:
-    """One tensor with all slices."""
+    """Checks the one tensor that has all slices."""
     op, sizes = constants.op, constants.sizes
     checks.check_tensor(op, "slices", x)
     shape = tuple(x.shape)
@@ -380,8 +387,8 @@ def _check_one(constants: SliceConstants, weight: Any, bias: Any, x: Any) -> Non
         raise ValueError(
             f"{op}: slices has shape {shape}, expected (*, K, D) with K and D at least 1"
         )
-    # Rows of slices side by side, their sizes forgotten, look like one row of slices that share a
-    # parameter.
+    # If the caller forgets ``sizes``, rows ``(M, N)`` with parameters ``(N,)`` look like M slices
+    # that share the parameters.
     parameters = [t for t in (weight, bias) if isinstance(t, Tensor)]
     if x.dim() == 2 and any(tuple(t.shape) == shape[-1:] for t in parameters):
         raise ValueError(
@@ -391,7 +398,7 @@ def _check_one(constants: SliceConstants, weight: Any, bias: Any, x: Any) -> Non
 
 
 def _check_many(op: str, slices: Sequence[Any]) -> None:
-    """A tensor for each slice."""
+    """Checks the tensors of a sequence."""
     first = slices[0]
     for k, t in enumerate(slices):
         name = f"slice {k}"

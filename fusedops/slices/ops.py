@@ -1,6 +1,6 @@
 """The slices family's functionals.
 
-Each turns its arguments into tensors and a record of constants, and calls the operator with both.
+Each passes its constants, a `SliceConstants`, and its tensors to `core.calls.call`.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def batched_layer_norm_act(
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
     return _batched(
-        "batched_layer_norm_act", slices, weight, bias, (eps, activation, concat), sizes
+        "batched_layer_norm_act", slices, weight, bias, sizes, (eps, activation, concat)
     )
 
 
@@ -189,16 +189,16 @@ def batched_layer_norm_tanh(
         TypeError: as `batched_layer_norm_act`.
         RuntimeError: as `batched_layer_norm_act`.
     """
-    return _batched("batched_layer_norm_tanh", slices, weight, bias, (eps, "tanh", concat), sizes)
+    return _batched("batched_layer_norm_tanh", slices, weight, bias, sizes, (eps, "tanh", concat))
 
 
 def _batched(
-    op: str, slices: Any, weight: Any, bias: Any, options: tuple[Any, Any, Any], sizes: Any
+    op: str, slices: Any, weight: Any, bias: Any, sizes: Any, options: tuple[Any, Any, Any]
 ) -> Tensor | tuple[Tensor, ...]:
     """Calls the operator for either functional; ``options`` are eps, activation and concat."""
     eps, activation, concat = options
     tensors: Sequence[Tensor]
-    # The `SliceConstants.sizes` of the call: the widths, or (K, D) for slices in two dimensions.
+    # `SliceConstants.sizes` of the call: the widths, or (K, D) if dims is 2.
     recorded_sizes: Any
     if isinstance(slices, Tensor):
         tensors = (slices,)
@@ -208,7 +208,7 @@ def _batched(
             except RuntimeError:  # a nested tensor has no shape
                 check_tensor(op, "slices", slices)
                 raise
-            # The operator raises for a tensor with fewer dimensions.
+            # For a tensor with fewer dimensions the operator raises.
             count, first_width = recorded_sizes if len(recorded_sizes) == 2 else (0, 0)
         else:
             dims, recorded_sizes = 1, check_sizes(sizes, op)
@@ -225,14 +225,14 @@ def _batched(
                 _check_named(tensors, recorded_sizes, expected, op)
     shared = False
     if count > 1:
-        # Not in a helper function: its call would cost host time on every call.
+        # Not in a helper function, which would cost host time in every call.
         shares_weight = (
             isinstance(weight, Tensor) and weight.dim() == 1 and weight.shape[0] == first_width
         )
         shares_bias = isinstance(bias, Tensor) and bias.dim() == 1 and bias.shape[0] == first_width
         if shares_weight or shares_bias:
-            # The operator takes weight and bias either both shared or both for each slice. One that
-            # is None fits both forms.
+            # In the operator weight and bias are either both shared, or both have values for each
+            # slice. None fits both forms.
             shared = (shares_weight or weight is None) and (shares_bias or bias is None)
             if not shared:
                 weight, bias = _expanded(weight, bias, count, shares_weight, shares_bias)
@@ -248,15 +248,17 @@ def _batched(
 
 # --- widths ---------------------------------------------------------------------------------------
 
-# The shape of a tensor, and the last size of a shape. `map` over these functions is a loop in C.
+# Functions for the shape of a tensor, and for the last size of a shape. `map` over these functions
+# is a loop in C.
 _SHAPE, _LAST = attrgetter("shape"), itemgetter(-1)
 
 
 def check_sizes(sizes: Any, op: str) -> tuple[int, ...]:
-    """The widths as a tuple of ints, each at least 1."""
-    traced = torch.compiler.is_dynamo_compiling()
-    if not traced and type(sizes) is tuple and set(map(type, sizes)) == {int} and min(sizes) > 0:
-        return sizes  # a loop in Python is slow for a thousand slices
+    """Returns the widths as a tuple of ints, each at least 1; raises if they are not."""
+    # The usual case, without the loop in Python: it is slow for a thousand slices.
+    is_tuple = type(sizes) is tuple and not torch.compiler.is_dynamo_compiling()
+    if is_tuple and set(map(type, sizes)) == {int} and min(sizes) > 0:
+        return sizes  # type: ignore[no-any-return]
     if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Sequence):
         raise TypeError(f"{op}: sizes must be a sequence of ints, got {type(sizes).__name__}")
     if not sizes:
@@ -273,7 +275,7 @@ def check_sizes(sizes: Any, op: str) -> tuple[int, ...]:
 
 
 def _refuse_sequence(slices: Any, op: str) -> None:
-    """Raises the error for slices that are not a sequence, or an empty one."""
+    """Raises, because ``slices`` is not a sequence, or is empty."""
     if not isinstance(slices, Sequence):
         raise TypeError(
             f"{op}: slices must be a torch.Tensor or a sequence of them, "
@@ -283,7 +285,10 @@ def _refuse_sequence(slices: Any, op: str) -> None:
 
 
 def _widths(slices: Sequence[Tensor]) -> tuple[int, ...]:
-    """The width of each slice. If one has no width, some or all are 0, and the operator raises."""
+    """Returns the width of each slice.
+
+    If a slice has no width, some or all widths are 0, and the operator raises.
+    """
     if torch.compiler.is_dynamo_compiling():
         widths = []
         for t in slices:
@@ -299,9 +304,9 @@ def _widths(slices: Sequence[Tensor]) -> tuple[int, ...]:
 def _check_named(
     slices: Sequence[Tensor], widths: tuple[int, ...], sizes: tuple[int, ...], op: str
 ) -> None:
-    """Raises if the caller's ``sizes`` differ from ``widths``, those of the slices.
+    """Raises if the caller's ``sizes`` differ from the slices' ``widths``.
 
-    A width of 0 is unknown and not compared; see `_widths`.
+    A width of 0 is unknown and not compared: see `_widths`.
     """
     for k, t in enumerate(slices):
         check_tensor(op, f"slice {k}", t)
@@ -320,7 +325,7 @@ def _check_named(
 def _expanded(
     weight: Any, bias: Any, count: int, shares_weight: bool, shares_bias: bool
 ) -> tuple[Any, Any]:
-    """Weight and bias for each slice: a shared one is expanded to a row for each of the slices."""
+    """Returns weight and bias with values for each slice: a shared one is expanded."""
     if shares_weight:
         weight = weight.expand(count, -1)
     if shares_bias:

@@ -1,9 +1,9 @@
 """The slices family's reference implementation in PyTorch's operators, differentiable to any order.
 
-It runs on any device: where there are no kernels, under torch.func transforms and in forward mode,
-and, fed fp64 tensors, as the tests' oracle. Statistics and accumulation are in fp32, in fp64 for
-fp64 inputs. Every function works over the last dimension; parameters broadcast: ``(D,)`` for one
-slice, ``(K, D)`` for rows ``(*, K, D)``.
+It runs on devices without kernels, under torch.func transforms and in forward mode. With fp64
+tensors it is the tests' oracle. Statistics and accumulation are in fp32 (fp64 for fp64 inputs).
+Every function normalises over the last dimension. Parameters broadcast: ``(D,)`` for one slice,
+``(K, D)`` for rows ``(*, K, D)``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Formula = Callable[[Tensor], Tensor]
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which statistics and sums are held for inputs of ``dtype``."""
+    """Returns the dtype of statistics and sums for inputs of ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -35,10 +35,10 @@ def forward(
     *,
     elementary: bool = False,
 ) -> Tensor:
-    """``activation(layer_norm(x))``, rounded once, to ``out_dtype`` or x's dtype.
+    """Returns ``activation(layer_norm(x))``, rounded once, to ``out_dtype`` or x's dtype.
 
-    With ``elementary`` it does without `F.layer_norm`, whose forward mode has a wrong reverse mode
-    (torch 2.13).
+    ``elementary`` excludes `F.layer_norm`, because reverse over forward mode is wrong for it in
+    torch 2.13.
     """
     hat = x.to(accumulator(x.dtype))
     if elementary:
@@ -65,19 +65,19 @@ def composite(
     shared: bool,
     concat: bool,
 ) -> tuple[Tensor, ...]:
-    """Applies ``rule`` to slices in any of their forms, with their weights and biases.
+    """Returns the outputs of ``rule`` for slices in any form, with their weights and biases.
 
     Args:
         slices: one tensor, or a tensor for each slice.
         weight: the weight of all slices, or None.
-        bias: likewise.
+        bias: the bias of all slices, or None.
         sizes: the slices' widths.
-        dims: trailing dimensions of the one tensor that hold the slices, 0 for a sequence.
-        rule: the operator on one slice, or on rows of slices of one width.
-        shared: whether the parameters are those of each slice.
+        dims: the form of the slices, as in `SliceConstants`.
+        rule: the operator on one slice, or on rows ``(*, K, D)`` of slices of one width.
+        shared: whether all slices have the same parameters.
         concat: whether the output is one tensor with the slices side by side.
     """
-    # Slices of one width in one tensor are rows ``(*, K, D)``, for a single call of the rule.
+    # Slices of one width in one tensor take a single call of the rule, with rows ``(*, K, D)``.
     together = dims > 0 and len(set(sizes)) == 1
     weights = _parts(weight, sizes, together=together, shared=shared)
     biases = _parts(bias, sizes, together=together, shared=shared)
@@ -90,7 +90,8 @@ def composite(
             output = rearrange(output, "... k d -> ... (k d)")
         return (output,)
     parts = slices[0].split(sizes, -1) if dims else slices
-    outputs = tuple([rule(*each) for each in zip(parts, weights, biases, strict=True)])
+    arguments = zip(parts, weights, biases, strict=True)
+    outputs = tuple([rule(part, weight, bias) for part, weight, bias in arguments])
     if dims or concat:
         return (torch.cat(outputs, -1),)
     return outputs
@@ -99,7 +100,7 @@ def composite(
 def _parts(
     parameter: Tensor | None, sizes: tuple[int, ...], *, together: bool, shared: bool
 ) -> Sequence[Tensor | None]:
-    """A parameter for each tensor that the rule is called with."""
+    """Returns the parameter for each call of the rule: one if ``together``, else one per slice."""
     if parameter is None or shared:
         return [parameter] * (1 if together else len(sizes))
     if together:

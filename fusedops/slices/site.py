@@ -1,4 +1,4 @@
-"""The records of a call on slices: its constants, and its dtypes and widths."""
+"""The records of a call on slices: `SliceConstants`, and `SliceSite` for the kernels."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ class SliceConstants(NamedTuple):
 
     Attributes:
         op: the functional's name, for messages.
-        sizes: the slices' widths. The functional's record of slices in two dimensions has ``(count,
-            width)`` instead, as every call computes its hash; `SliceOperator.check` returns the
-            widths.
-        dims: the number of last dimensions of one tensor that hold the slices, 1 or 2; 0 if the
-            slices are a sequence of tensors.
+        sizes: the slices' widths. If ``dims`` is 2, the functional passes ``(count, width)``
+            instead, because every call computes the record's hash; `SliceOperator.check` replaces
+            it by the widths.
+        dims: the form of the slices: 1 for one tensor ``(*, ΣD_k)``, 2 for one tensor ``(*, K,
+        D)``,
+            0 for a sequence of tensors.
         concat: whether the output is one tensor with the slices side by side.
         eps: added to the variance.
         activation: the name of the activation after the norm.
@@ -43,13 +44,13 @@ class SliceConstants(NamedTuple):
     out_dtype: torch.dtype | None = None
 
     def separate(self) -> bool:
-        """Whether the outputs are a tensor for each slice."""
+        """Returns whether the output is a tensor for each slice."""
         return self.dims == 0 and not self.concat
 
 
 @dataclass(frozen=True, eq=False)
 class SliceSite(Site):
-    """All of a call that stays the same from step to step; see `Site`.
+    """The properties of a call on slices that stay the same from step to step.
 
     Attributes:
         widths: the widths of the slices.
@@ -67,5 +68,5 @@ class SliceSite(Site):
     @property
     def x(self) -> torch.dtype:
         """The slices' dtype."""
-        # The dtypes are those of weight, bias and slices.
+        # ``dtypes`` has weight, bias, and the slices, which share one dtype.
         return self.dtypes[2]  # type: ignore[return-value]

@@ -1,7 +1,7 @@
 """The slices family's samples, bad samples, bytes moved and benchmark shapes.
 
-One functional, two specs: slices in one tensor, and slices in separate tensors, whose names here
-are ``slice_0``, ``slice_1`` and so on.
+The functional has two specs: for slices in one tensor, and for slices in separate tensors. The
+separate tensors are named ``slice_0``, ``slice_1`` and so on.
 """
 
 from __future__ import annotations
@@ -28,74 +28,83 @@ from .site import SliceConstants
 __all__ = ["GRID", "SPECS", "compiled_plans"]
 
 _HALF = (torch.float16, torch.bfloat16)
-_MOST = 128  # the most separate slices of a sample
-_SLICES = tuple(f"slice_{k}" for k in range(_MOST))
+# The names of separate slices, the most that a sample has.
+_SLICES = tuple(f"slice_{k}" for k in range(128))
 
-# Widths of slices, for rows so wide: the benchmark's and most samples'.
+# The widths of slices, again and again, in rows of more than 1024 columns.
 _CYCLE = (1024, 1000, 1024, 700)
 
 
 def _widths(cols: int) -> tuple[int, ...]:
-    """Unequal widths that add up to ``cols``: up to three, and more past a thousand."""
+    """Returns unequal widths that add up to ``cols``: up to three, and more past 1024 columns."""
     if cols <= 1024:
         first, second = cols // 5, cols // 3
         return tuple(filter(None, (first, second, cols - first - second)))
-    widths = list(itertools.takewhile(lambda width: width, _cut(cols)))
+    widths = []
+    for width in itertools.cycle(_CYCLE):
+        widths.append(min(width, cols))
+        cols -= widths[-1]
+        if not cols:
+            break
     return tuple(widths)
 
 
-def _cut(cols: int) -> Iterator[int]:
-    for width in itertools.cycle(_CYCLE):
-        yield min(width, cols)
-        cols -= min(width, cols)
-
-
 def _embeddings(cols: int) -> tuple[int, ...]:
-    """Widths from 16 to 256, multiples of 8, that add up to ``cols``, a multiple of 16."""
+    """Returns multiples of 8 from 16 to 256 that add up to ``cols``, a multiple of 16."""
     widths: list[int] = []
+    # A linear congruential generator: the widths are the same in every version of Python.
     state = 7
     while cols > 512:
         state = (state * 1103515245 + 12345) % 2**31
         widths.append(16 + 8 * (state // 65536 % 31))
         cols -= widths[-1]
-    return (*widths, cols // 2, cols - cols // 2) if cols > 256 else (*widths, cols)
+    if cols > 256:
+        return (*widths, cols // 2, cols - cols // 2)
+    return (*widths, cols)
 
 
-def _named(name: str) -> tuple[int, ...]:
-    """Slices of unequal widths.
+def _widths_of_name(name: str) -> tuple[int, ...]:
+    """Returns the unequal widths that a name stands for.
 
-    ``R4096``: embeddings of so many columns. ``D4096``: random widths that add up to so many,
-    another set for each number. ``W96``, ``O96``: slices up to so wide, with and without a common
-    factor.
+    A name is a letter and a number:
+
+        R4096    widths of embeddings that add up to 4096
+        D4096    random widths that add up to 4096, another set for each number
+        W96      widths up to 96 with a common factor
+        O96      widths up to 96 without a common factor
     """
-    number = int(name[1:])
-    if name[0] == "R":
+    letter, number = name[0], int(name[1:])
+    if letter == "R":
         return _embeddings(number)
-    if name[0] == "D":
-        return _drawn(number)
-    return _up_to(number, min(number & -number, 8) if name[0] == "W" else 0)
+    if letter == "D":
+        return _random_widths(number)
+    largest_power = number & -number  # of two, that divides the number
+    return _widths_up_to(number, step=min(largest_power, 8) if letter == "W" else 0)
 
 
-def _drawn(cols: int) -> tuple[int, ...]:
-    """Widths from 1 to 256 that add up to ``cols``, drawn with that number as the seed."""
+def _random_widths(cols: int) -> tuple[int, ...]:
+    """Returns widths from 1 to 256 that add up to ``cols``, which is also the seed."""
     widths: list[int] = []
-    draw = random.Random(cols)
+    generator = random.Random(cols)
     while cols:
-        widths.append(min(draw.randint(1, 256), cols))
+        widths.append(min(generator.randint(1, 256), cols))
         cols -= widths[-1]
     return tuple(widths)
 
 
-def _up_to(widest: int, step: int) -> tuple[int, ...]:
-    """Widths of which one is ``widest``, about 4096 in all.
+def _widths_up_to(widest: int, step: int) -> tuple[int, ...]:
+    """Returns widths up to ``widest``, which is the first; they add up to about 4096.
 
     The others are odd, or multiples of ``step`` if it is not 0.
     """
     widths = [widest]
-    parts = itertools.cycle((6, 4, 7, 5, 3))
+    eighths = itertools.cycle((6, 4, 7, 5, 3))
     while sum(widths) < 4096 and len(widths) < 64:
-        width = widest * next(parts) // 8
-        widths.append(max(width // step * step, step) if step else width | 1)
+        width = widest * next(eighths) // 8
+        if step:
+            widths.append(max(width // step * step, step))
+        else:
+            widths.append(width | 1)
     return tuple(widths)
 
 
@@ -103,22 +112,24 @@ def _up_to(widest: int, step: int) -> tuple[int, ...]:
 
 
 def _parts(parameter: Tensor | None, sizes: Sequence[int]) -> list[Tensor | None]:
-    """A parameter's part for each slice; a parameter as wide as a slice is shared by all."""
-    if parameter is None or (parameter.dim() == 1 and parameter.shape[0] != sum(sizes)):
+    """Returns a parameter's part for each slice; all slices share one as wide as a slice."""
+    if parameter is None:
+        return [None] * len(sizes)
+    if parameter.dim() == 1 and parameter.shape[0] != sum(sizes):
         return [parameter] * len(sizes)
     return list(parameter.reshape(-1).split(list(sizes)))
 
 
-def _each(
+def _apply_to_each(
     rule: Callable[..., Tensor],
     slices: Sequence[Tensor],
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> list[Tensor]:
+    """Returns ``rule(slice, weight, bias)`` of each slice, with its part of the parameters."""
     sizes = [t.shape[-1] for t in slices]
-    return [
-        rule(*each) for each in zip(slices, _parts(weight, sizes), _parts(bias, sizes), strict=True)
-    ]
+    weights, biases = _parts(weight, sizes), _parts(bias, sizes)
+    return [rule(x, w, b) for x, w, b in zip(slices, weights, biases, strict=True)]
 
 
 def _one_by_one(
@@ -129,21 +140,28 @@ def _one_by_one(
     sizes: Sequence[int] | None,
     concat: bool,
 ) -> tuple[Tensor]:
-    """The operator on one tensor, slice by slice."""
+    """Returns the operator's output for slices in one tensor, computed slice by slice."""
     if sizes is not None:
-        return (torch.cat(_each(rule, slices.split(list(sizes), -1), weight, bias), -1),)
-    outputs = _each(rule, slices.unbind(-2), weight, bias)
+        outputs = _apply_to_each(rule, slices.split(list(sizes), -1), weight, bias)
+        return (torch.cat(outputs, -1),)
+    outputs = _apply_to_each(rule, slices.unbind(-2), weight, bias)
     return (torch.cat(outputs, -1) if concat else torch.stack(outputs, -2),)
 
 
+def _formula(activation: str) -> Callable[[Tensor], Tensor]:
+    return ACTIVATIONS["identity" if activation == "none" else activation].formula
+
+
 def _by_reference(activation: str, eps: float) -> Callable[..., Tensor]:
-    rule = ACTIVATIONS["identity" if activation == "none" else activation].formula
-    return lambda x, w, b: reference.forward(x, w, b, eps, rule)
+    """Returns the operator on one slice, by the reference implementation."""
+    formula = _formula(activation)
+    return lambda x, w, b: reference.forward(x, w, b, eps, formula)
 
 
 def _by_functional(activation: str, eps: float) -> Callable[..., Tensor]:
-    rule = ACTIVATIONS["identity" if activation == "none" else activation].formula
-    return lambda x, w, b: rule(F.layer_norm(x, x.shape[-1:], w, b, eps))
+    """Returns the operator on one slice, by `torch.nn.functional`."""
+    formula = _formula(activation)
+    return lambda x, w, b: formula(F.layer_norm(x, x.shape[-1:], w, b, eps))
 
 
 def _one(
@@ -159,6 +177,7 @@ def _one(
     keep: None = None,
     keep_probability: float = 1.0,
 ) -> tuple[Tensor]:
+    """Returns the expected output for slices in one tensor; ``make`` is a function above."""
     return _one_by_one(make(activation, eps), slices, weight, bias, sizes, concat)
 
 
@@ -170,7 +189,7 @@ def _combined(
     *,
     sizes: Sequence[int] | None = None,
 ) -> tuple[Tensor]:
-    """All slices of equal width at once, with the affine outside the norm."""
+    """Returns the output with all slices of equal width in one norm, and the affine after it."""
     if sizes is not None:
         return _one(_by_functional, slices, weight, bias, eps, sizes=sizes)
     y = F.layer_norm(slices, slices.shape[-1:], None, None, eps)
@@ -178,13 +197,14 @@ def _combined(
     return (torch.tanh(y if bias is None else y + bias),)
 
 
-def _gathered(tensors: dict[str, Any]) -> list[Any]:
+def _slices_in(tensors: dict[str, Any]) -> list[Any]:
+    """Returns the separate slices among tensors, in their order."""
     return [tensors[name] for name in _SLICES if tensors.get(name) is not None]
 
 
 def _call_sequence(weight: Tensor | None = None, bias: Tensor | None = None, **rest: Any) -> Any:
     options = {name: value for name, value in rest.items() if not name.startswith("slice_")}
-    return ops.batched_layer_norm_act(_gathered(rest), weight, bias, **options)
+    return ops.batched_layer_norm_act(_slices_in(rest), weight, bias, **options)
 
 
 def _sequence(
@@ -199,7 +219,8 @@ def _sequence(
     keep_probability: float = 1.0,
     **slices: Tensor,
 ) -> tuple[Tensor, ...]:
-    outputs = _each(make(activation, eps), _gathered(slices), weight, bias)
+    """Returns the expected outputs for separate slices; ``make`` is a function above."""
+    outputs = _apply_to_each(make(activation, eps), _slices_in(slices), weight, bias)
     return (torch.cat(outputs, -1),) if concat else tuple(outputs)
 
 
@@ -224,11 +245,16 @@ def _tensors(
     make: Maker,
     shape: Sequence[int],
     sizes: Sequence[int] | None,
+    *,
     separate: bool,
-    params: str,
+    present: str,
     param_shape: tuple[int, ...],
     param_dtype: torch.dtype | None,
 ) -> dict[str, Tensor | None]:
+    """Returns the tensors of a sample.
+
+    ``present`` has a "w" if there is a weight, and a "b" if there is a bias.
+    """
     tensors: dict[str, Tensor | None] = {"slices": make(*shape, shift=0.5, scale=1.5)}
     if separate:
         widths = sizes or (shape[-1],) * shape[-2]
@@ -236,8 +262,8 @@ def _tensors(
         tensors = {
             f"slice_{k}": make(*lead, width, shift=0.5, scale=1.5) for k, width in enumerate(widths)
         }
-    tensors["weight"] = make(*param_shape, dtype=param_dtype) if "w" in params else None
-    tensors["bias"] = make(*param_shape, dtype=param_dtype) if "b" in params else None
+    tensors["weight"] = make(*param_shape, dtype=param_dtype) if "w" in present else None
+    tensors["bias"] = make(*param_shape, dtype=param_dtype) if "b" in present else None
     return tensors
 
 
@@ -247,7 +273,7 @@ def _samples(separate: bool) -> Callable[[torch.device, torch.dtype], Iterator[S
             name: str,
             shape: tuple[int, ...],
             sizes: Sequence[int] | None = None,
-            params: str = "wb",
+            present: str = "wb",
             param_shape: tuple[int, ...] | None = None,
             param_dtype: torch.dtype | None = None,
             **options: Any,
@@ -255,7 +281,13 @@ def _samples(separate: bool) -> Callable[[torch.device, torch.dtype], Iterator[S
             make = Maker(name, device, dtype)
             flat = (sum(sizes),) if sizes else shape[-2:]
             tensors = _tensors(
-                make, shape, sizes, separate, params, param_shape or flat, param_dtype
+                make,
+                shape,
+                sizes,
+                separate=separate,
+                present=present,
+                param_shape=param_shape or flat,
+                param_dtype=param_dtype,
             )
             if sizes and not separate:
                 options = {"sizes": tuple(sizes), **options}
@@ -275,20 +307,28 @@ def _samples(separate: bool) -> Callable[[torch.device, torch.dtype], Iterator[S
             yield sample("equal " + "x".join(map(str, shape)), shape)
         if not separate:
             yield sample("equal 2x1000x3", (2, 1000, 3))
-            # The last 48 columns of rows that are so far apart that offsets in a tile take 64 bits:
-            # see `launching._FAR`.
-            far = sample("rows far apart", (5, 70016), (70000, 16))
-            parts = {name: None if t is None else t[..., -48:] for name, t in far.tensors.items()}
-            yield Sample(far.name, parts, {"sizes": (24, 8, 16)})
+            # The last 48 columns of very wide rows. The distance between rows is so large that
+            # offsets within a tile take 64 bits: see `launching._FAR`.
+            wide = sample("rows far apart", (5, 70016), (70000, 16))
+            columns = {
+                name: None if t is None else t[..., -48:] for name, t in wide.tensors.items()
+            }
+            yield Sample(wide.name, columns, {"sizes": (24, 8, 16)})
         yield sample("from 1 to 1024", (5, 1200), (3, 128, 1, 1024, 44))
         yield sample("ten widths", (9, 220), (16, 4, 32, 17, 64, 1, 3, 7, 64, 12))
         yield sample("multiples of eight", (40, 136), (16, 8, 64, 8, 40))
-        for params in ("", "w", "b"):
-            yield sample(f"parameters {params or 'none'}", (9, 40), (9, 31), params)
-            yield sample(f"parameters {params or 'none'}, equal", (9, 5, 8), None, params)
-        for params, width in (("w", 8), ("b", 8), ("wb", 24)):
-            yield sample(f"shared parameters {params}", (40, 5, width), None, params, (width,))
-        yield sample("flat parameters", (4, 5, 8), None, param_shape=(40,))
+        for present in ("", "w", "b"):
+            name = f"parameters {present or 'none'}"
+            yield sample(name, (9, 40), (9, 31), present=present)
+            yield sample(f"{name}, equal", (9, 5, 8), present=present)
+        for present, width in (("w", 8), ("b", 8), ("wb", 24)):
+            yield sample(
+                f"shared parameters {present}",
+                (40, 5, width),
+                present=present,
+                param_shape=(width,),
+            )
+        yield sample("flat parameters", (4, 5, 8), param_shape=(40,))
         yield sample("concatenated", (6, 44), (12, 32), concat=True)
         yield sample("concatenated, equal", (6, 4, 24), concat=True)
         yield sample("large eps", (5, 33), (11, 22), eps=0.3)
@@ -317,18 +357,19 @@ def _bad_samples(separate: bool) -> Callable[[torch.device], Iterator[BadSample]
             if separate:
                 good = {"slice_0": randn(4, 1), "slice_1": randn(4, 2), "slice_2": randn(4, 5)}
             good |= {"weight": randn(8), "bias": randn(8)}
-            sizes: dict[str, Any] = {} if separate else {"sizes": (1, 2, 5)}
-            return BadSample(name, {**good, **tensors}, {**sizes, **(options or {})}, error, match)
+            good_options: dict[str, Any] = {} if separate else {"sizes": (1, 2, 5)}
+            return BadSample(
+                name, {**good, **tensors}, {**good_options, **(options or {})}, error, match
+            )
 
-        first = "slice_0" if separate else "slices"
-        displayed = "slice 0" if separate else "slices"
-        integers: dict[str, Any] = {
-            first: torch.ones(4, 1 if separate else 8, dtype=torch.int64, device=device)
-        }
+        first, first_in_message, width = "slices", "slices", 8
+        if separate:
+            first, first_in_message, width = "slice_0", "slice 0", 1
+        integers: dict[str, Any] = {first: torch.ones(4, width, dtype=torch.int64, device=device)}
         yield bad(
             "integer slices",
             TypeError,
-            rf"{displayed} has dtype torch\.int64",
+            rf"{first_in_message} has dtype torch\.int64",
             options=None,
             **integers,
         )
@@ -474,6 +515,7 @@ def _bad_samples(separate: bool) -> Callable[[torch.device], Iterator[BadSample]
 def _benchmark(separate: bool) -> Callable[[Shape, torch.dtype, torch.device], Sample]:
     def benchmark(shape: Shape, dtype: torch.dtype, device: torch.device) -> Sample:
         make = partial(torch.randn, dtype=dtype, device=device)
+        # (rows, slices, width), (rows, columns), or (rows, name): see `_widths_of_name`.
         rows, cols = shape[0], shape[-1]
         assert isinstance(rows, int)
         name = "x".join(map(str, shape))
@@ -484,7 +526,7 @@ def _benchmark(separate: bool) -> Callable[[Shape, torch.dtype, torch.device], S
             if separate:
                 tensors = {f"slice_{k}": make(rows, cols) for k in range(count)}
             return Sample(name, tensors | {"weight": make(count, cols), "bias": make(count, cols)})
-        sizes = _widths(cols) if isinstance(cols, int) else _named(cols)
+        sizes = _widths(cols) if isinstance(cols, int) else _widths_of_name(cols)
         total = sum(sizes)
         tensors = {"slices": make(rows, total)}
         if separate:
@@ -498,42 +540,66 @@ def _benchmark(separate: bool) -> Callable[[Shape, torch.dtype, torch.device], S
     return benchmark
 
 
-_BUCKET = 3  # of the rows: some thousands
+_BUCKET = 3  # of the number of rows: 4,096 to 65,535
 
 
 def compiled_plans(
     cols: int, dtype: torch.dtype, other: torch.dtype | None = None
 ) -> dict[str, Callable[[], object]]:
-    """Functions that build all variants of the operator, by name.
+    """Returns functions that build all variants of the operator, by name.
 
-    The widest slice has ``cols`` columns. With ``other``, the parameters' dtype, only the variants
-    with the most traffic. One width represents each number of warps, and one, an eighth of 768,
-    slices in parts.
+    The widest slice has ``cols`` columns. With ``other``, the parameters' dtype, they are only the
+    variants with the most traffic. There is one width for each number of warps, and 96, for 768,
+    with slices in three parts; for other widths the result is empty.
     """
     if other is not None and cols == 8192:
         cols = configs.widest(dtype.itemsize)
-    cols = 96 if cols == 768 else cols  # three parts
+    if cols == 768:
+        cols = 96
     if cols not in (17, 64, 96, 256, 1024, 2048, 4096) or cols > configs.widest(dtype.itemsize):
         return {}
 
+    # ``dims`` is the form of the slices, as in `SliceConstants`.
     def build(
         sizes: tuple[int, ...],
+        *,
         dims: int,
         shared: bool = False,
         concat: bool = False,
         near: bool = True,
         unused: bool = False,
     ) -> None:
-        constants = SliceConstants("compiled", sizes, dims, concat, 1e-5, "tanh", shared)
+        constants = SliceConstants(
+            op="compiled",
+            sizes=sizes,
+            dims=dims,
+            concat=concat,
+            eps=1e-5,
+            activation="tanh",
+            shared=shared,
+        )
         parameters = other or dtype
         dtypes = (parameters, parameters, dtype)
-        site = site_of(SLICES, constants, dtypes, sum(sizes), -1, False, True)
+        total = sum(sizes)
+        site = site_of(SLICES, constants, dtypes, total, device_index=-1, dropout=False, saves=True)
         has_one_cotangent = dims > 0 or concat
+        # 0 for one gradient of the outputs; for several 1, or 2 if some are absent.
         separate = 0 if has_one_cotangent else 1 + unused
         device = torch.device("cpu")
-        launching._plan_forward(site, True, False, near, _BUCKET, device)
+        launching._plan_forward(
+            site, aligned=True, strided=False, near=near, bucket=_BUCKET, device=device
+        )
         launching._plan_backward(
-            site, (True, True, True), dtype, separate, True, False, False, near, _BUCKET, device
+            site,
+            needs=(True, True, True),
+            dy=dtype,
+            separate=separate,
+            aligned=True,
+            strided=False,
+            dy_strided=False,
+            near=near,
+            bucket=_BUCKET,
+            device=device,
         )
 
     equal = (cols,) * 20
@@ -541,37 +607,42 @@ def compiled_plans(
     eights = max(cols // 8, 1)
     unequal = tuple(8 * max(part, 1) for part in (eights // 5, eights, eights // 2, eights))
     plans: dict[str, Callable[[], object]] = {
-        "slices of one width": partial(build, equal, 2),
-        "slices of several widths": partial(build, unequal, 1),
+        "slices of one width": partial(build, equal, dims=2),
+        "slices of several widths": partial(build, unequal, dims=1),
     }
     if other is not None:
         return plans
     if cols == 96:
-        plans["slices of one odd width"] = partial(build, (cols + 1,) * 20, 2)
+        plans["slices of one odd width"] = partial(build, (cols + 1,) * 20, dims=2)
     if cols in (17, 256) or (cols == 1024 and dtype.itemsize == 2):
         odd = tuple(width | 1 for width in (cols // 5, cols - 2, cols // 3, cols // 2))
-        plans["slices without a common factor"] = partial(build, odd, 1)
+        plans["slices without a common factor"] = partial(build, odd, dims=1)
     return plans | {
-        "slices that share parameters": partial(build, equal, 2, shared=True),
-        "rows far from each other": partial(build, equal, 2, near=False),
-        "separate slices": partial(build, equal, 0),
-        "separate slices, some unused": partial(build, unequal, 0, unused=True),
-        "a table of addresses": partial(store_variant, -1),
-        "separate slices of several widths": partial(build, unequal, 0),
-        "slices joined": partial(build, unequal, 0, concat=True),
+        "slices that share parameters": partial(build, equal, dims=2, shared=True),
+        "rows far from each other": partial(build, equal, dims=2, near=False),
+        "separate slices": partial(build, equal, dims=0),
+        "separate slices, some unused": partial(build, unequal, dims=0, unused=True),
+        "a table of addresses": partial(store_variant, device_index=-1),
+        "separate slices of several widths": partial(build, unequal, dims=0),
+        "slices joined": partial(build, unequal, dims=0, concat=True),
     }
 
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 
-# Slices of one width each, about 4096 columns in all; of several, with and without a common factor.
-_EQUAL = (*((min(64, 4096 >> k), 1 << k) for k in range(3, 13)), (64, 48), (42, 96), (21, 192))
+
+def _slices_of(width: int) -> tuple[int, int]:
+    """Returns the tail of slices of one width, about 4096 columns in all, in at most 64 slices."""
+    return max(1, min(64, 4096 // width)), width
+
+
+_EQUAL = (*(_slices_of(1 << exponent) for exponent in range(3, 13)), (64, 48), (42, 96), (21, 192))
 _MIXED = (("R4096",), ("W32",), ("W64",), ("W256",), ("W1024",), ("O64",), ("O256",), ("O512",))
 GRID = Grid(
-    (*_EQUAL, *_MIXED),
-    ((64, 64), (16, 256), ("R4096",)),
-    (1, 2, 3),
-    lambda cols: ((max(1, min(64, 4096 // cols)), cols), (f"W{cols}",), (f"O{cols}",)),
+    tails=(*_EQUAL, *_MIXED),
+    coarse=((64, 64), (16, 256), ("R4096",)),
+    buckets=(1, 2, 3),
+    tails_of=lambda cols: (_slices_of(cols), (f"W{cols}",), (f"O{cols}",)),
 )
 
 SPECS = (
@@ -597,8 +668,8 @@ SPECS = (
             ((4096, "R4096"), _BF16),
         ),
         sweep=Sweep(
-            hidden=tuple((64, 1 << k) for k in range(4, 11)),
-            slices=tuple((1 << k, 64) for k in range(0, 9, 2)),
+            hidden=tuple((64, 1 << exponent) for exponent in range(4, 11)),
+            slices=((1, 64), (4, 64), (16, 64), (64, 64), (256, 64)),
             rows=((64, 64),),
             widths=tuple((26, cols) for cols in (48, 80, 96, 112, 160, 224)),
             ragged=("R4096", *(f"D{cols}" for cols in range(8001, 12002, 444))),

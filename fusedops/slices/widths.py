@@ -1,4 +1,4 @@
-"""The widths of a call's slices, and how they are assigned to the slots of tiles."""
+"""The widths of a call's slices, and their assignment to the slots of tiles."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ __all__ = ["Groups", "Tile", "Widths", "holding", "widths_of"]
 
 @dataclass(frozen=True, eq=False)
 class Widths:
-    """The widths of all slices; `widths_of` keeps one for each tuple, so identity is equality.
+    """The widths of all slices.
+
+    `widths_of` returns one object for equal sizes, so identity is equality.
 
     Attributes:
         sizes: the width of each slice.
-        columns: the first column of each, were they side by side.
+        columns: the first column of each slice if the slices are side by side.
         count: the number of slices.
-        total: the sum of all.
-        uniform: the width that all have, or 0.
+        total: the sum of the widths.
+        uniform: the width of all slices if they are equal, else 0.
         align: the largest power of two up to 8 that divides every width.
     """
 
@@ -42,14 +44,14 @@ class Widths:
 
 @functools.lru_cache(maxsize=1024)
 def widths_of(sizes: tuple[int, ...]) -> Widths:
-    """The one object for these widths."""
+    """Returns the object for these widths, always the same for equal sizes."""
     columns = (0, *itertools.accumulate(sizes))
     align = 8
     while any(size % align for size in sizes):
         align //= 2
     is_uniform = len(set(sizes)) == 1
     return Widths(
-        sizes,
+        sizes=sizes,
         columns=columns[:-1],
         count=len(sizes),
         total=columns[-1],
@@ -58,32 +60,31 @@ def widths_of(sizes: tuple[int, ...]) -> Widths:
     )
 
 
-# The numbers of parts that a slice may have. More parts mean fewer idle lanes, and fewer threads to
-# a row, which exchange its sums. A slice of 80 columns, in one part and in five:
+# The numbers of parts that a slice may have. With more parts fewer lanes are idle, and fewer
+# threads have a row and exchange its sums. A slice of 80 columns, in one part and in five:
 #
 #     one part of 128 lanes    [80 columns              |48 idle      ]
 #     five parts of 16 lanes   [16][16][16][16][16]
-#
-# But no thread has more of a row in registers than `_MOST_EACH` elements.
 _PARTS = (1, 2, 3, 4, 5, 7)
+# The most elements of a row that a thread has in registers.
 _MOST_EACH = 28
-# The kernel has code for each part of each tile. Twice as many tiles take twenty seconds to
-# compile, not four.
+# If widths differ, the most parts of a slice and the most tiles. The kernel has code for each part
+# of each tile: with twice as many tiles it takes twenty seconds to compile, not four.
 _MOST_PARTS_OF_MIXED = 4
 _MOST_TILES = 4
 
 
 class Tile(NamedTuple):
-    """The shape ``(slots, rows, lanes)`` of tiles of slices of similar widths.
+    """The shape ``(slots, rows, lanes)`` of the tiles of slices with similar widths.
 
-    A group has one such tile for each part of its slices.
+    A program has one such tensor for each part of its slices.
 
     Attributes:
-        slots: slices.
-        rows: the rows of each.
+        slots: the slices of a tile.
+        rows: the rows of each slice.
         lanes: the lanes of a part.
         parts: the parts of a slice, side by side.
-        full: parts without idle lanes in every slice.
+        full: the number of parts that have no idle lanes in any slice.
         single: whether a slice has a single column.
     """
 
@@ -97,24 +98,26 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Groups:
-    """The tiles of all slices, and the table of the slices in each.
+    """The groups of slices that programs share, and their tiles.
+
+    A group has at most as many slices as its tile has slots.
 
     Attributes:
-        tiles: the tiles, first those of slices with many columns. All sizes but ``parts`` are
-            powers of two.
+        tiles: the shapes of tiles, those of wide slices first. All sizes but ``parts`` are powers
+            of two.
         count: the number of groups.
-        shortest: the fewest rows that a tile has.
-        most: the most elements that a tile has.
+        shortest: the fewest rows of a tile.
+        most: the most elements of a tile.
         table: for each group the index of its tile, then for each group its first slot, and then
             for each slot the number of its slice, its first column and its width::
 
                 [tile of group 0, 1 ... | first slot of group 0, 1 ... | number, column, width ...]
 
-            Empty for slices of one width, which need none. A group may have fewer slices than
-            slots: its last slice then fills the slots that remain. There its number is the
-            complement, which is negative, and nothing is stored. If the tile has parts without idle
-            lanes, which are loaded without a mask, these slots have the slice's width, and load
-            it; else their width is 0, and they load nothing.
+            The table is empty if all slices have one width. A group may have fewer slices than
+            slots. The slots that remain repeat its last slice, with the bitwise complement of its
+            number, which is negative: nothing is stored for such a slot. If the tile has parts
+            without idle lanes, which are loaded without a mask, the slot has the slice's width and
+            loads it; else its width is 0 and it loads nothing.
     """
 
     tiles: tuple[Tile, ...]
@@ -125,10 +128,10 @@ class Groups:
 
     @classmethod
     def of(cls, widths: Widths, lanes: int, rows: int, vector: int, warps: int) -> Groups:
-        """Groups of up to ``lanes`` lanes, in tiles of about ``lanes * rows`` elements.
+        """Returns groups of up to ``lanes`` lanes, with tiles of about ``lanes * rows`` elements.
 
-        A wider slice is a group by itself. A thread of the ``warps`` loads at most ``vector``
-        elements of a part at a time.
+        A wider slice is a group by itself. A program has ``warps``. A thread loads at most
+        ``vector`` elements of a part at a time.
         """
         shapes = _shapes(widths, vector, warps)
         members: dict[tuple[int, int], list[int]] = {}
@@ -136,46 +139,58 @@ class Groups:
             shape = next(shape for shape in shapes if math.prod(shape) >= size)
             members.setdefault(shape, []).append(number)
         tiles: list[Tile] = []
-        firsts: list[int] = []
-        kinds: list[int] = []
+        # The three parts of the table.
+        tile_indices: list[int] = []
+        first_slots: list[int] = []
         slots: list[int] = []
-        # The widest first: they have the most work, and no program should begin with them last.
+        # Wide slices come first: they have the most work, and should not start last.
         for shape in sorted(members, key=math.prod, reverse=True):
-            part, parts = shape
+            part_lanes, parts = shape
             numbers = members[shape]
-            together = min(power_of_two(len(numbers)), _most(lanes / (part * parts)))
+            count = min(power_of_two(len(numbers)), _most(lanes / (part_lanes * parts)))
             narrowest = min(widths.sizes[number] for number in numbers)
-            full = min(narrowest // part, parts)
-            # A quarter more elements, so that slices in five parts get the rows of slices in four:
-            # of 1024 elements in 5 * 64 lanes 4 rows, and not 2.
-            tile_rows = _most(1.25 * lanes * rows / (together * part * parts))
-            tiles.append(Tile(together, tile_rows, part, parts, full, narrowest == 1))
-            for start in range(0, len(numbers), together):
-                group = numbers[start : start + together]
-                firsts.append(len(slots) // 3)
-                kinds.append(len(tiles) - 1)
+            # A quarter more elements, so that slices in five parts have as many rows as slices in
+            # four: for 1024 elements in 5 * 64 lanes 4 rows, not 2.
+            tile = Tile(
+                slots=count,
+                rows=_most(1.25 * lanes * rows / (count * part_lanes * parts)),
+                lanes=part_lanes,
+                parts=parts,
+                full=min(narrowest // part_lanes, parts),
+                single=narrowest == 1,
+            )
+            tiles.append(tile)
+            for start in range(0, len(numbers), count):
+                group = numbers[start : start + count]
+                first_slots.append(len(slots) // 3)
+                tile_indices.append(len(tiles) - 1)
                 for number in group:
                     slots += (number, widths.columns[number], widths.sizes[number])
-                # The rest of the slots, with the last slice's complement.
+                # The slots that remain, with the complement of the last slice's number.
                 last = group[-1]
-                filler = (~last, widths.columns[last], widths.sizes[last] if full else 0)
-                slots += filler * (together - len(group))
-        table = () if widths.uniform else (*kinds, *firsts, *slots)
-        most = max(math.prod(tile[:4]) for tile in tiles)
-        return cls(tuple(tiles), len(kinds), min(tile.rows for tile in tiles), most, table)
+                filler = (~last, widths.columns[last], widths.sizes[last] if tile.full else 0)
+                slots += filler * (count - len(group))
+        return cls(
+            tiles=tuple(tiles),
+            count=len(tile_indices),
+            shortest=min(tile.rows for tile in tiles),
+            most=max(tile.slots * tile.rows * tile.lanes * tile.parts for tile in tiles),
+            table=() if widths.uniform else (*tile_indices, *first_slots, *slots),
+        )
 
 
 def _most(n: float) -> int:
-    """The largest power of two up to n; 1 if there is none."""
+    """Returns the largest power of two up to n; 1 if there is none."""
     return 1 << max(int(n).bit_length() - 1, 0)
 
 
 def _shapes(widths: Widths, vector: int, warps: int) -> list[tuple[int, int]]:
-    """The ``(lanes, parts)`` that hold all widths with the fewest idle lanes, narrowest first.
+    """Returns the ``(lanes, parts)`` that hold all widths with fewest idle lanes, narrowest first.
 
-    Where elements are loaded one by one, a part has at most two per thread: its address serves all
-    parts, at constant distances. There are at most `_MOST_TILES` shapes: the one whose slices cost
-    the fewest lanes in the next wider shape is dropped, again and again.
+    If elements are loaded one by one (``vector`` is 1), a part has at most two per thread: a thread
+    computes the addresses of one part, and reaches the other parts at constant distances. If there
+    are more than `_MOST_TILES` shapes, one after the other is dropped, and its slices get the next
+    wider shape. Each time it is the shape for which that takes the fewest additional lanes.
     """
     widest = 64 * warps if vector == 1 else None
     if widths.uniform:
@@ -191,7 +206,7 @@ def _shapes(widths: Widths, vector: int, warps: int) -> list[tuple[int, int]]:
         ]
         cheapest = costs.index(min(costs))
         dropped = shapes.pop(cheapest)
-        # What was the next wider shape is now at the dropped one's index.
+        # The next wider shape now has the index of the dropped one.
         slices[shapes[cheapest]] += slices[dropped]
     return shapes
 
@@ -199,11 +214,11 @@ def _shapes(widths: Widths, vector: int, warps: int) -> list[tuple[int, int]]:
 def holding(
     size: int, vector: int, widest: int | None = None, most: int = _PARTS[-1]
 ) -> tuple[int, int]:
-    """The lanes and parts with the fewest idle lanes for a slice; the fewer parts if equal.
+    """Returns the lanes and parts that hold a slice with the fewest idle lanes.
 
-    A part has up to ``widest`` lanes, and a slice up to ``most`` parts. A thread loads at most
-    ``vector`` elements of a part at a time. A slice too wide for that is a single part, whatever
-    ``widest``.
+    Of equals it returns the fewest parts. A part has up to ``widest`` lanes, and a slice up to
+    ``most`` parts. A thread loads at most ``vector`` elements of a part at a time. A slice too wide
+    for these limits is a single part.
     """
     shapes = []
     for parts in _PARTS:

@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 
 
-# Under graph capture a copy from the host would be recorded with its address there, whose memory a
-# replay would read again. A launch is recorded with the values of its arguments, so each address is
-# one: 64 as `_STORED` in `fusedops.slices.addresses`, where more take several launches. None is
-# specialised: each combination of multiples of 16 would be a kernel of its own.
+# A captured graph records a copy from the host by its address, and a replay would read that memory
+# again. But it records a launch with the values of its arguments, so the addresses are arguments. A
+# launch has 64 of them, as `_STORED` in `fusedops.slices.addresses`; more addresses take several
+# launches. None is specialised: each combination of multiples of 16 would compile a kernel.
 @triton.jit(do_not_specialize=[f"a{i}" for i in range(64)] + ["start", "count"])
 def store_addresses_kernel(
     addresses,
@@ -78,7 +78,7 @@ def store_addresses_kernel(
     a62,
     a63,
 ):
-    """``addresses[start + i] = a<i>`` for ``i < count``.
+    """Stores ``addresses[start + i] = a<i>`` for ``i < count``.
 
     The arguments are part of a recorded launch: a graph's replay fills the table from them.
     """

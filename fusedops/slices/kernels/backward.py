@@ -1,4 +1,4 @@
-"""The slices' backward: one kernel for all gradients."""
+"""The slices' backward: one kernel computes all gradients."""
 
 import triton
 import triton.language as tl
@@ -19,9 +19,9 @@ from .tiles import (
 )
 
 
-# ``partials``, with two groups and two programs along the rows (shares). If slices have parameters
-# of their own, the groups write to different columns of a line. If all slices share the parameters,
-# each program has a line:
+# The lines of ``partials``, for two groups and two programs along the rows (shares). If slices have
+# their own parameters, the groups write to different columns of a line. If all slices share the
+# parameters, each program has a line:
 #
 #     own      share 0             | dweight, group 0 | dweight, group 1 | dbias, ... |
 #              share 1             | dweight, group 0 | dweight, group 1 | dbias, ... |
@@ -31,7 +31,7 @@ from .tiles import (
 #              share 1, group 0    | dweight, D | dbias, D |
 #              share 1, group 1    | dweight, D | dbias, D |
 #
-# `sum_partials_kernel` adds the lines in order: the same inputs give the same bits.
+# `sum_partials_kernel` adds the lines in order, so the same inputs give the same bits.
 @triton.jit
 def _store_gradient(
     gradient,
@@ -53,18 +53,18 @@ def _store_gradient(
     LANES: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Stores a program's sums over its rows: the gradient itself, or a partial sum of it.
+    """Stores a program's sums over its rows: as the gradient itself, or as a partial sum.
 
-    It is the gradient where no other program has rows of these slices, or, if all slices share the
-    parameter, where there is no other program at all. Otherwise::
+    They are the gradient if no other program has rows of these slices or, for parameters that all
+    slices share, if there is no other program. Otherwise they are stored in::
 
         own parameters      partials[share, slot, total]
         SHARED              partials[share * GROUPS + group, slot, D]
 
-    ``slot`` is 0 or 1: which parameter's sums of the ``count``.
+    ``slot`` is the index of the parameter among the ``count`` that have gradients.
     """
     for part in tl.static_range(PARTS):
-        # The only reduction over rows: during the loop the sums are a tile of all its rows.
+        # This is the only reduction over rows: in the loop the sums are tiles.
         value = tl.sum(sums[part], axis=1)
         within = part * LANES + lanes
         if SHARED:
@@ -96,7 +96,7 @@ def _zeros(
     PARTS: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Zeros for the sums over rows, part by part; no parts if the parameter needs no gradient."""
+    """Returns zeros for the sums over rows, by parts; an empty tuple without a gradient."""
     parts = ()
     if vector is not None:
         for _ in tl.static_range(PARTS):
@@ -104,8 +104,8 @@ def _zeros(
     return parts
 
 
-# The gradients of ``y = VALUE(hat * w + b)``, with ``hat`` the standardized row and means over its
-# lanes:
+# The gradients of ``y = VALUE(hat * w + b)``, where ``hat`` is the standardized row and means are
+# over its lanes:
 #
 #     g       = dy * VALUE'(hat * w + b)
 #     dweight = sum of g * hat over rows
@@ -156,7 +156,7 @@ def _backward_group(
     ACC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The gradients of one group.
+    """Computes the gradients of one group.
 
     Rows are processed from the last to the first: the L2 cache still holds the rows that the
     kernel before this one wrote last.
@@ -191,8 +191,8 @@ def _backward_group(
         )
     inside = _inside(slots, lanes, LANES, PARTS, FULL)
     if UNUSED and dy_addresses is not None:
-        # Address zero stands for an unused output: its gradient is zero. Such a slice is
-        # not read: a NaN in it must not reach a gradient.
+        # The address zero stands for the gradient of an unused output, which is zero. Its slice is
+        # not read, because a NaN in it must not reach a gradient.
         own &= tl.load(dy_addresses + slots[0], mask=own, other=0) != 0
     per_width = _per_width(slots, ACC)
     ws = _load_parameter(weight, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
@@ -200,7 +200,7 @@ def _backward_group(
     dweight_sums = _zeros(dweight, SLOTS, ROWS, LANES, PARTS, ACC)
     dbias_sums = _zeros(dbias, SLOTS, ROWS, LANES, PARTS, ACC)
 
-    # As in the forward; but loads from an unused output's address, zero, always need a mask.
+    # As in the forward. But with unused outputs loads always need a mask: their address is zero.
     used: tl.constexpr = not (UNUSED and dy_addresses is not None)
     whole: tl.constexpr = ROWS == 1 and (SLOTS == 1 or table is not None) and used
     alone: tl.constexpr = ROWS == 1 and (SLOTS == 1 or (table is not None and FULL == 0)) and used
@@ -242,9 +242,9 @@ def _backward_group(
             along = _mean(along_terms, per_width, ACC, PARTS)[:, :, None]
             mean = _mean(terms, per_width, ACC, PARTS)[:, :, None]
             if SINGLE:
-                # The gradient of a single column is zero, as the column is its own mean, or NaN
-                # where g is not finite. ``g - mean`` is not zero: g is a product, and a fused
-                # multiply-add subtracts the rounded mean from it before it is rounded.
+                # The gradient of a single column is zero, because the column is its own mean, or
+                # NaN if g is not finite. ``g - mean`` is not zero: g is a product, and a fused
+                # multiply-add subtracts the rounded mean from the unrounded product.
                 rstd = tl.where(per_width == 1.0, 0.0, rstd)
             for part in tl.static_range(PARTS):
                 out = (terms[part] - mean - hats[part] * along) * rstd[:, :, None]
@@ -331,10 +331,10 @@ def slices_backward_kernel(
     ACC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """All gradients, slice by slice, from dy and x alone; the grid is (groups, shares of the rows).
+    """Computes all gradients of each slice, from dy and x; the grid is (groups, row shares).
 
-    Mean and scale are computed from x again: its rows are in registers anyway. A program sums its
-    rows' parameter gradients in registers and stores them once, and loads the next rows ahead.
+    Mean and deviation are computed again from x, whose rows are in registers anyway. A program sums
+    its rows' parameter gradients in registers, stores them once, and loads the next rows ahead.
     """
     group = tl.program_id(0)
     share, programs = place_along_rows()

@@ -1,4 +1,4 @@
-"""The slices' forward."""
+"""The slices' forward kernel."""
 
 import triton
 import triton.language as tl
@@ -44,15 +44,15 @@ def _forward_tile(
         _store(y, first_row, in_rows, inside, part, out, LANES, FULL, ALONE)
 
 
-# A persistent program with three tiles. With ``CARRIED`` a step first loads the rows of the next
-# tile to registers, and then computes with those that the step before has loaded:
+# A persistent program loops over tiles. With ``CARRIED`` a step first loads the rows of the next
+# tile to registers, and then computes with the rows that the step before loaded. For three tiles:
 #
 #     step        0         1         2
 #     loads       tile 1    tile 2    tile 2 again, unused
 #     computes    tile 0    tile 1    tile 2
 #
-# Otherwise the compiler loads ahead, by asynchronous copies to shared memory. These copy at least
-# four bytes: ``CARRIED`` is for two-byte elements that a thread loads one by one.
+# Without ``CARRIED`` the compiler loads ahead, by asynchronous copies to shared memory. They copy
+# at least four bytes, so ``CARRIED`` is for two-byte elements that a thread loads one by one.
 @triton.jit
 def _forward_group(
     x,
@@ -89,9 +89,9 @@ def _forward_group(
     STAGES: tl.constexpr,
     PERSISTENT: tl.constexpr,
 ):
-    """The forward of one group: a tile, or, if ``PERSISTENT``, tiles in a loop.
+    """Computes the forward of one group: one tile or, if ``PERSISTENT``, tiles in a loop.
 
-    The loop loads the next rows while it computes: with ``CARRIED`` in registers, else by
+    The loop loads the next rows while it computes: with ``CARRIED`` to registers, else by
     asynchronous copies, which the compiler inserts for ``num_stages``.
     """
     lanes = tl.arange(0, LANES)
@@ -99,23 +99,23 @@ def _forward_group(
     x_place = _place(
         x, x_addresses, slots, x_stride, lanes, K, M, X, False, STRIDED, D, ALIGN, INDEX, ROWS
     )
-    # Rows of the output are ``total`` apart, or with ``APART`` as far as a slice is wide.
+    # The distance between output rows is ``total``, or with ``APART`` the slice's width.
     y_place = _place(y, None, slots, total, lanes, K, M, Y, APART, False, D, ALIGN, INDEX, ROWS)
     inside = _inside(slots, lanes, LANES, PARTS, FULL)
     per_width = _per_width(slots, ACC)
     ws = _load_parameter(weight, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
     bs = _load_parameter(bias, slots, lanes, inside, SHARED, ACC, LANES, PARTS)
     # Whether loads (`whole`) and stores (`alone`) need no mask of rows and slots. A tile of one row
-    # needs none of rows: the loop's bounds keep it inside. With a table loads need none of slots:
-    # every slot has a slice, its own or one that it repeats. But a slot that repeats a slice must
-    # not store it. The masks of lanes (`inside`) exclude such a slot, but parts before `FULL` would
-    # be stored without these. So stores need no mask of slots only if there is no such part.
+    # needs no mask of rows: the loop's bounds keep it inside. With a table, loads need no mask of
+    # slots: every slot has a slice, its own or one that it repeats. But a slot that repeats a slice
+    # must not store it. The masks of lanes (`inside`) exclude such a slot, but the first `FULL`
+    # parts are stored without these masks. So stores need no mask of slots only if `FULL` is 0.
     whole: tl.constexpr = ROWS == 1 and (SLOTS == 1 or table is not None)
     alone: tl.constexpr = ROWS == 1 and (SLOTS == 1 or (table is not None and FULL == 0))
     _, _, _, _, own = slots  # whether a slot has a slice of its own
     tiles = tl.cdiv(M, ROWS).to(tl.int32)
     if PERSISTENT:
-        # Past the end the last tile is loaded again: without a mask a load must be inside.
+        # Past the end the last tile is loaded again: a load without a mask must be inside.
         if CARRIED:
             first_row, in_rows = _place_of_rows(tl.minimum(share, tiles - 1), own, M, ROWS)
             ahead = _load(x_place, first_row, in_rows, inside, LANES, PARTS, FULL, whole)
@@ -202,13 +202,13 @@ def slices_forward_kernel(
     PERSISTENT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """``y = VALUE(layer_norm(x))``, slice by slice; the grid is (groups, shares of the rows)."""
+    """Computes ``y = VALUE(layer_norm(x))`` for each slice; the grid is (groups, row shares)."""
     await_predecessor(OVERLAP)
     group = tl.program_id(0)
     share, programs = place_along_rows()
-    # Shapes of tensors are constants, so each kind of tile has code of its own, of which a program
-    # runs its group's. Slices of one width have one kind, and no branch. A kind is a `widths.Tile`:
-    # ``SLOTS, ROWS, LANES, PARTS, FULL, SINGLE``; the last is for the backward.
+    # Shapes of tensors are constants, so each kind of tile has code of its own, and a program runs
+    # that of its group. Slices of one width have one kind, and no branch. A kind is a
+    # `widths.Tile`: ``SLOTS, ROWS, LANES, PARTS, FULL, SINGLE``. Only the backward uses the last.
     for kind in tl.static_range(len(TILES)):
         if table is None or tl.load(table + group) == kind:
             _forward_group(

@@ -1,11 +1,11 @@
-"""Device functions of the slices' forward and backward: slots, addresses, and their tiles."""
+"""Device functions of the slices' forward and backward: slots, addresses, loads and stores."""
 
 import triton
 import triton.language as tl
 
 
-# Six slices in groups of four slots. If all have one width, the index of a slot is that of its
-# slice; else the slot's entry in the table has the slice:
+# Six slices in groups of four slots. If all slices have one width, a slot has the index of its
+# slice; else the table has an entry for the slot, with its slice:
 #
 #     slices   |  0  |  1  |  2  |  3  |  4  |  5  |     |     |
 #     groups   |        group 0        |        group 1        |
@@ -16,10 +16,11 @@ import triton.language as tl
 def _slots(
     table, group, K, GROUPS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr
 ):
-    """The slices of the slots: number, first column, width, if there is one, and if to store it.
+    """Returns for each slot of a group: number, first column and width of its slice, taken, own.
 
-    The table is ``[kinds | first slots | (number, column, width) of each slot]``. A slot beyond the
-    slices of its group repeats the last one, with the complement of its number, and stores nothing.
+    ``taken`` is whether the slot has a slice, and ``own`` whether it stores the slice. A slot
+    beyond the slices of its group repeats the last one and stores nothing: the table has the
+    complement of the slice's number.
     """
     if table is None:
         slots = group * S + tl.arange(0, S)
@@ -43,14 +44,15 @@ def _slots(
     return number, column, width, taken, own
 
 
-# Where the rows of two slices, a and b, can be:
+# The rows of two slices, a and b, can be in memory as follows. ``start`` is the address of row 0
+# and ``distance`` that from row to row:
 #
-#     one tensor    | a, row 0 | b, row 0 |    start: the tensor; distance: its row stride
-#                   | a, row 1 | b, row 1 |    offset: the slice's column
+#     one tensor    | a, row 0 | b, row 0 |    start: the tensor; distance: its row stride;
+#                   | a, row 1 | b, row 1 |    the slice's column is added to the offsets
 #                   ...
 #     APART         | a, row 0 | a, row 1 | ... | b, row 0 | b, row 1 | ...
 #                                              start of b: M times the columns before it
-#     addresses     a and b are tensors: start and distance of each from the table
+#     addresses     a and b are tensors: the table has the start of each, and perhaps the distance
 @triton.jit
 def _place(
     tensor,
@@ -68,19 +70,19 @@ def _place(
     INDEX: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Locates a group's rows: start, distance between rows, and offsets within a tile.
+    """Returns where a group's rows are: start, distance between rows, and offsets within a tile.
 
-    The rows are in one tensor, ``stride`` units apart; with ``APART`` in a buffer that holds one
-    slice's rows after the other's; or at the addresses of the table, with the distances behind
-    these if ``STRIDED``. The offsets are the same for all tiles: they are computed once, in the
-    narrow dtype ``INDEX``. A tile's own part of an address is one product.
+    The rows are in one tensor, ``stride`` units from row to row; with ``APART`` in a buffer that
+    holds the rows of one slice after those of another; or at the addresses of a table, which also
+    has the distances if ``STRIDED``. The offsets are the same for all tiles, so they are computed
+    once, in the narrow dtype ``INDEX``. For each tile only one product is added: see `_at`.
     """
     number, column, width, taken, _ = slots
     rows = tl.arange(0, ROWS)[None, :, None]
     if addresses is None and not APART:
         distance = stride * ALIGN if ALIGN > 1 else stride
-        # An offset in int64 takes two registers. ``INDEX`` is int32 unless rows are too far from
-        # each other.
+        # An offset in int64 would take two registers. ``INDEX`` is int32, unless the distance
+        # between rows is too large.
         local = column.to(INDEX)[:, None, None] + rows * distance.to(INDEX) + lanes[None, None, :]
         return tensor, distance, local
     else:
@@ -105,17 +107,17 @@ def _place(
 
 @triton.jit
 def _at(place, first_row):
-    """The addresses of the tile from ``first_row`` on."""
+    """Returns the addresses of the tile whose first row is ``first_row``."""
     start, distance, local = place
     return start + first_row * distance + local
 
 
 @triton.jit
 def _inside(slots, lanes, LANES: tl.constexpr, PARTS: tl.constexpr, FULL: tl.constexpr):
-    """Masks ``(slots, lanes)`` of the lanes that hold features, part by part."""
+    """Returns for each part the mask ``(slots, lanes)`` of the lanes that hold features."""
     parts = ()
     for part in tl.static_range(PARTS):
-        # The comparison is always true, and gives the mask its shape.
+        # The comparison is always true; it gives the mask its shape.
         inside = slots[4][:, None] & (lanes >= 0)[None, :]
         if part >= FULL:
             inside &= (part * LANES + lanes)[None, :] < slots[2][:, None]
@@ -134,7 +136,7 @@ def _load_parameter(
     LANES: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """A parameter for each slot, or the one that all share, part by part; no parts if absent."""
+    """Returns a parameter for each slot as a tuple of parts; an empty tuple if it is absent."""
     parts = ()
     if vector is not None:
         column = slots[1]
@@ -148,13 +150,13 @@ def _load_parameter(
 
 @triton.jit
 def _per_width(slots, ACC: tl.constexpr):
-    """The factor that turns a sum over a slice's lanes into their mean."""
+    """Returns the reciprocals of the widths, which turn sums over lanes into means."""
     return 1.0 / tl.maximum(slots[2], 1).to(ACC)[:, None]
 
 
 @triton.jit
 def _place_of_rows(tile, own, M, ROWS: tl.constexpr):
-    """The first row of a tile, and a mask ``(slots, rows)`` of the rows that exist."""
+    """Returns the first row of a tile, and a mask ``(slots, rows)`` of the rows to process."""
     first_row = tl.cast(tile, tl.int64) * ROWS
     in_rows = tl.arange(0, ROWS) < M - first_row
     return first_row, own[:, None] & in_rows[None, :]
@@ -162,9 +164,9 @@ def _place_of_rows(tile, own, M, ROWS: tl.constexpr):
 
 @triton.jit
 def _mask(in_rows, inside, FULL: tl.constexpr, WHOLE: tl.constexpr):
-    """The mask of a part's elements.
+    """Returns the mask of a part's elements.
 
-    With ``WHOLE`` all rows of all slots exist, with ``FULL`` all lanes.
+    With ``WHOLE`` rows and slots need no mask, and with ``FULL`` lanes need none.
     """
     if WHOLE:
         return inside[:, None, :]
@@ -174,7 +176,7 @@ def _mask(in_rows, inside, FULL: tl.constexpr, WHOLE: tl.constexpr):
         return in_rows[:, :, None] & inside[:, None, :]
 
 
-# Loads have no mask where all lanes and rows exist. Where elements are loaded one by one, masks and
+# Loads have no mask where all lanes and rows exist: where elements are loaded one by one, masks and
 # addresses were a fourth of the loop's instructions (sm_90, widths without a common factor).
 @triton.jit
 def _load(
@@ -226,9 +228,9 @@ def _mean(parts, per_width, ACC: tl.constexpr, PARTS: tl.constexpr):
     return tl.sum(terms, axis=2) * per_width
 
 
-# Statistics are in ``ACC``, fp32 or fp64, and the squares centred: ``E[x²] - E[x]²`` would cancel
-# where a row's mean is large beside its deviation. The row is in registers, so a second pass over
-# it reads no memory.
+# Statistics are in ``ACC``, fp32 or fp64. The squares are centred: ``E[x²] - E[x]²`` would cancel
+# where a row's mean is large compared with its deviation. The row is in registers, so the second
+# pass over it reads no memory.
 @triton.jit
 def _standardize(
     rows,
@@ -241,10 +243,10 @@ def _standardize(
     FULL: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """The rows, standardized, and the reciprocal of their standard deviation; zeros outside.
+    """Returns the standardized rows, zero in idle lanes, and their reciprocal deviations.
 
-    The variance is that of a second pass over the row, which is in registers. Idle lanes are set to
-    zero before they are squared: the mean, subtracted from zero, would count there.
+    Idle lanes are set to zero before they are squared: after the subtraction they hold minus the
+    mean, which would count.
     """
     mean = _mean(rows, per_width, ACC, PARTS)[:, :, None]
     centred, squares = (), ()
