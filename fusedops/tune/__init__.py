@@ -1,4 +1,4 @@
 """Measures which config is fastest: ``fusedops tune`` and ``FUSEDOPS_TUNE=1``.
 
-Only the top-level package imports it, lazily.
+Only the top-level package imports this one, and only when it tunes.
 """

@@ -36,6 +36,7 @@ from .timing import GraphTimer, Timer, copy_bandwidth
 from .usage import limits_of
 from .workloads import (
     DTYPES,
+    NO_DROPOUT,
     Tunable,
     Workload,
     discover,
@@ -144,9 +145,10 @@ def run(options: argparse.Namespace) -> int:
     if options.compare is not None:
         return _print_comparison(options.compare)
     _check_files(options)
-    if _is_file(options.raw):
-        _raw(options.raw)  # rows must not be appended to another kind of file
-    # Before the GPU is used, so that errors of the command line come first.
+    if _has_content(options.raw):
+        # Raises for a file of another kind, to which rows must not be appended.
+        _read_raw(options.raw)
+    # Before the GPU is used, so that errors of the command line are reported first.
     function = _function(options, dtypes)
     if not torch.cuda.is_available():
         raise UsageError("needs a GPU; without one nothing can be timed")
@@ -158,7 +160,7 @@ def run(options: argparse.Namespace) -> int:
         workloads = [_planned(function, device)]
     with ExitStack() as stack:
         pool = stack.enter_context(pool_for(device, options.jobs))
-        # Small workloads would otherwise time PyTorch's own operators, under every config alike.
+        # Otherwise small workloads would run PyTorch's own operators, whatever the config.
         stack.enter_context(kernels_alone())
         sweeper = sweeper_for(device, pool, GraphTimer(device))
         bandwidth = copy_bandwidth(device)
@@ -167,33 +169,36 @@ def run(options: argparse.Namespace) -> int:
             f"copies at {bandwidth / 1e12:.2f} TB/s"
         )
         store = _Ship(options, device) if options.ship else _Cache(options, device)
-        return _sweep(
-            sweeper, workloads, store, options.budget, lambda outcome: line(outcome, bandwidth)
-        )
+
+        def describe(outcome: Outcome) -> str:
+            return line(outcome, bandwidth)
+
+        return _sweep(sweeper, workloads, store, options.budget, describe)
 
 
 def _check_limits(options: argparse.Namespace) -> None:
     if options.jobs < 1:
         raise UsageError(f"--jobs must be at least 1, got {options.jobs}")
-    # Negated, so that NaN is an error too.
+    # Not ``<``, so that NaN is an error too.
     if not options.budget >= 0.0:
         raise UsageError(f"--budget must be at least 0 seconds, got {options.budget:g}")
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """Raise for files that could not be written after hours, and for options without effect."""
+    """Raise if files could not be written at the end, or if options would have no effect."""
     for name in ("raw", "output"):
         path: Path | None = getattr(options, name)
         if path is not None and not path.parent.is_dir():
             raise UsageError(f"--{name}: no such folder: {path.parent}")
-    if not options.ship and (options.resume or options.output is not None):
+    takes_ship = options.resume or options.output is not None
+    if takes_ship and not options.ship:
         raise UsageError("--resume and --output take --ship")
 
 
 def _print_comparison(path: Path) -> int:
     if not path.is_file():
         raise UsageError(f"no such file: {path}")
-    print(tables.compare(_raw(path)))
+    print(tables.compare(_read_raw(path)))
     return 0
 
 
@@ -210,7 +215,11 @@ def sweeper_for(device: torch.device, pool: Pool, timer: Timer) -> Sweeper:
 
 
 class _Cache:
-    """Writes each best config to the user's cache at once, so that a killed run loses none."""
+    """Writes each best config to the user's cache at once, so that a killed run loses none.
+
+    `_Cache` and `_Ship` have the same methods. ``wanted`` returns whether to tune a key, ``put``
+    stores an outcome, and ``close`` returns a message for the end of the run.
+    """
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self._raw, self._device = options.raw, tuning.device_name(device.index)
@@ -231,9 +240,9 @@ class _Cache:
 class _Ship:
     """Collects the best configs in the shipped table, which is written every few seconds."""
 
-    # Seconds between writes. The table has thousands of entries, so it is not written for each one;
-    # a sweep that is killed loses those since the last write.
-    _EVERY = 5.0
+    # The table has thousands of entries, so it is not written for each one. A sweep that is killed
+    # loses the entries since the last write.
+    _SECONDS_BETWEEN_WRITES = 5.0
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         import triton
@@ -243,8 +252,8 @@ class _Ship:
         path = options.output or package / "tuned" / f"{tuning.slug(name)}.json"
         self._table, self._resume = tables.Table(path), options.resume
         self._raw = options.raw
-        # The summary includes rows of earlier runs, which this one resumes.
-        self._rows = _raw(options.raw) if _is_file(options.raw) else []
+        # The summary includes the rows of the earlier runs that this one resumes.
+        self._rows = _read_raw(options.raw) if _has_content(options.raw) else []
         self._table.about = {
             "device": name,
             "fusedops": __version__,
@@ -264,7 +273,7 @@ class _Ship:
         self._rows += rows
         if self._raw is not None:
             tables.write_raw(self._raw, rows)
-        if time.monotonic() - self._saved > self._EVERY:
+        if time.monotonic() - self._saved > self._SECONDS_BETWEEN_WRITES:
             self._table.save()
             self._saved = time.monotonic()
 
@@ -274,16 +283,16 @@ class _Ship:
         return f"the table is {self._table.path}\n{tables.compare(self._rows)}"
 
 
-def _raw(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a file that ``--raw`` wrote."""
+def _read_raw(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file that ``--raw`` wrote."""
     try:
         return tables.read_raw(path)
     except (ValueError, csv.Error) as error:
         raise UsageError(f"{path} was not written by --raw: {error}") from None
 
 
-def _is_file(path: Path | None) -> bool:
-    """Whether there is a file with content."""
+def _has_content(path: Path | None) -> bool:
+    """Return whether the path is that of a file that is not empty."""
     return path is not None and path.is_file() and path.stat().st_size > 0
 
 
@@ -299,30 +308,31 @@ def _sweep(
     progress = Progress(len(workloads))
     # The budget ends the sweep between two keys: a key that is being measured is completed.
     end, count = time.monotonic() + budget, 0
+    outcomes = sweeper.sweep(workloads, wanted=store.wanted, goes_on=lambda: time.monotonic() < end)
     try:
-        for outcome in sweeper.sweep(
-            workloads, wanted=store.wanted, goes_on=lambda: time.monotonic() < end
-        ):
+        for outcome in outcomes:
             store.put(outcome)
             count += 1
             progress.line(describe(outcome))
             progress.at(indices[str(outcome.workload)], str(outcome.workload))
     finally:
         progress.close()
-        # Also after an interrupt: what was measured until then is stored.
+        # After an interrupt too: the measurements until then are stored.
         print(f"{count} keys tuned; {store.close()}")
     if time.monotonic() >= end:
         print(f"stopped: the budget of {budget:.0f} s is spent")
     for failure in sweeper.failures:
         print(f"fusedops: left out {failure}", file=sys.stderr)
-    # Entries that were tuned stay tuned; the code tells a script that some were left out.
+    # The keys that were tuned are stored in any case. The exit code tells a script whether some
+    # were left out.
     return 1 if sweeper.failures else 0
 
 
 def line(outcome: Outcome, bandwidth: float) -> str:
-    """Return a line for an outcome.
+    """Return a line of output for an outcome.
 
-    It has the predicted floor, the times of the best and the heuristic's config, and the gain.
+    The line has the predicted floor, the times of the best and of the heuristic's config, and the
+    gain.
     """
     best, heuristic = outcome.us_of(outcome.best), outcome.us_of(outcome.heuristic)
     floor = outcome.workload.floor_us(outcome.key, bandwidth)
@@ -350,7 +360,7 @@ def _listed(specs: Sequence[Spec]) -> str:
 
 
 def _specs(names: Sequence[str]) -> list[Spec]:
-    """Return the specs of the named operators or functionals; all without names."""
+    """Return the specs of the named operators or functionals; all specs if there are no names."""
     every = discover()
     if not names:
         return list(every)
@@ -367,7 +377,7 @@ def _specs(names: Sequence[str]) -> list[Spec]:
 
 
 def _hint(near: Sequence[str], known: str) -> str:
-    """Return the end of an error about an unknown name: names near it, or else all."""
+    """Return the end of an error about an unknown name: similar names, or else all names."""
     return f"did you mean {' or '.join(near)}?" if near else f"there are: {known}"
 
 
@@ -381,7 +391,7 @@ def _shape(text: str) -> Shape:
 def _dtype(name: str) -> torch.dtype:
     if name in DTYPES:
         return DTYPES[name]
-    # PyTorch's names are not accepted, but suggest the short ones.
+    # PyTorch's names, such as float32, are not accepted. The error suggests the short ones.
     short_names = {str(dtype).removeprefix("torch."): short for short, dtype in DTYPES.items()}
     near = difflib.get_close_matches(name, [*DTYPES, *short_names], 1)
     hint = _hint([short_names.get(match, match) for match in near], ", ".join(DTYPES))
@@ -397,14 +407,15 @@ def _workloads(
 ) -> list[Workload]:
     """Return the workloads to tune, with and without dropout."""
     if options.ship:
-        workloads = grid(specs, dtypes or [DTYPES[name] for name in _SHIPPED_DTYPES])
+        shipped_dtypes = [DTYPES[name] for name in _SHIPPED_DTYPES]
+        workloads = grid(specs, dtypes or shipped_dtypes)
     else:
         workloads, without_dropout = [], []
         for spec in specs:
             for shape, dtype in _pairs(spec, shapes, dtypes):
                 workloads.append(Workload(spec, shape, dtype))
                 if spec.has_dropout:
-                    without_dropout.append(Workload(spec, shape, dtype, (("p", 0.0),)))
+                    without_dropout.append(Workload(spec, shape, dtype, NO_DROPOUT))
         workloads += without_dropout
     if not workloads:
         raise UsageError("none of these operators takes this shape")
@@ -430,6 +441,7 @@ def _function(
 
 
 def _planned(function: FunctionWorkload, device: torch.device) -> FunctionWorkload:
+    """Return the workload of ``--function`` with the sizes of its kernels."""
     try:
         return planned(function, device)
     except FunctionError as error:
@@ -442,7 +454,8 @@ def _pairs(
     """Return the shapes and dtypes to tune: those of the command line, or the benchmark's."""
     benchmarked = list(dict(spec.shapes))  # without their dtypes, each once
     if shapes:
-        # Shapes are for all operators, so those of another number of dimensions are skipped.
+        # The shapes of the command line are for all operators. Those that have another number of
+        # dimensions than this one's are skipped.
         dimensions = set(map(len, benchmarked))
         fitting = [shape for shape in shapes if len(shape) in dimensions]
         return list(itertools.product(fitting, dtypes or [torch.bfloat16]))

@@ -27,14 +27,15 @@ def child_environment() -> dict[str, str]:
     They import this package, whatever the current directory, and do not tune on demand themselves.
     """
     root = str(Path(__file__).parents[2])
-    # First, so that a child runs the code of this process, also where another release is installed.
+    # This package comes first, so that a child does not import another installed release of it.
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
     return {**os.environ, "PYTHONPATH": path, "FUSEDOPS_TUNE": "", "OMP_NUM_THREADS": "1"}
 
 
 def _reap(worker: subprocess.Popen[str]) -> None:
     """Wait for a killed worker's end and close its pipes."""
-    # Closing a pipe raises if a request in its buffer cannot be written any more.
+    # The end of the block waits and closes the pipes. That raises if a request is still in a pipe's
+    # buffer and can no longer be written.
     with contextlib.suppress(OSError), worker:
         pass
 
@@ -64,8 +65,8 @@ class Pool:
         With ``fit``, the kernel is compiled with as many stages as fit into shared memory.
         """
         key = (request.key, fit)
-        # Many requests are the same: a candidate of one kernel is submitted with all kernels of its
-        # step, and only that kernel differs from one candidate to the next.
+        # Many requests are the same: each candidate is submitted with all kernels of its step, and
+        # only one kernel differs from candidate to candidate.
         if key not in self._known:
             message = {
                 "request": encode(request),
@@ -77,9 +78,9 @@ class Pool:
         return self._known[key]
 
     def close(self) -> None:
-        """Stop all processes, and cancel requests that have not begun."""
-        # First no more requests, then no more processes: the threads that wait for replies read the
-        # end of a pipe, and end.
+        """Stop all processes, and cancel requests that have not started."""
+        # The threads must take no more requests before the processes are killed. Then the threads
+        # that wait for replies read the end of a pipe, and end.
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in list(self._workers.values()):
             worker.kill()
@@ -105,7 +106,7 @@ class Pool:
             reply = next(replies_in(worker.stdout), None)
         except OSError:
             reply = None
-        # A crash of the compiler ends the worker, and not the sweep: the config is dropped.
+        # The compiler crashed and ended the worker. The sweep goes on without the config.
         if reply is None:
             ending = how_it_ended(worker)
             worker.kill()
@@ -115,7 +116,7 @@ class Pool:
         return Usage(**reply)
 
     def _start(self) -> subprocess.Popen[str]:
-        # GPUs are hidden from workers: they need none, and each context would take memory.
+        # Workers need no GPU, and on a GPU each worker's context would take memory.
         environment = {**child_environment(), "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
         return subprocess.Popen(
             self.command,
@@ -123,6 +124,6 @@ class Pool:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            errors="replace",  # what is no reply may be in any encoding
+            errors="replace",  # output other than replies may be in any encoding
             env=environment,
         )

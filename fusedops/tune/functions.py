@@ -55,7 +55,7 @@ class FunctionWorkload:
     moved: tuple[tuple[tuple[str, ...], int], ...] = ()
 
     def at(self, rows: int) -> FunctionWorkload:
-        """See `Tunable`. Keys are collected with all rows.
+        """See `Tunable`. It returns the workload itself: keys are collected with all rows.
 
         Only the traced function tells which dimensions of its arguments are rows.
         """
@@ -73,7 +73,7 @@ class FunctionWorkload:
     def bound(self, arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the positional and the keyword arguments of a call."""
         parameters = inspect.signature(self.function.function).parameters
-        # By position wherever that is possible: a parameter may be positional-only.
+        # By position if possible, because a parameter may be positional-only.
         positional, named = [], {}
         for name, value in arguments.items():
             if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY:
@@ -110,7 +110,7 @@ class FunctionWorkload:
         if dtype == torch.bool:
             return torch.randn(shape, device=device) > 1.0
         if not dtype.is_floating_point:
-            # Integers may be indices of columns, so they are valid ones.
+            # The function may use the integers as indices of columns, so they are valid indices.
             return torch.randint(self.columns, shape, device=device, dtype=dtype)
         return torch.randn(shape, device=device, dtype=dtype)
 
@@ -183,7 +183,7 @@ def _loaded(name: str) -> Rowwise[..., Any]:
 
 
 def _module(source: str) -> Any:
-    """Import a module by name, or from a file: within its packages, if it is in some."""
+    """Import a module by name, or from a file, as a part of the packages that the file is in."""
     if not source.endswith(".py"):
         return importlib.import_module(source)
     path = Path(source).resolve()
@@ -191,7 +191,7 @@ def _module(source: str) -> Any:
         itertools.takewhile(lambda folder: (folder / "__init__.py").exists(), path.parents)
     )
     if packages:
-        # Imported as part of its package, so that relative imports work.
+        # The file is imported as a part of its package, so that relative imports work.
         sys.path.insert(0, str(packages[-1].parent))
         names = [folder.name for folder in reversed(packages)]
         return importlib.import_module(".".join([*names, path.stem]))
@@ -208,7 +208,7 @@ def _module(source: str) -> Any:
 
 
 def _argument(text: str, dtype: torch.dtype) -> Argument:
-    """Parse an ``--arg``: a number behind ``=``, or a shape, by default of this dtype."""
+    """Return an ``--arg``: the number after ``=``, or a shape and a dtype, by default ``dtype``."""
     if text.startswith("="):
         with contextlib.suppress(ValueError, SyntaxError):
             # Literals only: a command line must not run code.
@@ -227,7 +227,7 @@ def _argument(text: str, dtype: torch.dtype) -> Argument:
 
 
 def sides_of(text: str) -> tuple[int, ...]:
-    """Return the sides of a shape such as ``8192x4096``, 0 for one that is no number."""
+    """Return the sides of a shape such as ``8192x4096``; a side that is no number is 0."""
     # The documentation writes shapes with a multiplication sign.
     sides = text.lower().replace("×", "x").split("x")  # noqa: RUF001
     return tuple([int(side) if side.isdecimal() else 0 for side in sides])

@@ -1,8 +1,8 @@
-"""``FUSEDOPS_TUNE=1``: tunes a key without a measurement when a config is first chosen for it.
+"""``FUSEDOPS_TUNE=1``: tunes a key that was not measured when its config is first chosen.
 
 The tuner is a child process, so that the caller's random state, streams, gradients and caches do
-not change, and the tuner's own calls are not tuned. Under ``torch.distributed`` rank 0 tunes and
-the others read its config:
+not change, and the tuner's own calls are not tuned. With ``torch.distributed``, rank 0 tunes and
+the other ranks read its config:
 
     rank 0           store                 other ranks
     first use -----> "KEY reached" ------> wait, at most `reach`
@@ -43,7 +43,7 @@ __all__ = ["improve"]
 command: Sequence[str] = (sys.executable, "-m", "fusedops.tune.server")
 # The timeout for tuning a key, including compilation and the start of the tuner.
 patience = datetime.timedelta(seconds=180)
-# The timeout of a rank for rank 0 to reach a key.
+# The timeout for which another rank waits until rank 0 reaches a key.
 reach = datetime.timedelta(seconds=60)
 
 _lock = threading.Lock()
@@ -58,12 +58,13 @@ def improve(key: TuningKey, device_index: int, config: Config, origin: tuning.So
 
     Args:
         key: the key to tune.
-        device_index: the GPU's; negative for a CPU.
-        config: the current config, returned if it is a measured one or tuning is impossible.
+        device_index: the GPU's index; negative for a CPU.
+        config: the current config. It is returned if it was measured or tuning is impossible.
         origin: the source of ``config``.
     """
-    # The child process cannot import a user's function.
-    if _is_recording(device_index) or key.kernel.startswith("rowwise"):
+    # Kernels of users' functions are not tuned, because the child process cannot import these.
+    is_users = key.kernel.startswith("rowwise")
+    if is_users or _is_recording(device_index):
         return config
     if _has_other_ranks():
         return _agreed(key, device_index, config, origin)
@@ -71,21 +72,25 @@ def improve(key: TuningKey, device_index: int, config: Config, origin: tuning.So
 
 
 def _has_other_ranks() -> bool:
+    """Return whether this process is one of several ranks."""
     if not dist.is_available() or not dist.is_initialized():
         return False
     return dist.get_world_size() > 1
 
 
 def _is_recording(device_index: int) -> bool:
-    """Whether calls are captured, traced or only planned, so that a benchmark must not run."""
+    """Return whether calls are captured, traced or only planned: then no benchmark must run."""
     if launch.collects() or torch.compiler.is_compiling() or dispatch_modes() > 0:
         return True
     return tuning.capturing(device_index)
 
 
 def _tuned(key: TuningKey, device_index: int, config: Config, origin: tuning.Source) -> Config:
-    """Return the child process's config, or the current one if that was measured or none comes."""
-    # A forced tuning replaces what was measured elsewhere, not what was measured here.
+    """Return the config that the child process tuned.
+
+    If the current config was measured, or the child process fails, it is the current one.
+    """
+    # With "force", configs of the shipped table are tuned again, but not those of this cache.
     measured = ("cache",) if tuning.on_demand() == "force" else ("cache", "table")
     if origin in measured:
         return config
@@ -93,7 +98,8 @@ def _tuned(key: TuningKey, device_index: int, config: Config, origin: tuning.Sou
         if "hang" in _warned:
             return config
         if device_index >= 0:
-            torch.cuda.synchronize(device_index)  # pending work would slow the measured kernels
+            # Pending work would slow down the kernels that are measured.
+            torch.cuda.synchronize(device_index)
         reply = _request({"key": dataclasses.asdict(key), "device": device_index})
     tuned = _config(key, reply.get("config"))
     if tuned is None and "hang" not in _warned:
@@ -110,7 +116,7 @@ def _request(message: dict[str, Any]) -> dict[str, Any]:
         if _server is None:
             _start()
         assert _server is not None and _server.stdin is not None
-        # The end of a tuner that no longer reads is in its replies.
+        # If the tuner has ended, `_replies` has None.
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(message), file=_server.stdin, flush=True)
         reply = _replies.get(timeout=patience.total_seconds())
@@ -126,7 +132,8 @@ def _request(message: dict[str, Any]) -> dict[str, Any]:
         )
     except OSError as error:
         problem = f"{type(error).__name__}: {error}"
-    except BaseException:  # otherwise its reply would be read as the next request's
+    except BaseException:
+        # Otherwise the reply to this request would be read as that to the next.
         _drop()
         raise
     _drop()
@@ -141,18 +148,18 @@ def _start() -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        errors="replace",  # what is no reply may be in any encoding
+        errors="replace",  # output other than replies may be in any encoding
         env=child_environment(),
     )
-    # A new queue, so that replies of an earlier tuner cannot be read as this one's.
+    # A new queue, so that replies of an earlier tuner are not read as those of this one.
     _replies = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(_server.stdout, _replies), daemon=True).start()
 
 
 def _listen(lines: TextIO, replies: queue.SimpleQueue[dict[str, Any] | None]) -> None:
-    """Put the tuner's replies into a queue, and None at its end.
+    """Put the tuner's replies into a queue, and None at the end of its output.
 
-    Reads of a queue have a timeout, which reads of a pipe do not.
+    A read of a queue can have a timeout, and a read of a pipe cannot.
     """
     with lines:
         for reply in replies_in(lines):
@@ -166,10 +173,10 @@ def _drop() -> None:
     if _server is None:
         return
     _server.kill()
-    # A process that hangs in a driver ends later.
+    # A process that hangs in a driver may end much later.
     with contextlib.suppress(subprocess.TimeoutExpired):
         _server.wait(timeout=5.0)
-    # Closing the pipe raises if a request in its buffer cannot be written any more.
+    # Closing the pipe raises if a request is still in its buffer and can no longer be written.
     with contextlib.suppress(OSError):
         if _server.stdin is not None:
             _server.stdin.close()
@@ -179,12 +186,12 @@ def _drop() -> None:
 def _agreed(key: TuningKey, device_index: int, config: Config, origin: tuning.Source) -> Config:
     """Return one config for all ranks, the first that any rank stores.
 
-    All ranks must use the same one, since different configs add numbers in different orders. It is
-    usually rank 0's, for which the others wait. A rank whose wait timed out stores the config it
-    has; if rank 0 reaches the key later, it uses that config and does not tune.
+    All ranks must use the same config, because different configs add numbers in different orders.
+    It is usually that of rank 0, for which the others wait. A rank whose wait timed out stores its
+    current config. If rank 0 reaches the key later, it uses the stored config and does not tune.
 
-    The store has two entries for a key: one for the config, and one whose name ends in "reached",
-    which is set before rank 0 tunes.
+    The store has two entries for a key: one has the config. The name of the other ends in
+    "reached", and it is set before rank 0 tunes.
     """
     store = default_store()
     name = f"fusedops_tune {tuning.device_name(device_index)} {key}"
@@ -199,13 +206,13 @@ def _agreed(key: TuningKey, device_index: int, config: Config, origin: tuning.So
             store.set(reached, "")
             try:
                 config = _tuned(key, device_index, config, origin)
-            # It may be an error of the user's earlier work on the device. The other ranks must not
-            # wait for this one, so it is raised after a config has been stored.
+            # The error may be one of the user's earlier work on the device. It is raised only after
+            # a config has been stored, because the other ranks wait for one.
             except Exception as error:  # noqa: BLE001
                 problem = error
         stored = store.compare_set(name, "", json.dumps(dataclasses.astuple(config)))
-        # For the ranks that still wait for "reached". Rank 0 has set it already, but a rank whose
-        # wait timed out has stored the config without it.
+        # Other ranks may still wait for "reached". Rank 0 has set it already, but a rank whose wait
+        # timed out has not.
         store.set(reached, "")
         agreed = _config(key, json.loads(stored))
         if agreed is None:
@@ -222,7 +229,8 @@ def _wait(store: Any, key: TuningKey, reached: str, name: str) -> None:
     """Wait until rank 0 has stored its config, or until a timeout."""
     try:
         store.wait([reached], reach)
-        store.wait([name], patience + reach)  # rank 0 may have to wait for its tuner
+        # Rank 0 may take `patience` to tune.
+        store.wait([name], patience + reach)
     except RuntimeError:
         _warn_once(
             "wait",
@@ -242,6 +250,7 @@ def _config(key: TuningKey, numbers: Sequence[int] | None) -> Config | None:
 
 
 def _warn_once(kind: str, problem: str) -> None:
+    """Warn of a problem if there was no warning of this kind before."""
     if kind not in _warned:
         _warned.add(kind)
         warnings.warn(

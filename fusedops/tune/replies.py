@@ -1,6 +1,6 @@
 """Replies of the tuner's child processes, on their standard output.
 
-Other lines may be among them: imported packages, C code and the user's startup files print there.
+The output may have other lines too: imported packages, C code and the user's startup files print.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MARK = "fusedops replies "
 
 def send(reply: dict[str, Any], output: TextIO) -> None:
     """Write a reply as a marked line."""
-    # The line break ends any other output that has none.
+    # The first line break ends other output that did not end its line.
     print(f"\n{_MARK}{json.dumps(reply)}", file=output, flush=True)
 
 
@@ -26,7 +26,7 @@ def replies_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Yield the replies in a process's output."""
     for line in lines:
         if line.startswith(_MARK):
-            # A process that is killed may leave a part of a reply.
+            # A process that is killed may leave an incomplete reply.
             with contextlib.suppress(ValueError):
                 yield json.loads(line.removeprefix(_MARK))
 

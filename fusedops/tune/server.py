@@ -33,7 +33,8 @@ def serve(requests: TextIO, replies: TextIO, sweeper: Callable[[int], Sweeper]) 
     for line in requests:
         try:
             reply: dict[str, Any] = {"config": astuple(tune(json.loads(line), sweeper).best)}
-        except Exception as error:  # noqa: BLE001 - after any error the parent keeps its config
+        # Whatever is raised, the parent continues with its current config.
+        except Exception as error:  # noqa: BLE001
             reply = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
         send(reply, replies)
 
@@ -51,9 +52,10 @@ def tune(message: Mapping[str, Any], sweeper: Callable[[int], Sweeper]) -> Outco
     if workload is None:
         raise LookupError("no workload has this key")
     with kernels_alone():
-        # Of a step's keys only the parent's: it asks for the others when it reaches them.
+        # A step has several keys. Only the parent's is tuned: it requests the others when it needs
+        # them.
         tuner = sweeper(index)
-        outcome = next(tuner.sweep([workload], wanted=key.__eq__), None)
+        outcome = next(tuner.sweep([workload], wanted=lambda other: other == key), None)
     if outcome is None:
         raise RuntimeError("; ".join(map(str, tuner.failures)) or "nothing was measured")
     times = {"best": outcome.us_of(outcome.best), "heuristic": outcome.us_of(outcome.heuristic)}
@@ -65,7 +67,7 @@ def _gpu_sweeper() -> Callable[[int], Sweeper]:
     """Return a function that creates the sweeper of each GPU when it is first used."""
     from .command import pool_for, sweeper_for
 
-    # A sweeper has a pool of processes and a stream, which serve all keys of its GPU.
+    # Each GPU has one sweeper, because a sweeper has a pool of processes and a stream.
     sweepers: dict[int, Sweeper] = {}
 
     def sweeper(index: int) -> Sweeper:
@@ -81,6 +83,8 @@ def _gpu_sweeper() -> Callable[[int], Sweeper]:
 
 if __name__ == "__main__":
     replies = sys.stdout
-    sys.stdout = sys.stderr  # the parent shows no prints among the replies
+    # So that other prints are not among the replies, where the parent would not show them.
+    sys.stdout = sys.stderr
     serve(sys.stdin, replies, _gpu_sweeper())
-    os._exit(0)  # threads that compile may still have work
+    # Not `sys.exit`, which would wait for threads that still compile.
+    os._exit(0)

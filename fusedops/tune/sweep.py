@@ -1,6 +1,6 @@
 """Finds the fastest config of each key.
 
-Candidates are compiled in parallel. Those that spill or do not fit are dropped, and the rest are
+Candidates are compiled in parallel. Those that spill or do not fit are dropped. The others are
 timed in two rounds:
 
     candidates --compile--> --drop--> --time all, quickly--> --time the finalists, carefully--> best
@@ -34,8 +34,8 @@ _NOISE = 0.01
 _FINALISTS = 2
 # The number of workloads that are compiled ahead.
 _AHEAD = 6
-# Keys and kernels are collected from workloads of so many rows, which take little time and memory.
-# Of the number of rows, kernels do not depend on anything, and keys only on the bucket.
+# Keys and kernels are collected with this many rows, which take little time and memory. Kernels do
+# not depend on the number of rows, and keys depend only on its bucket.
 _FEW_ROWS = 4
 
 
@@ -77,8 +77,8 @@ class Sweeper:
         pool: compiles the candidates.
         timer: times the candidates; nothing else here needs a GPU.
         device: the workloads' device.
-        name: the device's name in the shipped table, whose config is a candidate, too. Empty if
-            only the families' candidates are tried.
+        name: the device's name, for the shipped table: its config is a candidate too. Empty to try
+            only the families' candidates.
         limits: the device's limits.
     """
 
@@ -87,10 +87,10 @@ class Sweeper:
     ) -> None:
         self._pool, self._timer, self._device = pool, timer, device
         self._name, self._limits = name, limits
-        # Workloads of the last sweep that were left out, and why.
+        # The workloads that the last sweep left out, with the errors.
         self.failures: list[str] = []
-        # Caches of a sweep, by workload with few rows. Compiled kernels do not depend on the number
-        # of rows, and keys only by their bucket, so workloads that differ only in that share them.
+        # Caches of a sweep, by the name of the workload with `_FEW_ROWS`: workloads that differ
+        # only in the number of rows share the entries.
         self._keys_at: dict[Any, list[TuningKey]] = {}
         self._submitted: dict[Any, list[Future[Usage]]] = {}
 
@@ -103,8 +103,8 @@ class Sweeper:
     ) -> Iterator[Outcome]:
         """Yield the outcome of each ``wanted`` key of the workloads, once.
 
-        Workloads that fail are listed in `failures`.
-        ``goes_on`` is called before each key; if it returns False, the sweep ends.
+        Workloads that fail are listed in `failures`. ``goes_on`` is called before each key; if it
+        returns False, the sweep ends.
         """
         done: set[TuningKey] = set()
         self.failures.clear()
@@ -112,7 +112,8 @@ class Sweeper:
         self._keys_at.clear()
         self._submitted.clear()
 
-        # Called again before a workload is timed: workloads share keys, which may be done by then.
+        # This is called before a workload is compiled, and again before it is timed: workloads
+        # share keys, so another one may have tuned a key by then.
         def todo(workload: Tunable) -> list[TuningKey]:
             return [key for key in self._keys(workload) if key not in done and wanted(key)]
 
@@ -124,7 +125,8 @@ class Sweeper:
                 try:
                     bench = bench or self._timer.open(workload)
                     outcome = self._tune(workload, key, bench)
-                except RuntimeError as error:  # for example out of memory: a long run must go on
+                # For example out of memory. A long run must go on.
+                except RuntimeError as error:
                     failure = f"{workload}: {type(error).__name__}: {error}"
                     self.failures.append(failure.splitlines()[0])
                     break
@@ -144,17 +146,18 @@ class Sweeper:
             for key in keys:
                 for config in self._candidates(key):
                     self._compile(workload, key, config)
-            # The oldest is timed once the queue is full: the next ones compile on the CPU
-            # meanwhile.
+            # Once the queue is full, the oldest workload is timed, while the next ones compile on
+            # the CPU.
             if len(queue) == _AHEAD:
                 yield queue.popleft()
         yield from queue
 
     def _tune(self, workload: Tunable, key: TuningKey, bench: Bench) -> Outcome:
+        """Compile and time the candidates of a key."""
         candidates = self._candidates(key)
         heuristic = candidates[0]
         pending = {config: self._compile(workload, key, config) for config in candidates}
-        # Waits only now that all candidates are being compiled.
+        # This waits for the results only after all candidates were submitted.
         usages: dict[Config, list[Usage]] = {}
         for config, futures in pending.items():
             usages[config] = list(map(Future.result, futures))
@@ -198,6 +201,7 @@ class Sweeper:
         return list(dict.fromkeys(candidates))
 
     def _keys(self, workload: Tunable) -> list[TuningKey]:
+        """Return the workload's keys, from the cache if it has them."""
         name = str(workload.at(_FEW_ROWS))
         if name not in self._keys_at:
             self._keys_at[name] = keys_of(workload, self._device)
@@ -218,10 +222,10 @@ class Sweeper:
         is_heuristic = self._candidates(key)[0] == config
         futures = []
         for request in requests:
-            # The workload's other kernels have configs of their own.
+            # The workload's other kernels have other configs.
             is_forced = request.config == config
             # A candidate that does not fit into shared memory is dropped. The heuristic's config
-            # and the other kernels run in any case, with as many stages as fit.
+            # and the other kernels must run, with as many stages as fit.
             must_run = is_heuristic or not is_forced
             future = self._pool.submit(request, fit=must_run)
             if is_forced:
@@ -235,7 +239,8 @@ def _best_of_finalists(
 ) -> Config:
     """Time the fastest configs carefully, updating ``times``; return the best.
 
-    A config replaces the heuristic's if it is faster by more than the noise, and its results agree.
+    A config replaces the heuristic's if it is faster by more than the noise and returns the same
+    results up to the order of sums.
     """
 
     def fastest(configs: Iterable[Config]) -> list[Config]:
@@ -244,7 +249,7 @@ def _best_of_finalists(
     finalists = fastest(config for config in times if config != heuristic)[:_FINALISTS]
     for config in (heuristic, *finalists):
         times[config] = bench.us(key, config, careful=True)
-    # A config that wins by less may win by chance, and would differ from run to run.
+    # A config that is faster by less may be so by chance, and another one in the next run.
     limit = times[heuristic] * (1.0 - _NOISE)
     for config in fastest(finalists):
         if times[config] < limit and bench.agree(key, heuristic, config):

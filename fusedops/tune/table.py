@@ -53,7 +53,7 @@ RAW_COLUMNS = (
 
 @cache
 def _sources(family: str) -> str:
-    """Return a digest of a family's kernels."""
+    """Return a digest of the code of a family's kernels."""
     package = Path(str(resources.files("fusedops")))
     files = sorted([*package.glob(f"{family}/kernels.py"), *package.glob(f"{family}/kernels/*.py")])
     # The kernels call device functions that all families share.
@@ -71,6 +71,7 @@ def code(source: str) -> str:
 
 
 def _tree(node: Any) -> str:
+    """Return a syntax tree, or a list of trees or a value in one, as text."""
     if isinstance(node, list):
         items = [_tree(item) for item in node if not _is_docstring(item)]
         return f"[{','.join(items)}]"
@@ -85,7 +86,7 @@ def _tree(node: Any) -> str:
 
 
 def _is_docstring(node: Any) -> bool:
-    """Whether the node is a statement that consists of a string."""
+    """Return whether the node is a statement that consists of a string."""
     # A string alone has no effect, at the beginning of a body or elsewhere.
     constant = node.value if isinstance(node, ast.Expr) else None
     return isinstance(constant, ast.Constant) and isinstance(constant.value, str)
@@ -118,7 +119,7 @@ class Table:
         self._rows: dict[str, dict[str, list[Any]]] = content.get("configs", {})
 
     def __contains__(self, key: TuningKey) -> bool:
-        """Whether the table has a config for the key, measured with the current sources."""
+        """Return whether the table has a config for the key, measured with the current sources."""
         row = self._rows.get(key.kernel, {}).get(_row_name(key), [])
         return _is_current(row, key) and row[key.bucket] is not None
 
@@ -130,7 +131,7 @@ class Table:
         rows, name = self._rows.setdefault(key.kernel, {}), _row_name(key)
         row = rows.get(name, [])
         if not _is_current(row, key):
-            # A row has one mark, so its configs must all be of the current code.
+            # A row has one mark, so all its configs must have been measured with the current code.
             row = rows[name] = [None] * len(BUCKETS) + [mark(key)]
         row[key.bucket] = list(astuple(config))
 
@@ -142,7 +143,7 @@ class Table:
         scratch.replace(self.path)
 
     def _lines(self) -> Iterator[str]:
-        """Yield the lines of the file: one for each row, so that differences are readable."""
+        """Yield the lines of the file, with one line for each row, so that diffs are readable."""
         yield "{"
         about = {**self.about, "fields": list(_CONFIG), "summary": self.summary}
         for name, value in about.items():
@@ -162,7 +163,10 @@ class Table:
 
 
 def _is_current(row: list[Any], key: TuningKey) -> bool:
-    """Whether a row has the mark of the current kernels and candidates; old rows have no mark."""
+    """Return whether a row has the mark of the current kernels and candidates.
+
+    Rows in old files have no mark.
+    """
     return len(row) > len(BUCKETS) and row[-1] == mark(key)
 
 
@@ -171,7 +175,7 @@ def _row_name(key: TuningKey) -> str:
 
 
 def _order(row_name: str) -> tuple[str, int]:
-    """Sort rows by group, then by columns as numbers."""
+    """Return the sort key of a row: its group, then its columns as a number."""
     group, _, columns = row_name.rpartition("|")
     return group, int(columns)
 
@@ -204,14 +208,14 @@ def write_raw(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Append rows to a file, with a header if it is new."""
     with path.open("a+b") as binary:
         is_new = binary.tell() == 0
-        # A process that was killed may have left a part of a line.
+        # The last line is incomplete if the process that wrote it was killed.
         binary.seek(0 if is_new else -1, os.SEEK_END)
-        is_torn = binary.read() not in (b"", b"\n")
+        is_incomplete = binary.read() not in (b"", b"\n")
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, RAW_COLUMNS)
         if is_new:
             writer.writeheader()
-        if is_torn:
+        if is_incomplete:
             file.write("\r\n")
         writer.writerows(rows)
 
@@ -234,10 +238,10 @@ class _Distance:
 
 
 def read_raw(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file, without incomplete ones, for which it warns.
+    """Return the rows of a file. Incomplete rows are left out with a warning.
 
     Raises:
-        ValueError: it was not written by `write_raw`.
+        ValueError: the file was not written by `write_raw`.
     """
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
@@ -257,11 +261,11 @@ def read_raw(path: Path) -> list[dict[str, Any]]:
 
 
 def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Summarise the heuristic's distance from the best of raw timings, by kernel and over all."""
+    """Return the heuristic's distance from the best time in raw timings, by kernel and over all."""
     ratios: dict[str, dict[str, float]] = {}
     for key, (times, best) in _timings(rows).items():
         family = family_of(key.kernel)
-        # Today's heuristic, whose choice may not have been among the candidates then.
+        # The current heuristic's config may not have been among the candidates of the sweep.
         heuristic = None if family is None else times.get(family.heuristic(key))
         if heuristic is not None:
             for kernel in (key.kernel, "all"):
@@ -292,7 +296,10 @@ def compare(rows: Iterable[Mapping[str, Any]]) -> str:
 def _timings(
     rows: Iterable[Mapping[str, Any]],
 ) -> dict[TuningKey, tuple[dict[Config, float], Config]]:
-    """Return the times of each key and its best config; of repeated measurements, the last."""
+    """Return the times of each key's configs, and its best config.
+
+    If a config was measured repeatedly, its time is the last one.
+    """
     timings: dict[TuningKey, tuple[dict[Config, float], Config]] = {}
     for row in rows:
         key, config, us, is_best = _timing(row)
@@ -316,16 +323,17 @@ def _timing(row: Mapping[str, Any]) -> tuple[TuningKey, Config, float, bool]:
 
 
 def _is_complete(row: Mapping[Any, Any]) -> bool:
-    """Whether a row has all fields and no others, which `csv` has under None."""
+    """Return whether a row has all fields and no others."""
     try:
         _timing(row)
     except (AttributeError, TypeError, ValueError):
         return False
+    # `csv` puts additional fields under the key None.
     return None not in row
 
 
 def commit() -> str:
-    """Return the short hash of the sources, with ``+dirty`` if changed; empty outside a clone.
+    """Return the short hash of the commit, with ``+dirty`` after changes; empty outside a clone.
 
     ``FUSEDOPS_COMMIT`` overrides it, for a copy of the tree without its history.
     """

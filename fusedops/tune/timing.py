@@ -1,7 +1,7 @@
-"""Times a config by many calls in one CUDA graph, on sets of inputs that together exceed the L2.
+"""Times a config by many calls in one CUDA graph, on several sets of inputs.
 
-A graph excludes the host's time, and no call has its inputs in the L2. Importable without a GPU;
-timing needs one.
+A graph excludes the host's time. The sets of inputs together exceed the L2, so no call has its
+inputs in the L2. The module can be imported without a GPU; timing needs one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .workloads import Step, Tunable
 
 __all__ = ["Bench", "GraphTimer", "Timer", "copy_bandwidth", "events", "set_count"]
 
-# The total size of the sets of inputs, in sizes of the L2.
+# The total size of the sets of inputs, as a multiple of the L2's size.
 _CACHES = 4
-# The minimum of calls in a graph, over which the gap before it is averaged.
+# The least number of calls in a graph, so that the gap before the graph counts little.
 _CALLS = 16
-# How long the replays of a graph take in the first and the second round.
+# The milliseconds for replays of a graph in the first and in the second round.
 _QUICK_MS, _CAREFUL_MS = 2.0, 8.0
-# The allowed difference of two configs' results, in roundings of their dtype: their sums differ in
-# order.
+# Two configs add numbers in different orders. Their results may differ by this many roundings of
+# their dtype.
 _ROUNDINGS = 8.0
 
 
@@ -40,12 +40,12 @@ class Bench(Protocol):
     def us(self, key: TuningKey, config: Config, *, careful: bool) -> float:
         """Return the microseconds of a call under a config.
 
-        The call is the backward for a backward kernel's key, else the forward. The forward's time
-        is the mean of training and inference, which saves nothing for backward.
+        The call is the backward if the key is a backward kernel's, else the forward. A forward's
+        time is the mean of training and inference, because both share a config.
         """
 
     def agree(self, key: TuningKey, one: Config, other: Config) -> bool:
-        """Whether two configs give the same results, up to the order of sums."""
+        """Return whether two configs return the same results, up to the order of sums."""
 
 
 class Timer(Protocol):
@@ -56,13 +56,13 @@ class Timer(Protocol):
 
 
 def set_count(input_bytes: int, l2_bytes: int, *, least: int = 3, most: int = 64) -> int:
-    """Return the number of sets of inputs that are several times the L2 in all, within bounds."""
+    """Return how many sets of inputs are several times as large as the L2, within bounds."""
     count = math.ceil(_CACHES * l2_bytes / max(1, input_bytes))
     return max(least, min(most, count))
 
 
 def copy_bandwidth(device: torch.device, gib: float = 1.0) -> float:
-    """Return the bytes per second, read and written, of a large copy within the device."""
+    """Return the bytes per second that a large copy within the device reads and writes."""
     source = torch.empty(int(gib * 2**30), dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     for _ in range(3):
@@ -74,7 +74,7 @@ def copy_bandwidth(device: torch.device, gib: float = 1.0) -> float:
 def events(
     work: Callable[[], object], repeats: int, between: Callable[[], object] | None = None
 ) -> list[float]:
-    """Return the milliseconds of each repeat; ``between`` runs before each and is not timed."""
+    """Return the milliseconds of each run of ``work``; ``between`` runs before each, untimed."""
     pairs = []
     for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -94,7 +94,7 @@ class GraphTimer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        # One memory pool for all graphs. It lives as long as a graph that uses it: this one.
+        # All graphs share one memory pool. A pool exists as long as a graph uses it: this one does.
         self._first = torch.cuda.CUDAGraph()
         counter = torch.zeros(1, device=device)
         with torch.cuda.graph(self._first, stream=self._stream):
@@ -108,14 +108,14 @@ class GraphTimer:
             torch.cuda.empty_cache()
         first = workload.step(self._device)
         l2 = properties.L2_cache_size
-        # Two sets are enough where each is larger than the L2: the other one replaces it there.
+        # Two sets are enough if each is larger than the L2: then each evicts the other.
         count = set_count(first.nbytes, l2, least=2 if first.nbytes > l2 else 3)
         steps = [first, *[workload.step(self._device) for _ in range(count - 1)]]
         return _GraphBench(steps, self._stream, self._memory)
 
 
 class _GraphBench:
-    """A workload's steps, timed by replays of a graph with calls of each."""
+    """Times a workload by replays of a graph, with calls of each of its steps."""
 
     def __init__(self, steps: list[Step], stream: torch.cuda.Stream, memory: Any) -> None:
         self._steps, self._stream, self._memory = steps, stream, memory
@@ -123,27 +123,28 @@ class _GraphBench:
 
     def us(self, key: TuningKey, config: Config, *, careful: bool) -> float:
         with tuning.forced(key.kernel, config), self._ready():
-            calls = self._calls("backward" in key.kernel)
-            # No kernel may be loaded while a graph is captured, so both kinds of calls run before
-            # it: the first is a training forward, the last one an inference.
+            calls = self._calls(backward="backward" in key.kernel)
+            # No kernel may be loaded while a graph is captured, so both kinds of calls run before.
+            # Of a forward's calls, the first is training and the last inference.
             calls[-1]()
             calls[0]()
             estimate = max(1e-3, events(calls[0], 1)[0])
-            # The gap before a graph does not matter where one round takes more than a millisecond.
+            # One round is enough if it takes more than a millisecond: then the gap before a graph
+            # does not matter.
             rounds = 1 if estimate * len(calls) > 1.0 else math.ceil(_CALLS / len(calls))
             graph = torch.cuda.CUDAGraph()
-            # Not `torch.cuda.graph`, which returns all cached memory to the system each time.
+            # Not `torch.cuda.graph`, which returns all cached memory to the driver each time.
             graph.capture_begin(pool=self._memory)
             try:
                 for _ in range(rounds):
-                    # Outputs live until the round ends. Otherwise all would have the same address,
-                    # and be overwritten in the L2 before they are written to memory.
-                    held = [call() for call in calls]
-                    del held
+                    # The outputs must exist until the round ends. Otherwise all would have the same
+                    # address, and be overwritten in the L2 before they are written to memory.
+                    outputs = [call() for call in calls]
+                    del outputs
             finally:
                 graph.capture_end()
             try:
-                return _replay(graph, careful) * 1e3 / (rounds * len(calls))
+                return _replay(graph, careful=careful) * 1e3 / (rounds * len(calls))
             finally:
                 graph.reset()
 
@@ -157,7 +158,7 @@ class _GraphBench:
         torch.cuda.synchronize()
         return all(_close(a, b) for a, b in zip(*results, strict=True))
 
-    def _calls(self, backward: bool) -> list[Callable[[], object]]:
+    def _calls(self, *, backward: bool) -> list[Callable[[], object]]:
         """Return the calls to capture, one or two for each set of inputs."""
         if not backward:
             # Training and inference share a config.
@@ -168,7 +169,7 @@ class _GraphBench:
         if not self._outputs:
             self._outputs = [step.forward() for step in self._steps]
             for step, outputs in zip(self._steps, self._outputs, strict=True):
-                # Draws the output gradients, before a graph is captured.
+                # This draws the output gradients, before a graph is captured.
                 step.backward(outputs)
         pairs = zip(self._steps, self._outputs, strict=True)
         return [partial(step.backward, outputs) for step, outputs in pairs]
@@ -177,9 +178,9 @@ class _GraphBench:
     def _ready(self) -> Iterator[None]:
         """Context manager: runs calls on the capturing stream, with a fixed dropout mask.
 
-        The forward must run on it too, since backward runs on its forward's stream. The seed is two
-        numbers, as in eager calls. Under capture it would be a tensor, and other kernels would be
-        compiled than those prepared.
+        The forward must run on that stream too, because autograd runs a backward on the stream of
+        its forward. The seed is two numbers, as in eager calls. Under capture it would be a tensor,
+        and kernels for a tensor would be compiled instead of those that are tuned.
         """
         draw, rng.draw = rng.draw, lambda device: (1, 0)
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -191,8 +192,8 @@ class _GraphBench:
         torch.cuda.current_stream().wait_stream(self._stream)
 
 
-def _replay(graph: torch.cuda.CUDAGraph, careful: bool) -> float:
-    """Return the median of a replay's milliseconds."""
+def _replay(graph: torch.cuda.CUDAGraph, *, careful: bool) -> float:
+    """Return the median milliseconds of a replay."""
     graph.replay()
     estimate = max(1e-3, events(graph.replay, 1)[0])
     total, least = (_CAREFUL_MS, 5) if careful else (_QUICK_MS, 3)
@@ -201,9 +202,9 @@ def _replay(graph: torch.cuda.CUDAGraph, careful: bool) -> float:
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
-    """Whether two results differ by at most some roundings of the largest finite value.
+    """Return whether two results differ by at most some roundings of the largest finite value.
 
-    Integers and masks must be equal, as infinities and NaNs.
+    Integers, masks, infinities and NaNs must be equal.
     """
     # Empty tensors have no largest value.
     if not one.is_floating_point() or one.numel() == 0:

@@ -1,7 +1,7 @@
 """``python -m fusedops.tune.worker``: compiles kernels into Triton's cache on disk.
 
-A request is one line of JSON, a reply a line of `replies`. The process exits when its input ends,
-so that it does not outlive its parent.
+A request is one line of JSON, and a reply is a line in the format of `replies`. The process exits
+when its input ends, so that it does not outlive its parent.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _plain(value: Any) -> Any:
 
 
 def _constant(value: Any) -> Any:
-    """Return the constant that `_plain` turned into JSON, which has lists for tuples."""
+    """Return the constant that `_plain` turned into JSON; a list was a tuple."""
     import triton.language as tl
 
     if isinstance(value, list):
@@ -92,14 +92,15 @@ def serve(requests: TextIO, replies: TextIO) -> None:
 
 
 def _compile(plain: Mapping[str, Any]) -> Usage:
+    """Compile a kernel, and return what it uses or why it does not compile."""
     request, target = decode(plain["request"]), gpu_target(*plain["target"])
     try:
-        # The heuristic's config must run, with fewer stages if necessary; others that do not fit
-        # are dropped.
+        # The heuristic's config must run, with fewer stages if necessary. Other configs are dropped
+        # if they do not fit.
         if plain["fit"]:
             return usage_of(launch.compile_fitting(request, plain["limit"], target))
         return usage_of(launch.compile_kernel(request, target))
-    # After any error of the compiler the next request is served.
+    # Whatever the compiler raises, the process must serve the next request.
     except Exception as error:  # noqa: BLE001
         return Usage(error=f"does not compile: {type(error).__name__}")
 

@@ -1,4 +1,4 @@
-"""The tuner's workloads: operators at a shape, with tuning keys, to be timed under configs."""
+"""The tuner's workloads: calls of an operator at a shape, to be timed with different configs."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from ..core.spec import Shape, Spec
 
 __all__ = [
     "DTYPES",
+    "NO_DROPOUT",
     "Step",
     "Tunable",
     "Workload",
@@ -46,20 +47,21 @@ DTYPES = {
     "fp64": torch.float64,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# The dtype that represents each number of bytes per element. In reverse order, so that bf16, the
-# first of two bytes, replaces fp16.
-_OF_ITEMSIZE = {dtype.itemsize: dtype for dtype in reversed(DTYPES.values())}
-# The number of rows that represents each bucket.
+# The dtype that represents each number of bytes per element: bf16 for two.
+_OF_ITEMSIZE = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+# The number of rows that represents each bucket of rows.
 _ROWS = (4, 64, 1024, 8192, 262144)
-# The limit of a tensor's elements: wide tensors have fewer rows.
+# The most elements of a tensor. In a bucket, wide tensors have fewer rows.
 _MOST_ELEMENTS = 1 << 28
-# An upper bound of the elements below which operators use PyTorch's own kernels.
+# With more elements than this no operator uses PyTorch's own kernels.
 _SMALL = 1 << 16
 
 # Parts of a `Workload`: options, names of absent tensors, and tensors with another dtype.
 _Options = tuple[tuple[str, Any], ...]
 _Absent = tuple[str, ...]
 _Recast = tuple[tuple[str, torch.dtype], ...]
+
+NO_DROPOUT: _Options = (("p", 0.0),)
 
 
 @cache
@@ -97,7 +99,9 @@ def discover() -> tuple[Spec, ...]:
 
 @dataclass(frozen=True)
 class Workload:
-    """One operator at one shape, with its benchmark's arguments except for those stated here.
+    """One operator at one shape.
+
+    The arguments are those of the operator's benchmark, except for the following attributes.
 
     Attributes:
         spec: the operator.
@@ -138,7 +142,7 @@ class Workload:
     def key_at(self, key: TuningKey) -> TuningKey:
         """See `Tunable`."""
         rows = self.rows
-        # Elementwise kernels see the tensor as rows of another length.
+        # The key of an elementwise kernel counts rows of another length.
         if key.is_vector:
             rows = rows * elements_per_row(self.spec, self.shape[1:]) // key.cols
         return replace(key, bucket=tuning.BUCKET[rows.bit_length()])
@@ -160,23 +164,23 @@ class Workload:
 
 
 class Tunable(Protocol):
-    """A call at one size, whose kernels can be tuned: of an operator or of a user's function."""
+    """A call of an operator or a user's function at one size, whose kernels can be tuned."""
 
     @property
     def rows(self) -> int:
         """The number of rows of the call."""
 
     def at(self, rows: int) -> Tunable:
-        """Return the same with another number of rows, if its keys can be collected with fewer."""
+        """Return the workload with another number of rows, or itself if it needs all rows."""
 
     def step(self, device: torch.device) -> Step:
         """Return the call on random inputs."""
 
     def key_at(self, key: TuningKey) -> TuningKey:
-        """Return a key that was collected with fewer rows, at this size."""
+        """Return the key with the bucket of this size; it was collected with fewer rows."""
 
     def floor_us(self, key: TuningKey, bandwidth: float) -> float:
-        """Return the roofline in microseconds: the bytes to read and write over the bandwidth."""
+        """Return the roofline in microseconds: the bytes read and written, over the bandwidth."""
 
 
 class Step:
@@ -213,12 +217,12 @@ class Step:
     def backward(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the gradients of all inputs that have one, for random output gradients.
 
-        The output gradients are drawn once. The method may be called repeatedly.
+        The output gradients are drawn in the first call. The method may be called repeatedly.
         """
         outputs = tuple([out for out in outputs if out.requires_grad])
         if not outputs:
             return ()
-        # Drawn outside of what is timed, and the same for every config.
+        # The first call is not timed. All configs have the same output gradients.
         if not self._cotangents:
             self._cotangents = list(map(torch.randn_like, outputs))
         gradients = torch.autograd.grad(
@@ -227,14 +231,14 @@ class Step:
         return tuple([gradient for gradient in gradients if gradient is not None])
 
     def __call__(self) -> None:
-        """Run all three."""
+        """Run inference, training forward and backward."""
         self.infer()
         self.backward(self.forward())
 
 
 @contextmanager
 def kernels_alone() -> Iterator[None]:
-    """Context manager: small calls run the kernels too, instead of PyTorch's own operators."""
+    """Context manager: small calls run this package's kernels, not PyTorch's own operators."""
     before = Operator.native_elements
     Operator.native_elements = 0
     try:
@@ -248,16 +252,16 @@ def keys_of(workload: Tunable, device: torch.device) -> list[TuningKey]:
 
     Kernels are neither compiled nor run, and the tensors have few rows.
     """
-    # Four rows: keys depend on rows by bucket alone, and `key_at` sets the bucket of all rows.
+    # Four rows are enough: keys depend only on the bucket of the rows, which `key_at` sets.
     with kernels_alone(), tuning.collected_keys() as keys, launch.collecting():
         workload.at(4).step(device)()
-    # Plans of calls that were only collected must not be used for calls that run.
+    # The plans of these calls are not compiled, so later calls must not use them.
     tuning.forget()
     return list(map(workload.key_at, keys))
 
 
 def runs_natively(workload: Workload, device: torch.device) -> bool:
-    """Whether the operator uses PyTorch's own at this size, so that there is nothing to tune."""
+    """Return whether PyTorch's own operator runs at this size: then there is nothing to tune."""
     if workload.rows * elements_per_row(workload.spec, workload.shape[1:]) > _SMALL:
         return False
     with tuning.collected_keys() as keys, launch.collecting():
@@ -267,7 +271,7 @@ def runs_natively(workload: Workload, device: torch.device) -> bool:
 
 
 def elements_per_row(spec: Spec, tail: Shape) -> int:
-    """Return the outputs' elements per row, for rows of this shape."""
+    """Return the number of output elements per row, for rows of this shape."""
     return _elements(spec.name, tail)
 
 
@@ -282,9 +286,9 @@ def _elements(name: str, tail: Shape) -> int:
 
 
 def grid(specs: Iterable[Spec], dtypes: Iterable[torch.dtype]) -> list[Workload]:
-    """Return every operator at its family's shapes, with and without dropout.
+    """Return workloads of the operators at their families' shapes, with and without dropout.
 
-    The most common workloads come first, so that a run that is stopped has tuned these.
+    The most common ones come first, so that a run that is stopped has tuned these.
     """
     names, dtypes = {spec.name for spec in specs}, tuple(dtypes)
     workloads: list[Workload] = []
@@ -292,7 +296,8 @@ def grid(specs: Iterable[Spec], dtypes: Iterable[torch.dtype]) -> list[Workload]
         shapes: Grid = family.GRID
         named = [spec for spec in family.SPECS if spec.name in names]
         for spec, dtype in itertools.product(named, dtypes):
-            for tail in shapes.coarse if dtype == torch.float64 else shapes.tails:
+            tails = shapes.coarse if dtype == torch.float64 else shapes.tails
+            for tail in tails:
                 workloads += _cells(spec, tail, dtype, shapes.buckets)
     return sorted(workloads, key=_rank)
 
@@ -306,19 +311,19 @@ def _cells(
         if rows:
             yield Workload(spec, (rows, *tail), dtype)
             if spec.has_dropout:
-                yield Workload(spec, (rows, *tail), dtype, (("p", 0.0),))
+                yield Workload(spec, (rows, *tail), dtype, NO_DROPOUT)
 
 
 def _rows_in(bucket: int, spec: Spec, tail: Shape) -> int:
-    """Return the number of rows for a bucket, or 0 if its least number would be too large."""
-    # 2**28 elements are 1 GiB in fp32; a step has several such tensors, and several sets of them.
+    """Return the number of rows for a bucket, or 0 if even its fewest rows are too many."""
+    # 2**28 elements are 1 GiB in fp32. A step has several such tensors, in several sets.
     most = _MOST_ELEMENTS // elements_per_row(spec, tail)
     rows = min(_ROWS[bucket], most)
     return rows if rows >= BUCKETS[bucket] else 0
 
 
 def _rank(workload: Workload) -> tuple[int, int, int]:
-    """Sort half precision first, narrow rows before wide ones, many rows before few."""
+    """Return a sort key: half precision first, then narrow rows, then many rows."""
     dtype = list(DTYPES.values()).index(workload.dtype)
     wide = elements_per_row(workload.spec, workload.shape[1:]) > 16384
     many = 4096 <= workload.rows < 65536
@@ -329,7 +334,7 @@ def _rank(workload: Workload) -> tuple[int, int, int]:
 
 
 def workload_for(key: TuningKey, device: torch.device) -> Workload | None:
-    """Return the first of the specs' workloads that has the key; None if there is none."""
+    """Return the first workload of an operator that has the key; None if there is none."""
     for workload in _plausible(key):
         if _has_key(workload, key, device):
             return workload
@@ -339,12 +344,13 @@ def workload_for(key: TuningKey, device: torch.device) -> Workload | None:
 def _has_key(workload: Workload, key: TuningKey, device: torch.device) -> bool:
     try:
         return key in keys_of(workload, device)
-    except (TypeError, ValueError, RuntimeError):  # the operator does not accept this combination
+    except (TypeError, ValueError, RuntimeError):
+        # The operator does not accept this combination of arguments.
         return False
 
 
 def _plausible(key: TuningKey) -> Iterator[Workload]:
-    """Yield operators in the key's dtypes, with all variations of their arguments."""
+    """Yield workloads in the key's dtypes, with all variations of their arguments."""
     dtypes = [_OF_ITEMSIZE[size] for size in dict.fromkeys(key.itemsizes)]
     narrowest = _OF_ITEMSIZE[min(key.itemsizes)]
     for family in _tunable():
@@ -371,13 +377,13 @@ def _variations(
         absences += itertools.combinations(optional, count)
     drops: list[_Options] = [()]
     if spec.has_dropout:
-        drops.append((("p", 0.0),))
+        drops.append(NO_DROPOUT)
     recasts: list[_Recast] = [()]
     outs: list[_Options] = [()]
     if len(dtypes) > 1:
         low = min(dtypes, key=lambda dtype: dtype.itemsize)
         high = max(dtypes, key=lambda dtype: dtype.itemsize)
-        # For example a residual stream in fp32 beside activations in bf16.
+        # For example a residual stream in fp32 and activations in bf16.
         recasts = [((name, high),) for name in optional]
         outs += [(("out_dtype", dtype),) for dtype in dtypes]
         # Post-norm blocks under autocast return fp32 outputs, and also half-precision copies.
