@@ -1,4 +1,4 @@
 """Benchmarks of every operator that a ``fusedops.*.spec`` describes.
 
-``python -m benchmarks run``.
+``python -m benchmarks run`` times them; ``python -m benchmarks --help`` lists all commands.
 """

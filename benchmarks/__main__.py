@@ -1,14 +1,16 @@
 """Measures the library, and tabulates, draws and compares the results.
 
-``run`` measures the shapes that have goals and ``check`` compares with those; ``sweep`` measures
-along lines of hidden sizes and of rows; ``models`` measures whole models, ``distributed`` models on
-several GPUs, ``rowwise`` users' functions, ``generated`` operators by hand beside generated ones; ``table`` and ``report`` show what was measured;
-``compare`` names regressions.
+``run`` measures the shapes that have targets, and ``check`` compares the results with the targets.
+``sweep`` measures along lines of hidden sizes and of rows. ``models`` measures whole models,
+``distributed`` models on several GPUs, ``rowwise`` users' functions, and ``generated`` hand-written
+operators and generated ones. ``table`` and ``report`` show the results. ``compare`` lists
+regressions.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import sys
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _lacks_gpu() -> bool:
-    """Whether there is no GPU; prints an error then."""
+    """Returns whether there is no GPU, and prints an error if so."""
     if torch.cuda.is_available():
         return False
     print("benchmarks: needs a GPU; without one nothing is timed", file=sys.stderr)
@@ -73,39 +75,41 @@ def run(options: argparse.Namespace) -> int:
     expected = 0
     for case in _cases(options):
         wanted = _wanted(case, options)
-        if not wanted or (
-            options.resume and path is not None and _measured(case, wanted, path, machine.commit)
-        ):
+        if not wanted:
+            continue
+        if options.resume and path is not None and _measured(case, wanted, path, machine.commit):
             continue
         if options.budget is not None and time.perf_counter() - started > options.budget:
             print(
-                f"stopped before {case}: the budget of {options.budget:.0f} s is spent; --resume goes on from here"
+                f"stopped before {case}: the budget of {options.budget:.0f} s is spent; "
+                "--resume goes on from here"
             )
             break
-        begun = time.perf_counter()
+        case_started = time.perf_counter()
         print(case, flush=True)
         effort = _QUICK if options.quick else timing.Effort()
-        new = run_case(case, Plan(wanted, effort, options.split), machine)
+        new = run_case(case, Plan(wanted, effort, split=options.split), machine)
         expected += sum(provider == "fusedops" for _, provider in wanted)
         rows += new
         if path is not None:
             results.write(path, new)
         print(
-            f"  {time.perf_counter() - begun:.1f} s, {time.perf_counter() - started:.0f} s in all",
+            f"  {time.perf_counter() - case_started:.1f} s, "
+            f"{time.perf_counter() - started:.0f} s in all",
             flush=True,
         )
-    seen = {row.key for row in rows}
-    print(
-        targets.report(v for v in targets.compare(rows) if (*_place(v.target), "fusedops") in seen)
-    )
-    # A row of fusedops that is missing, as it failed or was wrong, is an error; a peer's is not.
-    return 0 if sum(row.provider == "fusedops" for row in rows) == expected else 1
+    ours = {row.key[:-1] for row in rows if row.provider == "fusedops"}
+    verdicts = targets.compare(rows)
+    print(targets.report(v for v in verdicts if v.target.case in ours))
+    # If fusedops failed or was wrong, its row is missing. That is an error; for a peer it is not.
+    count = sum(row.provider == "fusedops" for row in rows)
+    return 0 if count == expected else 1
 
 
 def sweep_all(options: argparse.Namespace) -> int:
     """Measures along lines of hidden sizes, of slices, of rows and of models' widths.
 
-    Compiles ahead on all cores.
+    It compiles ahead on all cores.
     """
     if _lacks_gpu():
         return 2
@@ -133,8 +137,8 @@ def sweep_all(options: argparse.Namespace) -> int:
     return 1 if missing else 0
 
 
-def _rows_at(path: Path, here: str, others: list[str]) -> list[results.Row]:
-    """The file's rows at this commit and at others.
+def _rows_at(path: Path, this_commit: str, others: list[str]) -> list[results.Row]:
+    """Returns the file's rows at this commit and at the others.
 
     The hashes of the others may have more or fewer digits than those in the file.
 
@@ -143,39 +147,43 @@ def _rows_at(path: Path, here: str, others: list[str]) -> list[results.Row]:
     """
     rows = results.read(path)
     in_file = {row.commit for row in rows}
-    wanted = {here}
+    commits = {this_commit}
     for other in others:
         same = {commit for commit in in_file if _same_commit(commit, other)}
         if not same:
             has = ", ".join(sorted(in_file)) or "none at all"
             raise ValueError(f"{path} has no rows at commit {other!r}; it has {has}")
-        wanted |= same
-    return [row for row in rows if row.commit in wanted]
+        commits |= same
+    return [row for row in rows if row.commit in commits]
 
 
 def _same_commit(one: str, other: str) -> bool:
-    """Whether one hash is a prefix of the other, and both or neither end in ``+dirty``."""
-    (long, _, state), (short, _, other_state) = sorted(
-        (one.partition("+"), other.partition("+")), reverse=True
-    )
-    return bool(short) and long.startswith(short) and state == other_state
+    """Returns whether one hash is a prefix of the other, and both or neither end in ``+dirty``."""
+    first, _, first_state = one.partition("+")
+    second, _, second_state = other.partition("+")
+    if not first or not second or first_state != second_state:
+        return False
+    return first.startswith(second) or second.startswith(first)
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Compares two results files, and fails if fusedops became slower, or needs more memory, beyond the threshold."""
+    """Compares two results files.
+
+    Fails if fusedops became slower, or needs more memory, beyond the threshold.
+    """
     try:
-        verdict = comparing.compare(
+        comparison = comparing.compare(
             results.load(options.old), results.load(options.new), options.threshold / 100.0
         )
     except ValueError as error:
         print(f"nothing to compare: {error}", file=sys.stderr)
         return 2
-    print(comparing.report(verdict, _device_of(options.old), _device_of(options.new)))
-    return 1 if verdict.regressions else 0
+    print(comparing.report(comparison, _device_of(options.old), _device_of(options.new)))
+    return 1 if comparison.regressions else 0
 
 
 def report(options: argparse.Namespace) -> int:
-    """Writes the report, and draws its pictures, from the results files."""
+    """Writes the report and draws its pictures from the results files."""
     from . import report as reporting
 
     path = options.output or _DEFAULT
@@ -195,7 +203,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def table(options: argparse.Namespace) -> int:
-    """Prints a results file as Markdown tables, or fills the README's and the operators' pages from it."""
+    """Prints a results file as Markdown tables, or writes them into the README and other pages."""
     from . import table as tables
 
     path = options.output or _DEFAULT
@@ -213,17 +221,20 @@ def table(options: argparse.Namespace) -> int:
 
 
 def filled(page: Path, path: Path) -> str:
-    """A page's text with the tables that its markers ask for, made from a results file and from those beside it."""
+    """Returns a page's text with the tables for its markers.
+
+    The tables are of a results file and of others in the same folder.
+    """
     from . import table as tables
 
-    def content(what: str) -> str:
-        first, *others = what.split()
+    def content(marker: str) -> str:
+        first, *others = marker.split()
         if first == "distributed":
             return several_gpus.markdown(path.parent)
         if first == "models":
             return model_pages.summary(path.with_name(f"models_{path.name}"))
         if first == "compile":
-            # Of the file's device, or of the one that is named after the word.
+            # The results of the device that the marker names, or else of the file's.
             name = f"{others[0] if others else path.stem}.csv"
             return model_pages.compiled(
                 path.with_name(f"models_{name}"), path.with_name(f"compile_{name}")
@@ -237,6 +248,7 @@ def filled(page: Path, path: Path) -> str:
 
 
 def _filled_pages() -> list[Path]:
+    """Returns the pages that have markers."""
     return [
         page
         for page in (_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md")))
@@ -245,7 +257,7 @@ def _filled_pages() -> list[Path]:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Prints each target with its result; fails if one is missed or absent."""
+    """Prints each target with its result. Fails if one is missed or has no result."""
     verdicts = targets.compare(results.load(options.output or _DEFAULT))
     print(targets.report(verdicts))
     return 0 if all(verdict.met for verdict in verdicts) else 1
@@ -281,8 +293,8 @@ def _parser() -> argparse.ArgumentParser:
     runs.add_argument(
         "--split",
         action="store_true",
-        help="all forwards before all backwards, so that what a forward "
-        "kept has left the L2; writes no file unless --output names one",
+        help="all forwards before all backwards, so that saved tensors "
+        "are not in the L2; writes no file unless --output names one",
     )
     runs.add_argument(
         "--budget", type=float, metavar="SECONDS", help="start no new case after this long"
@@ -349,8 +361,8 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
         "--resume",
         nargs="*",
         metavar="COMMIT",
-        help="skip what the file has at this commit, or at these "
-        "as the file writes them, if no kernel changed since",
+        help="skip what the file has at this commit, or at these commits, "
+        "for example if no kernel has changed since",
     )
     parser.add_argument(
         "--output", type=Path, metavar="CSV", help="default: results/sweep_<device>.csv"
@@ -358,10 +370,10 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
 
 
 def _output(options: argparse.Namespace, device: str) -> Path | None:
-    """The file for the rows; None for the terminal only.
+    """Returns the file for the rows, or None to print them only.
 
-    Without --output, rows of --quick and --split are not written: they are less exact, or measured
-    in another way, than those in the device's file.
+    Without --output, rows of --quick and --split are not written: they are less exact than those in
+    the device's file, or measured in another way.
     """
     if options.output is not None:
         return Path(options.output)
@@ -371,12 +383,12 @@ def _output(options: argparse.Namespace, device: str) -> Path | None:
 
 
 def _device_of(path: Path) -> str:
-    """A results file's device, from its name."""
+    """Returns a results file's device, from the file's name."""
     return path.stem.removeprefix("sweep_").replace("_", " ").upper()
 
 
 def _specs(options: argparse.Namespace) -> list[Spec]:
-    """The named operators' specs, or all."""
+    """Returns the specs of the named operators, or all specs."""
     specs = discover()
     for name in options.op or ():
         if name not in {spec.name for spec in specs}:
@@ -387,38 +399,38 @@ def _specs(options: argparse.Namespace) -> list[Spec]:
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
+    """Returns the cases to time."""
     specs = _specs(options)
     result = list(cases(specs, options.op, options.shape, options.dtype))
-    if options.quick and not (options.op or options.shape or options.dtype):
-        wanted = {(t.op, t.shape, t.dtype) for t in targets.TARGETS}
-        result = [case for case in result if (case.op, case.shape, case.dtype_name) in wanted]
+    is_named = options.op or options.shape or options.dtype
+    if options.quick and not is_named:
+        with_target = {(t.op, t.shape, t.dtype) for t in targets.TARGETS}
+        result = [case for case in result if (case.op, case.shape, case.dtype_name) in with_target]
     return result
 
 
 def _wanted(case: Case, options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
-    """The (mode, provider) pairs to time."""
+    """Returns the (mode, provider) pairs to time."""
     named = options.provider is not None
     names = options.provider if named else _default_providers(case, quick=options.quick)
     present = [name for name in names if build(name, case.spec) is not None]
     modes = [mode for mode in options.mode or MODES if mode in case.modes]
-    return tuple((m, n) for m in modes for n in present if worthwhile(n, case, m, named=named))
+    pairs = itertools.product(modes, present)
+    return tuple((mode, name) for mode, name in pairs if worthwhile(name, case, mode, named=named))
 
 
 def _default_providers(case: Case, *, quick: bool) -> tuple[str, ...]:
-    """The providers to time where none is named."""
+    """Returns the providers to time if none is named."""
     if not quick:
         return tuple(PROVIDERS)
-    # The target of a launch-bound case is a ratio to eager's host time.
+    # The target of a launch-bound case is a multiple of eager's host time.
     return ("fusedops", "eager") if case.launch_bound else ("fusedops",)
 
 
 def _measured(case: Case, wanted: Sequence[tuple[str, str]], path: Path, commit: str) -> bool:
-    here = {row.key for row in results.read(path) if row.commit == commit}
-    return all((case.op, case.shape, case.dtype_name, *pair) in here for pair in wanted)
-
-
-def _place(target: targets.Target) -> tuple[str, str, str, str]:
-    return (target.op, target.shape, target.dtype, target.mode)
+    """Returns whether the file has all wanted rows of a case at the commit."""
+    keys = {row.key for row in results.read(path) if row.commit == commit}
+    return all((case.op, case.shape, case.dtype_name, *pair) in keys for pair in wanted)
 
 
 if __name__ == "__main__":

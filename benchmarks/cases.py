@@ -1,4 +1,4 @@
-"""Which operators, shapes and dtypes there are to time: read off the specs of every family."""
+"""The cases to time: operators, shapes and dtypes, from the specs of every family."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODES = ("fwd", "fwd_bwd")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The results file's name of a dtype."""
+    """Returns the name of a dtype in results files."""
     return next(name for name, known in DTYPES.items() if known == dtype)
 
 
@@ -49,27 +49,27 @@ class Case:
 
     @property
     def shape(self) -> str:
-        """The results file's name of the shape."""
+        """The name of the shape in results files."""
         return "x".join(map(str, self.sides))
 
     @property
     def dtype_name(self) -> str:
-        """The results file's name of the dtype."""
+        """The name of the dtype in results files."""
         return dtype_name(self.dtype)
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """The modes there are to time."""
+        """The modes to time."""
         return MODES[:1] if self.spec.exact else MODES
 
     @property
     def elements(self) -> int:
-        """How many elements the shape has."""
+        """The number of elements of the shape."""
         return elements(self.shape)
 
     @property
     def launch_bound(self) -> bool:
-        """Whether the tensors are so small that the host's time is what counts."""
+        """Whether the tensors are so small that the host's time determines the time of a call."""
         return self.elements <= 1 << 16
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class Case:
 
 
 def discover() -> tuple[Spec, ...]:
-    """The specs of all families, so that a new family is timed without a line here."""
+    """Returns the specs of all families, new ones included."""
     specs: list[Spec] = []
     for module in pkgutil.iter_modules(fusedops.__path__):
         name = f"fusedops.{module.name}.spec"
@@ -92,17 +92,17 @@ def cases(
     shapes: Iterable[str] | None = None,
     dtypes: Iterable[str] | None = None,
 ) -> Iterator[Case]:
-    """The specs' cases, narrowed to the named operators, shapes and dtypes; None means all."""
-    wanted_ops, wanted_shapes, wanted_dtypes = (
-        None if w is None else set(w) for w in (ops, shapes, dtypes)
+    """Yields the specs' cases with the named operators, shapes and dtypes; None means all."""
+    named_ops, named_shapes, named_dtypes = (
+        None if names is None else set(names) for names in (ops, shapes, dtypes)
     )
     for spec in specs:
         for sides, dtype in spec.shapes:
             case = Case(spec, sides, dtype)
-            if wanted_ops is not None and case.op not in wanted_ops:
+            if named_ops is not None and case.op not in named_ops:
                 continue
-            if wanted_shapes is not None and case.shape not in wanted_shapes:
+            if named_shapes is not None and case.shape not in named_shapes:
                 continue
-            if wanted_dtypes is not None and case.dtype_name not in wanted_dtypes:
+            if named_dtypes is not None and case.dtype_name not in named_dtypes:
                 continue
             yield case

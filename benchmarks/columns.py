@@ -1,6 +1,6 @@
-"""The results as a reader compares them.
+"""The columns in which tables and charts show results: fusedops, and each kind of peer.
 
-One column for fusedops and each kind of peer, the same colour everywhere.
+A column has the same colour everywhere.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ __all__ = [
     "COLUMNS",
     "MODE_NAMES",
     "PROVIDER_NAMES",
-    "Place",
+    "CaseKey",
     "best",
-    "by_place",
+    "by_case",
     "every",
     "launch_bound",
     "sized",
 ]
 
-Place = tuple[str, str, str, str]  # op, shape, dtype, mode
+# Operator, shape, dtype and mode. A row's `key` has the provider too.
+CaseKey = tuple[str, str, str, str]
 
-# A column is the best of its providers.
+# The providers of each column, which shows the best of them.
 COLUMNS = {
     "fusedops": ("fusedops",),
     "eager": ("eager", "eager_combined"),
     "torch.compile": ("compile", "compile_max_autotune"),
     "Liger-Kernel": ("liger",),
 }
-# Okabe and Ito's, which colour-blind readers can tell apart.
+# From the palette of Okabe and Ito, whose colours colour-blind readers can distinguish.
 COLOURS = {
     "fusedops": "#D55E00",
     "eager": "#8C8C8C",
@@ -53,30 +54,33 @@ MODE_NAMES = {"fwd": "forward", "fwd_bwd": "forward + backward"}
 
 
 def launch_bound(row: Row) -> bool:
-    """Whether the tensors are so small that the host's time is what counts."""
+    """Returns whether the tensors are so small that the host's time determines a call's time."""
     return elements(row.shape) <= 1 << 16
 
 
 def sized(shape: str) -> str:
-    """A shape as a reader sees it, with spaces at which no line is broken."""
+    """Returns a shape for display, with multiplication signs and non-breaking spaces."""
     return re.sub(r"([x+])", "\u00a0\\1\u00a0", shape).replace("x", "\u00d7")
 
 
-def by_place(rows: Iterable[Row]) -> dict[Place, dict[str, Row]]:
-    """The rows of each operator, shape, dtype and mode by provider, in the rows' order."""
-    places: dict[Place, dict[str, Row]] = {}
+def by_case(rows: Iterable[Row]) -> dict[CaseKey, dict[str, Row]]:
+    """Returns the rows of each operator, shape, dtype and mode by provider, in the rows' order."""
+    cases: dict[CaseKey, dict[str, Row]] = {}
     for row in rows:
-        places.setdefault((row.op, row.shape, row.dtype, row.mode), {})[row.provider] = row
-    return places
+        key = (row.op, row.shape, row.dtype, row.mode)
+        cases.setdefault(key, {})[row.provider] = row
+    return cases
 
 
-def best(seen: dict[str, Row], column: str, by: str = "gpu_us") -> Row | None:
-    """The column's provider with the least of a figure, if it has any."""
-    return min(
-        (seen[p] for p in COLUMNS[column] if p in seen), key=operator.attrgetter(by), default=None
-    )
+def best(by_provider: dict[str, Row], column: str, by: str = "gpu_us") -> Row | None:
+    """Returns the row of the column's best provider; None if there is no row.
+
+    The best provider has the least value of the field ``by``.
+    """
+    rows = [by_provider[name] for name in COLUMNS[column] if name in by_provider]
+    return min(rows, key=operator.attrgetter(by), default=None)
 
 
 def every(rows: Iterable[object], field: str) -> str:
-    """All values of a field, in order of appearance."""
+    """Returns all values of a field as text, in order of appearance."""
     return ", ".join(dict.fromkeys(str(getattr(row, field)) for row in rows))

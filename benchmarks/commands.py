@@ -1,4 +1,7 @@
-"""Commands that have a results file of their own: they print its table, or measure on the GPU."""
+"""The parts that commands with a results file of their own share.
+
+Such a command measures on the GPU and prints the file's table, or only prints the table.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ Table = Callable[[Sequence[results.Row]], str]
 
 
 def add_options(parser: argparse.ArgumentParser, name: str) -> None:
-    """The options that these commands share."""
+    """Adds the options that these commands share."""
     add_jobs(parser)
     parser.add_argument(
         "--output", type=Path, metavar="CSV", help=f"default: results/{name}_<device>.csv"
@@ -33,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:
-    """The option of how many processes compile ahead."""
+    """Adds the option for the number of processes that compile ahead."""
     parser.add_argument(
         "--jobs",
         type=int,
@@ -43,21 +46,21 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
 
 
 def jobs(options: argparse.Namespace) -> int:
-    """How many processes compile ahead."""
+    """Returns the number of processes that compile ahead."""
     return (os.cpu_count() or 1) if options.jobs is None else int(options.jobs)
 
 
 def run(name: str, options: argparse.Namespace, table: Table, measure: Measure) -> int:
-    """Prints the table of the file, after measuring into it unless only the table is wanted.
+    """Measures, unless the options ask only for the table, and prints the table of the file.
 
     Args:
-        name: of the command, with which the file's name begins.
-        options: of the command line.
-        table: of rows.
+        name: the command's name; the default file's name starts with it.
+        options: the command line's options.
+        table: returns the table of rows.
         measure: writes rows into the file, and returns the exit status.
 
     Returns:
-        the exit status: 2 where there is no GPU.
+        The exit status: 2 without a GPU.
     """
     if options.table:
         print(table(results.load(options.output or _RESULTS / f"{name}_nvidia_h200.csv")))

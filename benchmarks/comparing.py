@@ -1,8 +1,8 @@
-"""Two results files against each other: what became slower or larger, before a release.
+"""Compares two results files before a release: which cases became slower or need more memory.
 
-A file holds one figure a case, so that its noise is not in it. But both files hold eager's figure
-too, and as long as PyTorch is the same that is a control: what moved eager at the same case moved
-the machine, not the library.
+A file has one figure per case, so it does not tell the noise. But both files have a figure of eager
+PyTorch too. If both were measured with the same PyTorch, that is a control: what changed eager is a
+change of the machine, not of the library.
 """
 
 from __future__ import annotations
@@ -12,24 +12,30 @@ import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .columns import Place, by_place, every, launch_bound
+from .columns import CaseKey, by_case, every, launch_bound
 from .results import Row
 
 __all__ = ["Change", "Comparison", "compare", "report"]
 
 _METRICS = {"gpu_us": "GPU time", "loop_us": "host time", "peak_mib": "peak memory"}
 _UNITS = {"gpu_us": "us", "loop_us": "us", "peak_mib": "MiB"}
-_SLACK_MIB = 0.01  # what an allocator's granularity and the file's rounding may differ by
+# Memory may differ by this much because of the allocator's granularity and the file's rounding.
+_SLACK_MIB = 0.01
 
 
 @dataclass(frozen=True)
 class Change:
     """One figure of fusedops in both files.
 
-    ``control`` is eager's new over old there, where PyTorch is the same.
+    Attributes:
+        case: the operator, shape, dtype and mode.
+        metric: the row's field.
+        old: the figure in the old file.
+        new: the figure in the new file.
+        control: eager's new figure over its old one; None if PyTorch is not the same.
     """
 
-    place: Place
+    case: CaseKey
     metric: str
     old: float
     new: float
@@ -37,12 +43,14 @@ class Change:
 
     @property
     def ratio(self) -> float:
-        """New over old: above one is worse."""
-        return self.new / self.old if self.old else math.inf if self.new else 1.0
+        """The new figure over the old one: above one is worse."""
+        if self.old:
+            return self.new / self.old
+        return math.inf if self.new else 1.0
 
     @property
     def net(self) -> float:
-        """The ratio, less what eager became slower by at the same time."""
+        """The ratio, divided by eager's if eager became slower."""
         return self.ratio / max(1.0, self.control or 1.0)
 
 
@@ -50,8 +58,8 @@ class Change:
 class Comparison:
     """The result of `compare`.
 
-    A change for the worse is doubtful if less than the threshold remains of it after that of eager,
-    whose code is the same in both files; else it is a regression.
+    A change for the worse is a regression if its `Change.net` is beyond the threshold too. Else it
+    is doubtful: eager, whose code is the same in both files, became slower as well.
     """
 
     threshold: float
@@ -59,13 +67,13 @@ class Comparison:
     regressions: list[Change]
     doubtful: list[Change]
     improvements: list[Change]
-    vanished: list[Place]
-    added: list[Place]
+    vanished: list[CaseKey]
+    added: list[CaseKey]
     notes: list[str]
 
 
 def compare(old: Iterable[Row], new: Iterable[Row], threshold: float) -> Comparison:
-    """Holds fusedops' rows of one file against the other's.
+    """Compares the rows of fusedops in two files.
 
     ``threshold`` is a fraction, 0.03 for 3%.
 
@@ -73,104 +81,116 @@ def compare(old: Iterable[Row], new: Iterable[Row], threshold: float) -> Compari
         ValueError: the files have no case of fusedops in common.
     """
     old, new = list(old), list(new)
-    before, after = by_place(old), by_place(new)
-    ours_before, ours_after = (
-        [p for p, seen in places.items() if "fusedops" in seen] for places in (before, after)
-    )
-    common = [place for place in ours_before if place in set(ours_after)]
+    before, after = by_case(old), by_case(new)
+    ours_before = [case for case, rows in before.items() if "fusedops" in rows]
+    ours_after = [case for case, rows in after.items() if "fusedops" in rows]
+    vanished = [case for case in ours_before if case not in set(ours_after)]
+    added = [case for case in ours_after if case not in set(ours_before)]
+    common = [case for case in ours_before if case in set(ours_after)]
     if not common:
         raise ValueError("the files have no case of fusedops in common")
-    same = all(every(old, field) == every(new, field) for field in ("torch", "triton"))
-    changes = [
-        c for place in common for c in _changes(place, before[place], after[place], controlled=same)
-    ]
-    worse = [c for c in changes if _beyond(c, c.ratio, threshold)]
+    has_control = all(every(old, field) == every(new, field) for field in ("torch", "triton"))
+    changes: list[Change] = []
+    for case in common:
+        changes += _changes(case, before[case], after[case], has_control=has_control)
+    regressions: list[Change] = []
+    doubtful: list[Change] = []
+    improvements: list[Change] = []
+    for change in changes:
+        if _beyond(change, change.ratio, threshold):
+            is_regression = _beyond(change, change.net, threshold)
+            (regressions if is_regression else doubtful).append(change)
+        elif _beyond(change, 1.0 / max(change.ratio, 1e-9), threshold):
+            improvements.append(change)
+    pairs = [(before[case]["fusedops"], after[case]["fusedops"]) for case in common]
     return Comparison(
-        threshold,
-        changes,
-        sorted((c for c in worse if _beyond(c, c.net, threshold)), key=lambda c: -c.net),
-        sorted((c for c in worse if not _beyond(c, c.net, threshold)), key=lambda c: -c.ratio),
-        sorted(
-            (c for c in changes if _beyond(c, 1.0 / max(c.ratio, 1e-9), threshold)),
-            key=lambda c: c.ratio,
-        ),
-        [place for place in ours_before if place not in set(ours_after)],
-        [place for place in ours_after if place not in set(ours_before)],
-        list(_notes(old, new, [(before[p]["fusedops"], after[p]["fusedops"]) for p in common])),
+        threshold=threshold,
+        changes=changes,
+        regressions=sorted(regressions, key=lambda change: -change.net),
+        doubtful=sorted(doubtful, key=lambda change: -change.ratio),
+        improvements=sorted(improvements, key=lambda change: change.ratio),
+        vanished=vanished,
+        added=added,
+        notes=list(_notes(old, new, pairs)),
     )
 
 
-def report(found: Comparison, old_device: str, new_device: str) -> str:
+def report(comparison: Comparison, old_device: str, new_device: str) -> str:
     """Returns the comparison as text for the terminal."""
     lines = []
     if old_device != new_device:
         lines.append(f"NOTE: the files are named for {old_device} and for {new_device}")
-    lines += [f"NOTE: {note}" for note in found.notes]
-    percent = f"{100 * found.threshold:g}%"
-    lines += _listed(f"{len(found.regressions)} regressions beyond {percent}", found.regressions)
+    lines += [f"NOTE: {note}" for note in comparison.notes]
+    percent = f"{100 * comparison.threshold:g}%"
+    regressions, doubtful = comparison.regressions, comparison.doubtful
+    lines += _listed(f"{len(regressions)} regressions beyond {percent}", regressions)
     lines += _listed(
-        f"{len(found.doubtful)} doubtful: eager, whose code is the same, became slower there too; "
+        f"{len(doubtful)} doubtful: eager, whose code is the same, became slower there too; "
         "measure again",
-        found.doubtful,
+        doubtful,
     )
     lines += _listed(
-        f"{len(found.improvements)} improvements beyond {percent}; the largest",
-        found.improvements[:5],
+        f"{len(comparison.improvements)} improvements beyond {percent}; the largest",
+        comparison.improvements[:5],
     )
     for metric, name in _METRICS.items():
-        ratios = [c.ratio for c in found.changes if c.metric == metric and 0.0 < c.ratio < math.inf]
-        if ratios:
-            controls = [
-                abs(c.control - 1.0)
-                for c in found.changes
-                if c.metric == metric and c.control is not None
-            ]
-            noise = (
-                f"; eager moved by {100 * statistics.median(controls):.1f}% (median)"
-                if controls
-                else ""
-            )
-            mean = statistics.geometric_mean(ratios)
-            lines.append(
-                f"{name}: new over old {mean:.3f} (geometric mean of {len(ratios)} cases){noise}"
-            )
-    for what, places in (("vanished from", found.vanished), ("are new in", found.added)):
-        if places:
-            lines.append(f"{len(places)} cases {what} the new file:")
-            lines += [f"  {' '.join(place)}" for place in places]
+        changes = [change for change in comparison.changes if change.metric == metric]
+        lines += _mean_line(name, changes)
+    for verb, cases in (("vanished from", comparison.vanished), ("are new in", comparison.added)):
+        if cases:
+            lines.append(f"{len(cases)} cases {verb} the new file:")
+            lines += [f"  {' '.join(case)}" for case in cases]
     return "\n".join(lines)
 
 
+def _mean_line(name: str, changes: list[Change]) -> Iterator[str]:
+    """Yields a line with the mean of a metric's changes, if it has any."""
+    ratios = [change.ratio for change in changes if 0.0 < change.ratio < math.inf]
+    if not ratios:
+        return
+    controls = [abs(change.control - 1.0) for change in changes if change.control is not None]
+    noise = ""
+    if controls:
+        noise = f"; eager moved by {100 * statistics.median(controls):.1f}% (median)"
+    mean = statistics.geometric_mean(ratios)
+    yield f"{name}: new over old {mean:.3f} (geometric mean of {len(ratios)} cases){noise}"
+
+
 def _changes(
-    place: Place, before: dict[str, Row], after: dict[str, Row], *, controlled: bool
+    case: CaseKey, before: dict[str, Row], after: dict[str, Row], *, has_control: bool
 ) -> Iterator[Change]:
+    """Yields the changes of a case, from its rows by provider in both files."""
     old, new = before["fusedops"], after["fusedops"]
     for metric in _METRICS:
         if metric == "loop_us" and not launch_bound(new):
-            continue  # there the loop waits for the GPU
+            continue  # the loop of large tensors waits for the GPU
         control = None
-        if controlled and metric != "peak_mib" and "eager" in before and "eager" in after:
+        has_eager = "eager" in before and "eager" in after
+        if has_control and has_eager and metric != "peak_mib":
             control = getattr(after["eager"], metric) / getattr(before["eager"], metric)
-        yield Change(place, metric, getattr(old, metric), getattr(new, metric), control)
+        yield Change(case, metric, getattr(old, metric), getattr(new, metric), control)
 
 
 def _beyond(change: Change, ratio: float, threshold: float) -> bool:
+    """Returns whether a ratio of a change is beyond the threshold."""
     if change.metric == "peak_mib" and abs(change.new - change.old) <= _SLACK_MIB:
         return False
     return ratio > 1.0 + threshold
 
 
 def _notes(old: list[Row], new: list[Row], pairs: list[tuple[Row, Row]]) -> Iterator[str]:
+    """Yields what else differs between the files; ``pairs`` are rows of fusedops in both."""
     for field in ("torch", "triton"):
         if every(old, field) != every(new, field):
             yield f"{field} is {every(old, field)} in the old file, {every(new, field)} in the new one"
-    # Of an operator that need not move its tensors, such as a ban of n-grams in place, it is 0.
+    # The floor is 0 for an operator that need not move its tensors, such as an in-place ban of
+    # n-grams.
     ratios = [after.floor_us / before.floor_us for before, after in pairs if before.floor_us]
     floors = statistics.median(ratios) if ratios else 1.0
     if abs(floors - 1.0) > 0.01:
         yield (
-            f"the floor is {floors:.3f} times the old one: another device, another copy bandwidth, or other bytes "
-            "counted"
+            f"the floor is {floors:.3f} times the old one: another device, another copy bandwidth, "
+            "or other bytes counted"
         )
 
 
@@ -179,7 +199,7 @@ def _listed(title: str, changes: list[Change]) -> list[str]:
 
 
 def _line(change: Change) -> str:
-    op, shape, dtype, mode = change.place
+    op, shape, dtype, mode = change.case
     unit = _UNITS[change.metric]
     control = "" if change.control is None else f"  eager {100 * (change.control - 1.0):+.1f}%"
     return (

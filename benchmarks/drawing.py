@@ -1,8 +1,7 @@
-"""Draws charts as SVG, at a size that a phone shows whole.
+"""Draws charts as SVG files that fit a phone's screen.
 
-The text is ink of the page's colour, on no ground.
-
-A column has the same colour and marker in all pictures.
+The background is transparent, and text and lines have the colour of the page's text. A column has
+the same colour and marker in all pictures.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ __all__ = ["digest_of", "draw"]
 
 _MARKERS = {"fusedops": "o", "eager": "s", "torch.compile": "^", "Liger-Kernel": "D"}
 _NAMES = {"eager": "PyTorch eager"}
-# Stands for the page's text colour, which a style sheet in the file gives: a viewer's dark mode has
-# light ink.
+# `_save` replaces this colour by the text colour, which the file's style sheet sets: it is light in
+# a viewer's dark mode.
 _INK = "#010203"
 _SHEET = "<style>svg{color:#24292f}@media (prefers-color-scheme:dark){svg{color:#d6dae0}}</style>"
 _STYLE: Any = {
@@ -31,8 +30,8 @@ _STYLE: Any = {
     "axes.titlesize": 8.0,
     "axes.linewidth": 0.6,
     "grid.linewidth": 0.5,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "fusedops",  # text as text, and the same file for the same chart
+    "svg.fonttype": "none",  # text as text, not as paths
+    "svg.hashsalt": "fusedops",  # so that the same chart gives the same file
     **dict.fromkeys(
         (
             "text.color",
@@ -45,10 +44,11 @@ _STYLE: Any = {
         _INK,
     ),
 }
+# Possible ticks of an axis of ratios.
 _RATIOS = (0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256)
 _WIDTH = 4.5  # inches
-_ENLARGED = 1.7  # CSS pixels of a point
-_ACROSS = 2
+_PIXELS_PER_POINT = 1.7  # CSS pixels
+_ACROSS = 2  # panels side by side
 _DIGEST = re.compile(r"data ([0-9a-f]{64})")
 
 
@@ -63,19 +63,19 @@ def draw(chart: Chart, path: Path) -> None:
 
 
 def digest_of(path: Path) -> str:
-    """The digest of the chart that a picture shows.
+    """Returns the digest of the chart that a picture shows.
 
-    Empty for a file that ``draw`` did not write.
+    It is empty for a file that ``draw`` did not write.
     """
     result = _DIGEST.search(path.read_text(encoding="utf-8"))
     return result[1] if result else ""
 
 
 def _dots(chart: Dots, path: Path) -> None:
-    """A line an operator with its name above it, so that long names take no width."""
+    """Draws a row for each operator, with its name above, so that long names take no width."""
     values = [value for dots in chart.groups.values() for value in dots.values()]
-    # Where a few values are far above the median, only a logarithm shows the rest.
-    wide = max(values) > 8 * sorted(values)[len(values) // 2]
+    # If a few values are far above the median, only a logarithmic axis shows the others.
+    is_logarithmic = max(values) > 8 * sorted(values)[len(values) // 2]
     with _figure(1, 1, (_WIDTH, 0.36 * len(chart.groups) + 0.95), chart, path) as (figure, (axis,)):
         for y, (name, dots) in enumerate(chart.groups.items()):
             axis.axhline(y, color=_INK, alpha=0.15, linewidth=0.6)
@@ -83,15 +83,15 @@ def _dots(chart: Dots, path: Path) -> None:
                 0.0, y - 0.28, name, transform=axis.get_yaxis_transform(), va="bottom", fontsize=8
             )
             for column, value in dots.items():
-                ours = column == "fusedops"
-                # The others are smaller and in front, so that none is hidden where they are equal.
+                is_ours = column == "fusedops"
+                # The peers' markers are smaller and in front, so that equal values do not hide one.
                 axis.plot(
                     value,
                     y,
                     _MARKERS[column],
                     color=COLOURS[column],
-                    markersize=7.5 if ours else 4.5,
-                    zorder=2 if ours else 3,
+                    markersize=7.5 if is_ours else 4.5,
+                    zorder=2 if is_ours else 3,
                     linestyle="none",
                     label=_NAMES.get(column, column),
                 )
@@ -107,7 +107,7 @@ def _dots(chart: Dots, path: Path) -> None:
                 )
         if chart.mark is not None:
             axis.axvline(chart.mark, color=_INK, linewidth=0.8, linestyle="dashed")
-        if wide:
+        if is_logarithmic:
             axis.set_xscale("log")
             axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         else:
@@ -121,18 +121,15 @@ def _dots(chart: Dots, path: Path) -> None:
 
 
 def _grid(chart: Lines, path: Path) -> None:
-    """A panel a line of the sweep, one legend for all."""
-    style: Callable[[Any, Panel], None] = (
-        _bandwidth(chart) if chart.kind == "bandwidth" else _speed_up
-    )
+    """Draws a panel for each line of the sweep, and one legend for all."""
+    is_bandwidth = chart.kind == "bandwidth"
+    style: Callable[[Any, Panel], None] = _bandwidth(chart) if is_bandwidth else _speed_up
     down, across = math.ceil(len(chart.panels) / _ACROSS), min(_ACROSS, len(chart.panels))
-    with _figure(down, across, (_WIDTH * across / _ACROSS, 1.65 * down + 0.75), chart, path) as (
-        figure,
-        cells,
-    ):
+    size = (_WIDTH * across / _ACROSS, 1.65 * down + 0.75)
+    with _figure(down, across, size, chart, path) as (figure, cells):
         for axis, panel in zip(cells, chart.panels, strict=False):
             for column, points in panel.series.items():
-                ours = column == "fusedops"
+                is_ours = column == "fusedops"
                 xs, ys = zip(*points, strict=True)
                 axis.plot(
                     xs,
@@ -140,8 +137,8 @@ def _grid(chart: Lines, path: Path) -> None:
                     color=COLOURS[column],
                     marker=_MARKERS[column],
                     markersize=3,
-                    zorder=3 if ours else 2,
-                    linewidth=1.8 if ours else 1.1,
+                    zorder=3 if is_ours else 2,
+                    linewidth=1.8 if is_ours else 1.1,
                     label=_NAMES.get(column, column),
                 )
             style(axis, panel)
@@ -156,9 +153,9 @@ def _grid(chart: Lines, path: Path) -> None:
 
 
 def _bandwidth(chart: Lines) -> Callable[[Any, Panel], None]:
-    """The roofline dashed; all panels have the same vertical axis."""
-    seen = [y for panel in chart.panels for points in panel.series.values() for _, y in points]
-    top = max([*seen, *(panel.level for panel in chart.panels)])
+    """Returns a function that styles a panel: the roofline dashed, one vertical axis for all."""
+    values = [y for panel in chart.panels for points in panel.series.values() for _, y in points]
+    top = max([*values, *(panel.level for panel in chart.panels)])
 
     def style(axis: Any, panel: Panel) -> None:
         axis.axhline(panel.level, color=_INK, linewidth=0.9, linestyle="dashed", label="roofline")
@@ -166,29 +163,33 @@ def _bandwidth(chart: Lines) -> Callable[[Any, Panel], None]:
             axis.set_yscale("log")
             axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
             axis.set_yticks([], minor=True)
-        axis.set_ylim(min(seen) / 1.5 if chart.wide else 0.0, top * (1.5 if chart.wide else 1.1))
+            axis.set_ylim(min(values) / 1.5, top * 1.5)
+        else:
+            axis.set_ylim(0.0, top * 1.1)
 
     return style
 
 
 def _speed_up(axis: Any, panel: Panel) -> None:
-    """Grey where fusedops loses."""
-    seen = [y for points in panel.series.values() for _, y in points]
-    low, high = min([0.8, *(y / 1.1 for y in seen)]), max([2.2, *(y * 1.15 for y in seen)])
+    """Styles a panel of speed-ups: the part in which a peer is faster is grey."""
+    values = [y for points in panel.series.values() for _, y in points]
+    low = min([0.8, *(y / 1.1 for y in values)])
+    high = max([2.2, *(y * 1.15 for y in values)])
     axis.axhspan(low / 4, panel.level, color=_INK, alpha=0.12, linewidth=0)
     axis.axhline(
         panel.level, color=_INK, linewidth=0.9, linestyle="dashed", label="as fast as fusedops"
     )
     axis.set_yscale("log", base=2)
     ticks = [tick for tick in _RATIOS if low <= tick <= high]
-    ticks = ticks if len(ticks) <= 6 else [tick for tick in ticks if math.log2(tick).is_integer()]
+    if len(ticks) > 6:
+        ticks = [tick for tick in ticks if math.log2(tick).is_integer()]
     axis.set_yticks(ticks, [f"{tick:g}×" for tick in ticks])  # noqa: RUF001
     axis.set_yticks([], minor=True)
     axis.set_ylim(low, high)
 
 
 def _number_axis(axis: Any, xs: Sequence[int]) -> None:
-    """A logarithm with plain numbers, no more of them than fit."""
+    """Makes the horizontal axis logarithmic, with plain numbers, as many as fit."""
     powers = [x for x in xs if x & (x - 1) == 0]
     step = math.ceil(len(powers) / 4)
     axis.set_xscale("log", base=2)
@@ -198,7 +199,7 @@ def _number_axis(axis: Any, xs: Sequence[int]) -> None:
 
 
 def _legend(figure: Any, axes: Sequence[Any], title: str) -> None:
-    """Title and legend, once for all panels, the columns in their order."""
+    """Adds the title and one legend for all panels, with the columns in their order."""
     handles = {
         name: handle
         for axis in axes
@@ -223,7 +224,7 @@ def _legend(figure: Any, axes: Sequence[Any], title: str) -> None:
 def _figure(
     down: int, across: int, size: tuple[float, float], chart: Chart, path: Path
 ) -> Iterator[tuple[Any, list[Any]]]:
-    """A figure and its cells, written to the path in the end."""
+    """Context manager: a figure and its axes. At the end it writes the figure to the path."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -243,7 +244,7 @@ def _figure(
 
 
 def _save(figure: Any, chart: Chart, path: Path) -> None:
-    """As SVG with the chart's digest, and the ink's colour left to the page."""
+    """Writes the figure as SVG with the chart's digest, and with the page's text colour."""
     drawn = io.StringIO()
     about = {"Creator": None, "Date": None, "Description": f"data {chart.digest()}"}
     figure.savefig(drawn, format="svg", transparent=True, metadata=about)
@@ -258,12 +259,12 @@ def _save(figure: Any, chart: Chart, path: Path) -> None:
 
 
 def _enlarged(root: str) -> str:
-    """The root element at the size at which a wide page shows the picture.
+    """Returns the root element with the size of the picture on a wide page.
 
-    A narrow one shrinks it.
+    A narrow page shrinks it.
     """
     return re.sub(
         r'(width|height)="([\d.]+)pt"',
-        lambda match: f'{match[1]}="{_ENLARGED * float(match[2]):.0f}"',
+        lambda match: f'{match[1]}="{_PIXELS_PER_POINT * float(match[2]):.0f}"',
         root,
     )

@@ -1,4 +1,4 @@
-"""The roofline: the least time in which the bytes that must move can move."""
+"""The roofline: the least time in which the unavoidable bytes can be read and written."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["bytes_moved", "floor_us"]
 
 
 def bytes_moved(spec: Spec, elements: int, dtype: torch.dtype, mode: str) -> int:
-    """Bytes of the ``(M, N)`` tensors of so many elements that one call must read or write.
+    """Returns the bytes that one call must read or write, of tensors ``(M, N)`` with ``elements``.
 
-    Parameters and row statistics are left out, for every provider alike: they are O(M + N).
+    Parameters and row statistics are not counted, for any provider: they are O(M + N).
     """
     return spec.passes[mode] * elements * dtype.itemsize
 
 
 def floor_us(moved: int, bandwidth: float) -> float:
-    """Microseconds to move so many bytes at ``bandwidth`` bytes a second."""
+    """Returns the microseconds to move this many bytes at ``bandwidth`` bytes per second."""
     return moved / bandwidth * 1e6

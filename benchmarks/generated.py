@@ -1,11 +1,12 @@
 """The command ``python -m benchmarks generated``.
 
-Operators by hand beside the kernels that are generated of the same expression, at many widths.
+It times hand-written operators and the kernels generated from the same expressions, at many widths.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -35,23 +36,28 @@ _PROVIDERS = ("fusedops", "rowwise")
 def work(
     ops: Iterable[str] = (), cols: Iterable[int] = (), dtypes: Iterable[str] = ()
 ) -> list[Work]:
-    """The work to time: 2**25 elements of each named operator, width and dtype, or of all."""
-    wanted_ops, wanted_cols, wanted_dtypes = set(ops), set(cols), set(dtypes)
+    """Returns the work to time: 2**25 elements for each operator, width and dtype.
+
+    If any are named, only those.
+    """
+    named_ops, named_cols, named_dtypes = set(ops), set(cols), set(dtypes)
     specs = {spec.name: spec for spec in discover()}
     pairs = tuple([(mode, provider) for mode in MODES for provider in _PROVIDERS])
     result = []
     for dtype, widths in _WIDTHS.items():
-        if wanted_dtypes and dtype not in wanted_dtypes:
+        if named_dtypes and dtype not in named_dtypes:
             continue
-        for width in [width for width in widths if not wanted_cols or width in wanted_cols]:
-            for op in [op for op in _OPERATORS if not wanted_ops or op in wanted_ops]:
+        for width, op in itertools.product(widths, _OPERATORS):
+            is_named_width = not named_cols or width in named_cols
+            is_named_op = not named_ops or op in named_ops
+            if is_named_width and is_named_op:
                 case = Case(specs[op], (ELEMENTS // width, width), DTYPES[dtype])
                 result.append(Work(case, pairs))
     return result
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the command's options."""
     parser.set_defaults(command=run)
     parser.add_argument("--op", action="append", choices=_OPERATORS, help="may be repeated")
     parser.add_argument("--cols", action="append", type=int, metavar="N", help="may be repeated")
@@ -63,11 +69,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures operators by hand and the kernels that are generated of the same expressions."""
+    """Measures hand-written operators and the kernels generated from the same expressions."""
     return commands.run("generated", options, table, _measure)
 
 
 def _measure(options: argparse.Namespace, machine: Machine, path: Path) -> int:
+    """Measures into the file, and returns the exit status."""
     with results.Book(path) as book:
         _, missing = measure_all(
             work(options.op or (), options.cols or (), options.dtype or ()),
@@ -80,7 +87,7 @@ def _measure(options: argparse.Namespace, machine: Machine, path: Path) -> int:
 
 
 def table(rows: Sequence[results.Row]) -> str:
-    """A line for each operator, dtype, mode and width: both times, and generated over by hand."""
+    """Returns a line for each case: both times, and the generated kernels' over the other."""
     times = {row.key: row.gpu_us for row in rows}
     floors = {row.key: row.floor_us for row in rows}
     lines = []

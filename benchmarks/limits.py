@@ -1,4 +1,4 @@
-"""Numbers on a command line that mean nothing: they are an error before anything is measured."""
+"""Checks the numbers on a command line before anything is measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 __all__ = ["check"]
 
-# The least that an option of any command may be, and its unit.
+# The least value of each option, and its unit for the message. Not every command has all options.
 _LEAST = {
     "seeds": (1, ""),
     "steps": (1, ""),
@@ -17,8 +17,9 @@ _LEAST = {
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ValueError for a number that is too small or none."""
+    """Raises a ValueError if an option is too small or NaN."""
     for name, (least, unit) in _LEAST.items():
         value = getattr(options, name, None)
+        # Not ``<``, so that NaN is an error too.
         if value is not None and not value >= least:
             raise ValueError(f"--{name} must be at least {least}{unit}, got {value:g}")

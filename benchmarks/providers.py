@@ -1,7 +1,7 @@
-"""The contenders: fusedops and what its users could pick instead.
+"""The providers that are compared: fusedops and its alternatives.
 
-A provider is a function of a spec that returns a callable with the sample's keywords, or None where
-it has no such operator.
+A provider is a function that returns, for a spec, a callable that takes the sample's keywords. It
+returns None if the provider has no such operator.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _compile_max_autotune(spec: Spec) -> Call:
 
 
 def _rowwise(spec: Spec) -> Call:
-    """The composite expression as generated kernels."""
+    """Returns the eager expression compiled by `fusedops.rowwise`."""
     if isinstance(spec.eager, partial):
         generated = fusedops.rowwise(spec.eager.func, strict=True)
         return partial(generated, *spec.eager.args, **spec.eager.keywords)
@@ -66,6 +66,7 @@ def _transformers(spec: Spec) -> Call | None:
 
 
 def _peer(name: str, make: Callable[[], Call] | None) -> Call | None:
+    """Returns another package's operator, or None if it has none or is not installed."""
     if make is None:
         return None
     try:
@@ -88,35 +89,39 @@ PROVIDERS: dict[str, Callable[[Spec], Call | None]] = {
 
 
 def build(name: str, spec: Spec) -> Call | None:
-    """The provider's callable for an operator, or None where it has none."""
+    """Returns the provider's callable for an operator, or None if it has none."""
     return PROVIDERS[name](spec)
 
 
 def worthwhile(name: str, case: Case, mode: str, *, named: bool) -> bool:
-    """Whether a provider is timed there.
+    """Returns whether a provider is timed on a case in a mode.
 
-    Generated kernels only where they are named: ``python -m benchmarks generated`` has all of them.
-    Max-autotune takes seconds a shape to compile, so that it runs forward + backward only, and,
-    unless it was named, only on shapes with a target.
+    ``named`` is whether the command line names providers. Generated kernels are timed only if they
+    are named: ``python -m benchmarks generated`` has all of them. Max-autotune takes seconds to
+    compile for each shape. So it is timed only in forward + backward and, unless it is named, only
+    on large shapes with a target.
     """
     if name == "rowwise":
         return named
     if name != "compile_max_autotune":
         return True
-    wanted = any(
-        (t.op, t.shape, t.dtype) == (case.op, case.shape, case.dtype_name) for t in TARGETS
-    )
-    return mode == "fwd_bwd" and (named or (wanted and not case.launch_bound))
+    if mode != "fwd_bwd":
+        return False
+    if named:
+        return True
+    this = (case.op, case.shape, case.dtype_name)
+    has_target = any((t.op, t.shape, t.dtype) == this for t in TARGETS)
+    return has_target and not case.launch_bound
 
 
 def fresh_compiler() -> None:
-    """Forgets what torch.compile compiled.
+    """Resets torch.compile.
 
-    Else each case's guards would be searched past those of all before it.
+    Otherwise each call would check the guards of all earlier cases before those of its own.
     """
     torch.compiler.reset()
-    # Modes, dtypes and providers share one code object; a limit that is hit would raise under
-    # fullgraph=True.
+    # Modes, dtypes and providers share one code object. With fullgraph=True it is an error to reach
+    # the limit of its compilations.
     torch._dynamo.config.recompile_limit = 64
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from fusedops.core.spec import Spec
 
@@ -16,9 +18,9 @@ from .columns import (
     COLUMNS,
     MODE_NAMES,
     PROVIDER_NAMES,
-    Place,
+    CaseKey,
     best,
-    by_place,
+    by_case,
     every,
     launch_bound,
     sized,
@@ -27,11 +29,13 @@ from .results import Row
 
 __all__ = ["charts", "markdown"]
 
+# The axes of `sweep.AXES` that each section of pictures shows.
 _AXES = {"hidden": ("hidden", "slices"), "rows": ("rows",)}
 _DTYPES = ("bf16", "fp32", "fp16", "fp64")
 _USUAL = ("bf16", "fwd_bwd")
-_Loss = tuple[float, Place, float, float, str]  # the ratio, where, our time, the peer's, the peer
-_TIE = 1.005  # below what a figure with two decimals shows
+_Case = tuple[CaseKey, dict[str, Row]]  # with the rows by provider
+# Ratios up to this are ties: a figure with two decimals does not show them.
+_TIE = 1.005
 
 _HEAD = """# Report
 
@@ -65,26 +69,43 @@ python -m benchmarks compare OLD.csv NEW.csv     # regressions, before a release
 ```"""
 
 
+class _Loss(NamedTuple):
+    """A case in which a peer is faster.
+
+    Attributes:
+        ratio: the time of fusedops over the peer's.
+        case: the operator, shape, dtype and mode.
+        ours: the time of fusedops.
+        theirs: the time of the fastest peer.
+        peer: the fastest peer.
+    """
+
+    ratio: float
+    case: CaseKey
+    ours: float
+    theirs: float
+    peer: str
+
+
 def markdown(folder: Path, device: str) -> str:
-    """The page, from ``<device>.csv`` and ``sweep_<device>.csv``; for other devices their tables."""
-    main, swept = (
-        results.load(folder / f"{device}.csv"),
-        results.read(folder / f"sweep_{device}.csv"),
-    )
+    """Returns the page, from ``<device>.csv`` and ``sweep_<device>.csv``.
+
+    Of other devices it has some tables.
+    """
+    main = results.load(folder / f"{device}.csv")
+    swept = results.read(folder / f"sweep_{device}.csv")
     if not main:
         raise ValueError(f"{folder / f'{device}.csv'} holds no rows")
     both = results.merge(swept, main)
     pictures = charts(folder, device)
-    others = sorted(
-        {path.stem.removeprefix("sweep_") for path in folder.glob("sweep_*.csv")} - {device}
-    )
-    mains, sweeps = (
-        {f"{kind}{name}": results.read(folder / f"{kind}{name}.csv") for name in others}
-        for kind in ("", "sweep_")
-    )
+    others = {path.stem.removeprefix("sweep_") for path in folder.glob("sweep_*.csv")} - {device}
+    other_mains, other_sweeps = {}, {}
+    for name in sorted(others):
+        other_mains[name] = results.read(folder / f"{name}.csv")
+        other_sweeps[f"sweep_{name}"] = results.read(folder / f"sweep_{name}.csv")
     parts = [
         _HEAD,
-        _sources({device: main, f"sweep_{device}": swept, **mains, **sweeps}),
+        _sources({device: main, f"sweep_{device}": swept, **other_mains, **other_sweeps}),
         _against_peers(both),
         *_shown(pictures, device, "fractions"),
         _targets(main),
@@ -93,67 +114,68 @@ def markdown(folder: Path, device: str) -> str:
         *_shown(pictures, device, "peak_memory"),
         *_along(pictures),
         *_widths(swept),
-        *[part for name, rows in sweeps.items() for part in _widths(rows, f" on {_device(name)}")],
-        _tables(main, _device(device)),
-        *[
-            _tables(rows, _device(name), f" on {_device(name)}")
-            for name, rows in mains.items()
-            if rows
-        ],
-        _host(both),
-        *_shown(pictures, device, "host_time"),
-        _HOW,
     ]
+    for name, rows in other_sweeps.items():
+        parts += _widths(rows, f" on {_device(name)}")
+    parts.append(_tables(main, _device(device)))
+    for name, rows in other_mains.items():
+        if rows:
+            parts.append(_tables(rows, _device(name), f" on {_device(name)}"))
+    parts += [_host(both), *_shown(pictures, device, "host_time"), _HOW]
     return "\n\n".join(parts) + "\n"
 
 
 def charts(folder: Path, device: str) -> dict[str, figures.Chart]:
-    """The page's pictures, by their paths beside it."""
-    main, swept = (
-        results.load(folder / f"{device}.csv"),
-        results.read(folder / f"sweep_{device}.csv"),
-    )
+    """Returns the page's pictures, by their paths relative to the page."""
+    main = results.load(folder / f"{device}.csv")
+    swept = results.read(folder / f"sweep_{device}.csv")
     specs = discover()
-    whole = figures.Data(results.merge(swept, main), specs, *_USUAL)
+    both = figures.Data(results.merge(swept, main), specs, *_USUAL)
     result: dict[str, figures.Chart | None] = {
         "fractions": figures.fractions(figures.Data(main, specs, *_USUAL)),
-        "host_time": figures.host_time(whole),
-        "peak_memory": figures.peak_memory(whole),
+        "host_time": figures.host_time(both),
+        "peak_memory": figures.peak_memory(both),
     }
-    for axis, axes in _AXES.items():
+    for section, axes in _AXES.items():
         for data in _views(swept, specs):
-            for what, chart in (("bandwidth", figures.bandwidth), ("speed_up", figures.speed_up)):
-                result[f"{what}_{axis}_{data.dtype}_{data.mode}"] = chart(data, axes)
-    return {_image(device, what): chart for what, chart in result.items() if chart is not None}
+            suffix = f"{section}_{data.dtype}_{data.mode}"
+            result[f"bandwidth_{suffix}"] = figures.bandwidth(data, axes)
+            result[f"speed_up_{suffix}"] = figures.speed_up(data, axes)
+    return {_image(device, name): chart for name, chart in result.items() if chart is not None}
 
 
-def _shown(pictures: dict[str, figures.Chart], device: str, what: str) -> Iterator[str]:
-    """A picture, if there is enough for it."""
-    path = _image(device, what)
+def _shown(pictures: dict[str, figures.Chart], device: str, name: str) -> Iterator[str]:
+    """Yields the Markdown of a picture, if the page has it."""
+    path = _image(device, name)
     if path in pictures:
         yield f"![{pictures[path].title}]({path})"
 
 
 def _folded(title: str, body: str) -> str:
-    """A part that a reader opens; the site's Markdown needs the attribute to read what is in it."""
+    """Returns a part that is folded until a reader opens it.
+
+    The attribute makes the site's Markdown process the body.
+    """
     return f'<details markdown="1">\n<summary>{title}</summary>\n\n{body}\n\n</details>'
 
 
-def _image(device: str, what: str) -> str:
-    return f"images/{device}_{what}.svg"
+def _image(device: str, name: str) -> str:
+    """Returns the path of a picture."""
+    return f"images/{device}_{name}.svg"
 
 
 def _views(swept: list[Row], specs: Sequence[Spec]) -> list[figures.Data]:
-    """A sweep's rows in each dtype and mode that it has."""
-    seen = {(row.dtype, row.mode) for row in swept}
-    pairs = [
-        (dtype, mode) for mode in reversed(MODE_NAMES) for dtype in _DTYPES if (dtype, mode) in seen
-    ]
-    return [figures.Data(swept, specs, dtype, mode) for dtype, mode in pairs]
+    """Returns the data of a sweep in each dtype and mode that it has."""
+    present = {(row.dtype, row.mode) for row in swept}
+    views = []
+    for mode, dtype in itertools.product(reversed(MODE_NAMES), _DTYPES):
+        if (dtype, mode) in present:
+            views.append(figures.Data(swept, specs, dtype, mode))
+    return views
 
 
 def _sources(files: dict[str, list[Row]]) -> str:
-    """A table of the files: the device, which is in the name, the versions and the number of rows."""
+    """Returns a table of the files: device, versions and number of rows."""
     lines = ["| file | device | torch | Triton | commit | rows |", "|---|---|---|---|---|--:|"]
     for name, rows in files.items():
         if rows:
@@ -166,32 +188,30 @@ def _sources(files: dict[str, list[Row]]) -> str:
 
 
 def _device(name: str) -> str:
-    """The device of a results file."""
+    """Returns the device of a results file, from its name."""
     return name.removeprefix("sweep_").replace("_", " ").upper()
 
 
 def _targets(rows: list[Row]) -> str:
+    """Returns the section with the targets."""
     verdicts = targets.compare(rows)
-    met, absent = sum(v.met for v in verdicts), sum(v.result is None for v in verdicts)
+    met = [verdict for verdict in verdicts if verdict.met]
+    absent = [verdict for verdict in verdicts if verdict.result is None]
+    missed = [verdict for verdict in verdicts if not verdict.met and verdict.result is not None]
     text = (
-        f"## Targets and results\n\nOf the library's {len(verdicts)} targets, {met} are met, "
-        f"{len(verdicts) - met - absent} missed and {absent} not measured. Without a unit, a target is a "
+        f"## Targets and results\n\nOf the library's {len(verdicts)} targets, {len(met)} are met, "
+        f"{len(missed)} missed and {len(absent)} not measured. Without a unit, a target is a "
         "fraction of the floor. Those that are missed:"
     )
-    return "\n\n".join(
-        [
-            text,
-            *(
-                [_verdicts([v for v in verdicts if not v.met and v.result is not None])]
-                if len(verdicts) > met + absent
-                else []
-            ),
-            _folded("All targets", _verdicts(verdicts)),
-        ]
-    )
+    parts = [text]
+    if missed:
+        parts.append(_verdicts(missed))
+    parts.append(_folded("All targets", _verdicts(verdicts)))
+    return "\n\n".join(parts)
 
 
 def _verdicts(verdicts: Sequence[targets.Verdict]) -> str:
+    """Returns a table of targets and results."""
     head = [
         "| operator | shape | dtype | mode | target | result | | best peer |",
         "|---|---|---|---|--:|--:|---|---|",
@@ -199,6 +219,7 @@ def _verdicts(verdicts: Sequence[targets.Verdict]) -> str:
     return "\n".join([*head, *map(_verdict, verdicts)])
 
 
+# The text of a target of each kind.
 _KINDS = {
     "fraction": "≥ {:.2f}",
     "loop": "≤ {:.2f} × eager's host time",  # noqa: RUF001
@@ -208,43 +229,50 @@ _KINDS = {
 
 
 def _verdict(verdict: targets.Verdict) -> str:
+    """Returns a line of the table of targets."""
     target = verdict.target
-    result = "" if verdict.result is None else f"{verdict.result:.2f}"
-    state = "not measured" if verdict.result is None else "met" if verdict.met else "**missed**"
-    wanted = _KINDS[target.kind].format(target.value)
-    place = _place((target.op, target.shape, target.dtype, target.mode))
+    if verdict.result is None:
+        result, state = "", "not measured"
+    else:
+        result, state = f"{verdict.result:.2f}", "met" if verdict.met else "**missed**"
+    described = _KINDS[target.kind].format(target.value)
     number, _, provider = verdict.best_peer.partition(" ")
     peer = f"{number} {PROVIDER_NAMES[provider]}" if provider else ""
-    return f"| {place} | {wanted} | {result} | {state} | {peer} |"
+    return f"| {_case_cells(target.case)} | {described} | {result} | {state} | {peer} |"
 
 
 def _against_peers(rows: list[Row]) -> str:
-    """An operator's geometric means over its large shapes, and how often a peer is faster."""
-    places = by_place(row for row in rows if row.mode == "fwd_bwd" and not launch_bound(row))
-    cases = [(place, seen) for place, seen in places.items() if "fusedops" in seen]
-    lost = Counter(place[0] for _, place, *_ in _lost(cases, "gpu_us"))
-    seen: dict[str, dict[str, list[float]]] = {}
-    for (op, *_), at in cases:
-        ours = at["fusedops"]
-        ratios = seen.setdefault(op, {name: [] for name in COLUMNS})
+    """Returns the summary: geometric means over large shapes, and how often a peer is faster."""
+    large = by_case(row for row in rows if row.mode == "fwd_bwd" and not launch_bound(row))
+    cases = _cases_of_fusedops(large)
+    counts = Counter(loss.case[0] for loss in _losses(cases, "gpu_us"))
+    _, *peers = COLUMNS
+    # By operator: fractions of the floor under "fusedops", and speed-ups under each peer.
+    ratios_of: dict[str, dict[str, list[float]]] = {}
+    for (op, *_), by_provider in cases:
+        ours = by_provider["fusedops"]
+        ratios = ratios_of.setdefault(op, {name: [] for name in COLUMNS})
         ratios["fusedops"].append(ours.fraction)
-        for column in tuple(COLUMNS)[1:]:
-            peer = best(at, column)
+        for column in peers:
+            peer = best(by_provider, column)
             if peer is not None:
                 ratios[column].append(peer.gpu_us / ours.gpu_us)
-    peers = tuple(COLUMNS)[1:]
     lines = [
         "| operator | cases | a peer is faster in | of the floor | "
         + " | ".join(f"over {peer}" for peer in peers)
         + " |",
         "|---|--:|--:|--:|" + "--:|" * len(peers),
     ]
-    for op, ratios in seen.items():
-        cells = [_spread(ratios[peer]) for peer in peers]
-        floor = statistics.geometric_mean(ratios["fusedops"])
-        lines.append(
-            f"| `{op}` | {len(ratios['fusedops'])} | {lost[op]} | {floor:.2f} | {' | '.join(cells)} |"
-        )
+    for op, ratios in ratios_of.items():
+        fractions = ratios["fusedops"]
+        cells = [
+            f"`{op}`",
+            str(len(fractions)),
+            str(counts[op]),
+            f"{statistics.geometric_mean(fractions):.2f}",
+            *[_spread(ratios[peer]) for peer in peers],
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     text = (
         "## Summary\n\nForward + backward, GPU time, shapes of more than 65,536 elements, all dtypes: geometric means "
         "of the speed-ups, and in brackets the least and the greatest. Below 1 the peer is faster."
@@ -253,66 +281,62 @@ def _against_peers(rows: list[Row]) -> str:
 
 
 def _spread(ratios: list[float]) -> str:
-    return (
-        f"{statistics.geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        if ratios
-        else ""
-    )
+    """Returns the geometric mean, the least and the greatest ratio; empty without ratios."""
+    if not ratios:
+        return ""
+    return f"{statistics.geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def _along(pictures: dict[str, figures.Chart]) -> Iterator[str]:
-    """The sections with the sweeps' pictures, all but the first folded."""
+    """Yields the sections with the sweeps' pictures, all but the first folded."""
     titles = {
         "hidden": "## Along hidden sizes\n\nEach tensor has 2²⁵ elements. For slices, the pictures vary their width and "
         "their number. Bandwidth counts the unavoidable bytes; the dashed line is the bandwidth of a copy. "
         "In the pictures of speed-ups, a peer is faster in the grey part.",
         "rows": "## Along rows",
     }
-    for axis, title in titles.items():
-        shown = [
-            (path, chart.title)
-            for path, chart in pictures.items()
-            if re.search(rf"_{axis}_[a-z]+\d+_", path)
-        ]
-        if shown:
+    for section, title in titles.items():
+        # A section's pictures have its name, the dtype and the mode in their paths.
+        paths = [path for path in pictures if re.search(rf"_{section}_[a-z]+\d+_", path)]
+        if paths:
             yield title
-        for index, (path, name) in enumerate(shown):
+        for index, path in enumerate(paths):
+            name = pictures[path].title
             picture = f"![{name}]({path})"
-            yield picture if axis == "hidden" and not index else _folded(name, picture)
+            is_first = section == "hidden" and index == 0
+            yield picture if is_first else _folded(name, picture)
 
 
 def _widths(swept: list[Row], where: str = "") -> Iterator[str]:
-    """Widths that are no power of two.
+    """Yields the section of widths that are no power of two, if any were measured.
 
-    The fraction of the floor, and how much faster than the best peer.
+    It has the fractions of the floor, and the speed-ups over the best peer.
     """
-    places = {
-        place[:2]: seen
-        for place, seen in by_place(swept).items()
-        if place[2:] == _USUAL and "fusedops" in seen
-    }
+    cases: dict[tuple[str, str], dict[str, Row]] = {}
+    for (op, shape, dtype, mode), by_provider in _cases_of_fusedops(by_case(swept)):
+        if (dtype, mode) == _USUAL:
+            cases[op, shape] = by_provider
     summary, lines = [], []
     for spec in discover():
-        points = [
-            sides for line in sweep.lines(spec, ("widths",)) for _, sides in sorted(line.points)
-        ]
-        shapes = ["x".join(map(str, sides)) for sides in points]
-        result = [
-            (shape, places[spec.name, shape]) for shape in shapes if (spec.name, shape) in places
-        ]
-        over: list[float] = []
-        for shape, seen in result:
-            ours = seen["fusedops"]
-            peers = [row.gpu_us / ours.gpu_us for name, row in seen.items() if name != "fusedops"]
-            over += [min(peers)] if peers else []
+        fractions: list[float] = []
+        speed_ups: list[float] = []
+        for shape in _shapes_along_widths(spec):
+            if (spec.name, shape) not in cases:
+                continue
+            peers = dict(cases[spec.name, shape])
+            ours = peers.pop("fusedops")
+            fractions.append(ours.fraction)
+            speed_up = ""
+            if peers:
+                speed_ups.append(min(row.gpu_us / ours.gpu_us for row in peers.values()))
+                speed_up = f"{speed_ups[-1]:.2f}"
             lines.append(
                 f"| `{spec.name}` | {sized(shape)} | {ours.gpu_us:.1f} | {ours.fraction:.2f} | "
-                f"{f'{min(peers):.2f}' if peers else ''} |"
+                f"{speed_up} |"
             )
-        if result:
-            floor = [seen["fusedops"].fraction for _, seen in result]
+        if fractions:
             summary.append(
-                f"| `{spec.name}` | {len(result)} | {_spread(floor)} | {_spread(over) if over else ''} |"
+                f"| `{spec.name}` | {len(fractions)} | {_spread(fractions)} | {_spread(speed_ups)} |"
             )
     if lines:
         yield (
@@ -333,7 +357,15 @@ def _widths(swept: list[Row], where: str = "") -> Iterator[str]:
         yield _folded("All widths", "\n".join([*head, *lines]))
 
 
+def _shapes_along_widths(spec: Spec) -> Iterator[str]:
+    """Yields the names of an operator's shapes along the axis of widths."""
+    for line in sweep.lines(spec, ("widths",)):
+        for _, sides in sorted(line.points):
+            yield "x".join(map(str, sides))
+
+
 def _tables(main: list[Row], name: str, where: str = "") -> str:
+    """Returns the section with the tables of the shapes with targets."""
     large = [row for row in main if not launch_bound(row)]
     modes = [mode for mode in reversed(MODE_NAMES) if any(row.mode == mode for row in large)]
     tables = [
@@ -345,19 +377,16 @@ def _tables(main: list[Row], name: str, where: str = "") -> str:
 
 
 def _host(rows: list[Row]) -> str:
-    places = {
-        p: seen
-        for p, seen in by_place(r for r in rows if launch_bound(r)).items()
-        if "fusedops" in seen
-    }
+    """Returns the section with the host times."""
+    small = by_case(row for row in rows if launch_bound(row))
     lines = [
         "| operator | shape | dtype | mode | " + " | ".join(COLUMNS) + " |",
         "|---|---|---|---|" + "--:|" * 4,
     ]
-    for place, seen in places.items():
-        times = (best(seen, column, "loop_us") for column in COLUMNS)
+    for case, by_provider in _cases_of_fusedops(small):
+        times = (best(by_provider, column, by="loop_us") for column in COLUMNS)
         cells = ("" if row is None else f"{row.loop_us:.1f}" for row in times)
-        lines.append(f"| {_place(place)} | {' | '.join(cells)} |")
+        lines.append(f"| {_case_cells(case)} | {' | '.join(cells)} |")
     text = (
         "## Host time\n\nµs per call in a plain Python loop, on tensors of at most 65,536 elements."
     )
@@ -365,101 +394,113 @@ def _host(rows: list[Row]) -> str:
 
 
 def _slower(rows: list[Row]) -> str:
-    """Every case in which a peer is faster by more than a tie, in GPU time and in a plain Python loop."""
+    """Returns the section with all cases in which a peer is faster by more than a tie."""
     parts = ["## Shapes where a peer is faster"]
     cases = [
-        (place, seen)
-        for place, seen in by_place(rows).items()
-        if "fusedops" in seen and len(seen) > 1
+        (case, by_provider)
+        for case, by_provider in _cases_of_fusedops(by_case(rows))
+        if len(by_provider) > 1
     ]
-    for by, what in (("gpu_us", "In GPU time"), ("loop_us", "In a plain Python loop")):
-        lost = sorted(_lost(cases, by), key=lambda loss: (-loss[0], loss[1]))
+    for field, title in (("gpu_us", "In GPU time"), ("loop_us", "In a plain Python loop")):
+        losses = sorted(_losses(cases, field), key=lambda loss: (-loss.ratio, loss.case))
         parts.append(
-            f"### {what}\n\nA peer is faster by more than {_TIE - 1:.1%} in {len(lost)} of {len(cases)} cases. "
-            "Smaller differences are ties, and are not listed."
+            f"### {title}\n\nA peer is faster by more than {_TIE - 1:.1%} in {len(losses)} of "
+            f"{len(cases)} cases. Smaller differences are ties, and are not listed."
         )
-        if lost:
+        if losses:
             head = [
                 "| operator | shape | dtype | mode | fusedops, µs | fastest peer, µs | | times slower |",
                 "|---|---|---|---|--:|--:|---|--:|",
             ]
             lines = [
-                f"| {_place(place)} | {ours:.1f} | {theirs:.1f} | {PROVIDER_NAMES[peer]} | {ratio:.2f} |"
-                for ratio, place, ours, theirs, peer in lost
+                f"| {_case_cells(loss.case)} | {loss.ours:.1f} | {loss.theirs:.1f} | "
+                f"{PROVIDER_NAMES[loss.peer]} | {loss.ratio:.2f} |"
+                for loss in losses
             ]
-            parts.append(_by_operator(cases, lost))
+            parts.append(_by_operator(cases, losses))
             parts.append(_folded("All of them, the worst first", "\n".join([*head, *lines])))
     return "\n\n".join(parts)
 
 
-def _by_operator(cases: Sequence[tuple[Place, dict[str, Row]]], lost: Sequence[_Loss]) -> str:
-    """How often a peer is faster than an operator, and where most."""
-    total, slower = (
-        Counter(place[0] for place, _ in cases),
-        Counter(place[0] for _, place, *_ in lost),
-    )
+def _by_operator(cases: Sequence[_Case], losses: Sequence[_Loss]) -> str:
+    """Returns a table of how often a peer is faster than an operator, and where most.
+
+    The largest of the losses come first.
+    """
+    total = Counter(case[0] for case, _ in cases)
+    slower = Counter(loss.case[0] for loss in losses)
     lines = [
         "| operator | cases | a peer is faster in | at worst, times slower | where |",
         "|---|--:|--:|--:|---|",
     ]
-    for op in dict.fromkeys(place[0] for place, _ in cases):
-        worst = next((loss for loss in lost if loss[1][0] == op), None)
-        where = (
-            "" if worst is None else f"{sized(worst[1][1])}, {worst[1][2]}, {_mode(worst[1][3])}"
-        )
-        lines.append(
-            f"| `{op}` | {total[op]} | {slower[op]} | {'' if worst is None else f'{worst[0]:.2f}'} | {where} |"
-        )
+    for op in dict.fromkeys(case[0] for case, _ in cases):
+        worst = next((loss for loss in losses if loss.case[0] == op), None)
+        ratio = where = ""
+        if worst is not None:
+            _, shape, dtype, mode = worst.case
+            ratio, where = f"{worst.ratio:.2f}", f"{sized(shape)}, {dtype}, {_mode(mode)}"
+        lines.append(f"| `{op}` | {total[op]} | {slower[op]} | {ratio} | {where} |")
     return "\n".join(lines)
 
 
-def _lost(cases: Sequence[tuple[Place, dict[str, Row]]], by: str) -> Iterator[_Loss]:
-    for place, seen in cases:
-        ours = getattr(seen["fusedops"], by)
-        if len(seen) < 2:
+def _cases_of_fusedops(cases: dict[CaseKey, dict[str, Row]]) -> list[_Case]:
+    """Returns the cases that fusedops has, with their rows by provider."""
+    return [(case, by_provider) for case, by_provider in cases.items() if "fusedops" in by_provider]
+
+
+def _losses(cases: Sequence[_Case], field: str) -> Iterator[_Loss]:
+    """Yields the cases in which a peer has less of a field than fusedops, by more than a tie."""
+    for case, by_provider in cases:
+        ours = getattr(by_provider["fusedops"], field)
+        peers = [
+            (getattr(row, field), name) for name, row in by_provider.items() if name != "fusedops"
+        ]
+        if not peers:
             continue
-        theirs, peer = min(
-            (getattr(row, by), name) for name, row in seen.items() if name != "fusedops"
-        )
+        theirs, peer = min(peers)
         if ours > theirs * _TIE:
-            yield ours / theirs, place, ours, theirs, peer
+            yield _Loss(ours / theirs, case, ours, theirs, peer)
 
 
 def _memory(rows: list[Row]) -> str:
-    """The cases in which a peer uses less memory, by operator and peer, as shapes hardly differ."""
+    """Returns the section with the cases in which a peer uses less memory.
+
+    They are by operator and peer, because shapes hardly differ.
+    """
     lines = [
         "| operator | dtype | mode | peer | cases | of | worst: fusedops, MiB | peer, MiB |",
         "|---|---|---|---|--:|--:|--:|--:|",
     ]
+    # By operator, dtype, mode and peer: the ratio, our memory and the peer's, for each shape.
     groups: dict[tuple[str, str, str, str], list[tuple[float, float, float]]] = {}
-    for (op, _, dtype, mode), seen in by_place(
-        row for row in rows if not launch_bound(row)
-    ).items():
-        for name, row in seen.items():
-            if name != "fusedops" and "fusedops" in seen:
-                ours, theirs = seen["fusedops"].peak_mib, row.peak_mib
-                groups.setdefault((op, dtype, mode, name), []).append(
-                    (ours / max(theirs, 1e-3), ours, theirs)
-                )
-    for (op, dtype, mode, name), result in groups.items():
-        more = [case for case in result if case[0] > 1.01]
-        if more:
-            _, ours, theirs = max(more)
+    large = by_case(row for row in rows if not launch_bound(row))
+    for (op, _, dtype, mode), by_provider in _cases_of_fusedops(large):
+        ours = by_provider["fusedops"].peak_mib
+        for name, row in by_provider.items():
+            if name != "fusedops":
+                theirs = row.peak_mib
+                ratio = ours / max(theirs, 1e-3)
+                groups.setdefault((op, dtype, mode, name), []).append((ratio, ours, theirs))
+    for (op, dtype, mode, name), memory in groups.items():
+        worse = [entry for entry in memory if entry[0] > 1.01]
+        if worse:
+            _, ours, theirs = max(worse)
             lines.append(
-                f"| `{op}` | {dtype} | {_mode(mode)} | {PROVIDER_NAMES[name]} | {len(more)} | {len(result)} | {ours:.1f} | "
-                f"{theirs:.1f} |"
+                f"| `{op}` | {dtype} | {_mode(mode)} | {PROVIDER_NAMES[name]} | "
+                f"{len(worse)} | {len(memory)} | {ours:.1f} | {theirs:.1f} |"
             )
     text = (
         "### In memory\n\nCases in which a peer's peak memory is smaller by more than 1%, on tensors of more than "
         "65,536 elements."
     )
-    return "\n\n".join(
-        [text, _folded("All of them", "\n".join(lines)) if len(lines) > 2 else "Nowhere."]
-    )
+    has_cases = len(lines) > 2  # more than the head
+    body = _folded("All of them", "\n".join(lines)) if has_cases else "Nowhere."
+    return f"{text}\n\n{body}"
 
 
-def _place(place: Place) -> str:
-    op, shape, dtype, mode = place
+def _case_cells(case: CaseKey) -> str:
+    """Returns the cells of a table's line for a case."""
+    op, shape, dtype, mode = case
     return f"`{op}` | {sized(shape)} | {dtype} | {_mode(mode)}"
 
 

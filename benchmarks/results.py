@@ -1,10 +1,11 @@
-"""The results file: one row for an (operator, shape, dtype, mode, provider), the newest replacing the older."""
+"""The results file: one row for each operator, shape, dtype, mode and provider, the newest one."""
 
 from __future__ import annotations
 
 import csv
 import math
 import os
+import re
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,12 +37,12 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 class UnreadableError(Exception):
-    """A file that holds no results."""
+    """A file that is not a results file."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: an operator on a shape by a provider, its times and memory, and the versions."""
+    """One measurement of an operator by a provider: times, memory, and versions."""
 
     op: str
     shape: str
@@ -63,20 +64,20 @@ class Row:
 
     @property
     def fraction(self) -> float:
-        """The part of the roofline that was reached."""
+        """The fraction of the roofline."""
         return self.floor_us / self.gpu_us
 
 
 def sides(shape: str) -> tuple[int, ...]:
-    """The numbers in a shape's name.
+    """Returns the numbers in a shape's name.
 
-    A letter before one (``4096xR4096``) tells shapes of equal numbers apart.
+    A letter before a number, as in ``4096xR4096``, stands for slices of unequal widths.
     """
     return tuple(int(side.lstrip(ascii_uppercase)) for side in shape.split("x"))
 
 
 def elements(shape: str) -> int:
-    """How many elements a shape of that name has."""
+    """Returns the number of elements of the shape with this name."""
     return math.prod(sides(shape))
 
 
@@ -85,10 +86,10 @@ _NUMBERS = ("gpu_us", "loop_us", "floor_us", "peak_mib")
 
 
 def load(path: Path) -> list[Row]:
-    """The rows of a results file that must be there.
+    """Returns the rows of a results file.
 
     Raises:
-        UnreadableError: there is none, or it holds something else.
+        UnreadableError: there is no file, or it has other columns.
     """
     if not path.is_file():
         raise UnreadableError(f"no such file: {path}")
@@ -96,19 +97,19 @@ def load(path: Path) -> list[Row]:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a results file; none where there is no file.
+    """Returns the rows of a results file; none if there is no file.
 
     Raises:
-        UnreadableError: it holds something else.
+        UnreadableError: it has other columns.
     """
     return [_row(record) for record in read_records(path, COLUMNS)]
 
 
 def read_records(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
-    """The lines of a file with these columns and no others; none where there is no file.
+    """Returns the lines of a file with exactly these columns; none if there is no file.
 
     Raises:
-        UnreadableError: it holds something else.
+        UnreadableError: it has other columns.
     """
     if not path.exists():
         return []
@@ -122,21 +123,23 @@ def read_records(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
 
 
 def merge(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
-    """Both, in a stable order, where a new row replaces the old one of the same key."""
+    """Returns both in a stable order; a new row replaces the old one with the same key."""
     rows = {row.key: row for row in old} | {row.key: row for row in new}
     return sorted(rows.values(), key=_order)
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
     """Merges the rows into the file."""
-    records = [asdict(row) for row in merge(read(path), rows)]
-    write_records(
-        path, COLUMNS, [r | {name: f"{r[name]:.3f}" for name in _NUMBERS} for r in records]
-    )
+    records = []
+    for row in merge(read(path), rows):
+        record = asdict(row)
+        record |= {name: f"{record[name]:.3f}" for name in _NUMBERS}
+        records.append(record)
+    write_records(path, COLUMNS, records)
 
 
 def write_records(path: Path, columns: Sequence[str], records: Iterable[Mapping[str, Any]]) -> None:
-    """Replaces the file as a whole, so that a cut run leaves no torn one."""
+    """Replaces the file atomically, so that an interrupted run leaves no incomplete file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + ".new")
     with scratch.open("w", newline="") as file:
@@ -146,13 +149,13 @@ def write_records(path: Path, columns: Sequence[str], records: Iterable[Mapping[
     scratch.replace(path)
 
 
-_FLUSH_S = 5.0  # between two writings
+_FLUSH_SECONDS = 5.0  # between two writes of a `Book`
 
 
 class Book:
-    """Rows on their way to a file that many cases share.
+    """Collects the rows of many cases, and writes them into a file every few seconds.
 
-    Written every few seconds, as each writing merges all.
+    They are not written one by one, because each write merges and writes the whole file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -161,13 +164,13 @@ class Book:
         self._written = time.monotonic()
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Takes a case's rows."""
+        """Adds a case's rows."""
         self._rows += rows
-        if time.monotonic() - self._written >= _FLUSH_S:
+        if time.monotonic() - self._written >= _FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what is not written yet."""
+        """Writes the rows that were not written yet."""
         if self._rows:
             write(self.path, self._rows)
         self._rows, self._written = [], time.monotonic()
@@ -180,12 +183,9 @@ class Book:
 
 
 def commit() -> str:
-    """The short hash of the measured code.
+    """Returns the short hash of the code, with ``+dirty`` after changes of more than results.
 
-    ``+dirty`` where the tree differs from it, results aside.
-
-    ``FUSEDOPS_COMMIT`` overrides it: a tree that was copied to the machine with the GPU has no
-    history there.
+    ``FUSEDOPS_COMMIT`` overrides it, for a copy of the tree without its history.
     """
     if "FUSEDOPS_COMMIT" in os.environ:
         return os.environ["FUSEDOPS_COMMIT"]
@@ -198,8 +198,8 @@ def commit() -> str:
 
 
 def device_slug(name: str) -> str:
-    """A file name for a device: ``NVIDIA H200`` becomes ``nvidia_h200``."""
-    return "_".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
+    """Returns a device's name for file names: ``NVIDIA H200`` becomes ``nvidia_h200``."""
+    return re.sub(r"[\W_]+", "_", name.lower()).strip("_")
 
 
 def _row(record: dict[str, str]) -> Row:
@@ -215,4 +215,5 @@ def _git(*arguments: str) -> str:
 
 
 def _order(row: Row) -> tuple[str, str, tuple[int, ...], str, str]:
+    """Returns a row's sort key; shapes are sorted by their last dimension first."""
     return (row.op, row.dtype, sides(row.shape)[::-1], row.mode, row.provider)

@@ -1,12 +1,14 @@
-"""One case from inputs to rows: check every provider's values, then time those that are right."""
+"""Measures cases: checks every provider's values, and times the providers that are correct."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ __all__ = ["Machine", "Plan", "measure_all", "run_case", "this_machine"]
 
 @dataclass(frozen=True)
 class Machine:
-    """Where and on what the rows are measured."""
+    """The GPU and the versions with which rows are measured."""
 
     device: torch.device
     l2_bytes: int
@@ -32,7 +34,7 @@ class Machine:
     triton: str
 
     def described(self, name: str) -> str:
-        """One line for the terminal."""
+        """Returns a line for the terminal."""
         return (
             f"{name}, torch {self.torch}, Triton {self.triton}, commit {self.commit}: copies at "
             f"{self.bandwidth / 1e12:.3f} TB/s, L2 {self.l2_bytes / 2**20:.0f} MiB"
@@ -40,28 +42,37 @@ class Machine:
 
 
 def this_machine() -> tuple[str, Machine]:
-    """The name of the current GPU, and the machine around it, its copy bandwidth measured."""
+    """Returns the name of the current GPU, and its machine; measures the copy bandwidth."""
     import triton
 
     device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)
     bandwidth = timing.copy_bandwidth(device, gib=4.0)
     torch.cuda.empty_cache()
-    return properties.name, Machine(
-        device, properties.L2_cache_size, bandwidth, commit(), torch.__version__, triton.__version__
+    machine = Machine(
+        device=device,
+        l2_bytes=properties.L2_cache_size,
+        bandwidth=bandwidth,
+        commit=commit(),
+        torch=torch.__version__,
+        triton=triton.__version__,
     )
+    return properties.name, machine
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The wanted modes and providers, and the effort of measuring."""
+    """The modes and providers to measure, and with which effort.
+
+    With ``split``, all forwards are timed before all backwards: see `timing.gpu_us`.
+    """
 
     wanted: tuple[tuple[str, str], ...]  # (mode, provider)
     effort: timing.Effort
     split: bool = False
 
     def modes(self) -> dict[str, tuple[str, ...]]:
-        """The modes in which each provider is wanted."""
+        """Returns the modes in which each provider is measured."""
         names = dict.fromkeys(provider for _, provider in self.wanted)
         return {
             name: tuple(mode for mode, provider in self.wanted if provider == name)
@@ -71,6 +82,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Contender:
+    """A provider of a case, with its `Verdict`."""
+
     call: providers.Call
     wrong: dict[str, str]
     overwrites: bool
@@ -78,7 +91,7 @@ class _Contender:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The rotated sets: keyword arguments, those that take gradients, and the cotangents."""
+    """Several sets of inputs: keyword arguments, the tensors with gradients, and the cotangents."""
 
     arguments: list[dict[str, Any]]
     leaves: list[tuple[Tensor, ...]]
@@ -93,11 +106,11 @@ class _Measured:
 
 
 def run_case(case: Case, plan: Plan, machine: Machine) -> list[Row]:
-    """The rows of all wanted modes and providers.
+    """Returns the rows of all modes and providers of the plan.
 
-    A provider that fails or is wrong has none, and stderr says why.
+    A provider that fails or is wrong has no row; the reason is printed to stderr.
     """
-    # Otherwise a quick run need not import the compiler.
+    # Only then, because this imports the compiler, which a quick run need not do.
     if any(name.startswith("compile") for name in plan.modes()):
         providers.fresh_compiler()
     contenders = _judged(case, plan, machine)
@@ -105,39 +118,40 @@ def run_case(case: Case, plan: Plan, machine: Machine) -> list[Row]:
     inputs = _inputs(case, machine)
     rows: list[Row] = []
     for mode in dict.fromkeys(mode for mode, _ in plan.wanted):
-        names = [name for m, name in plan.wanted if m == mode and name in contenders]
-        right = {name: contenders[name] for name in names if mode not in contenders[name].wrong}
+        correct = {}
+        for wanted_mode, name in plan.wanted:
+            contender = contenders.get(name)
+            if wanted_mode == mode and contender is not None and mode not in contender.wrong:
+                correct[name] = contender
         with timing.mode_context(mode):
-            rows += _run_mode(case, mode, right, inputs, plan, machine)
+            rows += _run_mode(case, mode, correct, inputs, plan, machine)
     return rows
 
 
 def measure_all(
     work: Sequence[sweep.Work], machine: Machine, book: Book, *, jobs: int, ends: float
 ) -> tuple[int, int]:
-    """Measures a sweep's cases into the book until all are done, or until the time ``ends``.
+    """Measures cases into the book until all are done, or until `time.perf_counter` is ``ends``.
 
-    In chunks: ``jobs`` processes compile a chunk and end, so that they disturb no measurement; then
-    this process measures it. The clock is `time.perf_counter`.
+    It measures them in chunks. First ``jobs`` processes compile a chunk and end, so that they do
+    not disturb measurements. Then this process measures it.
 
     Returns:
-        the number of measured cases, and the number of rows of fusedops that they lack.
+        The number of measured cases, and how many rows of fusedops are missing.
     """
     warm.settle_compiler()
     count = missing = 0
     for chunk in sweep.chunks(work, 8 * max(1, jobs)):
-        begun = time.perf_counter()
-        if jobs and begun < ends:
+        started = time.perf_counter()
+        if jobs and started < ends:
             todo = warm.tasks(chunk)
             done = warm.compile_ahead(
-                todo, jobs=jobs, device=machine.device, seconds=min(ends - begun, 3600.0)
+                todo, jobs=jobs, device=machine.device, seconds=min(ends - started, 3600.0)
             )
-            print(
-                f"compiled {done} of {len(todo)} cases ahead in {time.perf_counter() - begun:.0f} s",
-                flush=True,
-            )
+            seconds = time.perf_counter() - started
+            print(f"compiled {done} of {len(todo)} cases ahead in {seconds:.0f} s", flush=True)
         gc.collect()
-        # Each case collects its garbage, which would go through all of the compiler's objects too.
+        # Each case collects garbage. Frozen objects are skipped: there are many of the compiler's.
         gc.freeze()
         for item in chunk:
             if time.perf_counter() > ends:
@@ -145,15 +159,15 @@ def measure_all(
             print(item.case, flush=True)
             rows = run_case(item.case, Plan(item.pairs, sweep.EFFORT), machine)
             book.add(rows)
-            missing += sum(p == "fusedops" for _, p in item.pairs) - sum(
-                row.provider == "fusedops" for row in rows
-            )
+            expected = sum(provider == "fusedops" for _, provider in item.pairs)
+            missing += expected - sum(row.provider == "fusedops" for row in rows)
             count += 1
         print(f"torch.compile: {warm.loaded()}", flush=True)
     return count, missing
 
 
 def _judged(case: Case, plan: Plan, machine: Machine) -> dict[str, _Contender]:
+    """Returns the providers that run, with what is wrong with their values."""
     oracle = oracle_of(case, machine.device)
     contenders: dict[str, _Contender] = {}
     for name, modes in plan.modes().items():
@@ -163,7 +177,7 @@ def _judged(case: Case, plan: Plan, machine: Machine) -> dict[str, _Contender]:
             continue
         try:
             verdict = oracle.judge(name, call, modes)
-        # A peer may fail in any way; the others are still to be timed.
+        # Whatever a peer raises, the others must be timed.
         except Exception as error:  # noqa: BLE001
             _say(f"{case} {name}: left out, {type(error).__name__}: {_first_line(error)}")
             continue
@@ -171,7 +185,7 @@ def _judged(case: Case, plan: Plan, machine: Machine) -> dict[str, _Contender]:
             _say(f"{case} {mode} {name}: REFUSED, wrong values: {problem}")
         if verdict.overwrites:
             _say(
-                f"{case} {name}: writes into the gradient it is given; each replay gets it restored"
+                f"{case} {name}: writes into its output's gradient; it is restored for each replay"
             )
         contenders[name] = _Contender(call, verdict.wrong, verdict.overwrites)
         seconds = time.perf_counter() - start
@@ -181,6 +195,7 @@ def _judged(case: Case, plan: Plan, machine: Machine) -> dict[str, _Contender]:
 
 
 def _inputs(case: Case, machine: Machine) -> _Inputs:
+    """Returns sets of inputs that together are several times as large as the L2."""
     sample = case.spec.benchmark(case.sides, case.dtype, machine.device)
     size = sum(t.nbytes for t in sample.tensors.values() if t is not None)
     sets = _Inputs([], [], [])
@@ -209,16 +224,18 @@ def _run_mode(
     plan: Plan,
     machine: Machine,
 ) -> list[Row]:
+    """Times the providers of a case in one mode."""
     steps: dict[str, Sequence[timing.Step]] = {}
     measured: dict[str, _Measured] = {}
     for name, contender in contenders.items():
         start = time.perf_counter()
         own, restore = _steps(contender, mode, inputs)
         try:
-            own[0]()  # compiled and loaded before memory is read
+            own[0]()  # compiles and loads the kernels, before memory is measured
             peak = timing.peak_mib(own[0])
             gpu = _gpu_us(f"{case} {mode} {name}", own, plan, restore)
-        except Exception as error:  # noqa: BLE001 - as above
+        # As in `_judged`.
+        except Exception as error:  # noqa: BLE001
             _say(f"{case} {mode} {name}: left out, {type(error).__name__}: {_first_line(error)}")
             continue
         steps[name] = own
@@ -228,24 +245,24 @@ def _run_mode(
         floors.bytes_moved(case.spec, case.elements, case.dtype, mode), machine.bandwidth
     )
     rows = []
-    for name, seen in measured.items():
+    for name, one in measured.items():
         row = Row(
-            case.op,
-            case.shape,
-            case.dtype_name,
-            mode,
-            name,
-            seen.gpu_us,
-            loops[name],
-            floor,
-            seen.peak_mib,
-            machine.commit,
-            machine.torch,
-            machine.triton,
+            op=case.op,
+            shape=case.shape,
+            dtype=case.dtype_name,
+            mode=mode,
+            provider=name,
+            gpu_us=one.gpu_us,
+            loop_us=loops[name],
+            floor_us=floor,
+            peak_mib=one.peak_mib,
+            commit=machine.commit,
+            torch=machine.torch,
+            triton=machine.triton,
         )
         print(
             f"  {mode:<8}{name:<22}{row.gpu_us:9.1f} us {row.fraction:6.3f} of floor {floor:8.1f}"
-            f"  loop {row.loop_us:9.1f} us  peak {row.peak_mib:8.1f} MiB  ({seen.seconds:.1f} s)",
+            f"  loop {row.loop_us:9.1f} us  peak {row.peak_mib:8.1f} MiB  ({one.seconds:.1f} s)",
             flush=True,
         )
         rows.append(row)
@@ -255,29 +272,29 @@ def _run_mode(
 def _steps(
     contender: _Contender, mode: str, inputs: _Inputs
 ) -> tuple[list[timing.Step], Callable[[], object] | None]:
+    """Returns a step for each set of inputs, and what must run before each replay, or None."""
     if mode == "fwd":
         return [timing.Forward(contender.call, arguments) for arguments in inputs.arguments], None
-    cotangents, restore = inputs.cotangents, None
+    cotangents = inputs.cotangents
+    restore: Callable[[], object] | None = None
     if contender.overwrites:
-        originals, cotangents = cotangents, [tuple(c.clone() for c in cs) for cs in cotangents]
-        theirs = [c for cs in cotangents for c in cs]
-        ours = [c for cs in originals for c in cs]
-
-        def restore_all() -> None:
-            torch._foreach_copy_(theirs, ours)
-
-        restore = restore_all
+        # The provider gets copies, which are restored before each replay.
+        cotangents = [tuple(c.clone() for c in one_set) for one_set in inputs.cotangents]
+        copies = list(itertools.chain.from_iterable(cotangents))
+        originals = list(itertools.chain.from_iterable(inputs.cotangents))
+        restore = partial(torch._foreach_copy_, copies, originals)
     triples = zip(inputs.arguments, inputs.leaves, cotangents, strict=True)
     return [timing.Train(contender.call, *triple) for triple in triples], restore
 
 
 def _gpu_us(
-    what: str, steps: Sequence[timing.Step], plan: Plan, restore: Callable[[], object] | None
+    name: str, steps: Sequence[timing.Step], plan: Plan, restore: Callable[[], object] | None
 ) -> float:
+    """Returns the GPU time of a step, from a graph if it can be captured."""
     try:
         return timing.gpu_us(steps, plan.effort, between=restore, split=plan.split)
     except RuntimeError as error:
-        _say(f"{what}: no graph ({_first_line(error)}); timed with events around a loop instead")
+        _say(f"{name}: no graph ({_first_line(error)}); timed with events around a loop instead")
         torch.cuda.synchronize()
         return timing.uncaptured_us(steps, plan.effort)
 

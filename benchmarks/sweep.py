@@ -1,8 +1,6 @@
 """The sweeps: each operator along lines of hidden sizes, slices, rows and widths.
 
-What there is to time, in which order.
-
-Measuring is `runner`'s. Here is no GPU, and nothing is timed.
+This module lists what to time and in which order. `runner` times it.
 """
 
 from __future__ import annotations
@@ -35,15 +33,15 @@ __all__ = [
 AXES = ("hidden", "slices", "rows", "widths")
 DEFAULT_DTYPES = ("bf16", "fp32", "fp16")  # in the order of measuring
 PROVIDERS = ("fusedops", "eager", "eager_combined", "compile", "liger")
-# Elements along a line of hidden sizes: as many everywhere, so that the floor is the same. In 16 bits
-# they are 64 MiB.
+# The elements of each shape along a line of hidden sizes, so that all have the same floor. In 16
+# bits they are 64 MiB.
 ELEMENTS = 1 << 25
 EFFORT = timing.Effort(replay_ms=8.0, warmup_ms=3.0, blocks=3, block_ms=3.0, launch_bound_calls=80)
 _ROWS = tuple(4**k for k in range(10))  # 1 to 262,144
-_MOST = 1 << 28  # elements along a line of rows
-_DRAWN = 5  # widths besides those of the specs
+_MOST_ELEMENTS = 1 << 28  # along a line of rows
+_RANDOM_WIDTHS = 5  # the number of widths besides those of the specs
 _SEED = 20
-_ODD = 2  # the rank of what is no power of two
+_ODD = 2  # the rank of sizes that are no power of two
 
 Pairs = tuple[tuple[str, str], ...]  # (mode, provider)
 
@@ -55,9 +53,9 @@ class Line:
     Attributes:
         op: the operator.
         axis: which of `AXES` it is.
-        tail: the sizes besides rows and the one that varies, such as the number of slices; along
-            "rows" the rest of the shape. Empty if there are none.
-        points: the size that varies, and the shape.
+        tail: the sizes besides the rows and the size that varies, such as the number of slices;
+            along "rows", the shape without the rows. It may be empty.
+        points: pairs of the size that varies and the shape.
     """
 
     op: str
@@ -68,37 +66,37 @@ class Line:
 
 @dataclass(frozen=True)
 class Work:
-    """One case and what of it is to be timed."""
+    """One case, and the modes and providers to time."""
 
     case: Case
     pairs: Pairs
 
 
 def lines(spec: Spec, axes: Collection[str] = AXES) -> Iterator[Line]:
-    """The lines along which an operator is swept."""
+    """Yields the lines along which an operator is swept."""
+    # A tail is a shape without rows; `_filled` adds as many rows as make `ELEMENTS`.
     sweep = spec.sweep
     if "hidden" in axes and sweep.hidden:
         yield Line(
             spec.name,
             "hidden",
             sweep.hidden[0][:-1],
-            tuple((t[-1], _filled(t)) for t in sweep.hidden),
+            tuple((tail[-1], _filled(tail)) for tail in sweep.hidden),
         )
     if "slices" in axes and sweep.slices:
         yield Line(
             spec.name,
             "slices",
             sweep.slices[0][1:],
-            tuple((t[0], _filled(t)) for t in sweep.slices),
+            tuple((tail[0], _filled(tail)) for tail in sweep.slices),
         )
     for tail in sweep.rows if "rows" in axes else ():
-        counts = (rows for rows in _ROWS if rows * math.prod(tail) <= _MOST)
+        counts = (rows for rows in _ROWS if rows * math.prod(tail) <= _MOST_ELEMENTS)
         yield Line(spec.name, "rows", tail, tuple((rows, (rows, *tail)) for rows in counts))
     for size in (ELEMENTS, ELEMENTS // 4) if "widths" in axes and sweep.widths else ():
-        tails = (*sweep.widths, *_drawn(sweep.widths))
-        yield Line(
-            spec.name, "widths", tails[0][:-1], tuple((t[-1], _filled(t, size)) for t in tails)
-        )
+        tails = (*sweep.widths, *_random_tails(sweep.widths))
+        points = tuple((tail[-1], _filled(tail, size)) for tail in tails)
+        yield Line(spec.name, "widths", tails[0][:-1], points)
     if "widths" in axes and sweep.ragged:
         columns = [(elements(name), name) for name in sweep.ragged]
         yield Line(
@@ -112,19 +110,20 @@ def lines(spec: Spec, axes: Collection[str] = AXES) -> Iterator[Line]:
 def plan(
     specs: Iterable[Spec], axes: Collection[str] = AXES, dtypes: Sequence[str] = DEFAULT_DTYPES
 ) -> list[Case]:
-    """Every case once, in three rounds, so that a run that is cut short has some of each line.
+    """Returns every case once, in three rounds, so that an interrupted run has some of each line.
 
-    First rows that are powers of sixteen, and hidden sizes and numbers of slices that are powers of
-    four; then the other powers of two; then the rest. Each round takes the dtypes in turn.
+    The first round has numbers of rows that are powers of sixteen, and hidden sizes and numbers of
+    slices that are powers of four. The second has the other powers of two, and the third the rest.
+    Within a round the cases are sorted by dtype.
     """
     ranked: dict[tuple[str, str, str], tuple[int, int, Case]] = {}
     for spec in specs:
         for line in lines(spec, axes):
             for x, sides in line.points:
-                for turn, dtype in enumerate(dtypes):
+                for position, dtype in enumerate(dtypes):
                     case = Case(spec, sides, DTYPES[dtype])
                     ranked.setdefault(
-                        (case.op, case.shape, dtype), (_rank(line.axis, x), turn, case)
+                        (case.op, case.shape, dtype), (_rank(line.axis, x), position, case)
                     )
     return [case for _, _, case in sorted(ranked.values(), key=lambda entry: entry[:2])]
 
@@ -132,11 +131,11 @@ def plan(
 def remaining(
     cases: Iterable[Case], modes: Sequence[str], names: Sequence[str] | None, done: Iterable[Row]
 ) -> list[Work]:
-    """What of the cases is still to be timed.
+    """Returns what is still to be timed: modes and providers without a row in ``done``.
 
-    Each mode and provider that the operator has, unless a row has it.
+    ``names`` are the providers, None for the default ones. An operator may not have all of them.
     """
-    have = {row.key for row in done}
+    keys = {row.key for row in done}
     present: dict[str, list[str]] = {}
     work = []
     for case in cases:
@@ -146,7 +145,7 @@ def remaining(
             ]
         wanted = ((mode, name) for mode in modes for name in present[case.op])
         pairs = tuple(
-            pair for pair in wanted if (case.op, case.shape, case.dtype_name, *pair) not in have
+            pair for pair in wanted if (case.op, case.shape, case.dtype_name, *pair) not in keys
         )
         if pairs:
             work.append(Work(case, pairs))
@@ -154,27 +153,29 @@ def remaining(
 
 
 def chunks(work: Sequence[Work], size: int) -> Iterator[Sequence[Work]]:
-    """The work in its order, so much at a time."""
+    """Yields the work in its order, in parts of up to ``size`` cases."""
     for start in range(0, len(work), size):
         yield work[start : start + size]
 
 
-def _drawn(tails: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Tails of other widths in the same range, random multiples of eight.
+def _random_tails(tails: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    """Yields tails of other widths in the same range: random multiples of eight.
 
-    Nobody has chosen them.
+    So the results do not only show widths that were chosen.
     """
     known = [tail[-1] for tail in tails]
     others = [width for width in range(min(known) // 8 * 8, max(known), 8) if width not in known]
-    for width in random.Random(_SEED).sample(others, _DRAWN):
+    for width in random.Random(_SEED).sample(others, _RANDOM_WIDTHS):
         yield (*tails[0][:-1], width)
 
 
 def _filled(tail: tuple[int, ...], elements: int = ELEMENTS) -> tuple[int, ...]:
+    """Returns the shape with this tail and at most this many elements."""
     return (elements // math.prod(tail), *tail)
 
 
 def _rank(axis: str, x: int) -> int:
+    """Returns the round of a size along an axis: see `plan`."""
     power = x.bit_length() - 1
     if x != 1 << power:
         return _ODD

@@ -1,6 +1,6 @@
-"""The results as Markdown, for the operators' pages.
+"""Markdown tables of results, for the operators' pages.
 
-Times and fractions of the floor, one line a shape.
+They have times and fractions of the floor, with one line per shape.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FIGURES = re.compile(r"(<!-- figures: (.+?) -->\n).*?(<!-- /figures -->)", re.D
 
 
 def markdown(rows: Iterable[Row], device: str, mode: str = "fwd_bwd") -> str:
-    """Two tables: GPU time of the large shapes, and host-inclusive time of the launch-bound ones."""
+    """Returns tables of the GPU time of large shapes and of the host time of launch-bound ones."""
     shown = [row for row in rows if row.mode == mode]
     if not shown:
         raise ValueError(f"no row of mode {mode}")
@@ -44,13 +44,17 @@ def markdown(rows: Iterable[Row], device: str, mode: str = "fwd_bwd") -> str:
 
 
 def fill(text: str, content: Callable[[str], str]) -> str:
-    """A page with ``content(what)`` between each ``<!-- figures: what -->`` and the ``<!-- /figures -->`` behind it."""
+    """Returns a page with its figures replaced.
+
+    Between ``<!-- figures: WHAT -->`` and the next ``<!-- /figures -->`` it has ``content(WHAT)``.
+    """
     return _FIGURES.sub(lambda match: f"{match[1]}\n{content(match[2])}\n\n{match[3]}", text)
 
 
 def _table(
     rows: list[Row], columns: tuple[str, ...], cells: Callable[[dict[str, Row]], list[str]]
 ) -> str:
+    """Returns a table with a line per operator, shape and dtype; ``cells`` returns its columns."""
     groups: dict[tuple[str, str, str], dict[str, Row]] = {}
     for row in rows:
         groups.setdefault((row.op, row.shape, row.dtype), {})[row.provider] = row
@@ -58,22 +62,27 @@ def _table(
         "| operator | rows × N | dtype | " + " | ".join(columns) + " |",  # noqa: RUF001
         "|---|---|---|" + "--:|" * len(columns),
     ]
-    above = ""
-    for (op, shape, dtype), seen in groups.items():
-        name = "" if op == above else f"`{op}`"
-        lines.append(f"| {name} | {sized(shape)} | {dtype} | " + " | ".join(cells(seen)) + " |")
-        above = op
+    previous = ""
+    for (op, shape, dtype), by_provider in groups.items():
+        # The operator's name is only in its first line.
+        name = "" if op == previous else f"`{op}`"
+        line = [name, sized(shape), dtype, *cells(by_provider)]
+        lines.append(f"| {' | '.join(line)} |")
+        previous = op
     return "\n".join(lines)
 
 
-def _gpu_cells(seen: dict[str, Row]) -> list[str]:
-    cells = [f"{next(iter(seen.values())).floor_us:.1f}"]
+def _gpu_cells(by_provider: dict[str, Row]) -> list[str]:
+    """Returns the floor, and each column's GPU time and fraction of the floor."""
+    first = next(iter(by_provider.values()))  # all have the same floor
+    cells = [f"{first.floor_us:.1f}"]
     for column in COLUMNS:
-        row = best(seen, column)
+        row = best(by_provider, column)
         cells.append("" if row is None else f"{row.gpu_us:.1f} ({row.fraction:.2f})")
     return cells
 
 
-def _loop_cells(seen: dict[str, Row]) -> list[str]:
-    rows = (best(seen, column, "loop_us") for column in COLUMNS)
+def _loop_cells(by_provider: dict[str, Row]) -> list[str]:
+    """Returns each column's host time."""
+    rows = (best(by_provider, column, by="loop_us") for column in COLUMNS)
     return ["" if row is None else f"{row.loop_us:.1f}" for row in rows]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from .results import Row
+from .results import Key, Row
 
 __all__ = ["TARGETS", "Target", "Verdict", "compare", "report"]
 
@@ -17,9 +17,12 @@ Kind = Literal["fraction", "loop", "us", "times"]
 class Target:
     """A target for a figure of ``fusedops``.
 
-    ``fraction``: at least this part of the roofline. ``loop``: at most this multiple of eager's
-    host-inclusive time. ``us``: at most so many microseconds of GPU time. ``times``: at most this
-    multiple of the operator ``than``'s GPU time on the same shape.
+    The meaning of ``value`` depends on ``kind``:
+
+        fraction    at least this fraction of the roofline
+        loop        at most this multiple of eager's host time
+        us          at most this many microseconds of GPU time
+        times       at most this multiple of the GPU time of the operator ``than`` on the same shape
     """
 
     op: str
@@ -29,6 +32,11 @@ class Target:
     value: float
     kind: Kind = "fraction"
     than: str = ""
+
+    @property
+    def case(self) -> tuple[str, str, str, str]:
+        """The operator, shape, dtype and mode."""
+        return self.op, self.shape, self.dtype, self.mode
 
 
 @dataclass(frozen=True)
@@ -44,14 +52,13 @@ class Verdict:
         """Whether there is a result, and it reaches the target."""
         if self.result is None:
             return False
-        return (
-            self.result >= self.target.value
-            if self.target.kind == "fraction"
-            else self.result <= self.target.value
-        )
+        if self.target.kind == "fraction":
+            return self.result >= self.target.value
+        return self.result <= self.target.value
 
 
 def _both(op: str, dtype: str, figures: dict[str, float]) -> tuple[Target, ...]:
+    """Returns targets for forward + backward: fractions of the roofline, by shape."""
     return tuple(Target(op, shape, dtype, "fwd_bwd", value) for shape, value in figures.items())
 
 
@@ -111,41 +118,37 @@ TARGETS: tuple[Target, ...] = (
 
 
 def compare(rows: Iterable[Row], targets: Iterable[Target] = TARGETS) -> list[Verdict]:
-    """The verdict of each target."""
-    table = {row.key: row for row in rows}
-    return [_verdict(target, table) for target in targets]
+    """Returns the verdict of each target."""
+    rows_by_key = {row.key: row for row in rows}
+    return [_verdict(target, rows_by_key) for target in targets]
 
 
-def _verdict(target: Target, table: dict[tuple[str, str, str, str, str], Row]) -> Verdict:
-    at = (target.op, target.shape, target.dtype, target.mode)
-    contenders = {
-        key[-1]: _value(target, row, table) for key, row in table.items() if key[:-1] == at
-    }
-    result = contenders.pop("fusedops", None)
+def _verdict(target: Target, rows_by_key: dict[Key, Row]) -> Verdict:
+    """Returns a target's result, and the best peer's value of the same kind."""
+    values: dict[str, float | None] = {}
+    for (*case, provider), row in rows_by_key.items():
+        if tuple(case) == target.case:
+            values[provider] = _value(target, row, rows_by_key)
+    result = values.pop("fusedops", None)
     if target.kind == "loop":
-        contenders.pop("eager", None)  # the reference itself
-    peers = {name: value for name, value in contenders.items() if value is not None}
-    best = (max if target.kind == "fraction" else min)(
-        peers, key=lambda name: peers[name], default=None
-    )
+        # Eager is what the others are compared with.
+        values.pop("eager", None)
+    peers = {name: value for name, value in values.items() if value is not None}
+    best_of = max if target.kind == "fraction" else min
+    best = best_of(peers, key=lambda name: peers[name], default=None)
     return Verdict(target, result, "-" if best is None else f"{peers[best]:.2f} {best}")
 
 
-def _value(
-    target: Target, row: Row, table: dict[tuple[str, str, str, str, str], Row]
-) -> float | None:
-    """The value of a target's kind in a row.
-
-    None if the row that it is compared with is missing.
-    """
+def _value(target: Target, row: Row, rows_by_key: dict[Key, Row]) -> float | None:
+    """Returns a row's value of the target's kind, None if it takes a row that is missing."""
     if target.kind == "fraction":
         return row.fraction
     if target.kind == "us":
         return row.gpu_us
     if target.kind == "loop":
-        eager = table.get((*row.key[:-1], "eager"))
+        eager = rows_by_key.get((*row.key[:-1], "eager"))
         return None if eager is None else row.loop_us / eager.loop_us
-    other = table.get((target.than, *row.key[1:-1], "fusedops"))
+    other = rows_by_key.get((target.than, *row.key[1:-1], "fusedops"))
     return None if other is None else row.gpu_us / other.gpu_us
 
 
@@ -158,17 +161,19 @@ _TARGETS = {
 
 
 def report(verdicts: Iterable[Verdict]) -> str:
-    """The verdicts as a table for the terminal."""
+    """Returns the verdicts as a table for the terminal."""
     lines = [
         f"{'operator':<34}{'shape':<13}{'dtype':<6}{'mode':<9}{'target':>18}{'result':>8}  {'':<8}best peer"
     ]
     for verdict in verdicts:
         target = verdict.target
-        wanted = _TARGETS[target.kind].format(target)
-        result = "-" if verdict.result is None else f"{verdict.result:.3f}"
-        state = "absent" if verdict.result is None else "met" if verdict.met else "MISSED"
+        described = _TARGETS[target.kind].format(target)
+        if verdict.result is None:
+            result, state = "-", "absent"
+        else:
+            result, state = f"{verdict.result:.3f}", "met" if verdict.met else "MISSED"
         lines.append(
-            f"{target.op:<34}{target.shape:<13}{target.dtype:<6}{target.mode:<9}{wanted:>18}{result:>8}  "
+            f"{target.op:<34}{target.shape:<13}{target.dtype:<6}{target.mode:<9}{described:>18}{result:>8}  "
             f"{state:<8}{verdict.best_peer}"
         )
     return "\n".join(lines)

@@ -1,8 +1,8 @@
-"""How time and memory are measured. Importable without a GPU; measuring needs one.
+"""Measures times and memory. The module can be imported without a GPU; measuring needs one.
 
-GPU time comes from replays of one CUDA graph that holds many calls, each on its own set of inputs.
-The sets together are several times the L2, so that no call finds its inputs there, and a graph
-leaves the host's time out. The host's time is what the plain Python loop adds.
+GPU time is from replays of a CUDA graph with many calls on different sets of inputs. Together the
+sets are several times as large as the L2, so no call has its inputs in the L2. A graph excludes the
+host's time. Host time is from a plain Python loop.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ __all__ = [
     "uncaptured_us",
 ]
 
-_CALLS = 16  # the least calls in one graph, so that the gap before it is spread thin
+# The least number of calls in a graph, so that the gap before the graph counts little.
+_CALLS = 16
 
 
 class Step(Protocol):
     """One call on one set of inputs."""
 
     def __call__(self) -> Any:
-        """The whole step."""
+        """Runs the whole step."""
 
     def forward(self) -> Any:
-        """Its first half."""
+        """Runs the forward."""
 
     def backward(self, out: Any) -> Any:
-        """Its second half, from what the first returned."""
+        """Runs the backward, from the forward's outputs."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +59,18 @@ class Forward:
     arguments: dict[str, Any]
 
     def __call__(self) -> Any:
-        """The outputs."""
+        """Returns the outputs."""
         return self.call(**self.arguments)
 
     forward = __call__
 
     def backward(self, out: Any) -> None:
-        """There is none."""
+        """Does nothing."""
 
 
 @dataclass(frozen=True)
 class Train:
-    """Forward, then the gradients of all inputs that require them, returned instead of accumulated."""
+    """A forward, and a backward that returns the gradients instead of accumulating them."""
 
     call: Callable[..., Any]
     arguments: dict[str, Any]
@@ -77,22 +78,30 @@ class Train:
     cotangents: tuple[Tensor, ...]
 
     def __call__(self) -> Any:
-        """The outputs and the gradients."""
+        """Returns the outputs and the gradients."""
         out = self.call(**self.arguments)
         return out, torch.autograd.grad(out, self.inputs, self.cotangents)
 
     def forward(self) -> Any:
-        """The outputs."""
+        """Returns the outputs."""
         return self.call(**self.arguments)
 
     def backward(self, out: Any) -> tuple[Tensor, ...]:
-        """The gradients."""
+        """Returns the gradients."""
         return torch.autograd.grad(out, self.inputs, self.cotangents)
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: milliseconds of replays, and the loop's blocks and seconds."""
+    """How long to measure.
+
+    Attributes:
+        replay_ms: the milliseconds of timed replays of a graph.
+        warmup_ms: the milliseconds of replays before.
+        blocks: the blocks of a Python loop.
+        block_ms: the milliseconds of a block.
+        launch_bound_calls: the calls of a block for small tensors, instead of ``block_ms``.
+    """
 
     replay_ms: float = 100.0
     warmup_ms: float = 20.0
@@ -102,12 +111,12 @@ class Effort:
 
 
 def mode_context(mode: str) -> AbstractContextManager[Any]:
-    """The context of a mode: a forward alone is inference, which saves nothing for backward."""
+    """Returns the context of a mode: a forward alone is inference, without autograd."""
     return torch.no_grad() if mode == "fwd" else nullcontext()
 
 
 def peak_mib(step: Callable[[], object]) -> float:
-    """The most memory that one warm call held at once beyond what was held before it."""
+    """Returns the peak memory of a call, beyond what was allocated before."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -123,74 +132,77 @@ def gpu_us(
     between: Callable[[], object] | None = None,
     split: bool = False,
 ) -> float:
-    """Microseconds of GPU time a call: the median of replays of one graph.
+    """Returns the microseconds of GPU time per call, the median of replays of a graph.
 
     Args:
         steps: one for each set of inputs.
         effort: how long to measure.
-        between: what to do before each replay, untimed.
-        split: all forwards before all backwards, so that no backward finds what its forward kept in
-            the L2.
+        between: runs before each replay and is not timed.
+        split: whether all forwards run before all backwards, so that no backward has its saved
+            tensors in the L2.
 
     Raises:
         RuntimeError: the steps cannot be captured.
     """
     rounds = math.ceil(_CALLS / len(steps))
-    graph = _capture(steps, rounds, split)
+    graph = _capture(steps, rounds, split=split)
     try:
         graph.replay()
         estimate = max(1e-3, events(graph.replay, 1)[0])
         for _ in range(math.ceil(effort.warmup_ms / estimate)):
             graph.replay()
         replays = max(5, min(500, math.ceil(effort.replay_ms / estimate)))
-        return (
-            statistics.median(events(graph.replay, replays, between)) * 1e3 / (rounds * len(steps))
-        )
+        median_ms = statistics.median(events(graph.replay, replays, between))
+        return median_ms * 1e3 / (rounds * len(steps))
     finally:
-        graph.reset()  # frees the outputs that it holds
+        graph.reset()  # frees its outputs
 
 
 def uncaptured_us(steps: Sequence[Step], effort: Effort) -> float:
-    """The fall-back where capture fails.
+    """Returns the microseconds per call if capture fails, from events around a plain loop.
 
-    Events around a plain loop, whose time the host may set.
+    The host may determine this time.
     """
 
-    def every() -> None:
+    def run_all() -> None:
         for step in steps:
             step()
 
-    every()
-    estimate = max(1e-3, events(every, 1)[0])
+    run_all()
+    estimate = max(1e-3, events(run_all, 1)[0])
     repeats = max(3, min(100, math.ceil(effort.replay_ms / estimate)))
-    return statistics.median(events(every, repeats)) * 1e3 / len(steps)
+    return statistics.median(events(run_all, repeats)) * 1e3 / len(steps)
 
 
 def loop_us(
     contenders: dict[str, Sequence[Step]], effort: Effort, *, launch_bound: bool
 ) -> dict[str, float]:
-    """Microseconds a call, the host's included, in a plain Python loop that ends in a synchronisation.
+    """Returns the microseconds per call, host time included, in a plain Python loop.
 
-    The contenders take turns block by block, so that a drift of the machine meets all alike; each
-    block's median.
+    The loop ends in a synchronisation. The contenders take turns block by block, so that a drift of
+    the machine affects all alike. The result is the median of the blocks.
     """
-    calls = {name: _block_calls(steps, effort, launch_bound) for name, steps in contenders.items()}
-    seen: dict[str, list[float]] = {name: [] for name in contenders}
+    calls = {
+        name: _block_calls(steps, effort, launch_bound=launch_bound)
+        for name, steps in contenders.items()
+    }
+    block_times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(effort.blocks):
         for name, steps in contenders.items():
-            seen[name].append(_loop(steps, calls[name]) * 1e6)
-    return {name: statistics.median(times) for name, times in seen.items()}
+            block_times[name].append(_loop(steps, calls[name]) * 1e6)
+    return {name: statistics.median(times) for name, times in block_times.items()}
 
 
-def _block_calls(steps: Sequence[Step], effort: Effort, launch_bound: bool) -> int:
-    _loop(steps, len(steps))
+def _block_calls(steps: Sequence[Step], effort: Effort, *, launch_bound: bool) -> int:
+    """Returns the number of calls of a block."""
+    _loop(steps, len(steps))  # warms up
     if launch_bound:
         return effort.launch_bound_calls
     return max(5, math.ceil(effort.block_ms * 1e-3 / _loop(steps, len(steps))))
 
 
 def _loop(steps: Sequence[Step], calls: int) -> float:
-    """Seconds a call, over whole rounds of the steps."""
+    """Returns the seconds per call, over whole rounds of the steps."""
     rounds = math.ceil(calls / len(steps))
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -201,7 +213,8 @@ def _loop(steps: Sequence[Step], calls: int) -> float:
     return (time.perf_counter() - start) / (rounds * len(steps))
 
 
-def _capture(steps: Sequence[Step], rounds: int, split: bool) -> torch.cuda.CUDAGraph:
+def _capture(steps: Sequence[Step], rounds: int, *, split: bool) -> torch.cuda.CUDAGraph:
+    """Captures rounds of all steps in a graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     # Lazy initialisation and autotuning must not happen while capturing.
@@ -213,13 +226,13 @@ def _capture(steps: Sequence[Step], rounds: int, split: bool) -> torch.cuda.CUDA
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(rounds):
-            # Held until the round ends: an output put where the last one lay would be overwritten
-            # within the L2.
+            # The outputs must exist until the round ends. Otherwise all would have the same
+            # address, and be overwritten in the L2 before they are written to memory.
             if split:
-                kept = [(step, step.forward()) for step in steps]
-                held = [(out, step.backward(out)) for step, out in kept]
-                del kept
+                forwards = [(step, step.forward()) for step in steps]
+                outputs = [(out, step.backward(out)) for step, out in forwards]
+                del forwards
             else:
-                held = [step() for step in steps]
-            del held
+                outputs = [step() for step in steps]
+            del outputs
     return graph

@@ -1,7 +1,7 @@
-"""Compiles ahead: worker processes fill the caches on disk, and the measuring process only loads.
+"""Compiles ahead: worker processes fill the caches on disk, from which the measuring process loads.
 
-torch.compile takes seconds a shape and mode on one core, and a machine with a GPU has many. The
-workers end before anything is timed.
+For each shape and mode torch.compile takes seconds on one core, and a machine with a GPU has many
+cores. The workers end before anything is timed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NOTHING_TO_COMPILE = ("eager", "eager_combined")
 
 @dataclass(frozen=True)
 class Task:
-    """A case as a worker process is told of it, and what to call there."""
+    """A case to compile in a worker process: names instead of objects, and what to call."""
 
     op: str
     sides: Shape
@@ -42,7 +42,7 @@ class Task:
 
 
 def tasks(work: Iterable[Work]) -> list[Task]:
-    """The tasks of compiling that this work needs."""
+    """Returns the tasks of compiling that this work needs."""
     results = []
     for item in work:
         pairs = tuple((mode, name) for mode, name in item.pairs if name not in _NOTHING_TO_COMPILE)
@@ -52,20 +52,19 @@ def tasks(work: Iterable[Work]) -> list[Task]:
 
 
 def settle_compiler() -> None:
-    """Makes the settings on which the keys of the compilers' caches depend, in each process alike.
+    """Sets what the keys of the compilers' caches depend on to the same in each process.
 
-    Inductor chooses among its configs by timing them, and writes the choice down. A choice made
-    while many workers share the GPU would be a poor one, so it is not written, and the measuring
-    process times them itself.
+    Inductor also times its configs and caches the fastest. While many workers share the GPU the
+    choice would be poor. So it is not cached, and the measuring process times the configs itself.
     """
-    # Inductor moves Triton's cache once it has compiled; kernels from before would not be found
-    # after.
+    # Inductor changes Triton's cache directory when it first compiles. Without a fixed one, kernels
+    # that were compiled before would be compiled again after.
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
-    # Both caches' keys are pickles, and pickle names a constant of torch after the first module
-    # that holds it. In a worker that would be this process's main module under another name.
+    # The keys of both caches are pickles. Pickle names a constant of torch after the first module
+    # that has it. In a worker that would be ``__mp_main__``, the parent's main module.
     sys.modules.pop("__mp_main__", None)
-    # The environment too, as a worker may import Inductor, which starts as many processes as this
-    # says, before.
+    # One compile thread, by the environment too: a worker may have imported Inductor before, which
+    # reads it and starts as many processes.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     import torch._inductor.config as config
 
@@ -76,40 +75,43 @@ def settle_compiler() -> None:
 def compile_ahead(todo: Sequence[Task], *, jobs: int, device: torch.device, seconds: float) -> int:
     """Compiles in ``jobs`` processes until all is done or the seconds are over.
 
-    Returns how many cases were done.
+    If a worker cannot compile a case, or no worker can start, the measuring process compiles the
+    case and reports the error.
 
-    What a worker cannot compile, or all of them if they cannot start, the measuring process meets
-    again, and reports.
+    Returns:
+        The number of compiled cases.
     """
     if not todo:
         return 0
     try:
         with workers(min(jobs, len(todo)), device) as pool:
             done, _ = wait([pool.submit(_compile, task, device) for task in todo], timeout=seconds)
-            pool.shutdown(cancel_futures=True)  # what has begun is let finish
+            pool.shutdown(cancel_futures=True)  # waits for tasks that have started
     except BrokenProcessPool:
         return 0
     return sum(future.exception() is None for future in done)
 
 
 def loaded() -> str:
-    """How many graphs this process found compiled so far, and how many it did not, for the terminal."""
+    """Returns the numbers of graphs that this process loaded and compiled, for the terminal."""
     from torch._dynamo.utils import counters
 
-    seen = counters["inductor"]
-    return f"{seen['fxgraph_cache_hit']} graphs found compiled, {seen['fxgraph_cache_miss']} compiled here"
+    counts = counters["inductor"]
+    loads, compilations = counts["fxgraph_cache_hit"], counts["fxgraph_cache_miss"]
+    return f"{loads} graphs loaded from the cache, {compilations} compiled here"
 
 
 def workers(jobs: int, device: torch.device) -> ProcessPoolExecutor:
-    """Processes that compile as this one does.
+    """Returns a pool of processes that compile with the same settings as this one.
 
-    Each imports torch for itself: importing Inductor may touch CUDA, which no fork survives.
+    They are spawned: importing Inductor may initialise CUDA, which does not work in a forked child.
     """
     settle_compiler()
-    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin, (device,))
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _initialize, (device,))
 
 
-def _begin(device: torch.device) -> None:
+def _initialize(device: torch.device) -> None:
+    """Prepares a worker process."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
@@ -122,7 +124,7 @@ def _specs() -> dict[str, Spec]:
 
 
 def _compile(task: Task, device: torch.device) -> None:
-    """Calls each provider as the gate will: with autograd, and without it for the forward alone."""
+    """Calls each provider as the check of its values will: with and without autograd."""
     fresh_compiler()
     case = Case(_specs()[task.op], task.sides, DTYPES[task.dtype])
     sample = case.spec.benchmark(case.sides, case.dtype, device)
@@ -133,6 +135,7 @@ def _compile(task: Task, device: torch.device) -> None:
     )
     arguments = {**sample.tensors, **sample.options}
     for name in dict.fromkeys(name for _, name in task.pairs):
+        # The measuring process meets the same error and reports it.
         with suppress(Exception):
             call = build(name, case.spec)
             if call is None:

@@ -1,4 +1,1 @@
-"""Whole models, from config with random weights.
-
-What `fuse_model` gains, beside what else a user could do to them.
-"""
+"""Benchmarks of whole models with random weights: `fuse_model` and its alternatives."""

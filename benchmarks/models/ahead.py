@@ -1,4 +1,4 @@
-"""Compiling ahead in worker processes, as `benchmarks.warm` does for operators."""
+"""Compiles models ahead in worker processes, as `benchmarks.warm` does operators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .workloads import Workload
 
 __all__ = ["compile_ahead"]
 
-_TRIES, _PAUSE_S = 3, 10.0
+_TRIES, _PAUSE_SECONDS = 3, 10.0
 
 
 def compile_ahead(
@@ -28,46 +28,51 @@ def compile_ahead(
 ) -> tuple[int, int]:
     """Compiles in ``jobs`` processes until all is done or the seconds are over.
 
-    Each holds a whole model while it compiles: as many should run as fit into the device's memory.
+    Each process has a whole model while it compiles, so as many should run as fit into the device's
+    memory.
 
     Returns:
-        how many were compiled, of how many. The measuring process compiles the others, and reports
-        what fails.
+        The number of models that were compiled, and that of all. The measuring process compiles the
+        others, and reports errors.
     """
-    # Only in these modes do shapes stay the same.
-    timed = [item for item in work if item.workload.mode in ("train", "infer")]
-    todo = [(item.workload, name) for item in timed for name in item.providers if name in COMPILING]
+    # In the other modes shapes change, so the compiled models would not be used.
+    todo = []
+    for item in work:
+        if item.workload.mode in ("train", "infer"):
+            todo += [(item.workload, name) for name in item.providers if name in COMPILING]
     if not todo:
         return 0, 0
     try:
         with warm.workers(min(jobs, len(todo)), device) as pool:
             futures = [pool.submit(_compile, workload, name, device) for workload, name in todo]
             done, _ = wait(futures, timeout=seconds)
-            pool.shutdown(cancel_futures=True)  # what has begun is let finish
-    except BrokenProcessPool:  # they could not start: the measuring process compiles
+            pool.shutdown(cancel_futures=True)  # waits for tasks that have started
+    except BrokenProcessPool:
+        # The processes could not start.
         return 0, len(todo)
-    return sum(not future.cancelled() and future.exception() is None for future in done), len(todo)
+    count = sum(not future.cancelled() and future.exception() is None for future in done)
+    return count, len(todo)
 
 
 def _compile(workload: Workload, name: str, device: torch.device) -> None:
-    """One step as the measuring process will run it; where memory is short, later again."""
-    for left in reversed(range(_TRIES)):
+    """Runs a step as the measuring process will; if memory is short, it tries again later."""
+    for tries_left in reversed(range(_TRIES)):
         try:
             _step(workload, name, device)
             return
         except torch.OutOfMemoryError:
-            if not left:
+            if not tries_left:
                 raise
         finally:
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-        time.sleep(_PAUSE_S)
+        time.sleep(_PAUSE_SECONDS)
 
 
 def _step(workload: Workload, name: str, device: torch.device) -> None:
     operator_providers.fresh_compiler()
     built = contender(name, workload, device, Text(device))
-    with built.in_force():
+    with built.context():
         built.step()
     measuring.synchronize(device)

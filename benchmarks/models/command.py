@@ -29,7 +29,7 @@ _TINY = Effort(rounds=3, block_s=0.01, singles=1, most=3)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the command's options."""
     parser.set_defaults(command=run)
     parser.add_argument(
         "--model",
@@ -111,7 +111,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measures whole models: eager, fused, compiled, both, and Liger-Kernel's patch."""
     try:
-        return _show(options) if options.table or options.page is not None else _work(options)
+        if options.table or options.page is not None:
+            return _show(options)
+        return _work(options)
     except (OSError, ValueError, operator_results.UnreadableError) as error:
         print(f"models: {error}", file=sys.stderr)
         return 2
@@ -131,20 +133,20 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _work(options: argparse.Namespace) -> int:
+    """Measures what the options ask for, and returns the exit status."""
     models, modes = options.model or (), options.mode or ()
     wanted = [named("provider", name, PROVIDERS) for name in options.provider or ()]
-    chosen = (
-        loss_workloads(models, tiny=options.tiny)
-        if options.loss
-        else workloads(models, modes, tiny=options.tiny)
-    )
+    if options.loss:
+        chosen = loss_workloads(models, tiny=options.tiny)
+    else:
+        chosen = workloads(models, modes, tiny=options.tiny)
     device = _device(options)
     setting = Setting(
-        device,
-        Text(device),
-        _TINY if options.tiny else Effort(),
-        tuple(range(options.seeds)),
-        options.steps,
+        device=device,
+        text=Text(device),
+        effort=_TINY if options.tiny else Effort(),
+        seeds=tuple(range(options.seeds)),
+        steps=options.steps,
     )
     if options.first_calls:
         return _time_first_calls(chosen, wanted or first_calls.DEFAULT, setting, options)
@@ -154,7 +156,7 @@ def _work(options: argparse.Namespace) -> int:
 
 
 def _device(options: argparse.Namespace) -> torch.device:
-    """The device of the command line; by default a GPU, and a CPU for tiny models alone.
+    """Returns the device of the command line; by default a GPU, or for tiny models also a CPU.
 
     Raises:
         ValueError: there is no such device.
@@ -164,12 +166,13 @@ def _device(options: argparse.Namespace) -> torch.device:
         if not has_gpu and not options.tiny:
             raise ValueError("needs a GPU; on a CPU try --tiny, or --device cpu if it is meant")
         name = "cuda" if has_gpu else "cpu"
-    if name != "cpu" and not (has_gpu and re.fullmatch(r"cuda(:\d)?", name)):
-        raise ValueError(
-            f"no device {name!r} here; there is cpu" + (", and cuda[:index]" if has_gpu else "")
-        )
-    device = torch.device(name)
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else device
+    is_gpu = has_gpu and re.fullmatch(r"cuda(:\d)?", name)
+    if name != "cpu" and not is_gpu:
+        others = ", and cuda[:index]" if has_gpu else ""
+        raise ValueError(f"no device {name!r} here; there is cpu{others}")
+    if name == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(name)
 
 
 def _profile(chosen: list[Workload], wanted: list[str], setting: Setting) -> int:
@@ -184,7 +187,8 @@ def _time_first_calls(
 ) -> int:
     path = _output(options, setting.device, "compile")
     rows = []
-    for workload in [workload for workload in chosen if workload.mode != "generate"]:
+    timed = [workload for workload in chosen if workload.mode != "generate"]
+    for workload in timed:
         for name in wanted:
             rows.append(first_calls.measured(workload, name, setting.device))
             print(
@@ -197,16 +201,15 @@ def _time_first_calls(
 
 
 def _output(options: argparse.Namespace, device: torch.device, kind: str) -> Path | None:
-    """The file of the command line.
+    """Returns the results file: that of the command line, or by default that of the GPU.
 
-    By default that of the GPU, and none for a CPU or for tiny models.
+    By default a CPU and tiny models have none.
     """
     if options.output is not None or device.type != "cuda" or options.tiny:
         path: Path | None = options.output
         return path
-    return (
-        _RESULTS / f"{kind}_{operator_results.device_slug(torch.cuda.get_device_name(device))}.csv"
-    )
+    slug = operator_results.device_slug(torch.cuda.get_device_name(device))
+    return _RESULTS / f"{kind}_{slug}.csv"
 
 
 def _measure(plan: list[list[Work]], setting: Setting, options: argparse.Namespace) -> int:
@@ -217,14 +220,14 @@ def _measure(plan: list[list[Work]], setting: Setting, options: argparse.Namespa
     )
     rows, missing = _run_all(plan, setting, options, path)
     print(page.table(rows if path is None else results.read(path)))
-    # What we failed to time is our fault; a peer's is not.
+    # A missing row of fusedops is an error; a missing row of a peer is not.
     return 1 if missing else 0
 
 
 def _run_all(
     plan: list[list[Work]], setting: Setting, options: argparse.Namespace, path: Path | None
 ) -> tuple[list[results.Row], int]:
-    """The rows, which are in the file too, and how many of fusedops' are missing."""
+    """Measures into the file; returns the rows, and how many of fusedops are missing."""
     ends = time.perf_counter() + (math.inf if options.budget is None else options.budget)
     rows: list[results.Row] = []
     missing = 0
@@ -233,8 +236,8 @@ def _run_all(
         if setting.device.type == "cuda" and options.jobs:
             _compile_ahead(work, setting.device, options.jobs, ends)
         for item in work:
-            begun = time.perf_counter()
-            if begun > ends:
+            started = time.perf_counter()
+            if started > ends:
                 print(
                     f"stopped before {item.workload}: the budget of {options.budget:.0f} s is spent; --resume goes on"
                 )
@@ -242,26 +245,28 @@ def _run_all(
             print(item.workload, flush=True)
             new = run_work(item, setting)
             rows += new
-            missing += sum(name in OURS for name in item.providers) - sum(
-                row.provider in OURS for row in new
-            )
+            expected = sum(name in OURS for name in item.providers)
+            missing += expected - sum(row.provider in OURS for row in new)
             if path is not None:
                 results.write(path, new)
-            print(f"  {time.perf_counter() - begun:.1f} s", flush=True)
+            print(f"  {time.perf_counter() - started:.1f} s", flush=True)
     return rows, missing
 
 
 def _compile_ahead(work: Sequence[Work], device: torch.device, jobs: int, ends: float) -> None:
-    begun = time.perf_counter()
-    if begun > ends:
+    started = time.perf_counter()
+    if started > ends:
         return
     # Half of the time is left to measure what was compiled.
-    seconds = min((ends - begun) / 2, 3600.0)
+    seconds = min((ends - started) / 2, 3600.0)
     done, todo = ahead.compile_ahead(work, jobs=jobs, device=device, seconds=seconds)
     if todo:
-        print(f"compiled {done} of {todo} ahead in {time.perf_counter() - begun:.0f} s", flush=True)
+        print(
+            f"compiled {done} of {todo} ahead in {time.perf_counter() - started:.0f} s", flush=True
+        )
 
 
 def _done(path: Path) -> set[results.Key]:
+    """Returns the keys of the file's rows at this commit."""
     commit = operator_results.commit()
     return {row.key for row in results.read(path) if row.commit == commit}

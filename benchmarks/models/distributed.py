@@ -1,15 +1,18 @@
 """The command ``distributed``.
 
-Training steps on several GPUs, as the models are and fused, with the same plan.
-
-torchrun starts it, a process for each GPU::
+It measures training steps on several GPUs, of eager and of fused models with the same plan.
+torchrun starts it, with a process for each GPU::
 
     torchrun --nproc-per-node 2 -m benchmarks distributed
 
-A layout says how a model is spread. "tp": every process has a part of each linear layer, and sums
-and norms have a part of each sequence. "fsdp": parameters are sharded, and each process has a batch
-of its own. "fsdp-compiled": each block is compiled too. "fsdp-tp": both, of the model of
-``examples/train_lm_distributed.py``, whose layers 1, 2 and 4 processes split.
+A layout is how a model is distributed:
+
+    tp               every process has a part of each linear layer; sums and norms have a part of
+                     each sequence
+    fsdp             parameters are sharded, and each process has its own batch
+    fsdp-compiled    the same, and each block is compiled
+    fsdp-tp          both fsdp and tp, for the model of ``examples/train_lm_distributed.py``; 1, 2
+                     or 4 processes split its layers
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ _RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the command's options."""
     parser.set_defaults(command=run)
     parser.add_argument(
         "--model",
@@ -100,20 +103,22 @@ def run(options: argparse.Namespace) -> int:
     path = options.output
     if path is None and device.type == "cuda" and not options.tiny:
         path = _RESULTS / f"distributed_{results.device_slug(name)}.csv"
-    differ = 0.0
+    masks_differ = False
     try:
         for row in _rows(models, device, name, options):
-            differ += (row.difference or 0.0) * (row.model == MASKS)
+            if row.model == MASKS and row.difference:
+                masks_differ = True
             if dist.get_rank() == 0:
                 print(line(row), flush=True)
                 if path is not None:
                     write(path, [row])
     finally:
         dist.destroy_process_group()
-    return 1 if differ else 0
+    return 1 if masks_differ else 0
 
 
 def _device() -> torch.device:
+    """Returns this process's GPU, or the CPU if there are fewer GPUs than processes."""
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -124,10 +129,10 @@ def _device() -> torch.device:
 def _rows(
     models: list[str], device: torch.device, name: str, options: argparse.Namespace
 ) -> Iterator[Row]:
-    """Yields the rows, masks first, each as soon as it is measured; on all processes."""
+    """Yields each row as soon as it is measured, masks first. All processes must run this."""
     layouts = options.layout or LAYOUTS
-    for sides, differ in masks.differences(device):
-        yield _row((MASKS, masks.SHAPE, sides, "fused"), name, difference=float(differ))
+    for mesh, count in masks.differences(device):
+        yield _row((MASKS, masks.SHAPE, mesh, "fused"), name, difference=float(count))
     for model in models:
         if model == example.NAME:
             if "fsdp-tp" in layouts:
@@ -143,21 +148,22 @@ def _rows(
                     torch.cuda.empty_cache()
 
 
-def _row(place: tuple[str, str, str, str], device: str, **found: Any) -> Row:
+def _row(measured: tuple[str, str, str, str], device: str, **figures: Any) -> Row:
+    """Returns a row of ``(model, shape, layout, provider)``; other figures than these are None."""
     import transformers
     import triton
 
-    model, shape, layout, provider = place
+    model, shape, layout, provider = measured
     absent = dict.fromkeys(
         ("ms", "spread", "tokens", "peak_mib", "loss", "difference", "moved_mib")
     )
-    values: dict[str, Any] = {**absent, "collectives": "", **found}
+    values: dict[str, Any] = {**absent, "collectives": "", **figures}
     return Row(
-        model,
-        shape,
-        layout,
-        dist.get_world_size(),
-        provider,
+        model=model,
+        shape=shape,
+        layout=layout,
+        ranks=dist.get_world_size(),
+        provider=provider,
         device=device,
         commit=results.commit(),
         torch=torch.__version__,
@@ -167,24 +173,26 @@ def _row(place: tuple[str, str, str, str], device: str, **found: Any) -> Row:
     )
 
 
-# --- a model, spread ------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------
 
 
-def _spread(workload: Workload, layout: str, provider: str, device: torch.device) -> nn.Module:
-    """The model, fused or as it is, in a layout."""
+def _distributed(workload: Workload, layout: str, provider: str, device: torch.device) -> nn.Module:
+    """Returns the model of a provider, eager or fused, in a layout."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import parallelize_module
 
     model, mesh = workload.build(device), init_device_mesh(device.type, (dist.get_world_size(),))
     head = getattr(model, "lm_head", None)
-    if head is not None:  # a plan splits it apart from the embeddings
+    if head is not None:
+        # A plan splits it in another way than the embeddings, so they cannot share a weight.
         head.weight = nn.Parameter(head.weight.detach().clone())
     if provider == "fused":
         fusedops.fuse_model(model)
     if layout == "tp":
         return parallelize_module(model, mesh, plan(workload.name))
-    blocks: Any = model.model.layers if workload.name == "llama" else model.bert.encoder.layer  # type: ignore[union-attr]
+    module: Any = model
+    blocks = module.model.layers if workload.name == "llama" else module.bert.encoder.layer
     for block in blocks:
         if layout == "fsdp-compiled":
             block.compile()
@@ -193,51 +201,52 @@ def _spread(workload: Workload, layout: str, provider: str, device: torch.device
     return model
 
 
-# --- its steps ------------------------------------------------------------------------------------
+# --- steps ----------------------------------------------------------------------------------------
 
 
 def _measured(
     workload: Workload, layout: str, device: torch.device, name: str, options: argparse.Namespace
 ) -> Iterator[Row]:
-    """A row for each provider, whose blocks of steps take turns."""
+    """Yields a row for each provider; their blocks of steps take turns."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    # Tensor parallel processes share a batch.
+    # With tensor parallelism all processes have the same batch.
     batch = workload.batch(Text(device, seed=0 if layout == "tp" else rank))
-    made = {
-        provider: _step(_spread(workload, layout, provider, device), batch, device)
+    steps = {
+        provider: _step(_distributed(workload, layout, provider, device), batch, device)
         for provider in PROVIDERS
     }
-    seen: dict[str, list[float]] = {provider: [] for provider in PROVIDERS}
-    result: dict[str, dict[str, Any]] = {}
-    for provider, step in made.items():
+    block_seconds: dict[str, list[float]] = {provider: [] for provider in PROVIDERS}
+    figures: dict[str, dict[str, Any]] = {}
+    for provider, step in steps.items():
         torch.manual_seed(1)
-        loss = _largest(float(step()), device)  # compiled and loaded before it is timed
-        # A dispatch mode would keep compiled blocks from running; FSDP's collectives are those of
-        # "fsdp".
+        # The first step compiles and loads everything, before steps are timed.
+        loss = _largest(float(step()), device)
+        # Compiled blocks do not run in a dispatch mode. Their collectives are those of "fsdp".
         traffic = {} if layout == "fsdp-compiled" else _traffic(step)
-        result[provider] = {
+        figures[provider] = {
             "loss": loss,
             "peak_mib": _largest(_peak_mib(step, device), device),
             **traffic,
         }
     for _ in range(options.blocks):
-        for provider, step in made.items():
-            seen[provider].append(_largest(_seconds(step, options.steps, device), device))
+        for provider, step in steps.items():
+            seconds = _largest(_seconds(step, options.steps, device), device)
+            block_seconds[provider].append(seconds)
     tokens = batch["input_ids"].numel() * (1 if layout == "tp" else ranks)
-    for provider, times in seen.items():
+    for provider, times in block_seconds.items():
         seconds = statistics.median(times)
         yield _row(
             (workload.name, workload.shape, layout, provider),
             name,
             ms=seconds * 1e3,
-            spread=_spread_of(times) * 1e3,
+            spread=_quartile_range(times) * 1e3,
             tokens=tokens / seconds,
-            **result[provider],
+            **figures[provider],
         )
 
 
 def _trained(device: torch.device, name: str, options: argparse.Namespace) -> Iterator[Row]:
-    """The example's trainings."""
+    """Yields the rows of the example's trainings."""
     for trained in example.trainings(device, options.steps, options.blocks, tiny=options.tiny):
         times = [_largest(ms, device) for ms in trained.ms]
         ms = statistics.median(times)
@@ -245,7 +254,7 @@ def _trained(device: torch.device, name: str, options: argparse.Namespace) -> It
             (example.NAME, trained.shape, trained.layout, trained.provider),
             name,
             ms=ms,
-            spread=_spread_of(times),
+            spread=_quartile_range(times),
             tokens=1e3 * trained.tokens / ms,
             peak_mib=_largest(trained.peak_mib, device),
             loss=trained.loss,
@@ -258,6 +267,8 @@ def _trained(device: torch.device, name: str, options: argparse.Namespace) -> It
 def _step(
     model: nn.Module, batch: dict[str, Any], device: torch.device
 ) -> Callable[[], torch.Tensor]:
+    """Returns a function that runs a training step and returns the loss."""
+
     def step() -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss: torch.Tensor = model(**batch).loss
@@ -269,12 +280,12 @@ def _step(
 
 
 def _traffic(step: Callable[[], object]) -> dict[str, Any]:
-    with Traffic() as seen:
+    with Traffic() as traffic:
         step()
-    return {"collectives": str(seen), "moved_mib": seen.bytes / 2**20}
+    return {"collectives": str(traffic), "moved_mib": traffic.bytes / 2**20}
 
 
-def _spread_of(times: list[float]) -> float:
+def _quartile_range(times: list[float]) -> float:
     if len(times) < 2:
         return 0.0
     low, _, high = statistics.quantiles(times, n=4, method="inclusive")
@@ -282,8 +293,9 @@ def _spread_of(times: list[float]) -> float:
 
 
 def _seconds(step: Callable[[], object], steps: int, device: torch.device) -> float:
-    """The mean time of a step, in a loop of steps that all processes begin together."""
-    _settle(device)
+    """Returns the mean time of a step, in a loop that all processes start together."""
+    _wait(device)
+    dist.barrier()
     start = time.perf_counter()
     for _ in range(steps):
         step()
@@ -301,15 +313,10 @@ def _peak_mib(step: Callable[[], object], device: torch.device) -> float:
 
 
 def _largest(value: float, device: torch.device) -> float:
-    """Over all processes."""
+    """Returns the largest value of all processes."""
     result = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(result, dist.ReduceOp.MAX)
     return float(result)
-
-
-def _settle(device: torch.device) -> None:
-    _wait(device)
-    dist.barrier()
 
 
 def _wait(device: torch.device) -> None:

@@ -1,4 +1,7 @@
-"""Dropout masks of sharded tensors against one process's, on the processes of the command ``distributed``."""
+"""Compares the dropout masks of sharded tensors with those of one process.
+
+It runs on the processes of the command ``distributed``.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ def _function(x: Tensor) -> Tensor:
     return F.dropout(x, 0.5)
 
 
-# Of ones, they give what they keep. Without kernels a row-wise function is PyTorch's own operators.
+# For an input of ones, outputs and gradients are zero where an element is dropped. The last one
+# needs kernels: without them a row-wise function is PyTorch's own operators.
 _OPERATORS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda x: fusedops.bias_dropout_add(x, None, None, p=0.5),
     lambda x: fusedops.bias_dropout_add_ln(x, None, None, None, None, p=0.5, return_sum=True)[1],
@@ -46,22 +50,23 @@ def differences(device: torch.device) -> Iterator[tuple[str, int]]:
     ranks = dist.get_world_size()
     x = torch.ones(_SIZES, device=device)
     operators = _OPERATORS if runs_kernels(device.type) else _OPERATORS[:-1]
-    alone = [_kept(operator, x.clone().requires_grad_()) for operator in operators]
-    for sides in ((ranks,), *([(ranks // 2, 2)] if ranks > 2 and ranks % 2 == 0 else [])):
-        mesh, differ = init_device_mesh(device.type, sides), 0
+    of_one_process = [_results(operator, x.clone().requires_grad_()) for operator in operators]
+    meshes: list[tuple[int, ...]] = [(ranks,)]
+    if ranks > 2 and ranks % 2 == 0:
+        meshes.append((ranks // 2, 2))
+    for sides in meshes:
+        mesh, count = init_device_mesh(device.type, sides), 0
         for dims in itertools.permutations(range(3), len(sides)):
-            placed = distribute_tensor(x, mesh, [Shard(dim) for dim in dims])
-            for operator, expected in zip(operators, alone, strict=True):
-                result: list[Any] = _kept(operator, placed.detach().requires_grad_())
-                differ += sum(
-                    int((t.full_tensor() != one).sum())
-                    for t, one in zip(result, expected, strict=True)
-                )
-        yield "x".join(map(str, sides)), differ
+            sharded = distribute_tensor(x, mesh, [Shard(dim) for dim in dims])
+            for operator, expected in zip(operators, of_one_process, strict=True):
+                results: list[Any] = _results(operator, sharded.detach().requires_grad_())
+                for result, one in zip(results, expected, strict=True):
+                    count += int((result.full_tensor() != one).sum())
+        yield "x".join(map(str, sides)), count
 
 
-def _kept(operator: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
-    """The output of a call and its gradient, which are zero where an element is dropped."""
+def _results(operator: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """Returns the output and the gradient of a call, always with the same seed."""
     torch.manual_seed(1)
     out = operator(x)
     return [out.detach(), *torch.autograd.grad(out.sum(), x)]

@@ -1,7 +1,4 @@
-"""The results of the command ``distributed``.
-
-Rows in a file, and the table of the page "Several GPUs".
-"""
+"""The results of the command ``distributed``: rows in a file, and the table of a page."""
 
 from __future__ import annotations
 
@@ -47,20 +44,20 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One provider in one layout. A number is None where it was not taken.
+    """The measurements of a provider in a layout. A number is None if it was not measured.
 
     Attributes:
-        ranks: processes.
-        ms: of a step, the slowest process's, median over blocks of steps.
-        spread: of ms, the interquartile range over blocks.
-        tokens: of all processes, a second.
-        peak_mib: of the process that needs the most: what a step allocates beside parameters and
-            gradients; of the example all that it holds.
-        loss: of the first step; of the example of the last.
-        difference: from one process: of the example's first losses the largest, of masks the number
-            of elements.
-        moved_mib: of a step's collectives, the larger side of each.
-        collectives: of a step, by name and number.
+        ranks: the number of processes.
+        ms: the milliseconds per step of the slowest process, the median over blocks of steps.
+        spread: the interquartile range of ``ms`` over blocks.
+        tokens: the tokens per second of all processes.
+        peak_mib: the peak memory of the process that needs the most, without parameters and
+            gradients; for the example, with all that it allocates.
+        loss: the loss of the first step; for the example, of the last step.
+        difference: the difference from one process: for the example, the largest of the first
+            losses; for masks, the number of elements that differ.
+        moved_mib: the MiB of a step's collectives, the larger side of each.
+        collectives: the collectives of a step, by name, with their numbers.
         device: the name of the GPU.
     """
 
@@ -85,7 +82,7 @@ class Row:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The key by which a newer row replaces an older one."""
+        """The key of a row: a newer row replaces the older one with the same key."""
         return (self.model, self.shape, self.layout, self.ranks, self.provider)
 
 
@@ -94,7 +91,7 @@ _NUMBERS = ("ms", "spread", "tokens", "peak_mib", "loss", "difference", "moved_m
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file; none where there is no file."""
+    """Returns the rows of a file; none if there is no file."""
     return [_row(record) for record in results.read_records(path, COLUMNS)]
 
 
@@ -105,7 +102,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def line(row: Row) -> str:
-    """A row in the terminal."""
+    """Returns a line for the terminal."""
     if row.model == MASKS:
         return f"masks {row.shape} on a mesh of {row.layout}: {row.difference:.0f} elements differ from one process's"
     difference = (
@@ -119,25 +116,27 @@ def line(row: Row) -> str:
 
 
 def markdown(folder: Path) -> str:
-    """A table for each device that was measured, with what is in it."""
+    """Returns a table for each device that was measured, and an explanation."""
     files = sorted(folder.glob("distributed_*.csv"))
     rows = [row for path in files for row in read(path)]
     if not rows:
         return _EMPTY
-    parts = [
-        _device(device, [row for row in rows if row.device == device])
-        for device in dict.fromkeys(row.device for row in rows)
-    ]
+    by_device: dict[str, list[Row]] = {}
+    for row in rows:
+        by_device.setdefault(row.device, []).append(row)
+    parts = [_device(device, of_device) for device, of_device in by_device.items()]
     return "\n\n".join([*parts, _HOW])
 
 
 def _device(device: str, rows: list[Row]) -> str:
+    """Returns the table of a device, the result of its masks, and its versions."""
+    # Eager's and the fused model's row, by the key without the provider.
     pairs: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in sorted(rows, key=_order):
         if row.model != MASKS:
             pairs.setdefault(row.key[:-1], {})[row.provider] = row
     lines = ["| " + " | ".join(_COLUMNS) + " |", "|---|---|" + "--:|" * (len(_COLUMNS) - 2)]
-    lines += [_pair(seen, rows) for seen in pairs.values() if len(seen) == 2]
+    lines += [_pair(pair, rows) for pair in pairs.values() if len(pair) == 2]
     parts = ["\n".join(lines)] if len(lines) > 2 else []
     masks = [row for row in rows if row.model == MASKS]
     if masks:
@@ -153,13 +152,15 @@ def _device(device: str, rows: list[Row]) -> str:
     return "\n\n".join([*parts, f"{device}, {versions}."])
 
 
-def _pair(seen: dict[str, Row], rows: list[Row]) -> str:
-    eager, fused = seen["eager"], seen["fused"]
-    name, layout = (
-        _MODEL_NAMES[fused.model],
-        _LAYOUT_NAMES.get(fused.layout, f"FSDP2 × TP, {sized(fused.layout)}"),  # noqa: RUF001
-    )
-    speed = "" if not (eager.ms and fused.ms) else f"{eager.ms / fused.ms:.2f}"
+def _pair(pair: dict[str, Row], rows: list[Row]) -> str:
+    """Returns the table's line for eager's and the fused model's row."""
+    eager, fused = pair["eager"], pair["fused"]
+    name = _MODEL_NAMES[fused.model]
+    layout = _LAYOUT_NAMES.get(fused.layout, f"FSDP2 × TP, {sized(fused.layout)}")  # noqa: RUF001
+    speed_up = f"{eager.ms / fused.ms:.2f}" if eager.ms and fused.ms else ""
+    difference = ""
+    if fused.difference is not None:
+        difference = f"{eager.difference or 0.0:.0e} / {fused.difference:.0e}"
     collectives = " / ".join(
         f"{_count(row)}, {_mib(row)}" if row.collectives else "" for row in (eager, fused)
     )
@@ -169,51 +170,45 @@ def _pair(seen: dict[str, Row], rows: list[Row]) -> str:
         str(fused.ranks),
         f"{eager.ms:.1f}",
         f"{fused.ms:.1f}",
-        speed,
+        speed_up,
         f"{eager.tokens:,.0f} / {fused.tokens:,.0f}",
         _scaling(fused, rows),
         f"{eager.peak_mib or 0:,.0f} / {fused.peak_mib or 0:,.0f}",
         collectives.strip(" /"),
-        ""
-        if fused.difference is None
-        else f"{eager.difference or 0.0:.0e} / {fused.difference:.0e}",
+        difference,
     ]
     return "| " + " | ".join(cells) + " |"
 
 
 def _scaling(row: Row, rows: list[Row]) -> str:
-    """Tokens a second of a process, over those of a run of one process."""
-    one = next(
-        (
-            r
-            for r in rows
-            if r.ranks == 1 and r.key[:3] == row.key[:3] and r.provider == row.provider
-        ),
-        None,
-    )
-    if one is None or row.ranks == 1 or not (one.tokens and row.tokens):
+    """Returns the tokens per second and process, over those of a run of one process."""
+    of_one_process = {other.key: other for other in rows if other.ranks == 1}
+    model, shape, layout, ranks, provider = row.key
+    one = of_one_process.get((model, shape, layout, 1, provider))
+    if one is None or ranks == 1:
         return ""
-    return f"{row.tokens / row.ranks / one.tokens:.2f}"
+    if not one.tokens or not row.tokens:
+        return ""
+    return f"{row.tokens / ranks / one.tokens:.2f}"
 
 
 def _count(row: Row) -> int:
+    """Returns the number of collectives."""
     return sum(int(word.rpartition(":")[2]) for word in row.collectives.split())
 
 
 def _mib(row: Row) -> str:
-    return (
-        ""
-        if row.moved_mib is None
-        else f"{row.moved_mib:,.0f} MiB"
-        if row.moved_mib >= 1
-        else "< 1 MiB"
-    )
+    """Returns the size of the collectives as text."""
+    if row.moved_mib is None:
+        return ""
+    return f"{row.moved_mib:,.0f} MiB" if row.moved_mib >= 1 else "< 1 MiB"
 
 
 def _order(row: Row) -> tuple[Any, ...]:
+    """Returns a row's sort key."""
     models, layouts = list(_MODEL_NAMES), list(_LAYOUT_NAMES)
-    place = layouts.index(row.layout) if row.layout in layouts else len(layouts)
-    return (models.index(row.model), row.shape, place, row.ranks, row.layout, row.provider)
+    position = layouts.index(row.layout) if row.layout in layouts else len(layouts)
+    return (models.index(row.model), row.shape, position, row.ranks, row.layout, row.provider)
 
 
 def _record(row: Row) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""`examples/train_lm_distributed.py` under the command ``distributed``.
+"""Measures the trainings of `examples/train_lm_distributed.py` for the command ``distributed``.
 
-FSDP2 times tensor parallel, in several layouts.
+They have FSDP2 and tensor parallelism, in several layouts.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ from .traffic import Traffic
 __all__ = ["NAME", "PROVIDERS", "Trained", "trainings"]
 
 NAME = "train_lm"
-# The example's models, by the names of the results.
+# The example's names of the models, by the providers' names in results.
 PROVIDERS = {"eager": "torch.nn", "fused": "fusedops.nn"}
 _SIZES = {"layers": 8, "width": 2048, "heads": 16, "context": 1024, "batch": 32}
 _TINY = {"layers": 1, "width": 32, "heads": 4, "context": 16, "batch": 8}
-_COMPARED = 10  # steps
+# The losses of this many first steps are compared with those of one process.
+_COMPARED_STEPS = 10
 
 
 class Trained(NamedTuple):
-    """One model in one layout.
+    """The measurements of a model in a layout.
 
     Attributes:
-        layout: "4x2" for FSDP2 over four groups of two processes that split the layers.
+        layout: for example "4x2": FSDP2 over four groups of two processes, which split the layers.
         shape: batch and context.
-        ms: of a step, by block of steps.
-        peak_mib: all that the process with the most has allocated at once, weights and optimizer
-            included.
-        loss: of the last step.
-        difference: from one process, the largest of the first steps' losses.
-        traffic: of a step.
+        provider: a key of `PROVIDERS`.
+        ms: the milliseconds per step of each block of steps.
+        tokens: the tokens of a step.
+        peak_mib: the peak memory with weights and optimizer, of the process that needs the most.
+        loss: the loss of the last step.
+        difference: the largest difference of the first steps' losses from those of one process.
+        traffic: the collectives of a step.
     """
 
     layout: str
@@ -55,20 +57,23 @@ class Trained(NamedTuple):
 
 
 def trainings(device: torch.device, steps: int, blocks: int, *, tiny: bool) -> Iterator[Trained]:
-    """Each layout's models, whose blocks of steps take turns.
+    """Yields the measurements of each layout's models.
 
-    One process's losses are taken once.
+    The losses of one process are measured once, for all layouts.
     """
-    example, args = (
-        _example(),
-        argparse.Namespace(**(_TINY if tiny else _SIZES), rate=3e-4, dropout=0.0),
-    )
+    example = _example()
+    args = argparse.Namespace(**(_TINY if tiny else _SIZES), rate=3e-4, dropout=0.0)
     ranks, corpus = dist.get_world_size(), example.read_corpus().to(device)
-    steps = max(steps + 5, _COMPARED)  # the example leaves the first five out of its timing
-    alone = {name: _alone(example, parts, corpus, args) for name, parts in PROVIDERS.items()}
+    # The example does not time its first five steps.
+    steps = max(steps + 5, _COMPARED_STEPS)
+    expected = {
+        name: _losses_of_one_process(example, parts, corpus, args)
+        for name, parts in PROVIDERS.items()
+    }
     for tp in (1, 2, 4):
         if ranks % tp == 0 and args.batch % (ranks // tp) == 0:
-            yield from _layout(example, corpus, args, (ranks // tp, tp), (steps, blocks, alone))
+            sides = (ranks // tp, tp)
+            yield from _layout(example, corpus, args, sides, (steps, blocks, expected))
 
 
 def _layout(
@@ -78,34 +83,41 @@ def _layout(
     sides: tuple[int, int],
     effort: tuple[int, int, dict[str, list[float]]],
 ) -> Iterator[Trained]:
+    """Yields the measurements of a layout's models, whose blocks of steps take turns.
+
+    ``effort`` is the number of steps and of blocks, and the losses of one process by provider.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
-    steps, blocks, alone = effort
+    steps, blocks, expected = effort
     mesh = init_device_mesh(corpus.device.type, sides, mesh_dim_names=("dp", "tp"))
     tokens = args.batch * args.context
-    seen: dict[str, list[tuple[list[float], float, float]]] = {name: [] for name in PROVIDERS}
+    # Of each training: the losses, the tokens per second, and the peak memory.
+    trainings: dict[str, list[tuple[list[float], float, float]]] = {name: [] for name in PROVIDERS}
     for _ in range(blocks):
         for name, parts in PROVIDERS.items():
-            seen[name].append(_train(example, parts, corpus, args, steps, mesh))
+            trainings[name].append(_train(example, parts, corpus, args, steps, mesh))
     for name, parts in PROVIDERS.items():
-        losses = seen[name][0][0]
-        difference = max(abs(a - b) for a, b in zip(losses, alone[name], strict=False))
-        more, fewer = (_traffic(example, parts, corpus, args, count, mesh) for count in (3, 2))
+        losses, _, _ = trainings[name][0]
+        difference = max(abs(a - b) for a, b in zip(losses, expected[name], strict=False))
+        # The difference of three steps and two is the traffic of one step.
+        more = _traffic(example, parts, corpus, args, 3, mesh)
+        fewer = _traffic(example, parts, corpus, args, 2, mesh)
         yield Trained(
-            "x".join(map(str, sides)),
-            f"{args.batch}x{args.context}",
-            name,
-            [1e3 * tokens / speed for _, speed, _ in seen[name]],
-            tokens,
-            statistics.median(mib for *_, mib in seen[name]),
-            losses[-1],
-            difference,
-            more.minus(fewer),
+            layout="x".join(map(str, sides)),
+            shape=f"{args.batch}x{args.context}",
+            provider=name,
+            ms=[1e3 * tokens / speed for _, speed, _ in trainings[name]],
+            tokens=tokens,
+            peak_mib=statistics.median(mib for *_, mib in trainings[name]),
+            loss=losses[-1],
+            difference=difference,
+            traffic=more.minus(fewer),
         )
 
 
 def _traffic(example: Any, parts: str, corpus: Any, args: Any, steps: int, mesh: Any) -> Traffic:
-    """The traffic of a short training, with that of distributing the weights."""
+    """Returns the traffic of a short training, which includes that of distributing the weights."""
     traffic = Traffic()
     with traffic:
         _train(example, parts, corpus, args, steps, mesh)
@@ -113,26 +125,28 @@ def _traffic(example: Any, parts: str, corpus: Any, args: Any, steps: int, mesh:
 
 
 def _train(example: Any, parts: str, corpus: Any, args: Any, steps: int, mesh: Any) -> Any:
-    """The example's function, after the memory of the training before was freed.
+    """Returns the results of the example's function ``train``.
 
-    Sharded models are in reference cycles.
+    The memory of the training before is freed first.
     """
+    # Sharded models are in reference cycles.
     gc.collect()
     if corpus.device.type == "cuda":
         torch.cuda.empty_cache()
     return example.train(example.CONTENDERS[parts], corpus, args, steps, mesh)
 
 
-def _alone(example: Any, parts: str, corpus: Any, args: Any) -> list[float]:
-    """The first steps' losses in one process, the first; the others wait, and get them."""
+def _losses_of_one_process(example: Any, parts: str, corpus: Any, args: Any) -> list[float]:
+    """Returns the losses of the first steps in one process. Rank 0 trains, the others wait."""
     results: list[Any] = [None]
     if dist.get_rank() == 0:
-        results = [_train(example, parts, corpus, args, _COMPARED, None)[0]]
+        results = [_train(example, parts, corpus, args, _COMPARED_STEPS, None)[0]]
     dist.broadcast_object_list(results, 0)
     return results[0]  # type: ignore[no-any-return]
 
 
 def _example() -> Any:
+    """Imports the example."""
     path = Path(__file__).resolve().parents[2] / "examples" / "train_lm_distributed.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None

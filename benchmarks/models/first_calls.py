@@ -1,8 +1,7 @@
-"""How long a contender takes to compile.
+"""Measures how long a provider takes to compile a model.
 
-Its first step in a new process, cold, and in another with the caches of the first.
-
-Each contender has caches of its own, empty at first: Inductor's, Triton's, and that of fusedops.
+It times the first step in a new process with empty caches, and in a second process with the caches
+of the first. The caches are Inductor's, Triton's and fusedops'; each provider has its own.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from .workloads import Workload
 __all__ = ["COLUMNS", "DEFAULT", "Row", "measured", "read", "table", "write"]
 
 DEFAULT = ("compile", "backend")
-_LATER = 3  # steps that are taken from the first
+_LATER_STEPS = 3  # their median is subtracted from the first step's time
 
 
 @dataclass(frozen=True)
 class Row:
-    """One provider on one workload.
+    """The measurement of a provider on a workload.
 
     Attributes:
-        cold_s: seconds of the first step beyond a later one's; forward and backward are compiled in
-            it.
-        warm_s: the same in a second process.
+        cold_s: the seconds of the first step, less those of a later step. The first step compiles
+            forward and backward.
+        warm_s: the same in a second process, with the caches of the first.
     """
 
     model: str
@@ -59,29 +58,30 @@ _KEY = ("model", "mode", "shape", "provider")
 
 
 def measured(workload: Workload, provider: str, device: torch.device) -> Row:
-    """Both processes' seconds, one process after the other."""
+    """Returns the row of a provider; runs its first step in two processes, one after the other."""
     with tempfile.TemporaryDirectory(prefix="fusedops-benchmark-") as folder, _caches(Path(folder)):
-        cold, warm = (_in_a_new_process(workload, provider, device) for _ in range(2))
+        cold = _in_a_new_process(workload, provider, device)
+        warm = _in_a_new_process(workload, provider, device)
     return Row(
-        workload.name,
-        workload.mode,
-        workload.shape,
-        provider,
-        cold,
-        warm,
-        results.commit(),
-        torch.__version__,
+        model=workload.name,
+        mode=workload.mode,
+        shape=workload.shape,
+        provider=provider,
+        cold_s=cold,
+        warm_s=warm,
+        commit=results.commit(),
+        torch=torch.__version__,
     )
 
 
 @contextmanager
 def _caches(folder: Path) -> Iterator[None]:
-    """New processes in the block have their caches in the folder."""
-    places = {
+    """Context manager: new processes have their caches in the folder."""
+    folders = {
         name: str(folder / name.lower())
         for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FUSEDOPS_CACHE_DIR")
     }
-    with mock.patch.dict(os.environ, places):
+    with mock.patch.dict(os.environ, folders):
         yield
 
 
@@ -91,40 +91,32 @@ def _in_a_new_process(workload: Workload, provider: str, device: torch.device) -
 
 
 def _first_step(workload: Workload, provider: str, device: torch.device) -> float:
-    """Not timed are the first use of a device and the import of Inductor.
+    """Returns the seconds of the first step, less those of a later step.
 
-    Some providers import it before their first step.
+    The first use of a device and the import of Inductor are not timed, because some providers
+    import Inductor before their first step.
     """
     import_module("torch._inductor.compile_fx")
     text = Text(device)
     contender("eager", workload, device, text.reseeded(0)).step()
     built = contender(provider, workload, device, text.reseeded(0))
-    with built.in_force():
-        first, *later = [measuring.seconds(built.step, device)[1] for _ in range(1 + _LATER)]
+    with built.context():
+        first, *later = [measuring.seconds(built.step, device)[1] for _ in range(1 + _LATER_STEPS)]
     return first - statistics.median(later)
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line each, with the ratios to torch.compile's own."""
-    theirs = {_place(row): row for row in rows if row.provider == "compile"}
+    """Returns a table with a line per row, and the ratios to the seconds of torch.compile."""
+    of_compile = {_workload(row): row for row in rows if row.provider == "compile"}
     lines = [["model", "mode", "shape", "provider", "cold, s", "", "second process, s", ""]]
     for row in rows:
-        base = None if row.provider == "compile" else theirs.get(_place(row))
-        ratios = (
-            ("", "")
-            if base is None
-            else (f"{row.cold_s / base.cold_s:.2f}x", f"{row.warm_s / base.warm_s:.2f}x")
-        )
-        lines.append(
-            [
-                *_place(row),
-                row.provider,
-                f"{row.cold_s:.1f}",
-                ratios[0],
-                f"{row.warm_s:.1f}",
-                ratios[1],
-            ]
-        )
+        base = None if row.provider == "compile" else of_compile.get(_workload(row))
+        cold_ratio = warm_ratio = ""
+        if base is not None:
+            cold_ratio = f"{row.cold_s / base.cold_s:.2f}x"
+            warm_ratio = f"{row.warm_s / base.warm_s:.2f}x"
+        cold, warm = f"{row.cold_s:.1f}", f"{row.warm_s:.1f}"
+        lines.append([*_workload(row), row.provider, cold, cold_ratio, warm, warm_ratio])
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
         "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -133,7 +125,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """Merges the rows into a file, where a new one replaces the older."""
+    """Merges the rows into a file; a new row replaces the older one."""
     records: dict[Any, Any] = {
         _key(record): record for record in results.read_records(path, COLUMNS)
     }
@@ -144,7 +136,7 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 
 def read(path: Path) -> list[Row]:
-    """A file's rows; none of a file that is not there."""
+    """Returns the rows of a file; none if there is no file."""
     kinds: dict[str, Callable[[str], Any]] = {"cold_s": float, "warm_s": float}
     records: list[dict[str, Any]] = [dict(record) for record in results.read_records(path, COLUMNS)]
     return [
@@ -153,7 +145,7 @@ def read(path: Path) -> list[Row]:
     ]
 
 
-def _place(row: Row) -> tuple[str, str, str]:
+def _workload(row: Row) -> tuple[str, str, str]:
     return (row.model, row.mode, row.shape)
 
 

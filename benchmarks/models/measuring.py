@@ -1,6 +1,6 @@
-"""Time and memory of steps: wall-clock, as a model is used, the host's time included.
+"""Measures the time and memory of steps.
 
-The kernels' time alone.
+The time is wall-clock time, with the host's. The time of the kernels alone is from the profiler.
 """
 
 from __future__ import annotations
@@ -29,14 +29,18 @@ __all__ = [
     "warm_up",
 ]
 
-_PROFILED = 5  # steps
+_PROFILED_STEPS = 5
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard to measure: rounds of blocks, each of so many seconds' steps, and single steps for the host's time.
+    """How long to measure.
 
-    Rounds go on, to ``most`` of them, while a contender's quartiles lie too far apart for so few.
+    Attributes:
+        rounds: the least number of rounds. In a round each contender runs one block of steps.
+        block_s: the seconds of a block.
+        singles: the number of single steps, for the host's time.
+        most: the most rounds. They continue until the medians are exact enough: see `_settled`.
     """
 
     rounds: int = 5
@@ -47,9 +51,16 @@ class Effort:
 
 @dataclass(frozen=True)
 class Warm:
-    """The measurements of single steps of a warm model."""
+    """The measurements of single steps.
 
-    first_s: float  # of the first step, which compiles
+    Attributes:
+        first_s: the seconds of the first step, which compiles.
+        step_s: the seconds of a later step.
+        host_ms: the milliseconds until the Python call of a later step returns.
+        peak_mib: the peak memory of a step; None on a CPU.
+    """
+
+    first_s: float
     step_s: float
     host_ms: float
     peak_mib: float | None
@@ -57,7 +68,7 @@ class Warm:
 
 @dataclass(frozen=True)
 class Measured:
-    """Milliseconds a step over all blocks."""
+    """The milliseconds per step: the median over blocks, and the interquartile range."""
 
     ms: float
     spread: float
@@ -65,7 +76,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel (on a CPU, an operator) of a step: µs and launches a step."""
+    """A kernel (on a CPU, an operator): its µs and launches per step, and its name."""
 
     us: float
     count: float
@@ -73,60 +84,64 @@ class Kernel:
 
 
 def kernels(contender: Contender, device: torch.device) -> list[Kernel]:
-    """The kernels that ran on the device in a step, by the profiler; means of some steps.
+    """Returns the kernels of a step, by the profiler, as means over some steps.
 
-    On a GPU the sum of the times is the step's where the host keeps the queue full. Take it after
-    all timing: what the profiler has loaded may slow down later launches.
+    On a GPU the sum of their times is the step's time if the host keeps the queue full. Call this
+    after all timing, because the profiler may slow down later launches.
     """
     on_gpu = device.type == "cuda"
     with (
-        contender.in_force(),
+        contender.context(),
         profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as run,
     ):
-        for _ in range(_PROFILED):
+        for _ in range(_PROFILED_STEPS):
             contender.step()
         synchronize(device)
     contender.clear()
-    events = [event for event in run.key_averages() if (event.device_type.name == "CUDA") == on_gpu]
-    return [
-        Kernel(
-            (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / _PROFILED,
-            event.count / _PROFILED,
-            event.key,
-        )
-        for event in events
-    ]
+    result = []
+    for event in run.key_averages():
+        if (event.device_type.name == "CUDA") == on_gpu:
+            us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            result.append(Kernel(us / _PROFILED_STEPS, event.count / _PROFILED_STEPS, event.key))
+    return result
 
 
 def warm_up(contender: Contender, effort: Effort, device: torch.device) -> Warm:
-    """Runs steps until all is compiled and loaded, then takes memory and the host's time from single ones."""
-    with contender.in_force():
-        first = seconds(contender.step, device)[1]
+    """Compiles and loads everything, and then measures memory and host time of single steps."""
+    with contender.context():
+        _, first = seconds(contender.step, device)
         contender.step()
         contender.clear()
         peak = _peak_mib(contender, device)
         singles = [seconds(contender.step, device) for _ in range(effort.singles)]
         contender.clear()
-    returned = statistics.median(host for host, _ in singles)
-    return Warm(first, statistics.median(whole for _, whole in singles), returned * 1e3, peak)
+    return Warm(
+        first_s=first,
+        step_s=statistics.median(whole for _, whole in singles),
+        host_ms=statistics.median(host for host, _ in singles) * 1e3,
+        peak_mib=peak,
+    )
 
 
 def blocks(
     contenders: dict[str, Contender], warm: dict[str, Warm], effort: Effort, device: torch.device
 ) -> dict[str, Measured]:
-    """Blocks of steps back to back, the contenders in turn, so that a drift of the clocks meets all alike."""
-    seen: dict[str, list[float]] = {name: [] for name in contenders}
+    """Times blocks of steps back to back.
+
+    The contenders take turns, so that a drift of the GPU's clocks affects all alike.
+    """
+    block_ms: dict[str, list[float]] = {name: [] for name in contenders}
     for done in range(max(effort.rounds, effort.most)):
-        if done >= effort.rounds and all(map(_settled, seen.values())):
+        if done >= effort.rounds and all(map(_settled, block_ms.values())):
             break
         for name, contender in contenders.items():
             steps = max(1, math.ceil(effort.block_s / warm[name].step_s))
-            with contender.in_force():
-                seen[name].append(_block(contender.step, steps, device) * 1e3)
+            with contender.context():
+                block_ms[name].append(_block(contender.step, steps, device) * 1e3)
             contender.clear()
     return {
         name: Measured(statistics.median(times), _quartile_range(times))
-        for name, times in seen.items()
+        for name, times in block_ms.items()
     }
 
 
@@ -137,7 +152,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def _block(step: Callable[[], object], steps: int, device: torch.device) -> float:
-    """Seconds a step."""
+    """Returns the seconds per step."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(steps):
@@ -147,7 +162,10 @@ def _block(step: Callable[[], object], steps: int, device: torch.device) -> floa
 
 
 def seconds(step: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Until the step returns, the queue empty at its start, and until the device is done."""
+    """Returns the seconds until a step's call returns, and until the device has completed it.
+
+    The device is idle when the step starts.
+    """
     synchronize(device)
     start = time.perf_counter()
     step()
@@ -157,7 +175,7 @@ def seconds(step: Callable[[], object], device: torch.device) -> tuple[float, fl
 
 
 def _peak_mib(contender: Contender, device: torch.device) -> float | None:
-    """The peak memory of one step: what it allocates, and the memory of its own model.
+    """Returns the peak memory of a step: what it allocates, and the memory of its model.
 
     Other models on the device do not count.
     """
@@ -167,9 +185,9 @@ def _peak_mib(contender: Contender, device: torch.device) -> float | None:
 
 
 def _settled(times: list[float]) -> bool:
-    """Whether the median is good to about one in a hundred.
+    """Returns whether the median is exact to about one in a hundred.
 
-    The quartiles' distance over the root of the count.
+    Its error is estimated as the interquartile range over the root of the number of blocks.
     """
     return _quartile_range(times) <= 0.01 * statistics.median(times) * math.sqrt(len(times))
 

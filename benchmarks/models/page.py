@@ -1,4 +1,4 @@
-"""The results as tables: in the terminal, and as a page of the documentation, from the results file alone."""
+"""Tables of the results file, for the terminal and for pages of the documentation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from ..columns import every, sized
 from .first_calls import read as first_calls_of
 from .providers import WITHOUT
-from .results import Place, Row, by_place, read
+from .results import Row, WorkloadKey, by_workload, read
 from .workloads import MODELS, MODES
 
 __all__ = ["compiled", "markdown", "summary", "table"]
@@ -84,7 +84,7 @@ python -m benchmarks models --page                             # this page
 python -m benchmarks models --profile --model gpt2 --mode train --provider fused    # where the time goes
 ```"""
 
-# Said where there are rows of such a provider or model.
+# Notes on providers and models. The page has a note if it has rows of the provider or model.
 _NOTES = {
     "compile_autotune": 'Max-autotune is `torch.compile(mode="max-autotune-no-cudagraphs")`.',
     "backend": '`fusedops.compile` is `torch.compile(backend="fusedops")` on the whole model; behind fused, on what '
@@ -112,19 +112,22 @@ _TRICKS = """## Tricks
 
 The effect of each [trick](models.md#turning-tricks-off): a step of the fused model with all tricks, and without this one."""
 
-Places = list[tuple[Place, dict[str, Row]]]
-Cell = Callable[[Row, "Row | None"], str]  # of a row, beside eager's
+Workloads = list[tuple[WorkloadKey, dict[str, Row]]]
+# A function that returns the text of a cell, for a row and eager's row of the same workload.
+Cell = Callable[[Row, "Row | None"], str]
 
 
 def table(rows: Iterable[Row]) -> str:
-    """One line a workload, in plain text.
+    """Returns a table in plain text, with a line per workload.
 
-    Each provider's ms, in brackets its speed-up over eager, its peak in MiB.
+    It has each provider's ms, its speed-up over eager in brackets, and its peak memory in MiB.
     """
-    places = _ordered(rows)
-    columns = _columns(places)
+    workloads = _ordered(rows)
+    columns = _columns(workloads)
     lines = [["model", "mode", "shape", *columns]]
-    lines += [[*place, *_cells(seen, columns, _plain)] for place, seen in places]
+    lines += [
+        [*workload, *_cells(by_provider, columns, _plain)] for workload, by_provider in workloads
+    ]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
         "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -133,31 +136,35 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def markdown(path: Path) -> str:
-    """The page, from a results file; where there is none, the page says so."""
+    """Returns the page of a results file, with a note if there are no results."""
     rows = read(path)
     if not rows:
         return f"{_HEAD}\n\nNothing has been measured yet.\n\n{_HOW}\n"
     parts = [_HEAD, _source(path, rows)]
     for mode in MODES:
-        places = _ordered(row for row in rows if row.mode == mode)
-        if places:
+        of_mode = [row for row in rows if row.mode == mode]
+        workloads = _ordered(of_mode)
+        if workloads:
             parts += [
                 _MODE_TITLES[mode],
                 "Time per step in ms, and in brackets the speed-up over eager:",
-                _grid(places, _time),
+                _grid(workloads, _time),
             ]
             parts += [
-                "Host time per step in ms, until the Python call returns, and in brackets the speed-up over eager:",
-                _grid(places, _host),
+                (
+                    "Host time per step in ms, until the Python call returns, and in brackets the "
+                    "speed-up over eager:"
+                ),
+                _grid(workloads, _host),
             ]
-            if any(row.gpu_ms is not None for _, seen in places for row in seen.values()):
+            if any(row.gpu_ms is not None for row in of_mode):
                 parts += [
                     "GPU time per step in ms, and in brackets the speed-up over eager:",
-                    _grid(places, _gpu),
+                    _grid(workloads, _gpu),
                 ]
             parts += [
                 "Peak memory in MiB, and in brackets its ratio to eager's:",
-                _grid(places, _memory),
+                _grid(workloads, _memory),
             ]
     tricks = _tricks(rows)
     if tricks:
@@ -165,18 +172,18 @@ def markdown(path: Path) -> str:
     losses = _ordered(row for row in rows if row.mode == "loss")
     if losses:
         parts += [_LOSS, _grid(losses, _loss)]
-    present = {name for row in rows for name in (row.provider, row.model)}
+    present = {row.provider for row in rows} | {row.model for row in rows}
     notes = " ".join(note for name, note in _NOTES.items() if name in present)
-    return (
-        "\n\n".join(
-            [*parts, *([textwrap.fill(notes, 120, break_on_hyphens=False)] if notes else []), _HOW]
-        )
-        + "\n"
-    )
+    if notes:
+        parts.append(textwrap.fill(notes, 120, break_on_hyphens=False))
+    return "\n\n".join([*parts, _HOW]) + "\n"
 
 
 def summary(path: Path) -> str:
-    """The README's table: speed-ups of a training step over eager, the greatest bold, and where another is faster."""
+    """Returns the README's table: speed-ups of a training step over eager, the greatest in bold.
+
+    Below it are the workloads in which another provider is faster than `fuse_model`.
+    """
     names = {
         "fused": "`fuse_model`",
         "compile": "torch.compile",
@@ -188,20 +195,23 @@ def summary(path: Path) -> str:
         "| model, batch | eager, ms | " + " | ".join(names.values()) + " |",
         "|---|--:|" + "--:|" * len(names),
     ]
-    lost = []
-    for (model, _, shape), seen in _ordered(row for row in read(path) if row.mode == "train"):
-        ms = {
-            name: row.ms
-            for name, row in seen.items()
-            if (name == "eager" or name in names) and row.ms is not None
-        }
+    slower = []
+    trainings = _ordered(row for row in read(path) if row.mode == "train")
+    for (model, _, shape), by_provider in trainings:
+        ms = {}
+        for name in ("eager", *names):
+            row = by_provider.get(name)
+            if row is not None and row.ms is not None:
+                ms[name] = row.ms
         if "eager" not in ms or "fused" not in ms:
             continue
         least = min(ms.values())
-        cells = [
-            _bold(f"{ms['eager'] / ms[name]:.2f}", ms[name] == least) if name in ms else ""
-            for name in names
-        ]
+        cells = []
+        for name in names:
+            cell = ""
+            if name in ms:
+                cell = _bold(f"{ms['eager'] / ms[name]:.2f}", when=ms[name] == least)
+            cells.append(cell)
         where = f"{_MODEL_NAMES[model]}, {sized(shape)}"
         lines.append(f"| {where} | {ms['eager']:.1f} | {' | '.join(cells)} |")
         faster = [
@@ -210,59 +220,52 @@ def summary(path: Path) -> str:
             if ms.get(name, math.inf) < ms["fused"]
         ]
         if faster:
-            lost.append(f"{' and '.join(faster)} on {where}")
+            slower.append(f"{' and '.join(faster)} on {where}")
     text = "Some entries are from another run than eager's: the figures of whole models mark these, and list the spread."
-    if lost:
-        text = f"Faster than `fuse_model` alone: {'; '.join(lost)}. {text}"
+    if slower:
+        text = f"Faster than `fuse_model` alone: {'; '.join(slower)}. {text}"
     text = f"The fastest of a row is bold. {text}"
     return "\n".join(lines) + "\n\n" + textwrap.fill(text, 120, break_on_hyphens=False)
 
 
 def compiled(path: Path, first_calls: Path) -> str:
-    """Training steps of compiled models, the least bold, and in brackets the speed-up over torch.compile of the same run.
+    """Returns the table of training steps of compiled models, the fastest in bold.
 
-    Behind it are the seconds to compile, if they were measured.
+    In brackets are the speed-ups over torch.compile in the same run. A second table has the seconds
+    to compile, if they were measured.
     """
     names = ("compile", "fused_compile", "backend")
-    compared: Places = []
-    for place, seen in _ordered(row for row in read(path) if row.mode == "train"):
-        if (
-            "compile" in seen
-            and "backend" in seen
-            and seen["compile"].commit == seen["backend"].commit
-        ):
-            compared.append(
-                (
-                    place,
-                    {
-                        name: row
-                        for name, row in seen.items()
-                        if row.commit == seen["backend"].commit
-                    },
-                )
-            )
+    compared: Workloads = []
+    for workload, by_provider in _ordered(row for row in read(path) if row.mode == "train"):
+        if "compile" not in by_provider or "backend" not in by_provider:
+            continue
+        commit = by_provider["backend"].commit
+        if by_provider["compile"].commit == commit:
+            of_commit = {name: row for name, row in by_provider.items() if row.commit == commit}
+            compared.append((workload, of_commit))
     if not compared:
         return "Nothing has been measured yet."
-    more = [
-        (f"{_NAMES[name]}, {figure}", name, cell)
-        for figure, field, cell in (
-            ("GPU time, ms", "gpu_ms", _gpu),
-            ("peak, MiB", "peak_mib", _peak),
-        )
-        for name in ("compile", "backend")
-        if any(getattr(row, field) is not None for _, seen in compared for row in seen.values())
-    ]
-    heads = [*[f"{_NAMES[name]}, ms" for name in names], *[head for head, *_ in more]]
+    heads = [f"{_NAMES[name]}, ms" for name in names]
+    # Further columns: the provider, and the function for its cell.
+    more: list[tuple[str, Cell]] = []
+    rows = [row for _, by_provider in compared for row in by_provider.values()]
+    for figure, field, cell in (("GPU time, ms", "gpu_ms", _gpu), ("peak, MiB", "peak_mib", _peak)):
+        if any(getattr(row, field) is not None for row in rows):
+            for name in ("compile", "backend"):
+                heads.append(f"{_NAMES[name]}, {figure}")
+                more.append((name, cell))
     lines = [f"| model, batch | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
-    for (model, _, shape), seen in compared:
-        least = min(row.ms for name, row in seen.items() if name in names and row.ms is not None)
-        cells = [
-            _bold(_time(seen[name], seen["compile"]), seen[name].ms == least)
-            if name in seen
-            else ""
-            for name in names
-        ]
-        cells += [cell(seen[name], seen["compile"]) for _, name, cell in more]
+    for (model, _, shape), by_provider in compared:
+        base = by_provider["compile"]
+        present = {name: by_provider[name] for name in names if name in by_provider}
+        least = min(row.ms for row in present.values() if row.ms is not None)
+        cells = []
+        for name in names:
+            text = ""
+            if name in present:
+                text = _bold(_time(present[name], base), when=present[name].ms == least)
+            cells.append(text)
+        cells += [cell(by_provider[name], base) for name, cell in more]
         lines.append(f"| {_MODEL_NAMES[model]}, {sized(shape)} | {' | '.join(cells)} |")
     parts = ["\n".join(lines)]
     seconds = first_calls_of(first_calls)
@@ -276,20 +279,20 @@ def compiled(path: Path, first_calls: Path) -> str:
     return "\n\n".join(parts)
 
 
-def _bold(text: str, wanted: bool) -> str:
-    return f"**{text}**" if wanted else text
+def _bold(text: str, *, when: bool) -> str:
+    return f"**{text}**" if when else text
 
 
 def _tricks(rows: list[Row]) -> str:
-    """A line for each trick that was measured: a step with it and without."""
-    keyed = {row.key: row for row in rows}
+    """Returns a table of the tricks that were measured: a step with all, and without one."""
+    by_key = {row.key: row for row in rows}
     lines = [
         "| trick | model | mode | shape | | with, ms | without, ms |",
         "|---|---|---|---|---|--:|--:|",
     ]
     for row in rows:
         trick, other = WITHOUT.get(row.provider, ("", ""))
-        base = keyed.get((*row.place, other))
+        base = by_key.get((*row.workload, other))
         if trick and base is not None and base.commit == row.commit:
             lines.append(
                 f"| `{trick}` | {_MODEL_NAMES[row.model]} | {row.mode} | {sized(row.shape)} | {_NAMES[other]} | "
@@ -306,11 +309,14 @@ def _time(row: Row, eager: Row | None) -> str:
 
 
 def _times(row: Row, eager: Row | None, field: str) -> str:
-    """How many times as fast as eager; behind a dagger if that was measured at another commit."""
-    ours, theirs = getattr(row, field), getattr(eager, field, None)
-    if eager is None or eager is row or ours is None or theirs is None:
+    """Returns the speed-up over eager, with a dagger if eager was measured at another commit."""
+    if eager is None or eager is row:
         return ""
-    return f" ({theirs / ours:.2f}{'' if eager.commit == row.commit else '†'})"
+    ours, theirs = getattr(row, field), getattr(eager, field)
+    if ours is None or theirs is None:
+        return ""
+    dagger = "" if eager.commit == row.commit else "†"
+    return f" ({theirs / ours:.2f}{dagger})"
 
 
 def _host(row: Row, eager: Row | None) -> str:
@@ -328,18 +334,17 @@ def _peak(row: Row, eager: Row | None) -> str:
 def _memory(row: Row, eager: Row | None) -> str:
     if row.peak_mib is None:
         return ""
-    part = (
-        ""
-        if eager is None or eager is row or eager.peak_mib is None
-        else f" ({row.peak_mib / eager.peak_mib:.2f})"
-    )
-    return f"{row.peak_mib:.0f}{part}"
+    ratio = ""
+    if eager is not None and eager is not row and eager.peak_mib is not None:
+        ratio = f" ({row.peak_mib / eager.peak_mib:.2f})"
+    return f"{row.peak_mib:.0f}{ratio}"
 
 
 def _loss(row: Row, eager: Row | None) -> str:
     if row.loss is None:
         return ""
-    return f"{row.loss:.4f}" + ("" if row.loss_spread is None else f" ({row.loss_spread:.4f})")
+    spread = "" if row.loss_spread is None else f" ({row.loss_spread:.4f})"
+    return f"{row.loss:.4f}{spread}"
 
 
 def _plain(row: Row, eager: Row | None) -> str:
@@ -350,37 +355,42 @@ def _plain(row: Row, eager: Row | None) -> str:
     return f"{row.ms:.2f} ms{times}{peak}"
 
 
-def _ordered(rows: Iterable[Row]) -> Places:
-    """The workloads in the order in which they are measured."""
+def _ordered(rows: Iterable[Row]) -> Workloads:
+    """Returns the workloads in the order of measuring, with their rows by provider."""
     modes, models = [*MODES, "loss"], list(MODELS)
     return sorted(
-        by_place(rows).items(),
+        by_workload(rows).items(),
         key=lambda entry: (modes.index(entry[0][1]), models.index(entry[0][0])),
     )
 
 
-def _columns(places: Places) -> list[str]:
-    """The providers that have a row, in a fixed order."""
-    return [name for name in _NAMES if any(name in seen for _, seen in places)]
+def _columns(workloads: Workloads) -> list[str]:
+    """Returns the providers that have a row, in a fixed order."""
+    present = set[str]().union(*[by_provider for _, by_provider in workloads])
+    return [name for name in _NAMES if name in present]
 
 
-def _cells(seen: dict[str, Row], columns: list[str], cell: Cell) -> list[str]:
-    return [cell(seen[name], seen.get("eager")) if name in seen else "" for name in columns]
+def _cells(by_provider: dict[str, Row], columns: list[str], cell: Cell) -> list[str]:
+    """Returns the cells of a workload, empty for providers without a row."""
+    eager = by_provider.get("eager")
+    return [cell(by_provider[name], eager) if name in by_provider else "" for name in columns]
 
 
-def _grid(places: Places, cell: Cell) -> str:
-    columns = _columns(places)
+def _grid(workloads: Workloads, cell: Cell) -> str:
+    """Returns a table with a line per workload and a column per provider."""
+    columns = _columns(workloads)
     lines = [
         "| model | shape | " + " | ".join(_NAMES[name] for name in columns) + " |",
         "|---|---|" + "--:|" * len(columns),
     ]
-    for (model, _, shape), seen in places:
-        named = f"{_MODEL_NAMES[model]} | {sized(shape)}"
-        lines.append(f"| {named} | {' | '.join(_cells(seen, columns, cell))} |")
+    for (model, _, shape), by_provider in workloads:
+        cells = [_MODEL_NAMES[model], sized(shape), *_cells(by_provider, columns, cell)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _source(path: Path, rows: list[Row]) -> str:
+    """Returns a table of the results file: device, versions and number of rows."""
     fields = ("torch", "triton", "transformers", "commit")
     versions = " | ".join(every(rows, field) for field in fields)
     device = path.stem.removeprefix("models_").replace("_", " ").upper()

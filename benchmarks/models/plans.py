@@ -1,7 +1,4 @@
-"""How the models of the command ``distributed`` are split by tensor parallelism.
-
-PyTorch's usual plans.
-"""
+"""The tensor-parallel plans of the models of the command ``distributed``: PyTorch's usual ones."""
 
 from __future__ import annotations
 
@@ -11,9 +8,10 @@ __all__ = ["plan"]
 
 
 def plan(model: str) -> dict[str, Any]:
-    """Linear layers by columns and rows.
+    """Returns a model's plan, with sequence parallelism.
 
-    Between them sums, dropout and norms have a part of each sequence.
+    Linear layers are split by columns or rows. Between them, sums, dropout and norms have a part of
+    each sequence.
     """
     return _llama() if model == "llama" else _bert()
 
@@ -65,14 +63,14 @@ def _bert() -> dict[str, Any]:
 
 
 def _rows() -> dict[str, Any]:
-    """The outputs of a layer that is split by rows: each process has a part of the sequence."""
+    """Returns options for a layer that is split by rows: its output is sharded by sequence."""
     from torch.distributed.tensor import Shard
 
     return {"output_layouts": Shard(1), "use_local_output": False}
 
 
 def _gathered() -> Any:
-    """A module that takes whole sequences."""
+    """Returns the style of a module that takes whole sequences."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import PrepareModuleInput
 

@@ -1,6 +1,6 @@
-"""The contenders: the model as it is, and what a user could do to it.
+"""The providers that are compared: the eager model, and what a user could do to it.
 
-Each changes one instance, in place.
+A provider changes one instance of a model, in place.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Contender:
     """A model that a provider has changed, and its step.
 
     Attributes:
-        in_force: a context within which the step must run; it holds what a provider changes besides
-            the instance.
-        step: the whole step, asynchronous.
-        clear: frees what a step leaves.
+        model: the model.
+        context: returns the context in which the step must run. It has what a provider changes
+            besides the instance.
+        step: runs a whole step, asynchronously.
     """
 
     model: nn.Module
-    in_force: Context
+    context: Context
     step: Callable[[], object]
 
     def clear(self) -> None:
@@ -57,46 +57,46 @@ class Contender:
 
     @property
     def own_bytes(self) -> int:
-        """Its parameters and buffers."""
+        """The bytes of its parameters and buffers."""
         tensors = {id(t): t.nbytes for t in (*self.model.parameters(), *self.model.buffers())}
         return sum(tensors.values())
 
 
 def contender(name: str, workload: Workload, device: torch.device, text: Text) -> Contender:
-    """The provider's model with its step, the batch drawn from a text that was just seeded."""
+    """Returns the provider's model with its step; its batch is drawn from ``text``."""
     model = workload.build(device)
-    in_force = prepare(name, model)
+    context = prepare(name, model)
     batch = workload.batch(text)
     if workload.mode == "train":
-        return Contender(model, in_force, lambda: _train(model, batch, device))
+        return Contender(model, context, lambda: _train(model, batch, device))
     if workload.mode == "infer":
-        return Contender(model, in_force, lambda: _infer(model, batch))
-    new = workload.sizes[-1]
-    return Contender(model, in_force, lambda: _generate(model, batch, new))
+        return Contender(model, context, lambda: _infer(model, batch))
+    new_tokens = workload.sizes[-1]
+    return Contender(model, context, lambda: _generate(model, batch, new_tokens))
 
 
 def prepare(name: str, model: nn.Module) -> Context:
-    """Lets the provider change the model; returns the context in which it runs."""
+    """Changes the model as the provider does, and returns the context in which it runs."""
     return PROVIDERS[name](model)
 
 
 def offered(workload: Workload) -> list[str]:
-    """The providers that are measured there unless others are named.
+    """Returns the providers that are measured on a workload unless others are named.
 
-    Autotuning takes minutes a model: it is measured where the best of torch.compile counts.
-    Generation is not compiled: its cache grows by a token a step, and the graphs are compiled again
-    and again. A short training is not either, as its sizes are others than those that were
-    compiled.
+    Autotuning takes minutes per model, so it is measured on one model only. Generation is not
+    compiled: its cache grows by one token per step, and each size would be compiled. Nor is a short
+    training, because its sizes are not those of the compiled steps.
     """
-    names = [
-        name
-        for name in PROVIDERS
-        if name not in WITHOUT
-        and name != "compile_autotune"
-        and (name != "liger" or _has_liger(workload))
-    ]
-    names += ["compile_autotune"] if workload.name == "llama" else []
-    return [name for name in names if name not in COMPILING or workload.mode in ("train", "infer")]
+    excluded = set(WITHOUT)
+    if not _has_liger(workload):
+        excluded.add("liger")
+    if workload.name != "llama":
+        excluded.add("compile_autotune")
+    if workload.mode not in ("train", "infer"):
+        excluded |= set(COMPILING)
+    names = [name for name in PROVIDERS if name not in excluded]
+    # Autotuning comes last.
+    return sorted(names, key=lambda name: name == "compile_autotune")
 
 
 def _train(model: nn.Module, batch: dict[str, Any], device: torch.device) -> None:
@@ -111,9 +111,13 @@ def _infer(model: nn.Module, batch: dict[str, Any]) -> None:
     model(**batch)
 
 
-def _generate(model: Any, batch: dict[str, Any], new: int) -> Any:
+def _generate(model: Any, batch: dict[str, Any], new_tokens: int) -> Any:
     return model.generate(
-        **batch, do_sample=False, no_repeat_ngram_size=3, min_new_tokens=new, max_new_tokens=new
+        **batch,
+        do_sample=False,
+        no_repeat_ngram_size=3,
+        min_new_tokens=new_tokens,
+        max_new_tokens=new_tokens,
     )
 
 
@@ -133,32 +137,34 @@ def _compile(model: nn.Module, **options: Any) -> Context:
 
 
 def _fused_backend(model: nn.Module) -> Context:
-    """Fused by rules, and what they leave by the backend."""
+    """Fuses the model by rules, and compiles the rest with the backend."""
     _fused(model)
     return _compile(model, backend=backend)
 
 
 def _liger(model: nn.Module) -> Context:
-    """Liger-Kernel's patch of an instance.
+    """Applies Liger-Kernel's patch to an instance.
 
-    What it also sets in the model's module is in force only for its steps.
+    The patch also sets names in the model's Python module. These are set only in the context.
     """
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     module = sys.modules[type(model).__module__]
-    before = dict(vars(module))
+    originals = dict(vars(module))
     apply_liger_kernel_to_llama(model=model)
-    changed = {name: value for name, value in vars(module).items() if before.get(name) is not value}
-    for name in changed:
-        setattr(module, name, before[name])
-    return lambda: mock.patch.multiple(module, **changed)
+    patched = {
+        name: value for name, value in vars(module).items() if originals.get(name) is not value
+    }
+    for name in patched:
+        setattr(module, name, originals[name])
+    return lambda: mock.patch.multiple(module, **patched)
 
 
 def _has_liger(workload: Workload) -> bool:
     return workload.name == "llama" and workload.mode != "generate"
 
 
-# Fused, but for one trick: its name, where it is at work, and the provider that has it.
+# Fused without one trick: the name of the trick, and the provider that has all tricks.
 WITHOUT = {
     "fused_without_packing": ("packing", "fused"),
     "fused_without_padded_linear": ("padded_linear", "fused"),
@@ -182,5 +188,5 @@ PROVIDERS: dict[str, Callable[[nn.Module], Context]] = {
     },
 }
 COMPILING = tuple([name for name in PROVIDERS if "compile" in name or "backend" in name])
-# Of ours a run must have a row; it may lack a peer's.
+# A run must have rows of these providers. Rows of peers may be missing.
 OURS = frozenset(name for name in PROVIDERS if name.startswith("fused") or "backend" in name)

@@ -1,6 +1,6 @@
 """The results file of whole models.
 
-One row for a (model, mode, shape, provider), the newest replacing the older.
+It has one row for each model, mode, shape and provider, the newest one.
 """
 
 from __future__ import annotations
@@ -12,41 +12,41 @@ from typing import Any
 
 from .. import results
 
-__all__ = ["COLUMNS", "Key", "Place", "Row", "by_place", "merge", "read", "write"]
+__all__ = ["COLUMNS", "Key", "Row", "WorkloadKey", "by_workload", "merge", "read", "write"]
 
-Place = tuple[str, str, str]  # model, mode, shape
+WorkloadKey = tuple[str, str, str]  # model, mode, shape
 Key = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One provider on one workload. A number is None where it was not taken."""
+    """The measurements of a provider on a workload. A number is None if it was not measured."""
 
     model: str
-    mode: str  # train, infer, generate; loss for a short training, which is not timed
+    mode: str  # one of `workloads.MODES`, or "loss" for a short training, which is not timed
     provider: str
-    ms: float | None  # a step, with steps back to back
-    peak_mib: float | None  # of one step, weights and gradients included
-    loss: float | None  # at the end of the short training, mean over seeds
+    ms: float | None  # per step, with steps back to back
+    peak_mib: float | None  # of a step, with weights and gradients
+    loss: float | None  # at the end of the short training, the mean over seeds
     commit: str
     torch: str
     triton: str
     shape: str
-    spread: float | None = None  # of ms: the interquartile range
-    host_ms: float | None = None  # until the step's Python returns
-    loss_spread: float | None = None  # greatest less least over the seeds
+    spread: float | None = None  # the interquartile range of ``ms``
+    host_ms: float | None = None  # until the Python call of a step returns
+    loss_spread: float | None = None  # the range of ``loss`` over seeds
     transformers: str = ""
-    gpu_ms: float | None = None  # a step, of its kernels alone, by the profiler
+    gpu_ms: float | None = None  # the sum of the times of a step's kernels, by the profiler
 
     @property
-    def place(self) -> Place:
-        """The workload."""
+    def workload(self) -> WorkloadKey:
+        """The model, mode and shape."""
         return (self.model, self.mode, self.shape)
 
     @property
     def key(self) -> Key:
-        """The key by which a newer row replaces an older one."""
-        return (*self.place, self.provider)
+        """The key of a row: a newer row replaces the older one with the same key."""
+        return (*self.workload, self.provider)
 
 
 COLUMNS = tuple(field.name for field in fields(Row))
@@ -54,12 +54,12 @@ _NUMBERS = ("ms", "peak_mib", "loss", "spread", "host_ms", "loss_spread", "gpu_m
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file; none where there is no file."""
+    """Returns the rows of a file; none if there is no file."""
     return [_row(record) for record in results.read_records(path, COLUMNS)]
 
 
 def merge(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
-    """Both, sorted, where a new row replaces the old one of the same key."""
+    """Returns both, sorted; a new row replaces the old one with the same key."""
     rows = {row.key: row for row in old} | {row.key: row for row in new}
     return sorted(rows.values(), key=lambda row: row.key)
 
@@ -69,12 +69,12 @@ def write(path: Path, rows: Iterable[Row]) -> None:
     results.write_records(path, COLUMNS, map(_record, merge(read(path), rows)))
 
 
-def by_place(rows: Iterable[Row]) -> dict[Place, dict[str, Row]]:
-    """The rows of each workload by provider."""
-    places: dict[Place, dict[str, Row]] = {}
+def by_workload(rows: Iterable[Row]) -> dict[WorkloadKey, dict[str, Row]]:
+    """Returns the rows of each workload by provider."""
+    workloads: dict[WorkloadKey, dict[str, Row]] = {}
     for row in rows:
-        places.setdefault(row.place, {})[row.provider] = row
-    return places
+        workloads.setdefault(row.workload, {})[row.provider] = row
+    return workloads
 
 
 def _record(row: Row) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""From workloads to rows: providers that need no compiler first, on all workloads, then those that do."""
+"""Measures workloads: first the providers that need no compiler, then those that do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Setting", "Work", "run_work", "stages", "without"]
 
 @dataclass(frozen=True)
 class Setting:
-    """On what all rows of a run are measured, and how hard."""
+    """What all rows of a run have in common: device, text, and how long to measure."""
 
     device: torch.device
     text: Text
@@ -34,18 +34,18 @@ class Setting:
     steps: int = 100  # of the short training
 
     def row(self, workload: Workload, provider: str) -> Row:
-        """A row with no number yet."""
+        """Returns a row without numbers."""
         return Row(
-            workload.name,
-            workload.mode,
-            provider,
-            None,
-            None,
-            None,
-            operator_results.commit(),
-            torch.__version__,
-            _version("triton"),
-            workload.shape,
+            model=workload.name,
+            mode=workload.mode,
+            provider=provider,
+            ms=None,
+            peak_mib=None,
+            loss=None,
+            commit=operator_results.commit(),
+            torch=torch.__version__,
+            triton=_version("triton"),
+            shape=workload.shape,
             transformers=_version("transformers"),
         )
 
@@ -59,7 +59,7 @@ class Work:
 
     @property
     def keys(self) -> Iterator[Key]:
-        """Its rows'."""
+        """The keys of its rows."""
         workload = self.workload
         return (
             (workload.name, workload.mode, workload.shape, provider) for provider in self.providers
@@ -67,73 +67,83 @@ class Work:
 
 
 def stages(workloads: Sequence[Workload], wanted: Sequence[str] = ()) -> list[list[Work]]:
-    """What is measured together, in order: no provider waits for a compilation that another needs.
+    """Returns the work in two stages: without providers that compile, and with these alone.
+
+    So providers that need no compilation do not wait for one.
 
     Args:
-        workloads: in order.
-        wanted: the providers; none for all that are offered.
+        workloads: the workloads, in the order of measuring.
+        wanted: the providers; empty for those of `offered`.
     """
     results = []
     for compiling in (False, True):
         stage = []
         for workload in workloads:
-            names = [
-                n for n in (wanted or offered(workload)) if n != "liger" or n in offered(workload)
-            ]
-            names = [name for name in names if (name in COMPILING) == compiling]
-            stage += [Work(workload, tuple(names))] if names else []
-        results.append(stage)
-    return [stage for stage in results if stage]
+            names = []
+            for name in wanted or offered(workload):
+                is_available = name != "liger" or name in offered(workload)
+                if is_available and (name in COMPILING) == compiling:
+                    names.append(name)
+            if names:
+                stage.append(Work(workload, tuple(names)))
+        if stage:
+            results.append(stage)
+    return results
 
 
 def without(work: Sequence[Work], done: set[Key]) -> list[Work]:
-    """What is not done yet."""
-    left = []
+    """Returns the work without the rows that are done."""
+    remaining = []
     for item in work:
-        names = tuple(key[-1] for key in item.keys if key not in done)
-        left += [Work(item.workload, names)] if names else []
-    return left
+        keys = [key for key in item.keys if key not in done]
+        if keys:
+            remaining.append(Work(item.workload, tuple([provider for *_, provider in keys])))
+    return remaining
 
 
 def run_work(work: Work, setting: Setting) -> list[Row]:
-    """The rows of all its providers; one that fails has none, and stderr says why."""
+    """Returns the rows of all its providers.
+
+    A provider that fails has no row; the error is printed to stderr.
+    """
     operator_providers.fresh_compiler()
+    measure = _learned if work.workload.mode == "loss" else _timed
     try:
-        return (_learned if work.workload.mode == "loss" else _timed)(work, setting)
+        return measure(work, setting)
     finally:
         torch.compiler.reset()
         _free(setting.device)
 
 
 def _timed(work: Work, setting: Setting) -> list[Row]:
-    warm = {
-        name: begun
-        for name in work.providers
-        if (begun := _begin(name, work.workload, setting)) is not None
-    }
-    contenders = {name: made for name, (made, _) in warm.items()}
-    singles = {name: single for name, (_, single) in warm.items()}
+    """Returns the rows of timed steps."""
+    contenders: dict[str, Contender] = {}
+    singles: dict[str, Warm] = {}
+    for name in work.providers:
+        started = _start(name, work.workload, setting)
+        if started is not None:
+            contenders[name], singles[name] = started
     times = measuring.blocks(contenders, singles, setting.effort, setting.device)
     on_gpu = setting.device.type == "cuda"
     rows = []
-    for name, made in contenders.items():  # the profiler comes after all timing
-        seen, single = times[name], singles[name]
-        gpu = (
-            sum([kernel.us for kernel in measuring.kernels(made, setting.device)]) / 1e3
-            if on_gpu
-            else None
-        )
-        more = "" if gpu is None else f"  gpu {gpu:9.2f} ms  peak {single.peak_mib:9.0f} MiB"
+    # The profiler comes after all timing: see `measuring.kernels`.
+    for name, model in contenders.items():
+        time_of_step, single = times[name], singles[name]
+        gpu, gpu_columns = None, ""
+        if on_gpu:
+            gpu = sum([kernel.us for kernel in measuring.kernels(model, setting.device)]) / 1e3
+            gpu_columns = f"  gpu {gpu:9.2f} ms  peak {single.peak_mib:9.0f} MiB"
         print(
-            f"  {name:<14}{seen.ms:10.2f} ms ± {seen.spread:5.2f}  host {single.host_ms:9.2f} ms{more}"
+            f"  {name:<14}{time_of_step.ms:10.2f} ms ± {time_of_step.spread:5.2f}"
+            f"  host {single.host_ms:9.2f} ms{gpu_columns}"
             f"  (first step {single.first_s:.1f} s)",
             flush=True,
         )
         rows.append(
             replace(
                 setting.row(work.workload, name),
-                ms=seen.ms,
-                spread=seen.spread,
+                ms=time_of_step.ms,
+                spread=time_of_step.spread,
                 host_ms=single.host_ms,
                 peak_mib=single.peak_mib,
                 gpu_ms=gpu,
@@ -142,13 +152,13 @@ def _timed(work: Work, setting: Setting) -> list[Row]:
     return rows
 
 
-def _begin(name: str, workload: Workload, setting: Setting) -> tuple[Contender, Warm] | None:
-    """A provider's model, warm; None if it fails."""
+def _start(name: str, workload: Workload, setting: Setting) -> tuple[Contender, Warm] | None:
+    """Returns a provider's model after its first steps, with their times; None if it fails."""
     try:
-        # The text is seeded anew, so that all have the same batch.
+        # The text has a new generator, so that all providers have the same batch.
         built = contender(name, workload, setting.device, setting.text.reseeded(0))
         return built, measuring.warm_up(built, setting.effort, setting.device)
-    # A provider may fail in any way; the others are still to be timed.
+    # Whatever a provider raises, the others must be timed.
     except Exception as error:  # noqa: BLE001
         _say(f"{workload} {name}: left out, {type(error).__name__}: {_first_line(error)}")
         _free(setting.device)
@@ -156,11 +166,12 @@ def _begin(name: str, workload: Workload, setting: Setting) -> tuple[Contender, 
 
 
 def _learned(work: Work, setting: Setting) -> list[Row]:
+    """Returns the rows of short trainings."""
     rows = []
     for name in work.providers:
         start = time.perf_counter()
         try:
-            seen = training.learn(
+            learned = training.learn(
                 name,
                 work.workload,
                 setting.text,
@@ -168,18 +179,20 @@ def _learned(work: Work, setting: Setting) -> list[Row]:
                 seeds=setting.seeds,
                 steps=setting.steps,
             )
-        except Exception as error:  # noqa: BLE001 - as above
+        # As in `_start`.
+        except Exception as error:  # noqa: BLE001
             _say(f"{work.workload} {name}: left out, {type(error).__name__}: {_first_line(error)}")
             continue
         finally:
             _free(setting.device)
         took = time.perf_counter() - start
         print(
-            f"  {name:<14}loss {seen.mean:.4f}, {seen.spread:.4f} between seeds  ({took:.1f} s)",
+            f"  {name:<14}loss {learned.mean:.4f}, {learned.spread:.4f} between seeds"
+            f"  ({took:.1f} s)",
             flush=True,
         )
         rows.append(
-            replace(setting.row(work.workload, name), loss=seen.mean, loss_spread=seen.spread)
+            replace(setting.row(work.workload, name), loss=learned.mean, loss_spread=learned.spread)
         )
     return rows
 

@@ -1,4 +1,4 @@
-"""Real text to train on and to continue: the source of Python's standard library, as bytes."""
+"""Text for training and prompts: the source of Python's standard library, as bytes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 __all__ = ["EOS", "MASK", "PAD", "TOKENS", "Text"]
 
 PAD, EOS, MASK = 0, 1, 2
-_FIRST = 3  # the token of byte 0
+_FIRST = 3  # the token id of byte 0
 TOKENS = _FIRST + 256
 
 
 class Text:
-    """The corpus on a device.
+    """The text on a device, and random draws for batches.
 
-    Windows of it are drawn by a generator of their own, whatever a model draws.
+    The draws have a generator of their own, so they do not depend on the draws of a model.
     """
 
     def __init__(self, device: torch.device, seed: int = 0) -> None:
@@ -28,30 +28,29 @@ class Text:
         self._generator = torch.Generator().manual_seed(seed)
 
     def reseeded(self, seed: int) -> Text:
-        """The same text, with the draws of another seed."""
+        """Returns the same text with a generator of another seed."""
         other = object.__new__(Text)
         other._bytes, other._generator = self._bytes, torch.Generator().manual_seed(seed)
         return other
 
     def windows(self, count: int, length: int) -> Tensor:
-        """``(count, length)`` bytes, each row a random place of the text."""
+        """Returns ``(count, length)`` bytes: windows of the text at random positions."""
         starts = torch.randint(len(self._bytes) - length, (count, 1), generator=self._generator)
-        return self._bytes[
-            starts.to(self._bytes.device) + torch.arange(length, device=self._bytes.device)
-        ].long()
+        offsets = torch.arange(length, device=self._bytes.device)
+        return self._bytes[starts.to(self._bytes.device) + offsets].long()
 
     def tokens(self, count: int, length: int) -> Tensor:
-        """The same as token ids."""
+        """Returns windows of the text as token ids."""
         return self.windows(count, length) + _FIRST
 
     def chosen(self, like: Tensor, fraction: float) -> Tensor:
-        """A random mask of the shape, True in about that fraction."""
+        """Returns a random mask in the shape of ``like``, True for about this fraction."""
         return (torch.rand(like.shape, generator=self._generator) < fraction).to(like.device)
 
     def noise(self, like: Tensor) -> Tensor:
-        """Normally distributed numbers of the shape."""
+        """Returns normally distributed numbers in the shape of ``like``."""
         return torch.randn(like.shape, generator=self._generator).to(like)
 
     def steps(self, count: int, number: int) -> Tensor:
-        """So many random ones of a number of steps."""
+        """Returns ``count`` random integers below ``number``."""
         return torch.randint(number, (count,), generator=self._generator).to(self._bytes.device)

@@ -1,4 +1,4 @@
-"""The collectives of a step, counted, and the bytes that they move."""
+"""Counts the collectives of a step and the bytes that they move."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ __all__ = ["Traffic"]
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the collectives of a block by name, and the bytes of the larger side of each, on this process."""
+    """Context manager: counts the collectives of a block on this process, by name, and their bytes.
+
+    Of each collective it counts the larger of input and output.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -20,20 +23,20 @@ class Traffic(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """DTensor's own operators are left to it: what it calls comes by again."""
+        """Counts a collective. DTensor's operators are counted when it calls them on shards."""
         from torch.distributed.tensor import DTensor
 
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         name = func.__name__.partition(".")[0]
-        if func.namespace in ("_c10d_functional", "c10d") and not name.startswith(
-            ("wait_", "_wrap_", "barrier")
-        ):
+        is_functional = func.namespace == "_c10d_functional"
+        is_collective = is_functional or func.namespace == "c10d"
+        if is_collective and not name.startswith(("wait_", "_wrap_", "barrier")):
             self.counts[name] += 1
-            self.bytes += max(
-                _bytes(args), _bytes(result if func.namespace == "_c10d_functional" else ())
-            )
+            # Only a functional collective returns its output; others write to an argument.
+            outputs = result if is_functional else ()
+            self.bytes += max(_bytes(args), _bytes(outputs))
         return result
 
     def minus(self, other: Traffic) -> Traffic:
@@ -47,12 +50,16 @@ class Traffic(TorchDispatchMode):
 
 
 def _bytes(values: Any) -> int:
-    """The bytes of the largest of several values, each a tensor or a list of tensors."""
-    values = (values,) if isinstance(values, torch.Tensor) else values
+    """Returns the bytes of the largest of several values, each a tensor or a list of tensors."""
+    if isinstance(values, torch.Tensor):
+        values = (values,)
     return max([0, *map(_all_bytes, values)])
 
 
 def _all_bytes(value: Any) -> int:
+    """Returns the bytes of a tensor or of all tensors in a list; 0 for another value."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.itemsize
-    return sum(map(_all_bytes, value)) if isinstance(value, list | tuple) else 0
+    if isinstance(value, list | tuple):
+        return sum(map(_all_bytes, value))
+    return 0

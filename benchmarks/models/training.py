@@ -1,6 +1,6 @@
-"""The loss after a short training on real text.
+"""Measures the loss after a short training on real text.
 
-Whether a provider's model learns as eager's does.
+It shows whether a provider's model learns as the eager model does.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from .workloads import Workload
 
 __all__ = ["Learned", "final_loss", "learn"]
 
-_LAST = 5  # the steps at the end that are averaged
-_RATE = 1e-4
+# The losses of this many last steps are averaged.
+_LAST = 5
+_LEARNING_RATE = 1e-4
 
 
 @dataclass(frozen=True)
 class Learned:
-    """The final loss over seeds."""
+    """The final loss: the mean over seeds, and the range over seeds."""
 
     mean: float
     spread: float
@@ -38,7 +39,7 @@ def learn(
     seeds: Sequence[int],
     steps: int,
 ) -> Learned:
-    """Trains once a seed."""
+    """Trains once for each seed, and returns the final loss."""
     losses = [
         final_loss(provider, workload, text.reseeded(seed), device, seed=seed, steps=steps)
         for seed in seeds
@@ -49,16 +50,18 @@ def learn(
 def final_loss(
     provider: str, workload: Workload, text: Text, device: torch.device, *, seed: int, steps: int
 ) -> float:
-    """The mean loss of the last steps of AdamW, in bf16 autocast with dropout on.
+    """Returns the mean loss of the last steps of AdamW, in bf16 autocast, with dropout.
 
-    The seed decides the weights and, by ``text``, the batches; both are the same for every
-    provider.
+    All providers have the same weights, from ``seed``, and the same batches, from the seed of
+    ``text``.
     """
     model = workload.build(device, seed)
-    in_force = prepare(provider, model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, fused=device.type == "cuda")
+    context = prepare(provider, model)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=_LEARNING_RATE, fused=device.type == "cuda"
+    )
     losses = torch.zeros(steps, device=device)
-    with in_force():
+    with context():
         for step in range(steps):
             batch = workload.batch(text)
             with torch.autocast(device.type, torch.bfloat16):

@@ -7,6 +7,7 @@ machines without a GPU.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ class Workload:
         return "x".join(map(str, self.sizes))
 
     def build(self, device: torch.device, seed: int = 0) -> nn.Module:
-        """The model: in fp32 to be trained, otherwise in bf16 and in evaluation mode.
+        """Returns the model: in fp32 for training, otherwise in bf16 and in evaluation mode.
 
         The seed determines the weights.
         """
@@ -109,7 +110,7 @@ class Workload:
         return model
 
     def batch(self, text: Text) -> Batch:
-        """The arguments of a call, or of ``generate``."""
+        """Returns the arguments of a call, or of ``generate``."""
         if self.mode == "generate":
             count, length, _ = self.sizes
             prompts = text.tokens(count, length)
@@ -119,11 +120,12 @@ class Workload:
             return batch
         # With labels a model would compute a loss. Without them T5 needs its decoder's inputs.
         labels = batch.pop("labels")
-        batch = {
-            name: value.bfloat16() if value.is_floating_point() else value
-            for name, value in batch.items()
-        }
-        return batch | ({"decoder_input_ids": labels} if self.name == "t5" else {})
+        for name, value in batch.items():
+            if value.is_floating_point():
+                batch[name] = value.bfloat16()
+        if self.name == "t5":
+            batch["decoder_input_ids"] = labels
+        return batch
 
     def __str__(self) -> str:
         return f"{self.name} {self.mode} {self.shape}"
@@ -150,6 +152,7 @@ def _shifted(name: str) -> Callable[[Text, Sizes], Batch]:
 
 
 def _masked(text: Text, sizes: Sizes) -> Batch:
+    """Returns tokens, some of them masked; only the masked ones have labels."""
     tokens = text.tokens(*sizes)
     masked = text.chosen(tokens, 0.15)
     return {
@@ -159,13 +162,14 @@ def _masked(text: Text, sizes: Sizes) -> Batch:
 
 
 def _continuation(text: Text, sizes: Sizes) -> Batch:
+    """Returns tokens, with the tokens after them as labels."""
     count, length, target = sizes
     tokens = text.tokens(count, length + target)
     return {"input_ids": tokens[:, :length].contiguous(), "labels": tokens[:, length:].contiguous()}
 
 
 def _picture(text: Text, sizes: Sizes) -> Batch:
-    """A window of the text as a picture's pixels; its class is the byte that follows."""
+    """Returns windows of the text as pictures; the class of one is the byte after it."""
     count, *sides = sizes
     windows = text.windows(count, sides[0] * sides[1] * sides[2] + 1)
     return {
@@ -175,9 +179,9 @@ def _picture(text: Text, sizes: Sizes) -> Batch:
 
 
 def _noisy(text: Text, sizes: Sizes) -> Batch:
-    """Windows of the text as latents, with noise that increases with the step.
+    """Returns windows of the text as latents, with noise that increases with the step.
 
-    The labels are the noise. The class of a window is the byte that follows it.
+    The labels are the noise. The class of a window is the byte after it.
     """
     count, patches = sizes
     side = 2 * math.isqrt(patches)  # a patch has 2 x 2 positions
@@ -202,30 +206,30 @@ _TINY_PROMPTS = (2, 8, 6)  # see `Model.prompts`
 
 MODELS = {
     "bert": Model(
-        "BertForMaskedLM",
-        "BertConfig",
-        _SPECIAL,
-        {"vocab_size": TOKENS, **_TINY_SIZES},
-        _masked,
+        cls="BertForMaskedLM",
+        config="BertConfig",
+        options=_SPECIAL,
+        tiny={"vocab_size": TOKENS, **_TINY_SIZES},
+        batch=_masked,
         sizes=((32, 512), (64, 512), (32, 128)),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
     ),
     "gpt2": Model(
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        _SPECIAL | {"bos_token_id": EOS},
-        {"vocab_size": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 2},
-        _next_token,
+        cls="GPT2LMHeadModel",
+        config="GPT2Config",
+        options=_SPECIAL | {"bos_token_id": EOS},
+        tiny={"vocab_size": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 2},
+        batch=_next_token,
         sizes=((16, 1024),),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
         prompts=(256, 64, 64),
     ),
     "t5": Model(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        _SPECIAL
+        cls="T5ForConditionalGeneration",
+        config="T5Config",
+        options=_SPECIAL
         | {
             "decoder_start_token_id": PAD,
             "d_model": 768,
@@ -233,7 +237,7 @@ MODELS = {
             "num_layers": 12,
             "num_heads": 12,
         },
-        {
+        tiny={
             "vocab_size": TOKENS,
             "d_model": 32,
             "d_kv": 16,
@@ -241,7 +245,7 @@ MODELS = {
             "num_layers": 2,
             "num_heads": 2,
         },
-        _continuation,
+        batch=_continuation,
         sizes=((16, 512, 128),),
         tiny_sizes=(2, 16, 8),
         loss_sizes=(8, 128, 64),
@@ -249,9 +253,9 @@ MODELS = {
     ),
     # Llama 3.2 1B, with the vocabulary of the first Llamas.
     "llama": Model(
-        "LlamaForCausalLM",
-        "LlamaConfig",
-        _SPECIAL
+        cls="LlamaForCausalLM",
+        config="LlamaConfig",
+        options=_SPECIAL
         | {
             "vocab_size": 32000,
             "hidden_size": 2048,
@@ -263,28 +267,28 @@ MODELS = {
             "max_position_embeddings": 4096,
             "tie_word_embeddings": True,
         },
-        {"vocab_size": TOKENS, **_TINY_SIZES, **_TINY_GROUPS},
-        _next_token,
+        tiny={"vocab_size": TOKENS, **_TINY_SIZES, **_TINY_GROUPS},
+        batch=_next_token,
         sizes=((4, 2048),),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
     ),
     # Its config's default is no dropout; it was trained with 0.1.
     "vit": Model(
-        "ViTForImageClassification",
-        "ViTConfig",
-        {"num_labels": 1000, "hidden_dropout_prob": 0.1},
-        {"image_size": 32, **_TINY_SIZES},
-        _picture,
+        cls="ViTForImageClassification",
+        config="ViTConfig",
+        options={"num_labels": 1000, "hidden_dropout_prob": 0.1},
+        tiny={"image_size": 32, **_TINY_SIZES},
+        batch=_picture,
         sizes=((128, 3, 224, 224),),
         tiny_sizes=(2, 3, 32, 32),
         loss_sizes=(8, 3, 224, 224),
     ),
     # Qwen3 0.6B: queries and keys are normalised.
     "qwen3": Model(
-        "Qwen3ForCausalLM",
-        "Qwen3Config",
-        _SPECIAL
+        cls="Qwen3ForCausalLM",
+        config="Qwen3Config",
+        options=_SPECIAL
         | {
             "bos_token_id": EOS,
             "hidden_size": 1024,
@@ -295,8 +299,8 @@ MODELS = {
             "head_dim": 128,
             "tie_word_embeddings": True,
         },
-        {"vocab_size": TOKENS, **_TINY_SIZES, **_TINY_GROUPS, "head_dim": 16},
-        _next_token,
+        tiny={"vocab_size": TOKENS, **_TINY_SIZES, **_TINY_GROUPS, "head_dim": 16},
+        batch=_next_token,
         sizes=((4, 2048),),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
@@ -305,21 +309,28 @@ MODELS = {
     # `scaled_dot_product_attention` lacks. Older releases of Transformers apply the cap only with
     # "eager".
     "gemma2": Model(
-        "Gemma2ForCausalLM",
-        "Gemma2Config",
-        _SPECIAL | {"bos_token_id": EOS, "num_hidden_layers": 13, "attn_implementation": "eager"},
-        {"vocab_size": TOKENS, **_TINY_SIZES, **_TINY_GROUPS, "head_dim": 16, "sliding_window": 8},
-        _next_token,
+        cls="Gemma2ForCausalLM",
+        config="Gemma2Config",
+        options=_SPECIAL
+        | {"bos_token_id": EOS, "num_hidden_layers": 13, "attn_implementation": "eager"},
+        tiny={
+            "vocab_size": TOKENS,
+            **_TINY_SIZES,
+            **_TINY_GROUPS,
+            "head_dim": 16,
+            "sliding_window": 8,
+        },
+        batch=_next_token,
         sizes=((2, 2048),),
         tiny_sizes=(2, 16),
         loss_sizes=(4, 128),
     ),
-    # Eight experts, of which each token takes two, as in Mixtral 8x7B, at a quarter of its width
-    # and of its layers.
+    # Eight experts, two for each token, as in Mixtral 8x7B, at a quarter of its width and of its
+    # layers.
     "mixtral": Model(
-        "MixtralForCausalLM",
-        "MixtralConfig",
-        _SPECIAL
+        cls="MixtralForCausalLM",
+        config="MixtralConfig",
+        options=_SPECIAL
         | {
             "bos_token_id": EOS,
             "hidden_size": 1024,
@@ -329,37 +340,37 @@ MODELS = {
             "num_key_value_heads": 4,
             "head_dim": 64,
         },
-        {"vocab_size": TOKENS, **_TINY_SIZES, **_TINY_GROUPS, "head_dim": 16},
-        _next_token,
+        tiny={"vocab_size": TOKENS, **_TINY_SIZES, **_TINY_GROUPS, "head_dim": 16},
+        batch=_next_token,
         sizes=((4, 2048),),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
     ),
     "dit": Model(
-        DiT,
-        None,
-        {},
-        {"input_size": 8, "hidden_size": 32, "depth": 2, "num_heads": 2},
-        _noisy,
+        cls=DiT,
+        config=None,
+        options={},
+        tiny={"input_size": 8, "hidden_size": 32, "depth": 2, "num_heads": 2},
+        batch=_noisy,
         sizes=((32, 256),),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 256),
     ),
     "nanogpt": Model(
-        NanoGPT,
-        None,
-        {},
-        {"vocab_size": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 2},
-        _shifted("idx"),
+        cls=NanoGPT,
+        config=None,
+        options={},
+        tiny={"vocab_size": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 2},
+        batch=_shifted("idx"),
         sizes=((16, 1024),),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
     ),
     "meta_llama": Model(
-        MetaLlama,
-        None,
-        {},
-        {
+        cls=MetaLlama,
+        config=None,
+        options={},
+        tiny={
             "vocab_size": TOKENS,
             "dim": 32,
             "n_layers": 2,
@@ -367,17 +378,17 @@ MODELS = {
             "n_kv_heads": 2,
             "hidden_dim": 64,
         },
-        _shifted("tokens"),
+        batch=_shifted("tokens"),
         sizes=((4, 2048),),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
     ),
     "gated_decoder": Model(
-        GatedDecoder,
-        None,
-        {},
-        {"vocab_size": TOKENS, "dim": 32, "n_layers": 2, "n_heads": 2},
-        _shifted("tokens"),
+        cls=GatedDecoder,
+        config=None,
+        options={},
+        tiny={"vocab_size": TOKENS, "dim": 32, "n_layers": 2, "n_heads": 2},
+        batch=_shifted("tokens"),
         sizes=((8, 1024),),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
@@ -388,44 +399,47 @@ MODELS = {
 def workloads(
     models: Sequence[str] = (), modes: Sequence[str] = (), *, tiny: bool = False
 ) -> list[Workload]:
-    """The workloads of the named models and modes, without names of all.
+    """Returns the workloads of the named models and modes; of all if none are named.
 
-    The order is that of `MODES`. In each mode, all models' most important sizes come first.
+    They are in the order of `MODES`. In each mode, the most important sizes of all models come
+    first.
     """
     chosen = [named("model", name, MODELS) for name in models] or list(MODELS)
     wanted = [named("mode", mode, MODES) for mode in modes] or MODES
-    ranked = [
-        (MODES.index(mode), rank, Workload(name, mode, sizes, tiny))
-        for name in chosen
-        for mode in wanted
-        for rank, sizes in enumerate(_sizes(name, mode, tiny))
-    ]
+    ranked = []
+    for name, mode in itertools.product(chosen, wanted):
+        for rank, sizes in enumerate(_sizes(name, mode, tiny=tiny)):
+            ranked.append((MODES.index(mode), rank, Workload(name, mode, sizes, tiny)))
     return [workload for *_, workload in sorted(ranked, key=lambda entry: entry[:2])]
 
 
 def loss_workloads(models: Sequence[str] = (), *, tiny: bool = False) -> list[Workload]:
-    """The short trainings that compare losses, of the named models or of all."""
+    """Returns the short trainings of the named models, or of all: they compare losses."""
     chosen = [named("model", name, MODELS) for name in models] or list(MODELS)
-    sizes = {name: MODELS[name].tiny_sizes if tiny else MODELS[name].loss_sizes for name in chosen}
-    return [Workload(name, "loss", sizes[name], tiny) for name in chosen]
+    result = []
+    for name in chosen:
+        sizes = MODELS[name].tiny_sizes if tiny else MODELS[name].loss_sizes
+        result.append(Workload(name, "loss", sizes, tiny))
+    return result
 
 
-def named(what: str, name: str, known: Iterable[str]) -> str:
-    """The name, if it is known.
+def named(kind: str, name: str, known: Iterable[str]) -> str:
+    """Returns the name if it is known.
 
     Raises:
-        ValueError: the name is not known. The message begins with ``what`` the name is of, and
-            suggests the known names most like it.
+        ValueError: the name is not known. The message has the ``kind`` of thing that it names, and
+            suggests similar names.
     """
     names = list(known)
     if name in names:
         return name
     near = get_close_matches(name, names, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(names)}"
-    raise ValueError(f"no {what} {name!r}; {hint}")
+    raise ValueError(f"no {kind} {name!r}; {hint}")
 
 
-def _sizes(name: str, mode: str, tiny: bool) -> tuple[Sizes, ...]:
+def _sizes(name: str, mode: str, *, tiny: bool) -> tuple[Sizes, ...]:
+    """Returns the input sizes of a model in a mode."""
     model = MODELS[name]
     if mode != "generate":
         return (model.tiny_sizes,) if tiny else model.sizes

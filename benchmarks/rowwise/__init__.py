@@ -1,5 +1,4 @@
-"""Users' functions under `fusedops.rowwise`, beside eager PyTorch and torch.compile.
+"""Benchmarks of users' functions: `fusedops.rowwise`, eager PyTorch and torch.compile.
 
-`functions` has the functions, `workloads` the tensors that they are called with, `command` the
-command.
+`functions` has the functions, `workloads` the tensors of their calls, and `command` the command.
 """

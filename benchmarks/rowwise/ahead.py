@@ -1,4 +1,4 @@
-"""Compiling ahead in worker processes, as `benchmarks.warm` does for operators."""
+"""Compiles functions ahead in worker processes, as `benchmarks.warm` does operators."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .workloads import Workload, workloads
 
 __all__ = ["compile_ahead"]
 
-# The function, its shape, and the provider: a worker looks up the workload.
+# The function's name, its shape, and the provider, by which a worker looks up the workload.
 _Task = tuple[str, tuple[int, int], str]
 
 
 def compile_ahead(
     work: Sequence[tuple[Workload, str]], *, jobs: int, device: torch.device
 ) -> tuple[int, int]:
-    """Compiles workloads of providers in ``jobs`` processes.
+    """Compiles pairs of workload and provider in ``jobs`` processes.
 
     Returns:
-        how many were compiled, of how many. The measuring process compiles the others, and reports
-        what fails.
+        The number of pairs that were compiled, and that of all. The measuring process compiles the
+        others, and reports errors.
     """
     todo = [(workload.name, workload.shape, provider) for workload, provider in work]
     if not todo:
@@ -35,7 +35,8 @@ def compile_ahead(
     try:
         with warm.workers(min(jobs, len(todo)), device) as pool:
             done, _ = wait([pool.submit(_compile, task, device) for task in todo])
-    except BrokenProcessPool:  # they could not start: the measuring process compiles
+    except BrokenProcessPool:
+        # The processes could not start.
         return 0, len(todo)
     return sum(future.exception() is None for future in done), len(todo)
 

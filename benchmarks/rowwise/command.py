@@ -1,6 +1,6 @@
 """The command ``python -m benchmarks rowwise``.
 
-Users' functions under `fusedops.rowwise`, and what else runs them.
+It times users' functions with `fusedops.rowwise` and with its alternatives.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HEADING = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the command's options."""
     parser.set_defaults(command=run)
     parser.add_argument(
         "--function",
@@ -59,11 +59,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures users' functions: under `fusedops.rowwise`, by hand, in eager PyTorch, and by torch.compile."""
+    """Measures users' functions: `fusedops.rowwise`, eager PyTorch, torch.compile, by hand."""
     return commands.run("rowwise", options, table, _measure)
 
 
 def _measure(options: argparse.Namespace, machine: Machine, path: Path) -> int:
+    """Measures into the file, and returns the exit status."""
     chosen = [
         workload
         for workload in workloads(options.function or ())
@@ -82,29 +83,27 @@ def _measure(options: argparse.Namespace, machine: Machine, path: Path) -> int:
         torch.cuda.empty_cache()
         if "rowwise" in wanted:
             missing += len(modes) - sum(row.provider == "rowwise" for row in rows)
-    # What we failed to time is our fault; a peer's is not.
+    # A missing row of rowwise is an error; a missing row of a peer is not.
     return 1 if missing else 0
 
 
 def _compile_ahead(
     chosen: Sequence[Workload], wanted: Sequence[str], jobs: int, device: torch.device
 ) -> None:
-    begun = time.perf_counter()
-    work = [
-        (workload, provider)
-        for workload in chosen
-        for provider in offered(workload, wanted)
-        if provider in COMPILING
-    ]
+    started = time.perf_counter()
+    work = []
+    for workload in chosen:
+        names = [name for name in offered(workload, wanted) if name in COMPILING]
+        work += [(workload, name) for name in names]
     warm.settle_compiler()
     done, todo = ahead.compile_ahead(work, jobs=jobs, device=device)
-    print(f"compiled {done} of {todo} ahead in {time.perf_counter() - begun:.0f} s", flush=True)
+    print(f"compiled {done} of {todo} ahead in {time.perf_counter() - started:.0f} s", flush=True)
 
 
 def _measured(
     workload: Workload, wanted: Sequence[str], modes: Sequence[str], machine: Machine
 ) -> Iterator[results.Row]:
-    """The rows of a workload; stderr names a provider that fails."""
+    """Yields the rows of a workload; the error of a provider that fails is printed to stderr."""
     operator_providers.fresh_compiler()
     tensors = workload.tensors(machine.device)
     size = sum(tensor.nbytes for tensor in tensors)
@@ -126,9 +125,10 @@ def _timed_or_left_out(
 ) -> results.Row | None:
     try:
         return _timed(workload, provider, mode, sets, machine)
-    except Exception as error:  # noqa: BLE001 - a peer may fail in any way
-        what = f"{type(error).__name__}: {str(error).strip()[:300]}"
-        print(f"  {provider} {mode}: left out, {what}", file=sys.stderr, flush=True)
+    # Whatever a provider raises, the others must be timed.
+    except Exception as error:  # noqa: BLE001
+        described = f"{type(error).__name__}: {str(error).strip()[:300]}"
+        print(f"  {provider} {mode}: left out, {described}", file=sys.stderr, flush=True)
         return None
 
 
@@ -145,18 +145,18 @@ def _timed(
         gpu = timing.gpu_us(steps, timing.Effort())
         peak = timing.peak_mib(steps[0])
     row = results.Row(
-        workload.name,
-        workload.shape_name,
-        "bfloat16",
-        mode,
-        provider,
-        gpu,
-        math.nan,
-        floor_us(workload.moved(mode), machine.bandwidth),
-        peak,
-        machine.commit,
-        machine.torch,
-        machine.triton,
+        op=workload.name,
+        shape=workload.shape_name,
+        dtype="bfloat16",
+        mode=mode,
+        provider=provider,
+        gpu_us=gpu,
+        loop_us=math.nan,
+        floor_us=floor_us(workload.moved(mode), machine.bandwidth),
+        peak_mib=peak,
+        commit=machine.commit,
+        torch=machine.torch,
+        triton=machine.triton,
     )
     print(
         f"  {provider:22}{mode:8}{gpu:9.1f} us  {row.fraction:.2f} of the floor  {peak:8.0f} MiB",
@@ -166,34 +166,38 @@ def _timed(
 
 
 def table(rows: Sequence[results.Row]) -> str:
-    """A line for each function, shape and mode: the times, and how rowwise compares."""
+    """Returns a line for each function, shape and mode: the times, and how rowwise compares."""
+    by_provider: dict[tuple[str, str, str], dict[str, results.Row]] = {}
+    for row in rows:
+        by_provider.setdefault((row.op, row.shape, row.mode), {})[row.provider] = row
     lines = [_HEADING]
-    for op, shape, mode in dict.fromkeys((row.op, row.shape, row.mode) for row in rows):
-        place = (op, shape, mode)
-        times = {row.provider: row for row in rows if (row.op, row.shape, row.mode) == place}
-        lines.append(f"{op:32}{shape:16}{mode:8}{_compared(times)}")
+    for (op, shape, mode), of_case in by_provider.items():
+        lines.append(f"{op:32}{shape:16}{mode:8}{_compared(of_case)}")
     return "\n".join(lines)
 
 
-def _compared(times: dict[str, results.Row]) -> str:
-    """The columns of a line: of torch.compile its faster mode; empty where nothing was measured."""
-    us = {provider: row.gpu_us for provider, row in times.items()}
-    ours = times.get("rowwise")
-    compiled = min(
-        (us[provider] for provider in us if provider.startswith("compile")), default=math.nan
-    )
-    ratios = (math.nan, math.nan) if ours is None else (ours.fraction, compiled / ours.gpu_us)
+def _compared(by_provider: dict[str, results.Row]) -> str:
+    """Returns the columns of a line; a column is empty if it was not measured.
+
+    The column of torch.compile is the faster of its modes.
+    """
+    us = {provider: row.gpu_us for provider, row in by_provider.items()}
+    of_compile = [us[provider] for provider in us if provider.startswith("compile")]
+    compiled = min(of_compile, default=math.nan)
+    fraction = speed_up = math.nan
+    ours = by_provider.get("rowwise")
+    if ours is not None:
+        fraction, speed_up = ours.fraction, compiled / ours.gpu_us
+    # Each number with its width and digits, as in `_HEADING`.
     columns = [
         (us.get("rowwise", math.nan), 9, 1),
-        (ratios[0], 7, 2),
+        (fraction, 7, 2),
         (compiled, 9, 1),
-        (ratios[1], 8, 2),
+        (speed_up, 8, 2),
         (us.get("eager", math.nan), 9, 1),
         (us.get("by_hand", math.nan), 9, 1),
     ]
-    return "".join(
-        [
-            " " * width if math.isnan(number) else f"{number:{width}.{digits}f}"
-            for number, width, digits in columns
-        ]
-    ).rstrip()
+    line = ""
+    for number, width, digits in columns:
+        line += " " * width if math.isnan(number) else f"{number:{width}.{digits}f}"
+    return line.rstrip()

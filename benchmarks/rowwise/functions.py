@@ -1,4 +1,4 @@
-"""The functions that are timed, as users write them."""
+"""The functions that are timed, written as users write them."""
 
 from __future__ import annotations
 
@@ -44,33 +44,33 @@ def _rms_norm(x: Tensor, weight: Tensor | None = None) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, _EPS)
 
 
-# --- norms with what is around them ---------------------------------------------------------------
+# --- norms with the operations around them --------------------------------------------------------
 
 
 def dropout_add_layer_norm(
     x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor
 ) -> Tensor:
-    """The end of a post-norm block."""
+    """Computes the end of a post-norm block."""
     return F.layer_norm(F.dropout(x + bias, _P) + residual, (x.shape[-1],), weight, shift, 1e-5)
 
 
 def dropout_add_layer_norm_by_hand(
     x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor
 ) -> Tensor:
-    """The same by the library's own operator."""
+    """Computes the same by this package's hand-written operator."""
     out: Tensor = fusedops.bias_dropout_add_ln(x, bias, residual, weight, shift, p=_P)
     return out
 
 
 def adaptive_layer_norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Peebles and Xie 2023, arXiv:2212.09748: a diffusion transformer's norm."""
+    """Computes the norm of a diffusion transformer (Peebles and Xie 2023, arXiv:2212.09748)."""
     return F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
 
 
 def gated_residual_norm(
     x: Tensor, gamma: Tensor, residual: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A gate, dropout, the sum and its RMSNorm; the sum is returned."""
+    """Computes a gate, dropout, a sum and its RMSNorm; returns the norm and the sum."""
     z = residual + gamma * F.dropout(F.silu(x), _P)
     return F.rms_norm(z, z.shape[-1:], weight, _EPS), z
 
@@ -78,23 +78,23 @@ def gated_residual_norm(
 def layer_scale(
     x: Tensor, gamma: Tensor, residual: Tensor, weight: Tensor, shift: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Touvron et al. 2021, arXiv:2103.17239: a scaled branch, the sum and the next block's norm."""
+    """Computes a scaled branch (Touvron et al. 2021, arXiv:2103.17239), a sum and its LayerNorm."""
     z = residual + gamma * x
     return F.layer_norm(z, z.shape[-1:], weight, shift), z
 
 
 def swiglu_norm(packed: Tensor, weight: Tensor) -> Tensor:
-    """Shazeer 2020, arXiv:2002.05202: a gated unit of packed halves, dropout and an RMSNorm."""
+    """Computes a packed gated unit (Shazeer 2020, arXiv:2002.05202), dropout and an RMSNorm."""
     gate, up = packed.chunk(2, -1)
     return F.rms_norm(F.dropout(F.silu(gate) * up, _P), up.shape[-1:], weight, _EPS)
 
 
 def polynomial_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """PolyNorm of Zhuo et al. 2024, arXiv:2411.03884: the norms of three powers, added up.
+    """Computes PolyNorm (Zhuo et al. 2024, arXiv:2411.03884): the sum of the norms of three powers.
 
     Args:
         x: ``(..., N)``.
-        weight: ``(3,)``, of the third, the second and the first power.
+        weight: ``(3,)``, for the third, the second and the first power.
         bias: ``(1,)``.
     """
     third = weight[0] * _rms_norm(x**3)
@@ -103,22 +103,22 @@ def polynomial_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def dynamic_tanh(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """DyT of Zhu et al. 2025, arXiv:2503.10622: in place of a norm; alpha is ``(1,)``."""
+    """Computes DyT (Zhu et al. 2025, arXiv:2503.10622) instead of a norm; alpha is ``(1,)``."""
     return torch.tanh(alpha * x) * weight + bias
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-    """Dao and Gu 2024, arXiv:2405.21060: the norm after a state-space model's gate."""
+    """Computes the gate of a state-space model and its norm (Dao and Gu 2024, arXiv:2405.21060)."""
     return _rms_norm(x * F.silu(z), weight)
 
 
 def normalized_residual(h: Tensor, u: Tensor, a: Tensor) -> Tensor:
-    """The residual of nGPT, Loshchilov et al. 2024, arXiv:2410.01131: a step on the sphere."""
+    """Computes the residual of nGPT (Loshchilov et al. 2024, arXiv:2410.01131)."""
     return F.normalize(h + a * (F.normalize(u, dim=-1) - h), dim=-1)
 
 
 def per_head_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """An RMSNorm of each head with a weight of its own: ``(..., H, D)`` and ``(H, D)``."""
+    """Computes an RMSNorm of each head, ``(..., H, D)``, with weights ``(H, D)``."""
     return _rms_norm(x) * weight
 
 
@@ -126,7 +126,7 @@ def per_head_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def norm_and_rotary(q: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """QK-norm and rotary embeddings (Su et al. 2021, arXiv:2104.09864) in halves."""
+    """Computes QK-norm and rotary embeddings (Su et al. 2021, arXiv:2104.09864) in halves."""
     return _rotated_halves(F.rms_norm(q, q.shape[-1:], weight, _EPS), cos, sin)
 
 
@@ -148,7 +148,10 @@ def _rotated_partly(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def qk_norm_rotary_halves(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys of as many heads, ``(batch, length, heads, D)``; cosines of all D columns."""
+    """Computes `norm_and_rotary` of queries and keys, each ``(batch, length, heads, D)``.
+
+    Cosines and sines have D columns.
+    """
     q, k = _rms_norm(q, q_weight), _rms_norm(k, k_weight)
     return _rotated_halves(q, cos, sin), _rotated_halves(k, cos, sin)
 
@@ -156,7 +159,7 @@ def qk_norm_rotary_halves(
 def qk_norm_rotary_interleaved(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Pairs of neighbours are rotated; cosines of D / 2 columns."""
+    """Computes the same with pairs of neighbours rotated; cosines have D / 2 columns."""
     q, k = _rms_norm(q, q_weight), _rms_norm(k, k_weight)
     return _rotated_neighbours(q, cos, sin), _rotated_neighbours(k, cos, sin)
 
@@ -164,7 +167,7 @@ def qk_norm_rotary_interleaved(
 def qk_norm_rotary_partial(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Half of the columns are rotated; cosines of D / 2 columns."""
+    """Computes the same with half of the columns rotated; cosines have D / 2 columns."""
     q, k = _rms_norm(q, q_weight), _rms_norm(k, k_weight)
     return _rotated_partly(q, cos, sin), _rotated_partly(k, cos, sin)
 
@@ -172,7 +175,7 @@ def qk_norm_rotary_partial(
 def qk_norm_rotary_packed(
     packed: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of a projection ``(batch, length, 3, heads, D)``."""
+    """Computes the same for queries and keys of a projection ``(batch, length, 3, heads, D)``."""
     q, k, v = packed.unbind(2)
     return (*qk_norm_rotary_halves(q, k, q_weight, k_weight, cos, sin), v)
 
@@ -180,9 +183,9 @@ def qk_norm_rotary_packed(
 def qk_norm_rotary_grouped_packed(
     packed: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for grouped queries, from a projection ``(batch, length, 6 * groups * D)``.
+    """Computes the same for grouped queries, of a projection ``(batch, length, 6 * groups * D)``.
 
-    A group is four heads of queries, one of keys and one of values.
+    A group has four heads of queries, one of keys and one of values.
     """
     size = q_weight.shape[0]
     group = packed.shape[-1] // 6
@@ -192,7 +195,7 @@ def qk_norm_rotary_grouped_packed(
 
 
 def qk_norm_rotary_grouped(
-    one: Callable[..., Any],
+    function: Callable[..., Any],
     q: Tensor,
     k: Tensor,
     q_weight: Tensor,
@@ -200,24 +203,24 @@ def qk_norm_rotary_grouped(
     cos: Tensor,
     sin: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Calls `norm_and_rotary` or what runs it for queries, and for keys, which have fewer heads."""
-    return one(q, q_weight, cos, sin), one(k, k_weight, cos, sin)
+    """Calls `norm_and_rotary`, perhaps compiled, for queries, and for keys of fewer heads."""
+    return function(q, q_weight, cos, sin), function(k, k_weight, cos, sin)
 
 
 # --- scores and losses ----------------------------------------------------------------------------
 
 
 def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
-    """Attention weights with dropout."""
+    """Computes attention weights with dropout."""
     return F.dropout(torch.softmax(scores.masked_fill(mask, float("-inf")), -1), _P)
 
 
 def soft_capped_softmax(scores: Tensor, mask: Tensor) -> Tensor:
-    """Attention weights of scores within a soft cap, as in Gemma 2 (2024, arXiv:2408.00118)."""
+    """Computes attention weights of soft-capped scores, as in Gemma 2 (2024, arXiv:2408.00118)."""
     capped = _SOFT_CAP * torch.tanh(scores / _SOFT_CAP)
     return torch.softmax(capped.masked_fill(mask, float("-inf")), -1)
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """The loss of each row."""
+    """Computes the cross-entropy of each row."""
     return F.cross_entropy(logits, target, reduction="none")

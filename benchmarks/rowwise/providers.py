@@ -1,4 +1,7 @@
-"""What runs a function: `fusedops.rowwise`, an operator by hand, eager PyTorch, torch.compile."""
+"""The providers that run a function.
+
+They are `fusedops.rowwise`, this package's hand-written operator, eager PyTorch and torch.compile.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ _MODES = {"compile": None, "compile_max_autotune": "max-autotune-no-cudagraphs"}
 
 
 def offered(workload: Workload, wanted: Sequence[str] = PROVIDERS) -> list[str]:
-    """Those of the wanted providers that have the function."""
+    """Returns the wanted providers that can run the function: not all have it by hand."""
     return [name for name in wanted if name != "by_hand" or workload.by_hand is not None]
 
 
 def build(provider: str, workload: Workload) -> Callable[..., Any]:
-    """The call of a provider that has the function."""
+    """Returns the function as a provider runs it."""
     if provider == "rowwise":
         return workload.called(fusedops.rowwise(workload.function, strict=True))
     if provider == "by_hand":
@@ -40,7 +43,8 @@ def build(provider: str, workload: Workload) -> Callable[..., Any]:
 
 
 def step(call: Callable[..., Any], tensors: tuple[Tensor, ...], mode: str) -> timing.Step:
-    """A forward, and in the mode "fwd_bwd" a backward with random cotangents."""
+    """Returns a step: a forward, and in the mode "fwd_bwd" a backward with random cotangents."""
+    # `timing` passes arguments by name, and the functions take them by position.
     named = {f"t{i}": tensor for i, tensor in enumerate(tensors)}
 
     def positional(**arguments: Tensor) -> Any:

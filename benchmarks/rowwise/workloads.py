@@ -1,4 +1,4 @@
-"""The functions with the tensors that they are called with, and the bytes that must move."""
+"""The workloads: functions, the tensors of their calls, and the bytes that must be moved."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ class Sizes:
     """The sizes of all tensors.
 
     Attributes:
-        rows: of most functions, which are batch times length.
-        widths: row lengths of the functions that are timed at several, the most telling first.
-        width: row length of the functions that are timed at one.
-        groups: heads of keys of grouped queries; there are four times as many heads elsewhere.
-        head: columns of a head.
+        rows: the rows of most functions: batch times sequence length.
+        batch: the batch size.
+        widths: the row lengths of functions that are timed at several, the most important first.
+        width: the row length of functions that are timed at one.
+        groups: the heads of keys of grouped queries; there are four times as many heads of queries.
+        head: the columns of a head.
         scores: the length of a row of attention weights.
+        vocabulary: the classes of the cross-entropy.
     """
 
     rows: int
@@ -43,29 +45,39 @@ class Sizes:
 
     @property
     def length(self) -> int:
-        """Positions of a sequence."""
+        """The positions of a sequence."""
         return self.rows // self.batch
 
     @property
     def heads(self) -> int:
-        """Heads of queries."""
+        """The number of heads of queries."""
         return 4 * self.groups
 
 
-FULL = Sizes(8192, 8, (4096, 1536, 3072, 5120, 6144), 3584, 4, 64, 1024, 128_256)
-TINY = Sizes(6, 2, (48,), 56, 1, 16, 24, 40)
+FULL = Sizes(
+    rows=8192,
+    batch=8,
+    widths=(4096, 1536, 3072, 5120, 6144),
+    width=3584,
+    groups=4,
+    head=64,
+    scores=1024,
+    vocabulary=128_256,
+)
+TINY = Sizes(rows=6, batch=2, widths=(48,), width=56, groups=1, head=16, scores=24, vocabulary=40)
 
 
 @dataclass(frozen=True)
 class Argument:
-    """A tensor of a call, or several that are views of one.
+    """A tensor of a call, or several views of one tensor.
 
     Attributes:
-        shape: of the tensor that is allocated.
-        kind: "float", "mask", or "target" (places of columns).
+        shape: the shape of the tensor that is allocated.
+        kind: "float", "mask", or "target" for indices of columns.
         trained: whether it requires a gradient.
-        classes: of targets.
-        views: functions of the tensor; their results are the arguments, in its place.
+        classes: for a target, the number of columns.
+        views: functions that return views of the tensor. If there are any, the views are the
+            arguments, and not the tensor.
     """
 
     shape: Shape
@@ -75,7 +87,7 @@ class Argument:
     views: Views = ()
 
     def tensors(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-        """Random values; views keep their strides, and are leaves."""
+        """Returns the arguments with random values; views keep their strides and are leaves."""
         if self.kind == "target":
             return [torch.randint(self.classes, self.shape, device=device)]
         values = torch.randn(self.shape, device=device, dtype=dtype)
@@ -87,17 +99,18 @@ class Argument:
 
 @dataclass(frozen=True)
 class Workload:
-    """A function with tensors.
+    """A function, and the tensors of its call.
 
     Attributes:
-        name: of the function.
-        function: of tensors.
-        shape: rows and columns, as the results file has them.
-        arguments: of the function.
-        elements: of tensors, that must be read or written at the least by mode, each whole
-            tensor once each way.
-        caller: calls the function more than once; its first argument is what runs the function.
-        by_hand: the library's own operator for it, if there is one.
+        name: the function's name.
+        function: the function.
+        shape: the rows and columns in the results file.
+        arguments: the function's arguments.
+        elements: by mode, the number of elements that must be read or written: each tensor of rows
+            counts once in the forward, and once in the backward.
+        caller: for a workload that calls the function more than once, a function that does so; its
+            first argument is the function.
+        by_hand: this package's hand-written operator for the function, if there is one.
     """
 
     name: str
@@ -111,34 +124,35 @@ class Workload:
     def tensors(
         self, device: torch.device, dtype: torch.dtype = torch.bfloat16
     ) -> tuple[Tensor, ...]:
-        """Random tensors for a call."""
+        """Returns random tensors for a call."""
         lists = [argument.tensors(device, dtype) for argument in self.arguments]
         return tuple([tensor for tensors in lists for tensor in tensors])
 
     def called(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The whole call, with what runs the function."""
+        """Returns the whole call; ``function`` is the workload's function, perhaps compiled."""
         caller = self.caller
         if caller is None:
             return function
         return lambda *tensors: caller(function, *tensors)
 
     def moved(self, mode: str) -> int:
-        """Bytes that one call must move at the least, in bf16."""
+        """Returns the bytes that one call must read or write, in bf16."""
         return self.elements[mode] * torch.bfloat16.itemsize
 
     @property
     def shape_name(self) -> str:
-        """The shape as the results file has it."""
+        """The shape's name in the results file."""
         return "x".join(map(str, self.shape))
 
 
 def workloads(names: Sequence[str] = (), sizes: Sizes = FULL) -> list[Workload]:
-    """Those of the functions of these names; all of them for none."""
+    """Returns the workloads of the named functions, or of all if none are named."""
     every = [*_rows(sizes), *_heads(sizes), *_queries_and_keys(sizes), *_scores(sizes)]
     return [workload for workload in every if not names or workload.name in names]
 
 
 def _elements(forward: int, backward: int) -> dict[str, int]:
+    """Returns `Workload.elements` for numbers of elements of forward and backward."""
     return {"fwd": forward, "fwd_bwd": forward + backward}
 
 
@@ -147,79 +161,80 @@ def _floats(*shapes: Shape) -> tuple[Argument, ...]:
 
 
 def _rows(sizes: Sizes) -> Iterator[Workload]:
-    m = sizes.rows
-    for n in sizes.widths:
-        row, vector, one = (m, n), (n,), m * n
+    rows = sizes.rows
+    for cols in sizes.widths:
+        shape, vector = (rows, cols), (cols,)
+        one = rows * cols  # the elements of one tensor of rows
         yield Workload(
-            "dropout_add_layer_norm",
-            functions.dropout_add_layer_norm,
-            row,
-            _floats(row, vector, row, vector, vector),
-            _elements(3 * one, 4 * one),
+            name="dropout_add_layer_norm",
+            function=functions.dropout_add_layer_norm,
+            shape=shape,
+            arguments=_floats(shape, vector, shape, vector, vector),
+            elements=_elements(3 * one, 4 * one),
             by_hand=functions.dropout_add_layer_norm_by_hand,
         )
-        group = (sizes.batch, 1, n)
+        per_sequence = (sizes.batch, 1, cols)
         yield Workload(
-            "adaptive_layer_norm",
-            functions.adaptive_layer_norm,
-            row,
-            _floats((sizes.batch, sizes.length, n), group, group),
-            _elements(2 * one, 3 * one),
+            name="adaptive_layer_norm",
+            function=functions.adaptive_layer_norm,
+            shape=shape,
+            arguments=_floats((sizes.batch, sizes.length, cols), per_sequence, per_sequence),
+            elements=_elements(2 * one, 3 * one),
         )
         yield Workload(
-            "gated_residual_norm",
-            functions.gated_residual_norm,
-            row,
-            _floats(row, vector, row, vector),
-            _elements(4 * one, 6 * one),
+            name="gated_residual_norm",
+            function=functions.gated_residual_norm,
+            shape=shape,
+            arguments=_floats(shape, vector, shape, vector),
+            elements=_elements(4 * one, 6 * one),
         )
         yield Workload(
-            "layer_scale",
-            functions.layer_scale,
-            row,
-            _floats(row, vector, row, vector, vector),
-            _elements(4 * one, 6 * one),
+            name="layer_scale",
+            function=functions.layer_scale,
+            shape=shape,
+            arguments=_floats(shape, vector, shape, vector, vector),
+            elements=_elements(4 * one, 6 * one),
         )
         yield Workload(
-            "swiglu_norm",
-            functions.swiglu_norm,
-            row,
-            _floats((m, 2 * n), vector),
-            _elements(3 * one, 5 * one),
+            name="swiglu_norm",
+            function=functions.swiglu_norm,
+            shape=shape,
+            arguments=_floats((rows, 2 * cols), vector),
+            elements=_elements(3 * one, 5 * one),
         )
     yield from _rows_of_one_width(sizes)
 
 
 def _rows_of_one_width(sizes: Sizes) -> Iterator[Workload]:
-    row, vector = (sizes.rows, sizes.width), (sizes.width,)
-    one = math.prod(row)
+    shape, vector = (sizes.rows, sizes.width), (sizes.width,)
+    one = math.prod(shape)
     yield Workload(
-        "polynomial_norm",
-        functions.polynomial_norm,
-        row,
-        _floats(row, (3,), (1,)),
-        _elements(2 * one, 3 * one),
+        name="polynomial_norm",
+        function=functions.polynomial_norm,
+        shape=shape,
+        arguments=_floats(shape, (3,), (1,)),
+        elements=_elements(2 * one, 3 * one),
     )
     yield Workload(
-        "dynamic_tanh",
-        functions.dynamic_tanh,
-        row,
-        _floats(row, (1,), vector, vector),
-        _elements(2 * one, 3 * one),
+        name="dynamic_tanh",
+        function=functions.dynamic_tanh,
+        shape=shape,
+        arguments=_floats(shape, (1,), vector, vector),
+        elements=_elements(2 * one, 3 * one),
     )
     yield Workload(
-        "gated_rms_norm",
-        functions.gated_rms_norm,
-        row,
-        _floats(row, row, vector),
-        _elements(3 * one, 5 * one),
+        name="gated_rms_norm",
+        function=functions.gated_rms_norm,
+        shape=shape,
+        arguments=_floats(shape, shape, vector),
+        elements=_elements(3 * one, 5 * one),
     )
     yield Workload(
-        "normalized_residual",
-        functions.normalized_residual,
-        row,
-        _floats(row, row, vector),
-        _elements(3 * one, 5 * one),
+        name="normalized_residual",
+        function=functions.normalized_residual,
+        shape=shape,
+        arguments=_floats(shape, shape, vector),
+        elements=_elements(3 * one, 5 * one),
     )
 
 
@@ -227,23 +242,23 @@ def _heads(sizes: Sizes) -> Iterator[Workload]:
     heads, size = 2 * sizes.heads, 2 * sizes.head
     one = sizes.rows * heads * size
     yield Workload(
-        "norm_and_rotary",
-        functions.norm_and_rotary,
-        (sizes.rows * heads, size),
-        (
+        name="norm_and_rotary",
+        function=functions.norm_and_rotary,
+        shape=(sizes.rows * heads, size),
+        arguments=(
             *_floats((sizes.batch, sizes.length, heads, size), (size,)),
             *_cosines_and_sines(sizes, size),
         ),
-        _elements(2 * one, 3 * one),
+        elements=_elements(2 * one, 3 * one),
     )
     heads, size = sizes.heads, sizes.head
     one = sizes.rows * heads * size
     yield Workload(
-        "per_head_rms_norm",
-        functions.per_head_rms_norm,
-        (sizes.rows * heads, size),
-        _floats((sizes.batch, sizes.length, heads, size), (heads, size)),
-        _elements(2 * one, 3 * one),
+        name="per_head_rms_norm",
+        function=functions.per_head_rms_norm,
+        shape=(sizes.rows * heads, size),
+        arguments=_floats((sizes.batch, sizes.length, heads, size), (heads, size)),
+        elements=_elements(2 * one, 3 * one),
     )
 
 
@@ -266,19 +281,20 @@ def _queries_and_keys(sizes: Sizes) -> Iterator[Workload]:
         ("partial", functions.qk_norm_rotary_partial, half),
     ):
         yield Workload(
-            f"qk_norm_rotary_{form}",
-            function,
-            (rows, size),
-            (views, *weights, *positions),
-            _elements(4 * one, 6 * one),
+            name=f"qk_norm_rotary_{form}",
+            function=function,
+            shape=(rows, size),
+            arguments=(views, *weights, *positions),
+            elements=_elements(4 * one, 6 * one),
         )
-    # With the values, whose gradient the backward copies.
+    # The projection has the values too. The function returns them, and the backward copies their
+    # gradient.
     yield Workload(
-        "qk_norm_rotary_packed",
-        functions.qk_norm_rotary_packed,
-        (rows, size),
-        (Argument(packed), *weights, *all_columns),
-        _elements(6 * one, 8 * one),
+        name="qk_norm_rotary_packed",
+        function=functions.qk_norm_rotary_packed,
+        shape=(rows, size),
+        arguments=(Argument(packed), *weights, *all_columns),
+        elements=_elements(6 * one, 8 * one),
     )
     yield from _grouped_queries(sizes, weights, all_columns)
 
@@ -286,7 +302,9 @@ def _queries_and_keys(sizes: Sizes) -> Iterator[Workload]:
 def _grouped_queries(
     sizes: Sizes, weights: tuple[Argument, ...], positions: tuple[Argument, ...]
 ) -> Iterator[Workload]:
-    """The elements are counted in groups: four of queries, one of keys, one of values."""
+    """Yields the workloads of grouped queries."""
+    # Elements are counted in tensors of as many heads as there are groups: queries are four, keys
+    # and values one each.
     group = sizes.groups * sizes.head
     one = sizes.rows * group
     packed = (sizes.batch, sizes.length, 6 * group)
@@ -294,19 +312,19 @@ def _grouped_queries(
     k = partial(_slice_of_heads, first=4 * group, last=5 * group, size=sizes.head)
     shape = (sizes.rows * 5 * sizes.groups, sizes.head)
     yield Workload(
-        "qk_norm_rotary_grouped",
-        functions.norm_and_rotary,
-        shape,
-        (Argument(packed, views=(q, k)), *weights, *positions),
-        _elements(10 * one, 15 * one),
+        name="qk_norm_rotary_grouped",
+        function=functions.norm_and_rotary,
+        shape=shape,
+        arguments=(Argument(packed, views=(q, k)), *weights, *positions),
+        elements=_elements(10 * one, 15 * one),
         caller=functions.qk_norm_rotary_grouped,
     )
     yield Workload(
-        "qk_norm_rotary_grouped_packed",
-        functions.qk_norm_rotary_grouped_packed,
-        shape,
-        (Argument(packed), *weights, *positions),
-        _elements(12 * one, 17 * one),
+        name="qk_norm_rotary_grouped_packed",
+        function=functions.qk_norm_rotary_grouped_packed,
+        shape=shape,
+        arguments=(Argument(packed), *weights, *positions),
+        elements=_elements(12 * one, 17 * one),
     )
 
 
@@ -329,19 +347,22 @@ def _scores(sizes: Sizes) -> Iterator[Workload]:
     mask = Argument((1, sizes.scores), "mask", trained=False)
     for function in (functions.masked_softmax, functions.soft_capped_softmax):
         yield Workload(
-            function.__name__,
-            function,
-            scores,
-            (Argument(scores), mask),
-            _elements(2 * one, 3 * one),
+            name=function.__name__,
+            function=function,
+            shape=scores,
+            arguments=(Argument(scores), mask),
+            elements=_elements(2 * one, 3 * one),
         )
-    m, classes = sizes.rows, sizes.vocabulary
+    rows, classes = sizes.rows, sizes.vocabulary
     yield Workload(
-        "cross_entropy",
-        functions.cross_entropy,
-        (m, classes),
-        (Argument((m, classes)), Argument((m,), "target", trained=False, classes=classes)),
-        _elements(m * classes, 2 * m * classes),
+        name="cross_entropy",
+        function=functions.cross_entropy,
+        shape=(rows, classes),
+        arguments=(
+            Argument((rows, classes)),
+            Argument((rows,), "target", trained=False, classes=classes),
+        ),
+        elements=_elements(rows * classes, 2 * rows * classes),
     )
 
 

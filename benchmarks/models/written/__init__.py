@@ -1,6 +1,6 @@
-"""Models as people write them by hand, each in the manner of a well-known code base.
+"""Models that are written by hand, each in the style of a well-known code base.
 
-With labels a call returns the loss too, as Transformers' models do.
+Given labels, they return the loss too, as Transformers' models do.
 """
 
 from .dit import DiT

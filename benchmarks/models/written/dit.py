@@ -1,9 +1,8 @@
-"""A diffusion transformer in the manner of DiT (https://github.com/facebookresearch/DiT).
+"""A diffusion transformer in the style of DiT (https://github.com/facebookresearch/DiT).
 
-Peebles and Xie 2023, arXiv:2212.09748. Its blocks are adaLN-Zero: a condition gives each a shift, a
-scale and a gate for the attention and for the MLP. There the gates begin as zeros; here they are
-small numbers, as after some training: products with zeros take less power, and would be timed
-faster.
+Peebles and Xie 2023, arXiv:2212.09748. Its blocks are adaLN-Zero: from a condition, each computes a
+shift, a scale and a gate for attention and for the MLP. In DiT the gates start as zeros. Here they
+are small numbers, as after some training: products with zeros take less power, and would be faster.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from .output import Output
 
 __all__ = ["DiT"]
 
-_FREQUENCIES, _PERIOD = 256, 10000.0
+_FREQUENCIES, _MAX_PERIOD = 256, 10000.0
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """``(batch, length, width)``, scaled and shifted by ``(batch, width)``."""
+    """Returns ``x``, ``(batch, length, width)``, scaled and shifted by ``(batch, width)``."""
     return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 
 
 class Attention(nn.Module):
-    """As timm has it."""
+    """Attention as in timm."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -37,7 +36,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(batch, length, width)`` to the same shape."""
+        """Maps ``(batch, length, width)`` to the same shape."""
         batch, length, width = x.shape
         qkv = (
             self.qkv(x)
@@ -51,7 +50,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """As timm has it."""
+    """The MLP as in timm."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -60,13 +59,13 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(batch, length, width)`` to the same shape."""
+        """Maps ``(batch, length, width)`` to the same shape."""
         out: Tensor = self.fc2(self.act(self.fc1(x)))
         return out
 
 
 class TimestepEmbedder(nn.Module):
-    """The width's vector of a step of the diffusion."""
+    """Embeds a step of the diffusion."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -75,10 +74,10 @@ class TimestepEmbedder(nn.Module):
         )
 
     def forward(self, t: Tensor) -> Tensor:
-        """``(batch,)`` to ``(batch, width)``."""
+        """Maps ``(batch,)`` to ``(batch, width)``."""
         half = _FREQUENCIES // 2
         freqs = torch.exp(
-            -math.log(_PERIOD) * torch.arange(half, dtype=torch.float32, device=t.device) / half
+            -math.log(_MAX_PERIOD) * torch.arange(half, dtype=torch.float32, device=t.device) / half
         )
         args = t[:, None].float() * freqs[None]
         embedding = torch.cat([torch.cos(args), torch.sin(args)], dim=-1)
@@ -98,17 +97,17 @@ class DiTBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        """``(batch, length, width)`` to the same shape, given ``(batch, width)``."""
+        """Maps ``(batch, length, width)`` to the same shape, given ``(batch, width)``."""
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(
             c
         ).chunk(6, dim=1)
         x = x + gate_msa.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift_msa, scale_msa))
         x = x + gate_mlp.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
-        return x  # noqa: RET504, as it is written there
+        return x  # noqa: RET504, as in DiT
 
 
 class FinalLayer(nn.Module):
-    """An adaptive norm and a product."""
+    """An adaptive norm and a linear layer."""
 
     def __init__(self, hidden_size: int, patch: int) -> None:
         super().__init__()
@@ -117,7 +116,7 @@ class FinalLayer(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 2 * hidden_size))
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        """``(batch, length, width)`` to ``(batch, length, patch)``."""
+        """Maps ``(batch, length, width)`` to ``(batch, length, patch)``."""
         shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)
         out: Tensor = self.linear(modulate(self.norm_final(x), shift, scale))
         return out
@@ -155,13 +154,13 @@ class DiT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor, labels: Tensor | None = None) -> Output:
-        """The noise in latents, ``(batch, channels, height, width)``, and with the true noise as labels the loss.
+        """Returns the noise in latents, ``(batch, channels, height, width)``, and the loss.
 
         Args:
             x: the latents.
             t: ``(batch,)`` steps of the diffusion.
             y: ``(batch,)`` classes.
-            labels: of x's shape.
+            labels: the true noise, in x's shape; without it there is no loss.
         """
         rows = x.size(2) // self.patch_size
         x = self.x_embedder(x).flatten(2).transpose(1, 2) + self.pos_embed

@@ -1,4 +1,4 @@
-"""A decoder with what recent ones have, in the manner of research code.
+"""A decoder with features of recent models, in the style of research code.
 
 Queries and keys are normalised (Henry et al. 2020, arXiv:2010.04245), a gate follows attention (Qiu
 et al. 2025, arXiv:2505.06708), norms follow attention and the MLP as in OLMo 2 (2024,
@@ -17,7 +17,7 @@ __all__ = ["GatedDecoder"]
 
 
 class RMSNorm(nn.Module):
-    """Normalised and weighted in fp32."""
+    """An RMSNorm that normalises and scales in fp32."""
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -25,14 +25,14 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(..., N)``, normalised, in x's dtype."""
+        """Normalises ``(..., N)``; returns x's dtype."""
         y = x.float()
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
         return (y * self.weight).type_as(x)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``(batch, length, heads, size)``, each pair of neighbours rotated.
+    """Returns ``x``, ``(batch, length, heads, size)``, with each pair of neighbours rotated.
 
     Cosines and sines are ``(length, 1, size / 2)``.
     """
@@ -42,7 +42,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Query, key, value and gate from one product."""
+    """Attention with query, key, value and gate from one linear layer."""
 
     def __init__(self, dim: int, n_heads: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """``(batch, length, width)`` to the same shape."""
+        """Maps ``(batch, length, width)`` to the same shape."""
         batch, length, width = x.shape
         q, k, v, gate = self.qkvg(x).chunk(4, dim=-1)
         q, k, v = (t.view(batch, length, self.n_heads, self.head_dim) for t in (q, k, v))
@@ -74,13 +74,13 @@ class MLP(nn.Module):
         self.proj = nn.Linear(4 * dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(batch, length, width)`` to the same shape."""
+        """Maps ``(batch, length, width)`` to the same shape."""
         out: Tensor = self.proj(F.relu(self.fc(x)).square())
         return out
 
 
 class Block(nn.Module):
-    """A block whose norms come before the sums."""
+    """A block with norms after attention and the MLP, before the sums."""
 
     def __init__(self, dim: int, n_heads: int) -> None:
         super().__init__()
@@ -88,14 +88,14 @@ class Block(nn.Module):
         self.attn_norm, self.mlp_norm = RMSNorm(dim), RMSNorm(dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """``(batch, length, width)`` to the same shape."""
+        """Maps ``(batch, length, width)`` to the same shape."""
         x = x + self.attn_norm(self.attn(x, cos, sin))
         x = x + self.mlp_norm(self.mlp(x))
-        return x  # noqa: RET504, as it is written in such code
+        return x  # noqa: RET504, as in such code
 
 
 class GatedDecoder(nn.Module):
-    """Twelve layers of 1024 columns, with heads of 64."""
+    """A decoder; by default twelve layers of width 1024, with heads of 64."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class GatedDecoder(nn.Module):
             nn.init.normal_(module.weight, mean=0.0, std=0.02)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Output:
-        """Logits of the next tokens, ``(batch, length, vocabulary)``, and with labels their loss."""
+        """Returns logits of the next tokens, ``(batch, length, vocabulary)``, and the loss."""
         x = self.embed(tokens)
         cos = self.get_buffer("cos")[: tokens.size(1)]
         sin = self.get_buffer("sin")[: tokens.size(1)]

@@ -1,7 +1,7 @@
-"""Llama in the manner of Meta's own code (https://github.com/meta-llama/llama-models).
+"""Llama in the style of Meta's own code (https://github.com/meta-llama/llama-models).
 
-As in Meta's code for training, attention is PyTorch's, and pairs of neighbours are rotated in real
-numbers: of complex ones torch.compile makes no kernels.
+As in Meta's code for training, attention is PyTorch's, and pairs of neighbours are rotated with
+real numbers: torch.compile does not fuse operators of complex numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["MetaLlama"]
 
 
 class RMSNorm(nn.Module):
-    """Normalised in fp32, weighted in the input's dtype."""
+    """An RMSNorm that normalises in fp32 and scales in the input's dtype."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -27,13 +27,16 @@ class RMSNorm(nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(..., N)``, normalised."""
+        """Normalises ``(..., N)``."""
         output = self._norm(x.float()).type_as(x)
         return output * self.weight
 
 
 def apply_rotary_emb(x: Tensor, freqs: Tensor) -> Tensor:
-    """``(batch, length, heads, size)``, each pair of neighbours rotated by ``(length, size / 2, 2)`` cosines and sines."""
+    """Returns ``x``, ``(batch, length, heads, size)``, with each pair of neighbours rotated.
+
+    ``freqs`` has cosines and sines, ``(length, size / 2, 2)``.
+    """
     pairs = x.float().reshape(*x.shape[:-1], -1, 2)
     freqs = freqs.view(1, pairs.size(1), 1, pairs.size(3), 2)
     real = pairs[..., 0] * freqs[..., 0] - pairs[..., 1] * freqs[..., 1]
@@ -42,7 +45,7 @@ def apply_rotary_emb(x: Tensor, freqs: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped queries, with rotary embeddings."""
+    """Grouped-query attention with rotary embeddings."""
 
     def __init__(self, dim: int, n_heads: int, n_kv_heads: int) -> None:
         super().__init__()
@@ -53,7 +56,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor, freqs: Tensor) -> Tensor:
-        """``(batch, length, width)`` to the same shape."""
+        """Maps ``(batch, length, width)`` to the same shape."""
         batch, length, _ = x.shape
         xq = self.wq(x).view(batch, length, self.n_heads, self.head_dim)
         xk = self.wk(x).view(batch, length, self.n_kv_heads, self.head_dim)
@@ -77,7 +80,7 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(dim, hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(batch, length, width)`` to the same shape."""
+        """Maps ``(batch, length, width)`` to the same shape."""
         out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
         return out
 
@@ -95,7 +98,7 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = RMSNorm(dim, norm_eps)
 
     def forward(self, x: Tensor, freqs: Tensor) -> Tensor:
-        """``(batch, length, width)`` to the same shape."""
+        """Maps ``(batch, length, width)`` to the same shape."""
         h = x + self.attention(self.attention_norm(x), freqs)
         out: Tensor = h + self.feed_forward(self.ffn_norm(h))
         return out
@@ -142,7 +145,7 @@ class MetaLlama(nn.Module):
             nn.init.normal_(module.weight, mean=0.0, std=0.02)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Output:
-        """Logits of the next tokens, ``(batch, length, vocabulary)``, and with labels their loss."""
+        """Returns logits of the next tokens, ``(batch, length, vocabulary)``, and the loss."""
         h = self.tok_embeddings(tokens)
         freqs = self.get_buffer("freqs")[: tokens.size(1)]
         for layer in self.layers:

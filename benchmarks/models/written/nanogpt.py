@@ -1,4 +1,4 @@
-"""GPT-2 in the manner of nanoGPT (https://github.com/karpathy/nanoGPT)."""
+"""GPT-2 in the style of nanoGPT (https://github.com/karpathy/nanoGPT)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(ndim)) if bias else None
 
     def forward(self, input: Tensor) -> Tensor:
-        """``(..., N)``, normalised."""
+        """Normalises ``(..., N)``."""
         return F.layer_norm(input, self.weight.shape, self.weight, self.bias, 1e-5)
 
 
 class CausalSelfAttention(nn.Module):
-    """Query, key and value from one product."""
+    """Causal attention with query, key and value from one linear layer."""
 
     def __init__(self, n_embd: int, n_head: int, dropout: float, bias: bool) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class CausalSelfAttention(nn.Module):
         self.n_head, self.n_embd, self.dropout = n_head, n_embd, dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(batch, length, width)`` to the same shape."""
+        """Maps ``(batch, length, width)`` to the same shape."""
         batch, length, width = x.size()
         q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
         q, k, v = (
@@ -62,12 +62,12 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(batch, length, width)`` to the same shape."""
+        """Maps ``(batch, length, width)`` to the same shape."""
         x = self.c_fc(x)
         x = self.gelu(x)
         x = self.c_proj(x)
         x = self.dropout(x)
-        return x  # noqa: RET504, as it is written there
+        return x  # noqa: RET504, as in nanoGPT
 
 
 class Block(nn.Module):
@@ -81,16 +81,16 @@ class Block(nn.Module):
         self.mlp = MLP(n_embd, dropout, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(batch, length, width)`` to the same shape."""
+        """Maps ``(batch, length, width)`` to the same shape."""
         x = x + self.attn(self.ln_1(x))
         x = x + self.mlp(self.ln_2(x))
-        return x  # noqa: RET504, as it is written there
+        return x  # noqa: RET504, as in nanoGPT
 
 
 class NanoGPT(nn.Module):
-    """A model of GPT-2's size and vocabulary, to compare with the one in Transformers.
+    """A model with the size and vocabulary of GPT-2, to compare with that of Transformers.
 
-    There the vocabulary is padded.
+    nanoGPT itself pads the vocabulary.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class NanoGPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, idx: Tensor, labels: Tensor | None = None) -> Output:
-        """Logits of the next tokens, ``(batch, length, vocabulary)``, and with labels their loss."""
+        """Returns logits of the next tokens, ``(batch, length, vocabulary)``, and the loss."""
         pos = torch.arange(0, idx.size(1), dtype=torch.long, device=idx.device)
         x = self.drop(self.wte(idx) + self.wpe(pos))
         for block in self.h:

@@ -1,4 +1,4 @@
-"""What a model written by hand returns."""
+"""The output of a model that is written by hand."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ __all__ = ["Output", "with_loss"]
 
 
 class Output(NamedTuple):
-    """A model's result: the loss, if there were labels, and the logits or the prediction."""
+    """A model's output: the loss, None without labels, and the logits or the prediction."""
 
     loss: Tensor | None
     logits: Tensor
 
 
 def with_loss(logits: Tensor, labels: Tensor | None) -> Output:
-    """The logits with the mean cross-entropy of the next tokens, which are the labels."""
+    """Returns the logits and their mean cross-entropy; the labels are the next tokens."""
     if labels is None:
         return Output(None, logits)
-    return Output(
-        F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1), ignore_index=-1), logits
-    )
+    flat = logits.view(-1, logits.size(-1))
+    return Output(F.cross_entropy(flat, labels.view(-1), ignore_index=-1), logits)
