@@ -29,7 +29,7 @@ _VECTOR_TILES = (
 
 
 def _fitting(cols: int, itemsize: int, most: int) -> int:
-    """Returns the widest block up to ``most`` that is filled: see `_is_filled`; at least 256."""
+    """Returns the widest block up to ``most`` that is filled (see `_is_filled`), or else 256."""
     block = min(block_holding(cols), most)
     while block > 256 and not _is_filled(cols, itemsize, block):
         block //= 2
