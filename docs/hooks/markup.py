@@ -1,4 +1,4 @@
-"""Checks and changes of a page's HTML that need nothing but the text."""
+"""Checks and changes of a page's HTML; all functions take and return text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import unicodedata
 
 __all__ = ["breakable", "hatted", "literal_backticks"]
 
-_APART = re.compile(r"<(pre|math|script|style)\b.*?</\1>", re.DOTALL)
+_VERBATIM = re.compile(r"<(pre|math|script|style)\b.*?</\1>", re.DOTALL)
 _TAG = re.compile(r"<[^>]*>")
 _CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
 _HEAD = re.compile(r"<th\b.*?</th>", re.DOTALL)
@@ -21,41 +21,43 @@ _JOINT = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[._])(?=\w)")
 
 
 def literal_backticks(text: str) -> list[str]:
-    """The lines of a page that show a backtick to the reader.
+    """Return the lines of a page on which the reader would see a backtick.
 
-    Markdown that was not understood as such.
+    They contain Markdown that the parser did not recognise.
     """
-    lines = html.unescape(_TAG.sub("", _APART.sub("", text))).splitlines()
+    lines = html.unescape(_TAG.sub("", _VERBATIM.sub("", text))).splitlines()
     return [line.strip() for line in lines if "`" in line]
 
 
 def breakable(text: str) -> str:
-    """Adds possible line breaks to the names in a table: in its head, and in cells with long names.
+    """Return the HTML with possible line breaks in the names of tables.
 
+    They are in the words of a table's head, and in its cells in names of more than 12 characters.
     Narrow screens need them: a table is as wide as its longest words.
     """
 
-    def joints(match: re.Match[str]) -> str:
-        return (
-            match[1]
-            + (_JOINT.sub("<wbr>", match[2]) if len(match[2]) > 12 else match[2])
-            + match[3]
-        )
+    def broken_word(word: re.Match[str]) -> str:
+        return _JOINT.sub("<wbr>", word[0])
 
-    text = _HEAD.sub(
-        lambda head: _WORD.sub(lambda word: _JOINT.sub("<wbr>", word[0]), head[0]), text
-    )
-    return _CELL.sub(lambda cell: _NAME.sub(joints, cell[0]), text)
+    def broken_name(match: re.Match[str]) -> str:
+        opening, name, closing = match.groups()
+        if len(name) > 12:
+            name = _JOINT.sub("<wbr>", name)
+        return opening + name + closing
+
+    text = _HEAD.sub(lambda head: _WORD.sub(broken_word, head[0]), text)
+    return _CELL.sub(lambda cell: _NAME.sub(broken_name, cell[0]), text)
 
 
 def hatted(formula: str) -> str:
-    """MathML with a letter and its hat as one character.
+    """Return MathML in which a letter and its hat are one character.
 
-    Browsers without a font for formulas draw them on each other.
+    Browsers without a font for formulas would draw the hat over the letter.
     """
 
-    def letter(match: re.Match[str]) -> str:
-        letter = unicodedata.normalize("NFC", match[1] + chr(0x302))
+    def one_character(match: re.Match[str]) -> str:
+        combining_hat = chr(0x302)
+        letter = unicodedata.normalize("NFC", match[1] + combining_hat)
         return f'<mi style="font-style: italic">{letter}</mi>'
 
-    return _HAT.sub(letter, formula)
+    return _HAT.sub(one_character, formula)

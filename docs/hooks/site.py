@@ -1,9 +1,7 @@
-"""What the site needs beside the pages in docs/.
+"""Hooks of MkDocs: add pages from the root of the repository, and adapt links and formulas.
 
-The pages of the root, files outside docs/, formulas, the search's order.
-
-Links are written as GitHub follows them. Here those that leave docs/ are led to their page on the
-site, or to a copy.
+Links in the pages are written for GitHub. On the site, a link to a file outside docs/ leads to the
+file's page, or to a copy of the file. The hooks also set the order of search results.
 """
 
 from __future__ import annotations
@@ -15,11 +13,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from latex2mathml.converter import convert
-from markup import (
-    breakable,
-    hatted,
-    literal_backticks,
-)  # beside this file, which is where MkDocs looks
+
+# MkDocs puts the folder of this file on the path.
+from markup import breakable, hatted, literal_backticks
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -33,20 +29,15 @@ ROOT_PAGES = {
     "CHANGELOG.md": "changelog.md",
 }
 
-_LAST = {
-    "report",
-    "model_figures",
-    "architecture",
-    "contributing",
-    "changelog",
-}  # in the order of what a search finds
+# Pages that come last in the results of a search.
+_LAST = {"report", "model_figures", "architecture", "contributing", "changelog"}
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _CODE = re.compile(r"(^ *```.*?^ *```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 _FORMULA = re.compile(r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', re.DOTALL)
 
 
 def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
-    """Adds the pages of the root."""
+    """Adds the pages of the repository's root."""
     for name, page in ROOT_PAGES.items():
         files.append(
             File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8"))
@@ -57,32 +48,37 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
 def on_page_markdown(
     markdown: str, page: Page, config: MkDocsConfig, files: Files, **_: Any
 ) -> str:
-    """Leads links on, and tells the search which pages come first."""
+    """Returns the page with links for the site, and sets its weight in searches."""
     here = PurePosixPath(page.file.src_uri)
-    # A guide explains what the reference, the tables of figures and the pages for contributors only
-    # name.
-    page.meta["search"] = {"boost": 0.3 if here.parts[0] == "api" or here.stem in _LAST else 2}
-    origin = next(
-        (ROOT / name for name, target in ROOT_PAGES.items() if target == str(here)),
-        ROOT / "docs" / here,
-    )
+    # Guides come before the API reference, the tables of figures and the pages for contributors.
+    is_last = here.parts[0] == "api" or here.stem in _LAST
+    page.meta["search"] = {"boost": 0.3 if is_last else 2}
+    origin = ROOT / "docs" / here
+    for name, target in ROOT_PAGES.items():
+        if target == str(here):
+            origin = ROOT / name
 
-    def lead(match: re.Match[str]) -> str:
-        target, _, anchor = match[2].partition("#")
-        if not target or ":" in target:
+    def on_site(match: re.Match[str]) -> str:
+        opening, link, closing = match.groups()
+        target, _, anchor = link.partition("#")
+        is_file = target and ":" not in target
+        if not is_file:
             return match[0]
-        on_site = _on_site(origin, target, config, files)
-        link = os.path.relpath(on_site, here.parent) + (f"#{anchor}" if anchor else "")
-        return match[1] + link + match[3]
+        link = os.path.relpath(_on_site(origin, target, config, files), here.parent)
+        if anchor:
+            link += f"#{anchor}"
+        return opening + link + closing
 
+    # Even indices are text between pieces of code, odd indices the code.
     parts = _CODE.split(markdown)
-    return "".join(part if i % 2 else _LINK.sub(lead, part) for i, part in enumerate(parts))
+    parts[::2] = [_LINK.sub(on_site, text) for text in parts[::2]]
+    return "".join(parts)
 
 
 def on_page_content(html_text: str, page: Page, **_: Any) -> str:
-    """Formulas become MathML, and names in tables may be broken.
+    """Returns the page with formulas as MathML, and line breaks allowed in the names of tables.
 
-    A backtick that a reader would see is an error.
+    Raises an error if a reader would see a backtick.
     """
     shown = literal_backticks(html_text)
     if shown:
@@ -91,9 +87,9 @@ def on_page_content(html_text: str, page: Page, **_: Any) -> str:
 
 
 def _on_site(origin: Path, target: str, config: MkDocsConfig, files: Files) -> str:
-    """Where the file that a page names is on the site.
+    """Return the path on the site of the file to which a page links.
 
-    Files outside docs/ are copied there when first named.
+    A file outside docs/ is copied to the site at its first link.
     """
     path = (origin.parent / target).resolve()
     if not path.is_relative_to(ROOT) or not path.exists():
@@ -110,6 +106,7 @@ def _on_site(origin: Path, target: str, config: MkDocsConfig, files: Files) -> s
 
 
 def _mathml(tex: str) -> str:
+    """Return the HTML of a formula."""
     formula = convert(tex.strip(), display="block")
     if "\\" in formula or "&amp;" in formula:
         raise PluginError(f"a formula has a command that is not understood: {tex}")
