@@ -1,10 +1,10 @@
-"""`fusedops.compile` hands attention to PyTorch without masks and repeated heads that it does not need."""
+"""`fusedops.compile` calls PyTorch's attention without superfluous masks and repeated heads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -22,16 +22,21 @@ pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
 _LENGTH = 8
 
 
+class _Call(NamedTuple):
+    """The arguments of a captured call of attention."""
+
+    has_mask: bool
+    is_causal: bool
+    key_heads: int
+
+
 @pytest.fixture
-def calls() -> Iterator[list[tuple[bool, bool, int]]]:
-    """The arguments of each attention that is captured.
+def calls() -> Iterator[list[_Call]]:
+    """Record each call of attention while a graph is captured."""
+    recorded: list[_Call] = []
+    attention, capture_attention = F.scaled_dot_product_attention, capture._Capture._attention
 
-    Whether there is a mask, whether it is causal, and the keys' heads.
-    """
-    seen: list[tuple[bool, bool, int]] = []
-    attention, captured = F.scaled_dot_product_attention, capture._Capture._attention
-
-    def called(
+    def recording(
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -39,16 +44,17 @@ def calls() -> Iterator[list[tuple[bool, bool, int]]]:
         *rest: Any,
         **options: Any,
     ) -> Tensor:
-        seen.append((mask is not None, bool(options.get("is_causal")), key.shape[1]))
+        recorded.append(_Call(mask is not None, bool(options.get("is_causal")), key.shape[1]))
         assert value.shape[1] == key.shape[1]
         return attention(query, key, value, mask, *rest, **options)
 
-    def spied(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        with mock.patch.object(capture, "F", SimpleNamespace(scaled_dot_product_attention=called)):
-            return captured(self, *args, **kwargs)  # type: ignore[arg-type]
+    def patched(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        functional = SimpleNamespace(scaled_dot_product_attention=recording)
+        with mock.patch.object(capture, "F", functional):
+            return capture_attention(self, *args, **kwargs)  # type: ignore[arg-type]
 
-    with mock.patch.object(capture._Capture, "_attention", spied):
-        yield seen
+    with mock.patch.object(capture._Capture, "_attention", patched):
+        yield recorded
 
 
 def _backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -62,22 +68,26 @@ def _heads(count: int, length: int = _LENGTH) -> Tensor:
     return torch.randn(2, count, length, 16, device=DEVICE, requires_grad=True)
 
 
-def _places() -> tuple[Tensor, Tensor]:
-    """The positions of queries and of keys."""
-    places = torch.arange(_LENGTH, device=DEVICE)
-    return places[None, None, :, None], places[None, None, None, :]
+def _positions() -> tuple[Tensor, Tensor]:
+    """Return the positions of queries and of keys."""
+    positions = torch.arange(_LENGTH, device=DEVICE)
+    return positions[None, None, :, None], positions[None, None, None, :]
 
 
 def _causal(rows: Tensor) -> Tensor:
-    query, key = _places()
+    query, key = _positions()
     return (key <= query).expand(rows.shape[0], -1, -1, -1)
 
 
 def _of_documents(rows: Tensor) -> Tensor:
-    """Causal within documents, as Transformers numbers them: here all rows are one."""
-    query, key = _places()
-    places = torch.arange(_LENGTH, device=DEVICE).expand(rows.shape[0], -1)
-    steps = torch.cat([places[:, :1] - 1, places], -1).diff(dim=-1)
+    """Return a mask that is causal within documents, as in Transformers.
+
+    Each sequence of the batch is one document, so the mask is causal.
+    """
+    query, key = _positions()
+    positions = torch.arange(_LENGTH, device=DEVICE).expand(rows.shape[0], -1)
+    # A document begins wherever positions do not increase by one.
+    steps = torch.cat([positions[:, :1] - 1, positions], -1).diff(dim=-1)
     document = (steps != 1).cumsum(-1)
     batch = torch.arange(rows.shape[0], device=DEVICE)[:, None, None, None]
     return (document[batch, query] == document[batch, key]) & (key <= query)
@@ -90,17 +100,18 @@ def _of_numbers(rows: Tensor) -> Tensor:
     return full.triu(1)[None, None]
 
 
-def _nothing(rows: Tensor) -> Tensor:
-    return (_places()[0] >= 0).expand(rows.shape[0], 1, _LENGTH, _LENGTH)
+def _all_true(rows: Tensor) -> Tensor:
+    query, _ = _positions()
+    return (query >= 0).expand(rows.shape[0], 1, _LENGTH, _LENGTH)
 
 
 def _window(rows: Tensor) -> Tensor:
-    query, key = _places()
+    query, key = _positions()
     return (key <= query) & (query - key < _LENGTH - 1)
 
 
-def _strict(rows: Tensor) -> Tensor:
-    query, key = _places()
+def _without_diagonal(rows: Tensor) -> Tensor:
+    query, key = _positions()
     return (key < query) | (key == 0)
 
 
@@ -109,65 +120,66 @@ def _padded(rows: Tensor) -> Tensor:
 
 
 def _changed(rows: Tensor) -> Tensor:
+    """Return a mask that an input changes in place."""
     mask = torch.ones(_LENGTH, _LENGTH, dtype=torch.bool, device=DEVICE)
     mask[0].logical_and_(rows[0, 0, :, 0] < 0)
     mask[0, 0] = True
     return mask
 
 
-def _shifted(rows: Tensor) -> Tensor:
-    """No causal mask, but a bias that is as large for keys that come later."""
-    return 0.5 * (_places()[0] < _places()[1]).to(rows.dtype)
+def _finite_bias(rows: Tensor) -> Tensor:
+    """Return a bias with the shape of a causal mask that masks nothing: it adds 0.5 there."""
+    query, key = _positions()
+    return 0.5 * (query < key).to(rows.dtype)
 
 
+# Each mask, with whether the captured attention has a mask, and whether it is causal.
+_CAUSAL, _UNMASKED, _MASKED = (False, True), (False, False), (True, False)
 MASKS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[bool, bool]]] = {
-    "causal": (_causal, (False, True)),
-    "of documents": (_of_documents, (False, True)),
-    "of numbers": (_of_numbers, (False, True)),
-    "nothing": (_nothing, (False, False)),
-    "window": (_window, (True, False)),
-    "strict": (_strict, (True, False)),
-    "padded": (_padded, (True, False)),
-    "changed": (_changed, (True, False)),
-    "shifted": (_shifted, (True, False)),
+    "causal": (_causal, _CAUSAL),
+    "of documents": (_of_documents, _CAUSAL),
+    "of numbers": (_of_numbers, _CAUSAL),
+    "all true": (_all_true, _UNMASKED),
+    "window": (_window, _MASKED),
+    "without diagonal": (_without_diagonal, _MASKED),
+    "padded": (_padded, _MASKED),
+    "changed": (_changed, _MASKED),
+    "finite bias": (_finite_bias, _MASKED),
 }
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("name", MASKS)
-def test_masks_of_numbers_alone_are_replaced(
-    name: str, recomputed: bool, calls: list[tuple[bool, bool, int]]
+def test_constant_masks_are_replaced_and_others_stay(
+    name: str, recomputed: bool, calls: list[_Call]
 ) -> None:
-    """Those that numbers alone decide are known, also in a part that is computed again.
-
-    The others stay.
-    """
-    made, expected = MASKS[name]
+    """A mask that depends on no input is evaluated, also in a checkpointed part."""
+    make_mask, expected = MASKS[name]
 
     def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        mask = made(query)
+        mask = make_mask(query)
         if recomputed:
             query = checkpoint(attention, query, key, value, mask, use_reentrant=False)
             return checkpoint(attention, query, key, value, mask, use_reentrant=False)  # type: ignore[no-any-return]
         return attention(query, key, value, mask)
 
     _compare(function, [_heads(4), _heads(4), _heads(4)])
-    assert calls == [(*expected, 4)] * (1 + recomputed)
+    assert calls == [_Call(*expected, key_heads=4)] * (1 + recomputed)
 
 
-def _hide(mask: Tensor) -> Tensor:
+def _mask_first_key(mask: Tensor) -> Tensor:
     return mask[3:, 0].fill_(False).any()
 
 
-class _Hides(torch.autograd.Function):
-    """It changes a mask, and is not looked into: it detaches a tensor."""
+class _MasksFirstKey(torch.autograd.Function):
+    """Changes a mask in place. The backend does not trace it, because it detaches a tensor."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, mask: Tensor) -> Tensor:
-        _hide(mask.detach_())
+        _mask_first_key(mask.detach_())
         return rows * 2
 
     @staticmethod
@@ -175,75 +187,74 @@ class _Hides(torch.autograd.Function):
         return grad * 2, None
 
 
-def _hidden_in_a_body(rows: Tensor, mask: Tensor) -> None:
-    checkpoint(_hide, mask.view(-1).view(mask.shape), use_reentrant=False)
+def _checkpointed_change(rows: Tensor, mask: Tensor) -> None:
+    checkpoint(_mask_first_key, mask.view(-1).view(mask.shape), use_reentrant=False)
 
 
 # PyTorch itself raises the warning.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
-    "changed",
+    "change",
     [
         lambda _, mask: mask[3:, 0].fill_(False),
         lambda _, mask: mask.view(-1)[24:].fill_(True),
-        _Hides.apply,
-        _hidden_in_a_body,
+        _MasksFirstKey.apply,
+        _checkpointed_change,
     ],
 )
-def test_a_mask_that_is_changed_after_its_use(
-    changed: Callable[[Tensor, Tensor], Any], calls: list[tuple[bool, bool, int]]
+def test_mask_that_is_changed_after_its_first_use_is_passed_to_the_second(
+    change: Callable[[Tensor, Tensor], Any], calls: list[_Call]
 ) -> None:
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = torch.ones(_LENGTH, _LENGTH, dtype=torch.bool, device=DEVICE).tril()
         rows = F.scaled_dot_product_attention(query, key, value, mask[None])
-        changed(rows, mask)
+        change(rows, mask)
         return F.scaled_dot_product_attention(rows, key, value, mask)
 
     _compare(function, [_heads(4), _heads(4), _heads(4)])
-    assert calls == [(False, True, 4), (True, False, 4)]
+    assert calls == [
+        _Call(has_mask=False, is_causal=True, key_heads=4),
+        _Call(has_mask=True, is_causal=False, key_heads=4),
+    ]
 
 
 @pytest.mark.parametrize("scale", [0.5, -0.5])
-def test_scores_that_are_turned_keep_their_mask(
-    scale: float, calls: list[tuple[bool, bool, int]]
-) -> None:
-    """PyTorch's kernels may mask before they scale."""
+def test_mask_stays_if_the_scale_is_negative(scale: float, calls: list[_Call]) -> None:
+    """PyTorch's kernels may mask before they scale: minus infinity would become infinity."""
     _compare(
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, _causal(q), scale=scale),
         [_heads(4), _heads(4), _heads(4)],
     )
-    assert calls == [(scale < 0, scale > 0, 4)]
+    assert calls == [_Call(has_mask=scale < 0, is_causal=scale > 0, key_heads=4)]
 
 
-def test_a_change_of_what_the_places_led_to_leaves_a_mask(
-    calls: list[tuple[bool, bool, int]],
+def test_mask_is_replaced_if_only_values_computed_from_its_positions_change(
+    calls: list[_Call],
 ) -> None:
-    """Rotary embeddings and masks come of the same places, and experts write into rows."""
+    """Rotary embeddings and masks are computed from the same positions, and experts write to rows."""
 
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        places = torch.arange(_LENGTH, device=DEVICE)
-        mask = places[None, :] <= places[:, None]
-        turned = query * torch.cos(places)[:, None]
-        rows = F.scaled_dot_product_attention(turned, key, value, mask).clone()
+        positions = torch.arange(_LENGTH, device=DEVICE)
+        mask = positions[None, :] <= positions[:, None]
+        rotated = query * torch.cos(positions)[:, None]
+        rows = F.scaled_dot_product_attention(rotated, key, value, mask).clone()
         rows[:, :, 0] = 0.0
         return F.scaled_dot_product_attention(rows, key, value, mask)
 
     _compare(function, [_heads(4), _heads(4), _heads(4)])
-    assert calls == [(False, True, 4)] * 2
+    assert calls == [_Call(has_mask=False, is_causal=True, key_heads=4)] * 2
 
 
-def test_a_mask_of_other_lengths_stays(calls: list[tuple[bool, bool, int]]) -> None:
-    """PyTorch's flag begins at the first key."""
+def test_mask_stays_if_there_are_fewer_queries_than_keys(calls: list[_Call]) -> None:
+    """PyTorch's ``is_causal`` aligns the first query with the first key."""
 
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        rows, columns = (
-            torch.arange(5, device=DEVICE)[:, None],
-            torch.arange(_LENGTH, device=DEVICE),
-        )
+        rows = torch.arange(5, device=DEVICE)[:, None]
+        columns = torch.arange(_LENGTH, device=DEVICE)
         return F.scaled_dot_product_attention(query, key, value, columns <= rows)
 
-    _compare(function, [_heads(4, 5), _heads(4), _heads(4)])
-    assert calls == [(True, False, 4)]
+    _compare(function, [_heads(4, length=5), _heads(4), _heads(4)])
+    assert calls == [_Call(has_mask=True, is_causal=False, key_heads=4)]
 
 
 def _expanded(heads: Tensor) -> Tensor:
@@ -252,7 +263,7 @@ def _expanded(heads: Tensor) -> Tensor:
 
 
 def _tiled(heads: Tensor) -> Tensor:
-    """Other heads behind one another."""
+    """Repeat the heads as a whole, so that copies of a head are not adjacent."""
     batch, count, *rows = heads.shape
     return heads[:, None].expand(batch, 2, count, *rows).reshape(batch, 2 * count, *rows)
 
@@ -264,6 +275,7 @@ def _changed_later(heads: Tensor) -> Tensor:
     return repeated
 
 
+# Ways to repeat heads, with the number of heads of keys in the captured attention.
 GROUPS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "expanded": (_expanded, 2),
     "repeat_interleave": (lambda heads: heads.repeat_interleave(2, 1), 2),
@@ -279,8 +291,10 @@ GROUPS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_groups_of_queries(name: str, calls: list[tuple[bool, bool, int]]) -> None:
-    """Keys and values are not repeated in half precision, in which fused attention takes groups."""
+def test_repeated_heads_become_groups_of_queries_in_half_precision(
+    name: str, calls: list[_Call]
+) -> None:
+    """In half precision fused attention takes groups, so keys and values need no copies."""
     repeated, count = GROUPS[name]
 
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -289,11 +303,11 @@ def test_groups_of_queries(name: str, calls: list[tuple[bool, bool, int]]) -> No
                 query, repeated(key), repeated(value), is_causal=True
             )
 
-    _compare(function, [_heads(4), _heads(2), _heads(2)], 2e-2)
-    assert calls == [(False, True, count)]
+    _compare(function, [_heads(4), _heads(2), _heads(2)], tolerance=2e-2)
+    assert calls == [_Call(has_mask=False, is_causal=True, key_heads=count)]
 
 
-def test_heads_that_are_repeated_without_gradients(calls: list[tuple[bool, bool, int]]) -> None:
+def test_heads_that_are_repeated_without_gradients_stay_repeated(calls: list[_Call]) -> None:
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with torch.no_grad():
             keys, values = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
@@ -302,11 +316,12 @@ def test_heads_that_are_repeated_without_gradients(calls: list[tuple[bool, bool,
 
     query, key, value = _heads(4), _heads(2), _heads(2)
     result = torch.compile(function, backend=_backend, fullgraph=True)(query, key, value).float()
-    assert torch.autograd.grad(result.sum(), (query, key), allow_unused=True)[1] is None
-    assert calls == [(False, False, 4)]
+    _, dkey = torch.autograd.grad(result.sum(), (query, key), allow_unused=True)
+    assert dkey is None
+    assert calls == [_Call(has_mask=False, is_causal=False, key_heads=4)]
 
 
-def test_queries_that_are_fewer_than_repeated_heads(calls: list[tuple[bool, bool, int]]) -> None:
+def test_heads_stay_repeated_if_there_are_fewer_queries(calls: list[_Call]) -> None:
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with torch.autocast(DEVICE.type, torch.bfloat16):
             return F.scaled_dot_product_attention(
@@ -314,71 +329,64 @@ def test_queries_that_are_fewer_than_repeated_heads(calls: list[tuple[bool, bool
             )
 
     heads = [_heads(1), _heads(2), _heads(2)]
-    assert (
-        torch.compile(function, backend=_backend, fullgraph=True)(*heads).shape
-        == function(*heads).shape
-    )
-    assert calls == [(False, False, 4)]
+    result = torch.compile(function, backend=_backend, fullgraph=True)(*heads)
+    assert result.shape == function(*heads).shape
+    assert calls == [_Call(has_mask=False, is_causal=False, key_heads=4)]
 
 
-def test_groups_of_queries_in_single_precision(calls: list[tuple[bool, bool, int]]) -> None:
+def test_heads_stay_repeated_in_single_precision(calls: list[_Call]) -> None:
     _compare(
         lambda q, k, v: F.scaled_dot_product_attention(q, _expanded(k), _expanded(v)),
         [_heads(4), _heads(2), _heads(2)],
     )
-    assert calls == [(False, False, 4)]
+    assert calls == [_Call(has_mask=False, is_causal=False, key_heads=4)]
 
 
 def _compare(function: Callable[..., Tensor], heads: list[Tensor], tolerance: float = 1e-5) -> None:
-    """Values and gradients, of a compiled function and of the function."""
+    """Check that values and gradients of a compiled function are those of the function."""
     cotangent = torch.randn(heads[0].shape, device=DEVICE)
     compiled = torch.compile(function, backend=_backend, fullgraph=True)
     results = []
     for call in (function, compiled):
         result = call(*heads).float()
         results.append([result, *torch.autograd.grad(result, heads, cotangent)])
-    for ours, eager in zip(results[1], results[0], strict=True):
+    for eager, ours in zip(*results, strict=True):
         torch.testing.assert_close(
             ours, eager, rtol=tolerance, atol=tolerance * float(eager.detach().abs().max())
         )
 
 
 @pytest.mark.parametrize("rotated", [False, True])
-def test_values_are_saved_without_rotated_queries(rotated: bool) -> None:
-    """Attention saves its values alone, not all of the joint product that they are a part of.
+def test_values_are_saved_without_the_joint_product_if_queries_are_rotated(rotated: bool) -> None:
+    """If queries and keys are rotated, attention saves a copy of the values.
 
-    Unrotated, it saves all.
+    Otherwise it saves views of the joint product of queries, keys and values, and so all of it.
     """
     query, key, value = (torch.nn.Linear(16, 32, bias=False).to(DEVICE) for _ in range(3))
     x, cos = torch.randn(2, _LENGTH, 16, device=DEVICE), torch.randn(_LENGTH, 16, device=DEVICE)
-    memory: list[tuple[int, int]] = []
+    storage_sizes: list[int] = []
 
     def function(x: Tensor) -> Tensor:
         with torch.autocast(DEVICE.type, torch.bfloat16):
             q, k, v = [
                 layer(x).view(2, _LENGTH, 2, 16).transpose(1, 2) for layer in (query, key, value)
             ]
-            q, k = (q * cos, k * cos) if rotated else (q, k)
+            if rotated:
+                q, k = q * cos, k * cos
             return F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v).float()
 
-    def keep(tensor: Tensor) -> Tensor:
-        memory.append((tensor.untyped_storage().nbytes(), tensor.nbytes))
+    def pack(tensor: Tensor) -> Tensor:
+        storage_sizes.append(tensor.untyped_storage().nbytes())
         return tensor
 
     results = []
+    weights = [query.weight, key.weight, value.weight]
     for call in (function, torch.compile(function, backend=_backend)):
-        memory.clear()
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        storage_sizes.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             result = call(x)
-        results.append(
-            [
-                result.detach(),
-                *torch.autograd.grad(
-                    result.square().sum(), [query.weight, key.weight, value.weight]
-                ),
-            ]
-        )
-    for ours, eager in zip(*reversed(results), strict=True):
+        results.append([result.detach(), *torch.autograd.grad(result.square().sum(), weights)])
+    for eager, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2 * float(eager.abs().max()))
-    product = 2 * _LENGTH * 96 * 2  # bytes of all three
-    assert any(of == product for of, _ in memory) == (not rotated)
+    joint_product = 2 * _LENGTH * 96 * 2  # bytes of queries, keys and values in bf16
+    assert (joint_product in storage_sizes) == (not rotated)

@@ -1,4 +1,7 @@
-"""Complex numbers in a model: rotary embeddings in the regions, other operators as they were."""
+"""`fusedops.compile` puts rotary embeddings by complex numbers into regions.
+
+Complex operators that no region takes give the same results as before.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,13 @@ _CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def _angles(length: int, width: int) -> Tensor:
+    """Return complex numbers of length one, for each position and pair of columns."""
     angles = torch.outer(torch.arange(length), torch.linspace(1, 0.1, width))
     return torch.polar(torch.ones_like(angles), angles).to(DEVICE)
 
 
 def _rotated(x: Tensor, freqs: Tensor) -> Tensor:
-    """As Llama's."""
+    """Return x with rotary embeddings, computed as in Llama."""
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * freqs).flatten(-2).type_as(x)
 
@@ -53,13 +57,13 @@ class _Attention(nn.Module):
         return F.scaled_dot_product_attention(query, key, key, is_causal=True)
 
 
-# Where a model has its frequencies from.
+# The frequencies that a model uses, by their origin.
 _FREQS: dict[str, Callable[[_Attention, Tensor, Tensor], Tensor]] = {
     "argument": lambda model, freqs, positions: freqs.view(1, freqs.shape[0], 1, -1),
     "buffer": lambda model, freqs, positions: model.freqs[: freqs.shape[0], None],
     "positions": lambda model, freqs, positions: model.freqs[positions][:, :, None, :],
     "polar": lambda model, freqs, positions: torch.polar(freqs.abs(), freqs.angle())[:, None],
-    "turned back": lambda model, freqs, positions: freqs.conj()[None, :, None],
+    "conjugate": lambda model, freqs, positions: freqs.conj()[None, :, None],
 }
 
 
@@ -69,6 +73,7 @@ def _inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _results(call: Callable[..., Tensor], model: nn.Module, inputs: Sequence[Tensor]) -> list[Any]:
+    """Return the output, and the gradients of the first input and of the parameters."""
     x, *others = inputs
     leaf = x.clone().requires_grad_()
     output = call(leaf, *others)
@@ -81,9 +86,8 @@ def test_rotary_is_in_the_region_of_the_norm(reads: str, dynamic: bool) -> None:
     model, backend = _Attention(reads).to(DEVICE), Backend()
     compiled = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
     inputs = _inputs()
-    for ours, eager in zip(
-        _results(compiled, model, inputs), _results(model, model, inputs), strict=True
-    ):
+    results, expected = _results(compiled, model, inputs), _results(model, model, inputs)
+    for ours, eager in zip(results, expected, strict=True):
         torch.testing.assert_close(ours, eager, **_CLOSE)
     assert not backend.report.left
     assert len(backend.report.fused) == 2
@@ -91,14 +95,15 @@ def test_rotary_is_in_the_region_of_the_norm(reads: str, dynamic: bool) -> None:
         # On a GPU `F.rms_norm` is one operator.
         assert "stack" in region.operators
         assert not {"rsqrt", "_fused_rms_norm"}.isdisjoint(region.operators)
-        # The heads, the weight and the frequencies, whose parts are one tensor.
+        # The inputs are the heads, the weight, and the frequencies as one real tensor.
         assert region.program is not None
         structure = region.program.structure
-        assert (len(structure.inputs), len(structure.outputs)) == (3, 1)
+        assert len(structure.inputs) == 3
+        assert len(structure.outputs) == 1
 
 
-def _split(function: Callable[..., Any], *inputs: Tensor) -> tuple[torch.fx.Graph, Any]:
-    """The graph of a function, and its results."""
+def _compiled(function: Callable[..., Any], *inputs: Tensor) -> tuple[torch.fx.Graph, Any]:
+    """Return the graph that the backend makes of a function, and the function's results."""
     graphs = []
 
     def backend(gm: torch.fx.GraphModule, values: Any) -> Any:
@@ -112,7 +117,7 @@ def _split(function: Callable[..., Any], *inputs: Tensor) -> tuple[torch.fx.Grap
 
 
 def _complex_operators(graph: torch.fx.Graph) -> list[str]:
-    """The operators whose results are complex, in their order."""
+    """Return the names of the operators whose results are complex, in their order."""
     nodes = [node for node in graph.nodes if is_tensor(node) and name_of(node)]
     return [name_of(node) for node in nodes if tensors_of([node])[0].is_complex()]
 
@@ -128,7 +133,7 @@ _FUNCTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Any], list[str]]] = {
     "of a copy": (lambda z, x: (z.clone() * z).real, []),
     "factor without dimensions": (lambda z, x: (z * x.double().sum()).real, []),
     "returned": (lambda z, x: z * _PAIRS(x), ["view_as_complex", "mul"]),
-    "also returned": (lambda z, x: (lambda y: (y, y.real))(z * 2), ["mul"]),
+    "also returned": (lambda z, x: _with_real_part(z * 2), ["mul"]),
     "unknown": (lambda z, x: (z.exp() * _PAIRS(x)).real, ["exp"]),
     "of another library": (lambda z, x: torch.fft.fft(x[..., 0] * (z * z).real).real, ["_fft_r2c"]),
     "number": (lambda z, x: (z * 1j).real, ["mul"]),
@@ -138,13 +143,19 @@ _FUNCTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Any], list[str]]] = {
 }
 
 
+def _with_real_part(z: Tensor) -> tuple[Tensor, Tensor]:
+    return z, z.real
+
+
 def _changed(z: Tensor) -> Tensor:
+    """Change a tensor in place, of which there is a real view."""
     parts = torch.view_as_real(z)
     z.add_(1)
     return z * parts[..., 0]
 
 
 def _changed_pairs(x: Tensor) -> Tensor:
+    """Change a real tensor in place, of which there is a complex view."""
     z = _PAIRS(x)
     copy = z.clone()
     x.add_(1)
@@ -152,42 +163,42 @@ def _changed_pairs(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("case", _FUNCTIONS)
-def test_operators_of_complex_tensors(case: str) -> None:
+def test_complex_operators_become_real_ones_where_they_can(case: str) -> None:
     function, left = _FUNCTIONS[case]
     z, x = torch.view_as_complex(randn(3, 5, 4, 2)), randn(3, 5, 4, 2)
-    graph, results = _split(function, z, x)
+    graph, results = _compiled(function, z, x)
     for ours, eager in zip(as_tuple(results), as_tuple(function(z, x)), strict=True):
         torch.testing.assert_close(ours, eager, check_stride=True, **_CLOSE)
     assert _complex_operators(graph) == left
 
 
-def test_strides_of_results_are_those_of_the_model() -> None:
+def test_results_of_transposed_complex_tensors_have_the_strides_of_eager_mode() -> None:
     def function(z: Tensor, w: Tensor) -> Tensor:
         return torch.view_as_real(z.transpose(0, 1) * w)
 
     z, w = (torch.view_as_complex(randn(*shape, 2)) for shape in ((3, 5, 4), (5, 3, 4)))
-    graph, ours = _split(function, z, w)
+    graph, ours = _compiled(function, z, w)
     eager = function(z, w)
     torch.testing.assert_close(ours, eager, check_stride=True, **_CLOSE)
     assert not _complex_operators(graph)
 
 
-def test_complex_parameter_has_a_gradient() -> None:
-    """It is that of PyTorch: of ``w`` in ``z * w`` the gradient times the conjugate of ``z``."""
+def test_complex_parameter_has_eager_gradient() -> None:
+    """By PyTorch's convention it is the gradient of the product times the conjugate of x."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return torch.view_as_real(_PAIRS(x) * w)
+
     x, w = randn(3, 5, 4, 2), torch.view_as_complex(randn(5, 4, 2))
-    grads = []
-    for call in (_of_parameter, torch.compile(_of_parameter, backend=Backend(), fullgraph=True)):
+    gradients = []
+    for call in (function, torch.compile(function, backend=Backend(), fullgraph=True)):
         leaves = [leaf.clone().requires_grad_() for leaf in (x, w)]
-        grads.append(torch.autograd.grad(call(*leaves).sin().sum(), leaves))
-    for ours, eager in zip(*grads, strict=True):
+        gradients.append(torch.autograd.grad(call(*leaves).sin().sum(), leaves))
+    for eager, ours in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, eager, **_CLOSE)
 
 
-def _of_parameter(x: Tensor, w: Tensor) -> Tensor:
-    return torch.view_as_real(_PAIRS(x) * w)
-
-
-def test_function_of_rowwise_is_one_region() -> None:
+def test_rowwise_function_with_complex_numbers_is_one_region() -> None:
     function = fusedops.rowwise(lambda x, pairs: _rotated(x, _PAIRS(pairs)))
     backend, x, freqs = Backend(), randn(2, 6, 4, 8), _angles(6, 4)[:, None]
     compiled = torch.compile(lambda x, pairs: function(x * 1, pairs), backend=backend)

@@ -1,7 +1,4 @@
-"""Graphs of the compile backend whose sizes and numbers are symbols.
-
-What is fused in them, and what each call computes.
-"""
+"""`fusedops.compile` with dynamic shapes: which regions are fused, and the results of each call."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ from torch.nn import functional as F
 
 from backends import Backend, randn
 from fusedops.backend.report import CompileReport
-from support import DEVICE
+from support import DEVICE, as_tuple
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 class ScaledNorm(nn.Module):
-    """A norm by hand, whose eps and scale are numbers of Python."""
+    """An RMSNorm of elementary operators, whose eps and scale are Python numbers."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -40,53 +37,65 @@ def _check(
     parameters: Sequence[Tensor],
     dynamic: Sequence[int] = (),
 ) -> None:
-    """The same values and gradients, of parameters and inputs, some of whose dimensions are marked as dynamic."""
-    leaves = [[x.clone().requires_grad_() for x in inputs] for _ in range(2)]
-    for x in leaves[0]:
+    """Check that a compiled function has the values and gradients of the function.
+
+    Args:
+        compiled: the compiled function.
+        function: the function, called eagerly.
+        inputs: the arguments, which get gradients.
+        parameters: other tensors that get gradients.
+        dynamic: dimensions of the inputs that are marked as dynamic.
+    """
+    our_inputs, eager_inputs = [[x.clone().requires_grad_() for x in inputs] for _ in range(2)]
+    for x in our_inputs:
         torch._dynamo.mark_dynamic(x, dynamic)
-    ours, theirs = compiled(*leaves[0]), function(*leaves[1])
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    cotangent = torch.randn_like(theirs)
-    results = [
-        torch.autograd.grad(y, [*own, *parameters], cotangent, allow_unused=True)
-        for y, own in zip((ours, theirs), leaves, strict=True)
-    ]
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    our_output, eager_output = compiled(*our_inputs), function(*eager_inputs)
+    torch.testing.assert_close(our_output, eager_output, rtol=1e-4, atol=1e-4)
+    cotangent = torch.randn_like(eager_output)
+
+    def gradients(output: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return torch.autograd.grad(output, [*leaves, *parameters], cotangent, allow_unused=True)
+
+    for ours, eager in zip(
+        gradients(our_output, our_inputs), gradients(eager_output, eager_inputs), strict=True
+    ):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
 
 
 def _left(report: CompileReport) -> list[str]:
+    """Return the reasons of the regions that are not fused."""
     return [region.reason for region in report.regions if region.reason]
 
 
-def test_numbers_that_never_changed_are_constants_of_kernels() -> None:
-    """With ``dynamic=True`` all numbers are symbols for Dynamo.
+def test_python_number_is_a_constant_of_kernels_until_it_changes() -> None:
+    """With ``dynamic=True`` Dynamo makes all Python numbers symbols.
 
-    One that changes is left, and has no graph for each value.
+    The region of a number that has changed is left to Inductor, so that further values need no
+    further graphs.
     """
-    model, backend, made = ScaledNorm().to(DEVICE), Backend(), list[int]()
+    model, backend = ScaledNorm().to(DEVICE), Backend()
+    fused_counts: list[int] = []  # after each graph
 
     def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        result = backend(
-            gm, inputs
-        )  # raises where Dynamo is to trace once more, without the symbol
-        made.append(len(backend.report.fused))
+        # Raises an error if Dynamo has to trace once more, with the number as a constant.
+        result = backend(gm, inputs)
+        fused_counts.append(len(backend.report.fused))
         return result
 
     compiled = torch.compile(lambda x: model(x), backend=compiler, dynamic=True)
-    for number, eps in enumerate((1e-2, 0.3, 0.5, 0.7)):
+    for changes, eps in enumerate((1e-2, 0.3, 0.5, 0.7)):
         model.eps = eps
         for rows in (5, 7):
             _check(compiled, model, [randn(rows, 24)], list(model.parameters()))
-        assert len(made) == min(number + 1, 2)
-    assert 0 < made[0] == made[1]
+        assert len(fused_counts) == min(changes + 1, 2)
+    assert 0 < fused_counts[0] == fused_counts[1]
     assert set(_left(backend.report)) == {
         "a number in it may change from call to call; make it a tensor"
     }
 
 
-def test_a_size_that_is_one_in_the_traced_call_is_no_constant() -> None:
-    """As of patches, of which the first image has one."""
+def test_size_that_is_one_in_the_traced_call_stays_dynamic() -> None:
+    """An example is the number of patches, if the first image has a single patch."""
     patches, weight = nn.Conv2d(3, 24, 4, 4).to(DEVICE), randn(24).requires_grad_()
 
     def function(x: Tensor) -> Tensor:
@@ -100,7 +109,7 @@ def test_a_size_that_is_one_in_the_traced_call_is_no_constant() -> None:
             function,
             [randn(3, 3, height, width)],
             [weight, *patches.parameters()],
-            (2, 3),
+            dynamic=(2, 3),
         )
     assert backend.report.graphs == len(backend.report.fused) == len(backend.report.regions)
 
@@ -141,30 +150,36 @@ def _columns_in_memory(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]
 @pytest.mark.parametrize(
     "function", [_flat_norm, _norm_of_heads, _flat_rows_returned, _all_flat, _columns_in_memory]
 )
-def test_rows_that_are_one_dimension_and_several(function: Callable[..., Any]) -> None:
-    """One operator at every size, as where sizes are numbers, and strides as in the model."""
+def test_rows_that_are_flattened_in_between_are_fused_at_every_size(
+    function: Callable[..., Any],
+) -> None:
+    """Each graph has one fused region, and results have the strides of eager mode."""
     backend, parameters = Backend(), [randn(24).requires_grad_() for _ in range(2)]
     compiled = torch.compile(function, backend=backend)
     for batch, length in ((2, 6), (3, 6), (4, 8), (1, 4), (5, 1)):
         x = randn(batch, length, 24).requires_grad_()
-        results = [call(x, *parameters) for call in (compiled, function)]
-        ours, theirs = [y if isinstance(y, tuple) else (y,) for y in results]
-        assert [y.stride() for y in ours] == [y.stride() for y in theirs]
-        cotangents = list(map(torch.randn_like, theirs))
-        gradients = [torch.autograd.grad(ys, [x, *parameters], cotangents) for ys in (ours, theirs)]
-        for one, other in zip((*ours, *gradients[0]), (*theirs, *gradients[1]), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+        our_outputs = as_tuple(compiled(x, *parameters))
+        eager_outputs = as_tuple(function(x, *parameters))
+        assert [y.stride() for y in our_outputs] == [y.stride() for y in eager_outputs]
+        cotangents = list(map(torch.randn_like, eager_outputs))
+        results = [
+            [*outputs, *torch.autograd.grad(outputs, [x, *parameters], cotangents)]
+            for outputs in (our_outputs, eager_outputs)
+        ]
+        for ours, eager in zip(*results, strict=True):
+            torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-3)
     assert len(backend.report.fused) == len(backend.report.regions) == backend.report.graphs
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
-def test_rows_whose_number_a_table_settles_are_a_constant(tokens: int) -> None:
-    """An expression of an image's size, which is always the number of the positions that are added, or that less a token."""
-    patches, positions, weight = (
-        nn.Conv2d(3, 24, 4, 4).to(DEVICE),
-        nn.Parameter(randn(1, 9 + tokens, 24)),
-        nn.Parameter(randn(24)),
-    )
+def test_number_of_rows_that_a_position_table_fixes_is_a_constant(tokens: int) -> None:
+    """The number of patches is an expression of the image's size.
+
+    The patches are added to a table of positions, so their number must be that of its rows, or one
+    less if a token comes before the patches.
+    """
+    patches = nn.Conv2d(3, 24, 4, 4).to(DEVICE)
+    positions, weight = nn.Parameter(randn(1, 9 + tokens, 24)), nn.Parameter(randn(24))
     parameters = [positions, weight, *patches.parameters()]
 
     def function(x: Tensor) -> Tensor:
@@ -178,14 +193,12 @@ def test_rows_whose_number_a_table_settles_are_a_constant(tokens: int) -> None:
     compiled = torch.compile(function, backend=backend, dynamic=True)
     for batch in (2, 3):
         _check(compiled, function, [randn(batch, 3, 12, 12)], parameters)
-    assert (
-        backend.report.graphs == 1
-        and len(backend.report.fused) == len(backend.report.regions) == 1 + tokens
-    )
+    assert backend.report.graphs == 1
+    assert len(backend.report.fused) == len(backend.report.regions) == 1 + tokens
 
 
-def test_rows_of_a_share_are_a_constant() -> None:
-    """As of the tokens that a masked autoencoder keeps: of each share PyTorch traces a graph."""
+def test_number_of_rows_that_depends_on_a_ratio_is_a_constant() -> None:
+    """A masked autoencoder keeps a share of its tokens. PyTorch traces a graph for each ratio."""
     weight, share = nn.Parameter(randn(24)), 0.75
 
     def function(x: Tensor) -> Tensor:
@@ -194,14 +207,14 @@ def test_rows_of_a_share_are_a_constant() -> None:
 
     backend = Backend()
     compiled = torch.compile(function, backend=backend, dynamic=True)
-    for batch, now in ((2, 0.75), (3, 0.75), (3, 0.5), (2, 0.25)):
-        share = now
+    for batch, next_share in ((2, 0.75), (3, 0.75), (3, 0.5), (2, 0.25)):
+        share = next_share
         _check(compiled, function, [randn(batch, 16, 24)], [weight])
     assert len(backend.report.fused) == len(backend.report.regions) == backend.report.graphs
 
 
-def test_rows_of_a_number_of_the_callers_are_none() -> None:
-    """One graph for all, also where a guard says that a dimension is computed of it."""
+def test_number_of_rows_that_the_caller_passes_is_not_a_constant() -> None:
+    """One graph serves all values, also if a guard computes a dimension from the argument."""
     weight = nn.Parameter(randn(24))
 
     def function(x: Tensor, n: int) -> Tensor:
@@ -218,18 +231,18 @@ def test_rows_of_a_number_of_the_callers_are_none() -> None:
             lambda x, n=n: function(x, n),
             [randn(2 * n, 24)],
             [weight],
-            [0],
+            dynamic=[0],
         )
     assert len(backend.report.fused) == len(backend.report.regions) == backend.report.graphs == 1
 
 
-def test_rows_that_guards_make_as_many_as_others_are_theirs() -> None:
-    """The places in the first block of rows, which is all of them."""
+def test_sizes_that_a_guard_makes_equal_are_one_dimension() -> None:
+    """The guard is that ``min(32, length)`` is the length."""
     weight = nn.Parameter(randn(24))
 
     def function(x: Tensor) -> Tensor:
-        places = x.new_ones(len(x), min(32, x.shape[1]), 24).cumsum(1).cumsum(2)
-        return F.rms_norm(places, (24,), weight) * torch.sigmoid(x)
+        positions = x.new_ones(len(x), min(32, x.shape[1]), 24).cumsum(1).cumsum(2)
+        return F.rms_norm(positions, (24,), weight) * torch.sigmoid(x)
 
     backend = Backend()
     compiled = torch.compile(function, backend=backend, dynamic=True)
@@ -238,7 +251,7 @@ def test_rows_that_guards_make_as_many_as_others_are_theirs() -> None:
     assert backend.report.graphs == len(backend.report.fused) == len(backend.report.regions) == 1
 
 
-def test_a_tensor_of_sizes_is_captured() -> None:
+def test_graph_with_a_tensor_of_sizes_is_captured_once() -> None:
     weight = nn.Parameter(randn(24))
 
     def function(x: Tensor) -> Tensor:
@@ -251,15 +264,14 @@ def test_a_tensor_of_sizes_is_captured() -> None:
     assert backend.report.graphs == len(backend.report.fused) == 1
 
 
-def test_a_softmax_over_a_length_that_changes_is_left_by_name() -> None:
-    """Also where nothing else makes it a region, as in an attention with a sink."""
+def test_softmax_over_a_dynamic_length_is_reported_as_left() -> None:
+    """It is reported although it has no dropout, as in an attention with a sink."""
     sink, weight = nn.Parameter(randn(4, 1, 1)), nn.Parameter(randn(24))
 
     def function(x: Tensor) -> Tensor:
         heads = F.rms_norm(x, (24,), weight).unflatten(-1, (4, 6)).transpose(1, 2)
-        scores = torch.cat(
-            [heads @ heads.transpose(-1, -2), sink.expand(len(x), -1, x.shape[1], -1)], -1
-        )
+        sinks = sink.expand(len(x), -1, x.shape[1], -1)
+        scores = torch.cat([heads @ heads.transpose(-1, -2), sinks], -1)
         return scores.softmax(-1)[..., :-1] @ heads
 
     for dynamic, left in (
@@ -268,10 +280,7 @@ def test_a_softmax_over_a_length_that_changes_is_left_by_name() -> None:
     ):
         torch._dynamo.reset()
         backend = Backend()
-        _check(
-            torch.compile(function, backend=backend, dynamic=dynamic),
-            function,
-            [randn(2, 5, 24)],
-            [sink, weight],
-        )
-        assert _left(backend.report) == left and len(backend.report.fused) == 2 - len(left)
+        compiled = torch.compile(function, backend=backend, dynamic=dynamic)
+        _check(compiled, function, [randn(2, 5, 24)], [sink, weight])
+        assert _left(backend.report) == left
+        assert len(backend.report.fused) == 2 - len(left)

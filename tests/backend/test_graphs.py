@@ -1,9 +1,9 @@
-"""`fusedops.compile`: what a graph computes stays what it was, or the graph is left to Inductor."""
+"""`fusedops.compile` keeps the semantics of a graph, or leaves the graph to Inductor."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -24,10 +24,10 @@ from support import DEVICE
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
 
 
-class _Doubled(torch.autograd.Function):
-    """Its gradient is not that of what it computes.
+class _WrongGradient(torch.autograd.Function):
+    """Doubles x, and triples the gradient.
 
-    A part of it is not looked into: it detaches a tensor.
+    The backend does not trace its checkpointed part, which detaches a tensor.
     """
 
     @staticmethod
@@ -39,8 +39,8 @@ class _Doubled(torch.autograd.Function):
         return grad * 3
 
 
-class _Moved(torch.autograd.Function):
-    """It changes its own tensors, and uses no result of that."""
+class _ChangesOwnTensors(torch.autograd.Function):
+    """Changes its own tensors in place, and does not use what the operators return."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
@@ -55,8 +55,8 @@ class _Moved(torch.autograd.Function):
         return grad, None
 
 
-class _Unsqueezed(torch.autograd.Function):
-    """It changes the shape of what it is given."""
+class _UnsqueezesInput(torch.autograd.Function):
+    """Changes the shape of its second input in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
@@ -68,8 +68,8 @@ class _Unsqueezed(torch.autograd.Function):
         return grad, None
 
 
-class _ChangedAtLast(torch.autograd.Function):
-    """Its backward changes what it saves."""
+class _BackwardChangesSaved(torch.autograd.Function):
+    """Changes its saved tensor in place in the backward. Subclasses do so in other ways."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
@@ -82,8 +82,8 @@ class _ChangedAtLast(torch.autograd.Function):
         return grad, None
 
 
-class _SetAtLast(_ChangedAtLast):
-    """The same, by an assignment."""
+class _BackwardAssignsSaved(_BackwardChangesSaved):
+    """Changes the saved tensor by an assignment to a slice."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -91,8 +91,8 @@ class _SetAtLast(_ChangedAtLast):
         return grad, None
 
 
-class _ListedAtLast(_ChangedAtLast):
-    """The same, of a list of tensors."""
+class _BackwardChangesList(_BackwardChangesSaved):
+    """Changes the saved tensor by an operator on a list of tensors."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -100,8 +100,8 @@ class _ListedAtLast(_ChangedAtLast):
         return grad, None
 
 
-class _PutAtLast(_ChangedAtLast):
-    """The same, by a result that is put there."""
+class _BackwardWritesOut(_BackwardChangesSaved):
+    """Changes the saved tensor as the ``out`` of an operator."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -110,8 +110,8 @@ class _PutAtLast(_ChangedAtLast):
         return grad, None
 
 
-class _DividedAtLast(_ChangedAtLast):
-    """The same, by an operator of Python."""
+class _BackwardDividesSaved(_BackwardChangesSaved):
+    """Changes the saved tensor by an augmented assignment of Python."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -120,8 +120,8 @@ class _DividedAtLast(_ChangedAtLast):
         return grad, None
 
 
-class _NamedAtLast(_ChangedAtLast):
-    """The same, of a tensor that is passed by name."""
+class _BackwardPassesByName(_BackwardChangesSaved):
+    """Changes the saved tensor, which it passes as a keyword argument."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -132,21 +132,19 @@ class _NamedAtLast(_ChangedAtLast):
 
 def _unsqueezed(x: Tensor, w: Tensor) -> Tensor:
     y = x.detach() * 2
-    return F.layer_norm(_Unsqueezed.apply(x, y) + w, (8,), w) + y.squeeze(0)
+    return F.layer_norm(_UnsqueezesInput.apply(x, y) + w, (8,), w) + y.squeeze(0)
 
 
-def _saved_by_two(x: Tensor, w: Tensor, last: Any = _ChangedAtLast) -> tuple[Tensor, Tensor]:
-    """The region that saves it, too, is left."""
+def _saved_by_two(
+    x: Tensor, w: Tensor, changing: Any = _BackwardChangesSaved
+) -> tuple[Tensor, Tensor]:
+    """Save a tensor for a region and for a function whose backward changes it: the region is left."""
     y = x.detach() * 2
-    return last.apply(F.layer_norm(F.gelu(y + w), (8,), w), y), F.layer_norm(x * w, (8,), w)
-
-
-def _saved_by_two_and_set(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    return _saved_by_two(x, w, _SetAtLast)
+    return changing.apply(F.layer_norm(F.gelu(y + w), (8,), w), y), F.layer_norm(x * w, (8,), w)
 
 
 def _written_without_gradients(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Beside something that has gradients."""
+    """Write to a tensor without a gradient, in a part that computes another with a gradient."""
 
     def body(a: Tensor, b: Tensor) -> Tensor:
         b.view(-1)[3:].zero_()
@@ -157,17 +155,17 @@ def _written_without_gradients(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return z + checkpoint(body, x, y, use_reentrant=False).transpose(0, 1), y
 
 
-def _moved(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """The tensors beside x have no gradient, neither before nor after."""
+def _own_tensors_changed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Call a custom function whose second input has no gradient, before and after the call."""
     y = x.detach() * 2
-    return F.layer_norm(y, (8,), w) + _Moved.apply(x, y), y + x.detach()
+    return F.layer_norm(y, (8,), w) + _ChangesOwnTensors.apply(x, y), y + x.detach()
 
 
 def _own_derivative(x: Tensor, w: Tensor) -> Tensor:
-    return F.layer_norm(_Doubled.apply(x), (8,), w)
+    return F.layer_norm(_WrongGradient.apply(x), (8,), w)
 
 
-def _cut(x: Tensor, w: Tensor) -> Tensor:
+def _partly_detached(x: Tensor, w: Tensor) -> Tensor:
     with torch.no_grad():
         scale = F.layer_norm(x, (8,), w)
     return F.layer_norm(x, (8,), w) * scale + F.layer_norm(x.detach(), (8,), w)
@@ -183,7 +181,7 @@ def _in_place(x: Tensor, w: Tensor) -> Tensor:
     return F.layer_norm(first, (8,), w) + F.layer_norm(other, (8,), w) * y
 
 
-def _same_memory(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+def _outputs_share_memory(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     y = F.layer_norm(x, (8,), w)
     return y, y.view(-1), y, x, x.view(-1)
 
@@ -193,20 +191,19 @@ def _transposed(x: Tensor, w: Tensor) -> Tensor:
     return y.transpose(0, 1).reshape(-1, 16)
 
 
-def _integers(x: Tensor, w: Tensor) -> Tensor:
-    return torch.where(
-        torch.arange(x.shape[0], device=x.device)[:, None, None] > 1, F.layer_norm(x, (8,), w), w
-    )
+def _condition_on_positions(x: Tensor, w: Tensor) -> Tensor:
+    positions = torch.arange(x.shape[0], device=x.device)[:, None, None]
+    return torch.where(positions > 1, F.layer_norm(x, (8,), w), w)
 
 
-def _crossed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Two regions, each of which needs a part of the other."""
-    one, other = F.layer_norm(x, (8,), w), F.layer_norm(x.sin(), (8,), w)
-    return one + (other * 3) @ w.outer(w), other + (one * 2) @ w.outer(w)
+def _regions_depend_on_each_other(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute two regions, each of which needs a part of the other."""
+    first, second = F.layer_norm(x, (8,), w), F.layer_norm(x.sin(), (8,), w)
+    return first + (second * 3) @ w.outer(w), second + (first * 2) @ w.outer(w)
 
 
 def _changed_without_gradients(x: Tensor, w: Tensor) -> Tensor:
-    """The change is no part of the derivative; what it changes still has one."""
+    """Change a tensor in place without gradients: the tensor still has the gradient from before."""
     y = x * w
     with torch.no_grad():
         y.mul_(2)
@@ -214,7 +211,7 @@ def _changed_without_gradients(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _changed_without_gradients_again(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """The second change is of the first's result, and is no more a part of the derivative."""
+    """Change the result of a change without gradients again, and one with gradients."""
     y, z = x * w, x + w
     z.mul_(3)
     with torch.no_grad():
@@ -224,7 +221,7 @@ def _changed_without_gradients_again(x: Tensor, w: Tensor) -> tuple[Tensor, Tens
 
 
 def _changed_twice(x: Tensor, w: Tensor) -> Tensor:
-    """The second time through a view that is not used later."""
+    """Change a tensor twice, the second time through a view that is not used later."""
     y = x * 1
     y.add_(w)
     y.view(-1, 8).mul_(2)
@@ -238,21 +235,21 @@ def _copied(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _inverted(x: Tensor, w: Tensor) -> Tensor:
-    """PyTorch passes the gradient through this change."""
+    """Invert a tensor in place: PyTorch passes the gradient through this change."""
     y = x * 1
     y.logical_not_()
     return F.layer_norm(y * x, (8,), w)
 
 
 def _written_into(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """A tensor without a gradient has one after a part of it is written."""
+    """Write to a part of a tensor without a gradient, which then has one."""
     y = x.detach().clone()
     y[:, 0] = w
     return F.layer_norm(y, (8,), w.detach()), x * 2
 
 
 def _written_into_by_a_body(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, by a checkpointed part."""
+    """Write to a part of a tensor without a gradient in a checkpointed part."""
 
     def body(y: Tensor, x: Tensor, w: Tensor) -> Tensor:
         y[:, 0].add_(w)
@@ -264,15 +261,16 @@ def _written_into_by_a_body(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _viewed(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    """A view in the middle of a region is returned with what it is of."""
+    """Return a view from the middle of a region, and its base."""
     y = x + w
     rows = y.view(-1, 8)
     return F.layer_norm(rows, (8,), w), y, rows
 
 
 def _view_of_a_later_one(x: Tensor, w: Tensor) -> Tensor:
-    """A region reads a view inside another region, and its operator is made before the other's."""
-    y = F.dropout(x + w, 2**-16).transpose(0, 1)  # the least that drops; with these seeds, nothing
+    """Compute a region that reads a view inside another region and is replaced before it."""
+    # The smallest probability that is not rounded to zero. With this seed it drops nothing.
+    y = F.dropout(x + w, 2**-16).transpose(0, 1)
     return F.layer_norm(F.linear(y, w.outer(w)) + y, (8,), w)
 
 
@@ -297,27 +295,27 @@ def _clone_of_changed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return other, rows
 
 
-def _without_gradient(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """One of a region's results."""
+def _result_without_gradient(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute a region of which one result has no gradient."""
     y = x.detach() * 2
     return F.layer_norm(y, (8,), w), y + x.detach()
 
 
 def _compared(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """A comparison has no gradient to hand on."""
+    """Compare the result of a norm: the comparison has no gradient."""
     y = F.layer_norm(x, (8,), w)
     return torch.where(y > 0.5, x.detach(), 1.0), y
 
 
 def _bias_without_gradients(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """The product's rows are viewed where gradients are recorded again."""
+    """Add a bias without gradients, and view the sum where gradients are recorded again."""
     with torch.no_grad():
         y = F.linear(x.view(-1, 8), w.outer(w), w)
     return F.layer_norm(y.view(x.shape), (8,), w), x * 2
 
 
 def _bias_changed(x: Tensor, w: Tensor) -> Tensor:
-    """The product's rows are viewed after that."""
+    """Change the bias of a product in place before the product's rows are viewed."""
     bias = w.detach().clone()
     alias = bias.view(-1)
     y = F.linear(x.view(-1, 8), w.outer(w), bias)
@@ -326,7 +324,7 @@ def _bias_changed(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _equal_and_changed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Two equal results of a region, the first of which is changed before the second is read."""
+    """Change the first of two equal results of a region before the second is read."""
     y = x * w
     first, second = [F.layer_norm(y, (8,), w) for _ in range(2)]
     rows = first.view(-1)
@@ -335,7 +333,7 @@ def _equal_and_changed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _layer_of_one_number(x: Tensor, w: Tensor) -> Tensor:
-    """The product is viewed without dimensions."""
+    """View a product of one element without dimensions."""
     row = F.layer_norm(x, (8,), w).sum((0, 1))
     return F.linear(row[None], w[None], w[:1]).view(())
 
@@ -346,12 +344,12 @@ def _layer_of_one_number(x: Tensor, w: Tensor) -> Tensor:
     "function",
     [
         _own_derivative,
-        _cut,
+        _partly_detached,
         _in_place,
-        _same_memory,
+        _outputs_share_memory,
         _transposed,
-        _integers,
-        _crossed,
+        _condition_on_positions,
+        _regions_depend_on_each_other,
         _changed_without_gradients,
         _changed_without_gradients_again,
         _changed_twice,
@@ -364,68 +362,83 @@ def _layer_of_one_number(x: Tensor, w: Tensor) -> Tensor:
         _view_changed,
         _cloned,
         _clone_of_changed,
-        _without_gradient,
+        _result_without_gradient,
         _compared,
         _bias_without_gradients,
         _bias_changed,
-        _moved,
+        _own_tensors_changed,
         _unsqueezed,
         _saved_by_two,
-        _saved_by_two_and_set,
-        partial(_saved_by_two, last=_ListedAtLast),
-        partial(_saved_by_two, last=_PutAtLast),
-        partial(_saved_by_two, last=_DividedAtLast),
-        partial(_saved_by_two, last=_NamedAtLast),
+        partial(_saved_by_two, changing=_BackwardAssignsSaved),
+        partial(_saved_by_two, changing=_BackwardChangesList),
+        partial(_saved_by_two, changing=_BackwardWritesOut),
+        partial(_saved_by_two, changing=_BackwardDividesSaved),
+        partial(_saved_by_two, changing=_BackwardPassesByName),
         _equal_and_changed,
         _layer_of_one_number,
         _written_without_gradients,
     ],
 )
 def test_semantics_of_the_graph(function: Callable[..., Any]) -> None:
-    """Derivatives of the user's, parts without gradients, changes in place, outputs that share memory."""
+    """Values, gradients and shared memory of outputs are those of eager mode.
+
+    The functions have custom derivatives, parts without gradients, and changes in place.
+    """
     x, w = randn(4, 6, 8).double().requires_grad_(), randn(8).double().requires_grad_()
 
-    def results(call: Callable[..., Any]) -> list[Tensor]:
+    def outputs_and_gradients(call: Callable[..., Any]) -> tuple[list[Tensor], list[Tensor]]:
         outputs = leaves(call(x, w))
-        total = sum([(index + 1) * (t * t.detach().cos()).sum() for index, t in enumerate(outputs)])
-        return [*outputs, *torch.autograd.grad(total, (x, w), materialize_grads=True)]
+        gradients = torch.autograd.grad(_loss(outputs), (x, w), materialize_grads=True)
+        return outputs, list(gradients)
+
+    def shared_memory(outputs: list[Tensor]) -> list[bool]:
+        pairs = itertools.combinations([t.data_ptr() for t in outputs], 2)
+        return [first == second for first, second in pairs]
 
     backend = Backend()
-    result, expected = results(torch.compile(function, backend=backend)), results(function)
-    assert backend.report.fused and not backend.report.left
-    for one, other in zip(result, expected, strict=True):
-        # The numbers are in fp64, whose rounding errors are far smaller.
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
-        assert one.requires_grad == other.requires_grad
-    pointers = [[t.data_ptr() for t in ours[:-2]] for ours in (result, expected)]
-    shared = [[a == b for a, b in itertools.combinations(ours, 2)] for ours in pointers]
-    assert shared[0] == shared[1]
+    our_outputs, our_gradients = outputs_and_gradients(torch.compile(function, backend=backend))
+    eager_outputs, eager_gradients = outputs_and_gradients(function)
+    assert backend.report.fused
+    assert not backend.report.left
+    for ours, eager in zip(
+        our_outputs + our_gradients, eager_outputs + eager_gradients, strict=True
+    ):
+        # Rounding errors of fp64 are far smaller than this tolerance.
+        torch.testing.assert_close(ours, eager, rtol=1e-9, atol=1e-9)
+        assert ours.requires_grad == eager.requires_grad
+    assert shared_memory(our_outputs) == shared_memory(eager_outputs)
 
 
-def _computed_changed(y: Tensor, v: Tensor, w: Tensor) -> Tensor:
+def _loss(outputs: Sequence[Tensor]) -> Any:
+    """Return a sum in which each output has another weight, and each element another gradient."""
+    return sum(weight * (t * t.detach().cos()).sum() for weight, t in enumerate(outputs, 1))
+
+
+# Functions that change their input y, of which v is a view.
+def _input_changed(y: Tensor, v: Tensor, w: Tensor) -> Tensor:
     z = y + w
     y[:, 0] = 0
     return F.layer_norm(y + 0, (8,), w) + z
 
 
-def _computed_saved(y: Tensor, v: Tensor, w: Tensor) -> Tensor:
+def _input_saved_and_changed(y: Tensor, v: Tensor, w: Tensor) -> Tensor:
     y.add_(F.softmax(y + w, -1))
     return F.layer_norm(v + w, (8,), w)
 
 
-def _computed_seen_by_a_view(y: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+def _input_changed_and_view_read(y: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     y.mul_(2.5)
     return F.layer_norm(v + w, (8,), w), F.softmax(y + w, -1)
 
 
-def _computed_changed_without_gradients(y: Tensor, v: Tensor, w: Tensor) -> Tensor:
+def _view_changed_without_gradients(y: Tensor, v: Tensor, w: Tensor) -> Tensor:
     y.mul_(2.5)
     with torch.no_grad():
         v[:, 0] = 1
     return F.layer_norm(y + w, (8,), w)
 
 
-def _computed_changed_last(y: Tensor, v: Tensor, w: Tensor) -> Tensor:
+def _input_changed_last(y: Tensor, v: Tensor, w: Tensor) -> Tensor:
     z = y * 2
     rows = z.unsqueeze(1).squeeze(1)
     y.zero_()
@@ -435,23 +448,22 @@ def _computed_changed_last(y: Tensor, v: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        _computed_changed,
-        _computed_changed_last,
-        _computed_saved,
-        _computed_seen_by_a_view,
-        _computed_changed_without_gradients,
+        _input_changed,
+        _input_changed_last,
+        _input_saved_and_changed,
+        _input_changed_and_view_read,
+        _view_changed_without_gradients,
     ],
 )
-def test_changes_of_inputs_that_were_computed(function: Callable[..., Any]) -> None:
-    """Their gradients go on into what they were computed of, past the change."""
+def test_gradients_of_changed_inputs_that_are_not_leaves(function: Callable[..., Any]) -> None:
+    """Gradients pass through the change to the tensors from which the input was computed."""
 
     def results(call: Callable[..., Any]) -> list[Tensor]:
         x, w = [t.double().requires_grad_() for t in (start, weight)]
         y = x * 2
         v = y[1:3]
         outputs = [*leaves(call(y, v, w)), y, v]
-        total = sum([(index + 1) * (t * t.detach().cos()).sum() for index, t in enumerate(outputs)])
-        return [*outputs, *torch.autograd.grad(total, (x, w))]
+        return [*outputs, *torch.autograd.grad(_loss(outputs), (x, w))]
 
     start, weight = randn(4, 6, 8), randn(8)
     backend = Backend()
@@ -459,10 +471,11 @@ def test_changes_of_inputs_that_were_computed(function: Callable[..., Any]) -> N
     if may_save_changed_inputs():
         assert backend.report.left == ["it changes an input that others are differentiated through"]
     else:
-        assert backend.report.fused and not backend.report.left
-    for one, other in zip(result, expected, strict=True):
-        # The numbers are in fp64, whose rounding errors are far smaller.
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+        assert backend.report.fused
+        assert not backend.report.left
+    for ours, eager in zip(result, expected, strict=True):
+        # Rounding errors of fp64 are far smaller than this tolerance.
+        torch.testing.assert_close(ours, eager, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -478,7 +491,7 @@ def test_changes_of_inputs_that_were_computed(function: Callable[..., Any]) -> N
         lambda y: y.mul_(2).unsqueeze_(1).mul_(2),
     ],
 )
-def test_regions_have_the_shape_from_after_a_change_in_place(
+def test_regions_use_the_shape_after_an_in_place_change(
     change: Callable[[Tensor], Tensor],
 ) -> None:
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
@@ -491,15 +504,16 @@ def test_regions_have_the_shape_from_after_a_change_in_place(
     backend, results = Backend(), []
     for call in (function, torch.compile(function, backend=backend)):
         outputs = call(x, w)
-        total = sum([(number + 1) * t.square().sum() for number, t in enumerate(outputs)])
+        total = sum(weight * t.square().sum() for weight, t in enumerate(outputs, 1))
         results.append((*outputs, *torch.autograd.grad(total, (x, w))))
-    assert backend.report.fused and not backend.report.left
-    for one, other in zip(*results, strict=True):
-        assert one.stride() == other.stride()
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+    assert backend.report.fused
+    assert not backend.report.left
+    for eager, ours in zip(*results, strict=True):
+        assert ours.stride() == eager.stride()
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-3)
 
 
-def test_graph_in_which_a_tensor_gets_other_memory_is_left() -> None:
+def test_graph_with_set_in_place_is_left() -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
         y = x.cumsum(0)
         y.set_(x.cumsum(1)[:2])
@@ -512,48 +526,51 @@ def test_graph_in_which_a_tensor_gets_other_memory_is_left() -> None:
     assert backend.report.left == ["set_ changes a tensor's shape in place; compute another tensor"]
 
 
-def test_program_refuses_shapes_that_it_was_not_made_for() -> None:
-    """Kernels would read and write beyond the tensors."""
+def test_program_refuses_shapes_for_which_it_was_not_compiled() -> None:
+    """Its kernels would read and write beyond the tensors."""
     x, w, backend = randn(4, 6, 8), randn(8).requires_grad_(), Backend()
     torch.compile(lambda x: F.layer_norm(x * w, (8,), w), backend=backend)(x)
     (region,) = backend.report.fused
     program = region.program
-    name, call = (
-        f"{program.name}_forward",
-        words.encode(program.record, program.dtypes, True),
-    )
-    forward = getattr(torch.ops.fusedops, name).default
-    tensors = [
-        x if operand.axes == program.structure.inputs[program.first].axes else w.detach()
-        for operand in program.structure.inputs
-    ]
-    first = program.first
+    call_words = words.encode(program.record, program.dtypes, saves=True)
+    operator = getattr(torch.ops.fusedops, f"{program.name}_forward").default
+
+    def forward(tensors: Sequence[Tensor]) -> None:
+        seed, offset, cols = None, 0, 8
+        operator(*tensors, seed, offset, cols, call_words)
+
+    rows_index = program.first  # of the input with all rows; the other is the weight
+    weight_index = 1 - rows_index
+    tensors = [w.detach(), w.detach()]
+    tensors[rows_index] = x
     with torch.no_grad():
-        forward(*tensors, None, 0, 8, call)
-        for place, shape in ((first, (4, 6, 9)), (first, (4, 6)), (1 - first, (7,))):
-            inputs = [
-                randn(*shape) if number == place else tensor
-                for number, tensor in enumerate(tensors)
-            ]
+        forward(tensors)
+        for index, shape in (
+            (rows_index, (4, 6, 9)),
+            (rows_index, (4, 6)),
+            (weight_index, (7,)),
+        ):
+            wrong = list(tensors)
+            wrong[index] = randn(*shape)
             with pytest.raises((RuntimeError, IndexError), match=r"program is for|out of range"):
-                forward(*inputs, None, 0, 8, call)
+                forward(wrong)
 
 
 def _hidden_states_summed(x: Tensor, w: Tensor) -> Tensor:
-    """More tensors than an operator of PyTorch takes."""
+    """Normalise the sum of 66 tensors: a registered operator takes at most 64 arguments."""
     states = [x.roll(number, 0) for number in range(66)]
     return F.layer_norm(sum(number * state * w for number, state in enumerate(states)), (8,), w)
 
 
 def _slices_normalised(x: Tensor, w: Tensor) -> Tensor:
-    """As many results as slices, more than there are letters."""
+    """Normalise 30 slices, each a result of its own: more than the alphabet has letters."""
     slices = x.repeat(1, 30, 1).split(6, 1)
     return torch.cat([torch.tanh(F.layer_norm(one, (8,), w)) for one in slices], 1)
 
 
 @pytest.mark.parametrize("function", [_hidden_states_summed, _slices_normalised])
 def test_gradients_through_many_tensors(function: Callable[..., Any]) -> None:
-    """Also in the second and third graph, for which programs of the first are known."""
+    """They are right in each graph, also in later graphs, which reuse programs of the first."""
     w, backend = randn(8).requires_grad_(), Backend()
     compiled = torch.compile(function, backend=backend)
     for rows in (2, 3, 4):
@@ -563,14 +580,13 @@ def test_gradients_through_many_tensors(function: Callable[..., Any]) -> None:
             torch.autograd.grad(call(x, w), w, cotangent)[0] for call in (compiled, function)
         ]
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
-    assert all(
-        not region.reason or "use fewer tensors" in region.reason
-        for region in backend.report.regions
-    )
-    assert backend.report.graphs > 1 and not backend.report.left
+    reasons = [region.reason for region in backend.report.regions if region.reason]
+    assert all("use fewer tensors" in reason for reason in reasons)
+    assert backend.report.graphs > 1
+    assert not backend.report.left
 
 
-def test_operators_are_registered_with_their_derivative_or_not_at_all(
+def test_operator_whose_derivative_cannot_be_registered_is_not_registered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
@@ -589,9 +605,8 @@ def test_operators_are_registered_with_their_derivative_or_not_at_all(
                 patched.setattr(registration, "_differentiate", failing)
             else:
                 patched.setattr(programs, "_known", {})
-            (result,) = torch.autograd.grad(
-                torch.compile(function, backend=backend)(x, w).cos().sum(), w
-            )
+            loss = torch.compile(function, backend=backend)(x, w).cos().sum()
+            (result,) = torch.autograd.grad(loss, w)
         torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3)
         assert [region.reason for region in backend.report.regions] == [
             "RuntimeError: no derivative" if fails else ""
@@ -602,17 +617,15 @@ def _zero(x: Tensor) -> Tensor:
     return x.mul_(0).sum()
 
 
-@pytest.mark.parametrize(
-    "changed", [_zero, lambda x: checkpoint(_zero, x[1:], use_reentrant=False)]
-)
+@pytest.mark.parametrize("change", [_zero, lambda x: checkpoint(_zero, x[1:], use_reentrant=False)])
 def test_region_whose_saved_input_is_changed_later_is_left(
-    changed: Callable[[Tensor], Tensor],
+    change: Callable[[Tensor], Tensor],
 ) -> None:
-    """Eager PyTorch saves the sum, a region what is added."""
+    """Eager PyTorch saves the sum ``x + bias``; the region would save x."""
 
     def function(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
         y = F.layer_norm(F.gelu(x + bias), (8,), w)
-        changed(x)
+        change(x)
         return y
 
     x, w, bias = randn(4, 8), randn(8).requires_grad_(), randn(8).requires_grad_()
@@ -624,11 +637,11 @@ def test_region_whose_saved_input_is_changed_later_is_left(
     assert [region.reason for region in backend.report.regions] == [
         "a tensor that it saves is changed later"
     ]
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    for eager, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
 
 
-def test_fractions_of_sizes_are_no_sizes() -> None:
+def test_factor_of_a_fraction_of_a_size_does_not_add_graphs() -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
         return F.layer_norm(x, (8,), w) * (1.0 / x.shape[0])
 
@@ -654,37 +667,41 @@ def test_graph_whose_derivative_would_be_lost_is_left() -> None:
         y = call(x, w)
         results.append([y, *torch.autograd.grad(y, (x, w), torch.ones_like(y))])
     assert len(backend.report.left) == 1
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
+    for eager, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eager)
 
 
-@pytest.mark.parametrize("constant", [False, True])
-def test_parameters_are_known_to_stay_where_they_are(constant: bool) -> None:
-    """CUDA graphs copy every other input, and one on the CPU turns them off.
+@pytest.mark.parametrize("has_constant", [False, True])
+def test_parameters_are_marked_as_static_inputs(has_constant: bool) -> None:
+    """CUDA graphs copy inputs that are not static, and one on the CPU turns them off.
 
-    A constant on the GPU stays, too.
+    A constant on the GPU is static, too.
     """
 
     class Scaled(PostNorm):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x * torch.tensor(2.0, device=x.device) if constant else x)
+            if has_constant:
+                x = x * torch.tensor(2.0, device=x.device)
+            return super().forward(x)
 
-    name, result = "_try_get_metadata_from_dynamo", list[Any]()
+    name = "_try_get_metadata_from_dynamo"
     original = getattr(torch._functorch.aot_autograd, name)
+    static_inputs: list[Any] = []
 
-    def seen(*args: Any) -> Any:
-        result.append(original(*args))
-        return result[-1]
+    def recording(*args: Any) -> Any:
+        metadata = original(*args)
+        static_inputs.append(metadata[1])
+        return metadata
 
     model = Scaled().to(DEVICE)
-    with mock.patch.object(torch._functorch.aot_autograd, name, seen):
+    with mock.patch.object(torch._functorch.aot_autograd, name, recording):
         torch.compile(model, backend=Backend())(randn(3, 24))
-    held = constant and DEVICE.type == "cuda"
-    assert len(result[0][1]) == len(list(model.parameters())) + held
+    static_constants = has_constant and DEVICE.type == "cuda"
+    assert len(static_inputs[0]) == len(list(model.parameters())) + static_constants
 
 
 def test_parts_without_gradients_save_nothing() -> None:
-    """Under `torch.no_grad`, and of tensors that are detached."""
+    """These are parts under `torch.no_grad`, and parts of detached tensors."""
 
     def function(x: Tensor, w: Tensor) -> Tensor:
         with torch.no_grad():
@@ -695,35 +712,34 @@ def test_parts_without_gradients_save_nothing() -> None:
         )
 
     graphs = []
-    with mock.patch.object(
-        entry, "fused", lambda gm, fused=entry.fused: (fused(gm), graphs.append(gm))[0]
-    ):
+    fuse = entry.fused
+
+    def recording(gm: torch.fx.GraphModule) -> Any:
+        result = fuse(gm)
+        graphs.append(gm)
+        return result
+
+    with mock.patch.object(entry, "fused", recording):
         torch.compile(function, backend=Backend())(
             randn(4, 8).requires_grad_(), randn(8).requires_grad_()
         )
-    calls = [
-        str(node.args[-1]) for node in graphs[0].graph.nodes if namespace(node.target) == "fusedops"
-    ]
-    assert ["saves" if " saves " in call else "drops" for call in calls] == [
-        "drops",
-        "saves",
-        "drops",
-    ]
+    calls = [node for node in graphs[0].graph.nodes if namespace(node.target) == "fusedops"]
+    saves = [" saves " in str(node.args[-1]) for node in calls]  # the last argument is the words
+    assert saves == [False, True, False]
 
 
-def test_parameter_changed_in_place_is_read_in_its_turn() -> None:
+def test_parameter_is_read_before_and_after_its_in_place_change() -> None:
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         first = F.layer_norm(x, (8,), w)
         w.add_(1)
         return first, F.layer_norm(x, (8,), w)
 
     x, w = randn(4, 8), randn(8)
-    one, other = w.clone(), w.clone()
-    for result, expected in zip(
-        torch.compile(function, backend=Backend())(x, one), function(x, other), strict=True
-    ):
-        torch.testing.assert_close(result, expected)
-    assert torch.equal(one, other)
+    our_w, eager_w = w.clone(), w.clone()
+    result = torch.compile(function, backend=Backend())(x, our_w)
+    for ours, eager in zip(result, function(x, eager_w), strict=True):
+        torch.testing.assert_close(ours, eager)
+    assert torch.equal(our_w, eager_w)
 
 
 def test_graph_that_cannot_be_captured_is_left_with_a_warning(
@@ -736,10 +752,10 @@ def test_graph_that_cannot_be_captured_is_left_with_a_warning(
     def function(x: Tensor, w: Tensor) -> Tensor:
         return F.layer_norm(unknown(x), (8,), w)
 
-    casts = []
+    autocast_states: list[bool] = []  # while Inductor compiles a graph
 
     def compile_(gm: torch.fx.GraphModule, *_: Any) -> Any:
-        casts.append(torch.is_autocast_enabled(DEVICE.type))
+        autocast_states.append(torch.is_autocast_enabled(DEVICE.type))
         return gm.forward
 
     monkeypatch.setattr(entry, "compile_by_inductor", compile_)
@@ -749,7 +765,8 @@ def test_graph_that_cannot_be_captured_is_left_with_a_warning(
         with pytest.warns(RuntimeWarning, match="leaves a graph to Inductor: it calls unknown"):
             result = fusedops.compile(function)(x, w)
         torch.testing.assert_close(result, function(x, w))
-    assert casts == [False, True]  # what is left has no casts yet
+    # A captured graph contains its casts. The graph that is left needs autocast.
+    assert autocast_states == [False, True]
     assert "a graph is left to Inductor: it calls unknown" in str(fusedops.explain(function, x, w))
 
 
@@ -792,7 +809,7 @@ def _viewed_result(x: Tensor, w: Tensor) -> Tensor:
     return _opened(x, w).cumsum(0).squeeze(-2)
 
 
-# Each with the functions in its regions.
+# Each function with the functions of `rowwise` in its regions.
 @pytest.mark.parametrize(
     ("function", "names"),
     [
@@ -802,27 +819,26 @@ def _viewed_result(x: Tensor, w: Tensor) -> Tensor:
         (_viewed_result, {"_opened"}),
     ],
 )
-def test_functions_of_rowwise_are_fused_with_what_is_around(
+def test_rowwise_functions_are_fused_with_the_code_around_them(
     function: Callable[..., Any], names: set[str]
 ) -> None:
-    """Their parts without gradients are ones in the graph, too."""
+    """Parts without gradients within a function have none in the graph either."""
     x, w = randn(4, 6, 8).double().requires_grad_(), randn(8).double().requires_grad_()
     backend, results = Backend(), []
     for call in (function, torch.compile(function, backend=backend, fullgraph=True)):
         y = call(x, w)
         results.append([y, *torch.autograd.grad(y, (x, w), torch.cos(y.detach()))])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=2.0**-14, atol=2.0**-14)
-    assert not backend.report.left and not [
-        region for region in backend.report.regions if region.reason
-    ]
+    for eager, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=2.0**-14, atol=2.0**-14)
+    assert not backend.report.left
+    assert not [region.reason for region in backend.report.regions if region.reason]
     assert {name for region in backend.report.fused for name in region.functions} == names
     assert f" of {min(names)}  " in str(backend.report)
 
 
 @fusedops.rowwise
 def _own(x: Tensor, w: Tensor) -> Tensor:
-    return _Moved.apply(x, w) * w  # type: ignore[no-untyped-call, no-any-return]
+    return _ChangesOwnTensors.apply(x, w) * w  # type: ignore[no-untyped-call, no-any-return]
 
 
 @fusedops.rowwise
@@ -840,7 +856,7 @@ def _hooked(x: Tensor, w: Tensor) -> Tensor:
         (_hooked, "it calls register_hook"),
     ],
 )
-def test_function_of_rowwise_whose_derivative_would_be_lost(
+def test_graph_with_a_rowwise_function_whose_derivative_would_be_lost_is_left(
     function: Callable[..., Any], reason: str
 ) -> None:
     def normed(x: Tensor, w: Tensor) -> Tensor:
@@ -851,8 +867,8 @@ def test_function_of_rowwise_whose_derivative_would_be_lost(
     assert backend.report.left == [reason]
 
 
-def test_capture_that_fails_within_autocast_leaves_it() -> None:
-    """Otherwise what is after the block would be compiled in its dtype."""
+def test_capture_that_fails_within_autocast_restores_autocast() -> None:
+    """Otherwise the code after the block would be compiled under autocast."""
 
     @fusedops.rowwise
     def detached(x: Tensor, w: Tensor) -> Tensor:
@@ -868,8 +884,8 @@ def test_capture_that_fails_within_autocast_leaves_it() -> None:
     assert backend.report.left == ["it calls detach_"]
 
 
-def test_gradients_that_are_switched_off_until_the_end() -> None:
-    """Values from before the mode was set have gradients."""
+def test_values_from_before_gradients_are_disabled_have_gradients() -> None:
+    """The function disables gradients and does not enable them again."""
 
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         y = F.layer_norm(x * w, (8,), w)
@@ -885,29 +901,26 @@ def test_gradients_that_are_switched_off_until_the_end() -> None:
     assert len(backend.report.fused) == 1
 
 
-def test_operators_that_the_model_calls_stay_beside_regions() -> None:
+def test_operators_that_the_model_calls_are_not_in_regions() -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
         y = fusedops.bias_dropout_add_ln(F.gelu(x + w), w, x, w, w, p=0.0)
         return F.layer_norm(fusedops.swiglu(y, fusedops.layer_norm(y, (8,), w)) * w, (8,), w)
 
-    x, w, backend, results = (
-        randn(4, 8).double().requires_grad_(),
-        randn(8).double().requires_grad_(),
-        Backend(),
-        [],
-    )
+    x, w = randn(4, 8).double().requires_grad_(), randn(8).double().requires_grad_()
+    backend, results = Backend(), []
     for call in (function, torch.compile(function, backend=backend, fullgraph=True)):
         y = call(x, w)
         results.append([y, *torch.autograd.grad(y, (x, w), torch.cos(y.detach()))])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
+    for eager, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eager)
     assert backend.report.operators == {"bias_dropout_add_ln": 1, "layer_norm": 1, "swiglu": 1}
-    assert len(backend.report.fused) == 1 and not backend.report.left
+    assert len(backend.report.fused) == 1
+    assert not backend.report.left
     assert "  called by the model: 1 x swiglu\n" in str(backend.report) + "\n"
 
 
-def test_regions_in_marked_parts() -> None:
-    """All calls of a part, each with checkpointed code of its own in it, are fused as without the mark."""
+def test_nested_compile_regions_are_fused_like_unmarked_code() -> None:
+    """All calls of a part are fused, and so is the checkpointed code in each."""
 
     def checkpointed(x: Tensor, w: Tensor) -> Tensor:
         return F.gelu(F.layer_norm(x * 2, (8,), w))
@@ -932,9 +945,11 @@ def test_regions_in_marked_parts() -> None:
         results.append([y, *torch.autograd.grad(y, [x, *ws, *ms], cotangent)])
         regions.append(sorted(region.operators for region in backend.report.fused))
         assert not backend.report.left
-    assert regions[0] == regions[1] and len(regions[0]) >= 6
+    unmarked_regions, marked_regions = regions
+    assert unmarked_regions == marked_regions
+    assert len(marked_regions) >= 6
     y = model(part, x, ws, ms)
-    eager = [y, *torch.autograd.grad(y, [x, *ws, *ms], cotangent)]
-    for ours, marked, theirs in zip(*results, eager, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(marked, theirs, rtol=1e-4, atol=1e-5)
+    eager_results = [y, *torch.autograd.grad(y, [x, *ws, *ms], cotangent)]
+    for unmarked, marked, eager in zip(*results, eager_results, strict=True):
+        torch.testing.assert_close(unmarked, eager, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(marked, eager, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,7 @@
-"""Products of groups of rows have the bits of Transformers' operator, and share one copy of where the groups end."""
+"""Grouped matrix products have the bits of Transformers' operator, and share one copy of offsets.
+
+The offsets are the ends of the groups of rows; the host reads them.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def _experts(x: Tensor, w: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _exact(x: Tensor, w: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-    """Each row times its own matrix; that of the rows beyond is zero."""
+    """Return each row times the matrices of its group; rows after the last group give zeros."""
     group = torch.searchsorted(offsets, torch.arange(x.shape[0], device=DEVICE), right=True)
     w, v = [torch.cat([t, t.new_zeros(1, *t.shape[1:])])[group] for t in (w, v)]
     return (x[:, None] @ w).relu().matmul(v)[:, 0]
@@ -48,15 +51,21 @@ def _exact(x: Tensor, w: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
 def _compiled(
     function: Callable[..., Any], **options: Any
 ) -> tuple[Callable[..., Any], Counter[str]]:
-    """The function, and how often a step calls each operator, forward and backward, and how many gradients are computed."""
-    names = Counter[str]()
+    """Compile a function.
+
+    Returns:
+        The compiled function, and counts of the operators in its forward and backward graphs, by
+        name. The count of "gradients" is the number of gradients of grouped products.
+    """
+    counts = Counter[str]()
 
     def run(gm: fx.GraphModule, _: Any) -> Any:
         for node in gm.graph.find_nodes(
             op="call_function", target=torch.ops.fusedops.grouped_mm_backward.default
         ):
-            names["gradients"] += sum(node.args[4])
-        names.update(str(node.target) for node in gm.graph.nodes if node.op == "call_function")
+            needed = node.args[4]
+            counts["gradients"] += sum(needed)
+        counts.update(str(node.target) for node in gm.graph.nodes if node.op == "call_function")
         return make_boxed_func(gm.forward)
 
     def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -68,25 +77,28 @@ def _compiled(
             compiled, inputs
         )
 
-    return torch.compile(function, backend=compiler, fullgraph=True, **options), names
+    return torch.compile(function, backend=compiler, fullgraph=True, **options), counts
 
 
 def _tensors(
-    rows: int, dtype: torch.dtype = torch.float32, is_turned: bool = False
+    rows: int, dtype: torch.dtype = torch.float32, *, transposed: bool = False
 ) -> list[Tensor]:
-    """Rows and two matrices a group, contiguous or transposed."""
+    """Return rows, and two matrices for each group, with contiguous or transposed memory."""
     shapes = [(rows, WIDTHS[0]), (GROUPS, *WIDTHS[:2]), (GROUPS, *WIDTHS[1:])]
-    made = [torch.randn(shape, device=DEVICE, dtype=dtype) for shape in shapes]
-    return [t.mT.contiguous().mT if is_turned else t for t in made]
+    tensors = [torch.randn(shape, device=DEVICE, dtype=dtype) for shape in shapes]
+    if transposed:
+        return [t.mT.contiguous().mT for t in tensors]
+    return tensors
 
 
 def _ends(*ends: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor(ends, device=DEVICE, dtype=dtype)
 
 
-@pytest.mark.parametrize("wanted", [(True, True, True), (False, True, True), (True, False, False)])
+# Whether x, w and v require gradients.
+@pytest.mark.parametrize("needed", [(True, True, True), (False, True, True), (True, False, False)])
 @pytest.mark.parametrize(
-    ("rows", "ends", "dtype", "is_turned"),
+    ("rows", "ends", "dtype", "transposed"),
     [
         (12, _ends(3, 5, 9, 12), torch.float32, True),
         (12, _ends(0, 4, 4, 9, dtype=torch.int64), torch.float16, False),
@@ -95,15 +107,14 @@ def _ends(*ends: int, dtype: torch.dtype = torch.int32) -> Tensor:
     ],
     ids=["full", "rows beyond", "all beyond", "no rows"],
 )
-def test_results_are_those_of_the_operator(
-    rows: int, ends: Tensor, dtype: torch.dtype, is_turned: bool, wanted: tuple[bool, ...]
+def test_results_have_the_bits_and_strides_of_transformers_operator(
+    rows: int, ends: Tensor, dtype: torch.dtype, transposed: bool, needed: tuple[bool, ...]
 ) -> None:
-    """They agree in every bit and in layout, with empty groups and rows beyond the last group."""
-    leaves = [
-        t.requires_grad_(want)
-        for t, want in zip(_tensors(rows, dtype, is_turned), wanted, strict=True)
-    ]
-    compiled, names = _compiled(_experts, dynamic=False)
+    """Cases have empty groups and rows beyond the last group."""
+    leaves = _tensors(rows, dtype, transposed=transposed)
+    for leaf, is_needed in zip(leaves, needed, strict=True):
+        leaf.requires_grad_(is_needed)
+    compiled, counts = _compiled(_experts, dynamic=False)
     cotangent = torch.randn(rows, WIDTHS[-1], device=DEVICE, dtype=dtype)
 
     def results(
@@ -113,17 +124,16 @@ def test_results_are_those_of_the_operator(
         return [y, *torch.autograd.grad(y, [t for t in tensors if t.requires_grad], cotangent)]
 
     result, expected = results(compiled, leaves, cotangent), results(_experts, leaves, cotangent)
-    wide = [t.detach().double().requires_grad_(t.requires_grad) for t in leaves]
-    for ours, theirs, exact in zip(
-        result, expected, results(_exact, wide, cotangent.double()), strict=True
-    ):
-        assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+    fp64_leaves = [t.detach().double().requires_grad_(t.requires_grad) for t in leaves]
+    exact_results = results(_exact, fp64_leaves, cotangent.double())
+    for ours, theirs, exact in zip(result, expected, exact_results, strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.stride() == theirs.stride()
         torch.testing.assert_close(ours.double(), exact, rtol=0, atol=200 * torch.finfo(dtype).eps)
-    assert (
-        names["fusedops.offsets_on_cpu.default"] == 1
-        and names["fusedops.grouped_mm_backward.default"] == 2
-    )
-    assert names["gradients"] == sum(wanted) + any(wanted[:2])  # none that nobody wants
+    assert counts["fusedops.offsets_on_cpu.default"] == 1
+    assert counts["fusedops.grouped_mm_backward.default"] == 2
+    # The gradient of the second product's rows is needed if the first product has a gradient.
+    assert counts["gradients"] == sum(needed) + any(needed[:2])
 
 
 def _layers(x: Tensor, w: Tensor, v: Tensor, ids: Tensor, call: Callable[..., Tensor]) -> Tensor:
@@ -133,7 +143,7 @@ def _layers(x: Tensor, w: Tensor, v: Tensor, ids: Tensor, call: Callable[..., Te
     return x
 
 
-def _as_it_is(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+def _directly(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
     return function(*args)
 
 
@@ -142,29 +152,30 @@ def _checkpointed(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize(("call", "runs"), [(_as_it_is, 1), (_checkpointed, 2)])
-def test_the_offsets_are_copied_once_a_layer(call: Callable[..., Tensor], runs: int) -> None:
-    """The backward has the copy of the forward, or of the part that is computed again."""
+@pytest.mark.parametrize(("call", "runs"), [(_directly, 1), (_checkpointed, 2)])
+def test_offsets_are_copied_once_in_each_layer_and_run(
+    call: Callable[..., Tensor], runs: int
+) -> None:
+    """The backward uses the copy of the forward, or that of the recomputed forward."""
     inputs = [
         *[t.requires_grad_() for t in _tensors(12)],
         torch.randint(0, GROUPS, (12,), device=DEVICE),
     ]
-    compiled, names = _compiled(_layers, dynamic=False)
+    compiled, counts = _compiled(_layers, dynamic=False)
     result, expected = [
         torch.autograd.grad(f(*inputs, call).sin().sum(), inputs[:3]) for f in (compiled, _layers)
     ]
     assert all(map(torch.equal, result, expected))
-    assert (
-        names["fusedops.offsets_on_cpu.default"] == 2 * runs
-        and names["fusedops.grouped_mm_backward.default"] == 4
-    )
-    assert not [name for name in names if name.startswith("transformers.")]
+    assert counts["fusedops.offsets_on_cpu.default"] == 2 * runs
+    assert counts["fusedops.grouped_mm_backward.default"] == 4
+    assert not [name for name in counts if name.startswith("transformers.")]
     assert fusedops.explain(_layers, *inputs, call).changes == {
         "a grouped product that shares its offsets with others": 4
     }
 
 
-def _changed(x: Tensor, w: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
+def _offsets_changed(x: Tensor, w: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
+    """Change the offsets in place between two products."""
     offsets = offsets.clone()
     y = torch.ops.transformers.grouped_mm_fallback(x, w, offsets)
     offsets[1:].sub_(1)
@@ -173,25 +184,31 @@ def _changed(x: Tensor, w: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("fusedops_tests::grouped_mm_fallback", mutates_args=())
-def _of_others(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+def _operator_of_same_name(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     return input @ weight[0] + offs[0]
 
 
-@_of_others.register_fake
+@_operator_of_same_name.register_fake
 def _(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     return input.new_empty(input.shape[0], weight.shape[2])
 
 
-@pytest.mark.parametrize("function", [_changed, lambda x, w, v, offsets: _of_others(x, w, offsets)])
-def test_what_may_be_another_product_is_left(function: Callable[..., Tensor]) -> None:
+@pytest.mark.parametrize(
+    "function",
+    [_offsets_changed, lambda x, w, v, offsets: _operator_of_same_name(x, w, offsets)],
+    ids=["changed offsets", "same name"],
+)
+def test_products_with_changed_offsets_or_of_other_libraries_are_left(
+    function: Callable[..., Tensor],
+) -> None:
     inputs = [*_tensors(12), _ends(3, 5, 9, 12)]
-    compiled, names = _compiled(function)
+    compiled, counts = _compiled(function)
     assert torch.equal(compiled(*inputs), function(*inputs))
-    assert not [name for name in names if name.startswith("fusedops.")]
+    assert not [name for name in counts if name.startswith("fusedops.")]
 
 
-def test_any_number_of_rows_is_one_graph() -> None:
-    compiled, names = _compiled(_experts)
+def test_dynamic_numbers_of_rows_share_one_graph() -> None:
+    compiled, counts = _compiled(_experts)
     for ends in ((1, 2, 2, 5), (0, 3, 7, 7), (2, 4, 8, 11)):
         x, w, v = [t.requires_grad_() for t in _tensors(ends[-1] + 1)]
         torch._dynamo.mark_dynamic(x, 0)
@@ -200,33 +217,37 @@ def test_any_number_of_rows_is_one_graph() -> None:
             for f in (compiled, _experts)
         ]
         assert torch.equal(*result, *expected)
-    assert names["fusedops.offsets_on_cpu.default"] == 1
+    assert counts["fusedops.offsets_on_cpu.default"] == 1
 
 
-def test_operators_are_registered_as_they_behave() -> None:
-    x, w, _ = [t.requires_grad_() for t in _tensors(12, is_turned=True)]
-    ends, ours = _ends(0, 4, 4, 9), torch.ops.fusedops
-    torch.library.opcheck(ours.offsets_on_cpu.default, (ends,))
-    torch.library.opcheck(ours.grouped_mm.default, (x, w, ends.cpu()))
-    (dx,) = torch.autograd.grad(ours.grouped_mm(x, w, ends.cpu()).sum(), x, create_graph=True)
+def test_registered_operators_pass_opcheck_and_are_unsafe_for_cuda_graphs() -> None:
+    """A second derivative raises an error, and a gradient that is not needed is empty."""
+    x, w, _ = [t.requires_grad_() for t in _tensors(12, transposed=True)]
+    ends, operators = _ends(0, 4, 4, 9), torch.ops.fusedops
+    torch.library.opcheck(operators.offsets_on_cpu.default, (ends,))
+    torch.library.opcheck(operators.grouped_mm.default, (x, w, ends.cpu()))
+    y = operators.grouped_mm(x, w, ends.cpu())
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="no derivative"):
         dx.sum().backward()
-    assert (
-        ours.grouped_mm_backward(dx.new_zeros(12, w.shape[2]), x, w, ends.cpu(), [True, False])[
-            1
-        ].numel()
-        == 0
-    )
-    for operator in (ours.offsets_on_cpu, ours.grouped_mm, ours.grouped_mm_backward):
+    needed = [True, False]
+    _, dw = operators.grouped_mm_backward(torch.zeros_like(y), x, w, ends.cpu(), needed)
+    assert dw.numel() == 0
+    for operator in (
+        operators.offsets_on_cpu,
+        operators.grouped_mm,
+        operators.grouped_mm_backward,
+    ):
         assert torch.Tag.cudagraph_unsafe in operator.default.tags
 
 
-def test_a_graph_is_stored_once_it_has_no_operator_of_others(
+def test_graph_is_stored_if_all_products_of_transformers_are_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A graph with an operator of another library is not stored."""
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
     arguments = [*_tensors(12), _ends(3, 5, 9, 12)]
-    codes = list[str]()
+    codes: list[str] = []  # of the captured graph, and of the graph that is read from disk
 
     def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         with mock.patch.object(launch, "runs_kernels", return_value=False):
@@ -239,8 +260,7 @@ def test_a_graph_is_stored_once_it_has_no_operator_of_others(
         return compiled.forward
 
     assert torch.equal(torch.compile(_experts, backend=compiler)(*arguments), _experts(*arguments))
-    assert codes[0] == codes[1]
-    assert (
-        codes[0].count("ops.fusedops.grouped_mm") == 2
-        and codes[0].count("ops.fusedops.offsets_on_cpu") == 1
-    )
+    captured, read = codes
+    assert captured == read
+    assert captured.count("ops.fusedops.grouped_mm") == 2
+    assert captured.count("ops.fusedops.offsets_on_cpu") == 1

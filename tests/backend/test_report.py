@@ -71,7 +71,8 @@ def test_changes_are_counted() -> None:
 def test_explain_is_not_limited_by_dynamos_cache() -> None:
     """12 models are more than Dynamo compiles for one function before it falls back to eager."""
     for cols in range(8, 32, 2):
-        assert len(fusedops.explain(nn.LayerNorm(cols).to(DEVICE), randn(3, cols)).regions) == 1
+        report = fusedops.explain(nn.LayerNorm(cols).to(DEVICE), randn(3, cols))
+        assert len(report.regions) == 1
 
 
 def test_explain_raises_for_what_is_not_callable() -> None:
@@ -100,9 +101,8 @@ def test_a_region_that_triton_cannot_compile_is_left(monkeypatch: pytest.MonkeyP
 
     def fail_backward(request: launch.Request, device_index: int) -> launch.Variant:
         if "backward" in request.kernel.fn.__name__:
-            raise launch.NotCompiledError(
-                "backward_kernel", RuntimeError("PassManager::run failed")
-            )
+            error = RuntimeError("PassManager::run failed")
+            raise launch.NotCompiledError("backward_kernel", error)
         return specialise(request, device_index)
 
     monkeypatch.setattr(launch, "_built", {})
@@ -217,7 +217,7 @@ def test_compile_raises_for_what_is_not_callable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("arguments", "error", "message"),
     [
         ({"options": {"nonsense": 1}}, RuntimeError, "Unexpected optimization option nonsense"),
         (
@@ -239,17 +239,18 @@ def test_compile_raises_for_what_is_not_callable() -> None:
     ],
 )
 def test_options_are_checked_before_the_first_step(
-    given: Any, error: type[Exception], message: str
+    arguments: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        fusedops.compile(nn.LayerNorm(4), **given)
+        fusedops.compile(nn.LayerNorm(4), **arguments)
 
 
 def test_options_of_inductor_are_accepted() -> None:
-    for given in (
+    for arguments in (
         {"options": {"max-autotune": True}},
         {"options": {}},
         {"mode": "max-autotune"},
         {"mode": "default"},
     ):
-        assert callable(fusedops.compile(nn.LayerNorm(4), **given))  # type: ignore[arg-type]
+        compiled = fusedops.compile(nn.LayerNorm(4), **arguments)  # type: ignore[arg-type]
+        assert callable(compiled)

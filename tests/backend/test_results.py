@@ -1,4 +1,4 @@
-"""`fusedops.compile`: which results and inputs have gradients, and how results lie in memory, is as in eager PyTorch."""
+"""`fusedops.compile`: gradients exist, and results have strides, as in eager PyTorch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from support import DEVICE, as_tuple
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
 
-# A dropout that drops nothing of so few elements. Probabilities are multiples of 2**-16, and so is
-# its scale.
-_SURE = 1e-9
+# A probability of dropout that drops nothing in tensors as small as these. Probabilities are
+# rounded to multiples of 2**-16, and so is the scale.
+_NEVER = 1e-9
 _CLOSE = {"rtol": 2.0**-16 + 1e-5, "atol": 1e-4}
 
 
@@ -35,7 +35,7 @@ def _without_gradient(x: Tensor, y: Tensor, w: Tensor, frozen: Tensor) -> tuple[
 def _view_without_gradient(
     x: Tensor, y: Tensor, w: Tensor, frozen: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A view requires a gradient where its tensor does, which goes no farther."""
+    """View a tensor without gradients: the view requires a gradient, which goes no further."""
     with torch.no_grad():
         rows = x.view(8, 16)
     normed = F.layer_norm(rows, (16,), frozen)
@@ -48,7 +48,7 @@ def _parts_without_gradient(
     sums = F.layer_norm(x * 2, (16,), w)
     with torch.no_grad():
         first, _ = sums.chunk(2, -1)
-    dropped = F.dropout(first * 3, _SURE)
+    dropped = F.dropout(first * 3, _NEVER)
     return dropped * 1, dropped * w[:8]
 
 
@@ -63,16 +63,20 @@ def _changed_without_gradient(
     return normed + copy, F.layer_norm(copy, (16,), frozen)
 
 
+def _product_and_mask(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    return x * mask, mask
+
+
 def _compared(x: Tensor, y: Tensor, w: Tensor, frozen: Tensor) -> Tensor:
     normed = _norm(x) * y
     return normed.masked_fill(torch.fmod(normed * w, 2.0) > 1, 0.0)
 
 
-# Each with the number of its regions.
+# Functions of x, y, w and frozen, with the number of their regions.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {
-    "locked dropout": (lambda x, y, w, frozen: x * F.dropout(torch.ones_like(x[:, :1]), _SURE), 1),
+    "locked dropout": (lambda x, y, w, frozen: x * F.dropout(torch.ones_like(x[:, :1]), _NEVER), 1),
     "embedding dropout": (
-        lambda x, y, w, frozen: y @ (x[0] * F.dropout(torch.ones_like(x[0, :, :1]), _SURE)).T,
+        lambda x, y, w, frozen: y @ (x[0] * F.dropout(torch.ones_like(x[0, :, :1]), _NEVER)).T,
         1,
     ),
     "norm of a constant": (
@@ -84,19 +88,17 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {
         1,
     ),
     "mask returned": (
-        lambda x, y, w, frozen: (lambda mask: (x * w * mask, mask))(
-            F.dropout(torch.ones_like(x), _SURE)
-        ),
+        lambda x, y, w, frozen: _product_and_mask(x * w, F.dropout(torch.ones_like(x), _NEVER)),
         1,
     ),
     "norm of a comparison": (lambda x, y, w, frozen: (_norm((x > 0).float() * frozen), x * 2), 1),
     "dropout of a comparison": (
-        lambda x, y, w, frozen: (F.dropout((x > 0).float(), _SURE), x * 2),
+        lambda x, y, w, frozen: (F.dropout((x > 0).float(), _NEVER), x * 2),
         1,
     ),
     "comparison of another": (lambda x, y, w, frozen: _norm(x.masked_fill(y * 2 > 0, 0.0)) * w, 1),
-    "of a number's power": (lambda x, y, w, frozen: (F.dropout(x**0, _SURE), y * 2), 1),
-    "of a number's power, with a weight": (
+    "power of zero": (lambda x, y, w, frozen: (F.dropout(x**0, _NEVER), y * 2), 1),
+    "power of zero, with a weight": (
         lambda x, y, w, frozen: ((x**0 * w).softmax(-1) * y, x[..., 0]),
         1,
     ),
@@ -117,43 +119,46 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_what_has_gradients(name: str) -> None:
+def test_results_and_inputs_have_gradients_as_in_eager_mode(name: str) -> None:
+    """The same outputs require gradients, the same inputs get some, and they are equal."""
     function, regions = FUNCTIONS[name]
-    x, y, w = (
-        randn(2, 4, 16).requires_grad_(),
-        randn(2, 4, 16).requires_grad_(),
-        randn(16).requires_grad_(),
-    )
-    frozen, cotangents, result = randn(16), [randn(2, 4, 16), randn(2, 4, 16)], []
-    backend = Backend()
-    for call in (function, torch.compile(function, backend=backend, fullgraph=True)):
-        outs = as_tuple(call(x, y, w, frozen))
-        trained = [out for out in outs if out.requires_grad]
-        weights = [
-            cotangent.expand_as(out) if out.shape == cotangent.shape else torch.ones_like(out)
-            for out, cotangent in zip(trained, cotangents, strict=False)
-        ]
-        gradients = torch.autograd.grad(trained, (x, y, w), weights, allow_unused=True)
-        result.append(
-            (
-                [out.requires_grad for out in outs],
-                [g is None for g in gradients],
-                [*outs, *[g for g in gradients if g is not None]],
+    x, y, w = [randn(*shape).requires_grad_() for shape in ((2, 4, 16), (2, 4, 16), (16,))]
+    frozen, first_cotangent, second_cotangent = randn(16), randn(2, 4, 16), randn(2, 4, 16)
+
+    def outputs_and_gradients(
+        call: Callable[..., Any],
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+        outputs = as_tuple(call(x, y, w, frozen))
+        differentiable = [output for output in outputs if output.requires_grad]
+        cotangents = [
+            cotangent if output.shape == cotangent.shape else torch.ones_like(output)
+            for output, cotangent in zip(
+                differentiable, (first_cotangent, second_cotangent), strict=False
             )
-        )
-    (eager, none, expected), (ours, none_of_ours, values) = result
-    assert ours == eager and none_of_ours == none
-    for value, wanted in zip(values, expected, strict=True):
-        torch.testing.assert_close(value, wanted, **_CLOSE)
+        ]
+        gradients = torch.autograd.grad(differentiable, (x, y, w), cotangents, allow_unused=True)
+        return outputs, gradients
+
+    backend = Backend()
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    eager_outputs, eager_gradients = outputs_and_gradients(function)
+    our_outputs, our_gradients = outputs_and_gradients(compiled)
+    for ours, eager in zip(our_outputs, eager_outputs, strict=True):
+        assert ours.requires_grad == eager.requires_grad
+        torch.testing.assert_close(ours, eager, **_CLOSE)
+    for our_gradient, eager_gradient in zip(our_gradients, eager_gradients, strict=True):
+        assert (our_gradient is None) == (eager_gradient is None)
+        if eager_gradient is not None:
+            torch.testing.assert_close(our_gradient, eager_gradient, **_CLOSE)
     assert len(backend.report.fused) == regions
 
 
 def _time_first(x: Tensor) -> Tensor:
-    return F.dropout(x.transpose(0, 1), _SURE) * 2 + 1
+    return F.dropout(x.transpose(0, 1), _NEVER) * 2 + 1
 
 
 def _remainders(x: Tensor) -> Tensor:
-    """Calls an operator that no region has; its result has the strides of a region's."""
+    """Return remainders, by an operator that no region contains, with a region's strides."""
     return torch.fmod(_time_first(x), 64.0)
 
 
@@ -165,16 +170,16 @@ def _remainders_changed(x: Tensor) -> Tensor:
 
 def _by_another_library(x: Tensor) -> Tensor:
     y = _remainders(x)
-    return y + _in_memory(y.detach())
+    return y + _in_memory_order(y.detach())
 
 
-@torch.library.custom_op("fusedops_tests::in_memory", mutates_args=())
-def _in_memory(x: Tensor) -> Tensor:
-    """The elements in their order in memory."""
+@torch.library.custom_op("fusedops_tests::in_memory_order", mutates_args=())
+def _in_memory_order(x: Tensor) -> Tensor:
+    """Return a contiguous tensor with the elements in the order in which x has them in memory."""
     return x.as_strided(x.shape, torch.empty(x.shape).stride()).clone()
 
 
-@_in_memory.register_fake
+@_in_memory_order.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
@@ -197,32 +202,33 @@ def _(x: Tensor) -> Tensor:
         lambda x: _time_first(x).unsqueeze(0),
         lambda x: _time_first(x[:, :1]),
         lambda x: torch.as_strided(_time_first(x), (4, 16), (16, 1)) * 2,
-        lambda x: F.dropout(x, _SURE) * 2,
-        lambda x: F.dropout(x.permute(1, 2, 0)[..., None] * 2, _SURE).mul(3),
+        lambda x: F.dropout(x, _NEVER) * 2,
+        lambda x: F.dropout(x.permute(1, 2, 0)[..., None] * 2, _NEVER).mul(3),
     ],
 )
-def test_results_lie_in_memory_as_they_did(function: Callable[[Tensor], Tensor]) -> None:
-    x, cotangent = randn(2, 4, 16).requires_grad_(), None
-    result, backend = [], Backend()
-    for call in (function, torch.compile(function, backend=backend, fullgraph=True)):
-        y = call(x)
-        cotangent = randn(*y.shape) if cotangent is None else cotangent
-        result.append((y, *torch.autograd.grad(y, x, cotangent)))
-    strides = [
-        [step for step, size in zip(y.stride(), y.shape, strict=True) if size > 1]
-        for y, _ in result
-    ]
-    assert strides[0] == strides[1]
-    for ours, eager in zip(*reversed(result), strict=True):
-        torch.testing.assert_close(ours, eager, **_CLOSE)
+def test_results_have_the_strides_of_eager_mode(function: Callable[[Tensor], Tensor]) -> None:
+    """Strides of dimensions with one element do not matter."""
+
+    def strides(y: Tensor) -> list[int]:
+        return [stride for stride, size in zip(y.stride(), y.shape, strict=True) if size > 1]
+
+    backend = Backend()
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    x = randn(2, 4, 16).requires_grad_()
+    eager, ours = function(x), compiled(x)
+    assert strides(ours) == strides(eager)
+    torch.testing.assert_close(ours, eager, **_CLOSE)
+    cotangent = randn(*eager.shape)
+    (eager_dx,), (our_dx,) = [torch.autograd.grad(y, x, cotangent) for y in (eager, ours)]
+    torch.testing.assert_close(our_dx, eager_dx, **_CLOSE)
     assert len(backend.report.fused) == 1
 
 
 @pytest.mark.parametrize("read", [lambda y: y, lambda y: y.as_strided((4, 16), (16, 2)) * 2])
-def test_columns_that_are_changed_in_place_stay_where_they_are(
+def test_every_second_column_keeps_its_stride_after_an_in_place_change(
     read: Callable[[Tensor], Tensor],
 ) -> None:
-    """An operator in place of the in-place change would return adjacent columns."""
+    """If a functional operator replaced the change, it would return adjacent columns."""
 
     def function(x: Tensor) -> Tensor:
         columns = torch.fmod(_norm(x), 64.0)[..., ::2]
@@ -235,7 +241,7 @@ def test_columns_that_are_changed_in_place_stay_where_they_are(
     assert ours.stride() == eager.stride()
 
 
-def test_a_length_that_depends_on_data() -> None:
+def test_length_that_depends_on_data_is_fused() -> None:
     def function(x: Tensor, n: Tensor, w: Tensor) -> Tensor:
         size = n.item()
         torch._check(size >= 0)
@@ -251,8 +257,8 @@ def test_a_length_that_depends_on_data() -> None:
     assert len(backend.report.fused) == 1
 
 
-def test_changes_with_a_number() -> None:
-    """`pow_` has its number where `pow` has a tensor, by the same overload's name."""
+def test_in_place_operators_with_numbers_are_fused() -> None:
+    """`pow_` with a number and `pow` with a tensor have the same overload name."""
 
     def function(x: Tensor, w: Tensor) -> Tensor:
         y = x * 2
@@ -268,57 +274,57 @@ def test_changes_with_a_number() -> None:
     assert region.operators[:2] == ("mul", "pow")
 
 
-def test_queries_that_see_no_key() -> None:
-    """Their results are zero, and so are their gradients, where PyTorch drops weights without a fused kernel."""
+def test_fully_masked_queries_have_results_and_gradients_of_zero() -> None:
+    """PyTorch's attention with dropout, without a fused kernel, defines this."""
 
     def function(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=_SURE)
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=_NEVER)
 
     inputs = [randn(1, 2, 4, 8).requires_grad_() for _ in range(3)]
-    mask, cotangent, backend = (
-        torch.ones(4, 4, dtype=torch.bool, device=DEVICE),
-        randn(1, 2, 4, 8),
-        Backend(),
-    )
+    mask = torch.ones(4, 4, dtype=torch.bool, device=DEVICE)
     mask[1] = False
-    results = []
+    cotangent, backend, results = randn(1, 2, 4, 8), Backend(), []
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         for call in (function, torch.compile(function, backend=backend)):
             y = call(*inputs, mask)
             results.append([y, *torch.autograd.grad(y, inputs, cotangent)])
-    for ours, eager in zip(*reversed(results), strict=True):
+    for eager, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, eager, **_CLOSE)
     assert any("_safe_softmax" in region.operators for region in backend.report.fused)
 
 
-_OUTER: dict[str, Callable[[Tensor], Tensor]] = {
+# Functions of all pairs of a row's columns.
+_PAIRS: dict[str, Callable[[Tensor], Tensor]] = {
     "differences": lambda x: F.softplus(x[:, None, :] - x[:, :, None]).mean((1, 2)),
     "products": lambda x: (x[:, :, None] * x[:, None, :]).sum(-1),
     "ranks": lambda x: (
         torch.sigmoid((torch.tanh(x)[:, :, None] - (x * 2)[:, None, :]) * 3).sum(-1).softmax(-1)
     ),
-    "a column beside a row": lambda x: (x.mean(-1, keepdim=True) - x.mean(-1)).softmax(-1),
+    "column and row": lambda x: (x.mean(-1, keepdim=True) - x.mean(-1)).softmax(-1),
 }
 
 
-@pytest.mark.parametrize("case", _OUTER)
-def test_rows_beside_themselves(case: str) -> None:
-    """One dimension of the input in two of a value, of which a kernel would have the diagonal.
+@pytest.mark.parametrize("case", _PAIRS)
+def test_all_pairs_of_columns_have_exact_values_and_gradients(case: str) -> None:
+    """A dimension of the input is two dimensions of a value.
 
-    Values and gradients.
+    A kernel that confused the two would compute only the diagonal.
     """
 
     def function(x: Tensor, w: Tensor) -> Tensor:
-        return _OUTER[case](F.layer_norm(x, (8,), w) * 0.7)
+        return _PAIRS[case](F.layer_norm(x, (8,), w) * 0.7)
 
-    result, backend, tensors = [], Backend(), [randn(8, 8), randn(8)]
-    for call, dtype in (
-        (torch.compile(function, backend=backend), torch.float32),
-        (function, torch.float64),
-    ):
+    tensors = [randn(8, 8), randn(8)]
+
+    def results(call: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
         inputs = [t.to(dtype).requires_grad_() for t in tensors]
         y = call(*inputs)
-        result.append([t.double() for t in (y, *torch.autograd.grad(y.square().sum(), inputs))])
-    for ours, want in zip(*result, strict=True):
-        torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-5)
+        return [t.double() for t in (y, *torch.autograd.grad(y.square().sum(), inputs))]
+
+    backend = Backend()
+    compiled = torch.compile(function, backend=backend)
+    for ours, exact in zip(
+        results(compiled, torch.float32), results(function, torch.float64), strict=True
+    ):
+        torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
     assert backend.report.regions

@@ -1,4 +1,4 @@
-"""`fusedops.compile` reads activations that a model returns once in the backward, with their derivative."""
+"""`fusedops.compile` saves one tensor for an activation that the model returns, not two."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ _ROWS, _COLUMNS = 6, 40
 
 
 def _capped(product: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Soft-capped logits, and a loss."""
+    """Return a loss and soft-capped logits: the logits can be computed again from the tanh."""
     logits = torch.tanh(product / 2) * 2
     return (logits.flatten() - 1).square().mean(), logits
 
 
 def _bare(product: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """The derivative reads the result itself."""
+    """Return a loss and a tanh, whose derivative reads the result itself."""
     activation = torch.tanh(product)
     return (activation - 1).square().mean(), activation
 
 
 def _gated(product: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """The derivative reads the product."""
+    """Return a loss and a GELU, whose derivative reads the product."""
     activation = torch.nn.functional.gelu(product)
     return (activation - 1).square().mean(), activation
 
 
 def _multiplied(product: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix product reads what is returned: to compute it again would write it again."""
+    """Return a loss and a GELU that a matrix product reads, so that recomputing would write it."""
     activation = torch.nn.functional.gelu(product)
     return (activation @ other).square().mean(), activation
 
 
 def _linear(product: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Nothing else of the activation is saved."""
+    """Return a loss and scaled logits, for whose derivative nothing else is saved."""
     logits = product * 2
     return (logits - 1).square().mean(), logits
 
 
-def _full(nodes: Sequence[torch.fx.Node]) -> int:
-    """How many of the nodes are tensors as large as the product, or views of one, such as the transposed."""
+def _count_full(nodes: Sequence[torch.fx.Node]) -> int:
+    """Return how many of the nodes are tensors as large as the product, or views of such."""
     values = [node.meta.get("val") for node in nodes]
     return sum(isinstance(value, Tensor) and value.numel() == _ROWS * _COLUMNS for value in values)
 
 
 @pytest.mark.parametrize(
-    "function, written, read, again",
+    "function, written, read, recomputed",
     [
         (_capped, 2, 1, 1),
         (_gated, 2, 1, 0),
@@ -68,10 +68,17 @@ def _full(nodes: Sequence[torch.fx.Node]) -> int:
         (_linear, 1, 1, 0),
     ],
 )
-def test_activations_that_are_returned(
-    function: Callable[..., Any], written: int, read: int, again: int
+def test_returned_activations_are_recomputed_if_that_saves_a_read(
+    function: Callable[..., Any], written: int, read: int, recomputed: int
 ) -> None:
-    """The forward writes its product or what is returned or both, and the backward reads no more of them than it needs."""
+    """The test counts full tensors.
+
+    Args:
+        function: the loss and the returned activation of a product.
+        written: tensors that the forward writes.
+        read: tensors that the backward reads.
+        recomputed: calls of tanh in the backward.
+    """
     x, w = (
         torch.randn(*shape, device=DEVICE, requires_grad=True)
         for shape in ((_ROWS, 16), (16, _COLUMNS))
@@ -101,13 +108,14 @@ def test_activations_that_are_returned(
         loss, returned = call(x, w)
         total = loss + (returned * torch.linspace(0, 1, _COLUMNS, device=DEVICE)).sum()
         results.append([loss, returned, *torch.autograd.grad(total, (x, w))])
-    for ours, eager in zip(*reversed(results), strict=True):
+    for eager, ours in zip(*results, strict=True):
         # Sums of at most 40 products, in another order.
         torch.testing.assert_close(
             ours, eager, rtol=0, atol=40 * 2**-22 * float(eager.detach().abs().max())
         )
     forward, backward = graphs
-    assert _full(forward.output_node().all_input_nodes) == written
+    assert _count_full(forward.output_node().all_input_nodes) == written
     # The backward also reads the gradient of the returned tensor.
-    assert _full(backward.find_nodes(op="placeholder")) == read + 1
-    assert len(backward.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)) == again
+    assert _count_full(backward.find_nodes(op="placeholder")) == read + 1
+    tanh_calls = backward.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)
+    assert len(tanh_calls) == recomputed

@@ -1,4 +1,4 @@
-"""Fused graphs on disk: a process after the first captures nothing, and nothing is found that another graph left there."""
+"""Fused graphs on disk: later processes read them, and a graph never gets the file of another."""
 
 from __future__ import annotations
 
@@ -55,21 +55,22 @@ def compiled(gm, inputs, mode, options):
     run = lambda graph, _: make_boxed_func(graph.forward)
     return aot_autograd(fw_compiler=run, bw_compiler=run)(gm, inputs)
 
-captured = mock.patch.object(entry, "captured", side_effect=AssertionError) if sys.argv[1] == "again" else mock.MagicMock()
+if sys.argv[1] == "again":  # a second process may not capture the graph
+    mock.patch.object(entry, "captured", side_effect=AssertionError).start()
 torch.manual_seed(0)
 model, x = backends.PostNorm(p=0.5).to(backends.DEVICE), backends.randn(6, 24)
-with mock.patch.object(entry, "compile_by_inductor", compiled), captured, launch.record() as launched:
+with mock.patch.object(entry, "compile_by_inductor", compiled), launch.record() as launched:
     output = fusedops.compile(model)(x)
     output.square().sum().backward()
-numbers = [output, *[parameter.grad for parameter in model.parameters()]]
-print(launched, [number.detach().double().cpu().numpy().tobytes().hex() for number in numbers])
+tensors = [output, *[parameter.grad for parameter in model.parameters()]]
+print(launched, [tensor.detach().double().cpu().numpy().tobytes().hex() for tensor in tensors])
 """
 
 
-def test_a_second_process_neither_captures_nor_computes_anything_else(
+def test_second_process_captures_nothing_and_has_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same bits, dropout drawn, and the same kernels."""
+    """It launches the same kernels, and draws the same dropout masks."""
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
     first = _step_here(monkeypatch) if DEVICE.type == "cpu" else _step_in_a_process("first")
     assert "forward_kernel" in first and "backward_kernel" in first
@@ -77,9 +78,12 @@ def test_a_second_process_neither_captures_nor_computes_anything_else(
 
 
 def _step_here(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The output of the first process's code, run in this one. On a GPU it draws other states."""
+    """Run the code of the first process in this one, and return what it prints.
+
+    On a GPU this process has drawn other random states, so there a process is started.
+    """
     monkeypatch.setattr(sys, "argv", ["", "first"])
-    # As in a process that sets nothing: determinism is a part of a file's name.
+    # A new process has this default, and the file's name depends on it.
     torch.use_deterministic_algorithms(False)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(_STEP, {})
@@ -87,6 +91,7 @@ def _step_here(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def _step_in_a_process(turn: str) -> str:
+    """Run the code in a new process, and return what it prints."""
     return subprocess.run(
         [sys.executable, "-W", "error::RuntimeWarning", "-c", _STEP, turn],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -96,25 +101,25 @@ def _step_in_a_process(turn: str) -> str:
     ).stdout
 
 
-# --- what a file belongs to -----------------------------------------------------------------------
+# --- on what the name of a file depends -----------------------------------------------------------
 
 
 def _normed(x: Tensor, w: Tensor) -> Tensor:
     return F.layer_norm(x + w, (8,), w, None, 1e-5)
 
 
-def _normed_otherwise(x: Tensor, w: Tensor) -> Tensor:
+def _normed_with_other_eps(x: Tensor, w: Tensor) -> Tensor:
     return F.layer_norm(x + w, (8,), w, None, 1e-6)
 
 
 def _graph(
     function: Callable[..., Any], inputs: Sequence[Tensor], **options: Any
 ) -> tuple[fx.GraphModule, list[Any]]:
-    """What Dynamo hands to a backend."""
+    """Return the graph and the inputs that Dynamo passes to a backend."""
     results: list[Any] = []
 
-    def keep(gm: fx.GraphModule, given: list[Any]) -> Any:
-        results[:] = gm, given
+    def keep(gm: fx.GraphModule, graph_inputs: list[Any]) -> Any:
+        results[:] = gm, graph_inputs
         return gm.forward
 
     torch._dynamo.reset()
@@ -125,14 +130,15 @@ def _graph(
 def _path(
     function: Callable[..., Any] = _normed, inputs: Sequence[Tensor] | None = None, **options: Any
 ) -> Path | None:
-    return storing.stored_at(
-        *_graph(function, (randn(6, 8), randn(8)) if inputs is None else inputs, **options)
-    )
+    """Return the path at which the graph of a function is stored, or None if it is not stored."""
+    if inputs is None:
+        inputs = (randn(6, 8), randn(8))
+    return storing.stored_at(*_graph(function, inputs, **options))
 
 
 @contextmanager
 def _set(read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> Iterator[None]:
-    """A setting of PyTorch, for a while."""
+    """Change a setting of PyTorch, and restore it at the end."""
     before = read()
     write(value)
     try:
@@ -150,7 +156,7 @@ def _overlapping() -> tuple[Tensor, Tensor]:
     return x, x[0]
 
 
-def _of_inference() -> Path | None:
+def _path_of_inference_tensors() -> Path | None:
     with torch.inference_mode():
         x = randn(6, 8)
     return _path(inputs=(x, randn(8)))
@@ -162,12 +168,14 @@ def _pooled_along_rows(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _pooled_along_both(x: Tensor, w: Tensor) -> Tensor:
-    pooled: Tensor = F.max_pool2d(x.view(2, 3, 8), 3, 1, 1)  # whose qualified name is the same
+    # The qualified name of max_pool2d is that of max_pool1d.
+    pooled: Tensor = F.max_pool2d(x.view(2, 3, 8), 3, 1, 1)
     return F.layer_norm(pooled, (8,), w)
 
 
+# Graphs and inputs that differ from `_path()` and from one another.
 OTHERS: dict[str, Callable[[], Path | None]] = {
-    "a number": lambda: _path(_normed_otherwise),
+    "a number": lambda: _path(_normed_with_other_eps),
     "rows": lambda: _path(inputs=(randn(7, 8), randn(8))),
     "strides": lambda: _path(inputs=(randn(8, 6).t(), randn(8))),
     "dtype": lambda: _path(inputs=(randn(6, 8).half(), randn(8).half())),
@@ -176,14 +184,15 @@ OTHERS: dict[str, Callable[[], Path | None]] = {
     "shared memory": lambda: _path(inputs=_overlapping()),
     "a step": lambda: _path(lambda x, w: _normed(x[::2], w)),
     "another step": lambda: _path(lambda x, w: _normed(x[::3], w)),
-    "inference": _of_inference,
+    "inference": _path_of_inference_tensors,
     "pooled along rows": lambda: _path(_pooled_along_rows),
     "pooled along both": lambda: _path(_pooled_along_both),
-    "a number of the part": lambda: _path(_checkpointed),
-    "another number of the part": lambda: _path(_checkpointed_otherwise),
+    "checkpointed": lambda: _path(_checkpointed),
+    "a number of the checkpointed part": lambda: _path(_checkpointed_with_other_eps),
 }
 _OTHER_DEVICE = "cuda" if DEVICE.type == "cpu" else "cpu"
 cuda = torch.backends.cuda
+# Settings under which the same graph has another file.
 SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "gradients off": torch.no_grad,
     "inference mode": torch.inference_mode,
@@ -212,28 +221,30 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-def test_a_file_belongs_to_all_that_decides_what_is_made() -> None:
-    """Two calls that are alike have one, and each difference has another."""
-    own = _path()
-    assert own is not None and own == _path()
-    others = {name: other() for name, other in OTHERS.items()}
-    gm, given = _graph(_normed, (randn(6, 8), randn(8)))
+def test_path_depends_on_all_that_decides_the_compiled_graph() -> None:
+    """Two calls that are alike have one path, and each difference has another."""
+    own_path = _path()
+    assert own_path is not None
+    assert own_path == _path()
+    other_paths = {name: path() for name, path in OTHERS.items()}
+    gm, inputs = _graph(_normed, (randn(6, 8), randn(8)))
     for name, setting in SETTINGS.items():
         with setting():
-            others[name] = storing.stored_at(gm, given)
-    assert None not in others.values()
-    assert len({own, *others.values()}) == 1 + len(others), others
+            other_paths[name] = storing.stored_at(gm, inputs)
+    assert None not in other_paths.values()
+    assert len({own_path, *other_paths.values()}) == 1 + len(other_paths), other_paths
 
 
-def test_a_graph_that_makes_a_module_has_a_file() -> None:
-    """PyTorch logs there that one is made."""
+def test_graph_that_creates_a_module_is_stored() -> None:
+    """The graph has a call by which PyTorch logs that a module is created."""
 
     def function(x: Tensor, w: Tensor) -> Tensor:
         result: Tensor = torch.nn.SiLU()(_normed(x, w))
         return result
 
-    gm, given = _graph(function, (randn(6, 8), randn(8)))
-    assert "_log_api_usage_once" in gm.code and storing.stored_at(gm, given) is not None
+    gm, inputs = _graph(function, (randn(6, 8), randn(8)))
+    assert "_log_api_usage_once" in gm.code
+    assert storing.stored_at(gm, inputs) is not None
 
 
 @torch.library.custom_op("fusedops_tests::stored_nowhere", mutates_args=())
@@ -251,33 +262,33 @@ def _checkpointed(x: Tensor, w: Tensor) -> Tensor:
     return _normed(result, w)
 
 
-def _checkpointed_otherwise(x: Tensor, w: Tensor) -> Tensor:
-    result: Tensor = checkpoint(_normed_otherwise, x, w, use_reentrant=False)
+def _checkpointed_with_other_eps(x: Tensor, w: Tensor) -> Tensor:
+    result: Tensor = checkpoint(_normed_with_other_eps, x, w, use_reentrant=False)
     return _normed(result, w)
 
 
-def _checkpointed_by_choice(x: Tensor, w: Tensor) -> Tensor:
-    """A function chooses the operators that are computed again."""
-    result: Tensor = checkpoint(_normed, x, w, use_reentrant=False, context_fn=_choice)
+def _selectively_checkpointed(x: Tensor, w: Tensor) -> Tensor:
+    """Call a checkpointed part in which a function selects the operators that are saved."""
+    result: Tensor = checkpoint(_normed, x, w, use_reentrant=False, context_fn=_save_norms)
     return result
 
 
-def _choice() -> Any:
+def _save_norms() -> Any:
     return create_selective_checkpoint_contexts([torch.ops.aten.native_layer_norm.default])
 
 
 def _branching(x: Tensor, w: Tensor) -> Tensor:
-    result: Tensor = torch.cond(w.sum() > 0, _normed, _normed_otherwise, (x, w))
+    result: Tensor = torch.cond(w.sum() > 0, _normed, _normed_with_other_eps, (x, w))
     return result
 
 
-def _fake_inputs_of_symbols() -> Path | None:
-    gm, given = _graph(_normed, (randn(6, 8), randn(8)))
+def _path_of_symbolic_inputs() -> Path | None:
+    gm, (x, w) = _graph(_normed, (randn(6, 8), randn(8)))
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
         dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
-        given[0] = mode.from_tensor(given[0], symbolic_context=dynamic, source=ConstantSource("x"))
-    assert not isinstance(given[0].shape[0], int)
-    return storing.stored_at(gm, given)
+        x = mode.from_tensor(x, symbolic_context=dynamic, source=ConstantSource("x"))
+    assert not isinstance(x.shape[0], int)
+    return storing.stored_at(gm, [x, w])
 
 
 @torch._dynamo.allow_in_graph
@@ -286,60 +297,58 @@ def _softsign(x: Tensor) -> Tensor:
     return x * 2
 
 
-def _of_a_subclass() -> Path | None:
-    gm, given = _graph(_normed, (randn(6, 8), randn(8)))
-    return storing.stored_at(gm, [TwoTensor(given[0], given[0]), *given[1:]])
+def _path_of_a_subclass() -> Path | None:
+    gm, (x, w) = _graph(_normed, (randn(6, 8), randn(8)))
+    return storing.stored_at(gm, [TwoTensor(x, x), w])
 
 
-def _with_caches_off() -> Path | None:
-    gm, given = _graph(_normed, (randn(6, 8), randn(8)))
+def _path_with_caches_disabled() -> Path | None:
+    gm, inputs = _graph(_normed, (randn(6, 8), randn(8)))
     with torch.compiler.config.patch(force_disable_caches=True):
-        return storing.stored_at(gm, given)
+        return storing.stored_at(gm, inputs)
 
 
-NOWHERE: dict[str, Callable[[], Path | None]] = {
-    "lengths that are symbols": lambda: _path(dynamic=True),
-    "sizes that are symbols": _fake_inputs_of_symbols,
-    "an operator of others": lambda: _path(lambda x, w: _normed(_own_operator(x), w)),
-    "a function": lambda: _path(_checkpointed_by_choice),
+NOT_STORED: dict[str, Callable[[], Path | None]] = {
+    "symbolic graph inputs": lambda: _path(dynamic=True),
+    "symbolic sizes of fake tensors": _path_of_symbolic_inputs,
+    "an operator of another library": lambda: _path(lambda x, w: _normed(_own_operator(x), w)),
+    "selective checkpointing": lambda: _path(_selectively_checkpointed),
     "control flow": lambda: _path(_branching),
-    "a function of a known name": lambda: _path(lambda x, w: _normed(_softsign(x), w)),
-    "a tensor of tensors": _of_a_subclass,
-    "caches are off": _with_caches_off,
+    "a function with the name of PyTorch's": lambda: _path(lambda x, w: _normed(_softsign(x), w)),
+    "a tensor subclass": _path_of_a_subclass,
+    "caches are disabled": _path_with_caches_disabled,
 }
 
 
-@pytest.mark.parametrize("name", NOWHERE)
-def test_what_has_no_text_is_not_stored(name: str) -> None:
-    """It is captured in each process."""
-    assert NOWHERE[name]() is None
+@pytest.mark.parametrize("name", NOT_STORED)
+def test_graph_that_cannot_be_written_as_text_is_not_stored(name: str) -> None:
+    """Each process captures it."""
+    assert NOT_STORED[name]() is None
 
 
 # --- what is in a file ----------------------------------------------------------------------------
 
 
 def _with_constants(x: Tensor, w: Tensor) -> Tensor:
-    numbers = torch.tensor([-0.0, float("inf"), 0.1, 2.0**-40], dtype=torch.float32)
-    none = torch.tensor([]).to(x.device)
-    return (
-        _normed(x, w) * numbers.to(x.device).max()
-        + x[..., 1:2] / numbers.to(x.device)[0].exp()
-        + none.sum()
-    )
+    numbers = torch.tensor([-0.0, float("inf"), 0.1, 2.0**-40], dtype=torch.float32).to(x.device)
+    empty = torch.tensor([]).to(x.device)
+    return _normed(x, w) * numbers.max() + x[..., 1:2] / numbers[0].exp() + empty.sum()
 
 
-def _made(
+def _fused(
     function: Callable[..., Any],
 ) -> tuple[fx.GraphModule, list[Any], fx.GraphModule, CompileReport]:
-    gm, given = _graph(function, (randn(6, 8), randn(8)))
+    """Return a function's graph and inputs, the fused graph, and its report."""
+    gm, inputs = _graph(function, (randn(6, 8), randn(8)))
     report = CompileReport()
-    compiled = entry._with_operators(gm, given, report)
-    assert report.fused and not report.left
-    return gm, given, compiled, report
+    fused = entry._with_operators(gm, inputs, report)
+    assert report.fused
+    assert not report.left
+    return gm, inputs, fused, report
 
 
 def _codes(gm: fx.GraphModule) -> list[str]:
-    """The code of a graph and of the bodies in it."""
+    """Return the code of a graph and of the bodies in it."""
     return [module.code for module in gm.modules() if isinstance(module, fx.GraphModule)]
 
 
@@ -350,7 +359,7 @@ def _without_gradients(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _of_two_values(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    """A region with a result twice, and one that saves what another does."""
+    """Return a region's result twice, and compute a region that saves what another saves."""
     z = x + w
     y = F.layer_norm(z, (8,), w)
     return z, y, z.clone(), F.layer_norm(z + y @ w.outer(w), (8,), w)
@@ -359,46 +368,44 @@ def _of_two_values(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(
     "function", [_normed, _with_constants, _checkpointed, _without_gradients, _of_two_values]
 )
-def test_the_graph_that_is_read_is_the_one_that_was_stored(
+def test_graph_that_is_read_equals_the_stored_one(
     function: Callable[..., Any], tmp_path: Path
 ) -> None:
     """They agree in every name, argument, mark and constant."""
-    gm, given, made, report = _made(function)
-    nodes = list(made.graph.nodes)
+    gm, inputs, fused, report = _fused(function)
+    nodes = list(fused.graph.nodes)
     nodes[-2].meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     nodes[-3].meta[PADDED] = True
     path = tmp_path / "graphs" / "graph.json"
-    written = storing.write(path, gm, made, report.programs)
+    written = storing.write(path, gm, fused, report.programs)
     with mock.patch.object(storing, "Source", wraps=Source) as sources:
         result = storing.read(path, gm)
-    assert result is not None and written is not made
+    assert result is not None
+    assert written is not fused
     for call, program in zip(sources.call_args_list, report.programs, strict=True):
         graph, output_numbers, structure, also_saved = call.args
-        own = program.function
-        assert (str(graph), list(output_numbers), list(also_saved)) == (
-            str(own.graph),
-            list(own.output_numbers),
-            list(own.also_saved),
-        )
-        assert structure.text() == own.structure.text()
-    assert result.meta == written.meta == made.meta == gm.meta | made.meta
-    for one in (result, written):
-        for ours, theirs in zip(
-            *[graph.find_nodes(op="placeholder") for graph in (one.graph, gm.graph)], strict=True
-        ):
-            assert ours.meta["tensor_dict"] is theirs.meta["tensor_dict"]
-            assert ours._dynamo_source is theirs._dynamo_source
-    assert _codes(result) == _codes(written) == _codes(made)
+        stored = program.function
+        assert str(graph) == str(stored.graph)
+        assert list(output_numbers) == list(stored.output_numbers)
+        assert list(also_saved) == list(stored.also_saved)
+        assert structure.text() == stored.structure.text()
+    assert result.meta == written.meta == fused.meta == gm.meta | fused.meta
+    captured_inputs = gm.graph.find_nodes(op="placeholder")
+    for copy in (result, written):
+        copied_inputs = copy.graph.find_nodes(op="placeholder")
+        for copied, captured in zip(copied_inputs, captured_inputs, strict=True):
+            assert copied.meta["tensor_dict"] is captured.meta["tensor_dict"]
+            assert copied._dynamo_source is captured._dynamo_source
+    assert _codes(result) == _codes(written) == _codes(fused)
     marks = [
         {key: node.meta[key] for key in ("recompute", PADDED) if key in node.meta}
         for node in result.graph.nodes
     ]
-    assert marks[-2] == {"recompute": CheckpointPolicy.MUST_RECOMPUTE} and marks[-3] == {
-        PADDED: True
-    }
+    assert marks[-2] == {"recompute": CheckpointPolicy.MUST_RECOMPUTE}
+    assert marks[-3] == {PADDED: True}
     assert not any(marks[:-3] + marks[-1:])
-    for ours, theirs in zip(result(*given), made(*given), strict=True):
-        assert torch.equal(ours, theirs)
+    for read_output, output in zip(result(*inputs), fused(*inputs), strict=True):
+        assert torch.equal(read_output, output)
 
 
 def _of_many_numbers(x: Tensor, w: Tensor) -> Tensor:
@@ -410,54 +417,54 @@ def _of_complex_numbers(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [_of_many_numbers, _of_complex_numbers])
-def test_what_holds_other_constants_is_not_stored(
+def test_graph_with_large_or_complex_constants_is_not_stored(
     function: Callable[..., Any], tmp_path: Path
 ) -> None:
-    gm, _, made, report = _made(function)
-    assert storing.write(tmp_path / "graph.json", gm, made, report.programs) is made
+    gm, _, fused, report = _fused(function)
+    assert storing.write(tmp_path / "graph.json", gm, fused, report.programs) is fused
     assert not list(tmp_path.iterdir())
 
 
-def _left(x: Tensor, w: Tensor) -> Tensor:
+def _detached_in_place(x: Tensor, w: Tensor) -> Tensor:
     result: Tensor = x.clone().detach_().add(w)
     return result
 
 
-def test_a_graph_that_is_left_is_not_stored(
+def test_graph_that_is_left_to_inductor_is_not_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each process says why."""
+    """Each process reports the reason."""
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
-    gm, given = _graph(_left, (randn(6, 8), randn(8)))
+    gm, inputs = _graph(_detached_in_place, (randn(6, 8), randn(8)))
     for _ in range(2):
         report = CompileReport()
-        assert entry._stored(gm, given, report) is gm
+        assert entry._stored(gm, inputs, report) is gm
         assert report.left == ["it calls detach_"]
 
 
-def test_of_programs_of_one_name_the_first_is_stored() -> None:
-    """It is the one that is registered."""
+def test_report_has_the_first_of_programs_with_the_same_name() -> None:
+    """It is the one that is registered, and so the one that is stored."""
     programs: list[Any] = [SimpleNamespace(name=name) for name in ("a", "b", "a")]
     report = CompileReport([RegionReport((), (), program=program) for program in programs])
     assert [id(program) for program in report.programs] == [id(program) for program in programs[:2]]
 
 
-def _torn(content: dict[str, Any]) -> str:
+# Each of these returns the text of a file that cannot be used.
+def _truncated(content: dict[str, Any]) -> str:
     return json.dumps(content)[:-20]
 
 
-def _another_program(content: dict[str, Any]) -> str:
-    return json.dumps(
-        content | {"programs": {f"{name}x": result for name, result in content["programs"].items()}}
-    )
+def _programs_of_other_names(content: dict[str, Any]) -> str:
+    programs = {f"{name}x": program for name, program in content["programs"].items()}
+    return json.dumps(content | {"programs": programs})
 
 
-def _other_inputs(content: dict[str, Any]) -> str:
+def _input_missing(content: dict[str, Any]) -> str:
     return json.dumps(content | {"nodes": content["nodes"][1:]})
 
 
-def _any_function(content: dict[str, Any]) -> str:
-    """A file can name no function but PyTorch's operators."""
+def _arbitrary_function(content: dict[str, Any]) -> str:
+    """A file can name no functions other than PyTorch's operators."""
     return json.dumps(content).replace("getitem", "os:system")
 
 
@@ -466,66 +473,74 @@ def _of_another_library(content: dict[str, Any]) -> str:
 
 
 def _code_for_an_argument(content: dict[str, Any]) -> str:
-    return _with(content, 2, 'x=__import__("builtins").print("executed")')
+    target_index = 2
+    return _with_first_node(content, target_index, 'x=__import__("builtins").print("executed")')
 
 
 def _code_for_a_name(content: dict[str, Any]) -> str:
-    return _with(content, 1, "x); print('executed'); (x")
+    name_index = 1
+    return _with_first_node(content, name_index, "x); print('executed'); (x")
 
 
-def _with(content: dict[str, Any], place: int, text: str) -> str:
+def _with_first_node(content: dict[str, Any], index: int, text: str) -> str:
+    """Replace one entry of the first node's record."""
     node = content["nodes"][0]
     assert node[0] == "placeholder"
-    node[place] = text
+    node[index] = text
     return json.dumps(content)
 
 
-def _any_attribute(content: dict[str, Any]) -> str:
+def _arbitrary_attribute(content: dict[str, Any]) -> str:
     return json.dumps(content).replace("aten.add.Tensor", "aten.add.Tensor.__init__.__globals__")
 
 
 _CHANGES = [
-    _torn,
-    _another_program,
-    _other_inputs,
-    _any_function,
+    _truncated,
+    _programs_of_other_names,
+    _input_missing,
+    _arbitrary_function,
     _of_another_library,
     _code_for_an_argument,
     _code_for_a_name,
-    _any_attribute,
+    _arbitrary_attribute,
 ]
 
 
-@pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "changed"])
+@pytest.mark.parametrize(
+    "has_checksum", [True, False], ids=["with its checksum", "without checksum"]
+)
 @pytest.mark.parametrize("change", _CHANGES)
-def test_a_file_that_cannot_be_used_is_replaced(
+def test_file_that_cannot_be_used_is_replaced(
     change: Callable[[dict[str, Any]], str],
-    sealed: bool,
+    has_checksum: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The graph is captured again, also where the checksum belongs to what is changed."""
+    """The graph is captured again, also if the checksum of the changed content is right."""
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
-    gm, given = _graph(_normed, (randn(6, 8), randn(8)))
-    path = storing.stored_at(gm, given)
+    gm, inputs = _graph(_normed, (randn(6, 8), randn(8)))
+    path = storing.stored_at(gm, inputs)
     assert path is not None
-    entry._stored(gm, given, CompileReport())
+    entry._stored(gm, inputs, CompileReport())
     before = path.read_text()
     changed = change(json.loads(cache.opened(before)))
-    path.write_text(cache.sealed(changed) if sealed else changed)
+    path.write_text(cache.sealed(changed) if has_checksum else changed)
     assert path.read_text() != before
     report = CompileReport()
-    entry._stored(gm, given, report)
-    assert report.graphs == 1 and path.read_text() == before
+    entry._stored(gm, inputs, report)
+    assert report.graphs == 1
+    assert path.read_text() == before
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(
+def test_graph_is_compiled_if_the_cache_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The graph is compiled as it was captured."""
+    """The folder of the cache is a file."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path / "file"))
-    gm, given = _graph(_normed, (randn(6, 8), randn(8)))
+    gm, inputs = _graph(_normed, (randn(6, 8), randn(8)))
     report = CompileReport()
-    compiled = entry._stored(gm, given, report)
-    assert report.fused and not report.left and "fusedops" in compiled.code
+    compiled = entry._stored(gm, inputs, report)
+    assert report.fused
+    assert not report.left
+    assert "fusedops" in compiled.code

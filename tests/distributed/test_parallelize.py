@@ -1,6 +1,6 @@
-"""Tensor parallel and sharded models, before fusing and after.
+"""Tensor parallel and sharded models, fused before or after they are parallelised.
 
-Values, gradients and checkpoints of one process.
+Their values, gradients and checkpoints are those of one process.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from fusedops.models.rules import norms
 from ranks import run_ranks
 from support import INTERPRETED
 
-RANKS = 3  # for checkpoints: all three load what the first two saved
+RANKS = 3  # of the test of checkpoints: the first two save, and all three load
 VOCABULARY, WIDTH, LAYERS, HEADS, BATCH, LENGTH = 64, 32, 2, 4, 2, 8
 ROOT = Path(__file__).parents[2]
 
-# Sums of up to 64 products in another order. Losses and gradients are of order one.
+# Sums of up to 64 products are added in another order. Losses and gradients are of order one.
 _close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
 
 
 def _full(t: Any) -> Tensor:
-    """All of a tensor, sharded or not."""
+    """Return the whole tensor of a DTensor, or a plain tensor itself."""
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
 # --- models ---------------------------------------------------------------------------------------
 
 
-def _scattered(model: nn.Module) -> nn.Module:
-    """The model with random weights of norms, and random biases, instead of ones and zeros."""
+def _randomised(model: nn.Module) -> nn.Module:
+    """Return the model with random norm weights and biases, instead of ones and zeros."""
     for parameter in model.parameters():
         if parameter.ndim == 1:
             nn.init.normal_(parameter, 1.0, 0.3)
@@ -67,11 +67,15 @@ def _llama() -> nn.Module:
         max_position_embeddings=64,
         initializer_range=0.2,
     )
-    return _scattered(LlamaForCausalLM(config))
+    return _randomised(LlamaForCausalLM(config))
 
 
 def _bert(p: float) -> nn.Module:
-    """Dropout of rows only: that of attention weights is drawn for the heads that a rank has."""
+    """Return a BERT with dropout of rows, but not of attention weights.
+
+    Each rank draws the dropout of attention weights for its own heads, so it differs from one
+    process.
+    """
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(0)
@@ -86,13 +90,12 @@ def _bert(p: float) -> nn.Module:
         attention_probs_dropout_prob=0.0,
         initializer_range=0.2,
     )
-    return _scattered(BertForMaskedLM(config))
+    return _randomised(BertForMaskedLM(config))
 
 
 def _layers(model: Any) -> nn.ModuleList:
-    layers: nn.ModuleList = (
-        model.model.layers if hasattr(model, "model") else model.bert.encoder.layer
-    )
+    is_llama = hasattr(model, "model")
+    layers: nn.ModuleList = model.model.layers if is_llama else model.bert.encoder.layer
     return layers
 
 
@@ -108,33 +111,35 @@ def _ids(step: int = 1) -> Tensor:
 
 
 def _llama_plan(*, sequence: bool) -> dict[str, Any]:
-    """The usual one: layers by columns and rows.
+    """Return the usual plan: linear layers are split by columns and rows.
 
-    With ``sequence``, norms and sums have a part of each sequence.
+    Args:
+        sequence: whether norms and sums have a part of each sequence.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor import parallel as tp
 
-    layer, rows = (
-        "model.layers.*.",
-        {"output_layouts": Shard(1), "use_local_output": False} if sequence else {},
-    )
+    layer = "model.layers.*."
+    output: dict[str, Any] = {}
+    if sequence:
+        output = {"output_layouts": Shard(1), "use_local_output": False}
     plan: dict[str, Any] = {
         layer + f"self_attn.{name}_proj": tp.ColwiseParallel() for name in "qkv"
     }
     plan |= {layer + f"mlp.{name}_proj": tp.ColwiseParallel() for name in ("gate", "up")}
     plan |= {
-        layer + name: tp.RowwiseParallel(**rows) for name in ("self_attn.o_proj", "mlp.down_proj")
+        layer + name: tp.RowwiseParallel(**output) for name in ("self_attn.o_proj", "mlp.down_proj")
     }
-    plan["model.embed_tokens"] = tp.RowwiseParallel(input_layouts=Replicate(), **rows)
+    plan["model.embed_tokens"] = tp.RowwiseParallel(input_layouts=Replicate(), **output)
     if not sequence:
         return {**plan, "lm_head": tp.ColwiseParallel(output_layouts=Replicate())}
-    places, whole = {"hidden_states": Shard(1)}, {"hidden_states": Replicate()}
     return {
         **plan,
         "model.layers.*.*_layernorm": tp.SequenceParallel(),
         layer + "self_attn": tp.PrepareModuleInput(
-            input_kwarg_layouts=places, desired_input_kwarg_layouts=whole, use_local_output=True
+            input_kwarg_layouts={"hidden_states": Shard(1)},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
+            use_local_output=True,
         ),
         layer + "mlp": tp.PrepareModuleInput(
             input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True
@@ -159,7 +164,7 @@ def _bert_plan() -> dict[str, Any]:
 
 
 class _Block(nn.Module):
-    """Two sums, of which the norm in between takes the first."""
+    """A sum, a norm of it, and a second sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,18 +176,26 @@ class _Block(nn.Module):
         return z + self.second(self.norm(z))
 
 
-# --- properties, on the two ranks that compute ----------------------------------------------------
+# --- properties, which two ranks check ------------------------------------------------------------
 
 
-def _modules_under_sequence_parallel(mesh: Any) -> None:
-    """`SequenceParallel` hands on the first argument alone.
+def _own_part(t: Tensor) -> Tensor:
+    """Return this rank's half of a batch of sequences, and other tensors as they are."""
+    if t.ndim != 3:
+        return t
+    return t.chunk(2, 1)[dist.get_rank()]
 
-    Others arrive all the same, placed as that is.
+
+def _check_modules_under_sequence_parallel(mesh: Any) -> None:
+    """Modules get all their arguments, with the placement of the first.
+
+    PyTorch's hook of `SequenceParallel` passes on only the first positional argument.
     """
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-    generator, nns, p = torch.Generator().manual_seed(2), fusedops.nn, 0.4 if INTERPRETED else 0.0
+    generator, nns = torch.Generator().manual_seed(2), fusedops.nn
+    p = 0.4 if INTERPRETED else 0.0  # dropout with kernels only
     x, other = (torch.randn(BATCH, LENGTH, WIDTH, generator=generator) for _ in range(2))
     bias = torch.randn(WIDTH, generator=generator)
     cases: tuple[tuple[nn.Module, dict[str, Tensor]], ...] = (
@@ -202,119 +215,127 @@ def _modules_under_sequence_parallel(mesh: Any) -> None:
     )
 
     def run(
-        module: nn.Module, tensors: list[Tensor], names: list[str], along: Any
-    ) -> tuple[list[Tensor], ...]:
+        module: nn.Module, tensors: list[Tensor], names: list[str], cotangent: Any
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return outputs and gradients; the tensors after the first are passed by these names."""
         leaves = [t.clone().requires_grad_() for t in tensors]
         torch.manual_seed(5)
-        first, others = leaves[:1], leaves[1:]
-        result = (
-            module(*first, **dict(zip(names, others, strict=True))) if names else module(*leaves)
-        )
+        if names:
+            first, *others = leaves
+            result = module(first, **dict(zip(names, others, strict=True)))
+        else:
+            result = module(*leaves)
         outputs = list(result) if isinstance(result, tuple) else [result]
-        return outputs, list(torch.autograd.grad(outputs, leaves, [along for _ in outputs]))
+        cotangents = [cotangent for _ in outputs]
+        return outputs, list(torch.autograd.grad(outputs, leaves, cotangents))
 
     for module, others in cases:
         tensors = [x, *others.values()]
-        outputs, gradients = run(module, tensors, [], other)
+        expected_outputs, expected_gradients = run(module, tensors, [], other)
         parallel = parallelize_module(copy.deepcopy(module), mesh, SequenceParallel())
-        own = [t.chunk(2, 1)[dist.get_rank()] if t.ndim == 3 else t for t in tensors]
+        own_tensors = [_own_part(t) for t in tensors]
+        cotangent = distribute_tensor(other, mesh, [Shard(1)])
         for names in ([], list(others)):
-            result, grads = run(parallel, own, names, distribute_tensor(other, mesh, [Shard(1)]))
-            for out, expected in zip(result, outputs, strict=True):
-                assert out.placements == (Shard(1),), type(module).__name__
-                _close(_full(out), expected)
-            for grad, expected in zip(grads, gradients, strict=True):
-                _close(
-                    grad, expected.chunk(2, 1)[dist.get_rank()] if expected.ndim == 3 else expected
-                )
+            outputs, gradients = run(parallel, own_tensors, names, cotangent)
+            for output, expected in zip(outputs, expected_outputs, strict=True):
+                assert output.placements == (Shard(1),), type(module).__name__
+                _close(_full(output), expected)
+            for gradient, expected in zip(gradients, expected_gradients, strict=True):
+                _close(gradient, _own_part(expected))
 
 
-def _sums_of_plain_rows(mesh: Any) -> None:
-    """Under `SequenceParallel` a block joins sum and norm of plain tensors, too.
+def _check_sums_of_plain_rows(mesh: Any) -> None:
+    """Under `SequenceParallel` a block fuses sum and norm of plain tensors, too.
 
-    It calls a norm with another hook.
+    A norm with another hook is called by itself.
     """
     from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
     torch.manual_seed(4)
-    reference, x, along = (
-        _scattered(_Block()),
-        torch.randn(BATCH, LENGTH, WIDTH),
-        torch.randn(BATCH, LENGTH, WIDTH),
-    )
+    reference = _randomised(_Block())
+    x, cotangent = torch.randn(2, BATCH, LENGTH, WIDTH)
     expected = reference(x)
-    expected.backward(along)
+    expected.backward(cotangent)
     for hooked in (False, True):
         model: Any = parallelize_module(
             copy.deepcopy(reference), mesh, {"norm": SequenceParallel(use_local_output=True)}
         )
         fusedops.fuse_model(model)
-        sums: list[Any] = []
+        hook_inputs: list[Any] = []
         if hooked:
             model.norm.register_forward_pre_hook(
-                lambda module, inputs, sums=sums: sums.append(inputs[0])
+                lambda module, inputs, hook_inputs=hook_inputs: hook_inputs.append(inputs[0])
             )
-        lines = {line.name: line.calls for line in fusedops.fusion_status(model).replaced}
-        assert ("bias_dropout_add_ln" in lines[""]) == (not hooked), lines
+        calls = {line.name: line.calls for line in fusedops.fusion_status(model).replaced}
+        assert ("bias_dropout_add_ln" in calls[""]) == (not hooked), calls
         model.norm.zero_grad()
-        with _counted() as joined:
-            out = model(x.chunk(2, 1)[dist.get_rank()])
-        assert len(joined) == (not hooked)
-        _close(out, expected.chunk(2, 1)[dist.get_rank()])
-        out.backward(along.chunk(2, 1)[dist.get_rank()])
+        with _recorded_sum_norms() as fused_calls:
+            output = model(_own_part(x))
+        assert len(fused_calls) == (0 if hooked else 1)
+        _close(output, _own_part(expected))
+        output.backward(_own_part(cotangent))
         _close(_full(model.norm.weight.grad), reference.norm.weight.grad)
-        assert len(sums) == hooked
+        assert len(hook_inputs) == (1 if hooked else 0)
 
 
 @contextlib.contextmanager
-def _counted() -> Iterator[list[str]]:
-    """The calls of operators that join a sum and a norm, by the rules of norms."""
+def _recorded_sum_norms() -> Iterator[list[str]]:
+    """Record the names of operators that fuse a sum and a norm, as the rules of norms call them."""
     called: list[str] = []
 
-    def counting(name: str) -> Callable[..., Any]:
+    def recording(name: str) -> Callable[..., Any]:
         operator = getattr(fusedops, name)
-        return lambda *args, **kwargs: called.append(name) or operator(*args, **kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            return operator(*args, **kwargs)
+
+        return call
 
     with contextlib.ExitStack() as stack:
         for name in ("bias_dropout_add_ln", "bias_dropout_add_rms_norm"):
-            stack.enter_context(mock.patch.object(norms, name, counting(name)))
+            stack.enter_context(mock.patch.object(norms, name, recording(name)))
         yield called
 
 
-def _agrees(model: nn.Module, reference: nn.Module, over: Any = None) -> None:
-    """Loss and gradients are those of one process.
+def _check_equal(model: nn.Module, reference: nn.Module, data_mesh: Any = None) -> None:
+    """Check that loss and gradients of a model are those of a reference on one process.
 
-    The ranks ``over`` this mesh have parts of the batch.
+    Args:
+        model: the parallel model.
+        reference: the model on one process.
+        data_mesh: the mesh of the two ranks that share the batch, or None if each has all of it.
     """
     assert fusedops.fusion_status(model).replaced
     torch.manual_seed(3)
     expected = _loss(reference, _ids())
     expected.backward()
     torch.manual_seed(3)
-    loss = _loss(model, _ids() if over is None else _ids().chunk(2)[dist.get_rank()])
+    ids = _ids() if data_mesh is None else _ids().chunk(2)[dist.get_rank()]
+    loss = _loss(model, ids)
     loss.backward()
     result = _full(loss.detach()).clone()
-    if over is not None:
-        dist.all_reduce(result, group=over.get_group())
+    if data_mesh is not None:
+        dist.all_reduce(result, group=data_mesh.get_group())
         result /= 2
     _close(result, expected.detach())
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
     for name, parameter in model.named_parameters():
-        # The softmax does not depend on a bias of all keys.
+        # A bias that is added to all keys does not change the softmax, so its gradient is zero.
         assert name.endswith("key.bias") or gradients[name].abs().max() > 1e-3, name
         _close(
             _full(parameter.grad), gradients[name], msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
-def _tensor_parallel_models(mesh: Any, full: bool) -> None:
-    """Fused before the plan is applied, or after: the same modules call the same operators."""
+def _check_tensor_parallel_models(mesh: Any, full: bool) -> None:
+    """Fused before or after the plan is applied, the same modules call the same operators."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     cases: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
         (_llama, _llama_plan(sequence=True))
     ]
-    if not INTERPRETED:  # which takes long, and the kernels are those
+    if not INTERPRETED:  # the interpreter is slow, and runs the same kernels
         cases += [(functools.partial(_bert, 0.2), _bert_plan())]
     if full and not INTERPRETED:
         cases += [
@@ -323,22 +344,25 @@ def _tensor_parallel_models(mesh: Any, full: bool) -> None:
         ]
     for make, plan in cases:
         reports = []
-        for first in (True, False):
+        for fuses_first in (True, False):
             model = make()
-            for fusing in (first, not first):
-                if fusing:
-                    fusedops.fuse_model(model)
-                else:
-                    parallelize_module(model, mesh, plan)
+            if fuses_first:
+                fusedops.fuse_model(model)
+                parallelize_module(model, mesh, plan)
+            else:
+                parallelize_module(model, mesh, plan)
+                fusedops.fuse_model(model)
             reports.append(
                 [(line.name, line.calls) for line in fusedops.fusion_status(model).replaced]
             )
             reference = make()
             fusedops.fuse_model(reference)
-            with _counted() as joined:
-                _agrees(model, reference)
-            # Sums are joined with the norms, whether these are under `SequenceParallel` or not.
-            assert len(joined) == 2 * LAYERS * (1 if make is _llama else 2) or INTERPRETED, joined
+            with _recorded_sum_norms() as fused_calls:
+                _check_equal(model, reference)
+            # Sums are fused with the norms, whether these are under `SequenceParallel` or not. In
+            # a layer, Llama has one such sum and BERT two; the model and the reference count.
+            sums_per_layer = 1 if make is _llama else 2
+            assert len(fused_calls) == 2 * LAYERS * sums_per_layer or INTERPRETED, fused_calls
         assert reports[0] == reports[1]
         blocks = [calls for name, calls in reports[0] if re.search(r"layers?\.\d+$", name)]
         operator = "bias_dropout_add_rms_norm" if make is _llama else "bias_dropout_add_ln"
@@ -346,43 +370,50 @@ def _tensor_parallel_models(mesh: Any, full: bool) -> None:
         assert blocks == [operator] * LAYERS or INTERPRETED, blocks
 
 
-def _sharded_models(mesh: Any, full: bool) -> None:
-    """Fused before `fully_shard`, or after: the same classes, FSDP's in front.
+def _shard(model: nn.Module, mesh: Any) -> None:
+    """Call `fully_shard` on each layer, and on the model."""
+    from torch.distributed.fsdp import fully_shard
+
+    for part in (*_layers(model), model):
+        fully_shard(part, mesh=mesh)
+
+
+def _check_sharded_models(mesh: Any, full: bool) -> None:
+    """Fused before or after `fully_shard`, modules have the same classes, subclasses of FSDP's.
 
     Each rank has a part of the batch.
     """
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import FSDPModule
 
     for make in (_llama, functools.partial(_bert, 0.0)) if full else (_llama,):
         classes = []
-        for first in (True, False):
+        for fuses_first in (True, False):
             model = make()
-            for fusing in (first, not first):
-                if fusing:
-                    fusedops.fuse_model(model)
-                else:
-                    for part in (*_layers(model), model):
-                        fully_shard(part, mesh=mesh)
+            if fuses_first:
+                fusedops.fuse_model(model)
+                _shard(model, mesh)
+            else:
+                _shard(model, mesh)
+                fusedops.fuse_model(model)
             classes.append([type(module) for module in model.modules()])
             assert isinstance(model, FSDPModule)
-            _agrees(model, make(), mesh)
+            _check_equal(model, make(), mesh)
         assert classes[0] == classes[1]
 
 
-def _spread(model: nn.Module, mesh: Any) -> None:
-    from torch.distributed.fsdp import fully_shard
+def _parallelise(model: nn.Module, mesh: Any) -> None:
+    """Apply tensor parallelism and FSDP2, by the dimensions of the mesh."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     if mesh["tp"].size() > 1:
         parallelize_module(model, mesh["tp"], _llama_plan(sequence=True))
-    for part in (*_layers(model), model):
-        fully_shard(part, mesh=mesh["dp"])
+    _shard(model, mesh["dp"])
 
 
-def _compiled_blocks(mesh: Any) -> None:
-    """Whole graphs, compiled once, under FSDP2 times tensor parallel.
+def _check_compiled_blocks(mesh: Any) -> None:
+    """Under FSDP2 and tensor parallelism, each block is compiled once, to one graph.
 
-    Training as one process does.
+    Training gives the losses of one process.
     """
     import torch._dynamo
 
@@ -390,7 +421,7 @@ def _compiled_blocks(mesh: Any) -> None:
     fusedops.fuse_model(model)
     for layer in _layers(model):
         layer.compile(backend="aot_eager", fullgraph=True)
-    _spread(model, mesh)
+    _parallelise(model, mesh)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, reference)]
     for step in range(3):
         torch._dynamo.config.error_on_recompile = step > 0
@@ -405,32 +436,29 @@ def _compiled_blocks(mesh: Any) -> None:
 
 
 def _save(mesh: Any, folder: str) -> None:
-    """Saves a split, sharded and then fused model, under the keys of the original model."""
+    """Save a model that was parallelised and then fused, with the keys of the original model."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     model = _llama()
-    _spread(model, mesh)
+    _parallelise(model, mesh)
     fusedops.fuse_model(model)
-    _agrees(model, _llama())
+    _check_equal(model, _llama())
     state = get_model_state_dict(model)
     assert list(state) == list(_llama().state_dict())
     checkpoint.save(state, checkpoint_id=folder, process_group=mesh["tp"].get_group())
 
 
-def _load(folder: str, *, fused: bool) -> None:
-    """On all ranks, into a sharded model, fused or not."""
+def _check_load(folder: str, *, fused: bool) -> None:
+    """Load the checkpoint on all ranks into a sharded model, fused or not, and check it."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     model = _llama()
     if fused:
         fusedops.fuse_model(model)
-    mesh = init_device_mesh("cpu", (RANKS,))
-    for part in (*_layers(model), model):
-        fully_shard(part, mesh=mesh)
+    _shard(model, init_device_mesh("cpu", (RANKS,)))
     state = {name: torch.zeros_like(t) for name, t in get_model_state_dict(model).items()}
     checkpoint.load(state, checkpoint_id=folder)
     set_model_state_dict(model, state)
@@ -440,7 +468,7 @@ def _load(folder: str, *, fused: bool) -> None:
 
 
 def _mesh(rank: int, folder: str, size: int) -> Any:
-    """Two of the processes, with one part of the data and two of the tensors."""
+    """Join ``size`` processes, and return a mesh of the first two: tensor parallel, one replica."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
@@ -451,30 +479,30 @@ def _mesh(rank: int, folder: str, size: int) -> Any:
 
 
 def _work(rank: int, folder: str, full: bool) -> None:
-    mesh = _mesh(rank, folder, 2)
-    one = mesh["tp"]
-    _modules_under_sequence_parallel(one)
-    _sums_of_plain_rows(one)
-    _tensor_parallel_models(one, full)
+    mesh = _mesh(rank, folder, size=2)["tp"]
+    _check_modules_under_sequence_parallel(mesh)
+    _check_sums_of_plain_rows(mesh)
+    _check_tensor_parallel_models(mesh, full)
     if not INTERPRETED:
-        _sharded_models(one, full)
+        _check_sharded_models(mesh, full)
     dist.destroy_process_group()
 
 
 def _compile_and_save(rank: int, folder: str) -> None:
-    mesh = _mesh(rank, folder, RANKS)
+    mesh = _mesh(rank, folder, size=RANKS)
     if rank < 2:
-        _compiled_blocks(mesh)
+        _check_compiled_blocks(mesh)
         _save(mesh, f"{folder}/saved")
     dist.barrier()
-    _load(f"{folder}/saved", fused=False)
-    _load(f"{folder}/saved", fused=True)
+    _check_load(f"{folder}/saved", fused=False)
+    _check_load(f"{folder}/saved", fused=True)
     dist.destroy_process_group()
 
 
 @pytest.mark.once
-def test_two_processes(tmp_path: Path, full: bool) -> None:
-    run_ranks(_work, (str(tmp_path), full), 2, "transformers.models.llama.modeling_llama")
+def test_parallel_models_on_two_processes_equal_one_process(tmp_path: Path, full: bool) -> None:
+    preloaded = "transformers.models.llama.modeling_llama"
+    run_ranks(_work, (str(tmp_path), full), 2, preloaded)
 
 
 @pytest.mark.filterwarnings(
@@ -482,13 +510,15 @@ def test_two_processes(tmp_path: Path, full: bool) -> None:
 )
 @pytest.mark.plain
 @pytest.mark.full  # half a minute: graphs of each rank, and three processes that load
-def test_compiled_blocks_and_checkpoints(tmp_path: Path) -> None:
+def test_compiled_blocks_train_and_checkpoints_load_on_other_numbers_of_ranks(
+    tmp_path: Path,
+) -> None:
     mp.spawn(_compile_and_save, (str(tmp_path),), RANKS)
-    _load_alone(tmp_path / "saved")
+    _check_load_in_one_process(tmp_path / "saved")
 
 
-def _load_alone(folder: Path) -> None:
-    """One process loads what two ranks saved, into the original model and into the fused one."""
+def _check_load_in_one_process(folder: Path) -> None:
+    """Load the checkpoint of two ranks into the original model and into the fused one."""
     from torch.distributed import checkpoint
 
     for fused in (False, True):
@@ -504,10 +534,10 @@ def _load_alone(folder: Path) -> None:
 
 
 @pytest.mark.once
-def test_arguments_that_no_call_takes_are_errors_under_hooks(
+def test_superfluous_and_repeated_arguments_raise_under_distribute_module(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from torch.distributed.tensor import DTensor  # noqa: F401 - as by `distribute_module`
+    from torch.distributed.tensor import DTensor  # noqa: F401 - as `distribute_module` does
 
     module = fusedops.nn.FusedBiasDropoutAdd(0.0)
     x, bias = torch.randn(4, 8), torch.randn(8)
@@ -522,46 +552,24 @@ def test_arguments_that_no_call_takes_are_errors_under_hooks(
 
 @pytest.mark.once
 @pytest.mark.full  # CI runs the example in a step of its own
-def test_example_trains_as_one_process() -> None:
-    """`make demo-distributed`, for a few steps of a tiny model."""
-    sizes = [
-        "--steps",
-        "3",
-        "--layers",
-        "1",
-        "--width",
-        "32",
-        "--heads",
-        "2",
-        "--context",
-        "16",
-        "--batch",
-        "4",
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "examples/train_lm_distributed.py",
-        "--tp",
-        "2",
-        *sizes,
-    ]
+def test_example_on_two_processes_has_the_losses_of_one_process() -> None:
+    """The test runs `make demo-distributed` for a few steps of a tiny model."""
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2"
+    sizes = "--steps 3 --layers 1 --width 32 --heads 2 --context 16 --batch 4"
+    options = f"{launcher} examples/train_lm_distributed.py --tp 2 {sizes}"
+    command = [sys.executable, *options.split()]
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stderr
-    assert "2 processes on cpu: data over 1, tensors over 2" in done.stdout
-    differences = re.findall(r"largest difference from one process, 3 steps: (\S+)", done.stdout)
-    assert len(differences) == 2, done.stdout
-    # Losses of five and a half; a unit in the last place of one is 5e-7.
+    assert process.returncode == 0, process.stderr
+    assert "2 processes on cpu: data over 1, tensors over 2" in process.stdout
+    differences = re.findall(r"largest difference from one process, 3 steps: (\S+)", process.stdout)
+    assert len(differences) == 2, process.stdout
+    # The losses are about 5.5, for which a unit in the last place is 5e-7.
     assert max(map(float, differences)) < 5e-6

@@ -1,4 +1,8 @@
-"""DTensors: four processes give what one gives, to the bit where no sum crosses them, and move two numbers of a row."""
+"""DTensors: results on four processes are those of one process.
+
+They have the same bits if no sum crosses ranks. Norms of sharded columns exchange at most two
+numbers per row.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,148 +58,130 @@ from support import DEVICE, INTERPRETED
 pytestmark = pytest.mark.kernels
 on_cpus = pytest.mark.skipif(not INTERPRETED, reason="gloo's processes have CPUs")
 
-# --- properties -----------------------------------------------------------------------------------
+# --- properties, which four ranks check -----------------------------------------------------------
 
 
 def _compiled(call: Call, case: Case, mesh: Any) -> None:
-    """Under torch.compile, twice: other rows make no other graph."""
+    """Results under torch.compile are right, and other values do not compile again."""
     from torch.distributed.tensor import distribute_tensor
 
     torch.compiler.reset()
     function = torch.compile(call.function, backend="aot_eager", fullgraph=True)
     for stance in ("default", "fail_on_recompile"):
         expected = expected_of(call.function, tensors_of(call, case))
-        places = [placements_of(call, case, shape) for shape in call.shapes]
         leaves = [
-            distribute_tensor(t, mesh, p).requires_grad_()
-            for t, p in zip(expected.tensors, places, strict=True)
+            distribute_tensor(t, mesh, placements_of(call, case, shape)).requires_grad_()
+            for t, shape in zip(expected.tensors, call.shapes, strict=True)
         ]
         torch.manual_seed(5)
         with torch.compiler.set_stance(stance):
             result = outputs_of(function(*leaves))
             cotangents = [
-                distribute_tensor(g, mesh, o.placements)
-                for g, o in zip(expected.cotangents, result, strict=True)
+                distribute_tensor(cotangent, mesh, output.placements)
+                for cotangent, output in zip(expected.cotangents, result, strict=True)
             ]
-            grads = torch.autograd.grad(result, leaves, cotangents)
-        for out, one in zip(
-            (*result, *grads), (*expected.outputs, *expected.gradients), strict=True
-        ):
-            compare(out, one, case.width + math.prod(case.rows), (call.name, case, "compiled"))
+            gradients = torch.autograd.grad(result, leaves, cotangents)
+        ours = (*result, *gradients)
+        one_process = (*expected.outputs, *expected.gradients)
+        terms = case.width + math.prod(case.rows)
+        for our, one in zip(ours, one_process, strict=True):
+            compare(our, one, terms, (call.name, case, "compiled"))
 
 
 def _other_placements(mesh: Any) -> None:
-    """Tensors that no rank can compute with are redistributed first.
+    """Tensors with which a rank cannot compute are redistributed first.
 
-    Partial sums, a sharded parameter, a cotangent placed otherwise.
+    These are partial sums, a sharded parameter, and a cotangent with another placement.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     call, case = call_named("layer_norm"), Case((4, 6), 24, (RANKS,), (None,))
     expected = expected_of(call.function, tensors_of(call, case))
-    for source, width in (
+    for x_placement, vector_placement in (
         (Partial(), Replicate()),
         (Shard(2), Shard(0)),
         (Shard(1), Shard(0)),
         (Partial(), Shard(0)),
     ):
-        x, w, b = expected.tensors
-        part = x / RANKS
-        placed = (
-            DTensor.from_local(part, mesh, [source])
-            if source.is_partial()
-            else distribute_tensor(x, mesh, [source])
-        )
-        leaves = [
-            placed.requires_grad_(),
-            *[distribute_tensor(t, mesh, [width]).requires_grad_() for t in (w, b)],
-        ]
-        out = call.function(*leaves)
-        compare(out, expected.outputs[0], 24, (source, width))
-        grads = torch.autograd.grad(
-            out, leaves, distribute_tensor(expected.cotangents[0], mesh, [Shard(0)])
-        )
-        for grad, one in zip(grads, expected.gradients, strict=True):
-            compare(grad, one, 48, (source, width))
+        x, weight, bias = expected.tensors
+        if x_placement.is_partial():
+            sharded_x = DTensor.from_local(x / RANKS, mesh, [x_placement])
+        else:
+            sharded_x = distribute_tensor(x, mesh, [x_placement])
+        vectors = [distribute_tensor(t, mesh, [vector_placement]) for t in (weight, bias)]
+        leaves = [t.requires_grad_() for t in (sharded_x, *vectors)]
+        output = call.function(*leaves)
+        compare(output, expected.outputs[0], 24, (x_placement, vector_placement))
+        cotangent = distribute_tensor(expected.cotangents[0], mesh, [Shard(0)])
+        gradients = torch.autograd.grad(output, leaves, cotangent)
+        for gradient, one in zip(gradients, expected.gradients, strict=True):
+            compare(gradient, one, 48, (x_placement, vector_placement))
 
 
-def _partial_sums_meet_a_sharded_residual(mesh: Any) -> None:
-    """A linear layer's partial sums go to where the residual is: scattered, not gathered."""
+def _partial_sums_take_the_placement_of_a_sharded_residual(mesh: Any) -> None:
+    """A linear layer's partial sums are scattered to the residual's placement, not gathered."""
     from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
     x, residual = torch.randn(2, 4, 6, 24)
     expected = fusedops.bias_dropout_add(x, None, residual, p=0.0)
-    placed = DTensor.from_local(x / RANKS, mesh, [Partial()])
+    partial_x = DTensor.from_local(x / RANKS, mesh, [Partial()])
+    sharded_residual = distribute_tensor(residual, mesh, [Shard(0)])
     with Traffic() as traffic:
-        out = fusedops.bias_dropout_add(
-            placed, None, distribute_tensor(residual, mesh, [Shard(0)]), p=0.0
-        )
+        output = fusedops.bias_dropout_add(partial_x, None, sharded_residual, p=0.0)
     assert traffic.names == ["reduce_scatter_tensor"], traffic.found
-    assert out.placements == (Shard(0),)
-    compare(out, expected, RANKS, ())
+    assert output.placements == (Shard(0),)
+    compare(output, expected, RANKS, ())
 
 
-def _masks_stay_with_their_rows(mesh: Any) -> None:
-    """Whatever moves, by cotangents or other placements, the mask is that of the rows' places."""
+def _masks_depend_on_rows_not_on_placements(mesh: Any) -> None:
+    """Tensors and cotangents may be redistributed: a row keeps the mask of its index."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     case = Case((4, 4), 32, (RANKS,), (None,))
-    for save, layouts in (
-        (
-            "inputs",
-            (
-                (Shard(0), Shard(1), Replicate(), Replicate()),
-                (Shard(1), Shard(1), Shard(0), Shard(0)),
-            ),
-        ),
-        (
-            "sum",
-            (
-                (Replicate(), Replicate(), Shard(0), Shard(1)),
-                (Shard(2), Replicate(), Replicate(), Shard(0)),
-                (Replicate(), Shard(1), Replicate(), Shard(2)),
-            ),
-        ),
+    # The placements of x, of the residual, of the vectors, and of the cotangents.
+    for save, placements in (
+        ("inputs", (Shard(0), Shard(1), Replicate(), Replicate())),
+        ("inputs", (Shard(1), Shard(1), Shard(0), Shard(0))),
+        ("sum", (Replicate(), Replicate(), Shard(0), Shard(1))),
+        ("sum", (Shard(2), Replicate(), Replicate(), Shard(0))),
+        ("sum", (Replicate(), Shard(1), Replicate(), Shard(2))),
     ):
+        of_x, of_residual, of_vectors, of_cotangents = placements
         function = functools.partial(
             fusedops.bias_dropout_add_ln, p=0.4, save=save, return_sum=True
         )
         expected = expected_of(function, tensors_of(call_named("bias_dropout_add_ln"), case))
-        for rows, other, vectors, cotangent in layouts:
-            places = (rows, vectors, other, vectors, vectors)
-            leaves = [
-                distribute_tensor(t, mesh, [p]).requires_grad_()
-                for t, p in zip(expected.tensors, places, strict=True)
-            ]
-            torch.manual_seed(5)
-            result = function(*leaves)
-            assert torch.equal(result[1].full_tensor(), expected.outputs[1]), (rows, other, vectors)
-            compare(
-                result[0],
-                expected.outputs[0],
-                32 if rows == Shard(2) else 0,
-                (rows, other, vectors),
-            )
-            along = [distribute_tensor(g, mesh, [cotangent]) for g in expected.cotangents]
-            for grad, one in zip(
-                torch.autograd.grad(result, leaves, along), expected.gradients, strict=True
-            ):
-                compare(grad, one, 56, (rows, other, vectors))
+        argument_placements = (of_x, of_vectors, of_residual, of_vectors, of_vectors)
+        leaves = [
+            distribute_tensor(t, mesh, [placement]).requires_grad_()
+            for t, placement in zip(expected.tensors, argument_placements, strict=True)
+        ]
+        torch.manual_seed(5)
+        y, z = function(*leaves)
+        expected_y, expected_z = expected.outputs
+        assert torch.equal(z.full_tensor(), expected_z), placements
+        columns_are_sharded = of_x == Shard(2)
+        compare(y, expected_y, 32 if columns_are_sharded else 0, placements)
+        cotangents = [distribute_tensor(g, mesh, [of_cotangents]) for g in expected.cotangents]
+        gradients = torch.autograd.grad((y, z), leaves, cotangents)
+        for gradient, one in zip(gradients, expected.gradients, strict=True):
+            compare(gradient, one, 56, placements)
 
 
 def _roundings(mesh: Any) -> None:
-    """A norm of sharded columns rounds where a model does, and casts the rounded output."""
+    """A norm of sharded columns rounds as ``rounding`` says, and casts the rounded output."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     x, residual, weight = (t.bfloat16() for t in torch.randn(3, 16, 32))
-    for rounding, wide, offset in (
+    for rounding, is_fp32, offset in (
         ("once", True, 0.0),
         ("once", True, 1.0),
         ("llama", False, 0.0),
         ("t5", False, 0.0),
     ):
-        w = weight[0].float() if wide else weight[0]
-        tensors = (x, None, residual.float(), w) if rounding == "once" else (x, None, residual, w)
+        tensors = (x, None, residual, weight[0])
+        if is_fp32:
+            tensors = (x, None, residual.float(), weight[0].float())
         function = functools.partial(
             fusedops.bias_dropout_add_rms_norm,
             p=0.0,
@@ -204,40 +190,37 @@ def _roundings(mesh: Any) -> None:
             cast_dtype=torch.float16,
             weight_offset=offset,
         )
-        placed = [
+        sharded = [
             None if t is None else distribute_tensor(t, mesh, [Shard(t.dim() - 1)]) for t in tensors
         ]
-        for out, one in zip(function(*placed), function(*tensors), strict=True):
-            assert out.dtype == one.dtype, (rounding, wide)
-            result, one = out.full_tensor().float(), one.float()
-            unit = torch.finfo(out.dtype).eps * (32 if out.dtype == torch.float32 else 1)
-            # The statistics differ in the last bits of fp32: now and then a number falls to the
-            # other side.
+        for output, one in zip(function(*sharded), function(*tensors), strict=True):
+            assert output.dtype == one.dtype, (rounding, is_fp32)
+            result, one = output.full_tensor().float(), one.float()
+            unit = torch.finfo(output.dtype).eps * (32 if output.dtype == torch.float32 else 1)
+            # The statistics differ in the last bits of fp32, so a few numbers round the other way.
             torch.testing.assert_close(result, one, rtol=2 * unit, atol=1e-6)
-            assert out.dtype == torch.float32 or (result != one).float().mean() < 0.02, (
-                rounding,
-                wide,
-            )
+            if output.dtype != torch.float32:
+                assert (result != one).float().mean() < 0.02, (rounding, is_fp32)
 
 
-def _a_parameter_learns_later(mesh: Any) -> None:
+def _parameter_requires_a_gradient_later(mesh: Any) -> None:
     """The tensors that need a gradient may change from call to call."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     x, weight = torch.randn(4, 6, 24), torch.randn(24)
-    placed = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
-    vector = distribute_tensor(weight, mesh, [Replicate()])
-    fusedops.layer_norm(placed, 24, vector).sum().backward()
-    assert vector.grad is None
-    vector.requires_grad_()
-    fusedops.layer_norm(placed, 24, vector).sum().backward()
+    sharded_x = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+    replicated = distribute_tensor(weight, mesh, [Replicate()])
+    fusedops.layer_norm(sharded_x, 24, replicated).sum().backward()
+    assert replicated.grad is None
+    replicated.requires_grad_()
+    fusedops.layer_norm(sharded_x, 24, replicated).sum().backward()
     weight.requires_grad_()
     F.layer_norm(x, (24,), weight).sum().backward()
-    torch.testing.assert_close(vector.grad.full_tensor(), weight.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(replicated.grad.full_tensor(), weight.grad, rtol=1e-5, atol=1e-5)
 
 
-def _gradients_that_are_absent(mesh: Any) -> None:
-    """A parameter that was moved, and that the loss does not depend on."""
+def _redistributed_parameter_without_influence_has_a_gradient_of_zero(mesh: Any) -> None:
+    """The loss does not depend on the weight, which is sharded and so gathered."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     x, residual, weight = [
@@ -250,43 +233,44 @@ def _gradients_that_are_absent(mesh: Any) -> None:
     assert weight.grad.full_tensor().eq(0).all()
 
 
-def _gradients_are_absent_on_all_ranks_or_none(mesh: Any) -> None:
-    """A rank without rows has the gradients that the others have.
+def _gradients_are_none_on_all_ranks_or_on_none(mesh: Any) -> None:
+    """A rank without rows has gradients for the same tensors as the others.
 
-    Else their next collective waits for it.
+    Otherwise the next collective of the others would wait for it.
     """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    def shapes(t: Any) -> Any:
-        return None if t is None else (tuple(t.shape), t.placements)
+    def check_equal_on_all_ranks(gradients: Sequence[Any]) -> None:
+        layouts = [None if t is None else (tuple(t.shape), t.placements) for t in gradients]
+        layouts_of_ranks: list[Any] = [None] * RANKS
+        dist.all_gather_object(layouts_of_ranks, layouts)
+        assert all(other == layouts for other in layouts_of_ranks), layouts_of_ranks
 
-    for rows, moves in ((RANKS, False), (RANKS - 1, False), (RANKS - 1, True)):
+    for rows, shards_weight in ((RANKS, False), (RANKS - 1, False), (RANKS - 1, True)):
         x, residual = (
             distribute_tensor(torch.ones(rows, 24), mesh, [Shard(0)]).requires_grad_()
             for _ in range(2)
         )
-        weight = distribute_tensor(
-            torch.ones(24), mesh, [Shard(0) if moves else Replicate()]
-        ).requires_grad_()
+        weight_placement = Shard(0) if shards_weight else Replicate()
+        weight = distribute_tensor(torch.ones(24), mesh, [weight_placement]).requires_grad_()
         y, z = fusedops.bias_dropout_add_ln(x, None, residual, weight, None, p=0.4, return_sum=True)
-        for out in (y, z):
-            result = torch.autograd.grad(
-                out.sum(), (x, residual, weight), retain_graph=True, allow_unused=True
+        for output in (y, z):
+            gradients = torch.autograd.grad(
+                output.sum(), (x, residual, weight), retain_graph=True, allow_unused=True
             )
-            assert (result[2] is None) == (out is z and not moves)
-            every: list[Any] = [None] * RANKS
-            dist.all_gather_object(every, [shapes(t) for t in result])
-            assert all(seen == every[0] for seen in every), every
+            *_, weight_gradient = gradients
+            # A gathered weight has a gradient of zeros if the output does not depend on it.
+            assert (weight_gradient is None) == (output is z and not shards_weight)
+            check_equal_on_all_ranks(gradients)
         first = torch.autograd.grad(y.square().sum(), (x, weight), create_graph=True)
         second = torch.autograd.grad(
             sum(t.square().sum() for t in first), (x, residual, weight), allow_unused=True
         )
-        dist.all_gather_object(every, [shapes(t) for t in second])
-        assert all(seen == every[0] for seen in every), every
+        check_equal_on_all_ranks(second)
 
 
-def _no_elements_draw_nothing(mesh: Any) -> None:
-    """As in one process."""
+def _tensors_without_elements_draw_nothing(mesh: Any) -> None:
+    """The random state does not change, as in one process."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     state = torch.get_rng_state()
@@ -296,20 +280,24 @@ def _no_elements_draw_nothing(mesh: Any) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def _collectives_that_are_under_way(mesh: Any) -> None:
-    """The output of a row-wise parallel layer is still being reduced; a call waits for it."""
+def _asynchronous_collectives(mesh: Any) -> None:
+    """A call waits for an input that is still being reduced, as by a row-wise parallel layer."""
     from torch.distributed.tensor import DTensor, Partial, Shard
 
     x = torch.randn(4, 24)
-    placed = DTensor.from_local(x / RANKS, mesh, [Partial()]).requires_grad_()
-    out = fusedops.layer_norm(placed.redistribute(placements=[Shard(0)], async_op=True), 24)
-    compare(out, F.layer_norm(x, (24,)), 24, ())
-    out.sum().backward()
-    assert placed.grad is not None
+    partial_x = DTensor.from_local(x / RANKS, mesh, [Partial()]).requires_grad_()
+    reducing = partial_x.redistribute(placements=[Shard(0)], async_op=True)
+    output = fusedops.layer_norm(reducing, 24)
+    compare(output, F.layer_norm(x, (24,)), 24, ())
+    output.sum().backward()
+    assert partial_x.grad is not None
 
 
 def _implicit_replication(mesh: Any) -> None:
-    """PyTorch's context manager makes replicated DTensors of other tensors, whose gradients are those of one process."""
+    """Plain tensors under PyTorch's context manager have the gradients of one process.
+
+    It turns them into replicated DTensors.
+    """
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.experimental import implicit_replication
 
@@ -322,33 +310,34 @@ def _implicit_replication(mesh: Any) -> None:
     torch.testing.assert_close(weight.grad, expected.grad, rtol=1e-5, atol=1e-5)
 
 
-def _on_one_rank_alone(rank: int) -> None:
-    """The others take part in no mesh, and have nothing."""
+def _mesh_of_one_rank(rank: int) -> None:
+    """Ranks outside of the mesh have no elements."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = DeviceMesh("cpu", [0])
+    elements = 4 * 24 if rank == 0 else 0
     for dim in (0, 1):
         x = distribute_tensor(torch.ones(4, 24), mesh, [Shard(dim)])
-        out = fusedops.bias_dropout_add(x, None, None, p=0.5)
-        assert out.to_local().numel() == (4 * 24 if rank == 0 else 0)
-        assert fusedops.layer_norm(x, 24).to_local().numel() == (4 * 24 if rank == 0 else 0)
+        dropped = fusedops.bias_dropout_add(x, None, None, p=0.5)
+        assert dropped.to_local().numel() == elements
+        assert fusedops.layer_norm(x, 24).to_local().numel() == elements
 
 
 def _without_kernels(meshes: dict[tuple[int, ...], Any], full: bool) -> None:
-    """PyTorch's operators give the same, with PyTorch's masks.
+    """PyTorch's operators give the same results, with PyTorch's masks.
 
-    A row-wise function is made of them itself.
+    Functions of `rowwise` are left out, because they consist of PyTorch's operators anyway.
     """
-    names = [call for call in CALLS if "rowwise" not in call.name]
+    calls = [call for call in CALLS if "rowwise" not in call.name]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "runs_kernels", lambda kind: False)
         for op in (NORM, ACTIVATION, SLICES):
             patch.setattr(op, "sites", {})
-        for call, case in itertools.product(names, CASES[:: 2 if full else 4]):
+        for call, case in itertools.product(calls, CASES[:: 2 if full else 4]):
             if call.columns != "gathered" or COLS not in case.along:
                 check(call, case, meshes, kernels=False)
-        _on_one_rank_alone(dist.get_rank())
+        _mesh_of_one_rank(dist.get_rank())
         _scalars(meshes[(RANKS,)])
 
 
@@ -376,13 +365,14 @@ def _scalars(mesh: Any) -> None:
 
 
 def _second_derivatives(mesh: Any) -> None:
-    """In PyTorch's operators, with the mask of the first, and across ranks."""
+    """They have the mask of the first derivative, and equal those of one process."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    def twice(function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
+    def second_derivative(function: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
         torch.manual_seed(5)
-        (once,) = torch.autograd.grad(function(t).sum(), t, create_graph=True)
-        return torch.autograd.grad(once.square().sum(), t)[0]
+        (first,) = torch.autograd.grad(function(t).sum(), t, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), t)
+        return second
 
     x = torch.randn(2, 6, 32, dtype=torch.float64)
     for dim, function in (
@@ -391,14 +381,14 @@ def _second_derivatives(mesh: Any) -> None:
         (2, lambda t: fusedops.layer_norm(t, 32).sin()),
         (1, dropped_twice),
     ):
-        result = twice(function, distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_())
-        torch.testing.assert_close(
-            result.full_tensor(), twice(function, x.clone().requires_grad_())
-        )
+        sharded = distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_()
+        result = second_derivative(function, sharded)
+        expected = second_derivative(function, x.clone().requires_grad_())
+        torch.testing.assert_close(result.full_tensor(), expected)
 
 
 def _sequence_parallel(mesh: Any) -> None:
-    """PyTorch's own plan for norms, over ours."""
+    """A fused norm takes PyTorch's `SequenceParallel`."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
@@ -417,7 +407,7 @@ def _sequence_parallel(mesh: Any) -> None:
 
 
 def _captured_parameters(mesh: Any) -> None:
-    """A row-wise function takes a module's parameters, which are DTensors, as its own."""
+    """A row-wise function may capture a module whose parameters are DTensors."""
     from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
     norm, x = torch.nn.LayerNorm(24), torch.randn(4, 6, 24)
@@ -431,7 +421,7 @@ def _captured_parameters(mesh: Any) -> None:
 
 
 def _several_dimensions_of_rows(mesh: Any) -> None:
-    """Batch, sequence and columns: the mask is that of one process on every mesh."""
+    """The mask is that of one process, for any two sharded dimensions of rows and columns."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     x = torch.ones(3, 7, 5, 48)
@@ -451,11 +441,12 @@ def _several_dimensions_of_rows(mesh: Any) -> None:
             distribute_tensor(x, mesh, placements), None, None, p=0.5
         )
         assert torch.equal(result.full_tensor(), expected), placements
-        # Twelve columns are no whole groups of eight, so that the second dimension shards nothing.
-        assert list(result.placements) == [
-            *placements[:1],
-            Replicate() if placements[0] == placements[1] == Shard(3) else placements[1],
-        ], placements
+        expected_placements = placements
+        if placements == (Shard(3), Shard(3)):
+            # Four ranks would have 12 columns each, not a multiple of eight. So the second
+            # dimension of the mesh does not shard them.
+            expected_placements = (Shard(3), Replicate())
+        assert tuple(result.placements) == expected_placements, placements
 
 
 def _bad_input(mesh: Any, other: Any) -> None:
@@ -488,17 +479,16 @@ def _bad_input(mesh: Any, other: Any) -> None:
 
 
 def _indices_of_rows(mesh: Any) -> None:
-    """The index of a row is that in the whole tensor.
+    """A row's index is that in the whole tensor.
 
-    Rows that are counted are gathered, others stay.
+    A sharded dimension whose rows are numbered is gathered; others stay sharded.
     """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     def causal(x: Tensor) -> Tensor:
         row = torch.arange(x.shape[-2], device=x.device)[:, None]
-        return x.masked_fill(torch.arange(x.shape[-1], device=x.device) > row, -math.inf).softmax(
-            -1
-        )
+        column = torch.arange(x.shape[-1], device=x.device)
+        return x.masked_fill(column > row, -math.inf).softmax(-1)
 
     x, function = torch.randn(5, 6, 8), fusedops.rowwise(causal, strict=True)
     for source, expected in ((Shard(1), Replicate()), (Shard(0), Shard(0))):
@@ -508,7 +498,7 @@ def _indices_of_rows(mesh: Any) -> None:
 
 
 def _seeds(mesh: Any) -> None:
-    """The check passes for one seed, and names the ranks that have another."""
+    """`check_seeds` passes if all ranks have one seed, and names the ranks with another."""
     check_seeds(mesh)
     if dist.get_rank() in (1, 3):
         torch.rand(1, device=mesh.device_type)
@@ -520,34 +510,35 @@ def _seeds(mesh: Any) -> None:
 
 
 def _checkpointed(mesh: Any) -> None:
-    """The recomputation of a checkpoint draws the mask again, and nothing besides."""
+    """A checkpointed call has the results of a plain one, and leaves the same random state."""
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.utils.checkpoint import checkpoint
 
     x = torch.randn(4, 6, 32)
+    call = functools.partial(fusedops.bias_act, bias=None, activation="silu", p=0.4)
     for dim in range(3):
         results = []
-        for call in (
-            lambda t: t,
-            lambda t: checkpoint(fusedops.bias_act, t, None, "silu", p=0.4, use_reentrant=False),
-        ):
+        for function in (call, functools.partial(checkpoint, call, use_reentrant=False)):
             leaf = distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_()
             torch.manual_seed(5)
-            out = fusedops.bias_act(leaf, None, "silu", p=0.4) if not results else call(leaf)
-            (gradient,) = torch.autograd.grad(out.sum(), leaf)
-            results.append((out.full_tensor(), gradient.full_tensor(), torch.get_rng_state()))
+            output = function(leaf)
+            (gradient,) = torch.autograd.grad(output.sum(), leaf)
+            results.append((output.full_tensor(), gradient.full_tensor(), torch.get_rng_state()))
         assert all(map(torch.equal, *results))
 
 
 def _table(full: bool) -> Iterator[tuple[Call, Case]]:
-    """The calls and their placements; without ``full`` each placement has a quarter of the calls.
+    """Yield the calls with their placements; without ``full``, a quarter of them.
 
-    Four adjacent calls draw masks, so one of them is in each quarter.
+    Every placement then has a quarter of the calls. Four adjacent calls draw masks, so each
+    quarter has one of them.
     """
-    for (index, call), (place, case) in itertools.product(enumerate(CALLS), enumerate(CASES)):
+    for (call_index, call), (case_index, case) in itertools.product(
+        enumerate(CALLS), enumerate(CASES)
+    ):
         if call.columns == "gathered" and COLS in case.along and case is not CASES[4]:
             continue
-        if full or (index + place) % 4 == 0:
+        if full or (call_index + case_index) % 4 == 0:
             yield call, case
 
 
@@ -555,7 +546,7 @@ def _work(rank: int, store: str, full: bool) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     interpreter.install()
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)  # fresh memory is NaN
+    torch.use_deterministic_algorithms(True)  # PyTorch fills new memory with NaN
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -563,17 +554,17 @@ def _work(rank: int, store: str, full: bool) -> None:
     meshes = {(RANKS,): mesh, (2, 2): square}
     for call, case in _table(full):
         check(call, case, meshes)
-    for holds in (
+    for check_property in (
         _other_placements,
-        _partial_sums_meet_a_sharded_residual,
-        _masks_stay_with_their_rows,
+        _partial_sums_take_the_placement_of_a_sharded_residual,
+        _masks_depend_on_rows_not_on_placements,
         _roundings,
-        _a_parameter_learns_later,
-        _gradients_that_are_absent,
-        _gradients_are_absent_on_all_ranks_or_none,
-        _no_elements_draw_nothing,
+        _parameter_requires_a_gradient_later,
+        _redistributed_parameter_without_influence_has_a_gradient_of_zero,
+        _gradients_are_none_on_all_ranks_or_on_none,
+        _tensors_without_elements_draw_nothing,
         _checkpointed,
-        _collectives_that_are_under_way,
+        _asynchronous_collectives,
         _second_derivatives,
         _sequence_parallel,
         _captured_parameters,
@@ -581,28 +572,27 @@ def _work(rank: int, store: str, full: bool) -> None:
         _indices_of_rows,
     ):
         torch.manual_seed(3)  # all ranks draw the same tensors
-        holds(mesh)
-    _on_one_rank_alone(rank)
+        check_property(mesh)
+    _mesh_of_one_rank(rank)
     _without_private_names(meshes, full)
     _without_kernels(meshes, full)
     _several_dimensions_of_rows(square)
     _bad_input(mesh, square)
-    for checked in (mesh, square):
+    for any_mesh in (mesh, square):
         torch.manual_seed(3)
-        _seeds(checked)
-    compiled = (
-        ("bias_dropout_add_ln with dropout", CASES[4]),
-        ("slices in tensors", CASES[1]),
-        ("rowwise with dropout", CASES[1]),
-    )
-    # The short suite compiles on one of two ranks, below.
-    for name, case in compiled if full else ():
-        _compiled(call_named(name), case, mesh)
+        _seeds(any_mesh)
+    if full:  # the short suite compiles on one of two simulated ranks, below
+        for name, case in (
+            ("bias_dropout_add_ln with dropout", CASES[4]),
+            ("slices in tensors", CASES[1]),
+            ("rowwise with dropout", CASES[1]),
+        ):
+            _compiled(call_named(name), case, mesh)
     dist.destroy_process_group()
 
 
-def _work_on_gpus(rank: int, store: str, kind: str) -> None:
-    """The table and the check of seeds on two processes, which have a GPU each if that is the kind."""
+def _work_on_two(rank: int, store: str, kind: str) -> None:
+    """Check calls and seeds on two processes, of which each has a GPU if ``kind`` is "cuda"."""
     if kind == "cuda":
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
@@ -632,63 +622,60 @@ def _work_on_gpus(rank: int, store: str, kind: str) -> None:
         ),
     ],
 )
-def test_two_processes(kind: str, tmp_path: Path) -> None:
-    mp.spawn(_work_on_gpus, (str(tmp_path / "store"), kind), 2)
+def test_results_on_two_processes_are_those_of_one(kind: str, tmp_path: Path) -> None:
+    mp.spawn(_work_on_two, (str(tmp_path / "store"), kind), 2)
 
 
 @on_cpus
-def test_four_processes(tmp_path: Path, full: bool) -> None:
-    run_ranks(_work, (str(tmp_path / "store"), full), RANKS, "torch._dynamo")
+def test_results_on_four_processes_are_those_of_one(tmp_path: Path, full: bool) -> None:
+    preloaded = "torch._dynamo"
+    run_ranks(_work, (str(tmp_path / "store"), full), RANKS, preloaded)
 
 
 # --- simulated ranks ------------------------------------------------------------------------------
 
 
 def _simulated(shape: tuple[int, ...], rank: int) -> list[Any]:
-    """Placements, local shapes and collectives of calls on one of many ranks.
+    """Return placements, local shapes and collectives of calls on one of many ranks.
 
-    Each has a row and eight columns.
+    Each rank has one row and eight columns.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    seen = []
+    records = []
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(shape))
+    # The dimensions of the call that the dimensions of the mesh shard.
+    sharded_dims = ((0,), (COLS,)) if len(shape) == 1 else ((0, COLS), (COLS, 0))
     try:
         mesh = init_device_mesh("cpu", shape)
-        for name, along in itertools.product(
-            _SIMULATED, ((0,), (COLS,)) if len(shape) == 1 else ((0, COLS), (COLS, 0))
-        ):
+        for name, along in itertools.product(_SIMULATED, sharded_dims):
             call, ranks = call_named(name), dict(zip(along, shape, strict=True))
             case = Case((ranks.get(0, 2), 3), 8 * ranks.get(COLS, 2), shape, along, vectors=True)
-            whole = [sizes_of(call, case, tensor) for tensor in call.shapes]
+            sizes_of_tensors = [sizes_of(call, case, tensor) for tensor in call.shapes]
             leaves = []
-            for sizes, tensor in zip(whole, call.shapes, strict=True):
-                places = placements_of(call, case, tensor)
-                local = [
-                    size // math.prod([shape[at] for at, p in enumerate(places) if p.is_shard(dim)])
-                    for dim, size in enumerate(sizes)
-                ]
-                leaves.append(
-                    DTensor.from_local(
-                        torch.randn(local), mesh, places, run_check=False
-                    ).requires_grad_()
-                )
+            for sizes, tensor in zip(sizes_of_tensors, call.shapes, strict=True):
+                placements = placements_of(call, case, tensor)
+                local_sizes = list(sizes)
+                for ranks_of_dim, placement in zip(shape, placements, strict=True):
+                    if placement.is_shard():
+                        local_sizes[placement.dim] //= ranks_of_dim
+                local = torch.randn(local_sizes)
+                leaf = DTensor.from_local(local, mesh, placements, run_check=False)
+                leaves.append(leaf.requires_grad_())
             with Traffic() as traffic:
                 result = outputs_of(call.function(*leaves))
-                grads = torch.autograd.grad(
-                    result, leaves, [torch.ones_like(out) for out in result]
-                )
-            tensors: list[Any] = [*result, *grads]
-            for t, sizes in zip(grads, whole, strict=True):
-                assert list(t.shape) == sizes
-            seen.append(
-                (name, along, [(t.placements, t.to_local().shape) for t in tensors], traffic.found)
-            )
+                cotangents = [torch.ones_like(output) for output in result]
+                gradients = torch.autograd.grad(result, leaves, cotangents)
+            for gradient, sizes in zip(gradients, sizes_of_tensors, strict=True):
+                assert list(gradient.shape) == sizes
+            tensors: list[Any] = [*result, *gradients]
+            layouts = [(t.placements, t.to_local().shape) for t in tensors]
+            records.append((name, along, layouts, traffic.found))
     finally:
         dist.destroy_process_group()
-    return seen
+    return records
 
 
 _SIMULATED = ("layer_norm", "bias_dropout_add_ln with dropout", "bias_act with dropout", "glu")
@@ -696,11 +683,13 @@ _SIMULATED = ("layer_norm", "bias_dropout_add_ln with dropout", "bias_act with d
 
 @on_cpus
 @pytest.mark.parametrize(("few", "many"), [((2,), (1024,)), ((2, 2), (128, 8))])
-def test_many_ranks_do_what_few_do(few: tuple[int, ...], many: tuple[int, ...]) -> None:
-    """Each of a thousand ranks moves what one of two moves: the numbers of its own rows."""
-    seen = _simulated(few, 0)
-    assert seen == _simulated(many, 0) == _simulated(many, 517)
-    assert any(collectives for *_, collectives in seen)
+def test_traffic_of_a_rank_does_not_depend_on_the_number_of_ranks(
+    few: tuple[int, ...], many: tuple[int, ...]
+) -> None:
+    """Each rank exchanges only numbers of its own rows."""
+    records = _simulated(few, rank=0)
+    assert records == _simulated(many, rank=0) == _simulated(many, rank=517)
+    assert any(collectives for *_, collectives in records)
 
 
 @pytest.mark.parametrize(
@@ -713,18 +702,20 @@ def test_many_ranks_do_what_few_do(few: tuple[int, ...], many: tuple[int, ...]) 
     ],
 )
 @pytest.mark.parametrize("dim", [0, 1, COLS])
-def test_the_second_of_two_ranks(name: str, dim: Any) -> None:
-    """On a GPU too: its part of the outputs, masks and gradients of one process."""
+def test_second_of_two_ranks_has_its_part_of_the_results_of_one_process(
+    name: str, dim: Any
+) -> None:
+    """The rank is simulated, also on a GPU. The test compares outputs, masks and gradients."""
     call, case = call_named(name), Case((4, 6), 64, (2,), (dim,))
     if dim == COLS and call.columns != "local":
-        return  # what ranks exchange is not there
+        return  # there is no first rank with which it could exchange numbers
     with _second_of_two() as mesh:
         _compare_parts(call, case, mesh, call.function)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_compiled_calls_of_the_second_of_two_ranks() -> None:
-    """A whole graph, of which a second call with the same shapes makes no other."""
+def test_compiled_calls_on_the_second_of_two_ranks_are_one_graph() -> None:
+    """A second call with the same shapes does not compile again."""
     call, case = call_named("bias_dropout_add_ln with dropout"), Case((4, 6), 64, (2,), (0,))
     function = torch.compile(call.function, backend="aot_eager", fullgraph=True)
     with _second_of_two() as mesh:
@@ -735,7 +726,7 @@ def test_compiled_calls_of_the_second_of_two_ranks() -> None:
 
 @contextlib.contextmanager
 def _second_of_two() -> Iterator[Any]:
-    """A mesh of two ranks, of which only the second is there."""
+    """Yield a mesh of two ranks; this process is the second, and there is no first."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -747,30 +738,36 @@ def _second_of_two() -> Iterator[Any]:
 
 
 def _compare_parts(call: Call, case: Case, mesh: Any, function: Callable[..., Any]) -> None:
-    """The second rank's part of outputs and gradients, against those of one process.
+    """Compare the second rank's part of outputs and gradients with those of one process.
 
-    The same function computes both: on a GPU a graph draws its random state by another operator.
+    The same function computes both, because a compiled function draws its random state on a GPU
+    by another operator than an eager one.
     """
     from torch.distributed.tensor import DTensor
 
-    whole = [t.to(DEVICE).requires_grad_() for t in tensors_of(call, case)]
-    expected = _with_gradients(function, whole)
+    tensors = [t.to(DEVICE).requires_grad_() for t in tensors_of(call, case)]
+    expected = _with_gradients(function, tensors)
 
-    def part(t: Tensor, place: Any) -> Tensor:
-        return t.detach().chunk(2, place.dim)[1].contiguous() if place.is_shard() else t.detach()
+    def second_part(t: Tensor, placement: Any) -> Tensor:
+        if not placement.is_shard():
+            return t.detach()
+        _, second = t.detach().chunk(2, placement.dim)
+        return second.contiguous()
 
-    places = [placements_of(call, case, shape)[0] for shape in call.shapes]
-    leaves = [
-        DTensor.from_local(part(t, place), mesh, [place], run_check=False).requires_grad_()
-        for t, place in zip(whole, places, strict=True)
-    ]
+    leaves = []
+    for t, shape in zip(tensors, call.shapes, strict=True):
+        (placement,) = placements_of(call, case, shape)
+        local = second_part(t, placement)
+        leaves.append(DTensor.from_local(local, mesh, [placement], run_check=False))
+        leaves[-1].requires_grad_()
     for own, one in zip(_with_gradients(function, leaves), expected, strict=True):
-        if not own.placements[0].is_partial():
-            assert torch.equal(own.to_local(), part(one, own.placements[0]))
+        (placement,) = own.placements
+        if not placement.is_partial():
+            assert torch.equal(own.to_local(), second_part(one, placement))
 
 
 def _with_gradients(function: Callable[..., Any], tensors: list[Any]) -> list[Any]:
-    """A call's outputs, and the gradients of their sum."""
+    """Return a call's outputs, and the gradients of their sum."""
     torch.manual_seed(5)
     outputs = outputs_of(function(*tensors))
     return [*outputs, *torch.autograd.grad(outputs, tensors, list(map(torch.ones_like, outputs)))]
@@ -778,7 +775,7 @@ def _with_gradients(function: Callable[..., Any], tensors: list[Any]) -> list[An
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU to wait for")
 def test_dropout_does_not_wait_for_the_gpu() -> None:
-    """The random state of a shard goes there without the host's waiting."""
+    """The host copies the random state of a shard to the GPU without a synchronisation."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -817,25 +814,33 @@ def test_dropout_does_not_wait_for_the_gpu() -> None:
     ],
 )
 @pytest.mark.parametrize("parts", [1, 3])
-def test_which_part_of_a_mask_a_shard_has(
+def test_part_of_the_mask_of_each_shard_is_that_of_torch_chunk(
     shape: tuple[int, ...], ranks: tuple[int, ...], dims: tuple[int | None, ...], parts: int
 ) -> None:
-    """On every rank, as the chunks that PyTorch's own `torch.chunk` takes."""
+    """`numbers` describes the part of every rank.
+
+    Args:
+        shape: the dimensions of rows.
+        ranks: the size of each dimension of the mesh.
+        dims: the dimension of the tensor that each dimension of the mesh shards.
+        parts: the number of parts of each row.
+    """
     columns = 48  # six groups of eight
-    groups = torch.arange(math.prod(shape) * parts * 6).view(*shape, parts, 6)
-    for place in itertools.product(*map(range, ranks)):
-        shard = groups
-        for count, at, dim in zip(ranks, place, dims, strict=True):
-            if dim is not None:
-                dim = -1 if dim == len(shape) else dim
-                chunks = shard.chunk(count, dim)
-                shard = chunks[at] if at < len(chunks) else shard.narrow(dim, 0, 0)
-        rows = torch.arange(math.prod(shard.shape[:-1]))
-        base, outer, outer_apart, inner, inner_apart, each, first = numbers(
-            (*shape, parts, columns), ranks, place, dims
+    group_indices = torch.arange(math.prod(shape) * parts * 6).view(*shape, parts, 6)
+    for coordinate in itertools.product(*map(range, ranks)):
+        shard = group_indices
+        for count, index, dim in zip(ranks, coordinate, dims, strict=True):
+            if dim is None:
+                continue
+            dim = -1 if dim == len(shape) else dim
+            chunks = shard.chunk(count, dim)
+            # torch.chunk returns fewer chunks if there are fewer elements than ranks.
+            shard = chunks[index] if index < len(chunks) else shard.narrow(dim, 0, 0)
+        local_rows = torch.arange(math.prod(shard.shape[:-1]))
+        base, outer, outer_stride, inner, inner_stride, groups, first = numbers(
+            (*shape, parts, columns), ranks, coordinate, dims
         )
-        whole = (
-            base + rows // outer * outer_apart + rows % outer // inner * inner_apart + rows % inner
-        )
-        result = whole[:, None] * each + first + torch.arange(shard.shape[-1])
+        rows = base + local_rows // outer * outer_stride
+        rows = rows + local_rows % outer // inner * inner_stride + local_rows % inner
+        result = rows[:, None] * groups + first + torch.arange(shard.shape[-1])
         assert torch.equal(result, shard.reshape(result.shape))
