@@ -282,7 +282,7 @@ MUTANTS = (
         "models/hooks.py",
         "    return has_global_hooks()\n",
         "    return False\n",
-        ("models/test_hooks.py", "test_global_forward_hooks_see_every_call"),
+        ("models/test_hooks.py", "test_global_forward_hooks_are_called"),
         interpreted=False,
     ),
     # --- the backend of torch.compile -------------------------------------------------------------

@@ -1,10 +1,9 @@
-"""Whole models of some hundreds of architectures do fused what they did.
+"""Fused models of some hundreds of architectures behave as before.
 
-Values, gradients, hooks, copies, tokens.
+The tests compare values, gradients, calls of hooks, copies and generated tokens of each model
+before and after fusing. `architectures.comparing` says how far the results may differ.
 
-Each test compares a model with itself; `architectures.comparing` says how far the two may differ.
-
-The short suite takes `_SHORT`; with ``--full`` all of `architectures.names` run.
+The short suite runs `_SHORT`; with ``--full`` all of `architectures.names` run.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from fusedops.models import classes
 from support import DEVICE, KERNEL_PATH
 from zoo import observed
 
-# What a model calls does not depend on the kernels, whose values the operators' own tests hold.
+# What a model calls does not depend on the kernels, whose values the operators' own tests check.
 pytestmark = [pytest.mark.once, pytest.mark.plain]
 
 _SHORT = {
@@ -68,16 +67,13 @@ _OPERATORS = (
     "layer_norm",
     "rms_norm",
 )
-# What these call hangs on what they are given.
+# Classes whose operators depend on the inputs.
 _BY_INPUT = {"HiggsAudioV2DecoderLayer"}
 
 
 @pytest.fixture(autouse=True)
 def _own_warnings() -> Iterator[None]:
-    """Those of the models themselves, fused or not, are not ours to mend.
-
-    Fusedops' own stay errors.
-    """
+    """Ignores warnings of the models themselves. Warnings of fusedops stay errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", module=r"fusedops\.")
@@ -88,11 +84,8 @@ _fused: list[nn.Module] = []
 
 
 @pytest.fixture(autouse=True)
-def _undone() -> Iterator[None]:
-    """Some models have an activation that belongs to all of the process.
-
-    It is given its class back.
-    """
+def _unfused_at_the_end() -> Iterator[None]:
+    """Unfuses all modules: some models share an activation with the whole process."""
     yield
     while _fused:
         for module in _fused.pop().modules():
@@ -100,56 +93,56 @@ def _undone() -> Iterator[None]:
 
 
 def _built(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a model and its arguments; the model is unfused at the end of the test."""
     model, arguments = built(name)
     _fused.append(model)
     return model, arguments
 
 
-def _unchanged_by_fusing(model: nn.Module, arguments: dict[str, Any]) -> None:
-    """The same results fused as not, within what moving all numbers by a unit in the last place makes of them."""
-    # Before a run, as some models keep its tensors.
-    others = [moved_by(model, arguments, draw) for draw in range(DRAWS)]
+def _check_unchanged_by_fusing(model: nn.Module, arguments: dict[str, Any]) -> None:
+    """Check that results before and after fusing agree.
+
+    They may differ by as much as if all numbers of the model moved by a unit in the last place.
+    """
+    # These are copied before a run, because some models store tensors of the run.
+    moved_models = [moved_by(model, arguments, draw) for draw in range(DRAWS)]
     run, expected = first_results(model, arguments)
-    moved = [run(*other, draw) for draw, other in enumerate(others)]
+    moved_results = [run(*moved, draw) for draw, moved in enumerate(moved_models)]
     fusedops.fuse_model(model)
-    compare(run(model, arguments), expected, moved)
+    compare(run(model, arguments), expected, moved_results)
 
 
 @every
-def test_each_module_and_the_model_agree(name: str) -> None:
-    """In evaluation mode: by `check`, which finds the module that does not."""
+def test_check_passes_for_each_module_and_the_model(name: str) -> None:
+    """`check` compares them in evaluation mode, and names a module that differs."""
     model, arguments = _built(name)
     try:
         report = fusedops.fuse_model(model, check=arguments)
     except Exception:
         try:
             fusedops.fuse_model(model, exclude=[""], check=arguments)
-        except Exception as error:  # noqa: BLE001, it has no gradient in evaluation mode, say
+        except Exception as error:  # noqa: BLE001, the model may have no gradient, for example
             pytest.skip(f"cannot be checked, with nothing fused: {error}")
         raise
     assert report.difference is not None
-    assert [
-        (m.name, m.type, m.reason) for m in report.left if m.reason.endswith("differs from it")
-    ] == []
+    wrong = [(m.name, m.type) for m in report.left if m.reason.endswith("differs from it")]
+    assert not wrong
     assert report.difference.passes, report.difference
 
 
 @every
-def test_training_with_dropout(name: str) -> None:
-    """On a CPU the masks are those that the model drew before it was fused.
-
-    On a GPU only that it runs.
-    """
+def test_training_with_dropout_has_the_results_of_the_original(name: str) -> None:
+    """On a CPU the masks are those of the original. On a GPU the test only runs the model."""
     model, arguments = _built(name)
     if KERNEL_PATH:
         fusedops.fuse_model(model)
         assert first_results(model.train(), arguments)[1]
     else:
-        _unchanged_by_fusing(model.train(), arguments)
+        _check_unchanged_by_fusing(model.train(), arguments)
 
 
 @every
-def test_gradient_checkpointing(name: str) -> None:
+def test_gradient_checkpointing_has_the_results_of_the_original(name: str) -> None:
     model, arguments = _built(name)
     if not getattr(model, "supports_gradient_checkpointing", False) or KERNEL_PATH:
         return
@@ -157,23 +150,24 @@ def test_gradient_checkpointing(name: str) -> None:
         model.train().gradient_checkpointing_enable({"use_reentrant": False})
     except ValueError as error:
         pytest.skip(f"says that it supports checkpointing, but: {error}")
-    _unchanged_by_fusing(model, arguments)
+    _check_unchanged_by_fusing(model, arguments)
 
 
 @every
-def test_autocast(name: str) -> None:
-    """In bf16: the dtypes of before, and no further from the fp32 results than twice that, or 8 roundings more.
+def test_autocast_errors_are_at_most_twice_those_of_the_original(name: str) -> None:
+    """Dtypes are those of the original, and errors at most twice its errors plus 8 roundings.
 
-    How far that is, is the most of four models: its own numbers, and those moved by a unit of bf16.
-    One of them may send a row to another expert.
+    Errors are distances from the fp32 results. The original's error is the largest of four models:
+    the model itself, and three whose numbers are moved by one unit of bf16. (A moved model may
+    send a row to another expert.)
     """
     model, arguments = _built(name)
 
-    def run(other: nn.Module, given: dict[str, Any]) -> list[Tensor]:
+    def run(other: nn.Module, other_arguments: dict[str, Any]) -> list[Tensor]:
         with torch.autocast(DEVICE.type, torch.bfloat16):
-            return _bits(other, given)
+            return _outputs(other, other_arguments)
 
-    exact = _bits(model, arguments)
+    exact = _outputs(model, arguments)
     try:
         eager = run(model, arguments)
     except Exception as error:  # noqa: BLE001, some models mix dtypes under autocast
@@ -182,17 +176,15 @@ def test_autocast(name: str) -> None:
     fusedops.fuse_model(model)
     result = run(model, arguments)
     assert [x.dtype for x in result] == [x.dtype for x in eager]
-    for index, (x, z) in enumerate(zip(result, exact, strict=True)):
-        allowed = 2 * max(distance(ys[index], z) for ys in (eager, *moved)) + 8 * 2.0**-8 * size_of(
-            z
-        )
-        assert distance(x, z) <= allowed, (
-            f"output {index}: {distance(x, z):.3g}, allowed {allowed:.3g}"
-        )
+    for index, (ours, truth) in enumerate(zip(result, exact, strict=True)):
+        error = distance(ours, truth)
+        eager_error = max(distance(outputs[index], truth) for outputs in (eager, *moved))
+        allowed = 2 * eager_error + 8 * 2.0**-8 * size_of(truth)
+        assert error <= allowed, f"output {index}: {error:.3g}, allowed {allowed:.3g}"
 
 
 def _counted(model: nn.Module, arguments: dict[str, Any]) -> Counter[str]:
-    """How often each module's forward hook fires."""
+    """Return how often each module's forward hook is called."""
     calls: Counter[str] = Counter()
 
     def count(name: str, *_: Any) -> None:
@@ -207,7 +199,7 @@ def _counted(model: nn.Module, arguments: dict[str, Any]) -> Counter[str]:
 
 
 @every
-def test_hooks_fire_as_often(name: str) -> None:
+def test_hooks_are_called_as_often_as_in_the_original(name: str) -> None:
     model, arguments = _built(name)
     torch.manual_seed(3)
     expected = _counted(model, arguments)
@@ -216,53 +208,52 @@ def test_hooks_fire_as_often(name: str) -> None:
     assert _counted(model, arguments) == expected
 
 
-def _made(model: nn.Module, arguments: dict[str, Any]) -> dict[str, set[str]]:
-    """The operators that are called within a module's methods, by the module's name."""
+def _operators_within(model: nn.Module, arguments: dict[str, Any]) -> dict[str, set[str]]:
+    """Return the operators that are called within a module's methods, by the module's name."""
     names = {module: name for name, module in model.named_modules()}
-    within: dict[str, set[str]] = {}
+    operators: dict[str, set[str]] = {}
 
     def observe(operator: str, *_: Any) -> None:
         frame = sys._getframe(1)
         while frame is not None:
             module = frame.f_locals.get("self")
             if isinstance(module, nn.Module) and module in names:
-                within.setdefault(names[module], set()).add(operator)
+                operators.setdefault(names[module], set()).add(operator)
             frame = frame.f_back
 
     with observed(observe), torch.no_grad():
         model(**arguments)
-    return within
+    return operators
 
 
 @every
-def test_calls_what_it_reports(name: str) -> None:
-    """Each module that runs calls every operator that the report names for it."""
+def test_modules_call_the_operators_that_the_report_names(name: str) -> None:
+    """A module that runs calls them itself, or the fused block around it does."""
     model, arguments = _built(name)
     model.train()
     torch.manual_seed(3)
-    reached = _counted(model, arguments)
+    call_counts = _counted(model, arguments)
     report = fusedops.fuse_model(model)
     torch.manual_seed(3)
-    within = _made(model, arguments)
-    said = {
-        m.name: {o for o in _OPERATORS if o in m.calls.replace(",", " ").split()}
-        for m in report.modules
-        if m.calls and m.by is None and reached[m.name]
-    }
-    fused = {m.name: m.type for m in report.modules if m.fused}
-    idle = [
-        (
-            name,
-            fused[name],
-            sorted(what - within.get(name, set()) - within.get(_block(name, fused), set())),
-        )
-        for name, what in said.items()
-    ]
-    assert [line for line in idle if line[2] and line[1] not in _BY_INPUT] == []
+    operators_within = _operators_within(model, arguments)
+    types = {m.name: m.type for m in report.modules if m.fused}
+    missing = {}
+    for line in report.modules:
+        is_computed_elsewhere = line.by is not None
+        if not line.calls or is_computed_elsewhere or not call_counts[line.name]:
+            continue
+        reported = set(_OPERATORS) & set(line.calls.replace(",", " ").split())
+        called = operators_within.get(line.name, set())
+        block = _block(line.name, types)
+        if block is not None:
+            called = called | operators_within.get(block, set())
+        if reported - called and types[line.name] not in _BY_INPUT:
+            missing[line.name] = (types[line.name], sorted(reported - called))
+    assert not missing
 
 
 def _block(name: str, fused: dict[str, str]) -> str | None:
-    """The fused module next around another, which may do what that leaves to it."""
+    """Return the name of the innermost fused module around another, or None if there is none."""
     while name:
         name = name.rpartition(".")[0]
         if name in fused:
@@ -271,7 +262,7 @@ def _block(name: str, fused: dict[str, str]) -> str | None:
 
 
 @every
-def test_generates_the_same_tokens(name: str) -> None:
+def test_fused_model_generates_the_same_tokens(name: str) -> None:
     model, arguments = _built(name)
     if not (hasattr(model, "can_generate") and model.can_generate()):
         return
@@ -285,75 +276,74 @@ def test_generates_the_same_tokens(name: str) -> None:
 
     try:
         expected = generate()
-    except Exception as error:  # noqa: BLE001, its inputs are not those of `generate`
+    except Exception as error:  # noqa: BLE001, `generate` may need other inputs
         pytest.skip(f"does not generate from these inputs: {error}")
     fusedops.fuse_model(model)
     result = generate()
-    for a, b in zip(_tensors(result), _tensors(expected), strict=True):
-        assert torch.equal(a, b) or a.is_floating_point()
+    for ours, theirs in zip(_tensors(result), _tensors(expected), strict=True):
+        # Tokens are integers. Scores may differ.
+        assert torch.equal(ours, theirs) or ours.is_floating_point()
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return (
-        [value]
-        if isinstance(value, Tensor)
-        else [x for x in value.values() if isinstance(x, Tensor)]
-    )
+    if isinstance(value, Tensor):
+        return [value]
+    return [x for x in value.values() if isinstance(x, Tensor)]
 
 
 @every
-def test_copies(name: str) -> None:
-    """A deep copy and a pickled one are fused as the model is, and give the same bits."""
+def test_copied_pickled_and_saved_models_are_fused_and_have_the_same_bits(name: str) -> None:
+    """Ways to copy that fail for the original are left out."""
     model, arguments = _built(name)
-    ways = [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), _saved]
-    works = [way for way in ways if _runs(way, model)]
-    assert copy.deepcopy in works
+    functions = [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), _saved_and_loaded]
+    working = [function for function in functions if _runs(function, model)]
+    assert copy.deepcopy in working
     fusedops.fuse_model(model)
-    expected, status = _bits(model, arguments), fusedops.fusion_status(model)
-    for way in works:
-        other = way(model)
+    expected, status = _outputs(model, arguments), fusedops.fusion_status(model)
+    for function in working:
+        other = function(model)
         assert fusedops.fusion_status(other) == status
-        _same(_bits(other, arguments), expected)
+        _check_same_bits(_outputs(other, arguments), expected)
 
 
-def _saved(model: nn.Module) -> nn.Module:
+def _saved_and_loaded(model: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
 
 
-def _runs(way: Callable[[nn.Module], nn.Module], model: nn.Module) -> bool:
+def _runs(function: Callable[[nn.Module], nn.Module], model: nn.Module) -> bool:
     try:
-        way(model)
-    except Exception:  # noqa: BLE001, not even as it is
+        function(model)
+    except Exception:  # noqa: BLE001, the original fails in any way
         return False
     return True
 
 
-def _bits(model: nn.Module, arguments: dict[str, Any]) -> list[Tensor]:
+def _outputs(model: nn.Module, arguments: dict[str, Any]) -> list[Tensor]:
     torch.manual_seed(3)
     with torch.no_grad():
         return outputs(model(**arguments))
 
 
-def _same(found: list[Tensor], expected: list[Tensor]) -> None:
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+def _check_same_bits(result: list[Tensor], expected: list[Tensor]) -> None:
+    for ours, theirs in zip(result, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 @every
-def test_unfused_as_before(name: str) -> None:
-    """The same classes, parameters, keys and bits."""
+def test_unfused_model_has_the_classes_parameters_and_bits_of_the_original(name: str) -> None:
     model, arguments = _built(name)
     run, before = first_results(model.train(), arguments)
-    types, parameters = [type(m) for m in model.modules()], list(model.named_parameters())
+    types, parameters = [type(m) for m in model.modules()], dict(model.named_parameters())
     fusedops.fuse_model(model)
-    assert [n for n, _ in model.named_parameters()] == [n for n, _ in parameters]
+    assert list(dict(model.named_parameters())) == list(parameters)
     run(model, arguments)
     fusedops.unfuse_model(model)
     assert [type(m) for m in model.modules()] == types
-    assert all(a is b for (_, a), (_, b) in zip(model.named_parameters(), parameters, strict=True))
+    parameters_after = dict(model.named_parameters())
+    assert all(parameters_after[name] is parameter for name, parameter in parameters.items())
     after = run(model, arguments)
     assert after.keys() == before.keys()
-    _same(list(after.values()), list(before.values()))
+    _check_same_bits(list(after.values()), list(before.values()))

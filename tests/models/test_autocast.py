@@ -1,6 +1,6 @@
-"""Fused models under autocast.
+"""Fused models under autocast: rows that only linear layers consume have autocast's dtype.
 
-Rows that only linear layers take come in their dtype, with the same numbers.
+The linear layers then get the same numbers as before, each cast once.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from zoo import (
     unpacked,
 )
 
-# What a model calls does not depend on the kernels, whose values the operators' own tests hold.
+# What a model calls does not depend on the kernels, whose values the operators' own tests check.
 pytestmark = pytest.mark.once
 
 LOW = torch.bfloat16
-# For each pre-norm model, how many norms of a layer give low rows, and how many layers there are:
-# encoder, decoder.
-_NARROW = {
+# For each pre-norm model, the number of norms that return autocast's dtype: those of a layer times
+# the layers, of the encoder and of the decoder.
+_LOW_NORMS = {
     **dict.fromkeys(("torch_pre_norm", "mbart", "whisper", "t5", "t5_gated"), 2 * 2 + 3 * 2),
     "clip": 2 * 2 + 2 * 2,
     "siglip": 2 * 2 + 2 * 2 + 1,  # the norm before its pooling head's MLP
@@ -60,13 +60,13 @@ _NARROW = {
     "gpt2_decoder": 3 * 2,
 }
 pre_norm = pytest.mark.parametrize(
-    "spec", [s for s in SAMPLES if s.name in _NARROW], ids=lambda spec: spec.name
+    "spec", [s for s in SAMPLES if s.name in _LOW_NORMS], ids=lambda spec: spec.name
 )
-# For each post-norm model, how many norms give their rows twice, low ones to linear layers beside
-# the residual stream.
+# For each post-norm model, the number of norms that return fp32 for the residual stream and a
+# low-precision copy for linear layers.
 _COPIES = {
     **dict.fromkeys(("bert", "roberta", "electra", "distilbert"), 2),
-    "opt_post_norm": 0,  # whose rows are reshaped between the norm and the linear layer
+    "opt_post_norm": 0,  # it reshapes the rows between the norm and the linear layer
     **dict.fromkeys(("bart", "marian", "torch_post_norm"), 2 + 2 * 2),
     "bert_decoder": 2,
 }
@@ -80,15 +80,15 @@ cast_once = pytest.mark.parametrize(
 
 
 def _fused(spec: ModelSpec) -> nn.Module:
-    """In training, so that PyTorch's fast paths are out of play; nothing is dropped."""
+    """Return a fused model in training mode without dropout: PyTorch's fast paths do not run."""
     model = undropped(spec)
     assert fusedops.fuse_model(model)
     return model
 
 
 @contextmanager
-def _wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Rows as the unfused modules get them: each linear layer casts for itself."""
+def _without_low_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make norms return fp32, so that each linear layer casts its input, as in unfused modules."""
     with monkeypatch.context() as patch:
         for module in ("autocast", "parts"):
             patch.setattr(f"fusedops.models.{module}.low_dtype", lambda x, modules: None)
@@ -97,126 +97,127 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextmanager
 def _low_norms(option: str = "out_dtype") -> Iterator[list[torch.dtype | None]]:
-    """The values of this option in calls of norms.
+    """Record the values of an option in calls of norms.
 
-    Of the output's dtype, or of its low-precision copy's.
+    Args:
+        option: "out_dtype", of the output, or "cast_dtype", of its low-precision copy.
     """
-    seen: list[torch.dtype | None] = []
+    dtypes: list[torch.dtype | None] = []
 
-    def see(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name.endswith(("norm", "ln")):
-            seen.append(kwargs.get(option))
+            dtypes.append(kwargs.get(option))
 
-    with observed(see):
-        yield seen
+    with observed(record):
+        yield dtypes
 
 
-def _narrow(seen: list[Any]) -> int:
-    return sum(dtype == LOW for dtype in seen)
+def _low_count(dtypes: list[Any]) -> int:
+    return sum(dtype == LOW for dtype in dtypes)
 
 
 @pre_norm
-def test_the_same_bits(
+def test_low_rows_give_the_bits_of_fp32_rows_that_linear_layers_cast(
     spec: ModelSpec, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with fp32 rows that the linear layers cast; and so it is in evaluation."""
+    """This holds in training and in evaluation mode."""
     model, arguments = _fused(spec), inputs(spec)
     for training in (True, False):
         model.train(training)
         with torch.autocast(device.type, LOW):
             result = outputs(model(**arguments))
-            with _wide(monkeypatch), _low_norms() as seen:
+            with _without_low_rows(monkeypatch), _low_norms() as dtypes:
                 expected = outputs(model(**arguments))
-        assert not _narrow(seen)
+        assert not _low_count(dtypes)
         assert [y.dtype for y in result] == [y.dtype for y in expected]
         assert all(map(torch.equal, result, expected))
 
 
 @pre_norm
-def test_each_norm_of_a_block_is_narrow(spec: ModelSpec, device: torch.device) -> None:
-    """Those before attention and those before the feed-forward part.
+def test_norms_of_blocks_return_low_rows_under_autocast(
+    spec: ModelSpec, device: torch.device
+) -> None:
+    """These are the norms before attention and before the feed-forward part.
 
-    Not a model's last norm, nor any without autocast.
+    The last norm of a model, and all norms without autocast, return fp32.
     """
     model, arguments = _fused(spec), inputs(spec)
-    with _low_norms() as seen:
+    with _low_norms() as dtypes:
         model(**arguments)
-    assert not _narrow(seen)
-    with torch.autocast(device.type, LOW), _low_norms() as seen:
+    assert not _low_count(dtypes)
+    with torch.autocast(device.type, LOW), _low_norms() as dtypes:
         model(**arguments)
-    assert _narrow(seen) == _NARROW[spec.name]
-    with torch.autocast(device.type, LOW, enabled=False), _low_norms() as seen:
+    assert _low_count(dtypes) == _LOW_NORMS[spec.name]
+    with torch.autocast(device.type, LOW, enabled=False), _low_norms() as dtypes:
         model(**arguments)
-    assert not _narrow(seen)
+    assert not _low_count(dtypes)
 
 
-def _casts(model: nn.Module, arguments: dict[str, Any], device: torch.device) -> int:
-    """How often rows are cast to the low dtype in one forward."""
+def _row_casts(model: nn.Module, arguments: dict[str, Any], device: torch.device) -> int:
+    """Return how often rows are cast to the low dtype in one forward."""
     with torch.autocast(device.type, LOW), torch.profiler.profile(record_shapes=True) as profile:
         model(**arguments)
-    rows, casts = (
-        arguments["input_ids"].numel(),
-        [e for e in profile.events() if e.name == "aten::_to_copy"],
-    )
-    return sum(
-        len(e.input_shapes[0]) > 1 and math.prod(e.input_shapes[0][:-1]) == rows for e in casts
-    )
+    rows = arguments["input_ids"].numel()
+    shapes = [e.input_shapes[0] for e in profile.events() if e.name == "aten::_to_copy"]
+    return sum(len(shape) > 1 and math.prod(shape[:-1]) == rows for shape in shapes)
 
 
 @cast_once
-def test_rows_are_cast_once(
+def test_rows_of_an_attention_are_cast_once(
     spec: ModelSpec, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One cast serves q, k and v, where the rows stay fp32 for the residual.
+    """If the rows stay fp32 for the residual, one cast serves query, key and value.
 
-    Two casts a self-attention less.
-
-    A cross-attention, whose key and value are one product, casts the encoder's rows once.
+    This saves two casts for each self-attention. A cross-attention, whose key and value are one
+    product, casts the encoder's rows once.
     """
     model, arguments = _fused(spec), inputs(spec)
-    result = _casts(model, arguments, device)
+    casts = _row_casts(model, arguments, device)
     with unpacked(), torch.autocast(device.type, LOW):
-        y = outputs(model(**arguments))
-    with _wide(monkeypatch), unpacked():
-        expected = _casts(model, arguments, device)
+        result = outputs(model(**arguments))
+    with _without_low_rows(monkeypatch), unpacked():
+        casts_before = _row_casts(model, arguments, device)
         with torch.autocast(device.type, LOW):
-            assert all(map(torch.equal, y, outputs(model(**arguments))))
+            assert all(map(torch.equal, result, outputs(model(**arguments))))
     modules = dict(model.named_modules())
-    layers = sum(
+    self_attentions = sum(
         "SelfAttention" in type(m).__name__ or name.endswith("self_attn")
         for name, m in modules.items()
     )
-    crosses = sum(name.endswith("encoder_attn") for name in modules)
-    assert layers >= 2
-    # A kernel writes the low-precision copy without a cast.
-    assert expected - result == 2 * layers + crosses + KERNEL_PATH * _COPIES[spec.name]
+    cross_attentions = sum(name.endswith("encoder_attn") for name in modules)
+    assert self_attentions >= 2
+    # With kernels, a norm's kernel writes the low-precision copy, and no cast is needed.
+    copies = _COPIES[spec.name] if KERNEL_PATH else 0
+    assert casts_before - casts == 2 * self_attentions + cross_attentions + copies
 
 
 @post_norm
-def test_each_norm_within_a_block_also_returns_a_low_precision_copy(
+def test_norms_within_a_post_norm_block_also_return_a_low_precision_copy(
     spec: ModelSpec, device: torch.device
 ) -> None:
-    """Its linear layers get their rows from the norm.
+    """Linear layers of the block consume the copy.
 
-    The residual stream, and what leaves the block, stays fp32.
+    The residual stream and the output of the block stay fp32.
     """
     model, arguments = _fused(spec), inputs(spec)
     for enabled in (True, False):
-        with torch.autocast(device.type, LOW, enabled=enabled), _low_norms("cast_dtype") as seen:
+        with torch.autocast(device.type, LOW, enabled=enabled), _low_norms("cast_dtype") as dtypes:
             model(**arguments)
-        assert _narrow(seen) == (_COPIES[spec.name] if enabled else 0)
+        assert _low_count(dtypes) == (_COPIES[spec.name] if enabled else 0)
 
 
 # --- modules with hooks ---------------------------------------------------------------------------
 
 
-def _seen_by(module: nn.Module) -> list[torch.dtype]:
-    seen: list[torch.dtype] = []
-    module.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
-    return seen
+def _input_dtypes(module: nn.Module) -> list[torch.dtype]:
+    """Record the dtypes of a module's first argument in later calls, by a hook."""
+    dtypes: list[torch.dtype] = []
+    module.register_forward_pre_hook(lambda module, args: dtypes.append(args[0].dtype))
+    return dtypes
 
 
 def _last(model: nn.Module, name: str) -> nn.Module:
+    """Return the last module of a model with this name."""
     return next(
         module
         for path, module in reversed(list(model.named_modules()))
@@ -224,9 +225,8 @@ def _last(model: nn.Module, name: str) -> nn.Module:
     )
 
 
-# Of the layers, one each: the linear layers, or what holds them, behind the first norm and behind
-# the second.
-_CONSUMERS = {
+# One linear layer, or a module with it, behind the first norm of a layer and one behind the second.
+_PRE_NORM_CONSUMERS = {
     "gpt2": ("c_attn", "mlp"),
     "t5": ("q", "wi"),
     "t5_gated": ("SelfAttention", "wi_1"),
@@ -234,22 +234,23 @@ _CONSUMERS = {
     "llama": ("v_proj", "up_proj"),
     "torch_pre_norm": ("self_attn", "linear1"),
 }
-_HOOKED = [(s, name) for s in SAMPLES for name in _CONSUMERS.get(s.name, ())]
+_HOOKED = [(s, name) for s in SAMPLES for name in _PRE_NORM_CONSUMERS.get(s.name, ())]
 
 
 @pytest.mark.parametrize("spec, name", _HOOKED, ids=lambda value: getattr(value, "name", value))
 def test_hooked_consumer_gets_fp32(spec: ModelSpec, name: str, device: torch.device) -> None:
-    """A hook on a consumer of the rows switches it off for that norm, and for no other."""
+    """If a consumer of its output has a hook, a norm returns fp32. Other norms do not change."""
     model, arguments = _fused(spec), inputs(spec)
-    seen = _seen_by(_last(model, name)) if name != "SelfAttention" else []
-    if name == "SelfAttention":  # its rows come by keyword or by position
-        _last(model, name).register_forward_hook(
-            lambda module, args, output: seen.append(args[0].dtype)
-        )
-    with torch.autocast(device.type, LOW), _low_norms() as norms:
+    consumer = _last(model, name)
+    if name == "SelfAttention":  # T5 may pass the rows by keyword, which a pre-hook does not get
+        dtypes: list[torch.dtype] = []
+        consumer.register_forward_hook(lambda module, args, output: dtypes.append(args[0].dtype))
+    else:
+        dtypes = _input_dtypes(consumer)
+    with torch.autocast(device.type, LOW), _low_norms() as norm_dtypes:
         model(**arguments)
-    assert seen == [torch.float32]
-    assert _narrow(norms) == _NARROW[spec.name] - 1
+    assert dtypes == [torch.float32]
+    assert _low_count(norm_dtypes) == _LOW_NORMS[spec.name] - 1
 
 
 _BERT = [s for s in SAMPLES if s.name == "bert"]
@@ -270,87 +271,92 @@ _BERT = [s for s in SAMPLES if s.name == "bert"]
 def test_hooked_module_of_a_block_gets_the_only_output(
     spec: ModelSpec, path: str, device: torch.device
 ) -> None:
-    """Else the gradient that a hook on a tensor gets would lack the low-precision copy's."""
+    """The norm returns no low-precision copy then: a hook on its output gets the whole gradient."""
     model, arguments = _fused(spec), inputs(spec)
     hooked = model.get_submodule(f"bert.encoder.layer.1.{path}")
     tensors: list[Tensor] = []
 
     def record(module: nn.Module, args: Any, output: Any) -> None:
-        rows = output[0] if isinstance(output, tuple) else output
-        tensors.append(
-            args[0] if path.startswith("intermediate") else args[1] if path == "output" else rows
-        )
-        tensors[-1].retain_grad()
+        """Record the output of the block's first norm, where the module gets or returns it."""
+        if path.startswith("intermediate"):
+            rows = args[0]
+        elif path == "output":
+            rows = args[1]  # the residual
+        else:
+            rows = output[0] if isinstance(output, tuple) else output
+        rows.retain_grad()
+        tensors.append(rows)
 
     hooked.register_forward_hook(record)
     gradients = []
     for low in (True, False):
         tensors.clear()
-        with torch.autocast(device.type, LOW, enabled=low), _low_norms("cast_dtype") as seen:
+        with torch.autocast(device.type, LOW, enabled=low), _low_norms("cast_dtype") as dtypes:
             total = sum(y.float().square().sum() for y in outputs(model(**arguments)))
-        assert _narrow(seen) == (_COPIES["bert"] - 1 if low else 0)
+        assert _low_count(dtypes) == (_COPIES["bert"] - 1 if low else 0)
         assert tensors[0].dtype == torch.float32
         total.backward()
         gradients.append(tensors[0].grad)
-    # A fifth of it is lost without the feed-forward part's.
-    assert (gradients[0] - gradients[1]).norm() < 0.05 * gradients[1].norm()
+    under_autocast, in_fp32 = gradients
+    # Without the gradient from the feed-forward part, a fifth would be missing.
+    assert (under_autocast - in_fp32).norm() < 0.05 * in_fp32.norm()
 
 
-_CONSUMERS = {
+_POST_NORM_CONSUMERS = {
     "opt_post_norm": "model.decoder.layers.1.fc1",
     "bart": "model.decoder.layers.1.fc1",
     "distilbert": "distilbert.transformer.layer.1.ffn.lin1",
     "torch_post_norm": "transformer.decoder.layers.1.linear1",
 }
 consumers = pytest.mark.parametrize(
-    "spec", [s for s in SAMPLES if s.name in _CONSUMERS], ids=lambda spec: spec.name
+    "spec", [s for s in SAMPLES if s.name in _POST_NORM_CONSUMERS], ids=lambda spec: spec.name
 )
 
 
 @consumers
-def test_hooked_consumer_gets_the_residuals_gradient_too(
+def test_input_of_a_hooked_consumer_has_the_residuals_gradient_too(
     spec: ModelSpec, device: torch.device
 ) -> None:
-    """A linear layer with hooks takes the residual itself, as in the original, and no view of it."""
+    """A linear layer with hooks gets the residual itself, as in the original, not a view of it."""
     model, arguments = build(spec), inputs(spec)
-    path, tensors = _CONSUMERS[spec.name], list[Tensor]()
-    model.get_submodule(path).register_forward_pre_hook(
+    tensors: list[Tensor] = []
+    model.get_submodule(_POST_NORM_CONSUMERS[spec.name]).register_forward_pre_hook(
         lambda module, args: tensors.append(args[0])
     )
     gradients = []
     for fuse in (False, True):
-        assert not fuse or fusedops.fuse_model(model)
+        if fuse:
+            assert fusedops.fuse_model(model)
         tensors.clear()
         total = sum(y.square().sum() for y in outputs(model(**arguments)))
         gradients += torch.autograd.grad(total, tensors)
-    torch.testing.assert_close(
-        gradients[1], gradients[0], rtol=1e-3, atol=1e-3 * float(gradients[0].abs().max())
-    )
+    original, fused = gradients
+    torch.testing.assert_close(fused, original, rtol=1e-3, atol=1e-3 * float(original.abs().max()))
 
 
 class _Adapter(nn.Linear):
-    """No plain linear layer: it looks at its input's dtype."""
+    """A linear layer of another class, which records the dtype of its input."""
 
-    seen: torch.dtype
+    input_dtype: torch.dtype
 
     def forward(self, input: Tensor) -> Tensor:
-        self.seen = input.dtype
+        self.input_dtype = input.dtype
         return super().forward(input)
 
 
 @pytest.mark.parametrize("name", ["q_proj", "gate_proj"] if HAS_TRANSFORMERS else [])
-def test_an_adapter_sees_fp32(name: str, device: torch.device) -> None:
+def test_adapter_gets_fp32(name: str, device: torch.device) -> None:
     spec = next(s for s in MODELS if s.name == "llama")
     model = _fused(spec)
     layer = _last(model, name)
     layer.__class__ = _Adapter
     with torch.autocast(device.type, LOW):
         model(**inputs(spec))
-    assert layer.seen == torch.float32
+    assert layer.input_dtype == torch.float32
 
 
-def test_a_norm_alone_stays_fp32(device: torch.device) -> None:
-    """The consumers of its output are not known there."""
+def test_norm_outside_a_block_returns_fp32(device: torch.device) -> None:
+    """The consumers of its output are not known."""
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)).to(device)
     fusedops.fuse_model(model)
     with torch.autocast(device.type, LOW):
@@ -372,20 +378,19 @@ _NORMS = (
     "stream", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
 )
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_never_rounded_twice_otherwise(
+def test_low_rows_equal_the_norms_own_output_cast_to_the_low_dtype(
     name: str, stream: torch.dtype, weight: torch.dtype, device: torch.device
 ) -> None:
-    """Whatever the dtypes: the same numbers as by way of the norm's own dtype, also where that is another half one."""
+    """This holds for all dtypes, also if the norm's own dtype is another half dtype."""
     spec = next(s for s in MODELS if name in s.rules)
     norm = next(m for m in build(spec).modules() if type(m).__name__ == name).to(device, weight)
     fusedops.fuse_model(norm)
     linear = nn.Linear(norm.weight.shape[-1], 3, device=device)
     x = torch.randn(64, norm.weight.shape[-1], device=device).to(stream)
-    results = []
     with torch.autocast(device.type, LOW):
-        for low in (True, False):
-            rows = normed(norm, x, linear) if low else norm(x)
-            results.append(rows if rows.dtype == torch.float64 else rows.to(LOW))
+        results = [normed(norm, x, linear), norm(x)]
+    # Autocast does not cast fp64.
+    results = [rows if rows.dtype == torch.float64 else rows.to(LOW) for rows in results]
     assert torch.equal(*results)
 
 
@@ -397,25 +402,27 @@ def _gradients(
     layers: list[nn.Linear],
     x: Tensor,
     dys: list[Tensor],
-    rows: Callable[[Tensor], Tensor],
+    normalise: Callable[[Tensor], Tensor],
 ) -> Any:
+    """Return the gradients of x and of the norm's parameters, through a norm and linear layers."""
     x = x.detach().requires_grad_()
     with torch.autocast(x.device.type, LOW):
-        y = rows(x)
+        y = normalise(x)
         results = [layer(y) for layer in layers]
     return torch.autograd.grad(results, [x, norm.weight, norm.bias], dys)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_gradients(count: int, device: torch.device) -> None:
-    """The gradients of the rows are added in the low dtype.
+def test_gradients_of_low_rows_are_within_the_bound_of_their_roundings(
+    count: int, device: torch.device
+) -> None:
+    """The gradients of the rows from several layers are added in the low dtype.
 
-    Count - 1 roundings, each of a partial sum.
-
-    So the rows' gradient differs by no more than (count - 1) u times the sum of their magnitudes
-    (and u² of it, which the factor 1.1 covers), and what the norm makes of it by the magnitudes of
-    its derivative times that; and by eight fp32 roundings of the same, as the norm's backward adds
-    the same numbers in fp32.
+    This takes count - 1 roundings of partial sums. So the gradient of the rows has an error of at
+    most (count - 1) u times the sum of the terms' magnitudes, where u is the unit roundoff. (The
+    factor 1.1 covers terms in u².) The gradient of x has an error of at most this error times the
+    magnitudes of the norm's derivative. The norm's backward adds up the same numbers in fp32, for
+    which eight roundings in fp32 are added.
     """
     norm = nn.LayerNorm(16).to(device)
     with torch.no_grad():
@@ -424,46 +431,47 @@ def test_gradients(count: int, device: torch.device) -> None:
     x = torch.randn(40, 16, device=device)
     dys = [torch.randn(40, 24, device=device, dtype=LOW) for _ in layers]
     fusedops.fuse_model(norm)
-    wide = _gradients(norm, layers, x, dys, norm)
-    low = _gradients(norm, layers, x, dys, lambda x: normed(norm, x, *layers))
-    each = [(dy @ layer.weight.to(LOW)).double() for dy, layer in zip(dys, layers, strict=True)]
-    total = torch.stack(each).abs().sum(0)
-    error = (1.1 * (count - 1) * unit_roundoff(LOW) + 8 * unit_roundoff(torch.float32) * 40) * total
+    expected_gradients = _gradients(norm, layers, x, dys, norm)
+    gradients = _gradients(norm, layers, x, dys, lambda x: normed(norm, x, *layers))
+    terms = [(dy @ layer.weight.to(LOW)).double() for dy, layer in zip(dys, layers, strict=True)]
+    magnitude = torch.stack(terms).abs().sum(0)
+    low_error = 1.1 * (count - 1) * unit_roundoff(LOW)
+    fp32_error = 8 * unit_roundoff(torch.float32) * 40
+    error = (low_error + fp32_error) * magnitude  # of the gradient of the norm's output
     exact = nn.LayerNorm(16).to(device, torch.float64)
     exact.load_state_dict(norm.state_dict())
     jacobian = torch.stack(
         [torch.autograd.functional.jacobian(exact, row) for row in x.double()]
     ).abs()
-    hat = nn.functional.layer_norm(x.double(), (16,)).abs()
-    bounds = [torch.einsum("rij,ri->rj", jacobian, error), (error * hat).sum(0), error.sum(0)]
-    for result, expected, bound in zip(low, wide, bounds, strict=True):
+    z_hat = nn.functional.layer_norm(x.double(), (16,)).abs()
+    x_bound = torch.einsum("rij,ri->rj", jacobian, error)
+    bounds = [x_bound, (error * z_hat).sum(0), error.sum(0)]
+    for result, expected, bound in zip(gradients, expected_gradients, bounds, strict=True):
         assert result.dtype == expected.dtype == torch.float32
         assert ((result - expected).double().abs() <= bound).all()
     if count > 1:
-        assert not torch.equal(low[0], wide[0])
+        assert not torch.equal(gradients[0], expected_gradients[0])
 
 
 @pytest.mark.parametrize(
-    "spec", [s for s in SAMPLES if s.name in {*_NARROW, *_COPIES}], ids=lambda spec: spec.name
+    "spec", [s for s in SAMPLES if s.name in {*_LOW_NORMS, *_COPIES}], ids=lambda spec: spec.name
 )
-def test_gradients_of_models(
+def test_gradients_of_models_are_at_most_twice_as_wrong_as_with_fp32_rows(
     spec: ModelSpec, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No further from fp32's than twice what fp32 rows give.
-
-    In the norm of all gradients together.
-    """
+    """The error is the norm of the difference of all gradients from those in fp32."""
     model, arguments = _fused(spec), inputs(spec)
-    exact = run(model, arguments)[1]
+    _, exact = run(model, arguments)
     with torch.autocast(device.type, LOW):
-        results = run(model, arguments)[1]
-        with _wide(monkeypatch):
-            wide = run(model, arguments)[1]
-    error, allowed = (
-        sum(float((result[name] - g).double().square().sum()) for name, g in exact.items()) ** 0.5
-        for result in (results, wide)
-    )
-    assert 0.0 < error <= 2 * allowed
+        _, with_low_rows = run(model, arguments)
+        with _without_low_rows(monkeypatch):
+            _, with_fp32_rows = run(model, arguments)
+
+    def error(gradients: dict[str, Tensor]) -> float:
+        squares = [(gradients[name] - g).double().square().sum() for name, g in exact.items()]
+        return float(sum(squares)) ** 0.5
+
+    assert 0.0 < error(with_low_rows) <= 2 * error(with_fp32_rows)
 
 
 @pytest.mark.parametrize(
@@ -474,10 +482,11 @@ def test_gradients_of_models(
         if s.name in ("torch_pre_norm", "gpt2", "bert", "llama")
     ],
 )
-def test_one_graph(spec: ModelSpec, device: torch.device) -> None:
-    """Under torch.compile too, with no graph break."""
+def test_compiled_model_under_autocast_is_one_graph(spec: ModelSpec, device: torch.device) -> None:
     model = _fused(spec)
-    arguments = {**inputs(spec), **({"use_cache": False} if spec.name in ("gpt2", "llama") else {})}
+    arguments = inputs(spec)
+    if spec.name in ("gpt2", "llama"):
+        arguments["use_cache"] = False
     torch._dynamo.reset()
     with torch.autocast(device.type, LOW):
         expected = outputs(model(**arguments))
@@ -488,29 +497,26 @@ def test_one_graph(spec: ModelSpec, device: torch.device) -> None:
         )
 
 
-def test_low_dtype_needs_known_consumers(device: torch.device) -> None:
+def test_low_dtype_requires_that_all_consumers_are_linear_layers(device: torch.device) -> None:
     """Without consumers, or with one that does not cast, there is no low dtype."""
+    x = torch.ones(1, device=device)
     with torch.autocast(device.type, LOW):
-        assert autocast.low_dtype(torch.ones(1, device=device), ()) is None
-        assert (
-            autocast.low_dtype(torch.ones(1, device=device), (nn.Linear(1, 1), nn.ReLU())) is None
-        )
-        assert autocast.low_dtype(torch.ones(1, device=device), (nn.Linear(1, 1),)) == LOW
+        assert autocast.low_dtype(x, ()) is None
+        assert autocast.low_dtype(x, (nn.Linear(1, 1), nn.ReLU())) is None
+        assert autocast.low_dtype(x, (nn.Linear(1, 1),)) == LOW
 
 
-def test_what_autocast_leaves_is_left(device: torch.device) -> None:
-    """It casts no fp64."""
+def test_rows_in_fp64_are_not_narrowed(device: torch.device) -> None:
+    """Autocast does not cast fp64 either."""
     linear = nn.Linear(2, 2, device=device)
     with torch.autocast(device.type, LOW):
         for dtype, expected in ((torch.float32, LOW), (LOW, LOW), (torch.float64, torch.float64)):
-            assert (
-                autocast.narrowed(torch.ones(1, 2, device=device, dtype=dtype), linear).dtype
-                == expected
-            )
+            x = torch.ones(1, 2, device=device, dtype=dtype)
+            assert autocast.narrowed(x, linear).dtype == expected
 
 
-def test_weights_with_ways_of_their_own_get_what_they_got() -> None:
-    """A quantised weight, say, sees its rows before autocast does."""
+def test_consumer_with_a_tensor_subclass_as_weight_has_no_low_dtype() -> None:
+    """A quantised weight, for example, handles its input before autocast casts it."""
 
     class Own(torch.Tensor):
         pass

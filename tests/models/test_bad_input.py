@@ -1,4 +1,4 @@
-"""Models that fuse_model does not take: a message of what to do first, and the model as it was."""
+"""Models that `fuse_model` refuses: the error says what to do, and the model is not changed."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def _compiled_in_place() -> nn.Module:
     return model
 
 
-def _holding(module: Any) -> nn.Module:
-    holder = nn.Module()
-    holder.inner = module
-    return holder
+def _with_inner(module: Any) -> nn.Module:
+    outer = nn.Module()
+    outer.inner = module
+    return outer
 
 
 def _quantized() -> nn.Module:
@@ -38,9 +38,9 @@ def _quantized() -> nn.Module:
         return torch.ao.quantization.quantize_dynamic(_model(), {nn.Linear}, torch.qint8)  # type: ignore[no-any-return]
 
 
-def _flagged() -> nn.Module:
+def _marked_as_quantized() -> nn.Module:
     model = _model()
-    model.is_quantized = True  # as Transformers marks its own
+    model.is_quantized = True  # Transformers sets this on models that it quantises
     return model
 
 
@@ -56,7 +56,7 @@ _BAD = {
         "the model is compiled; fuse the model before torch.compile",
     ),
     "compiled inside": (
-        lambda: _holding(torch.compile(_model())),
+        lambda: _with_inner(torch.compile(_model())),
         "module 'inner' is compiled; fuse .* before torch.compile",
     ),
     "compiled in place": (_compiled_in_place, "the model is compiled; fuse the model before"),
@@ -69,17 +69,20 @@ _BAD = {
         "is scripted or traced; fuse .* before",
     ),
     "scripted inside": (
-        lambda: _holding(_silently(lambda: torch.jit.script(_model()))),
+        lambda: _with_inner(_silently(lambda: torch.jit.script(_model()))),
         "module 'inner' is scripted",
     ),
     "quantised": (_quantized, "module '0' is quantised; fuse the model before it is quantised"),
-    "quantised by Transformers": (_flagged, "the model is quantised; fuse the model before"),
+    "quantised by Transformers": (
+        _marked_as_quantized,
+        "the model is quantised; fuse the model before",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", _BAD)
 @pytest.mark.parametrize("options", [{}, {"dry_run": True}], ids=["", "dry"])
-def test_is_told_what_to_do(name: str, options: dict[str, Any]) -> None:
+def test_error_says_what_to_do_first(name: str, options: dict[str, Any]) -> None:
     make, match = _BAD[name]
     model = make()  # type: ignore[no-untyped-call]
     types = [type(m) for m in model.modules()]
@@ -91,7 +94,7 @@ def test_is_told_what_to_do(name: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "model", [None, 3, nn.LayerNorm, lambda x: x], ids=["None", "int", "class", "function"]
 )
-def test_no_module(model: Any) -> None:
+def test_fuse_model_raises_for_what_is_not_a_module(model: Any) -> None:
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got"):
         fusedops.fuse_model(model)
 
@@ -103,14 +106,14 @@ def test_no_module(model: Any) -> None:
         (3, "check must be True or example inputs .* got int"),
     ],
 )
-def test_bad_check(check: Any, match: str) -> None:
+def test_bad_check_is_an_error_and_fuses_nothing(check: Any, match: str) -> None:
     model = _model()
     with pytest.raises(TypeError, match=match):
         fusedops.fuse_model(model, check=check)
     assert type(model[1]) is nn.LayerNorm
 
 
-def test_inputs_that_do_not_fit_leave_the_model_as_it_was() -> None:
+def test_model_is_unchanged_if_the_inputs_of_check_do_not_fit() -> None:
     model = _model().train()
     with pytest.raises(RuntimeError):
         fusedops.fuse_model(model, check=torch.ones(2, 5))
@@ -127,8 +130,8 @@ def process_group() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def test_fsdp_with_a_wrapper() -> None:
-    """The older FSDP, which flattens parameters; its constructor needs a GPU."""
+def test_model_in_the_wrapper_of_the_older_fsdp_is_refused() -> None:
+    """The wrapper flattens parameters. It is made without its constructor, which needs a GPU."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
@@ -141,27 +144,31 @@ def test_fsdp_with_a_wrapper() -> None:
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("table", [True, False], ids=["", "without FSDP's table"])
-@pytest.mark.parametrize("first", [True, False], ids=["fused first", "sharded first"])
-def test_fused_and_sharded(table: bool, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In either order a module gets the same class, with the same values.
-
-    Unfused, it is sharded still.
-    """
+@pytest.mark.parametrize("has_table", [True, False], ids=["", "without FSDP's table"])
+@pytest.mark.parametrize("fuses_first", [True, False], ids=["fused first", "sharded first"])
+def test_fused_and_sharded_in_either_order_have_one_class(
+    has_table: bool, fuses_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values are those of the original. After unfusing, the module is still sharded."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    if not table:
+    if not has_table:
         monkeypatch.setattr(distributed, "imported", lambda module, name: None)
     original, model = _model(), _model()
     model.load_state_dict(original.state_dict())
     mesh = init_device_mesh("cpu", (1,))
-    for turn in (first, not first):
-        if turn:
-            fusedops.fuse_model(model)
-        else:
-            fully_shard(model[1], mesh=mesh)
-            fully_shard(model, mesh=mesh)
+
+    def shard() -> None:
+        fully_shard(model[1], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    if fuses_first:
+        fusedops.fuse_model(model)
+        shard()
+    else:
+        shard()
+        fusedops.fuse_model(model)
     norm: Any = type(model[1])
     assert [line.name for line in fusedops.fusion_status(model).replaced] == ["1", "2"]
     assert isinstance(model[1], FSDPModule)
@@ -182,7 +189,7 @@ def test_fused_and_sharded(table: bool, first: bool, monkeypatch: pytest.MonkeyP
     assert type(model[1]) is norm
 
 
-def test_unfuse_takes_modules() -> None:
+def test_unfuse_model_raises_for_what_is_not_a_module() -> None:
     with pytest.raises(
         TypeError, match=r"unfuse_model: model must be a torch\.nn\.Module, got str"
     ):

@@ -1,7 +1,4 @@
-"""Fused models under autocast and torch.compile.
-
-The weights of a branch's linear layers are cast in one pass.
-"""
+"""Fused models under autocast and torch.compile cast the weights of several linear layers at once."""
 
 from __future__ import annotations
 
@@ -29,19 +26,22 @@ from support import DEVICE, KERNEL_PATH
 from tolerances import unit_roundoff
 from zoo import SAMPLES, Counting, every, handed_on, inputs, making_kernels, run, undropped
 
-# What a model calls does not depend on the kernels, whose values the operators' own tests hold.
+# What a model calls does not depend on the kernels, whose values the operators' own tests check.
 pytestmark = pytest.mark.once
 
 LOW = torch.bfloat16
-# For each model, how many casts a forward is spared. Of an attention whose query, key and value are
-# packed to one weight and one bias, its last weight joins them; where the query goes its own way,
-# as in a cross-attention, so do its weight and bias. Of two layers with an activation between that
-# takes the bias along, two weights and that bias are one. Without biases it is one less, or two in
-# a cross-attention. T5's gated part has a third weight, and a fused T5 no longer takes its rows to
-# the dtype of a weight that autocast casts anyway.
+# For each model, the number of casts that joining saves in a forward. n tensors that are cast at
+# once save n - 1 casts:
+# - In a self-attention, the packed weight and the packed bias of query, key and value are cast with
+#   the weight of the last layer.
+# - In a cross-attention, the query is not packed: its weight and bias are cast with those three.
+# - In a feed-forward part, two weights are cast with the bias that the activation's kernel adds.
+# - Without biases, one cast less is saved, or two in a cross-attention. T5's gated part has a third
+#   weight.
+# - A fused T5 does not cast its rows to the dtype of a weight that autocast casts anyway.
 _ATTENTION, _CROSS, _TWO, _ROWS = 2, 4, 2, 1
 _LAYER = _ATTENTION + _TWO
-_SPARED = {
+_SAVED_CASTS = {
     **dict.fromkeys(
         ("bert", "roberta", "electra", "bert_decoder", "distilbert", "vit"), 2 * _LAYER
     ),
@@ -55,13 +55,13 @@ _SPARED = {
     "t5": 4 * (_LAYER - 2 + _ROWS) + 2 * (_CROSS - 2),
     "t5_gated": 4 * (_LAYER - 1 + _ROWS) + 2 * (_CROSS - 2),
 }
-# Of each kind, for what takes longer.
+# One model of each kind, for slower tests.
 _SOME = [s for s in SAMPLES if s.name in ("torch_pre_norm", "bert", "gpt2", "vit", "t5_gated")]
 some = pytest.mark.parametrize("spec", _SOME, ids=lambda spec: spec.name)
 
 
 def _is_cast(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the operator is a cast to autocast's dtype."""
+    """Return whether the operator is a cast to autocast's dtype."""
     return func.overloadpacket is torch.ops.aten._to_copy and kwargs.get("dtype") is LOW
 
 
@@ -72,94 +72,97 @@ def _fused(spec: ModelSpec) -> nn.Module:
 
 
 def _casts(model: nn.Module, arguments: dict[str, Any]) -> int:
+    """Return the number of casts to autocast's dtype in a forward."""
     with Counting(_is_cast) as casts, torch.autocast(DEVICE.type, LOW, cache_enabled=False):
         model(**arguments)
     return casts.count
 
 
 @every
-def test_joining_spares_casts(spec: ModelSpec) -> None:
+def test_joining_saves_casts(spec: ModelSpec) -> None:
     model, arguments = _fused(spec), inputs(spec)
-    apart = _casts(model, arguments)
+    single_casts = _casts(model, arguments)
     with making_kernels():
-        assert apart - _casts(model, arguments) == _SPARED.get(spec.name, 0)
+        joined_casts = _casts(model, arguments)
+    assert single_casts - joined_casts == _SAVED_CASTS.get(spec.name, 0)
 
 
 @every
 def test_joined_casts_have_the_same_values_and_gradients(spec: ModelSpec) -> None:
-    """Outputs and gradients are made of the very same numbers.
+    """Weights have the same bits, but products may add in another order.
 
-    What multiplies them may add in another order for weights that lie elsewhere in memory: eight
-    units in the norm of each, as for attention functions, where a wrong weight or bias is some
-    hundred times as much.
+    PyTorch's products may choose another kernel if a weight has another address. So outputs and
+    gradients may differ by eight units of their norms. A wrong weight or bias makes a difference
+    some hundred times as large.
     """
     model, arguments = _fused(spec), inputs(spec)
     with torch.autocast(DEVICE.type, LOW):
-        expected = run(model, arguments)
+        expected_outputs, expected_gradients = run(model, arguments)
         with making_kernels():
-            result = run(model, arguments)
-    assert result[1].keys() == expected[1].keys()
-    for y, e in (
-        *zip(result[0], expected[0], strict=True),
-        *((g, expected[1][name]) for name, g in result[1].items()),
-    ):
-        assert y.dtype == e.dtype
-        assert y.is_contiguous() == e.is_contiguous()
-        assert (y - e).norm() <= 8 * unit_roundoff(LOW) * e.norm()
+            outputs, gradients = run(model, arguments)
+    assert gradients.keys() == expected_gradients.keys()
+    pairs = list(zip(outputs, expected_outputs, strict=True))
+    pairs += [(gradient, expected_gradients[name]) for name, gradient in gradients.items()]
+    for ours, expected in pairs:
+        assert ours.dtype == expected.dtype
+        assert ours.is_contiguous() == expected.is_contiguous()
+        assert (ours - expected).norm() <= 8 * unit_roundoff(LOW) * expected.norm()
 
 
-# --- what is cast ---------------------------------------------------------------------------------
+# --- which tensors are cast -----------------------------------------------------------------------
 
 
-def _learning(*shape: int) -> nn.Parameter:
+def _parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape, device=DEVICE))
 
 
 def _groups() -> list[list[nn.Parameter]]:
+    """Return groups of parameters; the cast of a group is one tensor, concatenated along rows."""
     return [
-        [_learning(4, 6), _learning(8, 6)],
-        [_learning(8, 5)],
-        [_learning(4), _learning(3)],
-        [_learning(7)],
+        [_parameter(4, 6), _parameter(8, 6)],
+        [_parameter(8, 5)],
+        [_parameter(4), _parameter(3)],
+        [_parameter(7)],
     ]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("low", [LOW, torch.float16], ids=str)
 def test_joined_casts_have_the_bits_of_single_casts(low: torch.dtype, compiled: bool) -> None:
-    """The same bits as a cast of each: forward, and of each gradient."""
+    """Casts and gradients have the bits of a cast of each parameter."""
     groups = _groups()
-    function = (
-        torch.compile(cast_as_one, backend="aot_eager", fullgraph=True) if compiled else cast_as_one
-    )
-    parts = function(groups, low)
+    function = cast_as_one
+    if compiled:
+        function = torch.compile(cast_as_one, backend="aot_eager", fullgraph=True)
+    casts = function(groups, low)
     expected = [torch.cat([t.detach() for t in group]).to(low) for group in groups]
-    assert all(map(torch.equal, parts, expected))
-    dys = [torch.randn_like(part) for part in parts]
+    assert all(map(torch.equal, casts, expected))
+    cotangents = [torch.randn_like(cast) for cast in casts]
     tensors = [t for group in groups for t in group]
-    gradients = torch.autograd.grad(parts, tensors, dys)
-    columns = [
-        dy.float().split([len(t) for t in group]) for dy, group in zip(dys, groups, strict=True)
-    ]
-    assert all(map(torch.equal, gradients, [g for split in columns for g in split]))
+    gradients = torch.autograd.grad(casts, tensors, cotangents)
+    expected_gradients: list[Tensor] = []
+    for cotangent, group in zip(cotangents, groups, strict=True):
+        expected_gradients += cotangent.float().split([len(t) for t in group])
+    assert all(map(torch.equal, gradients, expected_gradients))
     assert all(g.dtype == torch.float32 for g in gradients)
-    # Each where a matrix product can load it.
-    assert all(part.data_ptr() % 16 == 0 for part in parts if part.dim() > 1)
+    # Matrix products load 16 bytes at once.
+    assert all(cast.data_ptr() % 16 == 0 for cast in casts if cast.dim() > 1)
 
 
+# Changes after which the groups are not cast as one.
 _LEFT: dict[str, Callable[[list[list[nn.Parameter]]], object]] = {
     "one is frozen": lambda groups: groups[1][0].requires_grad_(False),
-    "a bias alone learns": lambda groups: [
+    "only biases are trained": lambda groups: [
         t.requires_grad_(False) for group in groups[:2] for t in group
     ],
-    "the next would lie badly": lambda groups: groups.insert(0, [_learning(3, 5)]),
-    "too many": lambda groups: groups.append([_learning(4) for _ in range(3)]),
+    "the next would not be aligned": lambda groups: groups.insert(0, [_parameter(3, 5)]),
+    "too many": lambda groups: groups.append([_parameter(4) for _ in range(3)]),
     "another device": lambda groups: groups.append([nn.Parameter(torch.empty(4, device="meta"))]),
 }
 
 
 @pytest.mark.parametrize("change", _LEFT.values(), ids=_LEFT)
-def test_tensors_that_are_cast_apart(change: Callable[[list[list[nn.Parameter]]], object]) -> None:
+def test_tensors_are_not_cast_as_one(change: Callable[[list[list[nn.Parameter]]], object]) -> None:
     groups = _groups()
     assert cast_as_one(groups, LOW) is not None
     change(groups)
@@ -173,7 +176,7 @@ def test_frozen_tensors_are_cast_as_one_and_stay_frozen() -> None:
     assert not any(part.requires_grad for part in parts)
 
 
-# --- whose ----------------------------------------------------------------------------------------
+# --- which layers' weights are cast together ------------------------------------------------------
 
 
 class _Two(nn.Module):
@@ -185,14 +188,14 @@ class _Two(nn.Module):
         self.second = nn.Linear(16, 8, bias=bias, device=DEVICE)
 
 
-def _stand_ins(module: Any, x: Tensor | None = None) -> tuple[Any, ...]:
+def _cast_layers(module: Any, x: Tensor | None = None) -> tuple[Any, ...]:
+    """Return what `cast_together` returns for the layers: `Cast`s, or the layers themselves."""
     x = torch.randn(3, 8, device=DEVICE) if x is None else x
     with torch.autocast(DEVICE.type, LOW):
         return cast_together(module, x, module.first, module.second)
 
 
-def test_several_biases() -> None:
-    """Each layer has its own."""
+def test_each_cast_layer_has_its_own_bias() -> None:
     layers = [nn.Linear(8, 8, bias=biased, device=DEVICE) for biased in (True, False, True, True)]
     x = torch.randn(3, 8, device=DEVICE)
     with making_kernels(), torch.autocast(DEVICE.type, LOW):
@@ -203,7 +206,7 @@ def test_several_biases() -> None:
 
 
 @pytest.mark.parametrize(("inner", "outer"), [(0, 8), (16, 0)])
-def test_empty_layers(inner: int, outer: int) -> None:
+def test_layers_without_elements_are_cast_together(inner: int, outer: int) -> None:
     first, second = nn.Linear(8, inner, device=DEVICE), nn.Linear(inner, outer, device=DEVICE)
     x = torch.randn(3, 8, device=DEVICE)
     with making_kernels(), torch.autocast(DEVICE.type, LOW):
@@ -213,33 +216,34 @@ def test_empty_layers(inner: int, outer: int) -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_stand_ins(bias: bool) -> None:
-    """They give what the layers give, whether their bias is left to the caller or not.
+def test_cast_layers_give_the_results_of_the_layers(bias: bool) -> None:
+    """This holds with the layer's own bias, and if the caller adds the bias.
 
-    The last one's is not cast.
+    The bias of the last layer is not cast.
     """
     module, x = _Two(bias=bias), torch.randn(3, 8, device=DEVICE)
     with making_kernels(), torch.autocast(DEVICE.type, LOW):
-        casts = _stand_ins(module, x)
-        assert [type(cast) for cast in casts] == [Cast, Cast]
+        first, second = _cast_layers(module, x)
+        assert type(first) is type(second) is Cast
         calls = (
-            (casts[0], module.first, x),
-            (casts[1], module.second, torch.randn(3, 16, device=DEVICE)),
+            (first, module.first, x),
+            (second, module.second, torch.randn(3, 16, device=DEVICE)),
         )
         for cast, layer, rows in calls:
-            y, branch, expected = cast(rows), linear(cast, rows), linear(layer, rows)
-            assert torch.equal(y, layer(rows))
-            assert torch.equal(branch.product, expected.product)
-            assert branch.product.dtype == LOW
+            assert torch.equal(cast(rows), layer(rows))
+            # `linear` leaves the bias to the caller.
+            result, expected = linear(cast, rows), linear(layer, rows)
+            assert torch.equal(result.product, expected.product)
+            assert result.product.dtype == LOW
     if bias:
-        assert torch.equal(casts[0].bias, module.first.bias.to(LOW))
-        assert casts[1].bias is module.second.bias
+        assert torch.equal(first.bias, module.first.bias.to(LOW))
+        assert second.bias is module.second.bias
     else:
-        assert casts[0].bias is casts[1].bias is None
+        assert first.bias is second.bias is None
 
 
 class _Adapter(nn.Linear):
-    """No plain linear layer."""
+    """A subclass, as adapters of other libraries are."""
 
 
 _CHANGES: dict[str, Callable[[Any], object]] = {
@@ -254,7 +258,7 @@ _CHANGES: dict[str, Callable[[Any], object]] = {
         m.first, "bias", nn.Parameter(m.first.bias.detach().to(LOW))
     ),
     "one is frozen": lambda m: m.second.requires_grad_(False),
-    "biases alone learn": lambda m: (
+    "only biases are trained": lambda m: (
         m.first.weight.requires_grad_(False),
         m.second.weight.requires_grad_(False),
     ),
@@ -263,27 +267,29 @@ _CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("change", _CHANGES.values(), ids=_CHANGES)
-def test_layers_that_are_left(change: Callable[[Any], object]) -> None:
+def test_changed_layers_are_not_cast_together(change: Callable[[Any], object]) -> None:
     module = _Two()
     with making_kernels():
-        assert type(_stand_ins(module)[0]) is Cast
+        first, _ = _cast_layers(module)
+        assert type(first) is Cast
         change(module)
-        assert _stand_ins(module) == (module.first, module.second)
+        assert _cast_layers(module) == (module.first, module.second)
 
 
-def test_where_autocast_casts_nothing() -> None:
+def test_layers_are_not_cast_if_autocast_casts_nothing() -> None:
+    """Autocast is off, the rows are fp64, or autocast's dtype is fp32."""
     module, x = _Two(), torch.randn(3, 8, device=DEVICE)
     layers = (module.first, module.second)
     with making_kernels():
         assert cast_together(None, x, *layers) == layers
-        assert _stand_ins(module, x.double()) == layers
+        assert _cast_layers(module, x.double()) == layers
         with mock.patch.object(torch, "get_autocast_dtype", return_value=torch.float32):
-            assert _stand_ins(module, x) == layers
+            assert _cast_layers(module, x) == layers
 
 
-def test_eager_calls_use_the_casts_of_autocast() -> None:
+def test_eager_calls_leave_casts_to_autocast() -> None:
     module = _Two()
-    assert _stand_ins(module) == (module.first, module.second)
+    assert _cast_layers(module) == (module.first, module.second)
     attention = _Attention()
     assert attention.last() is attention.o
 
@@ -297,23 +303,32 @@ class _Attention(nn.Module):
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(8, 8, device=DEVICE) for _ in range(4))
 
-    def last(self, crosses: bool = False, cache: Any = None, query: bool = True) -> Any:
+    def last(self, crosses: bool = False, cache: Any = None, can_cast_query: bool = True) -> Any:
+        """Pack and cast the layers, check the results, and return what stands for the last layer.
+
+        Args:
+            crosses: whether keys and values come from other rows than queries.
+            cache: the cache of keys and values.
+            can_cast_query: whether the query's layer may be packed or cast.
+        """
         x, others = torch.randn(3, 8, device=DEVICE), torch.randn(5, 8, device=DEVICE)
+        key_rows = others if crosses else None
         with torch.autocast(DEVICE.type, LOW):
-            parts, last = packed(
-                self, ("q", "k", "v"), x, others if crosses else None, self.o, cache
-            )
-            for name, part in parts.items():
+            layers, last = packed(self, ("q", "k", "v"), x, key_rows, self.o, cache)
+            for name, layer in layers.items():
                 rows = others if crosses and name != "q" else x
-                assert torch.equal(part(rows), getattr(self, name)(rows))
-        assert (
-            ("q" in parts) == (query and (not crosses or last is not self.o))
-            if parts
-            else last is self.o
-        )
+                assert torch.equal(layer(rows), getattr(self, name)(rows))
+        is_cast = last is not self.o
+        if not layers:
+            assert not is_cast
+        elif crosses:  # the query is not packed, and is only replaced if it is cast
+            assert ("q" in layers) == (can_cast_query and is_cast)
+        else:
+            assert ("q" in layers) == can_cast_query
         return last
 
 
+# Changes of the last layer, or of others, after which the last layer is not cast.
 _LAST: dict[str, Callable[[Any], object]] = {
     "hook": lambda m: m.o.register_forward_hook(lambda *_: None),
     "pre-hook": lambda m: m.o.register_forward_pre_hook(lambda *_: None),
@@ -331,8 +346,10 @@ _LAST: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("crosses", [False, True])
 @pytest.mark.parametrize("change", _LAST.values(), ids=_LAST)
-def test_last_layers_that_are_left(change: Callable[[Any], object], crosses: bool) -> None:
-    """Whatever becomes of it, the others are what they are."""
+def test_changed_last_layer_is_not_cast_with_the_others(
+    change: Callable[[Any], object], crosses: bool
+) -> None:
+    """The results of the other layers do not depend on that."""
     with making_kernels():
         module = _Attention()
         last = module.last(crosses)
@@ -343,6 +360,7 @@ def test_last_layers_that_are_left(change: Callable[[Any], object], crosses: boo
         assert module.last(crosses) is module.o
 
 
+# Changes after which the query's layer is neither packed nor cast.
 _QUERIES: dict[str, Callable[[Any], object]] = {
     "hook": lambda m: m.q.register_forward_hook(lambda *_: None),
     "frozen": lambda m: m.q.requires_grad_(False),
@@ -352,18 +370,22 @@ _QUERIES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("change", _QUERIES.values(), ids=_QUERIES)
-def test_queries_that_are_left(change: Callable[[Any], object]) -> None:
-    """Where a query is not packed, the others are cast together without it."""
+def test_layers_of_a_cross_attention_are_cast_without_a_changed_query(
+    change: Callable[[Any], object],
+) -> None:
+    """In a self-attention, nothing is cast then."""
     module = _Attention()
     change(module)
     with making_kernels():
         assert module.last(crosses=False) is module.o
-        assert type(module.last(crosses=True, query=False)) is Cast
+        assert type(module.last(crosses=True, can_cast_query=False)) is Cast
 
 
 class _Cache:
-    def __init__(self, *filled: int) -> None:
-        self.is_updated = dict.fromkeys(filled, True)
+    """A cache of keys and values that is filled for some layers, as Transformers marks it."""
+
+    def __init__(self, *filled_layers: int) -> None:
+        self.is_updated = dict.fromkeys(filled_layers, True)
 
 
 @pytest.mark.parametrize(
@@ -372,9 +394,9 @@ class _Cache:
     ids=["none", "of one part", "empty", "of another layer", "filled"],
 )
 def test_cached_cross_attention_is_not_cast(cache: Any, joins: bool) -> None:
-    """A cross-attention does not call its own layers if its keys and values are cached.
+    """With cached keys and values, a cross-attention does not call its layers of these.
 
-    Others call theirs.
+    A self-attention does.
     """
     module = _Attention()
     with making_kernels():
@@ -385,11 +407,8 @@ def test_cached_cross_attention_is_not_cast(cache: Any, joins: bool) -> None:
 @pytest.mark.parametrize(
     "spec", [s for s in SAMPLES if s.name in ("t5", "t5_gated", "bart")], ids=lambda spec: spec.name
 )
-def test_gradients_with_a_cache(spec: ModelSpec) -> None:
-    """Layers that are not called have none.
-
-    The same parameters have gradients, and the same ones, as without casts.
-    """
+def test_gradients_with_a_cache_are_those_without_joined_casts(spec: ModelSpec) -> None:
+    """Layers that are not called, because their results are cached, have no gradients."""
     model, arguments = _fused(spec), inputs(spec)
     results = []
     for joining in (False, True):
@@ -407,44 +426,42 @@ def test_gradients_with_a_cache(spec: ModelSpec) -> None:
             )
     expected, joined = results
     assert joined.keys() == expected.keys()
-    kept = [
+    cached_layers = {
         name
         for name in parameters
         if "EncDecAttention.k." in name or "encoder_attn.k_proj." in name
-    ]
-    assert kept
-    assert not joined.keys() & set(kept)
+    }
+    assert cached_layers
+    assert not joined.keys() & cached_layers
     for name, g in joined.items():
         assert (g - expected[name]).norm() <= 8 * unit_roundoff(LOW) * expected[name].norm()
 
 
-def test_where_it_is_done() -> None:
-    """Compiled, where Inductor writes kernels.
-
-    That is not on a CPU, unless the interpreter makes it a GPU.
-    """
+def test_makes_kernels_is_true_only_in_compiled_code_on_a_gpu() -> None:
+    """With the interpreter, a CPU counts as a GPU."""
     x = torch.zeros(1, device=DEVICE)
 
-    def made(x: Tensor) -> Tensor:
+    def one_if_kernels(x: Tensor) -> Tensor:
         return x + 1 if makes_kernels(x) else x
 
-    assert float(made(x)) == 0.0
-    assert float(torch.compile(made, backend="eager", fullgraph=True)(x)) == float(KERNEL_PATH)
+    assert float(one_if_kernels(x)) == 0.0
+    compiled = torch.compile(one_if_kernels, backend="eager", fullgraph=True)
+    assert float(compiled(x)) == float(KERNEL_PATH)
 
 
 # --- compiled -------------------------------------------------------------------------------------
 
 
 class _Graphs:
-    """A backend that runs the graphs of forward and backward as they are, and keeps their casts."""
+    """A backend that runs the graphs of forward and backward, and records their casts."""
 
     def __init__(self) -> None:
-        self.casts: list[list[torch.dtype]] = []
+        self.casts: list[list[torch.dtype]] = []  # of the forward and of the backward
 
     def __call__(self, graph: torch.fx.GraphModule, example: list[Any]) -> Any:
-        return aot_autograd(fw_compiler=self._keep, bw_compiler=self._keep)(graph, example)
+        return aot_autograd(fw_compiler=self._record, bw_compiler=self._record)(graph, example)
 
-    def _keep(self, graph: torch.fx.GraphModule, example: list[Any]) -> Any:
+    def _record(self, graph: torch.fx.GraphModule, example: list[Any]) -> Any:
         self.casts.append(
             [
                 node.kwargs["dtype"]
@@ -455,15 +472,15 @@ class _Graphs:
         return make_boxed_func(graph.forward)
 
 
-def _apart(*args: Any) -> None:
-    return None
+def _not_joined(*args: Any) -> None:
+    """Replace `cast_as_one`. Dynamo traces a function, but not a mock."""
 
 
 def _casts_joined(joined: bool) -> Any:
-    """A context in which casts are joined, or else single, with all other tricks as they are."""
-    return (
-        nullcontext() if joined else mock.patch("fusedops.models.tricks.casts.cast_as_one", _apart)
-    )
+    """Return a context in which casts are joined or not; other tricks do not change."""
+    if joined:
+        return nullcontext()
+    return mock.patch("fusedops.models.tricks.casts.cast_as_one", _not_joined)
 
 
 @pytest.mark.once
@@ -472,11 +489,7 @@ def _casts_joined(joined: bool) -> Any:
     [pytest.param(s, id=s.name, marks=[] if s.name == "bert" else pytest.mark.full) for s in _SOME],
 )
 def test_compiled_model_is_one_graph_with_fewer_casts(spec: ModelSpec) -> None:
-    """One graph.
-
-    Forward and backward each have as many casts fewer as are spared; outputs and gradients are the
-    same.
-    """
+    """Forward and backward each have fewer casts; outputs and gradients are the same."""
     results, casts = [], []
     for joining in (False, True):
         model, arguments = _fused(spec), inputs(spec)
@@ -490,20 +503,18 @@ def test_compiled_model_is_one_graph_with_fewer_casts(spec: ModelSpec) -> None:
         results.append((ys, {name.removeprefix("_orig_mod."): g for name, g in gradients.items()}))
         forward, backward = graphs.casts
         casts.append((forward.count(LOW), backward.count(torch.float32)))
-    spared = _SPARED[spec.name]
-    assert casts[0][0] - casts[1][0] == spared
-    assert casts[0][1] - casts[1][1] == spared
-    expected, result = results
-    assert result[1].keys() == expected[1].keys()
-    for y, e in (
-        *zip(result[0], expected[0], strict=True),
-        *((g, expected[1][name]) for name, g in result[1].items()),
-    ):
-        assert (y - e).norm() <= 8 * unit_roundoff(LOW) * e.norm()
+    (forward_single, backward_single), (forward_joined, backward_joined) = casts
+    assert forward_single - forward_joined == _SAVED_CASTS[spec.name]
+    assert backward_single - backward_joined == _SAVED_CASTS[spec.name]
+    (expected_outputs, expected_gradients), (outputs, gradients) = results
+    assert gradients.keys() == expected_gradients.keys()
+    pairs = list(zip(outputs, expected_outputs, strict=True))
+    pairs += [(gradient, expected_gradients[name]) for name, gradient in gradients.items()]
+    for ours, expected in pairs:
+        assert (ours - expected).norm() <= 8 * unit_roundoff(LOW) * expected.norm()
 
 
-def test_mapped_over_parameters() -> None:
-    """A compiled `torch.vmap` casts several sets of parameters, each as it is cast alone."""
+def test_compiled_vmap_casts_each_set_of_parameters_as_alone() -> None:
     sets = [torch.randn(2, *t.shape, device=DEVICE) for group in _groups() for t in group]
 
     def cast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -528,28 +539,29 @@ _HOOKED = (
 @pytest.mark.parametrize(
     "spec", [s for s in SAMPLES if s.name == "bert"], ids=lambda spec: spec.name
 )
-def test_a_module_with_a_hook_is_called(spec: ModelSpec, path: str) -> None:
-    """A module of BERT with a hook is called, and the rest is still cast together."""
+def test_module_with_a_hook_is_called_and_others_are_cast_together(
+    spec: ModelSpec, path: str
+) -> None:
     model, arguments = _fused(spec), inputs(spec)
-    apart = _casts(model, arguments)
+    single_casts = _casts(model, arguments)
     with making_kernels():
-        plain = _casts(model, arguments)
-    seen: list[str] = []
+        joined_casts = _casts(model, arguments)
+    calls: list[str] = []
     for name, module in model.named_modules():
         if name.endswith(f"layer.0.{path}"):
-            module.register_forward_hook(lambda module, args, output, name=name: seen.append(name))
+            module.register_forward_hook(lambda module, args, output, name=name: calls.append(name))
     with making_kernels():
-        hooked = _casts(model, arguments)
-    assert len(seen) == 1
-    assert plain < hooked < apart
+        casts_with_hook = _casts(model, arguments)
+    assert len(calls) == 1
+    assert joined_casts < casts_with_hook < single_casts
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="Inductor makes one kernel of it on GPUs alone")
-def test_one_kernel_each_way() -> None:
-    """As many tensors as are ever cast as one."""
-    groups = [*_groups(), [_learning(4), _learning(4)]]
+def test_inductor_casts_the_largest_group_by_one_kernel_each_way() -> None:
+    """No more than eight tensors are cast as one."""
+    groups = [*_groups(), [_parameter(4), _parameter(4)]]
     tensors = [t for group in groups for t in group]
-    with fresh_cache():  # nothing is counted that was compiled before
+    with fresh_cache():  # kernels from a cache would not be counted
         metrics.reset()
         parts = torch.compile(cast_as_one, fullgraph=True)(groups, LOW)
         assert metrics.generated_kernel_count == 1

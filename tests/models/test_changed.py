@@ -1,6 +1,6 @@
-"""Models that somebody changed before or after fusing.
+"""Models with forwards, methods or classes that were changed before or after fusing.
 
-What was changed is run, or fusing says why it does not.
+A fused model runs the changed code, or `fuse_model` leaves the module and reports the reason.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ def _in_bf16(forward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _made(cls: Any, *args: Any, **kwargs: Any) -> nn.Module:
+def _random(cls: Any, *args: Any, **kwargs: Any) -> nn.Module:
+    """Return an instance with random parameters, in evaluation mode."""
     return randomise(cls(*args, **kwargs).to(DEVICE)).eval()
 
 
-def _unchanged(module: nn.Module, *args: Tensor) -> FusionReport:
-    """The module computes after fusing what it did before, gradients too."""
+def _fuse_unchanged(module: nn.Module, *args: Tensor) -> FusionReport:
+    """Fuse a module, check that its outputs and gradients stay the same, and return the report."""
 
     def run() -> list[Tensor]:
         leaves = [t.detach().clone().requires_grad_() for t in args]
@@ -81,48 +82,50 @@ def _unchanged(module: nn.Module, *args: Tensor) -> FusionReport:
 @pytest.mark.parametrize(
     "wrap", [_doubled, torch.no_grad(), _in_bf16], ids=["wraps", "no_grad", "autocast"]
 )
-def test_wrapped_forward_of_a_class(
+def test_class_with_a_wrapped_forward_is_left(
     wrap: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wrapper that names what it wraps has another code, though `inspect` reads the original's."""
+    """The wrapper has other code, although `inspect` follows `__wrapped__` to the original's."""
     cls = _class_of("transformers.models.llama.modeling_llama.LlamaRMSNorm")
     monkeypatch.setattr(cls, "forward", wrap(cls.forward))
-    report = _unchanged(_made(cls, _N), torch.randn(3, _N, device=DEVICE))
+    report = _fuse_unchanged(_random(cls, _N), torch.randn(3, _N, device=DEVICE))
     assert [m.reason for m in report.modules] == ["its forward is wrapped"]
 
 
 @pytest.mark.parametrize("cls", [nn.LayerNorm, nn.GELU, nn.RMSNorm], ids=lambda cls: cls.__name__)
-def test_patched_forward_of_pytorchs_class(
+def test_class_of_pytorch_with_a_patched_forward_is_left(
     cls: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rule's base and the module's class have the same forward then; it is not PyTorch's."""
+    """The rule's base has the same forward as the module's class, but it is not PyTorch's."""
     monkeypatch.setattr(cls, "forward", _doubled(cls.forward))
-    module = _made(cls, *(() if cls is nn.GELU else (_N,)))
-    assert not _unchanged(module, torch.randn(3, _N, device=DEVICE))
+    module = _random(cls, *(() if cls is nn.GELU else (_N,)))
+    assert not _fuse_unchanged(module, torch.randn(3, _N, device=DEVICE))
 
 
-def test_another_classs_forward_on_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes from the same file."""
+def test_class_of_pytorch_with_the_forward_of_another_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both forwards are in the same file."""
     monkeypatch.setattr(nn.LayerNorm, "forward", nn.RMSNorm.forward)
-    assert not _unchanged(_made(nn.LayerNorm, _N), torch.randn(3, _N, device=DEVICE))
+    assert not _fuse_unchanged(_random(nn.LayerNorm, _N), torch.randn(3, _N, device=DEVICE))
 
 
 # --- methods of an instance -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["_sa_block", "_ff_block"])
-def test_method_replaced_on_an_encoder_layer(name: str) -> None:
-    layer = _made(nn.TransformerEncoderLayer, _N, 2, 32, 0.0, batch_first=True).train()
+def test_encoder_layer_with_a_replaced_method_is_left(name: str) -> None:
+    layer = _random(nn.TransformerEncoderLayer, _N, 2, 32, 0.0, batch_first=True).train()
     setattr(layer, name, lambda x, *args, **kwargs: 3.0 * x)
-    report = _unchanged(layer, torch.randn(2, 5, _N, device=DEVICE))
+    report = _fuse_unchanged(layer, torch.randn(2, 5, _N, device=DEVICE))
     assert report.modules[0].reason == f"its {name} was replaced on the instance"
 
 
 @transformers_only
-def test_method_replaced_on_a_norm() -> None:
-    norm = _made(_class_of("transformers.models.gemma.modeling_gemma.GemmaRMSNorm"), _N)
+def test_norm_with_a_replaced_method_is_left() -> None:
+    norm = _random(_class_of("transformers.models.gemma.modeling_gemma.GemmaRMSNorm"), _N)
     norm._norm = lambda x: 3.0 * x
-    assert not _unchanged(norm, torch.randn(3, _N, device=DEVICE))
+    assert not _fuse_unchanged(norm, torch.randn(3, _N, device=DEVICE))
 
 
 class _Doubling(nn.LayerNorm):
@@ -130,37 +133,40 @@ class _Doubling(nn.LayerNorm):
         return 2.0 * super().__call__(*args)
 
 
-def test_call_of_its_own_inside_a_block() -> None:
-    layer = _made(nn.TransformerEncoderLayer, _N, 2, 32, 0.0, batch_first=True).train()
-    layer.norm1 = _made(_Doubling, _N)
-    assert _unchanged(layer, torch.randn(2, 5, _N, device=DEVICE)).modules[0].fused
+def test_norm_with_its_own_call_runs_inside_a_fused_block() -> None:
+    layer = _random(nn.TransformerEncoderLayer, _N, 2, 32, 0.0, batch_first=True).train()
+    layer.norm1 = _random(_Doubling, _N)
+    assert _fuse_unchanged(layer, torch.randn(2, 5, _N, device=DEVICE)).modules[0].fused
 
 
 @transformers_only
-def test_norm_with_a_weight_of_two_dimensions() -> None:
-    norm = _made(_class_of("transformers.models.llama.modeling_llama.LlamaRMSNorm"), (4, 8))
-    report = _unchanged(norm, torch.randn(3, 4, 8, device=DEVICE))
+def test_norm_with_a_weight_of_two_dimensions_is_left() -> None:
+    norm = _random(_class_of("transformers.models.llama.modeling_llama.LlamaRMSNorm"), (4, 8))
+    report = _fuse_unchanged(norm, torch.randn(3, 4, 8, device=DEVICE))
     assert report.modules[0].reason == "its weight is no vector"
 
 
 # --- all or nothing -------------------------------------------------------------------------------
 
 
-class _Final(nn.LayerNorm):
+class _WithoutSubclasses(nn.LayerNorm):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         raise RuntimeError("no subclasses, please")
 
 
-@pytest.mark.parametrize("check", [False, True], ids=["plain", "checked"])
-def test_class_that_refuses_subclasses(check: bool) -> None:
-    model = nn.Sequential(nn.LayerNorm(_N), nn.GELU(), _Final(_N), nn.LayerNorm(_N)).to(DEVICE)
-    before = [type(module) for module in model.modules()]
+@pytest.mark.parametrize("with_check", [False, True], ids=["plain", "checked"])
+def test_class_that_refuses_subclasses_is_an_error_and_fuses_nothing(with_check: bool) -> None:
+    model = nn.Sequential(nn.LayerNorm(_N), nn.GELU(), _WithoutSubclasses(_N), nn.LayerNorm(_N)).to(
+        DEVICE
+    )
+    types = [type(module) for module in model.modules()]
+    check = torch.randn(2, _N, device=DEVICE) if with_check else False
     with pytest.raises(
-        TypeError, match=r"test_changed\._Final cannot be fused.*no subclasses, please"
+        TypeError, match=r"test_changed\._WithoutSubclasses cannot be fused.*no subclasses, please"
     ):
-        fusedops.fuse_model(model, check=torch.randn(2, _N, device=DEVICE) if check else False)
-    assert [type(module) for module in model.modules()] == before
-    assert len(fusedops.fuse_model(model, exclude=["_Final"])) == 3
+        fusedops.fuse_model(model, check=check)
+    assert [type(module) for module in model.modules()] == types
+    assert len(fusedops.fuse_model(model, exclude=["_WithoutSubclasses"])) == 3
 
 
 @pytest.mark.parametrize(
@@ -168,15 +174,23 @@ def test_class_that_refuses_subclasses(check: bool) -> None:
     [s for s in SAMPLES if s.name in ("torch_pre_norm", "bert", "llama")],
     ids=lambda spec: spec.name,
 )
-def test_unfuse_with_a_forward_put_in_place_since(spec: Any) -> None:
-    """As Accelerate's hooks do: the new forward calls the fused one, which the module's own class does not have."""
+def test_unfuse_is_an_error_if_a_forward_was_replaced_after_fusing(spec: Any) -> None:
+    """As with Accelerate's hooks, the new forward calls the fused one.
+
+    After unfusing, the module's class would not have the fused forward.
+    """
     model, arguments = build(spec), inputs(spec)
     with torch.no_grad():
         expected = outputs(model(**arguments))[0]
         fusedops.fuse_model(model)
         module = next(m for m in model.modules() if type(m).__name__.endswith("Layer"))
-        old, calls = module.forward, []
-        module.forward = lambda *args, **kwargs: (calls.append(1), old(*args, **kwargs))[1]
+        fused_forward, calls = module.forward, []
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return fused_forward(*args, **kwargs)
+
+        module.forward = forward
         with pytest.raises(ValueError, match="was given a forward of its own after it was fused"):
             fusedops.unfuse_model(model)
         close(outputs(model(**arguments))[0], expected)
@@ -187,8 +201,8 @@ def test_unfuse_with_a_forward_put_in_place_since(spec: Any) -> None:
         close(outputs(model(**arguments))[0], expected)
 
 
-def test_forward_of_the_class_put_on_the_instance_is_removed() -> None:
-    """As Accelerate's hooks leave it: it would call the fused forward after unfusing."""
+def test_unfuse_removes_the_class_forward_from_the_instance() -> None:
+    """Accelerate's hooks leave it there; after unfusing it would call the fused forward."""
     model = nn.Sequential(nn.LayerNorm(_N), nn.GELU())
     fusedops.fuse_model(model)
     model[0].forward = model[0].forward  # type: ignore[method-assign]
@@ -200,11 +214,8 @@ def test_forward_of_the_class_put_on_the_instance_is_removed() -> None:
 
 @transformers_only
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_forward_of_a_model_that_generates_is_replaced(when: str) -> None:
-    """As Accelerate's mixed precision does.
-
-    ``generate`` is fused all the same, and the forward is the model's own.
-    """
+def test_generate_is_fused_although_the_models_forward_is_replaced(when: str) -> None:
+    """Accelerate's mixed precision replaces the forward, before or after fusing."""
     (spec,) = (s for s in SAMPLES if s.name == "llama")
     model = build(spec)
 
@@ -223,10 +234,10 @@ def test_forward_of_a_model_that_generates_is_replaced(when: str) -> None:
     assert not fusedops.fusion_status(model)
 
 
-# --- what others see ------------------------------------------------------------------------------
+# --- what other code observes ---------------------------------------------------------------------
 
 
-def test_fused_class_is_pickled() -> None:
+def test_fused_classes_are_pickled() -> None:
     model = nn.Sequential(nn.LayerNorm(_N), nn.GELU())
     fusedops.fuse_model(model)
     for module in model:
@@ -237,12 +248,12 @@ def test_fused_class_is_pickled() -> None:
         pickle.dumps(type("Local", (type(model[0]),), {}))
 
 
-def test_stand_in_is_an_instance_of_the_modules_class() -> None:
+def test_proxy_of_a_module_is_an_instance_of_its_class() -> None:
     module = nn.TransformerEncoderLayer(_N, 2)
-    view = replacing(module, {"linear1": None})
-    assert isinstance(view, nn.TransformerEncoderLayer)
-    assert view.linear1 is None
-    assert view.linear2 is module.linear2
+    proxy = replacing(module, {"linear1": None})
+    assert isinstance(proxy, nn.TransformerEncoderLayer)
+    assert proxy.linear1 is None
+    assert proxy.linear2 is module.linear2
 
 
 @transformers_only
@@ -251,12 +262,12 @@ def test_stand_in_is_an_instance_of_the_modules_class() -> None:
     [s for s in SAMPLES if s.name in ("bart", "bert", "vit", "llama", "gpt2", "opt")],
     ids=lambda spec: spec.name,
 )
-def test_attention_functions_are_given_modules(spec: Any) -> None:
+def test_attention_functions_get_modules(spec: Any) -> None:
     utils: Any = importlib.import_module("transformers.modeling_utils")
-    arguments: list[Any] = []
+    modules: list[Any] = []
 
     def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
-        arguments.append(module)
+        modules.append(module)
         return utils.ALL_ATTENTION_FUNCTIONS["sdpa"](module, *args, **kwargs)
 
     model = build(spec).train()
@@ -267,8 +278,8 @@ def test_attention_functions_are_given_modules(spec: Any) -> None:
     utils.ALL_ATTENTION_FUNCTIONS.register("probe", attention)
     with making_kernels(), torch.autocast(DEVICE.type, torch.bfloat16):
         model(**inputs(spec))
-    assert arguments
-    assert all(isinstance(module, nn.Module) for module in arguments)
+    assert modules
+    assert all(isinstance(module, nn.Module) for module in modules)
 
 
 _SOURCE = """
@@ -293,10 +304,10 @@ class Block(nn.Module):
         ("y = a(x)(x)", "y = a(x, x)()"),
     ],
 )
-def test_a_file_whose_blocks_or_calls_alone_changed_is_not_the_source(
+def test_file_with_other_blocks_or_calls_is_not_the_source_of_a_function(
     before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same names and constants in the same order."""
+    """The changed file has the same names and constants in the same order."""
     monkeypatch.syspath_prepend(tmp_path)
     path = tmp_path / f"blocks_{abs(hash(before))}.py"
     path.write_text(f"def forward(x, y, z, a, b):\n    {before}\n    return y\n")
@@ -308,31 +319,33 @@ def test_a_file_whose_blocks_or_calls_alone_changed_is_not_the_source(
     assert definition(forward) is None
 
 
-@pytest.mark.parametrize("now, rule", [("", "block"), ("+ 1", ""), ("# said otherwise", "block")])
-def test_a_file_that_was_written_to_since(
-    now: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "addition, rule", [("", "block"), ("+ 1", ""), ("# said otherwise", "block")]
+)
+def test_module_is_left_if_its_file_has_other_code_than_was_imported(
+    addition: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The module is left if the text of its file may not be the code that was imported."""
-    path = tmp_path / f"edited_{abs(hash(now))}.py"
+    """A comment that was added afterwards does not matter."""
+    path = tmp_path / f"edited_{abs(hash(addition))}.py"
     path.write_text(_SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     model = importlib.import_module(path.stem).Block()
-    path.write_text(_SOURCE.replace("self.norm(x)", f"self.norm(x) {now}"))
+    path.write_text(_SOURCE.replace("self.norm(x)", f"self.norm(x) {addition}"))
     linecache.checkcache()
     assert fusedops.fuse_model(model).modules[0].rule == rule
 
 
 @pytest.mark.parametrize(
-    "now", ["# moved\n", "x = (\n", "'''\n"], ids=["comment", "bracket", "string"]
+    "line", ["# moved\n", "x = (\n", "'''\n"], ids=["comment", "bracket", "string"]
 )
 def test_file_without_the_function_is_not_its_source(
-    now: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    line: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / f"moved_{request.node.callspec.id}.py"
     path.write_text(_SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     model = importlib.import_module(path.stem).Block()
-    path.write_text(now * _SOURCE.count("\n"))
+    path.write_text(line * _SOURCE.count("\n"))
     linecache.checkcache()
     assert fusedops.fuse_model(model).modules[0].rule == ""
 

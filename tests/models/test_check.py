@@ -1,4 +1,4 @@
-"""``check``: what it compares, what it restores, and that it leaves no trace."""
+"""``check`` of `fuse_model` compares results, restores wrong modules, and has no side effects."""
 
 from __future__ import annotations
 
@@ -19,34 +19,37 @@ pytestmark = pytest.mark.once
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_passes_what_is_right(spec: ModelSpec, dtype: torch.dtype) -> None:
+def test_check_passes_for_all_modules_of_sample_models(spec: ModelSpec, dtype: torch.dtype) -> None:
     model = build(spec, dtype)
-    dry = fusedops.fuse_model(model, dry_run=True)
+    planned = fusedops.fuse_model(model, dry_run=True)
     report = fusedops.fuse_model(model, check=inputs(spec, dtype))
-    assert [(m.name, m.rule) for m in report] == [(m.name, m.rule) for m in dry]
-    assert report.difference is not None and report.difference.passes, report.difference
+    assert [(m.name, m.rule) for m in report] == [(m.name, m.rule) for m in planned]
+    assert report.difference is not None
+    assert report.difference.passes, report.difference
     checked = [m for m in report if m.difference is not None]
     # A copied torch.nn.TransformerDecoderLayer forgets its activation.
     assert len(checked) >= len(report) - 2
     assert all(m.difference is not None and m.difference.passes for m in checked)
 
 
-def test_under_a_default_device() -> None:
-    """Here one without memory: numbers that are drawn for the check are the CPU's."""
+def test_check_passes_under_a_default_device() -> None:
+    """The device has no memory. The check draws its random numbers on the CPU."""
     model, x = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), torch.randn(2, 3, 16)
     with torch.device("meta"):
         report = fusedops.fuse_model(model, check=x)
     assert report and report.difference is not None and report.difference.passes
 
 
-def _method(change: Any) -> Any:
+def _forward(function: Any) -> Any:
+    """Return a forward with the signature of PyTorch's modules that calls a function."""
+
     def forward(self: Any, input: Tensor) -> Tensor:
-        return change(self, input)  # type: ignore[no-any-return]
+        return function(self, input)  # type: ignore[no-any-return]
 
     return forward
 
 
-class _Backward(torch.autograd.Function):
+class _InexactGradient(torch.autograd.Function):
     """The identity, with a gradient that is a thousandth too large."""
 
     @staticmethod
@@ -58,7 +61,7 @@ class _Backward(torch.autograd.Function):
         return dy * 1.001
 
 
-# Forwards of LayerNorm and GELU that are wrong by as little as one may make them by mistake.
+# Forwards of LayerNorm and GELU with small mistakes.
 _WRONG = {
     "eps": (
         nn.LayerNorm,
@@ -71,7 +74,10 @@ _WRONG = {
         lambda self, x: nn.functional.layer_norm(x, self.normalized_shape, self.weight),
     ),
     "approximate": (nn.GELU, lambda self, x: nn.functional.gelu(x, approximate="tanh")),
-    "gradient": (nn.LayerNorm, lambda self, x: nn.LayerNorm.forward(self, _Backward.apply(x))),
+    "gradient": (
+        nn.LayerNorm,
+        lambda self, x: nn.LayerNorm.forward(self, _InexactGradient.apply(x)),
+    ),
     "detached": (nn.LayerNorm, lambda self, x: nn.LayerNorm.forward(self, x.detach())),
     "dtype": (nn.GELU, lambda self, x: nn.functional.gelu(x).bfloat16().float()),
     "nan": (nn.GELU, lambda self, x: nn.functional.gelu(x) * torch.tensor(float("nan"))),
@@ -80,31 +86,33 @@ _WRONG = {
 
 
 @pytest.mark.parametrize("name", _WRONG)
-def test_restores_what_is_wrong(name: str, device: torch.device) -> None:
-    """The module of the wrong rule alone, and the report says so."""
-    base, change = _WRONG[name]
+def test_check_restores_only_the_module_with_a_wrong_rule(name: str, device: torch.device) -> None:
+    """The report gives the reason and the difference."""
+    base, wrong_forward = _WRONG[name]
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.RMSNorm(8)).to(device)
     with torch.no_grad():
         model[1].bias.add_(0.3)
     x = torch.randn(5, 8, device=device)
     before = model(x)
     rule = Rule(
-        name="wrong", calls="what is wrong", methods={"forward": _method(change)}, base=base
+        name="wrong", calls="what is wrong", methods={"forward": _forward(wrong_forward)}, base=base
     )
     report = fusedops.fuse_model(model, rules=[rule], check=(x,))
     torch.testing.assert_close(model(x), before)
-    place = next(str(index) for index, module in enumerate(model) if isinstance(module, base))
-    assert type(model[int(place)]) is base
+    index = next(index for index, module in enumerate(model) if isinstance(module, base))
+    assert type(model[index]) is base
     (wrong,) = [m for m in report.left if m.reason != "no rule"]
-    assert (wrong.name, wrong.reason) == (place, "wrong differs from it")
-    assert wrong.difference is not None and not wrong.difference.passes
+    assert (wrong.name, wrong.reason) == (str(index), "wrong differs from it")
+    assert wrong.difference is not None
+    assert not wrong.difference.passes
     assert f"left: wrong differs from it ({wrong.difference})" in report.table()
     assert len(report) == 2
-    assert report.difference is not None and report.difference.passes
+    assert report.difference is not None
+    assert report.difference.passes
 
 
-def test_encoder_with_a_padding_mask() -> None:
-    """In evaluation without gradients, PyTorch's encoder makes its rows a nested tensor."""
+def test_check_takes_an_encoder_with_a_padding_mask() -> None:
+    """In evaluation mode without gradients, PyTorch's encoder converts rows to a nested tensor."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     mask = torch.tensor([[False, False, True], [False, True, True]])
     call = {"src": torch.randn(2, 3, 8), "src_key_padding_mask": mask}
@@ -120,24 +128,26 @@ class _Output:
     y: Tensor
 
 
-_FORMS = {
+_OUTPUT_TYPES = {
     "dict": lambda y: {"y": [y]},
     "dataclass": _Output,
     "complex": lambda y: torch.complex(y, y).conj(),
 }
 
 
-@pytest.mark.parametrize("form", _FORMS)
-def test_outputs_of_every_form_are_compared(form: str) -> None:
-    class Formed(nn.Module):
+@pytest.mark.parametrize("output_type", _OUTPUT_TYPES)
+def test_outputs_in_containers_and_complex_outputs_are_compared(output_type: str) -> None:
+    make_output = _OUTPUT_TYPES[output_type]
+
+    class Exponential(nn.Module):
         def forward(self, x: Tensor) -> Any:
-            return _FORMS[form](x.exp())
+            return make_output(x.exp())
 
     def shifted(self: Any, x: Tensor) -> Any:
-        return _FORMS[form](x.exp() + 1.0)
+        return make_output(x.exp() + 1.0)
 
-    rule = Rule(name="wrong", calls="what is wrong", methods={"forward": shifted}, base=Formed)
-    report = fusedops.fuse_model(Formed(), rules=[rule], check=torch.randn(2, 8))
+    rule = Rule(name="wrong", calls="what is wrong", methods={"forward": shifted}, base=Exponential)
+    report = fusedops.fuse_model(Exponential(), rules=[rule], check=torch.randn(2, 8))
     assert report.modules[0].reason == "wrong differs from it"
 
 
@@ -151,7 +161,7 @@ def _shifted(self: Any, x: Tensor, mask: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("length", [1, 4])
-def test_mask_of_all_keys_does_not_widen_the_limit(length: int) -> None:
+def test_fully_masked_queries_do_not_raise_the_limit(length: int) -> None:
     mask = torch.zeros(2, length, length)
     mask[0] = torch.finfo(mask.dtype).min
     rule = Rule(
@@ -163,8 +173,8 @@ def test_mask_of_all_keys_does_not_widen_the_limit(length: int) -> None:
 
 
 def test_sums_in_another_order_pass(device: torch.device) -> None:
-    """A norm's bias gradient is a sum over the rows of what comes from behind, whatever the rows are."""
-    exact = _method(
+    """The rule computes in fp64, so that gradients that are sums over rows differ in their bits."""
+    exact = _forward(
         lambda self, x: nn.functional.layer_norm(
             x.double(), self.normalized_shape, self.weight.double(), self.bias.double(), self.eps
         ).float()
@@ -174,17 +184,16 @@ def test_sums_in_another_order_pass(device: torch.device) -> None:
         nn.LayerNorm(8).to(device), rules=[rule], check=torch.randn(500, 8, device=device)
     )
     (line,) = report
-    assert line.difference is not None and line.difference.gradient > 0.0, (
-        "nothing was summed in another order"
-    )
+    assert line.difference is not None
+    assert line.difference.gradient > 0.0, "nothing was summed in another order"
 
 
-def test_a_block_around_a_module_that_was_restored(device: torch.device) -> None:
+def test_block_around_a_restored_module_stays_fused(device: torch.device) -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True).to(device)
     rule = Rule(
         name="wrong",
         calls="",
-        methods={"forward": _method(lambda self, x: 2 * nn.LayerNorm.forward(self, x))},
+        methods={"forward": _forward(lambda self, x: 2 * nn.LayerNorm.forward(self, x))},
         base=nn.LayerNorm,
     )
     x = torch.randn(2, 3, 16, device=device)
@@ -194,25 +203,25 @@ def test_a_block_around_a_module_that_was_restored(device: torch.device) -> None
 
 
 @every
-def test_leaves_no_trace(spec: ModelSpec) -> None:
-    """Neither a gradient, nor another mode, nor a hook, nor a step of the generator."""
+def test_check_has_no_side_effects(spec: ModelSpec) -> None:
+    """Gradients, modes, hooks, the random state, buffers and inputs are as before."""
     model = build(spec).train()
     next(model.children()).eval()
     modes = [m.training for m in model.modules()]
     state = torch.get_rng_state()
     arguments = inputs(spec)
-    kept = {name: value.clone() for name, value in arguments.items()}
-    values = {name: value.clone() for name, value in model.state_dict().items()}
+    arguments_before = {name: value.clone() for name, value in arguments.items()}
+    state_dict_before = {name: value.clone() for name, value in model.state_dict().items()}
     fusedops.fuse_model(model, check=arguments)
     assert [m.training for m in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in model.parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
-    assert all(
-        torch.equal(value, kept[name]) and not value.requires_grad
-        for name, value in arguments.items()
-    )
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state_dict_before[name])
+    for name, value in arguments.items():
+        assert torch.equal(value, arguments_before[name])
+        assert not value.requires_grad
     fusedops.unfuse_model(model)
     run(model, arguments)
 
@@ -231,7 +240,9 @@ class _Noisy(nn.Module):
         return self.norm(x * self.count) + torch.randn_like(x)
 
 
-def test_runs_draw_and_count_the_same(device: torch.device) -> None:
+def test_all_runs_of_the_check_have_the_same_random_numbers_and_buffers(
+    device: torch.device,
+) -> None:
     model = _Noisy().to(device)
     x = torch.randn(4, 8, device=device)
     state = torch.get_rng_state()
@@ -239,11 +250,11 @@ def test_runs_draw_and_count_the_same(device: torch.device) -> None:
     assert model.count == 0.0
     assert torch.equal(torch.get_rng_state(), state)
     assert report.difference is not None and report.difference.passes
-    # Other noise would differ by more than 1.
+    # With other random numbers the outputs would differ by more than 1.
     assert report.difference.output < 1e-4
 
 
-def test_a_rule_that_fails_leaves_the_model_as_it_was() -> None:
+def test_model_is_unchanged_if_a_rule_raises() -> None:
     def fails(self: Any, input: Tensor) -> Tensor:
         raise KeyError("a rule's own mistake")
 
@@ -255,16 +266,16 @@ def test_a_rule_that_fails_leaves_the_model_as_it_was() -> None:
     assert model[1].training
 
 
-@pytest.mark.parametrize("form", ["tensor", "tuple", "list", "dict"])
-def test_forms_of_inputs(form: str) -> None:
+@pytest.mark.parametrize("input_type", ["tensor", "tuple", "list", "dict"])
+def test_check_takes_tensors_sequences_and_dicts(input_type: str) -> None:
     x = torch.randn(3, 4)
-    check: Any = {"tensor": x, "tuple": (x,), "list": [x], "dict": {"input": x}}[form]
+    check: Any = {"tensor": x, "tuple": (x,), "list": [x], "dict": {"input": x}}[input_type]
     report = fusedops.fuse_model(nn.Sequential(nn.LayerNorm(4)), check=check)
     assert isinstance(report, FusionReport)
     assert report.difference is not None
 
 
-def test_modules_that_the_inputs_do_not_reach() -> None:
+def test_modules_that_the_inputs_do_not_reach_are_reported_as_unchecked() -> None:
     class Idle(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -283,13 +294,13 @@ def test_modules_that_the_inputs_do_not_reach() -> None:
     assert not fusedops.fuse_model(Idle()).unchecked
 
 
-def test_a_dry_run_checks_and_changes_nothing() -> None:
-    """The differences of what would be fused, and what would be restored."""
+def test_dry_run_checks_and_changes_nothing() -> None:
+    """The report has the differences, and the module that would be restored."""
     model = nn.Sequential(nn.LayerNorm(8), nn.GELU())
     wrong = Rule(
         name="wrong",
         calls="what is wrong",
-        methods={"forward": _method(lambda self, x: 2 * x)},
+        methods={"forward": _forward(lambda self, x: 2 * x)},
         base=nn.GELU,
     )
     report = fusedops.fuse_model(
@@ -303,7 +314,7 @@ def test_a_dry_run_checks_and_changes_nothing() -> None:
 
 
 @transformers_only
-def test_the_models_own_inputs() -> None:
+def test_check_true_takes_the_dummy_inputs_of_the_model() -> None:
     import transformers
 
     config = transformers.BertConfig(

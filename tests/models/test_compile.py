@@ -1,9 +1,9 @@
-"""Fused models under torch.compile: one graph, the operators whole in it; and compile_rest."""
+"""Fused models under torch.compile: one graph with whole operators, few guards, `compile_rest`."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def some(*short: str) -> pytest.MarkDecorator:
-    """Models; ``short`` are those of the short suite, as Dynamo takes seconds for each."""
+    """Parametrize over models. Dynamo takes seconds for each, so the short suite runs ``short``."""
     return pytest.mark.parametrize(
         "spec",
         [
@@ -45,12 +45,12 @@ def some(*short: str) -> pytest.MarkDecorator:
     )
 
 
-# What Dynamo asks of classes depends on what kinds of blocks a model has.
+# Guards on classes depend on the kinds of blocks that a model has.
 each_kind = some("leaves", "bert")
 
 
 class _Recorder:
-    """A backend that runs graphs as they are, and keeps the operators in them."""
+    """A backend that runs graphs without compiling them, and records their operators."""
 
     def __init__(self) -> None:
         self.targets: list[str] = []
@@ -65,21 +65,16 @@ class _Recorder:
 
 
 def _arguments(spec: ModelSpec) -> dict[str, Any]:
-    # A cache is a Python object that Transformers fills on the way; without it there is less to
-    # trace.
-    return {
-        **inputs(spec),
-        **(
-            {"use_cache": False}
-            if spec.transformers and spec.name not in ("bert", "distilbert", "vit")
-            else {}
-        ),
-    }
+    """Return the inputs of a model, without a cache, so that Dynamo traces less."""
+    arguments = inputs(spec)
+    if spec.transformers and spec.name not in ("bert", "distilbert", "vit"):
+        arguments["use_cache"] = False
+    return arguments
 
 
 @some("leaves", "torch_pre_norm", "llama")
-def test_one_graph(spec: ModelSpec) -> None:
-    """In training mode; dropout off, so that there is something to compare with."""
+def test_fused_model_is_one_graph_with_whole_operators(spec: ModelSpec) -> None:
+    """The model is in training mode without dropout, so that results can be compared."""
     model, arguments = undropped(spec), _arguments(spec)
     fusedops.fuse_model(model)
     with counted() as calls:
@@ -87,47 +82,62 @@ def test_one_graph(spec: ModelSpec) -> None:
     recorder = _Recorder()
     result = outputs(torch.compile(model, backend=recorder, fullgraph=True)(**arguments))
     assert recorder.graphs == 1
-    for a, b in zip(expected, result, strict=True):
-        torch.testing.assert_close(b, a, rtol=0, atol=1e-5 * float(a.detach().abs().max()))
+    for eager, compiled in zip(expected, result, strict=True):
+        atol = 1e-5 * float(eager.detach().abs().max())
+        torch.testing.assert_close(compiled, eager, rtol=0, atol=atol)
     if KERNEL_PATH:
-        whole = [name for name in recorder.targets if name.startswith("fusedops.")]
-        assert len(whole) == sum(calls.values()), whole
+        operators = [name for name in recorder.targets if name.startswith("fusedops.")]
+        assert len(operators) == sum(calls.values()), operators
 
 
+# Parts of the text of Dynamo's guards: the name of a module, a guard on a module with whether it
+# may be skipped, and a guard on a base of a module's class with the base's index in ``__mro__``.
 _NAME = re.compile(r"_modules\['([^']+)'\]")
-_GUARDED = re.compile(r"source=L\['self'\](\S*_modules\['[^']+'\]), .*tag_safe=\((\w+)")
-_BASES = re.compile(r"source=type\(L\['self'\](\S*_modules\['[^']+'\])\)\.__mro__\[(\d+)\], ")
+_MODULE_GUARD = re.compile(r"source=L\['self'\](\S*_modules\['[^']+'\]), .*tag_safe=\((\w+)")
+_BASE_GUARD = re.compile(r"source=type\(L\['self'\](\S*_modules\['[^']+'\])\)\.__mro__\[(\d+)\], ")
 
 
-def _passes_over() -> Any:
-    """Modules are passed over of which no dictionary was changed.
+def _skipping_guards() -> Any:
+    """Return a context in which Dynamo skips guards of modules whose dictionaries did not change.
 
-    That is so by default in 2.11, no longer in 2.13.
+    This is the default in PyTorch 2.11, but not in 2.13.
     """
     return torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=True)
 
 
-passing_over = pytest.mark.skipif(
+skips_guards = pytest.mark.skipif(
     not hasattr(torch._dynamo.config, "use_recursive_dict_tags_for_guards"),
     reason="this PyTorch checks each module in any case",
 )
 
 
-def _guards(
-    model: nn.Module, arguments: dict[str, Any]
-) -> tuple[set[str], set[str], set[tuple[str, int]]]:
-    """The modules that are passed over before a step while nothing changes them, those that are checked anew, and those for
-    which something is looked for in the bases of their class, with the base's place."""
+class _Guards(NamedTuple):
+    """The modules on which Dynamo has guards.
+
+    Attributes:
+        skipped: names of modules that are not checked before a step if they did not change.
+        checked: names of modules that are checked before each step.
+        bases: names of modules with a guard on a base of their class, with the base's index.
+    """
+
+    skipped: set[str]
+    checked: set[str]
+    bases: set[tuple[str, int]]
+
+
+def _guards(model: nn.Module, arguments: dict[str, Any]) -> _Guards:
+    """Compile a model and return its guards."""
     torch._dynamo.reset()
-    with _passes_over(), making_kernels():
+    with _skipping_guards(), making_kernels():
         torch.compile(model, backend="eager")(**arguments)
     (entry,) = _debug_get_cache_entry_list(type(model).forward.__code__)
     text = str(entry.guard_manager)
-    results = [(_name(source), safe) for source, safe in _GUARDED.findall(text)]
-    passed, checked = (
-        {name for name, safe in results if safe == kind} for kind in ("True", "False")
+    module_guards = [(_name(source), safe) for source, safe in _MODULE_GUARD.findall(text)]
+    return _Guards(
+        skipped={name for name, safe in module_guards if safe == "True"},
+        checked={name for name, safe in module_guards if safe == "False"},
+        bases={(_name(source), int(index)) for source, index in _BASE_GUARD.findall(text)},
     )
-    return passed, checked, {(_name(source), int(place)) for source, place in _BASES.findall(text)}
 
 
 def _name(source: str) -> str:
@@ -135,76 +145,74 @@ def _name(source: str) -> str:
 
 
 @pytest.mark.once
-@passing_over
+@skips_guards
 @pytest.mark.skipif(
     torch_version() >= (2, 15), reason="a check of two modules for one class is of both"
 )
 @each_kind
-def test_fused_model_adds_few_guards(spec: ModelSpec) -> None:
-    """Guards of a fused model check no more modules before a step than those of the model as it was.
+def test_guards_of_a_fused_model_check_no_more_modules(spec: ModelSpec) -> None:
+    """Before a step, they check the modules that those of the original check.
 
-    But for its blocks, and so what they are in: Transformers looks up the class of one that may be
-    checkpointed.
+    Blocks, and the modules around them, are an exception: Transformers looks up an attribute of
+    the class of a block that may be checkpointed.
     """
     model, arguments = undropped(spec), _arguments(spec)
     with torch.autocast(DEVICE.type, torch.bfloat16):
-        _, checked, bases = _guards(model, arguments)
+        original = _guards(model, arguments)
         fusedops.fuse_model(model)
-        passed, checked_fused, bases_fused = _guards(model, arguments)
+        fused = _guards(model, arguments)
     blocks = [
         name for name, m in model.named_modules() if hasattr(type(m), "gradient_checkpointing")
     ]
-    assert passed
-    assert bases_fused or not blocks
-    # A fused class has its original for its first base.
-    more = (checked_fused - checked) | (
-        {name for name, place in bases_fused if place >= 2} - {name for name, _ in bases}
-    )
-    assert not {
-        name for name in more if not any(f"{block}.".startswith(f"{name}.") for block in blocks)
-    }
+    assert fused.skipped
+    assert fused.bases or not blocks
+    # The first base of a fused class is the original class. Guards on further bases are additional.
+    with_further_bases = {name for name, index in fused.bases if index >= 2}
+    additional = fused.checked - original.checked
+    additional |= with_further_bases - {name for name, _ in original.bases}
+    for name in additional:
+        assert any(f"{block}.".startswith(f"{name}.") for block in blocks), name
 
 
 @pytest.mark.once
-@passing_over
+@skips_guards
 @some("leaves")
-def test_changes_of_class(spec: ModelSpec) -> None:
-    """Compiled code notices that the model, or a module of it, was fused or is no longer."""
+def test_fusing_and_unfusing_compile_again(spec: ModelSpec) -> None:
+    """Guards detect that the model, or a module of it, was fused or unfused."""
     model, arguments = undropped(spec), _arguments(spec)
     recorder = _Recorder()
     compiled = torch.compile(model, backend=recorder)
-    with _passes_over(), torch.autocast(DEVICE.type, torch.bfloat16), making_kernels():
+    with _skipping_guards(), torch.autocast(DEVICE.type, torch.bfloat16), making_kernels():
         compiled(**arguments)
         compiled(**arguments)
-        before = recorder.graphs
+        original_graphs = recorder.graphs
         report = fusedops.fuse_model(model)
         compiled(**arguments)
         compiled(**arguments)
-        fused = recorder.graphs
-        assert fused > before
+        fused_graphs = recorder.graphs
+        assert fused_graphs > original_graphs
         names = [entry.name for entry in report if entry.rule and entry.name]
-        modules = dict(model.named_modules())
-        last = next(
-            modules[name]
-            for name in names
-            if not any(other.startswith(f"{name}.") for other in names)
+        innermost = next(
+            name for name in names if not any(other.startswith(f"{name}.") for other in names)
         )
-        fusedops.unfuse_model(last)
+        fusedops.unfuse_model(model.get_submodule(innermost))
         compiled(**arguments)
-        assert recorder.graphs > fused
-    with _passes_over(), torch.autocast(DEVICE.type, torch.bfloat16), making_kernels():
+        assert recorder.graphs > fused_graphs
+    with _skipping_guards(), torch.autocast(DEVICE.type, torch.bfloat16), making_kernels():
         torch._dynamo.reset()
         fusedops.fuse_model(model)
         compiled(**arguments)
-        graphs = recorder.graphs
+        fused_graphs = recorder.graphs
         fusedops.unfuse_model(model)
         compiled(**arguments)
-        assert recorder.graphs > graphs
+        assert recorder.graphs > fused_graphs
 
 
 @some("gpt2")
-def test_compile_rest(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole model is compiled in place, forward and backward; unfuse_model takes that back."""
+def test_compile_rest_compiles_in_place_and_unfuse_model_undoes_it(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward and the backward of the whole model are compiled."""
     recorder = _Recorder()
     monkeypatch.setattr(nn.Module, "compile", _with_backend(recorder))
     model, arguments = build(spec), _arguments(spec)
@@ -215,8 +223,9 @@ def test_compile_rest(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(model).__name__ == type(original).__name__
     result = outputs(model(**arguments))
     assert recorder.graphs >= 1
-    for a, b in zip(expected, result, strict=True):
-        torch.testing.assert_close(b, a, rtol=0, atol=1e-5 * float(a.detach().abs().max()))
+    for eager, compiled in zip(expected, result, strict=True):
+        atol = 1e-5 * float(eager.detach().abs().max())
+        torch.testing.assert_close(compiled, eager, rtol=0, atol=atol)
     sum(y.sum() for y in result).backward()
     graphs = recorder.graphs
     fusedops.unfuse_model(model)
@@ -226,6 +235,7 @@ def test_compile_rest(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _with_backend(backend: Any) -> Any:
+    """Return a method in the place of `nn.Module.compile` that compiles with a backend."""
     original = nn.Module.compile
 
     def compile(self: nn.Module) -> None:  # noqa: A001, the method's name
@@ -234,7 +244,7 @@ def _with_backend(backend: Any) -> Any:
     return compile
 
 
-def test_a_compilation_of_the_users_is_kept() -> None:
+def test_unfuse_model_does_not_undo_the_users_compile() -> None:
     model = nn.Sequential(nn.LayerNorm(4))
     fusedops.fuse_model(model)
     model.compile(backend="eager")
@@ -243,7 +253,7 @@ def test_a_compilation_of_the_users_is_kept() -> None:
     assert model._compiled_call_impl is not None
 
 
-def test_a_dry_run_compiles_nothing() -> None:
+def test_dry_run_with_compile_rest_compiles_nothing() -> None:
     model = nn.Sequential(nn.LayerNorm(4))
     fusedops.fuse_model(model, dry_run=True, compile_rest=True)
     assert model._compiled_call_impl is None

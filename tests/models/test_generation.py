@@ -1,6 +1,6 @@
-"""`generate` of a fused model.
+"""`generate` of a fused model gives the same tokens.
 
-The same tokens, with the fused processor in the place of Transformers' own.
+The fused logits processor replaces that of Transformers, and T5 has a fast path for one token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from support import DEVICE
 from tolerances import unit_roundoff
 from zoo import SAMPLES, build, handed_on, inputs, transformers_only
 
-# What a model calls does not depend on the kernels, whose values the operators' own tests hold.
+# What a model calls does not depend on the kernels, whose values the operators' own tests check.
 pytestmark = pytest.mark.once
 
 _NAMES = ("gpt2", "bart", "t5", "t5_gated", "llama")
@@ -37,38 +37,42 @@ _NAMES = ("gpt2", "bart", "t5", "t5_gated", "llama")
     [{}, {"no_repeat_ngram_size": 2}, {"no_repeat_ngram_size": 3, "num_beams": 2}],
     ids=str,
 )
-def test_the_same_tokens(
+def test_fused_model_generates_the_same_tokens_with_the_fused_processor(
     spec: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build(spec)
     arguments = {
         name: value for name, value in inputs(spec).items() if not name.startswith("decoder")
     }
-    made = []
+    ngram_sizes: list[int] = []  # of the calls of the fused processor
     original = FusedNoRepeatNGramLogitsProcessor.__call__
-    monkeypatch.setattr(
-        FusedNoRepeatNGramLogitsProcessor,
-        "__call__",
-        lambda self, *tensors: made.append(self.ngram_size) or original(self, *tensors),
-    )
-    expected = model.generate(**arguments, max_new_tokens=10, do_sample=False, **options)
-    assert not made
+
+    def recording(self: FusedNoRepeatNGramLogitsProcessor, *tensors: Tensor) -> Tensor:
+        ngram_sizes.append(self.ngram_size)
+        return original(self, *tensors)
+
+    def generate() -> Tensor:
+        tokens: Tensor = model.generate(**arguments, max_new_tokens=10, do_sample=False, **options)
+        return tokens
+
+    monkeypatch.setattr(FusedNoRepeatNGramLogitsProcessor, "__call__", recording)
+    expected = generate()
+    assert not ngram_sizes
     report = fusedops.fuse_model(model)
     assert report.modules[0].rule == "generation"
-    assert torch.equal(
-        model.generate(**arguments, max_new_tokens=10, do_sample=False, **options), expected
-    )
-    assert set(made) == set(filter(None, [options.get("no_repeat_ngram_size")]))
-    made.clear()
+    assert torch.equal(generate(), expected)
+    if "no_repeat_ngram_size" in options:
+        assert set(ngram_sizes) == {options["no_repeat_ngram_size"]}
+    else:
+        assert not ngram_sizes
+    ngram_sizes.clear()
     fusedops.unfuse_model(model)
-    assert torch.equal(
-        model.generate(**arguments, max_new_tokens=10, do_sample=False, **options), expected
-    )
-    assert not made
+    assert torch.equal(generate(), expected)
+    assert not ngram_sizes
 
 
 @transformers_only
-def test_it_can_be_left_by_itself() -> None:
+def test_exclude_leaves_only_the_processor_in_generate() -> None:
     spec = next(s for s in SAMPLES if s.name == "gpt2")
     report = fusedops.fuse_model(build(spec), exclude=["generation"])
     assert report.modules[0].reason == "excluded, with rule generation"
@@ -83,6 +87,7 @@ t5 = pytest.mark.parametrize("spec", _T5, ids=lambda spec: spec.name)
 
 
 def _generate(model: Any, spec: Any, **options: Any) -> Any:
+    """Generate `_STEPS` tokens, and return them with their logits."""
     arguments = {
         name: value for name, value in inputs(spec).items() if not name.startswith("decoder")
     }
@@ -98,24 +103,24 @@ def _generate(model: Any, spec: Any, **options: Any) -> Any:
 
 @contextmanager
 def _fast_paths() -> Iterator[Counter[Any]]:
-    """Counts the calls of the fast path, by attention module."""
-    taken: Counter[Any] = Counter()
+    """Count the calls of the fast path, by attention module."""
+    fast_calls: Counter[Any] = Counter()
     original = one_token._next_token
 
     def counting(self: Any, *args: Any) -> Any:
-        taken[self] += 1
+        fast_calls[self] += 1
         return original(self, *args)
 
     with mock.patch.object(one_token, "_next_token", counting):
-        yield taken
+        yield fast_calls
 
 
-def _fused_but_for_norms(model: nn.Module) -> None:
-    """So that what remains fused computes the very same numbers."""
+def _fuse_attention_only(model: nn.Module) -> None:
+    """Fuse a T5 without norms and activations, so that it computes the same bits."""
     assert fusedops.fuse_model(model, exclude=["norm", "t5_gated_dense", "new_gelu"])
 
 
-_WAYS: dict[str, dict[str, Any]] = {
+_GENERATION_MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 2},
     "sampled": {"do_sample": True},
@@ -125,46 +130,49 @@ _WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.skipif(
-    DEVICE.type != "cpu", reason="there PyTorch may choose another attention by a mask's strides"
+    DEVICE.type != "cpu", reason="on a GPU a mask's strides may decide which attention runs"
 )
-@pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("mode", _GENERATION_MODES)
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, "autocast"], ids=["fp32", "bf16", "autocast"]
 )
 @t5
-def test_t5_attends_to_the_same_bits(spec: Any, dtype: Any, padded: bool, way: str) -> None:
+def test_t5_fast_path_has_the_same_bits(spec: Any, dtype: Any, padded: bool, mode: str) -> None:
     autocast = dtype == "autocast"
     model = build(spec, torch.float32 if autocast else dtype)
-    options = _WAYS[way] | ({} if padded else {"attention_mask": None})
+    options = _GENERATION_MODES[mode] | ({} if padded else {"attention_mask": None})
     with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
         expected = _generate(model, spec, **options)
-        _fused_but_for_norms(model)
-        with _fast_paths() as taken:
+        _fuse_attention_only(model)
+        with _fast_paths() as fast_calls:
             result = _generate(model, spec, **options)
     assert torch.equal(result.sequences, expected.sequences)
     assert all(map(torch.equal, result.logits, expected.logits))
-    # The first step fills the cross-attention's cache.
-    times = {
-        "attention weights": [],  # there are hooks
-        # The first layer needs the cache's length, which is a tensor after the first step.
-        "static cache": [1, _STEPS - 1, _STEPS],
-    }.get(way, [_STEPS - 1] * _LAYERS + [_STEPS] * _LAYERS)
-    assert sorted(taken.values()) == times
+    # A cross-attention takes the fast path after the first step, which fills its cache. A
+    # self-attention takes it in all steps.
+    expected_counts = [_STEPS - 1] * _LAYERS + [_STEPS] * _LAYERS
+    if mode == "attention weights":  # Transformers adds hooks to the attentions
+        expected_counts = []
+    elif mode == "static cache":
+        # The self-attention of the first layer needs the length of the cache, which is a tensor
+        # after the first step.
+        expected_counts = [1, _STEPS - 1, _STEPS]
+    assert sorted(fast_calls.values()) == expected_counts
 
 
-def _steps(model: Any, spec: Any) -> Tensor:
-    """The logits of one token after the other, the tokens being given."""
+def _step_logits(model: Any, spec: Any) -> Tensor:
+    """Return the logits of a decoder that gets the tokens of the inputs one by one."""
     arguments = inputs(spec)
     tokens, cache, logits = arguments["input_ids"], {}, []
     with torch.no_grad():
         encoded = model.encoder(input_ids=tokens, attention_mask=arguments["attention_mask"])
-        for place in range(tokens.shape[1]):
+        for position in range(tokens.shape[1]):
             result = model(
                 encoder_outputs=encoded,
                 attention_mask=arguments["attention_mask"],
                 use_cache=True,
-                decoder_input_ids=tokens[:, place : place + 1],
+                decoder_input_ids=tokens[:, position : position + 1],
                 **cache,
             )
             cache = handed_on(result)
@@ -176,12 +184,12 @@ def _steps(model: Any, spec: Any) -> Tensor:
     "dtype", [torch.float32, torch.bfloat16, torch.float16, "autocast"], ids=str
 )
 @t5
-def test_t5_attends_to_the_same_numbers(spec: Any, dtype: Any) -> None:
-    """Whichever attention PyTorch takes.
+def test_t5_fast_path_errors_are_at_most_twice_those_of_the_original(spec: Any, dtype: Any) -> None:
+    """Errors are distances from fp64; eight roundings are allowed in addition.
 
-    From fp64's no further than twice what the original is, and eight roundings.
+    PyTorch may run any of its attentions.
     """
-    exact = _steps(build(spec).double(), spec)
+    exact = _step_logits(build(spec).double(), spec)
     low = torch.bfloat16 if dtype == "autocast" else dtype
     model = build(spec).to(torch.float32 if dtype == "autocast" else dtype)
     errors = []
@@ -189,15 +197,17 @@ def test_t5_attends_to_the_same_numbers(spec: Any, dtype: Any) -> None:
         if fuse:
             fusedops.fuse_model(model)
         with (
-            _fast_paths() as taken,
+            _fast_paths() as fast_calls,
             torch.autocast(DEVICE.type, torch.bfloat16, enabled=dtype == "autocast"),
         ):
-            errors.append(float((_steps(model, spec) - exact).abs().max()))
-    assert len(taken) == 2 * _LAYERS
-    assert errors[1] <= 2 * errors[0] + 8 * unit_roundoff(low) * float(exact.abs().max())
+            errors.append(float((_step_logits(model, spec) - exact).abs().max()))
+    assert len(fast_calls) == 2 * _LAYERS
+    original_error, fused_error = errors
+    rounding = unit_roundoff(low) * float(exact.abs().max())
+    assert fused_error <= 2 * original_error + 8 * rounding
 
 
-def _another_linear(attention: Any) -> None:
+def _with_another_linear_class(attention: Any) -> None:
     class Doubled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
@@ -205,18 +215,18 @@ def _another_linear(attention: Any) -> None:
     attention.v.__class__ = Doubled
 
 
-def _hooked(attention: Any) -> None:
+def _with_a_hook(attention: Any) -> None:
     attention.o.register_forward_hook(
         lambda module, args, output: output + float(args[0].dim() == 3)
     )
 
 
-def _biased(attention: Any) -> None:
+def _with_a_bias(attention: Any) -> None:
     attention.o.bias = nn.Parameter(torch.ones_like(attention.o.weight[:, 0]))
 
 
-def _training(attention: Any) -> None:
-    # Nothing is dropped: which numbers are depends on the attention that PyTorch takes.
+def _in_training_mode(attention: Any) -> None:
+    # The dropout mask would depend on the attention that PyTorch runs.
     attention.dropout = 0.0
     attention.train()
     with torch.no_grad():
@@ -224,47 +234,47 @@ def _training(attention: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [_another_linear, _hooked, _biased, _training], ids=lambda change: change.__name__
+    "change",
+    [_with_another_linear_class, _with_a_hook, _with_a_bias, _in_training_mode],
+    ids=lambda change: change.__name__,
 )
 @t5
-def test_t5_takes_no_short_way_past_anything(spec: Any, change: Callable[[Any], None]) -> None:
-    """A module that is not quite as the rule knows it is called as ever, and the others do not mind."""
+def test_t5_changed_attention_does_not_take_the_fast_path(
+    spec: Any, change: Callable[[Any], None]
+) -> None:
+    """The other attentions take it."""
     model = build(spec)
     before = _generate(model, spec)
     changed = model.decoder.block[1].layer[0].SelfAttention
     change(changed)
     expected = _generate(model, spec)
     assert not torch.allclose(expected.logits[-1], before.logits[-1])
-    _fused_but_for_norms(model)
-    with _fast_paths() as taken:
+    _fuse_attention_only(model)
+    with _fast_paths() as fast_calls:
         result = _generate(model, spec)
-    assert changed not in taken
-    assert len(taken) == 2 * _LAYERS - 1
+    assert changed not in fast_calls
+    assert len(fast_calls) == 2 * _LAYERS - 1
     torch.testing.assert_close(result.logits, expected.logits)
 
 
 @t5
-def test_t5_with_gradients_takes_its_own_forward(spec: Any) -> None:
+def test_t5_does_not_take_the_fast_path_if_gradients_are_recorded(spec: Any) -> None:
     model = build(spec)
-    _fused_but_for_norms(model)
+    _fuse_attention_only(model)
     tokens = inputs(spec)["input_ids"]
     with torch.no_grad():
         cache = handed_on(model(input_ids=tokens, decoder_input_ids=tokens[:, :3], use_cache=True))
-    with _fast_paths() as taken:
+    with _fast_paths() as fast_calls:
         loss = model(input_ids=tokens, decoder_input_ids=tokens[:, 3:4], **cache).logits.sum()
-    assert not taken
+    assert not fast_calls
     loss.backward()
-    assert all(
-        p.grad is not None for p in model.decoder.block[0].layer[0].SelfAttention.parameters()
-    )
+    attention = model.decoder.block[0].layer[0].SelfAttention
+    assert all(p.grad is not None for p in attention.parameters())
 
 
 @t5
-def test_t5_in_replicas(spec: Any) -> None:
-    """DataParallel runs copies of modules whose parameters are no longer registered.
-
-    They go the long way.
-    """
+def test_t5_replicas_of_data_parallel_have_the_same_logits(spec: Any) -> None:
+    """The parameters of a replica are not registered, so it does not take the fast path."""
     model = build(spec)
     arguments = {
         **inputs(spec),
@@ -272,7 +282,7 @@ def test_t5_in_replicas(spec: Any) -> None:
         "use_cache": True,
     }
     expected = model(**arguments).logits
-    _fused_but_for_norms(model)
+    _fuse_attention_only(model)
     for module in [m for m in model.modules() if type(m) is nn.Linear]:
         for name, parameter in list(module.named_parameters(recurse=False)):
             delattr(module, name)
@@ -283,10 +293,10 @@ def test_t5_in_replicas(spec: Any) -> None:
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @t5
-def test_t5_attends_by_the_configured_function(
+def test_t5_calls_the_configured_attention_function(
     spec: Any, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model's own kind of attention, and a function that a user registered for it."""
+    """It calls the function of the configured implementation, also one that a user registers."""
     modeling = pytest.importorskip("transformers.models.t5.modeling_t5")
     model = build(spec)
     for module in model.modules():
@@ -303,21 +313,21 @@ def test_t5_attends_by_the_configured_function(
         return 2 * y, weights
 
     expected = _generate(model, spec)
-    _fused_but_for_norms(model)
-    with _fast_paths() as taken:
+    _fuse_attention_only(model)
+    with _fast_paths() as fast_calls:
         result = _generate(model, spec)
-    assert sum(taken.values()) == _LAYERS * (2 * _STEPS - 1)
+    assert sum(fast_calls.values()) == _LAYERS * (2 * _STEPS - 1)
     torch.testing.assert_close(result.logits, expected.logits)
     monkeypatch.setitem(functions, implementation, doubled)
-    again = _generate(model, spec)
+    with_doubled = _generate(model, spec)
     assert len(calls) == _LAYERS + 2 * _LAYERS * _STEPS
     fusedops.unfuse_model(model)
-    torch.testing.assert_close(again.logits, _generate(model, spec).logits)
-    assert not torch.allclose(again.logits[-1], expected.logits[-1])
+    torch.testing.assert_close(with_doubled.logits, _generate(model, spec).logits)
+    assert not torch.allclose(with_doubled.logits[-1], expected.logits[-1])
 
 
-class _Calls(TorchDispatchMode):
-    """Counts PyTorch's operators."""
+class _OperatorCounts(TorchDispatchMode):
+    """Counts the calls of PyTorch's operators, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,33 +339,31 @@ class _Calls(TorchDispatchMode):
 
 
 @t5
-def test_t5_makes_fewer_calls(spec: Any) -> None:
-    """A step makes the mask once for all layers, and transposes and folds nothing in attention."""
+def test_t5_fast_path_calls_fewer_operators(spec: Any) -> None:
+    """A step computes the mask once for all layers, and does not transpose or reshape heads."""
     model = build(spec)
-    _fused_but_for_norms(model)
+    _fuse_attention_only(model)
     layers = len(model.decoder.block)
     cache = handed_on(model(**inputs(spec), use_cache=True))
     step = {**inputs(spec), "decoder_input_ids": inputs(spec)["input_ids"][:, :1], **cache}
     step["encoder_outputs"] = model.encoder(inputs(spec)["input_ids"])
-    counts = []
-    for unfuse in (False, True):
-        if unfuse:
-            fusedops.unfuse_model(model)
-        with torch.no_grad(), _Calls() as calls:
-            model(**step)
-        counts.append(calls.counts)
-    fewer = counts[1] - counts[0]
-    assert fewer["where"] == layers - 1  # the mask of the cross-attention
-    # Heads of queries, outputs, new keys and values; the rows of the six linear layers.
-    # On a GPU the original's attention, of separate operators, has some more.
-    assert fewer["transpose"] >= layers * (2 * 2 + 2)
-    assert fewer["_unsafe_view"] >= layers * 6
+    with torch.no_grad(), _OperatorCounts() as fused:
+        model(**step)
+    fusedops.unfuse_model(model)
+    with torch.no_grad(), _OperatorCounts() as original:
+        model(**step)
+    saved = original.counts - fused.counts
+    assert saved["where"] == layers - 1  # for the mask of the cross-attention
+    # Transposes of the heads of queries and outputs in both attentions, and of new keys and values.
+    # On a GPU the original's attention consists of separate operators, and has some more.
+    assert saved["transpose"] >= layers * (2 * 2 + 2)
+    assert saved["_unsafe_view"] >= layers * 6  # of the rows of the six linear layers
 
 
 @pytest.mark.parametrize("gradients", [False, True])
 @t5
-def test_t5_lays_its_position_bias_out(spec: Any, gradients: bool) -> None:
-    """PyTorch's fused attention on GPUs wants a mask whose last stride is one, in training too."""
+def test_t5_position_bias_is_contiguous(spec: Any, gradients: bool) -> None:
+    """PyTorch's fused attention on GPUs requires a mask whose last stride is one."""
     model = build(spec)
     fusedops.fuse_model(model)
     attention = model.encoder.block[0].layer[0].SelfAttention
@@ -371,8 +379,7 @@ def test_t5_lays_its_position_bias_out(spec: Any, gradients: bool) -> None:
     assert all(stride % 8 == 0 for stride in short.stride()[:-1])
 
 
-def test_t5_joins_each_mask_to_its_bias() -> None:
-    """Once for a mask, and again for another mask or dtype."""
+def test_t5_sum_of_mask_and_bias_is_computed_once_for_each_mask_and_dtype() -> None:
     bias = torch.randn(1, 2, 1, 5, device=DEVICE)
     setattr(bias, one_token._JOINED, (None, None, None))
     first, second = (
@@ -381,15 +388,14 @@ def test_t5_joins_each_mask_to_its_bias() -> None:
     )
     lowest = torch.finfo(torch.float32).min
     for mask in (first, second):
-        both = one_token._masked(bias, mask, torch.float32)
-        assert torch.equal(both, bias.masked_fill(~mask, lowest))
-        assert one_token._masked(bias, mask, torch.float32) is both
+        masked = one_token._masked(bias, mask, torch.float32)
+        assert torch.equal(masked, bias.masked_fill(~mask, lowest))
+        assert one_token._masked(bias, mask, torch.float32) is masked
     assert one_token._masked(bias, mask, torch.bfloat16).min() == torch.finfo(torch.bfloat16).min
     assert torch.equal(one_token._masked(bias, bias.sin(), torch.float32), bias + bias.sin())
-    # A bias that a caller gives may be used again with a mask that has changed.
-    arguments = bias.clone()
-    assert torch.equal(
-        one_token._masked(arguments, first, torch.float32), arguments.masked_fill(~first, lowest)
-    )
+    # The sum is not stored for a caller's bias, because the caller may change the mask in place.
+    callers_bias = bias.clone()
+    masked = one_token._masked(callers_bias, first, torch.float32)
+    assert torch.equal(masked, callers_bias.masked_fill(~first, lowest))
     first.fill_(True)
-    assert torch.equal(one_token._masked(arguments, first, torch.float32), arguments)
+    assert torch.equal(one_token._masked(callers_bias, first, torch.float32), callers_bias)

@@ -19,7 +19,8 @@ from sample_models import ModelSpec
 from support import DEVICE
 from zoo import SAMPLES, build, counted, every, inputs, making_kernels, outputs, run, undropped
 
-# PyTorch's own, of hooks on modules whose outputs are no tensors and of hooks of the older kind.
+# The warnings are PyTorch's: about hooks on modules whose outputs are not tensors, and about
+# backward hooks of the deprecated kind.
 pytestmark = [
     pytest.mark.once,  # which modules are called does not depend on the kernels
     pytest.mark.filterwarnings("ignore:For backward hooks to be called"),
@@ -35,7 +36,7 @@ _BACKWARD = (
     torch_module.register_module_full_backward_pre_hook,
     torch_module.register_module_full_backward_hook,
 )
-# The kind that PyTorch deprecated: it does not go together with full backward hooks.
+# The last kind is deprecated, and cannot be combined with full backward hooks.
 _KINDS = (*_FORWARD, *_BACKWARD, torch_module.register_module_backward_hook)
 kinds = pytest.mark.parametrize("register", _KINDS, ids=lambda register: register.__name__)
 _SOME = [s for s in SAMPLES if s.name in ("torch_post_norm", "bert", "gpt2", "t5", "llama")]
@@ -43,10 +44,14 @@ some = pytest.mark.parametrize("spec", _SOME, ids=lambda spec: spec.name)
 
 
 @contextmanager
-def _seen(model: nn.Module, *registers: Callable[[Any], Any]) -> Iterator[list[tuple[str, str]]]:
-    """The calls of hooks of these kinds inside the block.
+def _recorded(
+    model: nn.Module, *registers: Callable[[Any], Any]
+) -> Iterator[list[tuple[str, str]]]:
+    """Record the calls of global hooks: the name of the kind, and the module's name in the model.
 
-    The kind's place, and the module's name in the model.
+    Args:
+        model: the model whose modules are named.
+        registers: PyTorch's functions that register the kinds of hooks.
     """
     names = {module: name for name, module in model.named_modules()}
     calls: list[tuple[str, str]] = []
@@ -65,19 +70,20 @@ def _seen(model: nn.Module, *registers: Callable[[Any], Any]) -> Iterator[list[t
             handle.remove()
 
 
-def _both(
-    spec: ModelSpec, modify: Callable[[ModelSpec], nn.Module] = build
+def _original_and_fused(
+    spec: ModelSpec, make: Callable[[ModelSpec], nn.Module] = build
 ) -> tuple[nn.Module, nn.Module]:
-    original, fused = modify(spec), modify(spec)
+    """Return two equal models, of which the second is fused."""
+    original, fused = make(spec), make(spec)
     fusedops.fuse_model(fused)
     return original, fused
 
 
 @every
-def test_global_forward_hooks_see_every_call(spec: ModelSpec) -> None:
+def test_global_forward_hooks_are_called_for_every_module(spec: ModelSpec) -> None:
     results = []
-    for model in _both(spec):
-        with _seen(model, *_FORWARD) as calls:
+    for model in _original_and_fused(spec):
+        with _recorded(model, *_FORWARD) as calls:
             model(**inputs(spec))
         results.append(calls)
     assert results[0]
@@ -85,12 +91,12 @@ def test_global_forward_hooks_see_every_call(spec: ModelSpec) -> None:
 
 
 @every
-def test_global_forward_hooks_see_every_call_under_autocast(spec: ModelSpec) -> None:
-    """In training, where layers are packed and cast together."""
+def test_global_forward_hooks_are_called_for_every_module_under_autocast(spec: ModelSpec) -> None:
+    """Without hooks, layers of a model in training mode are packed and cast together there."""
     results = []
-    for model in _both(spec, undropped):
+    for model in _original_and_fused(spec, undropped):
         with (
-            _seen(model, *_FORWARD) as calls,
+            _recorded(model, *_FORWARD) as calls,
             making_kernels(),
             torch.autocast(DEVICE.type, torch.bfloat16),
         ):
@@ -101,11 +107,11 @@ def test_global_forward_hooks_see_every_call_under_autocast(spec: ModelSpec) -> 
 
 
 @every
-def test_global_backward_hooks_see_every_call(spec: ModelSpec) -> None:
-    """The order of a backward is autograd's, which a fused operator may change."""
+def test_global_backward_hooks_are_called_for_every_module(spec: ModelSpec) -> None:
+    """The order of calls may differ, because autograd determines it."""
     results = []
-    for model in _both(spec):
-        with _seen(model, *_BACKWARD) as calls:
+    for model in _original_and_fused(spec):
+        with _recorded(model, *_BACKWARD) as calls:
             run(model, inputs(spec))
         results.append(sorted(calls))
     assert results[0]
@@ -114,14 +120,14 @@ def test_global_backward_hooks_see_every_call(spec: ModelSpec) -> None:
 
 @some
 @kinds
-def test_one_kind_of_global_hook_is_enough(
+def test_each_kind_of_global_hook_makes_blocks_call_every_module(
     spec: ModelSpec, register: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # PyTorch remembers for the whole process which of the two kinds of backward hooks came first.
+    # PyTorch stores for the whole process which kind of backward hook was registered first.
     monkeypatch.setattr(torch_module, "_global_is_full_backward_hook", None)
     results = []
-    for model in _both(spec):
-        with _seen(model, register) as calls:
+    for model in _original_and_fused(spec):
+        with _recorded(model, register) as calls:
             run(model, inputs(spec))
         results.append(sorted(calls))
     assert results[0]
@@ -129,10 +135,10 @@ def test_one_kind_of_global_hook_is_enough(
 
 
 @some
-def test_fused_again_when_the_hook_is_gone(spec: ModelSpec) -> None:
-    _, model = _both(spec)
+def test_model_calls_fused_operators_again_after_the_hook_is_removed(spec: ModelSpec) -> None:
+    _, model = _original_and_fused(spec)
     model.train()
-    with _seen(model, *_FORWARD), counted() as hooked:
+    with _recorded(model, *_FORWARD), counted() as hooked:
         model(**inputs(spec))
     with counted() as calls:
         model(**inputs(spec))
@@ -153,15 +159,15 @@ def test_fused_again_when_the_hook_is_gone(spec: ModelSpec) -> None:
 )
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_code_calls_global_hooks(spec: ModelSpec) -> None:
-    """Those registered before the model is compiled.
+    """It calls hooks that were registered before the model is compiled.
 
-    PyTorch does not look for later ones either.
+    PyTorch's compiled code does not call later ones either.
     """
     results = []
-    for model in _both(spec, undropped):
+    for model in _original_and_fused(spec, undropped):
         torch._dynamo.reset()
         model.compile(backend="eager")
-        with _seen(model, torch_module.register_module_forward_hook) as calls:
+        with _recorded(model, torch_module.register_module_forward_hook) as calls:
             model(**inputs(spec))
         results.append(calls)
     assert results[0]
@@ -169,29 +175,32 @@ def test_compiled_code_calls_global_hooks(spec: ModelSpec) -> None:
 
 
 @some
-def test_without_the_private_names_nothing_inside_a_block_is_fused(
+def test_without_pytorchs_private_names_blocks_call_every_module(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with a hook on all modules: slower, and right."""
-    original, model = _both(spec)
+    """As with a hook on all modules, results are right, but the model is slower."""
+    original, model = _original_and_fused(spec)
     location = importlib.util.spec_from_file_location(
         f"{modules.__package__}.without", modules.__file__
     )
     assert location is not None
     assert location.loader is not None
-    without = importlib.util.module_from_spec(location)
+    # A second copy of the module `modules`, which does not find PyTorch's private names.
+    without_names = importlib.util.module_from_spec(location)
     with mock.patch.object(torch.nn.modules, "module", object()):
-        location.loader.exec_module(without)
-    monkeypatch.setattr("fusedops.models.hooks.has_global_hooks", without.has_global_hooks)
-    assert without.has_global_hooks()
+        location.loader.exec_module(without_names)
+    monkeypatch.setattr("fusedops.models.hooks.has_global_hooks", without_names.has_global_hooks)
+    assert without_names.has_global_hooks()
     assert not modules.has_global_hooks()
-    called: list[list[str]] = []
+    calls: list[list[str]] = []
     results: list[list[Tensor]] = []
     for each in (original, model):
-        called.append([])
+        names: list[str] = []
         for name, module in each.named_modules():
-            module.register_forward_hook(lambda *_, name=name, names=called[-1]: names.append(name))
+            module.register_forward_hook(lambda *_, name=name, names=names: names.append(name))
         results.append(outputs(each(**inputs(spec))))
-    assert called[1] == called[0]
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(b, a, rtol=0, atol=1e-5 * float(a.detach().abs().max()))
+        calls.append(names)
+    assert calls[1] == calls[0]
+    for expected, result in zip(*results, strict=True):
+        atol = 1e-5 * float(expected.detach().abs().max())
+        torch.testing.assert_close(result, expected, rtol=0, atol=atol)

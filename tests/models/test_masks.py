@@ -1,4 +1,4 @@
-"""Fused attentions: their masks are laid out so that PyTorch's fused attention takes them."""
+"""Fused attentions make masks contiguous, so that PyTorch's fused attention takes them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ encoders = pytest.mark.parametrize(
 
 
 def _expanded(length: int = 5) -> Tensor:
-    """One number a query: some see every key, others none."""
-    seeing = torch.arange(length, device=DEVICE) != 2
-    return seeing[None, None, :, None].expand(2, 1, length, length)
+    """Return a mask with one number per query, expanded over the keys: one query has no keys."""
+    has_keys = torch.arange(length, device=DEVICE) != 2
+    return has_keys[None, None, :, None].expand(2, 1, length, length)
 
 
-def test_an_expanded_mask_is_laid_out() -> None:
+def test_mask_that_is_expanded_over_the_keys_becomes_contiguous() -> None:
     mask = _expanded()
     assert mask.stride(-1) == 0
     with making_kernels():
@@ -42,10 +42,10 @@ def test_an_expanded_mask_is_laid_out() -> None:
     assert torch.equal(result, mask)
 
 
-def test_a_transposed_mask_of_numbers_is_contiguous_along_the_keys() -> None:
-    """As T5's before Transformers 5.23.
+def test_transposed_mask_of_numbers_becomes_contiguous_along_the_keys() -> None:
+    """T5's mask before Transformers 5.23 is a permuted table, expanded over the batch.
 
-    A permuted table, expanded over the batch, of which no copy a batch is made.
+    The table is copied once, not for each element of the batch.
     """
     table = torch.randn(5, 7, 3, device=DEVICE)
     mask = table.permute(2, 0, 1)[None].expand(2, 3, 5, 7)
@@ -63,7 +63,7 @@ _LEFT = {
     "padding": torch.ones(2, 1, 1, 5, dtype=torch.bool).expand(2, 1, 5, 5),
     "of numbers": torch.zeros(5, 1).expand(2, 1, 5, 5),
     "sparse": torch.ones(2, 5, dtype=torch.bool).to_sparse(),
-    "rows of their own": torch.ones(2, 5, dtype=torch.bool).to_sparse_csr(),
+    "compressed sparse": torch.ones(2, 5, dtype=torch.bool).to_sparse_csr(),
     "numbers at a length at which cuDNN errs": torch.zeros(64, 5).t().expand(2, 1, 5, 64),
     "integers": torch.zeros(7, 5, dtype=torch.long).t(),
     "a length at which cuDNN errs": torch.ones(192, 1, dtype=torch.bool).expand(2, 1, 192, 192),
@@ -72,24 +72,27 @@ _LEFT = {
 
 
 @pytest.mark.parametrize("mask", _LEFT.values(), ids=_LEFT)
-def test_others_are_left(mask: Any) -> None:
+def test_other_masks_are_not_changed(mask: Any) -> None:
     with making_kernels():
         assert laid_out(mask) is mask
 
 
-def test_only_where_kernels_are_made() -> None:
-    """Eagerly Transformers makes no such mask, and on a CPU PyTorch's attention takes it."""
+def test_masks_are_changed_only_if_torch_compile_generates_kernels() -> None:
+    """In eager mode Transformers makes no such mask, and on a CPU PyTorch's attention takes it."""
     mask = _expanded()
     assert laid_out(mask) is mask
 
-    def made(mask: Tensor) -> Tensor:
-        return laid_out(mask) | False if laid_out(mask) is not mask else mask & False
+    def ones_if_changed(mask: Tensor) -> Tensor:
+        if laid_out(mask) is not mask:
+            return laid_out(mask) | True
+        return mask & False
 
-    assert bool(torch.compile(made, backend="eager", fullgraph=True)(mask).any()) is KERNEL_PATH
+    compiled = torch.compile(ones_if_changed, backend="eager", fullgraph=True)
+    assert bool(compiled(mask).any()) is KERNEL_PATH
 
 
 def _attentions(model: nn.Module) -> list[Any]:
-    """Those that take rows and a mask."""
+    """Return the attentions whose forwards take rows and a mask."""
     return [
         module
         for module in model.modules()
@@ -98,31 +101,32 @@ def _attentions(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def _attended() -> Iterator[list[int]]:
-    """The strides of the masks' last dimensions, as they reach PyTorch."""
+def _recorded_strides() -> Iterator[list[int]]:
+    """Record the strides of the last dimensions of the masks that PyTorch's attention gets."""
     strides: list[int] = []
-    attend = nn.functional.scaled_dot_product_attention
+    attention = nn.functional.scaled_dot_product_attention
 
-    def attended(*args: Any, attn_mask: Tensor, **kwargs: Any) -> Tensor:
+    def recording(*args: Any, attn_mask: Tensor, **kwargs: Any) -> Tensor:
         strides.append(attn_mask.stride(-1))
-        return attend(*args, attn_mask=attn_mask, **kwargs)
+        return attention(*args, attn_mask=attn_mask, **kwargs)
 
-    with mock.patch("torch.nn.functional.scaled_dot_product_attention", attended):
+    with mock.patch("torch.nn.functional.scaled_dot_product_attention", recording):
         yield strides
 
 
 def _rows(module: nn.Module) -> Tensor:
+    """Return random rows for a module, of the width of its first linear layer."""
     layer = next(child for child in module.modules() if isinstance(child, nn.Linear))
     return torch.randn(2, 5, layer.in_features, device=DEVICE)
 
 
-def _close(found: Tensor, expected: Tensor) -> None:
-    """A few fp32 roundings apart.
+def _close(result: Tensor, expected: Tensor) -> None:
+    """Check that results differ by a few fp32 roundings at most.
 
-    Of a bias that is added behind the product, of sums in another order.
+    The bias may be added after the product, and sums may be computed in another order.
     """
     torch.testing.assert_close(
-        found, expected, rtol=0, atol=1e-5 * float(expected.detach().abs().max())
+        result, expected, rtol=0, atol=1e-5 * float(expected.detach().abs().max())
     )
 
 
@@ -144,7 +148,7 @@ class _WithoutRows(nn.Module):
         return x + self.inner(mask=x)
 
 
-def test_an_attention_is_called_without_rows() -> None:
+def test_fused_branch_is_called_with_only_a_mask() -> None:
     model = _WithoutRows().to(DEVICE).eval()
     x = torch.randn(2, 8, device=DEVICE)
     expected = model(x)
@@ -154,27 +158,28 @@ def test_an_attention_is_called_without_rows() -> None:
 
 
 @some
-def test_attention_with_a_changed_mask_has_the_same_values(spec: ModelSpec) -> None:
-    """The same numbers as with the mask as it was, which each has laid out."""
+def test_attention_with_a_contiguous_mask_has_the_values_of_the_original(spec: ModelSpec) -> None:
+    """Each fused attention makes its mask contiguous."""
     model = undropped(spec)
     assert fusedops.fuse_model(model)
     mask, attentions = _expanded(), _attentions(model)
     for attention in attentions:
         x = _rows(attention)
-        with making_kernels(), _attended() as strides:
+        with making_kernels(), _recorded_strides() as strides:
             if hasattr(type(attention), "_fusedops_branch"):
-                end, _ = branch(attention, x, attention_mask=mask)
-                y = end.product if end.bias is None else end.product + end.bias
+                result, _ = branch(attention, x, attention_mask=mask)
+                y = result.product if result.bias is None else result.product + result.bias
             else:
                 y = attention(x, mask)[0]
         assert strides == [1]
-        _close(y, type(attention)._fusedops_original.forward(attention, x, attention_mask=mask)[0])
+        original_forward = type(attention)._fusedops_original.forward
+        _close(y, original_forward(attention, x, attention_mask=mask)[0])
     assert len(attentions) >= 2
 
 
 @some
-def test_blocks_pass_the_changed_mask_on(spec: ModelSpec) -> None:
-    """As each block hands the mask on, and with the outputs of a model that is not fused."""
+def test_attention_in_a_block_gets_a_contiguous_mask(spec: ModelSpec) -> None:
+    """The outputs of the block are those of the original."""
     model, original = undropped(spec), undropped(spec)
     assert fusedops.fuse_model(model)
     originals = dict(original.named_modules())
@@ -186,24 +191,26 @@ def test_blocks_pass_the_changed_mask_on(spec: ModelSpec) -> None:
     assert blocks
     for name, block in blocks.items():
         x = _rows(block)
-        with making_kernels(), _attended() as strides:
+        with making_kernels(), _recorded_strides() as strides:
             y = block(x, attention_mask=_expanded())
         assert strides == [1]
         expected = originals[name](x, attention_mask=_expanded())
-        _close(*(y[0] if isinstance(y, tuple) else y for y in (y, expected)))
+        if isinstance(y, tuple):
+            y, expected = y[0], expected[0]
+        _close(y, expected)
 
 
 @pytest.mark.parametrize(
     "spec", [s for s in SAMPLES if s.name == "gpt2_decoder"], ids=lambda spec: spec.name
 )
-def test_a_cross_attentions_mask(spec: ModelSpec) -> None:
-    """GPT-2's has a name of its own."""
+def test_mask_of_a_cross_attention_becomes_contiguous(spec: ModelSpec) -> None:
+    """GPT-2 passes it by the name ``encoder_attention_mask``."""
     model = undropped(spec)
     assert fusedops.fuse_model(model)
     block: Any = next(module for module in model.modules() if hasattr(module, "crossattention"))
     x, others = torch.randn(2, 2, 5, block.ln_1.weight.shape[0], device=DEVICE)
     causal = torch.ones(5, 5, dtype=torch.bool, device=DEVICE).tril().expand(2, 1, 5, 5)
-    with making_kernels(), _attended() as strides:
+    with making_kernels(), _recorded_strides() as strides:
         block(
             x,
             attention_mask=causal,
@@ -213,25 +220,23 @@ def test_a_cross_attentions_mask(spec: ModelSpec) -> None:
     assert strides == [1, 1]
 
 
-def _hooked_vit(model: nn.Module, seen: list[int]) -> None:
-    attention: Any = next(
-        module for module in model.modules() if type(module).__name__.endswith("ViTAttention")
-    )
-    attention.register_forward_pre_hook(lambda module, args: seen.append(len(args)))
-
-
 @pytest.mark.parametrize(
     "spec", [s for s in SAMPLES if s.name == "vit"], ids=lambda spec: spec.name
 )
-def test_a_hook_sees_what_it_saw(spec: ModelSpec) -> None:
-    """The mask comes in its place, as in a ViT that is not fused."""
-    seen: list[int] = []
-    for fused in (False, True):
+def test_hook_on_an_attention_gets_the_mask_by_position_as_in_the_original(
+    spec: ModelSpec,
+) -> None:
+    argument_counts: list[int] = []
+    for fuses in (False, True):
         model = undropped(spec)
-        assert not fused or fusedops.fuse_model(model)
-        _hooked_vit(model, seen)
+        if fuses:
+            assert fusedops.fuse_model(model)
+        attention: Any = next(
+            module for module in model.modules() if type(module).__name__.endswith("ViTAttention")
+        )
+        attention.register_forward_pre_hook(lambda module, args: argument_counts.append(len(args)))
         model(**inputs(spec))
-    assert seen[0] == seen[1] == 2
+    assert argument_counts[0] == argument_counts[1] == 2
 
 
 @encoders
@@ -239,9 +244,9 @@ def test_a_hook_sees_what_it_saw(spec: ModelSpec) -> None:
 def test_compiled_model_without_a_mask_calls_one_attention(
     spec: ModelSpec, fresh_dynamo: None
 ) -> None:
-    """Where nothing is masked, and compiling makes a mask nevertheless.
+    """Compiled, Transformers makes a mask although nothing is masked.
 
-    One operator is the attention.
+    Each attention is still one operator, not a softmax and products.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
@@ -258,7 +263,6 @@ def test_compiled_model_without_a_mask_calls_one_attention(
     compiled = torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         compiled(**arguments)
-    assert (
-        sum("_scaled_dot_product" in target for target in targets) == len(_attentions(model)) == 2
-    )
+    attention_calls = sum("_scaled_dot_product" in target for target in targets)
+    assert attention_calls == len(_attentions(model)) == 2
     assert not any("softmax" in target for target in targets if "log_softmax" not in target)

@@ -1,4 +1,4 @@
-"""Each trick of `fusedops.models.tricks` is turned off by its name in ``exclude``, and nothing else is."""
+"""The name of a trick of `fusedops.models.tricks` in ``exclude`` turns off only this trick."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from sample_models import ModelSpec
 from support import DEVICE
 from zoo import SAMPLES, build, counted, inputs, making_kernels, undropped
 
-# What a model does does not depend on the kernels.
+# What a model calls does not depend on the kernels.
 pytestmark = pytest.mark.once
 
-# What each of some models uses.
+# The tricks that each of some models uses.
 _USED = {
     "bert": {"masks", "packing", "casts"},
     "bart": {"masks", "packing", "casts"},
@@ -34,7 +34,7 @@ _USED = {
     "llama": set[str](),
 }
 _SOME = [spec for spec in SAMPLES if spec.name in _USED]
-# A layer of each that takes rows and a mask.
+# A layer of each model that takes rows and a mask.
 _LAYERS = {
     "bert": "bert.encoder.layer.0",
     "bart": "model.encoder.layers.0",
@@ -44,99 +44,102 @@ _LAYERS = {
 
 
 @contextmanager
-def _calls(path: str, of: Callable[[Any], bool] = lambda result: True) -> Iterator[list[Any]]:
-    """The calls of a function whose result is so."""
+def _recorded_results(
+    path: str, condition: Callable[[Any], bool] = lambda result: True
+) -> Iterator[list[Any]]:
+    """Record the results of a function, by its path, for which a condition holds."""
     module, _, name = path.rpartition(".")
     original = getattr(__import__(module, fromlist=[name]), name)
-    seen: list[Any] = []
+    results: list[Any] = []
 
-    def calling(*args: Any, **kwargs: Any) -> Any:
+    def recording(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        seen.extend([result] if of(result) else [])
+        if condition(result):
+            results.append(result)
         return result
 
-    with mock.patch(path, calling):
-        yield seen
+    with mock.patch(path, recording):
+        yield results
 
 
-def _masks(model: nn.Module, spec: ModelSpec) -> int:
-    """How many expanded masks reach PyTorch's attention laid out."""
+def _contiguous_masks(model: nn.Module, spec: ModelSpec) -> int:
+    """Return how many expanded masks PyTorch's attention gets as contiguous ones."""
     if spec.name not in _LAYERS:
         return 0
     layer = model.get_submodule(_LAYERS[spec.name])
     width = next(child for child in layer.modules() if isinstance(child, nn.Linear)).in_features
     mask = (torch.arange(5, device=DEVICE) != 2)[None, None, :, None].expand(2, 1, 5, 5)
-    attend, count = nn.functional.scaled_dot_product_attention, 0
+    attention, count = nn.functional.scaled_dot_product_attention, 0
 
-    def attended(*args: Any, attn_mask: Any, **kwargs: Any) -> Any:
+    def counting(*args: Any, attn_mask: Any, **kwargs: Any) -> Any:
         nonlocal count
         count += attn_mask.stride(-1) == 1
-        return attend(*args, attn_mask=attn_mask, **kwargs)
+        return attention(*args, attn_mask=attn_mask, **kwargs)
 
-    others = (
-        {"position_embeddings": torch.ones(2, 1, 5, 16, device=DEVICE)}
-        if spec.name == "llama"
-        else {}
-    )
-    with making_kernels(), mock.patch("torch.nn.functional.scaled_dot_product_attention", attended):
+    others = {}
+    if spec.name == "llama":
+        others["position_embeddings"] = torch.ones(2, 1, 5, 16, device=DEVICE)
+    with making_kernels(), mock.patch("torch.nn.functional.scaled_dot_product_attention", counting):
         layer(torch.randn(2, 5, width, device=DEVICE), attention_mask=mask, **others)
     return count
 
 
 def _measured(spec: ModelSpec, exclude: tuple[str, ...]) -> tuple[dict[str, int], dict[str, Any]]:
-    """How often each trick is done, and what else there is to compare."""
+    """Return how often each trick is used, and the report and the operators of the model."""
     model, tricks = undropped(spec), Counter(dict.fromkeys(TRICKS, 0))
     report = fusedops.fuse_model(model, exclude=exclude)
     with (
         making_kernels(),
         torch.autocast(DEVICE.type, torch.bfloat16),
-        _calls("fusedops.models.tricks.packing.packed_linear") as packs,
-        # Of feed-forward parts: those of an attention are of its packed layers.
-        _calls(
+        _recorded_results("fusedops.models.tricks.packing.packed_linear") as packs,
+        # These casts are of feed-forward parts. An attention casts its packed layers.
+        _recorded_results(
             "fusedops.models.tricks.casts.cast_stacks", lambda result: result is not None
         ) as casts,
-        _calls("fusedops.models.tricks.packing._cast") as cast_with_packed,
+        _recorded_results("fusedops.models.tricks.packing._cast") as cast_with_packed,
         counted() as operators,
     ):
         model(**inputs(spec))
-    assert not cast_with_packed or not {"casts", "packing"} & {*exclude}
-    tricks.update(packing=len(packs), casts=len(casts), masks=_masks(model, spec))
+    if cast_with_packed:
+        assert not {"casts", "packing"} & {*exclude}
+    tricks.update(packing=len(packs), casts=len(casts), masks=_contiguous_masks(model, spec))
     if "t5_attention" in spec.rules.values():
         arguments = {
             name: value for name, value in inputs(spec).items() if not name.startswith("decoder")
         }
-        with _calls("fusedops.models.tricks.one_token._next_token") as tokens:
+        with _recorded_results("fusedops.models.tricks.one_token._next_token") as tokens:
             model.eval().generate(**arguments, max_new_tokens=3, do_sample=False)
         tricks["one_token"] = len(tokens)
     return dict(tricks), {"report": report, "operators": operators}
 
 
 @pytest.mark.parametrize("spec", _SOME, ids=lambda spec: spec.name)
-def test_each_is_turned_off_alone(spec: ModelSpec) -> None:
-    on, others = _measured(spec, ())
-    assert {name for name, count in on.items() if count} == _USED[spec.name]
+def test_exclude_turns_off_only_the_named_trick(spec: ModelSpec) -> None:
+    """Other tricks, the report and the operators do not change."""
+    counts, others = _measured(spec, exclude=())
+    assert {name for name, count in counts.items() if count} == _USED[spec.name]
     for trick in sorted(TRICKS):
-        off, result = _measured(spec, (trick,))
-        assert off == {**on, trick: 0}, trick
-        assert result == others
+        counts_without, others_without = _measured(spec, exclude=(trick,))
+        assert counts_without == {**counts, trick: 0}, trick
+        assert others_without == others
 
 
 @pytest.mark.parametrize(
     "spec", [s for s in SAMPLES if s.name == "bert"], ids=lambda spec: spec.name
 )
-def test_one_model_has_it_and_another_has_not(spec: ModelSpec) -> None:
-    """The models have the same classes. A copy or pickle of a model is like the model."""
-    with_it, without = build(spec), build(spec)
-    fusedops.fuse_model(with_it)
-    fusedops.fuse_model(without, exclude=["masks"])
-    for model, laid_out in (
-        (with_it, True),
-        (without, False),
-        (copy.deepcopy(without), False),
-        (pickle.loads(pickle.dumps(without)), False),
-        (pickle.loads(pickle.dumps(with_it)), True),
+def test_trick_is_on_or_off_for_each_model_and_its_copies(spec: ModelSpec) -> None:
+    """The models have the same classes."""
+    with_trick, without_trick = build(spec), build(spec)
+    fusedops.fuse_model(with_trick)
+    fusedops.fuse_model(without_trick, exclude=["masks"])
+    for model, is_on in (
+        (with_trick, True),
+        (without_trick, False),
+        (copy.deepcopy(without_trick), False),
+        (pickle.loads(pickle.dumps(without_trick)), False),
+        (pickle.loads(pickle.dumps(with_trick)), True),
     ):
-        assert bool(_masks(model, spec)) is laid_out
-    fusedops.unfuse_model(without)
-    fusedops.fuse_model(without)
-    assert _masks(without, spec)
+        assert bool(_contiguous_masks(model, spec)) is is_on
+    fusedops.unfuse_model(without_trick)
+    fusedops.fuse_model(without_trick)
+    assert _contiguous_masks(without_trick, spec)
