@@ -1,6 +1,6 @@
-"""Norms known by what they compute.
+"""Norms are recognised by what they compute.
 
-Those that the operators compute are taken, and look-alikes are left.
+Norms that the operators compute are fused. Modules that only look like norms are left.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BRANCHES = "its forward branches on its input"
 
 
 class _Norm(nn.Module):
-    """A norm with a weight, and an eps of whatever name."""
+    """The base of norms with a weight and an eps."""
 
     def __init__(self, size: int = _N, eps: float = 1e-6) -> None:
         super().__init__()
@@ -46,10 +46,10 @@ class _Norm(nn.Module):
         self.eps = eps
 
 
-# --- those that are taken -------------------------------------------------------------------------
+# --- norms that are fused -------------------------------------------------------------------------
 
 
-class NanoGpts(nn.Module):
+class NanoGptNorm(nn.Module):
     def __init__(self, size: int = _N, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -59,7 +59,9 @@ class NanoGpts(nn.Module):
         return F.layer_norm(input, self.weight.shape, self.weight, self.bias, 1e-5)
 
 
-class Metas(_Norm):
+class MetaNorm(_Norm):
+    """Meta's RMSNorm in Llama."""
+
     def _norm(self, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
@@ -77,7 +79,7 @@ class RoundsOnce(_Norm):
         ).to(x.dtype)
 
 
-class T5s(_Norm):
+class T5Norm(_Norm):
     def forward(self, hidden: Tensor) -> Tensor:
         variance = hidden.to(torch.float32).pow(2).mean(-1, keepdim=True)
         hidden = hidden * torch.rsqrt(variance + self.eps)
@@ -86,13 +88,13 @@ class T5s(_Norm):
         return self.weight * hidden
 
 
-class Gemmas(Metas):
+class GemmaNorm(MetaNorm):
     def forward(self, x: Tensor) -> Tensor:
         return (self._norm(x.float()) * (1.0 + self.weight.float())).type_as(x)
 
 
-class WithoutScale(Metas):
-    """As Gemma 3n's: whether it has a weight is an attribute."""
+class WithoutScale(MetaNorm):
+    """Like Gemma 3n's norm, an attribute decides whether the weight is used."""
 
     def __init__(self, with_scale: bool = False) -> None:
         super().__init__()
@@ -105,8 +107,8 @@ class WithoutScale(Metas):
         return y.type_as(x)
 
 
-class AnyPower(nn.Module):
-    """A module with a small number that is not a size."""
+class PowerAttribute(nn.Module):
+    """An RMSNorm without a weight, whose attribute ``power`` is not a size."""
 
     power, eps = 2, 1e-6
 
@@ -116,8 +118,8 @@ class AnyPower(nn.Module):
         return (wide * torch.rsqrt(mean + self.eps)).type_as(x)
 
 
-class Debertas(_Norm):
-    """Rounds before its weight, which widens its output; more often than the operator."""
+class DebertaNorm(_Norm):
+    """A LayerNorm that rounds before it multiplies by the weight, which may widen the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +134,7 @@ class Debertas(_Norm):
         return self.weight * x + self.shift
 
 
-class AsItsBase(nn.LayerNorm):
+class CallsBase(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
 
@@ -143,15 +145,15 @@ class FunctionalRms(nn.RMSNorm):
 
 
 class TwoAttributes(_Norm):
-    """Two of one value; one counts."""
+    """A norm with two attributes of the same value, of which one is its eps."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ahead, self.real = 1e-6, 1e-6
+        self.unused, self.real = 1e-6, 1e-6
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(
-            x.float(), self.weight.shape, self.weight.float(), 0.0 * self.ahead + self.real
+            x.float(), self.weight.shape, self.weight.float(), 0.0 * self.unused + self.real
         ).to(x.dtype)
 
 
@@ -160,26 +162,28 @@ class OnePlus(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight + 1.0, self.bias, self.eps)
 
 
-# Autocast on a GPU takes `F.rms_norm` in fp32 in newer releases; in PyTorch 2.11 it does not.
+# Autocast on a GPU computes `F.rms_norm` in fp32 in newer releases, but not in PyTorch 2.11.
 _RMS_WIDENED = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
-_TAKEN: tuple[tuple[Any, Any], ...] = (
-    (NanoGpts, ("layer", "once", 0.0, 1e-5, "weight", "bias", "input", True)),
+# Each norm with the first fields of its form: kind, rounding, weight offset, eps or the name of its
+# attribute, names of weight, bias and argument, and whether autocast on a GPU computes in fp32.
+_FUSED: tuple[tuple[Any, Any], ...] = (
+    (NanoGptNorm, ("layer", "once", 0.0, 1e-5, "weight", "bias", "input", True)),
     (
-        functools.partial(NanoGpts, bias=False),
+        functools.partial(NanoGptNorm, bias=False),
         ("layer", "once", 0.0, 1e-5, "weight", None, "input", True),
     ),
-    (Metas, ("rms", "llama", 0.0, "eps", "weight", None, "x", False)),
+    (MetaNorm, ("rms", "llama", 0.0, "eps", "weight", None, "x", False)),
     (RoundsOnce, ("rms", "once", 0.0, "eps", "weight", None, "x", False)),
-    (T5s, ("rms", "t5", 0.0, "eps", "weight", None, "hidden", False)),
-    (Gemmas, ("rms", "once", 1.0, "eps", "weight", None, "x", False)),
+    (T5Norm, ("rms", "t5", 0.0, "eps", "weight", None, "hidden", False)),
+    (GemmaNorm, ("rms", "once", 1.0, "eps", "weight", None, "x", False)),
     (WithoutScale, ("rms", "once", 0.0, "eps", None, None, "x", False)),
     (
         functools.partial(WithoutScale, True),
         ("rms", "once", 0.0, "eps", "weight", None, "x", False),
     ),
-    (AnyPower, ("rms", "once", 0.0, "eps", None, None, "x", False)),
-    (Debertas, ("layer", "llama", 0.0, "eps", "weight", "shift", "x", False)),
-    (functools.partial(AsItsBase, _N), ("layer", "once", 0.0, "eps", "weight", "bias", "x", True)),
+    (PowerAttribute, ("rms", "once", 0.0, "eps", None, None, "x", False)),
+    (DebertaNorm, ("layer", "llama", 0.0, "eps", "weight", "shift", "x", False)),
+    (functools.partial(CallsBase, _N), ("layer", "once", 0.0, "eps", "weight", "bias", "x", True)),
     (
         functools.partial(FunctionalRms, _N, 1e-5),
         ("rms", "once", 0.0, "eps", "weight", None, "rows", _RMS_WIDENED),
@@ -191,13 +195,13 @@ _TAKEN: tuple[tuple[Any, Any], ...] = (
     (functools.partial(OnePlus, _N), ("layer", "once", 1.0, "eps", "weight", "bias", "x", True)),
     (TwoAttributes, ("rms", "once", 0.0, "real", "weight", None, "x", False)),
 )
-taken = pytest.mark.parametrize(
-    "make, expected", _TAKEN, ids=lambda value: getattr(value, "__name__", None)
+fused_norms = pytest.mark.parametrize(
+    "make, expected", _FUSED, ids=lambda value: getattr(value, "__name__", None)
 )
 
 
-@taken
-def test_the_form_is_found(make: Any, expected: tuple[Any, ...]) -> None:
+@fused_norms
+def test_form_of_a_norm_is_recognised(make: Any, expected: tuple[Any, ...]) -> None:
     module = make()
     (line,) = fusedops.fuse_model(module).modules
     assert (line.rule, line.reason) == ("norm", "")
@@ -205,25 +209,30 @@ def test_the_form_is_found(make: Any, expected: tuple[Any, ...]) -> None:
     assert type(module)._fusedops_rule.origin[1][:8] == expected
 
 
-@taken
-def test_values_and_gradients_stay(make: Any, expected: tuple[Any, ...]) -> None:
-    _compared(make(), expected[1], same_bits=expected[0] == "rms")
+@fused_norms
+def test_fused_norms_have_the_values_and_gradients_of_the_originals(
+    make: Any, expected: tuple[Any, ...]
+) -> None:
+    kind, rounding, *_ = expected
+    _compare(make(), rounding, same_bits=kind == "rms")
 
 
-@taken
-def test_eps_is_read_when_it_is_called(make: Any, expected: tuple[Any, ...]) -> None:
-    """An attribute of the module, that is; a number in the code stays."""
+@fused_norms
+def test_eps_attribute_is_read_in_each_call(make: Any, expected: tuple[Any, ...]) -> None:
+    """The eps of some norms is a number in the code instead."""
     module = make()
-    if not isinstance(expected[3], str):
+    eps = expected[3]
+    if not isinstance(eps, str):
         return
     fusedops.fuse_model(module)
-    setattr(module, expected[3], 0.5)
-    fused = module(x := torch.randn(3, _N))
+    setattr(module, eps, 0.5)
+    x = torch.randn(3, _N)
+    fused = module(x)
     fusedops.unfuse_model(module)
     torch.testing.assert_close(fused, module(x))
 
 
-_DTYPES = (
+_DTYPES = (  # of rows and of parameters
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.float32),
@@ -235,7 +244,7 @@ _DTYPES = (
 
 
 def _run(module: nn.Module, x: Tensor, dtype: torch.dtype) -> list[Tensor] | None:
-    """The output and the gradients; None where PyTorch's own norm takes no such dtypes."""
+    """Return the output and the gradients, or None if PyTorch's norm does not take these dtypes."""
     module = copy.deepcopy(module).to(dtype)
     x = x.detach().requires_grad_()
     try:
@@ -249,35 +258,42 @@ def _run(module: nn.Module, x: Tensor, dtype: torch.dtype) -> list[Tensor] | Non
     return [y.detach(), *[g for g in gradients if g is not None]]
 
 
-def _compared(module: nn.Module, name: str, *, same_bits: bool) -> None:
-    """The module before and after fusing: the same dtypes, and no further from fp64 than it was."""
+def _compare(module: nn.Module, name: str, *, same_bits: bool) -> None:
+    """Fuse a module, and check that dtypes stay the same and errors do not grow.
+
+    Args:
+        module: the norm.
+        name: named if a check fails.
+        same_bits: whether almost all outputs must have the same bits as before.
+    """
     randomise(module)
-    rows = torch.cat(
-        [torch.randn(96, _width(module)) + 0.5, 1e-3 * torch.randn(32, _width(module))]
-    )
-    cases = [(rows.to(x), w) for x, w in _DTYPES]
+    width = _width(module)
+    rows = torch.cat([torch.randn(96, width) + 0.5, 1e-3 * torch.randn(32, width)])
+    cases = [(rows.to(rows_dtype), weight_dtype) for rows_dtype, weight_dtype in _DTYPES]
     before = [_run(module, x, w) for x, w in cases]
     exact = [_run(copy.deepcopy(module).to(w), x.double(), torch.float64) for x, w in cases]
     assert fusedops.fuse_model(module)
-    for (x, w), theirs, truths in zip(cases, before, exact, strict=True):
-        if theirs is None or truths is None:
+    for (x, w), originals, truths in zip(cases, before, exact, strict=True):
+        if originals is None or truths is None:
             continue
-        ours = _run(module, x, w)
-        assert ours is not None
-        for i, (our, their, truth) in enumerate(zip(ours, theirs, truths, strict=True)):
-            assert our.dtype == their.dtype, (name, x.dtype, w)
-            size = float(truth.abs().max())
+        case = (name, x.dtype, w)
+        results = _run(module, x, w)
+        assert results is not None
+        for i, (ours, original, truth) in enumerate(zip(results, originals, truths, strict=True)):
+            assert ours.dtype == original.dtype, case
             # PyTorch's LayerNorm on CPUs adds the gradients of half-precision weights in half
             # precision.
-            units = 16 if i else 1
-            allowed = (
-                float((their - truth).abs().max())
-                + (units * torch.finfo(_narrower(x.dtype, w)).eps + 1e-5) * size
-            )
-            assert float((our - truth).abs().max()) <= allowed, (name, x.dtype, w)
+            is_gradient = i > 0
+            units = 16 if is_gradient else 1
+            relative = units * torch.finfo(_narrower(x.dtype, w)).eps + 1e-5
+            original_error = float((original - truth).abs().max())
+            allowed = original_error + relative * float(truth.abs().max())
+            assert float((ours - truth).abs().max()) <= allowed, case
         if same_bits:
-            apart = (ours[0] - theirs[0]).abs() > 1e-5 * theirs[0].abs().amax(-1, keepdim=True)
-            assert float(apart.float().mean()) < 0.01, (name, x.dtype, w)
+            (ours, *_), (original, *_) = results, originals
+            limit = 1e-5 * original.abs().amax(-1, keepdim=True)
+            differs = (ours - original).abs() > limit
+            assert float(differs.float().mean()) < 0.01, case
 
 
 def _narrower(*dtypes: torch.dtype) -> torch.dtype:
@@ -288,8 +304,8 @@ def _width(module: nn.Module) -> int:
     return next((p.shape[0] for p in module.parameters()), 16)
 
 
-def test_roundings_are_told_apart() -> None:
-    """No rounding gives the bits of another, in some dtypes."""
+def test_roundings_differ_in_bits_or_dtypes() -> None:
+    """For each two roundings there is a dtype in which they differ."""
     forms = {
         rounding: Form("rms", rounding, 0.0, "eps", "weight", None, "x", False, (), "")  # type: ignore[arg-type]
         for rounding in ("once", "llama", "t5")
@@ -309,7 +325,7 @@ def test_roundings_are_told_apart() -> None:
             assert differ, (rounding, other)
 
 
-# --- look-alikes ----------------------------------------------------------------------------------
+# --- modules that only look like norms, or cannot be read -----------------------------------------
 
 
 class EpsOutside(_Norm):
@@ -332,7 +348,7 @@ class OtherDimension(_Norm):
 
 
 class ThirdDimension(_Norm):
-    """The last one of three."""
+    """A norm of the third dimension, which is the last only in tensors of three."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (
@@ -340,7 +356,7 @@ class ThirdDimension(_Norm):
         ).to(x.dtype)
 
 
-class OtherwiseInHalf(RoundsOnce):
+class ScaledInHalfPrecision(RoundsOnce):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         y = (
@@ -353,7 +369,7 @@ class OtherwiseInHalf(RoundsOnce):
         return y.to(x.dtype)
 
 
-class AlwaysWide(_Norm):
+class AlwaysReturnsFp32(_Norm):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         return (
@@ -409,7 +425,7 @@ class Detached(_Norm):
         return (wide * scale * self.weight.float()).to(x.dtype)
 
 
-class BranchOnShape(Metas):
+class BranchOnShape(MetaNorm):
     def forward(self, x: Tensor) -> Tensor:
         y = self._norm(x.float()).type_as(x) * self.weight
         if x.shape[0] > 10000:
@@ -417,52 +433,52 @@ class BranchOnShape(Metas):
         return y
 
 
-class BranchOnValues(Metas):
+class BranchOnValues(MetaNorm):
     def forward(self, x: Tensor) -> Tensor:
         return self._norm(x.float()).type_as(x) * self.weight if x.sum() < 1e30 else x
 
 
-class BranchInMethod(Metas):
+class BranchInMethod(MetaNorm):
     def _norm(self, x: Tensor) -> Tensor:
         if x.ndim > 6:
             return x
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
 
-class Selects(Metas):
-    """A branch in arithmetic."""
+class Selects(MetaNorm):
+    """A norm with a branch that is written as arithmetic."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self._norm(x.float()).type_as(x) * self.weight * (1.0 + (x.shape[0] > 10000))
 
 
-class SizeOfTheBatch(Metas):
+class SizeOfTheBatch(MetaNorm):
     def forward(self, x: Tensor) -> Tensor:
         return self._norm(x.float()).type_as(x) * self.weight * (1 + 0 * x.shape[0] ** 9)
 
 
-class BranchOnMode(Metas):
+class BranchOnMode(MetaNorm):
     def forward(self, x: Tensor) -> Tensor:
         y = self._norm(x.float()).type_as(x) * self.weight
         return y if self.training else 2.0 * y
 
 
-class BranchOnAutocast(Metas):
+class BranchOnAutocast(MetaNorm):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled():
             return x
         return self._norm(x.float()).type_as(x) * self.weight
 
 
-class BranchOnSettings(Metas):
+class BranchOnSettings(MetaNorm):
     def forward(self, x: Tensor) -> Tensor:
         return (
             self._norm(x.float()).type_as(x) * self.weight * (2.0 - 1.0 * torch.is_grad_enabled())
         )
 
 
-class UnderAutocastOtherwise(_Norm):
-    """In half precision: autocast on a GPU takes the power in fp32, so that the output is fp32 there."""
+class DependsOnAutocast(_Norm):
+    """A norm in half precision with a power, which autocast on a GPU computes in fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (
@@ -472,7 +488,7 @@ class UnderAutocastOtherwise(_Norm):
         )
 
 
-class Counts(Metas):
+class Counts(MetaNorm):
     calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -480,27 +496,27 @@ class Counts(Metas):
         return self._norm(x.float()).type_as(x) * self.weight
 
 
-class WritesInPlace(Metas):
+class WritesInPlace(MetaNorm):
     def forward(self, x: Tensor) -> Tensor:
         x *= 1.0
         return self._norm(x.float()).type_as(x) * self.weight
 
 
-class Loops(Metas):
+class Loops(MetaNorm):
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(1):
             x = x + 0.0
         return self._norm(x.float()).type_as(x) * self.weight
 
 
-class WithoutGradients(Metas):
+class WithoutGradients(MetaNorm):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
         return (x.float() * scale).type_as(x) * self.weight
 
 
-class Gated(Metas):
+class Gated(MetaNorm):
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         return self._norm(x.float()).type_as(x) * self.weight
 
@@ -524,7 +540,7 @@ class Matrix(_Norm):
         return F.layer_norm(x, self.weight.shape, self.weight, None, self.eps)
 
 
-class BiasedRms(Metas):
+class BiasedRms(MetaNorm):
     def __init__(self) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(_N))
@@ -533,13 +549,13 @@ class BiasedRms(Metas):
         return self._norm(x.float()).type_as(x) * self.weight + self.bias
 
 
-class Decorated(Metas):
+class Decorated(MetaNorm):
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         return self._norm(x.float()).type_as(x) * self.weight
 
 
-class Property(Metas):
+class Property(MetaNorm):
     @property
     def eps(self) -> float:  # type: ignore[override]
         return 1e-6
@@ -549,22 +565,22 @@ class Property(Metas):
         pass
 
 
-class OwnSuper(Gemmas):
+class OwnSuper(GemmaNorm):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
 
 
-class WithoutBase(Metas):
+class WithoutBase(MetaNorm):
     def forward(self, x: Tensor) -> Tensor:
         return super().rescale(x)  # type: ignore[misc, no-any-return]
 
 
-class ConditionOnVector(Gemmas):
+class ConditionOnVector(GemmaNorm):
     def forward(self, x: Tensor) -> Tensor:
         return self._norm(x) if self.weight else x
 
 
-class ConditionOnMeta(Metas):
+class ConditionOnMeta(MetaNorm):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scales", torch.tensor(True, device="meta"))
@@ -573,28 +589,29 @@ class ConditionOnMeta(Metas):
         return self._norm(x) * self.weight if self.scales else self._norm(x)
 
 
-class DividesByZero(Metas):
+class DividesByZero(MetaNorm):
     scale = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         return self._norm(x) * self.weight * (1.0 / self.scale)
 
 
-class WritesToWeight(Metas):
-    """Again and again the same: the weight's magnitudes."""
+class WritesToWeight(MetaNorm):
+    """A norm that replaces its weight by its magnitudes; later calls do not change it again."""
 
     def forward(self, x: Tensor) -> Tensor:
         torch.sqrt(torch.square(self.weight), out=self.weight)
         return self._norm(x.float()).type_as(x) * self.weight
 
 
+# Each class with a part of the reason for which it is left.
 _LEFT = {
     EpsOutside: _NO_NORM,
     SampleVariance: _NO_NORM,
     OtherDimension: _NO_NORM,
     ThirdDimension: _NO_NORM,
-    OtherwiseInHalf: "rounds as none",
-    AlwaysWide: "rounds as none",
+    ScaledInHalfPrecision: "rounds as none",
+    AlwaysReturnsFp32: "rounds as none",
     WeightFirst: _NO_NORM,
     AllDimensions: "uses",
     WeightRoundedFirst: _NO_NORM,
@@ -610,7 +627,7 @@ _LEFT = {
     BranchOnMode: "its forward depends on its mode",
     BranchOnAutocast: "branches",
     BranchOnSettings: "calls is_grad_enabled",
-    UnderAutocastOtherwise: "autocast changes",
+    DependsOnAutocast: "autocast changes",
     Counts: "writes to the module",
     WritesInPlace: "does more than arithmetic",
     Loops: "branches",
@@ -621,7 +638,7 @@ _LEFT = {
     BiasedRms: _NO_NORM,
     Decorated: "is wrapped",
     Property: "reads its eps",
-    OwnSuper: "calls that of Gemmas",
+    OwnSuper: "calls that of GemmaNorm",
     WithoutBase: "calls rescale of super(), which has none",
     ConditionOnVector: "no truth value",
     ConditionOnMeta: "no truth value",
@@ -631,42 +648,47 @@ _LEFT = {
 
 
 @pytest.mark.parametrize("cls", _LEFT, ids=lambda cls: cls.__name__)
-def test_look_alikes_are_left(cls: Any) -> None:
-    """If a class is no norm in fp32 and not called one, the reason is "no rule"."""
-    (called,) = fusedops.fuse_model(type(f"{cls.__name__}Norm", (cls,), {})()).modules
-    assert not called.rule and _LEFT[cls] in called.reason
+def test_modules_that_only_look_like_norms_are_left(cls: Any) -> None:
+    """The report gives the reason for a class that is a norm in fp32 or has "Norm" in its name.
+
+    For other classes, the reason is "no rule".
+    """
+    (named_norm,) = fusedops.fuse_model(type(f"{cls.__name__}Norm", (cls,), {})()).modules
+    assert not named_norm.rule
+    assert _LEFT[cls] in named_norm.reason
     (line,) = fusedops.fuse_model(cls()).modules
-    is_norm = _LEFT[cls] in ("rounds as none", "autocast changes")
-    assert (line.rule, line.reason) == ("", called.reason if is_norm else "no rule")
+    is_norm_in_fp32 = _LEFT[cls] in ("rounds as none", "autocast changes")
+    assert not line.rule
+    assert line.reason == (named_norm.reason if is_norm_in_fp32 else "no rule")
 
 
-def test_a_wrapper_of_the_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the class was fused before it was put there."""
-    assert fusedops.fuse_model(Metas())
-    forward = Metas.forward
+def test_class_with_a_patched_method_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds although the class was fused before it was patched."""
+    assert fusedops.fuse_model(MetaNorm())
+    forward = MetaNorm.forward
     monkeypatch.setattr(
-        Metas, "forward", functools.wraps(forward)(lambda self, x: 2.0 * forward(self, x))
+        MetaNorm, "forward", functools.wraps(forward)(lambda self, x: 2.0 * forward(self, x))
     )
-    assert not fusedops.fuse_model(Metas())
+    assert not fusedops.fuse_model(MetaNorm())
     monkeypatch.undo()
-    monkeypatch.setattr(Metas, "_norm", lambda self, x: 2.0 * x)
-    assert not fusedops.fuse_model(Metas())
+    monkeypatch.setattr(MetaNorm, "_norm", lambda self, x: 2.0 * x)
+    assert not fusedops.fuse_model(MetaNorm())
 
 
 @pytest.mark.parametrize("name", ["forward", "_norm"])
-def test_a_method_of_the_instance_is_seen(name: str) -> None:
-    module = Metas()
+def test_instance_with_a_replaced_method_is_left(name: str) -> None:
+    module = MetaNorm()
     setattr(module, name, lambda x: x)
     assert not fusedops.fuse_model(module)
-    assert fusedops.fuse_model(Metas())
+    assert fusedops.fuse_model(MetaNorm())
 
 
-@taken
+@fused_norms
 @pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_under_autocast(
+def test_fused_norms_have_the_dtype_and_values_of_the_originals_under_autocast(
     make: Any, expected: tuple[Any, ...], stream: torch.dtype, device: torch.device
 ) -> None:
-    """On a GPU PyTorch's norms give fp32 there, and those that are written out do not."""
+    """On a GPU PyTorch's norms return fp32, and norms of elementary operators do not."""
     module = randomise(make()).to(device)
     x = torch.randn(64, _N, device=device).to(stream)
     with torch.autocast(device.type, torch.bfloat16):
@@ -678,12 +700,12 @@ def test_under_autocast(
     torch.testing.assert_close(after.float(), before.float(), rtol=bound, atol=bound)
 
 
-# --- what a probe leaves behind -------------------------------------------------------------------
+# --- side effects of a probe, and copies ----------------------------------------------------------
 
 
-def test_nothing_is_touched() -> None:
-    """Neither the module, its parameters and hooks, nor the random numbers, nor autograd."""
-    module = Metas().to(torch.bfloat16).train()
+def test_probe_has_no_side_effects() -> None:
+    """The module, its parameters, the random state and autograd do not change, and no hook runs."""
+    module = MetaNorm().to(torch.bfloat16).train()
     calls: list[int] = []
     module.register_forward_hook(lambda *args: calls.append(1))
     module.note = object()  # type: ignore[assignment]
@@ -700,18 +722,17 @@ def test_nothing_is_touched() -> None:
     assert not calls
 
 
-def test_on_the_meta_device() -> None:
+def test_norm_on_the_meta_device_is_fused() -> None:
     with torch.device("meta"):
-        module = Metas()
+        module = MetaNorm()
     assert fusedops.fuse_model(module)
 
 
-def test_a_class_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One run is for all modules of a size. Each other size or configuration is run, too."""
+def test_probe_runs_once_for_each_class_size_and_configuration() -> None:
     forms._fitted.cache_clear()
     for model, runs in (
-        (nn.Sequential(*[Metas(eps=1e-6) for _ in range(50)]), 1),
-        (nn.Sequential(*[Metas(16) for _ in range(5)]), 2),
+        (nn.Sequential(*[MetaNorm(eps=1e-6) for _ in range(50)]), 1),
+        (nn.Sequential(*[MetaNorm(16) for _ in range(5)]), 2),
         (WithoutScale(True), 3),
         (WithoutScale(False), 5),  # without a weight, of two sizes in one run
     ):
@@ -719,8 +740,10 @@ def test_a_class_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert forms._fitted.cache_info().misses <= runs
 
 
-@taken
-def test_pickled_copied_and_given_back(make: Any, expected: tuple[Any, ...]) -> None:
+@fused_norms
+def test_copies_are_fused_and_unfused_norms_have_the_same_bits(
+    make: Any, expected: tuple[Any, ...]
+) -> None:
     module = randomise(make())
     x, cls = torch.randn(3, _N), type(module)
     before = module(x)
@@ -733,83 +756,90 @@ def test_pickled_copied_and_given_back(make: Any, expected: tuple[Any, ...]) -> 
     assert torch.equal(module(x), before)
 
 
-def test_loaded_where_the_class_reads_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Metas()
+def test_pickle_of_a_class_that_has_changed_loads_unfused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = MetaNorm()
     fusedops.fuse_model(module)
     data = pickle.dumps(module)
-    monkeypatch.setattr(Metas, "_norm", lambda self, x: 2.0 * x)
+    monkeypatch.setattr(MetaNorm, "_norm", lambda self, x: 2.0 * x)
     with pytest.warns(UserWarning, match="no rule norm"):
-        assert type(pickle.loads(data)) is Metas
+        assert type(pickle.loads(data)) is MetaNorm
 
 
-@taken
-def test_keyword_and_compiled(make: Any, expected: tuple[Any, ...]) -> None:
-    """The argument has its name still."""
+@fused_norms
+def test_fused_forward_has_the_argument_name_of_the_original(
+    make: Any, expected: tuple[Any, ...]
+) -> None:
     module = randomise(make())
     fusedops.fuse_model(module)
     x = torch.randn(3, _N)
-    assert list(inspect.signature(type(module).forward).parameters) == ["self", expected[6]]
-    assert torch.equal(module(**{expected[6]: x}), module(x))
+    argument = expected[6]
+    assert list(inspect.signature(type(module).forward).parameters) == ["self", argument]
+    assert torch.equal(module(**{argument: x}), module(x))
 
 
-def test_behind_a_branch() -> None:
-    """The method by which a block joins its sum with the norm gives what both do apart, in all dtypes."""
+def test_fused_sum_and_norm_equal_the_sum_and_then_the_norm() -> None:
+    """A block calls ``_fusedops_add_norm``. The test compares its results in all dtypes."""
     from fusedops.models.parts import Branch
 
-    for make, _ in _TAKEN:
+    for make, _ in _FUSED:
         module: Any = randomise(make())
         fusedops.fuse_model(module)
-        for d, w in _DTYPES[:5]:
-            fused = copy.deepcopy(module).to(w)
-            x, residual = torch.randn(8, _N).to(d), torch.randn(8, _N).to(d)
-            y, z = fused._fusedops_add_norm(Branch(x), residual, True, None)
+        for rows_dtype, weight_dtype in _DTYPES[:5]:
+            fused = copy.deepcopy(module).to(weight_dtype)
+            x, residual = torch.randn(2, 8, _N).to(rows_dtype)
+            branch = Branch(x)
+            y, z = fused._fusedops_add_norm(branch, residual, True, None)
             torch.testing.assert_close(z, x + residual)
             torch.testing.assert_close(y, fused(z), rtol=0.02, atol=1e-3)
             for low in (torch.bfloat16, torch.float16):
-                narrow = fused._fusedops_add_norm(Branch(x), residual, False, low)
-                assert narrow.dtype == (low if y.dtype == torch.float32 else y.dtype)
-                both = fused._fusedops_add_norm(Branch(x), residual, False, low, with_cast=True)
-                wide, cast = both if isinstance(both, tuple) else (both, both)
-                assert (wide.dtype, cast.dtype) == (y.dtype, narrow.dtype)
-                assert torch.equal(cast, narrow)
+                low_y = fused._fusedops_add_norm(branch, residual, False, low)
+                assert low_y.dtype == (low if y.dtype == torch.float32 else y.dtype)
+                result = fused._fusedops_add_norm(branch, residual, False, low, with_cast=True)
+                # There is one tensor if the output and its copy have the same dtype.
+                output, low_copy = result if isinstance(result, tuple) else (result, result)
+                assert output.dtype == y.dtype
+                assert low_copy.dtype == low_y.dtype
+                assert torch.equal(low_copy, low_y)
 
 
 # --- all of Transformers --------------------------------------------------------------------------
 
 
 def _classes() -> Iterator[type[nn.Module]]:
-    """All classes of Transformers whose name says norm."""
+    """Yield all modules of Transformers with "Norm" in the name of their class."""
     models = importlib.import_module("transformers.models")
     for package in pkgutil.iter_modules(models.__path__):
         for file in pkgutil.iter_modules([str(Path(models.__path__[0]) / package.name)]):
-            if file.name.startswith("modeling_"):
-                try:
-                    module = importlib.import_module(
-                        f"transformers.models.{package.name}.{file.name}"
-                    )
-                except ImportError:  # of what else it needs
-                    continue
-                for name, cls in vars(module).items():
-                    own = getattr(cls, "__module__", "") == module.__name__ and "Norm" in name
-                    if own and isinstance(cls, type) and issubclass(cls, nn.Module):
-                        yield cls
+            if not file.name.startswith("modeling_"):
+                continue
+            try:
+                module = importlib.import_module(f"transformers.models.{package.name}.{file.name}")
+            except ImportError:  # the file needs a package that is not installed
+                continue
+            for name, cls in vars(module).items():
+                is_module = isinstance(cls, type) and issubclass(cls, nn.Module)
+                if is_module and cls.__module__ == module.__name__ and "Norm" in name:
+                    yield cls
 
 
 def _instance(cls: Any) -> nn.Module | None:
+    """Return an instance with 16 columns, or None if the class needs a configuration."""
     names = list(inspect.signature(cls).parameters)
-    for arguments in (
-        ({}, {names[0]: 16}) if names[:1] == ["eps"] else ({names[0]: 16}, {}) if names else ({},)
-    ):
+    candidates: list[dict[str, int]] = [{}]
+    if names:
+        with_size = {names[0]: 16}
+        candidates = [{}, with_size] if names[0] == "eps" else [with_size, {}]
+    for arguments in candidates:
         try:
-            made: nn.Module = cls(**arguments)
-            return made
-        except Exception:  # noqa: BLE001, PERF203 it wants a configuration
+            instance: nn.Module = cls(**arguments)
+            return instance
+        except Exception:  # noqa: BLE001, PERF203 the class needs a configuration
             continue
     return None
 
 
-# Called norms, and none: the reciprocal of the root mean square; a weight before the norm; a norm
-# and an MLP.
+# Classes with "RMSNorm" in their name that compute something else: the reciprocal of the root mean
+# square, a weight before the norm, or a norm and an MLP.
 _NO_NORMS = {
     "HYV4UnweightedRMSNorm",
     "HYV4VLUnweightedRMSNorm",
@@ -821,21 +851,28 @@ _NO_NORMS = {
 @transformers_only
 @pytest.mark.plain
 @pytest.mark.full
-def test_every_norm_of_transformers() -> None:
-    """Those that are taken compute what they did; of RMSNorms, these are all."""
+def test_all_rmsnorms_of_transformers_are_fused_with_the_same_results() -> None:
+    """Of other norms of Transformers, those that are fused have the same results, too."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         classes = list(_classes())
-    left, known, met = set(), 0, set()
+    left, fused_rms_norms, compared = set(), 0, set()
     for cls in classes:
         module = _instance(cls)
-        result = None if module is None or module._modules else RULES[-1](module)  # type: ignore[operator]
+        rule = None
+        if module is not None and not module._modules:
+            rule = RULES[-1](module)  # type: ignore[operator]
         if cls.__name__.endswith("RMSNorm"):
-            known += result is not None
-            left |= {cls.__name__} if result is None else set()
-        if result is not None and (result, digest(cls.forward)) not in met:
-            met.add((result, digest(cls.forward)))
+            if rule is None:
+                left.add(cls.__name__)
+            else:
+                fused_rms_norms += 1
+        if rule is None:
+            continue
+        code = (rule, digest(cls.forward))
+        if code not in compared:
+            compared.add(code)
             assert module is not None
-            _compared(module, cls.__name__, same_bits=False)
+            _compare(module, cls.__name__, same_bits=False)
     assert left <= _NO_NORMS
-    assert known >= 150
+    assert fused_rms_norms >= 150

@@ -1,10 +1,10 @@
-"""Fused models under autocast: an attention's query, key and value are one product of its rows."""
+"""Fused models under autocast compute an attention's query, key and value as one product."""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -21,20 +21,21 @@ from support import DEVICE
 from tolerances import unit_roundoff
 from zoo import SAMPLES, Counting, every, inputs, outputs, run, undropped, unpacked
 
-# What a model calls does not depend on the kernels, whose values the operators' own tests hold.
+# What a model calls does not depend on the kernels, whose values the operators' own tests check.
 pytestmark = pytest.mark.once
 
 LOW = torch.bfloat16
-# For each model, how many products a forward is spared: two a self-attention, or one where its
-# query goes its own way, and one a cross-attention of a known class. None in all others.
-_SPARED = {
+# For each model, the number of products that packing saves in a forward: two for each
+# self-attention, or one if its query is not packed, and one for each cross-attention. In models
+# that are not listed, packing saves none.
+_SAVED_PRODUCTS = {
     **dict.fromkeys(("bert", "roberta", "electra", "distilbert", "vit", "bert_decoder"), 2 * 2),
     **dict.fromkeys(("bart", "marian", "mbart", "t5", "t5_gated"), 2 * 2 + 2 * (2 + 1)),
     **dict.fromkeys(("clip", "siglip"), 2 * 2 + 2 * 2),
     **dict.fromkeys(("opt", "opt_post_norm"), 2 * 1),
 }
 packing = pytest.mark.parametrize(
-    "spec", [s for s in SAMPLES if s.name in _SPARED], ids=lambda spec: spec.name
+    "spec", [s for s in SAMPLES if s.name in _SAVED_PRODUCTS], ids=lambda spec: spec.name
 )
 some = pytest.mark.parametrize(
     "spec",
@@ -48,7 +49,7 @@ def _is_product(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _products(model: nn.Module, arguments: dict[str, Any]) -> Counter[str]:
-    """Forward and backward."""
+    """Return the numbers of matrix products of the forward and of the backward."""
     with Counting(_is_product) as products:
         ys = outputs(model(**arguments))
         counts = Counter(forward=products.count)
@@ -64,27 +65,29 @@ def _fused(spec: ModelSpec) -> nn.Module:
 
 
 @every
-def test_packing_spares_products_in_forward_and_backward(
+def test_packing_saves_products_in_forward_and_backward(
     spec: ModelSpec, device: torch.device
 ) -> None:
-    """Each that is spared takes two of the backward with it.
+    """For each product of the forward, two of the backward are saved.
 
-    The gradient of the rows, and of the weight.
+    These are the gradients of the rows and of the weight.
     """
     model, arguments = _fused(spec), inputs(spec)
     with torch.autocast(device.type, LOW):
         result = _products(model, arguments)
         with unpacked():
             expected = _products(model, arguments)
-    assert expected["forward"] - result["forward"] == _SPARED.get(spec.name, 0)
-    assert expected["backward"] - result["backward"] == 2 * _SPARED.get(spec.name, 0)
+    assert expected["forward"] - result["forward"] == _SAVED_PRODUCTS.get(spec.name, 0)
+    assert expected["backward"] - result["backward"] == 2 * _SAVED_PRODUCTS.get(spec.name, 0)
 
 
 @some
-def test_only_under_autocast_and_in_training(spec: ModelSpec, device: torch.device) -> None:
-    """Elsewhere the weights are not copied, and are not to be.
+def test_layers_are_packed_only_under_autocast_and_in_training_mode(
+    spec: ModelSpec, device: torch.device
+) -> None:
+    """Otherwise the weights would not be copied without packing either.
 
-    Whether gradients are recorded makes no difference.
+    It does not matter whether gradients are recorded.
     """
     model, arguments = _fused(spec), inputs(spec)
     for autocast, training, grad in ((False, True, True), (True, False, True), (True, True, False)):
@@ -94,37 +97,41 @@ def test_only_under_autocast_and_in_training(spec: ModelSpec, device: torch.devi
                 model(**arguments)
             with unpacked(), Counting(_is_product) as expected:
                 model(**arguments)
-        assert expected.count - result.count == (_SPARED[spec.name] if autocast and training else 0)
+        assert expected.count - result.count == (
+            _SAVED_PRODUCTS[spec.name] if autocast and training else 0
+        )
 
 
 @packing
-def test_gradients(spec: ModelSpec, device: torch.device) -> None:
-    """Outputs and gradients are roundings of the same as with three products, and no further from fp32's than these.
+def test_packed_models_are_at_most_twice_as_wrong_as_unpacked_ones(
+    spec: ModelSpec, device: torch.device
+) -> None:
+    """Errors are norms of the differences from fp32, of all outputs and of all gradients.
 
-    Both errors are sums of many roundings, so each is known but for chance: here the norm of all
-    may be twice the other's, where a wrong weight, bias or place is some hundred times.
+    With and without packing, errors are sums of many roundings, so they differ by chance: a factor
+    of two is allowed. A wrong weight, bias or index gives some hundred times the error.
     """
     model, arguments = _fused(spec), inputs(spec)
-    exact = run(model, arguments)
+    exact_outputs, exact_gradients = run(model, arguments)
     with torch.autocast(device.type, LOW):
-        found = run(model, arguments)
+        packed_outputs, packed_gradients = run(model, arguments)
         with unpacked():
-            apart = run(model, arguments)
-    assert found[1].keys() == apart[1].keys() == exact[1].keys()
-    for expected, *results in zip(
-        *[(ys, list(gradients.values())) for ys, gradients in (exact, found, apart)], strict=True
-    ):
-        error, allowed = (
-            sum(
-                float((y - e).double().square().sum())
-                for y, e in zip(result, expected, strict=True)
-            )
-            for result in results
+            unpacked_outputs, unpacked_gradients = run(model, arguments)
+    assert packed_gradients.keys() == unpacked_gradients.keys() == exact_gradients.keys()
+
+    def squared_error(results: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
+        return sum(
+            float((y - e).double().square().sum()) for y, e in zip(results, exact, strict=True)
         )
-        assert 0.0 < error <= 4 * allowed
-    assert all(
-        g.dtype == exact[1][name].dtype and g.is_contiguous() for name, g in found[1].items()
-    )
+
+    exact = list(exact_gradients.values())
+    packed_error = squared_error(packed_gradients.values(), exact)
+    assert 0.0 < packed_error <= 2**2 * squared_error(unpacked_gradients.values(), exact)
+    packed_error = squared_error(packed_outputs, exact_outputs)
+    assert 0.0 < packed_error <= 2**2 * squared_error(unpacked_outputs, exact_outputs)
+    for name, gradient in packed_gradients.items():
+        assert gradient.dtype == exact_gradients[name].dtype
+        assert gradient.is_contiguous()
 
 
 # --- the product itself ---------------------------------------------------------------------------
@@ -137,12 +144,13 @@ def test_gradients(spec: ModelSpec, device: torch.device) -> None:
 def test_packed_layers_round_like_a_product(
     shape: tuple[int, ...], dtype: torch.dtype, low: torch.dtype, bias: bool, device: torch.device
 ) -> None:
-    """Against fp64, from the numbers as autocast rounds them.
+    """Outputs and gradients are within the bound of one product's roundings.
 
-    A product of K terms is added in fp32 and rounded once to the low dtype: u |y|, and K fp32
-    roundings of the terms' magnitudes. That is so for the outputs (the inputs, and the bias), for
-    the rows' gradient (all outputs together), for a weight's and a bias's (all rows). The rows'
-    gradient is rounded once more to their own dtype.
+    They are compared with fp64 results from the numbers that autocast rounds. A product of K terms
+    is added up in fp32 and rounded once to the low dtype. So its error is at most u |y| plus K fp32
+    roundings of the sum of the terms' magnitudes. K is the number of inputs and the bias for
+    outputs, the number of all outputs for the gradient of the rows, and the number of rows for
+    gradients of weights and biases. The gradient of the rows is rounded once more to their dtype.
     """
     layers = [nn.Linear(24, 16, bias=bias, device=device) for _ in range(3)]
     x = torch.randn(shape, device=device).to(dtype).requires_grad_()
@@ -151,50 +159,52 @@ def test_packed_layers_round_like_a_product(
     parameters = [p for layer in layers for p in layer.parameters()]
     result = torch.autograd.grad(ys, [x, *parameters], dys)
     rows = x.detach().to(low).double().reshape(-1, 24)
-    expected, terms = torch.zeros_like(rows), torch.zeros_like(rows)
+    dx, magnitude_of_dx = torch.zeros_like(rows), torch.zeros_like(rows)
     gradients = iter(result[1:])
-    for layer, y, dy in zip(layers, ys, dys, strict=True):
-        weight, dy = (
-            layer.weight.detach().to(low).double(),
-            dy.double().reshape(-1, len(layer.weight)),
-        )
-        b = (
-            layer.bias.detach().to(low).double()
-            if bias
-            else torch.zeros(16, dtype=torch.float64, device=device)
-        )
+    for layer, y, cotangent in zip(layers, ys, dys, strict=True):
+        weight = layer.weight.detach().to(low).double()
+        dy = cotangent.double().reshape(-1, len(weight))
+        b = torch.zeros(16, dtype=torch.float64, device=device)
+        if bias:
+            b = layer.bias.detach().to(low).double()
         assert y.dtype == low
         assert y.shape == (*shape[:-1], len(weight))
-        _close(
-            y.reshape(dy.shape), rows @ weight.T + b, rows.abs() @ weight.abs().T + b.abs(), 25, low
-        )
+        magnitude = rows.abs() @ weight.abs().T + b.abs()
+        _close(y.reshape(dy.shape), rows @ weight.T + b, magnitude, 25, low)
         _close(next(gradients), dy.T @ rows, dy.abs().T @ rows.abs(), len(rows), low)
         if bias:
             _close(next(gradients), dy.sum(0), dy.abs().sum(0), len(rows), low)
-        expected, terms = expected + dy @ weight, terms + dy.abs() @ weight.abs()
-    _close(result[0].reshape(rows.shape), expected, terms, 48, low, dtype)
+        dx = dx + dy @ weight
+        magnitude_of_dx = magnitude_of_dx + dy.abs() @ weight.abs()
+    _close(result[0].reshape(rows.shape), dx, magnitude_of_dx, 48, low, dtype)
     assert [g.dtype for g in result] == [dtype, *[torch.float32] * len(parameters)]
 
 
-# Half the distance between the subnormal numbers.
-_TINY = {torch.float16: 2.0**-25, LOW: 0.0, torch.float32: 0.0}
+# Half the distance between subnormal numbers.
+_SUBNORMAL_ROUNDOFF = {torch.float16: 2.0**-25, LOW: 0.0, torch.float32: 0.0}
 
 
 def _close(
-    found: Tensor, expected: Tensor, terms: Tensor, count: int, *rounded: torch.dtype
+    result: Tensor, expected: Tensor, magnitude: Tensor, terms: int, *dtypes: torch.dtype
 ) -> None:
-    """``count`` fp32 roundings of the terms, then one to each of these dtypes.
+    """Check that the error of a sum is within the bound of its roundings.
 
-    1.01 covers the products of roundings.
+    Args:
+        result: the computed sum.
+        expected: the exact sum.
+        magnitude: the sum of the terms' magnitudes.
+        terms: the number of terms, each of which adds a rounding in fp32.
+        dtypes: the dtypes to which the sum is rounded, one after the other.
     """
-    slack = count * unit_roundoff(torch.float32) * terms
-    for dtype in rounded:
-        slack = slack + unit_roundoff(dtype) * expected.abs() + _TINY[dtype]
-    assert ((found.double() - expected).abs() <= 1.01 * slack).all()
+    bound = terms * unit_roundoff(torch.float32) * magnitude
+    for dtype in dtypes:
+        bound = bound + unit_roundoff(dtype) * expected.abs() + _SUBNORMAL_ROUNDOFF[dtype]
+    # 1.01 covers products of roundings.
+    assert ((result.double() - expected).abs() <= 1.01 * bound).all()
 
 
-def test_parts_may_be_changed_in_place(device: torch.device) -> None:
-    """As what linear layers give may be, and each change meets one of them alone."""
+def test_in_place_change_of_one_part_does_not_change_the_others(device: torch.device) -> None:
+    """Outputs of linear layers may be changed in place, too."""
     layers = [nn.Linear(8, 4, device=device) for _ in range(3)]
     x = torch.randn(5, 8, device=device)
     q, k, v = packed_linear(x, layers, LOW)
@@ -202,13 +212,13 @@ def test_parts_may_be_changed_in_place(device: torch.device) -> None:
     q.view(5, 2, 2).transpose(0, 1).mul_(0.5)
     assert torch.equal(k, expected[0])
     assert torch.equal(v, expected[1])
-    result = torch.autograd.grad(
+    q_gradient, k_gradient = torch.autograd.grad(
         [q, k], [layers[0].weight, layers[1].weight], [torch.ones_like(q), torch.ones_like(k)]
     )
-    assert torch.equal(result[0], 0.5 * result[1])
+    assert torch.equal(q_gradient, 0.5 * k_gradient)
 
 
-# --- who is packed --------------------------------------------------------------------------------
+# --- which layers are packed ----------------------------------------------------------------------
 
 _NAMES = ("q", "k", "v")
 
@@ -221,22 +231,26 @@ class _Three(nn.Module):
         self.q, self.k, self.v = (nn.Linear(8, 4, device=DEVICE) for _ in _NAMES)
 
 
-def _parts(
+def _packed_layers(
     module: nn.Module, dtype: torch.dtype = torch.float32, low: torch.dtype = LOW
 ) -> dict[str, Any]:
+    """Return what stands for the layers in a call on rows of this dtype, by name; empty if none."""
     with torch.autocast(DEVICE.type, low):
-        return packed(module, _NAMES, torch.randn(3, 8, device=DEVICE, dtype=dtype))[0]
+        layers, _ = packed(module, _NAMES, torch.randn(3, 8, device=DEVICE, dtype=dtype))
+        return layers
 
 
 class _Adapter(nn.Linear):
-    """No plain linear layer."""
+    """A subclass, as adapters of other libraries are."""
 
 
-class _Own(Tensor):
-    """No plain tensor."""
+class _TensorSubclass(Tensor):
+    pass
 
 
 def _replaced(**layers: Any) -> Callable[[Any], Any]:
+    """Return a function that replaces layers of a module."""
+
     def change(module: nn.Module) -> None:
         for name, layer in layers.items():
             setattr(module, name, layer.to(DEVICE) if layer is not None else None)
@@ -244,6 +258,7 @@ def _replaced(**layers: Any) -> Callable[[Any], Any]:
     return change
 
 
+# Changes after which the layers are not packed.
 _CHANGES: dict[str, Callable[[Any], Any]] = {
     "hook": lambda m: m.k.register_forward_hook(lambda *_: None),
     "pre-hook": lambda m: m.q.register_forward_pre_hook(lambda *_: None),
@@ -251,7 +266,7 @@ _CHANGES: dict[str, Callable[[Any], Any]] = {
     "forward on the instance": lambda m: setattr(m.v, "forward", lambda x: x),
     "adapter": _replaced(k=_Adapter(8, 4)),
     "no layer": _replaced(v=None),
-    "one bias less": _replaced(k=nn.Linear(8, 4, bias=False)),
+    "one without bias": _replaced(k=nn.Linear(8, 4, bias=False)),
     "other rows": _replaced(k=nn.Linear(9, 4)),
     "more outputs": _replaced(k=nn.Linear(8, 5)),
     "one is frozen": lambda m: m.k.weight.requires_grad_(False),
@@ -260,29 +275,29 @@ _CHANGES: dict[str, Callable[[Any], Any]] = {
     "a bias in half precision": lambda m: setattr(
         m.v, "bias", nn.Parameter(m.v.bias.detach().to(LOW))
     ),
-    "a bias of its own": lambda m: setattr(
-        m.v, "bias", nn.Parameter(m.v.bias.detach().as_subclass(_Own))
+    "a bias of a tensor subclass": lambda m: setattr(
+        m.v, "bias", nn.Parameter(m.v.bias.detach().as_subclass(_TensorSubclass))
     ),
     "double precision": _replaced(k=nn.Linear(8, 4, dtype=torch.float64)),
     "parametrized": lambda m: torch.nn.utils.parametrizations.weight_norm(m.q),
-    "a tensor of its own": lambda m: setattr(
-        m.q, "weight", nn.Parameter(m.q.weight.detach().as_subclass(_Own))
+    "a weight of a tensor subclass": lambda m: setattr(
+        m.q, "weight", nn.Parameter(m.q.weight.detach().as_subclass(_TensorSubclass))
     ),
 }
 
 
 @pytest.mark.parametrize("change", _CHANGES.values(), ids=_CHANGES)
-def test_layers_that_are_not_packed(change: Callable[[Any], Any]) -> None:
+def test_changed_layers_are_not_packed(change: Callable[[Any], Any]) -> None:
     module = _Three()
-    assert _parts(module).keys() == set(_NAMES)
+    assert _packed_layers(module).keys() == set(_NAMES)
     change(module)
-    assert not _parts(module)
+    assert not _packed_layers(module)
 
 
-def test_rows_that_are_not_packed() -> None:
-    """Autocast casts no fp64, and none where it is on for another kind of device."""
-    assert _parts(_Three(), LOW)
-    assert not _parts(_Three(), torch.float64)
+def test_layers_are_not_packed_for_rows_that_autocast_does_not_cast() -> None:
+    """It does not cast fp64, and nothing if it is on for another kind of device."""
+    assert _packed_layers(_Three(), dtype=LOW)
+    assert not _packed_layers(_Three(), dtype=torch.float64)
     module, x = _Three(), torch.randn(3, 8, device=DEVICE)
     other = "cuda" if DEVICE.type == "cpu" else "cpu"
     torch.set_autocast_enabled(other, True)
@@ -293,46 +308,48 @@ def test_rows_that_are_not_packed() -> None:
 
 
 @pytest.mark.parametrize("low", [LOW, torch.float16], ids=str)
-def test_the_dtype_is_autocasts(low: torch.dtype) -> None:
-    parts = _parts(_Three(), low=low)
-    assert parts["q"](torch.randn(3, 8, device=DEVICE)).dtype == low
+def test_packed_layers_return_autocasts_dtype(low: torch.dtype) -> None:
+    layers = _packed_layers(_Three(), low=low)
+    assert layers["q"](torch.randn(3, 8, device=DEVICE)).dtype == low
 
 
-def test_no_weight_is_copied_for_autocast_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where that is the dtype of autocast, which asks for no copy of fp32 weights."""
+def test_layers_are_not_packed_under_autocast_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without packing, no weight would be copied."""
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.float32)
-    assert not _parts(_Three())
+    assert not _packed_layers(_Three())
 
 
-def test_without_biases_and_frozen() -> None:
+def test_frozen_layers_without_biases_are_packed() -> None:
     module = _Three()
     for name in _NAMES:
         getattr(module, name).bias = None
     module.requires_grad_(False)
-    assert _parts(module).keys() == set(_NAMES)
+    assert _packed_layers(module).keys() == set(_NAMES)
 
 
-def test_other_rows_are_a_layers_own() -> None:
-    """Whatever is called first, and whatever comes later, each stand-in gives what its layer does."""
+def test_packed_layers_called_on_other_rows_or_again_give_the_layers_results() -> None:
+    """This holds in any order of calls, and if a result is changed in place."""
     module, x, other = _Three(), *torch.randn(2, 3, 8, device=DEVICE)
     with torch.autocast(DEVICE.type, LOW), Counting(_is_product) as products:
-        parts, _ = packed(module, _NAMES, x)
+        layers, _ = packed(module, _NAMES, x)
         assert products.count == 0
         calls = [("k", x), ("q", other), ("v", x), ("k", other), ("q", x), ("k", x)]
-        results = [parts[name](rows) for name, rows in calls]
-        results[0].zero_()  # its own: the layer that is called again computes again
-        results.append(parts["k"](x))
+        results = [layers[name](rows) for name, rows in calls]
+        results[0].zero_()  # a layer that is called again computes its result again
+        results.append(layers["k"](x))
         calls.append(("k", x))
+    # One packed product, two products of other rows, and two more calls of k on x.
     assert products.count == 1 + 2 + 2
     for (name, rows), y in list(zip(calls, results, strict=True))[1:]:
         layer = getattr(module, name)
-        assert parts[name].weight is layer.weight
-        assert parts[name].bias is layer.bias
+        assert layers[name].weight is layer.weight
+        assert layers[name].bias is layer.bias
         rows, weight, bias = (t.detach().to(LOW).double() for t in (rows, layer.weight, layer.bias))
-        _close(y.detach(), rows @ weight.T + bias, rows.abs() @ weight.abs().T + bias.abs(), 9, LOW)
+        magnitude = rows.abs() @ weight.abs().T + bias.abs()
+        _close(y.detach(), rows @ weight.T + bias, magnitude, 9, LOW)
 
 
-# --- what runs it ---------------------------------------------------------------------------------
+# --- packing in models, compiled, checkpointed, and with other attention functions ----------------
 
 
 @pytest.mark.parametrize(
@@ -343,17 +360,18 @@ def test_other_rows_are_a_layers_own() -> None:
         if s.name in ("bert", "vit", "t5", "bart")
     ],
 )
-def test_one_graph(spec: ModelSpec, device: torch.device, fresh_dynamo: None) -> None:
-    """Under torch.compile too, with as few products.
+def test_compiled_model_is_one_graph_with_packed_products(
+    spec: ModelSpec, device: torch.device, fresh_dynamo: None
+) -> None:
+    """The graph is run without being compiled.
 
-    The graph is run as it is. On a GPU cuDNN may sum ViT's convolution in another order, which the
-    layers behind it carry on: eight units of the largest output, as for other models under
+    On a GPU cuDNN may add up ViT's convolution in another order, and later layers enlarge the
+    difference. So eight units of the largest output are allowed, as for other models under
     autocast.
     """
-    model, arguments = (
-        _fused(spec),
-        {**inputs(spec), **({"use_cache": False} if spec.name in ("t5", "bart") else {})},
-    )
+    model, arguments = _fused(spec), inputs(spec)
+    if spec.name in ("t5", "bart"):
+        arguments["use_cache"] = False
     products: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, example: list[Any]) -> Any:
@@ -361,48 +379,47 @@ def test_one_graph(spec: ModelSpec, device: torch.device, fresh_dynamo: None) ->
         return graph.forward
 
     for module in model.modules():
-        if hasattr(module, "layerdrop"):  # drawn for at a chance of zero too, which no graph holds
+        # In training mode, layerdrop draws a number, also for a probability of zero, and breaks the
+        # graph.
+        if hasattr(module, "layerdrop"):
             module.training = False
     with torch.autocast(device.type, LOW):
-        with Counting(_is_product) as eagerly:
+        with Counting(_is_product) as eager_products:
             expected = outputs(model(**arguments))
         result = outputs(torch.compile(model, backend=backend, fullgraph=True)(**arguments))
-    assert len(products) == eagerly.count
-    for a, b in zip(expected, result, strict=True):
-        torch.testing.assert_close(
-            b, a, rtol=0, atol=8 * unit_roundoff(LOW) * float(a.detach().abs().max())
-        )
+    assert len(products) == eager_products.count
+    for eager, compiled in zip(expected, result, strict=True):
+        atol = 8 * unit_roundoff(LOW) * float(eager.detach().abs().max())
+        torch.testing.assert_close(compiled, eager, rtol=0, atol=atol)
 
 
 @contextmanager
-def _calls() -> Iterator[list[Any]]:
-    """The layers of each packed product."""
-    seen: list[Any] = []
+def _recorded_packs() -> Iterator[list[Any]]:
+    """Record the layers of each packed product."""
+    packs: list[Any] = []
 
-    def counting(x: Tensor, layers: list[Any], *args: Any) -> Any:
-        seen.append(layers)
+    def recording(x: Tensor, layers: list[Any], *args: Any) -> Any:
+        packs.append(layers)
         return packed_linear(x, layers, *args)
 
-    with mock.patch("fusedops.models.tricks.packing.packed_linear", counting):
-        yield seen
+    with mock.patch("fusedops.models.tricks.packing.packed_linear", recording):
+        yield packs
 
 
-def _changed(x: Tensor, layers: list[Any]) -> Tensor:
+def _one_part_changed(x: Tensor, layers: list[Any]) -> Tensor:
     q, k, v = packed_linear(x, layers, LOW)
     q.mul_(0.5)
     return (q * k + v).float()
 
 
 def test_compiled_packing_returns_the_same_bits(device: torch.device, fresh_dynamo: None) -> None:
-    """Through AOTAutograd, where a part is changed in place too.
-
-    The same bits, forward and backward.
-    """
+    """AOTAutograd traces forward and backward, with an in-place change of one part."""
     layers = [nn.Linear(8, 4, device=device) for _ in range(3)]
     x = torch.randn(5, 8, device=device, requires_grad=True)
     parameters = [x, *[p for layer in layers for p in layer.parameters()]]
     results = []
-    for function in (_changed, torch.compile(_changed, backend="aot_eager", fullgraph=True)):
+    compiled = torch.compile(_one_part_changed, backend="aot_eager", fullgraph=True)
+    for function in (_one_part_changed, compiled):
         y = function(x, layers)
         results.append((y, *torch.autograd.grad(y, parameters, y.detach() + 1.0)))
     assert all(map(torch.equal, *results))
@@ -413,39 +430,35 @@ def test_compiled_packing_returns_the_same_bits(device: torch.device, fresh_dyna
 @pytest.mark.parametrize(
     "spec", [s for s in SAMPLES if s.name in ("bert", "vit")], ids=lambda spec: spec.name
 )
-def test_checkpointed(spec: ModelSpec, reentrant: bool, frozen: bool, device: torch.device) -> None:
-    """A layer is packed when it is computed for the first time and when again, and gives the same gradients."""
+def test_checkpointed_layers_are_packed_in_both_runs_with_the_same_gradients(
+    spec: ModelSpec, reentrant: bool, frozen: bool, device: torch.device
+) -> None:
     model, arguments = _fused(spec), inputs(spec)
+    packed_names = ("query", "key", "value", "q_proj", "k_proj", "v_proj")
     for name, module in model.named_modules():
-        if frozen and name.split(".")[-1] in (
-            "query",
-            "key",
-            "value",
-            "q_proj",
-            "k_proj",
-            "v_proj",
-        ):
+        if frozen and name.split(".")[-1] in packed_names:
             module.requires_grad_(False)
     results, counts = [], []
-    for again in (False, True):
-        if again:
+    for is_checkpointed in (False, True):
+        if is_checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()
-        with torch.autocast(device.type, LOW), _calls() as packs:
+        with torch.autocast(device.type, LOW), _recorded_packs() as packs:
             ys = outputs(model(**arguments))
             counts.append(len(packs))
             sum(y.float().square().sum() for y in ys).backward()
             counts.append(len(packs))
         results.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
         model.zero_grad()
-    # Without checkpointing nothing is computed in the backward; with it all is, once more.
+    # The two layers are packed in the forward. With checkpointing the backward packs them again.
     assert counts == [2, 2, 2, 4]
-    assert results[0].keys() == results[1].keys()
-    assert all(torch.equal(g, results[1][name]) for name, g in results[0].items())
+    expected, checkpointed = results
+    assert checkpointed.keys() == expected.keys()
+    assert all(torch.equal(g, checkpointed[name]) for name, g in expected.items())
 
 
 def _attention(scale: Callable[[Tensor, float], Tensor]) -> Callable[..., Any]:
-    """A function for attention that counts its calls on the module."""
+    """Return an attention function that counts its calls in an attribute of the module."""
 
     def attention(
         module: Any,
@@ -456,7 +469,7 @@ def _attention(scale: Callable[[Tensor, float], Tensor]) -> Callable[..., Any]:
         scaling: float = 1.0,
         **kwargs: Any,
     ) -> Any:
-        module.calls_seen = getattr(module, "calls_seen", 0) + 1
+        module.call_count = getattr(module, "call_count", 0) + 1
         bias = kwargs.get("position_bias")
         y = nn.functional.scaled_dot_product_attention(
             scale(query, scaling), key, value, bias, scale=1.0
@@ -469,50 +482,52 @@ def _attention(scale: Callable[[Tensor, float], Tensor]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     "spec", [s for s in SAMPLES if s.name in ("bert", "vit", "t5")], ids=lambda spec: spec.name
 )
-def test_functions_for_attention(spec: ModelSpec, device: torch.device) -> None:
-    """The query may be scaled in place, which no autograd view forbids.
+def test_attention_functions_may_change_the_query_and_attributes_of_the_module(
+    spec: ModelSpec, device: torch.device
+) -> None:
+    """A function may scale the query in place: autograd does not forbid it.
 
-    What is left with the module arrives.
+    An attribute that it sets on its module, which is a proxy, is set on the module itself.
     """
     from transformers import AttentionInterface
 
     model, arguments = _fused(spec), inputs(spec)
-    for module in model.modules():  # T5's stacks have configurations of their own
+    for module in model.modules():  # T5's encoder and decoder have configurations of their own
         if hasattr(module, "config"):
             module.config._attn_implementation = "scaled"
     results = []
     for scale in (Tensor.mul_, Tensor.mul):
         AttentionInterface.register("scaled", _attention(scale))
         try:
-            with torch.autocast(device.type, LOW), _calls() as packs:
+            with torch.autocast(device.type, LOW), _recorded_packs() as packs:
                 results.append(run(model, arguments))
         finally:
             AttentionInterface._global_mapping.pop("scaled")
         assert packs
-    # The same operations; on a GPU PyTorch may add in another order, which eight units in the norm
-    # of each cover.
-    for result, expected in (
-        *zip(*(ys for ys, _ in results), strict=True),
-        *((g, results[1][1][name]) for name, g in results[0][1].items()),
-    ):
+    # Both run the same operations. On a GPU PyTorch may add in another order, for which eight units
+    # of each norm are allowed.
+    (in_place_outputs, in_place_gradients), (expected_outputs, expected_gradients) = results
+    pairs = list(zip(in_place_outputs, expected_outputs, strict=True))
+    pairs += [(g, expected_gradients[name]) for name, g in in_place_gradients.items()]
+    for result, expected in pairs:
         assert (result - expected).norm() <= 8 * unit_roundoff(LOW) * expected.norm()
-    seen = [module.calls_seen for module in model.modules() if hasattr(module, "calls_seen")]
-    assert set(seen) == {2}
-    assert len(seen) == len(packs)
+    counts = [module.call_count for module in model.modules() if hasattr(module, "call_count")]
+    assert set(counts) == {2}
+    assert len(counts) == len(packs)
 
 
-def test_a_stand_in_is_its_module_to_the_forward() -> None:
-    """The stand-in has the module's changed and deleted attributes, and can be copied."""
+def test_proxy_of_a_module_reads_and_writes_the_modules_attributes() -> None:
+    """Attributes that it replaces are an exception. It can be copied."""
     module = _Three()
-    seen = replacing(module, {"k": "another"})
-    assert (seen.k, seen.q, seen.training) == ("another", module.q, True)
-    seen.eval()
-    assert not seen.training
-    seen.left = 1
+    proxy = replacing(module, {"k": "another"})
+    assert (proxy.k, proxy.q, proxy.training) == ("another", module.q, True)
+    proxy.eval()
+    assert not proxy.training
+    proxy.left = 1
     assert module.left == 1
-    del seen.left
-    assert not hasattr(seen, "left")
+    del proxy.left
+    assert not hasattr(proxy, "left")
     assert not hasattr(module, "left")
-    assert copy.copy(seen).q is module.q
-    seen.q = nn.Linear(8, 4)
-    assert seen.q is module.q
+    assert copy.copy(proxy).q is module.q
+    proxy.q = nn.Linear(8, 4)
+    assert proxy.q is module.q

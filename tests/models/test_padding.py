@@ -1,6 +1,6 @@
-"""Linear layers whose number of outputs is no multiple of eight.
+"""Linear layers whose number of outputs is not a multiple of eight are padded on GPUs.
 
-Padded where tensor cores want it, with the same results.
+Tensor cores are slow for such sizes. The results are the same.
 """
 
 from __future__ import annotations
@@ -36,33 +36,37 @@ def _rows(count: int, dtype: torch.dtype = torch.float32, device: torch.device =
     )
 
 
-def _step(layer: nn.Linear, rows: Tensor, output: Tensor) -> tuple[Tensor, ...]:
+def _with_gradients(layer: nn.Linear, rows: Tensor, output: Tensor) -> tuple[Tensor, ...]:
+    """Return the output, and the gradients of the rows and of the layer's parameters."""
     cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(5)).to(output)
     return (output, *torch.autograd.grad(output, (rows, *layer.parameters()), cotangent))
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_values_and_gradients(dtype: torch.dtype, bias: bool) -> None:
-    """As in fp64: each is a sum of K (for the gradients N or M) products, whatever their order, rounded once."""
+def test_values_and_gradients_of_padded_layers_are_exact(dtype: torch.dtype, bias: bool) -> None:
+    """Each is a sum of products in any order, rounded once, and is compared with fp64."""
     layer, rows = _layer(dtype, bias), _rows(10, dtype).requires_grad_()
-    ours = _step(layer, rows, padded_linear(rows, layer.weight, layer.bias, dtype))
-    exact = _layer(torch.float64, bias)
-    exact.load_state_dict(layer.state_dict())
-    wide = rows.detach().double().requires_grad_()
-    theirs = _step(exact, wide, F.linear(wide, exact.weight, exact.bias))
-    assert ours[0].shape == (2, 5, OUTPUTS) and ours[0].stride(-2) % 64 == 0
-    for one, other in zip(ours, theirs, strict=True):
-        assert one.dtype == dtype and one.shape == other.shape
-        # The longest sum has N terms of up to six times unit size; sums are in fp32 at least.
-        bound = (
-            torch.finfo(dtype).eps * 8 * other.abs().max()
-            + OUTPUTS**0.5 * torch.finfo(torch.float32).eps * 36
-        )
-        assert (one.double() - other).abs().max() <= (bound if dtype != torch.float64 else 1e-11)
+    ours = _with_gradients(layer, rows, padded_linear(rows, layer.weight, layer.bias, dtype))
+    fp64_layer = _layer(torch.float64, bias)
+    fp64_layer.load_state_dict(layer.state_dict())
+    fp64_rows = rows.detach().double().requires_grad_()
+    fp64_output = F.linear(fp64_rows, fp64_layer.weight, fp64_layer.bias)
+    exact_results = _with_gradients(fp64_layer, fp64_rows, fp64_output)
+    assert ours[0].shape == (2, 5, OUTPUTS)
+    assert ours[0].stride(-2) % 64 == 0
+    for result, exact in zip(ours, exact_results, strict=True):
+        assert result.dtype == dtype
+        assert result.shape == exact.shape
+        # The longest sum has OUTPUTS terms of at most six standard deviations each, in fp32.
+        rounding = torch.finfo(dtype).eps * 8 * exact.abs().max()
+        bound = rounding + OUTPUTS**0.5 * torch.finfo(torch.float32).eps * 36
+        if dtype == torch.float64:
+            bound = 1e-11
+        assert (result.double() - exact).abs().max() <= bound
 
 
-def test_second_derivatives() -> None:
+def test_second_derivatives_of_padded_layers_are_those_of_the_layer() -> None:
     layer, rows = _layer(torch.float64), _rows(4, torch.float64).requires_grad_()
 
     def curvature(output: Tensor) -> Tensor:
@@ -76,26 +80,25 @@ def test_second_derivatives() -> None:
 @pytest.mark.parametrize(
     "outputs, fused", [(4096, False), (4104, False), (4097, True), (50257, True), (1001, False)]
 )
-def test_which_layers(outputs: int, fused: bool) -> None:
-    """Those that are not aligned already, and long enough to matter."""
+def test_layers_with_many_outputs_that_are_not_aligned_are_fused(outputs: int, fused: bool) -> None:
     model = nn.Sequential(nn.Linear(8, outputs, device="meta"))
     assert [line.rule for line in fusedops.fuse_model(model).replaced] == (
         ["padded_linear"] if fused else []
     )
 
 
-def test_elsewhere_it_is_the_layer_that_it_was() -> None:
-    """On the CPU: bit for bit, and contiguous."""
+def test_on_a_cpu_the_layer_has_the_same_bits_and_is_not_padded() -> None:
     model = nn.Sequential(_layer(device=torch.device("cpu")))
     rows = _rows(2 * LEAST_ROWS, device=torch.device("cpu"))
     before = model(rows)
     assert fusedops.fuse_model(model)
-    assert torch.equal(model(rows), before) and model(rows).is_contiguous()
+    assert torch.equal(model(rows), before)
+    assert model(rows).is_contiguous()
     assert padding._product_dtype(rows, model[0].weight, model[0].bias) is None
 
 
-class _Somewhere:
-    """The attributes of a tensor that are read before anything is computed, as if it were on a GPU."""
+class _FakeGpuTensor:
+    """The attributes of a GPU tensor that decide whether a product is padded."""
 
     is_cuda = True
 
@@ -109,6 +112,8 @@ class _Somewhere:
 HALF, FULL = torch.bfloat16, torch.float32
 
 
+# The dtypes are those of the rows, the weight and the bias; ``expected`` is the dtype of a padded
+# product, or None if it is not padded.
 @pytest.mark.parametrize(
     "rows, inner, dtypes, autocast, expected",
     [
@@ -117,7 +122,7 @@ HALF, FULL = torch.bfloat16, torch.float32
         (1023, 24, (HALF, HALF, HALF), None, None),
         (1024, 20, (HALF, HALF, HALF), None, None),  # rows of the input are not aligned either
         (1024, 24, (FULL, FULL, FULL), None, None),
-        (1024, 24, (HALF, FULL, FULL), None, None),  # an error, which is the layer's to raise
+        (1024, 24, (HALF, FULL, FULL), None, None),  # the layer itself raises an error for these
         (1024, 24, (HALF, HALF, FULL), None, None),
         (1024, 24, (FULL, FULL, FULL), HALF, HALF),
         (1024, 24, (HALF, FULL, HALF), torch.float16, torch.float16),
@@ -126,7 +131,7 @@ HALF, FULL = torch.bfloat16, torch.float32
         (1024, 24, (torch.int32, FULL, FULL), HALF, None),
     ],
 )
-def test_when_it_pads(
+def test_products_in_half_precision_of_many_aligned_rows_are_padded(
     rows: int,
     inner: int,
     dtypes: tuple[torch.dtype, ...],
@@ -138,48 +143,48 @@ def test_when_it_pads(
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: autocast)
     monkeypatch.setattr(padding, "is_plain", lambda t: True)
     inputs: list[Any] = [
-        _Somewhere(dtype, *shape)
+        _FakeGpuTensor(dtype, *shape)
         for dtype, shape in zip(dtypes, ((rows, inner), (OUTPUTS, inner), (OUTPUTS,)), strict=True)
     ]
     assert padding._product_dtype(*inputs) == expected
-    if len({*dtypes[:2]}) == 1 and dtypes[2] != dtypes[0] and not autocast:
-        assert padding._product_dtype(*inputs[:2], None) == (
-            dtypes[0] if dtypes[0] == HALF else None
-        )
+    rows_dtype, weight_dtype, bias_dtype = dtypes
+    if rows_dtype == weight_dtype != bias_dtype and not autocast:
+        # Without the bias, whose dtype does not fit, the product is padded.
+        without_bias = padding._product_dtype(*inputs[:2], None)
+        assert without_bias == (HALF if rows_dtype == HALF else None)
     if expected is not None:
-        for special in range(3):  # quantised, distributed: tensors with ways of their own
-            monkeypatch.setattr(padding, "is_plain", lambda t, one=inputs[special]: t is not one)
+        for subclass in inputs:  # such as a quantised or a distributed tensor
+            monkeypatch.setattr(padding, "is_plain", lambda t, subclass=subclass: t is not subclass)
             assert padding._product_dtype(*inputs) is None
         monkeypatch.setattr(padding, "is_plain", lambda t: True)
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
         assert padding._product_dtype(*inputs) is None
 
 
-def test_in_a_block_it_is_the_linear_layer_that_it_was() -> None:
-    """The block takes its bias along, as it takes any linear layer's."""
+def test_padded_layer_leaves_its_bias_to_a_fused_block() -> None:
+    """The block adds the bias, as it does for any linear layer."""
     model = nn.TransformerEncoderLayer(16, 2, OUTPUTS, norm_first=True)
     fusedops.fuse_model(model)
-    end = parts.linear(model.linear1, torch.randn(3, 16))
-    assert end.bias is model.linear1.bias and end.product.shape == (3, OUTPUTS)
+    branch = parts.linear(model.linear1, torch.randn(3, 16))
+    assert branch.bias is model.linear1.bias
+    assert branch.product.shape == (3, OUTPUTS)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("autocast", [True, False])
-def test_on_the_gpu(autocast: bool) -> None:
-    """Padded in training and without gradients; the same numbers up to the order of sums.
-
-    The report says so.
-    """
+def test_on_a_gpu_the_layer_is_padded_with_the_same_results(autocast: bool) -> None:
+    """Results differ by the order of sums. The report names the view of padded rows."""
     layer = _layer(torch.float32 if autocast else torch.bfloat16)
     rows = _rows(2048, layer.weight.dtype).requires_grad_()
     model = nn.Sequential(layer)
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-        before = _step(layer, rows, model(rows))
+        before = _with_gradients(layer, rows, model(rows))
         report = fusedops.fuse_model(model)
-        after = _step(layer, rows, model(rows))
+        after = _with_gradients(layer, rows, model(rows))
     assert "a view of padded rows" in report.table()
     assert before[0].is_contiguous()
     assert after[0].stride(-2) == 4160
-    for one, other in zip(before, after, strict=True):
-        assert one.dtype == other.dtype
-        assert (one - other).abs().max() <= 4 * torch.finfo(torch.bfloat16).eps * one.abs().max()
+    for original, padded in zip(before, after, strict=True):
+        assert padded.dtype == original.dtype
+        bound = 4 * torch.finfo(torch.bfloat16).eps * original.abs().max()
+        assert (padded - original).abs().max() <= bound

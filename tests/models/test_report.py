@@ -1,4 +1,4 @@
-"""The report of fuse_model, and the arguments that say what is to be left."""
+"""The report of `fuse_model`, `fusion_status`, and the arguments that exclude modules."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def _model() -> nn.Module:
     return nn.Sequential(_Block(), _Block(), nn.RMSNorm(4))
 
 
-def _fused(report: Any) -> list[str]:
+def _fused_names(report: Any) -> list[str]:
     return [module.name for module in report]
 
 
 @every
-def test_lists_every_module(spec: ModelSpec) -> None:
+def test_report_lists_every_module_in_order(spec: ModelSpec) -> None:
     model = build(spec)
     modules = dict(model.named_modules())
     report = fusedops.fuse_model(model)
@@ -48,37 +48,29 @@ def test_lists_every_module(spec: ModelSpec) -> None:
         type(module).__name__ for module in modules.values()
     ]
     for line in report.modules:
-        assert (
-            bool(line.rule)
-            == (bool(line.calls) != bool(line.helps))
-            == (line.reason == "")
-            == line.replaced
-        )
+        # A replaced module has a rule, either operators or help for its block, and no reason.
+        assert bool(line.rule) == line.replaced
+        assert (bool(line.calls) != bool(line.helps)) == line.replaced
+        assert (line.reason == "") == line.replaced
         assert line.fused == bool(line.calls)
         assert line.replaced == hasattr(type(modules[line.name]), "_fusedops_original")
     assert {m.name for m in report.replaced} | {m.name for m in report.left} == set(modules)
     assert len(report) == len(report.replaced) > 0
 
 
-def test_prints_as_a_table() -> None:
+def test_table_has_a_line_for_each_module_and_aligned_columns() -> None:
     report = fusedops.fuse_model(_model(), exclude=["1"])
     lines = report.table().splitlines()
     assert lines[0].split() == ["module", "type", "replaced", "by,", "or", "why", "left"]
     assert lines[1].split() == ["(the", "model)", "Sequential", "left:", "no", "rule"]
     assert lines[3].split() == ["0.norm", "LayerNorm", "layer_norm"]
     assert lines[7].split() == ["1.norm", "LayerNorm", "left:", "excluded"]
-    assert (
-        len(
-            {
-                line.index(word)
-                for line, word in zip(lines[2:5], ("_Block", "LayerNorm", "GELU"), strict=True)
-            }
-        )
-        == 1
-    )
+    types = ("_Block", "LayerNorm", "GELU")
+    type_columns = {line.index(name) for line, name in zip(lines[2:5], types, strict=True)}
+    assert len(type_columns) == 1
 
 
-def test_nothing_to_fuse() -> None:
+def test_report_without_fused_modules_is_false_and_empty() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     types = [type(m) for m in model.modules()]
     report = fusedops.fuse_model(model)
@@ -90,17 +82,19 @@ def test_nothing_to_fuse() -> None:
 
 
 @every
-def test_a_dry_run_changes_nothing(spec: ModelSpec) -> None:
+def test_dry_run_changes_nothing_and_returns_the_report_of_fusing(spec: ModelSpec) -> None:
     model = build(spec)
-    types, before = [type(m) for m in model.modules()], run(model, inputs(spec))
-    dry = fusedops.fuse_model(model, dry_run=True)
+    types = [type(m) for m in model.modules()]
+    outputs_before, _ = run(model, inputs(spec))
+    planned = fusedops.fuse_model(model, dry_run=True)
     assert [type(m) for m in model.modules()] == types
-    assert all(map(torch.equal, before[0], run(model, inputs(spec))[0]))
-    assert dry == fusedops.fuse_model(model)
+    outputs_after, _ = run(model, inputs(spec))
+    assert all(map(torch.equal, outputs_before, outputs_after))
+    assert planned == fusedops.fuse_model(model)
 
 
 @pytest.mark.parametrize(
-    "exclude, left",
+    "exclude, fused",
     [
         ((), ["0.norm", "0.act", "1.norm", "1.act", "2"]),
         (["1"], ["0.norm", "0.act", "2"]),
@@ -118,12 +112,12 @@ def test_a_dry_run_changes_nothing(spec: ModelSpec) -> None:
         ([""], []),
     ],
 )
-def test_excluded_modules_are_left_and_reported(exclude: Any, left: list[str]) -> None:
+def test_excluded_modules_are_left_and_reported(exclude: Any, fused: list[str]) -> None:
     model = _model()
     report = fusedops.fuse_model(model, exclude=exclude)
-    assert _fused(report) == left
+    assert _fused_names(report) == fused
     modules = dict(model.named_modules())
-    assert [name for name, m in modules.items() if hasattr(type(m), "_fusedops_original")] == left
+    assert [name for name, m in modules.items() if hasattr(type(m), "_fusedops_original")] == fused
     assert {m.reason for m in report.left} <= {
         "no rule",
         "excluded",
@@ -132,13 +126,11 @@ def test_excluded_modules_are_left_and_reported(exclude: Any, left: list[str]) -
     }
 
 
-def test_the_rule_that_was_excluded() -> None:
+def test_reason_of_an_excluded_module_names_the_excluded_rule() -> None:
     report = fusedops.fuse_model(_model(), exclude=["1", "layer_norm", "gelu"])
     reasons = {m.name: m.reason for m in report.left}
-    assert (
-        reasons["0.norm"] == "excluded, with rule layer_norm"
-        and reasons["0.act"] == "excluded, with rule gelu"
-    )
+    assert reasons["0.norm"] == "excluded, with rule layer_norm"
+    assert reasons["0.act"] == "excluded, with rule gelu"
     assert reasons["1.norm"] == "excluded"
     assert "left: excluded, with rule layer_norm\n" in report.table()
 
@@ -175,7 +167,9 @@ def test_the_rule_that_was_excluded() -> None:
         ),
     ],
 )
-def test_bad_exclude(exclude: Any, error: type[Exception], match: str) -> None:
+def test_bad_exclude_is_an_error_and_fuses_nothing(
+    exclude: Any, error: type[Exception], match: str
+) -> None:
     model = _model()
     with pytest.raises(error, match=match):
         fusedops.fuse_model(model, exclude=exclude)
@@ -183,17 +177,19 @@ def test_bad_exclude(exclude: Any, error: type[Exception], match: str) -> None:
 
 
 @every
-def test_a_block_without_its_norms(spec: ModelSpec) -> None:
-    """A fused block calls what was excluded from it as it is."""
+def test_fused_block_with_excluded_norms_has_the_results_of_the_original(spec: ModelSpec) -> None:
+    """The block calls the norms as they are."""
     model, original = build(spec), build(spec)
     norms = [name for name, m in model.named_modules() if "norm" in type(m).__name__.lower()]
     fusedops.fuse_model(model, exclude=norms)
-    expected = run(original, inputs(spec))[0]
-    for a, b in zip(expected, run(model, inputs(spec))[0], strict=True):
-        torch.testing.assert_close(b, a, rtol=0, atol=1e-5 * float(a.detach().abs().max()))
+    expected_outputs, _ = run(original, inputs(spec))
+    results, _ = run(model, inputs(spec))
+    for result, expected in zip(results, expected_outputs, strict=True):
+        atol = 1e-5 * float(expected.detach().abs().max())
+        torch.testing.assert_close(result, expected, rtol=0, atol=atol)
 
 
-def test_modules_that_only_help_are_not_counted() -> None:
+def test_modules_that_only_help_their_block_are_not_counted_as_fused() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     report = fusedops.fuse_model(layer)
     (attention,) = (m for m in report if m.rule == "multihead_attention")
@@ -203,8 +199,8 @@ def test_modules_that_only_help_are_not_counted() -> None:
     assert "MultiheadAttention               leaves its last bias to the block" in report.table()
 
 
-def test_prints_as_a_summary() -> None:
-    """Each kind once, however many modules; and so in a notebook."""
+def test_printed_report_has_a_line_for_each_kind_of_module() -> None:
+    """A notebook displays the same text."""
     model = nn.Sequential(
         *[nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)], nn.GELU()
     )
@@ -221,39 +217,42 @@ def test_prints_as_a_summary() -> None:
     ]
 
 
-def _made(model: nn.Module, arguments: dict[str, Any]) -> tuple[set[str], dict[str, set[str]]]:
-    """The modules within whose methods operators are called in a forward.
+def _called_operators(
+    model: nn.Module, arguments: dict[str, Any]
+) -> tuple[set[str], dict[str, set[str]]]:
+    """Run a forward and observe the calls of operators.
 
-    Which operators get a module's parameters.
+    Returns:
+        The names of the modules whose methods call operators, also indirectly; and by module, the
+        operators that get one of its parameters.
     """
     names = {module: name for name, module in model.named_modules()}
     owners = {
         id(p): names[m] for m in model.modules() for p in m._parameters.values() if p is not None
     }
-    within: set[str] = set()
-    given: dict[str, set[str]] = {}
+    calling: set[str] = set()
+    operators_of_owner: dict[str, set[str]] = {}
 
     def observe(operator: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         frame = sys._getframe(1)
         while frame is not None:
             module = frame.f_locals.get("self")
             if isinstance(module, nn.Module) and module in names:
-                within.add(names[module])
+                calling.add(names[module])
             frame = frame.f_back  # type: ignore[assignment]
-        for owner in {
-            owners[id(value)] for value in (*args, *kwargs.values()) if id(value) in owners
-        }:
-            given.setdefault(owner, set()).add(operator)
+        for value in (*args, *kwargs.values()):
+            if id(value) in owners:
+                operators_of_owner.setdefault(owners[id(value)], set()).add(operator)
 
     with observed(observe):
         model(**arguments)
-    return within, given
+    return calling, operators_of_owner
 
 
-# Norms behind a sum in the text of their block that is none of two tensors of a shape (positions,
-# for all rows the same), or none at all as the model is configured (OPT's norm stands before its
-# attention or behind).
-_OTHERWISE = {
+# Norms that a block could fuse with a sum by its source, but does not when it runs: the sum has
+# operands of different shapes (positions are the same for all rows), or as the model is configured
+# there is no sum (OPT's norm may be before its attention or behind it).
+_NORMS_CALLED_ALONE = {
     **dict.fromkeys(("bert", "bert_decoder", "electra", "distilbert"), "embeddings.LayerNorm"),
     "opt": "self_attn_layer_norm",
 }
@@ -263,36 +262,35 @@ _OTHERWISE = {
 @pytest.mark.parametrize(
     "look", [fusedops.fuse_model, fusedops.fusion_status], ids=["report", "status"]
 )
-def test_what_is_reported_is_what_runs(spec: ModelSpec, look: Any) -> None:
-    """A module calls an operator if the report names one, and a norm that its block does gets none of its own."""
+def test_modules_call_the_operators_that_report_and_status_name(spec: ModelSpec, look: Any) -> None:
+    """A norm that is computed by its block has no call of its own."""
     model = build(spec).train()
     report = fusedops.fuse_model(model)
     report = report if look is fusedops.fuse_model else look(model)
-    within, given = _made(model, inputs(spec))
+    calling, operators_of = _called_operators(model, inputs(spec))
     # The rule "generation" calls its operators in `generate`.
-    named = {m.name for m in report.modules if m.calls and m.rule != "generation"}
-    assert named <= within
-    done = {m.name for m in report.modules if m.by is not None}
-    for name in {
-        name for name in done & given.keys() if not name.endswith(_OTHERWISE.get(spec.name, "none"))
-    }:
-        assert not given[name] & {"layer_norm", "rms_norm"}
-    norms = {
-        m.name for m in report.modules if m.fused and m.calls.startswith(("layer_norm", "rms_norm"))
-    }
-    for name in norms:
-        assert given.get(name, {"layer_norm"}) & {"layer_norm", "rms_norm"}
-    blocks = {m.name for m in report.modules if m.fused}
-    assert {m.by for m in report.modules if m.by is not None} <= blocks | done | {
-        m.name for m in report.modules if m.helps
-    }
+    reported = {m.name for m in report.modules if m.calls and m.rule != "generation"}
+    assert reported <= calling
+    norm_operators = {"layer_norm", "rms_norm"}
+    computed_by_block = {m.name for m in report.modules if m.by is not None}
+    called_alone = _NORMS_CALLED_ALONE.get(spec.name)
+    for name in computed_by_block & operators_of.keys():
+        if called_alone is None or not name.endswith(called_alone):
+            assert not operators_of[name] & norm_operators
+    for line in report.modules:
+        is_norm = line.fused and line.calls.startswith(("layer_norm", "rms_norm"))
+        # Norms without parameters do not occur in `operators_of`.
+        if is_norm and line.name in operators_of:
+            assert operators_of[line.name] & norm_operators
+    blocks = {m.name for m in report.modules if m.fused or m.helps} | computed_by_block
+    assert {m.by for m in report.modules if m.by is not None} <= blocks
 
 
-class _Left:
+class _RecordedSteps:
     """Records the steps that modules leave to their blocks in a forward, by module."""
 
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.found: dict[nn.Module, str] = {}
+        self.steps: dict[nn.Module, str] = {}
         for cls in {
             type(module) for module in model.modules() if hasattr(module, "_fusedops_branch")
         }:
@@ -302,15 +300,19 @@ class _Left:
         def branch(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             result = original(module, *args, **kwargs)
             end = result[0]
-            self.found[module] = " and ".join(
-                ["its last bias"] * (end.bias is not None) + ["its dropout"] * end.drops
-            )
+            steps = []
+            if end.bias is not None:
+                steps.append("its last bias")
+            if end.drops:
+                steps.append("its dropout")
+            self.steps[module] = " and ".join(steps)
             return result
 
         return branch
 
 
-def _reported(report: Any, model: nn.Module) -> dict[nn.Module, str]:
+def _reported_steps(report: Any, model: nn.Module) -> dict[nn.Module, str]:
+    """Return the steps that modules leave to their blocks by the report."""
     modules = dict(model.named_modules())
     return {
         modules[line.name]: line.helps.removeprefix("leaves ").removesuffix(" to the block")
@@ -321,41 +323,37 @@ def _reported(report: Any, model: nn.Module) -> dict[nn.Module, str]:
 
 @every
 @pytest.mark.parametrize("hooked", [False, True], ids=["", "hooked"])
-def test_what_is_left_to_the_block(
+def test_report_names_the_steps_that_modules_leave_to_their_block(
     spec: ModelSpec, hooked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A last bias, a dropout, both or neither: as in a forward.
-
-    Nothing of a linear layer that has hooks.
-    """
+    """These are a last bias, a dropout, both, or neither if a linear layer has hooks."""
     model = build(spec).train()
+    last_layers = ("attention.out_proj", "attn.out_proj", "c_proj", ".o_proj", "out_lin")
     for name, module in model.named_modules():
-        if hooked and name.endswith(
-            ("attention.out_proj", "attn.out_proj", "c_proj", ".o_proj", "out_lin")
-        ):
+        if hooked and name.endswith(last_layers):
             module.register_forward_hook(lambda *args: None)
         if isinstance(module, nn.Dropout):
             module.p = 0.25
     report = fusedops.fuse_model(model)
-    left = _Left(model, monkeypatch)
+    recorded = _RecordedSteps(model, monkeypatch)
     model(**inputs(spec))
-    reported = _reported(report, model)
+    reported = _reported_steps(report, model)
     modules = dict(model.named_modules())
-    # The other modules report their operators instead.
+    # Modules that do not only help report their operators instead.
     helping = {modules[line.name] for line in report if line.helps}
-    for module in left.found.keys() & helping:
+    for module in recorded.steps.keys() & helping:
         expected = reported.get(module, "")
-        if expected.startswith("what "):  # it hands on
+        if expected.startswith("what "):  # "what <inner> leaves": the steps of an inner module
             inner = module.get_submodule(expected.removeprefix("what ").removesuffix(" leaves"))
-            assert left.found[module] == left.found[inner]
+            assert recorded.steps[module] == recorded.steps[inner]
         else:
-            assert left.found[module] == expected
-    # No fused block has them.
-    assert {type(module).__name__ for module in reported.keys() - left.found.keys()} <= _ALONE
+            assert recorded.steps[module] == expected
+    not_called = reported.keys() - recorded.steps.keys()
+    assert {type(module).__name__ for module in not_called} <= _OUTSIDE_BLOCKS
 
 
-# Modules that end in a linear layer, and stand alone.
-_ALONE = {
+# Modules that end in a linear layer, but are not in a fused block of the sample models.
+_OUTSIDE_BLOCKS = {
     "MultiheadAttention",
     "BertLMPredictionHead",
     "BertOnlyMLMHead",
@@ -364,37 +362,44 @@ _ALONE = {
 }
 
 
-def _table(report: FusionReport) -> dict[str, str]:
-    return {
-        m.name: "computed by its block" if m.by is not None else m.calls or m.helps or m.reason
-        for m in report.modules
-    }
+def _descriptions(report: FusionReport) -> dict[str, str]:
+    """Return what the table says about each module, by name."""
+    descriptions = {}
+    for line in report.modules:
+        descriptions[line.name] = line.calls or line.helps or line.reason
+        if line.by is not None:
+            descriptions[line.name] = "computed by its block"
+    return descriptions
 
 
-def test_status_of_what_changed_since() -> None:
-    """A norm with hooks calls its own operator again.
+def test_status_reports_changes_after_fusing() -> None:
+    """A norm with hooks calls its own operator instead of being computed by its block.
 
-    A layer under another forward, and a class on top, call none.
+    A layer whose forward or class was replaced calls none.
     """
     model = nn.Sequential(
         *[nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)], nn.LayerNorm(8)
     )
     assert not fusedops.fusion_status(model)
-    fused = fusedops.fuse_model(model)
+    before = _descriptions(fusedops.fuse_model(model))
+    # `fusion_status` does not look up rules.
     before = {
-        name: "not fused" if what == "no rule" else what for name, what in _table(fused).items()
+        name: "not fused" if description == "no rule" else description
+        for name, description in before.items()
     }
-    assert _table(fusedops.fusion_status(model)) == before
+    assert _descriptions(fusedops.fusion_status(model)) == before
     handle = model[0].norm1.register_forward_hook(lambda *_: None)
     model[1].forward = functools.partial(model[1].forward)
     model[3].__class__ = type("Wrapped", (type(model[3]),), {})
-    now = _table(fusedops.fusion_status(model))
-    assert now["0.norm1"] == "layer_norm" and now["0.norm2"] == "computed by its block"
-    assert now["1"] == "its forward was replaced on the instance after it was fused"
-    assert now["1.norm1"] == "layer_norm" and now["1.linear1"] == "not fused"
-    assert now["3"] == "its class was changed after it was fused"
+    after = _descriptions(fusedops.fusion_status(model))
+    assert after["0.norm1"] == "layer_norm"
+    assert after["0.norm2"] == "computed by its block"
+    assert after["1"] == "its forward was replaced on the instance after it was fused"
+    assert after["1.norm1"] == "layer_norm"
+    assert after["1.linear1"] == "not fused"
+    assert after["3"] == "its class was changed after it was fused"
     handle.remove()
-    assert _table(fusedops.fusion_status(model))["0.norm1"] == "computed by its block"
+    assert _descriptions(fusedops.fusion_status(model))["0.norm1"] == "computed by its block"
     with pytest.raises(
         TypeError, match=r"fusion_status: model must be a torch\.nn\.Module, got str"
     ):
@@ -402,18 +407,15 @@ def test_status_of_what_changed_since() -> None:
 
 
 @transformers_only
-def test_block_whose_norms_are_not_fused() -> None:
-    """There is nothing to join."""
-    table = _table(
-        fusedops.fuse_model(
-            build(next(spec for spec in MODELS if spec.name == "llama")), exclude=["norm"]
-        )
-    )
-    assert table["model.layers.0"] == "what it would join is not there"
-    assert table["model.layers.0.mlp"] == "gated_act"
+def test_block_without_fused_norms_is_left() -> None:
+    """It has no norm with which it could fuse a sum."""
+    spec = next(spec for spec in MODELS if spec.name == "llama")
+    descriptions = _descriptions(fusedops.fuse_model(build(spec), exclude=["norm"]))
+    assert descriptions["model.layers.0"] == "what it would join is not there"
+    assert descriptions["model.layers.0.mlp"] == "gated_act"
 
 
-def test_an_attention_with_hooks() -> None:
+def test_attention_with_hooks_leaves_nothing_to_its_block() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     layer.self_attn.register_forward_hook(lambda *args: None)
     (attention,) = (m for m in fusedops.fuse_model(layer) if m.rule == "multihead_attention")
@@ -421,7 +423,7 @@ def test_an_attention_with_hooks() -> None:
 
 
 @transformers_only
-def test_an_attention_without_a_bias() -> None:
+def test_attention_without_a_bias_takes_autocasts_dtype_if_no_layer_has_hooks() -> None:
     spec = next(spec for spec in MODELS if spec.name == "llama")
     model = build(spec)
     model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *args: None)
@@ -432,8 +434,7 @@ def test_an_attention_without_a_bias() -> None:
 
 @transformers_only
 @pytest.mark.parametrize("name", ["query", "key", "value"])
-def test_berts_attention_that_casts_its_input(name: str) -> None:
-    """It does not where one of its linear layers has hooks."""
+def test_berts_attention_casts_its_input_once_if_no_layer_has_hooks(name: str) -> None:
     model = build(next(spec for spec in MODELS if spec.name == "bert"))
     path = "bert.encoder.layer.1.attention.self"
     model.get_submodule(f"{path}.{name}").register_forward_hook(lambda *_: None)
@@ -443,7 +444,7 @@ def test_berts_attention_that_casts_its_input(name: str) -> None:
 
 
 @transformers_only
-def test_t5s_attentions_with_a_fast_path() -> None:
+def test_t5s_attentions_have_a_fast_path_if_they_and_their_layers_have_no_hooks() -> None:
     model = build(next(spec for spec in MODELS if spec.name == "t5"))
     blocks = model.decoder.block
     blocks[0].layer[0].SelfAttention.o.register_forward_hook(lambda *args: None)
@@ -467,24 +468,25 @@ def test_t5s_attentions_with_a_fast_path() -> None:
 
 @pytest.mark.parametrize("name", ["dry_run", "compile_rest"])
 @pytest.mark.parametrize("value", ["no", {}, 1, None], ids=repr)
-def test_flags_are_true_or_false(name: str, value: Any) -> None:
+def test_flags_other_than_true_and_false_are_errors(name: str, value: Any) -> None:
     model = _model()
     with pytest.raises(TypeError, match=f"fuse_model: {name} must be True or False, got {value!r}"):
         fusedops.fuse_model(model, **{name: value})
-    assert type(model[2]) is nn.RMSNorm and model._compiled_call_impl is None
+    assert type(model[2]) is nn.RMSNorm
+    assert model._compiled_call_impl is None
 
 
 @pytest.mark.parametrize(
     "rules", [3, "layer_norm", ["layer_norm"], [nn.LayerNorm], nn.LayerNorm], ids=str
 )
-def test_bad_rules(rules: Any) -> None:
+def test_bad_rules_are_an_error_and_fuse_nothing(rules: Any) -> None:
     model = _model()
     with pytest.raises(TypeError, match="fuse_model: rules must"):
         fusedops.fuse_model(model, rules=rules)
     assert type(model[2]) is nn.RMSNorm
 
 
-def test_one_rule_that_is_no_sequence() -> None:
+def test_single_rule_instead_of_a_sequence_is_an_error() -> None:
     rule = Rule(name="mine", calls="", methods={}, base=nn.GELU)
     with pytest.raises(TypeError, match="rules must be a sequence of Rule, got Rule"):
         fusedops.fuse_model(_model(), rules=rule)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Which classes the rules know: all that they were written for, and no look-alike."""
+"""The rules recognise all classes for which they were written, and no others."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from zoo import (
 
 pytestmark = pytest.mark.once
 
-# Classes known by themselves, by their code or as norms, by the module of Transformers that has
-# them. What is known by what its forward does with its children (blocks, MLPs, attentions) is
-# looked for in models.
+# Classes that are recognised by their code or as norms, by the module of Transformers in which they
+# are, with their rules. Blocks, MLPs and attentions that are recognised by the steps of their
+# forwards are tested in models.
 _CLASSES = {
     "activations": {
         "GELUActivation": "gelu_activation",
@@ -95,17 +95,17 @@ _CLASSES = {
     "models.olmo2.modeling_olmo2": {"Olmo2RMSNorm": "norm"},
     "models.phi3.modeling_phi3": {"Phi3RMSNorm": "norm"},
 }
-# What models have besides that a rule could be about, and why there is none.
+# Classes without a rule whose names match `_BLOCKS`.
 _LEFT = {
     "BertCrossAttention",
     "RobertaCrossAttention",
-    "ElectraCrossAttention",  # attention alone
+    "ElectraCrossAttention",  # an attention without the last linear layer
     "ClippedGELUActivation",
 }
 _BLOCKS = re.compile(
     r"(Norm|MLP|FFN|Attention|Output|Intermediate|Layer|LayerFF|Block|Dense|GELU\w*)$"
 )
-# A class may be absent from a release; then there is nothing to leave.
+# A release of Transformers may lack some of these classes.
 _NAMED = [
     (module, name, rule)
     for module, names in _CLASSES.items()
@@ -120,50 +120,46 @@ def _release() -> tuple[int, ...]:
     return tuple(map(int, version.split(".")[:2]))
 
 
-def _known_by(cls: type) -> list[str]:
-    results = [rule.name for rule in RULES if isinstance(rule, Rule) and rule.knows(cls)]
-    return results or [
-        rule.name
-        for rule in map(_norm, [cls] if cls.__name__.endswith("Norm") else [])
-        if rule is not None
-    ]
+def _rules_of(cls: type) -> list[str]:
+    """Return the names of the rules that recognise a class by its code, or else as a norm."""
+    names = [rule.name for rule in RULES if isinstance(rule, Rule) and rule.knows(cls)]
+    if not names and cls.__name__.endswith("Norm"):
+        norm_rule = _norm_rule(cls)
+        if norm_rule is not None:
+            names.append(norm_rule.name)
+    return names
 
 
-def _norm(cls: type) -> Rule | None:
+def _norm_rule(cls: type) -> Rule | None:
     return next(rule for rule in RULES if rule.name == "norm")(cls(16))
 
 
 @named
-def test_the_installed_transformers_is_known(module: str, name: str, rule: str) -> None:
-    """No class that a rule is meant for is left.
-
-    Neither untouched in silence, nor taken by two rules.
-    """
+def test_one_rule_recognises_each_class_of_the_installed_transformers(
+    module: str, name: str, rule: str
+) -> None:
     cls = getattr(importlib.import_module(f"transformers.{module}"), name, None)
     if cls is not None and _release() >= (5, 12):
-        assert _known_by(cls) == [rule]
+        assert _rules_of(cls) == [rule]
 
 
 @named
-@pytest.mark.parametrize("as_it_is", [True, False], ids=["", "reads differently"])
-def test_none_is_left_in_silence(
-    module: str, name: str, rule: str, as_it_is: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_other_code", [False, True], ids=["", "reads differently"])
+def test_report_names_the_rule_of_a_class_that_is_left(
+    module: str, name: str, rule: str, has_other_code: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replaced, or the report names the rule that one would expect.
-
-    So also in a release where it reads differently.
-    """
-    if not as_it_is:
+    """This holds also in a release in which the class has other code."""
+    if has_other_code:
         monkeypatch.setattr("fusedops.models.rule.fingerprint", lambda cls, methods: "another")
     cls = getattr(importlib.import_module(f"transformers.{module}"), name, None)
     if cls is None:
         return
-    bare = cls.__new__(cls)
-    nn.Module.__init__(bare)
-    (line,) = fusedops.fuse_model(bare, dry_run=True).modules
+    empty = cls.__new__(cls)  # without children and attributes
+    nn.Module.__init__(empty)
+    (line,) = fusedops.fuse_model(empty, dry_run=True).modules
     expected = {f"its forward is not the one that rule {rule} knows"}
-    if as_it_is:
-        # Nothing was put in it.
+    if not has_other_code:
+        # Reasons for which a rule leaves a module without children.
         expected |= {
             "",
             "its act is not a GELU",
@@ -180,41 +176,41 @@ def test_none_is_left_in_silence(
     assert line.rule in ("", rule)
 
 
-# The modules of Transformers whose classes are all in the table.
-_WHOLE = (
+# The modules of Transformers of which all classes are in the table.
+_COMPLETE_MODULES = (
     "activations",
     *(f"models.{name}.modeling_{name}" for name in ("bert", "roberta", "electra", "t5")),
 )
 
 
-@pytest.mark.parametrize("module", _WHOLE if HAS_TRANSFORMERS else [])
-def test_no_class_was_overlooked(module: str) -> None:
-    """All classes of these models that a rule could be about are named above, with their rule or among those left."""
-    result = importlib.import_module(f"transformers.{module}")
-    classes = [
-        cls for cls in vars(result).values() if isinstance(cls, type) and issubclass(cls, nn.Module)
-    ]
-    named = {
+@pytest.mark.parametrize("module", _COMPLETE_MODULES if HAS_TRANSFORMERS else [])
+def test_all_classes_that_a_rule_may_recognise_are_in_the_tables(module: str) -> None:
+    """The tables are `_CLASSES` and `_LEFT`."""
+    python_module = importlib.import_module(f"transformers.{module}")
+    names = {
         cls.__name__
-        for cls in classes
-        if cls.__module__ == result.__name__ and _BLOCKS.search(cls.__name__)
+        for cls in vars(python_module).values()
+        if isinstance(cls, type)
+        and issubclass(cls, nn.Module)
+        and cls.__module__ == python_module.__name__
     }
-    assert named
-    assert named <= set(_CLASSES[module]) | _LEFT
+    candidates = {name for name in names if _BLOCKS.search(name)}
+    assert candidates
+    assert candidates <= set(_CLASSES[module]) | _LEFT
 
 
-# Blocks and attentions in the samples that are left.
+# Blocks and attentions of the sample models that are left.
 _LEFT_IN_MODELS = {
-    "bert_decoder": {"BertCrossAttention"},  # attention alone
-    "gptj": {"GPTJAttention"},  # whose output waits for the MLP beside it
-    "olmo2": {"Olmo2DecoderLayer", "Olmo2Attention"},  # norms before the sums
+    "bert_decoder": {"BertCrossAttention"},  # an attention without the last linear layer
+    "gptj": {"GPTJAttention"},  # its output is added together with that of a parallel MLP
+    "olmo2": {"Olmo2DecoderLayer", "Olmo2Attention"},  # the norms are before the sums
 }
 
 
 @pytest.mark.pairs("spec")
 @every
-def test_no_module_was_overlooked(spec: ModelSpec) -> None:
-    """In a model: all modules that a rule could be about are replaced, or their classes are named above."""
+def test_all_modules_of_a_model_that_a_rule_may_recognise_are_replaced(spec: ModelSpec) -> None:
+    """Classes in `_LEFT_IN_MODELS` are exceptions."""
     report = fusedops.fuse_model(build(spec))
     left = {line.type for line in report.left if _BLOCKS.search(line.type)}
     assert left == _LEFT_IN_MODELS.get(spec.name, set())
@@ -222,13 +218,12 @@ def test_no_module_was_overlooked(spec: ModelSpec) -> None:
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "Gemma3"] if HAS_TRANSFORMERS else [])
-def test_modules_of_models_without_a_sample(name: str) -> None:
+def test_gated_mlps_of_gemma_2_and_3_are_fused(name: str) -> None:
     module: Any = importlib.import_module(
         f"transformers.models.{name.lower()}.modeling_{name.lower()}"
     )
-    config = getattr(module, f"{name}{'Text' * (name == 'Gemma3')}Config")(
-        hidden_size=8, intermediate_size=16
-    )
+    config_name = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
+    config = getattr(module, config_name)(hidden_size=8, intermediate_size=16)
     (line, *_) = fusedops.fuse_model(getattr(module, f"{name}MLP")(config)).modules
     assert (line.rule, line.calls) == ("mlp", "gated_act")
 
@@ -244,8 +239,8 @@ def test_modules_of_models_without_a_sample(name: str) -> None:
         }
     ),
 )
-def test_no_structure_is_known_by_its_class_alone(name: str) -> None:
-    """An instance with nothing in it is none of these."""
+def test_module_without_children_is_not_recognised_by_its_class(name: str) -> None:
+    """Blocks, MLPs and attentions are recognised by what their forwards do with children."""
     cls = next(
         type(m)
         for spec in SAMPLES
@@ -253,9 +248,9 @@ def test_no_structure_is_known_by_its_class_alone(name: str) -> None:
         for m in build(spec).modules()
         if type(m).__name__ == name
     )
-    bare = cls.__new__(cls)
-    nn.Module.__init__(bare)
-    assert [line.reason for line in fusedops.fuse_model(bare).modules] == ["no rule"]
+    empty = cls.__new__(cls)
+    nn.Module.__init__(empty)
+    assert [line.reason for line in fusedops.fuse_model(empty).modules] == ["no rule"]
 
 
 @pytest.mark.parametrize(
@@ -269,12 +264,12 @@ def test_no_structure_is_known_by_its_class_alone(name: str) -> None:
         (nn.TransformerDecoderLayer, "decoder_layer"),
     ],
 )
-def test_torch_nn_is_known(cls: type, rule: str) -> None:
-    assert _known_by(cls) == [rule]
+def test_one_rule_recognises_each_class_of_torch_nn(cls: type, rule: str) -> None:
+    assert _rules_of(cls) == [rule]
 
 
-def test_every_rule_has_a_model() -> None:
-    """Whoever adds a rule adds a sample that it fuses."""
+def test_every_rule_has_a_sample_model() -> None:
+    """To add a rule, also add a sample that it fuses."""
     names = {
         name
         for rule in RULES
@@ -284,30 +279,27 @@ def test_every_rule_has_a_model() -> None:
     assert len({rule.name for rule in RULES}) == len(RULES)
 
 
-def test_each_fingerprint_is_met() -> None:
-    """None is left of a class that nobody has.
-
-    Each is that of a class in the sample models, or named above.
-    """
+def test_each_fingerprint_is_that_of_an_existing_class() -> None:
+    """The class is in a sample model or in the table `_CLASSES`."""
     classes = {type(module) for spec in SAMPLES for module in spec.build().modules()}
     classes |= {
         getattr(importlib.import_module(f"transformers.{module}"), name, None)
         for module, name, _ in _NAMED
     }
+    if not HAS_TRANSFORMERS:
+        return
     for rule in RULES:
-        if isinstance(rule, Rule) and rule.base is None and HAS_TRANSFORMERS:
-            met = {fingerprint(cls, rule.known) for cls in classes}
-            assert len(set(rule.fingerprints) - met) == len(_OTHERS & set(rule.fingerprints)), (
-                rule.name
-            )
-    if HAS_TRANSFORMERS:
-        missed = set(_PACKABLE) - {fingerprint(cls) for cls in classes}
-        assert len(missed) == len(_OTHERS & set(_PACKABLE))
+        if isinstance(rule, Rule) and rule.base is None:
+            of_other_releases = _OF_OTHER_RELEASES & set(rule.fingerprints)
+            missing = set(rule.fingerprints) - {fingerprint(cls, rule.known) for cls in classes}
+            assert len(missing) == len(of_other_releases), rule.name
+    missing = set(_PACKABLE) - {fingerprint(cls) for cls in classes}
+    assert len(missing) == len(_OF_OTHER_RELEASES & set(_PACKABLE))
 
 
-# Of forwards that Transformers 5.24 wraps, so that a rule has two fingerprints of them: here as
-# they were before.
-_OTHERS = {
+# Transformers 5.24 wraps some forwards, so a rule has two fingerprints for each. These are the
+# fingerprints of earlier releases; in each release one of the two is missing.
+_OF_OTHER_RELEASES = {
     "f1adf76ab4fc",
     "0b57e6dd92b0",
     "5280870db47f",
@@ -322,12 +314,9 @@ _OTHERS = {
 
 
 @transformers_only
-def test_how_far_it_reaches() -> None:
-    """The Llama norm is that of most models of Transformers.
-
-    A change of its text must not go by unseen.
-    """
-    known = 0
+def test_rmsnorms_of_nine_models_are_recognised() -> None:
+    """Most models of Transformers have Llama's norm; a change of its code must fail a test."""
+    recognised = 0
     for module in (
         "llama",
         "mistral",
@@ -340,16 +329,16 @@ def test_how_far_it_reaches() -> None:
         "deepseek_v3",
         "smollm3",
     ):
-        path = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
-        known += any(
-            _known_by(cls) == ["norm"]
-            for name, cls in vars(path).items()
+        python_module = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+        recognised += any(
+            _rules_of(cls) == ["norm"]
+            for name, cls in vars(python_module).items()
             if name.endswith("RMSNorm")
         )
-    assert known == 9
+    assert recognised == 9
 
 
-# --- look-alikes ----------------------------------------------------------------------------------
+# --- classes with other code or other names -------------------------------------------------------
 
 
 class MyNorm(nn.Module):
@@ -371,7 +360,7 @@ class MyNorm(nn.Module):
 
 
 class LlamaRMSNorm(MyNorm):
-    """As Transformers' of that name, but for a mean that is subtracted."""
+    """A norm with the name of Transformers' class that also subtracts a mean."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         input_dtype = hidden_states.dtype
@@ -381,16 +370,16 @@ class LlamaRMSNorm(MyNorm):
         return self.weight * hidden_states.to(input_dtype)
 
 
-class Unwidened(MyNorm):
-    """A norm whose squares are of the rows' dtype."""
+class SquaresInRowDtype(MyNorm):
+    """A norm that computes squares in the dtype of the rows."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
         return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon))
 
 
-class RMSNorm(Unwidened):
-    """The same under a name that a rule knows."""
+class RMSNorm(SquaresInRowDtype):
+    """The same norm with the name of a class that has a rule."""
 
 
 class Doubled(nn.LayerNorm):
@@ -408,6 +397,7 @@ class GELU(nn.Module):
 
 
 def _reasons(*modules: nn.Module) -> list[str]:
+    """Fuse modules, check that results stay the same, and return why each is left, or ""."""
     model = nn.Sequential(*modules)
     x = torch.randn(3, 4)
     before = model(x)
@@ -416,19 +406,19 @@ def _reasons(*modules: nn.Module) -> list[str]:
     return [module.reason for module in report.modules[1:]]
 
 
-def test_another_forward_under_the_same_name() -> None:
+def test_class_with_a_known_name_and_another_forward_is_left() -> None:
     assert _reasons(LlamaRMSNorm(4)) == [
         "it computes no LayerNorm or RMSNorm of the last dimension"
     ]
     assert _reasons(GELU()) == ["no rule"]
 
 
-def test_another_rounding_under_any_name() -> None:
+def test_norm_with_another_rounding_is_left_whatever_its_name() -> None:
     reason = "it rounds as none of the operators does; they compute in fp32, and round the result to the input's dtype"
-    assert _reasons(Unwidened(4), RMSNorm(4)) == [reason, reason]
+    assert _reasons(SquaresInRowDtype(4), RMSNorm(4)) == [reason, reason]
 
 
-def test_the_same_forward_under_another_name() -> None:
+def test_class_with_a_known_forward_and_another_name_is_fused() -> None:
     assert _reasons(MyNorm(4)) == [""]
 
 
@@ -437,13 +427,13 @@ def test_subclass_with_another_forward_is_left() -> None:
     assert _reasons(Renamed(4)) == [""]
 
 
-def test_a_forward_of_the_instance() -> None:
+def test_module_with_a_forward_on_the_instance_is_left() -> None:
     module = nn.LayerNorm(4)
     module.forward = lambda input: input + 1  # type: ignore[method-assign]
     assert _reasons(module) == ["its forward was replaced on the instance"]
 
 
-def test_a_patched_class(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patched_class_is_left_until_the_patch_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _reasons(MyNorm(4)) == [""]
     monkeypatch.setattr(MyNorm, "forward", LlamaRMSNorm.forward)
     assert _reasons(MyNorm(4)) == ["it computes no LayerNorm or RMSNorm of the last dimension"]
@@ -458,15 +448,17 @@ def test_parametrized_module_is_left() -> None:
     assert _reasons(module) == ["its parameters are parametrized", *3 * ["no rule"]]
 
 
-def test_a_class_without_source() -> None:
+def test_class_without_source_is_left() -> None:
     namespace: dict[str, Any] = {"nn": nn}
     exec("class Norm(nn.Module):\n    def forward(self, x):\n        return x", namespace)
     assert fingerprint(namespace["Norm"]) == ""
     assert _reasons(namespace["Norm"]()) == ["its forward cannot be read"]
 
 
-def test_names_that_mean_something_else(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same text, but its ``torch`` is another: not the same code."""
+def test_class_whose_global_names_mean_something_else_has_no_fingerprint(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the same text, but in its file ``torch`` is another object."""
     source = re.search(
         r"class MyNorm.*?\n\n\n", Path(__file__).read_text(encoding="utf-8"), re.DOTALL
     )
@@ -482,12 +474,12 @@ def test_names_that_mean_something_else(tmp_path: Any, monkeypatch: pytest.Monke
 
 
 @transformers_only
-def test_an_activation_whose_function_was_exchanged() -> None:
+def test_activation_with_another_function_is_left() -> None:
     from transformers.activations import GELUActivation, GELUTanh
 
-    for made in (GELUActivation(), GELUTanh()):
-        made.act = torch.sin
-        assert _reasons(made) == ["its act is not a GELU"]
+    for activation in (GELUActivation(), GELUTanh()):
+        activation.act = torch.sin
+        assert _reasons(activation) == ["its act is not a GELU"]
 
 
 # --- fingerprints ---------------------------------------------------------------------------------
@@ -497,15 +489,14 @@ def _text(source: str) -> str:
     return canonical(ast.parse(source).body)
 
 
-def test_what_a_fingerprint_overlooks() -> None:
+def test_fingerprint_ignores_annotations_docstrings_comments_and_error_messages() -> None:
     plain = _text("def forward(self, x):\n    return x + 1")
-    assert (
-        _text("def forward(self, x: Tensor) -> Tensor:\n    '''Doc.'''\n    # why\n    return x+1")
-        == plain
+    documented = (
+        "def forward(self, x: Tensor) -> Tensor:\n    '''Doc.'''\n    # why\n    return x+1"
     )
-    assert _text("def f():\n    raise ValueError('a')") == _text(
-        "def f():\n    raise ValueError(f'b{c}')"
-    )
+    assert _text(documented) == plain
+    error = _text("def f():\n    raise ValueError('a')")
+    assert _text("def f():\n    raise ValueError(f'b{c}')") == error
 
 
 @pytest.mark.parametrize(
@@ -521,18 +512,18 @@ def test_what_a_fingerprint_overlooks() -> None:
         "def forward(self, x):\n    return self.x + 1",
     ],
 )
-def test_what_it_sees(source: str) -> None:
+def test_fingerprint_changes_with_code(source: str) -> None:
     assert _text(source) != _text("def forward(self, x):\n    return x + 1")
 
 
-# --- rules of one's own ---------------------------------------------------------------------------
+# --- rules of the user ----------------------------------------------------------------------------
 
 
 def _tripled(self: Any, input: Tensor) -> Tensor:
     return 3 * nn.GELU.forward(self, input)
 
 
-def test_a_rule_of_the_users_comes_first() -> None:
+def test_rule_of_the_user_has_precedence() -> None:
     rule = Rule(name="triple", calls="nothing", methods={"forward": _tripled}, base=nn.GELU)
     model = nn.Sequential(nn.GELU(), nn.LayerNorm(4))
     x = torch.randn(2, 4)
@@ -544,7 +535,7 @@ def test_a_rule_of_the_users_comes_first() -> None:
 
 
 def test_base_without_a_known_method_is_not_matched() -> None:
-    """As in a release of its package from before or after the method."""
+    """The method may not exist in another release of the class's package."""
     base = "torch.nn.modules.activation.GELU"
     rule = Rule(name="other", methods={"forward": _tripled}, base=base, known=("forward", "other"))
     report = fusedops.fuse_model(nn.Sequential(nn.GELU()), rules=[rule])
@@ -559,11 +550,11 @@ def test_copy_of_a_model_with_a_rule_of_the_users_has_the_same_classes() -> None
     assert [type(module) for module in copied] == [type(module) for module in model]
 
 
-# --- forwards that are put in place later ---------------------------------------------------------
+# --- forwards that are replaced after fusing ------------------------------------------------------
 
 
 def _attention_of(spec_name: str) -> tuple[nn.Module, dict[str, Any], Any]:
-    """A fused model, its arguments, and one attention in it whose forward the model's own block does not replace."""
+    """Return a fused model, its arguments, and one of its attentions."""
     spec = next(spec for spec in SAMPLES if spec.name == spec_name)
     model, arguments = undropped(spec), inputs(spec)
     fusedops.fuse_model(model)
@@ -577,7 +568,7 @@ def _attention_of(spec_name: str) -> tuple[nn.Module, dict[str, Any], Any]:
     return model, arguments, next(m for m in model.modules() if type(m).__name__ in names)
 
 
-_ATTENTIVE = pytest.mark.parametrize(
+models_with_attention = pytest.mark.parametrize(
     "name",
     [
         s.name
@@ -587,11 +578,11 @@ _ATTENTIVE = pytest.mark.parametrize(
 )
 
 
-@_ATTENTIVE
-def test_a_forward_that_is_patched_after_fusing_is_called(
+@models_with_attention
+def test_class_forward_that_is_patched_after_fusing_is_called_until_the_patch_is_undone(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the class that the module was made of, as ever; and no longer when the patch is undone."""
+    """The forward is patched on the module's original class."""
     model, arguments, attention = _attention_of(name)
     calls: list[str] = []
     cls = type(attention).__mro__[1]
@@ -601,7 +592,8 @@ def test_a_forward_that_is_patched_after_fusing_is_called(
         calls.append(name)
         return original(self, *args, **kwargs)
 
-    # The module is called like one with hooks, and so adds its last bias itself.
+    # A patched module is called like one with hooks, and adds its last bias itself. For the same
+    # bits, the expected outputs come from modules with hooks.
     if name in ("gpt2", "vit"):
         handles = [
             m.register_forward_hook(lambda *_: None)
@@ -618,14 +610,14 @@ def test_a_forward_that_is_patched_after_fusing_is_called(
         result = outputs(model(**arguments))
     assert calls
     assert all(map(torch.equal, result, expected))
-    seen = len(calls)
+    calls.clear()
     model(**arguments)
-    assert len(calls) == seen
+    assert not calls
 
 
-@_ATTENTIVE
-def test_a_forward_on_top_of_a_fused_class_is_called(name: str) -> None:
-    """The forward is of a subclass that replaces the fused class, and calls super()."""
+@models_with_attention
+def test_forward_of_a_subclass_that_replaces_the_fused_class_is_called(name: str) -> None:
+    """The forward calls super()."""
     model, arguments, attention = _attention_of(name)
     expected = outputs(model(**arguments))
     calls: list[str] = []
@@ -637,22 +629,21 @@ def test_a_forward_on_top_of_a_fused_class_is_called(name: str) -> None:
     attention.__class__ = type(type(attention).__name__, (type(attention),), {"forward": forward})
     result = outputs(model(**arguments))
     assert calls == [name]
-    for y, e in zip(result, expected, strict=True):
-        torch.testing.assert_close(y, e, rtol=0, atol=1e-5 * float(e.detach().abs().max()))
+    for ours, theirs in zip(result, expected, strict=True):
+        atol = 1e-5 * float(theirs.detach().abs().max())
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
 
 
 # --- gate and up in one projection ----------------------------------------------------------------
 
 
-class _Packed(nn.Module):
-    """As Phi 3's MLP, by whose code the rule knows it."""
+class _PackedMLP(nn.Module):
+    """An MLP with the code of Phi 3's."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
-        self.gate_up_proj, self.down_proj = (
-            nn.Linear(12, 32, bias=False),
-            nn.Linear(16, 12, bias=False),
-        )
+        self.gate_up_proj = nn.Linear(12, 32, bias=False)
+        self.down_proj = nn.Linear(16, 12, bias=False)
         self.activation_fn = activation
 
     def forward(self, hidden_states: torch.FloatTensor) -> torch.FloatTensor:
@@ -669,11 +660,11 @@ class _Packed(nn.Module):
     [(nn.SiLU(), True), (nn.GELU(), True), (nn.Hardswish(), False)],
     ids=lambda value: type(value).__name__,
 )
-def test_a_packed_projection_has_one_gradient(
+def test_gradient_of_a_packed_projection_is_written_in_one_piece(
     activation: nn.Module, fused: bool, device: torch.device
 ) -> None:
-    """Backward joins no halves, and the gradients are the original's."""
-    model = _Packed(activation).to(device)
+    """The backward does not concatenate halves, and gradients are those of the original."""
+    model = _PackedMLP(activation).to(device)
     original = copy.deepcopy(model)
     assert fusedops.fuse_model(model).modules[0].rule == ("mlp" if fused else "")
     x, weights = torch.randn(5, 12, device=device), torch.randn(5, 12, device=device)
@@ -690,11 +681,9 @@ def test_a_packed_projection_has_one_gradient(
     ):
         (model(x) * weights).sum().backward()
     assert shapes == ([(5, 32)] if fused else [])
-    if fused and KERNEL_PATH:  # elsewhere PyTorch's operators are the operator
-        assert not {event.key for event in profile.key_averages()} & {
-            "aten::cat",
-            "aten::slice_backward",
-        }
+    if fused and KERNEL_PATH:  # without kernels the operator runs PyTorch's operators
+        operators = {event.key for event in profile.key_averages()}
+        assert not operators & {"aten::cat", "aten::slice_backward"}
     (original(x) * weights).sum().backward()
-    for a, b in zip(model.parameters(), original.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(model.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
