@@ -1,6 +1,7 @@
-"""Forwards written in many ways.
+"""Forwards that are written in many ways, and fused by their steps.
 
-Fused they compute what they did, call what they called, and join what can be joined.
+The tests check that fused modules have the same results, call the same modules, and fuse all steps
+that can be fused.
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ from forwards import CASES, Base, N, Returning
 from fusedops.models.parts import finished
 from zoo import counted
 
-# What is read is text, whatever the kernels; on a CPU a seed drops the same, fused or not.
+# Fusing reads source code, so the kernels make no difference. On a CPU a seed gives the same dropout
+# masks before and after fusing.
 pytestmark = pytest.mark.once
 DEVICE = torch.device("cpu")
 
-# fp64 has all of a result but for the last bits of sums in another order.
-_CLOSE = 1e-11
+# In fp64, sums in another order change only the last bits of results.
+_TOLERANCE = 1e-11
 
 
-# --- what they compute ----------------------------------------------------------------------------
+# --- models, and their results --------------------------------------------------------------------
 
 
-def _made(cls: type[Base], dtype: torch.dtype = torch.float64) -> Base:
+def _random_model(cls: type[Base], dtype: torch.dtype = torch.float64) -> Base:
+    """Return an instance with random parameters, the same in each call."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         model = cls()
@@ -40,35 +43,32 @@ def _made(cls: type[Base], dtype: torch.dtype = torch.float64) -> Base:
 
 
 def _rows(dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(2, 3, N, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(
-        DEVICE, dtype
-    )
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(2, 3, N, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
 
 
 def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in nested tuples and lists."""
     if isinstance(value, Tensor):
         return [value]
-    return (
-        [tensor for inner in value for tensor in _tensors(inner)]
-        if isinstance(value, (tuple, list))
-        else []
-    )
+    if isinstance(value, (tuple, list)):
+        return [tensor for inner in value for tensor in _tensors(inner)]
+    return []
 
 
 def _results(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Outputs and gradients, and a number that is drawn next."""
+    """Return outputs and gradients by name, their container, and the next random numbers."""
     torch.manual_seed(7)
     x = x.clone().requires_grad_()
     value = model(x)
     ys = _tensors(value)
     assert ys
     drawn = torch.rand(3, device=DEVICE)
-    results = {f"output {place}": y for place, y in enumerate(ys)}
-    weights = [
-        torch.randn(y.shape, generator=torch.Generator().manual_seed(place)).to(y)
-        for place, y in enumerate(ys)
-    ]
-    total = sum((y * w).sum() for y, w in zip(ys, weights, strict=True))
+    results = {f"output {index}": y for index, y in enumerate(ys)}
+    total: Any = 0
+    for index, y in enumerate(ys):
+        weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(index)).to(y)
+        total = total + (y * weight).sum()
     if total.requires_grad:
         leaves = {"x": x, **dict(model.named_parameters())}
         gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
@@ -80,16 +80,22 @@ def _results(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _same(found: dict[str, Tensor], expected: dict[str, Tensor], close: float = _CLOSE) -> None:
-    assert found.keys() == expected.keys()
+def _check_same(results: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Check that results have the same names, dtypes, and values up to rounding."""
+    assert results.keys() == expected.keys()
     for name, y in expected.items():
-        assert found[name].dtype == y.dtype, name
+        assert results[name].dtype == y.dtype, name
         torch.testing.assert_close(
-            found[name], y, rtol=close, atol=close, msg=lambda text, name=name: f"{name}: {text}"
+            results[name],
+            y,
+            rtol=_TOLERANCE,
+            atol=_TOLERANCE,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
 def _fused(model: Base, **options: Any) -> Base:
+    """Return a fused copy of a model."""
     model = copy.deepcopy(model)
     fusedops.fuse_model(model, **options)
     return model
@@ -99,82 +105,85 @@ case = pytest.mark.parametrize("name", CASES)
 
 
 def some(test: Any) -> Any:
-    """Marks a test whose property has one cause in all rewritten forwards: tests share these."""
+    """Share the forwards among tests: a fault in the rewriting shows in most of them."""
     return pytest.mark.shared("name", most=16)(case(test))
 
 
 @case
 @pytest.mark.parametrize("training", [True, False], ids=["training", ""])
-def test_values(name: str, training: bool) -> None:
-    """Outputs, gradients, and what is dropped, of a seed.
-
-    So in the other mode, and with the flags the other way.
-    """
-    model = _made(CASES[name][0]).train(training)
+def test_fused_forwards_have_the_results_of_the_originals(name: str, training: bool) -> None:
+    """Outputs, gradients and dropout masks agree, also if flags or the mode change after fusing."""
+    model = _random_model(CASES[name][0]).train(training)
     fused = _fused(model)
     for flag, mode in ((True, training), (False, training), (True, not training)):
         for each in (model, fused):
             each.train(mode)
             each.flag, each.other = flag, not flag
             each.seen.clear()
-        _same(_results(fused, _rows()), _results(model, _rows()))
-        for result, expected in zip(fused.seen, model.seen, strict=True):
-            assert all(
-                torch.equal(a, b) if isinstance(a, Tensor) else a == b
-                for a, b in zip(result, expected, strict=True)
-            )
+        _check_same(_results(fused, _rows()), _results(model, _rows()))
+        # `seen` has the values that a forward passed on, in its order of calls.
+        for values, expected_values in zip(fused.seen, model.seen, strict=True):
+            for value, expected in zip(values, expected_values, strict=True):
+                if isinstance(value, Tensor):
+                    assert torch.equal(value, expected)
+                else:
+                    assert value == expected
 
 
 @case
-def test_forwards_that_can_be_fused_are(name: str) -> None:
-    """Where a forward can be fused, it is."""
-    cls, calls = CASES[name]
-    fused = _made(cls).train()
+def test_fused_forwards_call_the_expected_operators(name: str) -> None:
+    """All steps that can be fused are."""
+    cls, expected_counts = CASES[name]
+    fused = _random_model(cls).train()
     fusedops.fuse_model(fused)
-    with counted() as result:
+    with counted() as counts:
         fused(_rows())
-    assert dict(result) == calls
+    assert dict(counts) == expected_counts
 
 
 @some
 @pytest.mark.parametrize("training", [True, False], ids=["training", ""])
-def test_what_is_left_to_a_block(name: str, training: bool) -> None:
-    """Finished by whoever takes it, it is what the module returns; all other outputs are there."""
-    model = _made(CASES[name][0]).train(training)
+def test_branch_and_its_omitted_last_steps_give_the_output_of_the_module(
+    name: str, training: bool
+) -> None:
+    """A block computes the last steps, which `finished` does here. Other outputs do not change."""
+    model = _random_model(CASES[name][0]).train(training)
     fused = _fused(model)
     if not hasattr(fused, "_fusedops_branch"):
         return
 
-    class Taking(nn.Module):
+    class Block(nn.Module):
         def forward(self, x: Tensor) -> Any:
-            end, others = fused._fusedops_branch(x)
-            return finished(end) if others is None else (finished(end), *others)
+            branch, others = fused._fusedops_branch(x)
+            y = finished(branch)
+            return y if others is None else (y, *others)
 
-    taking = Taking()
-    taking.inner = fused
-    result, expected = _results(taking, _rows()), _results(model, _rows())
-    _same({key.removeprefix("inner."): value for key, value in result.items()}, expected)
+    block = Block()
+    block.inner = fused
+    result, expected = _results(block, _rows()), _results(model, _rows())
+    _check_same({key.removeprefix("inner."): value for key, value in result.items()}, expected)
 
 
 def _run(model: Base) -> dict[str, Tensor] | type[Exception]:
+    """Return the results, or the type of the error that the model raises."""
     try:
         return _results(model, _rows())
     except Exception as error:  # noqa: BLE001, of any kind
         return type(error)
 
 
-def _alike(fused: Base, model: Base) -> None:
-    """The same results; or an error, if the module as it was raises one."""
+def _check_same_or_error(fused: Base, model: Base) -> None:
+    """Check that a fused model has the original's results, or raises an error if that does."""
     expected, result = _run(model), _run(fused)
     if isinstance(expected, dict):
         assert isinstance(result, dict), result
-        _same(result, expected)
+        _check_same(result, expected)
     else:
         assert isinstance(result, type), expected
 
 
 def _called(model: nn.Module, names: set[str] | None = None) -> list[str]:
-    """The names of modules as they are called, of these or of all."""
+    """Record the names of modules when they are called, by hooks on these or on all modules."""
     calls: list[str] = []
     for name, module in model.named_modules():
         if name and (names is None or name in names):
@@ -184,19 +193,19 @@ def _called(model: nn.Module, names: set[str] | None = None) -> list[str]:
 
 @some
 def test_hooks_are_called_in_the_original_order(name: str) -> None:
-    """Hooks on all modules are called in the same order, and results have the same bits."""
-    model = _made(CASES[name][0]).train()
+    """With hooks on all modules, results also have the same bits."""
+    model = _random_model(CASES[name][0]).train()
     fused = _fused(model)
-    calls = _called(model), _called(fused)
-    results = _results(model, _rows()), _results(fused, _rows())
-    assert calls[0] == calls[1]
-    assert results[0].keys() == results[1].keys()
-    for key, y in results[0].items():
-        assert torch.equal(results[1][key], y), key
+    calls, fused_calls = _called(model), _called(fused)
+    expected, results = _results(model, _rows()), _results(fused, _rows())
+    assert fused_calls == calls
+    assert results.keys() == expected.keys()
+    for key, y in expected.items():
+        assert torch.equal(results[key], y), key
 
 
-def _used(model: Base) -> list[str]:
-    """The children that a forward calls."""
+def _called_children(model: Base) -> list[str]:
+    """Return the names of the children that a forward calls."""
     other = copy.deepcopy(model)
     calls = _called(other)
     _results(other, _rows())
@@ -204,25 +213,25 @@ def _used(model: Base) -> list[str]:
 
 
 @some
-def test_one_hook(name: str) -> None:
-    """Whichever child has it: that is called as often as it was, and the rest is what it was."""
-    model = _made(CASES[name][0]).train()
-    for child in _used(model):
-        plain, fused = copy.deepcopy(model), _fused(model)
-        calls = _called(plain, {child}), _called(fused, {child})
-        _alike(fused, plain)
-        assert calls[0] == calls[1]
+def test_child_with_a_hook_is_called_as_often_as_in_the_original(name: str) -> None:
+    """Each child in turn has a hook. Results are those of the original."""
+    model = _random_model(CASES[name][0]).train()
+    for child in _called_children(model):
+        original, fused = copy.deepcopy(model), _fused(model)
+        calls, fused_calls = _called(original, {child}), _called(fused, {child})
+        _check_same_or_error(fused, original)
+        assert fused_calls == calls
 
 
-def test_a_dropout_by_mode_is_fused_in_eval_mode() -> None:
+def test_dropout_that_depends_on_the_mode_is_fused_also_in_evaluation_mode() -> None:
     """The mode may change after the module is fused."""
-    model = _made(CASES["functional_dropout_by_mode"][0])
+    model = _random_model(CASES["functional_dropout_by_mode"][0])
     model.fc = nn.Linear(N, N, bias=False).to(DEVICE, torch.float64)
     fused = _fused(model.eval()).train()
     with counted() as calls:
         fused(_rows())
     assert dict(calls) == {"bias_dropout_add": 1}
-    _same(_results(fused, _rows()), _results(model.train(), _rows()))
+    _check_same(_results(fused, _rows()), _results(model.train(), _rows()))
 
 
 class _Complex(nn.Module):
@@ -238,7 +247,8 @@ class _Complex(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Complex modules")
-def test_complex_numbers_are_left_to_pytorch() -> None:
+def test_fused_forward_takes_complex_numbers() -> None:
+    """PyTorch's operators compute them."""
     model = _Complex().to(DEVICE, torch.complex128)
     x = _rows().to(torch.complex128)
     expected = model(x)
@@ -246,20 +256,20 @@ def test_complex_numbers_are_left_to_pytorch() -> None:
     torch.testing.assert_close(model(x), expected)
 
 
-class _Twice(nn.Module):
-    """An adapter."""
+class _Adapter(nn.Module):
+    """Calls another module, and drops elements of its output."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
-        self.inner, self.more = inner, nn.Dropout(0.1)
+        self.inner, self.dropout = inner, nn.Dropout(0.1)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         y = self.inner(*args, **kwargs)
-        return self.more(y) if isinstance(y, Tensor) else y
+        return self.dropout(y) if isinstance(y, Tensor) else y
 
 
-class _Shifted(nn.Module):
-    """Changes what it is given."""
+class _OneColumn(nn.Module):
+    """Returns a tensor of another shape."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -268,11 +278,12 @@ class _Shifted(nn.Module):
         return x.mul(2.0)[..., :1]
 
 
-_REPLACED: dict[str, Callable[[nn.Module], Any]] = {
+# Functions from a child to a module in its place.
+_REPLACEMENTS: dict[str, Callable[[nn.Module], Any]] = {
     "none": lambda child: None,
     "identity": lambda child: nn.Identity(),
-    "adapter": _Twice,
-    "another shape": _Shifted,
+    "adapter": _Adapter,
+    "another shape": _OneColumn,
     "dropout": lambda child: nn.Dropout(0.4),
     "another activation": lambda child: nn.ReLU(inplace=True),
     "norm": lambda child: nn.LayerNorm(N).to(DEVICE, torch.float64),
@@ -280,51 +291,51 @@ _REPLACED: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def test_a_layer_that_is_gone() -> None:
-    """Layers that a forward does not reach may be missing."""
-    model = _made(CASES["conditional_sums"][0]).train()
+def test_layer_that_a_forward_does_not_reach_may_be_missing() -> None:
+    model = _random_model(CASES["conditional_sums"][0]).train()
     fused = _fused(model)
     del model.fc1, fused.fc1
-    _same(_results(fused, _rows()), _results(model, _rows()))
+    _check_same(_results(fused, _rows()), _results(model, _rows()))
 
 
 @some
-@pytest.mark.parametrize("how", _REPLACED)
-def test_replaced_children(name: str, how: str) -> None:
-    """After the model was fused: each child in turn, by something else."""
-    model = _made(CASES[name][0]).train()
-    for child in _used(model):
-        plain, fused = copy.deepcopy(model), _fused(model)
-        for each in (plain, fused):
+@pytest.mark.parametrize("replacement", _REPLACEMENTS)
+def test_children_that_are_replaced_after_fusing_are_called(name: str, replacement: str) -> None:
+    """Each child in turn is replaced. Results are those of the original with the same change."""
+    model = _random_model(CASES[name][0]).train()
+    for child in _called_children(model):
+        original, fused = copy.deepcopy(model), _fused(model)
+        for each in (original, fused):
             with torch.random.fork_rng():
                 torch.manual_seed(9)
-                setattr(each, child, _REPLACED[how](getattr(each, child)))
-        _alike(fused, plain)
+                setattr(each, child, _REPLACEMENTS[replacement](getattr(each, child)))
+        _check_same_or_error(fused, original)
 
 
 @some
-def test_excluded_children(name: str) -> None:
-    """Each child in turn is left, and the rest is what it was."""
-    model = _made(CASES[name][0]).train()
-    for child in _used(model):
+def test_excluded_children_keep_their_class(name: str) -> None:
+    """Each child in turn is excluded. Results are those of the original."""
+    model = _random_model(CASES[name][0]).train()
+    for child in _called_children(model):
         fused = _fused(model, exclude=[child])
         assert type(getattr(fused, child)) is type(getattr(model, child))
-        _alike(fused, copy.deepcopy(model))
+        _check_same_or_error(fused, copy.deepcopy(model))
 
 
 @some
-def test_autocast(name: str) -> None:
-    """The same dtypes, and the same numbers but for roundings."""
-    model = _made(CASES[name][0], torch.float32).eval()
+def test_fused_forwards_have_the_dtypes_and_values_of_the_originals_under_autocast(
+    name: str,
+) -> None:
+    model = _random_model(CASES[name][0], torch.float32).eval()
     fused = _fused(model)
-    results = []
-    for each in (model, fused):
-        with torch.autocast(DEVICE.type, torch.bfloat16):
-            results.append(_results(each, _rows(torch.float32)))
-    assert results[0].keys() == results[1].keys()
-    for key, y in results[0].items():
-        assert results[1][key].dtype == y.dtype, key
-        assert (results[1][key].float() - y.float()).norm() <= 0.05 * y.float().norm() + 0.05, key
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        expected = _results(model, _rows(torch.float32))
+        results = _results(fused, _rows(torch.float32))
+    assert results.keys() == expected.keys()
+    for key, y in expected.items():
+        assert results[key].dtype == y.dtype, key
+        difference = (results[key].float() - y.float()).norm()
+        assert difference <= 0.05 * y.float().norm() + 0.05, key
 
 
 _COMPILED = (
@@ -343,9 +354,9 @@ _COMPILED = (
 )
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_forward_has_the_same_values(name: str) -> None:
-    model = _made(CASES[name][0]).eval()
+    model = _random_model(CASES[name][0]).eval()
     expected, result = (
         _results(torch.compile(each, backend="aot_eager"), _rows())
         for each in (model, _fused(model))
     )
-    _same(result, expected)
+    _check_same(result, expected)
