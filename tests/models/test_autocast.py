@@ -491,10 +491,9 @@ def test_compiled_model_under_autocast_is_one_graph(spec: ModelSpec, device: tor
     with torch.autocast(device.type, LOW):
         expected = outputs(model(**arguments))
         result = outputs(torch.compile(model, backend="eager", fullgraph=True)(**arguments))
-    for a, b in zip(expected, result, strict=True):
-        torch.testing.assert_close(
-            b, a, rtol=0, atol=8 * unit_roundoff(LOW) * float(a.detach().abs().max())
-        )
+    for eager, compiled in zip(expected, result, strict=True):
+        atol = 8 * unit_roundoff(LOW) * float(eager.detach().abs().max())
+        torch.testing.assert_close(compiled, eager, rtol=0, atol=atol)
 
 
 def test_low_dtype_requires_that_all_consumers_are_linear_layers(device: torch.device) -> None:
