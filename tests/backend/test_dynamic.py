@@ -214,7 +214,7 @@ def test_number_of_rows_that_depends_on_a_ratio_is_a_constant() -> None:
 
 
 def test_number_of_rows_that_the_caller_passes_is_not_a_constant() -> None:
-    """One graph serves all values, also if a guard computes a dimension from the argument."""
+    """One graph serves all its values, although a guard relates it to a dimension."""
     weight = nn.Parameter(randn(24))
 
     def function(x: Tensor, n: int) -> Tensor:

@@ -107,7 +107,7 @@ def test_product_that_is_only_detached_has_no_gradient() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_values_that_attention_saves_are_copied_out_of_a_joint_product(bias: bool) -> None:
-    """As views they would keep queries and keys in memory, which nothing else saves."""
+    """As views of the joint product they would keep queries and keys in memory, too."""
     layers = nn.ModuleList([nn.Linear(16, 16, bias=bias) for _ in range(3)]).to(DEVICE)
 
     def function(x: Tensor) -> Tensor:
@@ -282,7 +282,7 @@ def test_gradients_of_small_tables_are_products(dtype: torch.dtype) -> None:
 
 
 def test_products_under_no_grad_or_of_changed_weights_are_not_joined() -> None:
-    """Neither are products whose biases have one element."""
+    """Products whose biases have one element are not joined either."""
 
     def function(
         x: Tensor, w1: Tensor, w2: Tensor, frozen: Tensor, bias: Tensor

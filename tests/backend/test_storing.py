@@ -222,7 +222,7 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 def test_path_depends_on_all_that_decides_the_compiled_graph() -> None:
-    """Two calls that are alike have one path, and each difference has another."""
+    """Two equal calls have one path, and every difference gives another path."""
     own_path = _path()
     assert own_path is not None
     assert own_path == _path()

@@ -373,7 +373,7 @@ _QUERIES: dict[str, Callable[[Any], object]] = {
 def test_layers_of_a_cross_attention_are_cast_without_a_changed_query(
     change: Callable[[Any], object],
 ) -> None:
-    """In a self-attention, nothing is cast then."""
+    """With such a query, the last layer of a self-attention is not cast."""
     module = _Attention()
     change(module)
     with making_kernels():

@@ -151,7 +151,7 @@ def _name(source: str) -> str:
 )
 @each_kind
 def test_guards_of_a_fused_model_check_no_more_modules(spec: ModelSpec) -> None:
-    """Before a step, they check the modules that those of the original check.
+    """Before a step, they check the same modules as the guards of the original model.
 
     Blocks, and the modules around them, are an exception: Transformers looks up an attribute of
     the class of a block that may be checkpointed.

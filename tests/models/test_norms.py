@@ -94,7 +94,7 @@ class GemmaNorm(MetaNorm):
 
 
 class WithoutScale(MetaNorm):
-    """Like Gemma 3n's norm, an attribute decides whether the weight is used."""
+    """A norm like Gemma 3n's, in which an attribute decides whether the weight is used."""
 
     def __init__(self, with_scale: bool = False) -> None:
         super().__init__()
@@ -391,7 +391,7 @@ class WeightFirst(_Norm):
 
 
 class WeightRoundedFirst(_Norm):
-    """Rounds the weight to a dtype that is not the weight's, and has too few bits."""
+    """A norm that rounds the weight to bf16, also if the weight is fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()

@@ -85,7 +85,7 @@ def test_packing_saves_products_in_forward_and_backward(
 def test_layers_are_packed_only_under_autocast_and_in_training_mode(
     spec: ModelSpec, device: torch.device
 ) -> None:
-    """Otherwise the weights would not be copied without packing either.
+    """Autocast copies weights anyway; otherwise packing would be the only reason for copies.
 
     It does not matter whether gradients are recorded.
     """
@@ -314,7 +314,7 @@ def test_packed_layers_return_autocasts_dtype(low: torch.dtype) -> None:
 
 
 def test_layers_are_not_packed_under_autocast_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without packing, no weight would be copied."""
+    """Packing would be the only reason to copy weights."""
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.float32)
     assert not _packed_layers(_Three())
 

@@ -121,7 +121,7 @@ def test_fused_forwards_have_the_results_of_the_originals(name: str, training: b
             each.flag, each.other = flag, not flag
             each.seen.clear()
         _check_same(_results(fused, _rows()), _results(model, _rows()))
-        # `seen` has the values that a forward passed on, in its order of calls.
+        # `seen` has the values that a forward recorded as a side effect, in order.
         for values, expected_values in zip(fused.seen, model.seen, strict=True):
             for value, expected in zip(values, expected_values, strict=True):
                 if isinstance(value, Tensor):
