@@ -178,7 +178,7 @@ _FUSED: tuple[tuple[Any, Any], ...] = (
     (GemmaNorm, ("rms", "once", 1.0, "eps", "weight", None, "x", False)),
     (WithoutScale, ("rms", "once", 0.0, "eps", None, None, "x", False)),
     (
-        functools.partial(WithoutScale, True),
+        functools.partial(WithoutScale, with_scale=True),
         ("rms", "once", 0.0, "eps", "weight", None, "x", False),
     ),
     (PowerAttribute, ("rms", "once", 0.0, "eps", None, None, "x", False)),
@@ -733,8 +733,8 @@ def test_probe_runs_once_for_each_class_size_and_configuration() -> None:
     for model, runs in (
         (nn.Sequential(*[MetaNorm(eps=1e-6) for _ in range(50)]), 1),
         (nn.Sequential(*[MetaNorm(16) for _ in range(5)]), 2),
-        (WithoutScale(True), 3),
-        (WithoutScale(False), 5),  # without a weight, of two sizes in one run
+        (WithoutScale(with_scale=True), 3),
+        (WithoutScale(with_scale=False), 5),  # without a weight, of two sizes in one run
     ):
         assert fusedops.fuse_model(model)
         assert forms._fitted.cache_info().misses <= runs
@@ -788,13 +788,15 @@ def test_fused_sum_and_norm_equal_the_sum_and_then_the_norm() -> None:
             fused = copy.deepcopy(module).to(weight_dtype)
             x, residual = torch.randn(2, 8, _N).to(rows_dtype)
             branch = Branch(x)
-            y, z = fused._fusedops_add_norm(branch, residual, True, None)
+            y, z = fused._fusedops_add_norm(branch, residual, return_sum=True, low=None)
             torch.testing.assert_close(z, x + residual)
             torch.testing.assert_close(y, fused(z), rtol=0.02, atol=1e-3)
             for low in (torch.bfloat16, torch.float16):
-                low_y = fused._fusedops_add_norm(branch, residual, False, low)
+                low_y = fused._fusedops_add_norm(branch, residual, return_sum=False, low=low)
                 assert low_y.dtype == (low if y.dtype == torch.float32 else y.dtype)
-                result = fused._fusedops_add_norm(branch, residual, False, low, with_cast=True)
+                result = fused._fusedops_add_norm(
+                    branch, residual, return_sum=False, low=low, with_cast=True
+                )
                 # There is one tensor if the output and its copy have the same dtype.
                 output, low_copy = result if isinstance(result, tuple) else (result, result)
                 assert output.dtype == y.dtype
