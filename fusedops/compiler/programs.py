@@ -322,7 +322,10 @@ class Programs:
 
     def _why_depends_on_rows(self, call: _Call, structure: Structure) -> str:
         """Return why the structure differs for other numbers of rows; "" if it does not."""
-        reasons = (self._why_differs(call, structure, sizes) for sizes in _other_rows(structure))
+        others = _other_rows(structure)
+        if not others:
+            return "its rows have too many dimensions for traces of other sizes; flatten some"
+        reasons = (self._why_differs(call, structure, sizes) for sizes in others)
         return next(filter(None, reasons), "")
 
     def _why_differs(self, call: _Call, structure: Structure, sizes: Mapping[int, int]) -> str:
@@ -516,14 +519,18 @@ def _other_rows(structure: Structure) -> list[dict[int, int]]:
         trace 2    prime  large  one
         trace 3    large  one    prime
 
+    There are none, and the result is empty, where axes are more than numbers of each kind.
+
     Axes whose index the function reads get another small prime in place of one, since the index of
     a single row is the constant 0. It is one of the last primes in the list, and so differs from
     those of ``few``, which are the first.
     """
     axes = sorted(dynamic_axes(structure))
-    few = _primes(structure, _FEW)
+    few, many = _primes(structure, _FEW), _divisible(structure, _MANY)
+    if len(axes) > min(len(few), len(many)):
+        return []
     ones = [few[-i - 1] if axis in structure.indexed else 1 for i, axis in enumerate(axes)]
-    choices = (ones, few, _divisible(structure, _MANY))
+    choices = (ones, few, many)
 
     def sizes(turn: int) -> dict[int, int]:
         return {axis: choices[(i + turn) % 3][i] for i, axis in enumerate(axes)}

@@ -744,3 +744,11 @@ def test_file_that_was_changed_since_is_no_reason(
     path.write_text(now * 3)
     linecache.checkcache()
     assert "def forward_kernel(" in fusedops.rowwise(doubled).source(torch.randn(4, 8))
+
+
+@kernels
+def test_more_dimensions_of_rows_than_have_sizes_of_their_own() -> None:
+    """Axes of equal size could stand for one another unseen."""
+    softmax = fusedops.rowwise(lambda x: torch.softmax(x, -1), strict=True)
+    with pytest.raises(fusedops.NotRowwiseError, match=r"too many dimensions.*flatten some"):
+        softmax(randn(*[2] * 12, 8))
