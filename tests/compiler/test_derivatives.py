@@ -1,4 +1,4 @@
-"""`fusedops.rowwise`: derivatives at corners and of higher order, and operators one by one."""
+"""`fusedops.rowwise`: first and higher derivatives, special inputs, and single operators."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ def test_second_derivatives(sample: RowwiseFunction) -> None:
     tensors = sample.tensors(torch.float32, DEVICE)
     names = sample.floating()
 
-    def twice(function: Callable[..., Any], given: dict[str, Tensor]) -> list[Tensor]:
-        leaves = {name: t.detach().requires_grad_(name in names) for name, t in given.items()}
+    def second(function: Callable[..., Any], inputs: dict[str, Tensor]) -> list[Tensor]:
+        leaves = {name: t.detach().requires_grad_(name in names) for name, t in inputs.items()}
         outputs = as_tuple(function(*leaves.values()))
-        inner = [leaves[name] for name in names]
+        floating = [leaves[name] for name in names]
         cotangents = [c.requires_grad_() for c in cotangents_of(outputs)]
-        grads = torch.autograd.grad(outputs, inner, cotangents, create_graph=True)
-        again = torch.autograd.grad(
-            grads, [*inner, *cotangents], cotangents_of(grads), allow_unused=True
-        )
+        grads = torch.autograd.grad(outputs, floating, cotangents, create_graph=True)
+        variables = [*floating, *cotangents]
+        derivatives = torch.autograd.grad(grads, variables, cotangents_of(grads), allow_unused=True)
         return [
-            torch.zeros_like(t) if g is None else g
-            for g, t in zip(again, [*inner, *cotangents], strict=True)
+            torch.zeros_like(variable) if derivative is None else derivative
+            for derivative, variable in zip(derivatives, variables, strict=True)
         ]
 
     with fixed_draw():
-        got = twice(rowwise(sample), tensors)
+        got = second(rowwise(sample), tensors)
     with masks(sample):
-        exact = twice(sample.function, wide(tensors))
+        exact = second(sample.function, wide(tensors))
     with masks(sample):
-        eager = twice(sample.function, tensors)
-    for number, (a, b, c) in enumerate(zip(got, exact, eager, strict=True)):
-        assert_as_good(a, b, [c], f"{sample.name}: second derivative {number}", 64.0)
+        eager = second(sample.function, tensors)
+    for number, (actual, expected, native) in enumerate(zip(got, exact, eager, strict=True)):
+        what = f"{sample.name}: second derivative {number}"
+        assert_as_good(actual, expected, [native], what, units=64.0)
 
 
 @kernels
@@ -75,19 +75,22 @@ def test_second_derivatives(sample: RowwiseFunction) -> None:
         for names in subsets(sample.floating())
     ],
 )
-def test_some_gradients(sample: RowwiseFunction, names: tuple[str, ...]) -> None:
+def test_gradients_of_some_inputs(sample: RowwiseFunction, names: tuple[str, ...]) -> None:
     check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE), names)
 
 
 @kernels
 @of("gated_residual_norm", "gate_and_residual")
 @pytest.mark.parametrize("used", [0, 1])
-def test_one_output_unused(sample: RowwiseFunction, used: int) -> None:
+def test_one_of_two_outputs_unused(sample: RowwiseFunction, used: int) -> None:
     function = rowwise(sample)
-    one = RowwiseFunction(sample.name, lambda *args: sample.function(*args)[used], sample.shapes)
-    # The residual stream depends on these two alone, not on the norm after it.
-    names = ["x", "residual"] if used else None
-    check(one, lambda *args: function(*args)[used], sample.tensors(torch.float32, DEVICE), names)
+    of_one_output = RowwiseFunction(
+        sample.name, lambda *args: sample.function(*args)[used], sample.shapes
+    )
+    # The second output, the residual stream, depends only on these inputs.
+    names = ["x", "residual"] if used == 1 else None
+    tensors = sample.tensors(torch.float32, DEVICE)
+    check(of_one_output, lambda *args: function(*args)[used], tensors, names)
 
 
 @kernels
@@ -103,40 +106,38 @@ def test_output_that_is_the_same_for_a_whole_row() -> None:
 
 @kernels
 def test_gradient_of_fp64_that_is_summed_over_the_middle_rows() -> None:
-    """It is written whole, in fp64 too, and then summed."""
+    """The kernel writes it for each row, in fp64 like its input; then it is summed."""
     generator = torch.Generator().manual_seed(0)
-    x, shift, along = (
+    x, shift, cotangent = (
         torch.randn(shape, dtype=torch.float64, generator=generator).to(DEVICE)
         for shape in ((3, 4, 32), (3, 1, 32), (3, 4, 32))
     )
     shift.requires_grad_()
     function = fusedops.rowwise(lambda x, shift: x * (1 + shift), strict=True)
-    (result,) = torch.autograd.grad(function(x, shift), shift, along)
-    torch.testing.assert_close(result, (along * x).sum(1, keepdim=True), rtol=1e-13, atol=1e-13)
+    (result,) = torch.autograd.grad(function(x, shift), shift, cotangent)
+    torch.testing.assert_close(result, (cotangent * x).sum(1, keepdim=True), rtol=1e-13, atol=1e-13)
 
 
 @kernels
-@pytest.mark.parametrize("which", ["stack", "cat", "transpose"])
-def test_outputs_whose_rows_are_not_outermost(which: str) -> None:
+@pytest.mark.parametrize("case", ["stack", "cat", "transpose"])
+def test_outputs_whose_rows_are_not_outermost(case: str) -> None:
+    """The function is fused correctly, or refused."""
     functions: dict[str, Callable[..., Any]] = {
         "stack": lambda x, y: torch.stack((x, x * y), 0),
         "cat": lambda x, y: torch.cat((x, x * y), 0),
         "transpose": lambda x, y: (x * y).mT,
     }
-    sample = RowwiseFunction(
-        which, functions[which], lambda rows: {"x": (rows, 24), "y": (rows, 24)}
-    )
+    sample = RowwiseFunction(case, functions[case], lambda rows: {"x": (rows, 24), "y": (rows, 24)})
     try:
         function = rowwise(sample)
         check(sample, function, sample.tensors(torch.float32, DEVICE))
     except fusedops.NotRowwiseError as error:
-        # It may be refused, but not be wrong.
-        assert which[:4] in str(error) or "rows" in str(error)  # noqa: PT017
+        assert case[:4] in str(error) or "rows" in str(error)  # noqa: PT017
 
 
 @kernels
-def test_heads_transposed() -> None:
-    """The heads are those of attention: the output's rows are in another order."""
+def test_transposed_heads_of_attention() -> None:
+    """The rows of the output are in another order than those of the input."""
 
     def function(x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weight, 1e-6).transpose(1, 2)
@@ -148,8 +149,8 @@ def test_heads_transposed() -> None:
 
 
 @kernels
-def test_output_is_of_the_returned_sum() -> None:
-    """It is of the returned, rounded numbers, which the backward and the next layer read."""
+def test_output_is_computed_from_the_rounded_sum() -> None:
+    """The returned sum is rounded to bf16. The backward and the next layer read it, too."""
 
     def function(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         z = x * 3.0 + residual
@@ -163,8 +164,8 @@ def test_output_is_of_the_returned_sum() -> None:
 
 @kernels
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_ignored_class(smoothing: float) -> None:
-    """One that is a column, too: its rows have neither loss nor gradient."""
+def test_rows_of_an_ignored_class_have_no_loss_and_no_gradient(smoothing: float) -> None:
+    """The ignored index is also the index of a column."""
 
     def function(logits: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(
@@ -182,32 +183,32 @@ def test_ignored_class(smoothing: float) -> None:
 
 
 @kernels
-@pytest.mark.parametrize("inside", ["detach", "no_grad"])
-def test_what_has_no_gradient_in_the_function(inside: str) -> None:
+@pytest.mark.parametrize("case", ["detach", "no_grad"])
+def test_factor_without_a_gradient(case: str) -> None:
+    """The function is fused correctly, or refused."""
+
     def detached(x: Tensor) -> Tensor:
         return x * x.exp().detach()
 
-    def without(x: Tensor) -> Tensor:
+    def under_no_grad(x: Tensor) -> Tensor:
         with torch.no_grad():
             factor = x.exp()
         return x * factor
 
-    function = detached if inside == "detach" else without
-    sample = RowwiseFunction(inside, function, lambda rows: {"x": (rows, 24)})
+    function = detached if case == "detach" else under_no_grad
+    sample = RowwiseFunction(case, function, lambda rows: {"x": (rows, 24)})
     try:
         check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
     except fusedops.NotRowwiseError as error:
-        assert inside in str(error)  # noqa: PT017 - it may be refused, but not be wrong
+        assert case in str(error)  # noqa: PT017
 
 
 @kernels
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_inputs_without_a_gradient_have_none(compiled: bool, fresh_dynamo: None) -> None:
-    """The differentiated output does not depend on them, or they are only detached or compared.
+    """The gradient is None, as in PyTorch, for inputs that are only detached or compared.
 
-    None, as in PyTorch.
-
-    Not where it is zero whatever the numbers are.
+    So it is for inputs on which no differentiated output depends. For `sign` it is zero, not None.
     """
 
     def function(
@@ -218,19 +219,15 @@ def test_inputs_without_a_gradient_have_none(compiled: bool, fresh_dynamo: None)
         y = torch.where(x > compared, x * w, detached.detach() * x) + signs.sign()
         return y, x * other, largest, detached.detach() * x.detach()
 
-    made: Any = fusedops.rowwise(function, strict=True)
-    made = torch.compile(made, backend="aot_eager") if compiled else made
+    fused: Any = fusedops.rowwise(function, strict=True)
+    if compiled:
+        fused = torch.compile(fused, backend="aot_eager")
     leaves = [randn(5, 24).requires_grad_(), *[randn(24).requires_grad_() for _ in range(5)]]
-    outs, eager = made(*leaves), function(*leaves)
-    assert (
-        [out.requires_grad for out in outs]
-        == [out.requires_grad for out in eager]
-        == [True, True, False, False]
-    )
-    assert [
-        out.requires_grad
-        for out in made(leaves[0].detach(), leaves[1], *[t.detach() for t in leaves[2:]])
-    ] == [True, False, False, False]
+    outs, eager = fused(*leaves), function(*leaves)
+    assert [out.requires_grad for out in outs] == [True, True, False, False]
+    assert [out.requires_grad for out in eager] == [True, True, False, False]
+    w_alone = [t if t is leaves[1] else t.detach() for t in leaves]
+    assert [out.requires_grad for out in fused(*w_alone)] == [True, False, False, False]
     # A graph of torch.compile has zeros where only some of its outputs are differentiated.
     for used in ((0, 1),) if compiled else ((0,), (1,), (0, 1)):
         got, want = (
@@ -243,10 +240,10 @@ def test_inputs_without_a_gradient_have_none(compiled: bool, fresh_dynamo: None)
             )
             for result in (outs, eager)
         )
-        assert [g is None for g in got] == [g is None for g in want]
-        for a, b in zip(got, want, strict=True):
-            if a is not None and b is not None:
-                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        assert [grad is None for grad in got] == [grad is None for grad in want]
+        for result, value in zip(got, want, strict=True):
+            if result is not None:
+                torch.testing.assert_close(result, value, rtol=1e-4, atol=1e-4)
 
 
 @kernels
@@ -256,26 +253,31 @@ def test_batched_gradients(name: str) -> None:
         return getattr(F, name)(x * w) * w
 
     x, w = randn(3, 8).double().requires_grad_(), randn(8).double().requires_grad_()
-    many = randn(4, 3, 8).double()
+    cotangents = randn(4, 3, 8).double()
 
     def results(function: Callable[..., Any]) -> list[Tensor]:
         y = function(x, w)
-        once = torch.autograd.grad(y, (x, w), many, is_grads_batched=True, retain_graph=True)
-        mapped = torch.func.vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True)[0])(many)
+        batched = torch.autograd.grad(
+            y, (x, w), cotangents, is_grads_batched=True, retain_graph=True
+        )
+        mapped = torch.func.vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True)[0])(
+            cotangents
+        )
         jacobian = torch.autograd.functional.jacobian(function, (x, w), vectorize=True)
         hessian = torch.autograd.functional.hessian(
             lambda x: function(x, w).sum(), x, vectorize=True
         )
-        return [*once, mapped, *jacobian, hessian]
+        return [*batched, mapped, *jacobian, hessian]
 
-    # Some tens of roundings in fp64 of numbers of this size.
+    # The tolerance is some tens of roundings in fp64, for numbers of about one.
     for got, want in zip(
         results(fusedops.rowwise(function, strict=True)), results(function), strict=True
     ):
         torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
 
 
-# At these inputs PyTorch's derivatives are conventions, or need more than a formula.
+# Functions, and a kind of input at which the derivative is a convention of PyTorch or at which the
+# plain formula of the derivative fails.
 _EDGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "clamp": (lambda x: x.clamp(min=0.0), "zeros"),
     "clamp_between": (lambda x: torch.clamp(x, 0.0, 1.0), "zeros"),
@@ -308,17 +310,15 @@ _EDGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 @kernels
 @pytest.mark.parametrize("case", _EDGES)
 def test_derivatives_at_edges(case: str) -> None:
-    inner, edge = _EDGES[case]
-    x = RowwiseFunction(case, inner, lambda rows: {"x": (rows, 24)}).tensors(torch.float32, DEVICE)[
-        "x"
-    ]
+    function, edge = _EDGES[case]
+    sample = RowwiseFunction(case, function, lambda rows: {"x": (rows, 24)})
+    x = sample.tensors(torch.float32, DEVICE)["x"]
     if edge == "zeros":
         x[:, 3:9] = 0.0
     elif edge == "zero row":
         x[1] = 0.0
     else:
         x[:, 3:6] = 2.5
-    sample = RowwiseFunction(case, inner, lambda rows: {"x": (rows, 24)})
     check(sample, rowwise(sample), {"x": x})
 
 
@@ -327,7 +327,8 @@ def test_derivatives_at_edges(case: str) -> None:
 @pytest.mark.parametrize(
     "case", ["fmax", "fmin", "maximum", "relu", "clamp", "amax", "softmax", "logsumexp", "where"]
 )
-def test_not_a_number_spreads_as_in_pytorch(case: str, value: float) -> None:
+def test_nan_and_infinity_propagate_as_in_pytorch(case: str, value: float) -> None:
+    """The function is fused correctly, or refused."""
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "fmax": lambda x: torch.fmax(x, torch.zeros_like(x)),
         "fmin": lambda x: torch.fmin(x, torch.zeros_like(x)),
@@ -343,13 +344,13 @@ def test_not_a_number_spreads_as_in_pytorch(case: str, value: float) -> None:
     x[1, 3], x[2] = value, value
     fused = fusedops.rowwise(functions[case])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it may be refused, but not be wrong
+        warnings.simplefilter("ignore")  # of a refusal
         got = fused(x)
     torch.testing.assert_close(got, functions[case](x), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @kernels
-def test_limits_that_are_no_numbers() -> None:
+def test_clamp_by_limits_that_are_nan() -> None:
     def function(x: Tensor, low: Tensor) -> Tensor:
         return torch.clamp(torch.clamp(x, min=low), max=x.mean(-1, keepdim=True)) * 2
 
@@ -363,8 +364,8 @@ def test_limits_that_are_no_numbers() -> None:
 
 @kernels
 @pytest.mark.parametrize("correction", [24, 25])
-def test_variance_of_no_freedom(correction: int) -> None:
-    """Infinite, and not a number where all elements are the same."""
+def test_variance_without_degrees_of_freedom(correction: int) -> None:
+    """It is infinite, and NaN where all elements of a row are equal."""
     x = randn(5, 24)
     x[2] = 1.5
     for function in (torch.var, torch.std):
@@ -425,17 +426,17 @@ _POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
         [part * (i + 1) for i, part in enumerate(x.chunk(3, -1))], -1
     ).softmax(-1),
 }
-# PyTorch's table says how these decompose, so they are no reason to refuse a function.
+# PyTorch has decompositions of these, so a function that calls them must not be refused.
 _COVERED = frozenset(_POINTWISE) - {"remainder", "base", "exp2", "std_mean"}
 
 
 @kernels
 @pytest.mark.parametrize("name", _POINTWISE)
 def test_operators_have_pytorchs_derivatives(name: str) -> None:
-    inner = _POINTWISE[name]
+    operator = _POINTWISE[name]
 
-    def function(x: Tensor) -> Tensor:  # builtins have no signature
-        return inner(x)
+    def function(x: Tensor) -> Tensor:  # has a signature, unlike a builtin
+        return operator(x)
 
     sample = RowwiseFunction(name, function, lambda rows: {"x": (rows, 24)})
     tensors = sample.tensors(torch.float32, DEVICE)
@@ -447,25 +448,27 @@ def test_operators_have_pytorchs_derivatives(name: str) -> None:
 
 @kernels
 @pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("which", ["sign", "floor", "a vector", "a part"])
-def test_gradients_that_are_zero_whatever_the_numbers(which: str, batched: bool) -> None:
-    """In PyTorch's operators as by kernels, for second derivatives and batches; not None."""
+@pytest.mark.parametrize("case", ["sign", "floor", "a vector", "a part"])
+def test_gradients_of_step_functions_are_zero(case: str, batched: bool) -> None:
+    """They are zero, not None: in kernels, and in PyTorch's operators, which batches run."""
     function: Callable[[Tensor, Tensor], Tensor] = {
         "sign": lambda x, w: x.sign() + w.sign(),
         "floor": lambda x, w: (x * w).floor().sum(-1),
         "a vector": lambda x, w: x * w.sign(),
         "a part": lambda x, w: x.chunk(2, -1)[0].ceil() * w.chunk(2, -1)[1],
-    }[which]
+    }[case]
     tensors = [randn(3, 8).requires_grad_(), randn(8).requires_grad_()]
-    firsts = []
-    for one in (fusedops.rowwise(function, strict=True), function):
-        out = one(*tensors)
-        seed = torch.ones(2, *out.shape, device=DEVICE) if batched else torch.ones_like(out)
-        firsts.append(
-            torch.autograd.grad(out, tensors, seed, create_graph=True, is_grads_batched=batched)
+
+    def gradients(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        out = function(*tensors)
+        cotangent = torch.ones(2, *out.shape, device=DEVICE) if batched else torch.ones_like(out)
+        return torch.autograd.grad(
+            out, tensors, cotangent, create_graph=True, is_grads_batched=batched
         )
-    for got, want in zip(*firsts, strict=True):
-        torch.testing.assert_close(got, want)
+
+    got, want = gradients(fusedops.rowwise(function, strict=True)), gradients(function)
+    for result, value in zip(got, want, strict=True):
+        torch.testing.assert_close(result, value)
 
 
 @kernels
@@ -501,10 +504,13 @@ def test_second_derivatives_of_a_part_of_a_row(case: str) -> None:
 @pytest.mark.parametrize(
     "change", [lambda y, v: y.clamp_(-0.5, 0.5), lambda y, v: y.copy_(v)], ids=["clamp", "copy"]
 )
-def test_second_derivatives_of_what_is_changed_without_a_gradient(
+def test_second_derivatives_of_a_value_that_is_changed_without_a_gradient(
     change: Callable[..., Tensor], batched: bool
 ) -> None:
-    """They are those of what was there before, of which nothing may be left to compute the first ones of."""
+    """PyTorch differentiates as if the change had not happened, but with the new values.
+
+    The values from before the change may not be saved.
+    """
 
     def function(x: Tensor, v: Tensor) -> Tensor:
         y = x * 1.0
@@ -515,17 +521,16 @@ def test_second_derivatives_of_what_is_changed_without_a_gradient(
     def second(of: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
         leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
         grads = torch.autograd.grad(of(*leaves), leaves, cotangents[0].to(dtype), create_graph=True)
-        along = [
-            c.to(dtype) if batched else c[0].to(dtype) for c in (cotangents[1:3], cotangents[3:])
-        ]
-        return torch.autograd.grad(grads, leaves, along, is_grads_batched=batched)
+        batches = [cotangents[1:3].to(dtype), cotangents[3:].to(dtype)]
+        of_grads = batches if batched else [batch[0] for batch in batches]
+        return torch.autograd.grad(grads, leaves, of_grads, is_grads_batched=batched)
 
     inputs, cotangents = [randn(3, 24) for _ in range(2)], randn(5, 3, 24)
     exact, eager = [second(function, dtype) for dtype in (torch.float64, torch.float32)]
-    for got, want, like in zip(
+    for got, want, native in zip(
         second(fusedops.rowwise(function, strict=True), torch.float32), exact, eager, strict=True
     ):
-        assert_as_good(got, want, [like], "a second derivative")
+        assert_as_good(got, want, [native], "a second derivative")
 
 
 def _clamped(x: Tensor) -> Tensor:
@@ -559,12 +564,13 @@ def test_third_derivatives(function: Callable[[Tensor], Tensor]) -> None:
             (result,) = torch.autograd.grad(result, x, cotangent, create_graph=True)
         return result
 
+    expected = third(function)
     assert_as_good(
         third(fusedops.rowwise(function, strict=True)),
-        third(function),
-        [third(function)],
+        expected,
+        [expected],
         "third derivative",
-        64.0,
+        units=64.0,
     )
 
 
@@ -573,7 +579,7 @@ def test_third_derivatives(function: Callable[[Tensor], Tensor]) -> None:
 def test_second_derivatives_where_the_exponential_overflows(
     function: Callable[[Tensor], Tensor],
 ) -> None:
-    """The exponential overflows in the branch that is not selected. Also at the kink."""
+    """It overflows in the branch that is not selected. At the input zero the branches meet."""
     numbers = torch.tensor([[100.0, -100.0, 0.0, 2.0, -2.0]], device=DEVICE)
 
     def second(of: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
@@ -586,7 +592,7 @@ def test_second_derivatives_where_the_exponential_overflows(
         torch.testing.assert_close(second(fusedops.rowwise(outer, strict=True)), second(outer))
 
 
-# --- values of which another rounding is another result -------------------------------------------
+# --- roundings that change the result -------------------------------------------------------------
 
 
 def _quotient_and_its_largest(x: Tensor, scale: Tensor) -> Tensor:
@@ -594,8 +600,8 @@ def _quotient_and_its_largest(x: Tensor, scale: Tensor) -> Tensor:
     return q + q.amax(-1, keepdim=True)
 
 
-# Functions, and the inputs by which a product with a reciprocal, or another order of factors, gives
-# infinity, NaN or a difference that is not zero.
+# Functions and inputs. For these inputs, a product with a reciprocal instead of a quotient, or
+# another order of factors, gives infinity, NaN, or a difference that should be zero.
 _ROUNDINGS: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]]]] = {
     "a quotient compared with the largest": (
         _quotient_and_its_largest,
@@ -634,8 +640,8 @@ _ROUNDINGS: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]]]] 
 
 @kernels
 @pytest.mark.parametrize("case", _ROUNDINGS)
-def test_roundings_that_matter(case: str) -> None:
-    """Values and the first gradient are those of fp64, or as in PyTorch no numbers."""
+def test_roundings_that_change_the_result(case: str) -> None:
+    """Values and the first gradient are those of fp64; where those are NaN, so are these."""
     function, inputs = _ROUNDINGS[case]
     tensors = [t.to(DEVICE).requires_grad_() for t in inputs()]
     out = fusedops.rowwise(function, strict=True)(*tensors)

@@ -1,4 +1,4 @@
-"""`fusedops.rowwise`: functions from models against PyTorch in fp64, whichever way rows are held."""
+"""`fusedops.rowwise`: functions from models against PyTorch in fp64, with each layout of tiles."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from fusedops.core.configs.tuning_key import Config, TuningKey
 from fusedops.core.launches import launch
 from fusedops.core.launches.usage import usage_of
 from rowwise_checks import (
+    assert_matches_eager,
     check,
     cotangents_of,
     every,
@@ -34,6 +35,9 @@ from rowwise_checks import (
 )
 from rowwise_functions import FUNCTIONS, SAMPLES, RowwiseFunction
 from support import DEVICE, KERNEL_PATH, as_tuple
+
+# Tiles of two rows and 16 columns, in one persistent program for each multiprocessor.
+_TILES_OF_16 = Config(block_n=16, rows=2, warps=1, per_sm=1)
 
 # --- values and launches --------------------------------------------------------------------------
 
@@ -56,7 +60,7 @@ def test_values_in_other_dtypes(sample: RowwiseFunction, dtype: torch.dtype) -> 
 
 @pytest.fixture
 def several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program has at most two rows at a time, and two tiles of rows are shared by programs."""
+    """A program processes at most two rows at a time, and two tiles already have two programs."""
     heuristic = configs.heuristic
 
     def of_few_rows(key: TuningKey) -> Config:
@@ -71,7 +75,7 @@ def several_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 @every
 @pytest.mark.usefixtures("several_programs")
 def test_partial_sums_of_several_programs(sample: RowwiseFunction) -> None:
-    """Partial sums have several programs only with many rows."""
+    """Without the fixture, only many rows have several programs with partial sums."""
     check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
 
 
@@ -79,14 +83,14 @@ def test_partial_sums_of_several_programs(sample: RowwiseFunction) -> None:
 def test_one_program_stores_the_gradients_of_few_rows() -> None:
     sample = SAMPLES["llama_norm"]
     with launch.record() as launched:
-        results(rowwise(sample), sample.tensors(torch.float32, DEVICE, 5))
+        results(rowwise(sample), sample.tensors(torch.float32, DEVICE, rows=5))
     assert launched == ["forward_kernel", "backward_kernel"]
 
 
 @kernels
 @pytest.mark.parametrize("name", ["per_head_norm_grouped", "per_channel_norm_grouped"])
-def test_programs_of_a_backward_have_rows_of_one_head(name: str) -> None:
-    """The gradient of a weight of each head, or channel, is summed in registers."""
+def test_each_program_of_a_backward_has_rows_of_one_head(name: str) -> None:
+    """So it sums the gradient of the head's (or the channel's) weight in registers."""
     sample = SAMPLES[name]
     tensors = sample.tensors(torch.float32, DEVICE)
     check(sample, rowwise(sample), tensors)
@@ -95,6 +99,7 @@ def test_programs_of_a_backward_have_rows_of_one_head(name: str) -> None:
     assert launched == ["forward_kernel", "backward_kernel", "reduce_kernel"]
 
 
+# Functions whose products may, or may not, be contracted into fused multiply-adds.
 _CONTRACTED = {
     "layer_norm": lambda x, y: F.layer_norm(x, x.shape[-1:]) * y,
     "softmax": lambda x, y: torch.softmax(x, -1) * y,
@@ -106,12 +111,15 @@ _CONTRACTED = {
 
 
 @pytest.mark.parametrize("name", _CONTRACTED)
-def test_products_are_rounded_where_a_rounding_matters(name: str) -> None:
-    """Forwards round all products; so do backwards that compare, or compute a sum of them again."""
-    program = fusedops.rowwise(_CONTRACTED[name], strict=True)._programs
+def test_only_some_backwards_contract_products(name: str) -> None:
+    """A contracted product is not rounded before it is added.
+
+    Forwards round all products. So do backwards that compare values, or recompute a sum.
+    """
+    programs = fusedops.rowwise(_CONTRACTED[name], strict=True)._programs
     shape = (300,) if name == "sum along a row again" else (4, 300)
     tensors = [torch.randn(4, 300), torch.randn(shape)]
-    kernels = kernels_of(program.find(tensors, False).program, tensors)
+    kernels = kernels_of(programs.find(tensors, False).program, tensors)
     contracted = [kernel.contracts for kernel in kernels]
     assert contracted == [False, name == "layer_norm"]
 
@@ -119,10 +127,11 @@ def test_products_are_rounded_where_a_rounding_matters(name: str) -> None:
 @kernels
 @every
 @pytest.mark.usefixtures("several_programs")
-def test_one_kernel_each_way(sample: RowwiseFunction) -> None:
+def test_forward_and_backward_launch_one_kernel_each(sample: RowwiseFunction) -> None:
+    """A backward with sums over the rows launches a reduction, too."""
     function, tensors = rowwise(sample), sample.tensors(torch.float32, DEVICE)
-    # Of cosines and the like, which a model never trains, gradients are written whole and summed by
-    # PyTorch.
+    # Gradients of cosines and sines, which models do not train, are written for each row, and
+    # PyTorch sums them.
     names = [name for name in sample.floating() if name not in ("cos", "sin")]
     with launch.record() as launched:
         results(function, tensors, names=names)
@@ -138,17 +147,18 @@ def test_one_kernel_each_way(sample: RowwiseFunction) -> None:
 
 @kernels
 @every
-def test_new_numbers_of_rows_build_nothing(sample: RowwiseFunction) -> None:
+def test_other_numbers_of_rows_compile_no_kernel(sample: RowwiseFunction) -> None:
     function = rowwise(sample)
     results(function, sample.tensors(torch.float32, DEVICE))
     before = launch.variants()
-    # Of fewer another kernel runs, and of one row that is counted another function.
-    least = (
-        16
-        if "grouped" in sample.name or sample.name == "gate_and_residual"
-        else 1 + ("windowed" in sample.name)
-    )
-    for rows in (sample.rows + 2, least):
+    # Groups of fewer rows have another kernel, and a window of one row is another function.
+    if "grouped" in sample.name or sample.name == "gate_and_residual":
+        fewest = 16
+    elif "windowed" in sample.name:
+        fewest = 2
+    else:
+        fewest = 1
+    for rows in (sample.rows + 2, fewest):
         check(sample, function, sample.tensors(torch.float32, DEVICE, rows))
     assert launch.variants() == before
 
@@ -163,8 +173,8 @@ def test_first_call_with_one_row(sample: RowwiseFunction) -> None:
 
 @kernels
 @pytest.mark.parametrize("name", ["rearrange", "einops.rearrange"])
-def test_heads_taken_apart_by_einops(name: str) -> None:
-    """Named directly or as an attribute of the package; another batch is no other kernel."""
+def test_heads_split_by_einops(name: str) -> None:
+    """By `rearrange` or `einops.rearrange`; other batch sizes run the same kernel."""
 
     def directly(x: Tensor, weight: Tensor) -> Tensor:
         heads = rearrange(x, "b t (h d) -> b h t d", d=8)
@@ -187,7 +197,7 @@ def test_heads_taken_apart_by_einops(name: str) -> None:
 
 @kernels
 def test_batch_dimensions_merged_in_the_function() -> None:
-    """``view(-1, N)``: another batch is no other kernel."""
+    """The function calls ``view(-1, N)``; other batch sizes run the same kernel."""
 
     @fusedops.rowwise(strict=True)
     def function(x: Tensor, weight: Tensor) -> Tensor:
@@ -203,9 +213,9 @@ def test_batch_dimensions_merged_in_the_function() -> None:
     assert len(set(built)) == 1
 
 
-@pytest.mark.skipif(KERNEL_PATH, reason="of devices without the kernels")
+@pytest.mark.skipif(KERNEL_PATH, reason="for devices without the kernels")
 @every
-def test_without_kernels_the_function_runs(sample: RowwiseFunction) -> None:
+def test_without_kernels_the_plain_function_runs(sample: RowwiseFunction) -> None:
     tensors = sample.tensors()
     with launch.record() as launched:
         torch.manual_seed(3)
@@ -221,7 +231,10 @@ def test_without_kernels_the_function_runs(sample: RowwiseFunction) -> None:
 @pytest.mark.parametrize("cols", [40, 384, 20000])
 @of("dropout_add_layer_norm", "masked_softmax", "adaptive_layer_norm_grouped")
 def test_compiles_for_hopper(sample: RowwiseFunction, cols: int) -> None:
-    """Without a GPU: whole rows, rows in three parts, and long rows, with the heuristics' configs and few spills."""
+    """Compiles, without a GPU, the kernels of the heuristics' configs; they have few spills.
+
+    The widths are those of whole rows, of rows in three parts, and of long rows.
+    """
     compiler = pytest.importorskip("triton.backends.compiler")
     tensors = [
         t[..., :1].expand(*t.shape[:-1], cols).contiguous() if t.shape[-1] > 1 else t
@@ -240,11 +253,9 @@ def test_compiles_for_hopper(sample: RowwiseFunction, cols: int) -> None:
 
 @pytest.fixture
 def short_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program holds 16 columns: rows are passed over in tiles."""
+    """Rows longer than 16 columns are processed in tiles of 16."""
     monkeypatch.setattr("fusedops.compiler.operator.LONGEST_ROW", 16)
-    monkeypatch.setattr(
-        "fusedops.compiler.configs._of_long_rows", lambda key: Config(16, 2, 1, 1, 1)
-    )
+    monkeypatch.setattr("fusedops.compiler.configs._of_long_rows", lambda key: _TILES_OF_16)
 
 
 @kernels
@@ -270,8 +281,8 @@ def test_long_rows(sample: RowwiseFunction) -> None:
 
 @kernels
 @pytest.mark.usefixtures("short_programs")
-def test_reductions_that_follow_each_other_in_long_rows() -> None:
-    """Each takes a pass over the row of its own."""
+def test_successive_reductions_of_long_rows() -> None:
+    """Each reduction takes its own pass over the row."""
 
     def function(x: Tensor, weight: Tensor) -> Tensor:
         y = F.softmax(F.layer_norm(x, x.shape[-1:], weight), -1)
@@ -285,7 +296,7 @@ def test_reductions_that_follow_each_other_in_long_rows() -> None:
 
 @kernels
 @pytest.mark.usefixtures("short_programs")
-def test_long_rows_whose_parts_alternate() -> None:
+def test_long_rows_split_into_even_and_odd_columns() -> None:
     def function(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor) -> Tensor:
         y = F.rms_norm(x, x.shape[-1:], weight, 1e-6)
         even, odd = y[..., ::2], y[..., 1::2]
@@ -301,18 +312,24 @@ def test_long_rows_whose_parts_alternate() -> None:
 
 @kernels
 @pytest.mark.usefixtures("short_programs")
-@pytest.mark.parametrize("where", ["first", "last", "both", "all"])
+@pytest.mark.parametrize("masked", ["first", "last", "both", "all"])
 @pytest.mark.parametrize("case", ["softmax", "log_softmax", "logsumexp", "amax"])
-def test_long_rows_that_are_masked(case: str, where: str) -> None:
-    """A tile of nothing but -inf has no largest element to subtract."""
+def test_long_rows_with_tiles_that_are_masked(case: str, masked: str) -> None:
+    """All elements of these tiles are -inf, so the largest one must not be subtracted."""
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "softmax": lambda x: torch.softmax(x, -1),
         "log_softmax": lambda x: torch.log_softmax(x, -1),
         "logsumexp": lambda x: torch.logsumexp(x, -1),
         "amax": lambda x: x.amax(-1),
     }
-    x, ends = randn(3, 48), {"first": (0, 16), "last": (32, 48), "both": (0, 32), "all": (0, 48)}
-    x[1, slice(*ends[where])] = float("-inf")
+    columns = {
+        "first": slice(0, 16),
+        "last": slice(32, 48),
+        "both": slice(0, 32),
+        "all": slice(0, 48),
+    }
+    x = randn(3, 48)
+    x[1, columns[masked]] = float("-inf")
     got = fusedops.rowwise(functions[case], strict=True)(x)
     torch.testing.assert_close(got, functions[case](x), rtol=1e-5, atol=1e-5, equal_nan=True)
 
@@ -322,7 +339,7 @@ def test_long_rows_that_are_masked(case: str, where: str) -> None:
 @pytest.mark.parametrize("case", ["layer_norm", "logsumexp", "norm"])
 @pytest.mark.parametrize("shape", [(40,), (3, 1, 40)], ids=["vector", "groups"])
 def test_reductions_of_long_vectors(case: str, shape: tuple[int, ...]) -> None:
-    """The reduced vector is the same in many rows."""
+    """Many rows share the vector that is reduced."""
     functions: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "layer_norm": lambda x, v: x * F.layer_norm(v, v.shape[-1:]),
         "logsumexp": lambda x, v: x * v + torch.logsumexp(v, -1, keepdim=True),
@@ -335,7 +352,7 @@ def test_reductions_of_long_vectors(case: str, shape: tuple[int, ...]) -> None:
 
 @kernels
 @pytest.mark.usefixtures("short_programs")
-def test_integers_in_long_rows() -> None:
+def test_integers_beyond_32_bits_in_long_rows() -> None:
     x, i = randn(3, 48), torch.arange(2**40, 2**40 + 48, device=DEVICE)
 
     def function(x: Tensor, i: Tensor) -> tuple[Tensor, ...]:
@@ -349,8 +366,8 @@ def test_integers_in_long_rows() -> None:
 
 
 @kernels
-def test_smallest_of_the_least_integer() -> None:
-    """It has no negative."""
+def test_minimum_of_rows_with_the_least_integer() -> None:
+    """The least integer has no negative, so the minimum is not that of a maximum of negatives."""
     i = torch.arange(80, device=DEVICE).view(2, 40)
     i[:, 3] = torch.iinfo(torch.int64).min
 
@@ -361,40 +378,43 @@ def test_smallest_of_the_least_integer() -> None:
         assert torch.equal(got, want)
 
 
-# --- how rows are held ----------------------------------------------------------------------------
+# --- layouts of tiles -----------------------------------------------------------------------------
 
 
 @pytest.fixture
 def own_operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions of other kernels are registered under names of the test's, as the process keeps them."""
+    """Operators are registered under the test's name, since their kernels differ from other tests'.
+
+    A process registers an operator once, and never removes it.
+    """
     monkeypatch.setattr(
         "fusedops.compiler.operator._identifier", lambda name: request.node.originalname
     )
 
 
 @pytest.fixture
-def held(own_operators: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of 24 columns are in tiles side by side, as those of more than 256 are."""
+def narrow_tiles(own_operators: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 24 columns are held in several tiles side by side, as rows of more than 256 are."""
     monkeypatch.setattr("fusedops.compiler.codegen.WIDEST_TILE", 8)
     monkeypatch.setattr("fusedops.compiler.configs.WIDEST_TILE", 8)
 
 
 @kernels
 @every
-@pytest.mark.usefixtures("held")
+@pytest.mark.usefixtures("narrow_tiles")
 def test_tiles_side_by_side(sample: RowwiseFunction) -> None:
-    config = Config(16, 2, 1, parts=2)
+    config = Config(block_n=16, rows=2, warps=1, parts=2)
     with forced("rowwise_forward", config), forced("rowwise_backward", replace(config, per_sm=1)):
         check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
 
 
 @kernels
 @every
-@pytest.mark.usefixtures("held")
+@pytest.mark.usefixtures("narrow_tiles")
 def test_rows_that_programs_share(sample: RowwiseFunction, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two programs a row, of which the second has idle lanes, where the kernel allows it."""
+    """A row has two programs, if the kernel allows it; the second one has idle lanes."""
     monkeypatch.setattr(launch, "waits", lambda index, acc, programs: False)
-    with forced("rowwise_backward", Config(16, 2, 1, 1, 1)):
+    with forced("rowwise_backward", _TILES_OF_16):
         check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
 
 
@@ -402,13 +422,12 @@ def test_rows_that_programs_share(sample: RowwiseFunction, monkeypatch: pytest.M
 @pytest.mark.parametrize("parts", [3, 5])
 @of("dropout_add_layer_norm", "gated_residual_norm", "swiglu_norm")
 def test_widths_without_idle_lanes(sample: RowwiseFunction, parts: int) -> None:
-    """No tile of 512 or 1024 columns is read for 384 or 640."""
-    tensors = {
-        name: torch.cat([t.repeat_interleave(16, -1)] * 2, -1)[
-            ..., : t.shape[-1] // 24 * 128 * parts
-        ]
-        for name, t in sample.tensors(torch.float32, DEVICE).items()
-    }
+    """Rows of 384 or 640 columns are held in tiles of 128, not in one of 512 or 1024."""
+    tensors = {}
+    for name, t in sample.tensors(torch.float32, DEVICE).items():
+        # A tensor of 24 columns gets 128 for each part; one of a single column keeps none of it.
+        widened = torch.cat([t.repeat_interleave(16, -1)] * 2, -1)
+        tensors[name] = widened[..., : t.shape[-1] // 24 * 128 * parts]
     function = rowwise(sample)
     check(sample, function, tensors)
     configs = [kernel.config for kernel in function.explain(*tensors.values()).kernels]
@@ -417,10 +436,10 @@ def test_widths_without_idle_lanes(sample: RowwiseFunction, parts: int) -> None:
 
 @kernels
 @pytest.mark.parametrize("cols", [48, 768])
-def test_largest_elements_in_several_parts_share_a_gradient(cols: int) -> None:
-    """The largest element occurs several times, also in several parts.
+def test_equal_largest_elements_in_several_parts_share_the_gradient(cols: int) -> None:
+    """Small integers: the largest element occurs several times, also in several parts of a row.
 
-    The parts are the function's two, and those in which a kernel holds 384 columns.
+    The function splits a row in two, and the kernel splits each 384 columns into parts again.
     """
     x = torch.randint(-3, 4, (3, cols), generator=torch.Generator().manual_seed(5)).to(
         DEVICE, torch.float32
@@ -431,11 +450,8 @@ def test_largest_elements_in_several_parts_share_a_gradient(cols: int) -> None:
         return x / x.abs().amax(-1, keepdim=True), y.amax(-1), y.amin(-1)
 
     with launch.record() as launched:
-        got, grads = results(fusedops.rowwise(function, strict=True), {"x": x})
-    want, expected = results(function, {"x": x})
+        assert_matches_eager(function, {"x": x}, rtol=1e-6, atol=1e-6)
     assert launched == ["forward_kernel", "backward_kernel"]
-    for one, other in zip((*got, *grads.values()), (*want, *expected.values()), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
 @kernels
@@ -448,7 +464,9 @@ def test_largest_elements_in_several_parts_share_a_gradient(cols: int) -> None:
         (torch.float32, 16385, 2),
     ],
 )
-def test_longest_rows_that_a_forward_holds(dtype: torch.dtype, cols: int, forwards: int) -> None:
+def test_longest_rows_that_one_forward_kernel_holds(
+    dtype: torch.dtype, cols: int, forwards: int
+) -> None:
     function = fusedops.rowwise(lambda x: x - x.mean(-1, keepdim=True), strict=True)
     x = torch.empty(2, cols, device=DEVICE, dtype=dtype)
     names = [kernel.name for kernel in function.explain(x).kernels]
@@ -458,23 +476,20 @@ def test_longest_rows_that_a_forward_holds(dtype: torch.dtype, cols: int, forwar
 @kernels
 @every
 @pytest.mark.usefixtures("own_operators")
-def test_vectors_that_are_loaded_again(
+def test_vectors_are_loaded_for_each_tile_if_registers_are_too_few(
     sample: RowwiseFunction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a backward's registers do not hold them from tile to tile."""
     monkeypatch.setattr("fusedops.compiler.codegen._REGISTERS", 0)
-    check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE, 37))
+    check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE, rows=37))
 
 
 @kernels
 @every
 @pytest.mark.usefixtures("own_operators")
 def test_backward_in_tiles(sample: RowwiseFunction, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forward holds whole rows; the backward has more values at a time than registers."""
+    """The forward holds whole rows; the backward needs more registers, and processes tiles."""
     monkeypatch.setattr("fusedops.compiler.codegen._MOST_LIVE", 0)
-    monkeypatch.setattr(
-        "fusedops.compiler.configs._of_long_rows", lambda key: Config(16, 2, 1, 1, 1)
-    )
+    monkeypatch.setattr("fusedops.compiler.configs._of_long_rows", lambda key: _TILES_OF_16)
     function, tensors = rowwise(sample), sample.tensors(torch.float32, DEVICE)
     check(sample, function, tensors)
     with launch.record() as launched:
@@ -484,8 +499,8 @@ def test_backward_in_tiles(sample: RowwiseFunction, monkeypatch: pytest.MonkeyPa
 
 @kernels
 @pytest.mark.usefixtures("own_operators")
-def test_backward_that_tiles_do_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of whole numbers along rows: the rows are held, whatever is spilled."""
+def test_backward_that_cannot_be_computed_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function sums integers along rows. The kernel holds whole rows, even if it spills."""
     monkeypatch.setattr("fusedops.compiler.codegen._MOST_LIVE", 0)
     sample = RowwiseFunction(
         "count", lambda x: x * x * (x > 0).sum(-1, keepdim=True), lambda rows: {"x": (rows, 24)}
@@ -504,7 +519,7 @@ dropping = pytest.mark.parametrize("sample", DROPPING, ids=lambda sample: sample
 
 
 @dropping
-def test_seed_repeats_the_mask(sample: RowwiseFunction) -> None:
+def test_same_seed_draws_the_same_mask(sample: RowwiseFunction) -> None:
     function, tensors = rowwise(sample), sample.tensors(torch.float32, DEVICE)
 
     def run(seed: int) -> list[Tensor]:
@@ -512,25 +527,25 @@ def test_seed_repeats_the_mask(sample: RowwiseFunction) -> None:
         outputs, grads = results(function, tensors)
         return [*outputs, *grads.values()]
 
-    first, again, other = run(1), run(1), run(2)
-    assert all(map(torch.equal, first, again))
+    first, repeated, other = run(seed=1), run(seed=1), run(seed=2)
+    assert all(map(torch.equal, first, repeated))
     assert not torch.equal(first[0], other[0])
 
 
 @dropping
-def test_same_bits_without_gradients(sample: RowwiseFunction) -> None:
+def test_outputs_under_no_grad_have_the_same_bits(sample: RowwiseFunction) -> None:
     function, tensors = rowwise(sample), sample.tensors(torch.bfloat16, DEVICE)
     torch.manual_seed(1)
     outputs, _ = results(function, tensors)
     torch.manual_seed(1)
     with torch.no_grad():
-        alone = as_tuple(function(*tensors.values()))
-    assert all(map(torch.equal, outputs, alone))
+        outputs_under_no_grad = as_tuple(function(*tensors.values()))
+    assert all(map(torch.equal, outputs, outputs_under_no_grad))
 
 
 @dropping
 @pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
-def test_checkpointing(sample: RowwiseFunction, reentrant: bool) -> None:
+def test_checkpointing_recomputes_the_same_mask(sample: RowwiseFunction, reentrant: bool) -> None:
     function, tensors = rowwise(sample), sample.tensors(torch.float32, DEVICE)
 
     def run(call: Callable[..., Any]) -> list[Tensor]:
@@ -540,11 +555,10 @@ def test_checkpointing(sample: RowwiseFunction, reentrant: bool) -> None:
         torch.autograd.backward(outputs, cotangents_of(outputs))
         return [*outputs, *[leaf.grad for leaf in leaves if leaf.grad is not None]]
 
-    plain, again = (
-        run(function),
-        run(lambda *given: checkpoint(function, *given, use_reentrant=reentrant)),
-    )
-    assert len(plain) == len(again) and all(map(torch.equal, plain, again))
+    plain = run(function)
+    checkpointed = run(lambda *args: checkpoint(function, *args, use_reentrant=reentrant))
+    assert len(plain) == len(checkpointed)
+    assert all(map(torch.equal, plain, checkpointed))
 
 
 @kernels
@@ -556,7 +570,7 @@ def test_mask_is_the_same_in_the_backward() -> None:
 
 
 @kernels
-def test_two_dropouts_differ() -> None:
+def test_two_dropouts_in_a_function_draw_different_masks() -> None:
     y, z = fusedops.rowwise(lambda x: (F.dropout(x, 0.5), F.dropout(x, 0.5)), strict=True)(
         ones(37, 40)
     )
@@ -566,15 +580,16 @@ def test_two_dropouts_differ() -> None:
 @kernels
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_dropout_keeps_the_expected_share(p: float) -> None:
+    """The share is within five standard deviations of its mean."""
     y = fusedops.rowwise(lambda x, p: F.dropout(x, p), strict=True)(ones(128, 64), p)
-    kept = (y != 0).double().mean().item()
-    assert abs(kept - (1 - p)) <= 5 * (p * (1 - p) / y.numel()) ** 0.5
+    share = (y != 0).double().mean().item()
+    assert abs(share - (1 - p)) <= 5 * (p * (1 - p) / y.numel()) ** 0.5
     torch.testing.assert_close(y.max().item(), 1 / (1 - p), rtol=1e-4, atol=0.0)
 
 
 @kernels
 @pytest.mark.parametrize("p", [0.0, 1.0])
-def test_all_or_nothing(p: float) -> None:
+def test_dropout_of_no_or_all_elements(p: float) -> None:
     x = randn(5, 24).requires_grad_()
     y = fusedops.rowwise(lambda x, p: F.dropout(x, p) * 2, strict=True)(x, p)
     (grad,) = torch.autograd.grad(y.sum(), x)
@@ -597,7 +612,7 @@ def test_dropout_follows_its_module() -> None:
 
 @kernels
 def test_functions_that_differ_in_p_share_no_operator(fresh_dynamo: None) -> None:
-    """Operators that are registered for torch.compile differ by the probability, too."""
+    """The operators that are registered for torch.compile have the probability in their key."""
 
     def function(x: Tensor, p: float) -> Tensor:
         return F.dropout(x, p)
@@ -613,7 +628,7 @@ def test_functions_that_differ_in_p_share_no_operator(fresh_dynamo: None) -> Non
     "number", [torch.finfo(torch.float64).min, 1e300, -1e-300, 3.3e39, 1e-40, 0.1]
 )
 def test_numbers_in_fp64_are_exact(number: float) -> None:
-    """Beyond fp32's range, too: a mask of attention has the least number of its dtype."""
+    """Also beyond fp32's range: attention masks contain the least number of their dtype."""
 
     @fusedops.rowwise(strict=True)
     def filled(x: Tensor) -> Tensor:
@@ -625,11 +640,9 @@ def test_numbers_in_fp64_are_exact(number: float) -> None:
 
 @pytest.mark.kernels
 def test_numbers_under_a_default_device() -> None:
-    """Here one without memory, on which no number can be rounded."""
-    x, function = (
-        randn(3, 24).double(),
-        fusedops.rowwise(lambda x: x * 0.1 + x.float(), strict=True),
-    )
+    """The default device is meta, on which a constant could not be rounded to fp32."""
+    x = randn(3, 24).double()
+    function = fusedops.rowwise(lambda x: x * 0.1 + x.float(), strict=True)
     with torch.device("meta"):
         result = function(x)
     torch.testing.assert_close(result, function.function(x))

@@ -1,4 +1,7 @@
-"""`fusedops.rowwise`: what a function reads beside its arguments is seen in each call, or refused by name."""
+"""`fusedops.rowwise`: each call sees the current values of all variables that the function reads.
+
+Where the compiler cannot detect a change, it refuses the function and names the variable.
+"""
 
 from __future__ import annotations
 
@@ -32,25 +35,29 @@ from rowwise_checks import every, kernels, randn, results
 from rowwise_functions import RowwiseFunction, Sign
 from support import DEVICE
 
-# Each case yields a function of rows, and goes on with a change of what that reads, once or more.
+# A case is a generator. It first yields the function to fuse. Each time that it is resumed, it
+# changes a value that this function reads, and yields again. Only the first function is fused, so
+# many cases yield an arbitrary `lambda x: x` after a change. A case whose name ends in
+# `as_an_argument` yields a function that returns the function to fuse and its arguments.
 Case = Iterator[Callable[..., Any]]
 CASES: dict[str, Callable[[], Case]] = {}
 
 
-def seen(case: Callable[[], Case]) -> Callable[[], Case]:
-    """A case whose changes are all seen."""
+def register(case: Callable[[], Case]) -> Callable[[], Case]:
+    """Adds a case to those of `test_change_is_seen`."""
     CASES[case.__name__] = case
     return case
 
 
 def times(number: Any) -> Callable[[Tensor], Tensor]:
+    """Returns a function that multiplies by ``number``."""
     return lambda x: x * number
 
 
 # --- variables and functions ----------------------------------------------------------------------
 
 
-@seen
+@register
 def closure() -> Case:
     k: Any = 2.0
     yield lambda x: torch.where(x > 0, k, x)
@@ -58,7 +65,7 @@ def closure() -> Case:
         yield lambda x: x
 
 
-@seen
+@register
 def global_variable() -> Case:
     scope: dict[str, Any] = {"k": 2.0}
     exec("def f(x): return x * k", scope)
@@ -69,7 +76,7 @@ def global_variable() -> Case:
     yield scope["f"]
 
 
-@seen
+@register
 def name_of_a_builtin() -> Case:
     scope: dict[str, Any] = {}
     exec("def f(x): return x * max(2.0, 1.0)", scope)
@@ -78,7 +85,7 @@ def name_of_a_builtin() -> Case:
     yield scope["f"]
 
 
-@seen
+@register
 def helper() -> Case:
     act = times(2.0)
     yield lambda x: act(x)
@@ -88,15 +95,15 @@ def helper() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def helper_with_a_closure() -> Case:
     act = times(2.0)
     yield lambda x: act(x)
-    act = times(3.0)  # of the same code
+    act = times(3.0)  # the same code object, another value in its closure
     yield lambda x: x
 
 
-@seen
+@register
 def default_of_a_helper() -> Case:
     def act(x: Tensor, k: float = 2.0, *, shift: float = 1.0) -> Tensor:
         return x * k + shift
@@ -108,7 +115,7 @@ def default_of_a_helper() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def number_of_a_helpers_helper() -> Case:
     k = 2.0
     inner = lambda x: x * k  # noqa: E731
@@ -118,7 +125,7 @@ def number_of_a_helpers_helper() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def lambda_within() -> Case:
     k = 2.0
     yield lambda x: (lambda y: y * k)(x)
@@ -126,7 +133,7 @@ def lambda_within() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def recursive() -> Case:
     k = 2.0
 
@@ -138,7 +145,7 @@ def recursive() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def partial() -> Case:
     act: Any = functools.partial(torch.mul, other=2.0)
     yield lambda x: act(x)
@@ -148,7 +155,7 @@ def partial() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def bound_method() -> Case:
     owner = types.SimpleNamespace(k=2.0)
     act: Any = types.MethodType(lambda self, x: x * self.k, owner)
@@ -159,7 +166,7 @@ def bound_method() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def rowwise_function() -> Case:
     k = 2.0
     inner = fusedops.rowwise(lambda x: x * k)
@@ -170,7 +177,7 @@ def rowwise_function() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def default_of_a_rowwise_function() -> Case:
     scope: dict[str, Any] = {"rowwise": fusedops.rowwise}
     texts = (
@@ -186,7 +193,7 @@ def default_of_a_rowwise_function() -> Case:
         yield scope["f"]
 
 
-@seen
+@register
 def python_module() -> Case:
     settings = types.ModuleType("settings_of_a_case")
     settings.k, settings.act = 2.0, times(2.0)  # type: ignore[attr-defined]
@@ -197,7 +204,7 @@ def python_module() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def attributes_of_functions() -> Case:
     def act(x: Tensor) -> Tensor:
         return x * act.scale * act.__wrapped__.scale  # type: ignore[attr-defined]
@@ -221,7 +228,7 @@ def attributes_of_functions() -> Case:
     yield f
 
 
-@seen
+@register
 def name_of_a_function() -> Case:
     act, scales = times(2.0), {"relu": 2.0, "silu": 3.0}
     act.__name__ = "relu"
@@ -230,7 +237,7 @@ def name_of_a_function() -> Case:
     yield lambda x: x
 
 
-# --- what is set after the first call -------------------------------------------------------------
+# --- variables and attributes that are set after the first call -----------------------------------
 
 
 class Slots:
@@ -238,7 +245,7 @@ class Slots:
 
 
 def _later(owner: Any) -> Case:
-    """An attribute that is set before another trace, and is then another."""
+    """Sets an attribute that the first trace did not read, then changes it."""
     owner.flag = False
     f = lambda x: x * owner.scale if owner.flag else x  # noqa: E731
     yield f
@@ -257,7 +264,7 @@ for _kind in (types.SimpleNamespace, Slots, nn.Module):
 CASES["later_in_a_class"] = lambda: _later(type("Config", (), {}))
 
 
-@seen
+@register
 def later_in_a_closure() -> Case:
     flag = False
     if flag:
@@ -270,7 +277,10 @@ def later_in_a_closure() -> Case:
 
 
 def _caught(owner: Any) -> Case:
-    """An attribute whose absence the function notices in a helper, and in code of a property."""
+    """Sets attributes that are missing at first: a helper reads one, a property another.
+
+    The function catches the AttributeError of the helper; `getattr` catches that of the property.
+    """
 
     class Config:
         @property
@@ -307,7 +317,7 @@ CASES["caught_in_a_class"] = lambda: _caught(type("Config", (), {}))
 CASES["caught_in_a_module_of_python"] = lambda: _caught(types.ModuleType("settings_of_a_case"))
 
 
-@seen
+@register
 def caught_in_a_closure() -> Case:
     def f(x: Tensor) -> Tensor:
         try:
@@ -322,7 +332,7 @@ def caught_in_a_closure() -> Case:
     yield f
 
 
-@seen
+@register
 def caught_by_a_manager() -> Case:
     config, ignored = types.SimpleNamespace(), contextlib.suppress(AttributeError)
 
@@ -336,7 +346,7 @@ def caught_by_a_manager() -> Case:
     yield f
 
 
-@seen
+@register
 def computed_and_absent() -> Case:
     config, field = types.SimpleNamespace(alpha=2.0), "alpha"
     yield lambda x: x * getattr(config, field, "none") + getattr(config, field + "_2", 1.0)
@@ -349,7 +359,7 @@ def computed_and_absent() -> Case:
 # --- containers and objects -----------------------------------------------------------------------
 
 
-@seen
+@register
 def dict_of_numbers() -> Case:
     rope: dict[str, Any] = {"factor": 2.0, "other": [1]}
     yield lambda x: x * rope["factor"] + rope.get("shift", 0.0)
@@ -359,7 +369,7 @@ def dict_of_numbers() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def dict_of_functions() -> Case:
     acts: dict[str, Any] = {"a": torch.tanh, "b": times(2.0)}
     yield lambda x: acts["a"](x) + acts["b"](x)
@@ -369,7 +379,7 @@ def dict_of_functions() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def lists_of_lists() -> Case:
     table = [[1.0, 2.0], [(3.0,)]]
     yield lambda x: x * table[0][1] + table[1][0][0]
@@ -381,7 +391,7 @@ def lists_of_lists() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def set_of_names() -> Case:
     flags = {"a"}
     yield lambda x: x * 2 if "b" in flags else x
@@ -392,7 +402,7 @@ def set_of_names() -> Case:
 Pair = namedtuple("Pair", "scale shift")
 
 
-@seen
+@register
 def named_tuple() -> Case:
     pair = Pair(2.0, 1.0)
     yield lambda x: x * pair.scale + pair.shift
@@ -400,7 +410,7 @@ def named_tuple() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def ordered_dict_with_attributes() -> Case:
     class Config(OrderedDict):  # type: ignore[type-arg]
         k = 2.0
@@ -413,7 +423,7 @@ def ordered_dict_with_attributes() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def list_of_itself() -> Case:
     loop: list[Any] = [2.0]
     loop.append(loop)
@@ -422,7 +432,7 @@ def list_of_itself() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def objects_within_objects() -> Case:
     config = types.SimpleNamespace(norm=types.SimpleNamespace(scale=2.0))
     config.norm.parent = config
@@ -433,7 +443,7 @@ def objects_within_objects() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def alias_of_an_object() -> Case:
     config = types.SimpleNamespace(norm=types.SimpleNamespace(scale=2.0))
 
@@ -448,7 +458,7 @@ def alias_of_an_object() -> Case:
     yield f
 
 
-@seen
+@register
 def computed_attribute() -> Case:
     config = types.SimpleNamespace(k0=2.0, k1=3.0)
     yield lambda x: sum(x * getattr(config, f"k{i}") for i in range(2))
@@ -466,7 +476,7 @@ class Slotted:
     scale: float = 2.0
 
 
-@seen
+@register
 def dataclass() -> Case:
     config = Plain()
     yield lambda x: x * config.scale
@@ -474,7 +484,7 @@ def dataclass() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def dataclass_with_slots() -> Case:
     config = Slotted()
     yield lambda x: x * config.scale
@@ -482,7 +492,7 @@ def dataclass_with_slots() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def properties() -> Case:
     class Config:
         half = 1.0
@@ -507,7 +517,7 @@ def properties() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def class_attributes() -> Case:
     class Base:
         scale, k = 2.0, 1.0
@@ -523,24 +533,24 @@ def class_attributes() -> Case:
     class Derived(Base):
         pass
 
-    made = Derived()
+    instance = Derived()
 
     def f(x: Tensor) -> Tensor:
         cls = Derived
-        return made.more(made.of(x * made.scale)) * cls.scale
+        return instance.more(instance.of(x * instance.scale)) * cls.scale
 
     yield f
     Base.scale = 3.0
     yield f
     Derived.scale = 4.0
     yield f
-    made.scale = 5.0
+    instance.scale = 5.0
     yield f
     Base.k = 6.0
     yield f
     Base.more = staticmethod(times(3.0))  # type: ignore[assignment,method-assign]
     yield f
-    made.more = times(7.0)  # type: ignore[method-assign]
+    instance.more = times(7.0)  # type: ignore[method-assign]
     yield f
 
 
@@ -554,7 +564,7 @@ class Scale(float):
         return self.own * 2
 
 
-@seen
+@register
 def attributes_of_numbers() -> Case:
     scale, name = Scale(2.0), type("Name", (str,), {})("a")
     scale.own, name.k = 2.0, 2.0  # type: ignore[attr-defined]
@@ -567,7 +577,7 @@ def attributes_of_numbers() -> Case:
         yield lambda x: x
 
 
-@seen
+@register
 def attributes_of_tensors() -> Case:
     weight: Any = randn(24)
     weight.scale = 2.0
@@ -586,7 +596,7 @@ class Meta(type):
         return cls.k * cls.half  # type: ignore[no-any-return]
 
 
-@seen
+@register
 def property_of_a_metaclass() -> Case:
     config = Meta("Config", (), {"k": 2.0})
     yield lambda x: x * config.scale
@@ -596,7 +606,7 @@ def property_of_a_metaclass() -> Case:
         yield lambda x: x
 
 
-@seen
+@register
 def matched_attribute() -> Case:
     config = types.SimpleNamespace(scale=2.0)
 
@@ -619,7 +629,7 @@ class Mode(enum.Enum):
         return x * self.scale  # type: ignore[attr-defined,no-any-return]
 
 
-@seen
+@register
 def enumeration() -> Case:
     mode = Mode.A
     yield lambda x: x * 2 if mode is Mode.A else x * 3
@@ -627,7 +637,7 @@ def enumeration() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def attributes_of_an_enums_member() -> Case:
     listed = enum.Enum("Listed", {"A": [2.0]})  # type: ignore[misc]
     Mode.A.scale = Mode.A.shift = 2.0  # type: ignore[attr-defined]
@@ -643,7 +653,7 @@ def attributes_of_an_enums_member() -> Case:
         yield lambda x: x
 
 
-@seen
+@register
 def class_as_an_argument() -> Case:
     class Config:
         k = 2.0
@@ -654,7 +664,7 @@ def class_as_an_argument() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def object_as_an_argument() -> Case:
     config = types.SimpleNamespace(k=2.0, act=torch.tanh, table={"a": [1.0]})
     f = lambda x, config: config.act(x * config.k) + config.table["a"][0]  # noqa: E731
@@ -667,7 +677,7 @@ def object_as_an_argument() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def function_as_an_argument() -> Case:
     k, act = 2.0, times(2.0)
     f = lambda x, act: act(x) * 3  # noqa: E731
@@ -691,7 +701,7 @@ class Block(nn.Module):
         self.norm, self.act, self.mode = nn.LayerNorm(24, device=DEVICE), F.relu, "a"
         self.cfg = types.SimpleNamespace(norm=types.SimpleNamespace(scale=2.0))
         self.rope: dict[str, Any] = {"factor": 2.0}
-        self.lock = deque([1])  # nobody reads it
+        self.lock = deque([1])  # would be refused if the function read it
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.act(self.norm(x)) * self.scale + self.cfg.norm.scale
@@ -732,7 +742,7 @@ def _changes(block: Block) -> Iterator[None]:
     yield
 
 
-@seen
+@register
 def module() -> Case:
     block = Block()
     yield lambda x: block(x)
@@ -740,7 +750,7 @@ def module() -> Case:
         yield lambda x: x
 
 
-@seen
+@register
 def module_as_an_argument() -> Case:
     block = Block()
     f = lambda x, block: block(x)  # noqa: E731
@@ -749,7 +759,7 @@ def module_as_an_argument() -> Case:
         yield lambda x: x
 
 
-@seen
+@register
 def modules_of_a_class() -> Case:
     class Own(Block):
         pass
@@ -762,7 +772,7 @@ def modules_of_a_class() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def forward_of_pytorchs_class() -> Case:
     norm = nn.LayerNorm(24, device=DEVICE)
     yield lambda x: norm(x)
@@ -771,7 +781,7 @@ def forward_of_pytorchs_class() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def dropout_mode() -> Case:
     drop = nn.Dropout(0.0)
     yield lambda x: drop(x) * 2
@@ -783,7 +793,7 @@ def dropout_mode() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def tied_parameters() -> Case:
     a, b = nn.LayerNorm(24, device=DEVICE), nn.LayerNorm(24, device=DEVICE)
     nn.init.normal_(a.weight)
@@ -795,7 +805,7 @@ def tied_parameters() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def containers_of_modules() -> Case:
     norms = nn.ModuleList([nn.LayerNorm(24, device=DEVICE), nn.Identity()])
     table = nn.ModuleDict({"1": nn.RMSNorm(24, device=DEVICE)})
@@ -814,7 +824,7 @@ def containers_of_modules() -> Case:
     yield f
 
 
-@seen
+@register
 def children() -> Case:
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -832,7 +842,7 @@ def children() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def subclass_of_a_norm() -> Case:
     class Norm(nn.LayerNorm):
         shift = 1.0
@@ -850,9 +860,9 @@ def subclass_of_a_norm() -> Case:
     yield lambda x: x
 
 
-@seen
-def module_of_which_attributes_are_read() -> Case:
-    block = Scaled(2.0)  # whose forward would be refused
+@register
+def module_whose_attributes_alone_are_read() -> Case:
+    block = Scaled(2.0)  # its forward would be refused
     yield lambda x: x * block.by * block.weight
     block.by = 3.0
     yield lambda x: x
@@ -860,7 +870,7 @@ def module_of_which_attributes_are_read() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def module_that_a_helper_calls() -> Case:
     block = Block()
     apply = lambda module, x: module(x)  # noqa: E731
@@ -869,7 +879,7 @@ def module_that_a_helper_calls() -> Case:
     yield lambda x: x
 
 
-@seen
+@register
 def tensors_in_containers() -> Case:
     weights: dict[str, Any] = {"a": [randn(24)]}
     yield lambda x: x * weights["a"][0]
@@ -882,15 +892,15 @@ def tensors_in_containers() -> Case:
 @kernels
 @pytest.mark.parametrize("case", CASES)
 def test_change_is_seen(case: str) -> None:
-    """The function is fused before and after each change, with what there is at the call."""
+    """Before and after each change, the fused function computes with the current values."""
     x, steps = randn(5, 24), CASES[case]()
-    plain = next(steps)
+    first = next(steps)
     inputs: tuple[Any, ...] = (x,)
-    takes = isinstance(plain.__code__.co_consts, tuple) and case.endswith("as_an_argument")
-    function = plain(x)[0] if takes else plain
+    has_arguments = case.endswith("as_an_argument")
+    function = first(x)[0] if has_arguments else first
     fused = fusedops.rowwise(function, strict=True)
     for step in range(20):
-        inputs = plain(x)[1] if takes else (x,)
+        inputs = first(x)[1] if has_arguments else (x,)
         torch.testing.assert_close(
             fused(*inputs),
             function(*inputs),
@@ -904,17 +914,17 @@ def test_change_is_seen(case: str) -> None:
     assert step > 0
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- functions that are refused -------------------------------------------------------------------
 
 
-def _hooked() -> nn.Module:
+def _with_backward_hook() -> nn.Module:
     act = nn.Tanh()
-    act.register_full_backward_hook(lambda module, given, of_output: None)
+    act.register_full_backward_hook(lambda module, grad_input, grad_output: None)
     return act
 
 
 class Holder:
-    """Has what cannot be followed."""
+    """An object with one attribute, ``value``."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -925,8 +935,8 @@ _SCOPE: dict[str, Any] = {
     "F": F,
     "Sign": Sign,
     "apply": Sign.apply,
-    "hooked": _hooked(),
-    "nested": nn.Sequential(_hooked()),
+    "hooked": _with_backward_hook(),
+    "nested": nn.Sequential(_with_backward_hook()),
     "holder": Holder(deque([2.0])),
     "acts": {"a": Sign.apply},
     "partial": functools.partial(Sign.apply),
@@ -939,6 +949,7 @@ _SCOPE: dict[str, Any] = {
     "read": getattr,
     "weight": randn(24),
 }
+# The body of a function, and a part of the message with which it is refused.
 _REFUSED = {
     "local_import": (
         "from settings_of_a_case import k\n    return x * k",
@@ -981,25 +992,22 @@ _REFUSED = {
 
 
 @pytest.mark.parametrize("case", _REFUSED)
-def test_what_may_change_unseen_is_refused(case: str) -> None:
-    body, named = _REFUSED[case]
+def test_function_that_reads_a_value_that_may_change_unseen_is_refused(case: str) -> None:
+    body, message = _REFUSED[case]
     scope = dict(_SCOPE)
     exec(f"def function(x):\n    {body}", scope)
     module = types.ModuleType("settings_of_a_case")
     module.k, module.act = 2.0, torch.tanh  # type: ignore[attr-defined]
     with (
         mock.patch.dict("sys.modules", settings_of_a_case=module, acts_of_a_case=module),
-        pytest.raises(fusedops.NotRowwiseError, match=f"^function: .*{named}"),
+        pytest.raises(fusedops.NotRowwiseError, match=f"^function: .*{message}"),
     ):
         fusedops.rowwise(scope["function"]).source(randn(5, 24))
 
 
 @kernels
-def test_hooks_that_come_and_go() -> None:
-    """A function that is refused for them is fused before and after.
-
-    So is one with hooks on all modules.
-    """
+def test_function_is_refused_only_while_hooks_are_registered() -> None:
+    """The hooks are a backward hook of its module, and a global forward hook of all modules."""
     act, x = nn.Tanh(), randn(5, 24)
     function = fusedops.rowwise(lambda x: act(x) * 2)
     for register in (
@@ -1019,7 +1027,7 @@ def test_hooks_that_come_and_go() -> None:
 @kernels
 @pytest.mark.parametrize("case", ["builtin", "method", "module", "set", "initialised"])
 def test_function_is_fused_where_a_refused_value_is_replaced_by_one_of_its_class(case: str) -> None:
-    """The refused value itself is read again, not only its class."""
+    """A key contains the identity of the refused value, not only its class."""
     block = Holder(2.0)
     block.act = types.MethodType(lambda self, x: x * self.value, block)  # type: ignore[attr-defined]
     values: dict[str, tuple[Any, Any]] = {
@@ -1048,8 +1056,8 @@ def test_function_is_fused_where_a_refused_value_is_replaced_by_one_of_its_class
 
 
 @kernels
-def test_addresses_are_not_taken_for_objects() -> None:
-    """A new object may get the address of a freed one: code, a class, a callable."""
+def test_object_at_the_address_of_a_freed_one_is_another_object() -> None:
+    """The objects are code objects, classes and callable instances."""
     scope: dict[str, Any] = {}
     texts = (
         "def act(x): return x * {}",
@@ -1058,7 +1066,7 @@ def test_addresses_are_not_taken_for_objects() -> None:
     )
     x = randn(5, 24)
     gc.collect()
-    gc.freeze()  # each collection below is of this test's objects alone
+    gc.freeze()  # so the collections below look at objects of this test only
     for text, called in zip(texts, ("act(x)", "x * act.k", "act(x)"), strict=True):
         exec(f"def function(x): return {called}", scope)
         function = fusedops.rowwise(scope["function"], strict=True)
@@ -1074,8 +1082,8 @@ def test_addresses_are_not_taken_for_objects() -> None:
 
 
 @kernels
-def test_code_that_is_the_same_is_traced_once() -> None:
-    """A helper that is made in each call, with the same numbers around it, and numbers from before."""
+def test_same_code_with_the_same_numbers_is_traced_once() -> None:
+    """The helper is a new object before each call; each number occurred in an earlier call."""
     k, x = 2.0, randn(5, 24)
     function = fusedops.rowwise(lambda x: act(x) * k, strict=True)
     act = times(2.0)
@@ -1090,7 +1098,7 @@ def test_code_that_is_the_same_is_traced_once() -> None:
 
 @kernels
 def test_many_instances_share_a_program() -> None:
-    """Instances with the same number share one; the three numbers have a program each."""
+    """Instances with the same number share a program; the three numbers have a program each."""
     x, blocks = randn(5, 24), [Scaled(10.0 + number % 3) for number in range(12)]
     with mock.patch(
         "fusedops.compiler.programs.Programs._traced", autospec=True, side_effect=_traced
@@ -1115,51 +1123,51 @@ class Scaled(nn.Module):
     def scaled(self, x: Tensor) -> Tensor:
         return x * self.weight * self.by
 
-    def forward(self, x: Tensor) -> Tensor:  # not called by the method, and not read for it
+    def forward(self, x: Tensor) -> Tensor:  # `scaled` does not call it: never refused for it
         import settings_of_a_case
 
         return x * settings_of_a_case.k
 
 
 @kernels
-def test_nothing_that_is_read_is_held() -> None:
-    """Not by a function that outlives it.
+def test_function_holds_no_reference_to_objects_that_it_read() -> None:
+    """The objects are a module in a reference cycle, its weight, an object, and a helper.
 
-    A module, with a cycle and without, an object, a helper's closure.
+    Two functions read them and outlive them.
     """
     act: Any = None
 
-    def held() -> list[weakref.ref[Any]]:
+    def call_with_temporary_objects() -> list[weakref.ref[Any]]:
         nonlocal act
         block, config = Scaled(2.0), Holder(3.0)
         block.scaled(randn(5, 24))
         act = times(block.weight)
         function(randn(5, 24), config)
-        result = [weakref.ref(one) for one in (block, config, block.weight, act)]
+        references = [weakref.ref(read) for read in (block, config, block.weight, act)]
         act = times(randn(24))
-        return result
+        return references
 
     function = fusedops.rowwise(lambda x, config: act(x) * config.value, strict=True)
-    references = held()
+    references = call_with_temporary_objects()
     gc.collect()
-    assert [one() for one in references] == [None] * 4
+    assert [reference() for reference in references] == [None] * 4
 
 
 @kernels
-def test_states_that_are_forgotten_are_looked_at_again() -> None:
+def test_states_that_were_dropped_from_the_cache_are_read_again() -> None:
     config: Any = types.SimpleNamespace()
-    function, x = fusedops.rowwise(lambda x: x * len(vars_of(config)), strict=True), randn(5, 24)
-    vars_of = lambda one: one.table  # noqa: E731
+    function, x = fusedops.rowwise(lambda x: x * len(table_of(config)), strict=True), randn(5, 24)
+    table_of = lambda owner: owner.table  # noqa: E731
     with mock.patch.object(state, "_MOST_LOOKS", 4):
         for size in (*range(1, 9), *range(1, 9)):
-            config.table = {str(place): 1.0 for place in range(size)}
+            config.table = {str(index): 1.0 for index in range(size)}
             torch.testing.assert_close(function(x), x * size)
         assert len(function._programs.looks((x,))._known) == 4
 
 
 @kernels
 def test_caches_are_bounded() -> None:
-    """Those of calls, of programs and of refusals, where each call has another number."""
+    """The caches of calls, of programs and of refusals, where each call has another number."""
     x, k = randn(5, 24), 0.0
     fused, refused = fusedops.rowwise(lambda x: x * k), fusedops.rowwise(lambda x: x.round() * k)
     with (
@@ -1176,25 +1184,25 @@ def test_caches_are_bounded() -> None:
                 assert len(groups) + sum(len(group.calls) for group in groups) <= 4
             assert sum(map(len, fused._programs.known.values())) <= 3
             assert len(refused._programs.refused) <= 3
-        used = fused._programs.known.copy()
+        before = fused._programs.known.copy()
         for k in (6.0, 8.0):  # noqa: B007 - 6.0 is used again, so that 7.0 is dropped before it
             fused._calls.clear()
             fused(x)
-        assert len(used.keys() & fused._programs.known.keys()) == 2
-        assert next(iter(used)) in fused._programs.known
+        assert len(before.keys() & fused._programs.known.keys()) == 2
+        assert next(iter(before)) in fused._programs.known
 
 
-def test_function_with_a_state_that_is_another_at_each_look_is_refused() -> None:
+def test_function_whose_state_differs_at_each_look_is_refused() -> None:
     k = 2.0
-    never = mock.patch.object(
+    never_equal = mock.patch.object(
         walking.Walk, "leaf", lambda self, value, variable: self.expect("False")
     )
-    with never, pytest.raises(fusedops.NotRowwiseError, match="is another at each look"):
+    with never_equal, pytest.raises(fusedops.NotRowwiseError, match="is another at each look"):
         fusedops.rowwise(lambda x: x * k).source(randn(5, 24))
 
 
 def test_function_whose_globals_raise_an_error_when_they_are_read_is_refused() -> None:
-    """The rest of what the function reads would change unseen."""
+    """Changes of the other values that the function reads would not be detected."""
 
     def missing(name: str) -> float:
         raise ValueError(f"no {name} was set")
@@ -1206,8 +1214,8 @@ def test_function_whose_globals_raise_an_error_when_they_are_read_is_refused() -
 
 
 @kernels
-def test_attribute_of_an_argument_that_the_function_looks_for_is_refused() -> None:
-    """The trace has another tensor in place of the argument."""
+def test_tensor_argument_with_an_attribute_that_the_function_reads_is_refused() -> None:
+    """The trace replaces the argument by another tensor, without the attribute."""
     function = fusedops.rowwise(lambda x: x * getattr(x, "scale", 2.0), strict=True)
     plain, scaled = randn(5, 24), randn(5, 24)
     scaled.scale = 3.0  # type: ignore[attr-defined]
@@ -1219,7 +1227,7 @@ def test_attribute_of_an_argument_that_the_function_looks_for_is_refused() -> No
 
 @kernels
 def test_captured_tensor_of_another_kind_is_seen() -> None:
-    """Its dtype and shape lead to another trace, and kinds that no kernel reads to a refusal."""
+    """Another dtype or shape leads to another trace, a kind that no kernel reads to a refusal."""
     x = randn(5, 24)
     weight = plain = randn(24)
     function = fusedops.rowwise(lambda x: x * weight, strict=True)
@@ -1245,8 +1253,8 @@ def test_captured_tensor_of_another_kind_is_seen() -> None:
 
 
 @kernels
-def test_structures_that_alternate_are_walked_once() -> None:
-    """Also where one reads less than the other, and so accepts objects of the other."""
+def test_arguments_of_alternating_structures_are_walked_once_each() -> None:
+    """The checks for the first structure read fewer attributes, so objects of both pass them."""
     plain, scaled = types.SimpleNamespace(flag=False), types.SimpleNamespace(flag=True, scale=2.0)
     x = randn(5, 24)
     function = fusedops.rowwise(lambda x, c: x * c.scale if c.flag else x, strict=True)
@@ -1274,75 +1282,69 @@ def test_structures_that_alternate_are_walked_once() -> None:
     ],
 )
 def test_attribute_is_named_by_the_second_argument(call: str, names: str | None) -> None:
-    """If the second argument of `getattr` is computed, any attribute may be read."""
+    """If the second argument of `getattr` is computed, any attribute may be read (None)."""
     reads = reads_of(compile(call, "", "eval"))
-    assert (None if reads.everything else reads.optional) == (names and set(names))
+    optional = None if reads.everything else reads.optional
+    assert optional == (None if names is None else set(names))
 
 
-# --- the graph instead of the function ------------------------------------------------------------
+# --- the program of a trace -----------------------------------------------------------------------
 
 
 @kernels
 @every
 def test_program_is_a_function_of_its_tensors(sample: RowwiseFunction) -> None:
-    """In PyTorch's operators too, for transforms, with PyTorch's derivatives.
-
-    Nothing is read but the call's tensors.
-    """
-    function, tensors = (
-        fusedops.rowwise(sample.function, strict=True),
-        sample.tensors(torch.float32, DEVICE),
-    )
+    """Its reference in PyTorch's operators, used by transforms, reads only the call's tensors."""
+    function = fusedops.rowwise(sample.function, strict=True)
+    tensors = sample.tensors(torch.float32, DEVICE)
     program = function._programs.find(tuple(tensors.values()), ()).program
     with mock.patch.object(F, "dropout", lambda x, p: x * 1.0):
-        want, expected = results(sample.function, tensors)
+        expected, expected_grads = results(sample.function, tensors)
     with mock.patch("fusedops.compiler.operator.dropout_of", return_value=none):
-        got, grads = results(lambda *given: program.reference(None, given, none), tensors)
-    for one, other in zip((*got, *grads.values()), (*want, *expected.values()), strict=True):
-        torch.testing.assert_close(
-            one, other, rtol=1e-4, atol=1e-4 * max(1.0, other.abs().max().item())
-        )
+        actual, actual_grads = results(lambda *args: program.reference(None, args, none), tensors)
+    for result, value in zip(
+        (*actual, *actual_grads.values()), (*expected, *expected_grads.values()), strict=True
+    ):
+        tolerance = 1e-4 * max(1.0, value.abs().max().item())
+        torch.testing.assert_close(result, value, rtol=1e-4, atol=tolerance)
 
 
 # --- torch.compile --------------------------------------------------------------------------------
 
 
-def _many(*names: str) -> Any:
-    return pytest.mark.parametrize("case", names)
-
-
 @pytest.mark.shared("case", most=4)
 @kernels
-@_many(
-    "global_variable",
-    "helper",
-    "helper_with_a_closure",
-    "default_of_a_helper",
-    "default_of_a_rowwise_function",
-    "number_of_a_helpers_helper",
-    "closure_",
-    "python_module",
-    "dict_of_numbers",
-    "objects_within_objects",
-    "partial",
-    "module_float",
-    "method_float",
+@pytest.mark.parametrize(
+    "case",
+    [
+        "global_variable",
+        "helper",
+        "helper_with_a_closure",
+        "default_of_a_helper",
+        "default_of_a_rowwise_function",
+        "number_of_a_helpers_helper",
+        "closure_",
+        "python_module",
+        "dict_of_numbers",
+        "objects_within_objects",
+        "partial",
+        "module_float",
+        "method_float",
+    ],
 )
-@pytest.mark.parametrize("by", ["aot_eager", "fusedops"])
-def test_compiled_code_is_guarded(case: str, by: str, fresh_dynamo: None) -> None:
-    """Another number or helper is compiled anew, also where the call is a node that Dynamo does not look into."""
-    x, steps = (
-        randn(5, 24),
-        {**CASES, "closure_": _closure, "module_float": _module, "method_float": _method}[case](),
-    )
-    plain = next(steps)
-    made = plain if isinstance(plain, nn.Module) else fusedops.rowwise(plain, strict=True)
+@pytest.mark.parametrize("backend", ["aot_eager", "fusedops"])
+def test_change_is_compiled_again(case: str, backend: str, fresh_dynamo: None) -> None:
+    """Dynamo guards the values that a fused function reads, though the call is an opaque node."""
+    compiled_cases = {"closure_": _closure, "module_float": _module, "method_float": _method}
+    x, steps = randn(5, 24), {**CASES, **compiled_cases}[case]()
+    step = next(steps)
+    fused = step if isinstance(step, nn.Module) else fusedops.rowwise(step, strict=True)
     compiled = torch.compile(
-        made, backend=entry.backend if by == "fusedops" else by, fullgraph=True
+        fused, backend=entry.backend if backend == "fusedops" else backend, fullgraph=True
     )
-    while plain is not None:
-        torch.testing.assert_close(compiled(x), made(x), rtol=1e-5, atol=1e-5, equal_nan=True)
-        plain = next(steps, None)
+    while step is not None:
+        torch.testing.assert_close(compiled(x), fused(x), rtol=1e-5, atol=1e-5, equal_nan=True)
+        step = next(steps, None)
 
 
 def _closure() -> Case:
@@ -1360,7 +1362,7 @@ def _module() -> Case:
 
 
 class Caller(Scaled):
-    """Calls the method that is fused."""
+    """Its forward calls the fused method."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scaled(x)
@@ -1374,8 +1376,8 @@ def _method() -> Case:
 
 
 @kernels
-def test_values_from_before_are_not_compiled_again(fresh_dynamo: None) -> None:
-    """A number that goes back and forth has two graphs, each of which is one node."""
+def test_number_that_alternates_is_compiled_once_for_each_value(fresh_dynamo: None) -> None:
+    """Each of the two graphs has one node beside its input and its output."""
     graphs, k, x = [], 2.0, randn(5, 24)
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -1396,12 +1398,12 @@ def test_values_from_before_are_not_compiled_again(fresh_dynamo: None) -> None:
 
 
 class _Attributes(dict[str, float]):
-    """As configurations are: a missing attribute raises KeyError."""
+    """A dictionary like a configuration: a missing attribute raises KeyError."""
 
     __getattr__ = dict.__getitem__
 
 
-def test_dict_whose_entries_are_attributes() -> None:
+def test_change_of_a_dict_whose_entries_are_attributes_is_seen() -> None:
     settings = _Attributes(scale=2.0)
     function = fusedops.rowwise(lambda x: x * settings.scale)
     assert torch.equal(function(torch.ones(2, 4, device=DEVICE)).cpu(), torch.full((2, 4), 2.0))

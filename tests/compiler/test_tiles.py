@@ -29,8 +29,8 @@ pytestmark = pytest.mark.kernels
 
 _ROWS, _COLS = 5, 900
 # Columns of three tiles of 128: 900 columns are three programs, of which the last has idle lanes.
-_SHARES = Config(128, 2, 1, 2, 1, parts=3)
-_WHOLE = Config(128, 2, 1, 2, 1, parts=8)
+_SHARES = Config(block_n=128, rows=2, warps=1, stages=2, per_sm=1, parts=3)
+_WHOLE = Config(block_n=128, rows=2, warps=1, stages=2, per_sm=1, parts=8)
 
 
 def _layer_norm(x: Tensor, weight: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,8 +250,8 @@ def test_a_backward_without_sums_over_rows_has_a_program_for_each_tile(
     rows = 4 * launch.processors(0 if DEVICE.type == "cuda" else -1) + 1
     x = torch.randn(rows, 300, device=DEVICE, requires_grad=True)
     with (
-        forced("rowwise_forward", Config(512, 1, 4)),
-        forced("rowwise_backward", Config(512, 1, 4)),
+        forced("rowwise_forward", Config(block_n=512, rows=1, warps=4)),
+        forced("rowwise_backward", Config(block_n=512, rows=1, warps=4)),
     ):
         fusedops.rowwise(lambda x: torch.softmax(x, -1), strict=True)(x).sum().backward()
     assert grids == [rows, rows]
@@ -266,5 +266,5 @@ def test_wide_programs_load_parameters_again(
 ) -> None:
     """They hold two sums of each of more than 8192 columns, and no parameters."""
     monkeypatch.setattr(NORM, "native_elements", 0)
-    with forced(kernel, Config(1024, 1, 4, 1, 1, parts=9)):
+    with forced(kernel, Config(block_n=1024, rows=1, warps=4, per_sm=1, parts=9)):
         _check(function, 8200)

@@ -91,7 +91,7 @@ def _is_of_one_row(random: RandomFunction) -> bool:
 @contextlib.contextmanager
 def in_tiles() -> Iterator[None]:
     """Within it programs hold parts of rows."""
-    config = Config(16, 2, 1, 1, 1)
+    config = Config(block_n=16, rows=2, warps=1, per_sm=1)
     with (
         mock.patch("fusedops.compiler.operator.LONGEST_ROW", 8),
         mock.patch("fusedops.compiler.operator._LONGEST_ROW_16BIT", 8),

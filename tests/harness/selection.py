@@ -1,23 +1,24 @@
-"""Which cases of a test the short suite runs.
+"""Chooses the cases of each test that the short suite runs.
 
-A test over samples, dtypes and layouts has hundreds of cases, and a fault that only some of them
-show is nearly always one of a single value: this dtype, that sample. So the short suite runs two
-choices, one after the other, and ``--full`` the product, each night:
+A test over samples, dtypes and layouts has hundreds of cases. A fault that occurs in some of them
+nearly always depends on a single value: one dtype or one sample. So the short suite reduces the
+cases of each test in two steps. ``--full``, which runs each night, runs all of them.
 
-1. *Each value once.* Of each test it takes few cases in which every value of every parameter
-   occurs. A tuple counts as its parts. A short table of several parameters is a list of examples,
-   of which each row occurs. A `Case` counts as spec and dtype, and has any of its samples.
-   ``@pytest.mark.pairs("spec dtype", "spec sample")`` names pairs of parameters of which every pair
-   of values must occur too (pairwise covering: Kuhn, Wallace and Gallo 2004), ``pairs("sample")``
-   a parameter of which every value must.
-2. *Shared specs.* Operators and models cost much. The tests share them: each takes about four,
-   another test others, so that each spec occurs in many tests.
-   ``@pytest.mark.pairs("spec")`` is for a test that needs all of them, and
-   ``@pytest.mark.shared("name", most=16)`` shares the values of another parameter.
+1. *Shared specs.* Operators and models are slow to test, so each test runs with about four specs,
+   chosen by the test's name. Over all tests, each spec occurs in many.
+   ``@pytest.mark.pairs("spec")`` exempts a test, which then runs with all specs.
+   ``@pytest.mark.shared("name", most=16)`` does the same for another parameter than ``spec``.
+2. *Each value once.* From the remaining cases few are chosen in which every value of every
+   parameter occurs. Each element of a tuple counts as a parameter. A parametrisation of several
+   parameters at once with few rows is a list of examples: each row must occur. A `Case` counts as
+   two parameters, spec and dtype; any of its samples may be chosen.
+   ``@pytest.mark.pairs("spec dtype", "spec sample")`` names pairs of parameters: every pair of
+   their values must occur (pairwise covering: Kuhn, Wallace and Gallo 2004).
+   ``@pytest.mark.pairs("sample")`` names one parameter, all of whose values must occur.
 
-The choice for a test depends on its own cases and its name alone, so all processes of a run make
-the same, as does a run of its file. It is made before pytest makes an item of each case, of which
-there would be ten times as many.
+The choice depends only on the test's cases and name, so all processes of a run choose the same
+cases, and so does a run of a single file. It happens before pytest creates an item for each case,
+because there would be ten times as many items.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from support import Case
 
 __all__ = ["Candidate", "cover", "few_subsets", "shortened"]
 
-# How many specs a test takes that shares them.
+# The number of specs for each test that shares them.
 _MOST_SPECS = 4
-# A longer table is a product that was written out.
+# A parametrisation of several parameters with more rows is taken for a product, not for examples.
 _MOST_ROWS = 12
 
 Factor = tuple[str, Hashable]
@@ -49,13 +50,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A case that a test may have: what the choice reads, before pytest makes an item of it.
+    """A case that the short suite may choose, before pytest creates an item for it.
 
     Attributes:
         test: the node id of the test, without the parameters of the case.
-        name: the test's name with the parameters, as that of an item.
+        name: the test's name with the parameters, as in the name of an item.
         params: the values of the parameters.
-        marks: those of the test, the nearest first.
+        marks: the marks of the test, the nearest first.
     """
 
     test: str
@@ -69,44 +70,46 @@ class Candidate:
 
 
 def shortened(cases: Sequence[Candidate]) -> list[Candidate]:
-    """Those of a test's ``cases`` that the short suite runs, in their order."""
+    """Returns those of a test's ``cases`` that the short suite runs, in their order."""
     chosen = _covering(_share(cases))
     _factors.cache_clear()
     return chosen
 
 
 def _covering(cases: Sequence[Candidate]) -> list[Candidate]:
-    """Few of a test's cases in which each value occurs, and each pair that its mark names."""
+    """Returns few of a test's cases: each value occurs, and each pair that the mark names."""
     if len(cases) == 1:
         return list(cases)
     pairs = _pairs(cases[0])
     factors = list(map(_factors, cases))
-    _known(cases[0], pairs, {name for name, _ in factors[0]})
+    _check_names(cases[0], pairs, {name for name, _ in factors[0]})
     values = cases[0].params.values()
     if any(isinstance(v, Case) for v in values) and not any("sample" in pair for pair in pairs):
-        factors = [tuple(factor for factor in each if factor[0] != "sample") for each in factors]
-    return cover(cases, [set(_requirements(each, pairs)) for each in factors])
+        factors = [
+            tuple((name, key) for name, key in of_case if name != "sample") for of_case in factors
+        ]
+    return cover(cases, [set(_requirements(of_case, pairs)) for of_case in factors])
 
 
 def _pairs(case: Candidate) -> set[frozenset[str]]:
-    """The pairs of parameters, and the parameters, that the mark of the case's test names."""
+    """Returns the pairs of parameters, and single parameters, that the mark ``pairs`` names."""
     return {frozenset(pair.split()) for mark in case.marked("pairs")[:1] for pair in mark.args}
 
 
 def _share(cases: Sequence[Candidate]) -> Sequence[Candidate]:
-    """A test's cases, of those values alone that it takes if tests share the values of a parameter."""
+    """Returns the cases with this test's share of the values, if it shares a parameter."""
     sharing = _sharing(cases[0])
     if sharing is None:
         return cases
     name, most = sharing
     values = list(dict.fromkeys(dict(_factors(case))[name] for case in cases))
     step, start = -(-len(values) // most), zlib.crc32(cases[0].test.encode())
-    taken = {value for i, value in enumerate(values, start) if i % step == 0}
-    return [case for case in cases if dict(_factors(case))[name] in taken]
+    chosen = {value for i, value in enumerate(values, start) if i % step == 0}
+    return [case for case in cases if dict(_factors(case))[name] in chosen]
 
 
 def _sharing(case: Candidate) -> tuple[str, int] | None:
-    """The parameter whose values the case's test shares, and how many of them it takes."""
+    """Returns the parameter that the test shares, and the most values that it takes, or None."""
     marks = case.marked("shared")
     name, most = (marks[0].args[0], marks[0].kwargs["most"]) if marks else ("spec", _MOST_SPECS)
     may_share = {name for name, _ in _factors(case)} - frozenset().union(*_pairs(case))
@@ -114,21 +117,24 @@ def _sharing(case: Candidate) -> tuple[str, int] | None:
 
 
 def cover(items: Sequence[T], covered: Sequence[set[Requirement]]) -> list[T]:
-    """Few ``items`` that together cover all that all of them cover.
+    """Returns few ``items`` that together fulfil every requirement that any of them fulfils.
 
-    The one that adds most, time and again.
+    A greedy choice: next comes the item that fulfils most of the missing requirements; among
+    equals, the one with the least `_rank`.
 
-    ``covered`` is what each of them covers. Of equals the one of least rank.
+    Args:
+        items: the items to choose from.
+        covered: the requirements that each item fulfils.
     """
     missing = set().union(*covered)
     queue = [(-len(covered[i]), *_rank(item), i) for i, item in enumerate(items)]
     heapq.heapify(queue)
     chosen = []
     while missing:
-        promised, *rank, i = heapq.heappop(queue)
+        previous, *rank, i = heapq.heappop(queue)
         added = len(covered[i] & missing)
-        # What an item adds only shrinks, so its position is updated when it is the first.
-        if added < -promised:
+        # The number that an item adds only shrinks. It is updated when the item comes first.
+        if added < -previous:
             heapq.heappush(queue, (-added, *rank, i))
             continue
         missing -= covered[i]
@@ -137,9 +143,9 @@ def cover(items: Sequence[T], covered: Sequence[set[Requirement]]) -> list[T]:
 
 
 def _rank(item: Any) -> tuple[bool, int]:
-    """Cases with wide rows last; else by a checksum of the name.
+    """Orders equally useful items: cases with wide rows last, else by a checksum of the name.
 
-    It is the same everywhere, and favours no dtype for being the first.
+    The checksum is the same in all processes, and does not favour the first dtype.
     """
     params = item.params.values() if isinstance(item, Candidate) else ()
     is_wide = any(isinstance(value, Case) and value.is_wide for value in params)
@@ -147,9 +153,9 @@ def _rank(item: Any) -> tuple[bool, int]:
 
 
 def few_subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """The empty subset of ``names``, and few in which any two occur in every way.
+    """Returns few subsets of ``names``, among them the empty one.
 
-    Both, one of them, none.
+    For any two names there are subsets with both, with only the one, only the other, and neither.
     """
     subsets = [
         subset for count in range(len(names) + 1) for subset in itertools.combinations(names, count)
@@ -166,7 +172,7 @@ def few_subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 @functools.cache
 def _factors(case: Candidate) -> tuple[Factor, ...]:
-    """The parameters of a case by name, with what stands for their values."""
+    """Returns names of the case's parameters with keys for their values."""
     return tuple(_read_factors(case))
 
 
@@ -185,14 +191,14 @@ def _read_factors(case: Candidate) -> Iterator[Factor]:
 
 
 def _names(names: str | Sequence[str]) -> list[str]:
-    """The parameters that a mark ``parametrize`` names."""
+    """Splits the first argument of a mark ``parametrize`` into names of parameters."""
     return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 
 
 def _key(value: Any) -> Hashable:
-    """A key that is equal for the same value in another case.
+    """Returns a key that is equal for the same value in all cases.
 
-    Cases share their values, so the object itself will do; a spec has a name, as in a `Case`.
+    Cases share the objects, so the id of a value is enough. A spec has its name, as in a `Case`.
     """
     if isinstance(value, Spec):
         return value.name
@@ -202,6 +208,7 @@ def _key(value: Any) -> Hashable:
 def _requirements(
     factors: Iterable[Factor], pairs: set[frozenset[str]] | None
 ) -> Iterator[Requirement]:
+    """Yields each single value, and each pair of values of ``pairs``: all pairs if that is None."""
     factors = list(factors)
     yield from ((factor,) for factor in factors)
     for first, second in itertools.combinations(factors, 2):
@@ -209,7 +216,8 @@ def _requirements(
             yield first, second
 
 
-def _known(case: Candidate, pairs: Iterable[frozenset[str]], names: set[str]) -> None:
+def _check_names(case: Candidate, pairs: Iterable[frozenset[str]], names: set[str]) -> None:
+    """Raises a usage error if ``pairs`` names a parameter that the test does not have."""
     unknown = set().union(*pairs) - names
     if unknown:
         raise pytest.UsageError(

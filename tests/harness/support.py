@@ -1,7 +1,6 @@
-"""What all test files share: the specs, the cases they make, the dropout oracle, eager PyTorch, and tolerances.
+"""Helpers of all test files: specs, cases, dropout masks, the fp64 oracle and eager PyTorch.
 
-A new operator family needs no edit here: every ``fusedops.<family>.spec`` module is found by
-itself.
+A new operator family needs no edit here: every ``fusedops.<family>.spec`` module is discovered.
 """
 
 from __future__ import annotations
@@ -65,23 +64,24 @@ KERNEL_PATH = DEVICE.type == "cuda" or INTERPRETED
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (*HALF, torch.float32, torch.float64)
 
-# Both halves of both 64-bit numbers are in use, so that a kernel which drops one is seen.
+# Both 32-bit halves of both numbers are nonzero, so that tests detect a kernel that drops a half.
 SEED, OFFSET = 0x0123_4567_89AB_CDEF, (3 << 32) + 20
 
 
 def torch_version() -> tuple[int, ...]:
-    """Major and minor."""
+    """Major and minor version of PyTorch."""
     return tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def triton_version() -> tuple[int, ...]:
-    """Major and minor."""
+    """Major and minor version of Triton."""
     from triton import __version__
 
     return tuple(map(int, __version__.split(".")[:2]))
 
 
 def _discover() -> tuple[Spec, ...]:
+    """The specs of all families."""
     specs: list[Spec] = []
     for family in pkgutil.iter_modules(fusedops.__path__):
         name = f"fusedops.{family.name}.spec"
@@ -91,8 +91,8 @@ def _discover() -> tuple[Spec, ...]:
 
 
 EVERY_SPEC = _discover()
-# Most properties are of floating-point arithmetic and its gradients; operators without have theirs
-# in test_exact.py.
+# Most tests are about floating-point arithmetic and gradients. Exact operators have neither, and
+# are tested in test_exact.py.
 ALL_SPECS = tuple(spec for spec in EVERY_SPEC if not spec.exact)
 EXACT_SPECS = tuple(spec for spec in EVERY_SPEC if spec.exact)
 
@@ -102,7 +102,7 @@ EXACT_SPECS = tuple(spec for spec in EVERY_SPEC if spec.exact)
 
 @dataclass(frozen=True)
 class Case:
-    """One sample of one operator in one dtype; the tensors are made when a test asks for them."""
+    """One sample of one operator in one dtype; `sample` builds its tensors."""
 
     spec: Spec
     dtype: torch.dtype
@@ -114,26 +114,29 @@ class Case:
 
     @property
     def is_wide(self) -> bool:
-        """Whether the rows take long in the interpreter."""
+        """Whether the rows are wide enough to take long in the interpreter."""
         samples = _catalogue(self.spec.name, self.dtype)
         sample = next(sample for sample in samples if sample.name == self.name)
         return rows_of(self.spec, sample).shape[-1] > _ORDINARY
 
     def sample(self, device: torch.device = DEVICE) -> Sample:
-        with only_sample(self.name):  # the others would take most of a test's time
+        """The sample with its tensors on ``device``."""
+        with only_sample(self.name):  # building the others would take most of a test's time
             result = next(
                 sample
                 for sample in self.spec.samples(device, self.dtype)
                 if sample.name == self.name
             )
+        # `only_sample` gives the other samples tensors on the meta device.
         assert all(t is None or t.device.type == device.type for t in result.tensors.values()), (
-            "made as another sample"
+            "built as another sample"
         )
         return result
 
 
 @cache
 def _catalogue(spec_name: str, dtype: torch.dtype) -> tuple[Sample, ...]:
+    """The samples of a spec on the meta device."""
     spec = next(spec for spec in EVERY_SPEC if spec.name == spec_name)
     samples = tuple(spec.samples(torch.device("meta"), dtype))
     assert len({sample.name for sample in samples}) == len(samples), (
@@ -142,19 +145,24 @@ def _catalogue(spec_name: str, dtype: torch.dtype) -> tuple[Sample, ...]:
     return samples
 
 
-# Rows at least this wide take seconds in the interpreter, so there two dtypes must do: one half,
-# one full.
+# Rows of at least `_WIDE` columns take seconds in the interpreter, which therefore tests them in
+# two dtypes only, one of 16 bits and one of 32.
 _WIDE = 8192
-_ORDINARY = 1024
 _WIDE_DTYPES = (torch.bfloat16, torch.float32)
+# Cases with rows of more columns than this are chosen last for the short suite.
+_ORDINARY = 1024
 
 
 def _affordable(spec: Spec, sample: Sample, dtype: torch.dtype) -> bool:
+    """Whether the case runs: in the interpreter, wide rows do in two dtypes only."""
     return not INTERPRETED or dtype in _WIDE_DTYPES or rows_of(spec, sample).shape[-1] < _WIDE
 
 
 def covers_the_schema(spec: Spec, sample: Sample) -> bool:
-    """Every argument absent and present, every mode and mixture of dtypes, at one small size."""
+    """Selects samples of one small size that have every argument absent and present.
+
+    They also have every mode and mixture of dtypes.
+    """
     tensors = [t for t in sample.tensors.values() if t is not None]
     if any(t.shape[-1] > 5000 for t in tensors):
         return False
@@ -169,11 +177,13 @@ def cases(
     select: Callable[[Spec, Sample], bool] | None = None,
     specs: Sequence[Spec] = ALL_SPECS,
 ) -> pytest.MarkDecorator:
-    """Parametrises a test over ``case``.
+    """Parametrises a test over ``case``: the samples of all ``specs`` in all ``dtypes``.
 
-    All ``specs``, ``dtypes`` and those samples that ``select`` accepts.
-
-    ``select`` sees the sample on the meta device: shapes, dtypes and options, no values.
+    Args:
+        dtypes: the dtypes of the samples.
+        select: returns whether to take a sample, which is on the meta device: it has shapes,
+            dtypes and options, but no values. By default all are taken.
+        specs: the operators.
     """
     results = [
         Case(spec, dtype, sample.name)
@@ -188,7 +198,7 @@ def cases(
 
 
 def specs_of(names: Sequence[str]) -> pytest.MarkDecorator:
-    """Parametrises a test over ``spec``: those of ``names``, with ``--full`` all."""
+    """Parametrises a test over ``spec``: the specs of these names, or all with ``--full``."""
     return pytest.mark.parametrize(
         "spec",
         [
@@ -198,8 +208,8 @@ def specs_of(names: Sequence[str]) -> pytest.MarkDecorator:
     )
 
 
-# An operator of each kind of kernel and of call. For properties that those of a kind share where a
-# case takes a second, as a graph does.
+# One operator for each kind of kernel and of call. For slow tests (a CUDA graph takes a second) of
+# a property that all operators of a kind share.
 of_families = specs_of(
     (
         "bias_act",
@@ -213,19 +223,19 @@ of_families = specs_of(
 
 
 def tensors_of(spec: Spec, sample: Sample) -> dict[str, Tensor]:
-    """The tensors that are there, the one that carries the rows first."""
+    """The sample's tensors that are not None, in the spec's order: the rows first."""
     return {
         name: tensor for name in spec.tensors if (tensor := sample.tensors.get(name)) is not None
     }
 
 
 def rows_of(spec: Spec, sample: Sample) -> Tensor:
-    """The tensor that carries the rows."""
+    """The tensor whose rows the operator processes: the first of the spec's."""
     return tensors_of(spec, sample)[spec.tensors[0]]
 
 
 def random_like(tensors: Sequence[Tensor], seed: int = 7) -> list[Tensor]:
-    """Random cotangents; made on the CPU, so that all devices get the same ones."""
+    """Random cotangents, drawn on the CPU so that all devices get the same ones."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device, t.dtype)
@@ -239,7 +249,7 @@ def random_like(tensors: Sequence[Tensor], seed: int = 7) -> list[Tensor]:
 def _mulhilo(multiplier: int, value: Tensor) -> tuple[Tensor, Tensor]:
     """High and low 32 bits of a product of 32-bit numbers held in int64.
 
-    In halves, as the product would overflow.
+    The value is multiplied in halves of 16 bits, because the whole product overflows int64.
     """
     low, high = multiplier * (value & 0xFFFF), multiplier * (value >> 16)
     return (high + (low >> 16)) >> 16, (low + ((high & 0xFFFF) << 16)) & 0xFFFFFFFF
@@ -248,7 +258,7 @@ def _mulhilo(multiplier: int, value: Tensor) -> tuple[Tensor, Tensor]:
 def philox(counter: Sequence[Tensor], key: tuple[int, int], rounds: int = 7) -> list[Tensor]:
     """Philox4x32 of Salmon et al. 2011 on 32-bit words held in int64 tensors.
 
-    Written from the paper.
+    It follows the paper, not the kernels, so that tests compare two implementations.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -261,7 +271,7 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int], rounds: int = 7) -> 
 
 
 def drop_threshold(p: float) -> int:
-    """How many of the 65536 values of 16 random bits mean "drop"."""
+    """Returns how many of the 65536 values of 16 random bits drop an element."""
     if p in (0.0, 1.0):
         return int(p * 65536)
     return min(max(round(p * 65536), 1), 65535)
@@ -279,7 +289,7 @@ def keep_mask(
 ) -> Tensor:
     """The kernels' keep mask for ``rows`` rows from ``first_row`` on: ``(rows, cols)``, boolean.
 
-    One Philox call serves eight neighbours of a row, sixteen bits each.
+    One Philox call draws 128 bits: 16 for each of eight neighbouring elements of a row.
     """
     groups = -(-cols // 8)
     start = first_row * groups
@@ -306,22 +316,24 @@ def keep_mask(
 class Mask:
     """The dropout mask of one call.
 
-    The keep mask (None for no dropout) and the probability to keep.
+    Attributes:
+        keep: boolean, True for elements that are not dropped; None without dropout.
+        probability: the probability to keep an element.
     """
 
     keep: Tensor | None = None
     probability: float = 1.0
 
     def cpu(self) -> Mask:
-        """The same on the CPU."""
+        """The same mask on the CPU."""
         return self if self.keep is None else Mask(self.keep.cpu(), self.probability)
 
     def dropout(
         self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
-        """`F.dropout` with this mask, rounding as it does.
+        """`F.dropout` with this mask.
 
-        The scaled mask is formed first, in the input's dtype.
+        It rounds as PyTorch does: the mask is scaled first, in the input's dtype.
         """
         if self.keep is None:
             return input
@@ -332,7 +344,7 @@ class Mask:
 def dropout_mask(spec: Spec, sample: Sample) -> Mask:
     """The mask that `call` draws for this sample.
 
-    On the kernel path by Philox, else as `F.dropout` draws it.
+    Kernels draw it by Philox. Without kernels `F.dropout` draws it.
     """
     if not spec.has_dropout or sample.p == 0.0:
         return Mask()
@@ -346,13 +358,13 @@ def dropout_mask(spec: Spec, sample: Sample) -> Mask:
     bias = sample.tensors.get("bias")
     with torch.random.fork_rng():
         torch.manual_seed(SEED)
-        kept = F.dropout(torch.ones_like(rows if bias is None else rows + bias), sample.p)
-    return Mask(kept != 0.0, 1.0 - sample.p)
+        dropped = F.dropout(torch.ones_like(rows if bias is None else rows + bias), sample.p)
+    return Mask(dropped != 0.0, 1.0 - sample.p)
 
 
 @contextmanager
 def fixed_draw(seed: int = SEED, offset: int = OFFSET) -> Iterator[None]:
-    """Within it, every call with dropout draws the mask of `dropout_mask`."""
+    """Within this context, every call with dropout draws the mask of `dropout_mask`."""
     if KERNEL_PATH:
         with mock.patch("fusedops.core.random.rng.draw", return_value=(seed, offset)):
             yield
@@ -366,6 +378,7 @@ def fixed_draw(seed: int = SEED, offset: int = OFFSET) -> Iterator[None]:
 
 
 def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A single output as a tuple of one."""
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
@@ -383,7 +396,10 @@ def call(spec: Spec, sample: Sample) -> Function:
 
 
 def resolved(spec: Spec, sample: Sample) -> dict[str, Any]:
-    """The sample's options with the default ``eps`` of the sample's own dtype, which upcasting would change."""
+    """The sample's options, with the default ``eps`` of the sample's dtype filled in.
+
+    The oracle upcasts the tensors, so it cannot derive this default from their dtype.
+    """
     options = dict(sample.options)
     parameter = inspect.signature(spec.reference).parameters.get("eps")
     if parameter is not None and options.get("eps") is None:
@@ -395,9 +411,9 @@ def resolved(spec: Spec, sample: Sample) -> dict[str, Any]:
 
 
 def oracle(spec: Spec, sample: Sample, mask: Mask | None = None) -> Function:
-    """The reference as a function of tensors, all of which it sees in fp64.
+    """The spec's reference as a function of tensors.
 
-    So does what it returns.
+    It casts its inputs to fp64, so it computes and returns fp64.
     """
     mask = dropout_mask(spec, sample) if mask is None else mask
     options = resolved(spec, sample)
@@ -414,16 +430,16 @@ def oracle(spec: Spec, sample: Sample, mask: Mask | None = None) -> Function:
 
 
 def eager(spec: Spec, sample: Sample, mask: Mask | None = None) -> Function:
-    """The formula in `torch.nn.functional`, with the same dropout mask, as a function of tensors.
+    """The operator in `torch.nn.functional`, with the same dropout mask, as a function of tensors.
 
-    Where dtypes are mixed (or ``out_dtype`` asks for another) it computes in their promotion, since
-    PyTorch's norms refuse or round some mixtures: the harder opponent. Options that
-    `torch.nn.functional` lacks are written out here.
+    Mixed dtypes (of tensors and ``out_dtype``) are promoted first, because PyTorch's norms refuse
+    some mixtures and round others. This makes eager PyTorch more precise, and the comparison
+    stricter. Options that `torch.nn.functional` lacks are implemented here.
     """
     mask = dropout_mask(spec, sample) if mask is None else mask
     options = resolved(spec, sample)
     out_dtype, offset = options.pop("out_dtype", None), options.pop("weight_offset", 0.0)
-    has_twin = options.pop("cast_dtype", None) is not None
+    returns_cast = options.pop("cast_dtype", None) is not None
     options.pop("save", None)
     rounding = options.pop("rounding", "once")
     patches = {"dropout": mask.dropout}
@@ -442,7 +458,7 @@ def eager(spec: Spec, sample: Sample, mask: Mask | None = None) -> Function:
         with mock.patch.multiple(F, **patches):
             outputs = spec.eager(**tensors, **options)
         outputs = (outputs[0].to(out_dtype), *outputs[1:]) if out_dtype else outputs
-        return (*outputs, outputs[0].clone()) if has_twin else outputs
+        return (*outputs, outputs[0].clone()) if returns_cast else outputs
 
     return function
 
@@ -452,22 +468,20 @@ def hugging_face_norm(
 ) -> Tensor:
     """RMSNorm with the roundings of Hugging Face's modules, from their documented formulas.
 
-    All take the statistics in fp32. Llama rounds the normalised rows back to their dtype and then
-    scales them; T5 scales, having rounded to the weight's dtype if that is a half one; Gemma scales
-    in fp32 and rounds last.
+    All compute the statistics in fp32. Llama rounds the normalised rows to their own dtype, then
+    multiplies by the weight. T5 rounds them to the weight's dtype if that has 16 bits, then
+    multiplies. Gemma multiplies in fp32 and rounds last.
     """
     wide = z if z.dtype == torch.float64 else z.float()
     hat = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return hat.to(z.dtype)
+    scale = weight + offset if offset else weight
     if rounding == "llama":
-        hat = hat.to(z.dtype)
-        return hat if weight is None else (weight + offset if offset else weight) * hat
+        return scale * hat.to(z.dtype)
     if rounding == "t5":
-        if weight is None:
-            return hat.to(z.dtype)
-        return (weight + offset if offset else weight) * (
-            hat.to(weight.dtype) if weight.dtype in HALF else hat
-        )
-    return (hat if weight is None else hat * (offset + weight.to(wide.dtype))).to(z.dtype)
+        return scale * (hat.to(weight.dtype) if weight.dtype in HALF else hat)
+    return (hat * (offset + weight.to(wide.dtype))).to(z.dtype)
 
 
 def gradients(
@@ -476,16 +490,16 @@ def gradients(
     cotangents: Sequence[Tensor],
     names: Sequence[str] | None = None,
 ) -> dict[str, Tensor]:
-    """``function``'s gradients for ``names`` (default: all tensors that are there) along ``cotangents``."""
+    """The gradients of ``function`` for ``names``, by default all tensors that are not None."""
     names = [name for name, t in tensors.items() if t is not None] if names is None else names
     leaves = {
         name: t if t is None else t.detach().requires_grad_(name in names)
         for name, t in tensors.items()
     }
-    # An output that hangs on none of ``names`` takes its cotangent with it.
-    along = [
+    # Outputs that depend on none of ``names`` are dropped together with their cotangents.
+    pairs = [
         (o, c.to(o)) for o, c in zip(function(leaves), cotangents, strict=True) if o.requires_grad
     ]
-    outputs, cotangents = zip(*along, strict=True)
+    outputs, cotangents = zip(*pairs, strict=True)
     grads = torch.autograd.grad(outputs, [leaves[name] for name in names], cotangents)
     return dict(zip(names, grads, strict=True))

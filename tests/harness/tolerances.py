@@ -1,43 +1,49 @@
-"""How far a result may be from the fp64 oracle, and the two checks that most test files end in.
+"""Tolerances against the fp64 oracle, and the two checks that use them.
 
-Derivation, by backward error (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed.,
-chapters 1, 3 and 4). A computed result is the exact result for inputs perturbed a little: an
-elementwise step perturbs by the unit roundoff u of the dtype it is done in, a sum of n terms by u
-times the depth of its tree of additions, each relative to the largest element of the row that is
-summed. How much a perturbation of the inputs moves the exact result is measured rather than bounded
-by hand: `sensitivity` moves every row of every input by ± its largest element times a small h, with
-random signs, takes the largest change in each row of the result, and divides by h. It thus holds
-the condition number of the very sample (a row whose mean dwarfs its deviation, say) and serves
-every operator. So
+They are derived by backward error (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed.,
+chapters 1, 3 and 4). A computed result is the exact result for slightly perturbed inputs. An
+elementwise step perturbs by the unit roundoff u of its dtype. A sum of n terms perturbs by u times
+the depth of its tree of additions. Both are relative to the largest element of the row.
+
+How much such a perturbation changes the exact result is measured by `sensitivity`. It changes every
+element of every input by ±h times the largest element of its row, with random signs, takes the
+largest change in each row of the result, and divides it by h. The measure thus contains the
+condition number of the sample (for example of a row whose mean is much larger than its deviation),
+and works for every operator. The checks are
 
     forward    |y - oracle| <= u(y) |oracle|  +  2 (depth u(accumulator) + u(sum)) sensitivity  +  2 inside
     backward   |g - oracle| <= u(g) |oracle|  +  2 (depth u(accumulator) + u(sum) + u(y) gain) sensitivity  +  2 eager
 
-The first term is the one rounding of the result to its dtype. The factor 2 allows the oracle, in
-fp64 also where the accumulator is, the same error. u(sum) is there where a sum is normalised, which
-is first rounded to its dtype, as eager's is, while the oracle rounds nothing. Operators that
-reproduce the inner roundings of another library get twice eager's error on top, forward too; where
-one rounding is promised (``rounding="once"``), the forward's bound stands alone.
+First term: the result is rounded once, to its dtype.
 
-Inside is what no perturbation of the inputs explains: roundings within a formula, relative to its
-value. Where an input scales the result, as a weight does, moving it moves the result by as much,
-and the sensitivity holds them. Where all of a row lies where the function is flat (GELU's minimum,
-tanh's ends), nothing moves, and the steps still round: an activation by 12 u (of a power of two, a
-reciprocal and products; counted in `test_activations.py`), and dropout by two more, its scale's
-division and product. So inside is 14 u(accumulator) times that part of |oracle|, element by
-element, by which the sensitivity falls short of it. To that comes the relative error of the slices'
-tanh for results in 16 bits, 1e-5 (tested there too). A gradient scales with its cotangent, so it
-needs none.
+Factor 2: the oracle has the same error if the accumulator is fp64, which the oracle also uses.
 
-u(y) gain is there where the output is kept for the backward, which then inverts the affine: its
-rounding, of
-|w hat| + |b| at most, is divided by |w|.
+u(sum): an operator that normalises a sum first rounds the sum to its dtype, as eager PyTorch does.
+The oracle does not round it. Without a sum this term is zero.
 
-Eager is there because a norm's gradient is a difference that cancels (for one or two columns
-entirely), which no perturbation of the inputs explains. It is eager PyTorch's error at the same
-dtypes, or, if that is larger, its error in fp32, where the fp64 oracle can see all of it, scaled by
-the largest of these u over u(fp32); the largest over the whole tensor and over all the moved
-inputs, as one row may happen to have none.
+inside: roundings within a formula are relative to the value of the formula. If an input scales the
+result, as a weight does, a perturbation of that input changes the result as much, so the
+sensitivity contains these roundings. But if the function is flat at all elements of a row (GELU's
+minimum, the ends of tanh), perturbations change nothing, and the steps still round: an activation
+by 12 u (a power of two, a reciprocal and products; counted in `test_activations.py`), and dropout
+by two more, the division and the product of its scale. So inside is, for each element,
+14 u(accumulator) times max(|oracle| - sensitivity, 0). For results in 16 bits, the slices' tanh
+adds its relative error of 1e-5 (also tested in `test_activations.py`). A gradient scales with its
+cotangent, so the backward needs no such term.
+
+u(y) gain: if the output is saved for the backward, the backward inverts the affine map. The
+rounding of the output, which is at most u(y) (|w hat| + |b|), is then divided by |w|. If the output
+is not saved, this term is zero.
+
+eager: a norm's gradient is a difference that cancels (entirely, for one or two columns). No
+perturbation of the inputs explains the error of that. The term is the larger of two errors of eager
+PyTorch, each the largest over the whole tensor, because a single row may happen to have none. One
+is its error in the sample's dtypes. The other is its error in fp32, which fp64 can measure
+precisely, over all perturbed inputs, scaled by the largest of the units of roundoff above over
+u(fp32).
+
+Operators that reproduce the inner roundings of another library get twice eager's error in the
+forward, too. With one promised rounding (``rounding="once"``) they do not.
 """
 
 from __future__ import annotations
@@ -75,18 +81,20 @@ _DRAWS = 4
 _STEP = 2.0**-18
 # Roundings of an activation and of dropout's scale, relative to the result.
 _INSIDE = 14
-_NARROW = 1e-5
+# Relative error of the slices' tanh for results in 16 bits.
+_TANH_ERROR = 1e-5
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
+    """The largest relative error of one rounding to ``dtype``."""
     return torch.finfo(dtype).eps / 2
 
 
 def a_rounding_away(tensor: Tensor, draw: int) -> Tensor:
-    """The tensor as another rounding of it would be, in fp32.
+    """The tensor in fp32, randomly perturbed by about one rounding of fp32.
 
-    What PyTorch makes of it shows how far results are from exact ones for the inputs' rounding
-    alone: sums may cancel.
+    PyTorch's results for it show how large the error of a result is if only the inputs are
+    rounded. Where sums cancel it is large.
     """
     if not tensor.is_floating_point():
         return tensor
@@ -97,16 +105,16 @@ def a_rounding_away(tensor: Tensor, draw: int) -> Tensor:
 
 
 def accumulator(sample: Sample) -> torch.dtype:
+    """The dtype in which the operator accumulates: fp64 if any tensor has it, else fp32."""
     wide = any(t is not None and t.dtype == torch.float64 for t in sample.tensors.values())
     return torch.float64 if wide else torch.float32
 
 
 def depth(terms: int) -> float:
-    """Additions on the longest path through a sum.
+    """The number of roundings on the longest path through a sum and the steps around it.
 
-    1024 lanes at least run down the terms, then meet in a tree.
-
-    And four elementwise steps at most before and after it.
+    At least 1024 lanes each add up their share of the terms; a tree then adds the lanes. At most
+    four elementwise steps come before and after the sum.
     """
     return 4 + math.log2(max(terms, 1)) + terms / 1024
 
@@ -116,9 +124,10 @@ def _row_max(value: Tensor) -> Tensor:
 
 
 def _moved(tensors: Tensors) -> Iterator[Tensors]:
-    """The tensors with each row moved by ± its largest element times `_STEP`.
+    """Yields `_DRAWS` copies of the tensors with all elements perturbed.
 
-    In fp64, though fp32 would hold them.
+    Each element changes by ±`_STEP` times the largest element of its row. The copies are fp64, with
+    values that fp32 represents exactly.
     """
     generator = torch.Generator().manual_seed(3)
     for _ in range(_DRAWS):
@@ -137,7 +146,7 @@ def _moved(tensors: Tensors) -> Iterator[Tensors]:
 
 
 def _largest(results: Sequence[Tensor], exact: Sequence[Tensor]) -> list[Tensor]:
-    """The largest error over each whole tensor."""
+    """The largest error in each tensor of ``results``."""
     errors = [(a.double() - b).abs() for a, b in zip(results, exact, strict=True)]
     return [error.max() if error.numel() else error.sum() for error in errors]
 
@@ -145,9 +154,10 @@ def _largest(results: Sequence[Tensor], exact: Sequence[Tensor]) -> list[Tensor]
 def sensitivity(
     exact: Function, tensors: Tensors, single: Function | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """How far ``exact``'s results move, by row, per unit of relative change of its inputs' rows.
+    """Returns how much the results of ``exact`` change per unit of relative change of its inputs.
 
-    And the largest error of ``single``, the same function in fp32, on the moved inputs.
+    This is one number for each row of each result. The second list has the largest error in each
+    result of ``single``, the same function in fp32, on the perturbed inputs.
     """
     base = exact({name: None if t is None else t.double() for name, t in tensors.items()})
     worst = [torch.zeros_like(_row_max(value)) for value in base]
@@ -166,7 +176,14 @@ def sensitivity(
 
 
 def assert_within(actual: Tensor, exact: Tensor, slack: Tensor, what: str) -> None:
-    """``actual`` is ``exact`` rounded to its dtype, give or take ``slack`` (which broadcasts along rows)."""
+    """Asserts that ``actual`` is ``exact`` up to ``slack`` and one rounding to its dtype.
+
+    Args:
+        actual: the result.
+        exact: the oracle's result in fp64.
+        slack: the allowed error beside the rounding; broadcasts to ``exact``.
+        what: names the result in the message.
+    """
     assert actual.shape == exact.shape, (
         f"{what}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
     )
@@ -185,7 +202,7 @@ def assert_within(actual: Tensor, exact: Tensor, slack: Tensor, what: str) -> No
 
 
 def sum_dtype(spec: Spec, sample: Sample) -> torch.dtype:
-    """PyTorch's promotion of what is summed, or the dtype of what is normalised as it is."""
+    """The promoted dtype of the tensors that the operator sums; that of the rows without a sum."""
     dtype = rows_of(spec, sample).dtype
     for name in spec.promoted:
         other = sample.tensors.get(name)
@@ -194,12 +211,10 @@ def sum_dtype(spec: Spec, sample: Sample) -> torch.dtype:
 
 
 def output_dtypes(spec: Spec, sample: Sample) -> list[torch.dtype]:
-    """The dtypes that the contract promises.
+    """The promised dtypes of the output, and of the sum and the cast output if they are returned.
 
-    Of the output, and of the sum and the cast output if they are returned.
-
-    The output has the sum's, unless ``out_dtype`` says otherwise or Llama's or T5's rounding
-    multiplies by a wider weight last.
+    The output has the sum's dtype, with two exceptions: ``out_dtype`` sets it, and with Llama's or
+    T5's rounding the last step multiplies by the weight, which may have a wider dtype.
     """
     summed, weight = sum_dtype(spec, sample), sample.tensors.get("weight")
     output = summed
@@ -215,7 +230,7 @@ def output_dtypes(spec: Spec, sample: Sample) -> list[torch.dtype]:
 
 
 def _roundings(spec: Spec, sample: Sample) -> tuple[float, float]:
-    """u(sum), and u(y) gain."""
+    """Returns u(sum) and u(y) gain, as the module's docstring defines them."""
     if not spec.saved:
         return 0.0, 0.0
     of_sum = unit_roundoff(sum_dtype(spec, sample))
@@ -238,9 +253,9 @@ def _depth(spec: Spec, sample: Sample) -> float:
 def check_values(
     spec: Spec, sample: Sample, outputs: Sequence[Tensor] | None = None
 ) -> tuple[Tensor, ...]:
-    """The operator's outputs, having been held to the oracle.
+    """Checks the operator's outputs against the oracle, and returns them.
 
-    Also their number, dtypes, shapes and device.
+    Their number, dtypes, shapes and device are checked, too.
     """
     tensors, mask = tensors_of(spec, sample), dropout_mask(spec, sample)
     outputs = call(spec, sample)(tensors) if outputs is None else tuple(outputs)
@@ -249,29 +264,28 @@ def check_values(
     promised = output_dtypes(spec, sample)
     assert [output.dtype for output in outputs] == promised * (len(outputs) // len(promised))
     unit = unit_roundoff(accumulator(sample))
-    across = _depth(spec, sample) * unit + _roundings(spec, sample)[0]
+    perturbation = _depth(spec, sample) * unit + _roundings(spec, sample)[0]
     moves, _ = sensitivity(exactly, tensors)
-    narrow = (
-        _NARROW
-        if promised[0].itemsize == 2 and spec.name.startswith("batched_layer_norm_tanh")
-        else 0.0
-    )
-    slack = [
-        2 * (across * move + _INSIDE * unit * (want.abs() - move).clamp(min=0.0))
-        + narrow * want.abs()
-        for move, want in zip(moves, exact, strict=True)
-    ]
+    has_fast_tanh = promised[0].itemsize == 2 and spec.name.startswith("batched_layer_norm_tanh")
+    tanh_error = _TANH_ERROR if has_fast_tanh else 0.0
+    slack = []
+    for move, want in zip(moves, exact, strict=True):
+        inside = _INSIDE * unit * (want.abs() - move).clamp(min=0.0)
+        slack.append(2 * (perturbation * move + inside) + tanh_error * want.abs())
     if sample.options.get("rounding", "once") != "once":
         errors = _largest(eager(spec, sample, mask)(tensors), exact)
-        slack = [a + 2 * b for a, b in zip(slack, errors, strict=True)]
-    for index, (output, want, room) in enumerate(zip(outputs, exact, slack, strict=True)):
+        slack = [allowed + 2 * error for allowed, error in zip(slack, errors, strict=True)]
+    for index, (output, want, allowed) in enumerate(zip(outputs, exact, slack, strict=True)):
         assert output.device == rows_of(spec, sample).device
-        assert_within(output, want, room, f"output {index}")
+        assert_within(output, want, allowed, f"output {index}")
     return outputs
 
 
-def _along(function: Function, names: Sequence[str], count: int) -> Function:
-    """``function``'s gradients for ``names`` as a function of its tensors and of ``count`` cotangents."""
+def _backward_of(function: Function, names: Sequence[str], count: int) -> Function:
+    """The gradients of ``function`` for ``names``, as a function of its tensors and cotangents.
+
+    The ``count`` cotangents are named ``cotangent 0``, ``cotangent 1``, …
+    """
 
     def backward(inputs: Tensors) -> tuple[Tensor, ...]:
         tensors = dict(inputs)
@@ -289,9 +303,14 @@ def check_gradients(
     *,
     values: bool = False,
 ) -> dict[str, Tensor]:
-    """The operator's gradients for ``names`` (default: every tensor), having been held to the oracle's.
+    """Checks the operator's gradients against the oracle's, and returns them.
 
-    With ``values`` also the outputs, from the same call.
+    Args:
+        spec: the operator.
+        sample: its arguments.
+        cotangents: of the outputs; random by default.
+        names: the tensors to differentiate for; by default all.
+        values: whether to check the outputs of the same call, too.
     """
     tensors = tensors_of(spec, sample)
     names = list(tensors) if names is None else names
@@ -311,21 +330,21 @@ def check_gradients(
     )
     assert all(map(torch.equal, cotangents, copies)), "a cotangent was written to"
 
-    everything = {
+    all_inputs = {
         **tensors,
         **{f"cotangent {index}": cotangent for index, cotangent in enumerate(cotangents)},
     }
-    exactly = _along(oracle(spec, sample, mask), names, len(cotangents))
-    eagerly = _along(eager(spec, sample, mask), names, len(cotangents))
-    exact = exactly({name: t.double() for name, t in everything.items()})
-    moves, errors = sensitivity(exactly, everything, eagerly)
+    exactly = _backward_of(oracle(spec, sample, mask), names, len(cotangents))
+    eagerly = _backward_of(eager(spec, sample, mask), names, len(cotangents))
+    exact = exactly({name: t.double() for name, t in all_inputs.items()})
+    moves, errors = sensitivity(exactly, all_inputs, eagerly)
     unit, roundings = unit_roundoff(accumulator(sample)), sum(_roundings(spec, sample))
     scale = max(unit, roundings) / unit_roundoff(torch.float32)
-    native = _largest(eagerly(everything), exact)
+    eager_errors = _largest(eagerly(all_inputs), exact)
     for index, (name, want) in enumerate(zip(names, exact, strict=True)):
         assert actual[name].dtype == tensors[name].dtype
         assert actual[name].device == tensors[name].device
-        from_eager = torch.maximum(native[index], scale * errors[index])
-        slack = 2 * (_depth(spec, sample) * unit + roundings) * moves[index] + 2 * from_eager
+        eager_error = torch.maximum(eager_errors[index], scale * errors[index])
+        slack = 2 * (_depth(spec, sample) * unit + roundings) * moves[index] + 2 * eager_error
         assert_within(actual[name], want, slack, f"gradient of {name}")
     return actual

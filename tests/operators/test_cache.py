@@ -28,7 +28,7 @@ pytestmark = pytest.mark.once
 DEVICE = "Test GPU"
 KEY = TuningKey("norm_forward", ("layer", "plain", "alone"), "16bit", 1024, 3)
 OTHER = TuningKey("bias_act_forward", ("gelu", "plain", "bias"), "16bit", 1024, 3)
-CONFIG = Config(1024, 4, 4)
+CONFIG = Config(block_n=1024, rows=4, warps=4)
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ def test_versions_have_separate_entries(monkeypatch: pytest.MonkeyPatch) -> None
         with monkeypatch.context() as patch:
             patch.setattr(cache, name, value)
             assert ignored() == []
-            assert cache.write(KEY, DEVICE, Config(1024, 2, 2), {})
+            assert cache.write(KEY, DEVICE, Config(block_n=1024, rows=2, warps=2), {})
     assert cache.read(KEY, DEVICE) == CONFIG
     assert len(list(cache.entries())) == 3
 
@@ -201,7 +201,7 @@ def test_file_without_an_entry(text: str | bytes) -> None:
 
 def test_one_warning_for_all_entries() -> None:
     paths = [written()]
-    assert cache.write(OTHER, DEVICE, Config(1024, 2, 4), {})
+    assert cache.write(OTHER, DEVICE, Config(block_n=1024, rows=2, warps=4), {})
     paths.append(cache.path_of(OTHER, DEVICE))  # type: ignore[arg-type]
     for path in paths:
         path.write_text("{")
@@ -211,20 +211,22 @@ def test_one_warning_for_all_entries() -> None:
 
 def test_changed_candidates_invalidate_only_their_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     written()
-    assert cache.write(OTHER, DEVICE, Config(1024, 2, 4), {})
+    assert cache.write(OTHER, DEVICE, Config(block_n=1024, rows=2, warps=4), {})
     narrow = replace(KEY, cols=256)
-    assert cache.write(narrow, DEVICE, Config(256, 4, 4), {})
+    assert cache.write(narrow, DEVICE, Config(block_n=256, rows=4, warps=4), {})
     family: Any = family_of(KEY.kernel)
     candidates = family.candidates
 
     def one_more(key: TuningKey) -> list[Config]:
-        return candidates(key) + ([Config(512, 2, 2)] if key.cols == 1024 else [])
+        return candidates(key) + (
+            [Config(block_n=512, rows=2, warps=2)] if key.cols == 1024 else []
+        )
 
     monkeypatch.setattr(family, "candidates", one_more)
     (said,) = ignored()
     assert "stale" in said
-    assert cache.read(OTHER, DEVICE) == Config(1024, 2, 4)
-    assert cache.read(narrow, DEVICE) == Config(256, 4, 4)
+    assert cache.read(OTHER, DEVICE) == Config(block_n=1024, rows=2, warps=4)
+    assert cache.read(narrow, DEVICE) == Config(block_n=256, rows=4, warps=4)
 
 
 # --- directories that do not do as they are told --------------------------------------------------
@@ -234,7 +236,7 @@ def unwritable(message: str) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert not cache.write(KEY, DEVICE, CONFIG, {})
-        assert not cache.write(OTHER, DEVICE, Config(1024, 2, 4), {})
+        assert not cache.write(OTHER, DEVICE, Config(block_n=1024, rows=2, warps=4), {})
     (one,) = said
     assert message in str(one.message) and "FUSEDOPS_CACHE_DIR" in str(one.message)
 

@@ -178,7 +178,7 @@ def build(
             fn=SimpleNamespace(__name__="a_kernel"), arg_names=(*KINDS, *CONSTANTS)
         )
         return launch.Kernel(
-            launch.Request(kernel, KINDS, CONSTANTS, Config(8, rows=1, warps=4), {}), 0
+            launch.Request(kernel, KINDS, CONSTANTS, Config(block_n=8, rows=1, warps=4), {}), 0
         )
 
     monkeypatch.setattr(launch, "interpreting", lambda: False)

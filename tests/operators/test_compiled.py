@@ -282,8 +282,8 @@ def test_tiles_of_slices_compile_side_by_side(monkeypatch: pytest.MonkeyPatch) -
     """One kernel has tiles of one row and of several, with and without idle lanes."""
     member = plans(17, torch.float32)["slices without a common factor"]
     with (
-        tuning.forced("slices_forward", Config(16, 1, 1)),
-        tuning.forced("slices_backward", Config(16, 1, 1, 1, 1)),
+        tuning.forced("slices_forward", Config(block_n=16, rows=1, warps=1)),
+        tuning.forced("slices_backward", Config(block_n=16, rows=1, warps=1, per_sm=1)),
     ):
         assert not build(member, "sm_90", monkeypatch)
 

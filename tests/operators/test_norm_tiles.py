@@ -23,7 +23,7 @@ _NORMS = [
     if spec.samples.__module__.startswith("fusedops.norms") and spec.name != "bias_dropout_add"
 ]
 # Two to four programs have a row. The last of them may have an empty tile.
-_SHARED = Config(16, 2, 1, 2, 1, parts=2)
+_SHARED = Config(block_n=16, rows=2, warps=1, stages=2, per_sm=1, parts=2)
 
 
 def _cols(spec: Spec, sample: Sample) -> int:
@@ -44,9 +44,12 @@ def test_tiles_side_by_side(case: Case) -> None:
     sample = case.sample()
     for parts, persistent in ((3, 0), (5, 1)):
         block = block_holding(-(-_cols(case.spec, sample) // parts))
-        config = Config(block, 2, 1, 2, 1, parts=parts)
+        config = Config(block_n=block, rows=2, warps=1, stages=2, per_sm=1, parts=parts)
         with (
-            forced("norm_forward", Config(block, 2, 1, 2, persistent, parts=parts)),
+            forced(
+                "norm_forward",
+                Config(block_n=block, rows=2, warps=1, stages=2, per_sm=persistent, parts=parts),
+            ),
             forced("norm_backward", config),
         ):
             check_gradients(case.spec, sample, values=True)
@@ -56,7 +59,7 @@ def test_tiles_side_by_side(case: Case) -> None:
 def test_rows_that_are_passed_over(case: Case) -> None:
     """Tile by tile, the last with idle lanes or without."""
     sample = case.sample()
-    with forced("norm_forward", Config(16, 2, 1, 2)):
+    with forced("norm_forward", Config(block_n=16, rows=2, warps=1, stages=2)):
         check_gradients(case.spec, sample, values=True)
 
 
@@ -78,7 +81,7 @@ def test_next_rows_in_registers(case: Case) -> None:
     """
     sample = case.sample()
     block = block_holding(-(-_cols(case.spec, sample) // 3))
-    with forced("norm_backward", Config(block, 2, 1, 1, 1, parts=3)):
+    with forced("norm_backward", Config(block_n=block, rows=2, warps=1, per_sm=1, parts=3)):
         check_gradients(case.spec, sample)
 
 

@@ -34,7 +34,7 @@ from support import DEVICE
 
 KEY = TuningKey("norm_forward", ("rms", "plain", "alone"), "32bit", 64, 1)
 ON_DEMAND = tuning.on_demand  # as it is outside these tests, which replace it
-FOUND, GIVEN = Config(64, 8, 2), Config(64, 16, 4)
+FOUND, GIVEN = Config(block_n=64, rows=8, warps=2), Config(block_n=64, rows=16, warps=4)
 
 
 @pytest.fixture(autouse=True)
@@ -86,8 +86,8 @@ def test_measured_key_is_not_tuned(
     assert tuning.choose(KEY, -1) == GIVEN and not requests
     monkeypatch.setattr(tuning, "on_demand", lambda: "force")
     assert tuning.choose(KEY, -1) == FOUND and len(requests) == 1
-    assert cache.write(KEY, made_up.NAME, Config(64, 4, 1), {})
-    assert tuning.choose(KEY, -1) == Config(64, 4, 1) and len(requests) == 1
+    assert cache.write(KEY, made_up.NAME, Config(block_n=64, rows=4, warps=1), {})
+    assert tuning.choose(KEY, -1) == Config(block_n=64, rows=4, warps=1) and len(requests) == 1
     with tuning.forced(KEY.kernel, GIVEN):
         assert tuning.choose(replace(KEY, cols=60), -1) == GIVEN and len(requests) == 1
 
@@ -327,7 +327,7 @@ def test_ranks_use_the_config_of_rank_0(
     assert cache.write(KEY, made_up.NAME, GIVEN, {})
     ranks.rank = 0
     assert tuning.choose(KEY, -1) == GIVEN
-    assert cache.write(KEY, made_up.NAME, Config(64, 4, 1), {})
+    assert cache.write(KEY, made_up.NAME, Config(block_n=64, rows=4, warps=1), {})
     ranks.rank = 1
     assert tuning.choose(KEY, -1) == GIVEN
     assert not requests
@@ -392,7 +392,7 @@ def test_ranks_use_the_config_of_a_rank_that_timed_out(
     ranks.rank = 0
     assert tuning.choose(KEY, -1) == used
     assert not requests
-    assert cache.write(KEY, made_up.NAME, Config(64, 4, 1), {})
+    assert cache.write(KEY, made_up.NAME, Config(block_n=64, rows=4, warps=1), {})
     ranks.rank = 2
     assert tuning.choose(KEY, -1) == used
 

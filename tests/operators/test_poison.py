@@ -101,8 +101,8 @@ def test_nothing_is_written_beside_the_outputs(case: Case, monkeypatch: pytest.M
     spec, sample = case.spec, case.sample()
     leaves = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
     with (
-        forced("slices_forward", Config(16, 1, 1)),
-        forced("slices_backward", Config(16, 1, 1, 1, 1)),
+        forced("slices_forward", Config(block_n=16, rows=1, warps=1)),
+        forced("slices_backward", Config(block_n=16, rows=1, warps=1, per_sm=1)),
     ):
         with monkeypatch.context() as short:
             short.setattr(launch, "MOST_TILES", 2)

@@ -76,7 +76,7 @@ def test_programs_of_several_tiles(case: Case) -> None:
 
     Loads are taken ahead, by the compiler or by the loop.
     """
-    config = Config(64, 1, 1, 2, 1)
+    config = Config(block_n=64, rows=1, warps=1, stages=2, per_sm=1)
     with forced("slices_forward", config), forced("slices_backward", config):
         check_gradients(case.spec, case.sample(), values=True)
 
@@ -97,7 +97,7 @@ def test_several_tiles_of_rows_that_are_carried(spec: Spec, device: torch.device
         if apart
         else {"slices": x}
     )
-    config = Config(64, 1, 1, 2, 1)
+    config = Config(block_n=64, rows=1, warps=1, stages=2, per_sm=1)
     with forced("slices_forward", config), forced("slices_backward", config):
         check_gradients(spec, Sample("carried", tensors), values=True)
 
@@ -118,7 +118,7 @@ def test_a_slot_without_a_slice(spec: Spec, per_sm: int, device: torch.device) -
     )
     groups = Groups.of(widths_of(sizes), 64, 1, 2, 1)
     assert groups.tiles == (Tile(2, 1, 8, 3, 2, single=False),) and groups.count == 2
-    config = Config(64, 1, 1, 2, per_sm)
+    config = Config(block_n=64, rows=1, warps=1, stages=2, per_sm=per_sm)
     with forced("slices_forward", config), forced("slices_backward", replace(config, per_sm=1)):
         check_gradients(spec, sample, values=True)
 

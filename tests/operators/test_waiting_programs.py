@@ -145,7 +145,10 @@ def test_more_programs_than_may_wait() -> None:
     """A launch leaves the sums, a second one reads them."""
     tensors = _tensors(5)
     dy = torch.randn(5, COLS, device=DEVICE)
-    with forced("norm_backward", Config(1024, 1, 4, 2, 1)), launch.record() as launched:
+    with (
+        forced("norm_backward", Config(block_n=1024, rows=1, warps=4, stages=2, per_sm=1)),
+        launch.record() as launched,
+    ):
         got = _gradients(tensors, dy)
     assert launched.count("norm_backward_kernel") == 2
     _check(got, _expected(tensors, dy))
@@ -288,7 +291,7 @@ def test_a_stream_has_the_plan_of_its_multiprocessors(
     monkeypatch.setattr(launching, "as_rows", lambda x, cols, dims: (x, cols, 0))
     monkeypatch.setattr(launching, "vector", lambda x: (x, 0))
     saved = (grads[0], None, None, torch.empty(COLS), torch.empty(COLS), torch.empty(2, 4000))
-    with forced("norm_backward", Config(4096, 1, 8, 3, 4)):
+    with forced("norm_backward", Config(block_n=4096, rows=1, warps=8, stages=3, per_sm=4)):
         for stream in (0, 5, 0):
             on_stream(stream)
             launching.backward(site, grads, saved, (*outs, None, None, None, None), (None, None, 0))

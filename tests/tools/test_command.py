@@ -371,7 +371,7 @@ def _pretend_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_spoilt_entries(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cache.write(KEY, "Test GPU", Config(1024, 4, 4), {})
+    assert cache.write(KEY, "Test GPU", Config(block_n=1024, rows=4, warps=4), {})
     (path,) = cache.entries()
     assert diagnosed(capsys)[0] == 0
     with monkeypatch.context() as patch:  # another version's are no fault
@@ -408,5 +408,5 @@ def test_where_configs_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "keys_of", lambda case, device: [KEY, KEY])
     assert "no table is shipped" in doctor._configs(True, "kernel")
     assert doctor._configs(True, "kernel").endswith("1 from the heuristic")
-    assert cache.write(KEY, "Test GPU", Config(1024, 4, 4), {})
+    assert cache.write(KEY, "Test GPU", Config(block_n=1024, rows=4, warps=4), {})
     assert doctor._configs(True, "kernel").endswith("1 from the cache")

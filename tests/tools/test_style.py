@@ -1,6 +1,6 @@
-"""The package is written plainly: few decisions in a line, and words that the field uses.
+"""Style limits of the package: density of decisions, complexity of functions, words of its own.
 
-The limits are measured. They may only shrink: a change that needs a higher one is a change to unfold.
+The limits are the values measured last. They may only shrink: code that exceeds one is rewritten.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _DECISIONS = (
 )
 _NESTING = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension)
 
-# Decisions in a hundred lines of functions, docstrings, comments and empty lines aside.
+# Decisions per 100 lines of functions. Docstrings, comments and empty lines are not counted.
 _MOST_DENSE = 25.5
-# Cognitive complexity of a function: a decision counts once, and once more for each that it is nested in.
+# Cognitive complexity of a function: a decision counts one, plus one for each enclosing decision.
 _MOST_COMPLEX = 25
-# What is above the limit still, by file and function.
+# The functions that still exceed the limit, with their complexities.
 _COMPLEX = {
     "compiler/operator.py:Program.fits": 28,
     "norms/kernels/backward.py:norm_backward_kernel": 126,
@@ -41,13 +41,13 @@ _COMPLEX = {
     "slices/ops.py:_batched": 31,
 }
 
-# Words of this project's own, for which the field has others, and how often they still stand in the package.
+# Words for which the field has more precise ones, and how often the package may contain them.
 _DIALECT = ("found", "made", "given", "kept", "apart", "twin", "takers", "heard", "unheard")
 _MOST_DIALECT = 30
 
 
 def _decisions(function: ast.AST) -> int:
-    """Branches and loops, expressions with either, and all but the first operand of `and` and `or`."""
+    """Counts branches, loops, comprehensions, and operands of `and` and `or` after the first."""
     count = 0
     for node in ast.walk(function):
         if isinstance(node, ast.BoolOp):
@@ -60,7 +60,7 @@ def _decisions(function: ast.AST) -> int:
 
 
 def _complexity(node: ast.AST, depth: int = 0) -> int:
-    """Decisions, each with the number of decisions around it."""
+    """Sums over all decisions: one, plus the number of enclosing decisions."""
     count = 0
     for child in ast.iter_child_nodes(node):
         inner = depth
@@ -79,7 +79,7 @@ def _complexity(node: ast.AST, depth: int = 0) -> int:
 
 
 def _functions(tree: ast.AST, owner: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Functions and methods with their names, without those within another function."""
+    """Yields name and definition of each function and method that no other function contains."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef):
             yield owner + node.name, node
@@ -89,25 +89,27 @@ def _functions(tree: ast.AST, owner: str = "") -> Iterator[tuple[str, ast.Functi
 
 
 def _code_lines(function: ast.FunctionDef, lines: list[str]) -> int:
-    documented = set[int]()
+    """Counts the lines of a function without docstrings, comments and empty lines."""
+    docstring_lines = set[int]()
     for node in ast.walk(function):
         if (
             isinstance(node, (ast.FunctionDef, ast.ClassDef))
             and ast.get_docstring(node) is not None
         ):
             docstring = node.body[0]
-            documented |= set(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
+            docstring_lines |= set(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
     numbers = range(function.lineno, (function.end_lineno or 0) + 1)
     return sum(
         1
         for number in numbers
-        if number not in documented
+        if number not in docstring_lines
         and lines[number - 1].strip(" \t#")
         and lines[number - 1].lstrip()[0] != "#"
     )
 
 
-def _named() -> Iterator[tuple[str, ast.FunctionDef, list[str]]]:
+def _named_functions() -> Iterator[tuple[str, ast.FunctionDef, list[str]]]:
+    """Yields ``file:name``, definition and lines of the file, for each function of the package."""
     for path in _FILES:
         text = path.read_text(encoding="utf-8")
         file = path.relative_to(_PACKAGE).as_posix()
@@ -115,22 +117,22 @@ def _named() -> Iterator[tuple[str, ast.FunctionDef, list[str]]]:
             yield f"{file}:{name}", function, text.splitlines()
 
 
-def test_a_line_makes_few_decisions() -> None:
+def test_density_of_decisions_is_limited() -> None:
     decisions = lines = 0
-    for _, function, text in _named():
+    for _, function, text in _named_functions():
         decisions += _decisions(function)
         lines += _code_lines(function, text)
     assert 100 * decisions / lines <= _MOST_DENSE
 
 
-def test_functions_are_simple() -> None:
-    """A function that became simpler is taken off the list, or its number lowered."""
-    complexities = {name: _complexity(function) for name, function, _ in _named()}
-    above = {name: number for name, number in complexities.items() if number > _MOST_COMPLEX}
+def test_complexity_of_functions_is_limited() -> None:
+    """If a function became simpler, remove it from `_COMPLEX` or lower its number there."""
+    complexities = {name: _complexity(function) for name, function, _ in _named_functions()}
+    above = {name: count for name, count in complexities.items() if count > _MOST_COMPLEX}
     assert above == _COMPLEX
 
 
-def test_words_are_those_of_the_field() -> None:
+def test_words_of_the_dialect_are_limited() -> None:
     words = re.compile(rf"\b_?({'|'.join(_DIALECT)})\b")
     count = 0
     for path in _FILES:
@@ -141,7 +143,7 @@ def test_words_are_those_of_the_field() -> None:
     assert count <= _MOST_DIALECT
 
 
-def test_decisions_are_counted() -> None:
+def test_decisions_of_a_sample_are_counted() -> None:
     text = """
 def f(x):
     if x and (x > 1 or x < 0):

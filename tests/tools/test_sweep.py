@@ -254,17 +254,29 @@ def test_config_that_does_not_fit_is_not_timed() -> None:
 @pytest.mark.parametrize(
     ("config", "usage", "reason"),
     [
-        (Config(1024, 4, 4), Usage(64), ""),
-        (Config(1024, 4, 4), Usage(64, spills=128), ""),
-        (Config(1024, 4, 4), Usage(64, spills=136), "spills 136"),
-        (Config(1024, 4, 4), Usage(64, shared=232_448), ""),
-        (Config(1024, 4, 4), Usage(64, shared=232_449), "shared memory"),
-        (Config(1024, 4, 4, 3, 2), Usage(64, shared=116_736), ""),
-        (Config(1024, 4, 4, 3, 2), Usage(64, shared=116_737), "shared memory for 2 programs"),
-        (Config(1024, 4, 8, 3, 2), Usage(128), ""),
+        (Config(block_n=1024, rows=4, warps=4), Usage(64), ""),
+        (Config(block_n=1024, rows=4, warps=4), Usage(64, spills=128), ""),
+        (Config(block_n=1024, rows=4, warps=4), Usage(64, spills=136), "spills 136"),
+        (Config(block_n=1024, rows=4, warps=4), Usage(64, shared=232_448), ""),
+        (Config(block_n=1024, rows=4, warps=4), Usage(64, shared=232_449), "shared memory"),
+        (Config(block_n=1024, rows=4, warps=4, stages=3, per_sm=2), Usage(64, shared=116_736), ""),
+        (
+            Config(block_n=1024, rows=4, warps=4, stages=3, per_sm=2),
+            Usage(64, shared=116_737),
+            "shared memory for 2 programs",
+        ),
+        (Config(block_n=1024, rows=4, warps=8, stages=3, per_sm=2), Usage(128), ""),
         # A thread's registers are allocated in multiples of eight.
-        (Config(1024, 4, 8, 3, 2), Usage(129), "69632 registers for 2 programs"),
-        (Config(1024, 4, 4), Usage(error="does not compile: X"), "does not compile"),
+        (
+            Config(block_n=1024, rows=4, warps=8, stages=3, per_sm=2),
+            Usage(129),
+            "69632 registers for 2 programs",
+        ),
+        (
+            Config(block_n=1024, rows=4, warps=4),
+            Usage(error="does not compile: X"),
+            "does not compile",
+        ),
     ],
 )
 def test_reasons_to_drop(config: Config, usage: Usage, reason: str) -> None:
@@ -449,7 +461,10 @@ def test_table_is_written_merged_and_read(tmp_path: Path, monkeypatch: pytest.Mo
     table = tables.Table(path)
     table.about = {"device": "Test GPU", "commit": "abc"}
     wide = replace(KEY, cols=16384)
-    for key, config in ((KEY, Config(1024, 2, 2)), (wide, Config(4096, 1, 8))):
+    for key, config in (
+        (KEY, Config(block_n=1024, rows=2, warps=2)),
+        (wide, Config(block_n=4096, rows=1, warps=8)),
+    ):
         assert key not in table
         table.put(key, config)
     table.save()
@@ -461,7 +476,7 @@ def test_table_is_written_merged_and_read(tmp_path: Path, monkeypatch: pytest.Mo
     ]
     again = tables.Table(path)
     assert KEY in again and wide in again and replace(KEY, bucket=1) not in again
-    again.put(replace(KEY, bucket=1), Config(1024, 1, 2))
+    again.put(replace(KEY, bucket=1), Config(block_n=1024, rows=1, warps=2))
     again.save()
     assert len(path.read_text().splitlines()) == len(text.splitlines())
     # A table measured with other kernels, or from other configs, is measured again, and its row
@@ -469,7 +484,7 @@ def test_table_is_written_merged_and_read(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tables, "fingerprint", lambda key: "another")
     later = tables.Table(path)
     assert KEY not in later
-    later.put(KEY, Config(1024, 4, 4))
+    later.put(KEY, Config(block_n=1024, rows=4, warps=4))
     later.save()
     row = json.loads(path.read_text())["configs"]["norm_forward"]["rms|plain|alone|16bit|1024"]
     assert row[:5] == [None, None, None, [1024, 4, 4, 1, 0, 0, 1], None]
