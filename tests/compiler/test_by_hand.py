@@ -1,7 +1,7 @@
-"""Kernels by hand and kernels generated from the same formula: one reference, one bound for both.
+"""Compares handwritten kernels and kernels generated from the same formula with one reference.
 
-The bound is that of the functional, derived in `tolerances`. Two results within it differ by at
-most twice the bound.
+Both must be within the bound of the functional, which `tolerances` derives. So they differ from
+each other by at most twice the bound.
 """
 
 from __future__ import annotations
@@ -62,21 +62,24 @@ _OPTIONS: dict[str, dict[str, Any]] = {"bias_dropout_add_ln": {"p": 0.0, "return
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("cols", [40, 257])
 @pytest.mark.parametrize("name", _FORMULAS)
-def test_values_and_gradients(
+def test_handwritten_and_generated_kernels_have_the_same_bound(
     name: str, cols: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = next(spec for spec in ALL_SPECS if spec.name == name)
-    made = spec.benchmark((6, cols), dtype, DEVICE)
-    sample = Sample(made.name, made.tensors, {**made.options, **_OPTIONS.get(name, {})})
-    by_hand = tolerances.check_gradients(spec, sample, values=True)
+    original = spec.benchmark((6, cols), dtype, DEVICE)
+    options = {**original.options, **_OPTIONS.get(name, {})}
+    sample = Sample(original.name, original.tensors, options)
+    handwritten = tolerances.check_gradients(spec, sample, values=True)
 
     function = fusedops.rowwise(_FORMULAS[name], strict=True)
     monkeypatch.setattr(tolerances, "call", lambda spec, sample: _positional(spec, function))
     generated = tolerances.check_gradients(spec, sample, values=True)
-    assert by_hand.keys() == generated.keys()
+    assert handwritten.keys() == generated.keys()
 
 
 def _positional(spec: Spec, function: Callable[..., Any]) -> Function:
+    """The function with its tensors by name, as `tolerances` calls it."""
+
     def call(tensors: Tensors) -> tuple[Tensor, ...]:
         return as_tuple(function(*(tensors[name] for name in spec.tensors)))
 

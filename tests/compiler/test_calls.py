@@ -1,4 +1,4 @@
-"""`fusedops.rowwise`: calls within everything that a call may be part of, several at once, and what happens between."""
+"""`fusedops.rowwise`: calls under modes, transforms, export, hooks and threads; failed kernels."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from rowwise_checks import check, cotangents_of, every, kernels, of, randn, resu
 from rowwise_functions import DROP, SAMPLES, RowwiseFunction, named
 from support import DEVICE, as_tuple, fixed_draw
 
+_SMALL = tuning.Config(block_n=8, rows=1, warps=1)
+
 # --- modes ----------------------------------------------------------------------------------------
 
 
@@ -38,11 +40,10 @@ from support import DEVICE, as_tuple, fixed_draw
         for sample in named("gate_and_residual", "norm_and_rotary", "cross_entropy", "layer_scale")
     ],
 )
-def test_compiled_with_changing_rows(sample: RowwiseFunction, fresh_dynamo: None) -> None:
-    """The second number of rows compiles nothing.
-
-    Of numbers around a function Dynamo may need two attempts at the first.
-    """
+def test_compiled_function_is_not_compiled_for_other_rows(
+    sample: RowwiseFunction, fresh_dynamo: None
+) -> None:
+    """The second number of rows compiles no graph; the first may compile two."""
     function, graphs, counts = rowwise(sample), [], []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -60,9 +61,11 @@ def test_compiled_with_changing_rows(sample: RowwiseFunction, fresh_dynamo: None
         if sample.drops:
             assert all(t.isfinite().all() for t in (*outputs, *grads.values()))
             continue
-        want, wanted = results(sample.function, tensors)
-        for a, b in zip((*outputs, *grads.values()), (*want, *wanted.values()), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        expected, expected_grads = results(sample.function, tensors)
+        for result, value in zip(
+            (*outputs, *grads.values()), (*expected, *expected_grads.values()), strict=True
+        ):
+            torch.testing.assert_close(result, value, rtol=1e-4, atol=1e-4)
     assert counts[0] == counts[1]
 
 
@@ -80,9 +83,9 @@ def test_transforms_of_a_call_match_eager(sample: RowwiseFunction) -> None:
     ):
         got, want = transform(loss(function))(first), transform(loss(sample.function))(first)
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
-    many = torch.stack((first, first * 2))
+    batch = torch.stack((first, first * 2))
     got, want = (
-        torch.func.vmap(f, in_dims=(0, *[None] * len(rest)))(many, *rest)
+        torch.func.vmap(f, in_dims=(0, *[None] * len(rest)))(batch, *rest)
         for f in (function, sample.function)
     )
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
@@ -95,7 +98,7 @@ def test_transforms_of_a_call_match_eager(sample: RowwiseFunction) -> None:
 
 
 class _Recorder(TorchDispatchMode):
-    """Keeps every call of the library's operators."""
+    """Records the calls of the library's operators, with copies of their tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,20 +136,19 @@ def test_opcheck(sample: RowwiseFunction) -> None:
 
 @kernels
 @of("gated_norm", "dropout_add_layer_norm")
-def test_a_dispatch_mode_changes_no_bit(sample: RowwiseFunction) -> None:
+def test_dispatch_mode_changes_no_bit(sample: RowwiseFunction) -> None:
     function, tensors = rowwise(sample), sample.tensors(torch.float32, DEVICE)
     with fixed_draw():
-        outputs, grads = results(function, tensors)
+        plain_outputs, plain_grads = results(function, tensors)
         with _Recorder():
-            outputs_again, grads_again = results(function, tensors)
-    assert all(
-        map(torch.equal, (*outputs, *grads.values()), (*outputs_again, *grads_again.values()))
-    )
+            outputs, grads = results(function, tensors)
+    plain, recorded = (*plain_outputs, *plain_grads.values()), (*outputs, *grads.values())
+    assert all(map(torch.equal, plain, recorded))
 
 
 @of("gated_norm", "alibi_softmax", "cross_entropy")
-def test_autocast(sample: RowwiseFunction) -> None:
-    """The dtypes that PyTorch's operators have under autocast."""
+def test_autocast_has_pytorchs_dtypes(sample: RowwiseFunction) -> None:
+    """Calls alternate between autocast and none."""
     function, tensors = rowwise(sample), sample.tensors(torch.bfloat16, DEVICE)
     for _ in range(2):
         with torch.autocast(DEVICE.type, torch.bfloat16):
@@ -157,13 +159,11 @@ def test_autocast(sample: RowwiseFunction) -> None:
         assert got.dtype == want.dtype
 
 
-def test_function_is_called_like_itself() -> None:
-    """Its name, its signature, and errors in PyTorch's words."""
-    function = fusedops.rowwise(SAMPLES["gemma_norm"].function)
-    assert (
-        function.__name__ == "gemma_norm"
-        and function.__doc__ == SAMPLES["gemma_norm"].function.__doc__
-    )
+def test_fused_function_has_name_and_signature_of_the_plain_one() -> None:
+    plain = SAMPLES["gemma_norm"].function
+    function = fusedops.rowwise(plain)
+    assert function.__name__ == "gemma_norm"
+    assert function.__doc__ == plain.__doc__
     assert "gemma_norm" in repr(function)
     with pytest.raises(TypeError, match="missing"):
         function(randn(5, 24))
@@ -171,46 +171,50 @@ def test_function_is_called_like_itself() -> None:
         function(randn(5, 24), randn(24), scale=1.0)
 
 
-def test_arguments_by_keyword_alone() -> None:
-    function = fusedops.rowwise(lambda x, *, by: x * by, strict=True)
+def test_keyword_only_arguments() -> None:
+    function = fusedops.rowwise(lambda x, *, factor: x * factor, strict=True)
     x = randn(5, 24)
-    for by in (2.0, 3.0):
-        assert torch.equal(function(x, by=by), x * by)
-    assert torch.equal(function(by=2.0, x=x), x * 2.0)
+    for factor in (2.0, 3.0):
+        assert torch.equal(function(x, factor=factor), x * factor)
+    assert torch.equal(function(factor=2.0, x=x), x * 2.0)
     with pytest.raises(TypeError, match="too many positional arguments"):
         function(x, 2.0)
     with pytest.raises(TypeError, match="missing a required"):
         function(x)
     with pytest.raises(TypeError, match="unexpected"):
-        function(x, by=1.0, over=2.0)
+        function(x, factor=1.0, divisor=2.0)
 
 
 class Scale(nn.Module):
-    """Has a method that is fused."""
+    """A module with a fused method."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(randn(24))
 
     @fusedops.rowwise(strict=True)
-    def scaled(self, x: Tensor, by: float = 2.0) -> Tensor:
+    def scaled(self, x: Tensor, factor: float = 2.0) -> Tensor:
         """Scales rows."""
-        return x * self.weight * by
+        return x * self.weight * factor
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scaled(x)
 
 
 @kernels
-def test_a_method_is_like_one_of_python(fresh_dynamo: None) -> None:
+def test_fused_method_behaves_like_a_bound_method(fresh_dynamo: None) -> None:
+    """It can be inspected, compared, hashed, copied, pickled and compiled."""
     module, other, x = Scale(), Scale(), randn(5, 24)
     method = module.scaled
     assert (method.__name__, method.__doc__, method.__self__) == ("scaled", "Scales rows.", module)
-    assert str(inspect.signature(method)) == "(x: 'Tensor', by: 'float' = 2.0) -> 'Tensor'"
-    assert method == module.scaled and method != other.scaled and len({method, module.scaled}) == 1
-    assert "def forward_kernel(" in method.source(x, by=3.0) and method.explain(x).columns == 24
+    assert str(inspect.signature(method)) == "(x: 'Tensor', factor: 'float' = 2.0) -> 'Tensor'"
+    assert method == module.scaled
+    assert method != other.scaled
+    assert len({method, module.scaled}) == 1
+    assert "def forward_kernel(" in method.source(x, factor=3.0)
+    assert method.explain(x).columns == 24
     for copied in (pickle.loads(pickle.dumps(method)), copy.deepcopy(method), copy.copy(method)):
-        assert torch.equal(copied(x, by=3.0), module.scaled(x, by=3.0))
+        assert torch.equal(copied(x, factor=3.0), module.scaled(x, factor=3.0))
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         assert pickle.loads(pickle.dumps(Scale.scaled, protocol)) is Scale.scaled
     for called in (module, method):
@@ -219,38 +223,40 @@ def test_a_method_is_like_one_of_python(fresh_dynamo: None) -> None:
 
 
 @kernels
-def test_a_transform_or_another_layout_leaves_other_calls_fused() -> None:
-    """Also where the transform maps what the function captures."""
+def test_call_is_fused_after_calls_in_a_transform_or_of_sparse_tensors() -> None:
+    """The transform maps over the weight that the method reads."""
     module, x = Scale(), randn(5, 24)
-    many = {"weight": randn(3, 24)}
-    got = torch.func.vmap(lambda given: torch.func.functional_call(module, given, (x,)))(many)
-    torch.testing.assert_close(got, x * many["weight"][:, None] * 2.0)
+    batch = {"weight": randn(3, 24)}
+    got = torch.func.vmap(lambda parameters: torch.func.functional_call(module, parameters, (x,)))(
+        batch
+    )
+    torch.testing.assert_close(got, x * batch["weight"][:, None] * 2.0)
     with launch.record() as launched:
         module(x)
     assert len(launched) == 1
     doubled, sparse = fusedops.rowwise(lambda x: x * 2), torch.eye(24, device=DEVICE).to_sparse()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for given in (sparse, sparse.to_dense(), sparse):
+        for tensor, kernels_launched in ((sparse, 0), (sparse.to_dense(), 1), (sparse, 0)):
             with launch.record() as launched:
-                assert doubled(given).layout is given.layout
-            assert len(launched) == (given.layout is torch.strided)
+                assert doubled(tensor).layout is tensor.layout
+            assert len(launched) == kernels_launched
 
 
 @kernels
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("called", [False, True], ids=["not_called", "called"])
-def test_exported_programs_need_no_function(strict: bool, called: bool, fresh_dynamo: None) -> None:
-    """They are in PyTorch's operators, which every process has.
-
-    The module's own calls are fused, before and after.
-    """
+def test_exported_programs_contain_pytorchs_operators_only(
+    strict: bool, called: bool, fresh_dynamo: None
+) -> None:
+    """So a process without the function can run them. The module's own call is still fused."""
     module, x = Scale(), randn(5, 24)
     if called:
         module(x)
     exported = torch.export.export(module, (x,), strict=strict)
     calls = [node.target for node in exported.graph.nodes if node.op == "call_function"]
-    assert calls and all(target.namespace == "aten" for target in calls)  # type: ignore[union-attr]
+    assert calls
+    assert all(target.namespace == "aten" for target in calls)  # type: ignore[union-attr]
     with launch.record() as launched:
         torch.testing.assert_close(exported.module()(x), module(x))
     assert len(launched) == 1
@@ -268,7 +274,7 @@ def test_captured_methods_of_tensors() -> None:
 def test_source_has_the_users_names() -> None:
     sample = SAMPLES["gated_residual_norm"]
     source = rowwise(sample).source(*sample.tensors(torch.float32, DEVICE).values())
-    assert all(f"{name}" in source for name in ("gamma", "residual", "weight", "z = "))
+    assert all(name in source for name in ("gamma", "residual", "weight", "z = "))
     assert source.count("@triton.jit") == 2
     assert DROP == 0.25
 
@@ -278,32 +284,27 @@ def test_source_has_the_users_names() -> None:
 
 @kernels
 @every
-def test_same_bits_again(sample: RowwiseFunction) -> None:
-    """At once, and after other work; with masks drawn anew from one seed."""
+def test_repeated_calls_have_the_same_bits(sample: RowwiseFunction) -> None:
+    """The third call follows other work. Each call draws its masks from the same seed."""
     function, runs = rowwise(sample), []
-    for again in range(3):
-        if again == 2:  # addresses and caches move
-            held = [randn(count) for count in (3, 1000, 77)]
+    for number in range(3):
+        if number == 2:  # other work moves addresses and changes caches
+            allocated = [randn(count) for count in (3, 1000, 77)]
             results(fusedops.rowwise(lambda x: x.softmax(-1) * 2), {"x": randn(3, 50)})
-            del held
+            del allocated
         torch.manual_seed(11)
-        outputs, grads = results(function, sample.tensors(torch.float32, DEVICE, 37))
+        outputs, grads = results(function, sample.tensors(torch.float32, DEVICE, rows=37))
         runs.append([*outputs, *grads.values()])
-    assert all(
-        torch.equal(one, other)
-        for again in runs[1:]
-        for one, other in zip(runs[0], again, strict=True)
-    )
+    for run in runs[1:]:
+        for first, repeated in zip(runs[0], run, strict=True):
+            assert torch.equal(first, repeated)
 
 
 @kernels
 @every
-def test_tensors_changed_after_the_forward_are_noticed(sample: RowwiseFunction) -> None:
-    """Tensors that the backward reads must not have changed.
-
-    Either it does not read it, or autograd objects.
-    """
-    function, originals, objected = rowwise(sample), sample.tensors(torch.float32, DEVICE), 0
+def test_input_that_changes_after_the_forward_is_detected(sample: RowwiseFunction) -> None:
+    """If the backward reads the changed input, autograd raises. If not, the gradients are right."""
+    function, originals, errors = rowwise(sample), sample.tensors(torch.float32, DEVICE), 0
     with fixed_draw():
         _, unchanged = results(function, originals)
         for name in sample.floating():
@@ -314,36 +315,36 @@ def test_tensors_changed_after_the_forward_are_noticed(sample: RowwiseFunction) 
             with torch.no_grad():
                 leaves[name].mul_(3.0)
             try:
-                wanted = [leaves[key] for key in unchanged]
-                got = torch.autograd.grad(outputs, wanted, cotangents_of(outputs))
+                differentiated = [leaves[key] for key in unchanged]
+                grads = torch.autograd.grad(outputs, differentiated, cotangents_of(outputs))
             except RuntimeError as error:
-                objected += "modified by an inplace operation" in str(error)
+                errors += "modified by an inplace operation" in str(error)
             else:
-                assert all(map(torch.equal, got, unchanged.values())), (
+                assert all(map(torch.equal, grads, unchanged.values())), (
                     f"a change of {name} went unnoticed"
                 )
-    assert objected or sample.name == "alibi_softmax"
+    assert errors or sample.name == "alibi_softmax"
 
 
 @kernels
-def test_one_tensor_as_two_arguments() -> None:
+def test_one_tensor_as_two_arguments_gets_both_gradients() -> None:
     (sample,) = named("dropout_add_layer_norm")
     tensors = sample.tensors(torch.float32, DEVICE)
     tensors |= {"residual": tensors["x"], "ln_bias": tensors["weight"]}
     function = rowwise(sample)
     with fixed_draw():
-        outputs, apart = results(function, tensors)
+        outputs, separate = results(function, tensors)
         shared = {id(t): t.clone().requires_grad_() for t in tensors.values()}
         result = function(*[shared[id(t)] for t in tensors.values()])
         torch.autograd.backward(as_tuple(result), cotangents_of(outputs))
-    assert torch.equal(shared[id(tensors["x"])].grad, apart["x"] + apart["residual"])
-    assert torch.equal(shared[id(tensors["weight"])].grad, apart["weight"] + apart["ln_bias"])
+    assert torch.equal(shared[id(tensors["x"])].grad, separate["x"] + separate["residual"])
+    assert torch.equal(shared[id(tensors["weight"])].grad, separate["weight"] + separate["ln_bias"])
 
 
 @kernels
 @of("gated_residual_norm", "swiglu_norm", "cross_entropy")
 def test_saved_tensors_go_through_hooks(sample: RowwiseFunction) -> None:
-    """As offloading has it: what the backward reads is what a hook has unpacked, contiguous or not."""
+    """The backward reads the unpacked tensors, as with offloading; these are not contiguous."""
     function, tensors, packed = rowwise(sample), sample.tensors(torch.float32, DEVICE), []
 
     def pack(t: Tensor) -> Tensor:
@@ -356,60 +357,64 @@ def test_saved_tensors_go_through_hooks(sample: RowwiseFunction) -> None:
     with fixed_draw():
         outputs, grads = results(function, tensors)
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            again, hooked = results(function, tensors)
-    assert packed and all(map(torch.equal, (*outputs, *grads.values()), (*again, *hooked.values())))
+            hooked_outputs, hooked_grads = results(function, tensors)
+    plain, hooked = (*outputs, *grads.values()), (*hooked_outputs, *hooked_grads.values())
+    assert packed
+    assert all(map(torch.equal, plain, hooked))
 
 
 @kernels
-def test_threads_trace_and_build_at_once() -> None:
-    """Four at once, each with widths that nobody had before.
-
-    Functions are traced and kernels built in the race.
-    """
+def test_threads_trace_and_compile_at_the_same_time() -> None:
+    """Four threads race to trace functions and to compile kernels for new widths."""
     samples = named("dropout_add_layer_norm", "gated_norm", "swiglu_norm", "norm_then_add")
     functions = [rowwise(sample) for sample in samples]
     barrier = threading.Barrier(4)
 
-    def tensors(which: int, turn: int) -> dict[str, Tensor]:
-        cols = 26 + 2 * ((which + turn) % 4)
-        made = samples[which].tensors(torch.float32, DEVICE)
-        whole = made["weight"].shape[0]
+    def tensors(index: int, turn: int) -> dict[str, Tensor]:
+        """The tensors of a sample, with a width that depends on the turn."""
+        cols = 26 + 2 * ((index + turn) % 4)
+        originals = samples[index].tensors(torch.float32, DEVICE)
+        original_cols = originals["weight"].shape[0]
         return {
-            name: t[..., :1].expand(*t.shape[:-1], cols * t.shape[-1] // whole) * 1.0
-            for name, t in made.items()
+            name: t[..., :1].expand(*t.shape[:-1], cols * t.shape[-1] // original_cols) * 1.0
+            for name, t in originals.items()
         }
 
-    def step(which: int, turn: int) -> list[Tensor]:
-        inputs = tensors(which, turn)
-        outputs = as_tuple(functions[which](*[t.requires_grad_() for t in inputs.values()]))
+    def step(index: int, turn: int) -> list[Tensor]:
+        """Outputs and gradients of one call of a function."""
+        inputs = tensors(index, turn)
+        outputs = as_tuple(functions[index](*[t.requires_grad_() for t in inputs.values()]))
         return [
             *outputs,
             *torch.autograd.grad(outputs, list(inputs.values()), cotangents_of(outputs)),
         ]
 
-    def work(start: int) -> list[list[Tensor]]:
+    def work(thread: int) -> list[list[Tensor]]:
         barrier.wait()
-        return [step((start + turn) % 4, turn) for turn in range(4)]
+        return [step((thread + turn) % 4, turn) for turn in range(4)]
 
     with mock.patch.object(F, "dropout", lambda x, p: x * 0.5):
         with ThreadPoolExecutor(4) as pool:
             result = list(pool.map(work, range(4)))
-        for start, many in enumerate(result):
-            for turn, got in enumerate(many):
-                assert all(map(torch.equal, got, step((start + turn) % 4, turn)))
+        for thread, steps in enumerate(result):
+            for turn, got in enumerate(steps):
+                assert all(map(torch.equal, got, step((thread + turn) % 4, turn)))
 
 
 # --- kernels that Triton cannot compile -----------------------------------------------------------
 
 
 @pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes the compiler fail for kernels of a name, with any or some configs."""
+def fail_to_compile(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Returns a function that makes Triton's compiler fail.
+
+    It fails for kernels whose names contain ``name``, if ``fails_with(warps)`` is true.
+    """
     specialise = launch.specialise
 
-    def fail(name: str, warps: Callable[[int], bool] = lambda warps: True) -> None:
+    def fail(name: str, fails_with: Callable[[int], bool] = lambda warps: True) -> None:
         def compiled(request: launch.Request, device_index: int) -> launch.Variant:
-            if name in request.kernel.fn.__name__ and warps(request.config.warps):
+            if name in request.kernel.fn.__name__ and fails_with(request.config.warps):
                 raise launch.NotCompiledError(
                     request.kernel.fn.__name__, RuntimeError("PassManager::run failed")
                 )
@@ -423,24 +428,24 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @kernels
 @every
-def test_without_kernels_pytorchs_operators_run(
-    sample: RowwiseFunction, failing: Callable[..., None]
+def test_pytorchs_operators_run_if_no_kernel_compiles(
+    sample: RowwiseFunction, fail_to_compile: Callable[..., None]
 ) -> None:
     """They draw the kernels' masks, and there is one warning."""
-    failing("ward_kernel")
+    fail_to_compile("ward_kernel")  # forward and backward
     with pytest.warns(
         RuntimeWarning, match=f"fusedops runs {sample.function.__name__} as plain PyTorch.*forward"
-    ) as result:
+    ) as caught:
         check(sample, fusedops.rowwise(sample.function), sample.tensors(device=DEVICE))
-    assert len([w for w in result if "fusedops" in str(w.message)]) == 1
+    assert len([w for w in caught if "fusedops" in str(w.message)]) == 1
 
 
 @kernels
 @of("dropout_add_layer_norm", "norm_and_rotary", "masked_softmax")
-def test_a_backward_without_kernels_takes_what_the_forward_saved(
-    sample: RowwiseFunction, failing: Callable[..., None]
+def test_backward_in_pytorch_reads_the_tensors_that_the_forward_kernel_saved(
+    sample: RowwiseFunction, fail_to_compile: Callable[..., None]
 ) -> None:
-    failing("backward")
+    fail_to_compile("backward")
     with (
         launch.record() as launched,
         pytest.warns(RuntimeWarning, match=r"Triton cannot compile backward_kernel \(Run"),
@@ -450,19 +455,27 @@ def test_a_backward_without_kernels_takes_what_the_forward_saved(
 
 
 @kernels
-def test_another_config_comes_before_no_kernel(failing: Callable[..., None]) -> None:
+def test_another_config_is_tried_if_the_first_does_not_compile(
+    fail_to_compile: Callable[..., None],
+) -> None:
     (sample,) = named("llama_norm")
-    chosen: list[int] = []
-    failing("forward", lambda warps: chosen.append(warps) or warps == chosen[0])
+    tried: list[int] = []
+
+    def is_first(warps: int) -> bool:
+        tried.append(warps)
+        return warps == tried[0]
+
+    fail_to_compile("forward", is_first)
     with launch.record() as launched:
         check(sample, rowwise(sample), sample.tensors(device=DEVICE))
-    assert len(set(chosen)) == 2 and launched[0] == "forward_kernel"
+    assert len(set(tried)) == 2
+    assert launched[0] == "forward_kernel"
 
 
 @kernels
-def test_strict_functions_raise_where_no_kernel_compiles(failing: Callable[..., None]) -> None:
+def test_strict_function_raises_if_no_kernel_compiles(fail_to_compile: Callable[..., None]) -> None:
     (sample,) = named("llama_norm")
-    failing("forward")
+    fail_to_compile("forward")
     tensors = sample.tensors(device=DEVICE).values()
     with pytest.raises(
         NotRowwiseError,
@@ -473,14 +486,15 @@ def test_strict_functions_raise_where_no_kernel_compiles(failing: Callable[..., 
     with pytest.warns(RuntimeWarning, match="llama_norm as plain PyTorch"):
         lenient(*tensors)
     assert "cannot compile forward_kernel" in lenient.explain(*tensors).reason
+    # A forced config has no fallback, because a benchmark would measure something else.
     with (
-        tuning.forced("rowwise_forward", tuning.Config(32, 1, 1)),
+        tuning.forced("rowwise_forward", tuning.Config(block_n=32, rows=1, warps=1)),
         pytest.raises(launch.NotCompiledError),
     ):
-        fusedops.rowwise(sample.function)(*tensors)  # what is measured is this config
+        fusedops.rowwise(sample.function)(*tensors)
 
 
-def test_an_error_of_the_compiler_names_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilers_error_names_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise ValueError("a trace")
 
@@ -488,20 +502,18 @@ def test_an_error_of_the_compiler_names_the_kernel(monkeypatch: pytest.MonkeyPat
     kernel = SimpleNamespace(fn=SimpleNamespace(__name__="a_kernel"), arg_names=("x",))
     with pytest.raises(
         launch.NotCompiledError, match=r"^Triton cannot compile a_kernel \(ValueError: a trace\)$"
-    ) as result:
-        launch.compile_kernel(
-            launch.Request(kernel, {"x": "*fp32"}, {}, tuning.Config(8, 1, 1), {})
-        )
-    assert isinstance(result.value.__cause__, ValueError)
+    ) as caught:
+        launch.compile_kernel(launch.Request(kernel, {"x": "*fp32"}, {}, _SMALL, {}))
+    assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_an_error_of_the_machine_is_none_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_the_operating_system_is_not_the_compilers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fails(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(launch, "compile_ahead", fails)
     kernel = SimpleNamespace(fn=SimpleNamespace(__name__="a_kernel"), arg_names=("x",))
     with pytest.raises(OSError, match="No space left"):
-        launch.compile_kernel(
-            launch.Request(kernel, {"x": "*fp32"}, {}, tuning.Config(8, 1, 1), {})
-        )
+        launch.compile_kernel(launch.Request(kernel, {"x": "*fp32"}, {}, _SMALL, {}))

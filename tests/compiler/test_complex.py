@@ -1,4 +1,4 @@
-"""Complex numbers within row-wise functions: values and gradients as PyTorch's, in one pass over the rows."""
+"""Complex numbers within row-wise functions: values, gradients, launches and refusals."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _Function = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 def _of_heads(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> _Function:
-    """A function of complex heads, of complex vectors of the positions, and of real factors.
+    """Wraps a function of complex tensors as one of real tensors.
 
-    It returns a complex tensor, the function of tensors its parts.
+    ``function`` takes complex heads, complex frequencies of the positions, and real factors; it
+    returns a complex tensor. The returned function has pairs of real numbers for complex ones.
     """
 
     def of_pairs(x: Tensor, freqs: Tensor, factor: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ def _names_with_gradients(function: _Function, tensors: dict[str, Tensor]) -> li
 
 
 @kernels
-def test_length_of_zero_has_a_gradient_of_zero() -> None:
+def test_gradient_of_the_absolute_value_of_zero_is_zero() -> None:
     def function(x: Tensor) -> Tensor:
         return torch.view_as_complex(x).abs()
 
@@ -104,7 +105,7 @@ def test_length_of_zero_has_a_gradient_of_zero() -> None:
 
 
 def test_rotary_is_one_load_and_one_store_of_pairs() -> None:
-    """So it is of rows, of frequencies and of the weight, and of the gradient in the backward."""
+    """The forward loads pairs of rows, frequencies and weight; the backward also of a gradient."""
     sample = SAMPLES["complex_rotary"]
     fused = rowwise(sample)
     source = fused.source(*sample.tensors(torch.bfloat16).values())
@@ -136,7 +137,8 @@ _REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 @kernels
 @pytest.mark.parametrize("case", _REFUSED)
-def test_refusals(case: str) -> None:
+def test_complex_operator_without_a_kernel_is_refused(case: str) -> None:
+    """The message names the operator and the file."""
     function, message = _REFUSED[case]
     with pytest.raises(fusedops.NotRowwiseError, match=message) as caught:
         fusedops.rowwise(function, strict=True)(randn(3, 4, 8, 2))
@@ -157,30 +159,32 @@ def _rotary(q: Tensor, freqs: Tensor) -> Tensor:
 
 @kernels
 @pytest.mark.parametrize("conjugate", [False, True])
-def test_complex_arguments_are_pairs(conjugate: bool) -> None:
-    """Their gradients are those of complex tensors, and a conjugate is read as it is."""
+def test_complex_arguments_are_read_as_pairs(conjugate: bool) -> None:
+    """Their gradients are complex. A tensor with a lazy conjugation is read as its conjugate."""
     q, freqs = randn(2, 5, 4, 16), _PAIRS(randn(5, 1, 8, 2))
-    function = fusedops.rowwise(_rotary, strict=True)
+    fused = fusedops.rowwise(_rotary, strict=True)
+
+    def output_and_gradients(function: Callable[..., Tensor], q: Tensor, freqs: Tensor) -> Any:
+        out = function(q, freqs.conj() if conjugate else freqs)
+        return [out, *torch.autograd.grad(out.sin().sum(), (q, freqs))]
+
     for rows in (5, 3):
         leaves = [t.clone().requires_grad_() for t in (q[:, :rows], freqs[:rows])]
         exact = [t.detach().cdouble() if t.is_complex() else t.detach().double() for t in leaves]
         exact = [t.requires_grad_() for t in exact]
-        results, expected = [
-            [out, *torch.autograd.grad(out.sin().sum(), inputs)]
-            for f, inputs in ((function, leaves), (_rotary, exact))
-            for out in [f(inputs[0], inputs[1].conj() if conjugate else inputs[1])]
-        ]
-        # Some eight roundings of numbers of order one, and a sum over eight heads.
+        results = output_and_gradients(fused, *leaves)
+        expected = output_and_gradients(_rotary, *exact)
+        # The tolerance allows eight roundings of numbers of order one, and a sum over eight heads.
         for result, value in zip(results, expected, strict=True):
             tolerance = 64 * torch.finfo(torch.float32).eps * value.detach().abs().max().item()
             torch.testing.assert_close(
                 result.detach(), value.detach().to(result.dtype), rtol=0, atol=tolerance
             )
-    assert function.explain(q, freqs).tensors[1][0] == "freqs"
+    assert fused.explain(q, freqs).tensors[1][0] == "freqs"
 
 
 @kernels
-def test_captured_complex_tensor() -> None:
+def test_captured_complex_tensor_is_replaced_by_its_conjugate() -> None:
     freqs, q = _PAIRS(randn(8, 2)), randn(2, 5, 4, 16)
     function = fusedops.rowwise(lambda q: _rotary(q, freqs), strict=True)
     torch.testing.assert_close(function(q), _rotary(q, freqs))

@@ -151,14 +151,13 @@ def test_other_numbers_of_rows_compile_no_kernel(sample: RowwiseFunction) -> Non
     function = rowwise(sample)
     results(function, sample.tensors(torch.float32, DEVICE))
     before = launch.variants()
-    # Groups of fewer rows have another kernel, and a window of one row is another function.
     if "grouped" in sample.name or sample.name == "gate_and_residual":
-        fewest = 16
+        numbers = (sample.rows + 2, 16)  # groups of fewer rows have another kernel
     elif "windowed" in sample.name:
-        fewest = 2
+        numbers = (sample.rows - 2, 2)  # more rows have another kernel; one is another function
     else:
-        fewest = 1
-    for rows in (sample.rows + 2, fewest):
+        numbers = (sample.rows + 2, 1)
+    for rows in numbers:
         check(sample, function, sample.tensors(torch.float32, DEVICE, rows))
     assert launch.variants() == before
 
@@ -241,10 +240,9 @@ def test_compiles_for_hopper(sample: RowwiseFunction, cols: int) -> None:
         for t in sample.tensors(torch.bfloat16).values()
     ]
     program = rowwise(sample)._programs.find(tensors, False).program
+    hopper = compiler.GPUTarget("cuda", arch=90, warp_size=32)
     for _, request, _ in chosen(program, -1, tensors):
-        usage = usage_of(
-            launch.compile_fitting(request, 232_448, compiler.GPUTarget("cuda", 90, 32))
-        )
+        usage = usage_of(launch.compile_fitting(request, 232_448, hopper))
         assert usage.registers and usage.spills <= 128, request
 
 

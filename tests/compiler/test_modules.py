@@ -1,14 +1,15 @@
-"""`fusedops.nn.Rowwise`, what `explain` says, and traced functions on disk."""
+"""`fusedops.nn.Rowwise`, the text of `explain`, and traced functions on disk."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import json
+import operator
 import pickle
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def _rows() -> Tensor:
 # --- modules --------------------------------------------------------------------------------------
 
 
-def test_parameters_and_mode() -> None:
+def test_module_has_parameters_and_a_training_mode() -> None:
     module, x = _module(), _rows()
     assert list(module.state_dict()) == ["weight"]
     assert repr(module) == "Rowwise(scaled_norm, weight=(24,), scale=2.0)"
@@ -70,16 +71,17 @@ def test_parameters_and_mode() -> None:
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
 )
-def test_copies_have_parameters_of_their_own(copied: object) -> None:
+def test_copies_have_separate_parameters(copied: object) -> None:
     module, x = _module().eval(), _rows()
     other = copied(module)  # type: ignore[operator]
-    assert torch.equal(other(x), module(x)) and other.weight is not module.weight
+    assert torch.equal(other(x), module(x))
+    assert other.weight is not module.weight
     with torch.no_grad():
         other.weight.mul_(2.0)
     assert not torch.equal(other(x), module(x))
 
 
-def test_parametrized() -> None:
+def test_parametrization_of_a_weight_is_applied() -> None:
     class Twice(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
             return 2.0 * weight
@@ -92,28 +94,30 @@ def test_parametrized() -> None:
 
 @kernels
 @pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
-def test_operators_by_hand_within_a_function(make: type[nn.Module]) -> None:
-    """A captured norm that fuse_model has replaced is a part of the kernel, like PyTorch's."""
+def test_captured_norm_that_fuse_model_replaced_is_part_of_the_kernel(
+    make: type[nn.Module],
+) -> None:
+    """Forward and backward stay one kernel each, as with PyTorch's norm."""
     norm = make(24).to(DEVICE)
     nn.init.normal_(norm.weight)  # type: ignore[arg-type]
-    joined = fusedops.rowwise(lambda x: norm(F.silu(x)) + x, strict=True)
+    function = fusedops.rowwise(lambda x: norm(F.silu(x)) + x, strict=True)
     x = torch.randn(5, 24, device=DEVICE, requires_grad=True)
-    want = norm(F.silu(x)) + x
+    expected = norm(F.silu(x)) + x
     leaves = [x, *norm.parameters()]
-    wanted = torch.autograd.grad(want.square().sum(), leaves)
+    expected_gradients = torch.autograd.grad(expected.square().sum(), leaves)
     model = nn.Sequential(norm)
     fusedops.fuse_model(model)
     norm = model[0]
     leaves = [x, *norm.parameters()]
     with launch.record() as launched:
-        result = joined(x)
+        result = function(x)
         gradients = torch.autograd.grad(result.square().sum(), leaves)
     assert [name.split("_kernel")[0] for name in launched] == ["forward", "backward"]
-    torch.testing.assert_close(result, want)
-    torch.testing.assert_close(gradients, wanted)
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(gradients, expected_gradients)
 
 
-def test_bad_constructor_and_call() -> None:
+def test_bad_arguments_of_constructor_and_call_are_refused() -> None:
     with pytest.raises(
         TypeError, match="has no argument weights; it has x, weight, scale, p, training"
     ):
@@ -126,10 +130,10 @@ def test_bad_constructor_and_call() -> None:
         _module()(_rows(), 0.1, 0.2)
 
 
-# --- what is told ---------------------------------------------------------------------------------
+# --- explanations ---------------------------------------------------------------------------------
 
 
-def test_explains_what_runs() -> None:
+def test_explanation_names_rows_inputs_kernels_and_the_choice_of_configs() -> None:
     fused = fusedops.rowwise(scaled_norm)
     text = str(fused.explain(_rows(), torch.ones(24, device=DEVICE)))
     if not KERNEL_PATH:
@@ -142,18 +146,18 @@ def test_explains_what_runs() -> None:
 
 
 @kernels
-def test_explains_the_call_that_it_is_given() -> None:
+def test_explanation_and_source_are_those_of_the_call() -> None:
     """Groups of few rows have another kernel than groups of many."""
     function = fusedops.rowwise(lambda x, shift: x + shift, strict=True)
     few, many = [
         (torch.randn(2, rows, 24, device=DEVICE), torch.randn(2, 1, 24, device=DEVICE))
         for rows in (3, 40)
     ]
-    assert "group" not in function.source(*few) and "group = " in function.source(*many)
-    keys = [function.explain(*given).kernels[0].key for given in (few, many)]
-    assert [key.variant[0] for key in keys] == ["rows", "groups"] and keys[0].bucket < keys[
-        1
-    ].bucket
+    assert "group" not in function.source(*few)
+    assert "group = " in function.source(*many)
+    key_of_few, key_of_many = (function.explain(*tensors).kernels[0].key for tensors in (few, many))
+    assert (key_of_few.variant[0], key_of_many.variant[0]) == ("rows", "groups")
+    assert key_of_few.bucket < key_of_many.bucket
     with pytest.raises(fusedops.NotRowwiseError, match="none of its arguments is a tensor"):
         function.source(1.0, 2.0)
     module = _module()
@@ -164,25 +168,28 @@ def test_explains_the_call_that_it_is_given() -> None:
 
 
 @kernels
-def test_explains_why_not() -> None:
+def test_explanation_of_a_refused_function_has_the_reason() -> None:
     explanation = fusedops.rowwise(lambda x: x.cumsum(-1)).explain(_rows())
-    assert (
-        "each column depends on those before it" in str(explanation)
-        and "line" in explanation.reason
-    )
-    halves = fusedops.rowwise(
-        lambda x: torch.cat([c.softmax(-1) for c in x.chunk(2, -1)], -1)
-    ).explain(_rows())
-    assert (halves.columns, halves.parts) == (12, 2)
+    assert "each column depends on those before it" in str(explanation)
+    assert "line" in explanation.reason
     explanation = fusedops.rowwise(lambda x: x * x.detach().cpu().numpy().max()).explain(_rows())
-    assert "it cannot be traced" in explanation.reason and "numpy().max()" in explanation.reason
+    assert "it cannot be traced" in explanation.reason
+    assert "numpy().max()" in explanation.reason
 
 
 @kernels
-def test_moves_what_the_operator_by_hand_moves() -> None:
-    """The forward of dropout-add-LayerNorm moves x, residual, sum and output.
+def test_explanation_has_the_parts_of_a_row() -> None:
+    function = fusedops.rowwise(lambda x: torch.cat([c.softmax(-1) for c in x.chunk(2, -1)], -1))
+    halves = function.explain(_rows())
+    assert (halves.columns, halves.parts) == (12, 2)
 
-    The gradient and the sum, and two gradients.
+
+@kernels
+def test_kernels_move_as_many_tensors_as_the_handwritten_operator() -> None:
+    """The operator is dropout-add-LayerNorm. Each kernel reads and writes four tensors of rows.
+
+    The forward reads x and residual, and writes sum and output. The backward reads the output's
+    gradient and the sum, and writes two gradients.
     """
     (sample,) = named("dropout_add_layer_norm")
     fused = fusedops.rowwise(sample.function, strict=True)
@@ -201,7 +208,8 @@ def test_moves_what_the_operator_by_hand_moves() -> None:
 
 
 @kernels
-def test_a_second_process_does_not_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_process_does_not_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new `rowwise` object stands for another process: it reads the file, if that is valid."""
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
     x, weight = _rows(), torch.ones(24, device=DEVICE)
     expected = fusedops.rowwise(scaled_norm, strict=True)(x, weight, training=False)
@@ -211,21 +219,22 @@ def test_a_second_process_does_not_trace(tmp_path: Path, monkeypatch: pytest.Mon
         raise AssertionError("it traced")
 
     monkeypatch.setattr(programs, "trace", traced)
-    again = fusedops.rowwise(scaled_norm, strict=True)  # knows nothing, as in another process
-    assert torch.equal(again(x[:3], weight, training=False), expected[:3])
+    of_second_process = fusedops.rowwise(scaled_norm, strict=True)
+    assert torch.equal(of_second_process(x[:3], weight, training=False), expected[:3])
     file.write_text("[{")
     with pytest.raises(fusedops.NotRowwiseError, match="it traced"):
         fusedops.rowwise(scaled_norm, strict=True)(x, weight, training=False)
 
 
-def test_word_of_a_set_does_not_depend_on_its_order() -> None:
-    """The order depends on the seed of hashes; here on which of two equal slots is taken first."""
+def test_key_of_code_does_not_depend_on_the_order_of_a_set() -> None:
+    """A set's order depends on the hash seed; here on which of two colliding items came first."""
     code = compile("x in {0, 8}", "", "eval")
-    sets = frozenset([0, 8]), frozenset([8, 0])
-    words = [storing._code(code.replace(co_consts=(one,))) for one in sets]
-    assert repr(sets[0]) != repr(sets[1]) and words[0] == words[1]
+    first, second = frozenset([0, 8]), frozenset([8, 0])
+    assert repr(first) != repr(second)
+    keys = [storing._code(code.replace(co_consts=(items,))) for items in (first, second)]
+    assert keys[0] == keys[1]
     other = storing._code(code.replace(co_consts=(frozenset([0, 9]),)))
-    assert words[0] != other
+    assert keys[0] != other
 
 
 def _structure(function: Any, *tensors: Tensor) -> Any:
@@ -237,37 +246,40 @@ def _structure(function: Any, *tensors: Tensor) -> Any:
     )[1]
 
 
-def _of_one(function: Any) -> Any:
-    return lambda x: function(x)
+def _structures_of_one_argument() -> Iterator[Any]:
+    x = torch.rand(5, 24)
+    for operator in (*rowwise_operators.UNARY.values(), *rowwise_operators.ROWS.values()):
+        yield _structure(lambda x, operator=operator: operator(x), x)
 
 
-def _of_two(function: Any) -> Any:
-    return lambda x, y: function(x, y)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_every_operator_can_be_stored(count: int) -> None:
-    """The structure that is read passes the checks of its words, and has the same numbers."""
+def _structures_of_two_arguments() -> Iterator[Any]:
     x, y = torch.rand(5, 24), torch.rand(5, 24)
-    if count == 1:
-        made = [
-            _of_one(f)
-            for f in (*rowwise_operators.UNARY.values(), *rowwise_operators.ROWS.values())
-        ]
-        structures = [_structure(f, x) for f in made]
-        structures += [
-            _structure(sample.function, *sample.tensors(torch.float32, x.device).values())
-            for sample in FUNCTIONS
-        ]
-    else:
-        structures = [_structure(_of_two(f), x, y) for f in rowwise_operators.BINARY.values()]
-    for structure in structures:
+    for operator in rowwise_operators.BINARY.values():
+        yield _structure(lambda x, y, operator=operator: operator(x, y), x, y)
+
+
+def _structures_of_samples() -> Iterator[Any]:
+    for sample in FUNCTIONS:
+        yield _structure(sample.function, *sample.tensors(torch.float32, "cpu").values())
+
+
+@pytest.mark.parametrize(
+    "structures",
+    [_structures_of_one_argument, _structures_of_two_arguments, _structures_of_samples],
+)
+def test_structure_of_every_operator_can_be_stored(
+    structures: Callable[[], Iterator[Any]],
+) -> None:
+    """The restored structure passes all checks, and is the same."""
+    for structure in structures():
         text = json.dumps(storing.encoded(structure))
         result = storing.decoded(json.loads(text))
-        assert result.text() == structure.text() and json.dumps(storing.encoded(result)) == text
+        assert result.text() == structure.text()
+        assert json.dumps(storing.encoded(result)) == text
 
 
 def _stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Tensor, Tensor, Tensor]:
+    """Stores `scaled_norm`, and returns the file, both arguments and the result."""
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
     x, weight = _rows(), torch.linspace(1.0, 2.0, 24, device=DEVICE)
     expected = fusedops.rowwise(scaled_norm, strict=True)(x, weight, training=False)
@@ -276,13 +288,14 @@ def _stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Tens
 
 
 @kernels
-def test_changed_files_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_files_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random character of the file is replaced, removed or doubled."""
     file, x, weight, expected = _stored(tmp_path, monkeypatch)
     before, generator = file.read_text(), random.Random(5)
     for _ in range(25):
-        at = generator.randrange(len(before))
-        changed = generator.choice(["", "\0", "9", "[", '"', "é", before[at] * 2, before[:at]])
-        file.write_text(before[:at] + changed + before[at + 1 :])
+        i = generator.randrange(len(before))
+        replacement = generator.choice(["", "\0", "9", "[", '"', "é", before[i] * 2, before[:i]])
+        file.write_text(before[:i] + replacement + before[i + 1 :])
         if file.read_text() != before:
             assert storing.read(file) == []
     assert torch.equal(
@@ -291,28 +304,29 @@ def test_changed_files_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert file.read_text() == before
 
 
-def _leaves(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def _paths(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yields the keys and indices that lead to each value within ``content``, and to itself."""
     yield path
-    for key, inner in (
-        content.items()
-        if isinstance(content, dict)
-        else enumerate(content)
-        if isinstance(content, list)
-        else ()
-    ):
-        yield from _leaves(inner, (*path, key))
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(content, dict):
+        items = content.items()
+    elif isinstance(content, list):
+        items = enumerate(content)
+    for key, inner in items:
+        yield from _paths(inner, (*path, key))
 
 
 @kernels
-def test_nothing_of_a_file_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text in the place of each word, number and list, with the checksum that belongs to it."""
+def test_code_in_a_file_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code replaces each word, number and list of the file in turn; the checksum is right."""
     file, x, weight, expected = _stored(tmp_path, monkeypatch)
     before = cache.opened(file.read_text())
-    text, accepted = "x\nimport builtins; builtins.executed = 1\n#", list[Any]()
-    for path in _leaves(json.loads(before)):
+    code, accepted = "x\nimport builtins; builtins.executed = 1\n#", list[Any]()
+    for path in _paths(json.loads(before)):
         if path:
             content = json.loads(before)
-            functools.reduce(lambda found, key: found[key], path[:-1], content)[path[-1]] = text
+            container = functools.reduce(operator.getitem, path[:-1], content)
+            container[path[-1]] = code
             file.write_text(cache.sealed(json.dumps(content)))
             accepted += storing.read(file)
     assert accepted == []
@@ -322,7 +336,7 @@ def test_nothing_of_a_file_is_executed(tmp_path: Path, monkeypatch: pytest.Monke
     for nested in (json.dumps(deep), "[" * 100_000, "[" + before[1:-1] + "]" * 3):
         file.write_text(cache.sealed(nested))
         assert storing.read(file) == []
-    # What has the form of a function, but is none.
+    # A file with the fields of a function, one of them with a wrong type.
     content = json.loads(before)
     content[0]["columns"] = []
     file.write_text(cache.sealed(json.dumps(content)))
@@ -331,10 +345,10 @@ def test_nothing_of_a_file_is_executed(tmp_path: Path, monkeypatch: pytest.Monke
     )
 
 
-def test_files_with_wrong_flags_are_not_used() -> None:
-    """An input of a node that is marked as unused would be read in any shape.
+def test_structures_with_wrong_flags_are_refused() -> None:
+    """An input that is read, but marked as unused, could have any shape.
 
-    A value in fp64 would be computed in fp32.
+    A value that is not marked as fp64 would be computed in fp32.
     """
 
     def function(x: Tensor, unused: Tensor) -> Tensor:
@@ -355,26 +369,28 @@ def test_files_with_wrong_flags_are_not_used() -> None:
 
 
 @kernels
-def test_files_tell_functions_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions differ by their code, by what they call, and by captured numbers.
+def test_different_functions_have_different_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Functions differ by their code, the functions that they call, and captured numbers.
 
-    A tensor around one has no name on disk.
+    A function that captures a tensor is not stored.
     """
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
     x = _rows()
 
-    def made(inner: object, number: float) -> fusedops.rowwise:
+    def scaled(inner: object, number: float) -> fusedops.rowwise:
         return fusedops.rowwise(lambda x: inner(x) * number, strict=True)  # type: ignore[operator]
 
-    # What `exec` and `eval` make calls itself one of Python's own.
+    # The code of functions by `eval` has the name of a module of Python, not of a file.
     evaluated = [eval(f"lambda x: x + {shift}", {}) for shift in (2.0, 3.0)]
     for inner in (torch.sin, torch.cos, lambda x: x + 1.0, *evaluated):
         for number in (2.0, 3.0):
-            torch.testing.assert_close(made(inner, number)(x), inner(x) * number)
+            torch.testing.assert_close(scaled(inner, number)(x), inner(x) * number)
     for inner in evaluated:
         torch.testing.assert_close(fusedops.rowwise(inner, strict=True)(x), inner(x))
     assert len(list((tmp_path / "rowwise").iterdir())) == 12
-    # The same instructions, of other parameters.
+    # Helpers with the same instructions, but other kinds of parameters.
     texts = (
         "def helper(x, *rest):\n    return x * rest[0]",
         "def helper(x, rest):\n    return x * rest[0]",

@@ -1,4 +1,4 @@
-"""`fusedops.rowwise`: each operator of the table, and its derivative, at kinks and ends, as PyTorch has them."""
+"""`fusedops.rowwise`: values and derivatives of each operator at special inputs against PyTorch."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 compiler = pytest.importorskip("triton.backends.compiler")
 kernels = pytest.mark.kernels
 every_dtype = pytest.mark.parametrize("dtype", _DTYPES, ids=lambda dtype: str(dtype)[6:])
-# An exponential of a number up to 88, in fp64 up to 709, has a relative error of as many units.
+# An exponential of x has a relative error of x units; x is at most 88 in fp32 and 709 in fp64.
 _RTOL = {torch.float32: 1e-5, torch.float64: 2e-13, torch.bfloat16: 2.0**-7}
-# Beyond the smallest results that a logistic function in fp32 tells from zero.
+# Smaller results of a logistic function are zero in fp32.
 _ATOL = {torch.float32: 1e-16, torch.float64: 1e-20, torch.bfloat16: 1e-16}
-# Differences of near numbers, in which PyTorch, the kernel or both have lost all but some units of
-# one.
+# Differences of nearly equal numbers. PyTorch, the kernel or both are exact only to some units of
+# roundoff of one.
 _CANCELS = {
     "tanh",
     "sigmoid",
@@ -48,81 +48,84 @@ _CANCELS = {
     "tan",
     "frac",
 }
-# PyTorch's kernels for fp64 have constants in fp32.
-_IN_FP32 = {"hardsigmoid", "hardswish", "binary_cross_entropy"}
-# Of NaN as an input PyTorch's kernels have a gradient of one or of zero, by dtype and device.
+# PyTorch's kernels for fp64 use constants in fp32.
+_CONSTANTS_IN_FP32 = {"hardsigmoid", "hardswish", "binary_cross_entropy"}
+# If the input is NaN, PyTorch's gradient is one or zero, depending on dtype and device.
 _NOT_OF_NAN = {"relu6", "hardtanh", "hardshrink", "hardswish", "softshrink"}
-# There the gradient of these is one in PyTorch's scalar code, and NaN in its vectors of AVX2.
+# If the input is NaN, PyTorch's gradient is one in scalar code, and NaN in vectors of AVX2.
 _NAN_BY_VECTORS = {"elu", "selu", "celu", "elu_of", "celu_of"}
 
 
-def _results(function: Callable[..., Tensor], given: Sequence[Tensor]) -> list[Tensor]:
-    """The output, and the gradients of all inputs."""
-    leaves = [t.clone().requires_grad_() for t in given]
+def _results(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the output, and the gradients of all inputs."""
+    leaves = [t.clone().requires_grad_() for t in inputs]
     out = function(*leaves)
     if not out.requires_grad:
         return [out]
-    weights = torch.tensor([1.0, -2.0, 0.5, 3.0], device=out.device).repeat(-(-out.shape[-1] // 4))[
-        : out.shape[-1]
-    ]
-    grads = torch.autograd.grad(
-        out, leaves, weights.to(out.dtype).expand_as(out), allow_unused=True
-    )
+    cols = out.shape[-1]
+    pattern = torch.tensor([1.0, -2.0, 0.5, 3.0], device=out.device)
+    cotangent = pattern.repeat(-(-cols // 4))[:cols].to(out.dtype).expand_as(out)
+    grads = torch.autograd.grad(out, leaves, cotangent, allow_unused=True)
     return [out.detach(), *grads]
 
 
-def _differs(got: Tensor, want: Tensor, name: str, by_row: bool) -> Tensor:
-    """Where two results differ, by more than roundings of an element, or of the largest in its row."""
+def _differs(got: Tensor, want: Tensor, name: str, *, by_row: bool) -> Tensor:
+    """Returns which elements differ by more than some roundings.
+
+    The roundings are those of the element, or with ``by_row`` of the largest in its row.
+    """
     got, wide = got.double(), want.double()
     rtol, atol = _RTOL.get(want.dtype, 0.0), _ATOL.get(want.dtype, 0.0)
     if name in _CANCELS:
-        atol = max(
-            atol,
-            4 * torch.finfo(torch.float64 if want.dtype == torch.float64 else torch.float32).eps,
-        )
+        computed_in = torch.float64 if want.dtype == torch.float64 else torch.float32
+        atol = max(atol, 4 * torch.finfo(computed_in).eps)
         rtol *= 10
     if name == "sinc" and want.dtype == torch.float64:  # PyTorch's derivative cancels near zero
         rtol = 1e-10
-    if name in _IN_FP32 and want.dtype == torch.float64:
+    if name in _CONSTANTS_IN_FP32 and want.dtype == torch.float64:
         rtol = 1e-7
     size = wide.abs().nan_to_num(0.0, 0.0, 0.0)
-    tolerance = rtol * (size.amax(-1, keepdim=True) if by_row else size) + atol
-    return ~((got == wide) | (got.isnan() & wide.isnan()) | ((got - wide).abs() <= tolerance))
+    if by_row:
+        size = size.amax(-1, keepdim=True)
+    is_close = (got - wide).abs() <= rtol * size + atol
+    both_nan = got.isnan() & wide.isnan()
+    return ~((got == wide) | both_nan | is_close)
 
 
 def _check(
-    name: str, function: Callable[..., Tensor], given: Sequence[Tensor], *, by_row: bool = False
+    name: str, function: Callable[..., Tensor], inputs: Sequence[Tensor], *, by_row: bool = False
 ) -> None:
-    """As in PyTorch, or as in PyTorch in fp64."""
-    named: Any = (lambda x: function(x)) if len(given) == 1 else (lambda x, y: function(x, y))
-    got = _results(fusedops.rowwise(named, strict=True), given)
-    # On the CPU, as conventions are others on the GPU.
-    given = [t.cpu() for t in given]
-    want, exact = (
-        _results(lambda *cpu: function(*cpu), given),
-        _results(function, [t.double() for t in given]),
+    """Asserts that each element of output and gradients is PyTorch's, or PyTorch's in fp64."""
+    with_signature: Any = (
+        (lambda x: function(x)) if len(inputs) == 1 else (lambda x, y: function(x, y))
     )
+    got = _results(fusedops.rowwise(with_signature, strict=True), inputs)
+    # PyTorch is called on the CPU, because it has other conventions on the GPU.
+    inputs = [t.cpu() for t in inputs]
+    want = _results(function, inputs)
+    exact = _results(function, [t.double() for t in inputs])
     assert [t is None for t in got] == [t is None for t in want]
-    for place, (result, two, wide) in enumerate(zip(got, want, exact, strict=True)):
-        if result is None or two is None or wide is None:
+    for index, (actual, expected, in_fp64) in enumerate(zip(got, want, exact, strict=True)):
+        if actual is None or expected is None or in_fp64 is None:
             continue
-        one, three = result.cpu(), wide.to(two.dtype)
-        assert one.dtype == two.dtype
-        wrong = _differs(one, two, name, by_row) & _differs(one, three, name, by_row)
-        if place:  # a gradient of what is no number may be none
-            wrong &= ~(one.isnan() & want[0].isnan())
+        result, rounded = actual.cpu(), in_fp64.to(expected.dtype)
+        assert result.dtype == expected.dtype
+        wrong = _differs(result, expected, name, by_row=by_row)
+        wrong &= _differs(result, rounded, name, by_row=by_row)
+        is_gradient = index > 0
+        if is_gradient:  # where the output is NaN, the gradient may be NaN, too
+            wrong &= ~(result.isnan() & want[0].isnan())
         # A GPU's remainder is not exact if the dtype cannot hold the quotient.
         if name in ("remainder", "fmod"):
-            wrong &= (given[0] / given[1]).abs() < 1 / torch.finfo(torch.float32).eps
-        if name in _NOT_OF_NAN or (place and name in _NAN_BY_VECTORS):
-            wrong &= ~given[0].isnan()
-        bad = [
-            (*[t[tuple(at)].item() for t in (*given, one, two)],)
-            for at in wrong.nonzero().tolist()[:4]
+            wrong &= (inputs[0] / inputs[1]).abs() < 1 / torch.finfo(torch.float32).eps
+        if name in _NOT_OF_NAN or (is_gradient and name in _NAN_BY_VECTORS):
+            wrong &= ~inputs[0].isnan()
+        examples = [
+            [t[tuple(indices)].item() for t in (*inputs, result, expected)]
+            for indices in wrong.nonzero().tolist()[:4]
         ]
-        assert not bad, (
-            f"{'gradient' if place else 'output'} {place}: inputs, found, expected: {bad}"
-        )
+        what = f"gradient {index}" if is_gradient else "output"
+        assert not examples, f"{what}: inputs, actual, expected: {examples}"
 
 
 @kernels
@@ -139,7 +142,7 @@ def test_functions_of_one_number(name: str, dtype: torch.dtype) -> None:
 def test_functions_of_rows_that_are_too_long_for_kernels(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch's operators run in their place, with the derivatives that the kernels have."""
+    """PyTorch's operators run instead of kernels, with the derivatives of the kernels."""
     monkeypatch.setattr(launch, "LONGEST_ROW", 16)
     with launch.record() as launched:
         _check(name, UNARY[name], [numbers(torch.float32).to(DEVICE)])
@@ -165,51 +168,49 @@ def test_functions_of_a_row(name: str, dtype: torch.dtype) -> None:
 def test_ties_and_limits_have_pytorchs_gradients(name: str) -> None:
     """Arguments are all combinations of numbers, some of them equal, infinite or NaN."""
     values = torch.tensor([0.0, -0.0, 1.0, 2.0, float("nan"), float("inf"), float("-inf")])
-    inputs = list(
-        torch.cartesian_prod(*[values] * (3 if name == "clamp" else 2))
-        .T.contiguous()[:, None]
-        .to(DEVICE)
-    )
+    count = 3 if name == "clamp" else 2
+    combinations = torch.cartesian_prod(*[values] * count)
+    inputs = list(combinations.T.contiguous()[:, None].to(DEVICE))
     function: Any = (
-        (lambda x, y: getattr(torch, name)(x, y))
-        if len(inputs) == 2
-        else (lambda x, y, z: torch.clamp(x, y, z))
+        (lambda x, y, z: torch.clamp(x, y, z))
+        if name == "clamp"
+        else (lambda x, y: getattr(torch, name)(x, y))
     )
-    # On the CPU, as conventions are others on the GPU.
+    # PyTorch is called on the CPU, because it has other conventions on the GPU.
     want = _results(function, [t.cpu() for t in inputs])
     got = [t.cpu() for t in _results(fusedops.rowwise(function, strict=True), inputs)]
     torch.testing.assert_close(got, want, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-# --- what is rounded, and what has a wider dtype --------------------------------------------------
+# --- casts and wider dtypes -----------------------------------------------------------------------
 
 
-def _same(
-    function: Callable[..., Any], *given: Tensor, rtol: float = 0.0, how: str = "rowwise"
+def _assert_matches_pytorch(
+    function: Callable[..., Any], *inputs: Tensor, rtol: float = 0.0, fused_by: str = "rowwise"
 ) -> None:
-    """The result is PyTorch's, and so are the gradients, which PyTorch rounds at each cast."""
+    """Compares the result with PyTorch's, and the gradients, which PyTorch rounds at each cast."""
+    fused = (
+        fusedops.rowwise(function, strict=True) if fused_by == "rowwise" else _compiled(function)
+    )
     results = []
-    for run in (
-        fusedops.rowwise(function, strict=True) if how == "rowwise" else _compiled(function),
-        function,
-    ):
-        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in given]
+    for run in (fused, function):
+        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in inputs]
         out = run(*leaves)
         grads = torch.autograd.grad(
             out.sum(), [t for t in leaves if t.requires_grad], allow_unused=True
         )
         results.append((out.detach(), *[g for g in grads if g is not None]))
-    (got, *grads), (want, *expected) = results
+    (got, *grads), (want, *expected_grads) = results
     torch.testing.assert_close(got, want, rtol=rtol, atol=0.0)
-    torch.testing.assert_close(grads, expected, rtol=2.0**-7, atol=1e-6)
+    torch.testing.assert_close(grads, expected_grads, rtol=2.0**-7, atol=1e-6)
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """In a region of the backend, which is not compiled further."""
+    """The function compiled by the fusedops backend as one region, without Inductor."""
     backend = Backend()
 
-    def run(*given: Tensor) -> Tensor:
-        out = torch.compile(function, backend=backend, fullgraph=True)(*given)
+    def run(*inputs: Tensor) -> Tensor:
+        out = torch.compile(function, backend=backend, fullgraph=True)(*inputs)
         assert len(backend.report.regions) == 1
         return out  # type: ignore[no-any-return]
 
@@ -248,22 +249,22 @@ _CASTS: dict[str, tuple[Callable[[Tensor], Tensor], torch.dtype]] = {
 
 
 @kernels
-@pytest.mark.parametrize("how", ["rowwise", "compile"])
+@pytest.mark.parametrize("fused_by", ["rowwise", "compile"])
 @pytest.mark.parametrize("case", _CASTS)
-def test_casts_down_and_up_round_and_numbers_compare_in_half_precision(
-    case: str, how: str, fresh_dynamo: None
+def test_casts_to_a_narrower_dtype_round_also_constants_of_comparisons(
+    case: str, fused_by: str, fresh_dynamo: None
 ) -> None:
     function, dtype = _CASTS[case]
     x = torch.randn(5, 24)
     x[:, 0], x[:, 1] = 0.1, -10000.0
-    _same(lambda x: function(x), x.to(DEVICE, dtype), how=how)
+    _assert_matches_pytorch(lambda x: function(x), x.to(DEVICE, dtype), fused_by=fused_by)
 
 
 @kernels
-@pytest.mark.parametrize("how", ["rowwise", "compile"])
+@pytest.mark.parametrize("fused_by", ["rowwise", "compile"])
 @pytest.mark.parametrize("case", ["double", "dtype of a sum"])
 def test_fp64_inside_a_function_is_computed_in_fp64(
-    case: str, how: str, fresh_dynamo: None
+    case: str, fused_by: str, fresh_dynamo: None
 ) -> None:
     def double(x: Tensor) -> Tensor:
         return x.double().exp().sum(-1, keepdim=True).log().float() - x
@@ -272,25 +273,28 @@ def test_fp64_inside_a_function_is_computed_in_fp64(
         return (x * 1e30).sum(-1, keepdim=True, dtype=torch.float64).mul(1e30).log().float() * x
 
     x = 100 + torch.randn(5, 24, device=DEVICE)
-    # The sum of the exponentials is beyond fp32, the logarithm is not.
-    _same(double if case == "double" else total, x, rtol=1e-5, how=how)
+    # The sum of the exponentials overflows fp32; its logarithm does not.
+    function = double if case == "double" else total
+    _assert_matches_pytorch(function, x, rtol=1e-5, fused_by=fused_by)
 
 
 @kernels
 @pytest.mark.parametrize("columns", [3, 24, 100, 20001])
-def test_equal_numbers_have_no_deviation(columns: int) -> None:
+def test_deviation_of_equal_numbers_and_its_gradient_are_zero(columns: int) -> None:
+    """The mean of equal infinite numbers is infinite, not NaN."""
     x = torch.full((2, columns), 0.1, device=DEVICE, requires_grad=True)
-    spread = fusedops.rowwise(
+    deviation = fusedops.rowwise(
         lambda x: x.std(-1, keepdim=True) + x.var(-1, keepdim=True), strict=True
     )(x)
-    (grad,) = torch.autograd.grad(spread.sum(), x)
-    assert not spread.any() and not grad.any()
+    (grad,) = torch.autograd.grad(deviation.sum(), x)
+    assert not deviation.any()
+    assert not grad.any()
     mean = fusedops.rowwise(lambda x: torch.var_mean(x, -1, keepdim=True)[1], strict=True)
     assert mean(torch.full((2, columns), torch.inf, device=DEVICE)).isposinf().all()
 
 
 @kernels
-def test_smoothed_labels_far_from_zero() -> None:
+def test_label_smoothing_of_logits_far_from_zero() -> None:
     def loss(x: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(x, target, reduction="none", label_smoothing=0.1)
 
@@ -305,14 +309,12 @@ def test_smoothed_labels_far_from_zero() -> None:
 
 @kernels
 @pytest.mark.parametrize("target", [-1, 24, 1 << 40])
-def test_targets_out_of_range_have_no_loss(target: int) -> None:
-    """PyTorch raises an error, for which a kernel would have to be waited for."""
+def test_loss_of_a_target_out_of_range_is_nan(target: int) -> None:
+    """PyTorch raises an error. A kernel cannot, without a synchronisation."""
 
     def losses(x: Tensor, target: Tensor) -> Tensor:
-        likely = x.log_softmax(-1)
-        loss = F.cross_entropy(x, target, reduction="none") + F.nll_loss(
-            likely, target, reduction="none"
-        )
+        loss = F.cross_entropy(x, target, reduction="none")
+        loss = loss + F.nll_loss(x.log_softmax(-1), target, reduction="none")
         return loss + x.gather(-1, target[:, None])[:, 0]
 
     targets = torch.tensor([3, target, 0], device=DEVICE)
@@ -323,31 +325,28 @@ def test_targets_out_of_range_have_no_loss(target: int) -> None:
 @kernels
 @pytest.mark.parametrize("index", [-1, 24, 1 << 40])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_indices_out_of_range_give_no_number(index: int, dtype: torch.dtype) -> None:
-    """Among integers, too: these become NaN as floats, and are the least one as they are."""
+def test_index_out_of_range_gives_nan_or_the_least_integer(index: int, dtype: torch.dtype) -> None:
+    """An integer that is gathered is the least of its dtype; converted to a float, it is NaN."""
 
-    def picked(table: Tensor, index: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    def gathered(table: Tensor, index: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         element = table.gather(-1, index[:, None])
         return element, element + x[:, :1], F.one_hot(index, 24) * x
 
-    indices, table = (
-        torch.tensor([3, index, 0], device=DEVICE),
-        torch.arange(72, device=DEVICE).view(3, 24).to(dtype),
-    )
-    result, *floats = fusedops.rowwise(picked, strict=True)(
+    indices = torch.tensor([3, index, 0], device=DEVICE)
+    table = torch.arange(72, device=DEVICE).view(3, 24).to(dtype)
+    elements, *floats = fusedops.rowwise(gathered, strict=True)(
         table, indices, torch.randn(3, 24, device=DEVICE)
     )
-    assert result.flatten().tolist() == [3, torch.iinfo(dtype).min, 48]
-    for given in floats:
-        assert (
-            given.isnan().all(-1).tolist() == given.isnan().any(-1).tolist() == [False, True, False]
-        )
+    assert elements.flatten().tolist() == [3, torch.iinfo(dtype).min, 48]
+    for values in floats:
+        assert values.isnan().all(-1).tolist() == [False, True, False]
+        assert values.isnan().any(-1).tolist() == [False, True, False]
 
 
 @kernels
 @pytest.mark.parametrize("cols", [24, 64])
-def test_whole_numbers_chosen_by_a_condition_do_not_overflow(cols: int) -> None:
-    """They are int64, as in PyTorch, and a maximum of them has a neutral element in the padding."""
+def test_integers_selected_by_a_condition_do_not_overflow(cols: int) -> None:
+    """They are int64, as in PyTorch. Idle lanes do not change their maximum."""
 
     def products(x: Tensor) -> tuple[Tensor, Tensor]:
         chosen = torch.where(x > 0, 2**30, 0)
@@ -361,8 +360,8 @@ def test_whole_numbers_chosen_by_a_condition_do_not_overflow(cols: int) -> None:
 
 @kernels
 @pytest.mark.parametrize("number", [2**24, 2**24 + 1])
-def test_whole_numbers_of_long_rows_are_exact_or_refused(number: int) -> None:
-    """The maximum of a long row is stored as a float, which does not hold ``2 ** 24 + 1``."""
+def test_integers_of_long_rows_are_exact_or_refused(number: int) -> None:
+    """The maximum of a long row is stored in fp32, which cannot represent ``2 ** 24 + 1``."""
 
     def parity(x: Tensor) -> Tensor:
         largest = torch.where(x > 0, number, 0).amax(-1, keepdim=True)
@@ -378,7 +377,7 @@ def test_whole_numbers_of_long_rows_are_exact_or_refused(number: int) -> None:
 
 
 @kernels
-def test_probabilities_out_of_range_have_no_loss() -> None:
+def test_loss_of_probabilities_out_of_range_is_nan() -> None:
     def loss(x: Tensor, y: Tensor) -> Tensor:
         return F.binary_cross_entropy(x, y, reduction="none")
 
@@ -389,8 +388,8 @@ def test_probabilities_out_of_range_have_no_loss() -> None:
 
 
 @kernels
-@pytest.mark.parametrize("how", ["smooth_l1", "huber", "hardtanh", "celu"])
-def test_constants_that_pytorch_refuses_are_refused(how: str) -> None:
+@pytest.mark.parametrize("case", ["smooth_l1", "huber", "hardtanh", "celu"])
+def test_constants_that_pytorch_refuses_raise_its_error(case: str) -> None:
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "smooth_l1": lambda x: F.smooth_l1_loss(x, x, reduction="none", beta=-1.0),
         "huber": lambda x: F.huber_loss(x, x, reduction="none", delta=-1.0),
@@ -398,40 +397,41 @@ def test_constants_that_pytorch_refuses_are_refused(how: str) -> None:
         "celu": lambda x: F.celu(x, 0.0),
     }
     with pytest.raises((RuntimeError, ValueError)) as expected:
-        functions[how](torch.ones(2, 4))
+        functions[case](torch.ones(2, 4))
     with pytest.raises(type(expected.value), match=re.escape(str(expected.value))):
-        fusedops.rowwise(functions[how], strict=True)(torch.ones(2, 4, device=DEVICE))
+        fusedops.rowwise(functions[case], strict=True)(torch.ones(2, 4, device=DEVICE))
 
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("some", range(6))
-def test_operators_compile(some: int, dtype: torch.dtype) -> None:
-    """In kernels of many operators each."""
+@pytest.mark.parametrize("first", range(6))
+def test_operators_compile(first: int, dtype: torch.dtype) -> None:
+    """Six kernels have a sixth of the operators each."""
     table: dict[str, Callable[..., Tensor]] = {**UNARY, **BINARY, **ROWS}
-    chosen = [(function, name in BINARY) for name, function in list(table.items())[some::6]]
+    names = list(table)[first::6]
 
     def function(x: Tensor, y: Tensor) -> Tensor:
-        results = [
-            (inner(x, y) if takes_two else inner(x)).to(x.dtype) for inner, takes_two in chosen
-        ]
+        results = []
+        for name in names:
+            result = table[name](x, y) if name in BINARY else table[name](x)
+            results.append(result.to(x.dtype))
         return functools.reduce(torch.add, results)
 
     inputs = [torch.empty(64, 256, dtype=dtype, device="meta") for _ in range(2)]
     structure = structured(trace(function, inputs, function, ["x", "y"], lambda _: None))
     program = Program("function", function, planned(structure))
-    # Two elements for each thread: the time to compile grows with their number.
-    small = tuning.Config(256, 1, 4)
+    # Two elements for each thread, since the time to compile grows with their number.
+    small = tuning.Config(block_n=256, rows=1, warps=4)
     with tuning.forced("rowwise_forward", small), tuning.forced("rowwise_backward", small):
         kernels_of_call = launching.chosen(program, -1, inputs)
     for _, request, _ in kernels_of_call:
         assert request.config == small
-        launch.compile_kernel(request, compiler.GPUTarget("cuda", 90, 32))
+        launch.compile_kernel(request, compiler.GPUTarget("cuda", arch=90, warp_size=32))
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("keepdim", [False, True])
-def test_extremes_of_truth_values_along_a_row(keepdim: bool) -> None:
+def test_minimum_and_maximum_of_booleans_along_a_row(keepdim: bool) -> None:
     def function(x: Tensor) -> tuple[Tensor, ...]:
         condition = x > -1.8
         least, first = condition.min(-1, keepdim=keepdim)
@@ -441,12 +441,12 @@ def test_extremes_of_truth_values_along_a_row(keepdim: bool) -> None:
     x = torch.randn(24, 16).to(DEVICE)
     expected = function(x)
     assert 0 < expected[0].sum() < 24 and 0 < expected[2].sum() < 24
-    for one, other in zip(fusedops.rowwise(function, strict=True)(x), expected, strict=True):
-        assert torch.equal(one, other)
+    for result, value in zip(fusedops.rowwise(function, strict=True)(x), expected, strict=True):
+        assert torch.equal(result, value)
 
 
 @pytest.mark.kernels
-def test_bits_of_integers_have_the_same_gradients_in_a_graph() -> None:
+def test_gradient_beside_bitwise_operators_with_create_graph() -> None:
     def function(x: Tensor, i: Tensor) -> Tensor:
         return x * x * (i & 2) + x**3 * (i | 4) - x * (i ^ 3)
 

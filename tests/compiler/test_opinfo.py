@@ -1,8 +1,8 @@
-"""PyTorch's own samples of its operators, each as a row-wise function: right, or refused by name.
+"""PyTorch's own samples of its operators, each as a row-wise function.
 
-A sample's tensors are arguments, and all else is a constant of the function. Those that PyTorch
-takes and kernels do not, such as reductions over rows, raise `NotRowwiseError`; any other result is
-compared with PyTorch's, and so are the gradients.
+The tensors of a sample are the arguments of the function, and everything else is a constant in it.
+The function must be refused by `NotRowwiseError` (a reduction over rows, for example), or its
+results and gradients must be those of PyTorch.
 """
 
 from __future__ import annotations
@@ -27,43 +27,50 @@ pytest.importorskip(
 )
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", ImportWarning)  # of packages that only PyTorch's own tests need
+    warnings.simplefilter("ignore", ImportWarning)  # packages that only PyTorch's tests need
     from torch.testing._internal.common_methods_invocations import op_db
 
 Function = Callable[..., Any]
 OPS = {f"{op.name}.{op.variant_test_name}".rstrip("."): op for op in op_db}
-# Larger samples take the interpreter seconds.
+# Larger samples take seconds in the interpreter.
 _MOST_ELEMENTS = 4000
 _UNITS = 16.0
 _COMPOSED = ("isclose", "nanmean", "linalg.vector_norm", "nn.functional.hinge_embedding_loss")
+# Operators of the compiler's table, and some that are composed of these.
 _TABLED = [
     name
     for name, op in OPS.items()
     if op.name.removeprefix("nn.functional.") in TABLE or name in _COMPOSED
 ]
-# PyTorch's decomposition leaves out what is multiplied by zero, which then has no gradient; a norm
-# of order 0 requires one that is None.
+# PyTorch's decomposition of `addr` omits a term that is multiplied by zero, which then has no
+# gradient. The gradient of a norm of order 0 is None there, not zero.
 _LEFT_OUT = ("addr", "linalg.norm.subgradients_at_zero")
-# Random numbers, and what no one has written.
+# Operators whose results are random numbers or uninitialised memory.
 _UNKNOWN = ("dropout", "rrelu", "empty")
-# In PyTorch their statistics hand no gradient on.
+# Operators that also return statistics, through which PyTorch propagates no gradient.
 _NORMS = ("native_layer_norm", "native_group_norm")
 
 
 # --- samples --------------------------------------------------------------------------------------
 
 
-def _written(value: Any, tensors: list[Tensor]) -> str:
-    """A constant as Python's source; a tensor as the name of an argument, among which it is put."""
+def _source(value: Any, tensors: list[Tensor]) -> str:
+    """Returns the source of a constant, or the name of an argument for a tensor.
+
+    A tensor that is not in ``tensors``, the list of the arguments, is appended to it.
+    """
     if isinstance(value, Tensor):
-        place = next((place for place, known in enumerate(tensors) if known is value), len(tensors))
-        tensors[place:] = tensors[place:] or [value]
-        return f"a{place}"
+        for index, known in enumerate(tensors):
+            if known is value:
+                return f"a{index}"
+        tensors.append(value)
+        return f"a{len(tensors) - 1}"
     if isinstance(value, (list, tuple)):
-        inner = "".join([f"{_written(one, tensors)}, " for one in value])
+        inner = "".join([f"{_source(item, tensors)}, " for item in value])
         return f"[{inner}]" if isinstance(value, list) else f"({inner})"
     if isinstance(value, slice):
-        return f"slice({', '.join([_written(one, tensors) for one in (value.start, value.stop, value.step)])})"
+        bounds = [_source(bound, tensors) for bound in (value.start, value.stop, value.step)]
+        return f"slice({', '.join(bounds)})"
     if isinstance(
         value, (int, float, str, type(None), type(...), torch.dtype, torch.memory_format)
     ):
@@ -72,122 +79,135 @@ def _written(value: Any, tensors: list[Tensor]) -> str:
 
 
 def _as_function(op: Any, sample: Any) -> tuple[Function, list[Tensor], str]:
-    """A function of the sample's tensors, these, and its source."""
+    """Returns a function of the sample's tensors, the tensors, and the function's source."""
     tensors: list[Tensor] = []
-    parts = [_written(value, tensors) for value in (sample.input, *sample.args)]
-    parts += [f"{name}={_written(value, tensors)}" for name, value in sample.kwargs.items()]
-    source = f"lambda {', '.join([f'a{place}' for place in range(len(tensors))])}: op({', '.join(parts)})"
-    return (
-        eval(source, {"op": op, "torch": torch, "inf": math.inf, "nan": math.nan}),
-        tensors,
-        source,
-    )
+    arguments = [_source(value, tensors) for value in (sample.input, *sample.args)]
+    arguments += [f"{name}={_source(value, tensors)}" for name, value in sample.kwargs.items()]
+    parameters = [f"a{index}" for index in range(len(tensors))]
+    source = f"lambda {', '.join(parameters)}: op({', '.join(arguments)})"
+    scope = {"op": op, "torch": torch, "inf": math.inf, "nan": math.nan}
+    return eval(source, scope), tensors, source
 
 
 def _samples(name: str, dtype: torch.dtype) -> Iterator[tuple[Function, list[Tensor], str]]:
-    """Those of tensors with a dimension, and elements."""
-    op = OPS[name].op
+    """Yields the operator's samples as functions, without empty and 0-dim ones."""
+    operator = OPS[name].op
+    op = (lambda *args: operator(*args)[0]) if name in _NORMS else operator
     for sample in OPS[name].sample_inputs(DEVICE, dtype):
         try:
-            made = _as_function((lambda *args: op(*args)[0]) if name in _NORMS else op, sample)
-        except TypeError:
+            function, tensors, source = _as_function(op, sample)
+        except TypeError:  # a constant of a type without source
             continue
-        if any(t.dim() for t in made[1]) and all(0 < t.numel() <= _MOST_ELEMENTS for t in made[1]):
-            yield made
+        has_dimensions = any(t.dim() for t in tensors)
+        if has_dimensions and all(0 < t.numel() <= _MOST_ELEMENTS for t in tensors):
+            yield function, tensors, source
 
 
 def _tensors_of(returned: Any) -> list[Tensor]:
-    """Raises TypeError where something else is returned."""
+    """Returns the tensors among a function's results; raises TypeError for other results."""
     if isinstance(returned, Tensor):
         return [returned]
     if not isinstance(returned, (list, tuple)):
         raise TypeError(f"a result of type {type(returned).__name__}")
-    return [t for one in returned for t in _tensors_of(one)]
+    return [t for item in returned for t in _tensors_of(item)]
 
 
-def _results(function: Function, given: Sequence[Tensor]) -> list[Tensor | None]:
-    """The outputs, and the gradients of all inputs of floats."""
-    leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in given]
-    outs = _tensors_of(function(*leaves))
-    wanted, differentiated = (
-        [t for t in leaves if t.requires_grad],
-        [t for t in outs if t.requires_grad],
-    )
-    if not wanted or not differentiated:
-        return [t.detach() for t in outs]
+def _results(function: Function, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """Returns the outputs, and the gradients of all floating-point inputs."""
+    leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in inputs]
+    outputs = _tensors_of(function(*leaves))
+    values = [t.detach() for t in outputs]
+    floating = [t for t in leaves if t.requires_grad]
+    differentiable = [t for t in outputs if t.requires_grad]
+    if not floating or not differentiable:
+        return values
     generator = torch.Generator().manual_seed(1)
-    along = [
-        torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in differentiated
+    cotangents = [
+        torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in differentiable
     ]
-    return [
-        *[t.detach() for t in outs],
-        *torch.autograd.grad(differentiated, wanted, along, allow_unused=True),
-    ]
+    grads = torch.autograd.grad(differentiable, floating, cotangents, allow_unused=True)
+    return [*values, *grads]
 
 
 # --- comparisons ----------------------------------------------------------------------------------
 
 
 def _is_right(got: Tensor | None, exact: Tensor | None, *natives: Tensor | None) -> bool:
-    """Whether a result is PyTorch's, or that of fp64: of whole numbers exactly.
+    """Returns whether each element is PyTorch's, or that of fp64, within a tolerance.
 
-    Errors are as in `assert_as_good`: at most twice PyTorch's on this and other roundings of the
-    inputs, or a unit of roundoff of the largest value for each of the few operators on a value's
-    way, and of a gradient's, which is a sum of many.
+    The tolerance of integers is zero. That of floats is as in `assert_as_good`: twice PyTorch's
+    largest error, plus `_UNITS` units of roundoff of the largest value, for the few operators
+    between the inputs and a value, or a gradient, which is a sum of many.
+
+    Args:
+        got: the fused function's result.
+        exact: PyTorch's result in fp64.
+        natives: PyTorch's results for the inputs, and for other roundings of the inputs.
     """
     want = natives[0]
     if got is None or want is None or exact is None:
         return got is want is exact
     if got.dtype != want.dtype or got.shape != want.shape:
         return False
-    one, two, wide = got.double(), want.double(), exact.to(want.dtype).double()
+    result, in_fp64 = got.double(), exact.to(want.dtype).double()
     tolerance = torch.zeros(())
     if want.dtype.is_floating_point:
         errors = torch.stack(
             [
-                (native.double() - wide).nan_to_num(0.0, 0.0, 0.0).abs()
+                (native.double() - in_fp64).nan_to_num(0.0, 0.0, 0.0).abs()
                 for native in natives
                 if native is not None
             ]
         )
-        size = wide.nan_to_num(0.0, 0.0, 0.0).abs()
+        size = in_fp64.nan_to_num(0.0, 0.0, 0.0).abs()
         tolerance = 2 * errors.max() + _UNITS * unit_roundoff(want.dtype) * size.max()
-    results = [
-        (one == other) | (one.isnan() & other.isnan()) | ((one - other).abs() <= tolerance)
-        for other in (two, wide)
-    ]
-    return bool((results[0] | results[1]).all())
+
+    def matches(expected: Tensor) -> Tensor:
+        both_nan = result.isnan() & expected.isnan()
+        return (result == expected) | both_nan | ((result - expected).abs() <= tolerance)
+
+    return bool((matches(want.double()) | matches(in_fp64)).all())
 
 
-def _check(function: Function, given: list[Tensor], source: str, draws: int = 3) -> str:
-    """Raises where a result is wrong; "refused" or "right".
+def _check(function: Function, inputs: list[Tensor], source: str, draws: int = 3) -> str:
+    """Asserts that a fused function has the right results, if it is fused.
 
-    ``draws`` are as many other roundings of the inputs.
+    Args:
+        function: the plain function.
+        inputs: its arguments.
+        source: its source, for the message.
+        draws: on how many other roundings of the inputs PyTorch's error is measured, too.
+
+    Returns:
+        "right"; "refused", if the function is not fused; "unknown", if PyTorch cannot call it.
     """
     try:
-        want = _results(function, given)
-    except (RuntimeError, TypeError):  # some are refused by PyTorch, and some return no tensor
+        want = _results(function, inputs)
+    except (RuntimeError, TypeError):  # PyTorch refuses the sample, or returns no tensor
         return "unknown"
     try:
-        exact = _results(function, [t.double() if t.is_floating_point() else t for t in given])
-    except RuntimeError:  # of two dtypes
+        exact = _results(function, [t.double() if t.is_floating_point() else t for t in inputs])
+    except RuntimeError:  # a constant dtype does not fit to fp64
         exact = want
     try:
-        got = _results(fusedops.rowwise(function, strict=True), given)
+        got = _results(fusedops.rowwise(function, strict=True), inputs)
     except fusedops.NotRowwiseError:
         return "refused"
-    near = [_results(function, [a_rounding_away(t, draw) for t in given]) for draw in range(draws)]
-    right = [_is_right(*results) for results in zip(got, exact, want, *near, strict=True)]
-    assert all(right), f"{source} of {given}: {right}, found {got}, expected {want}"
+    perturbed = [
+        _results(function, [a_rounding_away(t, draw) for t in inputs]) for draw in range(draws)
+    ]
+    right = [_is_right(*results) for results in zip(got, exact, want, *perturbed, strict=True)]
+    assert all(right), f"{source} of {inputs}: {right}, got {got}, expected {want}"
     return "right"
 
 
 def _rounded(t: Tensor) -> Tensor:
-    """The numbers rounded to halves, so that there are ties, zeros and ones."""
+    """The tensor rounded to multiples of 0.5, so that it has ties, zeros and ones."""
     return (t * 2).round() / 2 if t.dtype.is_floating_point else t
 
 
-_OF_WHOLE_NUMBERS = (
+# The operators that the short suite also tests on integers and booleans.
+_OF_INTEGERS = (
     "add",
     "sub",
     "mul",
@@ -199,28 +219,31 @@ _OF_WHOLE_NUMBERS = (
     "nn.functional.hardtanh",
     "cat",
 )
-_CASES = [
-    pytest.param(
-        name, dtype, marks=[] if is_short else pytest.mark.full, id=f"{name}-{str(dtype)[6:]}"
-    )
-    for name, op in OPS.items()
-    if not any(word in name for word in _UNKNOWN) and name not in _LEFT_OUT
-    for dtype in (torch.float32, torch.int64, torch.bool)
-    if dtype in op.supported_dtypes(DEVICE.type)
-    for is_short in [name in (_TABLED if dtype == torch.float32 else _OF_WHOLE_NUMBERS)]
-]
 
 
-@pytest.mark.shared("name", most=40)  # tests/compiler/test_operators.py has the others
+def _cases() -> Iterator[Any]:
+    for name, op in OPS.items():
+        if any(word in name for word in _UNKNOWN) or name in _LEFT_OUT:
+            continue
+        for dtype in (torch.float32, torch.int64, torch.bool):
+            if dtype not in op.supported_dtypes(DEVICE.type):
+                continue
+            in_short_suite = name in (_TABLED if dtype == torch.float32 else _OF_INTEGERS)
+            marks = () if in_short_suite else pytest.mark.full
+            yield pytest.param(name, dtype, marks=marks, id=f"{name}-{str(dtype)[6:]}")
+
+
+@pytest.mark.shared("name", most=40)  # tests/compiler/test_operators.py tests the others
 @pytest.mark.kernels
 # Some samples call deprecated operators, which are not traced.
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(("name", "dtype"), _CASES)
+@pytest.mark.parametrize(("name", "dtype"), list(_cases()))
 def test_samples_are_right_or_refused(name: str, dtype: torch.dtype, full: bool) -> None:
+    """The full suite tests at most 16 samples of an operator, the short suite one."""
     samples = list(_samples(name, dtype))
     step = -(-len(samples) // (16 if full else 1)) or 1
-    for function, given, source in samples[step // 2 :: step]:
-        result = _check(function, given, source)
+    for function, inputs, source in samples[step // 2 :: step]:
+        result = _check(function, inputs, source)
         if result == "right" and dtype == torch.float32:
-            # Numbers that are not rounded would have no ties.
-            _check(function, list(map(_rounded, given)), source, 0)
+            # Random numbers have no ties; rounded ones do, and have no other roundings.
+            _check(function, list(map(_rounded, inputs)), source, draws=0)

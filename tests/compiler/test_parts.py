@@ -1,4 +1,4 @@
-"""`fusedops.rowwise`: parts of rows that have rows of their own, and columns that move by whole parts."""
+"""`fusedops.rowwise`: functions that split, join, or move parts of rows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rowwise_functions import SAMPLES, RowwiseFunction
 
 
 def heads(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    """Query, key and value of one projection, normalised by heads.
+    """Splits a projection into query, key and value, and normalises the heads of the first two.
 
-    The values have the heads in front.
+    The heads of the values come before their positions.
     """
     query, key, value = (part.unflatten(-1, (-1, 16)) for part in x.chunk(3, -1))
     normed = [F.rms_norm(part, (16,), weight) for part in (query, key)]
@@ -26,7 +26,7 @@ def heads(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def fewer_heads(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    """The parts of grouped-query attention, which have several sizes."""
+    """Splits a projection of grouped-query attention into parts of different sizes."""
     query, key, value = (part.unflatten(-1, (-1, 16)) for part in x.split((64, 32, 32), -1))
     return F.rms_norm(query, (16,), weight), F.rms_norm(key, (16,), weight), value.sigmoid()
 
@@ -45,7 +45,7 @@ def joined_channels(x: Tensor, y: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """A rotary embedding, whose halves a roll changes; and the signs by the index of a column."""
+    """A rotary embedding that swaps the halves by a roll, with a sign by the column's index."""
     sign = torch.where(torch.arange(16, device=x.device) < 8, -1.0, 1.0)
     return x * cos + x.roll(8, -1) * (sign * sin)
 
@@ -77,7 +77,7 @@ every = pytest.mark.parametrize("case", _CASES)
 @kernels
 @every
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_parts_with_rows_of_their_own(case: str, dtype: torch.dtype) -> None:
+def test_values_and_gradients_of_parts(case: str, dtype: torch.dtype) -> None:
     function, shapes = _CASES[case]
     sample = RowwiseFunction(case, function, lambda rows: {})
     check(
@@ -88,23 +88,23 @@ def test_parts_with_rows_of_their_own(case: str, dtype: torch.dtype) -> None:
 
 
 @kernels
-def test_heads_may_be_any_number() -> None:
-    """As well as the positions: where the heads are a dimension of their own, one program serves all."""
+def test_program_serves_any_number_of_heads_and_positions() -> None:
+    """The heads are a separate dimension of the input."""
 
     def function(packed: Tensor) -> Tensor:
         query, key = packed.unbind(2)
         return query.softmax(-1) * key
 
     fused = fusedops.rowwise(function, strict=True)
-    for batch, positions, count in ((2, 5, 2), (1, 4, 3), (3, 1, 1), (1, 1, 4)):
-        packed = randn(batch, positions, 2, count, 16)
+    for batch, positions, head_count in ((2, 5, 2), (1, 4, 3), (3, 1, 1), (1, 1, 4)):
+        packed = randn(batch, positions, 2, head_count, 16)
         torch.testing.assert_close(fused(packed), function(packed))
     (programs,) = fused._programs.known.values()
     assert len(programs) == 1
 
 
 @kernels
-def test_parts_with_long_rows_of_their_own() -> None:
+def test_values_and_gradients_of_long_parts() -> None:
     sample = RowwiseFunction("stacked", stacked, lambda rows: {})
     check(
         sample,
@@ -113,7 +113,7 @@ def test_parts_with_long_rows_of_their_own() -> None:
     )
 
 
-def test_parts_that_alternate_are_one_load_and_one_store() -> None:
+def test_alternating_parts_are_one_load_and_one_store() -> None:
     sample = SAMPLES["interleaved_rotary"]
     source = rowwise(sample).source(*sample.tensors(torch.bfloat16).values())
     forward, backward = source.split("def backward_kernel")
@@ -123,8 +123,8 @@ def test_parts_that_alternate_are_one_load_and_one_store() -> None:
 
 
 @kernels
-def test_einsum_in_autocast_is_a_matrix_product() -> None:
-    """PyTorch computes it in half precision."""
+def test_einsum_under_autocast_is_refused() -> None:
+    """PyTorch computes it there as a matrix product in half precision."""
     function = fusedops.rowwise(lambda x, y: torch.einsum("sd,d->s", x, y), strict=True)
     x = randn(3, 24)
     torch.testing.assert_close(function(x, x[0]), x @ x[0])

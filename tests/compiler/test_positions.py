@@ -1,4 +1,4 @@
-"""`fusedops.rowwise`: functions that use the index of a row, as causal masks, windows and positions do."""
+"""`fusedops.rowwise`: functions that use the index of a row, such as causal masks and positions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rowwise_functions import RowwiseFunction
 from support import DEVICE
 
 
-def places(x: Tensor) -> tuple[Tensor, Tensor]:
+def indices(x: Tensor) -> tuple[Tensor, Tensor]:
     """The index of each row, and of each column."""
     return torch.arange(x.shape[-2], device=x.device)[:, None], torch.arange(
         x.shape[-1], device=x.device
@@ -27,20 +27,20 @@ def places(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def causal(x: Tensor) -> Tensor:
-    row, column = places(x)
+    row, column = indices(x)
     return x.masked_fill(column > row, -math.inf).softmax(-1)
 
 
 def causal_square(x: Tensor) -> Tensor:
-    """The number of columns is that of the rows too, and no size of its own."""
-    place = torch.arange(x.shape[-1], device=x.device)
-    return x.masked_fill(place > place[:, None], -math.inf).softmax(-1)
+    """A causal mask of square scores: one index, of one size, serves rows and columns."""
+    index = torch.arange(x.shape[-1], device=x.device)
+    return x.masked_fill(index > index[:, None], -math.inf).softmax(-1)
 
 
-def of_one_index(x: Tensor) -> Tensor:
-    """Symmetric, by way of a transposed mask."""
-    place = torch.arange(x.shape[-1], device=x.device) * 2
-    far = place[None] - place[:, None] > 4
+def symmetric_window(x: Tensor) -> Tensor:
+    """A window of square scores: one index serves rows and columns, and the mask is transposed."""
+    position = torch.arange(x.shape[-1], device=x.device) * 2
+    far = position[None] - position[:, None] > 4
     return x.masked_fill(far | far.T, -math.inf).softmax(-1)
 
 
@@ -54,7 +54,7 @@ def upper(x: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Rotates by the angles of the positions, whose dimension is before that of the heads."""
+    """Rotates by the angle of each position. The dimension of the positions precedes the heads."""
     steps = torch.exp(torch.arange(x.shape[-1] // 2, device=x.device) * -0.7)
     angles = torch.arange(x.shape[1], device=x.device)[:, None, None] * steps
     first, second = x.chunk(2, -1)
@@ -68,25 +68,25 @@ def rotated(x: Tensor) -> Tensor:
 
 
 def from_the_end(x: Tensor) -> Tensor:
-    """The first index is a number that the kernel has as a constant."""
+    """Counts rows from the end, so the number of rows is a constant of the kernel."""
     return (x * torch.arange(x.shape[-2] - 1, -1, -1, device=x.device)[:, None]).softmax(-1)
 
 
 def of_two_dimensions(x: Tensor) -> Tensor:
-    """One index along two dimensions, of which the last is reduced over."""
-    place = torch.arange(x.shape[-2] * x.shape[-1], device=x.device).view(x.shape[-2:])
-    return (x + 0.1 * place).softmax(-1)
+    """One index counts the elements of two dimensions; the softmax reduces over the last."""
+    index = torch.arange(x.shape[-2] * x.shape[-1], device=x.device).view(x.shape[-2:])
+    return (x + 0.1 * index).softmax(-1)
 
 
 def without_a_reduction(x: Tensor) -> Tensor:
-    row, column = places(x)
+    row, column = indices(x)
     return x * (row - column)
 
 
 _FUNCTIONS = (
     causal,
     causal_square,
-    of_one_index,
+    symmetric_window,
     triangle,
     upper,
     rotated,
@@ -94,8 +94,9 @@ _FUNCTIONS = (
     of_two_dimensions,
     without_a_reduction,
 )
-# Of these the number of rows is a constant of the kernel.
-_SQUARE = (causal_square, of_one_index)
+# Functions of square scores. Their kernels, and those of `from_the_end`, have the number of rows as
+# a constant.
+_SQUARE = (causal_square, symmetric_window)
 _OF_FIXED_ROWS = (*_SQUARE, from_the_end)
 _each = pytest.mark.parametrize("function", _FUNCTIONS, ids=lambda function: function.__name__)
 
@@ -103,17 +104,18 @@ _each = pytest.mark.parametrize("function", _FUNCTIONS, ids=lambda function: fun
 def _scores(
     function: Callable[..., Any], *shape: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Attention scores of this many columns, with as many rows where the function has one size for both."""
-    return randn(
-        *shape[:-2], shape[-1] if function in _SQUARE else shape[-2], shape[-1], dtype=dtype
-    )
+    """Attention scores of this shape, with as many rows as columns if the function requires it."""
+    rows, cols = shape[-2:]
+    if function in _SQUARE:
+        rows = cols
+    return randn(*shape[:-2], rows, cols, dtype=dtype)
 
 
 @kernels
 @_each
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_index_of_a_row(function: Callable[..., Any], dtype: torch.dtype) -> None:
-    """Values and gradients, with one, fewer and more rows than columns."""
+def test_values_and_gradients(function: Callable[..., Any], dtype: torch.dtype) -> None:
+    """There are fewer rows than columns, as many, more, or one."""
     sample = RowwiseFunction(function.__name__, function, lambda rows: {})
     fused = fusedops.rowwise(function, strict=True)
     for shape in ((2, 3, 5, 8), (2, 3, 8, 8), (1, 2, 11, 8), (2, 3, 1, 8), (1, 1, 4, 8)):
@@ -121,8 +123,8 @@ def test_index_of_a_row(function: Callable[..., Any], dtype: torch.dtype) -> Non
 
 
 @_each
-def test_kernels_serve_any_number_of_rows_whose_index_is_used(function: Callable[..., Any]) -> None:
-    """If the function needs the number of rows itself, each number has its own kernels."""
+def test_programs_serve_any_number_of_rows(function: Callable[..., Any]) -> None:
+    """If the function uses the number of rows itself, each number has its own program."""
     fused = fusedops.rowwise(function, strict=True)
     for rows in (5, 8, 13):
         fused.source(_scores(function, 2, 3, rows, rows if function in _SQUARE else 8))
@@ -131,29 +133,29 @@ def test_kernels_serve_any_number_of_rows_whose_index_is_used(function: Callable
 
 
 @kernels
-def test_index_of_a_row_that_is_read_in_tiles() -> None:
+def test_index_of_a_long_row() -> None:
     sample = RowwiseFunction("causal", causal, lambda rows: {})
     check(sample, fusedops.rowwise(causal, strict=True), {"x": randn(2, 2, 16400)})
 
 
 @pytest.mark.parametrize("function", [causal, causal_square])
-def test_index_of_a_row_on_disk(function: Callable[..., Any]) -> None:
-    """A stored structure has the rows whose index is used, and those of a fixed number."""
+def test_stored_structure_has_indexed_and_fixed_dimensions(function: Callable[..., Any]) -> None:
+    """The function uses the index of dimension 1; `causal_square` also fixes the size of it."""
     fused, args = fusedops.rowwise(function)._programs, [torch.empty(2, 6, 6, device=DEVICE)]
     look, _, around = fused.looks(args).at(args)
-    _, result = fused._structure(programs._Call(args, look, around, None))
-    again = decoded(json.loads(json.dumps(encoded(result))))
-    assert again.text() == result.text()
-    assert again.fixed == result.fixed == ((1,) if function is causal_square else ())
-    assert again.indexed == result.indexed == {1}
+    _, structure = fused._structure(programs._Call(args, look, around, None))
+    restored = decoded(json.loads(json.dumps(encoded(structure))))
+    assert restored.text() == structure.text()
+    assert restored.fixed == structure.fixed == ((1,) if function is causal_square else ())
+    assert restored.indexed == structure.indexed == {1}
 
 
 @kernels
-def test_second_derivative_of_what_has_the_index_of_a_row() -> None:
+def test_second_derivative() -> None:
     fused, x = fusedops.rowwise(causal, strict=True), randn(2, 3, 5, 8)
     seconds = []
-    for function, given in ((fused, x), (causal, x.double())):
-        leaf = given.requires_grad_()
+    for function, scores in ((fused, x), (causal, x.double())):
+        leaf = scores.requires_grad_()
         (first,) = torch.autograd.grad(function(leaf).square().sum(), leaf, create_graph=True)
         seconds.append(torch.autograd.grad(first.square().sum(), leaf)[0].double())
     torch.testing.assert_close(*seconds, rtol=1e-5, atol=1e-5)
@@ -161,8 +163,8 @@ def test_second_derivative_of_what_has_the_index_of_a_row() -> None:
 
 @kernels
 @pytest.mark.filterwarnings("ignore:fusedops.rowwise does not fuse:RuntimeWarning")
-def test_branch_beside_the_index_of_a_row() -> None:
-    """A trace for several rows is not run for one."""
+def test_branch_on_a_single_row() -> None:
+    """The program for several rows does not run for one row."""
 
     def function(x: Tensor) -> Tensor:
         return torch.tanh(x) if x.shape[-2] == 1 else causal(x)

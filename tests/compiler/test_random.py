@@ -1,7 +1,4 @@
-"""Random row-wise functions: each is right, in values and gradients, or refused by name.
-
-None is wrong.
-"""
+"""Random row-wise functions: each has the right values and gradients, or is refused by name."""
 
 from __future__ import annotations
 
@@ -19,35 +16,43 @@ from support import DEVICE
 
 pytestmark = pytest.mark.kernels
 
-_SHORT, _FULL, _AT_ONCE = 24, 2000, 20
-# A GPU's kernels are compiled: five seconds a function.
-_COMPILED = _SHORT if DEVICE.type == "cpu" else 15
-# The mean of var_mean beside an infinity, the second derivative of sinc beside zero, that of
-# hardsigmoid in fp64, and a column of a vector that is repeated; columns taken apart in two ways,
-# and a derivative of a part of a row, refused by name; the second derivative of a norm of zero of
-# order 3, a sum of products with an infinite number, and a view of transposed rows.
-_KNOWN = (11919, 32530, 700017, 900269, 2005403, 2003244, 4030136, 4040401, 4030792)
+# Numbers of seeds: of the short suite, of the full suite, and of one test case of the full suite.
+_SHORT, _FULL, _PER_CASE = 24, 2000, 20
+# On a GPU there are fewer, since compiling takes five seconds a function.
+_SHORT_ON_DEVICE = _SHORT if DEVICE.type == "cpu" else 15
+# Seeds of functions that were once wrong.
+_KNOWN = (
+    11919,  # the mean of var_mean for an infinite element
+    32530,  # the second derivative of sinc near zero
+    700017,  # the second derivative of hardsigmoid in fp64
+    900269,  # a column of a repeated vector
+    2005403,  # columns that are split in two ways; refused
+    2003244,  # a derivative of a part of a row; refused
+    4030136,  # the second derivative of a norm of order 3 of zeros
+    4040401,  # a sum of products with an infinite number
+    4030792,  # a view of transposed rows
+)
 
 
 def _assert_none_is_wrong(seeds: range) -> None:
     results = [outcome(seed) for seed in seeds]
-    wrong = [why for which, why in results if which == "wrong"]
+    wrong = [reason for kind, reason in results if kind == "wrong"]
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("seed", [*range(_COMPILED), *_KNOWN])
+@pytest.mark.parametrize("seed", [*range(_SHORT_ON_DEVICE), *_KNOWN])
 def test_right_or_refused(seed: int) -> None:
     _assert_none_is_wrong(range(seed, seed + 1))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("first", range(_SHORT, _FULL, _AT_ONCE))
+@pytest.mark.parametrize("first", range(_SHORT, _FULL, _PER_CASE))
 def test_right_or_refused_among_many(first: int) -> None:
-    _assert_none_is_wrong(range(first, first + _AT_ONCE))
+    _assert_none_is_wrong(range(first, first + _PER_CASE))
 
 
 def test_few_are_refused() -> None:
-    """Most of what the generator writes is row-wise: it has to be one kernel."""
+    """Most functions of the generator are row-wise, so they must be fused."""
     results = []
     for random in map(random_function, range(_SHORT)):
         with warnings.catch_warnings():
@@ -61,19 +66,20 @@ def test_few_are_refused() -> None:
     assert len(results) <= _SHORT // 3, "\n".join(results)
 
 
-def test_generator_repeats_itself() -> None:
-    """A seed in a report is enough to see the function again."""
-    first, again = random_function(7), random_function(7)
-    assert first.source == again.source and all(map(torch.equal, first.tensors(), again.tensors()))
+def test_same_seed_generates_the_same_function() -> None:
+    """So the seed in a report is enough to reproduce it. Most seeds give different functions."""
+    first, repeated = random_function(7), random_function(7)
+    assert first.source == repeated.source
+    assert all(map(torch.equal, first.tensors(), repeated.tensors()))
     assert len({random_function(seed).source for seed in range(100)}) > 95
 
 
-# --- what random functions have shown -------------------------------------------------------------
+# --- errors that random functions have shown ------------------------------------------------------
 
 
 def _of(text: str, *given: Given, **options: Any) -> RandomFunction:
-    """A function of one expression."""
-    names = ", ".join(one.name for one in given)
+    """Returns a function of the arguments ``given`` that returns the expression ``text``."""
+    names = ", ".join(argument.name for argument in given)
     options = {
         "second": False,
         "batched": False,
@@ -92,13 +98,13 @@ def _rows(name: str = "x", **options: Any) -> Given:
 
 
 _x = _rows()
-_faulty = _rows(faults=True)  # of seed 3: with NaN
+_faulty = _rows(faults=True)  # has infinite elements and NaN, which the seed places
 _number = Given("t", (), torch.float32, differentiated=True)
 _row = Given("r", ("s", "1"), torch.float32, faults=True, differentiated=True)
 _given_row = Given("r", ("s", "1"), torch.float32, differentiated=True)
-_ORDERS = (-1, 0.5, 1.5, 3)  # of norms: for each range of them PyTorch has a formula of its own
-FOUND = {
-    "an output of no differentiated input beside an unused one": _of(
+_ORDERS = (-1, 0.5, 1.5, 3)  # one order of norms for each of PyTorch's formulas
+ONCE_WRONG = {
+    "an output without gradient beside an unused input": _of(
         "x * 2.0", _rows(differentiated=False), _rows("y")
     ),
     "NaN as the largest of parts": _of("torch.cat((x, x * 2.0), -1).amax(-1)", _faulty, seed=3),
@@ -111,7 +117,7 @@ FOUND = {
     "NaN for a gradient between the limits of softshrink": _of(
         "x + F.softshrink(x, 0.5).amax(-1, keepdim=True)", _faulty, seed=3
     ),
-    "the largest of what is computed again of a number that is read": _of(
+    "the largest of values that the backward recomputes from a saved number": _of(
         "x + (y * v - (y * v).mean(-1, keepdim=True)).amax(-1, keepdim=True) + (y * v).logsumexp(-1, keepdim=True)",
         _rows(dtype=torch.float64, differentiated=False),
         _rows("y", dtype=torch.float64, differentiated=False),
@@ -128,13 +134,13 @@ FOUND = {
     "a constant of other sizes": _of(
         "(r * 0.5).argmax(-1)", Given("r", ("s", "1"), torch.float32), sizes=({"s": 5}, {"s": 4})
     ),
-    "many arguments that nothing is computed of": _of(
+    "many unused arguments": _of(
         "x * 2.0", _x, *[_rows(f"u{number}") for number in range(12)], sizes=({"s": 17, "n": 64},)
     ),
     "a number without its last dimension": _of(
         "x + t.abs().squeeze(-1).transpose(0, -1)", _x, _number
     ),
-    "the place of the largest of a number": _of("x + t.argmax(-1) + t.max(-1).values", _x, _number),
+    "the index of the largest of a number": _of("x + t.argmax(-1) + t.max(-1).values", _x, _number),
     "gradients beside those of one column that cancel": _of(
         "F.silu(x) + F.normalize(F.layer_norm(x, x.shape[-1:]), dim=-1) + F.silu(x) * x",
         _x,
@@ -159,7 +165,7 @@ FOUND = {
         tiled=True,
         sizes=({"s": 5, "n": 24},),
     ),
-    "a norm of what is equal in all columns": _of(
+    "a norm of rows of equal columns": _of(
         "F.normalize(F.layer_norm(r.expand_as(x), x.shape[-1:]), p=1, dim=-1) + x",
         _x,
         _given_row,
@@ -187,12 +193,12 @@ FOUND = {
         _x,
         _given_row,
     ),
-    "a part without a gradient of what has one": _of(
+    "a part without a gradient of a row with one": _of(
         "torch.cat((x, v.expand_as(x)), -1).chunk(2, -1)[1] * 2.0",
         _x,
         Given("v", ("n",), torch.float32),
     ),
-    "a negative zero in the place of NaN": _of(
+    "a negative zero instead of NaN": _of(
         "1.0 / x.nan_to_num(-0.0)", _rows(faults=True, differentiated=False), seed=3
     ),
     "a cotangent of NaN beside a deviation of zero": _of(
@@ -220,23 +226,21 @@ FOUND = {
         _faulty,
         seed=3,
     ),
-    "one column of what rows share": _of(
+    "one column of vectors that rows share": _of(
         "x + g[..., 2].unsqueeze(-1) * v[..., 20]",
         Given("x", ("b", "s", "n"), torch.float32, differentiated=True),
         Given("g", ("b", "1", "n"), torch.float32, differentiated=True),
         Given("v", ("n",), torch.float32, differentiated=True),
         sizes=({"b": 2, "s": 18, "n": 24},),
     ),
-    "a comparison with what was cast down": _of(
+    "a comparison with a value that was cast down": _of(
         "((y := (z := x.to(v.dtype)) + torch.arange(x.shape[-1], device=x.device) * 0.05) > z) + y.amax(-1, keepdim=True) + x",
         _rows(dtype=torch.float64, differentiated=False),
         Given("v", ("n",), torch.float32),
         sizes=({"s": 17, "n": 8},),
     ),
-    "a cotangent of NaN beside what takes the place of NaN": _of(
-        "x.nan_to_num() * x", _faulty, seed=3
-    ),
-    "a view that PyTorch does not have of the strides of an argument": _of(
+    "a cotangent of NaN beside nan_to_num": _of("x.nan_to_num() * x", _faulty, seed=3),
+    "a view that is invalid for the strides of an argument": _of(
         "x.view(-1).view(x.shape) * 2.0", _rows(layout="transposed")
     ),
     **{
@@ -262,25 +266,25 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("name", FOUND)
-def test_seeds_that_were_wrong_once(name: str) -> None:
-    random = FOUND[name]
+@pytest.mark.parametrize("name", ONCE_WRONG)
+def test_functions_that_were_once_wrong(name: str) -> None:
+    random = ONCE_WRONG[name]
     with in_tiles() if random.tiled else contextlib.nullcontext(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outcome, reason = check(random)
-    # PyTorch has no max along a dimension of a number on a GPU.
-    fails = name == "the place of the largest of a number" and DEVICE.type == "cuda"
-    assert outcome == "right" or (fails and outcome == "invalid"), reason
+    # On a GPU, PyTorch itself has no maximum along a dimension of a 0-dim tensor.
+    fails_in_pytorch = name == "the index of the largest of a number" and DEVICE.type == "cuda"
+    assert outcome == "right" or (fails_in_pytorch and outcome == "invalid"), reason
 
 
-def test_view_of_a_transposed_tensor_of_its_own_fails_as_in_pytorch() -> None:
+def test_view_of_a_tensor_that_the_function_transposed_fails_as_in_pytorch() -> None:
     random = _of("x.transpose(0, 1).view(-1)", _x)
     outcome, reason = check(random)
     assert outcome == "invalid" and "view size is not compatible" in reason
 
 
-def test_tensors_in_half_precision_are_compared_as_rounded() -> None:
-    """The added number is lost in fp16, so the sum is not larger."""
+def test_values_in_half_precision_are_rounded_before_a_comparison() -> None:
+    """In fp16 the added number is rounded away, so the sum is not larger."""
     x = torch.rand(5, 24, device=DEVICE).half() + 1.0
     function = lambda x: (x * 2.0 + 1e-4 > x * 2.0) + x  # noqa: E731
     assert torch.equal(function(x), x)

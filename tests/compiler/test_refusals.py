@@ -1,7 +1,4 @@
-"""Functions that `fusedops.rowwise` cannot make one kernel of.
-
-An error, or one warning, that names operator and line.
-"""
+"""Functions that `fusedops.rowwise` refuses, by an error or one warning with operator and line."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ def randn(*shape: int) -> Tensor:
 
 
 # --- operators ------------------------------------------------------------------------------------
-# In each function the line of the comment is the one to be named.
+# In each function, the comment `here` marks the line that the message must name.
 
 
 def cumulated(x: Tensor) -> Tensor:
@@ -153,7 +150,7 @@ def complex_numbers(x: Tensor) -> Tensor:
 
 
 class Reversed(torch.autograd.Function):
-    """Hands its input on, and has no operator but PyTorch's view of it."""
+    """Reverses the gradient. Its forward is the identity, so a trace contains only a view."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -229,6 +226,7 @@ def weighted_classes(x: Tensor) -> Tensor:
     return F.cross_entropy(x, target, torch.ones(24, device=x.device), reduction="none")  # here
 
 
+# Refused functions with a pattern of the message.
 REFUSED: dict[Callable[..., Any], str] = {
     sink: "a term of its sum",
     channels_first: "Move the dimension to the end outside, or take the dimension apart with unbind",
@@ -272,6 +270,7 @@ every = pytest.mark.parametrize("function", REFUSED, ids=lambda function: functi
 
 
 def _line(function: Callable[..., Any]) -> int:
+    """The number of the line with the comment `here`."""
     lines, first = inspect.getsourcelines(function)
     return first + next(i for i, line in enumerate(lines) if line.rstrip().endswith("# here"))
 
@@ -291,45 +290,47 @@ def test_refusal_names_operator_and_line(function: Callable[..., Any]) -> None:
 
 @kernels
 @every
-def test_refused_function_runs_as_it_is(function: Callable[..., Any]) -> None:
-    """There is one warning for all calls of a kind, and the result is that of eager."""
+def test_refused_function_runs_in_eager_pytorch(function: Callable[..., Any]) -> None:
+    """Two calls give one warning."""
     fused, x = fusedops.rowwise(function), randn(5, 24)
-    expected, other = function(x.clone()), x.clone()
+    expected = function(x.clone())
     with warnings.catch_warnings(record=True) as caught, launch.record() as launched:
         warnings.simplefilter("always")
         torch.manual_seed(1)
-        got = fused(x.clone())
+        first = fused(x.clone())
         torch.manual_seed(1)
-        again = fused(other)
-    results = [w for w in caught if issubclass(w.category, RuntimeWarning)]
-    assert len(results) == 1 and re.search(REFUSED[function], str(results[0].message))
-    assert results[0].filename == __file__
-    assert launched == [] and torch.equal(got, again)
+        second = fused(x.clone())
+    (warning,) = [w for w in caught if issubclass(w.category, RuntimeWarning)]
+    assert re.search(REFUSED[function], str(warning.message))
+    assert warning.filename == __file__
+    assert launched == []
+    assert torch.equal(first, second)
     if function not in (random, noise):
-        assert torch.equal(got, expected)
+        assert torch.equal(first, expected)
 
 
 class Cumulated(nn.Module):
-    """Has a method that is refused."""
+    """A module with a method that is refused."""
 
     @fusedops.rowwise
     def cumulated(self, x: Tensor) -> Tensor:
         return x.cumsum(-1)
 
 
+# Functions of an intermediate tensor with the same axis in two dimensions.
 _TWICE: dict[str, Callable[[Tensor], Tensor]] = {
     "ensemble score": lambda x: F.softplus(x[:, None, :] - x[:, :, None]).mean((1, 2)),
     "outer product": lambda x: (x[:, :, None] * x[:, None, :]).sum(-1),
     "numbers of rows": lambda x: x.mean(-1, keepdim=True) * x.mean(-1),
     "transposed": lambda x: (x + x.t()).sum(-1),
-    "made one later": lambda x: (x[:, :, None] * torch.sin(x)[:, None, :]).sum(-1) + x,
+    "equal by a later line": lambda x: (x[:, :, None] * torch.sin(x)[:, None, :]).sum(-1) + x,
 }
 
 
 @kernels
 @pytest.mark.parametrize("case", _TWICE)
 def test_one_axis_in_two_dimensions_is_refused(case: str) -> None:
-    """The kernel would read only the diagonal: a value is indexed by its set of axes."""
+    """Kernels index a value by the set of its axes, so they would read the diagonal only."""
     with pytest.raises(
         fusedops.NotRowwiseError, match=r"one dimension twice[^\n]*\n  line \d+ of "
     ):
@@ -337,8 +338,8 @@ def test_one_axis_in_two_dimensions_is_refused(case: str) -> None:
 
 
 @kernels
-def test_axes_that_are_made_one_later_are_refused() -> None:
-    """A later line adds the columns of the two tensors of an outer product."""
+def test_two_axes_that_a_later_line_makes_equal_are_refused() -> None:
+    """An outer product has the columns of both tensors; a later line adds the two tensors."""
 
     def function(x: Tensor, y: Tensor) -> Tensor:
         return (x[:, :, None] * y[:, None, :]).sum(-1) + x * y
@@ -348,8 +349,8 @@ def test_axes_that_are_made_one_later_are_refused() -> None:
 
 
 @kernels
-def test_the_warning_is_about_the_callers_line() -> None:
-    """It is so for a method, for a function, and for arguments by keyword."""
+def test_warning_names_the_callers_file() -> None:
+    """The calls are of a method, and of a function with a keyword argument."""
     x = randn(5, 24)
     for call in (lambda: Cumulated().cumulated(x), lambda: fusedops.rowwise(cumulated)(x=x)):
         with pytest.warns(RuntimeWarning, match="each column depends") as caught:
@@ -358,7 +359,7 @@ def test_the_warning_is_about_the_callers_line() -> None:
 
 
 @kernels
-def test_batch_norm_as_a_module() -> None:
+def test_batch_norm_as_a_module_is_refused() -> None:
     norm = nn.BatchNorm1d(24, device=DEVICE)
     function = fusedops.rowwise(lambda x: F.relu(norm(x)), strict=True)
     with pytest.raises(fusedops.NotRowwiseError, match=r"BatchNorm mixes rows|num_batches_tracked"):
@@ -366,21 +367,21 @@ def test_batch_norm_as_a_module() -> None:
 
 
 @kernels
-@pytest.mark.parametrize("how", ["rows", "count", "position"])
-def test_results_that_depend_on_the_number_of_rows(how: str) -> None:
+@pytest.mark.parametrize("case", ["rows", "count", "position"])
+def test_results_that_depend_on_the_number_of_rows_are_refused(case: str) -> None:
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "rows": lambda x: x / x.shape[0],
         "count": lambda x: x.sum(-1) / x.numel(),
         "position": lambda x: x * torch.ones(x.shape[0], 1, device=x.device).cumsum(0),
     }
     with pytest.raises(fusedops.NotRowwiseError, match=r"number of rows|cumsum|order"):
-        fusedops.rowwise(functions[how], strict=True)(randn(5, 24))
+        fusedops.rowwise(functions[case], strict=True)(randn(5, 24))
 
 
 @kernels
 @pytest.mark.parametrize("first", [5, 100])
-def test_branch_on_the_number_of_rows(first: int) -> None:
-    """Only one branch would be traced: the function is refused, or traced for each number."""
+def test_branch_on_a_large_number_of_rows(first: int) -> None:
+    """One trace has one branch, so the function is refused, or traced for each number of rows."""
 
     def function(x: Tensor) -> Tensor:
         return x * 2 if x.shape[0] > 64 else x * 3
@@ -394,12 +395,12 @@ def test_branch_on_the_number_of_rows(first: int) -> None:
 
 
 @kernels
-def test_rows_that_equal_columns_are_told_apart() -> None:
-    """One division by the number of columns, one by that of the rows, which are as many."""
+def test_equal_numbers_of_rows_and_columns_are_distinguished() -> None:
+    """Division by the number of columns is fused; by the number of rows, it is refused."""
     x = randn(24, 24)
-    good = fusedops.rowwise(lambda x: x / x.shape[-1], strict=True)
-    torch.testing.assert_close(good(x), x / 24)
-    torch.testing.assert_close(good(randn(7, 24)).shape, torch.Size((7, 24)))
+    by_columns = fusedops.rowwise(lambda x: x / x.shape[-1], strict=True)
+    torch.testing.assert_close(by_columns(x), x / 24)
+    assert by_columns(randn(7, 24)).shape == (7, 24)
     with pytest.raises(fusedops.NotRowwiseError, match="number of rows"):
         fusedops.rowwise(lambda x: x / x.shape[0], strict=True)(x)
 
@@ -418,14 +419,14 @@ _BRANCHES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("first", [1, 3])
 @pytest.mark.filterwarnings("ignore:fusedops.rowwise does not fuse:RuntimeWarning")
 def test_branches_on_the_number_of_rows(case: str, first: int) -> None:
-    """One row, even rows: what was traced for others is not run for these."""
+    """A program that was traced for one number of rows does not run for the other branch."""
     function = fusedops.rowwise(_BRANCHES[case])
     for batch, rows in ((3, first), (3, 1), (3, 5), (2, 5), (3, 8), (1, 1)):
         x = randn(batch, rows, 24)
         torch.testing.assert_close(function(x), _BRANCHES[case](x), rtol=1e-5, atol=1e-5)
 
 
-# --- gradients that no operator shows -------------------------------------------------------------
+# --- gradients that a trace does not contain ------------------------------------------------------
 
 
 @kernels
@@ -442,27 +443,29 @@ def test_branches_on_the_number_of_rows(case: str, first: int) -> None:
 def test_autograd_function_keeps_its_backward(
     function: Callable[..., Any], compiled: bool, fresh_dynamo: None
 ) -> None:
-    made: Any = fusedops.rowwise(function)
+    fused: Any = fusedops.rowwise(function)
     x = randn(5, 24)
     leaves = [x.clone().requires_grad_() for _ in range(2)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = torch.compile(made, backend="aot_eager") if compiled else made
-        for called, leaf in zip((made, function), leaves, strict=True):
+        fused = torch.compile(fused, backend="aot_eager") if compiled else fused
+        for called, leaf in zip((fused, function), leaves, strict=True):
             called(leaf).sum().backward()
     got, want = (leaf.grad for leaf in leaves)
-    assert got is not None and want is not None and torch.equal(got, want)
+    assert got is not None
+    assert want is not None
+    assert torch.equal(got, want)
 
 
 @kernels
-@pytest.mark.parametrize("later", [False, True], ids=["before", "after_a_call"])
+@pytest.mark.parametrize("after_a_call", [False, True], ids=["before", "after_a_call"])
 @pytest.mark.parametrize("kind", [nn.Tanh, nn.Identity])
-def test_backward_hooks_of_captured_modules_run(kind: type[nn.Module], later: bool) -> None:
+def test_backward_hooks_of_captured_modules_run(kind: type[nn.Module], after_a_call: bool) -> None:
     act, x = kind(), randn(5, 24).requires_grad_()
     function = fusedops.rowwise(lambda x: act(x) * 2)
-    if later:
+    if after_a_call:
         function(x)
-    act.register_full_backward_hook(lambda module, given, of_output: (given[0] * 3,))
+    act.register_full_backward_hook(lambda module, grad_input, grad_output: (grad_input[0] * 3,))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         (got,), (want,) = (
@@ -472,7 +475,7 @@ def test_backward_hooks_of_captured_modules_run(kind: type[nn.Module], later: bo
     assert any("the variable act is a module with backward hooks" in str(w.message) for w in caught)
 
 
-# --- what a function returns ----------------------------------------------------------------------
+# --- returned values ------------------------------------------------------------------------------
 
 Pair = namedtuple("Pair", "first second")
 
@@ -481,7 +484,7 @@ Pair = namedtuple("Pair", "first second")
 @pytest.mark.parametrize(
     "returned", [None, 3.0, (), {"y": 1}, "text"], ids=["none", "number", "empty", "dict", "text"]
 )
-def test_function_that_returns_no_tensor(returned: Any) -> None:
+def test_function_that_returns_no_tensor_is_refused(returned: Any) -> None:
     function = fusedops.rowwise(lambda x: returned, strict=True)
     with pytest.raises(
         fusedops.NotRowwiseError,
@@ -491,14 +494,14 @@ def test_function_that_returns_no_tensor(returned: Any) -> None:
 
 
 @kernels
-@pytest.mark.parametrize("kind", ["dict", "list", "namedtuple", "some"])
-def test_containers_come_back_as_they_are(kind: str) -> None:
-    """A caller's ``out.first`` or ``out[1] is None`` still works, or the function is refused."""
+@pytest.mark.parametrize("kind", ["dict", "list", "namedtuple", "with None"])
+def test_returned_container_has_the_type_of_the_plain_functions(kind: str) -> None:
+    """So a caller may read ``out.first``, whether the function is fused or refused."""
     functions: dict[str, Callable[[Tensor], Any]] = {
         "dict": lambda x: {"y": x * 2},
         "list": lambda x: [x * 2, x],
         "namedtuple": lambda x: Pair(x * 2, x),
-        "some": lambda x: (x * 2, None),
+        "with None": lambda x: (x * 2, None),
     }
     x = randn(5, 24)
     with warnings.catch_warnings():
@@ -519,6 +522,7 @@ def counts(x: Tensor) -> Tensor:
 
 
 def _effects() -> dict[str, tuple[Callable[..., Any], Callable[[], int]]]:
+    """Functions with a side effect, and for each a function that counts its calls."""
     log: list[int] = []
     table = {"calls": 0}
     count, holder = 0, nn.Module()
@@ -563,18 +567,18 @@ def _effects() -> dict[str, tuple[Callable[..., Any], Callable[[], int]]]:
 
 
 @kernels
-@pytest.mark.parametrize("which", ["nonlocal", "attribute", "dict", "list", "positional", "nested"])
-def test_side_effects_are_refused(which: str) -> None:
-    function, seen = _effects()[which]
+@pytest.mark.parametrize("case", ["nonlocal", "attribute", "dict", "list", "positional", "nested"])
+def test_function_with_a_side_effect_is_refused(case: str) -> None:
+    function, count_calls = _effects()[case]
     with pytest.raises(fusedops.NotRowwiseError, match=r"changes|assigns|calls|may change unseen"):
         fusedops.rowwise(function, strict=True)(randn(5, 24))
-    before = seen()
+    before = count_calls()
     fused = fusedops.rowwise(function)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(3):
             fused(randn(5, 24))
-    assert seen() - before == 3, "the function runs in every call"
+    assert count_calls() - before == 3, "the function must run in every call"
 
 
 @kernels
@@ -586,8 +590,8 @@ def test_change_of_a_global_is_refused() -> None:
 
 
 @kernels
-def test_captured_buffer_changed_in_place() -> None:
-    """A running mean, say."""
+def test_function_that_changes_a_captured_buffer_is_refused() -> None:
+    """The buffer may be a running mean. The refusal does not change it."""
     buffer = randn(24)
 
     def function(x: Tensor) -> Tensor:
@@ -605,8 +609,8 @@ def test_captured_buffer_changed_in_place() -> None:
 
 @kernels
 @pytest.mark.parametrize("shape", [(23,), (4, 24), (5, 23), (2, 2, 2)], ids=str)
-def test_shapes_that_do_not_broadcast(shape: tuple[int, ...]) -> None:
-    """In PyTorch's words; also in a call after one that was right."""
+def test_shapes_that_do_not_broadcast_raise_pytorchs_error(shape: tuple[int, ...]) -> None:
+    """An earlier call had shapes that broadcast."""
     function = fusedops.rowwise(lambda x, y: x * 2 + y, strict=True)
     function(randn(5, 24), randn(24))
     for _ in range(2):
@@ -615,14 +619,14 @@ def test_shapes_that_do_not_broadcast(shape: tuple[int, ...]) -> None:
 
 
 @kernels
-def test_norm_over_another_shape() -> None:
+def test_norm_over_a_wrong_shape_raises_pytorchs_error() -> None:
     with pytest.raises(RuntimeError, match="normalized_shape"):
         fusedops.rowwise(lambda x: F.layer_norm(x, (23,)), strict=True)(randn(5, 24))
 
 
 @kernels
 @pytest.mark.parametrize("meta_first", [False, True])
-def test_devices_that_differ(meta_first: bool) -> None:
+def test_tensors_of_different_devices_raise_pytorchs_error(meta_first: bool) -> None:
     function = fusedops.rowwise(lambda x, y: x + y, strict=True)
     tensors = [randn(5, 24), torch.randn(5, 24, device="meta")]
     with pytest.raises(RuntimeError, match="device"):
@@ -631,7 +635,7 @@ def test_devices_that_differ(meta_first: bool) -> None:
 
 @kernels
 @pytest.mark.parametrize(("p", "training"), [(-0.1, True), (1.5, False)])
-def test_probability_out_of_range(p: float, training: bool) -> None:
+def test_probability_out_of_range_raises_pytorchs_error(p: float, training: bool) -> None:
     with pytest.raises(ValueError, match="between 0 and 1"):
         fusedops.rowwise(lambda x: F.dropout(x, p, training), strict=True)(randn(5, 24))
 
@@ -640,13 +644,13 @@ def test_probability_out_of_range(p: float, training: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"), [("sparse", "dense"), ("complex", "torch.view_as_real")]
 )
-def test_tensors_of_other_kinds(kind: str, message: str) -> None:
+def test_sparse_or_complex_tensor_is_refused(kind: str, message: str) -> None:
     x = randn(5, 24).to_sparse() if kind == "sparse" else randn(5, 24).to(torch.complex64)
     with pytest.raises(fusedops.NotRowwiseError, match=message):
         fusedops.rowwise(lambda x: x * 2, strict=True)(x)
 
 
-def test_a_list_of_tensors() -> None:
+def test_list_of_tensors_is_refused() -> None:
     with pytest.raises(
         fusedops.NotRowwiseError, match="xs is a list of tensors; pass them one by one"
     ):
@@ -664,7 +668,7 @@ def test_users_own_error_is_raised(error: type[Exception]) -> None:
             fusedops.rowwise(function, strict=strict)(randn(5, 24))
 
 
-def test_what_is_no_function() -> None:
+def test_object_that_is_no_function_of_named_arguments_is_refused() -> None:
     with pytest.raises(TypeError, match="takes a function"):
         fusedops.rowwise(3)
     with pytest.raises(TypeError, match="variable number"):
@@ -674,8 +678,8 @@ def test_what_is_no_function() -> None:
 
 
 @kernels
-def test_refusal_is_for_these_arguments() -> None:
-    """Another call of the same function, which can be a kernel, is one."""
+def test_refusal_is_for_these_arguments_only() -> None:
+    """Another call of the same function is fused."""
     function = fusedops.rowwise(lambda x, dim: x.softmax(dim))
     x = randn(5, 24)
     with pytest.warns(RuntimeWarning, match="mixes rows"):
@@ -697,7 +701,7 @@ def yielding(x: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("decorate", "words"),
+    ("decorate", "message"),
     [
         (lambda: fusedops.rowwise(awaited), "awaited is async; write it with `def`"),
         (lambda: fusedops.rowwise(yielding), "yielding yields its results; return a tuple of them"),
@@ -705,16 +709,16 @@ def yielding(x: Tensor) -> Any:
         (lambda: fusedops.rowwise(cumulated, strict=1), "strict has type int, expected bool"),  # type: ignore[call-overload]
     ],
 )
-def test_what_is_no_function_of_rows_is_refused_at_once(
-    decorate: Callable[[], Any], words: str
+def test_bad_arguments_of_the_decorator_are_refused_at_once(
+    decorate: Callable[[], Any], message: str
 ) -> None:
-    with pytest.raises(TypeError, match=f"^rowwise: {words}"):
+    with pytest.raises(TypeError, match=f"^rowwise: {message}"):
         decorate()
 
 
 @kernels
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (lambda x: F.threshold(x, 0.0, 1.0, inplace=True), "threshold_ changes x in place"),
         (lambda x: x.nan_to_num_(1.0), "nan_to_num_ changes x in place"),
@@ -725,23 +729,23 @@ def test_what_is_no_function_of_rows_is_refused_at_once(
         (lambda x: (x[..., :1] * 2).lerp_(x, 0.5), "doesn't match the broadcast shape"),
     ],
 )
-def test_changes_in_place_are_refused_by_the_names_of_users(
-    change: Callable[[Tensor], Tensor], words: str
+def test_change_in_place_is_refused_by_the_users_names(
+    change: Callable[[Tensor], Tensor], message: str
 ) -> None:
-    with pytest.raises(RuntimeError, match=words):
+    with pytest.raises(RuntimeError, match=message):
         fusedops.rowwise(lambda x: change(x), strict=True)(randn(3, 8))
 
 
-@pytest.mark.parametrize("now", ["x = (\n", "'''\n"], ids=["bracket", "string"])
-def test_file_that_was_changed_since_is_no_reason(
-    now: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("text", ["x = (\n", "'''\n"], ids=["bracket", "string"])
+def test_function_is_fused_after_its_file_became_invalid(
+    text: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An editor may have saved the file meanwhile, with a bracket that is not closed yet."""
+    """An editor may save the file after the import, with an open bracket or string."""
     path = tmp_path / f"changed_{request.node.callspec.id}.py"
     path.write_text("def doubled(x):\n    y = x.relu()\n    return y * 2\n")
     monkeypatch.syspath_prepend(tmp_path)
     doubled = importlib.import_module(path.stem).doubled
-    path.write_text(now * 3)
+    path.write_text(text * 3)
     linecache.checkcache()
     assert "def forward_kernel(" in fusedops.rowwise(doubled).source(torch.randn(4, 8))
 

@@ -1,6 +1,7 @@
-"""`fusedops.rowwise`: a repeated call differs from an earlier one in nothing that a launch depends on.
+"""`fusedops.rowwise`: repeated calls, and calls between them that differ from them.
 
-Such a call skips all checks, and its launches do not compare shapes.
+A repeated call skips all checks, and its launches do not compare shapes. So a call must count as a
+repetition only if everything that a launch depends on is the same.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _strided(x: Tensor) -> Tensor:
     return torch.cat([x, x], -1)[:, : x.shape[1]].requires_grad_(x.requires_grad)
 
 
-# What may change between two calls, as a change of the tensors and a context of the call.
+# Differences between two calls: a function that changes a tensor, and a context around the call.
 _CHANGES: dict[
     str, tuple[Callable[[Tensor], Tensor], Callable[[], AbstractContextManager[Any]]]
 ] = {
@@ -80,18 +81,18 @@ _CHANGES: dict[
 }
 
 
-# Those of a vector that the function captures.
+# The changes that apply to a captured vector.
 _OF_VECTORS = ("nothing", "no gradient", "a parameter", "a subclass", "dtype", "no_grad")
 
 
 @pytest.mark.parametrize(
-    ("which", "change"),
+    ("changed_name", "change"),
     [("x", change) for change in _CHANGES] + [("weight", change) for change in _OF_VECTORS],
 )
-def test_calls_in_turn(which: str, change: str) -> None:
-    """Calls before and after a different one are what they were, and that is what PyTorch's is.
+def test_alternating_calls_match_pytorch(changed_name: str, change: str) -> None:
+    """Two different calls alternate. Results and gradients of each are those of PyTorch.
 
-    Results, whether they have a gradient, and the gradients. The function captures the weight.
+    The function captures the weight.
     """
     first = {"x": randn(ROWS, COLS).requires_grad_(), "weight": randn(COLS).requires_grad_()}
     state = dict(first)
@@ -100,13 +101,13 @@ def test_calls_in_turn(which: str, change: str) -> None:
         return _scaled(x, state["weight"])
 
     function = fusedops.rowwise(plain)
-    changed, context = _CHANGES[change]
-    second = {**first, which: changed(first[which])}
-    for tensors, entered in ((first, nullcontext), (second, context)) * 3:
+    changed, context_of_second = _CHANGES[change]
+    second = {**first, changed_name: changed(first[changed_name])}
+    for tensors, context in ((first, nullcontext), (second, context_of_second)) * 3:
         state.update(tensors)
-        with entered():
+        with context():
             got, want = function(state["x"]), plain(state["x"])
-        assert _kind(got) == _kind(want)
+        assert _properties(got) == _properties(want)
         torch.testing.assert_close(got, want)
         leaves = [t for t in tensors.values() if t.requires_grad and got.requires_grad]
         dy = torch.ones_like(want)
@@ -117,21 +118,21 @@ def test_calls_in_turn(which: str, change: str) -> None:
             torch.testing.assert_close(dx, expected)
 
 
-def _kind(t: Tensor) -> tuple[Any, ...]:
+def _properties(t: Tensor) -> tuple[Any, ...]:
     return type(t), t.shape, t.dtype, t.device, t.requires_grad, t.is_inference()
 
 
-def test_repeated_calls_of_plain_tensors_are_launches() -> None:
+def test_each_call_of_plain_tensors_launches_one_kernel() -> None:
     function, x, weight = fusedops.rowwise(_scaled), randn(ROWS, COLS), randn(COLS)
-    for needs in (False, True, False, True):
+    for requires_grad in (False, True, False, True):
         with launch.record() as names:
-            y = function(x.clone().requires_grad_(needs), weight)
+            y = function(x.clone().requires_grad_(requires_grad), weight)
         assert len(names) == 1
-        assert y.requires_grad == needs
+        assert y.requires_grad == requires_grad
 
 
 @pytest.mark.parametrize("captures", [False, True])
-def test_a_subclass_after_plain_tensors_sees_the_operator(captures: bool) -> None:
+def test_subclass_after_plain_tensors_dispatches_the_operator(captures: bool) -> None:
     x, weight = randn(ROWS, COLS), randn(COLS)
     state = {"weight": weight}
     args = (x,) if captures else (x, weight)
@@ -150,8 +151,8 @@ def test_a_subclass_after_plain_tensors_sees_the_operator(captures: bool) -> Non
     torch.testing.assert_close(y.held, _scaled(x, weight))
 
 
-def test_an_unused_input_has_no_gradient_to_write() -> None:
-    """Also where nothing asks which inputs are reached, as under compiled autograd."""
+def test_no_gradient_is_written_for_an_unused_input() -> None:
+    """Also if autograd does not say which gradients are needed, as under compiled autograd."""
 
     def first(x: Tensor, other: Tensor) -> Tensor:
         return F.silu(x)
@@ -159,12 +160,13 @@ def test_an_unused_input_has_no_gradient_to_write() -> None:
     function, x = fusedops.rowwise(first), randn(ROWS, COLS)
     function(x, x)
     ((match,),) = function._programs.known.values()
-    for needs in ((True, True), (True, False), (False, True)):
-        assert match.program.needed(None, None, needs) == (needs[0], False)
+    for requires_grad in ((True, True), (True, False), (False, True)):
+        needed = match.program.needed(None, None, requires_grad)
+        assert needed == (requires_grad[0], False)
 
 
-def test_default_dtype_after_another() -> None:
-    """A number times integers has it."""
+def test_change_of_the_default_dtype_is_seen() -> None:
+    """The product of a float and an integer tensor has the default dtype."""
     function, x = fusedops.rowwise(_halved), torch.arange(ROWS * COLS, device=DEVICE).view(ROWS, -1)
     before = torch.get_default_dtype()
     try:
@@ -177,8 +179,8 @@ def test_default_dtype_after_another() -> None:
         torch.set_default_dtype(before)
 
 
-def test_meta_after_real() -> None:
-    """A tensor without storage has no device index, as a CPU tensor has none."""
+def test_calls_alternate_between_meta_and_real_tensors() -> None:
+    """Tensors on meta have no device index, like those on the CPU; they launch no kernel."""
     function, x = fusedops.rowwise(_silu), randn(ROWS, COLS)
     for t in (x, x.to("meta"), x, x.to("meta")):
         with launch.record() as names:
@@ -195,9 +197,9 @@ def test_jit_trace_is_refused() -> None:
 
 
 def test_registered_operators_compare_shapes() -> None:
-    """Another caller's tensors need not be those of the program, whose kernels read any memory."""
+    """Anyone may call them, with any tensors; the kernels would read beyond a smaller one."""
     function, x, weight = fusedops.rowwise(_scaled), randn(ROWS, COLS), randn(COLS)
-    for _ in range(2):  # beside launches that compare none
+    for _ in range(2):  # the launches of repeated calls do not compare shapes
         function(x, weight)
     with _Operators() as operators:
         function(x, weight)
@@ -208,8 +210,8 @@ def test_registered_operators_compare_shapes() -> None:
             operator(*other, *constants)
 
 
-def test_saved_tensors_with_other_memory_are_noticed() -> None:
-    """Autograd does not notice it, and the backward would read beyond the tensor."""
+def test_saved_tensor_with_other_data_is_detected() -> None:
+    """Autograd does not detect that `data` changes; the backward would read beyond the tensor."""
     function, x, weight = fusedops.rowwise(_scaled), randn(ROWS, COLS), randn(COLS)
     for _ in range(2):
         leaf = x.clone().requires_grad_()

@@ -1,8 +1,7 @@
-"""Generated kernels whose rows are in tiles side by side, or shared by programs, against fp64.
+"""Generated kernels with several tiles for a row, or several programs for a row, against fp64.
 
-The bound of an element is 64 roundings of fp32 of the largest magnitude: sums of 900 terms of order
-one, in lanes of at most eight terms and a tree of at most eight levels, and some thirty operators
-after them.
+The allowed error is 64 roundings of the largest magnitude in fp32. A sum of 900 terms of order one
+has lanes of at most eight terms and a tree of at most eight levels; some thirty operators follow.
 """
 
 from __future__ import annotations
@@ -28,13 +27,15 @@ from waiting_programs import found_at_once
 pytestmark = pytest.mark.kernels
 
 _ROWS, _COLS = 5, 900
-# Columns of three tiles of 128: 900 columns are three programs, of which the last has idle lanes.
-_SHARES = Config(block_n=128, rows=2, warps=1, stages=2, per_sm=1, parts=3)
+# Each program has three tiles of 128 columns. Three programs share 900 columns; the last has idle
+# lanes.
+_SHARED = Config(block_n=128, rows=2, warps=1, stages=2, per_sm=1, parts=3)
+# One program has whole rows, in eight tiles.
 _WHOLE = Config(block_n=128, rows=2, warps=1, stages=2, per_sm=1, parts=8)
 
 
 def _layer_norm(x: Tensor, weight: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """Two sums, and a second output, whose gradient is read after the exchange."""
+    """Two sums, and a second output; its gradient is read after programs exchanged the sums."""
     return F.layer_norm(x, x.shape[-1:], 1 + weight, shift), x * 2
 
 
@@ -47,7 +48,7 @@ def _layer_norm_by_hand(x: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
 
 
 def _polynomial_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """Three norms of one row, and so three sums: two words."""
+    """Three norms of one row, so three sums, which take two words to exchange."""
 
     def norm(v: Tensor) -> Tensor:
         return v * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6)
@@ -56,7 +57,7 @@ def _polynomial_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _scaled_softmax(x: Tensor, scale: Tensor) -> Tensor:
-    """One sum of a backward, a number of each row with its gradient, and no sum over rows."""
+    """One sum in the backward, one number of each row with a gradient, and no sum over rows."""
     return torch.softmax(x, -1) * scale
 
 
@@ -66,19 +67,19 @@ def _gate(x: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor) -> Tensor:
-    """Two parts that alternate in memory: in a vector, in both directions, and in two sums."""
+    """Two parts alternate in memory: in a vector, in loads and stores of rows, and in two sums."""
     y = F.rms_norm(x, x.shape[-1:], weight, 1e-6)
     even, odd = y[..., ::2], y[..., 1::2]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
 
 
 def _dynamic_tanh(x: Tensor, alpha: Tensor, weight: Tensor) -> Tensor:
-    """A number, whose gradient is summed over rows before it is over columns."""
+    """The gradient of ``alpha``, a single number, is summed over rows first, then over columns."""
     return torch.tanh(alpha * x) * weight
 
 
 def _quotient(x: Tensor, bias: Tensor) -> Tensor:
-    """Rows that do not exist are loaded as zeros, with which the bias's gradient is not a number."""
+    """Absent rows are loaded as zeros, for which the gradient of the bias is NaN."""
     return bias / x
 
 
@@ -90,7 +91,7 @@ def _own_names(
     INDEX: Tensor,
     PERSISTENT: Tensor,
 ) -> Tensor:
-    """Names that kernels have of their own: the third sum over rows is ``sum2``."""
+    """The arguments have names that the kernels use too; the third sum over rows is ``sum2``."""
     sum = torch.tanh(sum + EARLY) * step + _  # noqa: A001
     return F.rms_norm(sum, sum.shape[-1:], INDEX, 1e-6) + PERSISTENT
 
@@ -112,6 +113,7 @@ def _shapes(function: Callable[..., Any], cols: int) -> tuple[tuple[int, ...], .
 
 
 def _check(function: Callable[..., Any], cols: int = _COLS) -> None:
+    """Compares outputs and gradients of the fused function with those of fp64."""
     generator = torch.Generator().manual_seed(3)
     exact = [
         torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
@@ -133,6 +135,7 @@ def _check(function: Callable[..., Any], cols: int = _COLS) -> None:
 
 
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as generated kernels, or itself if its kernels are handwritten."""
     if function is _layer_norm_by_hand:
         return function
     return fusedops.rowwise(function, strict=True)
@@ -152,7 +155,7 @@ _FUNCTIONS = (
     _quotient,
     _dynamic_tanh,
 )
-# Those that reduce no rows, so that programs may have some columns each, and exchange nothing.
+# These reduce no rows, so each program may have some of the columns and exchange nothing.
 _ELEMENTWISE = (_gate, _quotient)
 
 
@@ -169,18 +172,18 @@ def test_rows_that_programs_share(
     monkeypatch.setattr(launch, "waits", lambda index, acc, programs: False)
     with (
         forced("rowwise_forward", _WHOLE),
-        forced("rowwise_backward", _SHARES),
+        forced("rowwise_backward", _SHARED),
         launch.record() as names,
     ):
         _check(function)
-    # The backward is launched twice where sums are exchanged: programs post them, and read them.
-    assert names.count("backward_kernel") == (
-        1 if function in (*_ELEMENTWISE, _dynamic_tanh) else 2
-    )
+    # Two launches exchange sums: in the first, programs write their sums; in the second, they read
+    # the sums of the other programs.
+    is_one_launch = function in (*_ELEMENTWISE, _dynamic_tanh)
+    assert names.count("backward_kernel") == (1 if is_one_launch else 2)
 
 
 @pytest.mark.parametrize("function", _ELEMENTWISE)
-def test_forward_whose_programs_have_some_columns_each(function: Callable[..., Any]) -> None:
+def test_forward_whose_programs_share_columns(function: Callable[..., Any]) -> None:
     with forced("rowwise_forward", _SHARES), forced("rowwise_backward", _WHOLE):
         _check(function)
 
@@ -190,9 +193,9 @@ def test_forward_whose_programs_have_some_columns_each(function: Callable[..., A
 def test_rows_whose_programs_wait(
     function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here one program follows the other: see `found_at_once`."""
+    """In the interpreter programs run one after another: see `found_at_once`."""
     waiting = found_at_once(monkeypatch)
-    with forced("rowwise_forward", _WHOLE), forced("rowwise_backward", _SHARES):
+    with forced("rowwise_forward", _WHOLE), forced("rowwise_backward", _SHARED):
         _check(function)
     assert waiting
 
@@ -200,8 +203,8 @@ def test_rows_whose_programs_wait(
 @pytest.mark.gpu
 @pytest.mark.parametrize("function", _FUNCTIONS[:5])
 def test_programs_wait_on_a_gpu(function: Callable[..., Any]) -> None:
-    assert launch.waits(0, torch.float32, 3)
-    with forced("rowwise_forward", _WHOLE), forced("rowwise_backward", _SHARES):
+    assert launch.waits(0, torch.float32, programs=3)
+    with forced("rowwise_forward", _WHOLE), forced("rowwise_backward", _SHARED):
         _check(function)
 
 
@@ -213,13 +216,13 @@ def _biased_gelu(x: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(x + bias)
 
 
-# In bf16 on an H200 each of these was the fastest of some: see `compiler.configs`.
+# Each config was the fastest of several in bf16 on an H200; see `compiler.configs`.
 @pytest.mark.parametrize(
     ("function", "shapes", "config"),
     [
-        (_capped_softmax, [(8192, 1024)], Config(1024, 2, 4, 3, 4)),
-        (lambda x: torch.softmax(x, -1), [(8192, 1024)], Config(1024, 1, 2)),
-        (_biased_gelu, [(3048, 11008), (11008,)], Config(1024, 2, 4, 3, 4)),
+        (_capped_softmax, [(8192, 1024)], Config(block_n=1024, rows=2, warps=4, stages=3, per_sm=4)),
+        (lambda x: torch.softmax(x, -1), [(8192, 1024)], Config(block_n=1024, rows=1, warps=2)),
+        (_biased_gelu, [(3048, 11008), (11008,)], Config(block_n=1024, rows=2, warps=4, stages=3, per_sm=4)),
     ],
     ids=["bound by instructions", "bound by memory", "tiles of columns"],
 )
@@ -232,21 +235,21 @@ def test_config_of_a_backward(
     assert request.config == config
 
 
-def test_a_backward_without_sums_over_rows_has_a_program_for_each_tile(
+def test_backward_without_sums_over_rows_has_a_program_for_each_tile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     build, grids = launch.build, list[int]()
 
-    def observed(kernel: Any, *args: Any, **more: Any) -> launch.Variant:
-        variant = build(kernel, *args, **more)
+    def build_recorded(kernel: Any, *args: Any, **kwargs: Any) -> launch.Variant:
+        variant = build(kernel, *args, **kwargs)
 
-        def launched(grid_x: int, *arguments: Any) -> None:
+        def launch_recorded(grid_x: int, *arguments: Any) -> None:
             grids.append(grid_x)
             variant(grid_x, *arguments)
 
-        return launched
+        return launch_recorded
 
-    monkeypatch.setattr(launch, "build", observed)
+    monkeypatch.setattr(launch, "build", build_recorded)
     rows = 4 * launch.processors(0 if DEVICE.type == "cuda" else -1) + 1
     x = torch.randn(rows, 300, device=DEVICE, requires_grad=True)
     with (
@@ -261,10 +264,10 @@ def test_a_backward_without_sums_over_rows_has_a_program_for_each_tile(
     ("function", "kernel"),
     [(_plain_layer_norm, "rowwise_backward"), (_layer_norm_by_hand, "norm_backward")],
 )
-def test_wide_programs_load_parameters_again(
+def test_wide_programs_load_parameters_for_each_row(
     function: Callable[..., Any], kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They hold two sums of each of more than 8192 columns, and no parameters."""
+    """For more than 8192 columns, registers hold two sums of each column, and no parameters."""
     monkeypatch.setattr(NORM, "native_elements", 0)
     with forced(kernel, Config(block_n=1024, rows=1, warps=4, per_sm=1, parts=9)):
-        _check(function, 8200)
+        _check(function, cols=8200)
