@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import operator
 import pickle
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -325,7 +325,7 @@ def test_code_in_a_file_is_not_executed(tmp_path: Path, monkeypatch: pytest.Monk
     for path in _paths(json.loads(before)):
         if path:
             content = json.loads(before)
-            container = functools.reduce(operator.getitem, path[:-1], content)
+            container = functools.reduce(getitem, path[:-1], content)
             container[path[-1]] = code
             file.write_text(cache.sealed(json.dumps(content)))
             accepted += storing.read(file)

@@ -1,10 +1,9 @@
-"""Whether the short suite sees faults.
+"""Checks that the short suite detects faults of the code.
 
-``python tests/harness/mutants.py`` makes one at a time, and runs tests on each.
-
-A mutant is one change of a line, in a temporary copy of the package and its tests. The tests named
-with it are those of the short suite that have to fail; first they have to pass on the code as it
-is. A mutant that survives is a gap in the suite: it needs a test, not another selection.
+A mutant is one wrong change of a line, in a temporary copy of the package and its tests.
+``python tests/harness/mutants.py`` runs, for each mutant, the tests of the short suite that are
+named with it. These tests must pass on the unchanged code, and fail on the mutant. If they pass on
+the mutant, the suite has a gap, and needs another test.
 """
 
 from __future__ import annotations
@@ -27,15 +26,16 @@ COPIED = ("benchmarks", "fusedops", "tests", "pyproject.toml")
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault and who has to see it.
+    """A fault, and the tests that must detect it.
 
     Attributes:
-        fault: what is wrong.
-        path: the file, in the package.
-        before, after: the replacement; ``before`` occurs once in the file.
-        tests: the test file, and what is selected of it with ``-k``. No test is named by its node:
-            that would run it also where the short suite leaves it out.
-        interpreted: whether the kernels run, in Triton's interpreter.
+        fault: describes the wrong behaviour.
+        path: the changed file, within the package.
+        before: the original text, which occurs once in the file.
+        after: the text that replaces it.
+        tests: a test file, and an expression for ``-k`` that selects tests of it. Node ids would
+            not do, because pytest would also run cases that the short suite leaves out.
+        interpreted: whether the tests run the kernels, in Triton's interpreter.
     """
 
     fault: str
@@ -90,35 +90,35 @@ MUTANTS = (
         ("compiler/test_inputs.py", "test_strided_rows or test_vectors_of_groups"),
     ),
     Mutant(
-        "the sums of a program that shares rows taken for those of the rows",
+        "a program's partial sums of a shared row used as the sums of the whole row",
         "core/exchange.py",
         "offsets = 2 * column * M + rows[None, :]",
         "offsets = rows[None, :] + 0 * column",
         ("operators/test_norm_tiles.py", "test_rows_that_programs_share"),
     ),
     Mutant(
-        "the gradients of rows that programs share of the rows after them",
+        "gradients of shared rows computed from the rows after them",
         "norms/kernels/backward.py",
         "rows = rows_of(tiles - 1 - step + ahead, ROWS)",
         "rows = rows_of(tiles - 1 - step + ahead - 1, ROWS)",
         ("operators/test_norm_tiles.py", "test_rows_whose_programs_wait"),
     ),
     Mutant(
-        "the numbers of the next rows for those that a generated kernel finishes",
+        "a generated kernel that finishes rows with the numbers of the next rows",
         "compiler/phases.py",
         'swap.insert(0, f"{name}, late_{name} = late_{name}, {name}")',
         "pass",
         ("compiler/test_tiles.py", "test_rows_whose_programs_wait"),
     ),
     Mutant(
-        "the second pair of sums of a generated kernel in the place of the first",
+        "the second pair of sums of a generated kernel written over the first",
         "compiler/phases.py",
         'f"{moments} + {number} * WORDS * COLUMNS * M" if number else moments',
         "moments",
         ("compiler/test_tiles.py", "test_rows_that_programs_share"),
     ),
     Mutant(
-        "the last tile of a generated kernel's row taken for a full one",
+        "the last tile of a generated kernel's row processed as a full one",
         "compiler/phases.py",
         '"    N // BLOCK_N if COLUMNS == 1',
         '"    PARTS if COLUMNS == 1',
@@ -132,14 +132,14 @@ MUTANTS = (
         ("operators/test_slice_tiles.py", "test_every_slice or several_tiles"),
     ),
     Mutant(
-        "the loads that a loop takes ahead of the slices' rows one tile late",
+        "prefetched rows of slices that are one tile late",
         "slices/kernels/backward.py",
         "                tl.maximum(tiles - 1 - step - programs, 0), own, M, ROWS\n",
         "                tl.maximum(tiles - 1 - step, 0), own, M, ROWS\n",
         ("operators/test_slice_tiles.py", "several_tiles_of_rows"),
     ),
     Mutant(
-        "a slice's parts summed without the second",
+        "a sum over a slice's parts without the second part",
         "slices/kernels/tiles.py",
         "for part in tl.static_range(1, PARTS):\n        terms += parts[part].to(ACC)",
         "for part in tl.static_range(2, PARTS):\n        terms += parts[part].to(ACC)",
@@ -161,7 +161,7 @@ MUTANTS = (
         ("operators/test_layouts.py", "test_matrix_layouts and (gelu or norm)"),
     ),
     Mutant(
-        "saved statistics read as they lie in memory",
+        "the strides of saved statistics ignored",
         "norms/launching.py",
         "stats, stats_bits = vector(stats)",
         "stats_bits = stats.data_ptr() if stats is not None else 0",
@@ -182,14 +182,14 @@ MUTANTS = (
         ("operators/test_layouts.py", "test_matrix_layouts and (gelu or norm)"),
     ),
     Mutant(
-        "windows lost that an axis of the grid does not hold",
+        "windows beyond the limit of a grid axis not processed",
         "generation/kernels.py",
         "tile, _ = place_along_rows()",
         "tile = tl.program_id(1)",
         ("operators/test_exact_launches.py", "test_more_tiles_than_an_axis_holds"),
     ),
     Mutant(
-        "the first n-gram behind padding left out",
+        "the first n-gram after the padding left out",
         "generation/kernels.py",
         "windows >= _leading(",
         "windows > _leading(",
@@ -204,7 +204,7 @@ MUTANTS = (
         ("operators/test_call_cache.py", "test_each_tensor_in_another_dtype"),
     ),
     Mutant(
-        "a key of slices without whether they are one row",
+        "a key of slices that does not say whether they are a single row",
         "slices/operator.py",
         "x.device, x.dim() == 2, width",
         "x.device, width",
@@ -212,14 +212,14 @@ MUTANTS = (
         interpreted=False,
     ),
     Mutant(
-        "a call cache that autocast shares",
+        "a call cache whose keys do not contain the state of autocast",
         "core/calls/call.py",
         "mode |= _AUTOCAST * ",
         "mode |= 0 * ",
         ("operators/test_call_cache.py", "autocast"),
     ),
     Mutant(
-        "scores with their negative bit set take another call's kernel",
+        "scores with a lazy negation that run the kernel of scores without",
         "generation/operator.py",
         "inplace and (scores.is_neg(), _overlaps(scores))",
         "inplace and _overlaps(scores)",
@@ -270,7 +270,7 @@ MUTANTS = (
         ("operators/test_gradcheck.py", "test_create_graph"),
     ),
     Mutant(
-        "a tensor's own gradient along with that of what depends on it",
+        "a tensor's gradient that includes those of tensors that depend on it",
         "core/calls/function.py",
         "t.view_as(t) if t.requires_grad else",
         "t if t.requires_grad else",
@@ -287,14 +287,14 @@ MUTANTS = (
     ),
     # --- the backend of torch.compile -------------------------------------------------------------
     Mutant(
-        "a region that a path leaves and comes back to",
+        "a region that a path leaves and enters again",
         "backend/regions.py",
         "        return not self.ancestors & self.descendants & ~self.own\n",
         "        return True\n",
         ("backend/test_regions.py", "test_values_and_gradients_of_fused_models"),
     ),
     Mutant(
-        "a change in place that a view of the tensor does not see",
+        "a change in place that a view of the tensor does not show",
         "backend/changes.py",
         "    return node not in users and not any(node < user for user in users)\n",
         "    return True\n",
@@ -308,133 +308,133 @@ MUTANTS = (
         ("backend/test_regions.py", "test_parts_without_autocast_keep_their_precision"),
     ),
     Mutant(
-        "a mask that an input changes in place, taken for constant",
+        "a mask that changes in place, treated as a constant",
         "backend/masks.py",
         "        if _is_changed(node.graph, needed):",
         "        if False:",
         ("backend/test_attention.py", "test_constant_masks_are_replaced"),
     ),
     Mutant(
-        "what a checkpointed part changes, taken for unchanged",
+        "a tensor that a checkpointed part changes, treated as unchanged",
         "backend/graphs.py",
         "        return changed_in(body)\n",
         "        return []\n",
         ("backend/test_graphs.py", "changed_later or by_a_body"),
     ),
     Mutant(
-        "dead code, taken out of the bodies of operators too",
+        "dead code removed also from the bodies of higher-order operators",
         "backend/graphs.py",
         "    for node in reversed(graph.nodes):\n",
         "    graph.eliminate_dead_code(lambda node: True)\n    for node in reversed(graph.nodes):\n",
         ("backend/test_graphs.py", "test_semantics_of_the_graph"),
     ),
     Mutant(
-        "a bias of attention, taken for a mask",
+        "a bias of attention treated as a mask",
         "backend/masks.py",
         "    return visible if bool((visible | is_hidden).all()) else None\n",
         "    return visible\n",
         ("backend/test_attention.py", "test_constant_masks_are_replaced"),
     ),
     Mutant(
-        "heads that were changed after they were repeated",
+        "changes of heads after they were repeated not detected",
         "backend/heads.py",
         "        return (self.result._version, self.source._version) != self.versions\n",
         "        return False\n",
         ("backend/test_attention.py", "test_repeated_heads_become_groups"),
     ),
     Mutant(
-        "rotated queries, saved with the values of attention",
+        "rotated queries saved together with the values of attention",
         "backend/passes/products.py",
         "    if len(saved) < len(parts.users):\n",
         "    if False:\n",
         ("backend/test_attention.py", "test_values_are_saved_without_the_joint_product"),
     ),
     Mutant(
-        "a function in the key of a stored graph by its qualified name alone",
+        "a function identified in the key of a stored graph by its qualified name alone",
         "backend/encoding.py",
         "if _at(sys.modules.get(module), path) is function:",
         "if path:",
         ("backend/test_storing.py", "test_path_depends"),
     ),
     Mutant(
-        "autocast of a device that no input is on, missing from the key of a stored graph",
+        "autocast of a device without inputs missing from the key of a stored graph",
         "backend/storing.py",
         "for kind in DEVICE_TYPES:",
         "for kind in {device.type for device in devices}:",
         ("backend/test_storing.py", "test_path_depends"),
     ),
     Mutant(
-        "an activation that a matrix product reads, computed again",
+        "an activation recomputed although a matrix product reads it",
         "backend/passes/recomputation.py",
         "        if _is_activation(node) and _is_read_by_elements(node):\n",
         "        if _is_activation(node):\n",
         ("backend/test_returned.py", "test_returned_activations"),
     ),
     Mutant(
-        "a constant of a captured graph, held as an input",
+        "a constant of a captured graph treated as an input",
         "backend/capture.py",
         '    _inline_constants(result, {name.replace(".", "_") for name in held_names(gm.graph)})\n',
         "",
         ("backend/test_graphs.py", "test_parameters_are_marked_as_static"),
     ),
     Mutant(
-        "a region's input that is a view in a later one",
+        "a view of a region's input in a later region not replaced",
         "backend/selection.py",
         "        self.replaced |= copies\n",
         "",
         ("backend/test_graphs.py", "test_semantics_of_the_graph"),
     ),
     Mutant(
-        "a region's result lies in memory in another order than the model's",
+        "a region's result with other strides than the model's",
         "backend/passes/layouts.py",
         " and _are_strides_visible(node)",
         " and False",
         ("backend/test_results.py", "test_results_have_the_strides"),
     ),
     Mutant(
-        "an operator behind a region's result lies in memory in another order than the model's",
+        "the result of an operator after a region with other strides than the model's",
         "backend/passes/layouts.py",
         "                restrided[node] = value\n",
         "                pass\n",
         ("backend/test_results.py", "test_results_have_the_strides"),
     ),
     Mutant(
-        "a product that is only detached has zeros for a gradient",
+        "a product that is only detached with a gradient of zeros",
         "backend/gradients.py",
         "        if node in needs and any(map(passes_gradient, node.users)):\n",
         "        if node in needs:\n",
         ("backend/test_products.py", "only_detached"),
     ),
     Mutant(
-        "what is viewed without gradients requires none",
+        "a view under no_grad that requires no gradient",
         "backend/gradients.py",
         "node.all_input_nodes if enabled else aliased_inputs(node)",
         "node.all_input_nodes if enabled else []",
         ("backend/test_results.py", "test_results_and_inputs_have_gradients"),
     ),
     Mutant(
-        "a row that sees no key is not a number",
+        "a row of attention without visible keys that is NaN",
         "compiler/lowering/reductions.py",
         "divisor = graph.where(is_nothing, graph.const(1.0), total)",
         "divisor = total",
         ("backend/test_results.py", "test_fully_masked_queries"),
     ),
     Mutant(
-        "some places of a permutation, taken for all",
+        "a part of a permutation treated as all of it",
         "backend/passes/permutations.py",
         "    if not all(value_of(part).shape == (size,) for part in parts):\n        return []\n",
         "",
         ("backend/test_permutations.py", "test_gradients_of_permuted_rows"),
     ),
     Mutant(
-        "rows that belong to no group, left unwritten",
+        "rows that belong to no group not written",
         "backend/passes/grouped_products.py",
         "    product[end:].zero_()  # the rows after the last group\n",
         "",
         ("backend/test_grouped.py", "test_results"),
     ),
     Mutant(
-        "a kernel assembled by Triton's tool where Inductor is loaded",
+        "a kernel assembled by Triton's assembler although Inductor is loaded",
         "core/compat/triton.py",
         "    _choose_assembler()\n",
         "",
@@ -442,14 +442,14 @@ MUTANTS = (
         interpreted=False,
     ),
     Mutant(
-        "a sum of what is saved, saved too",
+        "a sum of saved tensors saved, too",
         "compiler/planning.py",
         " for node in read if node.attrs[0] not in also_saved])\n",
         " for node in read])\n",
         ("backend/test_saved.py", "test_sums"),
     ),
     Mutant(
-        "an output that lives on for the backward, at no cost",
+        "an output that the backward saves, counted without its memory",
         "compiler/planning.py",
         "        alive = choice.held + (_returned(structure, parts, dtype) if memory else 0)\n",
         "        alive = choice.held\n",
@@ -460,9 +460,13 @@ MUTANTS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """Pytest's exit code, the first failed test, its output, and its time.
+    """The result of a run of pytest.
 
-    The failure is the signal if a signal ended pytest.
+    Attributes:
+        code: pytest's exit code, negative if a signal ended it.
+        failure: the first failed test, or the signal.
+        output: standard output and standard error.
+        seconds: the duration.
     """
 
     code: int
@@ -474,7 +478,14 @@ class Outcome:
 def run(
     paths: set[str], expression: str, *, interpreted: bool, mutant: Mutant | None = None
 ) -> Outcome:
-    """The selected tests in a copy, up to the first failure."""
+    """Runs the selected tests in a temporary copy, up to the first failure.
+
+    Args:
+        paths: the test files, within the folder of the tests.
+        expression: the argument of ``-k``.
+        interpreted: whether Triton's interpreter runs the kernels.
+        mutant: the fault to apply to the copy, or None.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for name in COPIED:
             source = ROOT / name
@@ -502,47 +513,50 @@ def run(
         environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
         environment["TRITON_INTERPRET"] = str(int(interpreted))
         start = time.monotonic()
-        done = subprocess.run(
+        process = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, check=False
         )
         seconds = time.monotonic() - start
-    failure = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
-    crash = f"signal {-done.returncode}" if done.returncode < 0 else ""  # a wrong address
-    return Outcome(
-        done.returncode, failure[1] if failure else crash, done.stdout + done.stderr, seconds
-    )
+    code, output = process.returncode, process.stdout + process.stderr
+    failure = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", process.stdout, re.MULTILINE)
+    if failure:
+        return Outcome(code, failure[1], output, seconds)
+    # An access to a wrong address ends pytest by a signal.
+    return Outcome(code, f"signal {-code}" if code < 0 else "", output, seconds)
 
 
 def passes(mutants: list[Mutant]) -> bool:
-    """Whether all selected tests pass on the code as it is."""
+    """Runs the tests of all mutants on the unchanged code, and returns whether they pass."""
     for interpreted in (False, True):
-        wanted = [mutant for mutant in mutants if mutant.interpreted == interpreted]
-        if wanted:
-            expression = " or ".join(dict.fromkeys(mutant.expression for mutant in wanted))
-            outcome = run(
-                {mutant.tests[0] for mutant in wanted}, expression, interpreted=interpreted
-            )
-            if outcome.code:
-                print(outcome.output, "The tests fail without a mutant.", sep="\n")
-                return False
-            print(
-                f"passes    {outcome.seconds:3.0f} s  no mutant, {'interpreted' if interpreted else 'plain'}",
-                flush=True,
-            )
+        selected = [mutant for mutant in mutants if mutant.interpreted == interpreted]
+        if not selected:
+            continue
+        expression = " or ".join(dict.fromkeys(mutant.expression for mutant in selected))
+        paths = {mutant.tests[0] for mutant in selected}
+        outcome = run(paths, expression, interpreted=interpreted)
+        if outcome.code:
+            print(outcome.output, "The tests fail without a mutant.", sep="\n")
+            return False
+        setting = "interpreted" if interpreted else "plain"
+        print(f"passes    {outcome.seconds:3.0f} s  no mutant, {setting}", flush=True)
     return True
 
 
 def survives(mutant: Mutant) -> bool:
-    """Whether no test fails."""
+    """Runs the tests of a mutant, and returns whether none of them fails."""
     outcome = run(
         {mutant.tests[0]}, mutant.expression, interpreted=mutant.interpreted, mutant=mutant
     )
-    seen = outcome.code == 1 or outcome.code < 0
-    verdict = "seen" if seen else "NO TESTS" if outcome.code else "SURVIVED"
-    if verdict == "NO TESTS":
+    is_detected = outcome.code == 1 or outcome.code < 0
+    if is_detected:
+        verdict = "detected"
+    elif outcome.code == 0:
+        verdict = "SURVIVED"
+    else:  # pytest found no test, or an error of usage
+        verdict = "NO TESTS"
         print(outcome.output)
     print(f"{verdict:8}  {outcome.seconds:3.0f} s  {mutant.fault}: {outcome.failure}", flush=True)
-    return not seen
+    return not is_detected
 
 
 def main() -> int:
@@ -558,15 +572,15 @@ def main() -> int:
     arguments = parser.parse_args()
     mutants = [mutant for mutant in MUTANTS if arguments.k in mutant.fault]
     for mutant in mutants:
-        result = (ROOT / "fusedops" / mutant.path).read_text().count(mutant.before)
-        if result != 1:
-            print(f"{mutant.fault}: {result} times in {mutant.path}, expected once")
+        count = (ROOT / "fusedops" / mutant.path).read_text().count(mutant.before)
+        if count != 1:
+            print(f"{mutant.fault}: {count} times in {mutant.path}, expected once")
             return 1
     if not passes(mutants):
         return 1
     with ThreadPoolExecutor(arguments.j) as pool:
         survivors = sum(pool.map(survives, mutants))
-    print(f"{len(mutants) - survivors} of {len(mutants)} mutants seen")
+    print(f"{len(mutants) - survivors} of {len(mutants)} mutants detected")
     return 1 if survivors else 0
 
 

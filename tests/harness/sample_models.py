@@ -1,6 +1,6 @@
-"""Sample models for the tests: tiny ones, of every architecture that a rule was written for.
+"""Tiny sample models for the tests, one at least for each architecture that has a rule.
 
-Adding a rule is an entry in `fusedops.models.rules` and a model here that has such a module.
+To add a rule, add an entry in `fusedops.models.rules`, and here a model with such a module.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class ModelSpec:
     """One sample model.
 
     Attributes:
-        name: its name in tests.
-        build: makes it, with random weights.
-        inputs: keyword arguments of a call.
-        rules: for the classes that must be fused, the rule that must fuse them.
-        calls: how often each operator is called in one forward in training.
-        transformers: whether it needs Transformers installed.
+        name: the name in tests.
+        build: returns the model, with random weights.
+        inputs: returns keyword arguments for a call.
+        rules: maps each class that must be fused to the rule that must fuse it.
+        calls: the number of calls of each operator in one forward in training.
+        transformers: whether the model needs Transformers installed.
     """
 
     name: str
@@ -39,7 +39,11 @@ class ModelSpec:
 
 
 def _tokens(**others: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], dict[str, Any]]:
-    """Two rows of tokens, the second padded at its end, and what is made of them."""
+    """Returns a function that returns the inputs of a language model.
+
+    The inputs are two rows of tokens, the second padded at its end, their mask, and ``others``,
+    which are functions of the tokens.
+    """
 
     def inputs() -> dict[str, Any]:
         generator = torch.Generator().manual_seed(5)
@@ -49,7 +53,7 @@ def _tokens(**others: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], di
         return {
             "input_ids": tokens,
             "attention_mask": mask,
-            **{k: v(tokens) if callable(v) else v for k, v in others.items()},
+            **{name: function(tokens) for name, function in others.items()},
         }
 
     return inputs
@@ -60,7 +64,7 @@ def _noise(*shape: int, seed: int = 5) -> torch.Tensor:
 
 
 def _encoded(tokens: torch.Tensor) -> torch.Tensor:
-    """An encoder's states for a decoder alone."""
+    """Random hidden states of an encoder, for a model that is only a decoder."""
     return _noise(*tokens.shape, _WIDTH)
 
 
@@ -73,19 +77,29 @@ def _hf(
     inputs: Callable[[], dict[str, Any]] | None = None,
     **calls: int,
 ) -> ModelSpec:
-    """A model of Transformers, from its config."""
+    """A model of Transformers, built from a config.
+
+    Args:
+        name: the name in tests.
+        model: the class of the model.
+        config: the class of the config.
+        options: arguments of the config.
+        rules: see `ModelSpec`.
+        inputs: see `ModelSpec`; by default tokens and their mask.
+        **calls: see `ModelSpec`.
+    """
 
     def build() -> nn.Module:
         import transformers
 
-        made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**options))
-        return randomised(made)
+        model_class, config_class = getattr(transformers, model), getattr(transformers, config)
+        return randomised(model_class(config_class(**options)))
 
-    return ModelSpec(name, build, inputs or _tokens(), rules, calls)
+    return ModelSpec(name, build=build, inputs=inputs or _tokens(), rules=rules, calls=calls)
 
 
 def randomised(model: nn.Module) -> nn.Module:
-    """The model with no weight or bias left at one or zero, where a wrong one would not show."""
+    """Adds noise to all parameters: errors in a weight of one or a bias of zero would not show."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -254,16 +268,16 @@ _TORCH_RULES = {
 def _torch(name: str, options: dict[str, Any], **calls: int) -> ModelSpec:
     return ModelSpec(
         name,
-        lambda: randomised(_Transformer(batch_first=True, **options)),
-        _sequences,
-        _TORCH_RULES,
-        calls,
+        build=lambda: randomised(_Transformer(batch_first=True, **options)),
+        inputs=_sequences,
+        rules=_TORCH_RULES,
+        calls=calls,
         transformers=False,
     )
 
 
 class _Activations(nn.Module):
-    """Each of Transformers' activations that a rule knows."""
+    """All activations of Transformers that have a rule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -389,35 +403,37 @@ _OPT_RULES = {"OPTDecoderLayer": "block", "OPTAttention": "attention"}
 MODELS = (
     ModelSpec(
         "leaves",
-        lambda: randomised(_Leaves()),
-        lambda: {"x": _noise(5, 12)},
-        {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm", "GELU": "gelu"},
-        {"layer_norm": 4, "rms_norm": 2, "gelu": 2},
+        build=lambda: randomised(_Leaves()),
+        inputs=lambda: {"x": _noise(5, 12)},
+        rules={"LayerNorm": "layer_norm", "RMSNorm": "rms_norm", "GELU": "gelu"},
+        calls={"layer_norm": 4, "rms_norm": 2, "gelu": 2},
         transformers=False,
     ),
     ModelSpec(
         "vocabulary",
-        lambda: randomised(nn.Sequential(nn.Linear(12, 4099))),
-        lambda: {"input": _noise(5, 12)},
-        {"Linear": "padded_linear"},
-        {},
+        build=lambda: randomised(nn.Sequential(nn.Linear(12, 4099))),
+        inputs=lambda: {"input": _noise(5, 12)},
+        rules={"Linear": "padded_linear"},
+        calls={},
         transformers=False,
     ),
-    _torch("torch_post_norm", {}, bias_act=4, bias_dropout_add_ln=10, layer_norm=2),
+    _torch("torch_post_norm", options={}, bias_act=4, bias_dropout_add_ln=10, layer_norm=2),
     _torch(
         "torch_pre_norm",
-        {"norm_first": True, "activation": "gelu"},
+        options={"norm_first": True, "activation": "gelu"},
         bias_act=4,
         bias_dropout_add=4,
         bias_dropout_add_ln=6,
         layer_norm=6,
     ),
-    _torch("torch_unbiased", {"bias": False}, bias_act=4, bias_dropout_add_ln=10, layer_norm=2),
+    _torch(
+        "torch_unbiased", options={"bias": False}, bias_act=4, bias_dropout_add_ln=10, layer_norm=2
+    ),
     ModelSpec(
         "activations",
-        lambda: randomised(_Activations()),
-        lambda: {"x": _noise(5, 12)},
-        {
+        build=lambda: randomised(_Activations()),
+        inputs=lambda: {"x": _noise(5, 12)},
+        rules={
             "GELUActivation": "gelu_activation",
             "GELUTanh": "gelu_tanh",
             "NewGELUActivation": "new_gelu",
@@ -426,14 +442,14 @@ MODELS = (
             "QuickGELUActivation": "quick_gelu",
             "ReLUSquaredActivation": "relu_squared",
         },
-        {"gelu": 7, "bias_act": 2},
+        calls={"gelu": 7, "bias_act": 2},
     ),
     _hf(
         "bert",
         "BertForMaskedLM",
         "BertConfig",
-        _BERT_LIKE,
-        _bert_like("Bert"),
+        options=_BERT_LIKE,
+        rules=_bert_like("Bert"),
         bias_act=3,
         bias_dropout_add_ln=4,
         layer_norm=2,
@@ -442,9 +458,9 @@ MODELS = (
         "bert_decoder",
         "BertLMHeadModel",
         "BertConfig",
-        {**_BERT_LIKE, **_DECODER},
-        _bert_like("Bert"),
-        _tokens(encoder_hidden_states=_encoded),
+        options={**_BERT_LIKE, **_DECODER},
+        rules=_bert_like("Bert"),
+        inputs=_tokens(encoder_hidden_states=_encoded),
         bias_act=3,
         bias_dropout_add_ln=6,
         layer_norm=2,
@@ -453,8 +469,8 @@ MODELS = (
         "roberta",
         "RobertaForMaskedLM",
         "RobertaConfig",
-        _BERT_LIKE,
-        _bert_like("Roberta"),
+        options=_BERT_LIKE,
+        rules=_bert_like("Roberta"),
         bias_act=2,
         bias_dropout_add_ln=4,
         layer_norm=2,
@@ -463,8 +479,8 @@ MODELS = (
         "electra",
         "ElectraForPreTraining",
         "ElectraConfig",
-        {"embedding_size": 16, **_BERT_LIKE},
-        _bert_like("Electra"),
+        options={"embedding_size": 16, **_BERT_LIKE},
+        rules=_bert_like("Electra"),
         bias_act=3,
         bias_dropout_add_ln=4,
         layer_norm=1,
@@ -473,8 +489,8 @@ MODELS = (
         "distilbert",
         "DistilBertForMaskedLM",
         "DistilBertConfig",
-        _DISTILBERT,
-        {
+        options=_DISTILBERT,
+        rules={
             "TransformerBlock": "block",
             "FFN": "distilbert_ffn",
             "DistilBertSelfAttention": "attention",
@@ -488,8 +504,12 @@ MODELS = (
         "bart",
         "BartForConditionalGeneration",
         "BartConfig",
-        _BART_LIKE,
-        {"BartEncoderLayer": "block", "BartDecoderLayer": "block", "BartAttention": "attention"},
+        options=_BART_LIKE,
+        rules={
+            "BartEncoderLayer": "block",
+            "BartDecoderLayer": "block",
+            "BartAttention": "attention",
+        },
         bias_act=4,
         bias_dropout_add_ln=10,
         layer_norm=2,
@@ -498,9 +518,9 @@ MODELS = (
         "marian",
         "MarianMTModel",
         "MarianConfig",
-        _BART_LIKE,
-        {"MarianEncoderLayer": "block", "MarianDecoderLayer": "block"},
-        _tokens(decoder_input_ids=_same),
+        options=_BART_LIKE,
+        rules={"MarianEncoderLayer": "block", "MarianDecoderLayer": "block"},
+        inputs=_tokens(decoder_input_ids=_same),
         bias_act=4,
         bias_dropout_add_ln=10,
     ),
@@ -508,8 +528,8 @@ MODELS = (
         "gpt2",
         "GPT2LMHeadModel",
         "GPT2Config",
-        _GPT2,
-        {**_GPT2_RULES, "GPT2LMHeadModel": "generation"},
+        options=_GPT2,
+        rules={**_GPT2_RULES, "GPT2LMHeadModel": "generation"},
         bias_act=2,
         bias_dropout_add=2,
         bias_dropout_add_ln=2,
@@ -519,9 +539,9 @@ MODELS = (
         "gpt2_decoder",
         "GPT2LMHeadModel",
         "GPT2Config",
-        {"add_cross_attention": True, **_GPT2},
-        _GPT2_RULES,
-        _tokens(encoder_hidden_states=_encoded),
+        options={"add_cross_attention": True, **_GPT2},
+        rules=_GPT2_RULES,
+        inputs=_tokens(encoder_hidden_states=_encoded),
         bias_act=2,
         bias_dropout_add=2,
         bias_dropout_add_ln=4,
@@ -531,8 +551,8 @@ MODELS = (
         "opt",
         "OPTForCausalLM",
         "OPTConfig",
-        _OPT,
-        _OPT_RULES,
+        options=_OPT,
+        rules=_OPT_RULES,
         bias_act=2,
         bias_dropout_add=2,
         bias_dropout_add_ln=2,
@@ -542,8 +562,8 @@ MODELS = (
         "opt_post_norm",
         "OPTForCausalLM",
         "OPTConfig",
-        {"do_layer_norm_before": False, **_OPT},
-        _OPT_RULES,
+        options={"do_layer_norm_before": False, **_OPT},
+        rules=_OPT_RULES,
         bias_act=2,
         bias_dropout_add_ln=4,
     ),
@@ -551,9 +571,9 @@ MODELS = (
         "vit",
         "ViTForImageClassification",
         "ViTConfig",
-        _VIT,
-        {"ViTLayer": "block", "ViTAttention": "attention", "ViTMLP": "mlp"},
-        lambda: {"pixel_values": _noise(2, 3, 16, 16)},
+        options=_VIT,
+        rules={"ViTLayer": "block", "ViTAttention": "attention", "ViTMLP": "mlp"},
+        inputs=lambda: {"pixel_values": _noise(2, 3, 16, 16)},
         bias_act=2,
         bias_dropout_add=2,
         bias_dropout_add_ln=2,
@@ -563,8 +583,8 @@ MODELS = (
         "mbart",
         "MBartForConditionalGeneration",
         "MBartConfig",
-        _BART_LIKE,
-        _MBART_RULES,
+        options=_BART_LIKE,
+        rules=_MBART_RULES,
         bias_act=4,
         bias_dropout_add=4,
         bias_dropout_add_ln=6,
@@ -574,9 +594,9 @@ MODELS = (
         "whisper",
         "WhisperForConditionalGeneration",
         "WhisperConfig",
-        _WHISPER,
-        {**_renamed(_MBART_RULES, "MBart", "Whisper"), "WhisperAttention": "attention"},
-        _speech,
+        options=_WHISPER,
+        rules={**_renamed(_MBART_RULES, "MBart", "Whisper"), "WhisperAttention": "attention"},
+        inputs=_speech,
         bias_act=4,
         bias_dropout_add=4,
         bias_dropout_add_ln=6,
@@ -586,9 +606,9 @@ MODELS = (
         "clip",
         "CLIPModel",
         "CLIPConfig",
-        _TOWERS,
-        _CLIP_RULES,
-        _tokens(pixel_values=_images),
+        options=_TOWERS,
+        rules=_CLIP_RULES,
+        inputs=_tokens(pixel_values=_images),
         bias_act=4,
         bias_dropout_add=4,
         bias_dropout_add_ln=4,
@@ -598,9 +618,9 @@ MODELS = (
         "siglip",
         "SiglipModel",
         "SiglipConfig",
-        _TOWERS,
-        _renamed(_CLIP_RULES, "CLIP", "Siglip"),
-        _tokens(pixel_values=_images),
+        options=_TOWERS,
+        rules=_renamed(_CLIP_RULES, "CLIP", "Siglip"),
+        inputs=_tokens(pixel_values=_images),
         bias_act=5,
         bias_dropout_add=5,
         bias_dropout_add_ln=4,
@@ -610,8 +630,8 @@ MODELS = (
         "gpt_neo",
         "GPTNeoForCausalLM",
         "GPTNeoConfig",
-        _GPT_NEO,
-        {
+        options=_GPT_NEO,
+        rules={
             "GPTNeoBlock": "block",
             "GPTNeoAttention": "attention",
             "GPTNeoSelfAttention": "attention",
@@ -626,8 +646,8 @@ MODELS = (
         "gptj",
         "GPTJForCausalLM",
         "GPTJConfig",
-        _GPTJ,
-        {"GPTJMLP": "mlp"},
+        options=_GPTJ,
+        rules={"GPTJMLP": "mlp"},
         bias_act=2,
         bias_dropout_add=2,
         layer_norm=3,
@@ -636,9 +656,9 @@ MODELS = (
         "t5",
         "T5ForConditionalGeneration",
         "T5Config",
-        _T5,
-        {**_T5_RULES, "T5DenseActDense": "t5_dense"},
-        _tokens(decoder_input_ids=_same),
+        options=_T5,
+        rules={**_T5_RULES, "T5DenseActDense": "t5_dense"},
+        inputs=_tokens(decoder_input_ids=_same),
         bias_act=4,
         bias_dropout_add=4,
         bias_dropout_add_rms_norm=6,
@@ -648,9 +668,9 @@ MODELS = (
         "t5_gated",
         "T5ForConditionalGeneration",
         "T5Config",
-        {"feed_forward_proj": "gated-gelu", **_T5},
-        {**_T5_RULES, "T5DenseGatedActDense": "t5_gated_dense"},
-        _tokens(decoder_input_ids=_same),
+        options={"feed_forward_proj": "gated-gelu", **_T5},
+        rules={**_T5_RULES, "T5DenseGatedActDense": "t5_gated_dense"},
+        inputs=_tokens(decoder_input_ids=_same),
         bias_dropout_add=4,
         bias_dropout_add_rms_norm=6,
         gated_act=4,
@@ -660,8 +680,8 @@ MODELS = (
         "llama",
         "LlamaForCausalLM",
         "LlamaConfig",
-        _LLAMA_LIKE,
-        _LLAMA_RULES,
+        options=_LLAMA_LIKE,
+        rules=_LLAMA_RULES,
         bias_dropout_add_rms_norm=2,
         gated_act=2,
         rms_norm=3,
@@ -670,8 +690,8 @@ MODELS = (
         "llama_biased",
         "LlamaForCausalLM",
         "LlamaConfig",
-        {"mlp_bias": True, "attention_bias": True, **_LLAMA_LIKE},
-        _LLAMA_RULES,
+        options={"mlp_bias": True, "attention_bias": True, **_LLAMA_LIKE},
+        rules=_LLAMA_RULES,
         bias_dropout_add=2,
         bias_dropout_add_rms_norm=2,
         gated_act=2,
@@ -681,8 +701,8 @@ MODELS = (
         "mistral",
         "MistralForCausalLM",
         "MistralConfig",
-        _LLAMA_LIKE,
-        _renamed(_LLAMA_RULES, "Llama", "Mistral"),
+        options=_LLAMA_LIKE,
+        rules=_renamed(_LLAMA_RULES, "Llama", "Mistral"),
         bias_dropout_add_rms_norm=2,
         gated_act=2,
         rms_norm=3,
@@ -691,8 +711,8 @@ MODELS = (
         "qwen2",
         "Qwen2ForCausalLM",
         "Qwen2Config",
-        _LLAMA_LIKE,
-        _renamed(_LLAMA_RULES, "Llama", "Qwen2"),
+        options=_LLAMA_LIKE,
+        rules=_renamed(_LLAMA_RULES, "Llama", "Qwen2"),
         bias_dropout_add_rms_norm=2,
         gated_act=2,
         rms_norm=3,
@@ -701,8 +721,8 @@ MODELS = (
         "qwen3",
         "Qwen3ForCausalLM",
         "Qwen3Config",
-        {"head_dim": 16, **_LLAMA_LIKE},
-        _renamed(_LLAMA_RULES, "Llama", "Qwen3"),
+        options={"head_dim": 16, **_LLAMA_LIKE},
+        rules=_renamed(_LLAMA_RULES, "Llama", "Qwen3"),
         bias_dropout_add_rms_norm=2,
         gated_act=2,
         rms_norm=7,
@@ -711,8 +731,8 @@ MODELS = (
         "phi3",
         "Phi3ForCausalLM",
         "Phi3Config",
-        _LLAMA_LIKE,
-        {"Phi3RMSNorm": "norm", "Phi3MLP": "mlp", "Phi3DecoderLayer": "block"},
+        options=_LLAMA_LIKE,
+        rules={"Phi3RMSNorm": "norm", "Phi3MLP": "mlp", "Phi3DecoderLayer": "block"},
         bias_dropout_add_rms_norm=2,
         gated_act=2,
         rms_norm=3,
@@ -721,8 +741,8 @@ MODELS = (
         "olmo2",
         "Olmo2ForCausalLM",
         "Olmo2Config",
-        _LLAMA_LIKE,
-        {"Olmo2RMSNorm": "norm", "Olmo2MLP": "mlp"},
+        options=_LLAMA_LIKE,
+        rules={"Olmo2RMSNorm": "norm", "Olmo2MLP": "mlp"},
         gated_act=2,
         rms_norm=9,
     ),
@@ -730,8 +750,8 @@ MODELS = (
         "gemma",
         "GemmaForCausalLM",
         "GemmaConfig",
-        {"head_dim": 16, **_LLAMA_LIKE},
-        {
+        options={"head_dim": 16, **_LLAMA_LIKE},
+        rules={
             "GemmaRMSNorm": "norm",
             "GemmaMLP": "mlp",
             "GemmaDecoderLayer": "block",
