@@ -248,14 +248,14 @@ def _structure(function: Any, *tensors: Tensor) -> Any:
 
 def _structures_of_one_argument() -> Iterator[Any]:
     x = torch.rand(5, 24)
-    for operator in (*rowwise_operators.UNARY.values(), *rowwise_operators.ROWS.values()):
-        yield _structure(lambda x, operator=operator: operator(x), x)
+    for function in (*rowwise_operators.UNARY.values(), *rowwise_operators.ROWS.values()):
+        yield _structure(lambda x, function=function: function(x), x)
 
 
 def _structures_of_two_arguments() -> Iterator[Any]:
     x, y = torch.rand(5, 24), torch.rand(5, 24)
-    for operator in rowwise_operators.BINARY.values():
-        yield _structure(lambda x, y, operator=operator: operator(x, y), x, y)
+    for function in rowwise_operators.BINARY.values():
+        yield _structure(lambda x, y, function=function: function(x, y), x, y)
 
 
 def _structures_of_samples() -> Iterator[Any]:

@@ -11,7 +11,7 @@ import torch
 
 import fusedops
 from rowwise_random import check, in_tiles, outcome
-from rowwise_writer import Given, RandomFunction, random_function
+from rowwise_writer import Argument, RandomFunction, random_function
 from support import DEVICE
 
 pytestmark = pytest.mark.kernels
@@ -77,9 +77,9 @@ def test_same_seed_generates_the_same_function() -> None:
 # --- errors that random functions have shown ------------------------------------------------------
 
 
-def _of(text: str, *given: Given, **options: Any) -> RandomFunction:
-    """Returns a function of the arguments ``given`` that returns the expression ``text``."""
-    names = ", ".join(argument.name for argument in given)
+def _of(text: str, *arguments: Argument, **options: Any) -> RandomFunction:
+    """Returns a function of ``arguments`` that returns the expression ``text``."""
+    names = ", ".join(argument.name for argument in arguments)
     options = {
         "second": False,
         "batched": False,
@@ -89,19 +89,19 @@ def _of(text: str, *given: Given, **options: Any) -> RandomFunction:
     } | options
     sizes, seed = options.pop("sizes", ({"s": 3, "n": 8},)), options.pop("seed", 0)
     return RandomFunction(
-        seed, f"def function({names}):\n    return {text}\n", given, sizes, **options
+        seed, f"def function({names}):\n    return {text}\n", arguments, sizes, **options
     )
 
 
-def _rows(name: str = "x", **options: Any) -> Given:
-    return Given(name, ("s", "n"), **{"dtype": torch.float32, "differentiated": True, **options})
+def _rows(name: str = "x", **options: Any) -> Argument:
+    return Argument(name, ("s", "n"), **{"dtype": torch.float32, "differentiated": True, **options})
 
 
 _x = _rows()
 _faulty = _rows(faults=True)  # has infinite elements and NaN, which the seed places
-_number = Given("t", (), torch.float32, differentiated=True)
-_row = Given("r", ("s", "1"), torch.float32, faults=True, differentiated=True)
-_given_row = Given("r", ("s", "1"), torch.float32, differentiated=True)
+_number = Argument("t", (), torch.float32, differentiated=True)
+_row = Argument("r", ("s", "1"), torch.float32, faults=True, differentiated=True)
+_given_row = Argument("r", ("s", "1"), torch.float32, differentiated=True)
 _ORDERS = (-1, 0.5, 1.5, 3)  # one order of norms for each of PyTorch's formulas
 ONCE_WRONG = {
     "an output without gradient beside an unused input": _of(
@@ -121,7 +121,7 @@ ONCE_WRONG = {
         "x + (y * v - (y * v).mean(-1, keepdim=True)).amax(-1, keepdim=True) + (y * v).logsumexp(-1, keepdim=True)",
         _rows(dtype=torch.float64, differentiated=False),
         _rows("y", dtype=torch.float64, differentiated=False),
-        Given("v", ("n",), torch.float64, differentiated=True),
+        Argument("v", ("n",), torch.float64, differentiated=True),
         sizes=({"s": 3, "n": 16}, {"s": 17, "n": 32}),
     ),
     "xlogy without a gradient beside an infinite number": _of(
@@ -132,7 +132,7 @@ ONCE_WRONG = {
         sizes=({"s": 1, "n": 16},),
     ),
     "a constant of other sizes": _of(
-        "(r * 0.5).argmax(-1)", Given("r", ("s", "1"), torch.float32), sizes=({"s": 5}, {"s": 4})
+        "(r * 0.5).argmax(-1)", Argument("r", ("s", "1"), torch.float32), sizes=({"s": 5}, {"s": 4})
     ),
     "many unused arguments": _of(
         "x * 2.0", _x, *[_rows(f"u{number}") for number in range(12)], sizes=({"s": 17, "n": 64},)
@@ -154,14 +154,14 @@ ONCE_WRONG = {
     "a choice by any of a row, in tiles": _of(
         "torch.where((x > 1.0).any(-1, keepdim=True), x.exp(), v) + x.sum(-1, keepdim=True)",
         _x,
-        Given("v", ("n",), torch.float32, differentiated=True),
+        Argument("v", ("n",), torch.float32, differentiated=True),
         tiled=True,
         sizes=({"s": 3, "n": 24},),
     ),
     "a choice by the largest column, in tiles": _of(
         "torch.where((x.argmax(-1, keepdim=True) > 4) | ((x > 0.0).sum(-1, keepdim=True) > 15), x.exp(), v)",
         _x,
-        Given("v", ("n",), torch.float32, differentiated=True),
+        Argument("v", ("n",), torch.float32, differentiated=True),
         tiled=True,
         sizes=({"s": 5, "n": 24},),
     ),
@@ -196,7 +196,7 @@ ONCE_WRONG = {
     "a part without a gradient of a row with one": _of(
         "torch.cat((x, v.expand_as(x)), -1).chunk(2, -1)[1] * 2.0",
         _x,
-        Given("v", ("n",), torch.float32),
+        Argument("v", ("n",), torch.float32),
     ),
     "a negative zero instead of NaN": _of(
         "1.0 / x.nan_to_num(-0.0)", _rows(faults=True, differentiated=False), seed=3
@@ -228,15 +228,15 @@ ONCE_WRONG = {
     ),
     "one column of vectors that rows share": _of(
         "x + g[..., 2].unsqueeze(-1) * v[..., 20]",
-        Given("x", ("b", "s", "n"), torch.float32, differentiated=True),
-        Given("g", ("b", "1", "n"), torch.float32, differentiated=True),
-        Given("v", ("n",), torch.float32, differentiated=True),
+        Argument("x", ("b", "s", "n"), torch.float32, differentiated=True),
+        Argument("g", ("b", "1", "n"), torch.float32, differentiated=True),
+        Argument("v", ("n",), torch.float32, differentiated=True),
         sizes=({"b": 2, "s": 18, "n": 24},),
     ),
     "a comparison with a value that was cast down": _of(
         "((y := (z := x.to(v.dtype)) + torch.arange(x.shape[-1], device=x.device) * 0.05) > z) + y.amax(-1, keepdim=True) + x",
         _rows(dtype=torch.float64, differentiated=False),
-        Given("v", ("n",), torch.float32),
+        Argument("v", ("n",), torch.float32),
         sizes=({"s": 17, "n": 8},),
     ),
     "a cotangent of NaN beside nan_to_num": _of("x.nan_to_num() * x", _faulty, seed=3),

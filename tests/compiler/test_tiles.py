@@ -22,7 +22,7 @@ from fusedops.core.configs.tuning_key import Config
 from fusedops.core.launches import launch
 from fusedops.norms.operator import NORM
 from support import DEVICE, INTERPRETED
-from waiting_programs import found_at_once
+from waiting_programs import launch_twice
 
 pytestmark = pytest.mark.kernels
 
@@ -193,8 +193,8 @@ def test_forward_whose_programs_share_columns(function: Callable[..., Any]) -> N
 def test_rows_whose_programs_wait(
     function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the interpreter programs run one after another: see `found_at_once`."""
-    waiting = found_at_once(monkeypatch)
+    """In the interpreter programs run one after another: see `launch_twice`."""
+    waiting = launch_twice(monkeypatch)
     with forced("rowwise_forward", _WHOLE), forced("rowwise_backward", _SHARED):
         _check(function)
     assert waiting

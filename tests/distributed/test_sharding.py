@@ -128,7 +128,7 @@ def _partial_sums_take_the_placement_of_a_sharded_residual(mesh: Any) -> None:
     sharded_residual = distribute_tensor(residual, mesh, [Shard(0)])
     with Traffic() as traffic:
         output = fusedops.bias_dropout_add(partial_x, None, sharded_residual, p=0.0)
-    assert traffic.names == ["reduce_scatter_tensor"], traffic.found
+    assert traffic.names == ["reduce_scatter_tensor"], traffic.collectives
     assert output.placements == (Shard(0),)
     compare(output, expected, RANKS, ())
 
@@ -335,7 +335,7 @@ def _without_kernels(meshes: dict[tuple[int, ...], Any], full: bool) -> None:
         for op in (NORM, ACTIVATION, SLICES):
             patch.setattr(op, "sites", {})
         for call, case in itertools.product(calls, CASES[:: 2 if full else 4]):
-            if call.columns != "gathered" or COLS not in case.along:
+            if call.columns != "gathered" or COLS not in case.sharded:
                 check(call, case, meshes, kernels=False)
         _mesh_of_one_rank(dist.get_rank())
         _scalars(meshes[(RANKS,)])
@@ -536,7 +536,7 @@ def _table(full: bool) -> Iterator[tuple[Call, Case]]:
     for (call_index, call), (case_index, case) in itertools.product(
         enumerate(CALLS), enumerate(CASES)
     ):
-        if call.columns == "gathered" and COLS in case.along and case is not CASES[4]:
+        if call.columns == "gathered" and COLS in case.sharded and case is not CASES[4]:
             continue
         if full or (call_index + case_index) % 4 == 0:
             yield call, case
@@ -603,7 +603,7 @@ def _work_on_two(rank: int, store: str, kind: str) -> None:
     mesh = init_device_mesh(kind, (2,))
     # On CPUs a test with four processes covers the other calls.
     for call, case in itertools.product(CALLS if kind == "cuda" else CALLS[::4], cases(2)):
-        if call.columns != "gathered" or COLS not in case.along:
+        if call.columns != "gathered" or COLS not in case.sharded:
             check(call, case, {(2,): mesh})
     torch.manual_seed(3)
     _seeds(mesh)
@@ -672,7 +672,7 @@ def _simulated(shape: tuple[int, ...], rank: int) -> list[Any]:
                 assert list(gradient.shape) == sizes
             tensors: list[Any] = [*result, *gradients]
             layouts = [(t.placements, t.to_local().shape) for t in tensors]
-            records.append((name, along, layouts, traffic.found))
+            records.append((name, along, layouts, traffic.collectives))
     finally:
         dist.destroy_process_group()
     return records

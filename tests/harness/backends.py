@@ -1,4 +1,4 @@
-"""A backend whose graphs run without being compiled, and what its results are held to."""
+"""The compile backend without Inductor, and a check of its results."""
 
 from __future__ import annotations
 
@@ -18,19 +18,25 @@ from support import DEVICE
 
 
 class Backend:
-    """Makes operators of a graph's regions, and runs the graph without compiling it."""
+    """Replaces the regions of a graph by operators, and runs the graph without compiling it.
+
+    Attributes:
+        report: the report on all graphs.
+        saved: the tensors that the forwards save, as fake tensors.
+        backwards: the graphs of the backwards.
+    """
 
     def __init__(self) -> None:
         self.report = CompileReport()
-        self.saved: list[Tensor] = []  # fake tensors
+        self.saved: list[Tensor] = []
         self.backwards: list[torch.fx.Graph] = []
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         before = len(self.report.left)
-        made = entry._with_operators(gm, inputs, self.report)
+        graph_module = entry._with_operators(gm, inputs, self.report)
         path = storing.stored_at(gm, inputs)
         if path is not None and len(self.report.left) == before:
-            made = storing.write(path, gm, made, self.report.programs)
+            graph_module = storing.write(path, gm, graph_module, self.report.programs)
 
         def forward(graph: torch.fx.GraphModule, _: Any) -> Any:
             values = [
@@ -49,11 +55,11 @@ class Backend:
             compile_ = aot_autograd(
                 fw_compiler=forward, bw_compiler=backward, keep_inference_input_mutations=True
             )
-            return compile_(made, inputs)
+            return compile_(graph_module, inputs)
 
 
 class PostNorm(nn.Module):
-    """A feed-forward part as BERT's."""
+    """A feed-forward part with dropout, residual and norm, as in BERT."""
 
     def __init__(self, width: int = 24, p: float = 0.0) -> None:
         super().__init__()
@@ -71,15 +77,15 @@ def randn(*shape: int) -> Tensor:
 def results(
     model: Callable[..., Any], module: nn.Module, inputs: Sequence[Tensor], cotangent: Tensor
 ) -> list[Tensor]:
-    """The output, and the gradients of parameters and inputs."""
+    """Returns the output, and the gradients of parameters and inputs."""
     leaves = [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in inputs]
     output = model(*leaves)
-    wanted = [t for t in (*module.parameters(), *leaves) if t.requires_grad]
-    return [output, *torch.autograd.grad(output, wanted, cotangent.to(output.dtype))]
+    variables = [t for t in (*module.parameters(), *leaves) if t.requires_grad]
+    return [output, *torch.autograd.grad(output, variables, cotangent.to(output.dtype))]
 
 
 def _moved(module: nn.Module, draw: int) -> nn.Module:
-    """A copy whose parameters are moved by a unit in the last place, up or down."""
+    """A copy with each parameter moved up or down by a unit in the last place, at random."""
     generator, moved = torch.Generator().manual_seed(draw), copy.deepcopy(module)
     for parameter in moved.parameters():
         signs = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter) * 2 - 1
@@ -88,25 +94,35 @@ def _moved(module: nn.Module, draw: int) -> nn.Module:
 
 
 def check(
-    found: Sequence[Tensor],
+    actual: Sequence[Tensor],
     module: nn.Module,
     inputs: Sequence[Tensor],
     cotangent: Tensor,
     eps: float,
 ) -> None:
-    """No farther from fp64 than four times what eager is, in the worst of four samples, and four units of the largest number.
+    """Asserts that errors are at most four times eager's, plus four units of the largest value.
 
-    The samples are eager runs with parameters moved by a unit in the last place: each is rounded
-    otherwise. A chain of roundings in another order differs by a few times what they do.
+    Eager's error is the largest of four runs: one of the module, and three with all parameters
+    moved by a unit in the last place, which changes all roundings. The same operations in another
+    order may be off by a few times as much.
+
+    Args:
+        actual: the output and gradients, as `results` returns them.
+        module: the module in eager PyTorch.
+        inputs: its inputs.
+        cotangent: of the output.
+        eps: the unit, relative to the largest value.
     """
     modules = [module, *[_moved(module, draw) for draw in range(3)]]
-    eager = [results(other, other, inputs, cotangent) for other in modules]
+    eager = [results(sample, sample, inputs, cotangent) for sample in modules]
     exact = copy.deepcopy(module).double()
     with torch.autocast(DEVICE.type, enabled=False):
         arguments = [t.double() if t.is_floating_point() else t for t in inputs]
-        wanted = results(exact, exact, arguments, cotangent.double())
-    for number, (ours, best) in enumerate(zip(found, wanted, strict=True)):
+        expected = results(exact, exact, arguments, cotangent.double())
+    for number, (ours, want) in enumerate(zip(actual, expected, strict=True)):
         theirs = [sample[number] for sample in eager]
-        assert ours.dtype == theirs[0].dtype and ours.shape == best.shape
-        allowed = max([(other.double() - best).abs().max() for other in theirs])
-        assert (ours.double() - best).abs().max() <= 4 * (allowed + eps * best.abs().max()), number
+        assert ours.dtype == theirs[0].dtype
+        assert ours.shape == want.shape
+        eager_error = max([(sample.double() - want).abs().max() for sample in theirs])
+        error = (ours.double() - want).abs().max()
+        assert error <= 4 * (eager_error + eps * want.abs().max()), number

@@ -1,4 +1,4 @@
-"""What the tests of exact operators share: numbers compared bit for bit, with the definition's."""
+"""Helpers of the tests of exact operators, whose results are compared bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tensors = dict[str, Tensor | None]
 
 
 def bits(t: Tensor) -> Tensor:
-    """The numbers as integers: NaN equals itself, and zero is not minus zero."""
+    """The bits as integers, so that NaN equals itself and zero does not equal minus zero."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return t.contiguous().view(integers[t.itemsize]) if t.is_floating_point() else t
 
@@ -39,10 +39,13 @@ def inplace(spec: Spec) -> bool:
 
 
 def check(spec: Spec, sample: Sample) -> None:
-    """The definition's outputs, and no input changed but the one that an operator in place gives back."""
-    wanted, before = expected(spec, sample), copies(sample.tensors)
+    """Asserts that the outputs are those of the definition, and that no input changed.
+
+    An operator in place changes and returns its first input.
+    """
+    definition, before = expected(spec, sample), copies(sample.tensors)
     outputs = as_tuple(spec.call(**sample.tensors, **sample.options))
-    for i, (output, want) in enumerate(zip(outputs, wanted, strict=True)):
+    for i, (output, want) in enumerate(zip(outputs, definition, strict=True)):
         assert output.device == want.device
         assert same(output, want), (
             f"output {i}: {int((bits(output) != bits(want)).sum())} elements differ"
@@ -51,12 +54,11 @@ def check(spec: Spec, sample: Sample) -> None:
         if inplace(spec) and name == spec.tensors[0]:
             assert outputs[0] is tensor
             continue
-        assert all(
-            output.data_ptr() != tensor.data_ptr() or not output.numel() for output in outputs
-        )
+        for output in outputs:
+            assert output.data_ptr() != tensor.data_ptr() or not output.numel()
         assert same(tensor, before[name]), f"{name} was changed"
 
 
 def sized(spec: Spec, shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Sample:
-    """The benchmark's sample of that many rows and columns."""
+    """The benchmark's sample with these numbers of rows and columns."""
     return spec.benchmark(shape, dtype, DEVICE)

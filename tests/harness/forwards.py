@@ -1,7 +1,7 @@
-"""Forwards written in many ways, each with the operators that it calls when it is fused.
+"""Forwards written in many styles, each with the operators that it calls when it is fused.
 
-`_case` adds a forward, or a class with one, to `CASES`. What a forward may call are the modules and
-settings of `Base`; tests/models/test_structure.py has the properties that hold for all of them.
+`_case` adds a forward, or a class with one, to `CASES`. A forward uses the modules and settings of
+`Base`. The tests of all cases are in tests/models/test_structure.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ N = 8  # columns of the rows
 
 
 class _Mlp(nn.Module):
-    """A branch that may leave its last bias and dropout to the block."""
+    """A branch whose last bias and dropout the block's operator may compute."""
 
     def __init__(self, bias: bool = True) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class _Mlp(nn.Module):
 
 
 class _Attention(nn.Module):
-    """A branch with another output."""
+    """A branch that also returns its attention weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,15 +56,15 @@ class _Output:
     states: Tensor
     weights: Tensor
 
-    def __getitem__(self, place: int) -> Tensor:
-        return (self.states, self.weights)[place]
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.states, self.weights)[index]
 
     def __iter__(self) -> Any:
         return iter((self.states, self.weights))
 
 
 class Returning(nn.Module):
-    """Returns an attention's outputs as something else than a tuple."""
+    """Returns the outputs of an attention as ``kind(states, weights)`` instead of a tuple."""
 
     def __init__(self, kind: Callable[..., Any]) -> None:
         super().__init__()
@@ -76,6 +76,8 @@ class Returning(nn.Module):
 
 
 class Base(nn.Module):
+    """The modules and settings that the forwards use."""
+
     flag, other, p, record = True, False, 0.3, None
     forward: Callable[..., Any]
 
@@ -103,7 +105,7 @@ class Base(nn.Module):
         self.seen: list[Any] = []
 
     def note(self, *values: Any) -> None:
-        """A side effect."""
+        """Records values, as an example of a side effect."""
         self.seen.append([v.detach().clone() if isinstance(v, Tensor) else v for v in values])
 
 
@@ -111,7 +113,10 @@ CASES: dict[str, tuple[type[Base], dict[str, int] | None]] = {}
 
 
 def _case(**calls: int) -> Callable[[Any], Any]:
-    """A forward, with how often each operator is called when it is fused, in training."""
+    """Returns a decorator that adds a forward to `CASES`.
+
+    ``calls`` are the numbers of calls of each operator in training, when the forward is fused.
+    """
 
     def add(forward: Any) -> Any:
         cls = forward if isinstance(forward, type) else type("Case", (Base,), {"forward": forward})
@@ -431,7 +436,7 @@ def in_place_dropout_of_rows(self, x):
     return y * h
 
 
-# --- sums that wait -------------------------------------------------------------------------------
+# --- sums whose norm comes later ------------------------------------------------------------------
 
 
 @_case(layer_norm=1)
@@ -540,7 +545,7 @@ def a_sum_of_two_tensors(self, x):
     return self.norm1(y) + y
 
 
-# --- what is added --------------------------------------------------------------------------------
+# --- operands of sums -----------------------------------------------------------------------------
 
 
 @_case(bias_dropout_add=2, layer_norm=1)
@@ -584,7 +589,7 @@ def lists_are_extended(self, x):
     return tuple(kept)
 
 
-# --- what modules return --------------------------------------------------------------------------
+# --- returned values of modules -------------------------------------------------------------------
 
 
 @_case(bias_dropout_add=1)
@@ -838,7 +843,7 @@ def asserted(self, x):
     return x + h
 
 
-# --- names that others see ------------------------------------------------------------------------
+# --- names that other scopes read -----------------------------------------------------------------
 
 
 @_case()
@@ -1113,7 +1118,7 @@ def a_comprehension_of_layers(self, x):
     return sum(ys) + self.norm1(x + h)
 
 
-# --- more of what may stand between ---------------------------------------------------------------
+# --- more statements between a sum and its norm ---------------------------------------------------
 
 
 @_case()
@@ -1482,7 +1487,7 @@ def positional_only(self, x, /):
     return x + self.drop1(self.fc(x))
 
 
-# --- what the operators do not take ---------------------------------------------------------------
+# --- values that the operators do not accept ------------------------------------------------------
 
 
 @_case(bias_dropout_add=3)

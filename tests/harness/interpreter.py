@@ -1,24 +1,24 @@
-"""Corrects Triton's interpreter where it computes something else than a GPU, for as long as the tests run.
+"""Patches Triton's interpreter for the tests: right casts, checked accesses, and more speed.
 
-Triton 3.6's interpreter holds bf16 as 16-bit integers. It cuts the low bits off when it narrows
-fp32 to bf16, where a GPU rounds to the nearest, ties to even; and it converts between bf16 and
-dtypes other than fp32 as if the bits were a number. Tests that hold a kernel to one correct
-rounding would have to be twice as lenient for it.
+Casts: Triton 3.6's interpreter holds bf16 as 16-bit integers. It truncates when it casts fp32 to
+bf16, while a GPU rounds to nearest even. Between bf16 and dtypes other than fp32 it converts the
+bits as if they were an integer. Without the patch, tests of a correctly rounded result would need
+twice the tolerance.
 
-Up to Triton 3.8 it takes masks of integers, which a comparison of numbers becomes beside a block.
-Here it refuses them, as later ones do.
+Masks: up to Triton 3.8 the interpreter accepts integer masks, into which it turns a comparison of
+scalars that is combined with a block. The patch refuses them, as later releases do.
 
-It reads and writes any address that a kernel computes, where a GPU would fault or corrupt what lies
-there. Here every address has to be an element of one of the launch's tensors.
+Accesses: the interpreter reads and writes any address. A GPU would fault, or corrupt memory. The
+patch requires that every address is an element of one of the launch's tensors.
 
-It also spends most of its time on work that it has done before, or whose result it drops:
+Speed: the interpreter repeats most of its work, or drops its result.
 
-- At each call of a device function it replaces the functions of ``triton.language`` again, and each
-  intermediate value gets a type that is built anew. Both happen once here.
-- Each operator casts its operands to the types and shapes that they have, and each sum of integers
-  is computed again in 64 bits for a check that only a debugger sees.
-- Most of what remains are the rounds of Philox: tests draw the same masks again and again, whose
-  factors are remembered.
+- At each call of a device function it replaces the functions of ``triton.language`` again, and it
+  builds a new type for each intermediate value. The patches do both once.
+- Each operator casts its operands, even if they have the right type and shape. Each sum of integers
+  is computed again in 64 bits, for a check in debug mode. The patches omit both.
+- Most of the remaining time goes to Philox. Tests draw the same masks many times, so a patch caches
+  the scale of each mask.
 """
 
 from __future__ import annotations
@@ -35,48 +35,45 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Corrects the interpreter and makes it fast.
-
-    A release of Triton that lacks one of the parts goes without.
-    """
+    """Applies all patches; one whose target this release of Triton lacks is skipped."""
     from triton import language as tl
     from triton.runtime import interpreter
 
     from fusedops.core import device
 
     interpreter.InterpreterBuilder.cast_impl = _rounding(interpreter.InterpreterBuilder.cast_impl)
-    # A GPU does not warn of 0/0 or inf - inf, least of all in lanes that are masked off.
+    # Unlike NumPy, a GPU does not warn of 0/0 or inf - inf, which occur in masked lanes.
     np.seterr(all="ignore")
-    _read_single_numbers(interpreter)
+    _use_scalars_as_indices(interpreter)
     _refuse_masks_of_integers(interpreter.InterpreterBuilder)
     _bound_accesses(interpreter)
     if hasattr(interpreter, "_LangPatchScope"):
         _replace_the_language_once(interpreter, tl)
     if hasattr(interpreter, "_get_np_dtype"):
-        _keep_numpy_dtypes(interpreter)
-    _keep_types(tl.core)
+        _cache_numpy_dtypes(interpreter)
+    _cache_types(tl.core)
     _omit_checks_of_overflow(interpreter.interpreter_builder)
     if hasattr(interpreter, "interpreter_semantic"):
-        _leave_operands_as_they_are(type(interpreter.interpreter_semantic))
+        _omit_casts_of_operands(type(interpreter.interpreter_semantic))
     if hasattr(interpreter.InterpretedFunction, "rewritten_fn"):
-        _remember_results(device._keep_scale, tl.core)
+        _cache_results(device._keep_scale, tl.core)
 
 
 def _rounding(original: Any) -> Any:
+    """Returns a cast that rounds to and from bf16 as a GPU does."""
     import triton.language as tl
     from triton.runtime import interpreter
 
     def cast(self: Any, src: Any, dst_type: Any) -> Any:
         source, target = src.dtype.scalar, dst_type.scalar
-        if source == target or not (
-            source.is_floating() and target.is_floating() and tl.bfloat16 in (source, target)
-        ):
+        are_floating = source.is_floating() and target.is_floating()
+        if source == target or not are_floating or tl.bfloat16 not in (source, target):
             return original(self, src, dst_type)
         values = torch.from_numpy(np.ascontiguousarray(src.data).reshape(-1))
         if source == tl.bfloat16:
             values = values.view(torch.bfloat16)
         if target == tl.bfloat16:
-            # By way of fp32: for fp64 that is two roundings, as on the GPU.
+            # Via fp32, so that fp64 is rounded twice, as on the GPU.
             data = values.float().bfloat16().view(torch.int16).numpy().view(np.uint16)
         else:
             data = values.to(getattr(torch, f"float{target.primitive_bitwidth}")).numpy()
@@ -86,22 +83,24 @@ def _rounding(original: Any) -> Any:
 
 
 def _refuse_masks_of_integers(builder: Any) -> None:
-    def with_boolean_mask(original: Any, place: int) -> Any:
+    def with_boolean_mask(original: Any, *, index_of_mask: int) -> Any:
         def access(self: Any, *args: Any) -> Any:
-            if args[place].data.dtype != np.bool_:
-                raise ValueError(f"mask has unsupported dtype {args[place].data.dtype}")
+            dtype = args[index_of_mask].data.dtype
+            if dtype != np.bool_:
+                raise ValueError(f"mask has unsupported dtype {dtype}")
             return original(self, *args)
 
         return access
 
-    builder.create_masked_load = with_boolean_mask(builder.create_masked_load, 1)
-    builder.create_masked_store = with_boolean_mask(builder.create_masked_store, 2)
+    load, store = builder.create_masked_load, builder.create_masked_store
+    builder.create_masked_load = with_boolean_mask(load, index_of_mask=1)
+    builder.create_masked_store = with_boolean_mask(store, index_of_mask=2)
 
 
 def _bound_accesses(interpreter: Any) -> None:
-    """Each load and store raises an `IndexError` unless it is within one of the launch's tensors.
+    """Makes loads and stores raise an `IndexError` outside the launch's tensors.
 
-    Kernels that find tensors by their addresses, as numbers, are left out.
+    A kernel that converts an integer to a pointer is not checked from there on.
     """
     executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
     to_host, to_pointer = executor._init_args_hst, builder.create_int_to_ptr
@@ -125,7 +124,7 @@ def _bound_accesses(interpreter: Any) -> None:
         def access(self: Any, ptrs: Any, *rest: Any) -> Any:
             mask = rest[1] if name == "create_masked_store" else rest[0]
             if extents and not _is_within(ptrs, mask, extents):
-                raise IndexError(f"{name} beside the tensors of the launch")
+                raise IndexError(f"{name} outside the tensors of the launch")
             return original(self, ptrs, *rest)
 
         return access
@@ -136,7 +135,7 @@ def _bound_accesses(interpreter: Any) -> None:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first element, and of what is behind its last."""
+    """Returns the addresses of a tensor's first byte, and of the byte after its last."""
     last = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -144,16 +143,18 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _is_within(ptrs: Any, mask: Any, extents: list[tuple[int, int]]) -> bool:
-    addresses = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape).astype(bool)].astype(np.int64)
+    """Whether all addresses that are not masked off are within one of the tensors."""
+    is_accessed = np.broadcast_to(mask.data, ptrs.data.shape).astype(bool)
+    addresses = ptrs.data[is_accessed].astype(np.int64)
     if not addresses.size:
         return True
-    first, size = int(addresses.min()), max(ptrs.get_element_ty().primitive_bitwidth // 8, 1)
-    behind = int(addresses.max()) + size
-    return any(start <= first and behind <= end for start, end in extents)
+    size = max(ptrs.get_element_ty().primitive_bitwidth // 8, 1)
+    first, end = int(addresses.min()), int(addresses.max()) + size
+    return any(start <= first and end <= end_of_tensor for start, end_of_tensor in extents)
 
 
-def _read_single_numbers(interpreter: Any) -> None:
-    """Scalars are arrays of one number, which NumPy warns of where they are read as one."""
+def _use_scalars_as_indices(interpreter: Any) -> None:
+    """Lets Python convert scalars to integers: they are arrays of one element, so NumPy warns."""
     original = interpreter._patch_lang_tensor
 
     def patch(tensor: Any, scope: Any) -> None:
@@ -164,16 +165,17 @@ def _read_single_numbers(interpreter: Any) -> None:
 
 
 def _replace_the_language_once(interpreter: Any, tl: Any) -> None:
-    """Within a launch, `_patch_lang` does its work once for each part of the language that a function sees.
+    """Makes `_patch_lang` patch the language once in a launch, not at each call of a function.
 
-    The kernel's own replacements are taken back after the launch, as Triton does; those for the
-    device functions that it calls are never taken back, with or without this.
+    A function sees the modules `triton.language` and `triton.language.core`, one of them, or none.
+    For each of these cases the language is patched once. As in Triton, the patches for the kernel
+    are undone after the launch, and those for device functions are not.
     """
     original, scope = interpreter._patch_lang, interpreter._LangPatchScope
     replaced: set[tuple[bool, bool]] = set()
 
     class Scope(scope):  # type: ignore[misc, valid-type]
-        """The kernel's: what comes after it begins anew."""
+        """The scope of a kernel. When it ends, the next launch patches the language again."""
 
         def restore(self) -> None:
             super().restore()
@@ -210,7 +212,7 @@ def _replace_the_language_once(interpreter: Any, tl: Any) -> None:
     interpreter._patch_lang, interpreter._patch_builtin = patch, patch_builtin
 
 
-def _keep_numpy_dtypes(interpreter: Any) -> None:
+def _cache_numpy_dtypes(interpreter: Any) -> None:
     original = interpreter._get_np_dtype
     results: dict[str, Any] = {}
 
@@ -223,11 +225,8 @@ def _keep_numpy_dtypes(interpreter: Any) -> None:
     interpreter._get_np_dtype = np_dtype
 
 
-def _keep_types(core: Any) -> None:
-    """Blocks of one element type and shape share what describes them.
-
-    So do the tensors of one type.
-    """
+def _cache_types(core: Any) -> None:
+    """Caches the attributes of block types by element type and shape, and of tensors by shape."""
     block, tensor = core.block_type.__init__, core.tensor.__init__
     blocks: dict[Any, dict[str, Any]] = {}
     shapes: dict[tuple[int, ...], dict[str, Any]] = {}
@@ -260,16 +259,13 @@ def _keep_types(core: Any) -> None:
 
 
 def _omit_checks_of_overflow(builder: Any) -> None:
-    """The checks compute each sum and product of integers twice, and assert in debug mode alone."""
+    """Omits checks of sums and products of integers, which only assert in debug mode."""
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
-def _leave_operands_as_they_are(semantic: Any) -> None:
-    """An operand that has the type and the shape of the result is not converted.
-
-    The type that two operands are converted to is looked up.
-    """
+def _omit_casts_of_operands(semantic: Any) -> None:
+    """Skips casts and broadcasts to the type and shape that an operand has; caches result types."""
     cast, broadcast, result_type = (
         semantic.cast,
         semantic.broadcast_impl_value,
@@ -288,7 +284,7 @@ def _leave_operands_as_they_are(semantic: Any) -> None:
             return first, second
         return broadcast(self, first, second)
 
-    def known_type(self: Any, *args: Any) -> Any:
+    def cached_type(self: Any, *args: Any) -> Any:
         key = tuple([getattr(arg, "name", arg) for arg in args])
         if key not in types:
             types[key] = result_type(self, *args)
@@ -296,22 +292,22 @@ def _leave_operands_as_they_are(semantic: Any) -> None:
 
     semantic.cast = cast_if_needed
     semantic.broadcast_impl_value = broadcast_if_needed
-    semantic.computation_type_impl = known_type
+    semantic.computation_type_impl = cached_type
 
 
-# Results of a device function that are remembered; some have 100 kB.
+# The most results that a cache holds; some have 100 kB.
 _MOST_RESULTS = 1024
 
 
-def _remember_results(function: Any, core: Any) -> None:
-    """Calls a device function once for each of its arguments' values, of which it is a pure function.
+def _cache_results(function: Any, core: Any) -> None:
+    """Caches the results of a device function, which must be pure, by the values of its arguments.
 
-    Nobody can write to the remembered arrays.
+    The cached arrays are read-only.
     """
     original = function.rewrite()
     results: dict[Any, Any] = {}
 
-    def remembering(*args: Any) -> Any:
+    def cached(*args: Any) -> Any:
         key = tuple(_value_of(arg, core) for arg in args)
         if key not in results:
             if len(results) == _MOST_RESULTS:
@@ -321,11 +317,11 @@ def _remember_results(function: Any, core: Any) -> None:
         result = results[key]
         return core.tensor(result.handle, result.type)
 
-    function.rewritten_fn[function.fn] = remembering
+    function.rewritten_fn[function.fn] = cached
 
 
 def _value_of(argument: Any, core: Any) -> Any:
-    """What two arguments of the same type and value have in common."""
+    """Returns a key that is equal for arguments of the same type and value."""
     if isinstance(argument, core.tensor):
         data = argument.handle.data
         return str(argument.type), data.dtype.str, data.shape, data.tobytes()

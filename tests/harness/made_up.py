@@ -1,9 +1,7 @@
-"""A tuner that times nothing: costs are made up, the same for all processes.
+"""Parts of a tuner that do not time anything: costs are made up, and the same in all processes.
 
-As a script it tunes over and over.
-
-Everything else is the real one, on the GPU where there is one; what runs the script does so under
-Triton's interpreter, on the CPU.
+The other parts are the real ones. They plan for the GPU if there is one, else for the CPU. As a
+script, under Triton's interpreter on the CPU, this tunes the same workloads again and again.
 """
 
 from __future__ import annotations
@@ -32,31 +30,31 @@ __all__ = ["NAME", "Bench", "Pool", "Timer", "cost", "sweeper", "workloads"]
 
 NAME = "Test GPU"
 CPU = torch.device("cpu")
-# Where workloads are planned: kernels are there on a GPU, and on the CPU only under the
+# The device for which workloads are planned. On the CPU there are kernels only under the
 # interpreter.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def cost(key: TuningKey, config: Config) -> float:
-    """Microseconds, from 10 to 20."""
+    """A made-up time in microseconds, from 10 to 20."""
     return 10.0 + zlib.crc32(f"{key} {config}".encode()) % 1000 / 100.0
 
 
 class Pool:
-    """A pool in which every kernel compiles at once, with few resources or those of ``usages``."""
+    """A pool of compilers that returns made-up resources at once: those in ``usages``, or few."""
 
     def __init__(self, usages: dict[Config, Usage] | None = None) -> None:
         self.usages, self.requests = usages or {}, list[Request]()
 
     def submit(self, request: Request, *, fit: bool = False) -> Future[Usage]:
         self.requests.append(request)
-        done: Future[Usage] = Future()
-        done.set_result(self.usages.get(request.config, Usage(registers=32)))
-        return done
+        future: Future[Usage] = Future()
+        future.set_result(self.usages.get(request.config, Usage(registers=32)))
+        return future
 
 
 class Bench:
-    """Records what it times."""
+    """Returns made-up times for a workload, and records the requests in its timer."""
 
     def __init__(self, timer: Timer, workload: Workload) -> None:
         self.timer, self.workload = timer, workload
@@ -71,7 +69,12 @@ class Bench:
 
 
 class Timer:
-    """Costs are made up, or ``costs``; the results of configs that are ``wrong`` are."""
+    """A timer with made-up times.
+
+    Args:
+        costs: the times of some configs; others have those of `cost`.
+        wrong: configs whose results are to differ from those of others.
+    """
 
     def __init__(
         self, costs: dict[Config, float] | None = None, wrong: tuple[Config, ...] = ()
@@ -100,17 +103,19 @@ def workloads(*names: str, shape: tuple[int, ...] = (20, 64)) -> list[Workload]:
 
 def main(rounds: int) -> None:
     tuning.device_name = lambda index: NAME  # type: ignore[assignment]
-    options, todo = argparse.Namespace(raw=None), workloads("rms_norm", "bias_dropout_add_ln")
-    keep = command._Cache(options, torch.device("cuda", 0))
+    """Tunes for this many rounds, and prints ``begun`` after the first."""
+    options, to_tune = argparse.Namespace(raw=None), workloads("rms_norm", "bias_dropout_add_ln")
+    cache = command._Cache(options, torch.device("cuda", 0))
     with kernels_alone():
         for count in range(rounds):
             with contextlib.redirect_stdout(io.StringIO()):
-                command._sweep(sweeper(device=CPU), todo, keep, 1e9, lambda outcome: "")
-            if not count:
+                command._sweep(sweeper(device=CPU), to_tune, cache, 1e9, lambda outcome: "")
+            if count == 0:
                 print("begun", flush=True)
 
 
 def options(**changes: object) -> argparse.Namespace:
+    """The options of the command ``tune``, with defaults for those that are not in ``changes``."""
     defaults = {
         "op": None,
         "shape": None,

@@ -1,4 +1,4 @@
-"""Results of a sweep, from a simple model instead of a GPU."""
+"""Made-up results of a benchmark sweep, from a simple model instead of a GPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from benchmarks.results import Row
 
 SPECS = {spec.name: spec for spec in discover()}
 _BANDWIDTH = 4.26e12
-# Fraction of the bandwidth on large shapes, µs a kernel cannot go below, host µs a call, tensors
-# held at the peak.
+# For each provider: the fraction of the bandwidth on large shapes, the least time of its kernels in
+# µs, the host time of a call in µs, and the number of tensors in memory at the peak.
 _MODELS = {
     "fusedops": (0.88, 6.0, 90.0, 2.0),
     "eager": (0.42, 14.0, 80.0, 4.0),
@@ -23,20 +23,20 @@ _MODELS = {
 
 
 def row(case, provider, mode="fwd_bwd", **changes):
-    """One made-up row."""
-    fraction, least, host, tensors = _MODELS[provider]
+    """One made-up row; ``changes`` replace values of it."""
+    fraction, least_us, host_us, tensors = _MODELS[provider]
     if provider == "eager" and case.spec.combined is not None:
-        fraction /= 12.0  # slice by slice
+        fraction /= 12.0  # eager PyTorch processes slice by slice
     floor = floor_us(bytes_moved(case.spec, case.elements, case.dtype, mode), _BANDWIDTH)
-    wide = math.prod(case.sides[1:])
-    fraction *= 1.0 - 0.08 * abs(math.log2(wide / 4096)) * (1.5 if wide > 8192 else 0.6)
-    gpu = least + floor / max(fraction, 0.05)
-    size = case.elements * case.dtype.itemsize / 2**20
+    cols = math.prod(case.sides[1:])
+    fraction *= 1.0 - 0.08 * abs(math.log2(cols / 4096)) * (1.5 if cols > 8192 else 0.6)
+    gpu_us = least_us + floor / max(fraction, 0.05)
+    mib_of_tensor = case.elements * case.dtype.itemsize / 2**20
     values = {
-        "gpu_us": gpu,
-        "loop_us": max(host, gpu),
+        "gpu_us": gpu_us,
+        "loop_us": max(host_us, gpu_us),
         "floor_us": floor,
-        "peak_mib": tensors * size,
+        "peak_mib": tensors * mib_of_tensor,
     } | changes
     return Row(
         case.op,
@@ -52,13 +52,14 @@ def row(case, provider, mode="fwd_bwd", **changes):
 
 
 def rows(*, axes=sweep.AXES, dtypes=("bf16",), modes=("fwd_bwd",), ops=None):
-    """A whole sweep."""
+    """The rows of a whole sweep: all cases, modes, and providers that have the operator."""
     specs = [spec for spec in SPECS.values() if ops is None or spec.name in ops]
     results = []
     for case in sweep.plan(specs, axes, dtypes):
-        peers = ["fusedops", "eager", "compile"]
-        peers += ["eager_combined"] * (case.spec.combined is not None) + ["liger"] * (
-            case.spec.liger is not None
-        )
-        results += [row(case, provider, mode) for mode in modes for provider in peers]
+        providers = ["fusedops", "eager", "compile"]
+        if case.spec.combined is not None:
+            providers.append("eager_combined")
+        if case.spec.liger is not None:
+            providers.append("liger")
+        results += [row(case, provider, mode) for mode in modes for provider in providers]
     return results

@@ -1,6 +1,6 @@
-"""The keep mask of a call, read off its values.
+"""Reads the keep masks of a call off its results.
 
-What was dropped is zero, in the sum and in x's gradient.
+Dropped elements are zero in the returned sum, and in the gradient of x.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ DROPOUT_SPECS = [spec for spec in ALL_SPECS if spec.has_dropout]
 
 
 class Run(NamedTuple):
-    """One forward and backward: outputs, gradients by name, and the keep mask as each of the two passes saw it."""
+    """The results of one forward and backward.
+
+    Attributes:
+        outputs: the outputs.
+        gradients: the gradients by name.
+        forward: the keep mask of the forward, read off the sum.
+        backward: the keep mask of the backward, read off the gradient of x.
+    """
 
     outputs: tuple[Tensor, ...]
     gradients: dict[str, Tensor]
@@ -31,11 +38,10 @@ class Run(NamedTuple):
 
 
 class Problem:
-    """Random inputs of one operator in which a dropped element shows.
+    """Random inputs of one operator, and options such that dropped elements are zero in results.
 
-    No residual, and the sum is returned.
-
-    Normal numbers of fp32 or wider are zero with a probability that no test meets.
+    There is no residual, and the sum is returned. Other elements are normally distributed in fp32
+    or fp64, so that they are practically never zero.
     """
 
     def __init__(
@@ -56,22 +62,21 @@ class Problem:
                 tensor.requires_grad_()
         self.options = dict(sample.options)
         if "activation" in self.options:
-            self.options["activation"] = (
-                "identity"  # another may be zero by itself, in value or in derivative
-            )
+            # The value or derivative of other activations may be zero without dropout.
+            self.options["activation"] = "identity"
         if "return_sum" in inspect.signature(spec.call).parameters:
             self.options["return_sum"] = True
         self.absent = {"residual": None} if "residual" in spec.tensors else {}
 
     @property
     def rows(self) -> Tensor:
-        """The tensor that dropout acts on."""
+        """The tensor to which dropout is applied."""
         tensor = self.tensors[self.spec.tensors[0]]
         assert tensor is not None
         return tensor
 
     def drop_ones(self) -> None:
-        """Makes dropout act on ones: the returned sum is then the scaled mask itself."""
+        """Fills the rows with ones, so that the returned sum is the scaled mask itself."""
         with torch.no_grad():
             self.rows.fill_(1.0)
             bias = self.tensors.get("bias")
@@ -91,8 +96,8 @@ class Problem:
             outputs, [self.tensors[name] for name in names], random_like(outputs)
         )
         gradients = dict(zip(names, grads, strict=True))
-        # Detached: a graph kept alive ties its leaves to the stream it ran on, which a later
-        # capture may not touch.
+        # Detached, because a living graph ties its leaves to the stream on which it ran, and a
+        # later capture must not use that stream.
         outputs = tuple(output.detach() for output in outputs)
         return Run(outputs, gradients, outputs[-1] != 0.0, gradients[self.spec.tensors[0]] != 0.0)
 
@@ -112,7 +117,7 @@ def set_rng_state(state: Tensor, device: torch.device) -> None:
 def five_sigma(count: int, probability: float) -> float:
     """Five standard deviations of the number of successes in ``count`` independent trials.
 
-    A sound generator leaves that band once in two million tests; the seeds are fixed, so a test
-    that passes stays so.
+    A sound generator exceeds them once in two million tests. The seeds are fixed, so a test that
+    passes once always passes.
     """
     return 5.0 * math.sqrt(count * probability * (1.0 - probability))

@@ -1,15 +1,14 @@
-"""``python tests/harness/model_coverage.py``.
+"""Counts how many classes of the installed Transformers `fusedops.fuse_model` fuses.
 
-How many classes of the installed Transformers `fusedops.fuse_model` knows.
+``python tests/harness/model_coverage.py`` counts classes, not modules. It takes the norms,
+feed-forward parts and layers of all `transformers.models.*.modeling_*`, recognised by their names
+(`KINDS`). A class counts as fused if a module of it is fused, by a rule for the class or with the
+block around it. This module is part of one of the small models of `architectures`, or else it is
+built from a small configuration of its family. A class that cannot be built counts as not fused.
 
-Counts classes, not modules: of all `transformers.models.*.modeling_*`, the norms, feed-forward
-parts and layers, told by their names (`KINDS`). A class counts as fused if a module of it is, by a
-rule of its own or by the block around it: a module in one of the small models of `architectures`,
-or else one that is built from a small configuration of its family. A class of which none can be
-built counts as not fused.
-
-``--write`` writes the result to ``coverage/transformers_VERSION.csv``; ``--check`` fails if a class
-that was fused there no longer is. Last comes what is fused in twenty models, module by module.
+The command prints the numbers of fused classes by kind, and the numbers of fused modules in twenty
+models. ``--write`` writes the result to ``coverage/transformers_VERSION.csv``; ``--check`` fails if
+a class is not fused that this file has as fused.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # some configurations ask the hub for another's
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # some configurations load another from the hub
 
 import torch
 import transformers
@@ -45,7 +44,7 @@ from fusedops.models import ModuleReport
 
 FOLDER = Path(__file__).with_name("coverage")
 
-# By kind, in this order: which names of classes are of it.
+# For each kind a pattern of class names. The first kind that matches counts.
 KINDS = {
     "RMSNorm": re.compile(r"RMSNorm"),
     "other norm": re.compile(r"(Layer|Group|Batch)?Norm(2d|alization|Gated)?$|LayerNorm"),
@@ -76,7 +75,9 @@ TWENTY = (
     "mixtral",
     "deberta-v2",
 )
-NOT_BUILT, BY = "not built", "by its block"
+# The reason of a class that cannot be built, and the rule of a class that is fused with its block.
+NOT_BUILT, BY_BLOCK = "not built", "by its block"
+# The most time for building or examining one model.
 _SECONDS = 10
 
 
@@ -102,31 +103,38 @@ class Coverage:
 
     @property
     def reason(self) -> str:
-        """The commonest, if it is not fused."""
-        return (
-            "" if self.rules else self.reasons.most_common(1)[0][0] if self.reasons else NOT_BUILT
-        )
+        """The commonest reason if the class is not fused, else an empty text."""
+        if self.rules:
+            return ""
+        return self.reasons.most_common(1)[0][0] if self.reasons else NOT_BUILT
 
     def add(self, line: ModuleReport) -> None:
+        """Counts the report on one module of the class."""
         if line.rule:
             self.rules[line.rule] += 1
         elif line.by is not None:
-            self.rules[BY] += 1
+            self.rules[BY_BLOCK] += 1
         else:
             self.reasons[line.reason] += 1
 
 
 def kind_of(cls: type) -> str | None:
-    """A layer or a feed-forward part has a forward of its own.
+    """Returns the kind of a class, or None.
 
-    What only inherits one is counted there.
+    A layer or feed-forward part that inherits its forward has none: its base class counts.
     """
-    kind = next((kind for kind, names in KINDS.items() if names.search(cls.__name__)), None)
-    return None if kind in ("MLP", "layer") and "forward" not in vars(cls) else kind
+    kind = _kind_of_name(cls.__name__)
+    if kind in ("MLP", "layer") and "forward" not in vars(cls):
+        return None
+    return kind
+
+
+def _kind_of_name(name: str) -> str | None:
+    return next((kind for kind, pattern in KINDS.items() if pattern.search(name)), None)
 
 
 def classes() -> dict[type, Coverage]:
-    """All classes of these kinds."""
+    """All classes of these kinds, with empty coverages."""
     results: dict[type, Coverage] = {}
     for family in pkgutil.iter_modules(transformers.models.__path__):
         package = importlib.import_module(f"transformers.models.{family.name}")
@@ -141,61 +149,61 @@ def classes() -> dict[type, Coverage]:
                 print(f"{family.name}.{file.name} cannot be imported: {error}", file=sys.stderr)
                 continue
             for cls in vars(module).values():
-                own = (
-                    isinstance(cls, type)
-                    and issubclass(cls, nn.Module)
-                    and cls.__module__ == module.__name__
-                )
-                if own and (kind := kind_of(cls)) is not None:
-                    results[cls] = Coverage(
-                        f"{family.name}.{cls.__name__}", kind, Counter(), Counter()
-                    )
+                if not isinstance(cls, type) or not issubclass(cls, nn.Module):
+                    continue
+                kind = kind_of(cls)
+                if kind is not None and cls.__module__ == module.__name__:
+                    name = f"{family.name}.{cls.__name__}"
+                    results[cls] = Coverage(name, kind, Counter(), Counter())
     return results
 
 
-def look(model: nn.Module, found: dict[type, Coverage]) -> tuple[ModuleReport, ...]:
-    """Notes what would become of each module of a model."""
+def examine(model: nn.Module, coverages: dict[type, Coverage]) -> tuple[ModuleReport, ...]:
+    """Adds the reports on the modules of a model to the coverages of their classes."""
     lines = fusedops.fuse_model(model, dry_run=True).modules
     for line, module in zip(lines, dict(model.named_modules()).values(), strict=True):
-        if type(module) in found:
-            found[type(module)].add(line)
+        if type(module) in coverages:
+            coverages[type(module)].add(line)
     return lines
 
 
-def look_at_models(found: dict[type, Coverage]) -> dict[str, tuple[ModuleReport, ...]]:
-    """All model types that can be built; the reports of the twenty."""
+def examine_models(coverages: dict[type, Coverage]) -> dict[str, tuple[ModuleReport, ...]]:
+    """Examines all model types that can be built; returns the reports on the twenty."""
     reports = {}
     for name in architectures.transformers_types():
         with tolerated():
-            lines = look(architectures.make(name).build(), found)
+            lines = examine(architectures.make(name).build(), coverages)
             if name in TWENTY:
                 reports[name] = lines
     return reports
 
 
-def look_at_the_rest(found: dict[type, Coverage]) -> None:
-    """The classes of which no model has a module, built from their families' configurations."""
+def examine_other_classes(coverages: dict[type, Coverage]) -> None:
+    """Examines classes that no model contains, built from their families' configurations."""
     configs = _configs()
-    for cls, coverage in found.items():
+    for cls, coverage in coverages.items():
         if coverage.rules or coverage.reasons:
             continue
-        family = cls.__module__.rpartition(".")[0]
-        for arguments in _arguments(cls, configs[family]):
+        for arguments in _arguments(cls, configs[_family_of(cls)]):
             with tolerated():
-                look(cls(**arguments), found)
+                examine(cls(**arguments), coverages)
             if coverage.rules:
                 break
 
 
+def _family_of(cls: type) -> str:
+    """The package of a class: ``transformers.models.llama`` for those of Llama."""
+    return cls.__module__.rpartition(".")[0]
+
+
 def _configs() -> dict[str, list[Any]]:
-    """Small configurations by family, those within others too."""
+    """Small configurations by family, also those that other configurations contain."""
     result: dict[str, list[Any]] = defaultdict(list)
 
     def collect(config: Any) -> None:
-        if type(config) not in {
-            type(c) for c in result[type(config).__module__.rpartition(".")[0]]
-        }:
-            result[type(config).__module__.rpartition(".")[0]].append(config)
+        of_family = result[_family_of(type(config))]
+        if not any(type(other) is type(config) for other in of_family):
+            of_family.append(config)
         for inner in vars(config).values():
             if hasattr(inner, "to_dict") and hasattr(inner, "model_type"):
                 collect(inner)
@@ -207,7 +215,7 @@ def _configs() -> dict[str, list[Any]]:
 
 
 def _arguments(cls: type, configs: list[Any]) -> Iterator[dict[str, Any]]:
-    """Possible arguments of a class: a configuration, a place in the model, sizes."""
+    """Yields possible arguments of a class: a configuration, the index of the layer, sizes."""
     parameters = [
         p
         for p in list(inspect.signature(cls.__init__).parameters.values())[1:]
@@ -223,7 +231,7 @@ def _arguments(cls: type, configs: list[Any]) -> Iterator[dict[str, Any]]:
             yield {**inputs, "intermediate_size": 64}
 
 
-# What an argument of a name is given, the first that is found in it.
+# Values for required arguments. The first pattern that occurs in an argument's name decides.
 _VALUES: list[tuple[str, Any]] = [
     (r"idx|index|layer_id|layer_number|depth|^i$", 0),
     (r"kernel", 3),
@@ -240,27 +248,28 @@ _VALUES: list[tuple[str, Any]] = [
 
 
 def _value(name: str, config: Any) -> Any:
+    """A value for an argument: the configuration, its field of this name, or one of `_VALUES`."""
     if "config" in name:
         return config
-    own = vars(config).get(name) if config is not None else None
-    if isinstance(own, (int, float, str)):
-        return own
-    return next(value for names, value in _VALUES if re.search(names, name))
+    field = vars(config).get(name) if config is not None else None
+    if isinstance(field, (int, float, str)):
+        return field
+    return next(value for pattern, value in _VALUES if re.search(pattern, name))
 
 
 @contextmanager
 def tolerated() -> Iterator[None]:
-    """Ignores errors in the block, and ends it after a limit of time."""
+    """Ignores errors in the block, and ends the block after `_SECONDS`."""
 
-    def late(*_: Any) -> None:
+    def raise_timeout(*_: Any) -> None:
         raise TimeoutError
 
-    previous = signal.signal(signal.SIGALRM, late)
+    previous = signal.signal(signal.SIGALRM, raise_timeout)
     signal.alarm(_SECONDS)
     try:
         with architectures.quiet():
             yield
-    # What a class raises on arguments that were guessed is of any kind.
+    # The arguments are guesses, so a class may raise any error.
     except Exception:  # noqa: BLE001
         pass
     finally:
@@ -272,85 +281,78 @@ def tolerated() -> Iterator[None]:
 
 
 def table(rows: list[tuple[Any, ...]]) -> str:
-    """Left-aligned names, right-aligned numbers."""
+    """A text with the first column aligned left, and the others aligned right."""
     widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        f"{row[0]!s:{widths[0]}}  "
-        + "  ".join(f"{x!s:>{w}}" for x, w in zip(row[1:], widths[1:], strict=True))
-        for row in rows
-    )
+    lines = []
+    for first, *others in rows:
+        cells = [f"{first!s:{widths[0]}}"]
+        cells += [f"{cell!s:>{width}}" for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join(cells))
+    return "\n".join(lines)
 
 
-def by_kind(found: list[Coverage]) -> str:
-    """A line for each kind."""
+def by_kind(coverages: list[Coverage]) -> str:
+    """A table with the numbers of classes of each kind: all, fused, left, and not built."""
     rows: list[tuple[Any, ...]] = [("classes", "all", "fused", "left", NOT_BUILT)]
     for kind in KINDS:
-        of = [c for c in found if c.kind == kind]
-        fused, absent = sum(bool(c.rules) for c in of), sum(c.reason == NOT_BUILT for c in of)
-        rows.append((kind, len(of), fused, len(of) - fused - absent, absent))
+        of_kind = [coverage for coverage in coverages if coverage.kind == kind]
+        fused = sum(bool(coverage.rules) for coverage in of_kind)
+        not_built = sum(coverage.reason == NOT_BUILT for coverage in of_kind)
+        rows.append((kind, len(of_kind), fused, len(of_kind) - fused - not_built, not_built))
     return table(rows)
 
 
 def by_model(reports: dict[str, tuple[ModuleReport, ...]]) -> str:
-    """A table with the fused and all modules of each kind, for each of the twenty models.
+    """A table with fused and all modules of each kind (as ``2/3``) in each of the twenty models.
 
-    `other` are of no kind.
+    The column `other` has the fused modules of no kind.
     """
-    rows: list[tuple[Any, ...]] = [
-        ("modules fused", "norm", "MLP", "layer", "activation", "attention", "other")
-    ]
+    kinds = ("norm", "MLP", "layer", "activation", "attention")
+    rows: list[tuple[Any, ...]] = [("modules fused", *kinds, "other")]
     for name in TWENTY:
         counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         for line in reports.get(name, ()):
             count = counts[_module_kind(line.type)]
             count[0] += bool(line.rule) or line.by is not None
             count[1] += 1
-        rows.append(
-            (
-                name,
-                *[
-                    "/".join(map(str, counts[kind])) if counts[kind][1] else ""
-                    for kind in rows[0][1:-1]
-                ],
-                counts["other"][0],
-            )
-        )
+        cells = [
+            f"{counts[kind][0]}/{counts[kind][1]}" if counts[kind][1] else "" for kind in kinds
+        ]
+        rows.append((name, *cells, counts["other"][0]))
     return table(rows)
 
 
 def _module_kind(name: str) -> str:
-    kind = next((kind for kind, names in KINDS.items() if names.search(name)), None)
+    """The column of `by_model` for a class of this name."""
+    kind = _kind_of_name(name)
     if kind is not None:
         return "norm" if "norm" in kind.lower() else kind
-    return (
-        "activation"
-        if re.search(r"GELU|SiLU|ReLU|Activation", name)
-        else "attention"
-        if "Attention" in name
-        else "other"
-    )
+    if re.search(r"GELU|SiLU|ReLU|Activation", name):
+        return "activation"
+    return "attention" if "Attention" in name else "other"
 
 
 # --- files ----------------------------------------------------------------------------------------
 
 
 def path() -> Path:
+    """The file of the installed version of Transformers."""
     return FOLDER / f"transformers_{transformers.__version__}.csv"
 
 
-def write(found: list[Coverage]) -> None:
+def write(coverages: list[Coverage]) -> None:
     FOLDER.mkdir(exist_ok=True)
     with path().open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(("class", "kind", "rule", "reason"))
-        writer.writerows(sorted((c.name, c.kind, c.rule, c.reason) for c in found))
+        writer.writerows(sorted((c.name, c.kind, c.rule, c.reason) for c in coverages))
 
 
-def lost(found: list[Coverage]) -> list[str]:
-    """The classes that were fused when the file was written, and are not now, with the reason."""
+def lost(coverages: list[Coverage]) -> list[str]:
+    """The classes that are fused in the file and are not fused now, with the reason."""
     with path().open(newline="", encoding="utf-8") as file:
         before = [row["class"] for row in csv.DictReader(file) if row["rule"]]
-    now = {c.name: c for c in found}
+    now = {coverage.name: coverage for coverage in coverages}
     return [
         f"{name}: {now[name].reason if name in now else 'no such class'}"
         for name in before
@@ -371,7 +373,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="fail if a class that was fused in that file no longer is",
+        help="fail if a class that is fused in that file is not fused now",
     )
     options = parser.parse_args(arguments)
     if options.check and not path().exists():
@@ -380,19 +382,19 @@ def main(arguments: list[str] | None = None) -> int:
     start = time.monotonic()
     torch.manual_seed(0)
     with architectures.quiet():
-        result = classes()
-    reports = look_at_models(result)
-    look_at_the_rest(result)
-    coverages = list(result.values())
+        by_class = classes()
+    reports = examine_models(by_class)
+    examine_other_classes(by_class)
+    coverages = list(by_class.values())
     print(f"Transformers {transformers.__version__}, {time.monotonic() - start:.0f} s\n")
     print(by_kind(coverages), "\n")
     print(by_model(reports))
-    gone = lost(coverages) if options.check else []
-    if gone:
-        print(f"\nno longer fused, {len(gone)} classes:", *gone, sep="\n  ")
+    no_longer_fused = lost(coverages) if options.check else []
+    if no_longer_fused:
+        print(f"\nno longer fused, {len(no_longer_fused)} classes:", *no_longer_fused, sep="\n  ")
     if options.write:
         write(coverages)
-    return bool(gone)
+    return bool(no_longer_fused)
 
 
 if __name__ == "__main__":

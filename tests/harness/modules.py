@@ -1,4 +1,4 @@
-"""What the tests of modules share."""
+"""Helpers of the tests of modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ N = 24
 
 
 def randomise(module: nn.Module) -> nn.Module:
-    """Weights of one and biases of zero hide what a module leaves out."""
+    """Draws random parameters: weights of one and biases of zero would hide errors."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape))
@@ -19,6 +19,6 @@ def randomise(module: nn.Module) -> nn.Module:
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
-    # Both round the same few fp32 operations on values of order one; 24-term sums stay within some
-    # ten ulps.
+    # Both round few fp32 operations on values of order one. The errors of sums of 24 terms are
+    # some ten units in the last place.
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)

@@ -1,7 +1,4 @@
-"""The documentation as its tests read it.
-
-Code blocks, commands, links and headings of each Markdown page.
-"""
+"""Parses the Markdown pages of the documentation: code blocks, inline code, links and anchors."""
 
 from __future__ import annotations
 
@@ -23,7 +20,13 @@ _HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: the page's line on which its first line stands, its language, its text without indentation."""
+    """A fenced code block.
+
+    Attributes:
+        line: the line number, in the page, of the first line of the text.
+        language: the language, or an empty text.
+        text: the text, without the indentation of the block.
+    """
 
     line: int
     language: str
@@ -31,24 +34,24 @@ class Block:
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """Every fenced block, also within lists and other containers."""
+    """Yields every fenced block, also those within lists and other containers."""
     for match in _FENCE.finditer(text):
         line = text.count("\n", 0, match.start()) + 2
         yield Block(line, match[3], re.sub(f"^{match[1]}", "", match[4], flags=re.MULTILINE))
 
 
 def spans(text: str) -> list[str]:
-    """The inline code outside of blocks."""
+    """Returns the inline code outside of fenced blocks."""
     return _SPAN.findall(_FENCE.sub("", text))
 
 
 def links(text: str) -> list[str]:
-    """The targets of all links and pictures, outside of code."""
+    """Returns the targets of all links and pictures outside of code."""
     return _LINK.findall(_SPAN.sub("", _FENCE.sub("", text)))
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors that GitHub gives a page's headings."""
+    """Returns the anchors that GitHub generates for the headings of a page."""
     results: set[str] = set()
     for heading in _HEADING.findall(_FENCE.sub("", text)):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()

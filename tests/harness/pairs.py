@@ -1,4 +1,4 @@
-"""An operator beside the same formula in elementary operators, as functions of their tensors, in fp64."""
+"""Pairs of an operator and the same formula in elementary operators, as functions of tensors."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ ROWS, COLS = 4, 8
 
 
 class Pair:
-    """``ours`` is the operator, ``theirs`` the formula.
+    """An operator and its formula as functions of the sample's tensors, in the order of the call.
 
-    Both take the tensors that the sample has, in call order.
+    Attributes:
+        ours: the operator.
+        theirs: the formula in elementary operators of PyTorch.
+        names: the names of the tensors.
+        tensors: the tensors.
     """
 
     def __init__(self, spec: Spec, sample: Sample) -> None:
         self.spec, self.sample = spec, sample
         present = tensors_of(spec, sample)
         self.names, self.tensors = tuple(present), tuple(present.values())
-        self.ours, self.theirs = (
-            self._positional(call(spec, sample)),
-            self._positional(elementary(spec, sample)),
-        )
+        self.ours = self._positional(call(spec, sample))
+        self.theirs = self._positional(elementary(spec, sample))
 
     def _positional(self, function: Function) -> Function:
         return lambda *values: function(dict(zip(self.names, values, strict=True)))
@@ -55,7 +57,7 @@ def small_sample(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
 ) -> Sample:
-    """Every tensor present and random; the sum is returned where that can be asked."""
+    """A sample with all tensors, random; the operator returns the sum if it has that option."""
     sample = spec.benchmark(shape, dtype, torch.device(device))
     options = {**sample.options, **({"p": p} if spec.has_dropout else {})}
     if "return_sum" in inspect.signature(spec.call).parameters:
@@ -77,7 +79,7 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`F.layer_norm` in elementary operators: PyTorch's own has a jvp whose derivative is wrong."""
+    """`F.layer_norm` in elementary operators, since the derivative of PyTorch's jvp is wrong."""
     dims = tuple(range(-len(shape), 0))
     centred = input - input.mean(dims, keepdim=True)
     hat = centred * torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
@@ -95,32 +97,35 @@ def rms_norm(
 
 
 def silu(input: Tensor) -> Tensor:
-    """`F.silu` in elementary operators: PyTorch's own has no tangent of its backward."""
+    """`F.silu` in elementary operators, since PyTorch's backward has no forward-mode derivative."""
     return input * torch.sigmoid(input)
 
 
 def elementary(
     spec: Spec, sample: Sample
 ) -> Callable[[dict[str, Tensor | None]], tuple[Tensor, ...]]:
-    """The formula in elementary operators, with the same dropout mask."""
-    written = eager(spec, sample)
+    """The eager formula with norms and SiLU in elementary operators, and the same dropout mask."""
+    formula = eager(spec, sample)
 
     def function(tensors: dict[str, Tensor | None]) -> tuple[Tensor, ...]:
         with mock.patch.multiple(F, layer_norm=layer_norm, rms_norm=rms_norm, silu=silu):
-            return written(tensors)
+            return formula(tensors)
 
     return function
 
 
 def loss(function: Function, weights: Sequence[Tensor]) -> Function:
-    """A scalar function with a random gradient (a plain sum's is zero through a LayerNorm), of degree two."""
+    """A scalar function of the outputs, of degree two, with random weights.
+
+    The gradient of a plain sum would be zero through a LayerNorm.
+    """
     return lambda *values: sum(
         (o * o * w + o).sum() for o, w in zip(function(*values), weights, strict=True)
     )
 
 
 def filled(gradients: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """None, which autograd gives for what a result hangs on in no way, as zeros."""
+    """The gradients with zeros instead of None, for tensors on which the result does not depend."""
     return tuple(
         torch.zeros_like(t) if g is None else g for g, t in zip(gradients, tensors, strict=True)
     )
@@ -129,7 +134,7 @@ def filled(gradients: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> tup
 def second_order(
     function: Function, tensors: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Gradients, and the gradients of their squares for inputs and cotangents."""
+    """Returns the gradients, and the gradients of their squared norm by inputs and cotangents."""
     leaves = tuple(t.detach().requires_grad_() for t in tensors)
     outputs = function(*leaves)
     cotangents = tuple(
@@ -142,8 +147,8 @@ def second_order(
 
 
 def close(actual: Any, expected: Any) -> None:
-    """Equal in fp64 but for rounding.
+    """Asserts that fp64 tensors are equal up to rounding.
 
-    Values of order one to a hundred, with 1e-9 far below any mistake.
+    Values are between one and a hundred. A mistake in a formula changes them by far more than 1e-9.
     """
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)

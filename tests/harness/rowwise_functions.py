@@ -1,7 +1,4 @@
-"""Row-wise functions from models that people train, with tensors for them.
-
-What the tests of `fusedops.rowwise` run.
-"""
+"""Row-wise functions from well-known models, with tensors for them, for tests of `rowwise`."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from torch.nn import functional as F
 
 __all__ = ["DROP", "FUNCTIONS", "SAMPLES", "RowwiseFunction", "Sign", "named"]
 
-# What a function's dropouts drop.
+# The probability of all dropouts in these functions.
 DROP = 0.25
 
 Shapes = Callable[[int], Mapping[str, tuple[int, ...]]]
@@ -28,16 +25,16 @@ class RowwiseFunction:
     """A function with the shapes of its tensors.
 
     Attributes:
-        name: of the sample; functions that run in two ways have two.
-        function: of tensors.
-        shapes: of its tensors for a number of rows, in the order of its parameters.
-        drops: whether it draws a dropout mask.
+        name: the name of the sample; one function may have several samples.
+        function: the function of tensors.
+        shapes: maps a number of rows to the shapes of the tensors, in the order of the parameters.
+        drops: whether the function draws a dropout mask.
         sums: whether a gradient is a sum over rows, which takes one more kernel.
-        parts: the number of parts that a row is read in: dropout draws for each.
-        drops_whole: whether all parts of a row are dropped, or values in place of one.
-        rows: what the tests call it with.
-        wide: tensors that are fp32 in any dtype.
-        kinds: tensors that are no floating-point numbers.
+        parts: the number of parts in which kernels read a row. Dropout draws a mask for each part.
+        drops_whole: whether dropout applies to the whole row, before it is split into parts.
+        rows: the number of rows in tests.
+        wide: names of tensors that are fp32 if the others have 16 bits.
+        kinds: names of tensors that are not floating-point, with their kind in `_KINDS`.
         smooth: whether second derivatives exist everywhere.
     """
 
@@ -61,22 +58,21 @@ class RowwiseFunction:
     ) -> dict[str, Tensor]:
         """Random tensors by name: the same in every call, with values of order one."""
         generator = torch.Generator().manual_seed(29)
-        kinds, made = dict(self.kinds), {}
+        kinds, tensors = dict(self.kinds), {}
         for name, shape in self.shapes(self.rows if rows is None else rows).items():
             values = torch.randn(shape, generator=generator, dtype=torch.float64)
             if name in kinds:
-                made[name] = _KINDS[kinds[name]](values).to(device)
+                tensors[name] = _KINDS[kinds[name]](values).to(device)
+            elif name in self.wide:
+                tensors[name] = values.to(device, torch.promote_types(dtype, torch.float32))
             else:
-                made[name] = values.to(
-                    device,
-                    torch.promote_types(dtype, torch.float32) if name in self.wide else dtype,
-                )
-        return made
+                tensors[name] = values.to(device, dtype)
+        return tensors
 
     def without_memory(self, dtype: torch.dtype, cols: int) -> list[Tensor]:
-        """Tensors of many rows of so many columns, which cannot be read.
+        """Tensors on the meta device, of many rows of ``cols`` columns.
 
-        Where the function has the widths, of its own.
+        If the function itself contains widths, the tensors have these.
         """
         sizes = {} if self.name in _FIXED else _columns(cols)
         shapes = {
@@ -101,6 +97,7 @@ _KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 _CLASSES = 40
 _DTYPES = {"mask": torch.bool, "target": torch.int64}
+# Samples whose functions contain widths.
 _FIXED = ("partial_rotary",)
 
 
@@ -109,7 +106,7 @@ def _columns(cols: int) -> dict[int, int]:
     return {24: cols, 48: 2 * cols, 16: cols, 8: cols // 2, _CLASSES: cols, 6: cols // 8, 3: 4}
 
 
-# --- norms with what is around them ---------------------------------------------------------------
+# --- norms with operators around them -------------------------------------------------------------
 
 
 def dropout_add_layer_norm(
@@ -180,13 +177,13 @@ def swiglu_norm(packed: Tensor, weight: Tensor) -> Tensor:
 
 
 def dropped_geglu(packed: Tensor) -> Tensor:
-    """Dropout comes before the halves are taken apart."""
+    """GEGLU with dropout before the row is split into halves."""
     gate, up = F.dropout(packed, DROP).chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
 
 def unit_rows(x: Tensor, scale: Tensor) -> Tensor:
-    """The norm of nGPT: rows of length one, scaled."""
+    """The norm of nGPT: scales rows to length one, then by a vector."""
     return F.normalize(x, dim=-1) * scale
 
 
@@ -198,46 +195,49 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def norm_and_rotary(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """QK-norm and a rotary embedding of halves, as Qwen-3 has them."""
+    """QK-norm and a rotary embedding of halves, as in Qwen-3."""
     normed = F.rms_norm(x, x.shape[-1:], weight, 1e-6)
     first, second = normed.chunk(2, dim=-1)
     return normed * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def partial_rotary(packed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of other widths in one row, the first half of the queries turned, as GPT-NeoX has them."""
+    """Splits a row into query, key and value of different widths, and rotates half of the query.
+
+    GPT-NeoX rotates a part of each query so.
+    """
     q, k, v = packed.split([32, 8, 8], dim=-1)
-    turned, rest = q[..., :16], q[..., 16:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((turned, rest), dim=-1), k * 2.0, v.tanh()
+    rotated, rest = q[..., :16], q[..., 16:]
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((rotated, rest), dim=-1), k * 2.0, v.tanh()
 
 
 def interleaved_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """A rotary embedding of neighbours (Su et al. 2021)."""
+    """A rotary embedding of neighbouring columns (Su et al. 2021)."""
     even, odd = rearrange(x, "... (d pair) -> pair ... d", pair=2)
     return rearrange([even * cos - odd * sin, even * sin + odd * cos], "pair ... d -> ... (d pair)")
 
 
 def complex_rotary(x: Tensor, weight: Tensor, freqs: Tensor) -> Tensor:
-    """The rotary embedding of Llama, by complex numbers, and a norm before it."""
+    """A norm, then the rotary embedding of Llama, by complex numbers."""
     x = F.rms_norm(x, x.shape[-1:], weight, 1e-6)
     pairs = x.to(freqs.dtype).reshape(*x.shape[:-1], -1, 2)
-    turned = torch.view_as_complex(pairs) * torch.view_as_complex(freqs)
-    return torch.view_as_real(turned).flatten(-2).type_as(x)
+    rotated = torch.view_as_complex(pairs) * torch.view_as_complex(freqs)
+    return torch.view_as_real(rotated).flatten(-2).type_as(x)
 
 
 def packed_heads(packed: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of one projection, of which each has heads.
+    """Splits a projection into key and value, each of several heads.
 
-    The rows of a part lie behind the parts.
+    In memory, the dimension of key and value is outside that of the heads.
     """
     key, value = packed.unbind(2)
     return F.rms_norm(key, key.shape[-1:], weight, 1e-6), value * torch.sigmoid(value)
 
 
 def per_head_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """An RMSNorm of heads, each with a weight of its own."""
+    """An RMSNorm of heads, with a separate weight for each head."""
     return F.dropout(F.rms_norm(x, x.shape[-1:], None, 1e-6) * weight, DROP)
 
 
@@ -250,15 +250,15 @@ def softcap(x: Tensor) -> Tensor:
 
 
 def alibi_softmax(scores: Tensor, slope: Tensor) -> Tensor:
-    """Press et al. 2021: a bias that grows with the position."""
+    """Softmax with a bias that grows with the position (Press et al. 2021)."""
     position = torch.arange(scores.shape[-1], device=scores.device, dtype=torch.float32)
     return torch.softmax(scores + slope * position, -1)
 
 
 def windowed_softmax(scores: Tensor, slope: Tensor) -> Tensor:
-    """The softmax of attention to the first position and a few earlier ones.
+    """The softmax of attention to the first position and to a few preceding ones.
 
-    Mask and bias are made of the indices of rows and columns.
+    Mask and bias are computed from the indices of rows and columns.
     """
     row = torch.arange(scores.shape[-2], device=scores.device)[:, None]
     column = torch.arange(scores.shape[-1], device=scores.device)
@@ -281,15 +281,17 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def _rows(*names: str, vectors: tuple[str, ...] = (), cols: int = 24) -> Shapes:
+    """Shapes of tensors of rows, which ``names`` lists, then of vectors."""
     return lambda rows: {**dict.fromkeys(names, (rows, cols)), **dict.fromkeys(vectors, (cols,))}
 
 
 def _listed(order: str, shapes: Shapes) -> Shapes:
-    """In the order of the function's parameters."""
+    """The same shapes in the order of the function's parameters, whose names ``order`` lists."""
     return lambda rows: {name: shapes(rows)[name] for name in order.split()}
 
 
 def _groups(order: str, *vectors: str, cols: int = 24) -> Shapes:
+    """Shapes of three groups of rows; each group has one row of the tensors in ``vectors``."""
     return lambda rows: {
         name: (3, 1, cols) if name in vectors else (3, rows, cols) for name in order.split()
     }
@@ -469,7 +471,7 @@ def named(*names: str) -> list[RowwiseFunction]:
 
 
 def subsets(names: list[str]) -> list[tuple[str, ...]]:
-    """All choices of some names, none empty."""
+    """All subsets of ``names`` but the empty one."""
     sizes = range(1, len(names) + 1)
     return [choice for size in sizes for choice in itertools.combinations(names, size)]
 

@@ -1,4 +1,7 @@
-"""Operators of the compiler's table as functions of rows, with the numbers at which their derivatives are conventions."""
+"""The operators that the compiler lowers, as functions of rows, and special inputs for them.
+
+At some of these inputs, derivatives are conventions.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from torch.nn import functional as F
 __all__ = ["BINARY", "ROWS", "UNARY", "numbers", "pairs", "rows"]
 
 _INF, _NAN = math.inf, math.nan
-# Zeros, kinks of the operators below and their neighbours, ends of exponentials, infinities.
+# Zeros, kinks of the operators below and numbers next to them, arguments near which exponentials
+# overflow, infinities.
 _NUMBERS = (
     0.0,
     1.0,
@@ -36,8 +40,7 @@ _NUMBERS = (
     1e30,
     _INF,
 )
-# Of 100.1, 0.7 and 0.1 quotients are rounded to whole numbers, and half of 8388609 is no whole
-# number.
+# Quotients of 100.1, 0.7 and 0.1 may be rounded to integers. Half of 8388609 is not an integer.
 _PAIRED = (
     0.0,
     -0.0,
@@ -60,9 +63,9 @@ _PAIRED = (
 
 
 def numbers(dtype: torch.dtype) -> Tensor:
-    """All numbers of either sign, the smallest and nearly the largest of the dtype, and NaN.
+    """Returns rows of 24 elements with all numbers, of either sign, and NaN.
 
-    In rows of 24.
+    The smallest number of the dtype is among them, and nearly the largest.
     """
     ends = (torch.finfo(dtype).tiny, torch.finfo(dtype).max / 8)
     signed = [sign * value for value in (*_NUMBERS, *ends) for sign in (1.0, -1.0)]
@@ -71,25 +74,25 @@ def numbers(dtype: torch.dtype) -> Tensor:
 
 
 def pairs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Each number with each."""
+    """Returns two tensors that pair each number with each."""
     values = torch.tensor(_PAIRED, dtype=torch.float64).to(dtype)
     x, y = torch.meshgrid(values, values, indexing="ij")
     return x.contiguous(), y.contiguous()
 
 
 def rows(dtype: torch.dtype) -> Tensor:
-    """Rows with ties, of equal numbers, of zeros, with infinities and NaN, of large numbers."""
-    made = torch.linspace(-2.0, 3.0, 16 * 8, dtype=torch.float64).view(16, 8).sin() * 3
-    made[1], made[2], made[3] = 0.0, 0.7, 1.0
-    made[4, 2] = made[4, 5] = made[4, 6] = 4.0
-    made[5, 2:4] = -4.0
-    made[6, 3], made[7, 3], made[8, 3] = _INF, -_INF, _NAN
-    made[9, 2], made[9, 4] = _INF, -_INF
-    made[10], made[11] = -_INF, 1e2
-    made[12, 1:3], made[13] = _NAN, _NAN
-    made[14, 2] = made[14, 3] = _INF
-    made[15, ::2] = 0.0
-    return made.to(dtype)
+    """Returns rows with ties, equal numbers, zeros, infinities, NaN, and large numbers."""
+    values = torch.linspace(-2.0, 3.0, 16 * 8, dtype=torch.float64).view(16, 8).sin() * 3
+    values[1], values[2], values[3] = 0.0, 0.7, 1.0
+    values[4, 2] = values[4, 5] = values[4, 6] = 4.0
+    values[5, 2:4] = -4.0
+    values[6, 3], values[7, 3], values[8, 3] = _INF, -_INF, _NAN
+    values[9, 2], values[9, 4] = _INF, -_INF
+    values[10], values[11] = -_INF, 1e2
+    values[12, 1:3], values[13] = _NAN, _NAN
+    values[14, 2] = values[14, 3] = _INF
+    values[15, ::2] = 0.0
+    return values.to(dtype)
 
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -176,7 +179,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _places(x: Tensor) -> Tensor:
+def _column_indices(x: Tensor) -> Tensor:
     return torch.arange(x.shape[-1], device=x.device)
 
 
@@ -230,7 +233,9 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "floor_divide": lambda x, y: x + (x.detach() // y.detach()),
     "quotient rounded down": lambda x, y: torch.div(x, y, rounding_mode="floor"),
     "quotient": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
-    "quotient of integers": lambda x, y: x * (_places(x) // 3) - (_places(x) - 6) % 4,
+    "quotient of integers": lambda x, y: (
+        x * (_column_indices(x) // 3) - (_column_indices(x) - 6) % 4
+    ),
     "power": lambda x, y: x**y,
     "power_of_two": lambda x, y: 2.0**x * y,
     "power_of_three": lambda x, y: 3.0**x * y,

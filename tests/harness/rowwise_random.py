@@ -1,8 +1,10 @@
-"""Random row-wise functions, each held to itself in fp64: right, refused by name, or wrong.
+"""Compares random row-wise functions with themselves in fp64.
 
-``TRITON_INTERPRET=1 python tests/harness/rowwise_random.py --count 2000 --seed 0`` prints how many are,
-with what is wrong and why others are refused; ``--seed N --count 1`` is the way back to one of
-them.
+Each is right, wrong, refused by name, or invalid: PyTorch itself raises an error.
+
+``TRITON_INTERPRET=1 python tests/harness/rowwise_random.py --count 2000 --seed 0`` prints how many
+there are of each, and the errors of wrong ones. ``--reasons`` also prints the reasons for refusals;
+``--seed N --count 1`` runs a single one.
 """
 
 from __future__ import annotations
@@ -29,12 +31,13 @@ from tolerances import unit_roundoff
 
 __all__ = ["check", "in_tiles", "outcome"]
 
-# Runs on numbers a rounding away, where one alone does not tell how ill-conditioned a function is.
+# The number of perturbed inputs on which PyTorch's error is measured, since a single one does not
+# show how ill-conditioned a function is.
 _DRAWS = 12
 # Activations whose gradients at NaN depend on the width of a CPU's vectors.
 _BY_VECTORS = ("F.elu", "F.selu", "F.celu", "hardswish", "hardtanh", "relu6", "softshrink")
-# Relative to an input: roundings differ, and what they are multiplied by is the same to a part in a
-# hundred.
+# A larger relative perturbation of an input: large enough that roundings within the function
+# differ, and small enough that its condition changes by a part in a hundred at most.
 _NEAR = 2.0**-10
 
 
@@ -56,12 +59,15 @@ class _Results:
 
     @property
     def tensors(self) -> list[Tensor | None]:
-        """All of them."""
+        """All outputs, gradients and other derivatives."""
         return [*self.outputs, *self.grads, *self.others]
 
 
 def outcome(seed: int) -> tuple[str, str]:
-    """ "right", "refused", "invalid" where PyTorch itself fails, or "wrong"; and why."""
+    """Checks the function of a seed; returns the outcome and its reason.
+
+    The outcome is "right", "wrong", "refused", or "invalid" if PyTorch itself raises an error.
+    """
     random = random_function(seed)
     with in_tiles() if random.tiled else contextlib.nullcontext(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -70,17 +76,17 @@ def outcome(seed: int) -> tuple[str, str]:
         except fusedops.NotRowwiseError as error:
             is_named = str(error).startswith("function: ") and "cannot be traced" not in str(error)
             if not is_named and not _is_of_one_row(random):
-                return "wrong", f"it is refused without a name: {error}\n{_shown(random)}"
+                return "wrong", f"it is refused without a name: {error}\n{_described(random)}"
             return "refused", str(error)
-        except Exception as error:  # noqa: BLE001 - whatever else it is, the function is not right
-            return "wrong", f"{type(error).__name__}: {error}\n{_shown(random)}"
+        except Exception as error:  # noqa: BLE001 - any other error is a fault
+            return "wrong", f"{type(error).__name__}: {error}\n{_described(random)}"
 
 
 def _is_of_one_row(random: RandomFunction) -> bool:
-    """Whether PyTorch fails with more rows than one."""
-    sizes = {
-        axis: max(size, 2) if axis in "abs" else size for axis, size in random.sizes[0].items()
-    }
+    """Whether PyTorch raises an error for more rows than one."""
+    sizes = dict(random.sizes[0])
+    for axis in sizes.keys() & {"a", "b", "s"}:
+        sizes[axis] = max(sizes[axis], 2)
     try:
         random.function(*replace(random, sizes=[sizes]).tensors(0, DEVICE))
     except Exception:  # noqa: BLE001 - shapes that PyTorch refuses
@@ -90,7 +96,7 @@ def _is_of_one_row(random: RandomFunction) -> bool:
 
 @contextlib.contextmanager
 def in_tiles() -> Iterator[None]:
-    """Within it programs hold parts of rows."""
+    """Within this context, kernels process rows in tiles of a few columns."""
     config = Config(block_n=16, rows=2, warps=1, per_sm=1)
     with (
         mock.patch("fusedops.compiler.operator.LONGEST_ROW", 8),
@@ -100,22 +106,23 @@ def in_tiles() -> Iterator[None]:
         yield
 
 
-def _shown(random: RandomFunction) -> str:
-    how = [name for name in ("second", "batched", "tiled", "stored") if getattr(random, name)]
+def _described(random: RandomFunction) -> str:
+    flags = [name for name in ("second", "batched", "tiled", "stored") if getattr(random, name)]
     return "\n".join(
         [
-            f"seed {random.seed} {random.used} {' '.join(how)}",
+            f"seed {random.seed} {random.used} {' '.join(flags)}",
             random.source,
-            *map(str, random.given),
+            *map(str, random.arguments),
             *map(str, random.sizes),
         ]
     )
 
 
 def check(random: RandomFunction) -> tuple[str, str]:
-    """Raises where a result is wrong, or the function refused.
+    """Compares each call with PyTorch; raises if a result is wrong, or the function is refused.
 
-    "invalid" where PyTorch fails in the first call, else "right".
+    Returns:
+        "right" and an empty reason; or "invalid" and PyTorch's error in the first call.
     """
     fused = fusedops.rowwise(random.function, strict=True)
     for call in range(len(random.sizes)):
@@ -123,26 +130,25 @@ def check(random: RandomFunction) -> tuple[str, str]:
             fused = fusedops.rowwise(random.function, strict=True)
         tensors = random.tensors(call, DEVICE)
         try:
-            native, like = _native(random, tensors)
+            native, inputs = _native(random, tensors)
         except Exception as error:  # noqa: BLE001 - shapes or arguments that PyTorch refuses
             _assert_fails(random, fused, tensors, error)
-            if not call:
+            if call == 0:
                 return "invalid", f"{type(error).__name__}: {error}"
             continue
         before = [tensor.clone() for tensor in tensors]
         got = _run(random, fused, tensors, native.outputs, at_once=True)
-        assert all(map(_is_same, tensors, before)), "an argument was written to"
-        _compare(random, like, got, native)
+        assert all(map(_are_equal, tensors, before)), "an argument was written to"
+        _compare(random, inputs, got, native)
     return "right", ""
 
 
 def _native(random: RandomFunction, tensors: Sequence[Tensor]) -> tuple[_Results, Sequence[Tensor]]:
-    """PyTorch's results, and the tensors that they are of.
+    """Returns PyTorch's results, and the arguments of that call.
 
-    A fused function does not depend on layouts: within it all arguments are contiguous, as
-    docs/rowwise.md has it. Where PyTorch has no view of an argument's strides, the results are
-    those of contiguous copies. A function that takes such a view of a tensor of its own fails for
-    these, too.
+    A fused function does not depend on layouts: all its arguments count as contiguous, as
+    docs/rowwise.md says. If PyTorch cannot view an argument with its strides, the arguments are
+    contiguous copies. This call raises, too, if the function views an intermediate tensor so.
     """
     try:
         return _run(random, random.function, tensors), tensors
@@ -156,27 +162,28 @@ def _native(random: RandomFunction, tensors: Sequence[Tensor]) -> tuple[_Results
 def _assert_fails(
     random: RandomFunction, fused: Callable[..., Any], tensors: Sequence[Tensor], error: Exception
 ) -> None:
+    """Asserts that the fused function raises an error if PyTorch's forward does."""
     try:
         random.function(*tensors)
     except Exception:  # noqa: BLE001
         pass
-    else:  # only the derivative fails there
+    else:  # PyTorch's error came from the backward
         return
     try:
         fused(*tensors)
     except Exception:  # noqa: BLE001
         return
-    # PyTorch's gather raises an error for an index out of range, for which the host would have to
-    # wait for a kernel.
+    # PyTorch's gather raises an error for an index out of range. A kernel cannot, without a
+    # synchronisation.
     if "gather" in random.source:
         return
     raise AssertionError(f"it has a result where PyTorch raises {type(error).__name__}: {error}")
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.isnan(), other.isnan()) and torch.equal(
-        one.nan_to_num(), other.nan_to_num()
-    )
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    """Whether all elements are equal; NaN equals NaN."""
+    are_nan = torch.equal(first.isnan(), second.isnan())
+    return are_nan and torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
 def _run(
@@ -187,13 +194,18 @@ def _run(
     *,
     at_once: bool = False,
 ) -> _Results:
-    """A call with its derivatives.
+    """Calls the function, and computes its derivatives.
 
-    Cotangents are rounded to the dtypes of the outputs ``like`` them.
+    Args:
+        random: says which derivatives to compute.
+        function: its plain, fused or exact function.
+        tensors: the arguments.
+        like: outputs, to whose dtypes the cotangents are rounded; by default those of the call.
+        at_once: whether gradients of several cotangents are computed in one batch.
     """
     leaves = [
-        t.detach().requires_grad_(given.differentiated)
-        for t, given in zip(tensors, random.given, strict=True)
+        t.detach().requires_grad_(argument.differentiated)
+        for t, argument in zip(tensors, random.arguments, strict=True)
     ]
     sources = [t for t in leaves if t.requires_grad]
     generator = torch.Generator().manual_seed(random.seed)
@@ -202,63 +214,66 @@ def _run(
         returned = function(*leaves)
         outputs = [returned] if isinstance(returned, Tensor) else list(returned)
         result = _Results(type(returned), outputs, [], [])
-        ends = []
+        outputs_and_cotangents = []
         for out, rounded, used in zip(outputs, like or outputs, random.used, strict=False):
-            cotangent = torch.randn((2, *out.shape), generator=generator, dtype=torch.float64)
+            # Two cotangents for each output; the second is only for `_batched`.
+            cotangents = torch.randn((2, *out.shape), generator=generator, dtype=torch.float64)
             if out.requires_grad and used:
-                ends.append((out, cotangent.to(out.device, rounded.dtype).to(out.dtype)))
-        if not ends or not sources:
+                cotangents = cotangents.to(out.device, rounded.dtype).to(out.dtype)
+                outputs_and_cotangents.append((out, cotangents))
+        if not outputs_and_cotangents or not sources:
             return result
-        outs, along = zip(*ends, strict=True)
-        smooth = random.second and not random.is_harsh
-        first = [cotangent[0] for cotangent in along]
+        outs, pairs = zip(*outputs_and_cotangents, strict=True)
+        has_second = random.second and not random.is_harsh
+        first = [cotangents[0] for cotangents in pairs]
         result.grads = list(
             torch.autograd.grad(
-                outs, sources, first, allow_unused=True, create_graph=smooth, retain_graph=True
+                outs, sources, first, allow_unused=True, create_graph=has_second, retain_graph=True
             )
         )
         if random.batched:
-            result.others += _along_two(outs, sources, along, at_once=at_once)
-        if smooth:
+            result.others += _batched(outs, sources, pairs, at_once=at_once)
+        if has_second:
             result.others += _second(result.grads, sources, generator)
     return result
 
 
-def _along_two(
-    outs: Any, sources: Sequence[Tensor], along: Sequence[Tensor], *, at_once: bool
+def _batched(
+    outs: Any, sources: Sequence[Tensor], pairs: Sequence[Tensor], *, at_once: bool
 ) -> list[Tensor]:
-    """Gradients along two cotangents.
+    """Returns the gradients of two cotangents for each output, stacked; zeros instead of None.
 
-    At once, or, as some of PyTorch's differ then, one after the other.
+    With ``at_once`` autograd computes both in a batch. Without, it computes one after the other,
+    because some of PyTorch's batched gradients differ.
     """
     if at_once:
-        result = torch.autograd.grad(
-            outs, sources, along, allow_unused=True, is_grads_batched=True, retain_graph=True
+        grads = torch.autograd.grad(
+            outs, sources, pairs, allow_unused=True, is_grads_batched=True, retain_graph=True
         )
         return [
-            t.new_zeros(2, *t.shape) if g is None else g
-            for g, t in zip(result, sources, strict=True)
+            t.new_zeros(2, *t.shape) if grad is None else grad
+            for grad, t in zip(grads, sources, strict=True)
         ]
-    both = [
+    first, second = [
         torch.autograd.grad(
             outs,
             sources,
-            [cotangent[which] for cotangent in along],
+            [cotangents[index] for cotangents in pairs],
             allow_unused=True,
             retain_graph=True,
         )
-        for which in range(2)
+        for index in range(2)
     ]
     return [
-        torch.stack([torch.zeros_like(t) if g is None else g for g in one])
-        for t, *one in zip(sources, *both, strict=True)
+        torch.stack([torch.zeros_like(t) if grad is None else grad for grad in grads])
+        for t, *grads in zip(sources, first, second, strict=True)
     ]
 
 
 def _second(
     grads: Sequence[Tensor | None], sources: Sequence[Tensor], generator: torch.Generator
 ) -> list[Tensor]:
-    """Gradients of gradients along random directions; zero where there are none."""
+    """Returns the gradients of a random combination of the gradients; zeros instead of None."""
     directions = [
         torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device) for t in sources
     ]
@@ -267,11 +282,9 @@ def _second(
         for g, direction in zip(grads, directions, strict=True)
         if g is not None and g.requires_grad
     ]
-    result = (
-        torch.autograd.grad(sum(terms), sources, allow_unused=True)
-        if terms
-        else [None] * len(sources)
-    )
+    if not terms:
+        return [torch.zeros_like(t) for t in sources]
+    result = torch.autograd.grad(sum(terms), sources, allow_unused=True)
     return [torch.zeros_like(t) if g is None else g for g, t in zip(result, sources, strict=True)]
 
 
@@ -281,7 +294,14 @@ def _second(
 def _compare(
     random: RandomFunction, tensors: Sequence[Tensor], got: _Results, native: _Results
 ) -> None:
-    """Compares kinds, dtypes, shapes, layouts, values and derivatives of two results."""
+    """Asserts that the results have types, dtypes, shapes, layouts and values as in PyTorch.
+
+    Args:
+        random: the function.
+        tensors: the arguments of PyTorch's call.
+        got: the results of the fused function.
+        native: PyTorch's results.
+    """
     assert got.kind is native.kind, f"{got.kind} for {native.kind}"
     assert len(got.outputs) == len(native.outputs), "another number of outputs"
     for number, (out, like) in enumerate(zip(got.outputs, native.outputs, strict=True)):
@@ -292,31 +312,33 @@ def _compare(
         assert out.is_contiguous() or not like.is_contiguous(), (
             f"{what}: strides {out.stride()} for {like.stride()}"
         )
-    names = [given.name for given in random.given if given.differentiated]
-    assert len(got.grads) == len(native.grads), "gradients of one alone"
-    for name, one, like in zip(names, got.grads, native.grads, strict=False):
-        # Of what is left out of a row PyTorch has a gradient of zeros.
-        is_nothing = one is None and random.has_parts and like is not None and not like.any()
-        assert (one is None) == (like is None) or is_nothing, (
-            f"gradient of {name}: {one}, expected {like}"
+    names = [argument.name for argument in random.arguments if argument.differentiated]
+    assert len(got.grads) == len(native.grads), "only one of the results has gradients"
+    for name, grad, like in zip(names, got.grads, native.grads, strict=False):
+        # If all used columns have no gradient, PyTorch's gradient is zeros, not None.
+        is_left_out = grad is None and random.has_parts and like is not None and not like.any()
+        assert (grad is None) == (like is None) or is_left_out, (
+            f"gradient of {name}: {grad}, expected {like}"
         )
     exact = _exactly(random, tensors, native)
-    # Runs on numbers a rounding away come after a first comparison: few need them.
+    # PyTorch's error on perturbed inputs is measured only if the first comparison fails.
     others = list(itertools.chain([native], _narrower(random, tensors, native)))
-    wrong = _wrong(random, got, exact, others)
-    if wrong:
-        wrong = _wrong(random, got, exact, [*others, *_nearby(random, tensors, native, exact)])
-    assert not wrong, "\n".join(wrong)
+    errors = _errors(random, got, exact, others)
+    if errors:
+        others += _nearby(random, tensors, native, exact)
+        errors = _errors(random, got, exact, others)
+    assert not errors, "\n".join(errors)
 
 
 def _exactly(random: RandomFunction, tensors: Sequence[Tensor], native: _Results) -> _Results:
+    """The results in fp64."""
     wide = [t.double() if t.is_floating_point() else t for t in tensors]
-    with _default(torch.float64):  # of products of integers and numbers
+    with _default_dtype(torch.float64):  # the dtype of products of integers and floats
         return _run(random, random.exact, wide, native.outputs)
 
 
 @contextlib.contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -327,142 +349,137 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 def _is_wide(random: RandomFunction) -> bool:
     """Whether kernels compute in fp64."""
-    return "double()" in random.source or any(
-        given.dtype == torch.float64 for given in random.given
-    )
+    has_wide_argument = any(argument.dtype == torch.float64 for argument in random.arguments)
+    return has_wide_argument or "double()" in random.source
 
 
 def _narrower(
     random: RandomFunction, tensors: Sequence[Tensor], native: _Results
 ) -> Iterator[_Results]:
-    """PyTorch's results in the dtype that kernels compute in."""
+    """Yields PyTorch's results in fp32, if kernels compute in fp32."""
     if not _is_wide(random):
-        yield _run(
-            random,
-            random.function,
-            [t.float() if t.is_floating_point() else t for t in tensors],
-            native.outputs,
-        )
+        in_fp32 = [t.float() if t.is_floating_point() else t for t in tensors]
+        yield _run(random, random.function, in_fp32, native.outputs)
 
 
 def _nearby(
     random: RandomFunction, tensors: Sequence[Tensor], native: _Results, exact: _Results
 ) -> Iterator[_Results]:
-    """PyTorch's results as far from exact ones as on inputs a rounding away.
+    """Yields results with the errors that PyTorch has on perturbed inputs.
 
-    Of these, and in the dtypes of the call.
+    For each draw there are three. The first are PyTorch's results in the dtype of the kernels, on
+    inputs that are perturbed by a rounding. The others are exact results plus PyTorch's errors on
+    inputs that are perturbed by a rounding of the coarsest dtype, and by `_NEAR`.
 
-    And on inputs `_NEAR` away: on those a rounding away the steps of a formula round alike, as x
-    cos x - sin x beside zero, of which the second derivative of sinc divides what is left by x
-    squared; its error is u / x^2 times what roundings come to. Those of other inputs show how much
-    that is, as far as a function is as ill-conditioned there: they are that near.
+    `_NEAR` is there because on inputs that differ by a rounding, the steps of a formula may round
+    alike. The second derivative of sinc near zero divides x cos x - sin x by x^2: its error is
+    u / x^2 times the roundings of that difference. Inputs at a distance have other roundings, and
+    are near enough for the function to be as ill-conditioned there.
     """
     wide, acc = _is_wide(random), torch.float64 if _is_wide(random) else torch.float32
     casts = {torch.float32: "float()", torch.float16: "half()", torch.bfloat16: "bfloat16()"}
     dtypes = [dtype for dtype, cast in casts.items() if cast in random.source]
-    dtypes += [given.dtype for given in random.given if given.dtype.is_floating_point]
+    dtypes += [argument.dtype for argument in random.arguments if argument.dtype.is_floating_point]
     coarsest = max(unit_roundoff(dtype) for dtype in (acc, *dtypes))
     for draw in range(_DRAWS):
-        moved = [_moved(t, draw, acc, unit_roundoff(acc)) for t in tensors]
-        yield (
-            _exactly(random, moved, native)
-            if wide
-            else _run(random, random.function, moved, native.outputs)
-        )
-        for by in (coarsest, max(coarsest, _NEAR)):
-            near = [_moved(t, draw, t.dtype, by) for t in tensors]
-            eager, at_near = (
-                _run(random, random.function, near, native.outputs),
-                _exactly(random, near, native),
-            )
-            for one, there, here in zip(eager.tensors, at_near.tensors, exact.tensors, strict=True):
-                if (
-                    one is not None
-                    and there is not None
-                    and here is not None
-                    and one.is_floating_point()
-                ):
-                    one.data = here.detach() + (one.detach().double() - there.detach())
+        moved = [_moved(t, draw, acc, distance=unit_roundoff(acc)) for t in tensors]
+        if wide:
+            yield _exactly(random, moved, native)
+        else:
+            yield _run(random, random.function, moved, native.outputs)
+        for distance in (coarsest, max(coarsest, _NEAR)):
+            near = [_moved(t, draw, t.dtype, distance=distance) for t in tensors]
+            eager = _run(random, random.function, near, native.outputs)
+            exact_near = _exactly(random, near, native)
+            _set_to_exact_plus_error(eager, exact_near, exact)
             yield eager
 
 
-def _moved(tensor: Tensor, draw: int, dtype: torch.dtype, by: float) -> Tensor:
-    """The tensor with each number as another rounding of it would be; equal numbers stay equal."""
+def _set_to_exact_plus_error(eager: _Results, exact_near: _Results, exact: _Results) -> None:
+    """Replaces each result in ``eager`` by ``exact`` plus its difference from ``exact_near``."""
+    for result, there, here in zip(eager.tensors, exact_near.tensors, exact.tensors, strict=True):
+        if result is None or there is None or here is None:
+            continue
+        if result.is_floating_point():
+            result.data = here.detach() + (result.detach().double() - there.detach())
+
+
+def _moved(tensor: Tensor, draw: int, dtype: torch.dtype, *, distance: float) -> Tensor:
+    """The tensor with random relative changes of about ``distance``; equal numbers stay equal."""
     if not tensor.is_floating_point():
         return tensor
-    values, places = tensor.double().unique(return_inverse=True)
+    values, indices = tensor.double().unique(return_inverse=True)
     generator = torch.Generator().manual_seed(draw)
-    factors = 1 + by * torch.randn(values.shape, generator=generator, dtype=torch.float64).to(
-        tensor.device
-    )
-    return (values * factors)[places].view(tensor.shape).to(dtype)
+    noise = torch.randn(values.shape, generator=generator, dtype=torch.float64).to(tensor.device)
+    return (values * (1 + distance * noise))[indices].view(tensor.shape).to(dtype)
 
 
-def _wrong(
+def _errors(
     random: RandomFunction, got: _Results, exact: _Results, others: Sequence[_Results]
 ) -> list[str]:
-    """The errors of results; an empty list if all are right."""
-    result = []
-    results = [one.tensors for one in (got, exact, *others)]
-    # Of order one, whatever faults there are beside.
-    usual = max(
-        [
-            1.0,
-            *[
-                t.detach().double().nan_to_num().abs().clamp(max=1e3).max().item()
-                for t in exact.tensors
-                if t is not None and t.numel()
-            ],
-        ]
-    )
-    for number, (one, want, *natives) in enumerate(zip(*results, strict=True)):
-        if one is None or want is None:
+    """Describes the results in ``got`` that are wrong; the list is empty if all are right.
+
+    ``others`` are results of PyTorch: of the call, in fp32, and with errors on perturbed inputs.
+    """
+    descriptions = []
+    # The largest exact value, at least one; faults make some values much larger.
+    usual = 1.0
+    for t in exact.tensors:
+        if t is not None and t.numel():
+            largest = t.detach().double().nan_to_num().abs().clamp(max=1e3).max().item()
+            usual = max(usual, largest)
+    all_tensors = [results.tensors for results in (got, exact, *others)]
+    for number, (result, want, *natives) in enumerate(zip(*all_tensors, strict=True)):
+        if result is None or want is None:
             continue
         what = f"result {number} of {len(got.outputs)} outputs and {len(got.grads)} gradients"
-        if one.shape != want.shape or one.dtype != natives[0].dtype:
-            result.append(
-                f"{what}: {one.dtype} {one.shape}, expected {natives[0].dtype} {want.shape}"
-            )
+        if result.shape != want.shape or result.dtype != natives[0].dtype:
+            expected = f"{natives[0].dtype} {want.shape}"
+            descriptions.append(f"{what}: {result.dtype} {result.shape}, expected {expected}")
             continue
-        if number >= len(got.outputs) and _is_unsettled(random, exact):
+        if number >= len(got.outputs) and _has_unsettled_gradients(random, exact):
             continue
-        is_lenient = number >= _first_lenient(random, got)
-        references = [native.detach() for native in natives if native is not None]
-        units = 10.0
-        if one.dtype == torch.float64:  # so is the exact result, and rounded as often
-            units = 60.0 if "**" in random.source else 20.0
-        # What is returned in a narrower dtype is used as rounded.
-        returned = [unit_roundoff(out.dtype) for out in got.outputs if out.is_floating_point()]
-        if one.is_floating_point():
-            units *= max([1.0, *[unit / unit_roundoff(one.dtype) for unit in returned]])
-        units *= 316.0 if random.has_short_norms else 1.0
-        why = _difference(
-            one.detach(),
+        difference = _difference(
+            result.detach(),
             want.detach(),
-            references,
+            [native.detach() for native in natives if native is not None],
             usual,
-            units,
+            _units(random, got, result.dtype),
             by_row=random.is_harsh,
-            is_lenient=is_lenient,
+            is_lenient=number >= _first_lenient(random, got),
         )
-        result += [f"{what}: {why}"] if why else []
-    return result
+        if difference:
+            descriptions.append(f"{what}: {difference}")
+    return descriptions
+
+
+def _units(random: RandomFunction, got: _Results, dtype: torch.dtype) -> float:
+    """The units of roundoff of ``dtype`` that a result of this dtype may be off."""
+    units = 10.0
+    if dtype == torch.float64:  # the exact result is fp64, too, so it has as many roundings
+        units = 60.0 if "**" in random.source else 20.0
+    # An output of a narrower dtype is rounded before the function uses it.
+    if dtype.is_floating_point:
+        of_outputs = [unit_roundoff(out.dtype) for out in got.outputs if out.is_floating_point()]
+        units *= max([1.0, *[unit / unit_roundoff(dtype) for unit in of_outputs]])
+    return units * (316.0 if random.has_short_norms else 1.0)
 
 
 def _first_lenient(random: RandomFunction, got: _Results) -> int:
-    """The index of the first result that may be a number where PyTorch has NaN.
+    """Returns the index of the first result that may be a number where PyTorch has NaN.
 
-    A column that nothing is computed of has no gradient, where PyTorch multiplies zeros by what may
-    be infinite; and at a kink it has no second derivative.
+    These are gradients, if the function leaves out some columns: PyTorch multiplies zeros by
+    numbers that may be infinite for them. They are also all second derivatives, because PyTorch
+    may have NaN at a kink.
     """
     return len(got.outputs) + (0 if random.has_parts else len(got.grads))
 
 
-def _is_unsettled(random: RandomFunction, exact: _Results) -> bool:
+def _has_unsettled_gradients(random: RandomFunction, exact: _Results) -> bool:
     """Whether PyTorch's gradients depend on the width of the CPU's vectors.
 
-    At NaN those of `hardtanh` and of the like are zero or NaN in whole vectors, and all of the
-    gradient in what is left over.
+    At NaN, the gradient of `hardtanh` and similar functions is zero or NaN in whole vectors. In
+    the remaining elements it is the cotangent.
     """
     return any(name in random.source for name in _BY_VECTORS) and any(
         bool(out.isnan().any()) for out in exact.outputs
@@ -479,25 +496,36 @@ def _difference(
     by_row: bool,
     is_lenient: bool,
 ) -> str:
-    """How a result is wrong; "" where it is right.
+    """Describes how a result is wrong; returns "" if it is right.
 
-    Infinities and NaN are where the exact result has them, rounded to the dtype, or one of
-    PyTorch's. Errors are at most twice the largest of PyTorch's; the floor is a unit of roundoff
-    for each of ten statements (of powers in fp64, that of a logarithm), of the largest result:
-    values and cotangents are of order one, and what is smaller is the difference of some that are
-    not, in norms of one or two columns of some 316 times as large. With infinities and large
-    numbers about, a row is held to what its own errors and results are.
+    An infinity or NaN must be in the exact result, rounded to the dtype, or in one of PyTorch's.
+    The error of other elements is at most twice the largest of PyTorch's, plus a floor.
+
+    The floor is ``units`` units of roundoff of the largest result, and at least of ``usual``: ten
+    units for ten statements, or more for powers in fp64, which contain a logarithm. Values and
+    cotangents are of order one. Smaller results are differences of such values; in norms of one or
+    two columns, the differences are magnified by 316.
+
+    Args:
+        got: the result.
+        exact: the result in fp64.
+        natives: results of PyTorch.
+        usual: the usual size of a value.
+        units: the allowed units of roundoff.
+        by_row: whether errors and sizes are those of the same row, which they are if some rows have
+            infinite or large numbers.
+        is_lenient: whether a number is right where the exact result is NaN.
     """
     if not got.is_floating_point():
+        # Integers differ only where PyTorch's results agree with the exact one.
         differs = (got != exact) & torch.stack([native == exact for native in natives]).all(0)
-        return (
-            f"{got[differs][:5].tolist()}, expected {exact[differs][:5].tolist()}"
-            if differs.any()
-            else ""
-        )
+        if not differs.any():
+            return ""
+        return f"{got[differs][:5].tolist()}, expected {exact[differs][:5].tolist()}"
     dtype = got.dtype
     kind = _kind(got)
-    known = torch.stack([kind == _kind(one.to(dtype)) for one in (exact, *natives)]).any(0)
+    kinds = [_kind(reference.to(dtype)) for reference in (exact, *natives)]
+    known = torch.stack([kind == expected for expected in kinds]).any(0)
     if is_lenient:
         known |= (kind == 0) & exact.isnan()
     if not known.all():
@@ -505,8 +533,8 @@ def _difference(
     exact, got = exact.double(), got.double()
     comparable = got.isfinite() & exact.isfinite()
     error, *errors = [
-        torch.where(comparable & one.isfinite(), (one.double() - exact).abs(), 0.0)
-        for one in (got, *natives)
+        torch.where(comparable & result.isfinite(), (result.double() - exact).abs(), 0.0)
+        for result in (got, *natives)
     ]
     native, size = torch.stack(errors).amax(0), torch.where(comparable, exact.abs(), 0.0)
     if by_row and got.dim():
@@ -522,14 +550,16 @@ def _difference(
     if not got.numel() or excess.max() <= 0:
         return ""
     worst = int(excess.argmax())
+    value, expected = got.flatten()[worst], exact.flatten()[worst]
+    tolerance = allowed.expand_as(error).flatten()[worst]
     return (
-        f"{int((excess > 0).sum())} of {got.numel()} elements, such as {worst}: {got.flatten()[worst]:.8g}, expected "
-        f"{exact.flatten()[worst]:.8g}, allowed {allowed.expand_as(error).flatten()[worst]:.3g}"
+        f"{int((excess > 0).sum())} of {got.numel()} elements, such as {worst}: "
+        f"{value:.8g}, expected {expected:.8g}, allowed {tolerance:.3g}"
     )
 
 
 def _kind(tensor: Tensor) -> Tensor:
-    """The kind of each element: finite, one of the infinities, or NaN."""
+    """Returns a number for each element: 0 finite, 1 minus infinity, 2 infinity, 3 NaN."""
     return tensor.isnan() * 3 + tensor.isposinf() * 2 + tensor.isneginf()
 
 
@@ -539,24 +569,23 @@ def _kind(tensor: Tensor) -> Tensor:
 def _main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=200, help="how many functions")
-    parser.add_argument("--seed", type=int, default=0, help="of the first")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the first function")
     parser.add_argument(
-        "--reasons", action="store_true", help="show of each reason for a refusal the first seed"
+        "--reasons", action="store_true", help="print the reasons for refusals, with first seeds"
     )
     args = parser.parse_args()
     counts: dict[str, int] = collections.Counter()
     reasons: dict[str, list[int]] = {}
     for seed in range(args.seed, args.seed + args.count):
-        result, why = outcome(seed)
+        result, reason = outcome(seed)
         counts[result] += 1
         if result == "wrong":
-            print(f"--- wrong: {why}\n", flush=True)
+            print(f"--- wrong: {reason}\n", flush=True)
         elif result != "right":
-            reasons.setdefault(why.partition("\n")[0], []).append(seed)
-    for reason, seeds in (
-        sorted(reasons.items(), key=lambda item: -len(item[1])) if args.reasons else ()
-    ):
-        print(f"{len(seeds):5} {reason} ({', '.join(map(str, seeds[:4]))})")
+            reasons.setdefault(reason.partition("\n")[0], []).append(seed)
+    if args.reasons:
+        for reason, seeds in sorted(reasons.items(), key=lambda item: -len(item[1])):
+            print(f"{len(seeds):5} {reason} ({', '.join(map(str, seeds[:4]))})")
     print(
         ", ".join([f"{counts[name]} {name}" for name in ("right", "refused", "invalid", "wrong")])
     )
@@ -567,6 +596,6 @@ if __name__ == "__main__":
     import interpreter
 
     interpreter.install()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # with memory full of NaN
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new tensors with NaN
     fusedops.core.calls.operator.Operator.native_elements = 0
     sys.exit(_main())

@@ -1,10 +1,10 @@
 """Random row-wise functions as Python source, one for each seed.
 
-What nobody thought of writing down.
+They combine operators in ways that handwritten tests do not think of.
 
-A function is a list of statements, each a template filled with values that there are. PyTorch runs
-each statement as it is written: one that fails there, or whose values are not of order one, is
-drawn again. So the templates need no types.
+A function is a list of statements. Each is a random template, filled with names of earlier values.
+PyTorch runs each statement when it is written. A statement that raises an error, or has values that
+are too large, is drawn again. So the templates need no types.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import random
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["Given", "RandomFunction", "random_function"]
+__all__ = ["Argument", "RandomFunction", "random_function"]
 
 
 class Clip(torch.autograd.Function):
-    """A function whose gradient is clipped: no kernel computes it."""
+    """The identity with a clipped gradient. No kernel can compute it, so it must be refused."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -38,9 +38,9 @@ class Clip(torch.autograd.Function):
 
 
 class Rounded(torch.autograd.Function):
-    """A cast to a dtype and back.
+    """A cast to a dtype and back to fp64.
 
-    Gradients are not rounded, as a kernel's are not.
+    The gradient is not rounded, since kernels do not round it either.
     """
 
     @staticmethod
@@ -53,12 +53,13 @@ class Rounded(torch.autograd.Function):
 
 
 def hardsigmoid(x: Tensor) -> Tensor:
-    """PyTorch's, which multiplies gradients by a sixth in fp32, whatever their dtype is."""
+    """`F.hardsigmoid` with an exact gradient. PyTorch's has the factor 1/6 in fp32 in any dtype."""
     return torch.where((x > -3.0) & (x < 3.0), x / 6.0 + 0.5, F.hardsigmoid(x.detach()))
 
 
-# In a template: {x}, {y} and {z} are of floats, {v} is a vector, {m} a mask, {i} of integers; {d}
-# the dimensions of a row.
+# In a template, {x}, {y} and {z} are floating-point tensors, {v} is a vector, {m} a boolean tensor
+# and {i} an integer tensor. {d} are the dimensions of a row. {out} is the name of the result of a
+# statement of several lines.
 _UNARY = (
     "-{x}",
     "{x}.abs()",
@@ -312,8 +313,8 @@ _REPEATED = (
     "({x} * {x}.softmax(-1)).sum(-1, keepdim=True)",
     "{x}.norm(dim={d}, keepdim=True).norm(dim={d}, keepdim=True) * 0.2",
 )
-# Rows that come to nothing, and what is done with them.
-_NOTHING = (
+# Rows of zeros, and operators on them.
+_ZEROS = (
     "{x} * 0.0",
     "torch.relu(-{x}.abs())",
     "F.normalize({x} - {x}, dim=-1, eps=0.1)",
@@ -401,8 +402,8 @@ _VIEWS = (
     "{x}.contiguous()",
     "{x}.view_as({x})",
 )
-# One axis in two dimensions, reductions over rows, functions with derivatives of their own, what
-# moves columns.
+# Expressions that are often not row-wise: one axis in two dimensions, reductions over rows,
+# autograd functions, and permutations of columns.
 _ODD = (
     "({x}.unsqueeze(-1) * {x}.unsqueeze(-2)).sum(-1)",
     "({x}.unsqueeze(-1) - {y}.unsqueeze(-2)).abs().mean(-1)",
@@ -437,6 +438,7 @@ _ODD = (
     "{x}[:1]",
     "F.pad({x}, (0, 1))",
 )
+# Each category of templates, with its weight in the random choice.
 _CATEGORIES = {
     "unary": (_UNARY, 8),
     "binary": (_BINARY, 10),
@@ -446,7 +448,7 @@ _CATEGORIES = {
     "vectors": (_VECTORS, 2),
     "constants": (_CONSTANTS, 3),
     "repeated": (_REPEATED, 1.5),
-    "nothing": (_NOTHING, 0.7),
+    "zeros": (_ZEROS, 0.7),
     "types": (_TYPES, 1.2),
     "masks": (_MASKS, 3),
     "blocks": (_BLOCKS, 1),
@@ -454,21 +456,21 @@ _CATEGORIES = {
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LAYOUTS = ("steps", "expanded", "transposed", "moved", "negative", "slice")
-# Values within these statements: larger ones, or none, tell nothing of what is computed.
+# The largest value and the most elements of a statement's result.
 _LARGEST, _MOST_ELEMENTS = 60.0, 20_000
 
 
 @dataclass(frozen=True)
-class Given:
-    """A tensor that a function takes.
+class Argument:
+    """A tensor argument of a random function.
 
     Attributes:
-        name: of it.
-        axes: of each dimension a letter, or "1".
-        dtype: of it.
-        layout: how it lies in memory: "contiguous", or one of some others.
-        faults: whether some of its rows are of zeros, equal numbers, infinities and the like.
-        differentiated: whether it requires a gradient.
+        name: the name of the parameter.
+        axes: a letter for each dimension, whose size `RandomFunction.sizes` has, or "1".
+        dtype: the dtype.
+        layout: the layout in memory: "contiguous" or one of `_LAYOUTS`.
+        faults: whether some rows have special values: zeros, equal numbers, infinities, NaN.
+        differentiated: whether the tensor requires a gradient.
     """
 
     name: str
@@ -481,26 +483,26 @@ class Given:
 
 @dataclass
 class RandomFunction:
-    """A function with what its tensors are, and how it is called.
+    """A function with its arguments, and the ways in which a test calls it.
 
     Attributes:
-        seed: gives the same function again.
-        source: of it.
-        given: its tensors.
-        sizes: of the axes, for each of several calls.
-        used: the outputs that the loss is computed of.
-        second: whether second derivatives are asked for.
-        batched: whether gradients of several cotangents at once are.
-        tiled: whether rows are passed over tile by tile.
-        stored: whether each call is of a new process, as it were, which finds what was traced on
-            disk.
-        function: of its tensors.
-        exact: the same in fp64, whatever its tensors' dtypes are.
+        seed: the seed that generated it.
+        source: its source.
+        arguments: its arguments.
+        sizes: the sizes of the axes, for each call.
+        used: for each output, whether the loss depends on it.
+        second: whether second derivatives are compared, too.
+        batched: whether gradients of several cotangents at once are compared, too.
+        tiled: whether kernels process rows tile by tile.
+        stored: whether each call uses a new fused function, which loads the trace from disk as
+            another process would.
+        function: the function.
+        exact: the function with all casts replaced by casts to fp64.
     """
 
     seed: int
     source: str
-    given: tuple[Given, ...]
+    arguments: tuple[Argument, ...]
     sizes: tuple[dict[str, int], ...]
     used: tuple[bool, ...]
     second: bool
@@ -516,21 +518,22 @@ class RandomFunction:
 
     @property
     def is_harsh(self) -> bool:
-        """Whether any of its tensors has faults."""
-        return any(given.faults for given in self.given)
+        """Whether any of its arguments has faults."""
+        return any(argument.faults for argument in self.arguments)
 
     @property
     def has_parts(self) -> bool:
-        """Whether some columns may be left out."""
+        """Whether it may use only some of the columns."""
         return bool(re.search(r"chunk|split|unbind|narrow|\[\.\.\., |gather", self.source))
 
     @property
     def has_short_norms(self) -> bool:
-        """Whether it has norms of few columns, which may be equal.
+        """Whether it has norms of few columns, which may be nearly equal.
 
-        What cancels is up to 316 times as large, by LayerNorm's eps.
+        The differences from the mean are then small. LayerNorm divides them by no less than the
+        root of its eps, so it magnifies their rounding errors by up to 316.
         """
-        rows = [one.axes for one in self.given if one.axes]
+        rows = [argument.axes for argument in self.arguments if argument.axes]
         is_short = any(
             math.prod([sizes[axis] for axis in axes if axis in "mn"]) <= 3
             for axes in rows
@@ -539,22 +542,23 @@ class RandomFunction:
         return is_short and bool(re.search("norm|var|std|cosine", self.source))
 
     def tensors(self, call: int = 0, device: torch.device | str = "cpu") -> list[Tensor]:
-        """Random ones of one of its calls: the same each time."""
+        """Random arguments for the call with this index: the same each time."""
         chance = random.Random(f"{self.seed} {call}")
         return [
-            _laid_out(_values(given, self.sizes[call], chance), given.layout, device)
-            for given in self.given
+            _laid_out(_values(argument, self.sizes[call], chance), argument.layout, device)
+            for argument in self.arguments
         ]
 
 
 def random_function(seed: int) -> RandomFunction:
-    """The function of a seed."""
+    """Returns the function that a seed generates."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _Writer(random.Random(seed), seed).written()
 
 
 def _compiled(source: str, path: str) -> Callable[..., Any]:
+    """Compiles the source, and lets `inspect` read it under the made-up path."""
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
     namespace: dict[str, Any] = {
         "torch": torch,
@@ -568,12 +572,11 @@ def _compiled(source: str, path: str) -> Callable[..., Any]:
 
 
 def _in_fp64(source: str) -> str:
-    """The source with casts to fp64 in the place of others, but for what is cast down and up again.
+    """Returns the source of the same function in fp64.
 
-    That rounds.
-
-    And with what PyTorch does not compute in fp64 as it is meant: a mean by Welford's updates is
-    NaN beside an infinity.
+    Casts become casts to fp64. A cast to 16 bits and back to fp32 rounds, so it becomes `Rounded`.
+    Two functions that PyTorch does not compute exactly are replaced: `hardsigmoid`, and the mean of
+    `var_mean`, which Welford's updates make NaN if an element is infinite.
     """
     source = source.replace("F.hardsigmoid(", "hardsigmoid(")
     source = re.sub(
@@ -589,22 +592,25 @@ def _in_fp64(source: str) -> str:
 # --- tensors --------------------------------------------------------------------------------------
 
 
-def _values(given: Given, sizes: dict[str, int], chance: random.Random) -> Tensor:
+def _values(argument: Argument, sizes: dict[str, int], chance: random.Random) -> Tensor:
+    """Random values of an argument, contiguous and on the CPU."""
     generator = torch.Generator().manual_seed(chance.getrandbits(60))
-    shape = [sizes.get(axis, 1) for axis in given.axes]
-    if given.dtype == torch.bool:
+    shape = [sizes.get(axis, 1) for axis in argument.axes]
+    if argument.dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.6
-    if not given.dtype.is_floating_point:
-        return torch.randint(0, 3, shape, generator=generator).to(given.dtype)
-    made = torch.randn(shape, generator=generator, dtype=torch.float64).to(given.dtype)
-    if given.faults:
-        rows = made.view(-1, made.shape[-1] if made.dim() else 1)
+    if not argument.dtype.is_floating_point:
+        return torch.randint(0, 3, shape, generator=generator).to(argument.dtype)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64).to(argument.dtype)
+    if argument.faults:
+        rows = values.view(-1, values.shape[-1] if values.dim() else 1)
         for _ in range(chance.choice((1, 2, 3))):
             chance.choice(_FAULTS)(rows[chance.randrange(len(rows))], chance)
-    return made
+    return values
 
 
 def _somewhere(*numbers: float) -> Callable[[Tensor, random.Random], None]:
+    """Returns a fault that writes each number to a random element of a row."""
+
     def fault(row: Tensor, chance: random.Random) -> None:
         for number in numbers:
             row[chance.randrange(len(row))] = (
@@ -615,6 +621,8 @@ def _somewhere(*numbers: float) -> Callable[[Tensor, random.Random], None]:
 
 
 def _everywhere(*numbers: float) -> Callable[[Tensor, random.Random], None]:
+    """Returns a fault that fills a row with one of the numbers."""
+
     def fault(row: Tensor, chance: random.Random) -> None:
         row.fill_(chance.choice(numbers))
 
@@ -622,6 +630,7 @@ def _everywhere(*numbers: float) -> Callable[[Tensor, random.Random], None]:
 
 
 def _tied(row: Tensor, chance: random.Random) -> None:
+    """A fault: two elements of the row become equal, then another element the largest."""
     row[chance.randrange(len(row))] = row.clone()[chance.randrange(len(row))]
     row[chance.randrange(len(row))] = row.max()
 
@@ -635,7 +644,7 @@ _FAULTS: tuple[Callable[[Tensor, random.Random], None], ...] = (
     _somewhere(-1e8),
     _somewhere(1e4, -1e4),
     _somewhere(0.0, -0.0),
-    _somewhere(1e-18),  # the variance of a CPU, in fp64, has squares of smaller ones, too
+    _somewhere(1e-18),  # not smaller: PyTorch's variance in fp64 on the CPU has its square
     _everywhere(0.0, -0.0),
     _everywhere(0.0),
     _everywhere(0.1, 0.7, -0.3, 3.0),
@@ -646,17 +655,17 @@ _FAULTS: tuple[Callable[[Tensor, random.Random], None], ...] = (
 
 
 def _laid_out(tensor: Tensor, layout: str, device: torch.device | str) -> Tensor:
-    """The same values, otherwise in memory."""
+    """The tensor on ``device``, with the same values in this layout in memory."""
     tensor = tensor.to(device)
     if not tensor.dim() or layout == "contiguous":
         return tensor
     if layout == "steps":
         return torch.stack((tensor, tensor), -1)[..., 0]
-    if layout == "expanded":  # of several equal rows one
+    if layout == "expanded":  # all rows are the first
         return tensor[:1].expand_as(tensor)
     if layout == "transposed":
         return tensor.transpose(0, -1).contiguous().transpose(0, -1)
-    if layout == "moved":  # to where no vector of numbers is aligned
+    if layout == "moved":  # by one element, so that vector loads are not aligned
         return torch.cat((tensor.flatten()[:1], tensor.flatten()))[1:].view(tensor.shape)
     if layout == "negative":
         return torch._neg_view(-tensor) if tensor.is_floating_point() else tensor
@@ -667,6 +676,14 @@ def _laid_out(tensor: Tensor, layout: str, device: torch.device | str) -> Tensor
 
 
 class _Writer:
+    """Writes one random function.
+
+    Attributes:
+        lines: the statements so far.
+        pool: the tensors that a statement may use, by name.
+        namespace: the globals and locals of the statements.
+    """
+
     def __init__(self, chance: random.Random, seed: int) -> None:
         self.chance, self.seed = chance, seed
         self.lines: list[str] = []
@@ -674,44 +691,39 @@ class _Writer:
         self.namespace: dict[str, Any] = {"torch": torch, "F": F, "Clip": Clip}
 
     def written(self) -> RandomFunction:
+        """Draws the arguments, the statements, the outputs and the ways of the calls."""
         chance = self.chance
         self.rows = chance.choice(
             ((), ("s",), ("s",), ("b", "s"), ("b", "s"), ("b", "s"), ("a", "b", "s"))
         )
         self.columns = ("m", "n") if chance.random() < 0.07 else ("n",)
-        self.over = "(-2, -1)" if len(self.columns) > 1 or chance.random() < 0.03 else "-1"
+        self.row_dims = "(-2, -1)" if len(self.columns) > 1 or chance.random() < 0.03 else "-1"
         sizes = self._sizes()
-        inputs = self._given(sizes)
-        for one in inputs:
-            self.namespace[one.name] = self.pool[one.name] = _values(one, sizes, chance)
-        self.kept = {one.name: self.pool[one.name].clone() for one in inputs}
+        inputs = self._arguments()
+        for argument in inputs:
+            values = _values(argument, sizes, chance)
+            self.namespace[argument.name] = self.pool[argument.name] = values
+        self.originals = {argument.name: self.pool[argument.name].clone() for argument in inputs}
         categories = list(_CATEGORIES)
         weights = [weight for _, weight in _CATEGORIES.values()]
         count = chance.choice((1, 2, 3, 4, 5, 6, 7, 8, 12))
-        odd = chance.randrange(count) if chance.random() < 0.1 else -1
-        for number in range(count):
-            self._step(
-                _ODD if number == odd else _CATEGORIES[chance.choices(categories, weights)[0]][0]
-            )
-        returned = self._outputs([one.name for one in inputs])
-        parameters = ", ".join([one.name for one in inputs])
-        source = (
-            "\n".join(
-                [
-                    f"def function({parameters}):",
-                    *[f"    {line}" for line in self.lines],
-                    f"    return {returned}",
-                ]
-            )
-            + "\n"
-        )
-        inputs = self._called(inputs)
+        index_of_odd = chance.randrange(count) if chance.random() < 0.1 else -1
+        for index in range(count):
+            if index == index_of_odd:
+                self._step(_ODD)
+            else:
+                templates, _ = _CATEGORIES[chance.choices(categories, weights)[0]]
+                self._step(templates)
+        returned = self._outputs([argument.name for argument in inputs])
+        parameters = ", ".join([argument.name for argument in inputs])
+        lines = [f"def function({parameters}):", *[f"    {line}" for line in self.lines]]
+        lines.append(f"    return {returned}")
         return RandomFunction(
             self.seed,
-            source,
-            inputs,
-            (sizes, *self._others(sizes)),
-            tuple([chance.random() < 0.85 for _ in range(4)]),
+            source="\n".join(lines) + "\n",
+            arguments=self._varied(inputs),
+            sizes=(sizes, *self._sizes_of_second_call(sizes)),
+            used=tuple([chance.random() < 0.85 for _ in range(4)]),
             second=chance.random() < 0.12,
             batched=chance.random() < 0.08,
             tiled=chance.random() < 0.1,
@@ -719,6 +731,7 @@ class _Writer:
         )
 
     def _sizes(self) -> dict[str, int]:
+        """Draws the size of each axis: a, b and s count rows, m and n columns."""
         chance = self.chance
         return {
             "a": chance.choice((1, 2)),
@@ -728,11 +741,8 @@ class _Writer:
             "n": chance.choice((1, 2, 3, 4, 5, 8, 8, 12, 16, 16, 16, 24, 40)),
         }
 
-    def _others(self, sizes: dict[str, int]) -> list[dict[str, int]]:
-        """The sizes of a second call, with other rows or columns.
-
-        Of some functions there is none.
-        """
+    def _sizes_of_second_call(self, sizes: dict[str, int]) -> list[dict[str, int]]:
+        """Draws the sizes of a second call; the list is empty if there is no second call."""
         chance, others = self.chance, dict(sizes)
         for axis in "abs":
             if chance.random() < 0.6:
@@ -743,26 +753,23 @@ class _Writer:
             )
         return [others] if others != sizes and chance.random() < 0.6 else []
 
-    def _given(self, sizes: dict[str, int]) -> list[Given]:
-        """Full rows, vectors, numbers of rows and others, masks and integers.
-
-        Seldom without full rows.
-        """
+    def _arguments(self) -> list[Argument]:
+        """Draws the arguments: mostly whole rows (x), and smaller tensors, masks and integers."""
         chance, full = self.chance, (*self.rows, *self.columns)
         ones = ("1",) * len(self.columns)
         group = (*self.rows[:1], *["1"] * len(self.rows[1:]))
-        kinds = {
-            "v": self.columns,
-            "r": (*self.rows, *ones),
-            "g": (*group, *self.columns),
-            "i": full[1:],
-            "h": (*group, *ones),
-            "k": (*self.rows[1:], *ones),
-            "t": (),
+        axes_of = {
+            "v": self.columns,  # a vector
+            "r": (*self.rows, *ones),  # a number of each row
+            "g": (*group, *self.columns),  # a vector of each group
+            "i": full[1:],  # rows without the first dimension
+            "h": (*group, *ones),  # a number of each group
+            "k": (*self.rows[1:], *ones),  # numbers of rows without the first dimension
+            "t": (),  # a single number
             "o": ("1",),
         }
-        result = [("x", full)] * (0 if chance.random() < 0.08 else chance.choice((1, 1, 2, 3)))
-        for letter, most in (
+        kinds = [("x", full)] * (0 if chance.random() < 0.08 else chance.choice((1, 1, 2, 3)))
+        for letter, probability in (
             ("v", 0.9),
             ("r", 0.4),
             ("g", 0.5),
@@ -772,50 +779,53 @@ class _Writer:
             ("t", 0.25),
             ("o", 0.1),
         ):
-            result += [(letter, kinds[letter])] * (chance.random() < most)
-        result = result or [("x", full)]
-        every, dtypes = (
-            chance.choices(_DTYPES, (6, 2, 1, 1))[0],
-            _DTYPES if chance.random() < 0.3 else (),
-        )
-        names = [f"{letter}{number}" for number, (letter, _) in enumerate(result)]
-        made = [
-            Given(name, axes, chance.choice(dtypes) if dtypes and chance.random() < 0.5 else every)
-            for name, (_, axes) in zip(names, result, strict=True)
-        ]
-        some = chance.choice([full, full, kinds["v"], kinds["r"], kinds["g"]])
+            if chance.random() < probability:
+                kinds.append((letter, axes_of[letter]))
+        kinds = kinds or [("x", full)]
+        common_dtype = chance.choices(_DTYPES, (6, 2, 1, 1))[0]
+        mixes_dtypes = chance.random() < 0.3
+        arguments = []
+        for number, (letter, axes) in enumerate(kinds):
+            is_other = mixes_dtypes and chance.random() < 0.5
+            dtype = chance.choice(_DTYPES) if is_other else common_dtype
+            arguments.append(Argument(f"{letter}{number}", axes, dtype))
+        some = chance.choice([full, full, axes_of["v"], axes_of["r"], axes_of["g"]])
         if chance.random() < 0.25:
-            made.append(Given("mask", some, torch.bool))
+            arguments.append(Argument("mask", some, torch.bool))
         if chance.random() < 0.15:
-            made.append(
-                Given(
-                    "number",
-                    chance.choice([kinds["r"], some]),
-                    chance.choice((torch.int64, torch.int64, torch.int32)),
+            axes = chance.choice([axes_of["r"], some])
+            dtype = chance.choice((torch.int64, torch.int64, torch.int32))
+            arguments.append(Argument("number", axes, dtype))
+        if chance.random() < 0.1:
+            arguments.append(Argument("unused", some, common_dtype))
+        chance.shuffle(arguments)
+        return arguments
+
+    def _varied(self, arguments: Sequence[Argument]) -> tuple[Argument, ...]:
+        """Draws layouts, faults and gradients of the arguments; no statement depends on these."""
+        chance = self.chance
+        has_layouts, has_faults = chance.random() < 0.3, chance.random() < 0.25
+        lacks_gradients = chance.random() < 0.4
+        results = []
+        for argument in arguments:
+            is_floating = argument.dtype.is_floating_point
+            is_laid_out = has_layouts and chance.random() < 0.6
+            layout = chance.choice(_LAYOUTS) if is_laid_out else "contiguous"
+            is_whole = self.rows and set(argument.axes) >= {*self.rows, *self.columns}
+            is_faulty = has_faults and chance.random() < (0.8 if is_whole else 0.15)
+            has_gradient = is_floating and not (lacks_gradients and chance.random() < 0.5)
+            results.append(
+                replace(
+                    argument,
+                    layout=layout,
+                    faults=is_faulty and is_floating,
+                    differentiated=has_gradient,
                 )
             )
-        if chance.random() < 0.1:
-            made.append(Given("unused", some, every))
-        chance.shuffle(made)
-        return made
-
-    def _called(self, given: Sequence[Given]) -> tuple[Given, ...]:
-        """The inputs with random layouts, faults and gradients, on which no statement depends."""
-        chance = self.chance
-        strided, harsh, some = chance.random() < 0.3, chance.random() < 0.25, chance.random() < 0.4
-        results = []
-        for one in given:
-            layout = chance.choice(_LAYOUTS) if strided and chance.random() < 0.6 else "contiguous"
-            wide = set(one.axes) >= {*self.rows, *self.columns} and self.rows
-            faults = (
-                harsh and chance.random() < (0.8 if wide else 0.15) and one.dtype.is_floating_point
-            )
-            grad = one.dtype.is_floating_point and not (some and chance.random() < 0.5)
-            results.append(Given(one.name, one.axes, one.dtype, layout, faults, grad))
         return tuple(results)
 
     def _step(self, templates: Sequence[str]) -> None:
-        """One statement, of the newer values rather than of the older."""
+        """Adds a statement of one of the templates, if one of twelve attempts is valid."""
         for _ in range(12):
             name = f"y{len(self.lines)}"
             filled = self._filled(self.chance.choice(templates), name)
@@ -825,7 +835,7 @@ class _Writer:
                 return
 
     def _filled(self, template: str, name: str) -> str | None:
-        """A template with values; None where there are none for it."""
+        """Fills a template with names, preferably of newer values; None if a kind has no value."""
         template = template if "{out}" in template else f"{{out}} = {template}"
         kinds: dict[str, Callable[[Tensor], bool]] = {
             **dict.fromkeys("xyz", torch.is_floating_point),
@@ -833,27 +843,31 @@ class _Writer:
             "v": lambda t: t.is_floating_point() and t.dim() == 1,
             "i": lambda t: not t.is_floating_point() and t.dtype != torch.bool,
         }
-        values = {"out": name, "d": self.over}
-        for letter, holds in kinds.items():
-            names = [one for one, tensor in self.pool.items() if holds(tensor)]
-            if f"{{{letter}}}" in template:
-                if not names:
-                    return None
-                values[letter] = self.chance.choice(
-                    names[-3:] if self.chance.random() < 0.6 else names
-                )
+        values = {"out": name, "d": self.row_dims}
+        for letter, is_of_kind in kinds.items():
+            if f"{{{letter}}}" not in template:
+                continue
+            names = [name for name, tensor in self.pool.items() if is_of_kind(tensor)]
+            if not names:
+                return None
+            newest = names[-3:]
+            values[letter] = self.chance.choice(newest if self.chance.random() < 0.6 else names)
         return template.format(**values)
 
     def _run(self, text: str, name: str) -> Tensor | None:
-        """The result of a statement; None if it fails, or if other statements cannot use it."""
+        """Runs a statement, and returns its result.
+
+        Returns None if it raises an error, or if the result is empty, too large or not finite.
+        """
         scope = dict(self.namespace)
         try:
             exec(text, scope)
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
             return None
         result = scope[name]
-        if any(not torch.equal(self.pool[one], value) for one, value in self.kept.items()):
-            raise AssertionError(f"a statement changes an argument: {text}")
+        for argument, original in self.originals.items():
+            if not torch.equal(self.pool[argument], original):
+                raise AssertionError(f"a statement changes an argument: {text}")
         if not result.numel() or result.numel() > _MOST_ELEMENTS or result.dim() > 5:
             return None
         if result.is_floating_point() and not (
@@ -863,53 +877,45 @@ class _Writer:
         return result  # type: ignore[no-any-return]
 
     def _outputs(self, names: Sequence[str]) -> str:
-        """Values that vary along all rows; the first has most of what no statement used."""
+        """Returns the expression of the outputs. ``names`` are those of the arguments.
+
+        The first output is a sum of the values that no statement used, where they can be added.
+        Further outputs are other values, mostly of as many rows.
+        """
         chance = self.chance
         text = "\n".join(line.partition("=")[2] for line in self.lines)
         unused = [
             name for name in self.pool if not re.search(rf"\b{name}\b", text) and name != "unused"
         ]
-        if chance.random() < 0.15:  # some arguments, or some statements, come to nothing
+        if chance.random() < 0.15:  # leave some arguments or statements without any effect
             unused = unused[-1:]
-        whole = f"y{len(self.lines)}"
-        terms = [name for name in names if name[0] == "x"][:1] or [
-            self.chance.choice(list(self.pool))
-        ]
-        expression, rest = f"{terms[0]} * 0.5", list[str]()
+        total = f"y{len(self.lines)}"
+        rows_of_x = [name for name in names if name[0] == "x"]
+        start = rows_of_x[0] if rows_of_x else chance.choice(list(self.pool))
+        expression, not_added = f"{start} * 0.5", list[str]()
         for name in unused:
-            for term in (name, f"{name}.mean(-1, keepdim=True)", f"{name}.chunk(2, -1)[0]"):
-                result = self._run(f"{whole} = {expression} + {term}", whole)
-                if term != name and self.pool[name].dim() != len(self.rows) + len(self.columns):
-                    continue
-                if (
-                    result is not None
-                    and name != terms[0]
-                    and result.dim() <= len(self.rows) + len(self.columns)
-                ):
-                    expression = f"{expression} + {term}"
-                    break
+            term = None if name == start else self._addend(name, expression, total)
+            if term is None:
+                not_added.append(name)
             else:
-                rest.append(name)
-        first = self._run(f"{whole} = {expression}", whole)
+                expression = f"{expression} + {term}"
+        first = self._run(f"{total} = {expression}", total)
         if first is None:
-            return terms[0]
-        self.pool[whole] = self.namespace[whole] = first
-        self.lines.append(f"{whole} = {expression}")
-        made = [
-            name
-            for name, value in self.pool.items()
-            if name[0] == "y"
-            and name != whole
-            and (
-                value.shape[: len(self.rows)] == first.shape[: len(self.rows)]
-                or chance.random() < 0.05
-            )
-        ]
-        outputs = [whole]
-        if made and chance.random() < 0.35:
-            outputs.append(chance.choice(made))
-        if (rest := [name for name in rest if name in made]) and chance.random() < 0.5:
-            outputs.append(chance.choice(rest))
+            return start
+        self.pool[total] = self.namespace[total] = first
+        self.lines.append(f"{total} = {expression}")
+        results = [name for name in self.pool if name[0] == "y" and name != total]
+        candidates = []
+        for name in results:
+            row_shapes = [t.shape[: len(self.rows)] for t in (self.pool[name], first)]
+            if row_shapes[0] == row_shapes[1] or chance.random() < 0.05:
+                candidates.append(name)
+        outputs = [total]
+        if candidates and chance.random() < 0.35:
+            outputs.append(chance.choice(candidates))
+        not_added = [name for name in not_added if name in candidates]
+        if not_added and chance.random() < 0.5:
+            outputs.append(chance.choice(not_added))
         if chance.random() < 0.03:
             outputs.append(chance.choice(names))
         outputs = [self._viewed(name) for name in outputs]
@@ -918,8 +924,20 @@ class _Writer:
             return outputs[0]
         return f"[{', '.join(outputs)}]" if chance.random() < 0.1 else f"({', '.join(outputs)},)"
 
+    def _addend(self, name: str, expression: str, total: str) -> str | None:
+        """Returns a term of the value ``name`` that can be added to ``expression``, or None."""
+        dims = len(self.rows) + len(self.columns)
+        terms = [name]
+        if self.pool[name].dim() == dims:
+            terms += [f"{name}.mean(-1, keepdim=True)", f"{name}.chunk(2, -1)[0]"]
+        for term in terms:
+            result = self._run(f"{total} = {expression} + {term}", total)
+            if result is not None and result.dim() <= dims:
+                return term
+        return None
+
     def _viewed(self, name: str) -> str:
-        """Seldom as another view, or as a reduction of it."""
+        """Returns an output, or seldom a view or a reduction of it."""
         if self.chance.random() > 0.15:
             return name
         view = self.chance.choice(

@@ -1,4 +1,4 @@
-"""Calls on DTensors against one process: the operators, the placements, and what crosses ranks."""
+"""Calls on DTensors compared with one process: operators, placements, and collectives."""
 
 from __future__ import annotations
 
@@ -18,22 +18,28 @@ import fusedops
 # --- calls ----------------------------------------------------------------------------------------
 
 ROWS, COLS = "rows", "columns"
-# What a call does with columns that are sharded: nothing crosses ranks; numbers of rows do; they
-# are gathered first.
+# How an operator computes sharded columns: "local" without communication, "reduced" with an
+# all-reduce of some numbers of each row, "gathered" after it gathers the columns.
 Columns = Literal["local", "reduced", "gathered"]
 
 
 class Call(NamedTuple):
-    """A call, and the shapes of its tensors.
+    """A call of an operator.
 
-    Those with ROWS have rows, the others are parameters.
+    Attributes:
+        name: describes the call.
+        function: the function of tensors.
+        shapes: the shapes of the tensors. ROWS stands for the sizes of the rows, COLS for the
+            width. Tensors without ROWS are parameters.
+        columns: how the operator computes sharded columns.
+        reduced_numbers: how many numbers of each row the all-reduces sum, in forward and backward.
     """
 
     name: str
     function: Callable[..., Any]
     shapes: tuple[tuple[Any, ...], ...]
     columns: Columns
-    moved: tuple[int, int] = (0, 0)  # numbers of a row that cross ranks, forward and backward
+    reduced_numbers: tuple[int, int] = (0, 0)
 
 
 @fusedops.rowwise(strict=True)
@@ -59,87 +65,89 @@ CALLS = (
         "layer_norm",
         lambda x, w, b: fusedops.layer_norm(x, x.shape[-1], w, b),
         (FULL, VECTOR, VECTOR),
-        "reduced",
-        (2, 2),
+        columns="reduced",
+        reduced_numbers=(2, 2),
     ),
     Call(
         "layer_norm, two dimensions",
         lambda x, w: fusedops.layer_norm(x, (3, 8), w),
         ((ROWS, 3, 8), (3, 8)),
-        "gathered",
+        columns="gathered",
     ),
     Call(
         "rms_norm",
         lambda x, w: fusedops.rms_norm(x, x.shape[-1], w),
         (FULL, VECTOR),
-        "reduced",
-        (1, 1),
+        columns="reduced",
+        reduced_numbers=(1, 1),
     ),
     Call(
         "rms_norm, offset",
         lambda x, w: fusedops.rms_norm(x, x.shape[-1], w, weight_offset=1.0),
         (FULL, VECTOR),
-        "reduced",
-        (1, 1),
+        columns="reduced",
+        reduced_numbers=(1, 1),
     ),
     Call(
         "bias_dropout_add_ln",
         lambda *t: fusedops.bias_dropout_add_ln(*t, p=0.0, return_sum=True),
         (FULL, VECTOR, FULL, VECTOR, VECTOR),
-        "reduced",
-        (2, 2),
+        columns="reduced",
+        reduced_numbers=(2, 2),
     ),
     Call(
         "bias_dropout_add_ln with dropout",
         lambda *t: fusedops.bias_dropout_add_ln(*t, p=0.4, return_sum=True),
         (FULL, VECTOR, FULL, VECTOR, VECTOR),
-        "reduced",
-        (2, 2),
+        columns="reduced",
+        reduced_numbers=(2, 2),
     ),
     Call(
         "bias_dropout_add_rms_norm with dropout",
         lambda *t: fusedops.bias_dropout_add_rms_norm(*t, p=0.4),
         (FULL, VECTOR, FULL, VECTOR),
-        "reduced",
-        (1, 1),
+        columns="reduced",
+        reduced_numbers=(1, 1),
     ),
     Call(
         "bias_dropout_add with dropout",
         lambda *t: fusedops.bias_dropout_add(*t, p=0.4),
         (FULL, VECTOR, FULL),
-        "local",
+        columns="local",
     ),
     Call(
         "bias_act with dropout",
         lambda *t: fusedops.bias_act(*t, "silu", p=0.4),
         (FULL, VECTOR),
-        "local",
+        columns="local",
     ),
-    Call("bias_gelu", fusedops.bias_gelu, (FULL, VECTOR), "local"),
-    Call("gelu", fusedops.gelu, (FULL,), "local"),
-    Call("glu", fusedops.gated_act, (FULL, FULL), "local"),
-    Call("glu, packed", fusedops.gated_act, ((ROWS, 24),), "gathered"),
-    Call("slices", fusedops.batched_layer_norm_tanh, ((ROWS, 3, 8), (3, 8), (8,)), "gathered"),
+    Call("bias_gelu", fusedops.bias_gelu, (FULL, VECTOR), columns="local"),
+    Call("gelu", fusedops.gelu, (FULL,), columns="local"),
+    Call("glu", fusedops.gated_act, (FULL, FULL), columns="local"),
+    Call("glu, packed", fusedops.gated_act, ((ROWS, 24),), columns="gathered"),
+    Call(
+        "slices", fusedops.batched_layer_norm_tanh, ((ROWS, 3, 8), (3, 8), (8,)), columns="gathered"
+    ),
     Call(
         "slices of widths",
         lambda x, w: fusedops.batched_layer_norm_tanh(x, w, sizes=(7, 17)),
         ((ROWS, 24), (24,)),
-        "gathered",
+        columns="gathered",
     ),
     Call(
         "slices in tensors",
         lambda x, y, w: fusedops.batched_layer_norm_tanh([x, y], w),
         ((ROWS, 7), (ROWS, 17), (24,)),
-        "gathered",
+        columns="gathered",
     ),
     Call(
         "slices side by side",
         lambda x, y: fusedops.batched_layer_norm_tanh([x, y], concat=True),
         ((ROWS, 7), (ROWS, 17)),
-        "gathered",
+        columns="gathered",
     ),
-    Call("rowwise with dropout", modulated, (FULL, (ROWS, 1), VECTOR), "gathered"),
-    Call("rowwise, parts of rows", _rotated, (FULL, VECTOR), "gathered"),
+    Call("rowwise with dropout", modulated, (FULL, (ROWS, 1), VECTOR), columns="gathered"),
+    Call("rowwise, parts of rows", _rotated, (FULL, VECTOR), columns="gathered"),
 )
 
 
@@ -151,37 +159,43 @@ def call_named(name: str) -> Call:
 
 
 class Case(NamedTuple):
-    """Where tensors are: the rows' sizes, the width, the mesh, and along what each of its dimensions shards.
+    """Sizes and placements of tensors.
 
     Attributes:
-        along: for each dimension of the mesh the dimension of the rows, COLS, or None.
-        vectors: whether parameters are sharded as the columns, not replicated.
+        rows: the sizes of the rows' dimensions.
+        width: the number of columns.
+        mesh: the shape of the device mesh.
+        sharded: what each dimension of the mesh shards: a dimension of the rows, COLS, or None.
+        vectors: whether parameters are sharded like the columns, not replicated.
     """
 
     rows: tuple[int, ...]
     width: int
     mesh: tuple[int, ...]
-    along: tuple[Any, ...]
+    sharded: tuple[Any, ...]
     vectors: bool = False
 
 
 def cases(ranks: int) -> tuple[Case, ...]:
-    """On a mesh of all ranks; four make one of two dimensions too."""
+    """Cases on a mesh of all ranks, and for four ranks also on a mesh of two dimensions.
+
+    The comments have the numbers of rows or columns of each of four ranks.
+    """
     results = (
-        Case((5, 6), 24, (ranks,), (0,)),  # 2, 2, 1 and no rows
-        Case((4, 6), 24, (ranks,), (1,)),  # of each row of the first dimension 2, 2, 2 and none
-        Case((1, 2), 24, (ranks,), (0,)),  # one rank has all
-        Case((2, 3), 24, (ranks,), (None,)),
-        Case((2, 3), 32, (ranks,), (COLS,)),
-        Case((2, 3), 30, (ranks,), (COLS,), vectors=True),  # 8, 8, 8 and 6
-        Case((3,), 6, (ranks,), (COLS,)),  # 2, 2, 2 and none
+        Case((5, 6), 24, (ranks,), sharded=(0,)),  # 2, 2, 1 and 0
+        Case((4, 6), 24, (ranks,), sharded=(1,)),  # 2, 2, 2 and 0
+        Case((1, 2), 24, (ranks,), sharded=(0,)),  # 1, 0, 0 and 0
+        Case((2, 3), 24, (ranks,), sharded=(None,)),
+        Case((2, 3), 32, (ranks,), sharded=(COLS,)),
+        Case((2, 3), 30, (ranks,), sharded=(COLS,), vectors=True),  # 8, 8, 8 and 6
+        Case((3,), 6, (ranks,), sharded=(COLS,)),  # 2, 2, 2 and 0
     )
     if ranks != 4:
         return results
     return (
         *results,
-        Case((3, 3), 16, (2, 2), (1, COLS), vectors=True),  # 2 rows and 1
-        Case((3,), 12, (2, 2), (COLS, 0)),  # 6 columns each
+        Case((3, 3), 16, (2, 2), sharded=(1, COLS), vectors=True),  # 2 or 1 rows, 8 columns
+        Case((3,), 12, (2, 2), sharded=(COLS, 0)),  # 6 columns, 2 or 1 rows
     )
 
 
@@ -190,53 +204,59 @@ CASES = cases(RANKS)
 
 
 def placements_of(call: Call, case: Case, shape: tuple[Any, ...]) -> list[Any]:
-    """The placements of a tensor of the call."""
+    """The placements of a tensor of the call, one for each dimension of the mesh."""
     from torch.distributed.tensor import Replicate, Shard
 
     results = []
-    for dim in case.along:
-        carries = shape[0] is ROWS
+    has_rows = shape[0] is ROWS
+    sizes = sizes_of(call, case, shape)
+    for dim in case.sharded:
         if dim is None:
             results.append(Replicate())
         elif dim == COLS:
-            dims = len(case.rows) + len(shape) - 1 if carries else len(shape)
-            size = sizes_of(call, case, shape)[-1]
-            shards = size > 1 and (carries or (case.vectors and len(shape) == 1))
-            results.append(Shard(dims - 1) if shards else Replicate())
+            has_columns = has_rows or (case.vectors and len(shape) == 1)
+            is_sharded = has_columns and sizes[-1] > 1
+            results.append(Shard(len(sizes) - 1) if is_sharded else Replicate())
         else:
-            results.append(Shard(dim) if carries else Replicate())
+            results.append(Shard(dim) if has_rows else Replicate())
     return results
 
 
 def sizes_of(call: Call, case: Case, shape: tuple[Any, ...]) -> list[int]:
-    sizes = [
-        case.rows if size is ROWS else (case.width,) if size == COLS else (size,) for size in shape
-    ]
-    return list(itertools.chain(*sizes))
+    """The sizes of a tensor with this shape, in which ROWS and COLS are replaced."""
+    sizes: list[int] = []
+    for size in shape:
+        if size is ROWS:
+            sizes += case.rows
+        else:
+            sizes.append(case.width if size == COLS else size)
+    return sizes
 
 
 def columns_of(call: Call, case: Case) -> Columns:
-    """The way in which the call distributes columns. A mask's are drawn by eight adjacent ones."""
-    aligned = (
-        -(
-            -case.width
-            // math.prod([n for n, dim in zip(case.mesh, case.along, strict=True) if dim == COLS])
-        )
-        % 8
-        == 0
+    """How the call computes sharded columns.
+
+    With dropout, columns are gathered unless each rank has a multiple of eight, since the mask of
+    eight adjacent columns is drawn at once.
+    """
+    ranks_of_columns = math.prod(
+        [size for size, dim in zip(case.mesh, case.sharded, strict=True) if dim == COLS]
     )
-    return call.columns if aligned or "with dropout" not in call.name else "gathered"
+    columns_of_rank = -(-case.width // ranks_of_columns)
+    if "with dropout" in call.name and columns_of_rank % 8:
+        return "gathered"
+    return call.columns
 
 
-# --- what crosses ranks ---------------------------------------------------------------------------
+# --- collectives ----------------------------------------------------------------------------------
 
 
 class Traffic(TorchDispatchMode):
-    """The collectives of a block, and their bytes."""
+    """Records the collectives of a block: name and bytes of each."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[str, int]] = []
+        self.collectives: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from torch.distributed.tensor import DTensor
@@ -246,29 +266,31 @@ class Traffic(TorchDispatchMode):
         if func.namespace == "_c10d_functional" and not func.__name__.startswith(
             ("wait_", "_wrap_")
         ):
-            self.found.append((func.__name__, args[0].numel() * args[0].itemsize))
+            self.collectives.append((func.__name__, args[0].numel() * args[0].itemsize))
         return func(*args, **(kwargs or {}))
 
     @property
     def names(self) -> list[str]:
         """The names of the collectives."""
-        return [name.partition(".")[0] for name, _ in self.found]
+        return [name.partition(".")[0] for name, _ in self.collectives]
 
 
-# --- the table ------------------------------------------------------------------------------------
+# --- comparisons ----------------------------------------------------------------------------------
 
 
-def outputs_of(found: Any) -> tuple[Tensor, ...]:
-    return found if isinstance(found, tuple) else (found,)
+def outputs_of(returned: Any) -> tuple[Tensor, ...]:
+    """A returned tensor as a tuple of one."""
+    return returned if isinstance(returned, tuple) else (returned,)
 
 
 def tensors_of(call: Call, case: Case) -> list[Tensor]:
+    """Random tensors for the call, the same on all ranks."""
     generator = torch.Generator().manual_seed(len(call.name))
     return [torch.randn(sizes_of(call, case, shape), generator=generator) for shape in call.shapes]
 
 
 class Expected(NamedTuple):
-    """The tensors of a call in one process."""
+    """Arguments and results of a call in one process, on the CPU."""
 
     tensors: list[Tensor]
     outputs: list[Tensor]
@@ -280,7 +302,10 @@ _turn = itertools.count()
 
 
 def expected_of(function: Callable[..., Any], tensors: list[Tensor]) -> Expected:
-    """The ranks take turns, and tell the others."""
+    """Computes the results in one process, and sends them to the others.
+
+    The ranks take turns, one for each call of this function.
+    """
     results: list[Any] = [None]
     source = next(_turn) % dist.get_world_size()
     device = (
@@ -293,120 +318,120 @@ def expected_of(function: Callable[..., Any], tensors: list[Tensor]) -> Expected
         torch.manual_seed(5)
         outputs = outputs_of(function(*leaves))
         generator = torch.Generator().manual_seed(7)
-        along = [torch.randn(out.shape, generator=generator) for out in outputs]
-        gradients = torch.autograd.grad(outputs, leaves, [t.to(device) for t in along])
-        results = [
-            Expected(
-                tensors,
-                [out.detach().cpu() for out in outputs],
-                along,
-                [t.cpu() for t in gradients],
-            )
-        ]
+        cotangents = [torch.randn(out.shape, generator=generator) for out in outputs]
+        gradients = torch.autograd.grad(outputs, leaves, [t.to(device) for t in cotangents])
+        result = Expected(
+            tensors,
+            outputs=[out.detach().cpu() for out in outputs],
+            cotangents=cotangents,
+            gradients=[t.cpu() for t in gradients],
+        )
+        results = [result]
     dist.broadcast_object_list(results, source)
     return results[0]  # type: ignore[no-any-return]
 
 
-def compare(found: Tensor, expected: Tensor, terms: int, what: Any) -> None:
-    """Equal, or where ``terms`` numbers are added up in another order, close.
+def compare(actual: Tensor, expected: Tensor, terms: int, what: Any) -> None:
+    """Asserts that a DTensor is equal to the expected tensor, or close if ``terms`` is not zero.
 
-    Each addition rounds, by half a unit in the last place of what was added up so far. That is not
-    more than a small multiple of the largest result, here random: two for each of the sums that a
-    gradient depends on.
+    ``terms`` is how many numbers are added in another order. Each addition rounds by half a unit in
+    the last place of the partial sum. For random numbers, partial sums are at most a small multiple
+    of the largest result: two for each of the sums that a gradient depends on.
     """
-    whole = found.full_tensor().cpu()  # type: ignore[attr-defined]
-    if terms:
-        error = (whole - expected).abs().max().item()
-        limit = 4 * terms * torch.finfo(expected.dtype).eps * max(expected.abs().max().item(), 1.0)
-        assert error <= limit, (*what, error, limit)
-    else:
+    whole = actual.full_tensor().cpu()  # type: ignore[attr-defined]
+    if terms == 0:
         assert torch.equal(whole, expected), what
+        return
+    error = (whole - expected).abs().max().item()
+    limit = 4 * terms * torch.finfo(expected.dtype).eps * max(expected.abs().max().item(), 1.0)
+    assert error <= limit, (*what, error, limit)
 
 
 def check(
     call: Call, case: Case, meshes: dict[tuple[int, ...], Any], *, kernels: bool = True
 ) -> None:
-    """A call, forward and backward, against one process: values, placements and collectives.
+    """Compares a call on DTensors with one process: values, gradients, placements, collectives.
 
-    PyTorch's sums over rows depend on the number of columns, and its activations, to the last bits,
-    on where an element is: vector instructions take all but the last ones. The kernels' do not, but
-    on GPUs the number of rows chooses the tiles, and those the order in which a row is added up.
+    Some results differ in the last bits. PyTorch's sums over rows depend on the number of columns.
+    Its activations depend on the position of an element, because the last elements are not computed
+    by vector instructions. The kernels have no such differences on the CPU. On a GPU, the number of
+    rows determines the tiles, and these determine the order of a sum along a row.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
     mesh, columns, what = meshes[case.mesh], columns_of(call, case), (call.name, case)
     expected = expected_of(call.function, tensors_of(call, case))
-    places = [placements_of(call, case, shape) for shape in call.shapes]
+    placements = [placements_of(call, case, shape) for shape in call.shapes]
     leaves = [
-        distribute_tensor(t, mesh, p).requires_grad_()
-        for t, p in zip(expected.tensors, places, strict=True)
+        distribute_tensor(tensor, mesh, of_tensor).requires_grad_()
+        for tensor, of_tensor in zip(expected.tensors, placements, strict=True)
     ]
     torch.manual_seed(5)
     with Traffic() as forward:
         result = outputs_of(call.function(*leaves))
-    gathered = COLS in case.along and columns == "gathered"
-    reduced = COLS in case.along and columns == "reduced"
-    last_bits = case.width if mesh.device_type == "cuda" else 0 if kernels else 2
-    for number, (out, one) in enumerate(zip(result, expected.outputs, strict=True)):
-        wanted = [
-            Replicate()
-            if dim is None or (dim == COLS and gathered)
-            else Shard(len(case.rows) if dim == COLS else dim)
-            for dim in case.along
-        ]
-        assert list(out.placements) == wanted, what  # type: ignore[attr-defined]
+    gathered = COLS in case.sharded and columns == "gathered"
+    reduced = COLS in case.sharded and columns == "reduced"
+    last_bits_on_cpu = 0 if kernels else 2
+    last_bits = case.width if mesh.device_type == "cuda" else last_bits_on_cpu
+    expected_placements: list[Any] = []
+    for dim in case.sharded:
+        if dim is None or (dim == COLS and gathered):
+            expected_placements.append(Replicate())
+        else:
+            expected_placements.append(Shard(len(case.rows) if dim == COLS else dim))
+    for number, (out, value) in enumerate(zip(result, expected.outputs, strict=True)):
+        assert list(out.placements) == expected_placements, what  # type: ignore[attr-defined]
         # A reduced call's first output is a sum over ranks. The pre-norm sum, the second, is local.
-        compare(
-            out,
-            one,
-            case.width if reduced and number == 0 else last_bits,
-            (*what, "output", number),
-        )
+        terms = case.width if reduced and number == 0 else last_bits
+        compare(out, value, terms, (*what, "output", number))
     cotangents = [
-        distribute_tensor(g, mesh, out.placements)
-        for g, out in zip(expected.cotangents, result, strict=True)
+        distribute_tensor(cotangent, mesh, out.placements)
+        for cotangent, out in zip(expected.cotangents, result, strict=True)
     ]  # type: ignore[attr-defined]
     with Traffic() as backward:
         grads = torch.autograd.grad(result, leaves, cotangents)
     terms = case.width * reduced + last_bits
-    for grad, one, place, shape in zip(grads, expected.gradients, places, call.shapes, strict=True):
-        wanted = [
-            place[at]
-            if dim is None or not place[at].is_replicate() or (dim == COLS and gathered)
-            else Partial()
-            for at, dim in enumerate(case.along)
-        ]
-        assert list(grad.placements) == wanted, (*what, shape, grad.placements, wanted)  # type: ignore[attr-defined]
-        partial = any(isinstance(dim, int) for dim in case.along) or not kernels
-        rows = math.prod(case.rows) if shape[0] is not ROWS and partial else 0
-        compare(grad, one, terms + rows, (*what, "gradient", shape))
+    for grad, value, of_tensor, shape in zip(
+        grads, expected.gradients, placements, call.shapes, strict=True
+    ):
+        # A replicated parameter's gradient is a partial sum on each rank that has other rows.
+        of_grad = []
+        for placement, dim in zip(of_tensor, case.sharded, strict=True):
+            is_whole = dim is None or (dim == COLS and gathered)
+            is_partial = placement.is_replicate() and not is_whole
+            of_grad.append(Partial() if is_partial else placement)
+        assert list(grad.placements) == of_grad, (*what, shape, grad.placements, of_grad)  # type: ignore[attr-defined]
+        has_other_order = any(isinstance(dim, int) for dim in case.sharded) or not kernels
+        rows = math.prod(case.rows) if shape[0] is not ROWS and has_other_order else 0
+        compare(grad, value, terms + rows, (*what, "gradient", shape))
     if not gathered:
-        _check_traffic(call, case, reduced, (forward, backward))
+        _check_traffic(call, case, (forward, backward), reduced=reduced)
 
 
-def _check_traffic(call: Call, case: Case, reduced: bool, traffic: tuple[Traffic, Traffic]) -> None:
-    """Numbers of rows cross ranks, in fp32, or nothing does."""
-    place = _place(case.mesh)
+def _check_traffic(
+    call: Call, case: Case, traffic: tuple[Traffic, Traffic], *, reduced: bool
+) -> None:
+    """Asserts that the collectives are all-reduces of fp32 numbers of the rows of this rank.
+
+    Without ``reduced`` there must be none.
+    """
+    coordinates = _coordinates(case.mesh)
     rows = 1
     for dim, size in enumerate(case.rows):
-        for at, along in enumerate(case.along):
-            if along == dim:
-                most = -(-size // case.mesh[at])
-                size = max(min(most, size - most * place[at]), 0)
+        for mesh_dim, sharded in enumerate(case.sharded):
+            if sharded == dim:
+                size_of_shard = -(-size // case.mesh[mesh_dim])
+                before = size_of_shard * coordinates[mesh_dim]
+                size = max(min(size_of_shard, size - before), 0)
         rows *= size
-    for numbers_of_row, seen in zip(call.moved, traffic, strict=True):
-        assert seen.names == ["all_reduce"] * (numbers_of_row * reduced), (
-            call.name,
-            case,
-            seen.found,
-        )
-        assert sum(size for _, size in seen.found) == 4 * rows * numbers_of_row * reduced, (
-            call.name,
-            case,
-            seen.found,
-        )
+    for numbers_of_row, recorded in zip(call.reduced_numbers, traffic, strict=True):
+        what = (call.name, case, recorded.collectives)
+        numbers = numbers_of_row if reduced else 0
+        assert recorded.names == ["all_reduce"] * numbers, what
+        assert sum(size for _, size in recorded.collectives) == 4 * rows * numbers, what
 
 
-def _place(mesh: tuple[int, ...]) -> list[int]:
+def _coordinates(mesh: tuple[int, ...]) -> list[int]:
+    """The coordinates of this rank in the mesh."""
     rank = dist.get_rank()
-    return [rank // math.prod(mesh[at + 1 :]) % size for at, size in enumerate(mesh)]
+    return [rank // math.prod(mesh[dim + 1 :]) % size for dim, size in enumerate(mesh)]

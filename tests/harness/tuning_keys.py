@@ -1,7 +1,4 @@
-"""The tuning keys of every family, from the plans that the specs can build.
-
-Needs neither kernels nor a GPU.
-"""
+"""Collects the tuning keys of every family, from plans that need neither kernels nor a GPU."""
 
 from __future__ import annotations
 
@@ -21,6 +18,7 @@ __all__ = ["every_key", "plans"]
 
 
 def plans(cols: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """Functions that plan the launches of each kernel variant, by name."""
     results: dict[str, Callable[[], object]] = {}
     for name in dict.fromkeys(spec.samples.__module__ for spec in ALL_SPECS):
         results |= importlib.import_module(name).compiled_plans(cols, dtype)
@@ -28,6 +26,7 @@ def plans(cols: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
 
 
 def keys_of(plan: Callable[[], object]) -> list[TuningKey]:
+    """The tuning keys for which a plan chooses configs."""
     with tuning.collected_keys() as seen, launch.collecting():
         plan()
     tuning.forget()
@@ -36,7 +35,7 @@ def keys_of(plan: Callable[[], object]) -> list[TuningKey]:
 
 @cache
 def every_key() -> tuple[TuningKey, ...]:
-    """The keys of narrow, ordinary, odd and wide rows, for each width of dtype and each bucket of rows."""
+    """The keys of narrow, odd, ordinary and wide rows, in three dtypes, for each bucket of rows."""
     results: dict[TuningKey, None] = {}
     for cols in (17, 64, 256, 768, 1024, 4096, 8192, 16384, 65536):
         for dtype in (torch.bfloat16, torch.float32, torch.float64):

@@ -1,9 +1,8 @@
-"""A user's file under ``mypy --strict`` and pyright.
+"""A user's program, to check the types of the public API by ``mypy --strict`` and pyright.
 
-`make lint` checks it, and test_typing.py runs it.
-
-Each ``assert_type`` is what a checker infers. A ``type: ignore`` on a wrong call is an error where
-it is not needed.
+`make lint` type-checks it, and test_typing.py runs it. Each ``assert_type`` has the type that a
+checker must infer. Wrong calls have a ``type: ignore``, which is an error if a checker accepts the
+call.
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ def own_functions() -> None:
 
 
 def wrong() -> None:
-    """Never run: every line is one error."""
+    """Never called. A type checker must find an error in every line."""
     FusedBiasDropoutAddLayerNorm(8)  # type: ignore[call-overload]
     FusedBiasDropoutAdd()  # type: ignore[call-arg]
     fusedops.bias_dropout_add_ln(X, W, X, W, W)  # type: ignore[call-overload]

@@ -1,4 +1,7 @@
-"""Programs that wait for one another, where one runs after the other: under Triton's interpreter."""
+"""Runs kernels whose programs wait for one another under Triton's interpreter.
+
+The interpreter runs one program after another, so a program must not wait for a later one.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +17,30 @@ from fusedops.core.launches import launch
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-__all__ = ["found_at_once"]
+__all__ = ["launch_twice"]
 
 
 @triton.jit
-def _read(places, there):  # type: ignore[no-untyped-def]
-    return tl.load(places, mask=there, other=0)
+def _read(pointers, mask):  # type: ignore[no-untyped-def]
+    return tl.load(pointers, mask=mask, other=0)
 
 
-def found_at_once(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """Lets programs that share rows wait, and launches each such kernel twice.
+def launch_twice(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """Launches each kernel whose programs wait for one another twice, without waiting.
 
-    The second launch finds all the words. Returns the configs of these kernels, as they are built.
+    In the first launch, programs write words, and may read words that are not yet written. In the
+    second launch, all words are in memory, so the results are right.
+
+    Returns:
+        The configs of these kernels; the list grows as they are compiled.
     """
     waiting: list[Config] = []
     build = launch.build
 
-    def twice(
-        kernel: Any, types: Any, constants: dict[str, Any], config: Config, **more: Any
+    def build_twice_launched(
+        kernel: Any, types: Any, constants: dict[str, Any], config: Config, **kwargs: Any
     ) -> launch.Variant:
-        variant = build(kernel, types, constants, config, **more)
+        variant = build(kernel, types, constants, config, **kwargs)
         if constants.get("EXCHANGE") != "wait":
             return variant
         waiting.append(config)
@@ -45,6 +52,6 @@ def found_at_once(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
         return launched
 
     monkeypatch.setattr(exchange, "_await_words", _read)
-    monkeypatch.setattr(launch, "build", twice)
+    monkeypatch.setattr(launch, "build", build_twice_launched)
     monkeypatch.setattr(launch, "waits", lambda index, acc, programs: acc == torch.float32)
     return waiting

@@ -1,4 +1,4 @@
-"""A tensor subclass that wraps a tensor and logs every operator that reaches it, as PyTorch's LoggingTensor does."""
+"""A tensor subclass that wraps a tensor and logs its operators, like PyTorch's LoggingTensor."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Wrapper", "wrapped"]
 
 
 class Wrapper(Tensor):
-    """Holds a tensor; has no memory of its own. ``log`` collects the names of operators."""
+    """Wraps the tensor ``held``, and has no storage itself. ``log`` has the names of operators."""
 
     held: Tensor
     log: list[str] = []  # noqa: RUF012 - one log of all wrappers
 
     @staticmethod
     def __new__(cls, held: Tensor) -> Wrapper:
-        made = torch.Tensor._make_wrapper_subclass(
+        wrapper = torch.Tensor._make_wrapper_subclass(
             cls,
             held.shape,
             strides=held.stride(),
@@ -30,8 +30,8 @@ class Wrapper(Tensor):
             device=held.device,
             requires_grad=held.requires_grad,
         )
-        made.held = held.detach()
-        return made
+        wrapper.held = held.detach()
+        return wrapper
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Wrapper({self.held!r})"

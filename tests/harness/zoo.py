@@ -1,6 +1,6 @@
-"""What the tests of `fusedops.fuse_model` share.
+"""Helpers of the tests of `fusedops.fuse_model`: sample models, runs, and counts of operators.
 
-The sample models that this machine can build, and runs of them.
+The sample models are those that the installed packages can build.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -42,7 +42,7 @@ __all__ = [
 
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 _PRESENT = [spec for spec in MODELS if HAS_TRANSFORMERS or not spec.transformers]
-# The interpreter takes seconds a model: there, one of each kind of block.
+# The interpreter takes seconds for a model, so it runs one model for each kind of block.
 _INTERPRETED = {
     "leaves",
     "activations",
@@ -73,29 +73,32 @@ transformers_only = pytest.mark.skipif(not HAS_TRANSFORMERS, reason="Transformer
 
 
 def handed_on(output: Any) -> dict[str, Any]:
-    """A model's cache as the argument of its next call, which is ``cache`` from Transformers 5.24 on."""
+    """Returns the cache in a model's output as an argument of its next call.
+
+    From Transformers 5.24 on, output and argument are called ``cache``.
+    """
     name = "cache" if "cache" in output else "past_key_values"
     return {name: output[name]}
 
 
 def build(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The same weights at each call."""
+    """Builds the model, with the same weights at each call, in evaluation mode."""
     with torch.random.fork_rng():
         torch.manual_seed(11)
         return spec.build().to(DEVICE, dtype).eval()
 
 
 def undropped(spec: ModelSpec) -> nn.Module:
-    """In training, with nothing dropped."""
+    """Builds the model in training mode, with dropout probabilities of zero."""
     return without_dropout(build(spec))
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """The model in training, with nothing dropped.
+    """Puts the model in training mode, with dropout probabilities of zero.
 
-    A stack that may drop whole layers is in evaluation mode: in training, Transformers 5.17 draws a
-    number for each layer at a probability of zero too, and compares it in Python, which breaks a
-    graph. Its layers are in training.
+    A stack that may drop whole layers is put in evaluation mode, but its layers are not. In
+    training, Transformers 5.17 draws a number for each layer, even at a probability of zero, and
+    compares it in Python, which breaks a graph.
     """
     for module in model.train().modules():
         if isinstance(module, nn.Dropout):
@@ -111,32 +114,31 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 
 def inputs(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    return {
-        name: value.to(DEVICE, dtype if value.is_floating_point() else None)
-        if isinstance(value, Tensor)
-        else value
-        for name, value in spec.inputs().items()
-    }
+    """The model's inputs on the device, floating-point ones in ``dtype``."""
+    results = {}
+    for name, value in spec.inputs().items():
+        if isinstance(value, Tensor):
+            value = value.to(DEVICE, dtype if value.is_floating_point() else None)
+        results[name] = value
+    return results
 
 
 def outputs(value: Any) -> list[Tensor]:
-    """The floating-point tensors in a model's result; caches are left out."""
+    """The floating-point tensors in a model's result, without those in caches."""
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() else []
-    values = (
-        value.values()
-        if isinstance(value, Mapping)
-        else value
-        if isinstance(value, (tuple, list))
-        else ()
-    )
+    values: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        values = value.values()
+    elif isinstance(value, (tuple, list)):
+        values = value
     return [tensor for inner in values for tensor in outputs(inner)]
 
 
 def run(
     model: nn.Module, arguments: dict[str, Any], seed: int = 0
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Outputs, and the parameters' gradients by name, of one random sum of the outputs."""
+    """Returns the outputs, and the gradients of a random sum of them, by parameter."""
     torch.manual_seed(seed)
     results = outputs(model(**arguments))
     generator = torch.Generator().manual_seed(1)
@@ -152,7 +154,7 @@ def run(
 
 @contextmanager
 def unpacked() -> Iterator[None]:
-    """Attentions whose query, key and value are products of their own."""
+    """Within this context, query, key and value of an attention are separate matrix products."""
     from fusedops.models.tricks import packing
 
     with mock.patch.object(packing, "_packs", return_value=False):
@@ -160,7 +162,7 @@ def unpacked() -> Iterator[None]:
 
 
 class Counting(TorchDispatchMode):
-    """Counts the operators of which ``counts`` is true, given the operator and its keyword arguments."""
+    """Counts the operators for which ``counts(operator, keyword_arguments)`` is true."""
 
     def __init__(self, counts: Callable[[Any, dict[str, Any]], bool]) -> None:
         super().__init__()
@@ -175,9 +177,12 @@ class Counting(TorchDispatchMode):
 
 @contextmanager
 def making_kernels(always: bool = True) -> Iterator[None]:
-    """As if torch.compile made kernels of all that happens, compiled or not; or of nothing."""
+    """Within this context, rules assume that torch.compile generates kernels, or does not.
 
-    def answer(x: Tensor) -> bool:  # torch.compile does not look through mocks
+    Whether the code is compiled in fact makes no difference.
+    """
+
+    def answer(x: Tensor) -> bool:  # a function, since torch.compile does not trace mocks
         return always
 
     with mock.patch("fusedops.models.compiling.makes_kernels", answer):
@@ -186,7 +191,7 @@ def making_kernels(always: bool = True) -> Iterator[None]:
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """How often the rules call each operator."""
+    """Counts, within this context, how often the rules call each operator."""
     calls: Counter[str] = Counter()
 
     def count(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -198,7 +203,7 @@ def counted() -> Iterator[Counter[str]]:
 
 @contextmanager
 def observed(observe: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
-    """Inside the block ``observe`` gets the name and the arguments of each operator that a rule calls, beforehand."""
+    """Within this context, ``observe(name, args, kwargs)`` runs before a rule calls an operator."""
 
     def observing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

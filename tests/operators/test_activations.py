@@ -1,4 +1,4 @@
-"""The table of activations: formula and device functions are one function, over the whole range."""
+"""The table of activations: device functions against the formula, over the whole range."""
 
 from __future__ import annotations
 
@@ -18,66 +18,70 @@ every = pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATI
 
 
 def _range(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers without kinks: from the smallest to where every activation is flat or straight."""
+    """Numbers of both signs, from tiny ones to those where activations are constant or linear."""
     small = torch.logspace(-30, 2, 500, dtype=torch.float64)
     x = torch.cat([torch.linspace(-20.0, 20.0, 6000, dtype=torch.float64), small, -small])
     return x.to(device, dtype).view(-1, 100)
 
 
 def _exact(activation: Activation, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Value and first two derivatives in fp64, by autograd of the formula."""
+    """Returns the value and the first two derivatives in fp64, by autograd of the formula."""
     x = x.double().requires_grad_()
     derivatives = [activation.formula(x) + 0.0]
     for _ in range(2):
         last = derivatives[-1]
-        grad = (
-            torch.autograd.grad(last.sum(), x, create_graph=True)[0] if last.requires_grad else None
-        )
-        derivatives.append(torch.zeros_like(x) if grad is None else grad + 0.0 * x)
-    value, slope, bend = (d.detach() for d in derivatives)
-    return value, slope, bend
+        if last.requires_grad:
+            (grad,) = torch.autograd.grad(last.sum(), x, create_graph=True)
+            derivatives.append(grad + 0.0 * x)
+        else:
+            derivatives.append(torch.zeros_like(x))
+    value, first, second = (derivative.detach() for derivative in derivatives)
+    return value, first, second
 
 
 @every
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_over_the_whole_range(
+def test_values_and_derivatives_over_the_whole_range(
     activation: Activation, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Backward error: the exact result for an x that is moved by a few units in the last place, and rounded so.
+    """The tolerance is a backward error: that of an exact result for a slightly moved x, rounded.
 
-    A value takes a power of two of a rounded exponent (u |x f'|), a reciprocal of a few u, and two
-    or three products: 12 u in all. Where a mass near zero is one less another, and in the fit
-    behind GELU (0.13 u), the error is one of the mass: u |x|. A derivative is the sum of two such
-    terms of order one, which may cancel. In fp64 the formula to compare with has errors of its own,
-    from such differences.
+    A value needs a power of two of a rounded exponent (u |x f'|), a reciprocal of a few u, and two
+    or three products: 12 u in all. Some activations multiply x by a number between zero and one. If
+    this is one minus another number, or GELU's polynomial (0.13 u), its error adds u |x|. A
+    derivative is the sum of two such terms of order one, which may cancel. In fp64 the reference
+    has errors of its own, from such differences.
     """
     x = _range(dtype, device)
     leaf = x.clone().requires_grad_()
     y = fusedops.bias_act(leaf, None, activation.name)
     (dx,) = torch.autograd.grad(y.sum(), leaf)
-    value, slope, bend = _exact(activation, x)
+    value, first, second = _exact(activation, x)
     u, x = unit_roundoff(dtype), x.double()
-    own = 64 * u if dtype == torch.float64 else 0.0
-    tolerance = 12 * u * (value.abs() + (x * slope).abs()) + u * x.abs() + own
+    error_of_reference = 64 * u if dtype == torch.float64 else 0.0
+    tolerance = 12 * u * (value.abs() + (x * first).abs()) + u * x.abs() + error_of_reference
     assert ((y.detach().double() - value).abs() <= tolerance).all()
-    tolerance = 12 * u * (slope.abs() + (x * bend).abs()) + 16 * u + own
-    assert ((dx.double() - slope).abs() <= tolerance).all()
+    tolerance = 12 * u * (first.abs() + (x * second).abs()) + 16 * u + error_of_reference
+    assert ((dx.double() - first).abs() <= tolerance).all()
 
 
 @triton.jit
 def _narrow_tanh(x, y, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.arange(0, N)
-    tl.store(y + at, device_code.tanh_in_16_bits(tl.load(x + at)))
+    columns = tl.arange(0, N)
+    tl.store(y + columns, device_code.tanh_in_16_bits(tl.load(x + columns)))
 
 
 @pytest.mark.kernels
 def test_tanh_for_results_in_16_bits(device: torch.device) -> None:
-    """Relative error: of the series 2 x^4 / 15 up to 0.08, of the other form three u over x from there on."""
+    """The relative error is at most 1e-5.
+
+    Up to |x| = 0.08 it is that of a series, 2 x^4 / 15. Beyond, the other formula has 3 u / |x|.
+    """
     x = _range(torch.float32, device).flatten()
     x = torch.cat([x, torch.linspace(-0.1, 0.1, 16384 - len(x), device=device)])
     y = torch.empty_like(x)
-    # Since Triton 3.9 a warning is raised without this option.
+    # Without this option Triton warns from 3.9 on.
     contracted = {"enable_fp_fusion": True}
     _narrow_tanh[(1,)](x, y, len(x), **contracted)
     exact = x.double().tanh()
@@ -89,7 +93,9 @@ def test_tanh_for_results_in_16_bits(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_the_identitys_derivative_is_one_everywhere(value: float, device: torch.device) -> None:
+def test_derivative_of_the_identity_is_one_also_at_infinity_and_nan(
+    value: float, device: torch.device
+) -> None:
     x = torch.tensor([[1.0, value]], device=device, requires_grad=True)
     fusedops.bias_act(x, None, "identity").backward(torch.ones(1, 2, device=device))
     assert torch.equal(x.grad, torch.ones_like(x))

@@ -1,4 +1,4 @@
-"""`add_layer_norm` and `add_rms_norm` are the longer functionals without bias and dropout, under names of their own."""
+"""`add_layer_norm` and `add_rms_norm`, which equal longer functionals without bias and dropout."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from fusedops.nn import FusedAddLayerNorm, FusedAddRMSNorm
 from modules import close, randomise
 
 N = 24
+# The dtypes of x and of the residual.
 DTYPES = [
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
@@ -26,6 +27,7 @@ DTYPES = [
 
 
 def _layer(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Any, Any]:
+    """Results of `add_layer_norm`, and of the longer functional."""
     return (
         fusedops.add_layer_norm(x, residual, weight, bias, 1e-4),
         fusedops.bias_dropout_add_ln(
@@ -35,6 +37,7 @@ def _layer(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[A
 
 
 def _rms(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Any, Any]:
+    """Results of `add_rms_norm`, and of the longer functional."""
     options: dict[str, Any] = {"weight_offset": 1.0, "rounding": "llama"}
     return (
         fusedops.add_rms_norm(x, residual, weight, 1e-4, **options),
@@ -45,31 +48,34 @@ def _rms(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Any
 
 
 @pytest.mark.parametrize("both", [_layer, _rms])
-@pytest.mark.parametrize("dtype, stream", DTYPES, ids=str)
-def test_equal_the_longer_functionals(
-    both: Callable[..., Any], dtype: torch.dtype, stream: torch.dtype, device: torch.device
+@pytest.mark.parametrize("dtype, dtype_of_residual", DTYPES, ids=str)
+def test_results_equal_those_of_the_longer_functionals(
+    both: Callable[..., Any],
+    dtype: torch.dtype,
+    dtype_of_residual: torch.dtype,
+    device: torch.device,
 ) -> None:
-    """Bit for bit, forward and backward.
-
-    The second output is the sum, on which the residual stream goes on.
-    """
-    x, residual = torch.randn(5, N).to(device, dtype), torch.randn(5, N).to(device, stream)
+    """Values and gradients are equal bit for bit. The second output is the pre-norm sum."""
+    x = torch.randn(5, N).to(device, dtype)
+    residual = torch.randn(5, N).to(device, dtype_of_residual)
     leaves = [t.requires_grad_() for t in (x, residual, *torch.randn(2, N, device=device))]
-    ours, theirs = both(*leaves)
-    assert isinstance(ours, tuple) and len(ours) == 2
+    ours, longer = both(*leaves)
+    assert isinstance(ours, tuple)
+    assert len(ours) == 2
     assert torch.equal(ours[1].detach(), (x + residual).detach())
     results = []
-    for outputs in (ours, theirs):
+    for outputs in (ours, longer):
         weights = [torch.linspace(-1, 1, N, device=device) * (i + 1) for i in range(2)]
         total = sum(
             (o.float() * o.float() * w).sum() for o, w in zip(outputs, weights, strict=True)
         )
         results.append([*outputs, *torch.autograd.grad(total, leaves, allow_unused=True)])
-    assert all(a is b is None or torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for result, expected in zip(*results, strict=True):
+        assert result is expected is None or torch.equal(result, expected)
 
 
 @pytest.mark.kernels
-def test_one_launch(device: torch.device) -> None:
+def test_forward_is_one_launch(device: torch.device) -> None:
     x, residual, weight = (torch.randn(s, device=device) for s in ((5, N), (5, N), (N,)))
     with launch.record() as launched:
         fusedops.add_rms_norm(x, residual, weight)
@@ -82,11 +88,10 @@ def test_one_launch(device: torch.device) -> None:
 def test_modules_have_the_parameters_and_values_of_torch_nn(
     fused: type[nn.Module], native: type[nn.Module], device: torch.device
 ) -> None:
-    """The torch.nn module of the sum, with its parameters, and the sum."""
+    """The outputs are the torch.nn module of the sum, and the sum."""
     module, original = fused(N, 1e-4), randomise(native(N, 1e-4))
-    assert isinstance(module, native) and repr(module) == repr(original).replace(
-        native.__name__, fused.__name__
-    )
+    assert isinstance(module, native)
+    assert repr(module) == repr(original).replace(native.__name__, fused.__name__)
     module.load_state_dict(original.state_dict())
     module, original = module.to(device), original.to(device)
     x, residual = torch.randn(2, 5, N, device=device)
@@ -94,11 +99,12 @@ def test_modules_have_the_parameters_and_values_of_torch_nn(
         y, z = copied(x, residual)
         close(z, x + residual)
         close(y, original(x + residual))
-    bare = fused(N, elementwise_affine=False).to(device)
-    close(bare(x, residual)[0], native(N, elementwise_affine=False).to(device)(x + residual))
+    without_weight = fused(N, elementwise_affine=False).to(device)
+    native_without_weight = native(N, elementwise_affine=False).to(device)
+    close(without_weight(x, residual)[0], native_without_weight(x + residual))
 
 
-def test_rms_module_with_options(device: torch.device) -> None:
+def test_rms_module_passes_its_options_on(device: torch.device) -> None:
     module = FusedAddRMSNorm(N, weight_offset=1.0, rounding="llama", device=device)
     x, residual = torch.randn(2, 5, N, device=device)
     close(module(x, residual)[0], F.rms_norm(x + residual, (N,)))
@@ -152,7 +158,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input(name: str) -> None:
+def test_bad_input_is_refused_twice(name: str) -> None:
     call, error, match = BAD[name]
     for _ in range(2):
         with pytest.raises(error, match=match):

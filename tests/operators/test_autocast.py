@@ -1,4 +1,4 @@
-"""torch.autocast: output dtypes and values as PyTorch's own composite has them, gradients in the leaves' dtypes."""
+"""torch.autocast: dtypes and values of outputs as in PyTorch, gradients in the leaves' dtypes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusedops.core.spec import Sample, Spec
 from support import ALL_SPECS, DEVICE, as_tuple, eager, gradients, oracle, random_like, tensors_of
 
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
-# fp16 autocast came late to the CPU; bf16 is the one in use there.
+# On the CPU only bf16: PyTorch has fp16 autocast there only in later releases, and few use it.
 low = pytest.mark.parametrize(
     "low",
     [torch.bfloat16, *([torch.float16] if DEVICE.type == "cuda" else [])],
@@ -22,7 +22,7 @@ low = pytest.mark.parametrize(
 def _sample(
     spec: Spec, device: torch.device, activations: torch.dtype, parameters: torch.dtype
 ) -> Sample:
-    """Activations of one dtype, parameters of another, nothing dropped."""
+    """A sample with activations of one dtype and parameters of another, without dropout."""
     wide = spec.benchmark((6, 40), torch.float32, device)
     tensors = {
         n: None if t is None else t.to(activations if t.dim() == 2 else parameters)
@@ -32,21 +32,22 @@ def _sample(
 
 
 def _close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """32 ulps of the coarsest dtype in the call.
+    """Asserts a difference of at most 32 ulps of the coarsest dtype in the call.
 
-    Test_values.py and test_gradients.py hold the numerics.
+    test_values.py and test_gradients.py test the numerics more strictly.
     """
     bound = 32 * torch.finfo(dtype).eps * max(1.0, expected.abs().max().item())
     assert (actual.double() - expected.double()).abs().max().item() <= bound
 
 
+# The dtypes of activations and of parameters.
 MIXTURES = [("low", "low"), ("low", "fp32"), ("fp32", "fp32"), ("fp32", "low"), ("fp64", "fp64")]
 
 
 @every
 @low
 @pytest.mark.parametrize("activations,parameters", MIXTURES)
-def test_as_torch_has_it(
+def test_dtypes_values_and_gradients_match_pytorch(
     spec: Spec, low: torch.dtype, activations: str, parameters: str, device: torch.device
 ) -> None:
     dtypes = {"low": low, "fp32": torch.float32, "fp64": torch.float64}
@@ -56,7 +57,7 @@ def test_as_torch_has_it(
         ours = as_tuple(spec.call(**sample.tensors, **sample.options))
         try:
             theirs = spec.eager(**sample.tensors, **sample.options)
-        except RuntimeError:  # PyTorch's CPU norms take some mixtures only
+        except RuntimeError:  # PyTorch's CPU norms accept only some mixtures of dtypes
             theirs = None
     if theirs is not None:
         assert [o.dtype for o in ours] == [t.dtype for t in theirs]
@@ -70,19 +71,18 @@ def test_as_torch_has_it(
 
     cotangents = random_like(ours)
     grads = gradients(ours_autocast, sample.tensors, cotangents)
-    wanted = gradients(oracle(spec, sample), sample.tensors, [c.double() for c in cotangents])
+    exact = gradients(oracle(spec, sample), sample.tensors, [c.double() for c in cotangents])
     for name, tensor in tensors.items():
         assert grads[name].dtype == tensor.dtype
-        _close(grads[name], wanted[name], coarsest)
+        _close(grads[name], exact[name], coarsest)
 
 
 @every
 @low
-def test_backward_outside_the_block(spec: Spec, low: torch.dtype, device: torch.device) -> None:
-    """The usual training step: the forward under autocast, backward after it.
-
-    The same bits as backward inside.
-    """
+def test_backward_outside_autocast_has_the_bits_of_one_inside(
+    spec: Spec, low: torch.dtype, device: torch.device
+) -> None:
+    """A usual training step has the forward under autocast, and the backward after it."""
     sample = _sample(spec, device, low, torch.float32)
     leaves = [t.requires_grad_() for t in tensors_of(spec, sample).values()]
     with torch.autocast(device.type, dtype=low):
@@ -95,22 +95,22 @@ def test_backward_outside_the_block(spec: Spec, low: torch.dtype, device: torch.
 
 @every
 @low
-def test_disabled_inside(spec: Spec, low: torch.dtype, device: torch.device) -> None:
-    """A nested ``enabled=False`` gives what no autocast gives."""
+def test_nested_disabled_autocast_equals_no_autocast(
+    spec: Spec, low: torch.dtype, device: torch.device
+) -> None:
     sample = _sample(spec, device, low, low)
     plain = as_tuple(spec.call(**sample.tensors, **sample.options))
     with torch.autocast(device.type, dtype=low), torch.autocast(device.type, enabled=False):
         nested = as_tuple(spec.call(**sample.tensors, **sample.options))
-    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(plain, nested, strict=True))
+    for result, expected in zip(nested, plain, strict=True):
+        assert result.dtype == expected.dtype
+        assert torch.equal(result, expected)
 
 
 @every
 @low
-def test_after_a_linear(spec: Spec, low: torch.dtype, device: torch.device) -> None:
-    """Mixed precision as in a model.
-
-    A linear's output in the low dtype, parameters and the stream in fp32.
-    """
+def test_operator_after_a_linear(spec: Spec, low: torch.dtype, device: torch.device) -> None:
+    """Mixed precision in a model: the output of a linear is low, parameters and residual fp32."""
     sample = _sample(spec, device, torch.float32, torch.float32)
     first = spec.tensors[0]
     width = sample.tensors[first].shape[-1]
@@ -121,25 +121,28 @@ def test_after_a_linear(spec: Spec, low: torch.dtype, device: torch.device) -> N
             rows = linear(sample.tensors[first])
             assert rows.dtype == low
             call = spec.call if fused else eager(spec, sample)
-            # Slices that are tensors of their own have one dtype.
+            # Slices in separate tensors must have the same dtype.
             slices = {
                 name: t.to(low) for name, t in sample.tensors.items() if name.startswith("slice_")
             }
             values = {**sample.tensors, **slices, first: rows}
             return as_tuple(call(**values, **sample.options)) if fused else as_tuple(call(values))
 
-    ours, theirs = step(True), step(False)
+    ours, theirs = step(fused=True), step(fused=False)
     assert [o.shape for o in ours] == [t.shape for t in theirs]
     for a, b in zip(ours, theirs, strict=True):
         _close(a, b, low)
     loss = sum(o.float().square().sum() for o in ours)
     loss.backward()
-    assert linear.weight.grad is not None and linear.weight.grad.dtype == torch.float32
-    assert linear.weight.grad.isfinite().all() and linear.weight.grad.any()
+    gradient = linear.weight.grad
+    assert gradient is not None
+    assert gradient.dtype == torch.float32
+    assert gradient.isfinite().all()
+    assert gradient.any()
 
 
 @low
-def test_out_dtype_wins(low: torch.dtype, device: torch.device) -> None:
+def test_out_dtype_overrides_autocast(low: torch.dtype, device: torch.device) -> None:
     x = torch.randn(4, 16, device=device, dtype=low)
     weight = torch.randn(16, device=device)
     import fusedops

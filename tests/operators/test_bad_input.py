@@ -1,4 +1,4 @@
-"""Every bad sample raises its own exception with its own words, before anything is launched."""
+"""Every bad sample raises its own exception and message, before any launch or random number."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ BAD = [(spec, bad) for spec in EVERY_SPEC for bad in spec.bad_samples(DEVICE)]
 @pytest.mark.parametrize(
     ("spec", "bad"), BAD, ids=[f"{spec.name}-{bad.name.replace(' ', '_')}" for spec, bad in BAD]
 )
-def test_bad_input(spec: Spec, bad: BadSample) -> None:
+def test_bad_input_is_refused_twice(spec: Spec, bad: BadSample) -> None:
+    """The first refusal must not change any state such that the second call passes."""
     for value in bad.tensors.values():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             value.requires_grad_()
     state = torch.get_rng_state()
-    # Twice: the first refusal must leave nothing behind that lets the second call pass.
     for _ in range(2):
-        _refused(spec, bad)
+        _assert_refused(spec, bad)
     assert torch.equal(state, torch.get_rng_state()), "a random number was drawn"
 
 
-def _refused(spec: Spec, bad: BadSample) -> None:
+def _assert_refused(spec: Spec, bad: BadSample) -> None:
     with launch.record() as launched, pytest.raises(bad.error, match=bad.match) as caught:
         spec.call(**bad.tensors, **bad.options)
     assert type(caught.value) is bad.error
@@ -47,16 +47,17 @@ def test_bad_samples_cover_every_kind_of_error(spec: Spec) -> None:
     errors = {bad.error for bad in spec.bad_samples(DEVICE)}
     assert errors >= {ValueError, TypeError}
     assert RuntimeError in errors or len(spec.tensors) == 1  # devices can differ
-    touched = {
+    named = {
         name
         for bad in spec.bad_samples(DEVICE)
         for name in spec.tensors
         if name in bad.match.replace(" ", "_")
     }
-    assert spec.tensors[0] in touched
+    assert spec.tensors[0] in named
 
 
-# What no kernel reads; the first two have the key of a good call.
+# Values that no kernel accepts, and the message. The call cache's key of the first two is that of a
+# dense tensor.
 KINDS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "sparse": (Tensor.to_sparse, "has layout torch.sparse_coo, expected torch.strided"),
     "csr": (Tensor.to_sparse_csr, "has layout torch.sparse_csr, expected torch.strided"),
@@ -74,32 +75,33 @@ KINDS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spec", EVERY_SPEC, ids=lambda spec: spec.name)
-def test_no_dense_tensor(spec: Spec, kind: str) -> None:
-    """In place of any tensor, before and after a good call of the same shapes and dtypes."""
-    make, words = KINDS[kind]
+def test_argument_that_is_no_dense_tensor_is_refused(spec: Spec, kind: str) -> None:
+    """It replaces each argument in turn, before and after a good call of the same shapes."""
+    make, message = KINDS[kind]
     good = spec.benchmark((4, 8), torch.float32, DEVICE)
     for name, value in good.tensors.items():
-        if value is None or (kind == "csr" and value.dim() != 2) or _is_taken(spec, name, kind):
+        if value is None or _is_accepted(spec, name, kind):
+            continue
+        if kind == "csr" and value.dim() != 2:
             continue
         bad = {**good.tensors, name: make(value)}
         argument = re.escape(name.replace("slice_", "slice "))
         for _ in range(2):
             with pytest.raises(
-                TypeError, match=rf"^{spec.functional or spec.name}: {argument} {re.escape(words)}"
+                TypeError,
+                match=rf"^{spec.functional or spec.name}: {argument} {re.escape(message)}",
             ):
                 spec.call(**bad, **good.options)
             spec.call(**good.tensors, **good.options)
 
 
-def _is_taken(spec: Spec, name: str, kind: str) -> bool:
-    """PyTorch's own norms and activation take nested rows.
+def _is_accepted(spec: Spec, name: str, kind: str) -> bool:
+    """Whether the operator accepts the value, or its error names another argument.
 
-    Slices may be a sequence, of which errors name a part.
+    Drop-in operators accept nested rows as PyTorch's do. An array or string as ``slices`` is taken
+    for a sequence, so the error names an element.
     """
     if name == "slices":
         return kind in ("array", "string")
-    return (
-        kind == "nested"
-        and name == spec.tensors[0]
-        and spec.name in ("layer_norm", "rms_norm", "gelu")
-    )
+    is_drop_in = spec.name in ("layer_norm", "rms_norm", "gelu")
+    return kind == "nested" and is_drop_in and name == spec.tensors[0]

@@ -1,4 +1,4 @@
-"""The user's cache: entries are complete or absent, found by their key, and never an error."""
+"""The user's cache of tuned configs: entries are complete or absent, and bad ones only warn."""
 
 from __future__ import annotations
 
@@ -38,24 +38,25 @@ def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def written() -> Path:
+def write_entry() -> Path:
+    """Writes `CONFIG` for `KEY`, and returns the path."""
     assert cache.write(KEY, DEVICE, CONFIG, {"best": 1.0})
     path = cache.path_of(KEY, DEVICE)
     assert path is not None
     return path
 
 
-def ignored(key: TuningKey = KEY, device: str = DEVICE) -> list[str]:
-    """Checks twice that the entry is not used; returns the warnings."""
-    with warnings.catch_warnings(record=True) as said:
+def warnings_of_ignored(key: TuningKey = KEY, device: str = DEVICE) -> list[str]:
+    """Asserts twice that the entry is warnings_of_ignored; returns the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert cache.read(key, device) is None
         assert cache.read(key, device) is None
-    return [str(one.message) for one in said]
+    return [str(warning.message) for warning in caught]
 
 
-def test_entry_is_found_by_its_whole_key() -> None:
-    written()
+def test_entry_is_read_only_for_its_whole_key() -> None:
+    write_entry()
     assert cache.read(KEY, DEVICE) == CONFIG
     others = [
         replace(KEY, kernel="norm_backward", variant=("layer", "plain", "2 sums", "3 moved")),
@@ -65,64 +66,68 @@ def test_entry_is_found_by_its_whole_key() -> None:
         replace(KEY, bucket=2),
     ]
     for key in others:
-        assert ignored(key) == []
-    assert ignored(device="Test GPU 2") == []
-    # Names that are one file name are still two devices.
+        assert warnings_of_ignored(key) == []
+    assert warnings_of_ignored(device="Test GPU 2") == []
+    # Two devices whose names become the same file name still have separate entries.
     assert cache.slug("Test-GPU") == cache.slug(DEVICE)
-    assert ignored(device="Test-GPU") == []
+    assert warnings_of_ignored(device="Test-GPU") == []
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
-def test_mode_is_that_of_any_new_file(root: Path) -> None:
-    """Users may share the directory."""
+def test_modes_of_files_and_directories_follow_the_umask(root: Path) -> None:
+    """So users may share the directory."""
     before = os.umask(0o027)
     try:
-        path = written()
+        path = write_entry()
     finally:
         os.umask(before)
     assert [p.stat().st_mode & 0o777 for p in (path, path.parent, root)] == [0o640, 0o750, 0o750]
 
 
 def test_versions_have_separate_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    written()
+    write_entry()
     for name, value in (("__version__", "9.9"), ("_triton_version", lambda: "9.9")):
         with monkeypatch.context() as patch:
             patch.setattr(cache, name, value)
-            assert ignored() == []
+            assert warnings_of_ignored() == []
             assert cache.write(KEY, DEVICE, Config(block_n=1024, rows=2, warps=2), {})
     assert cache.read(KEY, DEVICE) == CONFIG
     assert len(list(cache.entries())) == 3
 
 
-def test_code_of_the_package_is_of_all_its_files() -> None:
-    """A trace of another lowering is no trace of this one, whatever folder its file is in."""
+def test_key_of_the_packages_code_covers_all_files() -> None:
+    """A stored trace is not valid after any file of the compiler changed, in any folder."""
     package = Path(fusedops.__file__).parent
     expected = sorted(path.relative_to(package).as_posix() for path in package.rglob("*.py"))
     assert [name for name, _, _ in ast.literal_eval(cache.code_of_package())] == expected
 
 
-def test_truncated_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = written()
-    whole = path.read_bytes()
-    for length in range(len(whole)):
-        path.write_bytes(whole[:length])
+def test_truncated_entry_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry is truncated at each byte in turn."""
+    path = write_entry()
+    content = path.read_bytes()
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
         monkeypatch.setattr(cache, "_warned", set())
-        (said,) = ignored()
-        assert str(path) in said and "torn" in said
-    path.write_bytes(whole)
+        (warning,) = warnings_of_ignored()
+        assert str(path) in warning
+        assert "torn" in warning
+    path.write_bytes(content)
     assert cache.read(KEY, DEVICE) == CONFIG
 
 
-def changed(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda content: content.update({key: value})
+def changed(field: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """A function that changes a field of an entry."""
+    return lambda content: content.update({field: value})
 
 
-def changed_key(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda content: content["key"].update({key: value})
+def changed_key(field: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """A function that changes a field of an entry's key."""
+    return lambda content: content["key"].update({field: value})
 
 
 @pytest.mark.parametrize(
-    ("kind", "spoil"),
+    ("kind", "change"),
     [
         *[
             ("torn", lambda content, name=name: content.pop(name))
@@ -148,17 +153,18 @@ def changed_key(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ("stale", changed("config", [1024, 4, "4", 1, 0, 0])),
         ("stale", changed("config", [1024, 4, 4.0, 1, 0, 0])),
         ("stale", changed("config", [1024, True, 4, 1, 0, 0])),
-        ("stale", changed_key("cols", 1024.0)),  # equal to the key's
+        ("stale", changed_key("cols", 1024.0)),  # equals the key's, but is no integer
         ("stale", changed_key("bucket", 3.0)),
     ],
 )
-def test_spoilt_entries(kind: str, spoil: Callable[[dict[str, Any]], None]) -> None:
-    path = written()
+def test_changed_entry_is_ignored(kind: str, change: Callable[[dict[str, Any]], None]) -> None:
+    path = write_entry()
     content = json.loads(path.read_text())
-    spoil(content)
+    change(content)
     path.write_text(json.dumps(content))
-    (said,) = ignored()
-    assert kind in said and str(path) in said
+    (warning,) = warnings_of_ignored()
+    assert kind in warning
+    assert str(path) in warning
 
 
 @pytest.mark.parametrize(
@@ -171,9 +177,9 @@ def test_spoilt_entries(kind: str, spoil: Callable[[dict[str, Any]], None]) -> N
         {"kernel": "norm_backward"},
     ],
 )
-def test_entry_whose_key_no_call_has(part: dict[str, Any]) -> None:
-    """At the path of that key, where only ``fusedops doctor`` reads it."""
-    content = json.loads(written().read_text())
+def test_entry_whose_key_no_call_has_is_refused(part: dict[str, Any]) -> None:
+    """It is at the path of that key, where only ``fusedops doctor`` reads it."""
+    content = json.loads(write_entry().read_text())
     content["key"] |= part
     path = cache.path_of(replace(KEY, **part), DEVICE)
     assert path is not None
@@ -182,74 +188,75 @@ def test_entry_whose_key_no_call_has(part: dict[str, Any]) -> None:
         cache.check(path)
 
 
-def test_a_nested_entry() -> None:
-    """Deeper than Python's parser goes."""
-    written().write_text("[" * 100_000)
-    (said,) = ignored()
-    assert "torn" in said
+def test_deeply_nested_entry_is_ignored() -> None:
+    """It exceeds the limit of recursion of Python's JSON parser."""
+    write_entry().write_text("[" * 100_000)
+    (warning,) = warnings_of_ignored()
+    assert "torn" in warning
 
 
 @pytest.mark.parametrize(
     "text",
     ["null", "[]", "3", '"x"', "{}", "\x00", "\ud83d".encode("utf-8", "surrogatepass"), b"\xff"],
 )
-def test_file_without_an_entry(text: str | bytes) -> None:
-    written().write_bytes(text if isinstance(text, bytes) else text.encode())
-    (said,) = ignored()
-    assert "torn" in said
+def test_file_without_an_entry_is_ignored(text: str | bytes) -> None:
+    write_entry().write_bytes(text if isinstance(text, bytes) else text.encode())
+    (warning,) = warnings_of_ignored()
+    assert "torn" in warning
 
 
-def test_one_warning_for_all_entries() -> None:
-    paths = [written()]
+def test_several_bad_entries_give_one_warning() -> None:
+    paths = [write_entry()]
     assert cache.write(OTHER, DEVICE, Config(block_n=1024, rows=2, warps=4), {})
     paths.append(cache.path_of(OTHER, DEVICE))  # type: ignore[arg-type]
     for path in paths:
         path.write_text("{")
-    assert len(ignored()) == 1
-    assert ignored(OTHER) == []
+    assert len(warnings_of_ignored()) == 1
+    assert warnings_of_ignored(OTHER) == []
 
 
 def test_changed_candidates_invalidate_only_their_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    written()
+    write_entry()
     assert cache.write(OTHER, DEVICE, Config(block_n=1024, rows=2, warps=4), {})
     narrow = replace(KEY, cols=256)
     assert cache.write(narrow, DEVICE, Config(block_n=256, rows=4, warps=4), {})
     family: Any = family_of(KEY.kernel)
     candidates = family.candidates
 
-    def one_more(key: TuningKey) -> list[Config]:
-        return candidates(key) + (
-            [Config(block_n=512, rows=2, warps=2)] if key.cols == 1024 else []
-        )
+    def changed_candidates(key: TuningKey) -> list[Config]:
+        added = [Config(block_n=512, rows=2, warps=2)] if key.cols == 1024 else []
+        return [*candidates(key), *added]
 
-    monkeypatch.setattr(family, "candidates", one_more)
-    (said,) = ignored()
-    assert "stale" in said
+    monkeypatch.setattr(family, "candidates", changed_candidates)
+    (warning,) = warnings_of_ignored()
+    assert "stale" in warning
     assert cache.read(OTHER, DEVICE) == Config(block_n=1024, rows=2, warps=4)
     assert cache.read(narrow, DEVICE) == Config(block_n=256, rows=4, warps=4)
 
 
-# --- directories that do not do as they are told --------------------------------------------------
+# --- directories that cannot be read or written ---------------------------------------------------
 
 
-def unwritable(message: str) -> None:
-    with warnings.catch_warnings(record=True) as said:
+def assert_unwritable(message: str) -> None:
+    """Asserts that writing fails twice, with one warning that contains the message."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert not cache.write(KEY, DEVICE, CONFIG, {})
         assert not cache.write(OTHER, DEVICE, Config(block_n=1024, rows=2, warps=4), {})
-    (one,) = said
-    assert message in str(one.message) and "FUSEDOPS_CACHE_DIR" in str(one.message)
+    (warning,) = caught
+    assert message in str(warning.message)
+    assert "FUSEDOPS_CACHE_DIR" in str(warning.message)
 
 
-def test_directory_under_a_file(root: Path) -> None:
+def test_file_in_place_of_the_directory_warns_once(root: Path) -> None:
     root.write_text("a file")
-    unwritable("cannot write")
-    assert ignored() == []
+    assert_unwritable("cannot write")
+    assert warnings_of_ignored() == []
 
 
-def test_read_only_directory(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
-    """Entries are read; writing fails. The error is raised here, since root may write anywhere."""
-    written()
+def test_read_only_directory_is_read(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    """Writing fails. The error is simulated, because the root user may write to any directory."""
+    write_entry()
 
     def refused(*arguments: object, **options: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -258,20 +265,22 @@ def test_read_only_directory(monkeypatch: pytest.MonkeyPatch, root: Path) -> Non
         monkeypatch.setattr(cache, "_warned", set())
         with monkeypatch.context() as patch:
             patch.setattr(module, name, refused)
-            unwritable("Read-only file system")
+            assert_unwritable("Read-only file system")
         assert cache.read(KEY, DEVICE) == CONFIG
     assert not list(root.rglob(f"{cache.SCRATCH}*"))
 
 
-def test_unreadable_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = written()
+def test_unreadable_entry_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_entry()
     path.unlink()
     path.mkdir()
-    (said,) = ignored()
-    assert "cannot read" in said
+    (warning,) = warnings_of_ignored()
+    assert "cannot read" in warning
 
 
-def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_environment_determines_the_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert cache.directory() == tmp_path / "cache"
     monkeypatch.delenv("FUSEDOPS_CACHE_DIR")
     monkeypatch.setattr(sys, "platform", "linux")
@@ -281,12 +290,12 @@ def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setenv("HOME", "/home/someone")
     assert cache.directory() == Path("/home/someone/.cache/fusedops")
 
-    def homeless() -> Path:
+    def without_home() -> Path:
         raise RuntimeError
 
-    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(Path, "home", without_home)
     assert cache.directory() is None
-    assert ignored() == []
+    assert warnings_of_ignored() == []
     assert not list(cache.entries())
     with pytest.warns(RuntimeWarning, match="no home directory"):
         assert not cache.write(KEY, DEVICE, CONFIG, {})
@@ -296,7 +305,7 @@ def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 
 def start_tuner(rounds: int) -> subprocess.Popen[str]:
-    """A tuning run in a child process, with made-up times."""
+    """Starts a tuning run with made-up times in a child process."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(
         [sys.executable, Path(__file__).parents[1] / "harness" / "made_up.py", str(rounds)],
@@ -308,19 +317,20 @@ def start_tuner(rounds: int) -> subprocess.Popen[str]:
 
 def wait_until_it_begins(process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
-    with process.stdout as begun:
-        assert begun.readline() == "begun\n"
+    with process.stdout as output:
+        assert output.readline() == "begun\n"
 
 
-def whole_entries() -> int:
+def count_entries() -> int:
+    """Checks that all entries are complete, and returns their number."""
     results = list(cache.entries())
     for path in results:
-        cache.check(path)  # raises where one is not whole
+        cache.check(path)
     return len(results)
 
 
 def test_killed_tuner_leaves_complete_entries(full: bool) -> None:
-    """Finished entries stay readable; unfinished ones do not exist."""
+    """Complete entries stay readable; incomplete ones do not exist."""
     chance, count = random.Random(5), 1
     for _ in range(3 if full else 1):
         process = start_tuner(10**9)
@@ -328,12 +338,12 @@ def test_killed_tuner_leaves_complete_entries(full: bool) -> None:
         time.sleep(chance.uniform(0.0, 0.4))
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert whole_entries() >= count
-        count = whole_entries()
+        assert count_entries() >= count
+        count = count_entries()
 
 
-def test_concurrent_writers(root: Path, full: bool) -> None:
-    """Two processes write while this one reads, and no entry that it reads is torn."""
+def test_entries_are_complete_while_processes_write(root: Path, full: bool) -> None:
+    """Two processes write, while this one reads."""
     processes = [start_tuner(8 if full else 3) for _ in range(2)]
     for process in processes:
         wait_until_it_begins(process)
@@ -344,5 +354,5 @@ def test_concurrent_writers(root: Path, full: bool) -> None:
         for path in paths:
             cache.check(path)
     assert all(process.wait() == 0 for process in processes)
-    assert whole_entries() == len(paths)
+    assert count_entries() == len(paths)
     assert not list(root.rglob(f"{cache.SCRATCH}*"))

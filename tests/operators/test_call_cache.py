@@ -1,7 +1,7 @@
-"""The call cache: a validated signature serves no call that differs from it in anything the checks look at.
+"""The call cache: a call uses a validated signature only if it has all that the checks read.
 
-Calls whose shapes, dtypes and devices were checked before skip the checks, under a key. A key that
-is too coarse would let a bad call, or one for another path, use a good call's signature.
+A call skips the checks if its key, of shapes, dtypes and devices, was validated before. If a key
+lacked something, a bad call could use a good call's signature.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ META = torch.device("meta")
 OPERATORS: tuple[Operator, ...] = (NORM, ACTIVATION, SLICES)
 
 
-def _bad() -> list[object]:
+def _bad_samples() -> list[object]:
     return [
         pytest.param(spec, bad.name, id=f"{spec.name}-{bad.name.replace(' ', '_')}")
         for spec in EVERY_SPEC
@@ -36,17 +36,18 @@ def _bad() -> list[object]:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(("spec", "name"), _bad())
-def test_bad_after_good(spec: Spec, name: str, device: torch.device) -> None:
-    """The bad samples differ in one thing from a call over ``(4, 8)`` with every tensor present."""
+@pytest.mark.parametrize(("spec", "name"), _bad_samples())
+def test_bad_call_after_a_good_one_is_refused(spec: Spec, name: str, device: torch.device) -> None:
+    """The bad call differs in one property from the good one, which has all tensors."""
     bad: BadSample = next(bad for bad in spec.bad_samples(device) if bad.name == name)
     good = spec.benchmark((4, 8), torch.float32, device)
     spec.call(**good.tensors, **good.options)
-    # And with the bad call's own options, where those are not what is wrong: then the keys differ
-    # in the tensors alone.
-    own = {name: value for name, value in bad.options.items() if name in ("p", "normalized_shape")}
+    # Then a call with the bad call's options. If these are valid, the keys differ only by tensors.
+    options = {
+        name: value for name, value in bad.options.items() if name in ("p", "normalized_shape")
+    }
     with contextlib.suppress(TypeError, ValueError):
-        spec.call(**good.tensors, **own)
+        spec.call(**good.tensors, **options)
     with pytest.raises(bad.error, match=bad.match):
         spec.call(**bad.tensors, **bad.options)
     (after, *_) = as_tuple(spec.call(**good.tensors, **good.options))
@@ -54,11 +55,8 @@ def test_bad_after_good(spec: Spec, name: str, device: torch.device) -> None:
 
 
 @every
-def test_meta_after_real(spec: Spec, device: torch.device) -> None:
-    """A tensor without storage has no device index, as a CPU tensor has none.
-
-    No kernel may read it.
-    """
+def test_call_of_meta_tensors_after_real_ones(spec: Spec, device: torch.device) -> None:
+    """Tensors on meta have no device index, like those on the CPU, but no kernel may read them."""
     sample = spec.benchmark((4, 8), torch.float32, device)
     expected = as_tuple(spec.call(**sample.tensors, **sample.options))
     tensors = {name: None if t is None else t.to(META) for name, t in sample.tensors.items()}
@@ -71,8 +69,8 @@ def test_meta_after_real(spec: Spec, device: torch.device) -> None:
 
 
 @every
-def test_shapes_after_other_shapes(spec: Spec, device: torch.device) -> None:
-    """Widths, row counts and leading dimensions follow one another in any order."""
+def test_call_of_other_shapes(spec: Spec, device: torch.device) -> None:
+    """Successive calls differ in the number of columns or of rows."""
     for rows, cols in ((4, 8), (4, 9), (5, 8), (1, 8), (4, 8)):
         sample = spec.benchmark((rows, cols), torch.float32, device)
         outputs = as_tuple(spec.call(**sample.tensors, **sample.options))
@@ -82,9 +80,9 @@ def test_shapes_after_other_shapes(spec: Spec, device: torch.device) -> None:
 
 @every
 def test_each_tensor_in_another_dtype(spec: Spec, device: torch.device) -> None:
-    """Outputs have promoted dtypes.
+    """A call that differs from the one before in the dtype of one tensor has the right outputs.
 
-    A call that differs in one tensor's has the outputs of a first call like it.
+    They are those of the same call with empty caches.
     """
     sample = spec.benchmark((4, 8), torch.bfloat16, device)
     options = {**sample.options, **({"p": 0.0} if spec.has_dropout else {})}
@@ -93,7 +91,7 @@ def test_each_tensor_in_another_dtype(spec: Spec, device: torch.device) -> None:
         spec.call(**sample.tensors, **options)
         try:
             result = as_tuple(spec.call(**tensors, **options))
-        except TypeError:  # dtypes that the operator does not mix
+        except TypeError:  # the operator does not accept this mixture of dtypes
             continue
         for op in OPERATORS:
             op.sites.clear()
@@ -105,7 +103,7 @@ def test_each_tensor_in_another_dtype(spec: Spec, device: torch.device) -> None:
 def test_gpu_autocast_after_a_call_outside(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The output's dtype is that of a norm on a GPU, on whatever device."""
+    """The test simulates a GPU: under its autocast, the output of a norm is fp32."""
     monkeypatch.setattr("fusedops.norms.operator._all_on_gpu", lambda tensors: True)
     monkeypatch.setattr(NORM, "sites", {})
     x = torch.randn(4, 8, dtype=torch.bfloat16, device=device)
@@ -119,31 +117,33 @@ def test_gpu_autocast_after_a_call_outside(
         torch.set_autocast_enabled("cuda", before)
 
 
-def test_a_probability_is_in_no_key(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor's truth selects the site, too: a key with the tensor would be new each time."""
+def test_keys_do_not_contain_the_probability(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They contain only whether it is zero. A tensor in a key would make each key a new one."""
     monkeypatch.setattr(NORM, "sites", {})
     x = torch.randn(4, 8, device=device)
     for p in (0.25, 0.5, torch.tensor(0.5), torch.tensor(0.75)):
         with contextlib.nullcontext() if type(p) is float else pytest.raises(TypeError):
             fusedops.bias_dropout_add(x, None, x, p=p)
     assert len(NORM.sites) == 1
-    # Zero of any kind is no dropout, on every path of a call.
-    none = fusedops.bias_dropout_add(x, None, x, p=torch.tensor(0.0))
-    assert torch.equal(none, fusedops.bias_dropout_add(x, None, x, p=0.0))
+    # A zero of any type means no dropout.
+    without_dropout = fusedops.bias_dropout_add(x, None, x, p=torch.tensor(0.0))
+    assert torch.equal(without_dropout, fusedops.bias_dropout_add(x, None, x, p=0.0))
     assert len(NORM.sites) == 2
 
 
-def _cached() -> int:
-    """Signatures in the fullest of all call caches."""
+def _most_cached() -> int:
+    """The number of signatures in the fullest of all call caches."""
     caches = [op.sites for op in OPERATORS] + [generation.NO_REPEAT_NGRAM.signatures]
     return max(map(len, caches))
 
 
 @every
-def test_the_cache_is_bounded(
+def test_cache_is_bounded(
     spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New shapes fill no memory; and a call whose signature was dropped is checked again, with the right result."""
+    """New shapes replace old signatures; a call whose signature was dropped is checked again."""
     for op in OPERATORS:
         monkeypatch.setattr(op, "sites", {})
     monkeypatch.setattr(generation.NO_REPEAT_NGRAM, "signatures", {})
@@ -153,20 +153,19 @@ def test_the_cache_is_bounded(
         sample = spec.benchmark((4, cols), torch.float32, device)
         outputs = as_tuple(spec.call(**sample.tensors, **sample.options))
         assert sum(output.shape[1] for output in outputs) == cols
-        assert 1 <= _cached() <= 3
+        assert 1 <= _most_cached() <= 3
 
 
-def test_row_counts_share_a_signature(
+def test_numbers_of_rows_share_a_signature(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new batch size is no new call."""
     monkeypatch.setattr(NORM, "sites", {})
     for rows in (2, 3, 5):
         fusedops.layer_norm(torch.randn(rows, 8, device=device), (8,))
     assert len(NORM.sites) == 1
 
 
-def test_forgotten_sizes_after_a_similar_call(device: torch.device) -> None:
+def test_forgotten_sizes_after_a_similar_call_are_refused(device: torch.device) -> None:
     weight = torch.randn(8, device=device)
     fusedops.batched_layer_norm_tanh(torch.randn(2, 3, 8, device=device), weight)
     with pytest.raises(ValueError, match="expected sizes with it"):

@@ -1,6 +1,6 @@
-"""Private names of PyTorch and Triton: without each of them values are right.
+"""Private names of PyTorch and Triton: results are right without them, and with all launchers.
 
-Launchers of every release are served.
+The launchers are those of all supported releases of Triton.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ triton = pytest.importorskip("triton")
 PACKED = (4, 1, 2048)
 FUNCTION = 4711
 STREAM = 55
-SM_90 = gpu_target("cuda", 90, 32)
+SM_90 = gpu_target("cuda", arch=90, warp_size=32)
 # The run-time arguments of the kernel in these tests, and their types; two constants follow.
 KINDS = {"x": "*fp32", "bias": None, "rows": "i64", "y": "*fp32"}
 CONSTANTS = {"N": 8, "STAGES": 1}
 
 
 class Launcher36:
-    """`CudaLauncher` as Triton 3.6 has it.
+    """`CudaLauncher` of Triton 3.6.
 
-    Generated C for each signature takes the kernel's arguments at the end.
+    The C function, generated for each signature, takes the kernel's arguments at the end.
     """
 
     num_ctas = 1
@@ -59,9 +59,8 @@ class Launcher36:
         self.launch = launch
 
     def _scratch(self, grid: tuple[Any, ...], size: int) -> Any:
-        return (
-            "scratch" if size > 0 and grid[0] * grid[1] * grid[2] * self.num_ctas * size else None
-        )
+        programs = grid[0] * grid[1] * grid[2] * self.num_ctas
+        return "scratch" if size > 0 and programs > 0 else None
 
     def __call__(self, gridX, gridY, gridZ, stream, function, *args):
         grid = (gridX, gridY, gridZ)
@@ -80,7 +79,10 @@ class Launcher36:
 
 
 class Launcher37(Launcher36):
-    """As Triton 3.7 has it: one C function for all kernels takes annotations, extractors, and a tuple of arguments."""
+    """`CudaLauncher` of Triton 3.7.
+
+    One C function for all kernels takes annotations, a signature, and a tuple of arguments.
+    """
 
     arg_annotations = ["kernel", "constexpr", "kernel", "kernel", "constexpr", "constexpr"]  # noqa: RUF012
     kernel_signature = b"\1\5\1"
@@ -120,9 +122,9 @@ class Launcher37(Launcher36):
 
 
 class Launcher38(Launcher37):
-    """As Triton 3.8 and 3.9 have it.
+    """`CudaLauncher` of Triton 3.8 and 3.9.
 
-    Builds instrumented by GSan take further arguments, the driver's at each launch.
+    With instrumentation by GSan, the C function takes a further argument from the driver.
     """
 
     gsan_enabled = False
@@ -132,7 +134,7 @@ class Launcher38(Launcher37):
 
 
 class Compiled:
-    """`CompiledKernel` as all of these releases have it."""
+    """`CompiledKernel` of these releases."""
 
     packed_metadata, function = PACKED, FUNCTION
     metadata = SimpleNamespace(shared=0)
@@ -157,7 +159,7 @@ each_release = pytest.mark.parametrize("release", RELEASES)
 
 @pytest.fixture
 def launches() -> list[tuple[Any, ...]]:
-    """The arguments of the calls of the C function."""
+    """The arguments of all calls of the C function."""
     return []
 
 
@@ -165,7 +167,7 @@ def launches() -> list[tuple[Any, ...]]:
 def build(
     launches: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Any], launch.Kernel]:
-    """Builds the kernel of these tests for a GPU that is not there, with a launcher."""
+    """Returns a function that builds a kernel with a launcher, for an absent GPU."""
 
     def built(launcher: Any) -> launch.Kernel:
         compiled = Compiled(
@@ -189,14 +191,14 @@ def build(
 
 
 def addresses(value: Any) -> Any:
-    """Tensors replaced by their addresses: the C functions take either."""
+    """The arguments with tensors replaced by their addresses; C functions accept either."""
     if isinstance(value, tuple):
         return tuple(map(addresses, value))
     return value.data_ptr() if isinstance(value, torch.Tensor) else value
 
 
 @each_release
-def test_direct_launch_is_what_triton_itself_calls(
+def test_direct_launch_passes_the_arguments_that_triton_passes(
     release: str, build: Callable[[Any], launch.Kernel], launches: list[tuple[Any, ...]]
 ) -> None:
     kernel = build(RELEASES[release])
@@ -210,7 +212,7 @@ def test_direct_launch_is_what_triton_itself_calls(
 
 
 @each_release
-def test_direct_launch_is_cooperative_where_programs_wait(
+def test_direct_launch_is_cooperative_if_the_launcher_is(
     release: str, build: Callable[[Any], launch.Kernel], launches: list[tuple[Any, ...]]
 ) -> None:
     launcher = RELEASES[release](lambda *args: launches.append(args))
@@ -241,18 +243,18 @@ def test_long_axis_is_folded(
     variant(2, 65535, torch.zeros(3), None, 5, torch.zeros(3))
     variant(2, 65536, torch.zeros(3), None, 5, torch.zeros(3))
     variant(2, 0, torch.zeros(3), None, 5, torch.zeros(3))
-    assert [taken[:3] for taken in launches] == [(2, 65535, 1), (2, 32768, 2), (2, 0, 1)]
+    assert [arguments[:3] for arguments in launches] == [(2, 65535, 1), (2, 32768, 2), (2, 0, 1)]
 
 
 @each_release
 def test_kernel_stays_loaded_with_its_variant(
     release: str, build: Callable[[Any], launch.Kernel]
 ) -> None:
-    """Since Triton 3.8 a compiled kernel is unloaded from the GPU when it is collected."""
+    """From Triton 3.8 on, a compiled kernel is unloaded from the GPU when it is freed."""
     kernel = build(RELEASES[release])
     compiled, variant = weakref.ref(kernel._compiled), kernel.variant
     del kernel
-    # The fixture's reference; undone with it.
+    # Drops the fixture's reference; the fixture restores the function.
     launch.compile_fitting = None  # type: ignore[assignment]
     gc.collect()
     assert compiled() is not None
@@ -262,32 +264,32 @@ def test_kernel_stays_loaded_with_its_variant(
 
 
 @each_release
-@pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
 def test_launch_hooks_are_called(
     release: str,
-    which: str,
+    hook: str,
     build: Callable[[Any], launch.Kernel],
     launches: list[tuple[Any, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those added to the chain and those assigned in its place, after the kernel was built.
+    """Hooks that are set after the kernel was built are called until they are removed.
 
-    No more once removed.
+    One hook is added to Triton's chain, another one replaces the chain.
     """
     variant = build(RELEASES[release]).variant
-    seen: list[Any] = []
-    chain = getattr(triton.knobs.runtime, which)
-    chain.add(seen.append)
+    hook_calls: list[Any] = []
+    chain = getattr(triton.knobs.runtime, hook)
+    chain.add(hook_calls.append)
     try:
         variant(2, 3, torch.zeros(3), None, 5, torch.zeros(3))
     finally:
-        chain.remove(seen.append)
-    assert len(seen) == 1
+        chain.remove(hook_calls.append)
+    assert len(hook_calls) == 1
     variant(2, 3, torch.zeros(3), None, 5, torch.zeros(3))
-    assert len(seen) == 1
-    monkeypatch.setattr(triton.knobs.runtime, which, seen.append)
+    assert len(hook_calls) == 1
+    monkeypatch.setattr(triton.knobs.runtime, hook, hook_calls.append)
     variant(2, 3, torch.zeros(3), None, 5, torch.zeros(3))
-    assert len(seen) == 2
+    assert len(hook_calls) == 2
     assert len(launches) == 3
 
 
@@ -310,21 +312,21 @@ class Instrumented(Launcher38):
 
 
 class Unwrapped:
-    """A launcher that is the C function itself."""
+    """A launcher without a C function behind it."""
 
     def __call__(self, *args: Any) -> None:
         raise AssertionError
 
 
 class Reordered(Launcher36):
-    """Takes the kernel's arguments first."""
+    """A launcher whose C function takes the kernel's arguments first."""
 
     def __call__(self, gridX, gridY, gridZ, stream, function, *args):
         self.launch(*args, gridX, gridY, gridZ, stream, function)
 
 
 class Checked(Launcher36):
-    """Looks at the grid before it launches."""
+    """A launcher that tests the grid before it launches."""
 
     def __call__(self, gridX, gridY, gridZ, stream, function, *args):
         if gridX * gridY * gridZ > 0:
@@ -332,7 +334,7 @@ class Checked(Launcher36):
 
 
 class Extended(Launcher37):
-    """Adds an argument of its own to the kernel's."""
+    """A launcher that adds an argument to the kernel's."""
 
     def __call__(self, *args):
         super().__call__(*args, id(object()))
@@ -370,19 +372,18 @@ def test_without_compilation_ahead_kernels_are_launched_ordinarily(
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-def test_the_installed_release_is_launched_directly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher of this very release, made for a kernel compiled for Hopper.
-
-    Only driver and C function are replaced.
-    """
+def test_launcher_of_the_installed_release_is_called_directly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel is compiled for Hopper. Only the driver and the C function are replaced."""
     driver = pytest.importorskip("triton.backends.nvidia.driver")
-    taken: list[tuple[Any, ...]] = []
-    utils = SimpleNamespace(launch=lambda *args: taken.append(args), build_signature_metadata=tuple)
+    calls: list[tuple[Any, ...]] = []
+    utils = SimpleNamespace(launch=lambda *args: calls.append(args), build_signature_metadata=tuple)
     active = SimpleNamespace(
         utils=utils, get_current_device=lambda: 0, get_current_stream=lambda index: STREAM
     )
     monkeypatch.setattr(triton.runtime.driver, "_active", active)
-    monkeypatch.setattr(driver, "library_dirs", list)  # as there may be no driver library
+    monkeypatch.setattr(driver, "library_dirs", list)  # there may be no library of a driver
     for name, value in {
         "PyKernelArg": lambda **parts: tuple(parts),
         "ARG_KERNEL": 1,
@@ -392,10 +393,10 @@ def test_the_installed_release_is_launched_directly(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(driver, "compile_module_from_src", lambda **_: utils, raising=False)
     monkeypatch.setattr(direct, "current_stream", lambda index: STREAM)
     monkeypatch.setattr(launch, "shared_memory", lambda index: 1 << 16)
-    fitting = launch.compile_fitting
+    compile_fitting = launch.compile_fitting
 
     def compiled_for_hopper(request: launch.Request, limit: int) -> Any:
-        compiled = fitting(request, limit, SM_90)
+        compiled = compile_fitting(request, limit, SM_90)
         compiled.function = FUNCTION
         compiled._run = driver.CudaLauncher(compiled.src, compiled.metadata)
         return compiled
@@ -422,10 +423,11 @@ def test_the_installed_release_is_launched_directly(monkeypatch: pytest.MonkeyPa
         5,
         *kernel._filler,
     )
-    assert taken[0] == addresses(taken[1])
+    direct_call, call_by_triton = calls
+    assert direct_call == addresses(call_by_triton)
 
 
-def test_the_target_without_triton_s_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_without_tritons_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert current_target() == SM_90
@@ -435,25 +437,26 @@ def test_the_target_without_triton_s_driver(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_kernel_is_assembled_as_by_inductor(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Also after earlier compilations.
+    """Inductor sets another assembler than Triton's default; fusedops must use it, too.
 
-    Otherwise a later process would look under another key in Triton's cache.
-
-    For Ampere, whose assembler Inductor chooses with every release. From 3.9 on, Triton has another
-    one for Hopper.
+    The assembler's version is part of the keys of Triton's cache, so otherwise later processes
+    would compile again. An earlier compilation does not prevent this. The target is Ampere, for
+    which Inductor chooses the assembler with all releases of Triton; for Hopper, Triton has its own
+    from 3.9 on.
     """
     from torch._inductor.runtime import compile_tasks
     from triton.backends.nvidia import compiler
 
-    ampere = gpu_target("cuda", 80, 32)
-    its, used = tmp_path / "ptxas", tmp_path / "used"
-    its.write_text(f'#!/bin/sh\necho >>{used}\n{triton.knobs.nvidia.ptxas.path} "$@" && echo its\n')
-    its.chmod(0o755)
+    ampere = gpu_target("cuda", arch=80, warp_size=32)
+    assembler, log = tmp_path / "ptxas", tmp_path / "log"
+    ptxas = triton.knobs.nvidia.ptxas.path
+    assembler.write_text(f'#!/bin/sh\necho >>{log}\n{ptxas} "$@" && echo of inductor\n')
+    assembler.chmod(0o755)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(
         compile_tasks,
         "_set_triton_ptxas_path",
-        lambda: monkeypatch.setenv("TRITON_PTXAS_PATH", str(its)),
+        lambda: monkeypatch.setenv("TRITON_PTXAS_PATH", str(assembler)),
     )
     monkeypatch.setattr(
         launch, "compile_fitting", lambda request, _: launch.compile_kernel(request, ampere)
@@ -461,16 +464,17 @@ def test_a_kernel_is_assembled_as_by_inductor(
     monkeypatch.setattr(launch, "shared_memory", lambda index: 1 << 16)
     monkeypatch.setattr("fusedops.core.launches.direct.bind", lambda compiled, *_, **__: compiled)
     try:
-        assert "its" not in compiler.get_ptxas_version(80)
+        assert "of inductor" not in compiler.get_ptxas_version(80)
         assert launch.diagnose(0).variant.asm["cubin"]
-        assert used.exists() and "its" in compiler.get_ptxas_version(80)
+        assert log.exists()
+        assert "of inductor" in compiler.get_ptxas_version(80)
     finally:
         compiler.get_ptxas_version.cache_clear()
     monkeypatch.setattr(compile_tasks, "_set_triton_ptxas_path", lambda another: None)
     assert launch.diagnose(0).variant.asm["cubin"]
 
 
-def test_launches_overlap_only_where_the_compiler_knows_how(
+def test_launches_overlap_only_if_the_compiler_supports_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     overlaps = overlaps_launches.__wrapped__
@@ -482,22 +486,23 @@ def test_launches_overlap_only_where_the_compiler_knows_how(
     assert not overlaps()
 
 
-# Run with a name hidden from the package while it is imported; torch itself keeps it. Each name has
-# a process of its own, forked after the slow imports: `torch.func` imports Dynamo at its first use,
-# which takes longer than all else here. The package's bytecode is written by the first process. No
-# backward runs before a fork, which PyTorch refuses where it has a thread for each GPU.
+# A script that imports the package while private names of torch are hidden from it, and compares
+# results. torch itself still sees the names. Each set of names is tested in a separate process,
+# which is forked after the slow imports; `torch.func` imports Dynamo at its first use, which takes
+# longer than everything else here. The first process writes the package's bytecode. No backward may
+# run before a fork, because PyTorch refuses that when it has a thread for each GPU.
 _WITHOUT = """
 import importlib, os, sys, traceback
 import einops, torch, torch.distributed, torch._dynamo, torch._subclasses.functional_tensor
 
-def hiding(found, names):
+def hiding(owner, names):
     class Hiding:
         def __getattr__(self, name):
             if name != names[0]:
-                return getattr(found, name)
+                return getattr(owner, name)
             if len(names) == 1:
                 raise AttributeError(name)
-            return hiding(getattr(found, name), names[1:])
+            return hiding(getattr(owner, name), names[1:])
     return Hiding()
 
 def check():
@@ -515,19 +520,20 @@ def check():
                 torch.cat([F.layer_norm(part, part.shape[1:]).tanh() for part in slices], 1))
     leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((6, 16), (16,), (16,))]
     for case in (norm, dropped, gelu, gated, sliced, ragged):
-        found, expected = case(*leaves)
-        torch.testing.assert_close(found, expected, msg=f"{case.__name__}: the output")
+        actual, expected = case(*leaves)
+        torch.testing.assert_close(actual, expected, msg=f"{case.__name__}: the output")
         cotangent = torch.randn_like(expected)
         for ours, theirs in zip(*(torch.autograd.grad(y, leaves, cotangent, allow_unused=True, retain_graph=True)
-                                  for y in (found, expected))):
+                                  for y in (actual, expected))):
             assert (ours is None) == (theirs is None), case.__name__
             if ours is not None:
                 torch.testing.assert_close(ours, theirs, msg=f"{case.__name__}: a gradient")
-        for pick in (0, 1):
+        for repetition in (0, 1):
             values = [leaf.detach() for leaf in leaves]
-            found, expected = (torch.func.grad(lambda x: (case(x, *values[1:])[i] * cotangent).sum())(values[0])
-                               for i in (0, 1))
-            torch.testing.assert_close(found, expected, msg=f"{case.__name__}: torch.func.grad")
+            actual, expected = (
+                torch.func.grad(lambda x: (case(x, *values[1:])[i] * cotangent).sum())(values[0])
+                for i in (0, 1))
+            torch.testing.assert_close(actual, expected, msg=f"{case.__name__}: torch.func.grad")
 
 def import_module(name, package=None, real=importlib.import_module):
     if name.startswith("torch."):
@@ -560,7 +566,7 @@ for path in sys.argv[2:]:
 """
 
 
-def test_tangents_are_left_as_they_are_where_the_setting_is_gone(
+def test_contiguous_tangents_does_nothing_without_the_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch._functorch, "config", SimpleNamespace())
@@ -577,8 +583,8 @@ class _Stage(torch.nn.Module):
         return _stage(x)
 
 
-def test_exporting_is_told_from_compiling(fresh_dynamo: None) -> None:
-    """In what is traced, not where Python runs; then again in a call without a tracer."""
+def test_exporting_is_distinguished_from_compiling(fresh_dynamo: None) -> None:
+    """The traced code, and a call without a tracer, must not count as exporting."""
     x = torch.zeros(3)
     assert torch.equal(torch.compile(_stage, backend="eager", fullgraph=True)(x), x + 1.0)
     for strict in (True, False):
@@ -591,9 +597,9 @@ def test_exporting_is_told_from_compiling(fresh_dynamo: None) -> None:
     DEVICE.type == "cuda", reason="the interpreter of Triton 3.6 needs an older NumPy"
 )
 def test_values_without_private_names(tmp_path: Path, full: bool) -> None:
-    """Without all private paths in torch, and without private modules; with ``--full`` also without each path.
+    """All private names of torch are hidden, then private modules; with ``--full`` each name alone.
 
-    The interpreter runs the kernels: on a CPU without it every call runs the reference.
+    The interpreter runs the kernels, because without it every call on a CPU runs the reference.
     """
     paths = [",".join(sorted(PRIVATE)), "imports", *(sorted(PRIVATE) if full else ())]
     environment = {
@@ -604,6 +610,6 @@ def test_values_without_private_names(tmp_path: Path, full: bool) -> None:
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-c", _WITHOUT, str(tmp_path), *paths]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    outcomes = dict(line.split() for line in done.stdout.splitlines())
-    assert outcomes == dict.fromkeys(paths, "holds"), done.stderr
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    outcomes = dict(line.split() for line in process.stdout.splitlines())
+    assert outcomes == dict.fromkeys(paths, "holds"), process.stderr

@@ -1,4 +1,4 @@
-"""torch.compile: one graph, the right values and gradients, and no recompilation when the number of rows changes."""
+"""torch.compile: one graph, right values and gradients, no recompilation for other rows."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from support import (
 )
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-# Inductor takes several: one operator of the elements, one of rows, one of several tensors.
+# Inductor is slow: one elementwise operator, one of rows, and one of several tensors.
 _THROUGH_INDUCTOR = ("glu", "bias_dropout_add_ln", "batched_layer_norm_tanh_sequence")
 
 
 def _backend(device: torch.device) -> str:
-    """Inductor where it generates Triton; on the CPU the graph alone is compiled.
+    """Inductor on a GPU. On the CPU, graphs are traced and run without code generation.
 
-    One test below goes further.
+    `test_inductor_compiles_the_operator_with_its_neighbours` uses Inductor on any device.
     """
     return "inductor" if device.type == "cuda" else "aot_eager"
 
@@ -50,35 +50,33 @@ def _function(spec: Spec, sample: Sample) -> Callable[..., Any]:
     return function
 
 
-def _deterministic(spec: Spec, sample: Sample) -> bool:
-    """Random draws under torch.compile are in test_rng_recorded.py.
-
-    Here everything is kept or everything dropped.
-    """
+def _is_deterministic(sample: Sample) -> bool:
+    """Whether dropout drops nothing or all. test_rng_recorded.py tests random masks."""
     return sample.p in (0.0, 1.0)
 
 
 def _worth_a_graph(spec: Spec, sample: Sample) -> bool:
-    """A graph takes a second: samples that differ in nothing but numbers are left to the tests of values.
+    """Selects samples whose graphs differ; a graph takes a second.
 
-    In half precision those count that mix dtypes or round on the way.
+    Tests of values cover samples that differ in sizes or numbers. In bf16 only samples with mixed
+    dtypes or inner roundings are selected.
     """
     tensors = [t for t in sample.tensors.values() if t is not None]
-    if not _deterministic(spec, sample) or any(t.shape[-1] > 10000 for t in tensors):
+    if not _is_deterministic(sample) or any(t.shape[-1] > 10000 for t in tensors):
         return False
     if tensors[0].dtype == torch.bfloat16:
-        apart = {"rounding", "out_dtype", "cast_dtype"}
-        return len({t.dtype for t in tensors}) > 1 or not apart.isdisjoint(sample.options)
-    few_absent = sum(t is None for t in sample.tensors.values()) in (0, 1, len(sample.tensors) - 1)
-    return few_absent and sample.name.removeprefix("shape ") in (
-        sample.name,
-        "7x17",
-        "2x3x96",
-        "64",
-    )
+        options_of_dtypes = {"rounding", "out_dtype", "cast_dtype"}
+        has_mixed_dtypes = len({t.dtype for t in tensors}) > 1
+        return has_mixed_dtypes or not options_of_dtypes.isdisjoint(sample.options)
+    absent = sum(t is None for t in sample.tensors.values())
+    if absent not in (0, 1, len(sample.tensors) - 1):
+        return False
+    is_shape = sample.name.startswith("shape ")
+    return not is_shape or sample.name in ("shape 7x17", "shape 2x3x96", "shape 64")
 
 
 def _compare(spec: Spec, sample: Sample, compiled: Callable[..., Any]) -> None:
+    """Compares outputs and gradients of compiled code with eager dtypes, strides and the oracle."""
     tensors = {name: sample.tensors.get(name) for name in spec.tensors}
     outputs = as_tuple(compiled(*tensors.values()))
     plain = as_tuple(_function(spec, sample)(*tensors.values()))
@@ -86,25 +84,27 @@ def _compare(spec: Spec, sample: Sample, compiled: Callable[..., Any]) -> None:
     cotangents = random_like(outputs)
     names = list(tensors_of(spec, sample))
     grads = gradients(lambda t: as_tuple(compiled(*t.values())), tensors, cotangents, names)
-    wanted = gradients(oracle(spec, sample), tensors, [c.double() for c in cotangents], names)
+    exact = gradients(oracle(spec, sample), tensors, [c.double() for c in cotangents], names)
     dtypes = {t.dtype for t in (*outputs, *tensors.values()) if t is not None}
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     for ours, uncompiled, wide in zip(outputs, plain, expected, strict=True):
-        assert ours.dtype == uncompiled.dtype and ours.shape == uncompiled.shape
+        assert ours.dtype == uncompiled.dtype
+        assert ours.shape == uncompiled.shape
         assert ours.stride() == uncompiled.stride()
         _close(ours, wide, eps)
     for name in names:
         tensor = tensors[name]
         assert tensor is not None
-        assert grads[name].dtype == tensor.dtype and grads[name].shape == tensor.shape
-        _close(grads[name], wanted[name], eps)
+        assert grads[name].dtype == tensor.dtype
+        assert grads[name].shape == tensor.shape
+        _close(grads[name], exact[name], eps)
 
 
 def _close(actual: Tensor, expected: Tensor, eps: float) -> None:
-    """Coarse on purpose: test_values.py and test_gradients.py hold the numerics, here a wrong graph is to be seen.
+    """Asserts a difference of at most 64 ulps of the coarsest dtype, scaled by the largest value.
 
-    Values are of order one and sums have at most a few hundred terms: 64 ulps of the coarsest dtype
-    in the call, scaled by the largest value.
+    Values are of order one, and sums have at most a few hundred terms. This detects a wrong graph;
+    test_values.py and test_gradients.py test the numerics more strictly.
     """
     bound = 64 * eps * max(1.0, expected.abs().max().item())
     assert (actual.double() - expected).abs().max().item() <= bound
@@ -123,21 +123,19 @@ def test_values_and_gradients(case: Case, device: torch.device) -> None:
 def test_inductor_compiles_the_operator_with_its_neighbours(
     spec: Spec, device: torch.device
 ) -> None:
-    """All the way through Inductor, on whatever device.
+    """The function multiplies before the operator, and takes a tanh after it."""
+    sample = _without_dropout(spec.benchmark((6, 40), torch.float32, device))
+    operator = _function(spec, sample)
 
-    Fused with an operator before it and one after it.
-    """
-    sample = _kept(spec.benchmark((6, 40), torch.float32, device))
-    function = _function(spec, sample)
-    before = lambda *tensors: function(tensors[0] * 2.0, *tensors[1:])  # noqa: E731
-    around = lambda *tensors: torch.cat(  # noqa: E731
-        [output.tanh() for output in as_tuple(before(*tensors))], -1
-    )
+    def function(first: Tensor, *others: Tensor | None) -> Tensor:
+        outputs = as_tuple(operator(first * 2.0, *others))
+        return torch.cat([output.tanh() for output in outputs], -1)
+
     tensors = [sample.tensors.get(name) for name in spec.tensors]
     leaves = [t.requires_grad_() for t in tensors if t is not None]
-    compiled = torch.compile(around, fullgraph=True, backend="inductor")
-    actual, expected = compiled(*tensors), around(*tensors)
-    # The same fp32 operations in another order: a hundred ulps of numbers below eight.
+    compiled = torch.compile(function, fullgraph=True, backend="inductor")
+    actual, expected = compiled(*tensors), function(*tensors)
+    # The tolerance is a hundred ulps of numbers below eight: fp32 operations in another order.
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     dy = torch.randn_like(actual)
     for ours, theirs in zip(
@@ -148,36 +146,35 @@ def test_inductor_compiles_the_operator_with_its_neighbours(
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def _kept(sample: Sample) -> Sample:
-    """The sample with nothing dropped."""
-    return Sample(
-        sample.name,
-        sample.tensors,
-        {**sample.options, **({"p": 0.0} if "p" in sample.options else {})},
-    )
+def _without_dropout(sample: Sample) -> Sample:
+    """The sample with a dropout probability of zero."""
+    options = dict(sample.options)
+    if "p" in options:
+        options["p"] = 0.0
+    return Sample(sample.name, sample.tensors, options)
 
 
 ROWS = (7, 64, 1000, 1001, 129, 8) if not INTERPRETED else (7, 16, 33)
 
 
 def _run(spec: Spec, compiled: Callable[..., Any], rows: int, device: torch.device) -> None:
+    """Runs forward and backward for this number of rows."""
     sample = spec.benchmark((rows, 48), torch.float32, device)
     leaves = [t.requires_grad_() for t in sample.tensors.values() if t is not None]
     outputs = as_tuple(compiled(*(sample.tensors.get(name) for name in spec.tensors)))
     assert outputs[0].shape[0] == rows
-    assert all(
-        g.isfinite().all() for g in torch.autograd.grad(outputs, leaves, random_like(outputs))
-    )
+    for gradient in torch.autograd.grad(outputs, leaves, random_like(outputs)):
+        assert gradient.isfinite().all()
 
 
 @of_families
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
-def test_new_row_counts_do_not_recompile(
+def test_other_numbers_of_rows_do_not_recompile(
     spec: Spec, dynamic: bool | None, device: torch.device
 ) -> None:
-    """With ``dynamic=True`` one graph runs for all row counts.
+    """With ``dynamic=True`` one graph serves all numbers of rows.
 
-    By default the second row count makes the graph dynamic, for good.
+    By default the second number of rows compiles a dynamic graph, which serves all others.
     """
     counter = CompileCounterWithBackend("aot_eager")
     function = _function(spec, spec.benchmark((8, 48), torch.float32, device))
@@ -186,14 +183,13 @@ def test_new_row_counts_do_not_recompile(
     for rows in ROWS:
         _run(spec, compiled, rows, device)
         counts.append(counter.frame_count)
-    # Dynamo may trace a first call twice, where a float such as p turns out to be a constant.
+    # Dynamo may trace the first call twice, if a float such as p must be a constant.
     assert counts[0] <= 2
     assert counts[1:] == [counts[0] + (0 if dynamic else 1)] * (len(ROWS) - 1)
 
 
 @of_families
-def test_leading_dimensions_are_dynamic_too(spec: Spec, device: torch.device) -> None:
-    """Batch and sequence length both change."""
+def test_other_batch_sizes_and_lengths_do_not_recompile(spec: Spec, device: torch.device) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     function = _function(spec, spec.benchmark((8, 48), torch.float32, device))
     compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
@@ -212,17 +208,12 @@ def test_leading_dimensions_are_dynamic_too(spec: Spec, device: torch.device) ->
 
 @of_families
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
-def test_compiling_neither_breaks_nor_warns(
+def test_operators_do_not_break_graphs_or_make_dynamo_warn(
     spec: Spec, autocast: bool, device: torch.device
 ) -> None:
-    """Dynamo warns where it guesses.
-
-    A user's compilation must show no such warning because of this library.
-    """
     sample = spec.benchmark((6, 40), torch.float32, device)
     compiled = torch.compile(_function(spec, sample), fullgraph=True, backend="eager")
-    # Dynamo gives some of its warnings once a process: whichever test came first would have had
-    # them.
+    # Dynamo gives some warnings only once in a process, and an earlier test may have had them.
     torch._dynamo.utils.warn_once_cache.clear()
     with warnings.catch_warnings(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         warnings.filterwarnings("error", message=".*Dynamo")
@@ -232,7 +223,7 @@ def test_compiling_neither_breaks_nor_warns(
 def test_gpu_autocast_does_not_break_a_graph(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    """The output's dtype is traced as on a GPU, on whatever device."""
+    """The test simulates a GPU: under its autocast, the output of a norm is fp32."""
     monkeypatch.setattr("fusedops.norms.operator._all_on_gpu", lambda tensors: True)
     x = torch.randn(4, 8, dtype=torch.bfloat16, device=device)
     compiled = torch.compile(
@@ -248,9 +239,9 @@ def test_gpu_autocast_does_not_break_a_graph(
 
 
 @of_families
-def test_modes_share_no_graph(spec: Spec, device: torch.device) -> None:
-    """Inference under no_grad and training through the same compiled callable both come out right."""
-    sample = _kept(spec.benchmark((6, 40), torch.float32, device))
+def test_inference_and_training_have_separate_graphs(spec: Spec, device: torch.device) -> None:
+    """The same compiled callable runs under no_grad, then with gradients."""
+    sample = _without_dropout(spec.benchmark((6, 40), torch.float32, device))
     function = _function(spec, sample)
     compiled = torch.compile(function, fullgraph=True, backend=_backend(device))
     tensors = [sample.tensors.get(name) for name in spec.tensors]
@@ -263,8 +254,8 @@ def test_modes_share_no_graph(spec: Spec, device: torch.device) -> None:
 
 
 @pytest.mark.kernels
-def test_an_output_of_several_changed_in_place(device: torch.device) -> None:
-    """As eagerly: a ReLU in place on one slice is no affair of the others."""
+def test_change_in_place_of_one_of_several_outputs(device: torch.device) -> None:
+    """A ReLU in place on one slice does not change the others, as in eager PyTorch."""
 
     def step(*slices: Tensor) -> Tensor:
         first, second = fusedops.batched_layer_norm_tanh(slices)

@@ -1,8 +1,7 @@
-"""Every kernel compiles for every target, without spilling a register on NVIDIA's up to a hidden size of 8192.
+"""Every kernel compiles for every target; on NVIDIA GPUs none spills, up to 8192 columns.
 
-No GPU is needed: the variants that calls would build are built for a named target, and registers
-are read off the binary. Interpreted kernels cannot be compiled, so this runs in the plain setting
-alone.
+This needs no GPU: the variants that calls would launch are compiled for a named target, and spills
+are read off the binary. Interpreted kernels cannot be compiled, so these tests are not interpreted.
 """
 
 from __future__ import annotations
@@ -46,22 +45,26 @@ compiler = pytest.importorskip("triton.backends.compiler")
 pytestmark = pytest.mark.compiled
 
 TARGETS = {
-    "sm_80": compiler.GPUTarget("cuda", 80, 32),
-    "sm_89": compiler.GPUTarget("cuda", 89, 32),
-    "sm_90": compiler.GPUTarget("cuda", 90, 32),
-    "sm_100": compiler.GPUTarget("cuda", 100, 32),
-    "gfx942": compiler.GPUTarget("hip", "gfx942", 64),
+    **{
+        f"sm_{arch}": compiler.GPUTarget("cuda", arch=arch, warp_size=32)
+        for arch in (80, 89, 90, 100)
+    },
+    "gfx942": compiler.GPUTarget("hip", arch="gfx942", warp_size=64),
 }
-# Bytes of shared memory that a program may have; 89 has the least among what Triton still serves.
+# The most bytes of shared memory for a program, by architecture. Of those that Triton supports, 89
+# has the least.
 SHARED = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}
 Plans = dict[str, Callable[[], object]]
 
 
 def plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> Plans:
-    """Functions that build all variants of an operator, by name, as each family's spec gives them.
+    """Functions that plan all launches of an operator, by name, from the families' specs.
 
-    ``other``, where given, is another dtype for the further tensors: then of each family the plans
-    that move most.
+    Args:
+        cols: the number of columns.
+        dtype: the dtype of the rows.
+        other: the dtype of the other tensors; if it is given, only the plans that move the most
+            bytes are returned.
     """
     results: Plans = {}
     for spec_module in dict.fromkeys(spec.samples.__module__ for spec in EVERY_SPEC):
@@ -71,52 +74,52 @@ def plans(cols: int, dtype: torch.dtype, other: torch.dtype | None = None) -> Pl
     return results
 
 
+# Up to so many columns, no kernel may spill.
 NO_SPILL = 8192
 WIDTHS = (17, 256, 768, 1024, 1536, 2048, 4095, 4096, 5120, 6144, 8192, 12288, 16384, 65536)
 
 
-class Built:
-    """Replaces `launch.specialise`: compiles for the target and remembers what came out."""
+class CompiledForTarget:
+    """Replaces `launch.specialise`: compiles for ``target``, and records spills in ``spilled``."""
 
     target: Any = None
     spilled: list[str]
 
     def __init__(self, request: launch.Request, device_index: int) -> None:
+        target = CompiledForTarget.target
         constants = dict(request.constants)
-        cuda = Built.target.backend == "cuda"
-        if (
-            cuda
-            and "OVERLAP" in constants
-            and Built.target.arch >= 90
-            and not constants.get("PERSISTENT")
-        ):
+        is_cuda = target.backend == "cuda"
+        overlaps = is_cuda and target.arch >= 90 and not constants.get("PERSISTENT")
+        if overlaps and "OVERLAP" in constants:
             constants["OVERLAP"] = True
-        config = request.config if cuda else replace(request.config, registers=0)
+        config = request.config if is_cuda else replace(request.config, registers=0)
         request = replace(request, constants=constants, config=config)
-        limit = SHARED.get(Built.target.arch, 0)
-        compiled = launch.compile_fitting(request, limit, Built.target)
+        limit = SHARED.get(target.arch, 0)
+        compiled = launch.compile_fitting(request, limit, target)
         assert compiled.metadata.shared <= limit or not limit, request
-        # The driver starts all programs that wait for one another, or none; early launches are for
-        # others.
-        if cuda:
+        # Programs that wait for one another need a cooperative launch, which starts all or none.
+        # Such a launch must not overlap with the kernel before it.
+        if is_cuda:
             waits = request.constants.get("EXCHANGE") == "wait"
             assert compiled.metadata.launch_cooperative_grid == waits
             assert not (waits and compiled.metadata.launch_pdl)
         if spilled(compiled):
-            Built.spilled.append(f"{request.kernel.fn.__name__} {config}: {spilled(compiled)}")
+            name = request.kernel.fn.__name__
+            CompiledForTarget.spilled.append(f"{name} {config}: {spilled(compiled)}")
 
 
 @pytest.fixture(autouse=True)
-def _functions_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Triton calls a specialised function by its arguments' types, without the tuples around them.
+def _check_names_of_device_functions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Asserts that each specialisation of a device function has a separate name.
 
-    So ``f((x,), ())`` would call what was compiled for ``f((), (x,))``.
+    Triton derives the name from the arguments' types, but ignores tuples around them. So
+    ``f((x,), ())`` would call the function that was compiled for ``f((), (x,))``.
     """
     generator = importlib.import_module("triton.compiler.code_generator")
     call, mangled = generator.CodeGenerator.call_JitFunction, generator.mangle_fn
     calls: list[tuple[Any, str]] = []
-    known: dict[tuple[Any, str], str] = {}
-    taken: list[str] = []
+    types_of_name: dict[tuple[Any, str], str] = {}
+    collisions: list[str] = []
 
     def types(value: Any) -> str:
         value = value.value if isinstance(value, triton.language.constexpr) else value
@@ -136,15 +139,16 @@ def _functions_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Itera
     def mangle(*args: Any) -> str:
         name: str = mangled(*args)
         if calls:
-            module, given = calls[-1]
-            if known.setdefault((module, name), given) != given:
-                taken.append(f"{name} is {known[module, name]} and {given}")
+            module, argument_types = calls[-1]
+            first_types = types_of_name.setdefault((module, name), argument_types)
+            if first_types != argument_types:
+                collisions.append(f"{name} is {first_types} and {argument_types}")
         return name
 
     monkeypatch.setattr(generator.CodeGenerator, "call_JitFunction", called)
     monkeypatch.setattr(generator, "mangle_fn", mangle)
     yield
-    assert not taken
+    assert not collisions
 
 
 def spilled(compiled: Any) -> int:
@@ -166,24 +170,21 @@ def spilled(compiled: Any) -> int:
 
 
 def build(plan: Callable[[], object], target: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Builds an operator's forward and backward for a target; what spilled."""
+    """Compiles the kernels of a plan for a target; returns descriptions of those that spill."""
     assert not INTERPRETED
-    Built.target, Built.spilled = TARGETS[target], []
-    monkeypatch.setattr(launch, "specialise", Built)
+    CompiledForTarget.target, CompiledForTarget.spilled = TARGETS[target], []
+    monkeypatch.setattr(launch, "specialise", CompiledForTarget)
     monkeypatch.setattr(launch, "_built", {})
     monkeypatch.setattr(launch, "processors", lambda index: 132)
     monkeypatch.setattr(
         launch, "waits", lambda index, acc, programs: target != "gfx942" and acc == torch.float32
     )
     plan()
-    return Built.spilled
+    return CompiledForTarget.spilled
 
 
 def each_plan(*kinds: tuple[Any, ...]) -> pytest.MarkDecorator:
-    """Parametrises over ``member`` and ``kind``, the arguments of `plans`.
-
-    A family may have no plan for some.
-    """
+    """Parametrises a test over ``kind`` (arguments of `plans`) and ``member`` (names of plans)."""
     results = [(member, kind) for kind in kinds for member in plans(*kind)]
     return pytest.mark.parametrize(
         ("member", "kind"), results, ids=lambda part: str(part).replace(" ", "")
@@ -207,7 +208,7 @@ def test_compiles_for_hopper(
 def test_wide_rows_of_16_bits_do_not_spill(
     kind: Kind, adds: bool, parameters: torch.dtype, cols: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the forward."""
+    """The kernel is the forward."""
     dtype, added = torch.bfloat16, torch.bfloat16 if adds else None
     dtypes = (dtype, added, added, parameters, parameters if kind == "layer" else None)
     constants = NormConstants("compiled", kind, "once", 1e-5, 0.0, None, "sum", adds)
@@ -215,8 +216,8 @@ def test_wide_rows_of_16_bits_do_not_spill(
     assert not build(lambda: norms._plan_forward(site, int(adds), True, 2), "sm_90", monkeypatch)
 
 
-# From Triton 3.9 on, the assembler (CUDA 13.4's ptxas) takes more registers for the second than
-# there are, and spills as many bytes as are named; 3.6's did not.
+# From Triton 3.9 on, the assembler (ptxas of CUDA 13.4) needs too many registers for the second
+# case, and spills the listed numbers of bytes. The assembler of 3.6 did not.
 @pytest.mark.parametrize(
     ("kind", "save", "parameters", "cols", "from_3_9"),
     [
@@ -234,7 +235,7 @@ def test_backwards_of_wide_rows_of_16_bits_do_not_spill(
     from_3_9: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The norm has x alone. Rows are whole, but for cases that need too many other registers."""
+    """The norm has no bias and no residual. Programs hold whole rows if registers suffice."""
     dtypes = (torch.bfloat16, None, None, parameters, parameters if kind == "layer" else None)
     constants = NormConstants("compiled", kind, "once", 1e-5, 0.0, None, save)
     site = site_of(NORM, constants, dtypes, cols, -1, False, True)
@@ -260,7 +261,8 @@ def test_backwards_of_unaligned_rows_that_programs_share_do_not_spill(
     assert not build(plan, "sm_90", monkeypatch)
 
 
-# Every member compiles for Hopper, above; for other targets and of shipped configs some do.
+# `test_compiles_for_hopper` compiles every member. For other targets and shipped configs, the short
+# suite compiles some.
 @pytest.mark.shared("member", most=10)
 @pytest.mark.pairs("kind.0 target", "kind.1 target")
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
@@ -271,15 +273,15 @@ def test_backwards_of_unaligned_rows_that_programs_share_do_not_spill(
     (8192, torch.bfloat16),
     (1024, torch.float64),
 )
-def test_compiles_for_the_others(
+def test_compiles_for_other_targets(
     member: str, kind: tuple[int, torch.dtype], target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = build(plans(*kind)[member], target, monkeypatch)
     assert target == "gfx942" or not result
 
 
-def test_tiles_of_slices_compile_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One kernel has tiles of one row and of several, with and without idle lanes."""
+def test_slices_of_different_widths_compile_in_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some slices have one tile and some several, with and without idle lanes."""
     member = plans(17, torch.float32)["slices without a common factor"]
     with (
         tuning.forced("slices_forward", Config(block_n=16, rows=1, warps=1)),
@@ -291,7 +293,7 @@ def test_tiles_of_slices_compile_side_by_side(monkeypatch: pytest.MonkeyPatch) -
 def modulated(
     x: Tensor, product: Tensor, bias: Tensor, gate: Tensor, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A branch of a diffusion transformer: four gradients are sums of rows."""
+    """A branch of a diffusion transformer; four of its gradients are sums over rows."""
     z = x + gate * (product + bias)
     return z, (F.layer_norm(z, z.shape[-1:]) * (1 + scale) + shift).bfloat16()
 
@@ -299,7 +301,7 @@ def modulated(
 def normed_twice(
     x: Tensor, product: Tensor, weight: Tensor, next_weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A branch of Gemma 2: two norms, and six tensors in the backward."""
+    """A branch of Gemma 2 with two norms; its backward reads and writes six tensors."""
     z = x + _normed(product, weight).bfloat16()
     return z, _normed(z, next_weight).bfloat16()
 
@@ -309,12 +311,12 @@ def _normed(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (1 + weight)
 
 
-def requests_of(function: Callable[..., Any], given: list[Tensor]) -> list[launch.Request]:
-    """The kernels of a row-wise function with all gradients."""
+def requests_of(function: Callable[..., Any], inputs: list[Tensor]) -> list[launch.Request]:
+    """The kernels of a row-wise function with gradients of all inputs."""
     names = list(inspect.signature(function).parameters)
-    structure = structured(trace(function, given, function, names, lambda _: None))
+    structure = structured(trace(function, inputs, function, names, lambda _: None))
     program = Program(function.__name__, function, planned(structure))
-    return [request for _, request, _ in launching.chosen(program, -1, given)]
+    return [request for _, request, _ in launching.chosen(program, -1, inputs)]
 
 
 @pytest.mark.parametrize(
@@ -325,25 +327,24 @@ def requests_of(function: Callable[..., Any], given: list[Tensor]) -> list[launc
 def test_functions_of_many_tensors_do_not_spill(
     function: Callable[..., tuple[Tensor, Tensor]], cols: int
 ) -> None:
-    """Some have a vector for each group of rows."""
+    """The kernel is the backward, which sums gradients in persistent programs.
+
+    Some of the functions have a vector for each group of rows.
+    """
     names = list(inspect.signature(function).parameters)
-    rows = {
+    shapes = {
         "x": (32, 256, cols),
         "product": (32, 256, cols),
         **dict.fromkeys(("gate", "shift", "scale"), (32, 1, cols)),
     }
-    inputs = [
-        torch.empty(
-            rows.get(name, (cols,)),
-            dtype=torch.float32 if name == "x" else torch.bfloat16,
-            device="meta",
-        )
-        for name in names
-    ]
+    inputs = []
+    for name in names:
+        dtype = torch.float32 if name == "x" else torch.bfloat16
+        inputs.append(torch.empty(shapes.get(name, (cols,)), dtype=dtype, device="meta"))
     requests = requests_of(function, inputs)
-    sums = [request for request in requests if request.config.per_sm]
-    assert len(requests) == 2 and len(sums) == 1
-    assert not spilled(launch.compile_kernel(sums[0], TARGETS["sm_90"]))
+    assert len(requests) == 2
+    (persistent,) = [request for request in requests if request.config.per_sm]
+    assert not spilled(launch.compile_kernel(persistent, TARGETS["sm_90"]))
 
 
 def layer_norm(x: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
@@ -368,17 +369,13 @@ def dropout_add_layer_norm(
 def test_generated_backwards_of_wide_rows_do_not_spill(
     function: Callable[..., Tensor], cols: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "waits", lambda *call: True)
-    names = list(inspect.signature(function).parameters)
-    given = [
-        torch.empty(
-            (2048, cols) if name in ("x", "residual") else (cols,),
-            dtype=torch.bfloat16,
-            device="meta",
-        )
-        for name in names
-    ]
-    _, backward = requests_of(function, given)
+    """A program holds whole rows of `layer_norm`; several programs share those of the other."""
+    monkeypatch.setattr(launch, "waits", lambda index, acc, programs: True)
+    inputs = []
+    for name in inspect.signature(function).parameters:
+        shape = (2048, cols) if name in ("x", "residual") else (cols,)
+        inputs.append(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+    _, backward = requests_of(function, inputs)
     assert (backward.config.columns >= cols) == (function is layer_norm)
     assert not spilled(launch.compile_kernel(backward, TARGETS["sm_90"]))
 
@@ -394,7 +391,7 @@ def test_generated_backwards_of_wide_rows_do_not_spill(
 def test_shipped_configs_compile(
     member: str, kind: tuple[int, torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the table answers, and where the heuristic does beside it."""
+    """The configs are those of the shipped table, or the heuristic's for keys that it lacks."""
     monkeypatch.setattr(tuning, "device_name", lambda index: "NVIDIA H200")
     monkeypatch.setattr(cache, "read", lambda key, device: None)
     build(plans(*kind)[member], "sm_90", monkeypatch)
@@ -419,28 +416,26 @@ def test_shared_memory_suffices(
     target: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It suffices for mixed dtypes, with every tensor present and saved.
+    """The dtypes may be mixed, and all tensors are present and saved.
 
-    What one dtype's heuristic does not see.
+    A heuristic knows only one dtype.
     """
     build(plans(*kind)[member], target, monkeypatch)
 
 
-# --- what users may write -------------------------------------------------------------------------
+# --- functions that users may write ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("cols", [64, 1024, 5120, 16384])
 @every
-def test_functions_of_the_suites_compile(
-    sample: RowwiseFunction, cols: int, dtype: torch.dtype
-) -> None:
+def test_sample_functions_compile(sample: RowwiseFunction, cols: int, dtype: torch.dtype) -> None:
     for request in requests_of(sample.function, sample.without_memory(dtype, cols)):
         launch.compile_fitting(request, SHARED[90], TARGETS["sm_90"])
 
 
-# Numbers of a row, and functions of one, for sums of exponentials that have one more term, as a
-# softmax with a sink has.
+# Statistics of a row, and functions of a statistic. Each pair gives a softmax whose sum has a
+# further term, like that of attention with a sink.
 STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
     "amax": lambda x: x.amax(-1, keepdim=True),
     "amax from zero": lambda x: x.amax(-1, keepdim=True).clamp(min=0),
@@ -477,8 +472,8 @@ TERMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("term", TERMS)
 @pytest.mark.parametrize("statistic", STATISTICS)
-def test_two_reductions_of_which_one_takes_the_other_compile(statistic: str, term: str) -> None:
-    """In rows of some length and dtype, drawn for each."""
+def test_reduction_that_reads_another_one_compiles(statistic: str, term: str) -> None:
+    """The number of columns and the dtype are drawn at random for each case."""
 
     def function(x: Tensor) -> Tensor:
         m = STATISTICS[statistic](x)
@@ -506,13 +501,20 @@ CONSTANTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("function", CONSTANTS.values(), ids=CONSTANTS)
 def test_constants_compile(function: Callable[[Tensor, Tensor], Any], dtype: torch.dtype) -> None:
-    """In fp64 a number that fp32 has not is a tensor in the source, and one that was cast is no constant of the graph."""
+    """In fp64, a number that fp32 cannot represent is a tensor in the source.
+
+    A constant that was cast is not a constant in the graph.
+    """
     for request in requests_of(function, [torch.empty(64, 32, dtype=dtype, device="meta")] * 2):
         launch.compile_fitting(request, SHARED[90], TARGETS["sm_90"])
 
 
 def test_products_are_rounded_forward_and_backward() -> None:
-    """One that is subtracted as it is would not be zero beside itself, as a largest element saved by the forward is."""
+    """The largest product is subtracted from all products, so it must become exactly zero.
+
+    The forward saves it rounded. If the difference were contracted into a fused multiply-add, its
+    product would not be rounded.
+    """
 
     def function(x: Tensor, scale: Tensor) -> Tensor:
         return (x * scale).softmax(-1)
@@ -523,4 +525,6 @@ def test_products_are_rounded_forward_and_backward() -> None:
     assert len(requests) == 2
     for request in requests:
         code = launch.compile_kernel(request, TARGETS["sm_90"]).asm["ptx"]
-        assert "mul" in code and "sub" in code and "fma" not in code
+        assert "mul" in code
+        assert "sub" in code
+        assert "fma" not in code

@@ -1,4 +1,4 @@
-"""Corners in which a call went wrong once: each compares with PyTorch's own operators."""
+"""Special cases in which results were once wrong, compared with PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _close(ours: Tensor, theirs: Tensor) -> None:
     [torch._neg_view, lambda t: torch._efficientzerotensor(t.shape, device=t.device)],
     ids=["negative", "zeros"],
 )
-def test_rows_with_gaps_without_their_numbers_in_memory(
+def test_strided_rows_with_a_lazy_negation_or_of_lazy_zeros(
     lazy: Callable[[Tensor], Tensor], device: torch.device
 ) -> None:
     x = lazy(torch.randn(4, 2 * N, device=device))[:, :N]
@@ -40,7 +40,7 @@ def test_rows_with_gaps_without_their_numbers_in_memory(
     _close(ours[0], theirs[0])
 
 
-def test_vmap_randomness_where_the_input_is_not_batched(device: torch.device) -> None:
+def test_randomness_of_vmap_with_an_input_that_is_not_batched(device: torch.device) -> None:
     x, weights = torch.randn(4, 32, device=device), torch.ones(3, 32, device=device)
     call = lambda w: fusedops.bias_dropout_add_ln(x, None, None, w, None, p=0.5)  # noqa: E731
     different = torch.vmap(call, randomness="different")(weights)
@@ -60,8 +60,10 @@ def test_vmap_randomness_where_the_input_is_not_batched(device: torch.device) ->
     ],
     ids=["layer", "rms", "act"],
 )
-def test_a_mapped_backward(call: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> None:
-    """`torch.vmap` over `torch.autograd.grad` of an eager graph."""
+def test_vmap_of_autograd_grad(
+    call: Callable[[Tensor, Tensor], Tensor], device: torch.device
+) -> None:
+    """The graph was recorded in eager PyTorch."""
     x, weight = (torch.randn(shape, device=device, requires_grad=True) for shape in ((4, N), (N,)))
     y, cotangents = call(x, weight), torch.randn(5, 4, N, device=device)
     mapped = torch.vmap(lambda v: torch.autograd.grad(y, (x, weight), v, retain_graph=True))(

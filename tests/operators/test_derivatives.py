@@ -1,7 +1,7 @@
-"""Derivatives of every order, by every composition of the two modes, whatever is in force while they are taken.
+"""Higher derivatives by all compositions of forward and reverse mode, also under other modes.
 
-All in fp64, against the same derivative of the formula in elementary operators
-(`pairs.elementary`). Both sides differ by rounding alone.
+They are compared in fp64 with the same derivatives of the formula in elementary operators
+(`pairs.elementary`). Both differ only by roundings.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Function = Callable[..., Any]
 
 
 def _both(both: Pair, evaluate: Callable[[Function], Any]) -> None:
-    """``evaluate`` gives the same for the operator and for the formula."""
+    """Asserts that ``evaluate`` returns the same for the operator and for the formula."""
     close(evaluate(both.ours), evaluate(both.theirs))
 
 
-# --- compositions of the two modes ----------------------------------------------------------------
+# --- compositions of forward and reverse mode -----------------------------------------------------
 
 
 @every
@@ -44,9 +44,9 @@ def _both(both: Pair, evaluate: Callable[[Function], Any]) -> None:
 def test_forward_over_reverse(
     spec: Spec, along: str, create_graph: bool, device: torch.device
 ) -> None:
-    """A reverse pass over dual numbers.
+    """Gradients of dual tensors have tangents, with or without ``create_graph``.
 
-    Its gradients have tangents, also where no graph of them is made.
+    ``along`` says which inputs have tangents.
     """
     both = pair(spec, device)
     weights, directions = both.cotangents(), random_like(both.tensors, seed=3)
@@ -69,17 +69,17 @@ def test_forward_over_reverse(
 
 @every
 def test_forward_over_reverse_along_the_cotangents(spec: Spec, device: torch.device) -> None:
-    """The inputs have no tangents, the cotangents have."""
+    """The cotangents have tangents, and the inputs have none."""
     both = pair(spec, device)
     cotangents, directions = both.cotangents(), random_like(both.cotangents(), seed=5)
 
     def product(function: Function) -> tuple[Tensor, ...]:
         with forward_ad.dual_level():
             leaves = both.leaves()
-            along = [
+            duals = [
                 forward_ad.make_dual(c, v) for c, v in zip(cotangents, directions, strict=True)
             ]
-            grads = torch.autograd.grad(function(*leaves), leaves, along)
+            grads = torch.autograd.grad(function(*leaves), leaves, duals)
             return filled(tuple(forward_ad.unpack_dual(g).tangent for g in grads), both.tensors)
 
     _both(both, product)
@@ -87,15 +87,13 @@ def test_forward_over_reverse_along_the_cotangents(spec: Spec, device: torch.dev
 
 @every
 def test_reverse_over_forward(spec: Spec, device: torch.device) -> None:
-    """A tangent is differentiable: along the inputs, and along the direction."""
+    """The tangents of the outputs are differentiated by the inputs and by their tangents."""
     both = pair(spec, device)
     weights = both.cotangents()
 
     def product(function: Function) -> tuple[Tensor, ...]:
-        leaves, directions = (
-            both.leaves(),
-            tuple(t.requires_grad_() for t in random_like(both.tensors, seed=3)),
-        )
+        leaves = both.leaves()
+        directions = tuple(t.requires_grad_() for t in random_like(both.tensors, seed=3))
         with forward_ad.dual_level():
             outputs = function(*map(forward_ad.make_dual, leaves, directions))
             tangents = [forward_ad.unpack_dual(output).tangent for output in outputs]
@@ -113,11 +111,11 @@ def test_grad_of_jvp(spec: Spec, device: torch.device) -> None:
     argnums = tuple(range(len(directions)))
 
     def product(function: Function) -> Any:
-        def along(*values: Tensor) -> Tensor:
+        def loss_of_tangents(*values: Tensor) -> Tensor:
             tangents = func.jvp(function, values, directions)[1]
             return sum((t * t * w).sum() for t, w in zip(tangents, weights, strict=True))
 
-        return func.grad(along, argnums)(*both.tensors)
+        return func.grad(loss_of_tangents, argnums)(*both.tensors)
 
     _both(both, product)
 
@@ -134,22 +132,24 @@ def test_jvp_of_grad(spec: Spec, device: torch.device) -> None:
 @pytest.mark.parametrize("inner", ["jacfwd", "jacrev"])
 @pytest.mark.parametrize("outer", ["jacfwd", "jacrev"])
 def test_hessian(spec: Spec, outer: str, inner: str, device: torch.device) -> None:
-    """All four compositions agree with PyTorch, for the rows and for the last parameter."""
+    """The Hessians by the first and by the last tensor, in all four compositions."""
     both = pair(spec, device, p=0.0, shape=(2, 3))
     weights = both.cotangents()
-    taken = {"jacfwd": func.jacfwd, "jacrev": func.jacrev}
+    outer_jacobian, inner_jacobian = getattr(func, outer), getattr(func, inner)
     for argnum in {0, len(both.tensors) - 1}:
-        _both(
-            both,
-            lambda f, n=argnum: taken[outer](taken[inner](loss(f, weights), n), n)(*both.tensors),
-        )
+
+        def hessian(function: Function, argnum: int = argnum) -> Any:
+            gradient = inner_jacobian(loss(function, weights), argnum)
+            return outer_jacobian(gradient, argnum)(*both.tensors)
+
+        _both(both, hessian)
 
 
 @every
-# PyTorch's F.layer_norm, which stands in without them, has a wrong third derivative (2.13).
+# Without kernels the operator runs F.layer_norm, whose third derivative is wrong in PyTorch 2.13.
 @pytest.mark.kernels
-def test_third_order(spec: Spec, device: torch.device) -> None:
-    """The gradient of the gradient's gradient, each along all tensors."""
+def test_third_derivatives(spec: Spec, device: torch.device) -> None:
+    """Gradients of gradients of gradients, by all tensors."""
     both = pair(spec, device)
     weights = both.cotangents()
 
@@ -166,7 +166,7 @@ def test_third_order(spec: Spec, device: torch.device) -> None:
     _both(both, product)
 
 
-# --- whatever is in force -------------------------------------------------------------------------
+# --- derivatives under other modes ----------------------------------------------------------------
 
 
 @every
@@ -176,7 +176,7 @@ def test_third_order(spec: Spec, device: torch.device) -> None:
 def test_transforms_without_grad_mode(
     spec: Spec, mode: Callable[[], AbstractContextManager[None]], device: torch.device
 ) -> None:
-    """torch.func differentiates what it is given, whatever the grad mode outside of it."""
+    """Transforms of torch.func differentiate under no_grad and in inference mode, too."""
     both = pair(spec, device)
     cotangents, directions = tuple(both.cotangents()), tuple(random_like(both.tensors, seed=3))
     argnums = tuple(range(len(directions)))
@@ -190,7 +190,7 @@ def test_transforms_without_grad_mode(
 def test_double_backward_of_arguments_that_depend_on_another(
     spec: Spec, device: torch.device
 ) -> None:
-    """The gradient that reaches the first argument through the others is added once."""
+    """The other arguments depend on the first; their gradients must be added once to its own."""
     both = pair(spec, device)
     weights = both.cotangents()
 
@@ -209,28 +209,29 @@ def test_double_backward_under_a_dispatch_mode(spec: Spec, device: torch.device)
 
 
 @every
-def test_backward_under_a_dispatch_mode_of_a_call_outside(spec: Spec, device: torch.device) -> None:
-    """The mode is active in the forward alone, or in the backward alone."""
+def test_dispatch_mode_in_the_forward_or_the_backward_only(
+    spec: Spec, device: torch.device
+) -> None:
     both = pair(spec, device)
     weights = both.cotangents()
 
-    def product(function: Function, forward: bool) -> tuple[Tensor, ...]:
+    def derivatives(function: Function, *, mode_in_forward: bool) -> tuple[Tensor, ...]:
         leaves = both.leaves()
-        with FlopCounterMode(display=False) if forward else nullcontext():
+        with FlopCounterMode(display=False) if mode_in_forward else nullcontext():
             total = loss(function, weights)(*leaves)
-        with nullcontext() if forward else FlopCounterMode(display=False):
+        with nullcontext() if mode_in_forward else FlopCounterMode(display=False):
             grads = torch.autograd.grad(total, leaves, create_graph=True)
             return (*grads, *torch.autograd.grad(sum((g * g).sum() for g in grads), leaves))
 
-    for forward in (False, True):
-        _both(both, lambda f, forward=forward: product(f, forward))
+    _both(both, lambda function: derivatives(function, mode_in_forward=False))
+    _both(both, lambda function: derivatives(function, mode_in_forward=True))
 
 
 @every
 @pytest.mark.parametrize("kind", ["wrapper", "two tensors"])
 def test_double_backward_of_a_subclass(spec: Spec, kind: str, device: torch.device) -> None:
-    """The tensors in a subclass have the derivatives that they have outside of it."""
-    both = pair(spec, device, p=0.0)  # each of two tensors would draw its own mask
+    """The tensors that a subclass contains have the derivatives of plain tensors."""
+    both = pair(spec, device, p=0.0)  # with dropout, each of two tensors would draw another mask
     weights = both.cotangents()
     expected = second_order(both.theirs, both.tensors, weights)
     if kind == "wrapper":
@@ -241,16 +242,14 @@ def test_double_backward_of_a_subclass(spec: Spec, kind: str, device: torch.devi
     doubled = tuple(TwoTensor(t, 2.0 * t) for t in both.tensors)
     result = second_order(both.ours, doubled, [TwoTensor(w, w) for w in weights])
     close(tuple(t.a for t in result), expected)
-    close(
-        tuple(t.b for t in result),
-        second_order(both.theirs, tuple(2.0 * t for t in both.tensors), weights),
-    )
+    expected_of_doubled = second_order(both.theirs, tuple(2.0 * t for t in both.tensors), weights)
+    close(tuple(t.b for t in result), expected_of_doubled)
 
 
 @every
 @pytest.mark.parametrize("tracing", ["real", "symbolic"])
-def test_double_backward_traced(spec: Spec, tracing: str, device: torch.device) -> None:
-    """`make_fx` records first and second derivatives, and the record gives their values on other numbers."""
+def test_double_backward_traced_by_make_fx(spec: Spec, tracing: str, device: torch.device) -> None:
+    """The recorded graph computes first and second derivatives also for other values."""
     both = pair(spec, device, p=0.0)
     weights = both.cotangents()
     count = len(both.tensors)
@@ -267,7 +266,7 @@ def test_double_backward_traced(spec: Spec, tracing: str, device: torch.device) 
 
 @every
 def test_double_backward_of_fake_tensors(spec: Spec, device: torch.device) -> None:
-    """Shapes, dtypes and devices of second derivatives without a value computed."""
+    """Checks shapes, dtypes and devices of second derivatives."""
     both = pair(spec, device)
     weights = both.cotangents()
     expected = second_order(both.theirs, both.tensors, weights)

@@ -1,6 +1,6 @@
 """The same call gives the same bits, whatever ran in between.
 
-No atomics, no race, no leftover state.
+Operators have no atomic additions, races, or state from earlier calls.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 from fusedops.core.spec import Sample, Spec
 from support import ALL_SPECS, DEVICE, Case, call, cases, random_like, tensors_of
 
-_PICKED = (
+_SELECTED = (
     "shape 129x40",
     "shape 3x1000",
     "shape 2x20000",
@@ -22,8 +22,8 @@ _PICKED = (
 )
 
 
-def _picked(spec: Spec, sample: Sample) -> bool:
-    return sample.name in _PICKED
+def _is_selected(spec: Spec, sample: Sample) -> bool:
+    return sample.name in _SELECTED
 
 
 def _run(spec: Spec, sample: Sample) -> list[Tensor]:
@@ -35,34 +35,34 @@ def _run(spec: Spec, sample: Sample) -> list[Tensor]:
 
 
 def _other_work(like: Tensor) -> None:
-    """Other shapes through every family, and memory taken and given back, so that addresses and caches move."""
-    held = [torch.randn(count, device=DEVICE) for count in (3, 1000, 77)]
+    """Calls every family with other shapes and allocates memory, to change addresses and caches."""
+    allocated = [torch.randn(count, device=DEVICE) for count in (3, 1000, 77)]
     for spec in {spec.samples.__module__: spec for spec in ALL_SPECS}.values():
         sample = next(
             sample for sample in spec.samples(DEVICE, like.dtype) if sample.name == "shape 5x1"
         )
         _run(spec, sample)
-    del held
+    del allocated
 
 
-@cases((torch.float32, torch.bfloat16), _picked)
-def test_same_bits_again(case: Case) -> None:
+@cases((torch.float32, torch.bfloat16), _is_selected)
+def test_repeated_calls_have_the_same_bits(case: Case) -> None:
     spec, sample = case.spec, case.sample()
     first = _run(spec, sample)
-    immediately = _run(spec, sample)
+    second = _run(spec, sample)
     _other_work(first[0])
-    later = _run(spec, case.sample())
-    for index, (a, b, c) in enumerate(zip(first, immediately, later, strict=True)):
-        assert torch.isfinite(a).all()
-        assert torch.equal(a, b), f"result {index} at once"
-        assert torch.equal(a, c), f"result {index} after other work"
+    third = _run(spec, case.sample())
+    for index, result in enumerate(first):
+        assert torch.isfinite(result).all()
+        assert torch.equal(result, second[index]), f"result {index}, repeated at once"
+        assert torch.equal(result, third[index]), f"result {index}, repeated after other work"
 
 
-@cases((torch.float32, torch.bfloat16), _picked)
-def test_grad_mode_changes_no_output(case: Case) -> None:
-    """Training and inference differ in what is kept, not in what is computed."""
+@cases((torch.float32, torch.bfloat16), _is_selected)
+def test_outputs_under_no_grad_have_the_same_bits(case: Case) -> None:
     spec, sample = case.spec, case.sample()
     with torch.no_grad():
-        without = call(spec, sample)(tensors_of(spec, sample))
-    for a, b in zip(without, _run(spec, sample), strict=False):
-        assert torch.equal(a, b)
+        under_no_grad = call(spec, sample)(tensors_of(spec, sample))
+    outputs_and_gradients = _run(spec, sample)
+    for result, expected in zip(under_no_grad, outputs_and_gradients, strict=False):
+        assert torch.equal(result, expected)

@@ -1,7 +1,4 @@
-"""Tensors on a GPU that is not the current one.
-
-Right answers, and the current device stays what it was.
-"""
+"""Tensors on a GPU that is not the current device: right results, and no change of that device."""
 
 from __future__ import annotations
 
@@ -39,33 +36,37 @@ def _step(spec: Spec, sample: Sample) -> list[Tensor]:
 @every
 @sides
 @pytest.mark.parametrize("cols", [64, 20000])
-@pytest.mark.parametrize("fresh", [True, False], ids=["built here", "built elsewhere"])
-def test_right_answers(spec: Spec, current: int, other: int, cols: int, fresh: bool) -> None:
-    """Bit for bit what the GPU gives where it is current.
+@pytest.mark.parametrize("first", [True, False], ids=["first call", "second call"])
+def test_results_equal_those_on_the_current_device(
+    spec: Spec, current: int, other: int, cols: int, first: bool
+) -> None:
+    """The call is compared bit for bit with one for which the tensors' device is the current one.
 
-    A variant belongs to the device it was built for.
+    The kernel is compiled by whichever of the two calls comes first.
     """
-    sample = spec.benchmark((40, cols + (0 if fresh else 8)), torch.float32, torch.device("cpu"))
-    with torch.cuda.device(other):
-        expected = [] if fresh else _step(spec, _to(sample, other))
+    sample = spec.benchmark((40, cols + (0 if first else 8)), torch.float32, torch.device("cpu"))
+    expected: list[Tensor] = []
+    if not first:
+        with torch.cuda.device(other):
+            expected = _step(spec, _to(sample, other))
     with torch.cuda.device(current):
         actual = _step(spec, _to(sample, other))
         assert torch.cuda.current_device() == current
-    if fresh:
+    if first:
         with torch.cuda.device(other):
             expected = _step(spec, _to(sample, other))
     torch.cuda.synchronize(other)
-    for a, b in zip(actual, expected, strict=True):
-        assert a.device.index == other
-        assert torch.equal(a, b)
+    for result, value in zip(actual, expected, strict=True):
+        assert result.device.index == other
+        assert torch.equal(result, value)
 
 
 @every
 @sides
-def test_backward_from_another_device(spec: Spec, current: int, other: int) -> None:
-    """Forward where the GPU is current, backward where it is not.
+def test_backward_while_another_device_is_current(spec: Spec, current: int, other: int) -> None:
+    """In the forward, the tensors' device is the current one.
 
-    Autograd's own thread sets its device, ours must.
+    Autograd sets the device in its own threads only.
     """
     sample = _to(spec.benchmark((40, 64), torch.float32, torch.device("cpu")), other)
     leaves = [t.requires_grad_() for t in tensors_of(spec, sample).values()]
@@ -77,13 +78,15 @@ def test_backward_from_another_device(spec: Spec, current: int, other: int) -> N
     with torch.cuda.device(current):
         actual = torch.autograd.grad(outputs, leaves, random_like(outputs))
         assert torch.cuda.current_device() == current
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert all(map(torch.equal, actual, expected))
 
 
 @every
 @sides
-def test_dropout_draws_from_the_tensors_generator(spec: Spec, current: int, other: int) -> None:
-    """The generator of the device that holds the tensors moves on, the current device's does not."""
+def test_dropout_draws_from_the_generator_of_the_tensors_device(
+    spec: Spec, current: int, other: int
+) -> None:
+    """The state of this generator advances, and that of the current device's does not."""
     if not spec.has_dropout:
         return
     sample = _to(spec.benchmark((8, 64), torch.float32, torch.device("cpu")), other)
@@ -100,7 +103,7 @@ def test_dropout_draws_from_the_tensors_generator(spec: Spec, current: int, othe
 def test_launches_use_the_stream_of_the_tensors_device(
     spec: Spec, current: int, other: int
 ) -> None:
-    """The launch goes to the current stream of the tensors' device, not of the current device."""
+    """Kernels run on the current stream of the tensors' device."""
     sample = _to(spec.benchmark((4096, 1024), torch.float32, torch.device("cpu")), other)
     stream = torch.cuda.Stream(other)
     expected = _step(spec, sample)
@@ -109,4 +112,4 @@ def test_launches_use_the_stream_of_the_tensors_device(
         torch.cuda.set_device(current)
         actual = _step(spec, sample)
     stream.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert all(map(torch.equal, actual, expected))

@@ -1,8 +1,6 @@
-"""The registered operators as compiled graphs call them.
+"""Registered operators as compiled graphs call them: past the dispatcher, and writing to outputs.
 
-The fast path past the dispatcher, and the variants that write.
-
-Compiled code reaches the kernels past the dispatcher where nothing observes the call.
+If nothing observes a call, compiled code calls the kernels without the dispatcher (the fast path).
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from support import ALL_SPECS, Case, as_tuple, cases, covers_the_schema, of_fami
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 
-_OURS, _DISPATCHER = "implementation", "dispatcher"
+_FAST_PATH, _DISPATCHER = "fast path", "dispatcher"
 
 
 class _DispatchMode(TorchDispatchMode):
@@ -55,7 +53,7 @@ class _FunctionMode(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _within_vmap() -> Iterator[None]:
-    """The body of a mapped function: `torch.func.vmap` is in force."""
+    """Within this context, code runs as in the body of a function under `torch.func.vmap`."""
     level = torch._C._functorch._vmap_increment_nesting(2, "error")
     assert level > 0
     try:
@@ -72,7 +70,7 @@ def _profile() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _profile_elsewhere() -> Iterator[None]:
-    """Another thread profiles, perhaps all threads."""
+    """Within this context, another thread profiles; PyTorch may then profile all threads."""
     on, off = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -90,26 +88,28 @@ def _profile_elsewhere() -> Iterator[None]:
         thread.join()
 
 
-def _path(*args: Any, read: int | None = None, **named: Any) -> str:
+def _path(*args: Any, read: int | None = None, **kwargs: Any) -> str:
+    """Returns which path a call with these arguments takes.
+
+    The operator reads the first ``read`` arguments, by default all, and writes to the others.
+    """
+
     def dispatched(*_: Any, **__: Any) -> str:
         return _DISPATCHER
 
     def function(*_: Any) -> str:
-        return _OURS
+        return _FAST_PATH
 
-    return str(
-        registration.shortened(dispatched, function, len(args) if read is None else read)(
-            *args, **named
-        )
-    )
+    operator = registration.shortened(dispatched, function, len(args) if read is None else read)
+    return str(operator(*args, **kwargs))
 
 
 def test_plain_arguments_take_the_fast_path() -> None:
     t = torch.randn(3)
     with torch.no_grad():
-        assert _path(t, None, torch.nn.Parameter(t), 3, "call", 1e-6, True) == _OURS
+        assert _path(t, None, torch.nn.Parameter(t), 3, "call", 1e-6, True) == _FAST_PATH
     with torch.inference_mode():
-        assert _path(torch.randn(3), 3) == _OURS
+        assert _path(torch.randn(3), 3) == _FAST_PATH
 
 
 @pytest.mark.parametrize(
@@ -133,35 +133,35 @@ def test_observed_calls_are_dispatched(
     with torch.no_grad(), observe():
         assert _path(t, 3) == _DISPATCHER
     with torch.no_grad():
-        assert _path(t, 3) == _OURS
+        assert _path(t, 3) == _FAST_PATH
 
 
-def test_a_jit_trace_has_the_call() -> None:
-    seen: list[str] = []
+def test_calls_in_a_jit_trace_are_dispatched() -> None:
+    paths: list[str] = []
 
     def body(t: Tensor) -> Tensor:
-        seen.append(_path(t, 3))
+        paths.append(_path(t, 3))
         return t + 1.0
 
     with torch.no_grad():
         torch.jit.trace(body, (torch.randn(3),), check_trace=False)
-    assert seen == [_DISPATCHER]
+    assert paths == [_DISPATCHER]
 
 
 def _negative() -> Tensor:
     return torch.randn(3, dtype=torch.complex64).conj().imag
 
 
-def _left_by_a_transform() -> Tensor:
-    left: list[Tensor] = []
+def _leaked_from_a_transform() -> Tensor:
+    leaked: list[Tensor] = []
 
     def body(t: Tensor) -> Tensor:
-        left.append(t * 2.0)
+        leaked.append(t * 2.0)
         return t.sum()
 
     with torch.enable_grad():
         torch.func.grad(body)(torch.randn(3))
-    return left[0]
+    return leaked[0]
 
 
 @pytest.mark.parametrize(
@@ -172,34 +172,46 @@ def _left_by_a_transform() -> Tensor:
         lambda: TwoTensor(torch.randn(3), torch.randn(3)),
         lambda: torch._efficientzerotensor(3),
         lambda: torch._to_functional_tensor(torch.randn(3)),
-        _left_by_a_transform,
+        _leaked_from_a_transform,
         lambda: torch.eye(3).to_sparse(),
         lambda: [torch.randn(3)],
         lambda: torch.float32,
     ],
-    ids=["negative", "meta", "subclass", "zeros", "functional", "left", "sparse", "list", "dtype"],
+    ids=[
+        "negative",
+        "meta",
+        "subclass",
+        "zeros",
+        "functional",
+        "leaked",
+        "sparse",
+        "list",
+        "dtype",
+    ],
 )
-@pytest.mark.parametrize("place", [0, 1])
-def test_other_arguments_are_dispatched(make: Callable[[], Any], place: int) -> None:
+@pytest.mark.parametrize("position", [0, 1])
+def test_arguments_that_are_no_plain_tensors_are_dispatched(
+    make: Callable[[], Any], position: int
+) -> None:
     args: list[Any] = [torch.randn(3), None]
-    args[place] = make()
+    args[position] = make()
     with torch.no_grad():
         assert _path(*args) == _DISPATCHER
 
 
 def test_batched_gradients_are_dispatched() -> None:
-    """Gradients that `torch.autograd.grad` maps in its older way, by no transform that says it is there."""
-    seen: list[str] = []
+    """For them `torch.autograd.grad` uses an older vmap, which is not visible as a transform."""
+    paths: list[str] = []
 
-    def look(gradient: Tensor) -> None:
+    def record(gradient: Tensor) -> None:
         with torch.no_grad():
-            seen.append(_path(None, gradient))
+            paths.append(_path(None, gradient))
 
     x = torch.randn(3, requires_grad=True)
     y = x * 2.0
-    y.register_hook(look)
+    y.register_hook(record)
     torch.autograd.grad(y, [x], torch.randn(4, 3), is_grads_batched=True)
-    assert seen == [_DISPATCHER]
+    assert paths == [_DISPATCHER]
 
 
 def test_keyword_arguments_are_dispatched() -> None:
@@ -207,13 +219,12 @@ def test_keyword_arguments_are_dispatched() -> None:
         assert _path(torch.randn(3), p=3) == _DISPATCHER
 
 
-def test_outputs_may_hold_anything() -> None:
-    """Only the memory of tensors that are read is looked at; types are looked at of all."""
+def test_outputs_may_be_lazy_but_not_subclasses() -> None:
+    """Lazy negations are tested for tensors that are read only, types for all."""
+    subclass = TwoTensor(torch.randn(3), torch.randn(3))
     with torch.no_grad():
-        assert _path(torch.randn(3), _negative(), read=1) == _OURS
-        assert (
-            _path(torch.randn(3), TwoTensor(torch.randn(3), torch.randn(3)), read=1) == _DISPATCHER
-        )
+        assert _path(torch.randn(3), _negative(), read=1) == _FAST_PATH
+        assert _path(torch.randn(3), subclass, read=1) == _DISPATCHER
 
 
 def _registered() -> list[Any]:
@@ -227,20 +238,20 @@ def _registered() -> list[Any]:
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, the compiler allocates the outputs, whatever the device."""
+    """The compiler allocates the outputs, as on a GPU, on any device."""
     monkeypatch.setattr(registration, "is_planned", lambda tensors: True)
 
 
-def _planner(seen: list[str]) -> Callable[..., Any]:
-    """A backend with Inductor's pass over operators that write, and no code generation.
+def _planner(targets: list[str]) -> Callable[..., Any]:
+    """A backend with Inductor's pass for operators that write, and without code generation.
 
-    ``seen`` collects what runs.
+    It appends the targets of all calls in the graphs to ``targets``.
     """
 
     def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
         decompose_auto_functionalized(graph.graph)
         graph.recompile()
-        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return make_boxed_func(graph.forward)
 
     return aot_autograd(fw_compiler=compiler)
@@ -252,12 +263,12 @@ def _planner(seen: list[str]) -> Callable[..., Any]:
 def test_compiled_code_takes_the_fast_path(
     spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a compiled forward and backward no operator is dispatched, except for those with lists of tensors."""
+    """No operator is dispatched in a compiled forward and backward, but those of tensor lists."""
     sample = spec.benchmark((6, 40), torch.float32, device)
     tensors = {name: t if t is None else t.requires_grad_() for name, t in sample.tensors.items()}
     backend = "inductor" if device.type == "cuda" else _planner([])
     compiled = torch.compile(
-        lambda **given: spec.call(**given, **sample.options), fullgraph=True, backend=backend
+        lambda **inputs: spec.call(**inputs, **sample.options), fullgraph=True, backend=backend
     )
 
     def step() -> None:
@@ -266,31 +277,33 @@ def test_compiled_code_takes_the_fast_path(
             outputs, [t for t in tensors.values() if t is not None], random_like(outputs)
         )
 
-    step()  # traces, the backward too
-    met: list[str] = []
+    step()  # traces forward and backward
+    dispatched: list[str] = []
     for operator in _registered():
         if "Tensor[]" in str(operator._schema).partition("->")[0]:
             continue
         if inspect.isbuiltin(operator._op):
-            monkeypatch.setattr(operator, "_op", _noting(operator, operator._op, met))
+            recorded = _recorded(operator, operator._op, dispatched)
+            monkeypatch.setattr(operator, "_op", recorded)
         else:
             cell = _dispatcher_of(operator)
-            monkeypatch.setattr(cell, "cell_contents", _noting(operator, cell.cell_contents, met))
+            recorded = _recorded(operator, cell.cell_contents, dispatched)
+            monkeypatch.setattr(cell, "cell_contents", recorded)
     with launch.record() as names:
         step()
-    assert names and met == []
+    assert names
+    assert dispatched == []
 
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("plans")
 @cases((torch.float32, torch.bfloat16), covers_the_schema)
-def test_outputs_allocated_by_the_compiler(case: Case, device: torch.device) -> None:
-    """The same bits, shapes and strides as of an eager call.
-
-    Every operator in the graph writes to given tensors.
-    """
-    spec, sample, seen = case.spec, case.sample(), list[str]()
-    # Without dropout, as compiled calls draw other random states.
+def test_outputs_allocated_by_the_compiler_equal_eager_ones(
+    case: Case, device: torch.device
+) -> None:
+    """Bits, shapes and strides are equal. Every operator in the graph writes to its arguments."""
+    spec, sample, targets = case.spec, case.sample(), list[str]()
+    # Without dropout, because compiled calls draw other random states.
     options = {**sample.options, **({"p": 0.0} if spec.has_dropout else {})}
     torch._dynamo.reset()
 
@@ -307,22 +320,22 @@ def test_outputs_allocated_by_the_compiler(case: Case, device: torch.device) -> 
         ]
         return [*outputs, *torch.autograd.grad(outputs, leaves, cotangents)]
 
-    def function(**given: Any) -> Any:
-        return spec.call(**given, **options)
+    def function(**inputs: Any) -> Any:
+        return spec.call(**inputs, **options)
 
-    result = results(torch.compile(function, fullgraph=True, backend=_planner(seen)))
-    for a, b in zip(result, results(function), strict=True):
-        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
-        assert torch.equal(a, b)
-    ours = [target for target in seen if target.startswith("fusedops.") and "slices" not in target]
+    compiled = results(torch.compile(function, fullgraph=True, backend=_planner(targets)))
+    for result, expected in zip(compiled, results(function), strict=True):
+        assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
+        assert result.stride() == expected.stride()
+        assert torch.equal(result, expected)
+    ours = [
+        target for target in targets if target.startswith("fusedops.") and "slices" not in target
+    ]
     assert all("_out" in target for target in ours)
 
 
-def test_constants_survive_a_string() -> None:
-    """Types too, although 1 and 1.0 are equal.
-
-    No character needs care where a compiler prints the string.
-    """
+def test_constants_as_text_are_restored_with_their_types() -> None:
+    """1 stays an int and 1.0 a float. No character needs escaping when a compiler prints the text."""
     constants = (0, 1, 0.0, 1.0, 1e-5, math.inf, -2.5, 2**40, "", "layer once 1.0.dev3")
     call = registration.as_text(constants)
     assert not set(call) & set("\"'\\\n?%{}")
@@ -330,10 +343,7 @@ def test_constants_survive_a_string() -> None:
 
 
 class _Calls(TorchDispatchMode):
-    """Collects the calls of operators that take constants.
-
-    The operator's name, and the arguments by name.
-    """
+    """Records the calls of operators with constants: the operator's name, and the arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,8 +360,8 @@ class _Calls(TorchDispatchMode):
 
 @pytest.mark.kernels
 @cases((torch.float32, torch.bfloat16), covers_the_schema)
-def test_an_operators_arguments_give_the_calls_site(case: Case) -> None:
-    """Constants and dtypes become a string and numbers, and come back equal."""
+def test_arguments_of_a_registered_operator_determine_the_site(case: Case) -> None:
+    """Constants and dtypes are encoded as a string and numbers, and decoded from them."""
     known: dict[str, Operator] = {f"{op.name}_forward": op for op in (NORM, ACTIVATION, SLICES)}
     sample = case.sample()
     with _Calls() as mode:
@@ -359,7 +369,7 @@ def test_an_operators_arguments_give_the_calls_site(case: Case) -> None:
     assert len(mode.calls) == 1
     ((name, arguments),) = mode.calls
     op, call = known[name], arguments["call"]
-    numbers = tuple(arguments[number] for number in op.constants.numbered)
+    numbers = tuple(arguments[name] for name in op.constants.numbered)
     site = operators.site_from(
         op, -1, arguments["seed"] is not None, arguments["cols"], call, numbers
     )
@@ -375,18 +385,18 @@ def test_an_operators_arguments_give_the_calls_site(case: Case) -> None:
 @of_families
 @pytest.mark.kernels
 @pytest.mark.usefixtures("plans")
-def test_a_tensor_subclass_sees_the_operator_that_returns(
+def test_tensor_subclass_dispatches_the_operator_that_returns(
     spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Subclasses may have rules of their own for operators, as DTensor has."""
-    seen: list[str] = []
+    """Subclasses such as DTensor have rules for these operators, not for those that write."""
+    targets: list[str] = []
     dispatch = TwoTensor.__torch_dispatch__
 
-    def look(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        seen.append(str(func))
+    def record(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        targets.append(str(func))
         return dispatch(func, types, args, kwargs)
 
-    monkeypatch.setattr(TwoTensor, "__torch_dispatch__", classmethod(look))
+    monkeypatch.setattr(TwoTensor, "__torch_dispatch__", classmethod(record))
     sample = spec.benchmark((6, 40), torch.float32, device)
     options = {**sample.options, **({"p": 0.0} if spec.has_dropout else {})}
     tensors = {
@@ -394,18 +404,17 @@ def test_a_tensor_subclass_sees_the_operator_that_returns(
     }
     with torch.no_grad():
         torch.compile(
-            lambda **given: spec.call(**given, **options), fullgraph=True, backend="aot_eager"
+            lambda **inputs: spec.call(**inputs, **options), fullgraph=True, backend="aot_eager"
         )(**tensors)
-    ours = [target for target in seen if target.startswith("fusedops.")]
-    assert ours and not any("_out" in target for target in ours)
+    ours = [target for target in targets if target.startswith("fusedops.")]
+    assert ours
+    assert not any("_out" in target for target in ours)
 
 
 @of_families
 @pytest.mark.kernels
 @pytest.mark.usefixtures("plans")
-def test_an_exported_program_keeps_the_operators_that_return(
-    spec: Spec, device: torch.device
-) -> None:
+def test_exported_program_has_the_operators_that_return(spec: Spec, device: torch.device) -> None:
     sample = spec.benchmark((6, 40), torch.float32, device)
     names = [name for name, t in sample.tensors.items() if t is not None]
 
@@ -429,11 +438,11 @@ def test_a_release_has_its_own_constants(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    """PyTorch caches compiled functions on disk by the forward's graph.
+    """PyTorch caches compiled functions on disk, by the graph of the forward.
 
-    Another release's must not be found there.
+    So the graph must differ between releases of fusedops.
     """
-    # Cached sites hold their constants as a string, which has the release in it.
+    # Cached sites contain their constants as a string, which contains the release.
     request.addfinalizer(operators.site_of.cache_clear)
     sample = spec.benchmark((6, 40), torch.float32, device)
     graphs: list[str] = []
@@ -456,27 +465,27 @@ def test_a_release_has_its_own_constants(
 @pytest.mark.parametrize(
     ("kind", "needs"), [("glu", "11"), ("glu", "10"), ("glu", "01"), ("packed", "10")]
 )
-def test_unneeded_gradients(kind: Any, needs: str, device: torch.device) -> None:
-    """Fake gradients are as many, and of the shapes, that the kernels return.
-
-    Empty where not needed.
-    """
+def test_gradients_that_are_not_needed_are_empty(
+    kind: Any, needs: str, device: torch.device
+) -> None:
+    """Fake gradients have the number and shapes of real ones."""
     dy, other = torch.randn(6, 20, device=device), torch.randn(6, 20, device=device)
     tensors = (other, other) if kind == "glu" else (torch.cat((other, other), -1), None)
     call = words.encode(
         ActivationConstants("glu", kind, "silu"), operators.dtypes_of(ACTIVATION, tensors), True
     )
     inputs = (dy, *tensors, None, 0, needs, 20, call)
-    made = torch.ops.fusedops.activation_backward(*inputs)
+    real = torch.ops.fusedops.activation_backward(*inputs)
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = torch.ops.fusedops.activation_backward(*inputs)
-    wanted = [t.shape if need == "1" else (0,) for t, need in zip(tensors, needs, strict=True)]
-    assert [t.shape for t in made] == [t.shape for t in fake] == wanted
+    expected = [t.shape if need == "1" else (0,) for t, need in zip(tensors, needs, strict=True)]
+    assert [t.shape for t in real] == expected
+    assert [t.shape for t in fake] == expected
 
 
 @pytest.mark.kernels
-def test_a_gradient_of_zeros_without_memory(device: torch.device) -> None:
-    """PyTorch's dispatcher makes such tensors; their address is null."""
+def test_cotangent_of_zeros_without_memory(device: torch.device) -> None:
+    """PyTorch's dispatcher creates such tensors; their address is null."""
     x = torch.randn(6, 40, device=device, requires_grad=True)
     y = torch.compile(fusedops.gelu, fullgraph=True, backend=_planner([]))(x)
     (dx,) = torch.autograd.grad(y, [x], torch._efficientzerotensor(6, 40, device=device))
@@ -484,25 +493,29 @@ def test_a_gradient_of_zeros_without_memory(device: torch.device) -> None:
 
 
 def _dispatcher_of(operator: Any) -> Any:
-    """The cell of a shortened operator that holds the call through the dispatcher."""
+    """The closure's cell, in an operator with a fast path, that contains the dispatched call."""
     cells = dict(zip(operator._op.__code__.co_freevars, operator._op.__closure__, strict=True))
     return cells["dispatched"]
 
 
-def _noting(operator: Any, call: Callable[..., Any], met: list[str]) -> Callable[..., Any]:
-    def note(*args: Any, **named: Any) -> Any:
-        met.append(str(operator))
-        return call(*args, **named)
+def _recorded(operator: Any, call: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
+    """A call that also appends the operator's name to ``calls``."""
 
-    return note
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        calls.append(str(operator))
+        return call(*args, **kwargs)
+
+    return recorded
 
 
 def test_operators_that_write_to_a_callers_tensor_are_dispatched() -> None:
-    """The dispatcher counts the versions of what is written."""
+    """The dispatcher increments the version of a tensor that is written to."""
     assert inspect.isbuiltin(torch.ops.fusedops.no_repeat_ngram_forward_.default._op)
 
 
-def test_fields_that_are_not_passed_on_do_not_shift_the_names_of_numbers() -> None:
+def test_numbers_of_constants_have_the_names_of_their_fields() -> None:
+    """One field is not a number, and is not passed on."""
+
     @words.dispatched
     class Constants(NamedTuple):
         op: str

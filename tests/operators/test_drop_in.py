@@ -1,6 +1,6 @@
-"""What a drop-in must not do.
+"""Drop-in operators refuse, accept and lay out as PyTorch's do, and compile and save little.
 
-Remember a refused call, lose a layout, refuse what PyTorch takes, compile or keep much.
+A refused call must not change a later call, nor a good call a later refusal.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from support import ALL_SPECS, EVERY_SPEC, INTERPRETED, KERNEL_PATH, as_tuple
 
 Function = Callable[..., Any]
 
-# --- a refusal does not hang on what was called before --------------------------------------------
+# --- refusals do not depend on earlier calls ------------------------------------------------------
 
 
-# Specs that are one functional under several names share their bad samples.
-_APART = list({spec.bad_samples: spec for spec in reversed(EVERY_SPEC)}.values())
+# One spec for each functional; specs of the same functional share their bad samples.
+_DISTINCT = list({spec.bad_samples: spec for spec in reversed(EVERY_SPEC)}.values())
 
 
-@pytest.mark.parametrize("spec", _APART, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", _DISTINCT, ids=lambda spec: spec.name)
 def test_bad_calls_among_good_ones(spec: Spec, device: torch.device) -> None:
-    """Refused first and refused again, and the right call between them is served."""
+    """A bad call is refused before and after a good one."""
     bad = list(spec.bad_samples(device))
     for _ in range(2):
         for sample in bad:
@@ -46,8 +46,8 @@ def test_bad_calls_among_good_ones(spec: Spec, device: torch.device) -> None:
         assert not any(output.isnan().any() for output in outputs)
 
 
-# Equal to a right one, or with its hash; each with a width that no other case has, as calls are
-# remembered by it.
+# Bad shapes of which some are equal to a good one, or have its hash. Each case has a different
+# width, because the call cache's keys contain it.
 BAD_SHAPES: dict[str, Callable[[int], Any]] = {
     "float": lambda n: float(n),
     "float in a tuple": lambda n: (float(n),),
@@ -81,18 +81,13 @@ def _expected(native: Function, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("ours,native", NORMS)
 @pytest.mark.parametrize("first", ["bad", "good"])
 @pytest.mark.parametrize("bad", BAD_SHAPES)
-def test_normalized_shape_refused(
+def test_bad_normalized_shape_is_refused_before_and_after_good_ones(
     ours: Function, native: Function, first: str, bad: str, device: torch.device
 ) -> None:
-    x = torch.randn(
-        3,
-        50 + 2 * list(BAD_SHAPES).index(bad) + (first == "bad"),
-        dtype=torch.float64,
-        device=device,
-    )
-    cols = x.shape[-1]
-    for turn in ("bad", "good", "bad", "good") if first == "bad" else ("good", "bad", "good"):
-        if turn == "bad":
+    cols = 50 + 2 * list(BAD_SHAPES).index(bad) + (first == "bad")
+    x = torch.randn(3, cols, dtype=torch.float64, device=device)
+    for kind in ("bad", "good", "bad", "good") if first == "bad" else ("good", "bad", "good"):
+        if kind == "bad":
             with pytest.raises((TypeError, ValueError), match=r"normalized_shape|expected"):
                 ours(x, BAD_SHAPES[bad](cols), eps=1e-5)
             continue
@@ -102,10 +97,10 @@ def test_normalized_shape_refused(
 
 @pytest.mark.parametrize("ours,native", NORMS)
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
-def test_normalized_shape_of_a_boolean(
+def test_normalized_shape_of_a_boolean_is_refused(
     ours: Function, native: Function, first: bool, device: torch.device
 ) -> None:
-    """True equals 1; PyTorch refuses it."""
+    """True equals 1, but PyTorch refuses it."""
     x = torch.randn(3, 2 - first, 1, dtype=torch.float64, device=device)
     if not first:
         close(ours(x, (1,), eps=1e-5), _expected(native, x))
@@ -115,8 +110,10 @@ def test_normalized_shape_of_a_boolean(
 
 
 @pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
-def test_equal_constants_of_other_types(spec: Spec, device: torch.device) -> None:
-    """``eps=1`` and ``p=0`` as integers after floats, and the other way round, give the same."""
+def test_integer_and_float_constants_have_the_same_results(
+    spec: Spec, device: torch.device
+) -> None:
+    """``eps`` and ``p`` are integers in one call and floats in another, in either order."""
     both = pair(spec, device, p=0.0)
     options = dict(both.sample.options)
     for kinds in ((float, int), (int, float)):
@@ -137,7 +134,7 @@ def _channels_last(t: Tensor) -> Tensor:
 
 
 def _permuted(t: Tensor) -> Tensor:
-    """Dense, the dimensions in another order in memory."""
+    """A dense tensor whose dimensions have another order in memory."""
     return t.permute(2, 0, 3, 1).contiguous().permute(1, 3, 0, 2)
 
 
@@ -169,8 +166,10 @@ def _copies(call: Callable[[], Any]) -> list[str]:
 
 @elementwise
 @pytest.mark.parametrize("layout", DENSE)
-def test_dense_layouts_are_kept(name: str, layout: str, device: torch.device) -> None:
-    """Output and gradients have the strides that PyTorch's own have, and nothing is copied for it."""
+def test_outputs_have_the_layouts_of_dense_inputs(
+    name: str, layout: str, device: torch.device
+) -> None:
+    """Output and gradients have the strides of PyTorch's, and no tensor is copied."""
     count, ours, native = ELEMENTWISE[name]
     tensors = [
         DENSE[layout](torch.randn(2, 8, 3, 4, device=device, dtype=torch.float64))
@@ -191,29 +190,26 @@ def test_dense_layouts_are_kept(name: str, layout: str, device: torch.device) ->
 
 
 @elementwise
-def test_layouts_that_differ(name: str, device: torch.device) -> None:
-    """Two arguments, or an argument and its cotangent, in different layouts.
-
-    One that is not dense.
-    """
+def test_arguments_and_cotangents_of_different_layouts(name: str, device: torch.device) -> None:
+    """One of the layouts is not dense."""
     count, ours, native = ELEMENTWISE[name]
     make = lambda: torch.randn(2, 8, 3, 4, device=device, dtype=torch.float64)  # noqa: E731
     layouts = [*DENSE.values(), Tensor.contiguous, lambda t: torch.stack((t, t), -1)[..., 0]]
     for first, second in zip(layouts, layouts[1:] + layouts[:1], strict=True):
         leaves = [layout(make()).requires_grad_() for layout in (first, second)[:count]]
         dy = second(make())
-        ends = [(y := f(*leaves), *torch.autograd.grad(y, leaves, dy)) for f in (ours, native)]
-        close(*ends)
+        results = [(y := f(*leaves), *torch.autograd.grad(y, leaves, dy)) for f in (ours, native)]
+        close(*results)
 
 
 @pytest.mark.parametrize("name", ["gelu", "gelu tanh"])
 def test_tensors_without_dimensions(name: str, device: torch.device) -> None:
-    """As `F.gelu` takes them."""
+    """`F.gelu` accepts them."""
     _, ours, native = ELEMENTWISE[name]
     x = torch.randn((), device=device, dtype=torch.float64, requires_grad=True)
-    ends = [(y := f(x), *torch.autograd.grad(y, x)) for f in (ours, native)]
-    assert ends[0][0].shape == ()
-    close(*ends)
+    results = [(y := f(x), *torch.autograd.grad(y, x)) for f in (ours, native)]
+    assert results[0][0].shape == ()
+    close(*results)
 
 
 NESTED = [
@@ -234,7 +230,7 @@ def test_nested_tensors(
     layout: torch.layout,
     device: torch.device,
 ) -> None:
-    """Where torch.nn's module takes them: the same values and gradients, in the same layout."""
+    """Values, gradients and layouts are those of the torch.nn modules that accept nested tensors."""
     rows = [torch.randn(n, 8, device=device) for n in (3, 5)]
 
     def run(kind: type[nn.Module]) -> list[Tensor]:
@@ -242,7 +238,7 @@ def test_nested_tensors(
         module = kind(*args).to(device)
         y = module(x)
         assert y.is_nested and y.layout == layout
-        # The gradient of a weighted sum: a plain one's is zero through a LayerNorm.
+        # A weighted sum, because the gradient of a plain one is zero through a LayerNorm.
         loss = sum(
             (part * part * torch.arange(1.0, 9.0, device=device)).sum() for part in y.unbind()
         )
@@ -260,9 +256,9 @@ def test_nested_tensors(
 @pytest.mark.kernels
 @elementwise
 def test_one_compilation_for_all_lengths(name: str, device: torch.device) -> None:
-    """Dense tensors are one vector whose length is a run-time argument.
+    """A dense tensor is processed as one vector, whose length is a run-time argument.
 
-    One variant forward, one backward.
+    So there is one variant of the forward, and one of the backward.
     """
     count, ours, _ = ELEMENTWISE[name]
     before = launch.variants()
@@ -275,15 +271,16 @@ def test_one_compilation_for_all_lengths(name: str, device: torch.device) -> Non
 
 
 @pytest.mark.kernels
-def test_slices_keep_little(device: torch.device) -> None:
-    """A call with another number of rows keeps no shape of any slice.
+def test_call_of_many_slices_caches_little_memory(device: torch.device) -> None:
+    """A call with another number of rows must not cache the shapes of the slices.
 
-    What it may keep for each slice: the address, an int of 32 bytes behind a pointer of 8; and 2
-    KiB for the rest of the call. A ``torch.Size`` of two alone has 56 bytes, and 8 for its pointer.
+    For each slice it may cache the address: an int of 32 bytes and a pointer of 8. For the rest of
+    the call it may use 2 KiB. A ``torch.Size`` of two dimensions would need 56 bytes and a pointer.
     """
     count = 60
     first, second = (
-        [torch.randn(rows, 16 + k % 7, device=device) for k in range(count)] for rows in (3, 4)
+        [torch.randn(rows, 16 + index % 7, device=device) for index in range(count)]
+        for rows in (3, 4)
     )
     fusedops.batched_layer_norm_tanh(first)
     gc.collect()

@@ -1,7 +1,4 @@
-"""Operators that compute nothing with floating-point numbers.
-
-Right to the last bit, in every layout.
-"""
+"""Operators without floating-point arithmetic: equal to the last bit, in every layout."""
 
 from __future__ import annotations
 
@@ -19,31 +16,31 @@ from support import DEVICE, DTYPES, EXACT_SPECS, Case, as_tuple, cases, rows_of,
 # --- values ---------------------------------------------------------------------------------------
 
 
-def _in_its_dtype(spec: Spec, sample: Sample) -> bool:
-    """Whether a sample is run in this dtype.
+def _is_selected(spec: Spec, sample: Sample) -> bool:
+    """Selects all samples in fp32, and few in other dtypes.
 
-    In other dtypes than fp32 only the copy and the value of minus infinity differ.
+    Other dtypes differ only in the copy of elements and in the value of minus infinity.
     """
     fp32 = rows_of(spec, sample).dtype == torch.float32
     return fp32 or sample.name.endswith((", n=2", " columns", "int32 tokens", "allowed, padded"))
 
 
 @pytest.mark.pairs("sample")
-@cases(DTYPES, _in_its_dtype, EXACT_SPECS)
+@cases(DTYPES, _is_selected, EXACT_SPECS)
 def test_values(case: Case) -> None:
     check(case.spec, case.sample())
 
 
 @cases((torch.float32,), specs=EXACT_SPECS)
-def test_the_formula_is_the_definition(case: Case) -> None:
+def test_reference_equals_the_definition(case: Case) -> None:
     spec, sample = case.spec, case.sample()
     outputs = spec.reference(**copies(sample.tensors), **sample.options)
     assert all(map(same, outputs, expected(spec, sample)))
 
 
 @every
-def test_samples_are_not_in_vain(spec: Spec) -> None:
-    """Most samples change some elements and leave others, else right values would show little."""
+def test_most_samples_change_some_elements(spec: Spec) -> None:
+    """Tests of values would detect few faults if a sample changed no element, or all."""
     parts = []
     for sample in spec.samples(DEVICE, torch.float32):
         changed = expected(spec, sample)[0] != rows_of(spec, sample)
@@ -56,8 +53,8 @@ def _small(spec: Spec, sample: Sample) -> bool:
 
 
 @cases(DTYPES, _small, EXACT_SPECS)
-def test_every_bit_pattern_is_kept(case: Case) -> None:
-    """NaN with whatever payload, infinities, minus zero, numbers below the normal ones."""
+def test_every_bit_pattern_is_copied(case: Case) -> None:
+    """NaN with any payload, infinities, minus zero, subnormal numbers."""
     spec, sample = case.spec, case.sample()
     rows = rows_of(spec, sample)
     integers = bits(rows).dtype
@@ -65,23 +62,15 @@ def test_every_bit_pattern_is_kept(case: Case) -> None:
     generator = torch.Generator().manual_seed(3)
     random = torch.randint(limits.min, limits.max, rows.shape, generator=generator, dtype=integers)
     small = torch.randint(-2, 3, rows.shape, generator=generator, dtype=integers)
-    patterns = torch.where(torch.rand(rows.shape, generator=generator) < 0.5, random, small).to(
-        DEVICE
-    )
-    check(
-        spec,
-        dataclasses.replace(
-            sample, tensors={**sample.tensors, spec.tensors[0]: patterns.view(rows.dtype)}
-        ),
-    )
+    is_random = torch.rand(rows.shape, generator=generator) < 0.5
+    patterns = torch.where(is_random, random, small).to(DEVICE).view(rows.dtype)
+    tensors = {**sample.tensors, spec.tensors[0]: patterns}
+    check(spec, dataclasses.replace(sample, tensors=tensors))
 
 
 @cases((torch.float32,), lambda spec, sample: sample.name == "allowed, padded", EXACT_SPECS)
-def test_checks_after_a_good_call(case: Case) -> None:
-    """Calls that were checked once are not checked again.
-
-    A mask of another width is no such call.
-    """
+def test_bad_mask_after_a_good_call_is_refused(case: Case) -> None:
+    """A validated call is not checked again; one with another mask must be."""
     spec, sample = case.spec, case.sample()
     spec.call(**sample.tensors, **sample.options)
     mask = sample.tensors["allowed"]
@@ -98,7 +87,7 @@ def test_checks_after_a_good_call(case: Case) -> None:
 
 
 def _garbage(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """The content of a view's gaps: NaN, or a valid token, which would ban if it were read."""
+    """The content of gaps in a layout: NaN, or a valid token, which would ban scores if it was read."""
     value = float("nan") if like.is_floating_point() else 1
     return torch.full(shape, value, dtype=like.dtype, device=like.device)
 
@@ -110,7 +99,7 @@ def _wider(t: Tensor) -> Tensor:
 
 
 def _padded(t: Tensor) -> Tensor:
-    """Rows that each begin at a multiple of 16 bytes."""
+    """A layout in which each row begins at a multiple of 16 bytes."""
     return torch.cat((t, _garbage((*t.shape[:-1], -t.shape[-1] % 16 + 16), t)), -1)[
         ..., : t.shape[-1]
     ]
@@ -139,7 +128,7 @@ def _expanded(t: Tensor) -> Tensor:
 LAYOUTS = [_wider, _padded, _every_second_row, _every_second_column, _transposed, _unaligned]
 
 
-def _roomy(spec: Spec, sample: Sample) -> bool:
+def _has_several_rows(spec: Spec, sample: Sample) -> bool:
     return sample.name in (
         "shape 4x40x17, n=2",
         "shape 6x9x64, n=1",
@@ -148,13 +137,10 @@ def _roomy(spec: Spec, sample: Sample) -> bool:
     )
 
 
-@cases((torch.float32, torch.bfloat16), _roomy, EXACT_SPECS)
+@cases((torch.float32, torch.bfloat16), _has_several_rows, EXACT_SPECS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__.strip("_"))
 def test_layouts(case: Case, layout: Callable[[Tensor], Tensor]) -> None:
-    """Each tensor in turn, then all.
-
-    Where the scores are written to, nothing between and around them is.
-    """
+    """Each tensor in turn has the layout, then all. Gaps of the scores are not written to."""
     spec, sample = case.spec, case.sample()
     names = list(tensors_of(spec, sample))
     for chosen in (*([name] for name in names), names):
@@ -164,27 +150,27 @@ def test_layouts(case: Case, layout: Callable[[Tensor], Tensor]) -> None:
             for name, t in fresh.tensors.items()
         }
         rows = tensors[spec.tensors[0]]
-        whole = torch.empty(0, dtype=rows.dtype, device=rows.device).set_(rows.untyped_storage())
-        outside = torch.ones_like(whole, dtype=torch.bool)
-        outside.as_strided(rows.shape, rows.stride(), rows.storage_offset()).zero_()
-        around = whole[outside].clone()
+        storage = torch.empty(0, dtype=rows.dtype, device=rows.device).set_(rows.untyped_storage())
+        is_gap = torch.ones_like(storage, dtype=torch.bool)
+        is_gap.as_strided(rows.shape, rows.stride(), rows.storage_offset()).zero_()
+        before = storage[is_gap].clone()
         check(spec, dataclasses.replace(fresh, tensors=tensors))
-        assert same(whole[outside], around)
+        assert same(storage[is_gap], before)
 
 
-@cases((torch.float32,), _roomy, EXACT_SPECS)
+@cases((torch.float32,), _has_several_rows, EXACT_SPECS)
 def test_inputs_may_be_one_expanded_row(case: Case) -> None:
-    """One row in the place of all: what is only read may be."""
+    """Scores that are written in place are refused instead."""
     spec = case.spec
     for name, tensor in tensors_of(spec, case.sample()).items():
         sample = case.sample()
         sample = dataclasses.replace(sample, tensors={**sample.tensors, name: _expanded(tensor)})
         if inplace(spec) and name == spec.tensors[0]:
-            # One row of it is no overlap, and being right must not speak for all of them.
-            one = {
+            # A call with a single row does not overlap; it must not validate the call with all.
+            one_row = {
                 n: t if t is None or n == "allowed" else t[:1] for n, t in sample.tensors.items()
             }
-            spec.call(**one, **sample.options)
+            spec.call(**one_row, **sample.options)
             with pytest.raises(ValueError, match="scores has overlapping rows"):
                 spec.call(**sample.tensors, **sample.options)
         else:
@@ -196,7 +182,7 @@ def test_inputs_may_be_one_expanded_row(case: Case) -> None:
 
 @cases((torch.float64,), _small, EXACT_SPECS)
 def test_gradient_is_zero_where_a_score_is_banned(case: Case) -> None:
-    """It goes through where the score did, and is zero where it did not."""
+    """Elsewhere it is the cotangent."""
     spec, sample = case.spec, case.sample()
     (want,) = expected(spec, sample)
     leaf = rows_of(spec, sample).requires_grad_()
@@ -209,9 +195,9 @@ def test_gradient_is_zero_where_a_score_is_banned(case: Case) -> None:
 
 
 @every
-def test_a_change_in_place_is_noticed(spec: Spec) -> None:
-    """Autograd refuses a backward that needs what was overwritten."""
-    sample = sized(spec, (4, 8))  # so few tokens that some are banned
+def test_autograd_detects_the_change_in_place(spec: Spec) -> None:
+    """A backward that needs the overwritten scores raises an error."""
+    sample = sized(spec, (4, 8))  # with so few tokens some are banned
     scores = rows_of(spec, sample)
     weight = torch.ones((), device=DEVICE, requires_grad=True)
     product = weight * scores
@@ -236,7 +222,7 @@ def test_inference_mode(spec: Spec) -> None:
 
 @cases((torch.float32,), _small, EXACT_SPECS)
 def test_scores_with_a_lazy_sign(case: Case) -> None:
-    """Memory holds the negatives: a kernel that copied it would be wrong."""
+    """The memory contains the negated scores, so a kernel that reads it directly would be wrong."""
     spec, sample = case.spec, case.sample()
     rows = rows_of(spec, sample)
     lazy = torch.complex(torch.zeros_like(rows), -rows).conj().imag
@@ -248,10 +234,10 @@ def test_scores_with_a_lazy_sign(case: Case) -> None:
 
 @cases((torch.float32,), _small, EXACT_SPECS)
 def test_vmap(case: Case) -> None:
-    """Over a batch of scores, as over a loop."""
+    """vmap over a batch of scores equals a loop."""
     spec, sample = case.spec, case.sample()
     rows = rows_of(spec, sample)
-    many = torch.stack((rows, rows + 1.0, -rows))
-    one = lambda scores: spec.call(**{**sample.tensors, spec.tensors[0]: scores}, **sample.options)  # noqa: E731
-    wanted = torch.stack([as_tuple(one(scores.clone()))[0] for scores in many])
-    assert torch.equal(torch.vmap(one)(many), wanted)
+    batch = torch.stack((rows, rows + 1.0, -rows))
+    call = lambda scores: spec.call(**{**sample.tensors, spec.tensors[0]: scores}, **sample.options)  # noqa: E731
+    looped = torch.stack([as_tuple(call(scores.clone()))[0] for scores in batch])
+    assert torch.equal(torch.vmap(call)(batch), looped)

@@ -13,7 +13,7 @@ from fusedops.core.configs.tuning_key import Config, block_holding
 from fusedops.core.spec import Sample, Spec
 from support import ALL_SPECS, DEVICE, INTERPRETED, Case, cases
 from tolerances import check_gradients, check_values
-from waiting_programs import found_at_once
+from waiting_programs import launch_twice
 
 pytestmark = pytest.mark.kernels
 
@@ -95,8 +95,8 @@ def test_rows_that_programs_share(case: Case) -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="tests/operators/test_waiting_programs.py is for GPUs")
 @cases((torch.bfloat16,), _few, _NORMS)
 def test_rows_whose_programs_wait(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here one program follows the other: see `found_at_once`."""
-    waiting = found_at_once(monkeypatch)
+    """Here one program follows the other: see `launch_twice`."""
+    waiting = launch_twice(monkeypatch)
     sample = case.sample()
     with forced("norm_backward", _SHARED):
         check_gradients(case.spec, sample, values=True)

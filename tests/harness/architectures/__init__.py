@@ -1,10 +1,10 @@
-"""Some hundreds of small architectures.
+"""Some hundreds of small architectures: of Transformers, timm, PyTorch, and written by hand.
 
-Transformers' model types, PyTorch's encoders, and a few written by hand.
+`names` lists those that run with the installed packages, and `make` returns one. Neither needs a
+network. The models have random weights, and are built within a second.
 
-`names` lists those that run here, `make` gives one; neither needs a network. The models have random
-weights and are built within a second. What is left out of Transformers stands in `left.txt`, with
-the reason; ``python tests/harness/architectures`` tries all of them, and with ``--write`` renews that list.
+`left.txt` lists the model types of Transformers that are left out, with the reason.
+``python tests/harness/architectures`` tries all of them, and with ``--write`` it writes that list.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib.util
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +27,7 @@ from .inputs import candidates
 from .tiny import tiny_config
 from .written import WRITTEN
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # some configurations ask the hub for another's
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # some configurations load another from the hub
 
 try:
     from transformers.utils import logging as _logging
@@ -46,8 +46,8 @@ __all__ = [
 ]
 
 LEFT = Path(__file__).with_name("left.txt")
-# Of timm, where it is installed: an isotropic one, a convolutional one, one with relative
-# positions, one of mixers.
+# Models of timm, if it is installed: a plain transformer, a convolutional model, two transformers
+# with relative or rotary positions, and a mixer.
 _TIMM = {
     "timm/vit": (
         "vit_tiny_patch16_224",
@@ -68,27 +68,34 @@ _TIMM = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model that can be built anew, and inputs for it."""
+    """A model and inputs for it.
+
+    Attributes:
+        name: the name in `names`.
+        create: returns a new model.
+        inputs_of: returns inputs for a model.
+    """
 
     name: str
     create: Callable[[], nn.Module]
-    find: Callable[[nn.Module], dict[str, Any]]
+    inputs_of: Callable[[nn.Module], dict[str, Any]]
 
     def build(self) -> nn.Module:
-        """The same weights at each call; in evaluation mode."""
+        """Builds the model, with the same weights at each call, in evaluation mode."""
         with torch.random.fork_rng(), quiet():
             torch.manual_seed(11)
             return self.create().eval()
 
     def inputs(self, model: nn.Module) -> dict[str, Any]:
-        """Keyword arguments, the same at each call."""
+        """Keyword arguments for a call of the model, the same each time."""
         return {
-            name: x.clone() if isinstance(x, Tensor) else x for name, x in self.find(model).items()
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in self.inputs_of(model).items()
         }
 
 
 def names() -> list[str]:
-    """The names of the architectures that run here."""
+    """The names of the architectures that run with the installed packages."""
     has_timm = all(importlib.util.find_spec(name) is not None for name in ("timm", "torchvision"))
     omitted = left()
     return [
@@ -114,14 +121,15 @@ def transformers_types() -> list[str]:
 
 
 def make(name: str) -> Architecture:
-    """An architecture by name."""
+    """Returns the architecture of a name."""
     if name in WRITTEN:
-        create, given = WRITTEN[name]
-        return Architecture(
-            name,
-            create,
-            lambda model: {next(iter(inspect.signature(model.forward).parameters)): given()},
-        )
+        create, make_input = WRITTEN[name]
+
+        def inputs_of(model: nn.Module) -> dict[str, Any]:
+            (parameter, *_) = inspect.signature(model.forward).parameters
+            return {parameter: make_input()}
+
+        return Architecture(name, create, inputs_of)
     if name in _TIMM:
         return Architecture(
             name,
@@ -132,16 +140,14 @@ def make(name: str) -> Architecture:
 
 
 def outputs(value: Any) -> list[Tensor]:
-    """The floating-point tensors in a result; caches are left out."""
+    """The floating-point tensors in a result, without those in caches."""
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() else []
-    values = (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, (tuple, list))
-        else ()
-    )
+    values: Iterable[Any] = ()
+    if isinstance(value, dict):
+        values = value.values()
+    elif isinstance(value, (tuple, list)):
+        values = value
     return [tensor for inner in values for tensor in outputs(inner)]
 
 
@@ -151,7 +157,7 @@ def _seeded() -> torch.Generator:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings and messages of Transformers, about configurations mostly."""
+    """Suppresses warnings and Transformers' messages, which are mostly about configurations."""
     verbosity = _logging.get_verbosity() if _logging is not None else 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -172,12 +178,12 @@ def _timm(name: str) -> nn.Module:
 
 
 def _build(name: str) -> nn.Module:
-    """The model that generates, if there is one and it can be built; otherwise the bare one."""
+    """Builds the model with a language head, if there is one that can be built, or the bare one."""
     classes = _classes(name)
     for cls in classes[:-1]:
         try:
             return cls(_config(name))
-        except AttributeError:  # noqa: PERF203, it wants a part of the configuration
+        except AttributeError:  # noqa: PERF203, the configuration lacks a part for the head
             continue
     return classes[-1](_config(name))
 
@@ -190,6 +196,7 @@ def _config(name: str) -> Any:
 
 
 def _classes(name: str) -> list[Any]:
+    """The classes to try for a model type; the last is the bare model."""
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -207,19 +214,19 @@ def _classes(name: str) -> list[Any]:
 
 @cache
 def _choice(name: str) -> int:
-    """Which of the candidates a model takes."""
+    """The index of the first candidate of inputs with which the model runs."""
     model = make(name).build()
     errors: list[Exception] = []
     for index, arguments in enumerate(candidates(model)):
         try:
             with torch.no_grad(), quiet():
                 result = outputs(model(**arguments))
-        except Exception as error:  # noqa: BLE001, a model complains as it likes
+        except Exception as error:  # noqa: BLE001, a model may raise any error for wrong inputs
             errors.append(error)
             continue
         if result and all(x.numel() for x in result):
             return index
-    raise errors[0] if errors else LookupError("no inputs found")
+    raise errors[0] if errors else LookupError("no candidate of inputs fits")
 
 
 def _inputs(name: str, model: nn.Module) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""``python tests/harness/architectures [--write] [NAME...]``.
+"""Tries which of Transformers' model types can be built and run at a small size.
 
-Which of Transformers' model types can be built and run small.
-
-Prints those that cannot, with the reason; with ``--write`` that becomes `left.txt`, of which the
-tests leave out what stands there. Run it after an update of Transformers.
+``python tests/harness/architectures [--write] [NAME...]`` prints those that cannot, and the reason.
+With ``--write`` it writes them to `left.txt`, and the tests leave them out. Run it after an update
+of Transformers.
 """
 
 from __future__ import annotations
@@ -24,15 +23,13 @@ from torch import Tensor
 
 from architectures import LEFT, make, outputs, quiet, transformers_types
 
-# Of what takes longer there is nothing to be learnt that a smaller one does not show.
+# The most seconds and parameters of an architecture. Larger ones would make the tests slow, and
+# show nothing that smaller ones do not.
 _SECONDS, _PARAMETERS = 10, 6_000_000
 
 
-def tried(name: str) -> str:
-    """Why an architecture cannot be used: built, run, and differentiated in training.
-
-    "" if it can.
-    """
+def reason_to_leave(name: str) -> str:
+    """Returns why an architecture cannot be built, run, or differentiated in training, or ""."""
     try:
         architecture = make(name)
         model = architecture.build()
@@ -40,7 +37,7 @@ def tried(name: str) -> str:
         parameters = [p for p in model.parameters() if p.requires_grad]
         if sum(p.numel() for p in parameters) > _PARAMETERS:
             return "does not become small"
-        if _random(model, arguments) or _random(model.train(), arguments):
+        if _is_random(model, arguments) or _is_random(model.train(), arguments):
             return "is random with the same seed"
         results = [y for y in outputs(model(**arguments)) if y.requires_grad]
         if not results:
@@ -48,23 +45,26 @@ def tried(name: str) -> str:
         torch.autograd.grad(
             sum(y.double().nan_to_num().sum() for y in results), parameters, allow_unused=True
         )
-    except Exception as error:  # noqa: BLE001, of any kind
+    except Exception as error:  # noqa: BLE001, a model may raise any error
         return textwrap.shorten(f"{type(error).__name__}: {error}", 140, placeholder=" …")
     return ""
 
 
-def _random(model: Any, arguments: dict[str, Any]) -> bool:
+def _is_random(model: Any, arguments: dict[str, Any]) -> bool:
+    """Whether two runs with the same seed have different outputs."""
+
     def run() -> list[Tensor]:
         torch.manual_seed(0)
         with torch.no_grad():
             return outputs(model(**arguments))
 
-    return any(
-        not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(run(), run(), strict=True)
-    )
+    for first, second in zip(run(), run(), strict=True):
+        if not torch.equal(first.nan_to_num(), second.nan_to_num()):
+            return True
+    return False
 
 
-def _late(*_: Any) -> None:
+def _raise_timeout(*_: Any) -> None:
     raise TimeoutError(f"takes more than {_SECONDS} seconds")
 
 
@@ -75,13 +75,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help=f"write {LEFT.name}")
     options = parser.parse_args(arguments)
     names = options.names or transformers_types()
-    signal.signal(signal.SIGALRM, _late)
+    signal.signal(signal.SIGALRM, _raise_timeout)
     reasons, start = {}, time.monotonic()
     for name in names:
         signal.alarm(_SECONDS)
         try:
             with quiet():
-                reason = tried(name)
+                reason = reason_to_leave(name)
         except TimeoutError as error:
             reason = str(error)
         finally:
@@ -89,9 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
         if reason:
             reasons[name] = reason
             print(f"{name}\t{reason}", flush=True)
-    print(
-        f"{len(names) - len(reasons)} of {len(names)} model types run, in {time.monotonic() - start:.0f} s"
-    )
+    seconds = time.monotonic() - start
+    print(f"{len(names) - len(reasons)} of {len(names)} model types run, in {seconds:.0f} s")
     if options.write and not options.names:
         LEFT.write_text(
             "".join(f"{name}\t{reason}\n" for name, reason in reasons.items()), encoding="utf-8"

@@ -1,10 +1,8 @@
-"""Whether a model that was changed still computes the same.
+"""Compares the results of a changed model with those of the original, with a measured tolerance.
 
-Within what moving all its numbers a little makes of it.
-
-How far two results may differ is measured, as `fuse_model(check=...)` does: all parameters and
-inputs are moved by a unit in the last place, and the results may differ by sixteen times what that
-makes of them, and by their own rounding.
+The tolerance is measured as by `fuse_model(check=...)`: all parameters and inputs are moved by a
+unit in the last place. Results may differ by sixteen times the change that this causes, and by
+their own rounding.
 """
 
 from __future__ import annotations
@@ -34,17 +32,22 @@ __all__ = [
     "size_of",
 ]
 
-MOVEMENTS, DRAWS = 16, 3
+# Results may differ by so many times the change of results that moved inputs cause.
+MOVEMENTS = 16
+# The number of random movements.
+DRAWS = 3
 Results = dict[str, Tensor]
 
 
 def built(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """An architecture in evaluation mode, and arguments of a call."""
+    """Returns an architecture in evaluation mode, and arguments for a call; skips the test if none.
+
+    The installed Transformers may be another than the one for which left.txt was written.
+    """
     architecture = make(name)
     try:
         model = architecture.build()
         arguments = architecture.inputs(model)
-    # Another Transformers than the one for which left.txt was written.
     except Exception as error:  # noqa: BLE001
         pytest.skip(f"cannot be built or run: {error}")
     return model.to(DEVICE), {
@@ -55,20 +58,30 @@ def built(name: str) -> tuple[nn.Module, dict[str, Any]]:
 def results_of(
     model: nn.Module, arguments: dict[str, Any], draw: int | None = None, *, inputs_too: bool = True
 ) -> Results:
-    """Outputs, and the gradients of a random sum of them by parameters and inputs.
+    """Returns the outputs, and the gradients of a random sum of them by parameters and inputs.
 
-    With ``draw``, of that sum moved.
+    Args:
+        model: the model.
+        arguments: its arguments.
+        draw: the seed with which to move the weights of the sum; None does not move them.
+        inputs_too: whether to differentiate by the inputs, too.
     """
-    inputs = {
-        k: v.detach().clone().requires_grad_(inputs_too and v.is_floating_point())
-        if isinstance(v, Tensor)
-        else v
-        for k, v in arguments.items()
-    }
+    inputs = {}
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            value = value.detach().clone()
+            value.requires_grad_(inputs_too and value.is_floating_point())
+        inputs[name] = value
     torch.manual_seed(3)
     result = outputs(model(**inputs))
-    by = {n: p for n, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
-    by |= {f"input {k}": v for k, v in inputs.items() if isinstance(v, Tensor) and v.requires_grad}
+    variables = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.is_floating_point()
+    }
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and value.requires_grad:
+            variables[f"input {name}"] = value
     generator = torch.Generator().manual_seed(1)
     move = _mover(draw)
     total = torch.zeros((), dtype=torch.float64, device=DEVICE)
@@ -76,23 +89,22 @@ def results_of(
         weight = move(torch.randn(y.shape, generator=generator).to(y))
         if y.requires_grad:
             total = total + (y.masked_fill(~y.isfinite(), 0.0) * weight).double().sum()
-    gradients = (
-        torch.autograd.grad(total, list(by.values()), allow_unused=True)
-        if total.requires_grad
-        else ()
-    )
-    made = {f"output {index}": y.detach().clone() for index, y in enumerate(result)}
-    return made | {
-        f"gradient of {n}": g for n, g in zip(by, gradients, strict=False) if g is not None
-    }
+    results = {f"output {index}": y.detach().clone() for index, y in enumerate(result)}
+    if total.requires_grad:
+        gradients = torch.autograd.grad(total, list(variables.values()), allow_unused=True)
+        for name, gradient in zip(variables, gradients, strict=True):
+            if gradient is not None:
+                results[f"gradient of {name}"] = gradient
+    return results
 
 
 def first_results(
     model: nn.Module, arguments: dict[str, Any]
 ) -> tuple[Callable[..., Results], Results]:
-    """How to run a model that is not fused, and its results.
+    """Returns a function that runs a model, and the results of the model as it is.
 
-    Some set what of their inputs requires a gradient.
+    The function does not differentiate by inputs if the model raises an error for that: some models
+    set `requires_grad` of their inputs themselves. If the model fails anyway, the test is skipped.
     """
     try:
         return results_of, results_of(model, arguments)
@@ -100,15 +112,16 @@ def first_results(
         run = partial(results_of, inputs_too=False)
         try:
             return run, run(model, arguments)
-        # Such a model, or such a mode of it, is out of order by itself.
         except Exception as error:  # noqa: BLE001
             pytest.skip(f"fails without being fused: {error}")
 
 
 def _mover(draw: int | None, unit: float = 0.0) -> Callable[[Any], Any]:
-    """Moves every number by a unit in the last place, or by ``unit`` of it, at random.
+    """Returns a function that moves every element of a tensor up or down, at random.
 
-    Without ``draw``, none.
+    Args:
+        draw: the seed; None returns the identity.
+        unit: the relative distance, if it is more than a unit in the last place.
     """
     generator = torch.Generator().manual_seed(draw or 0)
 
@@ -124,7 +137,7 @@ def _mover(draw: int | None, unit: float = 0.0) -> Callable[[Any], Any]:
 def moved_by(
     model: nn.Module, arguments: dict[str, Any], draw: int, unit: float = 0.0
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """A copy of the model, and its arguments, with every number moved by a unit in the last place, or of ``unit``."""
+    """Returns a copy of the model and its arguments with every number moved, as by `_mover`."""
     move, other = _mover(draw, unit), copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -133,7 +146,7 @@ def moved_by(
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference; none where both are the same infinity or both NaN."""
+    """The largest difference. Equal infinities do not differ, nor does NaN from NaN."""
     if a.shape != b.shape:
         return float("inf")
     a, b = a.double(), b.double()
@@ -142,26 +155,33 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def size_of(x: Tensor) -> float:
-    """The largest finite number."""
+    """The largest magnitude of a finite element."""
     finite = x[x.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def compare(found: Results, expected: Results, moved: list[Results]) -> None:
-    """Each result within its bounds, and of the same dtype; the worst is named."""
-    assert found.keys() == expected.keys()
-    assert {n: x.dtype for n, x in found.items()} == {n: x.dtype for n, x in expected.items()}
+def compare(actual: Results, expected: Results, moved: list[Results]) -> None:
+    """Fails unless all results have the expected dtypes, and are within the tolerance.
+
+    Args:
+        actual: the results of the changed model.
+        expected: the results of the original.
+        moved: results of the original with moved parameters and inputs.
+    """
+    assert actual.keys() == expected.keys()
+    dtypes = {name: x.dtype for name, x in expected.items()}
+    assert {name: x.dtype for name, x in actual.items()} == dtypes
     wrong = {}
     for name, x in expected.items():
-        moves = max((distance(m[name], x) for m in moved if name in m), default=0.0)
-        allowed = torch.finfo(x.dtype).eps * size_of(x) + MOVEMENTS * moves
-        apart = distance(found[name], x)
-        if not apart <= allowed:
-            wrong[name] = (apart, allowed)
+        changes = [distance(results[name], x) for results in moved if name in results]
+        allowed = torch.finfo(x.dtype).eps * size_of(x) + MOVEMENTS * max(changes, default=0.0)
+        difference = distance(actual[name], x)
+        if not difference <= allowed:
+            wrong[name] = (difference, allowed)
     if wrong:
-        name, (apart, allowed) = max(
-            wrong.items(), key=lambda item: item[1][0] / (item[1][1] or 1e-30)
-        )
+        worst = max(wrong, key=lambda name: wrong[name][0] / (wrong[name][1] or 1e-30))
+        difference, allowed = wrong[worst]
         pytest.fail(
-            f"{len(wrong)} of {len(expected)} results differ; {name} by {apart:.3g}, allowed {allowed:.3g}"
+            f"{len(wrong)} of {len(expected)} results differ; "
+            f"{worst} by {difference:.3g}, allowed {allowed:.3g}"
         )

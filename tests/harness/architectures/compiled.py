@@ -1,7 +1,8 @@
-"""The compile backend without Inductor, which takes seconds a model to compile for a CPU.
+"""The compile backend without Inductor, which takes seconds to compile a model for a CPU.
 
-A graph's regions are operators as they are under ``torch.compile(backend="fusedops")``, and PyTorch
-differentiates and partitions the graph as it does for Inductor; then the graph is run as it is.
+The regions of a graph are replaced by operators as with ``torch.compile(backend="fusedops")``.
+PyTorch differentiates and partitions the graph as it does for Inductor. Then the graph runs without
+being compiled.
 """
 
 from __future__ import annotations
@@ -22,35 +23,35 @@ __all__ = ["compiled", "compiled_alone"]
 
 
 def compiled(model: nn.Module, **options: Any) -> CompileReport:
-    """Compiles a model in place.
+    """Compiles a model in place, and returns its report.
 
-    The report is filled by the first call, and again where torch.compile traces anew.
+    The first call adds to the report, and so does each call for which torch.compile traces again.
     """
     report = CompileReport()
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        made = _with_operators(gm, inputs, report)
+        graph_module = _with_operators(gm, inputs, report)
         _raise_errors(report)
         with _autocast_of(report):
-            return _aot(made, list(inputs))
+            return _aot(graph_module, list(inputs))
 
     _compile(model, backend, options)
     return report
 
 
 def _raise_errors(report: CompileReport) -> None:
-    """A graph that is left because of an exception is a bug, if one that users need not see."""
+    """Raises an error if a graph was left because of an exception: users may ignore that bug."""
     errors = [reason for reason in report.left if re.match(r"\w*(Error|Exception): ", reason)]
     assert not errors, errors
 
 
 def compiled_alone(model: nn.Module, **options: Any) -> None:
-    """The same without our operators."""
+    """Compiles a model in place without the operators of fusedops."""
     _compile(model, lambda gm, inputs: _aot(gm, list(inputs)), options)
 
 
 def _compile(model: nn.Module, backend: Callable[..., Any], options: dict[str, Any]) -> None:
-    """As `nn.Module.compile`, which passes over models whose own class is PyTorch's."""
+    """Like `nn.Module.compile`, which does not compile models whose class is PyTorch's."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
@@ -59,8 +60,10 @@ def _compile(model: nn.Module, backend: Callable[..., Any], options: dict[str, A
     model._compiled_call_impl = torch.compile(call, backend=backend, **options)
 
 
-def _nothing(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+def _without_compilation(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
     return gm.forward
 
 
-_aot = aot_autograd(fw_compiler=_nothing, partition_fn=min_cut_rematerialization_partition)
+_aot = aot_autograd(
+    fw_compiler=_without_compilation, partition_fn=min_cut_rematerialization_partition
+)

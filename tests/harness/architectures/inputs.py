@@ -1,4 +1,4 @@
-"""Inputs of models of Transformers, found from the signature of the forward and from the configuration."""
+"""Inputs of Transformers' models, derived from the forward's signature and the configuration."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ _BATCH, _LENGTH = 2, 9
 
 
 def candidates(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Inputs that the model may take, the likeliest first; the same at each call."""
+    """Yields inputs that the model may accept, the likeliest first; the same at each call."""
     signature = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
-    result = _Found(model, frozenset(signature))
-    yield from result.patches(main)
-    decoder = result.decoder()
-    for extra in (
+    guesses = _Guesses(model, frozenset(signature))
+    yield from guesses.patches(main)
+    decoder = guesses.decoder()
+    second_inputs = (
         {},
-        result.of("input_ids"),
-        result.of("pixel_values"),
-        result.of("input_features"),
-    ):
-        for own in result.variants(main):
-            if not extra or not extra.keys() <= own.keys():
-                yield {**extra, **own, **decoder}
-                if decoder:
-                    yield {**extra, **own}
+        guesses.first("input_ids"),
+        guesses.first("pixel_values"),
+        guesses.first("input_features"),
+    )
+    for second in second_inputs:
+        for main_inputs in guesses.variants(main):
+            if second and second.keys() <= main_inputs.keys():
+                continue
+            yield {**second, **main_inputs, **decoder}
+            if decoder:
+                yield {**second, **main_inputs}
     for other in (
         "input_ids",
         "pixel_values",
@@ -41,18 +43,19 @@ def candidates(model: nn.Module) -> Iterator[dict[str, Any]]:
         "pixel_values_videos",
     ):
         if other != main:
-            yield from result.variants(other)
+            yield from guesses.variants(other)
     required = [
-        n
-        for n, p in signature.items()
-        if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
+        name
+        for name, parameter in signature.items()
+        if parameter.default is parameter.empty
+        and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
-    width = result.number("hidden_size", "d_model", default=32)
-    yield {name: result.normal(_BATCH, _LENGTH, width) for name in required}
+    width = guesses.number("hidden_size", "d_model", default=32)
+    yield {name: guesses.normal(_BATCH, _LENGTH, width) for name in required}
 
 
-class _Found:
-    """Inputs by name."""
+class _Guesses:
+    """Possible inputs of a model, by the names of its parameters."""
 
     def __init__(self, model: nn.Module, names: frozenset[str]) -> None:
         self._config: Any = getattr(model, "config", None)
@@ -60,7 +63,7 @@ class _Found:
         self._generator = torch.Generator().manual_seed(5)
 
     def number(self, *names: str, default: int) -> int:
-        """The first of these that the configuration has, or one in it."""
+        """The first of these fields in the configuration, or in a configuration within it."""
         parts = [self._config, *(v for v in vars(self._config).values() if hasattr(v, "to_dict"))]
         for part in parts:
             for name in names:
@@ -73,30 +76,25 @@ class _Found:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator)
 
-    def of(self, name: str) -> dict[str, Tensor]:
+    def first(self, name: str) -> dict[str, Tensor]:
+        """The likeliest inputs for a name; empty if the model has no such parameter."""
         return next(iter(self.variants(name)), {})
 
     def decoder(self) -> dict[str, Tensor]:
+        """The inputs of a decoder; empty if the model has none."""
         if "decoder_input_ids" not in self._names:
             return {}
         return {"decoder_input_ids": self._ids(7)}
 
     def patches(self, main: str) -> list[dict[str, Tensor]]:
-        """Two images in patches, laid out in rows, with how many there are in time, height and width."""
+        """Two images as rows of patches, with the numbers of patches in time, height and width."""
         grid = next((name for name in ("grid_thw", "image_grid_thw") if name in self._names), None)
         if grid is None or "input_ids" in self._names:
             return []
-        patch, channels = (
-            self.number("patch_size", default=8),
-            self.number("in_channels", "num_channels", default=3),
-        )
-        name = (
-            main
-            if main in self._names
-            else "hidden_states"
-            if "hidden_states" in self._names
-            else "pixel_values"
-        )
+        patch = self.number("patch_size", default=8)
+        channels = self.number("in_channels", "num_channels", default=3)
+        names = (main, "hidden_states", "pixel_values")
+        name = next((name for name in names if name in self._names), "pixel_values")
         results = []
         for frames in (self.number("temporal_patch_size", default=1), 1):
             inputs = {
@@ -111,7 +109,7 @@ class _Found:
         return [arguments for arguments in results if arguments.keys() <= self._names]
 
     def variants(self, name: str) -> list[dict[str, Tensor]]:
-        """Inputs of a name with what goes with it, in the shapes that models take it in."""
+        """Inputs for a name and for those that belong to it, in the shapes that models accept."""
         if name not in self._names:
             return []
         if name == "input_ids":
@@ -138,16 +136,12 @@ class _Found:
             )
             return [{name: self.normal(*shape)} for shape in shapes]
         if name in ("inputs_embeds", "hidden_states"):
-            return [
-                {
-                    name: self.normal(
-                        _BATCH, _LENGTH, self.number("hidden_size", "d_model", default=32)
-                    )
-                }
-            ]
+            width = self.number("hidden_size", "d_model", default=32)
+            return [{name: self.normal(_BATCH, _LENGTH, width)}]
         return []
 
     def _ids(self, length: int) -> Tensor:
+        """Random tokens without the first and last of the vocabulary, which are often special."""
         words = self.number("vocab_size", default=128)
         return torch.randint(
             min(10, words // 2),
@@ -157,6 +151,7 @@ class _Found:
         )
 
     def _text(self) -> list[dict[str, Tensor]]:
+        """Tokens, with and without a mask."""
         ids = {"input_ids": self._ids(_LENGTH)}
         mask = torch.ones(_BATCH, _LENGTH, dtype=torch.long)
         mask[1, -2:] = 0

@@ -1,4 +1,4 @@
-"""What making a configuration small breaks, by model type, and which models are left out."""
+"""Values for configurations that would be invalid if `tiny` only shrank their fields."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 __all__ = ["OVERRIDES"]
 
-# Rotary positions in three parts, of time, height and width, have together half of a head.
+# Rotary positions in three sections, of time, height and width, have half of a head's columns.
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _SECTIONS = {"rope_parameters": _ROTARY, "rope_scaling": _ROTARY}
 _QUARTER = {
@@ -50,7 +50,7 @@ _SWIN = {
     "patch_size": 4,
 }
 
-# By model type: what a configuration is given besides what its fields' names say.
+# For each model type, the fields that do not follow the rules of `tiny`.
 OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (

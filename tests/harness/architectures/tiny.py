@@ -1,9 +1,7 @@
-"""Small configurations of Transformers' models, made from their defaults.
+"""Small configurations of Transformers' models, with the structure of the default ones.
 
-The same structure, with everything small.
-
-A field is made small by its name, in a configuration and in those within it. What that breaks in
-one model is mended in `tables.OVERRIDES`.
+The name of a field decides how it shrinks, in a configuration and in those that it contains. Models
+for which that is invalid have other values in `tables.OVERRIDES`.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ def _at_most(limit: int) -> Callable[[int], int]:
     return lambda value: min(value, limit)
 
 
-# The first that matches a field's whole name gives its value from that of the default
-# configuration.
+# Patterns of names, with functions of the default value. The first pattern that matches the whole
+# name of a field decides.
 _INTEGERS: list[tuple[re.Pattern[str], Callable[[int], int]]] = [
     (re.compile(names), small)
     for names, small in [
@@ -109,27 +107,30 @@ _INDICES = re.compile(r".*(indices|indexes|idxs|layer_ids|_layers?|layers_ids|su
 
 
 def tiny_config(model_type: str, config_class: type[Any]) -> Any:
-    """A small configuration of a class; the same at each call."""
-    return _Shrinking().of(config_class(**OVERRIDES.get(f"{model_type}!", {})), model_type)
+    """Returns a small configuration of a class; the same at each call."""
+    default = config_class(**OVERRIDES.get(f"{model_type}!", {}))
+    return _Shrinking().of(default, model_type)
 
 
 class _Shrinking:
-    """Makes a configuration and those in it small.
+    """Shrinks a configuration and those that it contains.
 
-    What stands for one token stands for one afterwards.
+    Token ids beyond the small vocabulary are replaced. Fields with the same id get the same
+    replacement.
     """
 
     def __init__(self) -> None:
         self._tokens: dict[int, int] = {}
 
     def of(self, config: Any, model_type: str) -> Any:
+        """Returns a small copy of a configuration."""
         cls = type(config)
         parameters = inspect.signature(cls.__init__).parameters
         names = {attribute: name for name, attribute in getattr(cls, "attribute_map", {}).items()}
         try:
-            plain = vars(cls())
-        except Exception:  # noqa: BLE001, it has no defaults
-            plain = {}
+            defaults = vars(cls())
+        except Exception:  # noqa: BLE001, some fields have no defaults
+            defaults = {}
         layers = _number_of_layers(config)
         results: dict[str, Any] = {}
         for field, value in vars(config).items():
@@ -137,21 +138,20 @@ class _Shrinking:
             if name not in parameters or field.startswith("_"):
                 continue
             small = self._small(field, value, layers)
-            if small is not value or (
-                plain and (field not in plain or _differ(plain[field], value))
-            ):
+            is_default = not defaults or (field in defaults and not _differ(defaults[field], value))
+            if small is not value or not is_default:
                 results[name] = small
         _match_heads(config, results)
-        mended = OVERRIDES.get(model_type, {}) | OVERRIDES.get(
-            getattr(config, "model_type", ""), {}
-        )
-        results |= {name: value for name, value in mended.items() if name in parameters}
-        return _made(cls, results)
+        overrides = OVERRIDES.get(model_type, {})
+        overrides = overrides | OVERRIDES.get(getattr(config, "model_type", ""), {})
+        results |= {name: value for name, value in overrides.items() if name in parameters}
+        return _built(cls, results)
 
     def _small(self, name: str, value: Any, layers: int | None) -> Any:
+        """The small value of a field of any type; ``layers`` is the original number of layers."""
         if hasattr(value, "model_type") and hasattr(value, "to_dict"):
             return self.of(value, value.model_type)
-        if name == "apply_spec_augment":  # masks drawn by NumPy, longer than the input
+        if name == "apply_spec_augment":  # NumPy would draw masks longer than the input
             return False
         if isinstance(value, bool) or value is None:
             return value
@@ -171,16 +171,16 @@ class _Shrinking:
         return value if result == value else result
 
     def _sequence(self, name: str, value: Any, layers: int | None) -> Any:
-        made: list[Any]
+        small: list[Any]
         if not all(isinstance(part, (int, str)) and not isinstance(part, bool) for part in value):
             return value
         # A list with an entry for each layer.
         if layers is not None and len(value) == layers > 2 and "layer" in name:
-            made = [value[0], value[-1]]
+            small = [value[0], value[-1]]
             return type(value)(
                 [
                     self._integer(name.replace("_per_layer", ""), p) if isinstance(p, int) else p
-                    for p in made
+                    for p in small
                 ]
             )
         if isinstance(value[0], str):
@@ -192,26 +192,26 @@ class _Shrinking:
             r"|num_hidden_layers",
             name,
         ):
-            made = [1] * len(value)
+            small = [1] * len(value)
         elif name in ("image_size", "patch_size", "window_size") or (
             _TOKEN.fullmatch(name) and max(value) >= _VOCABULARY
         ):
-            made = [self._integer(name, part) for part in value]
+            small = [self._integer(name, part) for part in value]
         elif _INDICES.fullmatch(name):
-            made = [min(part, 1) for part in value]
+            small = [min(part, 1) for part in value]
         elif max(value) > _WIDE and re.search(r"size|dim|channel|width", name):
-            made = [max(8, part * _WIDE // max(value) // 8 * 8) for part in value]
+            small = [max(8, part * _WIDE // max(value) // 8 * 8) for part in value]
         else:
             return value
-        return type(value)(made)
+        return type(value)(small)
 
 
-def _match_heads(config: Any, found: dict[str, Any]) -> None:
-    """As many keys as queries where there were as many."""
+def _match_heads(config: Any, fields: dict[str, Any]) -> None:
+    """Sets as many heads of keys as of queries, if the original configuration has as many."""
     if getattr(config, "num_key_value_heads", None) == getattr(config, "num_attention_heads", 0):
         for name in ("num_key_value_heads", "num_kv_heads"):
-            if name in found and isinstance(found[name], int):
-                found[name] = _HEADS
+            if name in fields and isinstance(fields[name], int):
+                fields[name] = _HEADS
 
 
 def _number_of_layers(config: Any) -> int | None:
@@ -223,7 +223,7 @@ def _number_of_layers(config: Any) -> int | None:
 
 
 def _rotary(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary positions in three parts, of time, height and width, have together half of a head."""
+    """The parameters of rotary positions, with sections that add up to half of a small head."""
     small = dict(value)
     if "mrope_section" in small:
         small["mrope_section"] = [2, 1, 1]
@@ -237,11 +237,13 @@ def _differ(a: Any, b: Any) -> bool:
         return True
 
 
-def _made(cls: type[Any], found: dict[str, Any]) -> Any:
-    """Some configurations take others as they are, some only as dictionaries."""
+def _built(cls: type[Any], fields: dict[str, Any]) -> Any:
+    """Builds a configuration. Some accept inner configurations only as dictionaries."""
     try:
-        return cls(**found)
+        return cls(**fields)
     except Exception:  # noqa: BLE001
-        return cls(
-            **{name: v.to_dict() if hasattr(v, "to_dict") else v for name, v in found.items()}
-        )
+        plain = {
+            name: value.to_dict() if hasattr(value, "to_dict") else value
+            for name, value in fields.items()
+        }
+        return cls(**plain)

@@ -1,4 +1,4 @@
-"""Models as people write them by hand, each in the manner of a well-known code base."""
+"""Models written by hand, each in the style of a well-known code base."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WIDTH, _HEADS, _WORDS, _LENGTH = 32, 4, 64, 9
 
 
 class LayerNorm(nn.Module):
-    """A LayerNorm whose bias is optional, as nanoGPT has it."""
+    """A LayerNorm with an optional bias, as in nanoGPT."""
 
     def __init__(self, ndim: int, bias: bool) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class NanoGPT(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """As Meta's Llama has it."""
+    """The RMSNorm of Meta's Llama."""
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class MetaLlama(nn.Module):
 
 
 class MoE(nn.Module):
-    """Gated experts, of which each row takes two; one more that all take."""
+    """A mixture of experts: each row goes to two experts, and all rows to a shared one."""
 
     def __init__(self, dim: int = _WIDTH, experts: int = 4, chosen: int = 2) -> None:
         super().__init__()
@@ -188,8 +188,8 @@ class MoE(nn.Module):
         weights, chosen = self.gate(rows).softmax(-1).topk(self.chosen, dim=-1)
         y = self.shared(rows)
         for index, expert in enumerate(self.experts):
-            row, place = torch.where(chosen == index)
-            y = y.index_add(0, row, expert(rows[row]) * weights[row, place, None])
+            row, rank = torch.where(chosen == index)
+            y = y.index_add(0, row, expert(rows[row]) * weights[row, rank, None])
         return x + y.view_as(x)
 
 
@@ -244,7 +244,7 @@ def _encoder(norm_first: bool) -> nn.Module:
 
 
 class _Decoder(nn.Module):
-    """PyTorch's decoder on a memory made of its own input."""
+    """PyTorch's decoder; its memory is its own input in reverse order."""
 
     def __init__(self, norm_first: bool) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class _Decoder(nn.Module):
         return self.decoder(x, x.flip(1))
 
 
-# By name: the model and its one input.
+# For each name, functions that return the model and its single input.
 WRITTEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "torch/encoder_post_norm": (lambda: _encoder(False), _rows(2, _LENGTH, _WIDTH)),
     "torch/encoder_pre_norm": (lambda: _encoder(True), _rows(2, _LENGTH, _WIDTH)),
