@@ -335,7 +335,7 @@ def test_outputs_allocated_by_the_compiler_equal_eager_ones(
 
 
 def test_constants_as_text_are_restored_with_their_types() -> None:
-    """1 stays an int and 1.0 a float. No character needs escaping when a compiler prints the text."""
+    """1 stays an int and 1.0 a float. The text needs no escaping when a compiler prints it."""
     constants = (0, 1, 0.0, 1.0, 1e-5, math.inf, -2.5, 2**40, "", "layer once 1.0.dev3")
     call = registration.as_text(constants)
     assert not set(call) & set("\"'\\\n?%{}")

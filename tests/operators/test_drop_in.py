@@ -230,7 +230,7 @@ def test_nested_tensors(
     layout: torch.layout,
     device: torch.device,
 ) -> None:
-    """Values, gradients and layouts are those of the torch.nn modules that accept nested tensors."""
+    """Values, gradients and layouts are those of torch.nn's modules that accept nested tensors."""
     rows = [torch.randn(n, 8, device=device) for n in (3, 5)]
 
     def run(kind: type[nn.Module]) -> list[Tensor]:

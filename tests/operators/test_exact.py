@@ -87,7 +87,7 @@ def test_bad_mask_after_a_good_call_is_refused(case: Case) -> None:
 
 
 def _garbage(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """The content of gaps in a layout: NaN, or a valid token, which would ban scores if it was read."""
+    """The content of gaps: NaN, or a valid token, which would ban a score if it was read."""
     value = float("nan") if like.is_floating_point() else 1
     return torch.full(shape, value, dtype=like.dtype, device=like.device)
 

@@ -1,7 +1,4 @@
-"""Operators that compute nothing with floating-point numbers.
-
-A copy and a launch, no waiting, and one node in any graph.
-"""
+"""Exact operators: a copy and one launch, no synchronisation, and one node in any graph."""
 
 from __future__ import annotations
 
@@ -28,8 +25,8 @@ from support import DEVICE, EXACT_SPECS, Case, as_tuple, cases
 
 @cases((torch.float32,), specs=EXACT_SPECS)
 @pytest.mark.kernels
-def test_as_many_launches_as_the_spec_says(case: Case) -> None:
-    """None where the rows are too short for any ban."""
+def test_number_of_launches_is_the_specs(case: Case) -> None:
+    """There is no launch if the rows are too short for any ban."""
     sample = case.sample()
     with launch.record() as names:
         outputs = as_tuple(case.spec.call(**sample.tensors, **sample.options))
@@ -39,8 +36,8 @@ def test_as_many_launches_as_the_spec_says(case: Case) -> None:
 
 
 @every
-def test_the_plain_cpu_launches_nothing(spec: Spec, kernel_path: bool) -> None:
-    """The kernel path launches kernels: neither falls back to the other silently."""
+def test_kernels_are_launched_only_on_the_kernel_path(spec: Spec, kernel_path: bool) -> None:
+    """Neither path falls back to the other silently."""
     sample = sized(spec, (5, 40))
     with launch.record() as names:
         spec.call(**sample.tensors, **sample.options)
@@ -49,26 +46,27 @@ def test_the_plain_cpu_launches_nothing(spec: Spec, kernel_path: bool) -> None:
 
 @every
 @pytest.mark.kernels
-def test_new_sizes_build_no_variant(spec: Spec) -> None:
-    """Rows grow by a token a step: no size is in any key."""
+def test_other_sizes_compile_no_variant(spec: Spec) -> None:
+    """In a generation, rows grow by a token at each step, so no size may be part of a key."""
 
-    def run(rows: int, cols: int, length: int, n: int) -> None:
+    def run(rows: int, cols: int, *, length: int, ngram_size: int) -> None:
         sample = sized(spec, (rows, cols))
         ids = sample.tensors["input_ids"][:, :length].contiguous()
-        spec.call(**{**sample.tensors, "input_ids": ids}, **{**sample.options, "ngram_size": n})
+        options = {**sample.options, "ngram_size": ngram_size}
+        spec.call(**{**sample.tensors, "input_ids": ids}, **options)
 
-    run(4, 48, 9, 3)
-    built = launch.variants()
+    run(4, 48, length=9, ngram_size=3)
+    before = launch.variants()
     for rows, cols in ((1, 48), (4, 49), (16, 16), (2, 5001), (1, 1), (2, 8192)):
-        for length, n in ((1, 1), (2, 1), (16, 16), (100, 2)):
-            run(rows, cols, length, n)
-    assert launch.variants() == built
+        for length, ngram_size in ((1, 1), (2, 1), (16, 16), (100, 2)):
+            run(rows, cols, length=length, ngram_size=ngram_size)
+    assert launch.variants() == before
 
 
 @every
 @pytest.mark.kernels
 def test_more_tiles_than_an_axis_holds(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A grid's axis ends at 65535; with a shorter one, windows must not get lost."""
+    """An axis of the grid has at most 65535 programs, here 2. All windows are processed."""
     sample = sized(spec, (2, 90))
     windows = torch.arange(4 * CONFIG.block_n + 5, device=DEVICE)
     sample.tensors["input_ids"] = (windows // CONFIG.block_n * 9).expand(2, -1)
@@ -93,10 +91,9 @@ def test_no_elements_launch_nothing(spec: Spec) -> None:
 
 @every
 @pytest.mark.gpu
-def test_no_more_kernels_and_no_waiting(spec: Spec) -> None:
-    """On the GPU nothing else runs than the copy and the kernel, and the host does not wait for the device."""
+def test_call_runs_only_a_copy_and_a_kernel_without_synchronisation(spec: Spec) -> None:
     sample = sized(spec, (64, 32128))
-    torch.use_deterministic_algorithms(False)  # the poison of fresh memory is itself a kernel
+    torch.use_deterministic_algorithms(False)  # filling new memory with NaN is a kernel, too
     spec.call(**sample.tensors, **sample.options)
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
@@ -118,8 +115,8 @@ def test_no_more_kernels_and_no_waiting(spec: Spec) -> None:
 @every
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(40, 50257), (300, 4096), (2, 70001)], ids=str)
-def test_under_races(spec: Spec, shape: tuple[int, int]) -> None:
-    """At many programs, and again and again, no copied score lands on a ban."""
+def test_bans_are_not_overwritten_by_the_copy(spec: Spec, shape: tuple[int, int]) -> None:
+    """Many programs run many times, to detect a race of copied scores with bans."""
     sample = sized(spec, shape)
     sample.tensors["input_ids"] = torch.randint(
         4, sample.tensors["input_ids"].shape, device=DEVICE
@@ -131,8 +128,7 @@ def test_under_races(spec: Spec, shape: tuple[int, int]) -> None:
 
 @every
 @pytest.mark.gpu
-def test_graph_capture(spec: Spec) -> None:
-    """A replay sees the tokens that are there at the time."""
+def test_cuda_graph_reads_the_tokens_at_replay(spec: Spec) -> None:
     sample = sized(spec, (8, 1000))
     ids, scores = sample.tensors["input_ids"], sample.tensors["scores"]
     clean = scores.clone()
@@ -151,7 +147,7 @@ def test_graph_capture(spec: Spec) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("current", [0, 1])
-def test_another_device(spec: Spec, current: int) -> None:
+def test_tensors_on_a_device_that_is_not_the_current_one(spec: Spec, current: int) -> None:
     sample = spec.benchmark((8, 1000), torch.float32, torch.device("cuda", 1 - current))
     wanted = expected(spec, sample)
     with torch.cuda.device(current):
@@ -201,7 +197,7 @@ def _traced(spec: Spec, sample: Sample) -> bool:
 @pytest.mark.usefixtures("fresh_dynamo")
 @cases((torch.float32,), _traced, EXACT_SPECS)
 def test_compiled_calls_are_one_graph_and_work_in_place(case: Case) -> None:
-    """One graph; an operator in place changes its argument there too."""
+    """An operator in place changes its argument also in a compiled graph."""
     spec, sample = case.spec, case.sample()
     wanted = expected(spec, sample)
     backend = "inductor" if DEVICE.type == "cuda" else "aot_eager"
@@ -216,7 +212,7 @@ def test_compiled_calls_are_one_graph_and_work_in_place(case: Case) -> None:
 @pytest.mark.usefixtures("fresh_dynamo")
 @every
 def test_new_lengths_do_not_recompile(spec: Spec) -> None:
-    """A generation adds a token a step: the second step makes the graph dynamic, for good."""
+    """A generation adds a token at each step. The second step compiles a graph for all others."""
     counter = CompileCounterWithBackend("aot_eager")
     sample = sized(spec, (3, 20))
     compiled = torch.compile(_function(spec, sample), fullgraph=True, backend=counter)
@@ -230,7 +226,7 @@ def test_new_lengths_do_not_recompile(spec: Spec) -> None:
 
 
 class _Recorder(TorchDispatchMode):
-    """Keeps every call of the library's operators."""
+    """Records the calls of the library's operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +271,7 @@ def test_make_fx(spec: Spec, mode: str, kernel_path: bool) -> None:
 
 
 @every
-def test_fake_outputs_look_real(spec: Spec) -> None:
+def test_fake_outputs_have_the_metadata_of_real_ones(spec: Spec) -> None:
     sample = sized(spec, (6, 40))
     for layout in (torch.clone, lambda t: t.t().contiguous().t()):
         tensors = {name: layout(t) for name, t in sample.tensors.items()}

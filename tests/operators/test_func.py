@@ -1,11 +1,9 @@
-"""torch.func: grad, vjp, jvp, vmap and their compositions, functional_call.
+"""torch.func: grad, vjp, jvp, vmap, their compositions, functional_call; and forward mode.
 
-Forward-mode automatic differentiation.
-
-Under a transform or in forward mode the reference implementation runs in PyTorch's operators, with
-the keep mask from a kernel and no other launch. All in fp64, against the same transform of the
-formula in elementary operators (`pairs.elementary`). Second and higher derivatives are in
-test_derivatives.py.
+Under a transform or in forward mode the reference implementation runs in PyTorch's operators, and
+a kernel draws the keep mask; no other kernel is launched. Results are compared in fp64 with the
+same transform of the formula in elementary operators (`pairs.elementary`). test_derivatives.py
+tests second and higher derivatives.
 """
 
 from __future__ import annotations
@@ -38,7 +36,10 @@ def _pair(spec: Spec, device: torch.device, p: float = 0.25) -> Pair:
 
 
 def _both(both: Pair, evaluate: Callable[[Function], Any]) -> None:
-    """``evaluate`` gives the same for the operator and for the formula, and launches no kernel but the keep mask's."""
+    """Asserts that ``evaluate`` returns the same for the operator and for the formula.
+
+    With the operator, it launches no other kernel than that of the keep mask.
+    """
     with launch.record() as names:
         ours = evaluate(both.ours)
     assert set(names) == ({"keep_scale_kernel"} if KERNEL_PATH and both.sample.p else set())
@@ -68,39 +69,39 @@ def test_vjp(spec: Spec, device: torch.device) -> None:
 
 @every
 def test_jvp(spec: Spec, device: torch.device) -> None:
-    """Along all arguments at once, and along each alone."""
+    """With tangents of all arguments at once, and of each alone."""
     both = _pair(spec, device)
     tensors, tangents = both.tensors, tuple(random_like(both.tensors, seed=3))
     _both(both, lambda f: func.jvp(f, tensors, tangents))
     for i in range(len(tensors)):
 
-        def along(f: Function, i: int = i) -> Any:
+        def jvp_of_one(f: Function, i: int = i) -> Any:
             return func.jvp(
                 lambda t: f(*tensors[:i], t, *tensors[i + 1 :]), (tensors[i],), (tangents[i],)
             )
 
-        _both(both, along)
+        _both(both, jvp_of_one)
 
 
 @every
 def test_forward_mode(spec: Spec, device: torch.device) -> None:
-    """torch.autograd.forward_ad, outside torch.func."""
+    """torch.autograd.forward_ad without torch.func."""
     both = _pair(spec, device)
     tangents = random_like(both.tensors, seed=5)
 
-    def along(function: Function) -> list[Tensor]:
+    def tangents_of(function: Function) -> list[Tensor]:
         with forward_ad.dual_level():
             outputs = function(*map(forward_ad.make_dual, both.tensors, tangents))
             return [forward_ad.unpack_dual(output).tangent for output in outputs]
 
-    _both(both, along)
+    _both(both, tangents_of)
 
 
 @every
 def test_jacobians(spec: Spec, device: torch.device) -> None:
     both = pair(spec, device, shape=(2, 3))
-    # jacfwd maps over directions with the function inside: all must see one mask. jacrev draws
-    # before it maps.
+    # jacfwd calls the function under vmap, so all directions must have the same mask. jacrev calls
+    # it before.
     randomness = {"randomness": "same"} if spec.has_dropout else {}
     for argnum in range(len(both.tensors)):
         _both(both, lambda f, n=argnum: func.jacrev(f, n)(*both.tensors))
@@ -115,7 +116,7 @@ BATCH = 3
 def _batched(
     tensors: tuple[Tensor, ...], mapped: tuple[int, ...], dim: int
 ) -> tuple[list[Tensor], list[int | None]]:
-    """The tensors, those at ``mapped`` with a batch dimension at ``dim``; and vmap's in_dims."""
+    """Returns the tensors, those at ``mapped`` with a batch dimension at ``dim``, and in_dims."""
     stacked, in_dims = [], []
     for i, tensor in enumerate(tensors):
         here = min(dim, tensor.dim()) if i in mapped else None
@@ -128,32 +129,32 @@ def _batched(
 def _mapped(
     both: Pair, mapped: tuple[int, ...], around: Callable[[Function], Function], dim: int = 0
 ) -> None:
-    """vmap of ``around`` the operator gives what a loop over the batch gives with the formula."""
+    """Compares vmap of ``around(operator)`` with a loop of ``around(formula)`` over the batch."""
     values, in_dims = _batched(both.tensors, mapped, dim)
     with launch.record() as names:
-        together = func.vmap(around(both.ours), in_dims=tuple(in_dims))(*values)
+        mapped_results = func.vmap(around(both.ours), in_dims=tuple(in_dims))(*values)
     assert names == []
     slices = [
         [v if d is None else v.select(d, b) for v, d in zip(values, in_dims, strict=True)]
         for b in range(BATCH)
     ]
-    apart = zip(*(around(both.theirs)(*one) for one in slices), strict=True)
-    close(tuple(together), tuple(map(torch.stack, apart)))
+    looped = zip(*(around(both.theirs)(*inputs) for inputs in slices), strict=True)
+    close(tuple(mapped_results), tuple(map(torch.stack, looped)))
 
 
 def _present(spec: Spec) -> list[Tensor]:
-    """The tensors that the samples here have."""
+    """The tensors of the samples in these tests."""
     tensors = spec.benchmark((ROWS, COLS), torch.float64, torch.device("meta")).tensors
     return [t for name in spec.tensors if (t := tensors.get(name)) is not None]
 
 
 def _matrices(spec: Spec) -> tuple[int, ...]:
-    """All that is as large as the rows."""
+    """The positions of the tensors that are as large as the rows."""
     return tuple(i for i, t in enumerate(_present(spec)) if t.dim() > 1)
 
 
 def _subsets(spec: Spec) -> list[tuple[int, ...]]:
-    """Rows alone, all that is as large as they are, each argument alone, and everything."""
+    """Positions to map: the rows, all tensors as large as they, each argument, and all."""
     count = len(_present(spec))
     return list(
         dict.fromkeys([(0,), _matrices(spec), *((i,) for i in range(count)), tuple(range(count))])
@@ -172,7 +173,7 @@ def test_vmap(spec: Spec, mapped: tuple[int, ...], dim: int, device: torch.devic
 
 @every
 def test_per_sample_gradients(spec: Spec, device: torch.device) -> None:
-    """vmap over grad: the gradient of every parameter for every sample apart."""
+    """vmap over grad gives the gradients of all parameters for each sample."""
     both = _pair(spec, device, p=0.0)
     weights, argnums = both.cotangents(), tuple(range(len(both.tensors)))
     _mapped(both, _matrices(spec), lambda f: func.grad(loss(f, weights), argnums))
@@ -207,9 +208,9 @@ def _absent(spec: Spec) -> dict[str, None]:
 
 
 def _masks(spec: Spec, device: torch.device, randomness: str) -> Tensor:
-    """The keep mask of every sample of a vmapped call.
+    """The keep masks of all samples of a call under vmap.
 
-    No residual, so that a dropped element is zero in the sum.
+    There is no residual, so dropped elements are zero in the sum.
     """
     sample = small_sample(spec, 0.5, (6, 40), device=device)
     tensors = {name: t for name, t in sample.tensors.items() if name != "residual"}
@@ -228,7 +229,9 @@ def test_vmap_refuses_randomness_by_default(spec: Spec, device: torch.device) ->
 
 
 @droppers
-def test_vmap_different(spec: Spec, device: torch.device) -> None:
+def test_vmap_with_different_randomness_draws_a_mask_for_each_sample(
+    spec: Spec, device: torch.device
+) -> None:
     masks = _masks(spec, device, "different")
     assert all(not torch.equal(masks[a], masks[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
     assert not torch.equal(masks, _masks(spec, device, "different"))
@@ -236,7 +239,7 @@ def test_vmap_different(spec: Spec, device: torch.device) -> None:
 
 
 @droppers
-def test_vmap_same(spec: Spec, device: torch.device) -> None:
+def test_vmap_with_same_randomness_draws_one_mask(spec: Spec, device: torch.device) -> None:
     masks = _masks(spec, device, "same")
     assert torch.equal(masks[0], masks[1])
     assert torch.equal(masks[0], masks[2])
@@ -275,7 +278,7 @@ def test_vmapped_gradient_has_the_forwards_mask(
 @droppers
 @pytest.mark.parametrize("randomness", ["error", "different", "same"])
 def test_batched_pullback(spec: Spec, randomness: str, device: torch.device) -> None:
-    """A forward outside vmap has one mask, for every cotangent that is mapped afterwards."""
+    """A forward outside vmap draws one mask, for all cotangents of a mapped backward."""
     both = _pair(spec, device)
     outputs, pull = func.vjp(both.ours, *both.tensors)
     cotangents = tuple(
@@ -283,9 +286,9 @@ def test_batched_pullback(spec: Spec, randomness: str, device: torch.device) -> 
         * torch.arange(1.0, BATCH + 1, device=device, dtype=o.dtype).view(-1, *(1,) * o.dim())
         for i, o in enumerate(outputs)
     )
-    together = func.vmap(pull, randomness=randomness)(cotangents)
-    apart = [pull(tuple(c[b] for c in cotangents)) for b in range(BATCH)]
-    close(together, tuple(torch.stack(grads) for grads in zip(*apart, strict=True)))
+    mapped = func.vmap(pull, randomness=randomness)(cotangents)
+    looped = [pull(tuple(c[b] for c in cotangents)) for b in range(BATCH)]
+    close(mapped, tuple(torch.stack(grads) for grads in zip(*looped, strict=True)))
 
 
 @pytest.mark.parametrize(
@@ -297,10 +300,7 @@ def test_batched_pullback(spec: Spec, randomness: str, device: torch.device) -> 
 def test_vmap_of_jvp_drops_as_the_forward(
     spec: Spec, mapped: str, randomness: str, device: torch.device
 ) -> None:
-    """The derivative along x is that of the scaled mask.
-
-    Zero exactly where the value has lost x.
-    """
+    """The tangent of x is multiplied by the scaled mask, so it is zero where x was dropped."""
     sample = small_sample(spec, 0.5, (6, 40), device=device)
     tensors = dict(sample.tensors)
     first = spec.tensors[0]
@@ -326,19 +326,19 @@ def test_vmap_of_jvp_drops_as_the_forward(
 
 @every
 def test_batched_grads_outside_func(spec: Spec, device: torch.device) -> None:
-    """``is_grads_batched``: the forward ran outside any transform, the backward runs under vmap."""
+    """With ``is_grads_batched`` the backward runs under vmap, and the forward did not."""
     both = _pair(spec, device)
     leaves = both.leaves()
     outputs = both.ours(*leaves)
     cotangents = [torch.stack([c, -2.0 * c, c.square()]) for c in random_like(outputs)]
-    together = torch.autograd.grad(
+    batched = torch.autograd.grad(
         outputs, leaves, cotangents, is_grads_batched=True, retain_graph=True
     )
-    apart = [
+    looped = [
         torch.autograd.grad(outputs, leaves, [c[b] for c in cotangents], retain_graph=True)
         for b in range(3)
     ]
-    close(together, tuple(torch.stack(grads) for grads in zip(*apart, strict=True)))
+    close(batched, tuple(torch.stack(grads) for grads in zip(*looped, strict=True)))
 
 
 # --- modules --------------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ def test_functional_call(
 
 
 def test_stacked_modules_are_vmapped_over_parameters(device: torch.device) -> None:
-    """A stack of modules, vmapped over their parameters."""
+    """The parameters of several modules are stacked, and vmap runs all modules at once."""
     modules = [
         FusedBiasDropoutAddLayerNorm(COLS, p=0.0, device=device, dtype=torch.float64)
         for _ in range(BATCH)

@@ -1,4 +1,4 @@
-"""The logits processors stand in for those of Hugging Face's transformers, alone and within ``generate``."""
+"""The logits processors replace those of Hugging Face's Transformers, also within ``generate``."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def _peers() -> Any:
     return pytest.importorskip("transformers")
 
 
-def _known_to_transformers(spec: Spec, sample: Sample) -> bool:
-    """Without options of our own.
+def _is_supported_by_transformers(spec: Spec, sample: Sample) -> bool:
+    """Selects samples that Transformers' processor accepts.
 
-    Its processor takes no 32-bit tokens and none outside of the vocabulary.
+    It has no further options, and accepts no 32-bit tokens and none outside of the vocabulary.
     """
     plain = sample.options.keys() == {"ngram_size"} and sample.tensors["allowed"] is None
     return plain and "int32" not in sample.name and "outside" not in sample.name
 
 
-@cases((torch.float32,), _known_to_transformers, EXACT_SPECS)
+@cases((torch.float32,), _is_supported_by_transformers, EXACT_SPECS)
 def test_bans_what_transformers_bans(case: Case) -> None:
     spec, sample = case.spec, case.sample()
     ids, scores = sample.tensors["input_ids"], sample.tensors["scores"]
@@ -52,7 +52,7 @@ def _inputs(rows: int = 4, length: int = 30, cols: int = 12) -> tuple[Tensor, Te
     return ids.to(DEVICE), torch.randn(rows, cols, generator=generator).to(DEVICE)
 
 
-def test_the_constructor_is_transformers() -> None:
+def test_constructor_has_the_arguments_of_transformers() -> None:
     ours = inspect.signature(FusedNoRepeatNGramLogitsProcessor.__init__).parameters
     theirs = inspect.signature(_peers().NoRepeatNGramLogitsProcessor.__init__).parameters
     positional = [name for name, p in ours.items() if p.kind is not p.KEYWORD_ONLY]
@@ -96,7 +96,7 @@ def test_options_reach_the_functional(options: dict[str, Any], inplace: bool) ->
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))], ids=["copy", "pickle"]
 )
-def test_copies(duplicate: Callable[[Any], Any]) -> None:
+def test_copy_bans_the_same_tokens(duplicate: Callable[[Any], Any]) -> None:
     ids, scores = _inputs()
     processor = FusedNoRepeatNGramLogitsProcessor(1, allowed=[2, 3], window=20)
     want = processor(ids, scores)
@@ -109,7 +109,7 @@ def test_copies(duplicate: Callable[[Any], Any]) -> None:
     )
 
 
-def test_another_vocabulary_has_its_own_mask() -> None:
+def test_each_size_of_vocabulary_has_its_own_mask() -> None:
     processor = FusedNoRepeatNGramLogitsProcessor(1, allowed=[2, 3])
     for cols in (12, 20, 12):
         ids, scores = _inputs(cols=cols)
@@ -143,7 +143,9 @@ def test_another_vocabulary_has_its_own_mask() -> None:
     ],
     ids=str,
 )
-def test_bad_processors(arguments: tuple[Any, ...], error: type[Exception], match: str) -> None:
+def test_bad_arguments_of_the_constructor_are_refused(
+    arguments: tuple[Any, ...], error: type[Exception], match: str
+) -> None:
     size, options = (*arguments, {})[:2]
     with pytest.raises(error, match=f"FusedNoRepeatNGramLogitsProcessor: {match}"):
         FusedNoRepeatNGramLogitsProcessor(size, **options)
@@ -197,7 +199,7 @@ def _encoder_decoder() -> Any:
     return transformers.T5ForConditionalGeneration(config)
 
 
-WAYS = {
+STRATEGIES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"do_sample": True, "temperature": 0.5},
     "beams": {"num_beams": 3},
@@ -210,10 +212,10 @@ def _ngrams(row: list[int], n: int) -> list[tuple[int, ...]]:
     return [tuple(row[i : i + n]) for i in range(len(row) - n + 1)]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("build", [_decoder, _encoder_decoder], ids=["GPT-2", "T5"])
 def test_generates_what_transformers_generates(
-    build: Callable[[], Any], way: str, kernel_path: bool
+    build: Callable[[], Any], strategy: str, kernel_path: bool
 ) -> None:
     torch.manual_seed(1)
     model = build().to(DEVICE).eval()
@@ -226,28 +228,28 @@ def test_generates_what_transformers_generates(
     def generate(**options: Any) -> Any:
         torch.manual_seed(3)
         return model.generate(
-            ids, attention_mask=mask, max_new_tokens=steps, **WAYS[way], **options
+            ids, attention_mask=mask, max_new_tokens=steps, **STRATEGIES[strategy], **options
         )
 
     free, want = generate(), generate(no_repeat_ngram_size=2)
     with launch.record() as names:
         got = generate(logits_processor=[FusedNoRepeatNGramLogitsProcessor(2)])
-    # T5's decoder begins with one token, which is too short for any ban.
+    # The decoder of T5 begins with one token, which is too short for any ban.
     assert len(names) == (steps - model.config.is_encoder_decoder if kernel_path else 0)
     inplace = generate(logits_processor=[FusedNoRepeatNGramLogitsProcessor(2, inplace=True)])
-    if way == "logits":
+    if strategy == "logits":
         assert all(map(torch.equal, got.logits, want.logits))
         assert all(map(torch.equal, got.scores, want.scores))
         free, want, got, inplace = (output.sequences for output in (free, want, got, inplace))
     assert torch.equal(got, want)
     assert torch.equal(inplace, want)
-    if "sampled" not in way:
+    if "sampled" not in strategy:
         assert any(len(set(_ngrams(row, 2))) < len(_ngrams(row, 2)) for row in free[1:].tolist())
     assert all(len(set(_ngrams(row, 2))) == len(_ngrams(row, 2)) for row in want[1:].tolist())
 
 
-def test_options_within_generate() -> None:
-    """Tokens of the prompt may occur again, and allowed tokens any number of times."""
+def test_generate_respects_prompt_length_and_allowed() -> None:
+    """Tokens of the prompt may occur once more, and allowed tokens any number of times."""
     torch.manual_seed(1)
     model = _decoder().to(DEVICE).eval()
     ids = torch.arange(1, 21, device=DEVICE)[None]
@@ -266,7 +268,7 @@ def test_options_within_generate() -> None:
     assert len(set(generate(allowed=range(1, 21)))) < 9
 
 
-def test_mask_of_a_call_under_a_mode_serves_no_other_call() -> None:
+def test_mask_of_a_call_under_fake_tensor_mode_is_not_used_later() -> None:
     processor = FusedNoRepeatNGramLogitsProcessor(2, allowed=[3])
     ids, scores = torch.tensor([[1, 3, 1]], device=DEVICE), torch.zeros(1, 8, device=DEVICE)
     with FakeTensorMode():

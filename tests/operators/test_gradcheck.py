@@ -1,7 +1,4 @@
-"""`gradcheck` and `gradgradcheck` in fp64.
-
-First and second derivatives against finite differences.
-"""
+"""`gradcheck` and `gradgradcheck` in fp64: derivatives against finite differences."""
 
 from __future__ import annotations
 
@@ -12,15 +9,15 @@ from torch import Tensor
 from fusedops.core.spec import Sample, Spec
 from support import INTERPRETED, KERNEL_PATH, Case, call, cases, random_like, tensors_of
 
-# Finite differences of all elements one by one take two calls an element: the interpreter checks
-# random directions.
+# Finite differences take two calls for each element. The interpreter checks random directions
+# instead, since it is slow.
 FAST = INTERPRETED
-# Central differences with steps of 1e-6 in fp64 are right to 1e-9 or so; PyTorch's own rtol is
-# 1e-3.
+# Central differences with steps of 1e-6 are right to about 1e-9 in fp64. PyTorch's default rtol is
+# only 1e-3.
 TIGHT = {"rtol": 1e-6, "atol": 1e-6}
 _SMALL, _TINY = 700, 130
-# And every tensor and option once, not every sample.
-_PICKED = (
+# In the interpreter, only these samples, which have every tensor and option once.
+_SELECTED = (
     "shape 5x1",
     "shape 1x3",
     "shape 7x17",
@@ -38,13 +35,13 @@ def _elements(spec: Spec, sample: Sample) -> int:
 
 
 def _affordable(spec: Spec, sample: Sample) -> bool:
-    return sample.name in _PICKED if INTERPRETED else _elements(spec, sample) <= _SMALL
+    return sample.name in _SELECTED if INTERPRETED else _elements(spec, sample) <= _SMALL
 
 
 def _smooth(spec: Spec, sample: Sample) -> bool:
-    """No output is narrower than fp64.
+    """Selects samples whose outputs are all fp64.
 
-    The steps of finite differences would drown in its roundings.
+    A narrower output would round away the steps of finite differences.
     """
     return _affordable(spec, sample) and sample.options.get("cast_dtype") in (None, torch.float64)
 
@@ -77,8 +74,8 @@ def test_forward_mode(case: Case) -> None:
 
 
 @cases((torch.float64,), lambda spec, sample: "cast_dtype" in sample.options)
-def test_the_low_precision_copy_has_the_outputs_tangent(case: Case) -> None:
-    """In the copy's dtype."""
+def test_tangent_of_the_low_precision_copy_is_the_outputs(case: Case) -> None:
+    """It has the dtype of the copy."""
     names, leaves = _leaves(case)
     tensors = tuple(leaf.detach() for leaf in leaves)
     outputs, tangents = torch.func.jvp(
@@ -88,9 +85,9 @@ def test_the_low_precision_copy_has_the_outputs_tangent(case: Case) -> None:
 
 
 def _twice(spec: Spec, sample: Sample) -> bool:
-    """Whether second derivatives are checked: kernels have none with ``save="output"``.
+    """Selects samples with second derivatives; kernels have none with ``save="output"``.
 
-    A test below checks the error.
+    `test_no_second_derivative_from_the_output` checks the error.
     """
     return _affordable(spec, sample) and not (
         KERNEL_PATH and sample.options.get("save") == "output"
@@ -99,7 +96,7 @@ def _twice(spec: Spec, sample: Sample) -> bool:
 
 @cases((torch.float64,), lambda spec, sample: _twice(spec, sample) and _smooth(spec, sample))
 def test_gradgradcheck(case: Case) -> None:
-    """Cotangents require gradients too, so this also differentiates along them."""
+    """Cotangents require gradients, too, so this also differentiates by them."""
     names, leaves = _leaves(case)
     fast = FAST or sum(leaf.numel() for leaf in leaves) > _TINY
     torch.autograd.gradgradcheck(
@@ -109,9 +106,9 @@ def test_gradgradcheck(case: Case) -> None:
 
 @cases((torch.float64,), _twice)
 def test_create_graph_changes_no_gradient(case: Case) -> None:
-    """`gradgradcheck` holds the second derivative to the differentiable first one.
+    """First derivatives with ``create_graph`` equal those of the kernels.
 
-    This holds that to the kernels'.
+    `gradgradcheck` compares second derivatives with the former only.
     """
     names, leaves = _leaves(case)
     outputs = _function(case, names)(*leaves)
@@ -124,7 +121,7 @@ def test_create_graph_changes_no_gradient(case: Case) -> None:
 
 @cases((torch.float32,), lambda spec, sample: sample.name in ("cast", "cast, sum returned"))
 def test_create_graph_changes_no_gradient_of_a_low_precision_copy(case: Case) -> None:
-    """In fp32, of which there are such copies: a few roundings apart."""
+    """They are equal up to a few roundings of fp32."""
     names, leaves = _leaves(case)
     outputs = _function(case, names)(*leaves)
     cotangents = random_like(outputs)
@@ -136,7 +133,7 @@ def test_create_graph_changes_no_gradient_of_a_low_precision_copy(case: Case) ->
 @pytest.mark.kernels
 @cases((torch.float64,), lambda spec, sample: sample.name == "save=output")
 def test_no_second_derivative_from_the_output(case: Case) -> None:
-    """An error, not a wrong gradient."""
+    """It raises an error."""
     names, leaves = _leaves(case)
     outputs = _function(case, names)(*leaves)
     with pytest.raises(RuntimeError, match="save='output' has no double backward"):

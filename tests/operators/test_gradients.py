@@ -1,4 +1,4 @@
-"""Every sample's gradients along random cotangents, against fp64 autograd of the formula."""
+"""Gradients of every sample for random cotangents, against autograd of the formula in fp64."""
 
 from __future__ import annotations
 
@@ -38,26 +38,24 @@ def test_gradients(case: Case) -> None:
 
 
 def _small(spec: Spec, sample: Sample) -> bool:
-    """One ordinary sample with every tensor, and those that return the sum, and a cast output, if there are any."""
+    """Selects a sample with all tensors, and samples that return the sum or a cast output."""
     return sample.name in ("shape 7x17", "sum returned", "cast, sum returned")
 
 
 @cases((torch.float32,), lambda spec, sample: _small(spec, sample) or sample.name == "shape 129x40")
 def test_every_subset_of_inputs(case: Case, full: bool) -> None:
-    """Tensors that require a gradient get the right one, whichever others do; others get none."""
+    """For each subset of tensors that require gradients, these get the right ones, others None."""
     spec, sample = case.spec, case.sample()
     present = tensors_of(spec, sample)
     function = call(spec, sample)
     every = check_gradients(spec, sample)
-    # With many rows, whose sums meet in partial buffers, one alone and all but one must do: they
-    # are slow to interpret.
+    # Many rows have partial sums and are slow to interpret, so only few subsets of them are tested.
     counts = {0, 1, len(present) - 1} if sample.name == "shape 129x40" else range(len(present) + 1)
     subsets = [names for count in counts for names in itertools.combinations(present, count)]
     for names in subsets if full else selection.few_subsets(list(present)):
         leaves = {name: t.clone().requires_grad_(name in names) for name, t in present.items()}
         outputs = function(leaves)
-        # The sum hangs on no parameter of the norm, so it may need no gradient where the output
-        # does.
+        # The sum does not depend on the norm's parameters, so it may not require a gradient.
         used = {o: c for o, c in zip(outputs, random_like(outputs), strict=True) if o.requires_grad}
         assert bool(used) == bool(names)
         if not names:
@@ -65,7 +63,7 @@ def test_every_subset_of_inputs(case: Case, full: bool) -> None:
         torch.autograd.backward(list(used), list(used.values()))
         assert {name for name, leaf in leaves.items() if leaf.grad is not None} == set(names)
         for name in names:
-            # The same terms, in another order at most: a few roundings of fp32.
+            # The terms are the same, maybe in another order: a few roundings of fp32.
             torch.testing.assert_close(
                 leaves[name].grad, every[name], rtol=1e-5, atol=1e-5, msg=f"{name} of {names}"
             )
@@ -79,7 +77,7 @@ def _has_outputs(spec: Spec, sample: Sample) -> bool:
 @cases((torch.float32, torch.bfloat16), _has_outputs)
 @pytest.mark.parametrize("used", [0, 1, -1], ids=["first", "second", "last"])
 def test_one_of_several_outputs_used(case: Case, used: int) -> None:
-    """The unused outputs' gradients are zero, however they are handed over."""
+    """A gradient of zeros for the other outputs gives the same result as none."""
     spec, sample = case.spec, case.sample()
     tensors = tensors_of(spec, sample)
     outputs = call(spec, sample)({name: t.requires_grad_() for name, t in tensors.items()})
@@ -91,7 +89,7 @@ def test_one_of_several_outputs_used(case: Case, used: int) -> None:
     )
     both = check_gradients(spec, case.sample(), cotangents)
     for (name, want), got in zip(both.items(), alone, strict=True):
-        # The norm's own parameters have no part in the sum: autograd may say so by None.
+        # The sum does not depend on the norm's parameters; autograd may return None for them.
         torch.testing.assert_close(torch.zeros_like(want) if got is None else got, want, msg=name)
     if used == 1 and sample.options.get("return_sum"):
         assert not any(both[name].any() for name in ("weight", "ln_bias") if name in both)
@@ -100,9 +98,10 @@ def test_one_of_several_outputs_used(case: Case, used: int) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_outputs_that_depend_on_nothing_differentiable(compiled: bool, fresh_dynamo: None) -> None:
-    """The pre-norm sum for a norm of whose tensors only the parameters are trained.
+    """They do not require a gradient, as in PyTorch.
 
-    An output of a slice likewise.
+    One is the pre-norm sum if only the parameters of the norm are trained, another is the output
+    of a slice that requires no gradient.
     """
     x, residual, weight, bias = (
         torch.randn(shape, device=DEVICE) for shape in ((4, 24), (4, 24), (24,), (24,))
@@ -112,12 +111,12 @@ def test_outputs_that_depend_on_nothing_differentiable(compiled: bool, fresh_dyn
     def add_norm(x: Tensor, weight: Tensor) -> Any:
         return fusedops.add_layer_norm(x, residual, weight, bias)
 
-    made: Any = torch.compile(add_norm, backend="aot_eager") if compiled else add_norm
-    y, z = made(x, weight)
-    assert y.requires_grad and not z.requires_grad
+    function: Any = torch.compile(add_norm, backend="aot_eager") if compiled else add_norm
+    y, z = function(x, weight)
+    assert (y.requires_grad, z.requires_grad) == (True, False)
     x.requires_grad_()
-    y, z = made(x, weight)
-    assert y.requires_grad and z.requires_grad
+    y, z = function(x, weight)
+    assert (y.requires_grad, z.requires_grad) == (True, True)
     # A graph of torch.compile returns zeros if only some of its outputs are differentiated.
     if not compiled:
         assert (
@@ -134,8 +133,8 @@ def test_outputs_that_depend_on_nothing_differentiable(compiled: bool, fresh_dyn
 
 @pytest.mark.kernels
 @cases((torch.float32,), lambda spec, sample: spec.saved == 0 and sample.name == "shape 7x17")
-def test_an_output_changed_in_place(case: Case) -> None:
-    """Nothing of the backward hangs on an output where none is kept, nor does one output on another."""
+def test_change_in_place_of_an_output_that_is_not_saved(case: Case) -> None:
+    """It changes neither the gradients nor the other outputs."""
     spec, sample = case.spec, case.sample()
     plain = check_gradients(spec, sample)
     leaves = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
@@ -154,7 +153,7 @@ def test_an_output_changed_in_place(case: Case) -> None:
 @cases((torch.float32, torch.bfloat16), _small)
 @pytest.mark.parametrize("layout", ["expanded", "scalar", "transposed", "strided"])
 def test_cotangent_layouts(case: Case, layout: str) -> None:
-    """Cotangents as autograd makes them: expanded by ``sum``, strided by slices and transposes."""
+    """The layouts are those that autograd generates: by ``sum``, slices and transposes."""
     spec, sample = case.spec, case.sample()
     cotangents = []
     for cotangent in random_like(call(spec, sample)(tensors_of(spec, sample))):
@@ -173,10 +172,7 @@ def test_cotangent_layouts(case: Case, layout: str) -> None:
 
 @cases((torch.float32,), _small)
 def test_backward_of_a_sum(case: Case) -> None:
-    """``loss.backward()`` from a scalar, twice over a retained graph.
-
-    Gradients accumulate, exactly doubled.
-    """
+    """A second backward over the retained graph exactly doubles the accumulated gradients."""
     spec, sample = case.spec, case.sample()
     leaves = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
     loss = sum(output.square().sum() for output in call(spec, sample)(leaves))
@@ -203,33 +199,30 @@ def test_one_tensor_as_two_arguments(case: Case) -> None:
         tensors[name] = tensors[spec.tensors[0]]
     if "ln_bias" in tensors:
         tensors["ln_bias"] = tensors["weight"]
-    apart = check_gradients(
+    separate = check_gradients(
         spec, dataclasses.replace(sample, tensors={**sample.tensors, **tensors})
     )
     shared: dict[int, Tensor] = {id(t): t.clone().requires_grad_() for t in tensors.values()}
     outputs = call(spec, sample)({name: shared[id(t)] for name, t in tensors.items()})
     torch.autograd.backward(outputs, random_like(outputs))
     for key, leaf in shared.items():
-        parts = [apart[name] for name, t in tensors.items() if id(t) == key]
+        parts = [separate[name] for name, t in tensors.items() if id(t) == key]
+        expected = sum(parts[1:], parts[0])
         if KERNEL_PATH:
-            assert torch.equal(leaf.grad, sum(parts[1:], parts[0]))
-        # Autograd adds the terms of PyTorch's operators in another order: two roundings of their
-        # sum.
+            assert torch.equal(leaf.grad, expected)
         else:
+            # Autograd adds the gradients of PyTorch's operators in another order: two roundings.
             tolerance = 4 * unit_roundoff(leaf.dtype) * sum(part.abs() for part in parts)
-            assert ((leaf.grad - sum(parts[1:], parts[0])).abs() <= tolerance).all()
+            assert ((leaf.grad - expected).abs() <= tolerance).all()
 
 
 @cases((torch.float32,), _small)
-def test_inputs_changed_after_the_forward_are_noticed(case: Case) -> None:
-    """What the backward reads again must not have changed in place.
-
-    Either it does not read it, or autograd objects.
-    """
+def test_input_that_changes_after_the_forward_is_detected(case: Case) -> None:
+    """If the backward reads the changed input, autograd raises. If not, the gradients are right."""
     spec, sample = case.spec, case.sample()
     originals = tensors_of(spec, sample)
     unchanged = list(check_gradients(spec, sample).values())
-    objected = 0
+    errors = 0
     for name in originals:
         leaves = {other: t.clone().requires_grad_() for other, t in originals.items()}
         outputs = call(spec, sample)(leaves)
@@ -238,14 +231,14 @@ def test_inputs_changed_after_the_forward_are_noticed(case: Case) -> None:
         try:
             got = torch.autograd.grad(outputs, list(leaves.values()), random_like(outputs))
         except RuntimeError as error:
-            objected += "modified by an inplace operation" in str(error)
+            errors += "modified by an inplace operation" in str(error)
         else:
             assert all(map(torch.equal, got, unchanged)), f"a change of {name} went unnoticed"
-    assert objected or spec.saved == 0
+    assert errors or spec.saved == 0
 
 
 def test_a_narrower_residual_rounds_no_other_gradient() -> None:
-    """Without dropout x and the residual have one gradient, but each in its own dtype."""
+    """Without dropout x and the residual have the same gradient, each in its own dtype."""
     x = torch.randn(5, 40, device=DEVICE, requires_grad=True)
     residual = torch.randn(5, 40, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     y = fusedops.bias_dropout_add(x, None, residual, p=0.0)
@@ -256,10 +249,7 @@ def test_a_narrower_residual_rounds_no_other_gradient() -> None:
 
 
 def test_gradients_are_not_all_zero() -> None:
-    """The cotangents in use make gradients of order one.
-
-    A backward that returned zeros could not pass.
-    """
+    """Gradients of the tests' cotangents are of order one, so a backward of zeros would fail."""
     for spec in ALL_SPECS:
         sample = next(
             sample for sample in spec.samples(DEVICE, torch.float32) if sample.name == "shape 7x17"
@@ -273,23 +263,23 @@ def test_gradients_are_not_all_zero() -> None:
 
 
 @cases((torch.float32,), lambda spec, sample: sample.name in ("shape 7x17", "sum returned"))
-def test_a_gradient_whose_sign_is_still_to_be_flipped(case: Case) -> None:
-    """As a view of a conjugated tensor's imaginary part has it: its memory holds other numbers."""
+def test_cotangent_with_a_lazy_negation(case: Case) -> None:
+    """The imaginary part of a conjugated tensor is such a view: its memory has the negatives."""
     sample = case.sample()
     leaves = [t.requires_grad_() for t in tensors_of(case.spec, sample).values()]
     outputs = call(case.spec, sample)(sample.tensors)
     cotangents = random_like(outputs)
-    flipped = [torch._neg_view(-c) for c in cotangents]
-    assert all(c.is_neg() for c in flipped)
+    lazy = [torch._neg_view(-c) for c in cotangents]
+    assert all(c.is_neg() for c in lazy)
     grads = torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True)
-    for ours, theirs in zip(torch.autograd.grad(outputs, leaves, flipped), grads, strict=True):
-        assert torch.equal(ours, theirs)
+    for result, expected in zip(torch.autograd.grad(outputs, leaves, lazy), grads, strict=True):
+        assert torch.equal(result, expected)
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("save", ["sum", "output", "inputs"])
-def test_rows_of_one_column_have_no_gradient(save: Any) -> None:
-    """Exactly none, also where the output that is saved is rounded to fewer bits than the shift."""
+def test_gradient_of_rows_of_one_column_is_zero(save: Any) -> None:
+    """It is exactly zero, also if the saved output has fewer bits than the bias."""
     x = torch.randn(4, 1).to(DEVICE, torch.bfloat16).requires_grad_()
     weight, shift = torch.ones(1, device=DEVICE), torch.full((1,), 1.003, device=DEVICE)
     y = fusedops.bias_dropout_add_ln(x, None, None, weight, shift, p=0.0, save=save)
@@ -300,8 +290,10 @@ def test_rows_of_one_column_have_no_gradient(save: Any) -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 3), (5, 1, 33, 2, 9, 17)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_slices_of_one_column_have_no_gradient(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Exactly none, in tiles of wider slices too, where gradient and weight are multiplied."""
+def test_gradient_of_slices_of_one_column_is_zero(
+    sizes: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """It is exactly zero, also in tiles with wider slices."""
     total, single = sum(sizes), sum(sizes[: sizes.index(1)])
     x = torch.randn(9, total).to(DEVICE, dtype).requires_grad_()
     weight, bias = torch.randn(2, total).to(DEVICE, dtype)

@@ -1,7 +1,4 @@
-"""Hooks see and change what they would of PyTorch's own operators.
-
-Saved tensors, gradients, nodes of the graph.
-"""
+"""Hooks on saved tensors, gradients and graph nodes work as with PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ def _column_major(t: Tensor) -> Tensor:
 
 
 def _misaligned(t: Tensor) -> Tensor:
-    """A copy that begins one element after its memory, at no multiple of 16 bytes."""
+    """A copy that begins one element into its storage, not at a multiple of 16 bytes."""
     flat = t.flatten()
     storage = torch.cat((torch.full_like(flat[:1], float("nan")), flat))
     return storage[1:].view(t.shape)
@@ -50,7 +47,7 @@ def _negative(t: Tensor) -> Tensor:
 
 
 def _unpacking(layout: Callable[[Tensor], Tensor]) -> Callable[[], AbstractContextManager[None]]:
-    """A saved floating-point tensor comes back in another layout."""
+    """Returns hooks that unpack saved floating-point tensors in another layout."""
     back = lambda t: layout(t) if t.is_floating_point() else t  # noqa: E731
     return lambda: graph.saved_tensors_hooks(torch.clone, back)
 
@@ -64,8 +61,8 @@ HOOKS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 }
 
 
-# PyTorch's own LayerNorm, which stands in for the kernels on the CPU, reads its statistics without
-# strides.
+# Without kernels the operator runs PyTorch's LayerNorm, which ignores the strides of its saved
+# statistics.
 _MARKED = [
     pytest.param(name, marks=[pytest.mark.kernels] if name == "every second" else [])
     for name in HOOKS
@@ -90,7 +87,7 @@ def test_saved_tensors_in_another_layout(spec: Spec, hooks: str, device: torch.d
 
 
 class _UnpackedError(Exception):
-    """A saved tensor was asked for."""
+    """Raised when a saved tensor is unpacked."""
 
 
 def _refuse(_: Any) -> Tensor:
@@ -99,10 +96,7 @@ def _refuse(_: Any) -> Tensor:
 
 @every
 def test_nothing_is_saved_past_the_hooks(spec: Spec, device: torch.device) -> None:
-    """All tensors that the backward reads come from the hooks.
-
-    `bias_dropout_add` is linear: its backward reads none.
-    """
+    """Hooks unpack all tensors that the backward reads; that of `bias_dropout_add` reads none."""
     both = pair(spec, device, p=0.0)
     weights, leaves = both.cotangents(), both.leaves()
     with graph.saved_tensors_hooks(lambda t: None, _refuse):
@@ -113,57 +107,68 @@ def test_nothing_is_saved_past_the_hooks(spec: Spec, device: torch.device) -> No
 
 # --- hooks on tensors and nodes -------------------------------------------------------------------
 
-Seen = dict[str, Any]
+# The gradients that hooks receive, by a description of the hook.
+Recorded = dict[str, Any]
 
 
-def _note(seen: Seen, name: str) -> Callable[..., None]:
-    """A hook that writes down what it is given, and changes nothing."""
+def _recording_hook(recorded: Recorded, name: str) -> Callable[..., None]:
+    """Returns a hook that records its first argument, and changes nothing."""
 
     def hook(first: Any, *_: Any) -> None:
-        seen[name] = tuple(first) if isinstance(first, tuple) else first
+        recorded[name] = tuple(first) if isinstance(first, tuple) else first
 
     return hook
 
 
-def _watch(seen: Seen, name: str, tensor: Tensor) -> None:
-    """Every kind of hook on a tensor that is no leaf, and on the node that made it."""
+def _record(recorded: Recorded, name: str, tensor: Tensor) -> None:
+    """Registers every kind of hook on a tensor that is no leaf, and on its node."""
     tensor.retain_grad()
-    tensor.register_hook(_note(seen, f"{name}: tensor"))
+    tensor.register_hook(_recording_hook(recorded, f"{name}: tensor"))
     node = tensor.grad_fn
     assert node is not None
-    node.register_prehook(_note(seen, f"{name}: before its node"))
-    node.register_hook(_note(seen, f"{name}: behind its node"))
+    node.register_prehook(_recording_hook(recorded, f"{name}: before its node"))
+    node.register_hook(_recording_hook(recorded, f"{name}: after its node"))
 
 
-def _watch_leaf(seen: Seen, name: str, leaf: Tensor) -> None:
-    leaf.register_post_accumulate_grad_hook(lambda t: seen.update({f"{name}: accumulated": t.grad}))
-    graph.get_gradient_edge(leaf).node.register_prehook(_note(seen, f"{name}: before accumulation"))
+def _record_leaf(recorded: Recorded, name: str, leaf: Tensor) -> None:
+    """Registers hooks before and after the accumulation of a leaf's gradient."""
+    leaf.register_post_accumulate_grad_hook(
+        lambda t: recorded.update({f"{name}: accumulated": t.grad})
+    )
+    node = graph.get_gradient_edge(leaf).node
+    node.register_prehook(_recording_hook(recorded, f"{name}: before accumulation"))
 
 
-def _seen(function: Function, tensors: tuple[Tensor, ...], weights: list[Tensor]) -> Seen:
-    seen: Seen = {}
+def _gradients_in_hooks(
+    function: Function, tensors: tuple[Tensor, ...], weights: list[Tensor]
+) -> Recorded:
+    """Runs forward and backward, and returns the gradients that all hooks received."""
+    recorded: Recorded = {}
     leaves = [t.clone().requires_grad_() for t in tensors]
     inputs = [leaf * 1 for leaf in leaves]
     for i, (leaf, tensor) in enumerate(zip(leaves, inputs, strict=True)):
-        _watch_leaf(seen, f"leaf {i}", leaf)
-        _watch(seen, f"input {i}", tensor)
+        _record_leaf(recorded, f"leaf {i}", leaf)
+        _record(recorded, f"input {i}", tensor)
     handle = graph.register_multi_grad_hook(
-        inputs, lambda grads: seen.update({"all at once": tuple(grads)})
+        inputs, lambda grads: recorded.update({"all at once": tuple(grads)})
     )
     outputs = function(*inputs)
-    # No hook on the sum: PyTorch's formula computes the first output from it, so its gradient has
-    # one more term there.
-    outputs[0].register_hook(_note(seen, "output"))
+    # The sum has no hook: in PyTorch's formula the first output depends on it, so its gradient has
+    # another term.
+    outputs[0].register_hook(_recording_hook(recorded, "output"))
     torch.autograd.backward(outputs, weights)
     handle.remove()
-    return seen | {f"input {i}: retained": tensor.grad for i, tensor in enumerate(inputs)}
+    return recorded | {f"input {i}: retained": tensor.grad for i, tensor in enumerate(inputs)}
 
 
 @every
-def test_hooks_see_the_gradients(spec: Spec, device: torch.device) -> None:
+def test_hooks_receive_the_gradients(spec: Spec, device: torch.device) -> None:
     both = pair(spec, device)
     weights = both.cotangents()
-    ours, theirs = (_seen(f, both.tensors, weights) for f in (both.ours, both.theirs))
+    ours, theirs = (
+        _gradients_in_hooks(function, both.tensors, weights)
+        for function in (both.ours, both.theirs)
+    )
     assert ours.keys() == theirs.keys()
     for name in theirs:
         close(ours[name], theirs[name])
@@ -171,7 +176,7 @@ def test_hooks_see_the_gradients(spec: Spec, device: torch.device) -> None:
 
 @every
 def test_hooks_change_the_gradients(spec: Spec, device: torch.device) -> None:
-    """The backward goes on with the results of a hook on an input and of one on an output."""
+    """The backward uses the gradients that hooks on an input and on an output return."""
     both = pair(spec, device)
     weights = both.cotangents()
 
@@ -198,25 +203,26 @@ CUTS: dict[str, Callable[[Tensor], Any]] = {
 GLUS = [spec for spec in ALL_SPECS if spec.tensors[:2] == ("gate", "up")]
 
 
-def _halves(spec: Spec, function: Function, cut: str, packed: Tensor, dy: Tensor) -> Seen:
-    seen: Seen = {}
+def _gradients_of_halves(function: Function, cut: str, packed: Tensor, dy: Tensor) -> Recorded:
+    """The gradients that hooks on a packed tensor and its halves receive."""
+    recorded: Recorded = {}
     leaf = packed.clone().requires_grad_()
     whole = leaf * 1
     gate, up = CUTS[cut](whole)
     for name, tensor in (("whole", whole), ("gate", gate), ("up", up)):
-        _watch(seen, name, tensor)
+        _record(recorded, name, tensor)
     (output,) = function(gate, up)
     output.backward(dy)
-    return seen | {"leaf": leaf.grad, "gate: retained": gate.grad, "up: retained": up.grad}
+    return recorded | {"leaf": leaf.grad, "gate: retained": gate.grad, "up: retained": up.grad}
 
 
 @pytest.mark.parametrize("spec", GLUS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("cut", CUTS)
-def test_hooks_see_the_gradients_of_halves(spec: Spec, cut: str, device: torch.device) -> None:
+def test_hooks_receive_the_gradients_of_halves(spec: Spec, cut: str, device: torch.device) -> None:
     both = pair(spec, device)
     packed = torch.cat(both.tensors, -1)
     (dy,) = both.cotangents()
-    ours, theirs = (_halves(spec, f, cut, packed, dy) for f in (both.ours, both.theirs))
+    ours, theirs = (_gradients_of_halves(f, cut, packed, dy) for f in (both.ours, both.theirs))
     assert ours.keys() == theirs.keys()
     for name in theirs:
         close(ours[name], theirs[name])
@@ -234,12 +240,12 @@ def _compiled_backward(outputs: Any, weights: list[Tensor]) -> int:
     return sum(counters["graph_break"].values())
 
 
-# PyTorch's tracer reads ``grad`` of saved outputs. It hides the warning, but not if warnings are
-# errors, as in this suite.
+# PyTorch's tracer reads ``grad`` of saved outputs. It suppresses the warning about that, but not
+# if warnings are errors, as in this suite.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @every
 def test_compiled_autograd(spec: Spec, device: torch.device, fresh_dynamo: None) -> None:
-    """The backward of an eager forward is one graph, without breaks, and its values agree."""
+    """The backward of an eager forward is one graph without breaks, and has the right values."""
     both = pair(spec, device)
     weights = both.cotangents()
     leaves = both.leaves()

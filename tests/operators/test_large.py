@@ -1,4 +1,4 @@
-"""Tensors past 2**31 elements, forward and backward, held to the oracle in chunks and at the far rows."""
+"""Tensors of more than 2**31 elements, forward and backward, compared with the oracle in chunks."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from support import (
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 LIMIT = 2**31
-# (rows, columns): an ordinary width, one that is no power of two, the widest, and rows alone past
-# the limit.
+# Rows and columns: an ordinary width, one that is no power of two, the widest, and a single column
+# of more than 2**31 rows.
 SHAPES = [
     (LIMIT // 4096 + 7, 4096),
     (LIMIT // 1000 + 9, 1000),
@@ -43,13 +43,12 @@ SHAPES = [
 
 
 @pytest.fixture(autouse=True)
-def room() -> Iterator[None]:
-    """Poison would double the traffic and is tested elsewhere.
+def exclusive_gpu_memory() -> Iterator[None]:
+    """Runs one test at a time, in all processes, since each takes tens of gigabytes.
 
-    Memory is given back between tests.
+    New memory is not filled with NaN, which would double the traffic. Memory is freed after a test.
     """
     torch.use_deterministic_algorithms(False)
-    # One at a time, whatever number of processes runs the tests: each takes tens of gigabytes.
     with (Path(tempfile.gettempdir()) / "fusedops-large-tests.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -65,7 +64,7 @@ def _sample(spec: Spec, rows: int, cols: int) -> Sample:
 
 
 def _blocks(rows: int, cols: int) -> Iterator[tuple[int, int]]:
-    """The first rows, those where the element index passes 2**31, and the last ones."""
+    """Yields the first rows, those at which the element index exceeds 2**31, and the last ones."""
     count = min(max(4096 // cols, 2), rows)
     for middle in (0, LIMIT // cols, rows):
         first = min(max(middle - count // 2, 0), rows - count)
@@ -87,7 +86,7 @@ def _part(spec: Spec, sample: Sample, first: int, last: int) -> tuple[dict[str, 
 
 @pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize(("rows", "cols"), SHAPES, ids=lambda n: str(n))
-def test_past_32_bits(spec: Spec, rows: int, cols: int) -> None:
+def test_outputs_and_gradients_beyond_32_bits(spec: Spec, rows: int, cols: int) -> None:
     sample = _sample(spec, rows, cols)
     tensors = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
     with fixed_draw():
@@ -103,8 +102,7 @@ def test_past_32_bits(spec: Spec, rows: int, cols: int) -> None:
         part, mask = _part(spec, sample, first, last)
         exactly = oracle(spec, sample, mask)
         where = f"rows {first} to {last}"
-        # Two roundings of bf16 at most, one of them of the sum kept for the backward: 2 · 2**-8 of
-        # the row's largest.
+        # At most two roundings of bf16, one of them of the saved sum: 2 · 2**-8 of the largest.
         for i, (output, want) in enumerate(zip(outputs, exactly(part), strict=True)):
             _close(output[first:last], want, f"output {i}, {where}")
         for name, want in gradients(
@@ -125,11 +123,11 @@ def _close(got: Tensor, want: Tensor, what: str) -> None:
 def _check_parameter_gradients(
     spec: Spec, sample: Sample, cotangents: list[Tensor], grads: dict[str, Tensor]
 ) -> None:
-    """The column sums over all rows, chunk by chunk in fp64: a row left out or read twice shows.
+    """Compares gradients that are sums over all rows with sums of chunks in fp64.
 
-    Rounding errors of random sign grow as the square root of the rows, as do these sums themselves,
-    so the bound stays two roundings of bf16 of the largest column (the kept sum's and the result's)
-    with a factor two for their spread.
+    A row that is left out or added twice would be detected. Rounding errors of random sign grow as
+    the square root of the number of rows, and so do these sums. So the bound is two roundings of
+    bf16 of the largest column (of the saved sum and of the result), times two for their spread.
     """
     rows = len(rows_of(spec, sample))
     parameters = {name: t for name, t in tensors_of(spec, sample).items() if len(t) != rows}
@@ -141,15 +139,14 @@ def _check_parameter_gradients(
         last = min(first + chunk, rows)
         part, mask = _part(spec, sample, first, last)
         along = [c[first:last].double() for c in cotangents]
-        # In bf16 each chunk's sum would be rounded.
+        # In fp64, because in bf16 each chunk's sum would be rounded.
         wide = {name: t.double() for name, t in part.items()}
         for name, part_sum in gradients(
             oracle(spec, sample, mask), wide, along, list(parameters)
         ).items():
             totals[name] += part_sum
     for name, total in totals.items():
-        # Terms of order one and random sign: their sum is of order sqrt(rows), unless all of them
-        # vanish.
+        # The sum of terms of order one and random sign is of order sqrt(rows), unless all are zero.
         worst = (grads[name].double() - total).abs().max() / max(
             float(total.abs().max()), rows**0.5
         )

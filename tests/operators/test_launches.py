@@ -1,7 +1,4 @@
-"""Kernel launches: as many as the spec says, none on the plain CPU.
-
-A new number of rows builds no new variant.
-"""
+"""Kernel launches: the number that the spec has, none without kernels, and few compilations."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from support import ALL_SPECS, INTERPRETED, as_tuple, random_like, tensors_of
 
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 
-# Rows enough for several programs of the backward at the widths below.
+# Enough rows for several programs of the backward at the widths of the tests.
 ROWS = 300 if not INTERPRETED else 70
 
 
@@ -31,7 +28,10 @@ def _sample(
 def _launches(
     spec: Spec, sample: Sample, names: list[str] | None = None
 ) -> tuple[list[str], list[str]]:
-    """Names of the kernels that a forward and a backward (for ``names``, default all tensors) launch."""
+    """Returns the names of the kernels that a forward and a backward launch.
+
+    The backward computes the gradients of ``names``, by default of all tensors.
+    """
     tensors = tensors_of(spec, sample)
     leaves = [
         t.detach().requires_grad_(names is None or name in names) for name, t in tensors.items()
@@ -40,18 +40,17 @@ def _launches(
     with launch.record() as forward:
         outputs = as_tuple(spec.call(**values, **sample.options))
     # The other outputs depend on none of these leaves.
-    learned = [output for output in outputs if output.requires_grad]
+    differentiable = [output for output in outputs if output.requires_grad]
+    variables = [leaf for leaf in leaves if leaf.requires_grad]
     with launch.record() as backward:
-        torch.autograd.grad(
-            learned, [leaf for leaf in leaves if leaf.requires_grad], random_like(learned)
-        )
+        torch.autograd.grad(differentiable, variables, random_like(differentiable))
     return forward, backward
 
 
 @every
 @pytest.mark.kernels
 @pytest.mark.parametrize("cols", [64, 136])
-def test_as_many_as_the_spec_says(spec: Spec, cols: int, device: torch.device) -> None:
+def test_number_of_launches_is_the_specs(spec: Spec, cols: int, device: torch.device) -> None:
     forward, backward = _launches(spec, _sample(spec, ROWS, cols, device))
     assert (len(forward), len(backward)) == spec.launches
     assert all("forward" in name or "dropout" in name for name in forward)
@@ -60,8 +59,8 @@ def test_as_many_as_the_spec_says(spec: Spec, cols: int, device: torch.device) -
 
 @every
 @pytest.mark.kernels
-def test_few_rows_need_no_second_launch(spec: Spec, device: torch.device) -> None:
-    """One program sees all rows and writes the parameter gradients itself."""
+def test_backward_of_few_rows_is_one_launch(spec: Spec, device: torch.device) -> None:
+    """One program processes all rows, and writes the gradients of the parameters itself."""
     for rows in (1, 4):
         forward, backward = _launches(spec, _sample(spec, rows, 64, device))
         assert (len(forward), len(backward)) == (spec.launches[0], 1)
@@ -69,15 +68,17 @@ def test_few_rows_need_no_second_launch(spec: Spec, device: torch.device) -> Non
 
 @every
 @pytest.mark.kernels
-def test_no_reduction_where_no_parameter_learns(spec: Spec, device: torch.device) -> None:
+def test_backward_without_gradients_of_parameters_is_one_launch(
+    spec: Spec, device: torch.device
+) -> None:
     _, backward = _launches(spec, _sample(spec, ROWS, 64, device), [spec.tensors[0]])
     assert len(backward) == 1
 
 
 @every
 @pytest.mark.kernels
-def test_wide_rows(spec: Spec, device: torch.device) -> None:
-    """One launch each way. Where programs of a norm's backward cannot wait for one another, two."""
+def test_backward_of_wide_rows_is_one_launch(spec: Spec, device: torch.device) -> None:
+    """A norm's backward is two launches if its programs cannot wait for one another."""
     forward, backward = _launches(spec, _sample(spec, 2, 20000, device))
     assert len(forward) == spec.launches[0]
     assert len(backward) == 1 + (
@@ -97,14 +98,14 @@ def test_inference_launches_the_forward_alone(spec: Spec, device: torch.device) 
 @every
 @pytest.mark.kernels
 @pytest.mark.parametrize("cols", [48, 520])
-def test_new_row_counts_build_no_variant(spec: Spec, cols: int, device: torch.device) -> None:
-    """A batch size is no part of any key.
+def test_other_numbers_of_rows_compile_no_variant(
+    spec: Spec, cols: int, device: torch.device
+) -> None:
+    """The keys of variants do not contain the number of rows.
 
-    1 and multiples of 16 are what Triton would specialise on by itself.
-
-    Which config is chosen may depend on the bucket of rows: a new bucket builds at most one set,
-    the variants that a forward and a backward launch, and the reduction, which the first number of
-    rows may do without.
+    By default Triton would specialise on 1 and on multiples of 16. The config may depend on the
+    bucket of rows. So a new bucket compiles at most the variants of one forward and one backward,
+    and the reduction, which its first number of rows may not launch.
     """
     tuning.forget()
     buckets = (
@@ -126,7 +127,7 @@ def test_new_row_counts_build_no_variant(spec: Spec, cols: int, device: torch.de
 
 @every
 @pytest.mark.kernels
-def test_another_probability_builds_no_variant(spec: Spec, device: torch.device) -> None:
+def test_another_probability_compiles_no_variant(spec: Spec, device: torch.device) -> None:
     if not spec.has_dropout:
         return
     sample = _sample(spec, 9, 48, device)
@@ -142,9 +143,9 @@ def test_another_probability_builds_no_variant(spec: Spec, device: torch.device)
 def test_more_tiles_than_an_axis_holds(
     spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A grid's axis ends at 65535; with a shorter one, rows must not get lost.
+    """An axis of the grid has at most 65535 programs, here 2. All rows are processed.
 
-    Two roundings of fp32 each way.
+    The tolerance is a few roundings of fp32.
     """
     if spec.has_dropout:
         return
@@ -158,10 +159,10 @@ def test_more_tiles_than_an_axis_holds(
 
 @every
 @pytest.mark.kernels
-def test_another_width_or_dtype_builds_its_own(
+def test_another_width_or_dtype_compiles_another_variant(
     spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The key is not too coarse either; and a variant is built once. Vectors have no width."""
+    """Each variant is compiled once. Elementwise operators have no width."""
     monkeypatch.setattr(launch, "_built", {})  # whatever other tests have built
     tuning.forget()
     _launches(spec, _sample(spec, 5, 36, device))
@@ -188,17 +189,17 @@ def test_no_rows_launch_nothing(spec: Spec, device: torch.device) -> None:
 
 
 @every
-def test_the_plain_cpu_launches_nothing(
+def test_kernels_are_launched_only_on_the_kernel_path(
     spec: Spec, kernel_path: bool, device: torch.device
 ) -> None:
-    """The kernel path launches kernels: neither falls back to the other silently."""
+    """Neither path falls back to the other silently."""
     forward, backward = _launches(spec, _sample(spec, 5, 40, device))
     assert bool(forward) == bool(backward) == kernel_path
 
 
 @pytest.mark.kernels
-def test_recorders_nest(device: torch.device) -> None:
-    """Each sees what is launched while it is open, though their contents are equal when the inner one closes."""
+def test_nested_recorders_record_the_launches_of_their_own_blocks(device: torch.device) -> None:
+    """When the inner block ends, both lists are equal, but the outer one is recorded further."""
     spec = ALL_SPECS[0]
     sample = _sample(spec, 5, 40, device)
     with launch.record() as outer:
@@ -211,8 +212,8 @@ def test_recorders_nest(device: torch.device) -> None:
 
 @every
 @pytest.mark.gpu
-def test_as_many_as_the_profiler_sees(spec: Spec, device: torch.device) -> None:
-    """On the GPU nothing else runs: no hidden copy, fill or cast."""
+def test_profiler_records_no_other_kernels(spec: Spec, device: torch.device) -> None:
+    """A step has no further copies, fills or casts on the GPU."""
     sample = _sample(spec, 4096, 1024, device, torch.bfloat16)
     leaves = [t.requires_grad_() for t in tensors_of(spec, sample).values()]
 
@@ -222,7 +223,7 @@ def test_as_many_as_the_profiler_sees(spec: Spec, device: torch.device) -> None:
         torch.autograd.grad(outputs, leaves, cotangents)
         return cotangents
 
-    # The poison that fills fresh memory in these tests is itself a kernel.
+    # Filling new memory with NaN, as these tests do, is a kernel, too.
     torch.use_deterministic_algorithms(False)
     cotangents = step(None)
     torch.cuda.synchronize()
@@ -239,7 +240,7 @@ def test_as_many_as_the_profiler_sees(spec: Spec, device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_a_small_gelu_is_pytorchs_own(
+def test_small_gelu_runs_pytorchs_kernel(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fusedops.core.calls.operator.Operator.native_elements", 1024)
@@ -256,10 +257,10 @@ def test_a_small_gelu_is_pytorchs_own(
 
 
 @pytest.mark.gpu
-def test_small_norms_are_pytorchs_own(
+def test_small_norms_run_pytorchs_kernels(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At few elements a norm alone goes to PyTorch's, in the cases that PyTorch has, and to the kernel above."""
+    """Up to a number of elements, norms without a sum run PyTorch's kernels, if it has them."""
     monkeypatch.setattr("fusedops.core.calls.operator.Operator.native_elements", 1024)
     for rows, launches in ((8, 0), (9, 1)):
         x, weight = torch.randn(rows, 128, device=device), torch.randn(128, device=device)
@@ -274,11 +275,10 @@ def test_small_norms_are_pytorchs_own(
     assert len(names) == 2
 
 
-def test_where_shared_memory_is_short_less_is_taken_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ordinary launcher, too, lowers the number of stages.
-
-    Where nothing is taken ahead any more, the error is the user's to see.
-    """
+def test_launcher_lowers_the_number_of_stages_if_shared_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If a single stage does not fit either, the error is raised."""
     errors = pytest.importorskip("triton.runtime.errors")
     tried: list[int] = []
 
@@ -290,20 +290,20 @@ def test_where_shared_memory_is_short_less_is_taken_ahead(monkeypatch: pytest.Mo
             def run(*_: object, STAGES: int, num_stages: int, **options: object) -> None:
                 assert num_stages == STAGES
                 tried.append(STAGES)
-                if least < STAGES:
+                if most_stages < STAGES:
                     raise errors.OutOfResources(300_000, 232_448, "shared memory")
 
             return run
 
     def variant(stages: int) -> launch.Variant:
-        config = tuning.Config(16, rows=1, warps=1, stages=stages)
+        config = tuning.Config(block_n=16, rows=1, warps=1, stages=stages)
         request = launch.Request(Ordinary(), {}, {"STAGES": stages}, config, {})
         return launch.specialise(request, -1)
 
-    least, launched = 2, variant(4)
+    most_stages, launched = 2, variant(4)
     launched(1, 1)
     launched(1, 1)
     assert tried == [4, 3, 2, 2]
-    least, launched = 0, variant(2)
+    most_stages, launched = 0, variant(2)
     with pytest.raises(errors.OutOfResources):
         launched(1, 1)

@@ -1,4 +1,4 @@
-"""Right answers for every layout a tensor can have, and for the row and column counts at which kernels slip."""
+"""Right results for every layout of tensors, and for numbers of rows and columns at limits."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def _check(spec: Spec, sample: Sample) -> None:
 
 
 def _wider(t: Tensor) -> Tensor:
-    """Rows of a wider tensor: a row stride that is no multiple of 16 bytes."""
+    """Rows of a wider tensor, whose row stride is no multiple of 16 bytes."""
     return torch.cat((t, torch.full_like(t[..., :3], float("nan"))), -1)[..., :-3]
 
 
 def _padded(t: Tensor) -> Tensor:
-    """Rows padded so that each begins at a multiple of 16 bytes, which those of the other tensors need not."""
+    """Rows that are padded so that each begins at a multiple of 16 bytes."""
     return torch.nn.functional.pad(t, (0, -t.shape[-1] % 16 + 16), value=float("nan"))[
         ..., : t.shape[-1]
     ]
 
 
 def _wide_aligned(t: Tensor) -> Tensor:
-    """Half of a packed pair, as a fused projection yields it."""
+    """Half of a packed tensor, such as that of a fused projection."""
     return torch.cat((torch.full_like(t, float("nan")), t), -1)[..., t.shape[-1] :]
 
 
@@ -68,7 +68,7 @@ def _expanded(t: Tensor) -> Tensor:
 
 
 def _column(t: Tensor) -> Tensor:
-    """One value a row, expanded along the row: the last stride is zero."""
+    """One value of each row, expanded along the row, so that the last stride is zero."""
     return (t[:, :1] + 0.0).expand_as(t)
 
 
@@ -81,10 +81,7 @@ def _every_second_column(t: Tensor) -> Tensor:
 
 
 def _unaligned(t: Tensor) -> Tensor:
-    """A contiguous tensor that starts one element into its storage.
-
-    No 16-byte access may be assumed.
-    """
+    """A contiguous tensor that begins one element into its storage, not at a multiple of 16 bytes."""
     return torch.cat((torch.full_like(t.flatten()[:1], float("nan")), t.flatten()))[1:].view(
         t.shape
     )
@@ -95,7 +92,7 @@ def _one_value(t: Tensor) -> Tensor:
 
 
 def _overlapping(t: Tensor) -> Tensor:
-    """Rows that overlap: each begins one element after the one above."""
+    """Rows that overlap: each begins one element after the preceding one."""
     return t.flatten()[: t.shape[0] + t.shape[1] - 1].unfold(0, t.shape[1], 1)
 
 
@@ -114,10 +111,7 @@ MATRIX_LAYOUTS: list[Layout] = [
 
 
 def _relaid(spec: Spec, sample: Sample, layout: Layout, names: tuple[str, ...]) -> Sample:
-    """The sample with ``names`` in another layout.
-
-    A layout that a tensor has already would test nothing.
-    """
+    """Returns the sample with the tensors ``names`` in another layout; asserts that it differs."""
     tensors = dict(sample.tensors)
     for name in names:
         before = tensors[name]
@@ -141,10 +135,7 @@ def _ordinary(spec: Spec, sample: Sample) -> bool:
 @cases((torch.float32, torch.bfloat16), _ordinary)
 @pytest.mark.parametrize("layout", MATRIX_LAYOUTS, ids=_name)
 def test_matrix_layouts(case: Case, layout: Layout) -> None:
-    """All tensors with rows in one layout, then the first alone.
-
-    Strides must not be taken from one for another.
-    """
+    """All tensors with rows have the layout, then each alone, so that their strides differ."""
     spec, sample = case.spec, case.sample()
     names = _matrices(spec, sample)
     _check(spec, _relaid(spec, sample, layout, names))
@@ -172,7 +163,7 @@ def test_wide_rows_in_other_layouts(case: Case, layout: Layout) -> None:
 @cases((torch.float32, torch.bfloat16), lambda spec, sample: sample.name == "shape 2x3x96")
 @pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1), (0, 2, 1)], ids=str)
 def test_permuted_dimensions(case: Case, order: tuple[int, ...]) -> None:
-    """Batch and sequence swapped, as attention code does, and channels in other places."""
+    """Batch and sequence are swapped in memory, as in attention, or channels come first or second."""
     back = sorted(range(3), key=order.__getitem__)
     layout = lambda t: t.permute(order).contiguous().permute(back)  # noqa: E731
     layout.__name__ = f"permuted {order}"
@@ -184,10 +175,7 @@ def test_permuted_dimensions(case: Case, order: tuple[int, ...]) -> None:
 @cases((torch.float32,), lambda spec, sample: sample.name == "two normalised dimensions")
 @pytest.mark.parametrize("order", [(0, 1, 3, 2), (2, 3, 0, 1), (1, 0, 2, 3)], ids=str)
 def test_permuted_normalised_dimensions(case: Case, order: tuple[int, ...]) -> None:
-    """The normalised dimensions themselves in another order.
-
-    The rows are not even rows in memory.
-    """
+    """The normalised dimensions have another order in memory, so a row is not contiguous."""
     back = sorted(range(4), key=order.__getitem__)
     layout = lambda t: t.permute(order).contiguous().permute(back)  # noqa: E731
     layout.__name__ = f"permuted {order}"
@@ -201,10 +189,7 @@ def test_permuted_normalised_dimensions(case: Case, order: tuple[int, ...]) -> N
 
 
 def _resized(spec: Spec, dtype: torch.dtype, shape: tuple[int, ...]) -> Sample:
-    """The operator with every tensor present, in a shape of any number of dimensions.
-
-    Random throughout.
-    """
+    """A random sample with all tensors, whose rows have this shape."""
     torch.manual_seed(sum(shape))
     cols = shape[-1]
     sample = spec.benchmark((math.prod(shape[:-1]), cols), dtype, torch.device("cpu"))
@@ -233,8 +218,8 @@ def test_rows_around_a_multiple_of_the_processors(
 @pytest.mark.parametrize(
     "cols", [1, 2, 3, 5, 7, 8, 9, 15, 16, 31, 33, 63, 65, 255, 257, 1023, 1025]
 )
-def test_column_counts(spec: Spec, cols: int) -> None:
-    """Around powers of two and around the eight columns that share one random draw."""
+def test_numbers_of_columns(spec: Spec, cols: int) -> None:
+    """They are near powers of two, and near multiples of eight, which share a Philox call."""
     _check(spec, _resized(spec, torch.float32, (5, cols)))
 
 
@@ -242,7 +227,7 @@ def test_column_counts(spec: Spec, cols: int) -> None:
 @over_dtypes
 @pytest.mark.parametrize("shape", [(0, 24), (0, 4, 24), (4, 0, 24), (0, 1), (0, 20000)], ids=str)
 def test_no_rows(spec: Spec, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """An empty batch: empty outputs, empty row gradients, and zeros (not leftovers) for the parameters."""
+    """Outputs and gradients of rows are empty, and gradients of parameters are zero."""
     sample = _resized(spec, dtype, shape)
     leaves = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
     outputs = call(spec, sample)(leaves)
@@ -256,10 +241,10 @@ def test_no_rows(spec: Spec, dtype: torch.dtype, shape: tuple[int, ...]) -> None
         assert not grad.any(), f"gradient of {name}"
 
 
-@pytest.mark.plain  # half a minute each in the interpreter
+@pytest.mark.plain  # takes half a minute for each operator in the interpreter
 @over_specs
 def test_many_rows(spec: Spec) -> None:
-    """More rows than a 16-bit grid dimension holds."""
+    """There are more rows than the 65535 programs of a grid dimension."""
     _check(spec, _resized(spec, torch.float32, (65536 + 3, 4)))
 
 

@@ -1,7 +1,4 @@
-"""Tensors saved for the backward.
-
-At most the spec's number of (M, N) tensors, no mask, no more than eager.
-"""
+"""Tensors saved for the backward: at most as many as the spec says, no mask, no more than eager."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 
 
 class Saved:
-    """The storages that autograd saved, less those that the caller holds anyway (inputs; not outputs)."""
+    """Records the storages that autograd saves."""
 
     def __init__(self) -> None:
         self.storages: dict[int, Tensor] = {}
@@ -30,8 +27,9 @@ class Saved:
         return tensor
 
     def besides(self, inputs: list[Tensor]) -> list[Tensor]:
-        held = {t.untyped_storage().data_ptr() for t in inputs}
-        return [tensor for pointer, tensor in self.storages.items() if pointer not in held]
+        """The saved tensors that do not share storage with ``inputs``, which the caller holds."""
+        of_inputs = {t.untyped_storage().data_ptr() for t in inputs}
+        return [tensor for pointer, tensor in self.storages.items() if pointer not in of_inputs]
 
 
 @contextmanager
@@ -44,9 +42,9 @@ def _saved() -> Iterator[Saved]:
 def _run(
     function: Callable[..., Any], sample: Sample, spec: Spec
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """The tensors that a forward saves besides its inputs, and its outputs.
+    """Returns the tensors that a forward saves besides its inputs, and its outputs.
 
-    The outputs must stay alive while pointers are compared.
+    The caller must hold the outputs while it compares pointers.
     """
     tensors = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
     with _saved() as saved:
@@ -59,7 +57,7 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 
 def _wide_enough(spec: Spec, sample: Sample) -> bool:
-    """Rows so long that statistics and parameters cannot be taken for an (M, N) tensor."""
+    """Selects samples whose statistics and parameters are much smaller than the rows."""
     rows = rows_of(spec, sample)
     return (
         rows.shape[-1] >= 24
@@ -71,14 +69,14 @@ def _wide_enough(spec: Spec, sample: Sample) -> bool:
 
 @pytest.mark.kernels
 @cases((torch.bfloat16, torch.float32), _wide_enough)
-def test_saved_tensors(case: Case, device: torch.device) -> None:
+def test_saved_tensors_are_at_most_the_specs(case: Case, device: torch.device) -> None:
     sample = case.sample()
     spec, rows = case.spec, rows_of(case.spec, sample)
     saved, outputs = _run(call(spec, sample), sample, spec)
     large = [t for t in saved if t.numel() >= rows.numel()]
     assert len(large) <= spec.saved
     assert all(t.is_floating_point() for t in large), "a mask was saved"
-    # Statistics: two numbers of the accumulator's width for each row.
+    # The other saved tensors are statistics: at most two numbers of 8 bytes for each row.
     parameters = {
         t.untyped_storage().data_ptr()
         for t in sample.tensors.values()
@@ -92,7 +90,7 @@ def test_saved_tensors(case: Case, device: torch.device) -> None:
     normalised = sample.options.get("normalized_shape", rows.shape[-1:])
     count = rows.numel() // torch.Size(normalised).numel()
     assert _bytes(small) <= 2 * 8 * count
-    # What is returned anyway, or the inputs, costs nothing more to save.
+    # With these options the saved tensors are outputs, which need no further memory.
     if sample.options.get("save") in ("inputs", "output") or sample.options.get("return_sum"):
         held = {output.untyped_storage().data_ptr() for output in outputs}
         assert all(t.untyped_storage().data_ptr() in held for t in large)
@@ -104,24 +102,26 @@ def test_saved_tensors(case: Case, device: torch.device) -> None:
     lambda spec, sample: _wide_enough(spec, sample) and sample.p > 0.0,
 )
 def test_dropout_saves_nothing_more(case: Case, device: torch.device) -> None:
-    """No byte for each element in any form."""
+    """A forward with dropout saves as many bytes as one without."""
     sample = case.sample()
     dropping, _alive = _run(call(case.spec, sample), sample, case.spec)
     plain = Sample(sample.name, sample.tensors, {**sample.options, "p": 0.0})
     without, _alive_too = _run(call(case.spec, plain), plain, case.spec)
     sum_alone = all(sample.tensors.get(name) is None for name in ("bias", "residual"))
-    if not sum_alone:  # else the sum is x itself, and only dropout makes it another tensor
+    if not sum_alone:  # otherwise the sum without dropout is x itself
         assert _bytes(dropping) == _bytes(without)
 
 
 @every
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_never_more_than_eager(spec: Spec, dtype: torch.dtype, device: torch.device) -> None:
+def test_saved_bytes_are_at_most_eagers(
+    spec: Spec, dtype: torch.dtype, device: torch.device
+) -> None:
     sample = spec.benchmark((16, 256), dtype, device)
     ours, _ = _run(call(spec, sample), sample, spec)
     theirs, _ = _run(eager(spec, sample), sample, spec)
-    # Ours may save two statistics a row more than eager.
+    # The operator may also save two statistics of 8 bytes for each of the 16 rows.
     assert _bytes(ours) <= _bytes(theirs) + 2 * 8 * 16
 
 
@@ -138,11 +138,8 @@ def test_inference_saves_nothing(spec: Spec, device: torch.device) -> None:
 
 
 @every
-def test_backward_frees(spec: Spec, device: torch.device) -> None:
-    """A second backward without retain_graph is an error, as for any operator.
-
-    What was saved is freed.
-    """
+def test_backward_frees_saved_tensors(spec: Spec, device: torch.device) -> None:
+    """So another backward without retain_graph is an error."""
     sample = spec.benchmark((6, 40), torch.float32, device)
     leaves = [t.requires_grad_() for t in tensors_of(spec, sample).values()]
     outputs = as_tuple(spec.call(**sample.tensors, **sample.options))
@@ -153,19 +150,19 @@ def test_backward_frees(spec: Spec, device: torch.device) -> None:
             torch.autograd.grad(outputs, leaves, random_like(outputs))
 
 
-# --- as the allocator counts ----------------------------------------------------------------------
+# --- memory that the allocator counts -------------------------------------------------------------
 
 
 @every
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_memory_between_the_passes(spec: Spec, dtype: torch.dtype, device: torch.device) -> None:
-    """Memory grows by the outputs, the saved tensors that autograd's hooks see, and O(M)."""
+    """A forward allocates the outputs, the saved tensors of the spec, and statistics of rows."""
     rows, cols = 4096, 1024
     sample = spec.benchmark((rows, cols), dtype, device)
     for tensor in tensors_of(spec, sample).values():
         tensor.requires_grad_()
-    as_tuple(spec.call(**sample.tensors, **sample.options))  # kernels are loaded once
+    as_tuple(spec.call(**sample.tensors, **sample.options))  # loads the kernels
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(device)
     outputs = as_tuple(spec.call(**sample.tensors, **sample.options))
@@ -177,9 +174,9 @@ def test_memory_between_the_passes(spec: Spec, dtype: torch.dtype, device: torch
 @every
 @pytest.mark.gpu
 def test_peak_of_forward_and_backward(spec: Spec, device: torch.device) -> None:
-    """Peak memory of a step is no higher than eager's, the partial sums of the parameters' gradients apart.
+    """The peak memory of a step is at most eager's, plus partial sums of parameters' gradients.
 
-    Of these there are at most four in fp32 for each multiprocessor.
+    There are at most four partial sums, in fp32, for each multiprocessor.
     """
     sample = spec.benchmark((8192, 2048), torch.bfloat16, device)
     leaves = [t.requires_grad_() for t in tensors_of(spec, sample).values()]
@@ -190,8 +187,7 @@ def test_peak_of_forward_and_backward(spec: Spec, device: torch.device) -> None:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
-            # In this thread: the engine's own may free a Python node's tensors after `grad` has
-            # returned.
+            # Threads of the autograd engine may free a Python node's tensors after `grad` returns.
             with torch.autograd.set_multithreading_enabled(False):
                 torch.autograd.grad(
                     as_tuple(function(**sample.tensors, **sample.options)), leaves, cotangents

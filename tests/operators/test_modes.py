@@ -1,7 +1,4 @@
-"""Dispatch modes, tensor subclasses, checkpoints and other threads change no number.
-
-No value, gradient or mask.
-"""
+"""Dispatch modes, tensor subclasses, checkpoints and threads change no value, gradient or mask."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ SEED = 5
 
 
 def _drawn(both: Pair) -> Callable[..., tuple[Tensor, ...]]:
-    """The operator as a user calls it, with a mask that it draws itself."""
+    """The operator with a mask from the generator, as in a user's call."""
     spec, sample = both.spec, both.sample
     return lambda *values: as_tuple(
         spec.call(
@@ -70,8 +67,10 @@ def _another_thread_compiling() -> Iterator[None]:
 
 
 @every
-def test_another_thread_compiling(spec: Spec, device: torch.device, fresh_dynamo: None) -> None:
-    """Eager calls keep their derivatives, their mask and their place in the generator's sequence."""
+def test_eager_calls_while_another_thread_compiles(
+    spec: Spec, device: torch.device, fresh_dynamo: None
+) -> None:
+    """Derivatives, masks and the generator's state are those of calls without the other thread."""
     both = pair(spec, device)
     weights = both.cotangents()
 
@@ -91,7 +90,7 @@ def test_another_thread_compiling(spec: Spec, device: torch.device, fresh_dynamo
 @droppers
 @pytest.mark.parametrize("where", ["forward", "backward", "both"])
 def test_mask_under_a_dispatch_mode(spec: Spec, where: str, device: torch.device) -> None:
-    """One seed gives one mask, with a mode and without; and the generator moves on by as much."""
+    """For a seed, mask and final state of the generator are the same with and without the mode."""
     problem = Problem(spec, 4, 40, device)
 
     def run(forward: Manager, backward: Manager) -> tuple[Tensor, ...]:
@@ -106,11 +105,11 @@ def test_mask_under_a_dispatch_mode(spec: Spec, where: str, device: torch.device
         return (*(o.detach() for o in outputs), *grads, state)
 
     plain = run(nullcontext(), nullcontext())
-    moded = run(
+    under_mode = run(
         _mode() if where != "backward" else nullcontext(),
         _mode() if where != "forward" else nullcontext(),
     )
-    torch.testing.assert_close(moded, plain, rtol=0.0, atol=0.0)
+    torch.testing.assert_close(under_mode, plain, rtol=0.0, atol=0.0)
 
 
 def _ours_saved(_: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
@@ -142,9 +141,9 @@ CHECKPOINTS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 @pytest.mark.parametrize("where", ["none", "forward", "backward"])
 def test_checkpoint(spec: Spec, kind: str, where: str, device: torch.device) -> None:
-    """A recomputed call has the mask and the gradients of a call that is not recomputed.
+    """A recomputed call has the mask and gradients of a call that is not recomputed.
 
-    A mode may come or go in between.
+    A dispatch mode may be active in the forward or in the backward only.
     """
     both = pair(spec, device)
     weights, function = both.cotangents(), _drawn(both)
@@ -157,7 +156,7 @@ def test_checkpoint(spec: Spec, kind: str, where: str, device: torch.device) -> 
         torch.manual_seed(SEED)
         with forward:
             outputs = call(*leaves)
-        torch.rand(3, device=device)  # the generator moves on before the recomputation
+        torch.rand(3, device=device)  # changes the generator's state before the recomputation
         with backward:
             torch.autograd.backward(outputs, weights)
         return (*(o.detach() for o in outputs), *(leaf.grad for leaf in leaves))
@@ -176,11 +175,8 @@ def test_checkpoint(spec: Spec, kind: str, where: str, device: torch.device) -> 
 
 @every
 @pytest.mark.parametrize("which", ["all", "first", "last"])
-def test_a_wrapper_subclass(spec: Spec, which: str, device: torch.device) -> None:
-    """A subclass without memory of its own, alone or among plain tensors.
-
-    It sees every operator of the call.
-    """
+def test_wrapper_subclass_among_the_arguments(spec: Spec, which: str, device: torch.device) -> None:
+    """All, the first or the last argument is a subclass without storage, which logs operators."""
     both = pair(spec, device)
     weights = both.cotangents()
     outputs = both.ours(*(leaves := both.leaves()))
@@ -200,13 +196,13 @@ def test_a_wrapper_subclass(spec: Spec, which: str, device: torch.device) -> Non
     close(tuple(t.held if isinstance(t, Wrapper) else t for t in results), expected)
     if KERNEL_PATH:
         assert sum(name.startswith("fusedops.") for name in Wrapper.log) >= 2, (
-            "the operators stayed out of its sight"
+            "the subclass did not dispatch the operators"
         )
 
 
 @every
-def test_a_wrapped_cotangent(spec: Spec, device: torch.device) -> None:
-    """The forward knew of no subclass; its gradient is one."""
+def test_wrapper_subclass_as_a_cotangent(spec: Spec, device: torch.device) -> None:
+    """The forward had plain tensors."""
     both = pair(spec, device)
     weights = both.cotangents()
     leaves = both.leaves()
@@ -216,22 +212,19 @@ def test_a_wrapped_cotangent(spec: Spec, device: torch.device) -> None:
     close(tuple(t.held if isinstance(t, Wrapper) else t for t in result), expected)
 
 
-# --- tensors whose memory holds other numbers, or none --------------------------------------------
+# --- lazy tensors ---------------------------------------------------------------------------------
 
 
 def _negated(t: Tensor) -> Tensor:
-    """Equal to ``t``; in its memory are the negatives, as in the imaginary part of a conjugated tensor."""
-    made = torch._neg_view(-t.detach())
-    assert made.is_neg()
-    return made
+    """A tensor equal to ``t`` with a lazy negation: its memory contains the negatives."""
+    result = torch._neg_view(-t.detach())
+    assert result.is_neg()
+    return result
 
 
 @every
-def test_negative_views(spec: Spec, device: torch.device) -> None:
-    """Each argument alone, all of them, and the cotangents.
-
-    Values, first and second derivatives.
-    """
+def test_arguments_and_cotangents_with_a_lazy_negation(spec: Spec, device: torch.device) -> None:
+    """Values, first and second derivatives; each argument alone, all of them, and the cotangents."""
     both = pair(spec, device)
     weights = both.cotangents()
     with torch.no_grad():
@@ -252,7 +245,7 @@ def test_negative_views(spec: Spec, device: torch.device) -> None:
 @every
 @pytest.mark.parametrize("which", ["all", "first", "last"])
 def test_zero_tensors_as_cotangents(spec: Spec, which: str, device: torch.device) -> None:
-    """Zeros without memory, as forward-mode differentiation makes them."""
+    """They have no memory; forward-mode differentiation creates them."""
     both = pair(spec, device)
     weights = both.cotangents()
     chosen = {"all": range(len(weights)), "first": [0], "last": [len(weights) - 1]}[which]
@@ -267,15 +260,12 @@ def test_zero_tensors_as_cotangents(spec: Spec, which: str, device: torch.device
     close(tuple(t + 0.0 for t in result), torch.autograd.grad(both.theirs(*leaves), leaves, dense))
 
 
-# --- a concurrent thread draws --------------------------------------------------------------------
+# --- draws in concurrent threads ------------------------------------------------------------------
 
 
 @pytest.mark.gpu
-def test_a_concurrent_thread_keeps_its_place_in_the_sequence(device: torch.device) -> None:
-    """Two threads share the generator.
-
-    Its offset never falls, and at the end holds every draw of both.
-    """
+def test_concurrent_threads_share_the_generator(device: torch.device) -> None:
+    """The offset never decreases, and at the end it includes all draws of both threads."""
     problem = Problem(DROPOUT_SPECS[0], 4, 40, device)
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     rounds = 2000

@@ -1,7 +1,4 @@
-"""The modules stand in for torch.nn's.
-
-Constructor, parameters, initial values, state_dict, repr, pickle, copies.
-"""
+"""Modules that replace those of torch.nn: constructor, parameters, state_dict, repr, copies."""
 
 from __future__ import annotations
 
@@ -33,9 +30,13 @@ from modules import N, close, randomise
 
 @dataclass(frozen=True)
 class Pair:
-    """A module and the torch.nn module that it extends.
+    """A fused module and the torch.nn module that it extends.
 
-    ``options`` go to the fused constructor alone.
+    Attributes:
+        fused: the class of the fused module.
+        native: the class of torch.nn.
+        shape: positional arguments of both constructors.
+        options: keyword arguments of the fused constructor only.
     """
 
     fused: type[nn.Module]
@@ -44,9 +45,9 @@ class Pair:
     options: dict[str, Any]
 
     def build(self, **options: Any) -> tuple[nn.Module, nn.Module]:
-        return self.fused(*self.shape, **self.options, **options), self.native(
-            *self.shape, **options
-        )
+        """Builds both modules; ``options`` are for both."""
+        fused = self.fused(*self.shape, **self.options, **options)
+        return fused, self.native(*self.shape, **options)
 
     @property
     def drops(self) -> bool:
@@ -82,20 +83,21 @@ norms = pytest.mark.parametrize("pair", NORMS, ids=_id)
 def _inputs(
     pair: Pair, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, ...]:
-    made = {"bias": torch.randn(N), "residual": torch.randn(3, 5, N)}
-    wanted = list(inspect.signature(pair.fused.forward).parameters)[2:]
-    tensors = (torch.randn(3, 5, N), *(made[name] for name in wanted))
+    """The arguments of the fused module's forward."""
+    by_name = {"bias": torch.randn(N), "residual": torch.randn(3, 5, N)}
+    names = list(inspect.signature(pair.fused.forward).parameters)[2:]
+    tensors = (torch.randn(3, 5, N), *(by_name[name] for name in names))
     return tuple(t.to(device, dtype) for t in tensors)
 
 
 def _composite(module: nn.Module, native: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-    """What torch.nn computes where nothing is dropped."""
+    """The result of torch.nn without dropout."""
     z: Tensor = sum(inputs[1:], inputs[0])
     return z if isinstance(native, nn.Dropout) else native(z)
 
 
 @every
-def test_is_the_torch_module(pair: Pair) -> None:
+def test_fused_module_is_a_torch_module_with_the_same_parameters(pair: Pair) -> None:
     module, native = pair.build()
     assert isinstance(module, pair.native)
     assert {k: v.shape for k, v in module.state_dict().items()} == {
@@ -107,8 +109,8 @@ def test_is_the_torch_module(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS[:3], ids=_id)
-def test_constructor_is_torchs(pair: Pair) -> None:
-    """Same names, order and defaults; what is added is keyword-only."""
+def test_constructor_extends_torchs_by_keyword_only_arguments(pair: Pair) -> None:
+    """The other arguments have the names, order and defaults of torch.nn's."""
     ours, theirs = (
         list(inspect.signature(c).parameters.values()) for c in (pair.fused, pair.native)
     )
@@ -122,16 +124,16 @@ def test_constructor_is_torchs(pair: Pair) -> None:
 
 @every
 def test_initial_values_and_generator(pair: Pair) -> None:
-    """A model built under a seed has the same weights, and so have the layers built after it."""
-    built = []
-    for which in (0, 1):
+    """With the same seed, initial weights equal torch.nn's, and so do those of a later layer."""
+    results = []
+    for index in (0, 1):
         torch.manual_seed(5)
-        maker = (lambda: pair.build()[0], lambda: pair.build()[1])[which]
-        built.append((maker().state_dict(), nn.Linear(4, 4).weight))
-    (ours, after), (theirs, after_twin) = built
+        module = pair.build()[index]
+        results.append((module.state_dict(), nn.Linear(4, 4).weight))
+    (ours, weight_after_ours), (theirs, weight_after_theirs) = results
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    assert torch.equal(after, after_twin)
+    assert torch.equal(weight_after_ours, weight_after_theirs)
 
 
 @norms
@@ -165,10 +167,10 @@ def _variants(pair: Pair) -> list[dict[str, Any]]:
     [(p, o) for p in PAIRS for o in _variants(p)],
     ids=lambda v: _id(v) if isinstance(v, Pair) else str(v),
 )
-def test_values_are_the_composites(
+def test_values_are_those_of_torch_nn(
     pair: Pair, options: dict[str, Any], device: torch.device
 ) -> None:
-    """In evaluation, and in training with nothing to drop."""
+    """The module is in evaluation mode, then in training mode with a dropout probability of 0."""
     module, native = (randomise(m).to(device) for m in pair.build(**options))
     native.load_state_dict(module.state_dict())
     inputs = _inputs(pair, device)
@@ -181,7 +183,7 @@ def test_values_are_the_composites(
 
 
 @norms
-def test_absent_parameters_stay_absent(pair: Pair) -> None:
+def test_module_without_affine_parameters_has_none(pair: Pair) -> None:
     module, native = pair.build(elementwise_affine=False)
     assert list(module.parameters()) == [] and module.weight is None
     assert module.state_dict().keys() == native.state_dict().keys()
@@ -192,8 +194,7 @@ def test_absent_parameters_stay_absent(pair: Pair) -> None:
 
 
 @every
-def test_train_and_eval(pair: Pair, device: torch.device) -> None:
-    """Dropout follows the module's mode."""
+def test_dropout_is_active_only_in_training(pair: Pair, device: torch.device) -> None:
     module, _ = pair.build()
     module.to(device)
     if not pair.drops:
@@ -208,8 +209,8 @@ def test_train_and_eval(pair: Pair, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("pair", RESIDUALS, ids=_id)
-def test_calls_its_functional(pair: Pair, device: torch.device) -> None:
-    """Under one seed the module and the functional give the same bits, forward and backward."""
+def test_module_has_the_bits_of_its_functional(pair: Pair, device: torch.device) -> None:
+    """With the same seed, outputs and gradients are equal."""
     module, _ = pair.build()
     randomise(module).to(device)
     module.p = 0.4
@@ -226,16 +227,16 @@ def test_calls_its_functional(pair: Pair, device: torch.device) -> None:
     theirs = functional(*inputs, *module.parameters(), p=0.4)
     assert torch.equal(ours, theirs)
     leaves = (*inputs, *module.parameters())
-    for a, b in zip(
-        torch.autograd.grad(ours, leaves, dy), torch.autograd.grad(theirs, leaves, dy), strict=True
-    ):
-        assert torch.equal(a, b)
+    our_grads = torch.autograd.grad(ours, leaves, dy)
+    assert all(map(torch.equal, our_grads, torch.autograd.grad(theirs, leaves, dy)))
     assert (ours != theirs.detach() + 1).all()
 
 
 @every
 @pytest.mark.parametrize("way", ["pickle", "deepcopy", "torch.save"])
-def test_copies(pair: Pair, way: str, device: torch.device) -> None:
+def test_copies_have_equal_results_and_separate_parameters(
+    pair: Pair, way: str, device: torch.device
+) -> None:
     module = randomise(pair.build()[0]).to(device).eval()
     if way == "pickle":
         copied = pickle.loads(pickle.dumps(module))
@@ -267,8 +268,7 @@ def test_to_dtype(pair: Pair, dtype: torch.dtype, device: torch.device) -> None:
     actual = moved(*inputs)
     assert actual.dtype == dtype
     expected = _composite(moved, native.double(), tuple(t.double() for t in inputs))
-    # Values below about 16: one rounding of the output, and of the sum, each half an ulp of the
-    # dtype.
+    # Values are below 16. Output and sum are rounded once each, by half an ulp of the dtype.
     torch.testing.assert_close(
         actual.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps
     )
@@ -284,8 +284,8 @@ def test_device_and_dtype_arguments(pair: Pair, device: torch.device) -> None:
 
 
 @every
-def test_repr(pair: Pair) -> None:
-    """torch.nn's line, then what differs from it."""
+def test_repr_extends_torchs(pair: Pair) -> None:
+    """The options of the fused module follow those of torch.nn's."""
     module, native = pair.build()
     before, line, extra = module.extra_repr().partition(native.extra_repr())
     assert line and before == ("'identity', " if "activation" in pair.options else "")
@@ -301,22 +301,22 @@ def test_repr_of_the_options() -> None:
 
 
 @every
-def test_hooks(pair: Pair, device: torch.device) -> None:
+def test_forward_and_backward_hooks_are_called(pair: Pair, device: torch.device) -> None:
     module = pair.build()[0].to(device).eval()
-    seen: list[str] = []
-    module.register_forward_pre_hook(lambda m, args: seen.append("before"))
+    calls: list[str] = []
+    module.register_forward_pre_hook(lambda m, args: calls.append("before"))
     module.register_forward_hook(lambda m, args, output: output * 2)
-    module.register_full_backward_hook(lambda m, dx, dy: seen.append("backward"))
+    module.register_full_backward_hook(lambda m, dx, dy: calls.append("backward"))
     inputs = tuple(t.requires_grad_() for t in _inputs(pair, device))
     output = module(*inputs)
     assert torch.equal(output, 2 * module.forward(*inputs))
     output.backward(torch.randn_like(output))
-    assert seen == ["before", "backward"]
+    assert calls == ["before", "backward"]
     assert all(t.grad is not None and t.grad.any() for t in inputs)
 
 
 def test_drop_ins_in_a_sequential_train_like_torch_nn(device: torch.device) -> None:
-    """The two drop-in modules in a torch.nn model, trained one step, keep up with torch.nn's own."""
+    """After one step of training, the parameters equal those of a model of torch.nn."""
 
     def model(norms: tuple[type[nn.Module], type[nn.Module]]) -> nn.Sequential:
         torch.manual_seed(2)
@@ -330,7 +330,8 @@ def test_drop_ins_in_a_sequential_train_like_torch_nn(device: torch.device) -> N
         optimiser = torch.optim.SGD(net.parameters(), lr=0.1)
         net(x).backward(dy)
         optimiser.step()
-    # Ten fp32 operations deep, sums of at most 24 terms of order one: 1e-4 is some hundred ulps.
+    # Ten successive fp32 operations, with sums of at most 24 terms of order one. 1e-4 is about a
+    # thousand ulps.
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
@@ -359,15 +360,15 @@ def test_sum_returned(fused: type[nn.Module], device: torch.device) -> None:
     x, bias, residual = (torch.randn(s, device=device) for s in ((2, N), (N,), (2, N)))
     y, z = module(x, bias, residual)
     close(z, x + bias + residual)
-    close(y, pair_twin(fused)(N).to(device)(x + bias + residual))
+    close(y, native_of(fused)(N).to(device)(x + bias + residual))
 
 
-def pair_twin(fused: type[nn.Module]) -> type[nn.Module]:
+def native_of(fused: type[nn.Module]) -> type[nn.Module]:
     return next(pair.native for pair in PAIRS if pair.fused is fused)
 
 
 def test_normalized_shape_of_tensors(device: torch.device) -> None:
-    """As torch.nn takes it."""
+    """torch.nn accepts it, too."""
     x = torch.randn(3, 8, device=device)
     for shape in (torch.tensor([8]), [torch.tensor(8)]):
         torch.testing.assert_close(
@@ -378,7 +379,7 @@ def test_normalized_shape_of_tensors(device: torch.device) -> None:
         )
 
 
-def test_a_star_import_leaves_nn_alone() -> None:
+def test_star_import_does_not_replace_nn() -> None:
     scope: dict[str, Any] = {"nn": nn}
     exec("from fusedops import *", scope)
     assert scope["nn"] is nn

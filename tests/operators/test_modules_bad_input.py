@@ -1,7 +1,4 @@
-"""What the modules refuse: constants when they are built, in the words of the call.
-
-Layers and inputs that do not fit.
-"""
+"""Modules refuse bad constants in their constructors, and layers and inputs that do not fit."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ def test_bad_activations() -> None:
 
 
 def test_dropout_has_no_default() -> None:
-    """A probability that nobody chose would drop a part of a model that has no dropout."""
+    """A default probability would add dropout to models that have none."""
     for build in (
         FusedBiasDropoutAdd,
         lambda: FusedBiasDropoutAddLayerNorm(4),

@@ -1,6 +1,6 @@
-"""Modules that torch.nn has none of.
+"""Modules without a counterpart in torch.nn: gated units, and layers of slices.
 
-Gated units and slices compute what their functionals, and the layers before, do.
+They are compared with their functionals, and with the layers that they replace.
 """
 
 from __future__ import annotations
@@ -39,11 +39,8 @@ GATED = {
 
 
 @pytest.mark.parametrize("name", GATED)
-def test_gated_units(name: str, device: torch.device) -> None:
-    """Module and functional give the same bits, packed or apart.
-
-    What there is of state survives a copy.
-    """
+def test_gated_units_have_the_bits_of_their_functionals(name: str, device: torch.device) -> None:
+    """The halves are two tensors or one; copies of the module have the same results."""
     module, functional = GATED[name]
     packed = torch.randn(3, 5, 2 * N, device=device)
     expected = functional(*packed.chunk(2, -1))
@@ -90,8 +87,8 @@ def _layers(sizes: tuple[int, ...] = SIZES, **options: Any) -> list[nn.LayerNorm
     [{}, {"eps": 0.25}, {"elementwise_affine": False}, {"bias": False}, {"dtype": torch.float64}],
     ids=str,
 )
-def test_slices_take_over_layers(options: dict[str, Any], device: torch.device) -> None:
-    """In each form of input; and what they give back are the layers that they took over."""
+def test_module_of_slices_replaces_layers(options: dict[str, Any], device: torch.device) -> None:
+    """It has the results of the layers for each form of input, and `to_layers` restores them."""
     layers = [layer.to(device) for layer in _layers(**options)]
     module = FusedBatchedLayerNormAct.from_layers(layers)
     slices = [torch.randn(5, size, device=device, dtype=options.get("dtype")) for size in SIZES]
@@ -115,11 +112,11 @@ def test_slices_of_one_width(device: torch.device) -> None:
     )
     close(FusedBatchedLayerNormAct.from_layers(layers)(x), expected)
     joined = FusedBatchedLayerNormAct.from_layers(layers, activation="relu", concat=True)(x)
-    apart = [layer(t).relu() for layer, t in zip(layers, x.unbind(-2), strict=True)]
-    close(joined, rearrange(apart, "k b t d -> b t (k d)"))
+    separate = [layer(t).relu() for layer, t in zip(layers, x.unbind(-2), strict=True)]
+    close(joined, rearrange(separate, "k b t d -> b t (k d)"))
 
 
-def test_slices_keep_what_layers_are() -> None:
+def test_module_of_slices_has_the_mode_and_requires_grad_of_the_layers() -> None:
     layers = [layer.eval().requires_grad_(False) for layer in _layers()]
     module = FusedBatchedLayerNormAct.from_layers(layers)
     assert not module.training and not any(p.requires_grad for p in module.parameters())
@@ -130,15 +127,13 @@ def test_slices_keep_what_layers_are() -> None:
     assert "4, 17, 1, 32" in repr(module) and "activation='tanh'" in repr(module)
     assert "<20 slices, 60 columns>" in repr(FusedBatchedLayerNormAct([3] * 20))
     fresh = FusedBatchedLayerNormAct(SIZES)
-    assert (
-        fresh.weight.eq(1).all()
-        and fresh.bias.eq(0).all()
-        and list(fresh.state_dict()) == ["weight", "bias"]
-    )
+    assert fresh.weight.eq(1).all()
+    assert fresh.bias.eq(0).all()
+    assert list(fresh.state_dict()) == ["weight", "bias"]
 
 
-def test_slices_that_nothing_came_of(device: torch.device) -> None:
-    """They get no gradient, as layers that were not used get none, and a NaN in one of them is nobody's."""
+def test_slices_of_unused_outputs_get_no_gradient(device: torch.device) -> None:
+    """A NaN in one of them does not propagate to other gradients."""
     slices = [torch.randn(5, size, device=device, requires_grad=True) for size in (3, 8, 4)]
     module = FusedBatchedLayerNormAct((3, 8, 4), device=device)
     with torch.no_grad():

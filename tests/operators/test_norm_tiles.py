@@ -1,7 +1,4 @@
-"""Rows in several tiles, and rows that several programs share.
-
-Every sample of the norms, whatever is kept and returned.
-"""
+"""Norms whose rows have several tiles, or are shared by several programs."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _NORMS = [
     for spec in ALL_SPECS
     if spec.samples.__module__.startswith("fusedops.norms") and spec.name != "bias_dropout_add"
 ]
-# Two to four programs have a row. The last of them may have an empty tile.
+# Two to four programs share a row. The last of them may have an empty tile.
 _SHARED = Config(block_n=16, rows=2, warps=1, stages=2, per_sm=1, parts=2)
 
 
@@ -30,17 +27,14 @@ def _cols(spec: Spec, sample: Sample) -> int:
     return sample.tensors[spec.tensors[0]].shape[-1]
 
 
-def _few(spec: Spec, sample: Sample) -> bool:
+def _is_small(spec: Spec, sample: Sample) -> bool:
     x = sample.tensors[spec.tensors[0]]
     return x.dim() > 0 and 33 <= x.shape[-1] <= 127 and x.numel() <= 1024
 
 
-@cases((torch.float32,), _few, _NORMS)
+@cases((torch.float32,), _is_small, _NORMS)
 def test_tiles_side_by_side(case: Case) -> None:
-    """The last tile of a row has idle lanes, or is idle altogether.
-
-    In one-tile and in persistent programs.
-    """
+    """The last tile of a row has idle lanes, or only those. Programs have one tile of rows or many."""
     sample = case.sample()
     for parts, persistent in ((3, 0), (5, 1)):
         block = block_holding(-(-_cols(case.spec, sample) // parts))
@@ -55,9 +49,9 @@ def test_tiles_side_by_side(case: Case) -> None:
             check_gradients(case.spec, sample, values=True)
 
 
-@cases((torch.bfloat16, torch.float32), _few, _NORMS)
-def test_rows_that_are_passed_over(case: Case) -> None:
-    """Tile by tile, the last with idle lanes or without."""
+@cases((torch.bfloat16, torch.float32), _is_small, _NORMS)
+def test_rows_that_are_processed_tile_by_tile(case: Case) -> None:
+    """The last tile has idle lanes or none."""
     sample = case.sample()
     with forced("norm_forward", Config(block_n=16, rows=2, warps=1, stages=2)):
         check_gradients(case.spec, sample, values=True)
@@ -65,27 +59,24 @@ def test_rows_that_are_passed_over(case: Case) -> None:
 
 @pytest.mark.parametrize("cols", [28671, 32768])
 @pytest.mark.parametrize("spec", _NORMS, ids=lambda spec: spec.name)
-def test_widest_rows_that_are_whole(spec: Spec, cols: int) -> None:
+def test_widest_rows_that_one_program_holds(spec: Spec, cols: int) -> None:
     check_values(spec, spec.benchmark((2, cols), torch.bfloat16, DEVICE))
 
 
 @cases(
     (torch.float16,),
-    lambda spec, sample: _few(spec, sample) and _cols(spec, sample) % 2 != 0,
+    lambda spec, sample: _is_small(spec, sample) and _cols(spec, sample) % 2 != 0,
     _NORMS,
 )
 def test_next_rows_in_registers(case: Case) -> None:
-    """Odd numbers of columns in 16 bits.
-
-    The next rows are loaded before the gradients of these are computed.
-    """
+    """With odd numbers of columns in 16 bits, a program loads the next rows ahead."""
     sample = case.sample()
     block = block_holding(-(-_cols(case.spec, sample) // 3))
     with forced("norm_backward", Config(block_n=block, rows=2, warps=1, per_sm=1, parts=3)):
         check_gradients(case.spec, sample)
 
 
-@cases((torch.float64,), _few, _NORMS)
+@cases((torch.float64,), _is_small, _NORMS)
 def test_rows_that_programs_share(case: Case) -> None:
     sample = case.sample()
     with forced("norm_backward", _SHARED):
@@ -93,9 +84,9 @@ def test_rows_that_programs_share(case: Case) -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="tests/operators/test_waiting_programs.py is for GPUs")
-@cases((torch.bfloat16,), _few, _NORMS)
+@cases((torch.bfloat16,), _is_small, _NORMS)
 def test_rows_whose_programs_wait(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here one program follows the other: see `launch_twice`."""
+    """In the interpreter programs run one after another: see `launch_twice`."""
     waiting = launch_twice(monkeypatch)
     sample = case.sample()
     with forced("norm_backward", _SHARED):

@@ -1,7 +1,4 @@
-"""``FUSEDOPS_TUNE=1``: which keys are tuned at first use, in which process.
-
-The caller's state does not change.
-"""
+"""``FUSEDOPS_TUNE=1``: keys that are tuned at first use, the tuner's process, and several ranks."""
 
 from __future__ import annotations
 
@@ -33,8 +30,9 @@ from fusedops.tune import ondemand, replies, server
 from support import DEVICE
 
 KEY = TuningKey("norm_forward", ("rms", "plain", "alone"), "32bit", 64, 1)
-ON_DEMAND = tuning.on_demand  # as it is outside these tests, which replace it
-FOUND, GIVEN = Config(block_n=64, rows=8, warps=2), Config(block_n=64, rows=16, warps=4)
+ON_DEMAND = tuning.on_demand  # the original function, which a fixture replaces
+# The config that the tuner returns, and another one.
+TUNED, OTHER = Config(block_n=64, rows=8, warps=2), Config(block_n=64, rows=16, warps=4)
 
 
 @pytest.fixture(autouse=True)
@@ -55,41 +53,38 @@ def on_demand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
 
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """A tuner that replies at once; the requests it received."""
-    seen: list[dict[str, Any]] = []
+    """Replaces the tuner by one that replies at once; returns the list of its requests."""
+    requests: list[dict[str, Any]] = []
 
     def reply(message: dict[str, Any]) -> dict[str, Any]:
-        seen.append(message)
+        requests.append(message)
         return {"config": [64, 8, 2, 1, 0, 0]}
 
     monkeypatch.setattr(ondemand, "_request", reply)
-    return seen
+    return requests
 
 
-# --- what is tuned --------------------------------------------------------------------------------
+# --- keys that are tuned --------------------------------------------------------------------------
 
 
 def test_missing_key_is_tuned(requests: list[dict[str, Any]]) -> None:
-    assert tuning.choose(KEY, -1) == FOUND
+    assert tuning.choose(KEY, -1) == TUNED
     assert requests == [{"key": asdict(KEY), "device": -1}]
 
 
 def test_measured_key_is_not_tuned(
     requests: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An entry of the cache is always used.
-
-    One of the shipped table unless ``FUSEDOPS_TUNE=force``.
-    """
-    sizes = {64: [None, GIVEN, None, None, None]}
+    """An entry of the cache is always used, one of the shipped table unless it is ``force``."""
+    sizes = {64: [None, OTHER, None, None, None]}
     monkeypatch.setattr(tuning, "table", lambda device: {KEY.kernel: {KEY.group: sizes}})
-    assert tuning.choose(KEY, -1) == GIVEN and not requests
+    assert tuning.choose(KEY, -1) == OTHER and not requests
     monkeypatch.setattr(tuning, "on_demand", lambda: "force")
-    assert tuning.choose(KEY, -1) == FOUND and len(requests) == 1
+    assert tuning.choose(KEY, -1) == TUNED and len(requests) == 1
     assert cache.write(KEY, made_up.NAME, Config(block_n=64, rows=4, warps=1), {})
     assert tuning.choose(KEY, -1) == Config(block_n=64, rows=4, warps=1) and len(requests) == 1
-    with tuning.forced(KEY.kernel, GIVEN):
-        assert tuning.choose(replace(KEY, cols=60), -1) == GIVEN and len(requests) == 1
+    with tuning.forced(KEY.kernel, OTHER):
+        assert tuning.choose(replace(KEY, cols=60), -1) == OTHER and len(requests) == 1
 
 
 def test_tuner_is_loaded_only_when_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,14 +92,14 @@ def test_tuner_is_loaded_only_when_it_is_on(monkeypatch: pytest.MonkeyPatch) -> 
 
     def load() -> tuning.Tuner:
         loaded.append("tuner")
-        return lambda key, device_index, config, origin: FOUND
+        return lambda key, device_index, config, origin: TUNED
 
     monkeypatch.setattr(tuning, "_load_tuner", None)  # restored after the test
     tuning.register_tuner(load)
     monkeypatch.setattr(tuning, "on_demand", lambda: "")
-    assert tuning.choose(KEY, -1) != FOUND and not loaded
+    assert tuning.choose(KEY, -1) != TUNED and not loaded
     monkeypatch.setattr(tuning, "on_demand", lambda: "1")
-    assert tuning.choose(KEY, -1) == FOUND and loaded == ["tuner"]
+    assert tuning.choose(KEY, -1) == TUNED and loaded == ["tuner"]
 
 
 @pytest.mark.once
@@ -124,7 +119,7 @@ def test_tuner_is_loaded_only_when_it_is_on(monkeypatch: pytest.MonkeyPatch) -> 
 def test_values_of_the_variable(
     value: str | None, on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The variable is read once; an unknown value is off, with one warning that lists the known ones."""
+    """The variable is read once. An unknown value means off, and one warning lists the known ones."""
     read = functools.cache(ON_DEMAND.__wrapped__)
     monkeypatch.delenv("FUSEDOPS_TUNE", raising=False)
     if value is not None:
@@ -140,7 +135,7 @@ def test_values_of_the_variable(
     assert read() == on
 
 
-def test_no_tuning_while_recording(
+def test_no_tuning_under_capture_or_tracing(
     requests: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -148,14 +143,14 @@ def test_no_tuning_while_recording(
         patch.setattr(
             torch.cuda, "synchronize", lambda index: pytest.fail("synchronised under capture")
         )
-        assert tuning.choose(KEY, 0) != FOUND
+        assert tuning.choose(KEY, 0) != TUNED
     with torch._subclasses.FakeTensorMode():
-        assert tuning.choose(KEY, -1) != FOUND
+        assert tuning.choose(KEY, -1) != TUNED
     with launch.collecting():  # as in `fusedops doctor` and the tuner, which only plan calls
-        assert tuning.choose(KEY, -1) != FOUND
+        assert tuning.choose(KEY, -1) != TUNED
     with monkeypatch.context() as patch:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)
-        assert tuning.choose(KEY, -1) != FOUND
+        assert tuning.choose(KEY, -1) != TUNED
     assert not requests
 
 
@@ -175,14 +170,14 @@ def test_failing_tuner_warns_once(reply: dict[str, Any], monkeypatch: pytest.Mon
         warnings.simplefilter("always")
         first = tuning.choose(KEY, -1)
         tuning.choose(replace(KEY, cols=32), -1)
-    assert first == GIVEN or first != FOUND
+    assert first == OTHER or first != TUNED
     (one,) = caught
     assert "was not tuned" in str(one.message)
 
 
 # --- the tuner's process --------------------------------------------------------------------------
 
-# The real server with made-up times and compilers, on the GPU or interpreted, as in this process.
+# The real server with made-up times and compilers.
 _SERVER = """
 import sys
 import made_up
@@ -203,7 +198,7 @@ def start_real(monkeypatch: pytest.MonkeyPatch, code: str = _SERVER) -> None:
 
 @pytest.mark.kernels
 def test_tuned_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward; the caller's results, random state, gradients and modes do not change."""
+    """Forward and backward are tuned. Results, random state, gradients and modes do not change."""
     x, weight = (
         torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((20, 64), (64,))
     )
@@ -220,11 +215,11 @@ def test_tuned_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close((x.grad, weight.grad), wanted)
     assert len(keys) == 2
     for key in keys:
-        kept = cache.read(key, made_up.NAME)
-        assert kept is not None
+        tuned = cache.read(key, made_up.NAME)
+        assert tuned is not None
         family = tuning.family_of(key.kernel)
         assert family is not None
-        assert made_up.cost(key, kept) <= made_up.cost(key, family.heuristic(key))
+        assert made_up.cost(key, tuned) <= made_up.cost(key, family.heuristic(key))
     # One process for all keys, and no request for a key that is in the cache.
     running = ondemand._server
     assert running is not None and running.poll() is None
@@ -233,25 +228,25 @@ def test_tuned_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     fusedops.rms_norm(x, (64,), weight, 1e-6)
 
 
-def test_tuner_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuner_that_exits_or_cannot_start_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     start_real(monkeypatch, "import sys; sys.exit(3)")
     with pytest.warns(RuntimeWarning, match="was not tuned .the tuner died with exit code 3."):
-        assert tuning.choose(KEY, -1) != FOUND
+        assert tuning.choose(KEY, -1) != TUNED
     monkeypatch.setattr(ondemand, "_warned", set())
     monkeypatch.setattr(ondemand, "command", ("/nowhere/python",))
     with pytest.warns(RuntimeWarning, match="FileNotFoundError"):
-        assert tuning.choose(KEY, -1) != FOUND
+        assert tuning.choose(KEY, -1) != TUNED
 
 
-def test_prints_of_the_tuner_are_no_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_the_tuner_prints_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import sys; from fusedops.tune.replies import send; sys.stdin.readline(); print(3); "
     script += "print('no line', end=''); send({'config': [64, 8, 2]}, sys.stdout)"
     start_real(monkeypatch, script)
-    assert tuning.choose(KEY, -1) == FOUND
+    assert tuning.choose(KEY, -1) == TUNED
 
 
-def test_tuner_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One wait; then the process is killed, and no other is started."""
+def test_tuner_that_hangs_is_killed_after_one_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other tuner is started."""
     start_real(monkeypatch, "import time; time.sleep(600)")
     monkeypatch.setattr(ondemand, "patience", datetime.timedelta(seconds=0.2))
     started: list[subprocess.Popen[str]] = []
@@ -266,7 +261,7 @@ def test_tuner_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for cols in (64, 32, 16):
-            assert tuning.choose(replace(KEY, cols=cols), -1) != FOUND
+            assert tuning.choose(replace(KEY, cols=cols), -1) != TUNED
     (one,) = caught
     assert "did not reply for norm_forward within 0:00:00.2" in str(one.message)
     (process,) = started
@@ -293,7 +288,7 @@ def test_server_replies_with_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> threading.local:
-    """Threads as ranks that share a store."""
+    """Lets threads act as ranks that share a store; a thread sets ``rank``."""
     this, store = threading.local(), dist.HashStore()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
@@ -316,29 +311,29 @@ def test_rank_0_tunes_and_the_others_read(
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert results == dict.fromkeys(range(3), FOUND)
+    assert results == dict.fromkeys(range(3), TUNED)
     assert len(requests) == 1
 
 
 def test_ranks_use_the_config_of_rank_0(
     ranks: threading.local, requests: list[dict[str, Any]]
 ) -> None:
-    """Regardless of their own caches: sums of different configs differ in order."""
-    assert cache.write(KEY, made_up.NAME, GIVEN, {})
+    """They ignore their own caches, because sums with different configs are rounded differently."""
+    assert cache.write(KEY, made_up.NAME, OTHER, {})
     ranks.rank = 0
-    assert tuning.choose(KEY, -1) == GIVEN
+    assert tuning.choose(KEY, -1) == OTHER
     assert cache.write(KEY, made_up.NAME, Config(block_n=64, rows=4, warps=1), {})
     ranks.rank = 1
-    assert tuning.choose(KEY, -1) == GIVEN
+    assert tuning.choose(KEY, -1) == OTHER
     assert not requests
 
 
 def test_error_in_tuning_is_raised_unchanged(
     ranks: threading.local, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such an error may be an earlier one of the device, raised by the synchronisation.
+    """It may be an earlier error of the device, raised by the tuner's synchronisation.
 
-    The other ranks do not wait for rank 0.
+    The other ranks use the heuristic, without waiting for rank 0.
     """
 
     def broken(*_: object) -> Config:
@@ -357,37 +352,36 @@ def test_error_in_tuning_is_raised_unchanged(
 MILLISECONDS = datetime.timedelta(milliseconds=50)
 
 
-def test_rank_that_times_out(ranks: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 does not reach the key.
-
-    One wait, shorter than for a key that is being tuned.
-    """
+def test_rank_waits_once_for_a_key_that_rank_0_does_not_reach(
+    ranks: threading.local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for a shorter time than for a key that rank 0 is tuning."""
     monkeypatch.setattr(ondemand, "reach", MILLISECONDS)
     monkeypatch.setattr(ondemand, "patience", datetime.timedelta(days=1))
     ranks.rank = 1
     with pytest.warns(RuntimeWarning, match="rank 0 did not store"):
-        assert tuning.choose(KEY, -1) != FOUND
+        assert tuning.choose(KEY, -1) != TUNED
     # It does not wait again, but reads a config that is stored.
     monkeypatch.setattr(ondemand, "reach", datetime.timedelta(days=1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert tuning.choose(replace(KEY, cols=32), -1) != FOUND
+        assert tuning.choose(replace(KEY, cols=32), -1) != TUNED
         ranks.rank = 0
         monkeypatch.setattr(ondemand, "_request", lambda message: {"config": [64, 8, 2, 1, 0, 0]})
         tuning.choose(replace(KEY, cols=63), -1)
         ranks.rank = 1
-        assert tuning.choose(replace(KEY, cols=63), -1) == FOUND
+        assert tuning.choose(replace(KEY, cols=63), -1) == TUNED
 
 
 def test_ranks_use_the_config_of_a_rank_that_timed_out(
     ranks: threading.local, requests: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0, which reaches the key later, does not tune, and a third rank uses the same, regardless of its cache."""
+    """Rank 0 reaches the key later, and does not tune it. A third rank ignores its own cache."""
     monkeypatch.setattr(ondemand, "reach", MILLISECONDS)
     ranks.rank = 1
     with pytest.warns(RuntimeWarning, match="rank 0 did not store"):
         used = tuning.choose(KEY, -1)
-    assert used != FOUND
+    assert used != TUNED
     monkeypatch.setattr(ondemand, "_warned", set())
     ranks.rank = 0
     assert tuning.choose(KEY, -1) == used
@@ -421,11 +415,11 @@ def test_late_reply_is_not_used(ranks: threading.local, monkeypatch: pytest.Monk
         used = tuning.choose(KEY, -1)
     timed_out.set()
     tuner.join(30)
-    assert late == [used] != [FOUND]
+    assert late == [used] != [TUNED]
 
 
 @pytest.mark.parametrize("reason", ["connection reset", ""])
-def test_failing_store(
+def test_failing_store_warns(
     reason: str, ranks: threading.local, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken:
@@ -435,7 +429,7 @@ def test_failing_store(
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Broken)
     ranks.rank = 0
     with pytest.warns(RuntimeWarning, match=f"store failed .RuntimeError: {reason}."):
-        assert tuning.choose(KEY, -1) != FOUND
+        assert tuning.choose(KEY, -1) != TUNED
 
 
 _RANK = """
@@ -454,7 +448,7 @@ dist.destroy_process_group()
 """
 
 
-def test_real_processes(tmp_path: Path) -> None:
+def test_processes_of_a_group_use_the_config_that_rank_0_tuned(tmp_path: Path) -> None:
     environment = {**os.environ, "FUSEDOPS_TUNE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     started = [
         subprocess.Popen(
@@ -469,4 +463,4 @@ def test_real_processes(tmp_path: Path) -> None:
     for process in started:
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
-        assert out.strip() == str(FOUND)
+        assert out.strip() == str(TUNED)

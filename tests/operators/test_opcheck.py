@@ -1,9 +1,7 @@
-"""The private operators under torch.library's own checks.
+"""torch.library's checks of the private operators: schema, fake tensors, autograd, dynamic shapes.
 
-Schema, fake implementation, autograd, dynamic shapes.
-
-The operators are not called by name: whatever a functional sends through the dispatcher is recorded
-and checked, so a new family needs no edit here.
+The operators are not named here. All calls that a functional dispatches are recorded and checked,
+so a new family needs no edit.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ Recorded = list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
 
 
 class _Recorder(TorchDispatchMode):
-    """Keeps every call of the library's operators."""
+    """Records the calls of the library's operators, with copies of their tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +51,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _record(spec: Spec, sample: Sample) -> Recorded:
-    """The operators of one forward and one backward."""
+    """Records the operators of one forward and one backward."""
     tensors = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
     with _Recorder() as recorder:
         outputs = call(spec, sample)(dict(tensors))
@@ -74,8 +72,7 @@ def test_opcheck(case: Case, device: torch.device) -> None:
         inputs = args
         if not _is_backward(func):
             inputs = tree_map_only(Tensor, lambda t: t.requires_grad_(t.is_floating_point()), args)
-        # The dynamic tracing test runs the operator several times over: once an operator and kind
-        # of sample will do.
+        # The test of dynamic tracing runs the operator several times, so it is only for some samples.
         checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
         if case.sample().name in ("shape 7x17", "sum returned", "save=inputs", "save=output"):
             checks.append("test_aot_dispatch_dynamic")
@@ -84,8 +81,8 @@ def test_opcheck(case: Case, device: torch.device) -> None:
 
 @pytest.mark.kernels
 @cases((torch.float32, torch.bfloat16), covers_the_schema)
-def test_fake_outputs_look_real(case: Case, device: torch.device) -> None:
-    """FakeTensorMode predicts shape, dtype, device, strides and aliasing of outputs and gradients, with no launch."""
+def test_fake_outputs_have_the_metadata_of_real_ones(case: Case, device: torch.device) -> None:
+    """Shapes, dtypes, devices and strides of outputs and gradients are equal, without a launch."""
     sample = case.sample()
     names = list(tensors_of(case.spec, sample))
 
@@ -113,7 +110,7 @@ def test_fake_outputs_look_real(case: Case, device: torch.device) -> None:
 @every
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_make_fx(spec: Spec, mode: str, device: torch.device, kernel_path: bool) -> None:
-    """A traced forward and backward gives the same bits, and on the kernel path consists of the private operators."""
+    """A traced forward and backward have the same results; kernels are private operators in it."""
     sample = spec.benchmark((6, 40), torch.float32, device)
     tensors = [t for t in sample.tensors.values() if t is not None]
     names = [name for name, t in sample.tensors.items() if t is not None]
@@ -136,7 +133,7 @@ def test_make_fx(spec: Spec, mode: str, device: torch.device, kernel_path: bool)
 
 
 def _bits(spec: Spec, sample: Sample, tensors: dict[str, Tensor]) -> list[Tensor]:
-    """Outputs and gradients, with the one mask of all tests."""
+    """Outputs and gradients, with the dropout mask that all tests use."""
     outputs = call(spec, sample)(dict(tensors))
     return [*outputs, *torch.autograd.grad(outputs, list(tensors.values()), random_like(outputs))]
 
@@ -157,10 +154,7 @@ def test_a_dispatch_mode_changes_no_bit(case: Case, device: torch.device) -> Non
 
 @every
 def test_tensor_subclasses(spec: Spec, device: torch.device) -> None:
-    """A subclass with a dispatcher of its own sees the call.
-
-    Here one that holds two tensors and computes on both.
-    """
+    """A subclass of two tensors dispatches the call, and both tensors have the right results."""
     sample = spec.benchmark((6, 40), torch.float32, device)
     sample = Sample(
         sample.name, sample.tensors, {**sample.options, **({"p": 0.0} if spec.has_dropout else {})}

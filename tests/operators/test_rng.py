@@ -196,7 +196,10 @@ def _configs(key: tuning.TuningKey) -> list[tuning.Config]:
     if key.kernel == "dropout_add":
         result = [
             *result,
-            *[tuning.Config(block, rows, 4) for block, rows in ((16, 4), (64, 1), (512, 2))],
+            *[
+                tuning.Config(block_n=block, rows=rows, warps=4)
+                for block, rows in ((16, 4), (64, 1), (512, 2))
+            ],
         ]
     return (
         list({(c.block_n, c.rows, c.stages, c.per_sm): c for c in result}.values())

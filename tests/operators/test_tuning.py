@@ -36,7 +36,11 @@ from tuning_keys import every_key
 
 DEVICE_NAME = "Test GPU"
 KEY = TuningKey("norm_forward", ("layer", "plain", "alone"), "16bit", 1024, 3)
-CACHED, TABLED, FORCED = Config(1024, 4, 4), Config(1024, 1, 2), Config(1024, 8, 8)
+CACHED, TABLED, FORCED = (
+    Config(block_n=1024, rows=4, warps=4),
+    Config(block_n=1024, rows=1, warps=2),
+    Config(block_n=1024, rows=8, warps=8),
+)
 
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 
@@ -98,15 +102,18 @@ def test_interpreter_uses_the_heuristic(monkeypatch: pytest.MonkeyPatch) -> None
         (((1536, 3, TABLED),), TABLED),  # the next larger
         (((1536, 3, CACHED), (1024, 3, TABLED)), TABLED),  # not beside the exact one
         (((512, 3, TABLED),), None),  # never a smaller one
-        (((3072, 3, Config(512, 1, 4)),), None),  # nor one that is three times as large
-        (((2048, 3, Config(512, 1, 4)),), Config(512, 1, 4)),
+        (
+            ((3072, 3, Config(block_n=512, rows=1, warps=4)),),
+            None,
+        ),  # nor one that is three times as large
+        (((2048, 3, Config(block_n=512, rows=1, warps=4)),), Config(block_n=512, rows=1, warps=4)),
         # A block that holds 1536 columns has twice the lanes that 1024 columns need.
-        (((1536, 3, Config(2048, 1, 4)),), None),
+        (((1536, 3, Config(block_n=2048, rows=1, warps=4)),), None),
         (((1024, 1, TABLED), (1024, 4, CACHED)), TABLED),  # fewer rows rather than more
         (((1024, 1, CACHED), (1024, 2, TABLED)), TABLED),  # the nearest
         (((1024, 4, TABLED),), TABLED),
-        (((1024, 3, Config(1024, 3, 4)),), None),  # three rows are no tile
-        (((1024, 3, Config(1024, 4, 64)),), None),  # 64 warps are no program
+        (((1024, 3, Config(block_n=1024, rows=3, warps=4)),), None),  # three rows are no tile
+        (((1024, 3, Config(block_n=1024, rows=4, warps=64)),), None),  # 64 warps are no program
     ],
 )
 def test_table_without_the_size(
@@ -275,7 +282,7 @@ def test_unaligned_rows_take_no_tiles_that_spill(cols: int, variant: tuple[str, 
     family = family_of(key.kernel)
     assert family is not None
     assert max(config.block_n for config in family.candidates(key)) < 4096
-    wide = Config(4096, 1, 4, 3, 2)
+    wide = Config(block_n=4096, rows=1, warps=4, stages=3, per_sm=2)
     assert valid(replace(key, cols=4096), wide)
     assert not valid(key, wide)
 
@@ -293,10 +300,10 @@ def test_wide_rows_of_16_bits_are_whole(cols: int, inputs: str) -> None:
     assert valid(key, config)
     if inputs == "adds" and cols % 8:
         assert config.columns < cols
-        assert not valid(key, Config(32768, 1, 32))
+        assert not valid(key, Config(block_n=32768, rows=1, warps=32))
         return
     assert config.columns - config.block_n < cols <= config.columns
-    assert not valid(key, Config(4096, 1, 8, 3))
+    assert not valid(key, Config(block_n=4096, rows=1, warps=8, stages=3))
     assert heuristic(replace(key, widths="32bit")).columns < cols
 
 
@@ -351,7 +358,7 @@ def test_results_under_cached_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     with tuning.collected_keys() as keys:
         fusedops.rms_norm(x, (512,), weight)
     (key,) = keys
-    assert cache.write(key, DEVICE_NAME, Config(128, 2, 4), {})
+    assert cache.write(key, DEVICE_NAME, Config(block_n=128, rows=2, warps=4), {})
     tuning.forget()
     used: list[Config] = []
     build = launch.build
@@ -364,7 +371,7 @@ def test_results_under_cached_configs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(launch, "build", watched)
     torch.testing.assert_close(fusedops.rms_norm(x, (512,), weight), expected)
-    assert used == [Config(128, 2, 4)]
+    assert used == [Config(block_n=128, rows=2, warps=4)]
 
 
 def test_families_register_all_their_kernels() -> None:
