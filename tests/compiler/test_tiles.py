@@ -184,7 +184,7 @@ def test_rows_that_programs_share(
 
 @pytest.mark.parametrize("function", _ELEMENTWISE)
 def test_forward_whose_programs_share_columns(function: Callable[..., Any]) -> None:
-    with forced("rowwise_forward", _SHARES), forced("rowwise_backward", _WHOLE):
+    with forced("rowwise_forward", _SHARED), forced("rowwise_backward", _WHOLE):
         _check(function)
 
 
@@ -220,9 +220,17 @@ def _biased_gelu(x: Tensor, bias: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "shapes", "config"),
     [
-        (_capped_softmax, [(8192, 1024)], Config(block_n=1024, rows=2, warps=4, stages=3, per_sm=4)),
+        (
+            _capped_softmax,
+            [(8192, 1024)],
+            Config(block_n=1024, rows=2, warps=4, stages=3, per_sm=4),
+        ),
         (lambda x: torch.softmax(x, -1), [(8192, 1024)], Config(block_n=1024, rows=1, warps=2)),
-        (_biased_gelu, [(3048, 11008), (11008,)], Config(block_n=1024, rows=2, warps=4, stages=3, per_sm=4)),
+        (
+            _biased_gelu,
+            [(3048, 11008), (11008,)],
+            Config(block_n=1024, rows=2, warps=4, stages=3, per_sm=4),
+        ),
     ],
     ids=["bound by instructions", "bound by memory", "tiles of columns"],
 )

@@ -1,7 +1,4 @@
-"""The documentation does not drift.
-
-Examples run, commands and links lead to something, every name has its entry.
-"""
+"""The documentation is right: examples run, commands and links exist, every name has an entry."""
 
 from __future__ import annotations
 
@@ -44,11 +41,8 @@ def _examples() -> list[object]:
     ]
 
 
-def test_every_fence_is_seen() -> None:
-    """In a list, with a title, with tildes, after a longer fence.
-
-    None escapes, and the lines are the page's own.
-    """
+def test_every_fence_is_found() -> None:
+    """Fences may be in a list, have a title or tildes, or lie within a longer fence."""
     page = "# A\n\n- b\n\n  ```python title='x'\n  one = 1\n  ```\n\n~~~py\ntwo = 2\n~~~\n\n````text\n```\n````\n"
     assert [(b.line, b.language, b.text) for b in blocks(page)] == [
         (6, "python", "one = 1\n"),
@@ -58,7 +52,7 @@ def test_every_fence_is_seen() -> None:
     for name, text in TEXTS.items():
         opened = [line for line in text.splitlines() if re.match(r"\s*(`{3,}|~{3,})", line)]
         assert len(opened) == 2 * len(list(blocks(text))), (
-            f"{name}: a fence that is not closed, or not seen"
+            f"{name}: a fence is not closed, or was not found"
         )
 
 
@@ -74,7 +68,7 @@ def test_there_are_examples() -> None:
 
 @pytest.fixture
 def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """An empty folder, and afterwards neither settings nor what Accelerate keeps for the process."""
+    """Runs a test in an empty folder, and resets the environment and the state of Accelerate."""
     monkeypatch.chdir(tmp_path)
     with mock.patch.dict(os.environ), torch.random.fork_rng():
         yield
@@ -82,20 +76,17 @@ def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
 
 
-# Pages whose examples place models and data themselves, as a script does.
-_PLACED = ("docs/recipes.md",)
+# Pages whose examples choose the device of models and data themselves.
+_WITH_OWN_DEVICES = ("docs/recipes.md",)
 
 
 @pytest.mark.usefixtures("as_in_a_new_process")
 @pytest.mark.parametrize(("page", "line", "source"), _examples())
 def test_example_runs(page: str, line: int, source: str, device: torch.device) -> None:
-    """In a namespace of its own, on the device at hand.
-
-    An example may not lean on the one before it.
-    """
-    # Blank lines in front make a traceback name the page's own line.
+    """Each example has its own namespace, so it must not depend on the previous one."""
+    # Blank lines in front give tracebacks the line numbers of the page.
     code = compile("\n" * (line - 1) + source, str(ROOT / page), "exec")
-    with contextlib.nullcontext() if page in _PLACED else torch.device(device):
+    with contextlib.nullcontext() if page in _WITH_OWN_DEVICES else torch.device(device):
         exec(code, {"__name__": f"example_{Path(page).stem}_{line}"})
 
 
@@ -149,43 +140,43 @@ def _commands() -> list[object]:
 
 
 @functools.cache
-def _help(how: str, *words: str) -> str | None:
-    """The output of a module (``-m name``) or a script for ``--help`` after these words.
+def _help(program: str, *words: str) -> str | None:
+    """The help of a module (``-m name``) or a script, called with ``words`` and ``--help``.
 
-    None if it knows them not.
+    None if they are not accepted.
     """
-    printed, argv = io.StringIO(), sys.argv
-    module = how.removeprefix("-m ")
+    output, argv = io.StringIO(), sys.argv
+    module = program.removeprefix("-m ")
     try:
-        sys.argv = [how, *words, "--help"]
+        sys.argv = [program, *words, "--help"]
         with (
-            contextlib.redirect_stdout(printed),
-            contextlib.redirect_stderr(printed),
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(output),
             mock.patch.dict(sys.modules),
         ):
-            if module != how:
+            if module != program:
                 # Another test may have imported the module.
                 sys.modules.pop(f"{module}.__main__", None)
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
             else:
-                runpy.run_path(str(ROOT / how), run_name="__main__")
+                runpy.run_path(str(ROOT / program), run_name="__main__")
     except SystemExit as end:
-        return printed.getvalue() if not end.code else None
+        return output.getvalue() if not end.code else None
     finally:
         sys.argv = argv
-    raise AssertionError(f"{how} --help went on")
+    raise AssertionError(f"{program} --help did not exit")
 
 
-def _check_program(how: str, arguments: list[str]) -> None:
-    """Subcommand and options are in the help that the program prints."""
+def _check_program(program: str, arguments: list[str]) -> None:
+    """The program has the subcommand, whose help names the options."""
     words = [a for a in arguments if a != "…" and not a.startswith("[")]
     subcommands = words[0].split("|") if words and not words[0].startswith("-") else [""]
     for subcommand in subcommands:
-        text = _help(how, *filter(None, [subcommand]))
-        assert text is not None, f"{how} has no subcommand {subcommand!r}"
+        text = _help(program, *filter(None, [subcommand]))
+        assert text is not None, f"{program} has no subcommand {subcommand!r}"
         known = set(re.findall(r"(?<![\w-])--?[\w-]+", text))
         for option in (a.partition("=")[0] for a in words if a.startswith("-")):
-            assert option in known, f"{how} {subcommand} has no option {option}"
+            assert option in known, f"{program} {subcommand} has no option {option}"
 
 
 def _check_make(arguments: list[str]) -> None:
@@ -193,11 +184,11 @@ def _check_make(arguments: list[str]) -> None:
     for argument in arguments:
         name, is_variable, _ = argument.partition("=")
         pattern = rf"^{re.escape(name)} \?=" if is_variable else rf"^{re.escape(name)}:"
-        assert re.search(pattern, makefile, re.MULTILINE), f"the Makefile knows no {name}"
+        assert re.search(pattern, makefile, re.MULTILINE), f"the Makefile has no {name}"
 
 
 def _check_pip(arguments: list[str]) -> None:
-    """Extras that are asked of the project exist; the rest is pip's affair."""
+    """The extras of the project exist. Other arguments are not checked."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     known = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     for argument in arguments:
@@ -211,7 +202,7 @@ def _check_pip(arguments: list[str]) -> None:
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules after import of package:RuntimeWarning")
 @pytest.mark.parametrize(("page", "environment", "command"), _commands())
 def test_command_exists(page: str, environment: list[str], command: str) -> None:
-    """Targets, subcommands, options, extras, scripts and environment variables are there."""
+    """Targets, subcommands, options, extras, scripts and environment variables exist."""
     sources = "".join(
         path.read_text(encoding="utf-8") for path in (ROOT / "fusedops").rglob("*.py")
     )
@@ -232,7 +223,7 @@ def test_command_exists(page: str, environment: list[str], command: str) -> None
     elif program == "pre-commit":
         assert (ROOT / ".pre-commit-config.yaml").exists()
     else:
-        # A user's own script or module. A path with a folder would be one of ours.
+        # This is a user's script or module. One of ours would have a folder in its path.
         assert not any("/" in argument for argument in arguments[:1]), f"there is no {arguments[0]}"
 
 
@@ -240,23 +231,23 @@ def test_command_exists(page: str, environment: list[str], command: str) -> None
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_links_lead_somewhere(page: str) -> None:
-    """On GitHub; `mkdocs build --strict` holds the same for the site."""
+def test_targets_of_links_exist(page: str) -> None:
+    """This is for GitHub. `mkdocs build --strict` checks the links of the site."""
     for link in links(TEXTS[page]):
         if re.match(r"[a-z]+:", link):
             continue
         path, _, anchor = link.partition("#")
         target = (ROOT / page).parent / path if path else ROOT / page
         assert target.resolve().is_relative_to(ROOT) and target.exists(), (
-            f"{page}: {link} leads nowhere"
+            f"{page}: {link} does not exist"
         )
         name = target.resolve().relative_to(ROOT).as_posix()
         if anchor and name in TEXTS:
             assert anchor in anchors(TEXTS[name]), f"{page}: {name} has no heading #{anchor}"
 
 
-def test_every_page_can_be_found() -> None:
-    """In the site's navigation, and from the README, directly or by way of other pages."""
+def test_every_page_can_be_reached() -> None:
+    """Pages are in the site's navigation, and links lead from the README to all of them."""
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     reached, waiting = set(), ["README.md"]
     while waiting:
@@ -291,21 +282,20 @@ ENTRIES = [
 
 
 def test_every_name_has_one_entry() -> None:
-    """The public names, and what `fusedops.models` has beside those; no entry stands twice."""
-    wanted = {f"{module_name}.{name}" for module_name, name in NAMES}
-    wanted |= {f"fusedops.models.{name}" for name in models.__all__ if name not in fusedops.__all__}
-    assert len(ENTRIES) == len(set(ENTRIES)) and wanted <= set(ENTRIES)
-    assert not {e for e in ENTRIES if e.rpartition(".")[0] in MODULES} - wanted
+    """The names are the public ones, also those of `fusedops.models`."""
+    expected = {f"{module_name}.{name}" for module_name, name in NAMES}
+    expected |= {
+        f"fusedops.models.{name}" for name in models.__all__ if name not in fusedops.__all__
+    }
+    assert len(ENTRIES) == len(set(ENTRIES)) and expected <= set(ENTRIES)
+    assert not {e for e in ENTRIES if e.rpartition(".")[0] in MODULES} - expected
 
 
 @pytest.mark.parametrize(("module_name", "name"), NAMES)
 def test_docstring_names_the_arguments(module_name: str, name: str) -> None:
-    """Those of the real signature, in its order.
-
-    Of a module that is its constructor's, inherited ones included.
-    """
-    thing = getattr(MODULES[module_name], name)
-    text = inspect.getdoc(thing) or ""
+    """The arguments are those of the signature, in its order; for modules, of the constructor."""
+    documented = getattr(MODULES[module_name], name)
+    text = inspect.getdoc(documented) or ""
     section = text.partition("\nArgs:\n")[2]
     section = re.split(r"^\S", section, maxsplit=1, flags=re.MULTILINE)[0]
     named = [
@@ -313,7 +303,7 @@ def test_docstring_names_the_arguments(module_name: str, name: str) -> None:
         for names in re.findall(r"^    (\w[\w, ]*):", section, re.MULTILINE)
         for n in names.split(", ")
     ]
-    parameters = inspect.signature(thing).parameters.values()
+    parameters = inspect.signature(documented).parameters.values()
     assert named == [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
@@ -345,8 +335,8 @@ _FOLDERS = ("core", "distributed", "norms", "compiler", "backend", "models", "tu
 
 
 @pytest.mark.parametrize("folder", _FOLDERS)
-def test_the_layout_names_every_file(folder: str) -> None:
-    """Each file of a folder is in its part of the layout, and nothing else is."""
+def test_layout_names_every_file(folder: str) -> None:
+    """The part of a folder in the layout names its files, and no others."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     _, part = page.split(f"\n  {folder}/ ", 1)
     part = re.split(r"\n(?:  )?\w", part, maxsplit=1)[0]
@@ -355,25 +345,25 @@ def test_the_layout_names_every_file(folder: str) -> None:
 
 
 @pytest.mark.parametrize("folder", ["core", "distributed", "compiler", "backend", "models"])
-def test_the_page_of_a_folder_names_files_that_are_there(folder: str) -> None:
+def test_page_of_a_folder_names_existing_files(folder: str) -> None:
     page = (ROOT / "fusedops" / folder / "README.md").read_text(encoding="utf-8")
     names = set(re.findall(r"`([\w/.]+\.py|[\w./]+/)`", page))
     assert names and all(
         any(
-            (ROOT / where / name).exists()
-            for where in (f"fusedops/{folder}", "fusedops", "tests", "")
+            (ROOT / parent / name).exists()
+            for parent in (f"fusedops/{folder}", "fusedops", "tests", "")
         )
         for name in names
     )
 
 
-def test_the_pages_agree_on_how_long_the_tests_take() -> None:
+def test_pages_agree_on_the_minutes_of_the_tests() -> None:
     pages = ("README.md", "CONTRIBUTING.md", "docs/testing.md")
     results = [re.findall(r"(\d+)\s+minutes\s+on\s+two\s+cores", TEXTS[page]) for page in pages]
     assert len(set(map(tuple, results))) == len(results[0]) == 1
 
 
-def test_the_page_on_tests_names_every_folder_and_helper() -> None:
+def test_page_on_tests_names_every_folder_and_helper() -> None:
     tests = ROOT / "tests"
     named = set(re.findall(r"`(\w+\.py|\w+/)`", TEXTS["docs/testing.md"].partition("\n## Sel")[0]))
     files = {path.name for path in (tests / "harness").glob("*.py")}
@@ -396,7 +386,7 @@ def test_readme_is_one_page_and_begins_with_code() -> None:
 
 
 def _markup() -> ModuleType:
-    """The hook's part that needs no MkDocs."""
+    """The part of the hook that does not need MkDocs."""
     spec = importlib.util.spec_from_file_location("markup", ROOT / "docs" / "hooks" / "markup.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -417,7 +407,7 @@ def test_literal_backticks_are_found(page: str, shown: list[str]) -> None:
     assert _markup().literal_backticks(page) == shown
 
 
-def test_a_letter_and_its_hat_become_one_character() -> None:
+def test_letter_with_a_hat_becomes_one_character() -> None:
     formula = '<mover accent="true"><mi>z</mi><mo>&#x0005E;</mo></mover><mo>&#x0005E;</mo>'
     assert (
         _markup().hatted(formula) == '<mi style="font-style: italic">\u1e91</mi><mo>&#x0005E;</mo>'
@@ -444,5 +434,5 @@ def test_a_letter_and_its_hat_become_one_character() -> None:
         ),
     ],
 )
-def test_names_in_tables_may_be_broken_at_their_joints(cell: str, broken: str) -> None:
+def test_long_names_in_tables_may_be_broken(cell: str, broken: str) -> None:
     assert _markup().breakable(cell) == broken

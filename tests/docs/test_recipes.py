@@ -1,6 +1,6 @@
-"""docs/recipes.md: each row of the table of the order of calls holds, in both orders.
+"""The table of the order of calls in docs/recipes.md is right, for both orders of each row.
 
-The blocks run in test_pages.py.
+The examples of the page run in test_pages.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LINES = [
     [cell.strip() for cell in line.strip("|").split(" | ")]
     for line in re.findall(r"^\| .*\|$", _TABLE, re.MULTILINE)
 ]
-# Links are left out of a row's name.
+# Names of rows are without links.
 ROWS = {
     re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", name): (before, after)
     for name, before, after in _LINES[1:]
@@ -36,8 +36,8 @@ _IDS = torch.arange(24).reshape(2, 12)
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A group of one process on the CPU, an empty folder, and no notices of other libraries."""
+def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A group of one process on the CPU, an empty folder, and no warnings of other libraries."""
     monkeypatch.chdir(tmp_path)
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
@@ -67,7 +67,7 @@ def _model() -> Any:
     ).train()
 
 
-# --- the calls ------------------------------------------------------------------------------------
+# --- calls ----------------------------------------------------------------------------------------
 
 
 def _to_dtype(model: nn.Module) -> nn.Module:
@@ -219,19 +219,22 @@ def _results(model: nn.Module) -> list[Tensor]:
 
 
 def _compare(model: nn.Module, call: Callable[[Any], nn.Module]) -> None:
-    """Against the same call on a model that is not fused, or, as it takes seconds to compile, one that is not compiled."""
+    """Compares with the same call on a model that is not fused.
+
+    If the call compiles, which takes seconds, the other model is not compiled.
+    """
     expected = _results(_model() if call in (_compiled, _compiled_in_place) else call(_model()))
     assert fusedops.fusion_status(model)
-    # Some ten roundings each way, in another order; bf16 has an eps of 2⁻⁷.
-    low = call in (_to_dtype, _prepared)
-    relative = 0.1 if low else 1e-4
-    for result, wanted in zip(_results(model), expected, strict=True):
+    # About ten roundings forward and ten backward differ. The eps of bf16 is 2⁻⁷.
+    in_bf16 = call in (_to_dtype, _prepared)
+    relative = 0.1 if in_bf16 else 1e-4
+    for actual, other in zip(_results(model), expected, strict=True):
         torch.testing.assert_close(
-            result, wanted, rtol=0.0, atol=relative * float(wanted.abs().max())
+            actual, other, rtol=0.0, atol=relative * float(other.abs().max())
         )
 
 
-def test_table_and_calls_are_the_same() -> None:
+def test_table_has_the_rows_of_the_calls() -> None:
     assert list(ROWS) == list(CALLS)
     assert all(
         cell.startswith(("yes", "no: `ValueError`", "no: `TypeError`"))
@@ -259,9 +262,7 @@ def test_called_after(row: str, call: Callable[[Any], nn.Module]) -> None:
     exclude = re.search(r"`exclude=\[\"(\w+)\"\]`", ROWS[row][1])
     assert fusedops.fuse_model(model, exclude=[exclude[1]] if exclude else [])
     if call is _pretrained:
-        assert not fusedops.fusion_status(call(model)), (
-            "a model that is loaded is another one, and not fused"
-        )
+        assert not fusedops.fusion_status(call(model)), "a loaded model is not fused"
     else:
         _compare(call(model), call)
 
@@ -285,7 +286,7 @@ class _Normed(nn.Module):
     "fbgemm" not in torch.backends.quantized.supported_engines, reason="no integers on this machine"
 )
 @pytest.mark.parametrize("observe", [_observed, _observed_in_training])
-def test_static_quantisation_takes_a_model_that_is_no_longer_fused(
+def test_static_quantisation_needs_a_model_that_is_not_fused(
     observe: Callable[[nn.Module], nn.Module],
 ) -> None:
     x = torch.randn(4, 16)
@@ -305,7 +306,7 @@ def test_static_quantisation_takes_a_model_that_is_no_longer_fused(
 
 
 @pytest.mark.parametrize("targets", [["gate_proj"], "all-linear", ["up_proj", "down_proj"]])
-def test_adapters_before_and_after_leave_the_same_modules_fused(targets: Any) -> None:
+def test_adapters_in_either_order_leave_the_same_modules_fused(targets: Any) -> None:
     from peft import LoraConfig, get_peft_model
 
     reports = []
@@ -327,21 +328,21 @@ def test_adapters_before_and_after_leave_the_same_modules_fused(targets: Any) ->
 
 
 @pytest.mark.parametrize("call", [_sharded, _split])
-def test_check_takes_no_sharded_model(call: Callable[[Any], nn.Module]) -> None:
+def test_check_refuses_a_sharded_model(call: Callable[[Any], nn.Module]) -> None:
     with pytest.raises(ValueError, match="check takes no sharded model"):
         fusedops.fuse_model(call(_model()), check={"input_ids": _IDS})
 
 
-def test_own_forward_of_a_prepared_model_is_left() -> None:
-    """As the page says of Accelerate."""
+def test_forward_of_a_prepared_model_is_not_replaced() -> None:
+    """The page says so of Accelerate."""
     layer = _prepared(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True))
     assert (
         fusedops.fuse_model(layer).modules[0].reason == "its forward was replaced on the instance"
     )
 
 
-def test_own_forward_of_a_prepared_model_is_given_back() -> None:
-    """As the troubleshooting page says."""
+def test_unfusing_a_prepared_model() -> None:
+    """The troubleshooting page says how."""
     from accelerate import Accelerator
 
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)

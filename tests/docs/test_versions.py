@@ -1,7 +1,4 @@
-"""One statement of supported versions.
-
-Docs/versions.md, with which pyproject.toml, CI and all other pages agree.
-"""
+"""pyproject.toml, CI and all pages agree with docs/versions.md on the supported versions."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _ROW = re.compile(
 _PAGE = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
 NEEDED = {name: needed for name, needed, _ in _ROW.findall(_PAGE)}
 TESTED = {name: tested.split(", ") for name, _, tested in _ROW.findall(_PAGE)}
-# The names under which pip knows them.
+# Names of the packages on PyPI.
 _PACKAGES = {
     "PyTorch": "torch",
     "Triton": "triton",
@@ -44,37 +41,37 @@ def _matrix(workflow: str, name: str) -> list[str]:
     return re.findall(r'"([\d.]+)"', result)
 
 
-def test_page_names_each_once() -> None:
+def test_page_names_each_package_once() -> None:
     assert list(NEEDED) == ["Python", *_PACKAGES]
     assert all(_numbers(tested[0])[:2] >= _numbers(NEEDED[name]) for name, tested in TESTED.items())
 
 
 @pytest.mark.parametrize("name", _PACKAGES)
-def test_lower_bound_is_the_packages(name: str) -> None:
+def test_lower_bound_is_that_of_pyproject(name: str) -> None:
     bounds = re.findall(rf'"{_PACKAGES[name]}>=([\d.]+)', _PROJECT.partition("\ndocs = ")[0])
     extra = re.search(rf'^hf = \["{_PACKAGES[name]}>=([\d.]+)"\]', _PROJECT, re.MULTILINE)
     assert (extra[1] if extra else bounds[0]) == NEEDED[name]
 
 
 @pytest.mark.parametrize("name", ["Triton", "einops", "Transformers"])
-def test_pinned_version_is_named(name: str) -> None:
-    """For a range it is the highest."""
+def test_pinned_version_is_tested(name: str) -> None:
+    """Of a range, the highest version."""
     (pinned,) = re.findall(rf"^{_PACKAGES[name]}(?:>=[\d.]+,<|=)=([\d.]+)$", _PINS, re.MULTILINE)
     assert pinned in TESTED[name]
 
 
-def test_python_is_what_ci_runs() -> None:
+def test_ci_runs_the_tested_versions_of_python() -> None:
     classifiers = re.findall(r'"Programming Language :: Python :: (\d\.\d+)"', _PROJECT)
     assert TESTED["Python"] == classifiers == _matrix("ci.yml", "python-version")
     assert f'requires-python = ">={NEEDED["Python"]}"' in _PROJECT
 
 
-def test_transformers_is_what_runs_each_night() -> None:
+def test_nightly_runs_the_tested_versions_of_transformers() -> None:
     assert TESTED["Transformers"] == _matrix("nightly.yml", "transformers")
 
 
-def test_pytorch_is_what_ci_runs() -> None:
-    """The oldest and the newest each night, and the minor release that the pins allow for every change."""
+def test_ci_runs_the_tested_versions_of_pytorch() -> None:
+    """Changes run with the pinned minor release, nights with the oldest and the newest."""
     ((low, high),) = re.findall(r"^torch>=([\d.]+),<([\d.]+)$", _PINS, re.MULTILINE)
     nightly = (_WORKFLOWS / "nightly.yml").read_text(encoding="utf-8")
     oldest, newest = re.findall(r"^ +torch: ([\d.]+)$", nightly, re.MULTILINE)
@@ -84,8 +81,8 @@ def test_pytorch_is_what_ci_runs() -> None:
     assert _numbers(oldest)[:2] == _numbers(NEEDED["PyTorch"])
 
 
-def test_what_ran_on_a_gpu() -> None:
-    """As `fusedops doctor` and the quick start have it."""
+def test_versions_tested_on_gpus() -> None:
+    """`fusedops doctor` and the quick start name the same ones."""
     rows = re.findall(r"^\| ([\d.]+) \| ([^|]+?) \| an NVIDIA", _PAGE, re.MULTILINE)
     assert rows == [ON_GPUS]
     start = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
@@ -94,15 +91,15 @@ def test_what_ran_on_a_gpu() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_other_pages_agree(page: Path) -> None:
-    """Where they say what is needed: "Python 3.10 or newer", "needs torch 2.11 and Triton 3.6"."""
+    """Sentences like "Python 3.10 or newer" and "needs torch 2.11 and Triton 3.6" are checked."""
     text = " ".join(page.read_text(encoding="utf-8").split())
-    said = re.findall(
+    stated = re.findall(
         r"(Python|PyTorch|torch|Triton|Transformers) ([\d.]*\d),? or (?:newer|later)", text
     )
     for torch, triton in re.findall(
         r"needs (?:PyTorch|torch) ([\d.]*\d) and Triton ([\d.]*\d)", text
     ):
-        said += [("torch", torch), ("Triton", triton)]
+        stated += [("torch", torch), ("Triton", triton)]
     assert all(
-        NEEDED["PyTorch" if name == "torch" else name] == version for name, version in said
-    ), said
+        NEEDED["PyTorch" if name == "torch" else name] == version for name, version in stated
+    ), stated

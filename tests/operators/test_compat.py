@@ -59,8 +59,10 @@ class Launcher36:
         self.launch = launch
 
     def _scratch(self, grid: tuple[Any, ...], size: int) -> Any:
+        if size <= 0:
+            return None
         programs = grid[0] * grid[1] * grid[2] * self.num_ctas
-        return "scratch" if size > 0 and programs > 0 else None
+        return "scratch" if programs > 0 else None
 
     def __call__(self, gridX, gridY, gridZ, stream, function, *args):
         grid = (gridX, gridY, gridZ)

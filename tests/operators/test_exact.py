@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -238,6 +239,10 @@ def test_vmap(case: Case) -> None:
     spec, sample = case.spec, case.sample()
     rows = rows_of(spec, sample)
     batch = torch.stack((rows, rows + 1.0, -rows))
-    call = lambda scores: spec.call(**{**sample.tensors, spec.tensors[0]: scores}, **sample.options)  # noqa: E731
+    first = spec.tensors[0]
+
+    def call(scores: Tensor) -> Any:
+        return spec.call(**{**sample.tensors, first: scores}, **sample.options)
+
     looped = torch.stack([as_tuple(call(scores.clone()))[0] for scores in batch])
     assert torch.equal(torch.vmap(call)(batch), looped)

@@ -81,7 +81,7 @@ def _every_second_column(t: Tensor) -> Tensor:
 
 
 def _unaligned(t: Tensor) -> Tensor:
-    """A contiguous tensor that begins one element into its storage, not at a multiple of 16 bytes."""
+    """A contiguous tensor that begins one element into its storage, off a 16-byte boundary."""
     return torch.cat((torch.full_like(t.flatten()[:1], float("nan")), t.flatten()))[1:].view(
         t.shape
     )
@@ -163,7 +163,7 @@ def test_wide_rows_in_other_layouts(case: Case, layout: Layout) -> None:
 @cases((torch.float32, torch.bfloat16), lambda spec, sample: sample.name == "shape 2x3x96")
 @pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1), (0, 2, 1)], ids=str)
 def test_permuted_dimensions(case: Case, order: tuple[int, ...]) -> None:
-    """Batch and sequence are swapped in memory, as in attention, or channels come first or second."""
+    """Batch and sequence are swapped in memory, as in attention, or channels are moved forward."""
     back = sorted(range(3), key=order.__getitem__)
     layout = lambda t: t.permute(order).contiguous().permute(back)  # noqa: E731
     layout.__name__ = f"permuted {order}"

@@ -224,7 +224,7 @@ def _negated(t: Tensor) -> Tensor:
 
 @every
 def test_arguments_and_cotangents_with_a_lazy_negation(spec: Spec, device: torch.device) -> None:
-    """Values, first and second derivatives; each argument alone, all of them, and the cotangents."""
+    """Values, and first and second derivatives for one argument, for all, and for cotangents."""
     both = pair(spec, device)
     weights = both.cotangents()
     with torch.no_grad():

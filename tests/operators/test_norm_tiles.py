@@ -34,7 +34,7 @@ def _is_small(spec: Spec, sample: Sample) -> bool:
 
 @cases((torch.float32,), _is_small, _NORMS)
 def test_tiles_side_by_side(case: Case) -> None:
-    """The last tile of a row has idle lanes, or only those. Programs have one tile of rows or many."""
+    """The last tile of a row is partly or wholly idle; programs have one or more tiles of rows."""
     sample = case.sample()
     for parts, persistent in ((3, 0), (5, 1)):
         block = block_holding(-(-_cols(case.spec, sample) // parts))

@@ -119,7 +119,7 @@ def test_tuner_is_loaded_only_when_it_is_on(monkeypatch: pytest.MonkeyPatch) -> 
 def test_values_of_the_variable(
     value: str | None, on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The variable is read once. An unknown value means off, and one warning lists the known ones."""
+    """The variable is read once. An unknown value means off, and warns once of the known ones."""
     read = functools.cache(ON_DEMAND.__wrapped__)
     monkeypatch.delenv("FUSEDOPS_TUNE", raising=False)
     if value is not None:

@@ -72,7 +72,7 @@ def test_opcheck(case: Case, device: torch.device) -> None:
         inputs = args
         if not _is_backward(func):
             inputs = tree_map_only(Tensor, lambda t: t.requires_grad_(t.is_floating_point()), args)
-        # The test of dynamic tracing runs the operator several times, so it is only for some samples.
+        # The test of dynamic tracing runs the operator several times, so only some samples have it.
         checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
         if case.sample().name in ("shape 7x17", "sum returned", "save=inputs", "save=output"):
             checks.append("test_aot_dispatch_dynamic")

@@ -1,9 +1,9 @@
-"""PyTorch's own samples of its operators and modules, with the drop-ins in their place.
+"""Drop-ins with PyTorch's own samples for its operators and modules.
 
-``torch.testing._internal`` has, for each operator, sample inputs and inputs that must fail
-(OpInfo), and for each module constructor and forward inputs (ModuleInfo). PyTorch's generic tests
-over them are repeated here in small: values, gradients, second derivatives, forward mode, vmap;
-construction, state, copies, moves.
+``torch.testing._internal`` has sample inputs and invalid inputs of each operator (OpInfo), and
+constructor and forward inputs of each module (ModuleInfo). The tests here are short forms of
+PyTorch's generic tests: values, gradients, second derivatives, forward mode and vmap of operators;
+construction, state, copies and moves of modules.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytest.importorskip(
 )
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", ImportWarning)  # of packages that only PyTorch's own tests need
+    warnings.simplefilter("ignore", ImportWarning)  # about packages that PyTorch's tests need
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.common_modules import module_db
 
@@ -44,7 +44,7 @@ def _activation(activation: str) -> Function:
 
 
 def _gated(input: Tensor, dim: int = -1) -> Tensor:
-    """`F.glu` has the gate second, along any dimension."""
+    """`F.glu`, whose gate is the second half."""
     up, gate = input.chunk(2, dim)
     return fusedops.gated_act(gate, up, "sigmoid")
 
@@ -61,16 +61,16 @@ DROP_INS: dict[str, Function] = {
 }
 
 
-# --- what is refused on purpose -------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Calls that PyTorch serves and this library does not."""
+    """Calls that PyTorch allows and this library refuses on purpose."""
 
     applies: Callable[[str, Any], bool]
     error: type[Exception]
-    words: str
+    message: str
     reason: str
 
 
@@ -83,19 +83,19 @@ REFUSALS = (
         lambda name, s: not s.input.is_floating_point(),
         TypeError,
         "has dtype",
-        "integers, booleans and complex numbers: the operators are of floating-point features",
+        "the operators take no integers, booleans and complex numbers",
     ),
     Refusal(
         lambda name, s: s.input.dtype not in FLOATING,
         TypeError,
         "has dtype",
-        "narrower formats than fp16 have no arithmetic of their own",
+        "formats narrower than fp16 have no arithmetic",
     ),
     Refusal(
         lambda name, s: (_eps(s) or 0.0) < 0.0,
         ValueError,
         "eps must be at least 0",
-        "a negative eps can only be a mistake: under it a root is of a negative number",
+        "a negative eps is a mistake: the root may be of a negative number",
     ),
 )
 
@@ -112,7 +112,7 @@ _MOST = 3 if INTERPRETED else 6
 
 
 def _samples(name: str, dtype: torch.dtype, device: torch.device, **options: Any) -> Iterator[Any]:
-    """PyTorch's samples, without those whose shapes and options occurred before."""
+    """PyTorch's samples, one for each combination of shapes and options."""
     seen: set[str] = set()
     for sample in OPS[name].sample_inputs(device, dtype, **options):
         arguments = (sample.input, *sample.args)
@@ -123,18 +123,18 @@ def _samples(name: str, dtype: torch.dtype, device: torch.device, **options: Any
             yield sample
 
 
-def _served(
+def _accepted(
     name: str, dtype: torch.dtype, device: torch.device, most: int = 1000, **options: Any
 ) -> list[Any]:
-    """At most ``most`` of the samples that are not refused, from the whole list of them."""
-    served = [
+    """At most ``most`` of the samples that are not refused, spread over all of them."""
+    accepted = [
         sample
         for sample in _samples(name, dtype, device, **options)
         if _refusal(name, sample) is None
     ]
-    assert served
-    step = math.ceil(len(served) / most)
-    return served[::step]
+    assert accepted
+    step = math.ceil(len(accepted) / most)
+    return accepted[::step]
 
 
 def _call(function: Function, sample: Any) -> Tensor:
@@ -142,20 +142,20 @@ def _call(function: Function, sample: Any) -> Tensor:
 
 
 def _tensors(sample: Any) -> tuple[list[Tensor], Callable[..., Any]]:
-    """The sample's tensors, and ``call(function, *values)``.
+    """The sample's tensors, and a function ``call(function, *values)``.
 
-    It calls the function with the sample's arguments, and with the values in place of its tensors.
+    That calls ``function`` with the sample's arguments, the tensors replaced by ``values``.
     """
-    slots = [sample.input, *sample.args]
-    at = [i for i, value in enumerate(slots) if isinstance(value, Tensor)]
+    arguments = [sample.input, *sample.args]
+    indices = [i for i, value in enumerate(arguments) if isinstance(value, Tensor)]
 
     def call(function: Function, *values: Tensor) -> Tensor:
-        filled = list(slots)
-        for i, value in zip(at, values, strict=True):
-            filled[i] = value
-        return function(*filled, **sample.kwargs)
+        replaced = list(arguments)
+        for i, value in zip(indices, values, strict=True):
+            replaced[i] = value
+        return function(*replaced, **sample.kwargs)
 
-    return [slots[i] for i in at], call
+    return [arguments[i] for i in indices], call
 
 
 @pytest.mark.pairs("name")
@@ -165,7 +165,7 @@ def _tensors(sample: Any) -> tuple[list[Tensor], Callable[..., Any]]:
 def test_values_and_gradients(
     name: str, dtype: torch.dtype, layout: str, device: torch.device
 ) -> None:
-    for sample in _served(name, dtype, device, requires_grad=True):
+    for sample in _accepted(name, dtype, device, requires_grad=True):
         sample = sample.noncontiguous() if layout == "strided" else sample
         tensors, call = _tensors(sample)
         results = []
@@ -175,10 +175,9 @@ def test_values_and_gradients(
             cotangent = torch.linspace(-1.0, 2.0, output.numel(), device=device, dtype=dtype)
             grads = torch.autograd.grad(output, leaves, cotangent.view(output.shape))
             results.append((output, *grads))
-        # In bf16 PyTorch's own backward rounds between its steps: it is off by some ulps of the
-        # largest term of a sum. In fp32 the gradients of a norm of one or two columns cancel. Their
-        # terms are about 10 * rstd, at most 10 / sqrt(eps) = 3162, each with rounding errors of
-        # 6e-8.
+        # In bf16 PyTorch's own backward rounds between its steps, which costs some ulps of the
+        # largest term of a sum. In fp32, terms of the gradients of norms of one or two columns
+        # cancel. They are about 10 * rstd, at most 10 / sqrt(eps) = 3162, with errors of 6e-8.
         tolerance = {
             torch.bfloat16: {"rtol": 0.05, "atol": 0.05},
             torch.float32: {"rtol": 1e-5, "atol": 1e-3},
@@ -188,12 +187,12 @@ def test_values_and_gradients(
 
 @every_op
 def test_other_dtypes_and_arguments_are_refused(name: str, device: torch.device) -> None:
-    """All of `REFUSALS` is refused; `test_values_and_gradients` runs the other samples."""
+    """`test_values_and_gradients` runs the samples that are not of `REFUSALS`."""
     for dtype in OPS[name].supported_dtypes(device.type):
         for sample in _samples(name, dtype, device):
             refusal = _refusal(name, sample)
             if refusal is not None:
-                with pytest.raises(refusal.error, match=refusal.words):
+                with pytest.raises(refusal.error, match=refusal.message):
                     _call(DROP_INS[name], sample)
 
 
@@ -201,7 +200,7 @@ def test_other_dtypes_and_arguments_are_refused(name: str, device: torch.device)
     "name", [name for name in DROP_INS if OPS[name].error_inputs_func is not None]
 )
 def test_error_inputs(name: str, device: torch.device) -> None:
-    """What PyTorch refuses is refused. `test_bad_input.py` checks this library's messages."""
+    """This library, too, refuses what PyTorch refuses. `test_bad_input.py` checks messages."""
     for error in OPS[name].error_inputs(device):
         with pytest.raises((ValueError, TypeError, RuntimeError)):
             _call(DROP_INS[name], error.sample_input)
@@ -210,7 +209,7 @@ def test_error_inputs(name: str, device: torch.device) -> None:
 @every_op
 def test_derivatives(name: str, device: torch.device) -> None:
     """Finite differences agree with first and second derivatives, in reverse and forward mode."""
-    for sample in _served(name, torch.float64, device, _MOST, requires_grad=True):
+    for sample in _accepted(name, torch.float64, device, _MOST, requires_grad=True):
         tensors, call = _tensors(sample)
         leaves = [t.detach().requires_grad_() for t in tensors]
         function = lambda *values, call=call: call(DROP_INS[name], *values)  # noqa: E731
@@ -221,17 +220,17 @@ def test_derivatives(name: str, device: torch.device) -> None:
 
 @every_op
 def test_vmap(name: str, device: torch.device) -> None:
-    """Over all tensors, and over the first alone."""
-    for sample in _served(name, torch.float64, device, _MOST):
+    """vmap over all tensors, and over the first one alone, equals a loop."""
+    for sample in _accepted(name, torch.float64, device, _MOST):
         tensors, call = _tensors(sample)
-        many = [torch.stack([t, 0.5 * t, t - 1.0]) for t in tensors]
+        batches = [torch.stack([t, 0.5 * t, t - 1.0]) for t in tensors]
         function = lambda *values, call=call: call(DROP_INS[name], *values)  # noqa: E731
-        native = [call(OPS[name].op, *(t[b] for t in many)) for b in range(3)]
-        torch.testing.assert_close(torch.func.vmap(function)(*many), torch.stack(native))
-        native = [call(OPS[name].op, many[0][b], *tensors[1:]) for b in range(3)]
+        native = [call(OPS[name].op, *(t[b] for t in batches)) for b in range(3)]
+        torch.testing.assert_close(torch.func.vmap(function)(*batches), torch.stack(native))
+        native = [call(OPS[name].op, batches[0][b], *tensors[1:]) for b in range(3)]
         in_dims = (0, *(None for _ in tensors[1:]))
         torch.testing.assert_close(
-            torch.func.vmap(function, in_dims)(many[0], *tensors[1:]), torch.stack(native)
+            torch.func.vmap(function, in_dims)(batches[0], *tensors[1:]), torch.stack(native)
         )
 
 
@@ -245,7 +244,7 @@ every_module = pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__
 def _inputs(
     kind: type[nn.Module], device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[Any, Any, Any]]:
-    """PyTorch's samples: our module, PyTorch's with the same state, and the input."""
+    """For each of PyTorch's samples: a fused and a native module with one state, and the input."""
     info = INFOS[kind]
     for sample in info.module_inputs_func(
         info, device=device, dtype=dtype, requires_grad=True, training=True
@@ -254,7 +253,7 @@ def _inputs(
         if INTERPRETED and x.numel() > 500:
             continue
         args, options = sample.constructor_input.args, dict(sample.constructor_input.kwargs)
-        if kind is not nn.GELU:  # which has no parameters
+        if kind is not nn.GELU:  # it has no parameters
             options |= {"device": device, "dtype": dtype}
         fused, native = MODULES[kind](*args, **options), kind(*args, **options)
         with torch.no_grad():
@@ -277,9 +276,9 @@ def test_module_forward_and_gradients(
             grads = torch.autograd.grad(
                 (output * output).sum(), [leaf, *module.parameters()], create_graph=True
             )
-            again = torch.autograd.grad(sum((g * g).sum() for g in grads), leaf)
-            results.append((output, *grads, *again))
-        # In fp32 second derivatives of 128 rows with small deviations are off by a few hundred ulps
+            second = torch.autograd.grad(sum((g * g).sum() for g in grads), leaf)
+            results.append((output, *grads, *second))
+        # In fp32 second derivatives of 128 rows with small deviations differ by a few hundred ulps
         # of their terms.
         tolerance = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {}
         torch.testing.assert_close(*results, **tolerance)
@@ -312,7 +311,7 @@ def test_module_state_repr_and_copies(kind: type[nn.Module], device: torch.devic
 
 @every_module
 def test_module_is_cast_and_moved(kind: type[nn.Module], device: torch.device) -> None:
-    """To fp64, and to the meta device and back, with frozen parameters or without parameters."""
+    """Modules with frozen parameters, or with none, move to fp64, the meta device and back."""
     for fused, native, x in _inputs(kind, device, torch.float32):
         for module in (fused, native):
             module.requires_grad_(False).double()

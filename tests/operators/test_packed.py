@@ -1,7 +1,7 @@
-"""Gated units whose two inputs are the halves of one tensor, given as one tensor or as two views of it.
+"""Gated units whose two inputs are the halves of one tensor.
 
-As one tensor they have one gradient, which the kernel writes with no copy. As views they are
-ordinary tensors, read in place, with all that autograd promises of each.
+One packed tensor has one gradient, which the kernel writes without a copy. Two views of a tensor
+are read in place, and autograd treats them as any other tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CUTS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "slices": lambda packed: (packed[..., :COLS], packed[..., COLS:]),
     "up first": lambda packed: packed.chunk(2, -1)[::-1],
 }
-# What makes one gradient of two, or a tensor's rows contiguous.
+# Operators that join two gradients or make rows contiguous.
 COPIES = {
     "aten::cat",
     "aten::slice_backward",
@@ -49,23 +49,22 @@ def _no_copies() -> Iterator[None]:
 
 
 def _expected(spec: Spec, packed: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The output and the two gradients where gate and up are tensors of their own."""
+    """The output and the two gradients if gate and up are separate tensors."""
     halves = [half.detach().clone().requires_grad_() for half in packed.chunk(2, -1)]
     y = spec.call(*halves)
     return y.detach(), *torch.autograd.grad(y, halves, cotangent)
 
 
-def _close(actual: Tensor | tuple[Tensor, ...], expected: Tensor | tuple[Tensor, ...]) -> None:
-    """Dense tensors have a kernel of their own, which rounds some products in another order.
-
-    A few ulps of fp32.
-    """
+def _assert_near(
+    actual: Tensor | tuple[Tensor, ...], expected: Tensor | tuple[Tensor, ...]
+) -> None:
+    """A few ulps are allowed, as kernels of dense tensors round some products in another order."""
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 # --- one tensor -----------------------------------------------------------------------------------
 
-WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor | None]] = {
+DERIVATIVES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor | None]] = {
     "backward": lambda y, leaf, dy: y.backward(dy),
     "inputs": lambda y, leaf, dy: y.backward(dy, inputs=[leaf]),
     "grad": lambda y, leaf, dy: torch.autograd.grad(y, leaf, dy)[0],
@@ -74,31 +73,31 @@ WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor | None]] = {
 
 
 @every
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("derivative", DERIVATIVES)
 @pytest.mark.parametrize("shape", [(6, 2 * COLS), (2, 3, 2 * COLS), (2 * COLS,)], ids=str)
 def test_one_gradient_and_no_copy(
-    spec: Spec, way: str, shape: tuple[int, ...], device: torch.device
+    spec: Spec, derivative: str, shape: tuple[int, ...], device: torch.device
 ) -> None:
     leaf = torch.randn(shape, device=device, requires_grad=True)
     cotangent = torch.randn((*shape[:-1], COLS), device=device)
     with launch.record() as launched, _no_copies():
         y = spec.call(leaf, None)
-        grad = WAYS[way](y, leaf, cotangent)
+        grad = DERIVATIVES[derivative](y, leaf, cotangent)
     assert launched == ["glu_forward_kernel", "glu_backward_kernel"]
     expected, *halves = _expected(spec, leaf, cotangent)
-    _close(y, expected)
-    _close(leaf.grad if grad is None else grad, torch.cat(halves, -1))
+    _assert_near(y, expected)
+    _assert_near(leaf.grad if grad is None else grad, torch.cat(halves, -1))
 
 
 @every
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_packed_input_may_be_checkpointed(
+def test_checkpoint_of_a_packed_input(
     spec: Spec, use_reentrant: bool, device: torch.device
 ) -> None:
     leaf = torch.randn(6, 2 * COLS, device=device, requires_grad=True)
     cotangent = torch.randn(6, COLS, device=device)
     checkpoint(lambda t: spec.call(t, None), leaf, use_reentrant=use_reentrant).backward(cotangent)
-    _close(leaf.grad, torch.cat(_expected(spec, leaf, cotangent)[1:], -1))
+    _assert_near(leaf.grad, torch.cat(_expected(spec, leaf, cotangent)[1:], -1))
 
 
 # --- two views of one tensor ----------------------------------------------------------------------
@@ -110,43 +109,43 @@ def test_packed_input_may_be_checkpointed(
 def test_halves_are_read_in_place(
     spec: Spec, cut: str, leading: tuple[int, ...], device: torch.device
 ) -> None:
-    """Gradients are written as two tensors, for the halves and for the whole."""
+    """Gradients of the halves are two tensors, also where the gradient of the whole is wanted."""
     leaf = torch.randn((*leading, 2 * COLS), device=device, requires_grad=True)
     halves = CUTS[cut](leaf)
     with _no_copies():
         y = spec.call(*halves)
     cotangent = torch.randn_like(y)
-    wanted = _expected(spec, leaf if cut != "up first" else leaf.roll(COLS, -1), cotangent)
-    _close((y, *torch.autograd.grad(y, halves, cotangent, retain_graph=True)), wanted)
+    expected = _expected(spec, leaf if cut != "up first" else leaf.roll(COLS, -1), cotangent)
+    _assert_near((y, *torch.autograd.grad(y, halves, cotangent, retain_graph=True)), expected)
     y.backward(cotangent)
-    _close(leaf.grad, torch.cat(wanted[1:] if cut != "up first" else wanted[:0:-1], -1))
+    _assert_near(leaf.grad, torch.cat(expected[1:] if cut != "up first" else expected[:0:-1], -1))
 
 
 @every
 @pytest.mark.parametrize("kind", ["hook", "retain_grad"])
-@pytest.mark.parametrize("which", [0, 1], ids=["gate", "up"])
-def test_hooks_on_a_half(spec: Spec, kind: str, which: int, device: torch.device) -> None:
+@pytest.mark.parametrize("half", [0, 1], ids=["gate", "up"])
+def test_hooks_on_a_half(spec: Spec, kind: str, half: int, device: torch.device) -> None:
     leaf = torch.randn(6, 2 * COLS, device=device, requires_grad=True)
     halves = leaf.chunk(2, -1)
     if kind == "hook":
-        halves[which].register_hook(lambda grad: 2.0 * grad)
+        halves[half].register_hook(lambda grad: 2.0 * grad)
     else:
-        halves[which].retain_grad()
+        halves[half].retain_grad()
     y = spec.call(*halves)
     cotangent = torch.randn_like(y)
     _, *grads = _expected(spec, leaf, cotangent)
     y.backward(cotangent)
     if kind == "retain_grad":
-        _close(halves[which].grad, grads[which])
+        _assert_near(halves[half].grad, grads[half])
     else:
-        grads[which] = 2.0 * grads[which]
-    _close(leaf.grad, torch.cat(grads, -1))
+        grads[half] = 2.0 * grads[half]
+    _assert_near(leaf.grad, torch.cat(grads, -1))
 
 
 @every
 @pytest.mark.parametrize("given", ["packed", "halves"])
 @pytest.mark.parametrize("changed", ["packed", "half"])
-def test_a_change_in_place_is_noticed(
+def test_changes_in_place_are_errors(
     spec: Spec, given: str, changed: str, device: torch.device
 ) -> None:
     packed = torch.randn(6, 2 * COLS, device=device, requires_grad=True) * 1.5

@@ -1,8 +1,7 @@
-"""That the suite's poison works.
+"""The suite's poison works, and kernels write nothing beside their outputs.
 
-Uninitialised memory is NaN, so a kernel that leaves a gap, or reads one, is seen.
-
-And that kernels write nothing beside what they are given.
+Uninitialised memory is NaN in these tests, so a test fails where a kernel leaves a gap or reads
+one.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def test_new_memory_is_poisoned(allocate, dtype: torch.dtype) -> None:
     assert allocate(torch.zeros(6, 7, dtype=dtype, device=DEVICE)).isnan().all()
 
 
-# All other samples' results are held to be finite wherever they are held to be right.
+# Results of the other samples are compared with finite ones, so a NaN in them fails elsewhere.
 _PICKED = (
     "shape 7x17",
     "shape 129x40",
@@ -53,11 +52,8 @@ _PICKED = (
 
 
 @cases((torch.float32, torch.bfloat16), lambda spec, sample: sample.name in _PICKED)
-def test_nothing_unwritten_comes_out(case: Case) -> None:
-    """Outputs and gradients have no NaN, in their storage either.
-
-    Rows may not be padded with unwritten elements.
-    """
+def test_results_are_written_completely(case: Case) -> None:
+    """The storages of outputs and gradients hold no NaN: there is no unwritten padding of rows."""
     spec, sample = case.spec, case.sample()
     leaves = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
     outputs = call(spec, sample)(leaves)
@@ -81,8 +77,8 @@ _GUARD, _UNTOUCHED = 64, 1234.0
 def test_nothing_is_written_beside_the_outputs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and gradients lie within larger tensors, whose other elements stay as they are.
 
-    In forwards are programs without rows, and of slices tiles of one row with slots without a
-    slice.
+    Forwards have programs without rows, and kernels of slices have tiles of one row with slots
+    that hold no slice.
     """
     buffers: list[Tensor] = []
 
@@ -113,19 +109,19 @@ def test_nothing_is_written_beside_the_outputs(case: Case, monkeypatch: pytest.M
         assert (buffer[:_GUARD] == _UNTOUCHED).all() and (buffer[-_GUARD:] == _UNTOUCHED).all()
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="a GPU does not check")
-@pytest.mark.parametrize("which", ["load", "store"])
-def test_access_beside_a_tensor_is_an_error(which: str) -> None:
-    """That holds for any kernel that the interpreter runs."""
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU does not check addresses")
+@pytest.mark.parametrize("access", ["load", "store"])
+def test_access_outside_a_tensor_is_an_error(access: str) -> None:
+    """The suite's interpreter checks each access of each kernel."""
     x = torch.zeros(8, 8, device=DEVICE)
-    with pytest.raises(Exception, match=f"create_masked_{which} beside"):
-        _beside[(1,)](x, torch.zeros(24, device=DEVICE), which == "load")
+    with pytest.raises(Exception, match=f"create_masked_{access} outside"):
+        _outside[(1,)](x, torch.zeros(24, device=DEVICE), LOADS=access == "load")
 
 
 @triton.jit
-def _beside(x, part, LOADS: tl.constexpr):
-    at = tl.arange(0, 32)
+def _outside(x, short, LOADS: tl.constexpr):
+    lanes = tl.arange(0, 32)
     if LOADS:
-        tl.store(x + at, tl.load(part + at))
+        tl.store(x + lanes, tl.load(short + lanes))
     else:
-        tl.store(x + at + 40, tl.load(x + at))
+        tl.store(x + lanes + 40, tl.load(x + lanes))

@@ -1,4 +1,4 @@
-"""Dropout's random numbers: PyTorch's controls govern them, the mask is what it should be, and it is unbiased."""
+"""Dropout's random numbers: PyTorch's controls, the kernels' masks, and statistics."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def test_manual_seed_reproduces(spec: Spec, device: torch.device) -> None:
     torch.manual_seed(11)
     first, second = problem.run(0.5), problem.run(0.5)
     torch.manual_seed(11)
-    again, then = problem.run(0.5), problem.run(0.5)
+    repeated_first, repeated_second = problem.run(0.5), problem.run(0.5)
     torch.manual_seed(12)
-    other = problem.run(0.5)
-    for a, b in ((first, again), (second, then)):
+    of_other_seed = problem.run(0.5)
+    for a, b in ((first, repeated_first), (second, repeated_second)):
         assert all(torch.equal(x, y) for x, y in zip(a.outputs, b.outputs, strict=True))
         assert all(torch.equal(a.gradients[name], b.gradients[name]) for name in a.gradients)
     # Two masks of 240 fair coins agree with probability 2 ** -240.
     assert not torch.equal(first.forward, second.forward)
-    assert not torch.equal(first.forward, other.forward)
+    assert not torch.equal(first.forward, of_other_seed.forward)
 
 
 @every
 def test_state_is_the_generators(spec: Spec, device: torch.device) -> None:
-    """A saved state brings the mask back, and dropping moves the generator on as any random operator does."""
+    """A saved state reproduces the mask, and dropout moves the generator on."""
     problem = Problem(spec, 6, 40, device)
     torch.rand(3, device=device)
     state = rng_state(device)
@@ -98,7 +98,7 @@ def test_backward_has_the_forwards_mask(
         assert torch.equal(run.forward, run.backward)
 
 
-# --- plain CPU: torch's own dropout ---------------------------------------------------------------
+# --- on the CPU: PyTorch's own dropout ------------------------------------------------------------
 
 if not KERNEL_PATH:
 
@@ -122,7 +122,7 @@ if not KERNEL_PATH:
 
 @every
 @pytest.mark.kernels
-@pytest.mark.pairs("cols p")  # one number in 65,536 shows a threshold that is off by one
+@pytest.mark.pairs("cols p")  # one number in 65,536 shows that a threshold is off by one
 @pytest.mark.parametrize(
     "rows,cols", [(1, 1), (2, 8), (3, 7), (9, 40), (17, 129), (5, 1000), (2, 20000)]
 )
@@ -171,24 +171,20 @@ def test_mask_counts_rows_over_all_leading_dimensions(spec: Spec, device: torch.
 def test_mask_does_not_depend_on_dtype(
     spec: Spec, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Among half-precision numbers a few zeros come by chance.
-
-    A kept value may be zero, a dropped one never is not.
-    """
+    """A few kept values may be zero by chance in half precision. Dropped ones always are."""
     expected = keep_mask(SEED, OFFSET, 9, 200, 0.5).to(device)
     with fixed_draw():
         run = Problem(spec, 9, 200, device, dtype).run(0.5)
-    for seen in (run.forward, run.backward):
-        assert not (seen & ~expected).any()
-        assert (
-            seen != expected
-        ).sum() <= 18  # 1 in 100 of 1800; a mask of its own would differ in half of them
+    for mask in (run.forward, run.backward):
+        assert not (mask & ~expected).any()
+        # One in 100 of 1800 elements. An independent mask would differ in half of them.
+        assert (mask != expected).sum() <= 18
 
 
 def _configs(key: tuning.TuningKey) -> list[tuning.Config]:
     """The configs that the family may choose for a kernel.
 
-    The interpreter knows nothing of warps, so there one of each tiling.
+    The interpreter ignores numbers of warps, so under it there is one config for each tiling.
     """
     family = family_of(key.kernel)
     assert family is not None
@@ -210,37 +206,38 @@ def _configs(key: tuning.TuningKey) -> list[tuning.Config]:
 
 @every
 @pytest.mark.kernels
-@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mask_is_the_same_in_all_configs(
-    spec: Spec, which: str, dtype: torch.dtype, device: torch.device
+    spec: Spec, direction: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Also where a row is cut into tiles, several rows share one, and a program takes many."""
+    """Rows are cut into tiles, rows share a tile, and programs have one or more tiles."""
     rows, cols = (9, 1300) if device.type == "cuda" else (5, 300)
     problem = Problem(spec, rows, cols, device, dtype)
     with tuning.collected_keys() as keys:
         problem.run(0.5)
-    key = list(keys)[0 if which == "forward" else 1]
+    key = list(keys)[0 if direction == "forward" else 1]
     expected = keep_mask(SEED, OFFSET, rows, cols, 0.5).to(device)
-    ran = 0
+    count = 0
     for config in _configs(key):
         with fixed_draw(), tuning.forced(key.kernel, config):
             try:
                 run = problem.run(0.5)
             except OutOfResources:
                 continue  # a candidate may need more shared memory than this device has
-        ran += 1
-        for seen in (run.forward, run.backward):
-            assert not (seen & ~expected).any(), config
+        count += 1
+        for mask in (run.forward, run.backward):
+            assert not (mask & ~expected).any(), config
             # Half-precision numbers are zero by chance now and then; fp32 ones are not.
-            assert (seen != expected).sum() <= (
+            assert (mask != expected).sum() <= (
                 0 if dtype == torch.float32 else expected.numel() // 100
             ), config
-    assert ran > 2
+    assert count > 2
 
 
 @pytest.mark.kernels
-def test_threshold_is_quantised_and_never_all_or_nothing() -> None:
+def test_threshold_has_sixteen_bits() -> None:
+    """A p between 0 and 1 always drops some elements and keeps some."""
     for p in (0.0, 1e-9, 1 / 65536, 0.1, 0.5, 1 - 1e-9, 1.0):
         assert rng.threshold(p) == drop_threshold(p)
         assert rng.keep_probability(p) == 1.0 - drop_threshold(p) / 65536
@@ -251,14 +248,14 @@ def test_threshold_is_quantised_and_never_all_or_nothing() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("p", [1e-7, 0.1, 0.3, 1 - 2.4 / 65536])
 def test_scale_makes_the_expectation_exact(spec: Spec, p: float, device: torch.device) -> None:
-    """Kept values are scaled by one over the probability with which the sixteen bits really keep.
+    """Kept values are divided by the probability of being kept, to which 16 bits round 1 - p.
 
     With p = 1 - 2.4/65536 that is 2/65536: the scale is 32768, where 1/(1 - p) would be 27307.
     """
     kept = 65536 - drop_threshold(p)
     problem = Problem(spec, 8, 4096, device, torch.float64)
     problem.drop_ones()
-    # The first offset under which something is kept: 2 in 65536 may well be none of 32768.
+    # The first offset for which something is kept: 2 in 65536 are often none of 32768.
     masks = (
         (offset, keep_mask(SEED, offset, 8, 4096, p)) for offset in range(OFFSET, OFFSET + 400, 4)
     )
@@ -295,7 +292,7 @@ def test_keep_rate(spec: Spec, p: float, device: torch.device) -> None:
 @every
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_mean_is_kept(spec: Spec, p: float, device: torch.device) -> None:
-    """E[dropout(1)] = 1; one value's standard deviation is sqrt(p / (1 - p))."""
+    """The mean of dropout of ones is 1; the standard deviation of a value is sqrt(p / (1 - p))."""
     problem = Problem(spec, ROWS, COLS, device)
     problem.drop_ones()
     mean = problem.forward(p)[-1].double().mean().item()
@@ -304,9 +301,9 @@ def test_mean_is_kept(spec: Spec, p: float, device: torch.device) -> None:
 
 @every
 def test_neighbours_are_independent(spec: Spec, device: torch.device) -> None:
-    """Shifted against itself by a few columns or rows, and against the next call's, a fair mask agrees half the time.
+    """A mask agrees with its own shifts and with the next call's mask in half of the elements.
 
-    Eight columns share one Philox call, so the shifts cover that group and its edges.
+    Eight columns share one Philox call, so the shifts cover those eight columns and their edges.
     """
     problem = Problem(spec, ROWS, COLS, device)
     keep, following = (problem.forward(0.5)[-1] != 0.0 for _ in range(2))
@@ -314,20 +311,20 @@ def test_neighbours_are_independent(spec: Spec, device: torch.device) -> None:
     pairs += [(keep[s:], keep[:-s]) for s in (1, 2, 4, 8)]
     pairs += [(keep, following), (keep[1:], following[:-1]), (keep[:, 1:], following[:, :-1])]
     for a, b in pairs:
-        agreed = (a == b).sum().item()
-        assert abs(agreed - a.numel() / 2) <= five_sigma(a.numel(), 0.5)
+        equal = (a == b).sum().item()
+        assert abs(equal - a.numel() / 2) <= five_sigma(a.numel(), 0.5)
 
 
 @pytest.mark.gpu
 def test_generator_moves_on_as_for_torchs_dropout(device: torch.device) -> None:
-    """A fused call between two of torch's own random operators neither repeats nor shifts what they draw."""
+    """Offsets grow in multiples of four, as PyTorch's own operators expect."""
     generator = torch.cuda.default_generators[device.index or 0]
-    before = generator.get_offset()
+    at_first = generator.get_offset()
     x = torch.randn(4, 32, device=device)
-    moved = generator.get_offset()
+    after_randn = generator.get_offset()
     fusedops.bias_dropout_add(x, None, None, p=0.5)
-    assert moved > before
-    assert generator.get_offset() > moved
+    assert after_randn > at_first
+    assert generator.get_offset() > after_randn
     assert generator.get_offset() % 4 == 0
     F.dropout(x, 0.5)
     assert generator.get_offset() % 4 == 0

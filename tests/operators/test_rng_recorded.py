@@ -1,7 +1,4 @@
-"""Dropout where a call is replayed or recorded.
-
-Activation checkpointing, CUDA graphs, torch.compile, make_fx.
-"""
+"""Dropout in activation checkpointing, CUDA graphs, torch.compile and make_fx."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ from support import as_tuple, random_like
 every = pytest.mark.parametrize("spec", DROPOUT_SPECS, ids=lambda spec: spec.name)
 
 
-def _same(a: Run, b: Run) -> None:
-    """Bit for bit."""
+def _assert_equal(a: Run, b: Run) -> None:
     for x, y in zip(a.outputs, b.outputs, strict=True):
         assert torch.equal(x, y)
     assert a.gradients.keys() == b.gradients.keys()
@@ -35,7 +31,7 @@ def _same(a: Run, b: Run) -> None:
         assert torch.equal(a.gradients[name], b.gradients[name]), name
 
 
-# A graph takes seconds.
+# Compiling a graph takes seconds.
 pytestmark = pytest.mark.shared("spec", most=2)
 
 
@@ -45,7 +41,7 @@ pytestmark = pytest.mark.shared("spec", most=2)
 @every
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint_changes_nothing(spec: Spec, use_reentrant: bool, device: torch.device) -> None:
-    """Two calls in the checkpointed part, so that a state restored for the first alone is seen."""
+    """The checkpointed part has two calls, both of which must find their states restored."""
     problem = Problem(spec, 6, 40, device)
     calls = 0
 
@@ -56,7 +52,7 @@ def test_checkpoint_changes_nothing(spec: Spec, use_reentrant: bool, device: tor
         rows = tensors[spec.tensors[0]]
         assert rows is not None
         options = {**problem.options, "p": 0.3}
-        # The square is what needs recomputing where the operator itself keeps nothing.
+        # The square needs recomputing also where the operator itself saves nothing.
         outputs = spec.call(
             **{**tensors, spec.tensors[0]: rows + first.square()}, **problem.absent, **options
         )
@@ -82,8 +78,8 @@ def test_checkpoint_changes_nothing(spec: Spec, use_reentrant: bool, device: tor
     assert calls == 1
     recomputed = run(checkpointed)
     assert calls == 3, "nothing was recomputed"
-    _same(plain, recomputed)
-    # Any draw in between changes what is dropped: the equality above is no accident.
+    _assert_equal(plain, recomputed)
+    # Another seed changes the mask, so the equality above means something.
     torch.manual_seed(22)
     assert not torch.equal(block(**problem.tensors)[-1], plain.outputs[-1])
 
@@ -94,9 +90,9 @@ def test_checkpoint_changes_nothing(spec: Spec, use_reentrant: bool, device: tor
 def _capture(
     problem: Problem, p: float
 ) -> tuple[torch.cuda.CUDAGraph, Run, tuple[torch.Tensor, ...]]:
-    """A graph of one forward and backward, the run whose tensors each replay overwrites, and the cotangents it reads.
+    """A graph of a forward and backward, the run that replays overwrite, and the cotangents.
 
-    Whoever replays keeps all of them: a graph does not hold the memory that it reads.
+    Whoever replays the graph must keep all of them: it does not own the memory that it reads.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -127,7 +123,7 @@ def _replay(graph: torch.cuda.CUDAGraph, run: Run) -> Run:
 
 @every
 @pytest.mark.gpu
-def test_graph_replays_draw_anew(spec: Spec, device: torch.device) -> None:
+def test_graph_replays_have_different_masks(spec: Spec, device: torch.device) -> None:
     problem = Problem(spec, 64, 256, device)
     graph, static, _cotangents = _capture(problem, 0.5)
     runs = [_replay(graph, static) for _ in range(4)]
@@ -141,15 +137,15 @@ def test_graph_replays_draw_anew(spec: Spec, device: torch.device) -> None:
 @every
 @pytest.mark.gpu
 def test_graph_replays_follow_the_seed(spec: Spec, device: torch.device) -> None:
-    """As for `F.dropout`: seeding before a replay decides its mask, and eager calls in between draw others."""
+    """A seed before a replay determines its mask, as for `F.dropout`; eager calls have others."""
     problem = Problem(spec, 16, 64, device)
     graph, static, _cotangents = _capture(problem, 0.5)
     torch.manual_seed(9)
     first, second = _replay(graph, static), _replay(graph, static)
     eager = problem.run(0.5)
     torch.manual_seed(9)
-    _same(_replay(graph, static), first)
-    _same(_replay(graph, static), second)
+    _assert_equal(_replay(graph, static), first)
+    _assert_equal(_replay(graph, static), second)
     assert not torch.equal(first.forward, second.forward)
     assert not torch.equal(first.forward, eager.forward) and not torch.equal(
         second.forward, eager.forward
@@ -162,7 +158,7 @@ def test_graph_without_dropout_equals_eager(spec: Spec, device: torch.device) ->
     problem = Problem(spec, 16, 64, device)
     expected = problem.run(0.0)
     graph, static, _cotangents = _capture(problem, 0.0)
-    _same(_replay(graph, static), expected)
+    _assert_equal(_replay(graph, static), expected)
 
 
 # --- torch.compile --------------------------------------------------------------------------------
@@ -172,13 +168,13 @@ def test_graph_without_dropout_equals_eager(spec: Spec, device: torch.device) ->
 def compiled(
     device: torch.device, fresh_dynamo: None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """torch.compile as a user has it on a GPU; elsewhere without a C++ compiler's seconds."""
+    """torch.compile with Inductor on a GPU, elsewhere without, as C++ takes seconds to compile."""
     backend = "inductor" if device.type == "cuda" else "aot_eager"
     return lambda function: torch.compile(function, fullgraph=True, backend=backend)
 
 
 @every
-def test_compiled_calls_draw_anew(
+def test_compiled_calls_have_different_masks(
     spec: Spec, compiled: Callable[..., Any], device: torch.device
 ) -> None:
     problem = Problem(spec, 9, 72, device)
@@ -201,8 +197,8 @@ def test_compiled_calls_follow_the_seed(
     torch.manual_seed(31)
     first, second = problem.run(0.5, call), problem.run(0.5, call)
     torch.manual_seed(31)
-    _same(problem.run(0.5, call), first)
-    _same(problem.run(0.5, call), second)
+    _assert_equal(problem.run(0.5, call), first)
+    _assert_equal(problem.run(0.5, call), second)
     torch.manual_seed(32)
     assert not torch.equal(problem.run(0.5, call).forward, first.forward)
 
@@ -214,16 +210,16 @@ def test_compiled_without_dropout_draws_nothing(
     problem = Problem(spec, 9, 72, device)
     call = compiled(spec.call)
     assert problem.run(0.0, call).forward.all()
-    # Two calls agree bit for bit as nothing in them is random.
-    _same(problem.run(0.0, call), problem.run(0.0, call))
+    # Two calls are equal, as nothing in them is random.
+    _assert_equal(problem.run(0.0, call), problem.run(0.0, call))
     assert problem.run(0.5, call, training=False).forward.all()
     assert not problem.run(1.0, call).forward.any()
 
 
 @every
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_traced_calls_draw_anew(spec: Spec, mode: str, device: torch.device) -> None:
-    """`make_fx` records that a state is drawn, not the state."""
+def test_traced_calls_have_different_masks(spec: Spec, mode: str, device: torch.device) -> None:
+    """`make_fx` records the drawing of a state, not the state."""
     problem = Problem(spec, 9, 72, device)
     tensors = {name: t.detach() for name, t in problem.tensors.items() if t is not None}
     options = {**problem.absent, **problem.options, "p": 0.5}
@@ -239,8 +235,8 @@ def test_traced_calls_draw_anew(spec: Spec, mode: str, device: torch.device) -> 
     assert torch.equal(graph(*tensors.values())[-1], first)
 
 
-def _draws() -> tuple[Callable[..., Any], list[int]]:
-    """A backend, and how many random operators each of its graphs has."""
+def _counting_backend() -> tuple[Callable[..., Any], list[int]]:
+    """A backend, and a list to which it appends the number of random operators of each graph."""
     counts: list[int] = []
 
     def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -252,14 +248,14 @@ def _draws() -> tuple[Callable[..., Any], list[int]]:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(("calls", "draws"), [(0, 0), (1, 1), (4, 1), (5, 2)])
-def test_a_compiled_graph_draws_for_many_calls(
+def test_compiled_graph_draws_states_of_several_calls_at_once(
     calls: int, draws: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once for as many as a pool has states, and none drops what another drops."""
+    """A graph draws once for as many calls as a pool has states. All masks differ."""
     assert rng._POOL == 64
     monkeypatch.setattr(rng, "_POOL", 4)  # a graph of 64 calls takes ten seconds
     torch._dynamo.reset()
-    backend, counts = _draws()
+    backend, counts = _counting_backend()
     x = torch.ones(4, 64, device=device, requires_grad=True)
 
     def function(x: Tensor) -> list[Tensor]:
@@ -272,13 +268,13 @@ def test_a_compiled_graph_draws_for_many_calls(
 
 
 @every
-@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("dropout_before", [False, True])
 def test_compiled_checkpoint_changes_nothing(
-    spec: Spec, before: bool, compiled: Callable[..., Any], device: torch.device
+    spec: Spec, dropout_before: bool, compiled: Callable[..., Any], device: torch.device
 ) -> None:
-    """Two parts that are recomputed, whose states one operator draws.
+    """Two parts of a compiled function are recomputed.
 
-    In the first part, or before it.
+    One operator draws their states, in the first part or before it.
     """
     problem = Problem(spec, 6, 40, device)
     name = spec.tensors[0]
@@ -286,16 +282,16 @@ def test_compiled_checkpoint_changes_nothing(
     def part(rows: Tensor) -> Tensor:
         first = problem.forward(0.5)[0]
         options = {**problem.options, "p": 0.3}
-        # The square is what needs recomputing where the operator itself keeps nothing.
+        # The square needs recomputing also where the operator itself saves nothing.
         inputs = {**problem.tensors, name: rows + first.square()}
         return as_tuple(spec.call(**inputs, **problem.absent, **options))[0].reshape(first.shape)
 
-    def run(around: Callable[..., Tensor]) -> list[Tensor]:
+    def run(call_part: Callable[..., Tensor]) -> list[Tensor]:
         def function(rows: Tensor) -> Tensor:
-            if before:
+            if dropout_before:
                 rows = rows + fusedops.bias_dropout_add(rows, None, None, p=0.5)
-            y = around(part, rows)
-            z = around(part, rows * y.mean())
+            y = call_part(part, rows)
+            z = call_part(part, rows * y.mean())
             return y + z * fusedops.bias_dropout_add(y, None, None, p=0.5)
 
         torch._dynamo.reset()
@@ -304,8 +300,8 @@ def test_compiled_checkpoint_changes_nothing(
         leaves = [tensor for tensor in problem.tensors.values() if tensor is not None]
         return [output, *torch.autograd.grad(output.square().sum(), leaves)]
 
-    # Equal but for what a compiler rounds otherwise in other graphs; another mask would be off by
-    # the whole.
+    # A compiler rounds differently in different graphs. With other masks the results would differ
+    # much more.
     plain = run(lambda function, rows: function(rows))
     recomputed = run(lambda function, rows: checkpoint(function, rows, use_reentrant=False))
     for a, b in zip(recomputed, plain, strict=True):
@@ -322,13 +318,13 @@ def test_compiled_checkpoint_changes_nothing(
             0.5,
             marks=pytest.mark.xfail(
                 strict=True,
-                reason="PyTorch draws again in the backward and restores no state; docs/dropout.md says so",
+                reason="PyTorch draws anew in the backward and restores no state (docs/dropout.md)",
             ),
         ),
     ],
 )
 def test_compiled_under_a_memory_budget(budget: float, device: torch.device) -> None:
-    """The backward sees the forward's mask, whatever the partitioner recomputes."""
+    """The backward has the forward's mask, whatever the partitioner recomputes."""
     torch._dynamo.reset()
     backend = aot_autograd(
         fw_compiler=lambda graph, _: make_boxed_func(graph.forward),

@@ -1,4 +1,4 @@
-"""Tiles of slices: which slices they hold, and programs that take several of them."""
+"""Which slices a tile holds, and programs that compute several tiles."""
 
 from __future__ import annotations
 
@@ -29,34 +29,35 @@ def test_every_slice_has_a_slot_that_holds_it(seed: int) -> None:
     groups = Groups.of(widths, lanes, rows, vector, 1)
     kinds, firsts = groups.table[: groups.count], groups.table[groups.count : 2 * groups.count]
     slots = groups.table[2 * groups.count :]
-    seen = []
+    held = []
     for kind, first in zip(kinds, firsts, strict=True):
         tile = groups.tiles[kind]
         assert tile.slots * tile.lanes * tile.parts <= max(lanes, tile.lanes * tile.parts)
         for slot in range(first, first + tile.slots):
             number, column, width = slots[3 * slot : 3 * slot + 3]
-            assert number >= 0 or ~number == seen[-1]  # a copy, which stores nothing
+            # A slot without a slice repeats the one before and stores nothing.
+            assert number >= 0 or ~number == held[-1]
             is_empty = number < 0 and tile.full == 0
             assert (column, width) == (
                 widths.columns[max(number, ~number)],
                 0 if is_empty else sizes[max(number, ~number)],
             )
             assert tile.full * tile.lanes <= width <= tile.parts * tile.lanes
-            seen += [number] if number >= 0 else []
-    assert sorted(seen) == list(range(len(sizes)))
+            held += [number] if number >= 0 else []
+    assert sorted(held) == list(range(len(sizes)))
     assert groups.shortest == min(tile.rows for tile in groups.tiles)
     assert len(groups.tiles) <= 4
 
 
-def test_a_fifth_of_the_lanes_is_idle() -> None:
-    """That is the mean over widths of all kinds."""
+def test_few_lanes_are_idle() -> None:
+    """There are fewer than a quarter as many idle lanes as columns, over widths of all kinds."""
     sizes = tuple(range(33, 257))
     groups = Groups.of(widths_of(sizes), 256, 1, 1, 1)
     tiles = [groups.tiles[kind] for kind in groups.table[: groups.count]]
     assert sum(tile.slots * tile.lanes * tile.parts for tile in tiles) < 1.25 * sum(sizes)
 
 
-def _some(spec: Spec, sample: Sample) -> bool:
+def _is_picked(spec: Spec, sample: Sample) -> bool:
     return sample.name.startswith(
         (
             "ten widths",
@@ -70,11 +71,11 @@ def _some(spec: Spec, sample: Sample) -> bool:
 
 
 @pytest.mark.kernels
-@cases((torch.bfloat16, torch.float32), _some, _SLICES)
+@cases((torch.bfloat16, torch.float32), _is_picked, _SLICES)
 def test_programs_of_several_tiles(case: Case) -> None:
-    """A tile has one row, and a multiprocessor one program.
+    """Tiles have one row, and each multiprocessor one program.
 
-    Loads are taken ahead, by the compiler or by the loop.
+    The compiler or the loop itself loads the next tile early.
     """
     config = Config(block_n=64, rows=1, warps=1, stages=2, per_sm=1)
     with forced("slices_forward", config), forced("slices_backward", config):
@@ -83,18 +84,18 @@ def test_programs_of_several_tiles(case: Case) -> None:
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("spec", _SLICES, ids=lambda spec: spec.name)
-def test_several_tiles_of_rows_that_are_carried(spec: Spec, device: torch.device) -> None:
-    """Slices of one odd width, whose loads the compiler cannot take ahead.
+def test_several_tiles_of_rows_that_the_loop_loads(spec: Spec, device: torch.device) -> None:
+    """All slices have one odd width, so the compiler cannot load the next tile early.
 
-    Some programs have a tile more than others.
+    Some programs have one tile more than others.
     """
-    apart = spec.name.endswith("sequence")
+    separate = spec.name.endswith("sequence")
     shape = (301, 3, 5)
     tensors = {name: torch.randn(3, 5, device=device) for name in ("weight", "bias")}
     x = torch.randn(shape, device=device, dtype=torch.bfloat16)
     tensors |= (
         {f"slice_{number}": part for number, part in enumerate(x.unbind(1))}
-        if apart
+        if separate
         else {"slices": x}
     )
     config = Config(block_n=64, rows=1, warps=1, stages=2, per_sm=1)
@@ -105,8 +106,8 @@ def test_several_tiles_of_rows_that_are_carried(spec: Spec, device: torch.device
 @pytest.mark.kernels
 @pytest.mark.parametrize("spec", _SLICES, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("per_sm", [0, 1])
-def test_a_slot_without_a_slice(spec: Spec, per_sm: int, device: torch.device) -> None:
-    """Three slices in groups of two, in tiles of one row: nothing masks their loads."""
+def test_slot_without_a_slice(spec: Spec, per_sm: int, device: torch.device) -> None:
+    """Three slices are in groups of two, in tiles of one row, whose loads have no mask."""
     sizes = (24, 20, 22)
     parts = [torch.randn(6, size, device=device) for size in sizes]
     tensors = {"slices": torch.cat(parts, -1)}
@@ -124,8 +125,8 @@ def test_a_slot_without_a_slice(spec: Spec, per_sm: int, device: torch.device) -
 
 
 @pytest.mark.kernels
-def test_an_unused_output_gives_its_parameters_nothing(device: torch.device) -> None:
-    """Without an eps, and with a NaN among them, as in PyTorch."""
+def test_parameters_of_an_unused_output_have_no_gradient(device: torch.device) -> None:
+    """Their gradients are zero, as in PyTorch, even if eps is 0 and one of them is NaN."""
     slices = [torch.randn(5, 6, device=device, requires_grad=True) for _ in range(3)]
     weight, bias = torch.ones(18, device=device), torch.zeros(18, device=device)
     bias[7] = float("nan")

@@ -1,4 +1,4 @@
-"""Several threads at once: right results while kernels are being built, and no random state drawn twice."""
+"""Calls in several threads: results while kernels are being built, and random states."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 
 
 @pytest.fixture(autouse=True)
-def eager_switching() -> Iterator[None]:
-    """Threads take turns every few bytecodes, so that a race has its chance."""
+def frequent_switching() -> Iterator[None]:
+    """Threads take turns every few bytecodes, which makes races likely."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -57,8 +57,8 @@ def _step(spec: Spec, rows: int, cols: int, values: dict[str, Tensor], p: float)
     return [*outputs, *torch.autograd.grad(outputs, list(leaves.values()), random_like(outputs))]
 
 
-def test_log_is_silenced_by_thread(caplog: pytest.LogCaptureFixture) -> None:
-    """After the last block it is not, whatever the order in which threads leave their blocks."""
+def test_log_is_silenced_in_one_thread(caplog: pytest.LogCaptureFixture) -> None:
+    """Outside all blocks nothing is silenced, in whatever order threads leave their blocks."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     inside, left = threading.Event(), threading.Event()
 
@@ -73,16 +73,16 @@ def test_log_is_silenced_by_thread(caplog: pytest.LogCaptureFixture) -> None:
             work = pool.submit(other)
             assert inside.wait(30)
             logger.error("silenced")
-        logger.error("logged beside a block")
+        logger.error("logged outside a block")
         left.set()
         work.result()
     logger.error("logged after all blocks")
-    assert caplog.messages == ["logged beside a block", "logged after all blocks"]
+    assert caplog.messages == ["logged outside a block", "logged after all blocks"]
 
 
 @pytest.mark.kernels
-def test_one_new_function_in_all_threads(device: torch.device) -> None:
-    """Each makes the program, and one of them registers its operator."""
+def test_equal_functions_in_all_threads(device: torch.device) -> None:
+    """Each thread makes the program, and one of them registers its operator."""
     for k in range(ROUNDS):
         functions = [
             fusedops.rowwise(lambda x, k=k: torch.tanh(x * 7.25) - k, strict=True)
@@ -95,10 +95,7 @@ def test_one_new_function_in_all_threads(device: torch.device) -> None:
 
 @every
 def test_threads_that_build_kernels_get_their_own_results(spec: Spec, device: torch.device) -> None:
-    """Each thread has inputs, a width and a row count of its own; the widths are new.
-
-    Kernels are built in the race.
-    """
+    """The widths are new and differ between threads, so that all threads build kernels."""
     sizes = [(3 + i, 41 + 6 * i) for i in range(THREADS)]
     inputs = [
         tensors_of(spec, spec.benchmark((rows, cols), torch.float32, device))
@@ -115,20 +112,20 @@ def test_threads_that_build_kernels_get_their_own_results(spec: Spec, device: to
 
     results = _together(work)
     alone = [_step(spec, *sizes[i], inputs[i], 0.0) for i in range(THREADS)]
-    for i, many in enumerate(results):
-        for n, tensors in enumerate(many):
+    for i, steps in enumerate(results):
+        for n, tensors in enumerate(steps):
             for a, b in zip(tensors, alone[(i + n) % THREADS], strict=True):
                 assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("spec", DROPOUT_SPECS, ids=lambda spec: spec.name)
 def test_masks_are_all_different(spec: Spec, device: torch.device) -> None:
-    """Each backward has the mask of its own forward."""
+    """Between forwards, that is: a backward has the mask of its forward."""
     problems = [Problem(spec, 4, 40, device) for _ in range(THREADS)]
     runs = [
         run
-        for many in _together(lambda i: [problems[i].run(0.5) for _ in range(ROUNDS)])
-        for run in many
+        for runs_of_thread in _together(lambda i: [problems[i].run(0.5) for _ in range(ROUNDS)])
+        for run in runs_of_thread
     ]
     assert all(torch.equal(run.forward, run.backward) for run in runs)
     assert all(not torch.equal(a.forward, b.forward) for a, b in combinations(runs, 2))
@@ -139,47 +136,43 @@ def test_no_state_is_drawn_twice(device: torch.device) -> None:
     device = torch.empty(0, device=device).device  # with its index, as tensors have it
     draws = [
         draw
-        for many in _together(lambda i: [rng.draw(device) for _ in range(200)])
-        for draw in many
+        for draws_of_thread in _together(lambda i: [rng.draw(device) for _ in range(200)])
+        for draw in draws_of_thread
     ]
     assert len(set(draws)) == len(draws) == 200 * THREADS
 
 
 if INTERPRETED:
 
-    def test_the_interpreter_runs_one_kernel_at_a_time(
+    def test_interpreter_runs_one_kernel_at_a_time(
         device: torch.device, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """It keeps its place in the grid in globals.
-
-        Two kernels at once would write over each other's rows.
-        """
+        """Its position in the grid is global, so two kernels at once would mix up their rows."""
         from triton.runtime.interpreter import GridExecutor
 
-        inside: list[int] = []
-        most: list[int] = []
+        running: list[None] = []
+        counts: list[int] = []
         original = GridExecutor.__call__
 
         def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-            inside.append(1)
-            most.append(len(inside))
+            running.append(None)
+            counts.append(len(running))
             time.sleep(0.002)
             try:
                 return original(self, *args, **kwargs)
             finally:
-                inside.pop()
+                running.pop()
 
         monkeypatch.setattr(GridExecutor, "__call__", watched)
         spec = ALL_SPECS[0]
         values = tensors_of(spec, spec.benchmark((4, 40), torch.float32, device))
         _together(lambda i: _step(spec, 4, 40, values, 0.0))
-        assert len(most) >= 2 * THREADS
-        assert max(most) == 1
+        assert len(counts) >= 2 * THREADS
+        assert max(counts) == 1
 
 
 @every
-def test_autograd_in_worker_threads(spec: Spec, device: torch.device) -> None:
-    """Forward in one thread, backward in another."""
+def test_backward_in_another_thread(spec: Spec, device: torch.device) -> None:
     problem = tensors_of(spec, spec.benchmark((6, 40), torch.float32, device))
     sample = spec.benchmark((6, 40), torch.float32, device)
     leaves = {name: t.requires_grad_() for name, t in problem.items()}

@@ -1,7 +1,4 @@
-"""The choice of a kernel's config.
-
-The order of its sources, what it depends on, and that it is made once.
-"""
+"""How a kernel's config is chosen: from which source, depending on what, and how often."""
 
 from __future__ import annotations
 
@@ -57,8 +54,8 @@ def no_other_configs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     tuning.forget()
 
 
-def tabled(monkeypatch: pytest.MonkeyPatch, *entries: tuple[int, int, Config]) -> None:
-    """A table with these (columns, bucket, config) for `KEY`'s group."""
+def set_table(monkeypatch: pytest.MonkeyPatch, *entries: tuple[int, int, Config]) -> None:
+    """Sets a table with ``entries`` (columns, bucket, config) for the group of `KEY`."""
     sizes: dict[int, list[Config | None]] = {}
     for cols, bucket, config in entries:
         sizes.setdefault(cols, [None] * len(BUCKETS))[bucket] = config
@@ -77,7 +74,7 @@ def heuristic(key: TuningKey) -> Config:
 def test_forced_then_cache_then_table_then_heuristic(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({CACHED, TABLED, FORCED, heuristic(KEY)}) == 4
     assert (tuning.choose(KEY, 0), tuning.source(KEY, 0)) == (heuristic(KEY), "heuristic")
-    tabled(monkeypatch, (1024, 3, TABLED))
+    set_table(monkeypatch, (1024, 3, TABLED))
     assert (tuning.choose(KEY, 0), tuning.source(KEY, 0)) == (TABLED, "table")
     assert cache.write(KEY, DEVICE_NAME, CACHED, {})
     assert (tuning.choose(KEY, 0), tuning.source(KEY, 0)) == (CACHED, "cache")
@@ -90,7 +87,7 @@ def test_forced_then_cache_then_table_then_heuristic(monkeypatch: pytest.MonkeyP
 
 
 def test_interpreter_uses_the_heuristic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measurements on a GPU do not apply to it."""
+    """Measurements on a GPU do not apply to the interpreter."""
     monkeypatch.undo()
     assert tuning.device_name(-1) == ""
     assert tuning.source(KEY, -1) == "heuristic"
@@ -99,29 +96,27 @@ def test_interpreter_uses_the_heuristic(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("entries", "expected"),
     [
-        (((1536, 3, TABLED),), TABLED),  # the next larger
-        (((1536, 3, CACHED), (1024, 3, TABLED)), TABLED),  # not beside the exact one
-        (((512, 3, TABLED),), None),  # never a smaller one
-        (
-            ((3072, 3, Config(block_n=512, rows=1, warps=4)),),
-            None,
-        ),  # nor one that is three times as large
+        (((1536, 3, TABLED),), TABLED),  # the next larger size
+        (((1536, 3, CACHED), (1024, 3, TABLED)), TABLED),  # the exact size comes first
+        (((512, 3, TABLED),), None),  # no smaller size
+        # No size that is three times as large.
+        (((3072, 3, Config(block_n=512, rows=1, warps=4)),), None),
         (((2048, 3, Config(block_n=512, rows=1, warps=4)),), Config(block_n=512, rows=1, warps=4)),
         # A block that holds 1536 columns has twice the lanes that 1024 columns need.
         (((1536, 3, Config(block_n=2048, rows=1, warps=4)),), None),
         (((1024, 1, TABLED), (1024, 4, CACHED)), TABLED),  # fewer rows rather than more
-        (((1024, 1, CACHED), (1024, 2, TABLED)), TABLED),  # the nearest
+        (((1024, 1, CACHED), (1024, 2, TABLED)), TABLED),  # the nearest bucket
         (((1024, 4, TABLED),), TABLED),
-        (((1024, 3, Config(block_n=1024, rows=3, warps=4)),), None),  # three rows are no tile
-        (((1024, 3, Config(block_n=1024, rows=4, warps=64)),), None),  # 64 warps are no program
+        (((1024, 3, Config(block_n=1024, rows=3, warps=4)),), None),  # tiles have 2**n rows
+        (((1024, 3, Config(block_n=1024, rows=4, warps=64)),), None),  # more than 32 warps
     ],
 )
-def test_table_without_the_size(
+def test_entry_of_the_table_for_a_size(
     entries: tuple[tuple[int, int, Config], ...],
     expected: Config | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tabled(monkeypatch, *entries)
+    set_table(monkeypatch, *entries)
     assert tuning.shipped(KEY, DEVICE_NAME) == expected
     assert tuning.choose(KEY, 0) == (expected or heuristic(KEY))
 
@@ -139,11 +134,11 @@ def test_block_holding_a_row() -> None:
         assert block >= cols and (block == 16 or block < 2 * cols), cols
 
 
-# --- what asks, and how often ---------------------------------------------------------------------
+# --- how often a config is chosen -----------------------------------------------------------------
 
 
 def columns(spec: Spec, cols: int) -> int:
-    """So many, or as many as make a row of what is tuned as a vector."""
+    """``cols``, or the length of a row of kernels that are tuned for vectors."""
     return 1024 if spec.name in ("gelu", "geglu", "glu", "swiglu") else cols
 
 
@@ -156,13 +151,14 @@ def run(spec: Spec, rows: int, cols: int = 48) -> None:
 
 @every
 @pytest.mark.kernels
-def test_calls_do_not_benchmark(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even the first: the tuner is not called, and only the operator is launched."""
+def test_calls_do_not_tune(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call does not call the tuner, and launches only the operator."""
 
-    def tuned(*key: object) -> None:
-        raise AssertionError("the tuner was asked")
+    def improve(*key: object) -> None:
+        raise AssertionError("the tuner was called")
 
-    monkeypatch.setitem(sys.modules, "fusedops.tune.ondemand", types.SimpleNamespace(improve=tuned))  # type: ignore[arg-type]
+    fake_tuner = types.SimpleNamespace(improve=improve)
+    monkeypatch.setitem(sys.modules, "fusedops.tune.ondemand", fake_tuner)  # type: ignore[arg-type]
     with launch.record() as names:
         run(spec, 20)
     assert len(names) <= sum(spec.launches)
@@ -171,7 +167,7 @@ def test_calls_do_not_benchmark(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> 
 @every
 @pytest.mark.kernels
 def test_config_is_chosen_once(spec: Spec) -> None:
-    """Another bucket of rows has its own choice. All other calls cost a look-up."""
+    """There is one choice for each bucket of rows. All other calls only look it up."""
     with tuning.collected_keys() as keys:
         run(spec, 20)
         first = dict(keys)
@@ -185,30 +181,29 @@ def test_config_is_chosen_once(spec: Spec) -> None:
 
 @every
 @pytest.mark.kernels
-def test_buckets_share_what_they_compile(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new batch size compiles nothing for a known config, and one variant for a new one."""
+def test_buckets_share_variants(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new number of rows compiles one variant for a new config, and nothing for a known one."""
     other: dict[str, Config] = {}
     choose = tuning.choose
 
     def by_bucket(key: TuningKey, device_index: int) -> Config:
-        config = choose(replace(key, bucket=3), device_index)  # the heuristic's own may differ
+        config = choose(replace(key, bucket=3), device_index)  # one heuristic for all buckets
         return (
             other.setdefault(key.kernel, replace(config, warps=config.warps * 2))
             if key.bucket == 1
             else config
         )
 
-    monkeypatch.setattr(launch, "_built", {})  # whatever other tests have built
+    monkeypatch.setattr(launch, "_built", {})  # without the variants of other tests
     monkeypatch.setattr(tuning, "choose", by_bucket)
-    # Of the three buckets the first and the last have one config.
+    # The first and the last of the three buckets share a config.
     for rows in (1, 3, 20, 7, 30, 300):
         before = launch.variants()
         run(spec, rows, cols=56)
         if rows in (1, 20):
             assert launch.variants() > before
         else:
-            # Sums over rows need their second kernel from some number of rows on; it is built with
-            # the first.
+            # Sums over many rows need a second kernel, which is built together with the first.
             assert launch.variants() == before, rows
     assert other
 
@@ -241,18 +236,18 @@ def test_capture_uses_the_plan_of_another_bucket(
         patch.setattr(tuning, "capturing", lambda device_index: True)
         captured = results()
     assert launch.variants() == built
-    # Sums of 20 fp32 numbers of order one, in another order.
+    # Sums of 20 fp32 numbers near one are taken in another order.
     torch.testing.assert_close(captured, results(), rtol=1e-5, atol=1e-5)
     assert launch.variants() > built
 
 
-# --- candidates, and the shipped tables -----------------------------------------------------------
+# --- candidates and shipped tables ----------------------------------------------------------------
 
 
 @pytest.mark.once
 def test_candidates_hold_the_heuristic_and_are_valid(full: bool) -> None:
     backward = ("layer", "plain", "2 sums", "3 moved")
-    by_element = ("one", "equal", "elements")  # loaded one by one
+    by_element = ("one", "equal", "elements")  # elements are loaded one by one
     others = [
         TuningKey("norm_backward", backward, "16bit", 15132, 3),
         TuningKey("slices_backward", by_element, "32bit", 4095, 3),
@@ -268,7 +263,7 @@ def test_candidates_hold_the_heuristic_and_are_valid(full: bool) -> None:
         assert len(candidates) >= 3 or key in others, key
         assert all(valid(key, config) for config in candidates), key
         assert set(candidates) == set(family.candidates(replace(key, bucket=0))), (
-            "compiled once for all rows"
+            "candidates are compiled once for all numbers of rows"
         )
 
 
@@ -276,8 +271,8 @@ def test_candidates_hold_the_heuristic_and_are_valid(full: bool) -> None:
 @pytest.mark.parametrize(
     "variant", [("layer", "dropout", "3 sums", "4 moved"), ("rms", "plain", "1 sums", "3 moved")]
 )
-def test_unaligned_rows_take_no_tiles_that_spill(cols: int, variant: tuple[str, ...]) -> None:
-    """Nor do they take the next power of two's entry of the shipped table, which was measured for aligned rows."""
+def test_unaligned_rows_have_no_tiles_that_spill(cols: int, variant: tuple[str, ...]) -> None:
+    """The table's entry for the next power of two was measured with aligned rows: it is invalid."""
     key = TuningKey("norm_backward", variant, "16bit", cols, 3)
     family = family_of(key.kernel)
     assert family is not None
@@ -289,11 +284,11 @@ def test_unaligned_rows_take_no_tiles_that_spill(cols: int, variant: tuple[str, 
 
 @pytest.mark.parametrize("cols", [16392, 18432, 20001, 24576, 28672, 32767, 32768])
 @pytest.mark.parametrize("inputs", ["alone", "adds"])
-def test_wide_rows_of_16_bits_are_whole(cols: int, inputs: str) -> None:
-    """No tile is idle.
+def test_wide_rows_of_16_bits_are_held_whole(cols: int, inputs: str) -> None:
+    """Tiles hold whole rows, and none is idle.
 
-    Two inputs that are loaded element by element are read in two passes; only one way is valid for
-    each.
+    If two inputs are loaded element by element, they are read in two passes instead. Configs of
+    the other kind are invalid in either case.
     """
     key = TuningKey("norm_forward", ("layer", "plain", inputs), "16bit", cols, 2)
     config = heuristic(key)
@@ -340,19 +335,20 @@ def test_shipped_tables_hold_valid_configs(name: str, content: dict[str, object]
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "content"), list(_shipped()))
 def test_shipped_entries_belong_to_workloads(name: str, content: dict[str, object]) -> None:
-    """Some workload has each entry's key; a renamed variant would orphan its entries."""
-    groups = {(q.kernel, q.group): q for q, _ in _entries(content["configs"])}  # type: ignore[arg-type]
+    """Each entry's key belongs to a workload. If a variant is renamed, its entries are useless."""
+    entries = _entries(content["configs"])  # type: ignore[arg-type]
+    groups = {(key.kernel, key.group): key for key, _ in entries}
     for key in groups.values():
         config = heuristic(key)
-        if key.kernel.endswith("_rest"):  # a key only where the table's config cuts the rows
+        if key.kernel.endswith("_rest"):  # workloads have it only where the config cuts the rows
             continue
         assert workload_for(replace(key, bucket=1), DEVICE) is not None, (key, config)
 
 
 @pytest.mark.kernels
-@pytest.mark.skipif(not INTERPRETED, reason="changes the table that this device has")
+@pytest.mark.skipif(not INTERPRETED, reason="changes the table of this device")
 def test_results_under_cached_configs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache's config runs, with the results of the heuristic's."""
+    """The kernel runs with the cache's config, and has the same results as with the heuristic's."""
     x, weight = torch.randn(20, 512), torch.randn(512)
     expected = fusedops.rms_norm(x, (512,), weight)
     with tuning.collected_keys() as keys:
@@ -377,4 +373,4 @@ def test_results_under_cached_configs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_families_register_all_their_kernels() -> None:
     for spec_module in dict.fromkeys(spec.samples.__module__ for spec in ALL_SPECS):
         configs = importlib.import_module(spec_module.removesuffix("spec") + "configs")
-        assert any(family_of(q.kernel) is configs for q in every_key())
+        assert any(family_of(key.kernel) is configs for key in every_key())

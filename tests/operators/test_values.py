@@ -1,4 +1,4 @@
-"""Every sample's outputs against the fp64 formula, and the formula against `torch.nn.functional`."""
+"""Outputs of every sample against the formula in fp64, and the formula against PyTorch."""
 
 from __future__ import annotations
 
@@ -54,22 +54,19 @@ def test_values(case: Case) -> None:
 
 @cases(select=lambda spec, sample: bool(sample.options.get("return_sum")))
 def test_output_is_the_norm_of_the_returned_sum(case: Case) -> None:
-    """The norm is of the returned numbers, which are rounded once.
-
-    No second, unrounded sum hides behind them.
-    """
+    """The norm is computed from the sum as it is returned, that is, rounded."""
     spec, sample = case.spec, case.sample()
     y, z, *_ = call(spec, sample)(tensors_of(spec, sample))
-    alone = {**sample.tensors, "bias": None, "residual": None, spec.tensors[0]: z}
-    exactly = oracle(spec, dataclasses.replace(sample, tensors=alone), Mask())
-    (move, *_), _ = sensitivity(exactly, {name: t for name, t in alone.items() if t is not None})
+    inputs = {**sample.tensors, "bias": None, "residual": None, spec.tensors[0]: z}
+    exact = oracle(spec, dataclasses.replace(sample, tensors=inputs), Mask())
+    (moved, *_), _ = sensitivity(exact, {name: t for name, t in inputs.items() if t is not None})
     unit = depth(z.shape[-1]) * unit_roundoff(torch.promote_types(z.dtype, torch.float32))
-    assert_within(y, exactly(alone)[0], 2 * unit * move, "output")
+    assert_within(y, exact(inputs)[0], 2 * unit * moved, "output")
 
 
 @cases(select=lambda spec, sample: "cast_dtype" in sample.options)
-def test_a_cast_output_is_the_output_in_another_dtype(case: Case) -> None:
-    """They agree in every bit. If the dtypes are equal, it is the output itself, not a copy."""
+def test_cast_output_is_the_output_in_another_dtype(case: Case) -> None:
+    """They agree in every bit. If the dtypes are equal, the cast is the output itself, no copy."""
     y, *_, cast = call(case.spec, case.sample())(tensors_of(case.spec, case.sample()))
     assert torch.equal(cast, y.to(cast.dtype))
     assert (cast is y) == (cast.dtype == y.dtype)
@@ -77,8 +74,8 @@ def test_a_cast_output_is_the_output_in_another_dtype(case: Case) -> None:
 
 @pytest.mark.once
 @cases((torch.float64,))
-def test_reference_is_what_pytorch_computes(case: Case) -> None:
-    """The oracle itself, so that nothing is only ever compared with itself."""
+def test_oracle_agrees_with_pytorch(case: Case) -> None:
+    """It also agrees with the formulas of the papers, which `_layer_norm` and `_rms_norm` are."""
     sample = case.sample()
     tensors = tensors_of(case.spec, sample)
     exact = oracle(case.spec, sample)(tensors)
@@ -93,10 +90,7 @@ def test_reference_is_what_pytorch_computes(case: Case) -> None:
 def _layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Ba et al. 2016, as printed.
-
-    So that the formula is also held to more than PyTorch's own kernel.
-    """
+    """The formula of Ba et al. 2016, as printed."""
     dims = tuple(range(-len(shape), 0))
     centred = x - x.mean(dims, keepdim=True)
     y = centred / (centred.square().mean(dims, keepdim=True) + eps).sqrt()
@@ -105,7 +99,7 @@ def _layer_norm(
 
 
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float) -> Tensor:
-    """Zhang and Sennrich 2019, likewise."""
+    """The formula of Zhang and Sennrich 2019, as printed."""
     y = x / (x.square().mean(tuple(range(-len(shape), 0)), keepdim=True) + eps).sqrt()
     return y if weight is None else y * weight
 
@@ -118,10 +112,10 @@ def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float
         (10, (0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ],
 )
-def test_mask_oracle_knows_its_philox(
+def test_oracle_of_philox_gives_the_known_answers(
     rounds: int, counter: tuple, key: tuple, words: tuple
 ) -> None:
-    """The known answers that Random123, the authors' library, publishes."""
+    """Random123, the library of Philox's authors, publishes these answers."""
     got = philox([torch.tensor([c]) for c in counter], key, rounds)
     assert tuple(word.item() for word in got) == words
 
@@ -129,12 +123,12 @@ def test_mask_oracle_knows_its_philox(
 @pytest.mark.gpu
 @cases(select=lambda spec, sample: not spec.has_dropout and rows_of(spec, sample).numel() <= 4096)
 def test_small_calls_left_to_pytorch(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a GPU's small calls go to PyTorch's own operator, as they do outside these tests, the contract is the same."""
+    """On a GPU small calls go to PyTorch's own operator, except in the other tests."""
     monkeypatch.setattr("fusedops.core.calls.operator.Operator.native_elements", 4096)
     check_gradients(case.spec, case.sample(), values=True)
 
 
-# --- conditioning: inputs on which a careless formula loses all digits ----------------------------
+# --- inputs on which a careless formula loses all digits ------------------------------------------
 
 
 def _shifted(spec: Spec, sample: Sample, scale: float, shift: float) -> Sample:
@@ -144,27 +138,24 @@ def _shifted(spec: Spec, sample: Sample, scale: float, shift: float) -> Sample:
     )
 
 
-def _ordinary(spec: Spec, sample: Sample) -> bool:
+def _is_plain(spec: Spec, sample: Sample) -> bool:
     return sample.name in ("shape 6x64", "shape 3x1000", "shape 2x20000")
 
 
-@cases((torch.float32, torch.float64), _ordinary)
+@cases((torch.float32, torch.float64), _is_plain)
 def test_rows_far_from_zero(case: Case) -> None:
-    """E[x²] - E[x]² would lose every digit here.
-
-    The variance of centred rows loses none but the inputs' own.
-    """
+    """The formula E[x²] - E[x]² would lose all digits here, the variance of centred rows none."""
     check_values(case.spec, _shifted(case.spec, case.sample(), 1.0, 3000.0))
 
 
 @cases(
     DTYPES,
     lambda spec, sample: (
-        _ordinary(spec, sample) and "eps" in inspect.signature(spec.reference).parameters
+        _is_plain(spec, sample) and "eps" in inspect.signature(spec.reference).parameters
     ),
 )
 def test_default_eps(case: Case) -> None:
-    """Rows so small that eps decides: the default must be PyTorch's for the dtype."""
+    """The rows are so small that eps decides: the default must be PyTorch's for the dtype."""
     sample = case.sample()
     assert "eps" not in sample.options
     tiny = {
@@ -195,7 +186,10 @@ def _rounds_like_another(spec: Spec, sample: Sample) -> bool:
 
 
 def _dyadic(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Quarters in [-2, 2]: exact in fp16 and bf16, and so are a row's sums of squares in fp32, in any order."""
+    """Quarters in [-2, 2].
+
+    They are exact in fp16 and bf16, and so are sums of their squares in fp32, in any order.
+    """
     values = torch.randint(-8, 9, tensor.shape, generator=generator) / 4
     return values.to(tensor.device, tensor.dtype)
 
@@ -203,24 +197,24 @@ def _dyadic(tensor: Tensor, generator: torch.Generator) -> Tensor:
 def _with_width(
     sample: Sample, rows: int, cols: int, generator: torch.Generator, *, exact: bool
 ) -> dict[str, Tensor]:
-    made = {}
+    tensors = {}
     for name, t in sample.tensors.items():
         if t is not None:
             blank = torch.empty(
                 (rows, cols) if t.dim() > 1 else (cols,), dtype=t.dtype, device=t.device
             )
             random = torch.randn(blank.shape, generator=generator).to(blank)
-            # Only what is summed need be exact; weights may have all their bits.
-            made[name] = _dyadic(blank, generator) if exact and name != "weight" else random
-    return made
+            # Only what is summed needs to be exact; weights may use all their bits.
+            tensors[name] = _dyadic(blank, generator) if exact and name != "weight" else random
+    return tensors
 
 
 @cases(HALF, _rounds_like_another)
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "random"])
 def test_rounds_as_hugging_face(case: Case, exact: bool) -> None:
-    """Bit for bit where the sum of squares is exact.
+    """All bits are equal where the sum of squares is exact.
 
-    Else a last bit of rstd may turn a rounding here and there.
+    Otherwise rstd may differ in its last bit, which changes a few roundings.
     """
     spec, sample = case.spec, case.sample()
     generator = torch.Generator().manual_seed(11)
@@ -229,7 +223,7 @@ def test_rounds_as_hugging_face(case: Case, exact: bool) -> None:
         if "normalized_shape" in sample.options
         else sample.options
     )
-    options = {**options, **({"p": 0.5} if spec.has_dropout else {})}  # its scale, 2, is exact
+    options = {**options, **({"p": 0.5} if spec.has_dropout else {})}  # the scale, 2, is exact
     sample = Sample(sample.name, _with_width(sample, 48, 64, generator, exact=exact), options)
     (got,) = call(spec, sample)(sample.tensors)
     (want,) = eager(spec, sample)(sample.tensors)
@@ -237,8 +231,8 @@ def test_rounds_as_hugging_face(case: Case, exact: bool) -> None:
     if exact:
         assert torch.equal(got, want), f"{int((got != want).sum())} of {got.numel()} differ"
     elif not spec.has_dropout:  # eager also rounds between the steps of its sum
-        # Where the weight widens the output to fp32 it shows rstd's last bit, 2u, and those of two
-        # products, 2u each.
+        # Where the weight widens the output to fp32, it shows the last bit of rstd and those of
+        # two products, 2u each.
         tolerance = (
             6 * unit_roundoff(torch.float32) * want.abs() if want.dtype == torch.float32 else 0.0
         )
@@ -247,7 +241,7 @@ def test_rounds_as_hugging_face(case: Case, exact: bool) -> None:
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_roundings_differ(dtype: torch.dtype) -> None:
-    """The oracle formulas are no synonyms: a test that passes one for another could not fail."""
+    """The oracle's formulas differ. If they did not, no test could tell one from another."""
     z, weight = (
         torch.randn(64, 64, device=DEVICE).to(dtype),
         torch.randn(64, device=DEVICE).to(dtype),
@@ -259,8 +253,8 @@ def test_roundings_differ(dtype: torch.dtype) -> None:
 # --- NaN and infinity -----------------------------------------------------------------------------
 
 
-def _patterns(tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """Which elements are finite, infinite of either sign, or NaN."""
+def _classes(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """For each element a number that tells finite, positive and negative infinite, and NaN."""
     return [t.isnan() * 3 + t.isposinf() * 1 + t.isneginf() * 2 for t in tensors]
 
 
@@ -276,7 +270,7 @@ _SPOILED = ("shape 7x17", "shape 2x20000", "sum returned", "p=0.9")
 )
 @cases((torch.float32, torch.bfloat16), lambda spec, sample: sample.name in _SPOILED)
 def test_not_a_number_spreads_as_in_pytorch(case: Case, value: float) -> None:
-    """In each input in turn: the same elements turn NaN or infinite as in eager PyTorch, the others stay right."""
+    """The same elements become NaN or infinite as in eager PyTorch, whichever input is spoiled."""
     spec, sample = case.spec, case.sample()
     mask = dropout_mask(spec, sample)
     unspoiled = call(spec, sample)(sample.tensors)
@@ -284,16 +278,16 @@ def test_not_a_number_spreads_as_in_pytorch(case: Case, value: float) -> None:
         spoiled = clean.clone()
         spoiled.view(-1)[:: max(clean.numel() // 3, 1) + 1] = value
         tensors = {**sample.tensors, name: spoiled}
-        # Two kernels of PyTorch's do otherwise than its formulas: in fp32 the CPU's vectors make
-        # GELU(inf) NaN, and a GPU's rms_norm spreads NaN from an infinity over its row, where the
+        # Two kernels of PyTorch deviate from its formulas: in fp32 the CPU's vectors make GELU(inf)
+        # NaN, and a GPU's rms_norm spreads NaN from an infinity over its row, where by the formula
         # finite elements become zero.
         exact, kept = (tensors, mask) if not KERNEL_PATH else (_on_cpu(tensors), mask.cpu())
         got, want = [t.cpu() for t in call(spec, sample)(tensors)], eager(spec, sample, kept)(exact)
-        for a, b in zip(_patterns(got), _patterns(want), strict=True):
+        for a, b in zip(_classes(got), _classes(want), strict=True):
             assert torch.equal(a, b), f"{name}: {int((a != b).sum())} elements"
-        # An activation may make an infinite number finite, but not what it was.
+        # An activation may make an infinite number finite, but the result still changes.
         assert not all(map(torch.equal, got, [t.cpu() for t in unspoiled])), (
-            f"{name}: nothing came out"
+            f"{name}: the outputs are the same as without {value}"
         )
 
 
@@ -309,7 +303,7 @@ def test_not_a_number_spreads_backwards(case: Case, value: float) -> None:
     want = gradients(eager(spec, sample, mask), tensors, cotangents)
     for name in tensors:
         assert torch.equal(got[name].isfinite(), want[name].isfinite()), name
-        # Where outputs are many, each hangs on its own part of the inputs.
+        # If there are many outputs, each depends on a part of the inputs.
         if name == spec.tensors[0] or len(cotangents) <= 2:
             assert not got[name].isfinite().all(), name
 
@@ -319,8 +313,7 @@ def test_specs_are_found() -> None:
     assert len({spec.name for spec in ALL_SPECS}) == len(ALL_SPECS)
 
 
-def test_mask_is_no_constant() -> None:
-    """Neighbouring rows, offsets and seeds share no mask."""
+def test_masks_of_rows_offsets_and_seeds_differ() -> None:
     keep = keep_mask(SEED, 4, 4, 64, 0.5)
     assert not torch.equal(keep[0], keep[1])
     assert not torch.equal(keep, keep_mask(SEED, 8, 4, 64, 0.5))

@@ -1,8 +1,7 @@
 """Programs that share rows and wait for each other's sums.
 
-On a GPU, where they run at the same time.
-
-Whether they may is decided from the multiprocessors that a stream has, which needs none.
+Kernels are tested on a GPU, where programs run at the same time. Whether programs may wait depends
+on the multiprocessors of the stream, which is tested with a fake driver.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from support import DEVICE
 
 on_gpu = pytest.mark.gpu
 
-COLS = 24_576  # in fp32 six programs a row
+COLS = 24_576  # in fp32, rows of six programs
 
 
 @pytest.fixture(autouse=True)
-def ends() -> Iterator[None]:
-    """Programs that wait for ever end with this process."""
+def time_limit() -> Iterator[None]:
+    """Ends this process, and with it programs that wait for ever, after four minutes."""
     faulthandler.dump_traceback_later(240, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
@@ -65,10 +64,10 @@ def _expected(tensors: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ...]:
 
 
 def _check(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
-    for one, other in zip(got, want, strict=True):
-        # Sums of 24,576 products in fp32, in trees.
+    for actual, expected in zip(got, want, strict=True):
+        # These are sums of 24,576 products in fp32, in trees.
         torch.testing.assert_close(
-            one.double(), other, rtol=0, atol=1e-5 * other.abs().max().item() + 1e-30
+            actual.double(), expected, rtol=0, atol=1e-5 * expected.abs().max().item() + 1e-30
         )
 
 
@@ -88,7 +87,7 @@ def test_backward_is_one_deterministic_launch(rows: int) -> None:
 
 @on_gpu
 def test_sums_of_zero() -> None:
-    """Zeros are sums too: no program waits for another number in their place."""
+    """Programs do not mistake a sum of zero for one that is not there yet."""
     tensors = _tensors(40)
     dy = torch.zeros(40, COLS, device=DEVICE)
     dy[7] = -0.0
@@ -97,8 +96,8 @@ def test_sums_of_zero() -> None:
 
 @on_gpu
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_sums_that_are_no_numbers(value: float) -> None:
-    """They stay in their row."""
+def test_sums_that_are_not_finite(value: float) -> None:
+    """They change no other row."""
     tensors = _tensors(40)
     dy = torch.randn(40, COLS, device=DEVICE)
     dy[7, 5] = value
@@ -108,7 +107,7 @@ def test_sums_that_are_no_numbers(value: float) -> None:
 
 @on_gpu
 def test_graph_replays() -> None:
-    """A replay does not take the sums of the one before."""
+    """A replay does not read the sums of the previous one."""
     tensors = _tensors(300)
     dy = torch.randn(300, COLS, device=DEVICE)
     _gradients(tensors, dy)
@@ -122,8 +121,8 @@ def test_graph_replays() -> None:
 
 
 @on_gpu
-def test_two_kernels_at_a_time_share_the_gpu() -> None:
-    """Two such kernels at a time, neither of which has the GPU to itself."""
+def test_kernels_in_several_streams() -> None:
+    """Kernels run at the same time, so none of them has all multiprocessors."""
     tensors = _tensors(2000)
     dy = torch.randn(2000, COLS, device=DEVICE)
     want = _gradients(tensors, dy)
@@ -136,13 +135,15 @@ def test_two_kernels_at_a_time_share_the_gpu() -> None:
                 results.append(_gradients(tensors, dy))
     torch.cuda.synchronize()
     assert all(
-        torch.equal(one, other) for got in results for one, other in zip(got, want, strict=True)
+        torch.equal(actual, expected)
+        for got in results
+        for actual, expected in zip(got, want, strict=True)
     )
 
 
 @on_gpu
 def test_more_programs_than_may_wait() -> None:
-    """A launch leaves the sums, a second one reads them."""
+    """The first launch stores the sums, the second one reads them."""
     tensors = _tensors(5)
     dy = torch.randn(5, COLS, device=DEVICE)
     with (
@@ -158,7 +159,7 @@ def test_more_programs_than_may_wait() -> None:
 
 
 class Driver:
-    """CUDA's driver on a GPU of 132 multiprocessors, with a green context of 8 whose stream is 5."""
+    """CUDA's driver on a GPU of 132 multiprocessors. Stream 5 has a green context of 8 of them."""
 
     def __init__(self, limit: int = 0) -> None:
         def green_of(stream: int, green: Any) -> int:
@@ -166,7 +167,7 @@ class Driver:
             return 0
 
         def resource_of(green: Any, resource: Any, kind: int) -> int:
-            # As in the driver's header: the union begins at byte 96.
+            # The union begins at byte 96, as in the driver's header.
             ctypes.c_uint.from_address(ctypes.addressof(resource._obj) + 96).value = 8
             return 0 if (green.value, kind) == (77, 1) else 1
 
@@ -187,7 +188,7 @@ class Driver:
 
 @pytest.fixture
 def on_stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Makes a stream of a GPU that is not there the current one."""
+    """A function that makes a stream of an imaginary GPU the current one."""
 
     def enter(stream: int, limit: int = 0, library: Any = None) -> None:
         result = Driver(limit) if library is None else library
@@ -239,7 +240,7 @@ def test_without_cooperative_launches_no_program_waits(
 def test_a_variable_turns_waiting_off(
     value: str, on: bool, on_stream: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is read once."""
+    """The variable is read once."""
     on_stream(0)
     monkeypatch.setenv("FUSEDOPS_WAIT", value)
     assert launch.waits(0, torch.float32, 2) == on
@@ -247,7 +248,7 @@ def test_a_variable_turns_waiting_off(
     assert launch.waits(0, torch.float32, 2) == on
 
 
-def test_an_unknown_value_of_the_variable_is_named(
+def test_warning_about_an_unknown_value_of_the_variable(
     on_stream: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_stream(0)
@@ -256,10 +257,10 @@ def test_an_unknown_value_of_the_variable_is_named(
         assert launch.waits(0, torch.float32, 2)
 
 
-def test_a_stream_has_the_plan_of_its_multiprocessors(
+def test_plans_are_for_the_multiprocessors_of_the_stream(
     on_stream: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All programs of a cooperative launch run at the same time, however many the config asks for."""
+    """A cooperative launch has only as many programs as run at the same time."""
     monkeypatch.setattr(tuning, "device_name", lambda index: "")
     monkeypatch.setattr(tuning, "capturing", lambda index: False)
     launched: list[tuple[int, int]] = []
@@ -296,8 +297,6 @@ def test_a_stream_has_the_plan_of_its_multiprocessors(
             on_stream(stream)
             launching.backward(site, grads, saved, (*outs, None, None, None, None), (None, None, 0))
     most = 132 * 2 // 6
-    waiting, few = (
-        ("norm_backward_kernel wait", 6, most),
-        [("norm_backward_kernel post", 6, 5), ("norm_backward_kernel read", 6, 5)],
-    )
-    assert launched == [waiting, *few, waiting]
+    waiting = ("norm_backward_kernel wait", 6, most)
+    two_launches = [("norm_backward_kernel post", 6, 5), ("norm_backward_kernel read", 6, 5)]
+    assert launched == [waiting, *two_launches, waiting]

@@ -1,4 +1,4 @@
-"""The command that compares generated kernels with those by hand."""
+"""The command that compares generated kernels with those written by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from benchmarks import generated, providers, results
 
 
-def test_work_is_as_many_elements_of_each_width_in_both_modes() -> None:
+def test_work_has_equal_sizes_and_both_modes() -> None:
     work = generated.work()
     assert {item.case.dtype_name for item in work} == {"bf16", "fp32"}
     assert len(work) == 6 * (11 + 3)
@@ -18,11 +18,11 @@ def test_work_is_as_many_elements_of_each_width_in_both_modes() -> None:
         rows, cols = item.case.sides
         assert (rows + 1) * cols > 2**25 >= rows * cols
         assert len(item.pairs) == 4
-    (one,) = generated.work(["rms_norm"], [4096], ["bf16"])
-    assert str(one.case) == "rms_norm 8192x4096 bf16"
+    (item,) = generated.work(["rms_norm"], [4096], ["bf16"])
+    assert str(item.case) == "rms_norm 8192x4096 bf16"
 
 
-def test_table_has_generated_over_by_hand() -> None:
+def test_table_has_the_ratio_of_times() -> None:
     def row(provider: str, us: float) -> results.Row:
         return results.Row(
             *("rms_norm", "8x64", "bf16", "fwd", provider, us, math.nan, 30.0, 1.0),
@@ -44,5 +44,5 @@ def test_provider_computes_the_same(op: str) -> None:
     call = providers.build("rowwise", spec)
     assert call is not None
     arguments = {**sample.tensors, **sample.options}
-    for one, other in zip(call(**arguments), spec.eager(**arguments), strict=True):
-        torch.testing.assert_close(one, other)
+    for actual, expected in zip(call(**arguments), spec.eager(**arguments), strict=True):
+        torch.testing.assert_close(actual, expected)

@@ -1,4 +1,4 @@
-"""The benchmark of whole models, on one process and on several, with tiny ones."""
+"""The benchmark of whole models, in one process and in several, run with tiny models."""
 
 from __future__ import annotations
 
@@ -60,32 +60,30 @@ def row(provider="eager", ms=10.0, peak=1000.0, *, commit="abc1234", **more):
 def test_models_have_the_published_sizes_and_attention(name, millions):
     model = Workload(name, "train", ()).build(torch.device("meta"))
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
-    attention = "eager" if name == "gemma2" else "sdpa"  # with a soft cap there is no other
+    attention = "eager" if name == "gemma2" else "sdpa"  # only eager attention has a soft cap
     assert not hasattr(model, "config") or model.config._attn_implementation == attention
 
 
 @transformers_only
 @every_tiny
-def test_workload_is_what_its_mode_says_and_the_same_each_time(workload):
-    model, other = workload.build(CPU), workload.build(CPU)
-    batch, again = (workload.batch(TEXT.reseeded(0)) for _ in range(2))
+def test_workload_has_its_mode_and_is_reproducible(workload):
+    model, second_model = workload.build(CPU), workload.build(CPU)
+    batch, second_batch = (workload.batch(TEXT.reseeded(0)) for _ in range(2))
     in_training = workload.mode == "train"
     assert model.training == in_training == ("labels" in batch)
     assert {p.dtype for p in model.parameters()} == {
         torch.float32 if in_training else torch.bfloat16
     }
-    drops = any(isinstance(m, torch.nn.Dropout) and m.p == 0.1 for m in model.modules())
-    assert drops == (workload.name not in WITHOUT_DROPOUT)
-    torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
-    torch.testing.assert_close(again, batch, rtol=0, atol=0)
+    has_dropout = any(isinstance(m, torch.nn.Dropout) and m.p == 0.1 for m in model.modules())
+    assert has_dropout == (workload.name not in WITHOUT_DROPOUT)
+    torch.testing.assert_close(second_model.state_dict(), model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(second_batch, batch, rtol=0, atol=0)
 
 
 @transformers_only
 @pytest.mark.parametrize("provider", ["eager", "fused"])
 @every_tiny
-def test_step_is_whole_and_fused_operators_run_in_the_fused_model_alone(
-    workload, provider, monkeypatch
-):
+def test_fused_operators_run_only_in_the_fused_model(workload, provider, monkeypatch):
     from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor as Processor
 
     from fusedops.generation import FusedNoRepeatNGramLogitsProcessor as Fused
@@ -96,14 +94,14 @@ def test_step_is_whole_and_fused_operators_run_in_the_fused_model_alone(
     built = contender(provider, workload, CPU, TEXT.reseeded(0))
     with counted() as calls:
         built.step()
-    # Two layers, each with at least two operators.
+    # Both layers have at least two operators.
     assert sum(calls.values()) >= 4 if provider == "fused" else not calls
     assert len(tokens) == (workload.sizes[-1] if workload.mode == "generate" else 0)
     has_gradients = any(p.grad is not None for p in built.model.parameters())
     assert has_gradients == (workload.mode == "train")
 
 
-def test_model_without_anything_to_fuse_is_not_measured_as_fused():
+def test_model_with_nothing_to_fuse_is_an_error():
     with pytest.raises(RuntimeError, match="nothing to fuse"):
         contenders.prepare("fused", torch.nn.Linear(2, 2))
 
@@ -119,10 +117,8 @@ def test_model_without_anything_to_fuse_is_not_measured_as_fused():
         ("fused_backend", True, "ours"),
     ],
 )
-def test_provider_is_compiled_by_the_compiler_it_is_named_for(
-    name, fused, compiler, monkeypatch, fresh_dynamo
-):
-    """Inductor takes seconds a graph: it is left out, and who called it is noted."""
+def test_provider_uses_the_compiler_of_its_name(name, fused, compiler, monkeypatch, fresh_dynamo):
+    """As Inductor takes seconds for a graph, the compilers are replaced."""
     calls = []
 
     def compile_fx(gm, _, config_patches=None, **__):
@@ -142,8 +138,8 @@ def test_provider_is_compiled_by_the_compiler_it_is_named_for(
 
 
 @transformers_only
-def test_ligers_patch_is_in_force_for_its_own_steps_alone(monkeypatch):
-    """Its function sets names in the model's module, for all instances."""
+def test_liger_patches_only_during_its_own_steps(monkeypatch):
+    """Its function sets names in the model's module, that is, for all instances."""
     from transformers.models.llama import modeling_llama
 
     def patch(model):
@@ -166,7 +162,10 @@ def test_ligers_patch_is_in_force_for_its_own_steps_alone(monkeypatch):
 
 @pytest.fixture
 def stepping(monkeypatch):
-    """Makes contenders whose n-th step takes the n-th of some seconds, and notes their names."""
+    """A function that makes contenders whose n-th step takes the n-th of some seconds.
+
+    Its attribute ``order`` has the names of the contenders in the order of their steps.
+    """
     now, order = [0.0], []
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
 
@@ -186,20 +185,20 @@ def blocks_of(contenders, step_s, **effort):
     return measuring.blocks(contenders, warm, measuring.Effort(**effort), CPU)
 
 
-def test_contenders_take_turns_for_as_many_seconds(stepping):
+def test_contenders_take_turns_of_equal_seconds(stepping):
     both = {"a": stepping("a", 0.1), "b": stepping("b", 0.3)}
     result = blocks_of(both, {"a": 0.1, "b": 0.3}, rounds=3, block_s=0.25)
     assert "".join(stepping.order) == "aaab" * 3
     assert [result[name].ms for name in "ab"] == pytest.approx([100.0, 300.0])
 
 
-def test_ms_is_the_median_and_spread_the_quartiles_range(stepping):
+def test_ms_is_the_median_and_spread_the_range_of_quartiles(stepping):
     alone = {"a": stepping("a", 0.010, 0.020, 0.030, 0.040, 9.0)}
     result = blocks_of(alone, {"a": 1.0}, rounds=5, block_s=0.1, most=5)["a"]
     assert (result.ms, result.spread) == pytest.approx((30.0, 20.0))
 
 
-def test_rounds_go_on_for_all_while_the_times_of_one_differ(stepping):
+def test_all_have_more_rounds_while_the_times_of_one_differ(stepping):
     both = {"a": stepping("a", 1.0), "b": stepping("b", 0.5, 1.0, 0.5, 2.0)}
     blocks_of(both, {"a": 1.0, "b": 1.0}, rounds=2, block_s=0.1, most=4)
     assert "".join(stepping.order) == "ab" * 4
@@ -216,25 +215,25 @@ def test_own_bytes_count_tied_weights_once():
     assert Contender(model, contextlib.nullcontext, list).own_bytes == 64
 
 
-def test_loss_is_the_mean_over_seeds_and_spread_their_range(monkeypatch):
+def test_loss_is_the_mean_over_seeds_and_spread_the_range(monkeypatch):
     monkeypatch.setattr(training, "final_loss", lambda *_, seed, steps: (1.0, 2.0, 6.0)[seed])
     learned = training.learn("eager", None, TEXT, CPU, seeds=(0, 1, 2), steps=1)
     assert (learned.mean, learned.spread) == (3.0, 5.0)
 
 
 @transformers_only
-def test_seed_and_not_the_provider_decides_the_loss():
-    """On a CPU dropout draws the same for both."""
+def test_loss_depends_on_the_seed_and_not_on_the_provider():
+    """On a CPU both providers have the same masks of dropout."""
     workload = Workload("gpt2", "loss", MODELS["gpt2"].tiny_sizes, tiny=True)
-    eager, fused, other = (
+    eager, fused, eager_of_other_seed = (
         training.final_loss(name, workload, TEXT.reseeded(seed), CPU, seed=seed, steps=2)
         for name, seed in (("eager", 0), ("fused", 0), ("eager", 1))
     )
     assert fused == pytest.approx(eager, rel=1e-3)
-    assert other != pytest.approx(eager, rel=1e-3)
+    assert eager_of_other_seed != pytest.approx(eager, rel=1e-3)
 
 
-def test_first_calls_are_cold_and_then_from_their_own_caches(monkeypatch):
+def test_first_calls_with_cold_and_with_warm_caches(monkeypatch):
     def step(workload, provider, device):
         folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent
         processes = 1 + sum(1 for _ in folder.iterdir())
@@ -248,7 +247,7 @@ def test_first_calls_are_cold_and_then_from_their_own_caches(monkeypatch):
     assert first_calls.table(rows).splitlines()[2] == ratios
 
 
-def test_seconds_of_a_first_call_are_those_beyond_a_later_one(stepping, monkeypatch):
+def test_first_call_is_timed_without_the_step_itself(stepping, monkeypatch):
     monkeypatch.setattr(first_calls, "contender", lambda name, *_: stepping(name, 60.0, 2.0))
     seconds = first_calls._first_step(tiny("nanogpt", "train"), "backend", CPU)
     assert seconds == pytest.approx(58.0)
@@ -258,7 +257,7 @@ def run(*arguments):
     return command.main(["models", "--tiny", "--device", "cpu", *map(str, arguments)])
 
 
-def test_compiled_contenders_are_measured_together_after_the_others():
+def test_compiled_contenders_are_measured_after_the_others():
     first, second = runner.stages(workloads(["bert", "gpt2"], ["train"]))
     assert not {name for work in first for name in work.providers} & set(COMPILING)
     assert {name for work in second for name in work.providers} <= set(COMPILING)
@@ -266,12 +265,12 @@ def test_compiled_contenders_are_measured_together_after_the_others():
 
 
 @transformers_only
-def test_failing_provider_is_named_and_ours_fails_the_run(tmp_path, monkeypatch, capsys):
-    def fails(model):
+def test_failing_provider_is_named_and_fails_the_run_if_ours(tmp_path, monkeypatch, capsys):
+    def failing(model):
         raise RuntimeError("no such thing\nand more")
 
     path, words = tmp_path / "models.csv", ("--model", "bert", "--mode", "infer", "--provider")
-    monkeypatch.setitem(PROVIDERS, "eager", fails)
+    monkeypatch.setitem(PROVIDERS, "eager", failing)
     assert run(*words, "eager", "--provider", "fused", "--output", path) == 0
     error = "bert infer 2x16 eager: left out, RuntimeError: no such thing\n"
     assert error in capsys.readouterr().err
@@ -279,18 +278,18 @@ def test_failing_provider_is_named_and_ours_fails_the_run(tmp_path, monkeypatch,
     assert (only.provider, only.mode, only.shape) == ("fused", "infer", "2x16")
     assert only.ms > 0 and only.host_ms > 0 and only.peak_mib is only.loss is None
     assert only.torch == torch.__version__ and only.commit and only.transformers
-    monkeypatch.setitem(PROVIDERS, "fused", fails)
+    monkeypatch.setitem(PROVIDERS, "fused", failing)
     assert run(*words, "fused") == 1
     assert run("--model", "bert", "--loss", "--provider", "fused") == 1
 
 
-def test_resumed_run_measures_what_is_missing_or_of_another_commit(tmp_path, monkeypatch):
+def test_resumed_run_measures_missing_rows_and_those_of_other_commits(tmp_path, monkeypatch):
     path, workload = tmp_path / "models.csv", Workload("bert", "train", (32, 512))
     monkeypatch.setenv("FUSEDOPS_COMMIT", "abc1234")
     results.write(path, [row(), row("fused", commit="other")])
     work = [runner.Work(workload, ("eager", "fused", "liger"))]
-    (left,) = runner.without(work, models_command._done(path))
-    assert left.providers == ("fused", "liger")
+    (remaining,) = runner.without(work, models_command._done(path))
+    assert remaining.providers == ("fused", "liger")
 
 
 def test_speed_up_over_another_run_is_marked(tmp_path):
@@ -301,34 +300,34 @@ def test_speed_up_over_another_run_is_marked(tmp_path):
     assert " | 1000 | 700 (0.70) | 1000 (1.00) |\n" in text
 
 
-def test_summary_marks_the_fastest_and_names_where_another_is(tmp_path):
+def test_summary_marks_the_fastest_and_names_faster_peers(tmp_path):
     path = tmp_path / "models_nvidia_h200.csv"
     results.write(path, [row(), row("fused", 8.0), row("compile", 12.5), row("liger", 5.0)])
-    where = "BERT-base, 32\u00a0\u00d7\u00a0512"
-    assert f"| {where} | 10.0 | 1.25 | 0.80 |  | **2.00** |\n" in page.summary(path)
-    assert f"Faster than `fuse_model` alone: Liger-Kernel on {where}. " in page.summary(path)
+    case = "BERT-base, 32\u00a0\u00d7\u00a0512"
+    assert f"| {case} | 10.0 | 1.25 | 0.80 |  | **2.00** |\n" in page.summary(path)
+    assert f"Faster than `fuse_model` alone: Liger-Kernel on {case}. " in page.summary(path)
     results.write(path, [row("liger", 9.0)])
     assert "Faster than" not in page.summary(path)
 
 
 def test_compiled_steps_of_one_run_are_compared(tmp_path):
-    path, none = tmp_path / "models_nvidia_h200.csv", tmp_path / "compile_nvidia_h200.csv"
+    path, missing = tmp_path / "models_nvidia_h200.csv", tmp_path / "compile_nvidia_h200.csv"
     results.write(path, [row("compile", 8.0, gpu_ms=7.0), row("backend", 4.0, commit="other")])
-    assert page.compiled(path, none) == "Nothing has been measured yet."
+    assert page.compiled(path, missing) == "Nothing has been measured yet."
     other = row("fused_compile", 9.0, commit="other")
     results.write(path, [row("backend", 4.0, 500.0, gpu_ms=3.5), other])
-    line = page.compiled(path, none).splitlines()[2]
+    line = page.compiled(path, missing).splitlines()[2]
     times = "8.00 ± 0.10 |  | **4.00 ± 0.10 (2.00)** | 7.00 | 3.50 (2.00)"
     assert line.endswith(f" | {times} | 1000 | 500 |")
 
 
 def test_committed_page_is_what_its_results_give():
-    """If this fails, run ``python -m benchmarks models --page`` and commit what it wrote."""
+    """If this fails, run ``python -m benchmarks models --page`` and commit the page."""
     text = page.markdown(ROOT / "benchmarks" / "results" / "models_nvidia_h200.csv")
     assert (ROOT / "docs" / "model_figures.md").read_text(encoding="utf-8") == text
 
 
-# --- several processes ------------------------------------------------------------------------------
+# --- several processes ----------------------------------------------------------------------------
 
 
 @pytest.mark.full  # half a minute of two cores
@@ -337,7 +336,7 @@ def test_two_processes_have_the_losses_masks_and_collectives_of_one(tmp_path):
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks distributed"
     words = "--tiny --layout tp --layout fsdp-tp --steps 1 --blocks 1 --output"
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *torchrun.split(), *words.split(), str(path)],
         cwd=ROOT,
         text=True,
@@ -346,26 +345,26 @@ def test_two_processes_have_the_losses_masks_and_collectives_of_one(tmp_path):
         timeout=400,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert result.returncode == 0, result.stderr[-2000:]
     rows = {(row.model, row.layout, row.provider): row for row in distributed_results.read(path)}
     assert rows.pop(("masks", "2", "fused")).difference == 0.0
-    places = {key[:2] for key in rows}
-    assert places == {("llama", "tp"), ("bert", "tp"), ("train_lm", "2x1"), ("train_lm", "1x2")}
-    for place in places:
-        eager, fused = (rows[(*place, provider)] for provider in ("eager", "fused"))
+    settings = {key[:2] for key in rows}
+    assert settings == {("llama", "tp"), ("bert", "tp"), ("train_lm", "2x1"), ("train_lm", "1x2")}
+    for setting in settings:
+        eager, fused = (rows[(*setting, provider)] for provider in ("eager", "fused"))
         assert eager.collectives == fused.collectives != ""
         assert eager.moved_mib == fused.moved_mib > 0
         assert eager.loss == pytest.approx(fused.loss, abs=1e-3)
-        if place[0] == "train_lm":  # a unit in the last place of a loss is 5e-7
+        if setting[0] == "train_lm":  # a unit in the last place of its loss is 5e-7
             assert max(eager.difference, fused.difference) < 5e-6
 
 
-def test_table_has_a_line_for_a_pair_with_speed_up_and_scaling(tmp_path):
-    place = ("llama", "4x2048", "fsdp", 2)
+def test_table_has_speed_up_and_scaling_of_each_pair(tmp_path):
+    setting = ("llama", "4x2048", "fsdp", 2)
     numbers = (100.0, 1.0, 160000.0, 1000.0, 5.0, 1e-6, 2000.0)
     collectives = "_allgather_base_:33 _reduce_scatter_base_:17"
     versions = ("NVIDIA H100", "0123456", "2.11.0", "3.6.0", "5.17.0")
-    eager = distributed_results.Row(*place, "eager", *numbers, collectives, *versions)
+    eager = distributed_results.Row(*setting, "eager", *numbers, collectives, *versions)
     fused = replace(eager, provider="fused", ms=80.0, tokens=200000.0, peak_mib=900.0)
     rows = [eager, fused, replace(fused, ranks=1, tokens=125000.0), replace(eager, layout="tp")]
     distributed_results.write(tmp_path / "distributed_nvidia_h100.csv", rows)
@@ -374,7 +373,7 @@ def test_table_has_a_line_for_a_pair_with_speed_up_and_scaling(tmp_path):
         " | FSDP2 | 2 | 100.0 | 80.0 | 1.25 | 160,000 / 200,000 | 0.80 | 1,000 / 900 "
         "| 50, 2,000 MiB / 50, 2,000 MiB | 1e-06 / 1e-06 |"
     )
-    assert not lines[3]  # a row without its peer is not shown
+    assert not lines[3]  # rows without a peer are not in the table
 
 
 def test_collectives_count_the_larger_side_in_bytes():
@@ -393,9 +392,9 @@ def test_collectives_count_the_larger_side_in_bytes():
             (lambda: torch.distributed.all_reduce(torch.ones(3)), 12),
             (lambda: sharded + 1, 0),
         ):
-            with traffic.Traffic() as seen:
+            with traffic.Traffic() as recorded:
                 work()
-            assert seen.bytes == moved
-            assert sum(seen.counts.values()) == (moved > 0)
+            assert recorded.bytes == moved
+            assert sum(recorded.counts.values()) == (moved > 0)
     finally:
         torch.distributed.destroy_process_group()

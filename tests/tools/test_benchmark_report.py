@@ -1,4 +1,4 @@
-"""What is made of results files: the comparison of two, the report, and the pictures."""
+"""Comparison of two results files, and the report and pictures of one."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def rows_of(*cases, providers=("fusedops",), **changes):
         (LARGE, "gpu_us", 1.031, 1.0, "regressions"),
         (LARGE, "gpu_us", 0.5, 1.0, "improvements"),
         (LARGE, "peak_mib", 1.031, 1.0, "regressions"),
-        (LARGE, "loop_us", 1.5, 1.0, None),  # there the loop waits for the GPU
+        (LARGE, "loop_us", 1.5, 1.0, None),  # in large cases the loop waits for the GPU
         (SMALL, "loop_us", 1.5, 1.0, "regressions"),
         (SMALL, "peak_mib", 1.5, 1.0, None),  # 4 KiB
-        # What eager shares is the machine's fault, not the library's.
+        # If eager has become slower too, the cause is the machine.
         (LARGE, "gpu_us", 1.05, 0.8, "regressions"),
         (LARGE, "gpu_us", 1.05, 1.05, "doubtful"),
     ],
 )
-def test_change_beyond_the_threshold_is_judged(case, metric, factor, eager, verdict):
+def test_verdict_on_a_change(case, metric, factor, eager, verdict):
     old = rows_of(case, providers=BOTH)
     new = [
-        replace(row, **{metric: getattr(row, metric) * by})
-        for row, by in zip(old, (factor, eager), strict=True)
+        replace(row, **{metric: getattr(row, metric) * ratio})
+        for row, ratio in zip(old, (factor, eager), strict=True)
     ]
     result = comparing.compare(old, new, 0.03)
     judged = [
@@ -58,7 +58,8 @@ def test_change_beyond_the_threshold_is_judged(case, metric, factor, eager, verd
     assert judged == ([(verdict, metric)] if verdict else [])
 
 
-def test_other_torch_and_bandwidth_are_reported_and_eager_is_no_control_then():
+def test_eager_of_another_torch_excuses_no_regression():
+    """Changes of the version and of the bandwidth are reported."""
     old = rows_of(LARGE, providers=BOTH, gpu_us=100.0, floor_us=50.0)
     new = [replace(row, gpu_us=105.0, floor_us=105.0, torch="2.12.0") for row in old]
     result = comparing.compare(old, new, 0.03)
@@ -67,7 +68,7 @@ def test_other_torch_and_bandwidth_are_reported_and_eager_is_no_control_then():
     assert "the floor is 2.100 times the old one" in result.notes[1]
 
 
-def test_compare_names_devices_and_cases_of_one_file_alone(tmp_path, capsys):
+def test_compare_names_devices_and_cases_of_only_one_file(tmp_path, capsys):
     old, new = tmp_path / "nvidia_h200.csv", tmp_path / "sweep_nvidia_h100.csv"
     results.write(old, rows_of(*CASES[:2]))
     results.write(new, [replace(row, gpu_us=row.gpu_us * 1.02) for row in rows_of(*CASES[1:])])
@@ -91,13 +92,13 @@ def test_compare_takes_operators_without_a_floor():
 
 
 def test_committed_report_is_what_its_results_give():
-    """If this fails, run ``python -m benchmarks report`` and commit what it wrote."""
+    """If this fails, run ``python -m benchmarks report`` and commit the page."""
     text = report.markdown(RESULTS, "nvidia_h200")
     assert (ROOT / "docs" / "report.md").read_text(encoding="utf-8") == text
 
 
 def test_committed_tables_are_what_their_results_give():
-    """If this fails, run ``python -m benchmarks table --write`` and commit what it wrote."""
+    """If this fails, run ``python -m benchmarks table --write`` and commit the pages."""
     pages = command._filled_pages()
     assert {page.name for page in pages} >= {"README.md", "norms.md", "activations.md", "slices.md"}
     for page in pages:
@@ -106,9 +107,9 @@ def test_committed_tables_are_what_their_results_give():
 
 
 def test_committed_pictures_show_their_results():
-    """If this fails, run ``python -m benchmarks report`` and commit what it drew."""
-    drawn = {f"images/{path.name}": path for path in (ROOT / "docs" / "images").iterdir()}
-    digests = {name: drawing.digest_of(path) for name, path in drawn.items()}
+    """If this fails, run ``python -m benchmarks report`` and commit the pictures."""
+    paths = {f"images/{path.name}": path for path in (ROOT / "docs" / "images").iterdir()}
+    digests = {name: drawing.digest_of(path) for name, path in paths.items()}
     charts = report.charts(RESULTS, "nvidia_h200")
     assert digests == {name: chart.digest() for name, chart in charts.items()}
 
@@ -122,26 +123,26 @@ def table_lines(text):
 
 
 @pytest.mark.parametrize(
-    ("by", "title"), [("gpu_us", "### In GPU time"), ("loop_us", "### In a plain Python loop")]
+    ("metric", "title"), [("gpu_us", "### In GPU time"), ("loop_us", "### In a plain Python loop")]
 )
-def test_cases_that_a_peer_wins_are_listed_worst_first(by, title, tmp_path):
-    """Beside the fastest peer, and without ties."""
+def test_cases_that_a_peer_wins_are_listed_worst_first(metric, title, tmp_path):
+    """The list names the fastest peer and has no ties."""
     times = [130.0, 100.0, 120.0, 200.0, 110.0, 100.0, 100.2, 100.0, 100.0]
     rows = rows_of(*CASES, providers=(*BOTH, "compile"))
-    rows = [replace(row, **{by: time}) for row, time in zip(rows, times, strict=True)]
+    rows = [replace(row, **{metric: time}) for row, time in zip(rows, times, strict=True)]
     results.write(tmp_path / "nvidia_h200.csv", rows)
     lost = section(tmp_path, title)
-    place = f"{sized('8192x4096')} | bf16 | forward + backward"
+    cells = f"{sized('8192x4096')} | bf16 | forward + backward"
     assert "A peer is faster by more than 0.5% in 2 of 3 cases" in lost
     assert table_lines(lost.partition("<details")[2]) == [
-        f"| `rms_norm` | {place} | 200.0 | 100.0 | torch.compile | 2.00 |",
-        f"| `layer_norm` | {place} | 130.0 | 100.0 | eager | 1.30 |",
+        f"| `rms_norm` | {cells} | 200.0 | 100.0 | torch.compile | 2.00 |",
+        f"| `layer_norm` | {cells} | 130.0 | 100.0 | eager | 1.30 |",
     ]
 
 
 @pytest.mark.parametrize("device", ["h200", "h100"])
 def test_widths_are_listed_under_their_device_with_the_best_peer(device, tmp_path):
-    """In bf16, forward and backward; a peer may be absent."""
+    """The table has bf16, forward and backward only. Some rows have no peer."""
     wide = Case(SPECS["rms_norm"], (6553, 5120), torch.bfloat16)
     odd = Case(SPECS["rms_norm"], (2047, 4097), torch.bfloat16)
     swept = [
@@ -165,24 +166,24 @@ def data_of(rows):
     return figures.Data(rows, list(SPECS.values()), "bf16", "fwd_bwd")
 
 
-def test_bandwidth_is_the_moved_bytes_over_the_time():
+def test_bandwidth_is_moved_bytes_over_time():
     rows = made_up.rows(axes=("hidden",), ops=("layer_norm",))
     (panel,) = figures.bandwidth(data_of(rows), ("hidden",)).panels
     (ours,) = [row for row in rows if (row.shape, row.provider) == ("8192x4096", "fusedops")]
-    # Five passes over 2^25 elements of two bytes.
+    # There are five passes over 2^25 elements of two bytes.
     assert dict(panel.series["fusedops"])[4096] == pytest.approx(5 * 2**26 / ours.gpu_us / 1e6)
     assert panel.level == pytest.approx(4.26)
 
 
-def test_lines_of_peers_are_drawn_under_their_names(monkeypatch, tmp_path):
-    """Their times over ours, each in a colour of its own."""
+def test_lines_of_peers_have_labels(monkeypatch, tmp_path):
+    """They are peers' times over ours, in different colours."""
     pytest.importorskip("matplotlib")
-    shown = []
-    monkeypatch.setattr(drawing, "_save", lambda figure, chart, path: shown.append(figure))
+    saved = []
+    monkeypatch.setattr(drawing, "_save", lambda figure, chart, path: saved.append(figure))
     times = {"fusedops": 10.0, "eager": 30.0, "compile": 9.0}
     rows = made_up.rows(axes=("hidden",), ops=("gelu",))
     rows = [replace(row, gpu_us=times[row.provider]) for row in rows]
     drawing.draw(figures.speed_up(data_of(rows), ("hidden",)), tmp_path / "picture.svg")
-    lines = {line.get_label(): set(line.get_ydata()) for line in shown[0].axes[0].get_lines()}
+    lines = {line.get_label(): set(line.get_ydata()) for line in saved[0].axes[0].get_lines()}
     assert lines == {"PyTorch eager": {3.0}, "torch.compile": {0.9}, "as fast as fusedops": {1.0}}
     assert len(set(COLOURS.values())) == len(COLOURS)

@@ -58,8 +58,8 @@ def test_rowwise_computes_the_function(
     eager = providers.build("eager", workload)
     exact = run(eager, as_doubles(tensors))
     native = run(eager, tensors)
-    for index, got in enumerate(run(providers.build("rowwise", workload), tensors)):
-        assert_as_good(got, exact[index], [native[index]], f"{workload.name} {index}")
+    for index, result in enumerate(run(providers.build("rowwise", workload), tensors)):
+        assert_as_good(result, exact[index], [native[index]], f"{workload.name} {index}")
 
 
 @kernels
@@ -73,25 +73,25 @@ def test_heads_of_a_packed_projection_are_not_copied(
     copied = []
     contiguous = Tensor.contiguous
 
-    def noted(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+    def recording(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
         if not tensor.is_contiguous():
             copied.append(tensor.shape)
         return contiguous(tensor, *args, **options)
 
-    monkeypatch.setattr(Tensor, "contiguous", noted)
+    monkeypatch.setattr(Tensor, "contiguous", recording)
     run(providers.build("rowwise", workload), tensors)
     assert not copied
 
 
-def test_rows_have_names_of_their_own() -> None:
-    places = [(workload.name, workload.shape_name) for workload in workloads()]
-    assert len(set(places)) == len(places)
+def test_names_of_rows_are_unique() -> None:
+    names = [(workload.name, workload.shape_name) for workload in workloads()]
+    assert len(set(names)) == len(names)
     assert {cols for workload in workloads(["layer_scale"]) for cols in workload.shape[1:]} == {
         *(1536, 3072, 4096, 5120, 6144)
     }
 
 
-def test_bytes_are_those_of_each_direction() -> None:
+def test_moved_bytes_of_each_direction() -> None:
     (workload,) = workloads(["qk_norm_rotary_halves"])
     tensor = 8 * 1024 * 16 * 64 * 2
     assert workload.moved("fwd") == 4 * tensor
@@ -119,7 +119,7 @@ def test_table_compares_with_the_faster_mode_of_torch_compile() -> None:
     assert both.split() == ["dynamic_tanh", "8x64", "fwd_bwd", "60.0", "0.50"]
 
 
-def test_command_prints_what_was_measured_at_its_commit(
+def test_command_prints_rows_of_its_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine = runner.Machine(torch.device("cpu"), 1, 1e12, "new", "torch", "triton")

@@ -1,4 +1,4 @@
-"""The benchmark's models that are written by hand, under the compile backend."""
+"""The benchmark's own models, which no library has, under the compile backend."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def test_decoder_has_eagers_values_and_gradients(name: str, autocast: bool) -> N
         result = results(torch.compile(model, backend=backend), model, [tokens], cotangent)
         eps = torch.finfo(torch.bfloat16 if autocast else torch.float32).eps
         check(result, model, [tokens], cotangent, eps)
-    # At least a norm after, or before, attention and the MLP of both layers.
+    # At least the norms at attention and at the MLP of both layers.
     assert len(backend.report.fused) >= 4

@@ -1,4 +1,4 @@
-"""The operators' benchmark: what it measures, writes and refuses; the timing needs a GPU."""
+"""The benchmark of operators: what it measures, writes and refuses. Times are made up."""
 
 import math
 from dataclasses import fields, replace
@@ -18,12 +18,12 @@ CPU = torch.device("cpu")
 SPECS = {spec.name: spec for spec in discover()}
 EXACT = sorted(name for name, spec in SPECS.items() if spec.exact)
 DROPOUT = ("bias_dropout_add", "bias_dropout_add_ln", "bias_dropout_add_rms_norm")
-PLACE = ("layer_norm", "8192x4096", "bf16", "fwd_bwd")
+CASE = ("layer_norm", "8192x4096", "bf16", "fwd_bwd")
 
 
 def row(provider="fusedops", gpu=100.0, loop=200.0, **changes):
     versions = ("abc1234", "2.11.0", "3.6.0")
-    return replace(results.Row(*PLACE, provider, gpu, loop, 80.0, 64.0, *versions), **changes)
+    return replace(results.Row(*CASE, provider, gpu, loop, 80.0, 64.0, *versions), **changes)
 
 
 def case_of(op, rows=64, cols=96, dtype=torch.float32):
@@ -60,14 +60,14 @@ STORES = {
 
 
 def stored_row(store, number, optional):
-    """A row with a number in each measured column, and another in those that may be empty."""
+    """A row with ``number`` in each measured column, ``optional`` in those that may be empty."""
     hints = get_type_hints(store.Row)
     kinds = {str: "1x2", int: 1, float: number, float | None: optional}
     return store.Row(**{field.name: kinds[hints[field.name]] for field in fields(store.Row)})
 
 
 @pytest.mark.parametrize(("store", "key"), STORES.values(), ids=STORES)
-def test_newer_row_replaces_the_one_of_the_same_key_alone(store, key, tmp_path):
+def test_row_replaces_only_the_older_one_of_its_key(store, key, tmp_path):
     path = tmp_path / "deep" / "device.csv"
     old, new = stored_row(store, 0.5, None), stored_row(store, 1.25, 2.5)
     others = [replace(old, **{name: 2 if name == "ranks" else "3x4"}) for name in key]
@@ -85,14 +85,14 @@ def test_newer_row_replaces_the_one_of_the_same_key_alone(store, key, tmp_path):
         ("times", 1.65, 1.7, 1.2, "2.50 liger"),
     ],
 )
-def test_target_is_judged_the_right_way_round(kind, result, met, missed, best_peer):
+def test_larger_or_smaller_results_meet_a_target(kind, result, met, missed, best_peer):
     rows = [
         row(gpu=99.0, loop=60.0),
         row("eager", gpu=200.0, loop=50.0),
         row("liger", gpu=150.0, loop=300.0),
         row(gpu=60.0, op="rms_norm"),
     ]
-    figures = [targets.Target(*PLACE, value, kind, "rms_norm") for value in (met, missed)]
+    figures = [targets.Target(*CASE, value, kind, "rms_norm") for value in (met, missed)]
     verdicts = targets.compare(rows, figures)
     assert [verdict.met for verdict in verdicts] == [True, False]
     assert [verdict.result for verdict in verdicts] == pytest.approx([result] * 2)
@@ -101,7 +101,7 @@ def test_target_is_judged_the_right_way_round(kind, result, met, missed, best_pe
 
 @pytest.mark.parametrize(("provider", "kind"), [("eager", "us"), ("fusedops", "loop")])
 def test_target_without_its_rows_is_not_met(provider, kind):
-    (verdict,) = targets.compare([row(provider)], [targets.Target(*PLACE, 1e9, kind)])
+    (verdict,) = targets.compare([row(provider)], [targets.Target(*CASE, 1e9, kind)])
     assert (verdict.result, verdict.met) == (None, False)
 
 
@@ -148,7 +148,7 @@ def test_bad_input_is_refused(arguments, message, monkeypatch, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("op", sorted(SPECS))
-def test_right_providers_pass(op):
+def test_correct_providers_pass(op):
     oracle = oracle_of(case_of(op, dtype=torch.bfloat16), CPU)
     for name in ("fusedops", "eager"):
         verdict = oracle.judge(name, providers.build(name, SPECS[op]))
@@ -157,7 +157,7 @@ def test_right_providers_pass(op):
 
 
 def judged(op, cheat):
-    """The verdict on eager's outputs, changed."""
+    """The verdict on a provider that calls ``cheat`` with the eager function and its arguments."""
     eager = SPECS[op].eager
     return oracle_of(case_of(op), CPU).judge("eager", lambda **kwargs: cheat(eager, kwargs))
 
@@ -183,13 +183,13 @@ def test_wrong_outputs_are_refused(op, change, message):
 
 
 @pytest.mark.parametrize("op", EXACT)
-def test_exact_operators_are_refused_for_a_last_bit(op):
+def test_exact_operators_are_refused_if_the_last_bit_differs(op):
     wrong = judged(op, each_output(lambda out: torch.nextafter(out, out + 1.0))).wrong
     assert wrong == {"fwd": "output 0 is not the reference's"}
 
 
 class Backward(torch.autograd.Function):
-    """The identity; its gradient is scaled in one row, and the one that it was given is lost."""
+    """The identity, whose backward scales one row and overwrites the gradient it is given."""
 
     @staticmethod
     def forward(ctx, x, scale):
@@ -205,7 +205,7 @@ class Backward(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("op", sorted(SPECS.keys() - EXACT))
-def test_wrong_gradients_are_refused_and_right_outputs_still_timed(op):
+def test_only_the_backward_is_refused_for_wrong_gradients(op):
     def skewed(eager, kwargs):
         name = next((n for n in ("weight", "bias") if n in kwargs), SPECS[op].tensors[-1])
         return eager(**kwargs | {name: Backward.apply(kwargs[name], 1.5)})
@@ -215,21 +215,22 @@ def test_wrong_gradients_are_refused_and_right_outputs_still_timed(op):
     assert "gradient of" in wrong["fwd_bwd"]
 
 
-def test_writing_into_the_given_gradient_is_noticed():
+def test_backward_that_overwrites_the_given_gradient():
     verdict = judged("layer_norm", each_output(lambda out: Backward.apply(out, 1.0)))
     assert verdict.overwrites
     assert not verdict.wrong
 
 
 def two_masks(eager, kwargs):
-    """The forward under one mask and the gradients under another: neither alone is wrong."""
+    """Outputs have one mask and gradients another. Each would be right without the other."""
     with torch.no_grad():
-        shown = eager(**kwargs)
-    return tuple(h + (s - h).detach() for s, h in zip(shown, eager(**kwargs), strict=True))
+        values = eager(**kwargs)
+    differentiated = eager(**kwargs)
+    return tuple(d + (v - d).detach() for v, d in zip(values, differentiated, strict=True))
 
 
 def biased_scale(eager, kwargs):
-    """A quarter of a percent off, as from a p rounded to a byte with the scale of the exact one."""
+    """A scale that is off by a quarter of a percent, as if only the mask had a rounded p."""
     return eager(**kwargs | {name: kwargs[name] * 1.0026 for name in ("x", "bias")})
 
 
@@ -249,16 +250,14 @@ def test_wrong_dropout_is_refused(op, cheat, message):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """One on which every measurement returns a constant."""
+    """A machine on which every measurement returns a constant."""
     monkeypatch.setattr(timing, "gpu_us", lambda steps, *_, **__: [s() for s in steps] and 50.0)
     monkeypatch.setattr(timing, "peak_mib", lambda step: 1.0)
     monkeypatch.setattr(timing, "loop_us", lambda steps, *_, **__: dict.fromkeys(steps, 70.0))
     return runner.Machine(CPU, 1 << 16, 1e9, "abc1234", "2.11.0", "3.6.0")
 
 
-def test_every_mode_and_right_provider_has_a_row_and_the_others_are_named(
-    machine, monkeypatch, capsys
-):
+def test_only_correct_providers_have_rows(machine, monkeypatch, capsys):
     case, passes = case_of("bias_dropout_add_ln"), {"fwd": 3, "fwd_bwd": 7}
     eager, cheat = case.spec.eager, each_output(lambda out: out * 1.01)
     monkeypatch.setitem(providers.PROVIDERS, "wrong", lambda _: lambda **kw: cheat(eager, kw))
@@ -266,8 +265,8 @@ def test_every_mode_and_right_provider_has_a_row_and_the_others_are_named(
     names = ("fusedops", "eager", "wrong", "broken")
     plan = runner.Plan(tuple((mode, n) for mode in passes for n in names), timing.Effort())
     rows = runner.run_case(case, plan, machine)
-    right = [(mode, name) for mode in passes for name in ("fusedops", "eager")]
-    assert [(r.mode, r.provider) for r in rows] == right
+    expected = [(mode, name) for mode in passes for name in ("fusedops", "eager")]
+    assert [(r.mode, r.provider) for r in rows] == expected
     for r in rows:
         assert (r.shape, r.dtype, r.gpu_us, r.loop_us) == ("64x96", "fp32", 50.0, 70.0)
         assert r.floor_us == pytest.approx(passes[r.mode] * 64 * 96 * 4 / 1e9 * 1e6)
@@ -280,7 +279,8 @@ def test_every_mode_and_right_provider_has_a_row_and_the_others_are_named(
 
 
 @pytest.mark.parametrize("op", sorted(SPECS.keys() - EXACT))
-def test_lines_vary_what_their_axis_says_and_those_of_widths_move_the_same_bytes(op):
+def test_lines_vary_along_their_axis(op):
+    """Points of a line that varies the width have the same number of bytes."""
     for line in sweep.lines(SPECS[op], ("hidden", "slices", "rows")):
         for x, sides in line.points:
             assert x == sides[{"hidden": -1, "slices": 1, "rows": 0}[line.axis]]
@@ -291,7 +291,7 @@ def test_lines_vary_what_their_axis_says_and_those_of_widths_move_the_same_bytes
 
 
 @pytest.mark.parametrize("op", sorted(SPECS.keys() - EXACT))
-def test_outputs_have_the_elements_that_the_shape_is_named_for(op):
+def test_case_counts_the_elements_of_outputs(op):
     for case in sweep.plan([SPECS[op]], ("rows",), ("fp32",)):
         if case.elements <= 1 << 14:
             sample = case.spec.benchmark(case.sides, case.dtype, CPU)
@@ -299,16 +299,14 @@ def test_outputs_have_the_elements_that_the_shape_is_named_for(op):
             assert sum(out.numel() for out in outputs) == case.elements
 
 
-def test_only_what_has_a_row_is_not_timed_again():
+def test_pairs_with_a_row_are_not_timed_again():
     cases = [case_of("layer_norm", 8192, 4096, torch.bfloat16), case_of("layer_norm")]
-    left = sweep.remaining(cases, ("fwd_bwd", "fwd"), ("fusedops", "eager"), [row("eager")])
-    assert [work.case for work in left] == cases
-    assert left[0].pairs == (("fwd_bwd", "fusedops"), ("fwd", "fusedops"), ("fwd", "eager"))
+    remaining = sweep.remaining(cases, ("fwd_bwd", "fwd"), ("fusedops", "eager"), [row("eager")])
+    assert [work.case for work in remaining] == cases
+    assert remaining[0].pairs == (("fwd_bwd", "fusedops"), ("fwd", "fusedops"), ("fwd", "eager"))
 
 
-def test_sweep_writes_what_it_measured_in_time_and_counts_missing_rows_of_ours(
-    machine, monkeypatch, tmp_path
-):
+def test_sweep_ends_with_its_budget_and_counts_missing_rows(machine, monkeypatch, tmp_path):
     now, path = [0.0], tmp_path / "sweep.csv"
 
     def run_case(case, plan, machine):
@@ -317,7 +315,7 @@ def test_sweep_writes_what_it_measured_in_time_and_counts_missing_rows_of_ours(
 
     monkeypatch.setattr(runner.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(runner, "run_case", run_case)
-    monkeypatch.setattr(warm, "settle_compiler", lambda: None)  # is for the measuring process
+    monkeypatch.setattr(warm, "settle_compiler", lambda: None)  # only measuring needs it
     cases = [case_of("layer_norm", rows) for rows in (1, 2, 3, 4)]
     work = sweep.remaining(cases, ("fwd_bwd",), ("fusedops", "eager"), [])
     with results.Book(path) as book:

@@ -1,6 +1,6 @@
-"""The command line: errors are one line with exit code 2.
+"""The command line.
 
-The doctor's exit code is 1 for faults.
+Errors are one line, with exit code 2. The doctor's exit code for faults is 1.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def test_wrong_command_lines(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["tune", *arguments]) == 2
-    said = capsys.readouterr()
-    assert message in said.err and said.err.count("\n") == 1 and not said.out
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
 
 
-def test_file_of_one_long_line_is_no_file_of_raw(
+def test_file_of_one_long_line_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "raw.csv").write_bytes(b"x" * 200_000)
@@ -90,15 +90,15 @@ def test_wrong_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("tune", "geglu, gelu"), ("doctor", "Prints diagnostics of the setup")]
+    ("name", "expected"), [("tune", "geglu, gelu"), ("doctor", "Prints diagnostics of the setup")]
 )
 def test_help_is_plain_text_and_lists_operators(
-    name: str, told: str, capsys: pytest.CaptureFixture[str]
+    name: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([name, "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert told in text and "`" not in text
+    assert expected in text and "`" not in text
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,9 +120,9 @@ def test_version_and_module() -> None:
 
 
 def test_shapes_and_dtypes() -> None:
-    """Those of the command line that an operator takes; else its benchmark's.
+    """Shapes of the command line that an operator takes, else those of its benchmark.
 
-    Dropout also with p=0.
+    Dropout is also tuned with p=0.
     """
     cpu = torch.device("cpu")
     specs = {spec.name: spec for spec in command._specs(())}
@@ -156,20 +156,26 @@ def gpu_name(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.kernels
 @pytest.mark.usefixtures("gpu_name")
 def test_best_configs_are_cached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    todo = made_up.workloads("rms_norm", "swiglu")
+    workloads = made_up.workloads("rms_norm", "swiglu")
     raw = tmp_path / "raw.csv"
-    keep = command._Cache(options(raw=raw), torch.device("cuda", 0))
+    destination = command._Cache(options(raw=raw), torch.device("cuda", 0))
     timer = made_up.Timer()
     assert (
         command._sweep(
-            made_up.sweeper(timer=timer), todo, keep, 1e9, lambda out: command.line(out, 4e12)
+            made_up.sweeper(timer=timer),
+            workloads,
+            destination,
+            1e9,
+            lambda out: command.line(out, 4e12),
         )
         == 0
     )
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == f"4 keys tuned; the cache is {cache.directory()}"
-    for said in lines[:-1]:
-        assert all(word in said for word in ("floor", "best", "heuristic", "gain", "timed")), said
+    for printed in lines[:-1]:
+        assert all(word in printed for word in ("floor", "best", "heuristic", "gain", "timed")), (
+            printed
+        )
     for key in {key for key, _, _ in timer.timed}:
         assert cache.read(key, made_up.NAME) is not None
         assert tuning.source(key, 0) == "cache"
@@ -181,8 +187,8 @@ def test_best_configs_are_cached(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_ship_writes_a_table_and_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The budget ends a run between keys; entries of the table are not measured again."""
-    path, raw, todo = (
+    """The budget ends a run after a key. Keys in the table are not measured again."""
+    path, raw, workloads = (
         tmp_path / "test_gpu.json",
         tmp_path / "raw.csv",
         made_up.workloads("rms_norm", "swiglu"),
@@ -191,14 +197,20 @@ def test_ship_writes_a_table_and_resumes(
     moments = iter([0.0, 0.0, 1.0, 1.0] + [9.0] * 99)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "time", types.SimpleNamespace(monotonic=lambda: next(moments)))
-        keep = command._Ship(namespace, device)
-        assert command._sweep(made_up.sweeper(), todo, keep, 5.0, str) == 0
+        destination = command._Ship(namespace, device)
+        assert command._sweep(made_up.sweeper(), workloads, destination, 5.0, str) == 0
     assert "1 keys tuned" in capsys.readouterr().out
-    assert command._sweep(made_up.sweeper(), todo, command._Ship(namespace, device), 1e9, str) == 0
+    assert (
+        command._sweep(made_up.sweeper(), workloads, command._Ship(namespace, device), 1e9, str)
+        == 0
+    )
     assert "3 keys tuned" in capsys.readouterr().out
-    assert command._sweep(made_up.sweeper(), todo, command._Ship(namespace, device), 1e9, str) == 0
-    said = capsys.readouterr().out
-    assert "0 keys tuned" in said and "geometric mean" in said
+    assert (
+        command._sweep(made_up.sweeper(), workloads, command._Ship(namespace, device), 1e9, str)
+        == 0
+    )
+    printed = capsys.readouterr().out
+    assert "0 keys tuned" in printed and "geometric mean" in printed
     table = Table(path)
     assert table.about["device"] == made_up.NAME and table.summary["all"]["keys"] == 4
     assert not list(cache.entries())
@@ -211,8 +223,8 @@ def test_progress_bar_only_on_a_terminal(
     plain.at(1, "first")
     plain.line("done")
     plain.close()
-    said = capsys.readouterr()
-    assert (said.out, said.err) == ("done\n", "")
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("done\n", "")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     bar = Progress(4)
     bar.at(2, "second")
@@ -228,7 +240,7 @@ def diagnosed(capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
     return code, capsys.readouterr().out.splitlines()
 
 
-def test_nothing_wrong(capsys: pytest.CaptureFixture[str], kernel_path: bool) -> None:
+def test_doctor_without_faults(capsys: pytest.CaptureFixture[str], kernel_path: bool) -> None:
     code, lines = diagnosed(capsys)
     assert code == 0 and not any(line.startswith("WRONG") for line in lines)
     starts = (
@@ -241,7 +253,7 @@ def test_nothing_wrong(capsys: pytest.CaptureFixture[str], kernel_path: bool) ->
         "cache: ",
         "entries: none",
     )
-    # Functions of whole models, and further names of an operator.
+    # Functions for whole models, and second names of operators.
     others = {
         "NotRowwiseError",
         "__version__",
@@ -288,7 +300,7 @@ def test_nothing_wrong(capsys: pytest.CaptureFixture[str], kernel_path: bool) ->
         ),
     ],
 )
-def test_whether_it_tunes(
+def test_doctor_prints_the_tuning_at_first_use(
     value: str | None,
     line: str,
     fault: int,
@@ -299,10 +311,10 @@ def test_whether_it_tunes(
     if value is not None:
         monkeypatch.setenv("FUSEDOPS_TUNE", value)
     code, lines = diagnosed(capsys)
-    assert code == fault and [said for said in lines if "first use" in said] == [line]
+    assert code == fault and [printed for printed in lines if "first use" in printed] == [line]
 
 
-def test_a_gpu_without_triton(
+def test_gpu_without_triton(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -330,7 +342,7 @@ def test_a_gpu_without_triton(
         ),
     ],
 )
-def test_the_launcher_in_use_is_printed(
+def test_doctor_prints_the_launcher_in_use(
     launcher: str,
     reason: str,
     line: str,
@@ -346,7 +358,7 @@ def test_the_launcher_in_use_is_printed(
     assert "layer_norm: kernel" in lines
 
 
-def test_a_kernel_that_cannot_be_built_is_a_fault(
+def test_kernel_that_cannot_be_built_is_a_fault(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def diagnose(index: int) -> None:
@@ -368,13 +380,13 @@ def _pretend_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "interpreting", lambda: False)
 
 
-def test_spoilt_entries(
+def test_invalid_entries(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cache.write(KEY, "Test GPU", Config(block_n=1024, rows=4, warps=4), {})
     (path,) = cache.entries()
     assert diagnosed(capsys)[0] == 0
-    with monkeypatch.context() as patch:  # another version's are no fault
+    with monkeypatch.context() as patch:  # entries of another version are no fault
         patch.setattr(cache, "__version__", "9.9")
         code, lines = diagnosed(capsys)
         assert code == 0 and "entries: 1 another version's" in lines
@@ -392,7 +404,7 @@ def test_spoilt_entries(
     assert code == 1 and "unreadable" in lines[-1]
 
 
-def test_a_cache_that_cannot_be_written(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cache_that_cannot_be_written(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root.write_text("a file")
     code, lines = diagnosed(capsys)
     assert code == 1
@@ -400,8 +412,8 @@ def test_a_cache_that_cannot_be_written(root: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.kernels
-def test_where_configs_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of the benchmark's keys from each source; the GPU is a mock."""
+def test_doctor_counts_configs_by_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys counted are those of the benchmark. The GPU is a mock."""
     monkeypatch.setattr(tuning, "device_name", lambda index: "Test GPU")
     monkeypatch.setattr(tuning, "table", lambda device: {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

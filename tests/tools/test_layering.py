@@ -1,9 +1,9 @@
-"""Imports go one way: API, models beside the compile backend, families, compiler, core.
+"""Rules for imports, private names and arguments of all files of the package.
 
-Importing the package does no heavy work.
-
-And two rules for all files: private names of PyTorch and Triton are in ``core/compat/`` and two
-files of the backend alone, and functions take few arguments.
+The layers are, from the top: API; models and the compile backend; families; compiler; core. Each
+imports only itself and those below it, and importing the package does no heavy work. Only
+``core/compat/`` and two files of the backend use private names of PyTorch and Triton. Functions
+take few arguments.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _ABOVE_CORE = re.compile(r"\bfusedops\.(?!core\b)")
 
 @functools.cache
 def _nodes(path: Path) -> tuple[ast.AST, ...]:
-    """A file's whole syntax tree."""
+    """All nodes of a file's syntax tree."""
     return tuple(ast.walk(ast.parse(path.read_text())))
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """Absolute names of everything a file imports, inside functions and by `importlib.import_module` too."""
+    """Absolute names of all that a file imports, also in functions and by `import_module`."""
     package = _name(path) if path.name == "__init__.py" else _name(path).rpartition(".")[0]
     for node in _nodes(path):
         if isinstance(node, ast.Import):
@@ -76,8 +76,7 @@ def _imports(path: Path) -> Iterator[str]:
             )
             source = ".".join(filter(None, (base, node.module)))
             for alias in node.names:
-                # ``from . import ops`` names a module, ``from .ops import layer_norm`` something
-                # within one.
+                # ``from . import ops`` names a module, ``from .ops import layer_norm`` a function.
                 inner = f"{source}.{alias.name}"
                 yield inner if inner in MODULES else source
 
@@ -120,7 +119,7 @@ def _layer(name: str) -> int:
     return layers.get(folder, API)
 
 
-def test_package_has_its_layers() -> None:
+def test_layers_exist() -> None:
     assert {"norms", "activations"} <= _families()
     assert {
         "fusedops.core.launches.launch",
@@ -137,7 +136,7 @@ def _internal_imports() -> Iterator[tuple[str, str]]:
                 yield name, target
 
 
-def test_imports_go_down() -> None:
+def test_files_import_no_layer_above_them() -> None:
     for name, target in _internal_imports():
         assert target in MODULES, f"{name} imports {target}, which is no module"
         assert _layer(target) <= _layer(name), f"{name} imports {target}, which is above it"
@@ -147,7 +146,7 @@ def test_imports_go_down() -> None:
 
 
 def _strings(path: Path) -> Iterator[str]:
-    """The strings of a file but for its docstrings."""
+    """The strings of a file, without docstrings."""
     nodes = _nodes(path)
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:
@@ -156,7 +155,7 @@ def _strings(path: Path) -> Iterator[str]:
 
 
 def test_core_names_no_module_above_it() -> None:
-    """Neither in a string from which a module could be imported."""
+    """No string of core has such a name either, as modules can be imported by it."""
     for name, path in MODULES.items():
         if _layer(name) == CORE:
             results = [text for text in _strings(path) if _ABOVE_CORE.search(text)]
@@ -184,8 +183,8 @@ assert not above, above
 """
 
 
-def test_core_is_imported_alone() -> None:
-    """In a package that has nothing else loaded but `distributed`; kernels need Triton."""
+def test_core_imports_nothing_but_distributed() -> None:
+    """Files of kernels are skipped where there is no Triton."""
     names = ["fusedops.core.device", "fusedops.core.kernels"]
     skipped = [] if importlib.util.find_spec("triton") else names
     done = subprocess.run(
@@ -197,11 +196,11 @@ def test_core_is_imported_alone() -> None:
     assert done.returncode == 0, done.stderr
 
 
-_OF_DEVICES = ("fusedops.core.device", "fusedops.core.exchange")
+_DEVICE_FUNCTIONS = ("fusedops.core.device", "fusedops.core.exchange")
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in MODULES if _has_kernels(name) or name in _OF_DEVICES]
+    "name", [name for name in MODULES if _has_kernels(name) or name in _DEVICE_FUNCTIONS]
 )
 def test_kernels_import_only_triton(name: str) -> None:
     """They also import the device functions of core, and files of their own package."""
@@ -209,7 +208,7 @@ def test_kernels_import_only_triton(name: str) -> None:
     for target in _imports(MODULES[name]):
         is_triton = target.split(".")[0] in ("triton", "__future__")
         is_own = _has_kernels(name) and target.startswith(package)
-        assert is_triton or is_own or target in _OF_DEVICES, target
+        assert is_triton or is_own or target in _DEVICE_FUNCTIONS, target
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.endswith(".reference")])
@@ -233,7 +232,7 @@ def test_commands_are_not_imported() -> None:
 
 
 def test_specs_are_not_imported() -> None:
-    """Samples are for tests, benchmarks and commands; a user's import must not load them."""
+    """Samples are for tests, benchmarks and commands. Importing the package must not load them."""
     for name, target in _internal_imports():
         if not name.endswith(".spec") and not name.startswith(COMMANDS):
             assert not target.endswith(".spec"), f"{name} imports {target}"
@@ -277,7 +276,7 @@ _DOTTED = re.compile(r"(torch|triton)(\.\w+)+\.?")
 
 @functools.cache
 def _own() -> frozenset[str]:
-    """Names that the package itself gives to functions, classes, variables and attributes of its objects."""
+    """Names of the package's own functions, classes, variables and attributes."""
     names = {"_module"}  # which `models.parts` sets by `object.__setattr__`
     for path in FILES:
         for node in _nodes(path):
@@ -299,7 +298,7 @@ def _foreign(name: str) -> bool:
 
 
 def _private_names(path: Path) -> Iterator[tuple[str, str]]:
-    """``(name, expression)`` of every private name that a file imports, reads, or gives to `getattr` and the like."""
+    """``(name, expression)`` of private names that a file imports, reads or passes to `getattr`."""
     for node in _nodes(path):
         dotted: list[str] = []
         if isinstance(node, ast.Import):
@@ -335,7 +334,7 @@ def _private_names(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def test_private_names_are_in_compat() -> None:
-    """A release that lacks one must change nothing but speed."""
+    """If a release lacks one of these names, only the speed may change."""
     used = set()
     for name, path in MODULES.items():
         file = path.relative_to(PACKAGE).as_posix()
@@ -352,10 +351,7 @@ MOST_ARGUMENTS = 8
 
 
 def _contracts() -> set[str]:
-    """Functions whose signature is a drop-in contract.
-
-    Functionals, what they replace, and constructors of modules.
-    """
+    """Functionals and constructors of modules, whose signatures are those of what they replace."""
     functions = [
         function for spec in EVERY_SPEC for function in (spec.call, spec.eager, spec.reference)
     ]
@@ -386,7 +382,7 @@ def _count(arguments: ast.arguments) -> int:
 
 
 def test_functions_take_few_arguments() -> None:
-    """Kernels, and what launches them, take what they take."""
+    """Kernels, and the functions that launch them, are exempt."""
     contracts, result = _contracts(), []
     for name, path in MODULES.items():
         if not _has_kernels(name) and not name.endswith((".launching", ".device")):

@@ -1,4 +1,4 @@
-"""What users install: a wheel built as a release builds it, and installed where there is nothing of this repository."""
+"""The wheel, built as for a release and installed where this repository cannot be imported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("build") is None, reason="the package `build` is missing"
 )
 
-# Not part of the source: what others make in a checkout.
+# Folders in a checkout that are not part of the source.
 _LEFT_OUT = shutil.ignore_patterns(
     ".git", ".venv", "build", "dist", "site", "*.egg-info", "__pycache__", ".*_cache"
 )
@@ -50,27 +50,24 @@ def _run(*command: object, cwd: Path, **settings: str) -> str:
 
 @pytest.fixture(scope="module")
 def dist(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the archive and the wheel.
-
-    Those of ``--built``, else built from a copy of the checkout.
-    """
+    """The folder with the archive and the wheel: ``--built``, or one built from the checkout."""
     built = pytestconfig.getoption("--built")
     if built is not None:
         return Path(built).resolve()
-    place = tmp_path_factory.mktemp("packaging")
-    shutil.copytree(ROOT, place / "source", ignore=_LEFT_OUT)
+    folder = tmp_path_factory.mktemp("packaging")
+    shutil.copytree(ROOT, folder / "source", ignore=_LEFT_OUT)
     _run(
         sys.executable,
         "-m",
         "build",
         "--no-isolation",
         "--outdir",
-        place / "dist",
-        cwd=place / "source",
+        folder / "dist",
+        cwd=folder / "source",
         REPO_URL=_HOST,
         SITE_URL="",
     )
-    return place / "dist"
+    return folder / "dist"
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +78,13 @@ def wheel(dist: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with this wheel alone.
+    """The interpreter of an environment with this wheel.
 
-    Torch and the rest are lent by ours.
+    PyTorch and all other packages are those of this process.
     """
-    place = tmp_path_factory.mktemp("environment")
-    _run(sys.executable, "-m", "venv", "--without-pip", place, cwd=place)
-    interpreter = place / "bin" / "python"
+    environment = tmp_path_factory.mktemp("environment")
+    _run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=environment)
+    interpreter = environment / "bin" / "python"
     _run(
         sys.executable,
         "-m",
@@ -98,13 +95,13 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--no-deps",
         "--no-index",
         wheel,
-        cwd=place,
+        cwd=environment,
     )
-    lent = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-    (site,) = place.glob("lib/python*/site-packages")
-    # Such a line adds a folder and reads no .pth file in it: an editable installation of ours stays
-    # out.
-    (site / "lent.pth").write_text("\n".join(lent))
+    packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (site,) = environment.glob("lib/python*/site-packages")
+    # A line of a .pth file adds a folder, but reads no .pth file in it. So an editable installation
+    # of this repository stays out.
+    (site / "packages.pth").write_text("\n".join(packages))
     return interpreter
 
 
@@ -127,7 +124,7 @@ def _files_of_the_package() -> set[str]:
     return {path.relative_to(ROOT).as_posix() for path in files}
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -136,7 +133,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert any(name.startswith("fusedops/tuned/") for name in names)
 
 
-def test_the_archive_holds_all_to_build_and_test_from(dist: Path) -> None:
+def test_archive_holds_what_builds_and_tests_need(dist: Path) -> None:
     (archive,) = dist.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
@@ -164,11 +161,11 @@ def test_metadata(wheel: Path) -> None:
     assert {line.split(">")[0] for line in needed} == {"einops", "torch", "triton"}
 
 
-# --- what PyPI shows ------------------------------------------------------------------------------
+# --- the description on PyPI ----------------------------------------------------------------------
 
 
 def _targets(page: str) -> list[str]:
-    """The targets of a page's links and pictures, without anchors in the page itself."""
+    """The targets of a page's links and pictures, except anchors in the page itself."""
     results = [*links(page), *re.findall(r'\b(?:src|srcset|href)="([^"]*)"', page)]
     results += re.findall(r"^\[[^\]]+\]: *(\S+)", page, re.MULTILINE)
     return [target for target in results if not target.startswith("#")]
@@ -183,8 +180,8 @@ def test_description_has_no_relative_link(kind: str, dist: Path) -> None:
     assert not [target for target in _targets(page) if not re.match(r"https?://", target)]
 
 
-def test_description_names_the_files_of_the_release(wheel: Path) -> None:
-    """All that the README names, at this version's tag."""
+def test_description_links_to_the_files_of_the_release(wheel: Path) -> None:
+    """Its links are those of the README, at the tag of this version."""
     metadata = _metadata(wheel)
     urls = dict(line.split(", ") for line in metadata.get_all("Project-URL"))
     assert set(urls) == {"Homepage", "Documentation", "Changelog", "Issues"}
@@ -222,15 +219,15 @@ def _described(base: str) -> str:
 
 
 def test_description_with_an_address() -> None:
-    text, at = _described(_HOST), f"v{fusedops.__version__}"
+    text, tag = _described(_HOST), f"v{fusedops.__version__}"
     assert (
-        f"[`glu`]({_HOST}/blob/{at}/docs/glu.md#a), [here](#here) and [there](https://example.org)"
+        f"[`glu`]({_HOST}/blob/{tag}/docs/glu.md#a), [here](#here) and [there](https://example.org)"
         in text
     )
-    assert f"![A plot]({_HOST}/raw/{at}/plot.png)" in text
-    assert f'srcset="{_HOST}/raw/{at}/dark.svg"' in text
-    assert f'<img src="{_HOST}/raw/{at}/light.svg">' in text
-    assert f'<a href="{_HOST}/blob/{at}/docs/all.md">All</a>' in text
+    assert f"![A plot]({_HOST}/raw/{tag}/plot.png)" in text
+    assert f'srcset="{_HOST}/raw/{tag}/dark.svg"' in text
+    assert f'<img src="{_HOST}/raw/{tag}/light.svg">' in text
+    assert f'<a href="{_HOST}/blob/{tag}/docs/all.md">All</a>' in text
     assert "[code](code.md)" in text
 
 
@@ -265,13 +262,13 @@ print(fusedops.__version__)
 """
 
 
-def test_it_works_where_it_is_installed(python: Path, tmp_path: Path) -> None:
+def test_wheel_works_when_installed(python: Path, tmp_path: Path) -> None:
     assert _run(python, "-I", "-c", _PROBE, cwd=tmp_path).strip() == fusedops.__version__
 
 
 @pytest.mark.parametrize(
     "command", [["fusedops"], ["python", "-I", "-m", "fusedops"]], ids=["script", "module"]
 )
-def test_its_command_runs(command: list[str], python: Path, tmp_path: Path) -> None:
+def test_command_runs(command: list[str], python: Path, tmp_path: Path) -> None:
     printed = _run(python.parent / command[0], *command[1:], "--version", cwd=tmp_path)
     assert fusedops.__version__ in printed

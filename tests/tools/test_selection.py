@@ -1,6 +1,6 @@
-"""The short suite's choice of cases.
+"""The choice of cases for the short suite.
 
-It covers every value of each parameter, it is small, and always the same.
+It is small, always the same, and has every value of each parameter.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ def test_every_named_pair_of_values_occurs_in_few_cases() -> None:
     chosen = selection.shortened(every)
     for names in itertools.combinations("abc", 2):
         assert _pairs(chosen, *names) == _pairs(every, *names)
-    assert 35 <= len(chosen) <= 45  # of 140; seven times five pairs of the first two are the least
+    assert 35 <= len(chosen) <= 45  # of 140; a and b alone have 35 pairs
 
 
-def test_the_choice_depends_on_no_order() -> None:
+def test_choice_does_not_depend_on_the_order() -> None:
     every = _cases(a=list(range(7)), b=list("xyz"), c=[0.5, 1.5, 2.5])
     assert set(selection.shortened(every)) == set(selection.shortened(every[::-1]))
 
 
 def test_every_row_of_a_short_table_occurs() -> None:
-    """A row is an example: that each of its values occurs in another row is not enough."""
+    """Each row is an example, so it must run even if each of its values occurs in another row."""
     rows = [(1, 1), (1, 2), (2, 1), (2, 2)]
     mark = pytest.mark.parametrize(("a", "b"), rows).mark
     every = [
@@ -94,12 +94,12 @@ def test_cases_are_chosen_while_they_are_collected(
     assert full or names_a_case or len(own) <= 5
 
 
-def test_a_test_with_the_mark_pairs_of_spec_runs_all_specs() -> None:
+def test_mark_pairs_of_spec_chooses_all_specs() -> None:
     mark = pytest.mark.pairs("spec").mark
     assert len(selection.shortened(_cases(mark, spec=list(range(20))))) == 20
 
 
-def test_the_mark_shared_limits_the_values_of_a_parameter() -> None:
+def test_mark_shared_limits_the_values_of_a_parameter() -> None:
     mark = pytest.mark.shared("name", most=2).mark
     chosen = selection.shortened(_cases(mark, name=list("abcdef"), c=[1, 2]))
     assert len(_pairs(chosen, "name")) == 2 == len(_pairs(chosen, "c"))
@@ -113,13 +113,13 @@ def test_only_pairs_that_the_mark_names_are_covered() -> None:
     assert len(_pairs(chosen, "a", "c")) == 6 and len(_pairs(chosen, "b")) == 6 and len(chosen) < 12
 
 
-def test_a_mark_that_names_no_parameter_is_refused() -> None:
+def test_mark_that_names_no_parameter_is_an_error() -> None:
     with pytest.raises(pytest.UsageError, match=r"pairs of \['z'\]"):
         selection.shortened(_cases(pytest.mark.pairs("a z").mark, a=[1, 2], b=[1, 2]))
 
 
 def _chosen_cases(*pairs: str) -> tuple[list[Case], list[Case]]:
-    """All cases of a test, and those that are chosen with this mark."""
+    """All cases of a test with the mark ``pairs``, or without a mark, and those that are chosen."""
     mark = pytest.mark.pairs(*pairs).mark if pairs else None
     every: list[Case] = list(cases().args[1])
     marks = [] if mark is None else [mark]
@@ -127,8 +127,8 @@ def _chosen_cases(*pairs: str) -> tuple[list[Case], list[Case]]:
     return every, [chosen.params["case"] for chosen in selection.shortened(candidates)]
 
 
-def test_without_a_mark_samples_are_not_covered() -> None:
-    """Dtypes are covered, and a share of the specs. Wide samples are the last to be chosen."""
+def test_choice_without_a_mark() -> None:
+    """All dtypes and some specs are chosen, but not all samples, and those that are wide last."""
     every, chosen = _chosen_cases()
     assert len(chosen) == 4
     assert {case.dtype for case in chosen} == set(DTYPES)
@@ -137,7 +137,8 @@ def test_without_a_mark_samples_are_not_covered() -> None:
     assert not any(case.is_wide for case in chosen)
 
 
-def test_values_are_tested_of_every_sample_and_of_every_spec_in_each_dtype() -> None:
+def test_choice_for_test_values() -> None:
+    """Every sample, and every spec in each dtype."""
     every, chosen = _chosen_cases("spec dtype", "sample")  # as in test_values.py
     assert {case.name for case in chosen} == {case.name for case in every}
     assert {(case.spec.name, case.dtype) for case in chosen} == {
@@ -156,8 +157,7 @@ def test_few_subsets_have_each_combination_of_two_names() -> None:
         )
 
 
-def test_each_mutant_applies() -> None:
-    """The line that a mutant changes occurs once in its file."""
+def test_text_that_a_mutant_changes_occurs_once() -> None:
     package = Path(fusedops.__file__).parent
     counts = {
         mutant.fault: (package / mutant.path).read_text(encoding="utf-8").count(mutant.before)

@@ -1,6 +1,6 @@
-"""The sweep: which candidates are compiled, dropped, timed and chosen; the shipped table.
+"""The sweep with made-up times: which candidates are compiled, dropped, timed and chosen.
 
-Times are made up.
+The shipped table is tested here too.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from tuning_keys import every_key, plans
 every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 LIMITS = Limits(shared=232_448, shared_in_all=233_472)
 KEY = TuningKey("norm_forward", ("rms", "plain", "alone"), "16bit", 1024, 3)
-# What the made-up workload of 20 rows asks first.
-ASKED = replace(KEY, cols=64, widths="32bit", bucket=1)
+# The first key of the made-up workload of 20 rows.
+FIRST_KEY = replace(KEY, cols=64, widths="32bit", bucket=1)
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No cache or table of this machine is used."""
+def no_measurements(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The cache and table of this machine are not used."""
     monkeypatch.setattr(tuning, "device_name", lambda index: "")
     tuning.forget()
     yield
@@ -64,13 +64,13 @@ def family(key: TuningKey) -> object:
     return result
 
 
-def only(name: str, **options: object) -> Workload:
+def workload_of(name: str, **options: object) -> Workload:
     (workload,) = made_up.workloads(name, **options)  # type: ignore[arg-type]
     return workload
 
 
-def tuned(timer: made_up.Timer, pool: object = None, name: str = "rms_norm") -> list[Outcome]:
-    return list(made_up.sweeper(pool, timer).sweep([only(name)]))
+def sweep_one(timer: made_up.Timer, pool: object = None, name: str = "rms_norm") -> list[Outcome]:
+    return list(made_up.sweeper(pool, timer).sweep([workload_of(name)]))
 
 
 # --- keys and workloads ---------------------------------------------------------------------------
@@ -78,9 +78,9 @@ def tuned(timer: made_up.Timer, pool: object = None, name: str = "rms_norm") -> 
 
 @every
 @pytest.mark.kernels
-def test_every_key_leads_back_to_a_workload(spec: object) -> None:
-    """An operator's keys at any number of rows can be tuned from the key alone."""
-    workload = only(spec.name)  # type: ignore[attr-defined]
+def test_every_key_has_a_workload(spec: object) -> None:
+    """An operator's key can be tuned without its call, for any number of rows."""
+    workload = workload_of(spec.name)  # type: ignore[attr-defined]
     for rows in (3, 20, 9000):
         keys = keys_of(workload.at(rows), DEVICE)
         assert keys
@@ -93,7 +93,7 @@ def test_every_key_leads_back_to_a_workload(spec: object) -> None:
 @every
 @pytest.mark.kernels
 def test_inference_and_training_have_the_same_keys(spec: Spec) -> None:
-    """So that outputs have the same bits; also for rows that are read twice."""
+    """So their outputs have the same bits, also for rows that are read twice."""
     for shape in [(4, 64), (4, 20000)] if len(spec.shapes[0][0]) == 2 else [(4, 2, 64)]:
         step = Workload(spec, shape, torch.float32).step(DEVICE)
         with kernels_alone(), tuning.collected_keys() as trained, launch.collecting():
@@ -106,18 +106,18 @@ def test_inference_and_training_have_the_same_keys(spec: Spec) -> None:
 
 
 def test_training_and_inference_are_timed() -> None:
-    """All training forwards, then all inference forwards: no call has its inputs in the L2."""
-    done: list[str] = []
+    """All training forwards come first, then all inference: no call has its inputs in the L2."""
+    calls: list[str] = []
 
     class _Step:
         def __init__(self, name: str) -> None:
-            self.forward = lambda: done.append(f"forward {name}")
-            self.infer = lambda: done.append(f"infer {name}")
+            self.forward = lambda: calls.append(f"forward {name}")
+            self.infer = lambda: calls.append(f"infer {name}")
 
     bench = timing._GraphBench([_Step("a"), _Step("b")], None, None)  # type: ignore[arg-type, list-item]
     for call in bench._calls(backward=False):
         call()
-    assert done == ["forward a", "forward b", "infer a", "infer b"]
+    assert calls == ["forward a", "forward b", "infer a", "infer b"]
 
 
 NAN, INF = math.nan, math.inf
@@ -158,7 +158,7 @@ def test_close_results(one: torch.Tensor, other: torch.Tensor, close: bool) -> N
 def test_keys_of_calls_that_no_benchmark_makes(
     kernel: str, variant: tuple[str, ...], widths: str
 ) -> None:
-    """Without some tensors, without dropout, with mixed dtypes."""
+    """Calls without some tensors, without dropout, and of mixed dtypes."""
     assert workload_for(TuningKey(kernel, variant, widths, 64, 2), DEVICE) is not None
 
 
@@ -182,7 +182,7 @@ def test_grid_covers_every_operator_in_order() -> None:
 
 def test_floor_counts_the_passes_over_rows() -> None:
     """The floor is 2 passes forward and 3 backward over 8192 x 4096 x 2 bytes, at 4 TB/s."""
-    workload = replace(only("layer_norm", shape=(8192, 4096)), dtype=torch.bfloat16)
+    workload = replace(workload_of("layer_norm", shape=(8192, 4096)), dtype=torch.bfloat16)
     assert workload.floor_us(KEY, 4e12) == pytest.approx(2 * 8192 * 4096 * 2 / 4e6)
     backward = replace(KEY, kernel="norm_backward")
     assert workload.floor_us(backward, 4e12) == pytest.approx(3 * 8192 * 4096 * 2 / 4e6)
@@ -194,10 +194,11 @@ def test_floor_counts_the_passes_over_rows() -> None:
 @every
 @pytest.mark.kernels
 def test_fastest_is_chosen(spec: object) -> None:
-    """The costs are made up. Each key is tuned once, the forward's first."""
+    """Each key is tuned once, that of the forward first."""
     timer = made_up.Timer()
-    outcomes = tuned(timer, name=spec.name)  # type: ignore[attr-defined]
-    assert [outcome.key for outcome in outcomes] == keys_of(only(spec.name), DEVICE)  # type: ignore[attr-defined]
+    outcomes = sweep_one(timer, name=spec.name)  # type: ignore[attr-defined]
+    workload = workload_of(spec.name)  # type: ignore[attr-defined]
+    assert [outcome.key for outcome in outcomes] == keys_of(workload, DEVICE)
     for outcome in outcomes:
         key = outcome.key
         times = {one.config: made_up.cost(key, one.config) for one in outcome.measured}
@@ -208,18 +209,18 @@ def test_fastest_is_chosen(spec: object) -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("faster", "yields"), [(0.995, False), (0.985, True)])
-def test_heuristic_is_replaced_beyond_noise(faster: float, yields: bool) -> None:
-    candidates = family(ASKED).candidates(ASKED)  # type: ignore[attr-defined]
-    costs = dict.fromkeys(candidates, 20.0) | {candidates[0]: 10.0, candidates[-1]: 10.0 * faster}
-    outcome = tuned(made_up.Timer(costs))[0]
-    assert outcome.best == (candidates[-1] if yields else candidates[0])
+@pytest.mark.parametrize(("ratio", "replaced"), [(0.995, False), (0.985, True)])
+def test_heuristic_is_replaced_beyond_noise(ratio: float, replaced: bool) -> None:
+    candidates = family(FIRST_KEY).candidates(FIRST_KEY)  # type: ignore[attr-defined]
+    costs = dict.fromkeys(candidates, 20.0) | {candidates[0]: 10.0, candidates[-1]: 10.0 * ratio}
+    outcome = sweep_one(made_up.Timer(costs))[0]
+    assert outcome.best == (candidates[-1] if replaced else candidates[0])
 
 
 @pytest.mark.kernels
-def test_second_round_among_the_best() -> None:
+def test_best_candidates_are_timed_carefully() -> None:
     timer = made_up.Timer()
-    outcomes = tuned(timer)
+    outcomes = sweep_one(timer)
     for outcome in outcomes:
         quick = [c for q, c, careful in timer.timed if q == outcome.key and not careful]
         careful = [c for q, c, careful in timer.timed if q == outcome.key and careful]
@@ -229,22 +230,22 @@ def test_second_round_among_the_best() -> None:
 
 @pytest.mark.kernels
 def test_config_with_other_results_is_not_chosen() -> None:
-    winner = tuned(made_up.Timer())[0].best
-    assert tuned(made_up.Timer(wrong=(winner,)))[0].best != winner
+    winner = sweep_one(made_up.Timer())[0].best
+    assert sweep_one(made_up.Timer(wrong=(winner,)))[0].best != winner
 
 
 @pytest.mark.kernels
 def test_config_that_does_not_fit_is_not_timed() -> None:
-    candidates = family(ASKED).candidates(ASKED)  # type: ignore[attr-defined]
+    candidates = family(FIRST_KEY).candidates(FIRST_KEY)  # type: ignore[attr-defined]
     spills = made_up.Pool(dict.fromkeys(candidates, Usage(registers=32, spills=999)))
     timer = made_up.Timer()
-    outcome = tuned(timer, spills)[0]
-    # Where all spill alike, as the heuristic's does, all are timed; where it does not, none that
-    # does is.
+    outcome = sweep_one(timer, spills)[0]
+    # If the heuristic's config spills, those that spill as much are timed. If it does not spill,
+    # those that do are dropped.
     assert not any(one.dropped for one in outcome.measured)
     spills.usages[candidates[0]] = Usage(registers=32)
     timer.timed.clear()
-    outcome = tuned(timer, spills)[0]
+    outcome = sweep_one(timer, spills)[0]
     assert [config for key, config, _ in timer.timed if key == outcome.key] == [candidates[0]]
     assert [bool(one.dropped) for one in outcome.measured] == [False] + [True] * (
         len(candidates) - 1
@@ -286,14 +287,14 @@ def test_reasons_to_drop(config: Config, usage: Usage, reason: str) -> None:
 
 @pytest.mark.kernels
 def test_failing_workload_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    timer, opened = made_up.Timer(), made_up.Timer.open
+    timer, original = made_up.Timer(), made_up.Timer.open
 
-    def scarce(self: made_up.Timer, workload: Workload) -> made_up.Bench:
+    def failing(self: made_up.Timer, workload: Workload) -> made_up.Bench:
         if workload.spec.name == "rms_norm":
             raise torch.OutOfMemoryError("out of memory\nand more")
-        return opened(self, workload)
+        return original(self, workload)
 
-    monkeypatch.setattr(made_up.Timer, "open", scarce)
+    monkeypatch.setattr(made_up.Timer, "open", failing)
     sweeper = made_up.sweeper(timer=timer)
     results = {
         outcome.workload.spec.name
@@ -301,7 +302,7 @@ def test_failing_workload_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert results == {"layer_norm"}
     assert sweeper.failures == ["rms_norm 20x64 fp32: OutOfMemoryError: out of memory"]
-    # The next sweep has failures of its own.
+    # The next sweep begins without failures.
     assert list(sweeper.sweep(made_up.workloads("layer_norm")))
     assert sweeper.failures == []
 
@@ -320,10 +321,10 @@ def test_failure_without_a_message_has_its_type(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.kernels
 def test_sweep_stops_between_keys() -> None:
     """Keys that are not wanted are neither compiled nor timed."""
-    left = iter([True, True, False])
+    answers = iter([True, True, False])
     results = list(
         made_up.sweeper().sweep(
-            made_up.workloads("rms_norm", "layer_norm"), goes_on=lambda: next(left)
+            made_up.workloads("rms_norm", "layer_norm"), goes_on=lambda: next(answers)
         )
     )
     assert len(results) == 2
@@ -332,21 +333,21 @@ def test_sweep_stops_between_keys() -> None:
     assert not pool.requests
 
 
-# --- compiling, for real --------------------------------------------------------------------------
+# --- compiling ------------------------------------------------------------------------------------
 
 
 def test_requests_are_encoded_and_decoded() -> None:
-    seen = 0
+    count = 0
     for cols, dtype in ((1024, torch.bfloat16), (256, torch.float64)):
         for plan in plans(cols, dtype).values():
             with tuning.collected_keys(), launch.collecting() as requests:
                 plan()
             tuning.forget()
             for request in requests:
-                again = decode(json.loads(json.dumps(encode(request))))
-                assert again.kernel is request.kernel and again.key == request.key
-                seen += 1
-    assert seen > 30
+                decoded = decode(json.loads(json.dumps(encode(request))))
+                assert decoded.kernel is request.kernel and decoded.key == request.key
+                count += 1
+    assert count > 30
 
 
 # One for each kernel, with as many tensors as it takes.
@@ -367,13 +368,15 @@ COMPILED = {
     ],
 )
 def test_candidates_compile_or_are_dropped(member: str, request: pytest.FixtureRequest) -> None:
-    """In worker processes, for sm_90 and without a GPU.
+    """Worker processes compile for sm_90, without a GPU.
 
-    Several remain to be timed, with the heuristic's.
+    The heuristic's config and several others remain to be timed.
     """
     compiler = pytest.importorskip("triton.backends.compiler")
     if member == "slices of one width" and triton_version() >= (3, 8):
-        reason = "Triton 3.8 takes 147 registers where 3.6 takes 96: three programs fit a multiprocessor, not four"
+        reason = (
+            "three programs fit a multiprocessor, as Triton 3.8 uses 147 registers, 3.6 uses 96"
+        )
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     plan = plans(*COMPILED[member])[member]
     with tuning.collected_keys() as keys, launch.collecting():
@@ -398,8 +401,8 @@ def test_candidates_compile_or_are_dropped(member: str, request: pytest.FixtureR
                 usages,
             )
             first = usages[candidates[0]]
-            left = [c for c in candidates if not reason_to_drop(c, usages[c], first, LIMITS)]
-            assert left[0] == candidates[0] and len(left) >= 3, key
+            kept = [c for c in candidates if not reason_to_drop(c, usages[c], first, LIMITS)]
+            assert kept[0] == candidates[0] and len(kept) >= 3, key
 
 
 def _target_and_requests() -> tuple[Any, list[Any]]:
@@ -446,14 +449,14 @@ def test_prints_of_a_worker_are_no_replies(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def outcome(key: TuningKey, *times: float) -> Outcome:
-    """The candidates' times, infinite for one that was dropped; the heuristic's is the first."""
+    """An outcome with these times of candidates, the heuristic's first. Infinite means dropped."""
     configs = family(key).candidates(key)[: len(times)]  # type: ignore[attr-defined]
     measured = tuple(
         Measured(config, 32, 0, us, "spills" if math.isinf(us) else "")
         for config, us in zip(configs, times, strict=True)
     )
     best = min(measured, key=lambda one: one.us).config
-    return Outcome(key, only("rms_norm", shape=(8192, 1024)), configs[0], best, measured)
+    return Outcome(key, workload_of("rms_norm", shape=(8192, 1024)), configs[0], best, measured)
 
 
 def test_table_is_written_merged_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,18 +477,18 @@ def test_table_is_written_merged_and_read(tmp_path: Path, monkeypatch: pytest.Mo
         '"rms|plain|alone|16bit',
         '"rms|plain|alone|16bit',
     ]
-    again = tables.Table(path)
-    assert KEY in again and wide in again and replace(KEY, bucket=1) not in again
-    again.put(replace(KEY, bucket=1), Config(block_n=1024, rows=1, warps=2))
-    again.save()
+    reread = tables.Table(path)
+    assert KEY in reread and wide in reread and replace(KEY, bucket=1) not in reread
+    reread.put(replace(KEY, bucket=1), Config(block_n=1024, rows=1, warps=2))
+    reread.save()
     assert len(path.read_text().splitlines()) == len(text.splitlines())
-    # A table measured with other kernels, or from other configs, is measured again, and its row
-    # begins anew.
+    # Entries measured with other kernels or candidates are not used. The first new entry replaces
+    # their whole row.
     monkeypatch.setattr(tables, "fingerprint", lambda key: "another")
-    later = tables.Table(path)
-    assert KEY not in later
-    later.put(KEY, Config(block_n=1024, rows=4, warps=4))
-    later.save()
+    outdated = tables.Table(path)
+    assert KEY not in outdated
+    outdated.put(KEY, Config(block_n=1024, rows=4, warps=4))
+    outdated.save()
     row = json.loads(path.read_text())["configs"]["norm_forward"]["rms|plain|alone|16bit|1024"]
     assert row[:5] == [None, None, None, [1024, 4, 4, 1, 0, 0, 1], None]
 
@@ -508,20 +511,20 @@ def test_raw_timings_and_the_distance_of_the_heuristic(tmp_path: Path) -> None:
     assert result["norm_forward"]["worst"] == 4.0 and "N=2048" in result["norm_forward"]["worst_at"]
     assert result["norm_backward"]["geometric_mean"] == 1.0
     assert result["all"]["keys"] == 3
-    # A key measured again counts as it was last.
+    # Of a key that was measured twice, the last times count.
     tables.write_raw(path, tables.raw_rows(outcome(replace(KEY, cols=2048), 20.0, 10.0)))
     assert tables.summary(tables.read_raw(path))["norm_forward"]["worst"] == 2.0
     assert "geometric mean" in tables.compare(tables.read_raw(path))
 
 
-def test_torn_line_of_raw_timings_is_skipped(tmp_path: Path) -> None:
-    """A sweep that was killed while it wrote is resumed with the same file, wherever it stopped."""
+def test_incomplete_line_of_raw_timings_is_skipped(tmp_path: Path) -> None:
+    """A sweep that was killed while it wrote a line can be resumed with the same file."""
     path = tmp_path / "raw.csv"
     path.touch()
     tables.write_raw(path, tables.raw_rows(outcome(KEY, 11.0, 10.0)))
     whole, later = path.read_bytes(), outcome(replace(KEY, cols=2048), 40.0, 10.0)
     last = whole.splitlines(keepends=True)[-1]
-    # Without its line break the line is complete.
+    # Without its line break the line would be complete.
     for length in range(1, len(last) - 2):
         path.write_bytes(whole[: length - len(last)])
         tables.write_raw(path, tables.raw_rows(later))
@@ -548,7 +551,7 @@ def test_every_family_has_sources_for_its_mark() -> None:
         ("if n:", "if not n:", False),
     ],
 )
-def test_digest_of_code_alone(old: str, new: str, same: bool) -> None:
+def test_comments_and_layout_do_not_change_the_digest(old: str, new: str, same: bool) -> None:
     lines = (
         "def f(x, n):",
         '    """Doc."""',
@@ -563,7 +566,7 @@ def test_digest_of_code_alone(old: str, new: str, same: bool) -> None:
 
 
 def test_comments_do_not_change_a_mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Comments do not change the mark of entries, code does, in all files of kernels."""
+    """Changes of code do, in each file of kernels."""
     package = Path(tables.__file__).parent.parent
     sources = [*sorted(package.glob("norms/kernels/*.py")), package / "core" / "device.py"]
     assert len(sources) > 2
@@ -581,7 +584,7 @@ def test_comments_do_not_change_a_mark(monkeypatch: pytest.MonkeyPatch, tmp_path
     try:
         for file in files:
             text = file.read_text()
-            file.write_text(text.replace(":\n", ":  # said\n"))
+            file.write_text(text.replace(":\n", ":  # comment\n"))
             assert mark() == marks[-1], file
             file.write_text(text + "\nMORE = 1\n")
             marks.append(mark())

@@ -1,4 +1,4 @@
-"""`fusedops tune --function`: a user's function is tuned as an operator is."""
+"""`fusedops tune --function`: tuning of users' functions."""
 
 from __future__ import annotations
 
@@ -71,18 +71,18 @@ def blocks(tmp_path: Path) -> str:
     return str(path)
 
 
-def made(place: str, *texts: str) -> FunctionWorkload:
-    return planned(parsed(place, texts, torch.bfloat16), DEVICE)
+def workload_of(function: str, *arguments: str) -> FunctionWorkload:
+    return planned(parsed(function, arguments, torch.bfloat16), DEVICE)
 
 
 @pytest.mark.kernels
-def test_tuned_config_is_the_calls_config(
+def test_calls_use_the_tuned_config(
     blocks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of a new call, in a program that has the function from elsewhere."""
+    """A new object of the same function, as in another process, uses it too."""
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(tuning, "device_name", lambda index: made_up.NAME)
-    workload = made(f"{blocks}:gated_norm", *_GATED, "=0.2")
+    workload = workload_of(f"{blocks}:gated_norm", *_GATED, "=0.2")
     assert (workload.rows, workload.columns) == (300, 64)
     outcomes = list(made_up.sweeper().sweep([workload]))
     assert [outcome.key.kernel for outcome in outcomes] == ["rowwise_forward", "rowwise_backward"]
@@ -92,10 +92,12 @@ def test_tuned_config_is_the_calls_config(
     )
     for outcome in outcomes:
         cache.write(outcome.key, made_up.NAME, outcome.best, {})
-    again = Rowwise(workload.function.function)
+    function = Rowwise(workload.function.function)
     arguments = [torch.randn(300, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
     with tuning.collected_keys() as keys:
-        out = again(*[t.requires_grad_() for t in (*arguments, torch.ones(64, device=DEVICE))], 0.2)
+        out = function(
+            *[t.requires_grad_() for t in (*arguments, torch.ones(64, device=DEVICE))], 0.2
+        )
         out.backward(out)
     results = {key: tuning.choose(key, 0) for key in keys}
     assert results == {outcome.key: outcome.best for outcome in outcomes}
@@ -104,21 +106,18 @@ def test_tuned_config_is_the_calls_config(
 
 @pytest.mark.kernels
 def test_floor_counts_the_tensors_read_and_written(blocks: str) -> None:
-    """The forward reads two tensors of 300 x 64 in bf16 and writes one.
-
-    In the backward three in, two out.
-    """
-    workload = made(f"{blocks}:gated_norm", *_GATED)
+    """In bf16, the forward moves three tensors of 300 x 64, the backward five."""
+    workload = workload_of(f"{blocks}:gated_norm", *_GATED)
     moved = [workload.floor_us(key, 1e6) for key in keys_of(workload, DEVICE)]
     assert moved == pytest.approx([3 * 300 * 64 * 2, 5 * 300 * 64 * 2])
-    workload = made(f"{blocks}:gated", "300x64")  # two parts of the input, one of the output
+    workload = workload_of(f"{blocks}:gated", "300x64")  # reads two halves of a tensor, writes one
     moved = [workload.floor_us(key, 1e6) for key in keys_of(workload, DEVICE)]
     assert moved == pytest.approx([3 * 300 * 32 * 2, 5 * 300 * 32 * 2])
 
 
 @pytest.mark.kernels
 def test_generated_kernels_in_another_process(blocks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    workload = made(f"{blocks}:loss", "8x20000", "8:int64")
+    workload = workload_of(f"{blocks}:loss", "8x20000", "8:int64")
     with launch.collecting() as requests:
         workload.step(DEVICE)()
     tuning.forget()
@@ -126,9 +125,9 @@ def test_generated_kernels_in_another_process(blocks: str, monkeypatch: pytest.M
     texts = [loading.text_of(request.kernel) for request in requests]
     monkeypatch.setattr(loading, "_kernels", {})
     for request, message, text in zip(requests, sent, texts, strict=True):
-        again = decode(json.loads(message))
-        assert again.kernel is not request.kernel and loading.text_of(again.kernel) == text
-        assert (again.types, again.constants, again.config) == (
+        decoded = decode(json.loads(message))
+        assert decoded.kernel is not request.kernel and loading.text_of(decoded.kernel) == text
+        assert (decoded.types, decoded.constants, decoded.config) == (
             request.types,
             request.constants,
             request.config,
@@ -137,16 +136,20 @@ def test_generated_kernels_in_another_process(blocks: str, monkeypatch: pytest.M
 
 @pytest.mark.kernels
 def test_outputs_and_arguments_of_all_kinds(blocks: str) -> None:
-    """Lists, outputs and arguments without a gradient, parameters by place alone and by name alone."""
-    outcomes = list(made_up.sweeper().sweep([made(f"{blocks}:several", "8x64", "8x64", "=2")]))
+    """The function returns a list, and some outputs and arguments have no gradient.
+
+    One parameter is positional only, one keyword only.
+    """
+    workload = workload_of(f"{blocks}:several", "8x64", "8x64", "=2")
+    outcomes = list(made_up.sweeper().sweep([workload]))
     assert [outcome.key.kernel for outcome in outcomes] == ["rowwise_forward", "rowwise_backward"]
-    step = made(f"{blocks}:several", "8x64", "8x64", "=2").step(DEVICE)
+    step = workload_of(f"{blocks}:several", "8x64", "8x64", "=2").step(DEVICE)
     (gradient,) = step.backward(step.forward())
     assert gradient.shape == (8, 64)
 
 
 def test_file_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It imports its neighbours."""
+    """The file imports from another file of its package."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     folder = tmp_path / "model_of_blocks" / "layers"
     folder.mkdir(parents=True)
@@ -192,22 +195,22 @@ def test_bad_function_or_argument(
     name: str, texts: tuple[str, ...], message: str, blocks: str
 ) -> None:
     with pytest.raises(FunctionError, match=message):
-        made(name.format(blocks), *texts)
+        workload_of(name.format(blocks), *texts)
 
 
-def test_what_does_not_fuse(blocks: str) -> None:
+def test_function_that_does_not_fuse(blocks: str) -> None:
     message = (
         "each column depends on those before it"
         if KERNEL_PATH
         else "there are no kernels for cpu tensors"
     )
     with pytest.raises(FunctionError, match=message):
-        made(f"{blocks}:running", "8x64")
+        workload_of(f"{blocks}:running", "8x64")
     if KERNEL_PATH:
         with pytest.raises(FunctionError, match="does not take these arguments: TypeError"):
-            made(f"{blocks}:gated_norm", "8x64")
+            workload_of(f"{blocks}:gated_norm", "8x64")
         with pytest.raises(FunctionError, match="does not take these arguments: AssertionError"):
-            made(f"{blocks}:particular", "8x64")
+            workload_of(f"{blocks}:particular", "8x64")
 
 
 def test_options_that_exclude_one_another(blocks: str) -> None:

@@ -1,6 +1,6 @@
-"""What type checkers infer for a user's file is what its calls return.
+"""Calls return the types that type checkers infer.
 
-`make lint` runs mypy on that file.
+`make lint` runs mypy on the file with these calls.
 """
 
 from __future__ import annotations
@@ -60,18 +60,18 @@ def test_values_have_the_inferred_types(
         (Save, operator._SAVES),
     ],
 )
-def test_literals_are_the_names(literal: Any, names: Any) -> None:
+def test_literals_have_the_names(literal: Any, names: Any) -> None:
     assert get_args(literal) == tuple(names)
 
 
 @pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
 def test_mypy_on_the_client() -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", str(CLIENT)],
         cwd=CLIENT.parent.parent,
         capture_output=True,
         text=True,
         timeout=600,
     )
-    assert done.returncode == 0, done.stdout
+    assert result.returncode == 0, result.stdout
