@@ -13,7 +13,7 @@ import torch
 
 import fusedops
 from fusedops.activations.operator import ACTIVATION
-from fusedops.core.calls import call
+from fusedops.core.calls import call, operators
 from fusedops.core.calls.operator import Operator
 from fusedops.core.launches import launch
 from fusedops.core.spec import BadSample, Spec
@@ -170,3 +170,16 @@ def test_forgotten_sizes_after_a_similar_call_are_refused(device: torch.device) 
     fusedops.batched_layer_norm_tanh(torch.randn(2, 3, 8, device=device), weight)
     with pytest.raises(ValueError, match="expected sizes with it"):
         fusedops.batched_layer_norm_tanh(torch.randn(3, 8, device=device), weight)
+
+
+@pytest.mark.kernels
+def test_eager_and_registered_calls_share_a_site(device: torch.device) -> None:
+    """Plans are cached by sites: two for one call would compile its kernels twice."""
+    NORM.sites.clear()
+    fusedops.layer_norm(torch.randn(4, 8, device=device), (8,))
+    (site,) = NORM.sites.values()
+    numbers = tuple(site.constants.numbers())
+    registered = operators.site_from(
+        NORM, site.device_index, site.dropout, site.cols, site.call, numbers
+    )
+    assert registered is site

@@ -52,7 +52,6 @@ def site_from(
     )
 
 
-@functools.lru_cache(maxsize=4096)
 def site_of(
     op: Operator,
     constants: Any,
@@ -64,6 +63,21 @@ def site_of(
     special: bool = False,
 ) -> Any:
     """Returns the site of these arguments, always the same object for equal arguments."""
+    # The cache tells named arguments from positional ones, and a default from its value.
+    return _cached_site(op, constants, dtypes, cols, device_index, dropout, saves, special)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_site(
+    op: Operator,
+    constants: Any,
+    dtypes: Dtypes,
+    cols: int,
+    device_index: int,
+    dropout: bool,
+    saves: bool,
+    special: bool,
+) -> Any:
     site = op.site(constants, dtypes, cols, device_index, dropout=dropout, saves=saves)
     return replace(site, special=True) if special else site
 
