@@ -8,24 +8,22 @@ machines without a GPU.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .text import EOS, MASK, PAD, TOKENS, Text
+from . import batches
+from .batches import Batch, Sizes
+from .text import EOS, PAD, TOKENS, Text
 from .written import DiT, GatedDecoder, MetaLlama, NanoGPT
 
 __all__ = ["MODELS", "MODES", "Model", "Workload", "loss_workloads", "named", "workloads"]
 
 MODES = ("train", "generate", "infer")  # in the order in which they are measured
-Sizes = tuple[int, ...]
-Batch = dict[str, Tensor]
-_IGNORED = -100  # the label that Transformers' losses leave out
 
 
 @dataclass(frozen=True)
@@ -131,69 +129,6 @@ class Workload:
         return f"{self.name} {self.mode} {self.shape}"
 
 
-def _next_token(text: Text, sizes: Sizes) -> Batch:
-    tokens = text.tokens(*sizes)
-    return {"input_ids": tokens, "labels": tokens}  # the models shift the labels
-
-
-def _shifted(name: str) -> Callable[[Text, Sizes], Batch]:
-    """Returns a batch function for models that do not shift the labels.
-
-    Args:
-        name: the name of the model's argument for the input tokens.
-    """
-
-    def batch(text: Text, sizes: Sizes) -> Batch:
-        count, length = sizes
-        tokens = text.tokens(count, length + 1)
-        return {name: tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
-
-    return batch
-
-
-def _masked(text: Text, sizes: Sizes) -> Batch:
-    """Returns tokens, some of them masked; only the masked ones have labels."""
-    tokens = text.tokens(*sizes)
-    masked = text.chosen(tokens, 0.15)
-    return {
-        "input_ids": tokens.masked_fill(masked, MASK),
-        "labels": tokens.masked_fill(~masked, _IGNORED),
-    }
-
-
-def _continuation(text: Text, sizes: Sizes) -> Batch:
-    """Returns tokens, with the tokens after them as labels."""
-    count, length, target = sizes
-    tokens = text.tokens(count, length + target)
-    return {"input_ids": tokens[:, :length].contiguous(), "labels": tokens[:, length:].contiguous()}
-
-
-def _picture(text: Text, sizes: Sizes) -> Batch:
-    """Returns windows of the text as pictures; the class of one is the byte after it."""
-    count, *sides = sizes
-    windows = text.windows(count, sides[0] * sides[1] * sides[2] + 1)
-    return {
-        "pixel_values": windows[:, :-1].reshape(sizes).float() / 127.5 - 1.0,
-        "labels": windows[:, -1],
-    }
-
-
-def _noisy(text: Text, sizes: Sizes) -> Batch:
-    """Returns windows of the text as latents, with noise that increases with the step.
-
-    The labels are the noise. The class of a window is the byte after it.
-    """
-    count, patches = sizes
-    side = 2 * math.isqrt(patches)  # a patch has 2 x 2 positions
-    windows = text.windows(count, 4 * side * side + 1)  # 4 channels
-    latents = windows[:, :-1].reshape(count, 4, side, side).float() / 127.5 - 1.0
-    noise, steps = text.noise(latents), text.steps(count, _STEPS)
-    level = (steps / _STEPS).view(-1, 1, 1, 1)
-    mixed = (1 - level).sqrt() * latents + level.sqrt() * noise
-    return {"x": mixed, "t": steps, "y": windows[:, -1], "labels": noise}
-
-
-_STEPS = 1000  # of the diffusion
 _SPECIAL = {"pad_token_id": PAD, "eos_token_id": EOS}
 _TINY_SIZES = {
     "hidden_size": 32,
@@ -210,7 +145,7 @@ MODELS = {
         config="BertConfig",
         options=_SPECIAL,
         tiny={"vocab_size": TOKENS, **_TINY_SIZES},
-        batch=_masked,
+        batch=batches.masked,
         sizes=((32, 512), (64, 512), (32, 128)),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
@@ -220,7 +155,7 @@ MODELS = {
         config="GPT2Config",
         options=_SPECIAL | {"bos_token_id": EOS},
         tiny={"vocab_size": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 2},
-        batch=_next_token,
+        batch=batches.next_token,
         sizes=((16, 1024),),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
@@ -245,7 +180,7 @@ MODELS = {
             "num_layers": 2,
             "num_heads": 2,
         },
-        batch=_continuation,
+        batch=batches.continuation,
         sizes=((16, 512, 128),),
         tiny_sizes=(2, 16, 8),
         loss_sizes=(8, 128, 64),
@@ -268,7 +203,7 @@ MODELS = {
             "tie_word_embeddings": True,
         },
         tiny={"vocab_size": TOKENS, **_TINY_SIZES, **_TINY_GROUPS},
-        batch=_next_token,
+        batch=batches.next_token,
         sizes=((4, 2048),),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
@@ -279,7 +214,7 @@ MODELS = {
         config="ViTConfig",
         options={"num_labels": 1000, "hidden_dropout_prob": 0.1},
         tiny={"image_size": 32, **_TINY_SIZES},
-        batch=_picture,
+        batch=batches.picture,
         sizes=((128, 3, 224, 224),),
         tiny_sizes=(2, 3, 32, 32),
         loss_sizes=(8, 3, 224, 224),
@@ -300,7 +235,7 @@ MODELS = {
             "tie_word_embeddings": True,
         },
         tiny={"vocab_size": TOKENS, **_TINY_SIZES, **_TINY_GROUPS, "head_dim": 16},
-        batch=_next_token,
+        batch=batches.next_token,
         sizes=((4, 2048),),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
@@ -320,7 +255,7 @@ MODELS = {
             "head_dim": 16,
             "sliding_window": 8,
         },
-        batch=_next_token,
+        batch=batches.next_token,
         sizes=((2, 2048),),
         tiny_sizes=(2, 16),
         loss_sizes=(4, 128),
@@ -341,7 +276,7 @@ MODELS = {
             "head_dim": 64,
         },
         tiny={"vocab_size": TOKENS, **_TINY_SIZES, **_TINY_GROUPS, "head_dim": 16},
-        batch=_next_token,
+        batch=batches.next_token,
         sizes=((4, 2048),),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
@@ -351,7 +286,7 @@ MODELS = {
         config=None,
         options={},
         tiny={"input_size": 8, "hidden_size": 32, "depth": 2, "num_heads": 2},
-        batch=_noisy,
+        batch=batches.noisy,
         sizes=((32, 256),),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 256),
@@ -361,7 +296,7 @@ MODELS = {
         config=None,
         options={},
         tiny={"vocab_size": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 2},
-        batch=_shifted("idx"),
+        batch=batches.shifted("idx"),
         sizes=((16, 1024),),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
@@ -378,7 +313,7 @@ MODELS = {
             "n_kv_heads": 2,
             "hidden_dim": 64,
         },
-        batch=_shifted("tokens"),
+        batch=batches.shifted("tokens"),
         sizes=((4, 2048),),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
@@ -388,7 +323,7 @@ MODELS = {
         config=None,
         options={},
         tiny={"vocab_size": TOKENS, "dim": 32, "n_layers": 2, "n_heads": 2},
-        batch=_shifted("tokens"),
+        batch=batches.shifted("tokens"),
         sizes=((8, 1024),),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
