@@ -1,9 +1,12 @@
-"""Train the same small recommendation model slice by slice and with all slices at once.
+"""Train the same small recommender slice by slice and with all slices in one launch.
 
-The model looks up a user's features in many embedding tables. It applies LayerNorm and tanh to each
-looked-up vector (a *slice*), concatenates the slices, and predicts a click. The clicks of the
-training data depend on random scores of the tables' rows. Both runs start from the same weights and
-see the same batches. The two models differ only in the method ``normalise``.
+The model is similar to DLRM (Naumov et al. 2019, arXiv:1906.00091). It looks up a user's features
+in 26 embedding tables of 16 to 128 columns and applies LayerNorm and tanh to each looked-up vector
+(a *slice*). It concatenates the slices with the output of a dense tower, and predicts a click. The
+clicks of the training data depend on random scores of the features. Both runs start from the same
+checkpoint and see the same batches. The two models differ only in their norms. ``joined`` and
+``separate`` convert a checkpoint of one model to one of the other. At the end a check loads the
+trained checkpoints into the other models, and compares the losses.
 
     python examples/recommender.py                  # sizes to suit the machine
     python examples/recommender.py --tables 256 --batch 4096 --steps 1000
@@ -14,14 +17,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedops.nn import FusedBatchedLayerNormTanh
+
+Batch = tuple[Tensor, Tensor, Tensor]  # dense features, rows of the tables, clicks
 
 
 @dataclass(frozen=True)
@@ -33,18 +39,19 @@ class Config:
     batch: int
     hidden: int
     steps: int
+    dense: int = 13
     rate: float = 1e-3
     seed: int = 0
 
     @property
     def sizes(self) -> list[int]:
         """The widths of the tables. They differ, as in real models."""
-        return [(8, 16, 32, 64)[table % 4] for table in range(self.tables)]
+        return [(16, 24, 32, 48, 64, 96, 128)[table % 7] for table in range(self.tables)]
 
 
 PRESETS = {
-    "cpu": Config(tables=24, rows=200, batch=256, hidden=64, steps=200),
-    "cuda": Config(tables=128, rows=10_000, batch=2048, hidden=512, steps=400),
+    "cpu": Config(tables=26, rows=100, batch=256, hidden=64, steps=100),
+    "cuda": Config(tables=26, rows=10_000, batch=16_384, hidden=512, steps=200),
 }
 
 
@@ -52,48 +59,96 @@ PRESETS = {
 # --------------------------------------------------------------------------------------------------
 
 
-class SplitModel(nn.Module):
+class LoopModel(nn.Module):
     """The model in plain PyTorch, which normalises slice by slice."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
+        hidden = config.hidden
         self.tables = nn.ModuleList(nn.Embedding(config.rows, size) for size in config.sizes)
-        self.norms: nn.Module = nn.ModuleList(nn.LayerNorm(size) for size in config.sizes)
+        self.norms = self.new_norms(config.sizes)
+        self.tower = nn.Sequential(
+            nn.Linear(config.dense, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()
+        )
         self.top = nn.Sequential(
-            nn.Linear(sum(config.sizes), config.hidden),
+            nn.Linear(hidden + sum(config.sizes), hidden),
             nn.ReLU(),
-            nn.Linear(config.hidden, 1),
+            nn.Linear(hidden, 1),
             nn.Flatten(0),
         )
 
-    def forward(self, users: Tensor) -> Tensor:
-        """Map ``(batch, tables)`` indices to ``(batch,)`` logits."""
+    def new_norms(self, sizes: list[int]) -> nn.Module:
+        """Return a LayerNorm for each table."""
+        return nn.ModuleList(nn.LayerNorm(size) for size in sizes)
+
+    def forward(self, dense: Tensor, users: Tensor) -> Tensor:
+        """Map ``(batch, dense)`` numbers and ``(batch, tables)`` indices to ``(batch,)`` logits."""
         columns = users.unbind(1)
         slices = [table(column) for table, column in zip(self.tables, columns, strict=True)]
-        logits: Tensor = self.top(self.normalise(slices))
+        logits: Tensor = self.top(torch.cat([self.tower(dense), *self.normalise(slices)], 1))
         return logits
 
-    def normalise(self, slices: list[Tensor]) -> Tensor:
-        """Normalise and concatenate: two operators for each slice, and one for all."""
-        norms = self.norms
-        assert isinstance(norms, nn.ModuleList)
-        return torch.cat([norm(x).tanh() for norm, x in zip(norms, slices, strict=True)], 1)
+    def normalise(self, slices: list[Tensor]) -> list[Tensor]:
+        """Normalise and activate each slice, by two operators."""
+        assert isinstance(self.norms, nn.ModuleList)
+        return [norm(x).tanh() for norm, x in zip(self.norms, slices, strict=True)]
 
 
-class FusedModel(SplitModel):
-    """The same model with the same parameters; one operator normalises all slices."""
+class OneLaunchModel(LoopModel):
+    """The same model; one operator normalises and activates all slices."""
 
-    def __init__(self, split: SplitModel, config: Config) -> None:
-        super().__init__(config)
-        self.load_state_dict(split.state_dict())
-        assert isinstance(split.norms, nn.ModuleList)
-        layers = [layer for layer in split.norms if isinstance(layer, nn.LayerNorm)]
-        self.norms = FusedBatchedLayerNormTanh.from_layers(layers, concat=True)
+    def new_norms(self, sizes: list[int]) -> nn.Module:
+        """Return one module, which has the parameters of all norms side by side.
 
-    def normalise(self, slices: list[Tensor]) -> Tensor:
-        """Normalise and concatenate, in one operator."""
-        concatenated: Tensor = self.norms(slices)
-        return concatenated
+        Its functional form is ``fusedops.batched_layer_norm_tanh``.
+        """
+        return FusedBatchedLayerNormTanh(sizes, concat=True)
+
+    def normalise(self, slices: list[Tensor]) -> list[Tensor]:
+        """Normalise, activate and concatenate all slices, by one operator."""
+        return [self.norms(slices)]
+
+
+# Checkpoints. The parameters of the norms are separate tensors in one model, joined in the other.
+# --------------------------------------------------------------------------------------------------
+
+
+def joined(checkpoint: Mapping[str, Tensor], sizes: list[int]) -> dict[str, Tensor]:
+    """Convert a checkpoint of `LoopModel` to one of `OneLaunchModel`."""
+    result = without_norms(checkpoint)
+    for name in ("weight", "bias"):
+        parts = [checkpoint[f"norms.{table}.{name}"] for table in range(len(sizes))]
+        result[f"norms.{name}"] = torch.cat(parts)
+    return result
+
+
+def separate(checkpoint: Mapping[str, Tensor], sizes: list[int]) -> dict[str, Tensor]:
+    """Convert a checkpoint of `OneLaunchModel` to one of `LoopModel`."""
+    result = without_norms(checkpoint)
+    for name in ("weight", "bias"):
+        for table, part in enumerate(checkpoint[f"norms.{name}"].split(sizes)):
+            result[f"norms.{table}.{name}"] = part.clone()
+    return result
+
+
+def without_norms(checkpoint: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the entries that are the same in both models."""
+    return {name: value for name, value in checkpoint.items() if not name.startswith("norms.")}
+
+
+@torch.no_grad()
+def check(loop: LoopModel, one_launch: OneLaunchModel, config: Config, batch: Batch) -> None:
+    """Check that a trained model and the other one with its checkpoint have the same loss."""
+    sizes = config.sizes
+    other_loop, other_launch = LoopModel(config), OneLaunchModel(config)
+    other_loop.load_state_dict(separate(one_launch.state_dict(), sizes))
+    other_launch.load_state_dict(joined(loop.state_dict(), sizes))
+    for trained, other in ((loop, other_launch), (one_launch, other_loop)):
+        expected, result = loss_of(trained, batch), loss_of(other.to(batch[0].device), batch)
+        # The models round the norms differently, by some units in the last place of fp32. A loss
+        # depends on thousands of these; a hundred units (1e-5) bound the difference.
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=0)
+        print(f"{type(trained).__name__} {expected:.6f}, as {type(other).__name__} {result:.6f}")
 
 
 # Training.
@@ -109,22 +164,31 @@ class Run:
     milliseconds: float  # per step
 
 
-def batches(config: Config, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(config: Config, device: torch.device) -> Iterator[Batch]:
     """Yield random users, and whether they click.
 
-    Every row of every table has a random score. The sum of a user's scores is the logit of a click.
+    Every row of every table has a random score, and so has every dense feature. The sum of a user's
+    scores is the logit of a click.
     """
     generator = torch.Generator().manual_seed(config.seed)
     scores = torch.randn(config.tables, config.rows, generator=generator) * 3.0 / config.tables**0.5
+    factors = torch.randn(config.dense, generator=generator) / config.dense**0.5
     tables = torch.arange(config.tables)
-    for _ in range(config.steps):
+    while True:
+        dense = torch.randn(config.batch, config.dense, generator=generator)
         users = torch.randint(config.rows, (config.batch, config.tables), generator=generator)
-        chances = scores[tables, users].sum(1).sigmoid()
+        chances = (scores[tables, users].sum(1) + dense @ factors).sigmoid()
         clicks = (torch.rand(config.batch, generator=generator) < chances).float()
-        yield users.to(device), clicks.to(device)
+        yield dense.to(device), users.to(device), clicks.to(device)
 
 
-def train(name: str, model: SplitModel, config: Config, device: torch.device) -> Run:
+def loss_of(model: LoopModel, batch: Batch) -> Tensor:
+    """Return the binary cross-entropy of a batch."""
+    dense, users, clicks = batch
+    return F.binary_cross_entropy_with_logits(model(dense, users), clicks)
+
+
+def train(name: str, model: LoopModel, config: Config, device: torch.device) -> Run:
     """Train ``model`` on the batches.
 
     The first steps, in which kernels compile, are left out of the time.
@@ -134,10 +198,10 @@ def train(name: str, model: SplitModel, config: Config, device: torch.device) ->
     losses = torch.zeros(config.steps, device=device)
     warm_up = min(10, config.steps // 2)
     spent = 0.0
-    for step, (users, clicks) in enumerate(batches(config, device)):
+    for step, batch in enumerate(islice(batches(config, device), config.steps)):
         synchronize(device)
         started = time.perf_counter()
-        loss = F.binary_cross_entropy_with_logits(model(users), clicks)
+        loss = loss_of(model, batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -176,8 +240,8 @@ def report(runs: list[Run]) -> None:
 def parse_arguments() -> tuple[Config, torch.device]:
     """Read the command line; missing sizes are those of the device's preset."""
     parser = argparse.ArgumentParser(
-        description="Train the same recommendation model slice by slice and with all slices at "
-        "once, and compare."
+        description="Train the same recommender slice by slice and with all slices in one launch, "
+        "and compare."
     )
     parser.add_argument(
         "--device",
@@ -186,9 +250,8 @@ def parse_arguments() -> tuple[Config, torch.device]:
     )
     for field in fields(Config):
         cpu, gpu = (getattr(PRESETS[device], field.name) for device in ("cpu", "cuda"))
-        parser.add_argument(
-            f"--{field.name}", type=type(cpu), help=f"{cpu} on the CPU, {gpu} on a GPU"
-        )
+        sizes_help = f"{cpu} on the CPU, {gpu} on a GPU" if cpu != gpu else f"{cpu} by default"
+        parser.add_argument(f"--{field.name}", type=type(cpu), help=sizes_help)
     options = parser.parse_args()
     device = torch.device(options.device)
     if device.type not in PRESETS:
@@ -196,27 +259,29 @@ def parse_arguments() -> tuple[Config, torch.device]:
     sizes = {field.name: getattr(options, field.name) for field in fields(Config)}
     given = {name: size for name, size in sizes.items() if size is not None}
     config = replace(PRESETS[device.type], **given)
-    if min(config.tables, config.rows, config.batch, config.hidden, config.steps) < 1:
-        parser.error("tables, rows, batch, hidden and steps must be at least 1")
+    counts = ("tables", "rows", "batch", "hidden", "steps", "dense")
+    if min(getattr(config, name) for name in counts) < 1:
+        parser.error(f"{', '.join(counts)} must be at least 1")
     return config, device
 
 
 def main() -> None:
-    """Train both models, then report."""
+    """Train both models, report, and check that their checkpoints are interchangeable."""
     config, device = parse_arguments()
     print(", ".join(f"{name} {value}" for name, value in asdict(config).items()), flush=True)
     torch.manual_seed(config.seed)
-    split = SplitModel(config)
-    # It copies the weights, so both models start from the same ones.
-    fused = FusedModel(split, config)
+    loop, one_launch = LoopModel(config), OneLaunchModel(config)
+    one_launch.load_state_dict(joined(loop.state_dict(), config.sizes))
     runs = [
-        train("slice by slice", split, config, device),
-        train("all at once", fused, config, device),
+        train("slice by slice", loop, config, device),
+        train("all at once", one_launch, config, device),
     ]
     report(runs)
+    print("loss of each trained model, and of the other one with its checkpoint:")
+    check(loop, one_launch, config, next(batches(config, device)))
     if device.type != "cuda":
         print(
-            "The fused kernels need a GPU. Here both models ran on PyTorch's own CPU operators: "
+            "\nThe fused kernels need a GPU. Here both models ran on PyTorch's own CPU operators: "
             "the losses agree to"
         )
         print("rounding, and the speed is about the same. Run this on a GPU to see the difference.")
