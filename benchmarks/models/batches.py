@@ -5,16 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from .text import MASK, Text
 
-__all__ = ["Batch", "Sizes", "continuation", "masked", "next_token", "noisy", "picture", "shifted"]
+__all__ = [
+    "DENSE_FEATURES",
+    "TABLE_ROWS",
+    "Batch",
+    "Sizes",
+    "clicks",
+    "continuation",
+    "masked",
+    "next_token",
+    "noisy",
+    "picture",
+    "shifted",
+]
 
 Sizes = tuple[int, ...]
 Batch = dict[str, Tensor]
+DENSE_FEATURES, TABLE_ROWS = 13, 10_000  # of a recommender; 13 as in Criteo's logs
 _IGNORED = -100  # the label that Transformers' losses leave out
 _STEPS = 1000  # of the diffusion
+_HASHED = 4  # the number of bytes that select the row of a table
 
 
 def next_token(text: Text, sizes: Sizes) -> Batch:
@@ -78,3 +93,21 @@ def noisy(text: Text, sizes: Sizes) -> Batch:
     level = (steps / _STEPS).view(-1, 1, 1, 1)
     mixed = (1 - level).sqrt() * latents + level.sqrt() * noise
     return {"x": mixed, "t": steps, "y": windows[:, -1], "labels": noise}
+
+
+def clicks(text: Text, sizes: Sizes) -> Batch:
+    """Returns windows of the text as features of a recommender.
+
+    The hash of four bytes selects the row of a table. As in logs, some rows are frequent. The label
+    is one if the byte after the window is a letter or above, else zero.
+    """
+    count, tables = sizes
+    windows = text.windows(count, _HASHED * tables + DENSE_FEATURES + 1)
+    categories, dense, following = windows.split([_HASHED * tables, DENSE_FEATURES, 1], dim=1)
+    powers = 256 ** torch.arange(_HASHED, device=windows.device)
+    numbers = (categories.view(count, tables, _HASHED) * powers).sum(-1)
+    return {
+        "dense": dense.float() / 127.5 - 1.0,
+        "sparse": numbers % TABLE_ROWS,
+        "labels": (following.squeeze(1) >= ord("A")).float(),
+    }

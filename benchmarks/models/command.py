@@ -109,7 +109,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures whole models: eager, fused, compiled, both, and Liger-Kernel's patch."""
+    """Measures whole models: eager, fused, compiled, by hand, and Liger-Kernel's patch."""
     try:
         if options.table or options.page is not None:
             return _show(options)

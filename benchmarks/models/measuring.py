@@ -177,9 +177,10 @@ def seconds(step: Callable[[], object], device: torch.device) -> tuple[float, fl
 def _peak_mib(contender: Contender, device: torch.device) -> float | None:
     """Returns the peak memory of a step: what it allocates, and the memory of its model.
 
-    Other models on the device do not count.
+    Other models on the device do not count. The memory of CUDA graphs is not counted, so there is
+    no figure for a step that replays them.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or contender.replays:
         return None
     return timing.peak_mib(contender.step) + contender.own_bytes / 2**20
 

@@ -18,12 +18,17 @@ __all__ = ["compiled", "markdown", "summary", "table"]
 _NAMES = {
     "eager": "eager",
     "fused": "fused",
+    "operators": "operators written in",
     "liger": "Liger-Kernel",
     "compile": "torch.compile",
     "compile_autotune": "torch.compile, max-autotune",
     "fused_compile": "fused + torch.compile",
     "backend": "`fusedops.compile`",
     "fused_backend": "fused + `fusedops.compile`",
+    "operators_compile": "operators written in + torch.compile",
+    "compile_reduce_overhead": "torch.compile, reduce-overhead",
+    "backend_reduce_overhead": "`fusedops.compile`, reduce-overhead",
+    "operators_compile_reduce_overhead": "operators written in + torch.compile, reduce-overhead",
 }
 _MODE_TITLES = {
     "train": "## Training step\n\nForward and backward, bf16 autocast over fp32 weights, dropout on.",
@@ -43,6 +48,7 @@ _MODEL_NAMES = {
     "nanogpt": "nanoGPT, by hand",
     "meta_llama": "Llama, by hand, 1B",
     "gated_decoder": "gated decoder, by hand",
+    "dlrm": "recommender, by hand",
 }
 
 _HEAD = """# Whole models: figures
@@ -78,6 +84,7 @@ To repeat all measurements, on a GPU, with `pip install .[bench,hf]`:
 python -m benchmarks models --provider eager --provider fused --provider liger
 python -m benchmarks models --provider compile --provider fused_compile --provider backend --provider fused_backend
 python -m benchmarks models --model bert --provider fused --provider fused_without_packing    # and so on
+python -m benchmarks models --model dlrm                       # also with operators written in, and with CUDA graphs
 python -m benchmarks models --loss
 python -m benchmarks models --first-calls                      # seconds to compile, cold and in a second process
 python -m benchmarks models --page                             # this page
@@ -97,6 +104,13 @@ _NOTES = {
     "gated_decoder": "The gated decoder by hand has twelve layers of 1024 columns with heads of 64. Queries and keys are "
     "normalised, and rotated in pairs of neighbours; a sigmoid gate follows attention, and norms follow attention and "
     "the MLP, which squares its ReLU.",
+    "dlrm": "The recommender by hand has a dense tower, and 26 embedding tables of 10,000 rows and 16 to 128 columns, with "
+    "dense gradients. Each looked-up slice has a LayerNorm and a tanh; three linear layers follow the concatenation. A "
+    "shape is the batch and the number of tables.",
+    "operators": "With operators written in, the model's own code calls an operator of fusedops. In the recommender this is "
+    "`batched_layer_norm_tanh`.",
+    "compile_reduce_overhead": 'Reduce-overhead is `mode="reduce-overhead"`, which replays CUDA graphs. Their memory is '
+    "not measured.",
     "dit": "DiT-L/2-like is written by hand; its loss is the error of the noise that it predicts in latents.",
 }
 

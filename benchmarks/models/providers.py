@@ -28,6 +28,7 @@ __all__ = [
     "PROVIDERS",
     "WITHOUT",
     "Contender",
+    "applies",
     "contender",
     "offered",
     "prepare",
@@ -45,11 +46,13 @@ class Contender:
         context: returns the context in which the step must run. It has what a provider changes
             besides the instance.
         step: runs a whole step, asynchronously.
+        replays: whether a step replays CUDA graphs.
     """
 
     model: nn.Module
     context: Context
     step: Callable[[], object]
+    replays: bool = False
 
     def clear(self) -> None:
         """Frees the gradients."""
@@ -66,13 +69,19 @@ def contender(name: str, workload: Workload, device: torch.device, text: Text) -
     """Returns the provider's model with its step; its batch is drawn from ``text``."""
     model = workload.build(device)
     context = prepare(name, model)
-    batch = workload.batch(text)
+    step = _step(model, workload, workload.batch(text), device)
+    return Contender(model, context, step, replays=name in _REPLAYING)
+
+
+def _step(
+    model: nn.Module, workload: Workload, batch: dict[str, Any], device: torch.device
+) -> Callable[[], object]:
     if workload.mode == "train":
-        return Contender(model, context, lambda: _train(model, batch, device))
+        return lambda: _train(model, batch, device)
     if workload.mode == "infer":
-        return Contender(model, context, lambda: _infer(model, batch))
+        return lambda: _infer(model, batch)
     new_tokens = workload.sizes[-1]
-    return Contender(model, context, lambda: _generate(model, batch, new_tokens))
+    return lambda: _generate(model, batch, new_tokens)
 
 
 def prepare(name: str, model: nn.Module) -> Context:
@@ -80,18 +89,28 @@ def prepare(name: str, model: nn.Module) -> Context:
     return PROVIDERS[name](model)
 
 
+def applies(name: str, workload: Workload) -> bool:
+    """Returns whether a provider can run a workload. Some exist only for some models."""
+    if name == "liger":
+        return workload.name == "llama" and workload.mode != "generate"
+    if name in _WITH_OPERATORS:
+        return hasattr(workload.model.cls, "use_operators")
+    return True
+
+
 def offered(workload: Workload) -> list[str]:
     """Returns the providers that are measured on a workload unless others are named.
 
-    Autotuning takes minutes per model, so it is measured on one model only. Generation is not
-    compiled: its cache grows by one token per step, and each size would be compiled. Nor is a short
-    training, because its sizes are not those of the compiled steps.
+    Autotuning takes minutes per model, so it is measured on one model only. CUDA graphs are
+    measured on a model whose steps are bound by the host. Generation is not compiled: its cache
+    grows by one token per step, and each size would be compiled. Nor is a short training, because
+    its sizes are not those of the compiled steps.
     """
-    excluded = set(WITHOUT)
-    if not _has_liger(workload):
-        excluded.add("liger")
+    excluded = {name for name in PROVIDERS if not applies(name, workload)} | set(WITHOUT)
     if workload.name != "llama":
         excluded.add("compile_autotune")
+    if workload.name != "dlrm":
+        excluded |= set(_REPLAYING)
     if workload.mode not in ("train", "infer"):
         excluded |= set(COMPILING)
     names = [name for name in PROVIDERS if name not in excluded]
@@ -142,6 +161,19 @@ def _fused_backend(model: nn.Module) -> Context:
     return _compile(model, backend=backend)
 
 
+def _operators(model: Any) -> Context:
+    """Writes operators of fusedops into a model that has a form with them."""
+    if not hasattr(model, "use_operators"):
+        raise RuntimeError(f"{type(model).__name__} has no form with operators of fusedops")
+    model.use_operators()
+    return nullcontext
+
+
+def _operators_compile(model: nn.Module, **options: Any) -> Context:
+    _operators(model)
+    return _compile(model, **options)
+
+
 def _liger(model: nn.Module) -> Context:
     """Applies Liger-Kernel's patch to an instance.
 
@@ -160,10 +192,6 @@ def _liger(model: nn.Module) -> Context:
     return lambda: mock.patch.multiple(module, **patched)
 
 
-def _has_liger(workload: Workload) -> bool:
-    return workload.name == "llama" and workload.mode != "generate"
-
-
 # Fused without one trick: the name of the trick, and the provider that has all tricks.
 WITHOUT = {
     "fused_without_packing": ("packing", "fused"),
@@ -173,15 +201,26 @@ WITHOUT = {
     "fused_compile_without_casts": ("casts", "fused_compile"),
     "fused_compile_without_masks": ("masks", "fused_compile"),
 }
+_COMPILED: dict[str, Callable[..., Context]] = {
+    "compile": _compile,
+    "backend": partial(_compile, backend=backend),
+    "operators_compile": _operators_compile,
+}
+# The same with CUDA graphs.
+_REPLAYING = {
+    f"{name}_reduce_overhead": partial(provider, mode="reduce-overhead")
+    for name, provider in _COMPILED.items()
+}
 PROVIDERS: dict[str, Callable[[nn.Module], Context]] = {
     "eager": _eager,
     "fused": _fused,
+    "operators": _operators,
     "liger": _liger,
-    "compile": _compile,
+    **_COMPILED,
     "compile_autotune": partial(_compile, mode="max-autotune-no-cudagraphs"),
     "fused_compile": partial(_fused, compile_rest=True),
-    "backend": partial(_compile, backend=backend),
     "fused_backend": _fused_backend,
+    **_REPLAYING,
     **{
         name: partial(_fused, exclude=[trick], compile_rest=other == "fused_compile")
         for name, (trick, other) in WITHOUT.items()
@@ -189,4 +228,5 @@ PROVIDERS: dict[str, Callable[[nn.Module], Context]] = {
 }
 COMPILING = tuple([name for name in PROVIDERS if "compile" in name or "backend" in name])
 # A run must have rows of these providers. Rows of peers may be missing.
-OURS = frozenset(name for name in PROVIDERS if name.startswith("fused") or "backend" in name)
+OURS = frozenset(name for name in PROVIDERS if name.startswith(("fused", "operators", "backend")))
+_WITH_OPERATORS = frozenset(name for name in PROVIDERS if name.startswith("operators"))

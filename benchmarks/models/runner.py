@@ -15,7 +15,7 @@ from .. import providers as operator_providers
 from .. import results as operator_results
 from . import measuring, training
 from .measuring import Effort, Warm
-from .providers import COMPILING, Contender, contender, offered
+from .providers import COMPILING, Contender, applies, contender, offered
 from .results import Key, Row
 from .text import Text
 from .workloads import Workload
@@ -79,11 +79,8 @@ def stages(workloads: Sequence[Workload], wanted: Sequence[str] = ()) -> list[li
     for compiling in (False, True):
         stage = []
         for workload in workloads:
-            names = []
-            for name in wanted or offered(workload):
-                is_available = name != "liger" or name in offered(workload)
-                if is_available and (name in COMPILING) == compiling:
-                    names.append(name)
+            names = [name for name in wanted or offered(workload) if applies(name, workload)]
+            names = [name for name in names if (name in COMPILING) == compiling]
             if names:
                 stage.append(Work(workload, tuple(names)))
         if stage:
@@ -132,7 +129,9 @@ def _timed(work: Work, setting: Setting) -> list[Row]:
         gpu, gpu_columns = None, ""
         if on_gpu:
             gpu = sum([kernel.us for kernel in measuring.kernels(model, setting.device)]) / 1e3
-            gpu_columns = f"  gpu {gpu:9.2f} ms  peak {single.peak_mib:9.0f} MiB"
+            gpu_columns = f"  gpu {gpu:9.2f} ms"
+        if single.peak_mib is not None:
+            gpu_columns += f"  peak {single.peak_mib:9.0f} MiB"
         print(
             f"  {name:<14}{time_of_step.ms:10.2f} ms ± {time_of_step.spread:5.2f}"
             f"  host {single.host_ms:9.2f} ms{gpu_columns}"

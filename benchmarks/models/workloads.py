@@ -19,7 +19,7 @@ from torch import nn
 from . import batches
 from .batches import Batch, Sizes
 from .text import EOS, PAD, TOKENS, Text
-from .written import DiT, GatedDecoder, MetaLlama, NanoGPT
+from .written import DLRM, DiT, GatedDecoder, MetaLlama, NanoGPT
 
 __all__ = ["MODELS", "MODES", "Model", "Workload", "loss_workloads", "named", "workloads"]
 
@@ -38,7 +38,8 @@ class Model:
         tiny: the options of the tiny model, added to ``options``.
         batch: returns inputs with labels, for a text and sizes.
         sizes: the input sizes to train and to infer with, the most important first. Sizes begin
-            with the batch size; ``batch`` reads the others: sequence lengths, or an image's shape.
+            with the batch size; ``batch`` reads the others: sequence lengths, an image's shape, or
+            the number of tables.
         tiny_sizes: the input sizes of the tiny model.
         loss_sizes: the input sizes of the short trainings that compare losses.
         prompts: the number of prompts to continue, their length, and the number of new tokens; None
@@ -327,6 +328,16 @@ MODELS = {
         sizes=((8, 1024),),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
+    ),
+    "dlrm": Model(
+        cls=DLRM,
+        config=None,
+        options={"rows": batches.TABLE_ROWS, "dense_features": batches.DENSE_FEATURES},
+        tiny={"widths": (16, 24, 8, 16, 40), "bottom": (32, 16), "top": (32,)},
+        batch=batches.clicks,
+        sizes=((16384, 26), (2048, 26)),
+        tiny_sizes=(6, 5),
+        loss_sizes=(2048, 26),
     ),
 }
 

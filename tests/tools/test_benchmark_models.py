@@ -35,9 +35,9 @@ from zoo import counted, transformers_only
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.plain
 CPU = torch.device("cpu")
-MILLIONS = [110, 124, 223, 1039, 87, 596, 1602, 791, 458, 124, 1039, 196]  # of parameters
+MILLIONS = [110, 124, 223, 1039, 87, 596, 1602, 791, 458, 124, 1039, 196, 16.4]  # of parameters
 WITHOUT_DROPOUT = {
-    *("llama", "qwen3", "gemma2", "mixtral", "dit", "meta_llama", "gated_decoder"),
+    *("llama", "qwen3", "gemma2", "mixtral", "dit", "meta_llama", "gated_decoder", "dlrm"),
 }
 TEXT = text.Text(CPU)
 LIGHT = measuring.Effort(rounds=2, block_s=0.001, singles=1, most=2)
@@ -101,6 +101,34 @@ def test_fused_operators_run_only_in_the_fused_model(workload, provider, monkeyp
     assert has_gradients == (workload.mode == "train")
 
 
+def test_operators_written_in_have_eagers_gradients():
+    eager, written = (
+        contender(name, tiny("dlrm", "train"), CPU, TEXT.reseeded(0))
+        for name in ("eager", "operators")
+    )
+    for built in (eager, written):
+        built.step()
+    assert not any(isinstance(m, torch.nn.LayerNorm) for m in written.model.modules())
+    for name in ("weight", "bias"):
+        expected = torch.cat([getattr(norm, name).grad for norm in eager.model.norms])
+        torch.testing.assert_close(getattr(written.model.norms, name).grad, expected)
+    for name in ("tables", "bottom", "top"):
+        parts = (getattr(built.model, name).parameters() for built in (eager, written))
+        for expected, result in zip(*parts, strict=True):
+            torch.testing.assert_close(result.grad, expected.grad)
+
+
+def test_provider_is_measured_where_it_applies():
+    """A form with operators, and Liger's patch, exist only for some models."""
+    wanted = ("eager", "liger", "operators", "compile_reduce_overhead")
+    first, second = runner.stages(workloads(["llama", "dlrm"], ["infer"], tiny=True), wanted)
+    assert [work.providers for work in first] == [("eager", "liger"), ("eager", "operators")]
+    assert [work.providers for work in second] == [("compile_reduce_overhead",)] * 2
+    assert "compile_reduce_overhead" not in contenders.offered(tiny("bert", "train"))
+    with pytest.raises(RuntimeError, match="Linear has no form"):
+        contenders.prepare("operators", torch.nn.Linear(2, 2))
+
+
 def test_model_with_nothing_to_fuse_is_an_error():
     with pytest.raises(RuntimeError, match="nothing to fuse"):
         contenders.prepare("fused", torch.nn.Linear(2, 2))
@@ -115,6 +143,8 @@ def test_model_with_nothing_to_fuse_is_an_error():
         ("fused_compile", True, "inductor"),
         pytest.param("backend", False, "ours", marks=pytest.mark.full),
         ("fused_backend", True, "ours"),
+        ("compile_reduce_overhead", False, "inductor, triton.cudagraphs"),
+        ("backend_reduce_overhead", False, "ours, reduce-overhead"),
     ],
 )
 def test_provider_uses_the_compiler_of_its_name(name, fused, compiler, monkeypatch, fresh_dynamo):
@@ -122,14 +152,17 @@ def test_provider_uses_the_compiler_of_its_name(name, fused, compiler, monkeypat
     calls = []
 
     def compile_fx(gm, _, config_patches=None, **__):
-        tuned = (config_patches or {}).get("max_autotune")
-        calls.append("inductor, max_autotune" if tuned else "inductor")
+        options = config_patches or {}
+        chosen = [name for name in ("max_autotune", "triton.cudagraphs") if options.get(name)]
+        calls.append(", ".join(["inductor", *chosen]))
         return gm.forward
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
     monkeypatch.setattr(
         "fusedops.backend.entry.compile_by_inductor",
-        lambda gm, *_: calls.append("ours") or gm.forward,
+        lambda gm, _, mode, *__: (
+            calls.append(", ".join(filter(None, ["ours", mode]))) or gm.forward
+        ),
     )
     built = contender(name, tiny("bert", "infer"), CPU, TEXT.reseeded(0))
     assert any(hasattr(type(m), "_fusedops_original") for m in built.model.modules()) == fused
