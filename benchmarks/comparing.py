@@ -1,8 +1,8 @@
 """Compares two results files before a release: which cases became slower or need more memory.
 
-A file has one figure per case, so it does not tell the noise. But both files have a figure of eager
-PyTorch too. If both were measured with the same PyTorch, that is a control: what changed eager is a
-change of the machine, not of the library.
+A file has one figure per case, from which the noise cannot be estimated. But both files also have
+figures of eager PyTorch. If both were measured with the same PyTorch, these are a control: where
+eager's figure differs, the machine has changed, not the library.
 """
 
 from __future__ import annotations
@@ -179,7 +179,10 @@ def _beyond(change: Change, ratio: float, threshold: float) -> bool:
 
 
 def _notes(old: list[Row], new: list[Row], pairs: list[tuple[Row, Row]]) -> Iterator[str]:
-    """Yields what else differs between the files; ``pairs`` are rows of fusedops in both."""
+    """Yields a note for each other difference that may explain changes: versions, and the floor.
+
+    ``pairs`` has the rows of fusedops in both files, for each case.
+    """
     for field in ("torch", "triton"):
         if every(old, field) != every(new, field):
             yield f"{field} is {every(old, field)} in the old file, {every(new, field)} in the new one"

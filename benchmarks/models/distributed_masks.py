@@ -1,6 +1,6 @@
 """Compares the dropout masks of sharded tensors with those of one process.
 
-It runs on the processes of the command ``distributed``.
+The command ``python -m benchmarks distributed`` calls `differences` in each of its processes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ SHAPE = "x".join(map(str, _SIZES))
 
 
 @fusedops.rowwise(strict=True)
-def _function(x: Tensor) -> Tensor:
+def _rowwise_dropout(x: Tensor) -> Tensor:
     return F.dropout(x, 0.5)
 
 
-# For an input of ones, outputs and gradients are zero where an element is dropped. The last one
-# needs kernels: without them a row-wise function is PyTorch's own operators.
+# For an input of ones, outputs and gradients are zero where an element is dropped. The row-wise
+# function comes last, and is compared only where kernels run: elsewhere it is PyTorch's own dropout,
+# whose masks are not those of this package.
 _OPERATORS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda x: fusedops.bias_dropout_add(x, None, None, p=0.5),
     lambda x: fusedops.bias_dropout_add_ln(x, None, None, None, None, p=0.5, return_sum=True)[1],
     lambda x: fusedops.bias_dropout_add_rms_norm(x, None, None, None, p=0.5, return_sum=True)[1],
     lambda x: fusedops.bias_act(x, None, "relu", p=0.5),
-    _function,
+    _rowwise_dropout,
 )
 
 

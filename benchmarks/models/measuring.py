@@ -1,6 +1,7 @@
 """Measures the time and memory of steps.
 
-The time is wall-clock time, with the host's. The time of the kernels alone is from the profiler.
+The time of a step is wall-clock time, which includes host time. The time of the kernels alone is
+from the profiler.
 """
 
 from __future__ import annotations

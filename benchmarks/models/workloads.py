@@ -373,7 +373,7 @@ def named(kind: str, name: str, known: Iterable[str]) -> str:
     """Returns the name if it is known.
 
     Raises:
-        ValueError: the name is not known. The message has the ``kind`` of thing that it names, and
+        ValueError: the name is not known. The message contains ``kind``, such as "model", and
             suggests similar names.
     """
     names = list(known)
