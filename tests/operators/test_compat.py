@@ -1,6 +1,6 @@
-"""Private names of PyTorch and Triton: results are right without them, and with all launchers.
+"""Private names of PyTorch and Triton: results are right without them.
 
-The launchers are those of all supported releases of Triton.
+Kernels are launched as by Triton, with the launchers of all its supported releases.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def test_kernel_stays_loaded_with_its_variant(
     kernel = build(RELEASES[release])
     compiled, variant = weakref.ref(kernel._compiled), kernel.variant
     del kernel
-    # Drops the fixture's reference; the fixture restores the function.
+    # The function that `build` set refers to the compiled kernel. `monkeypatch` restores the original.
     launch.compile_fitting = None  # type: ignore[assignment]
     gc.collect()
     assert compiled() is not None
@@ -343,9 +343,10 @@ class Extended(Launcher37):
 
 
 @pytest.mark.parametrize("launcher", [Instrumented, Unwrapped(), Reordered, Checked, Extended])
-def test_unknown_launchers_are_called_through_triton(
+def test_unknown_launchers_are_left_to_triton(
     launcher: Any, build: Callable[[Any], launch.Kernel], launches: list[tuple[Any, ...]]
 ) -> None:
+    """The direct launch is refused when the kernel is built, and nothing is launched to decide it."""
     kernel = build(launcher)
     assert kernel.launcher == "compiled"
     assert kernel.reason
@@ -363,7 +364,7 @@ def test_without_launch_hooks_nothing_is_launched_directly(
 def test_without_compilation_ahead_kernels_are_launched_ordinarily(
     build: Callable[[Any], launch.Kernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()
+    monkeypatch.undo()  # `build` replaced `compiles_ahead`, which is tested here
     monkeypatch.setattr(launch, "interpreting", lambda: False)
     monkeypatch.delattr(triton.compiler, "ASTSource")
     assert not compiles_ahead()
@@ -442,9 +443,9 @@ def test_a_kernel_is_assembled_as_by_inductor(
     """Inductor sets another assembler than Triton's default; fusedops must use it, too.
 
     The assembler's version is part of the keys of Triton's cache, so otherwise later processes
-    would compile again. An earlier compilation does not prevent this. The target is Ampere, for
-    which Inductor chooses the assembler with all releases of Triton; for Hopper, Triton has its own
-    from 3.9 on.
+    would compile again. Triton remembers the version after an earlier compilation; the package must
+    replace it. The target is Ampere, for which Inductor chooses the assembler with all releases of
+    Triton; for Hopper, Triton has its own from 3.9 on.
     """
     from torch._inductor.runtime import compile_tasks
     from triton.backends.nvidia import compiler
@@ -472,7 +473,8 @@ def test_a_kernel_is_assembled_as_by_inductor(
         assert "of inductor" in compiler.get_ptxas_version(80)
     finally:
         compiler.get_ptxas_version.cache_clear()
-    monkeypatch.setattr(compile_tasks, "_set_triton_ptxas_path", lambda another: None)
+    # In another release Inductor's function may take arguments. Then Triton's assembler is used.
+    monkeypatch.setattr(compile_tasks, "_set_triton_ptxas_path", lambda argument: None)
     assert launch.diagnose(0).variant.asm["cubin"]
 
 
@@ -491,8 +493,9 @@ def test_launches_overlap_only_if_the_compiler_supports_it(
 # A script that imports the package while private names of torch are hidden from it, and compares
 # results. torch itself still sees the names. Each set of names is tested in a separate process,
 # which is forked after the slow imports; `torch.func` imports Dynamo at its first use, which takes
-# longer than everything else here. The first process writes the package's bytecode. No backward may
-# run before a fork, because PyTorch refuses that when it has a thread for each GPU.
+# longer than everything else here. The first of these processes writes the package's bytecode, and
+# the others read it. The parent process runs no backward: where PyTorch has started its threads for
+# backwards, one for each GPU, it refuses a backward in a forked process.
 _WITHOUT = """
 import importlib, os, sys, traceback
 import einops, torch, torch.distributed, torch._dynamo, torch._subclasses.functional_tensor
@@ -530,17 +533,19 @@ def check():
             assert (ours is None) == (theirs is None), case.__name__
             if ours is not None:
                 torch.testing.assert_close(ours, theirs, msg=f"{case.__name__}: a gradient")
-        for repetition in (0, 1):
+        for repetition in (0, 1):  # the second one uses the caches that the first one filled
             values = [leaf.detach() for leaf in leaves]
             actual, expected = (
                 torch.func.grad(lambda x: (case(x, *values[1:])[i] * cotangent).sum())(values[0])
                 for i in (0, 1))
             torch.testing.assert_close(actual, expected, msg=f"{case.__name__}: torch.func.grad")
 
-def import_module(name, package=None, real=importlib.import_module):
+original_import = importlib.import_module
+
+def import_outside_torch(name, package=None):
     if name.startswith("torch."):
         raise ImportError(name)
-    return real(name, package)
+    return original_import(name, package)
 
 sys.pycache_prefix, sys.dont_write_bytecode = sys.argv[1], False
 for path in sys.argv[2:]:
@@ -551,14 +556,14 @@ for path in sys.argv[2:]:
         continue
     try:
         if path == "imports":
-            importlib.import_module = import_module
+            importlib.import_module = import_outside_torch
         else:
             for each in path.split(","):
                 sys.modules["torch"] = hiding(sys.modules["torch"], each.split("."))
         import fusedops
         sys.modules["torch"] = torch
         assert path == "imports" or {*path.split(",")} <= {*sys.modules["fusedops.core.compat.lookup"].PRIVATE}
-        importlib.import_module = import_module.__defaults__[1]
+        importlib.import_module = original_import
         torch.manual_seed(0)
         check()
         os._exit(0)
@@ -586,7 +591,7 @@ class _Stage(torch.nn.Module):
 
 
 def test_exporting_is_distinguished_from_compiling(fresh_dynamo: None) -> None:
-    """The traced code, and a call without a tracer, must not count as exporting."""
+    """Code that `torch.compile` traces, and a plain call, do not count as exporting."""
     x = torch.zeros(3)
     assert torch.equal(torch.compile(_stage, backend="eager", fullgraph=True)(x), x + 1.0)
     for strict in (True, False):
@@ -596,7 +601,8 @@ def test_exporting_is_distinguished_from_compiling(fresh_dynamo: None) -> None:
 
 @pytest.mark.once
 @pytest.mark.skipif(
-    DEVICE.type == "cuda", reason="the interpreter of Triton 3.6 needs an older NumPy"
+    DEVICE.type == "cuda",
+    reason="environments with a GPU may have a NumPy that Triton 3.6's interpreter does not support",
 )
 def test_values_without_private_names(tmp_path: Path, full: bool) -> None:
     """All private names of torch are hidden, then private modules; with ``--full`` each name alone.

@@ -34,7 +34,10 @@ def _is_small(spec: Spec, sample: Sample) -> bool:
 
 @cases((torch.float32,), _is_small, _NORMS)
 def test_tiles_side_by_side(case: Case) -> None:
-    """The last tile of a row is partly or wholly idle; programs have one or more tiles of rows."""
+    """The last tile of a row may lie beyond the row, in part or as a whole.
+
+    Without a limit a program processes two rows; a persistent one may process more.
+    """
     sample = case.sample()
     for parts, persistent in ((3, 0), (5, 1)):
         block = block_holding(-(-_cols(case.spec, sample) // parts))
@@ -51,7 +54,7 @@ def test_tiles_side_by_side(case: Case) -> None:
 
 @cases((torch.bfloat16, torch.float32), _is_small, _NORMS)
 def test_rows_that_are_processed_tile_by_tile(case: Case) -> None:
-    """The last tile has idle lanes or none."""
+    """Samples whose rows fill the last tile, and samples whose rows do not."""
     sample = case.sample()
     with forced("norm_forward", Config(block_n=16, rows=2, warps=1, stages=2)):
         check_gradients(case.spec, sample, values=True)

@@ -1,7 +1,6 @@
-"""The suite's poison works, and kernels write nothing beside their outputs.
+"""New memory is filled with NaN in the tests, and kernels write nothing beside their outputs.
 
-Uninitialised memory is NaN in these tests, so a test fails where a kernel leaves a gap or reads
-one.
+So a test fails if a kernel leaves an element of an output unwritten, or reads an unwritten one.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def test_new_memory_is_poisoned(allocate, dtype: torch.dtype) -> None:
     assert allocate(torch.zeros(6, 7, dtype=dtype, device=DEVICE)).isnan().all()
 
 
-# Results of the other samples are compared with finite ones, so a NaN in them fails elsewhere.
+# For the other samples, tests of values compare results with finite ones, so they fail at a NaN.
 _PICKED = (
     "shape 7x17",
     "shape 129x40",
