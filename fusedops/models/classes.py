@@ -195,7 +195,7 @@ def _replaceable(module: nn.Module) -> list[str]:
 def _is_own(module: nn.Module, name: str) -> bool:
     """Whether the instance's attribute ``name`` is just the bound method of its own class.
 
-    Accelerate, for one, leaves such an attribute on the instance when it removes its hooks.
+    For example, Accelerate leaves such an attribute on the instance when it removes its hooks.
     """
     method = vars(module).get(name)
     if not isinstance(method, types.MethodType):

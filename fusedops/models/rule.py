@@ -17,15 +17,18 @@ __all__ = ["At", "Family", "Rule", "Verdict", "has_method", "judge", "named_cach
 At = Callable[[str], "Rule | None"]
 
 
-def _always(module: nn.Module) -> str:
+# The defaults of functions of rules and families.
+
+
+def _no_reason(module: nn.Module) -> str:
     return ""
 
 
-def _nothing(module: nn.Module, at: At) -> str:
+def _needs_nothing(module: nn.Module, at: At) -> str:
     return ""
 
 
-def _something(module: nn.Module, at: At) -> bool:
+def _leaves_steps(module: nn.Module, at: At) -> bool:
     return True
 
 
@@ -45,7 +48,10 @@ def named_cache(past_key_values: Any) -> dict[str, Any]:
 
 
 def needs_norm(*paths: str) -> Callable[[nn.Module, At], str]:
-    """Build the ``needs`` of a block that fuses branch ends with at least one of these norms."""
+    """Return a function for `Rule.needs`: at least one of the norms at these paths must be fused.
+
+    It is for blocks that compute the last steps of a residual branch with the norm behind it.
+    """
 
     def needs(module: nn.Module, at: At) -> str:
         fused = any(has_method(at(path), "_fusedops_add_norm") for path in paths)
@@ -69,8 +75,8 @@ class Rule:
         name: the rule's name, in reports and in ``exclude``.
         calls: the operators that a fused module calls, for the report; "" if it calls none itself.
             May be a function of the module and `At`.
-        helps: for the report, what a fused module does that calls no operator itself. May be a
-            function of the module.
+        helps: for the report, how a fused module that calls no operator itself supports its block.
+            May be a function of the module.
         methods: the methods of the fused class, which replace the original's or come in addition. A
             ``forward`` must also be correct if the module's children have hooks or were replaced:
             see `fusedops.models.parts`.
@@ -80,17 +86,18 @@ class Rule:
         names: names of classes outside of torch.nn for which the rule is written.
         known: the names of the methods that decide whether the rule matches a class.
         fits: a function that returns why a module of a matching class is left; "" if it is fused.
-        parts: paths of the modules inside that the fused module computes itself, unless they have
-            hooks or are of another kind. May be a function of the module.
+        parts: paths of inner modules that the fused module computes itself. It calls those that
+            have hooks, and those whose class is not one that it can compute. May be a function of
+            the module.
         needs: a function of the module and `At` that returns why it would call no operator; "" if
             it would.
-        leaves: a function of the module and `At` that returns whether the module leaves its last
-            steps to the block that contains it: an attention that ends in a linear layer without a
-            bias, for one, has none to leave. It is called only if the rule has the method
+        leaves: a function of the module and `At` that returns whether the block around the module
+            may compute the module's last steps. For example, an attention that ends in a linear
+            layer without a bias has no such steps. It is called only if the rule has the method
             ``_fusedops_branch``.
-        takes: paths of the modules whose last steps a fused module computes; None for all modules
-            inside. A rule with paths and without ``calls`` is applied only to modules that are in
-            the ``takes`` of a fused block.
+        takes: paths of inner modules whose last steps the fused module computes; None for all inner
+            modules. If the rule has paths here and no ``calls``, its modules only postpone their
+            last steps. Then the rule is applied only to modules in the ``takes`` of a fused block.
         origin: for a rule built by a `Family`, its name and key; None for a rule of the table.
     """
 
@@ -102,10 +109,10 @@ class Rule:
     fingerprints: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     known: tuple[str, ...] = ("forward",)
-    fits: Callable[[nn.Module], str] = field(default=_always)
+    fits: Callable[[nn.Module], str] = field(default=_no_reason)
     parts: tuple[str, ...] | Callable[[nn.Module], tuple[str, ...]] = ()
-    needs: Callable[[nn.Module, At], str] = field(default=_nothing)
-    leaves: Callable[[nn.Module, At], bool] = field(default=_something)
+    needs: Callable[[nn.Module, At], str] = field(default=_needs_nothing)
+    leaves: Callable[[nn.Module, At], bool] = field(default=_leaves_steps)
     takes: tuple[str, ...] | None = None
     origin: tuple[str, Any] | None = None
 
@@ -183,8 +190,8 @@ class Family:
     key: Callable[[nn.Module], Any]
     rule: Callable[[type[nn.Module], Any], Rule | None]
     names: tuple[str, ...]
-    why: Callable[[nn.Module], str] = field(default=_always)
-    why_of_name: Callable[[nn.Module], str] = field(default=_always)
+    why: Callable[[nn.Module], str] = field(default=_no_reason)
+    why_of_name: Callable[[nn.Module], str] = field(default=_no_reason)
 
     def __call__(self, module: nn.Module) -> Rule | None:
         """Return the rule for a module, or None."""

@@ -1,8 +1,8 @@
 """T5's attention, for the next token of a generation.
 
-A generation's step is launch-bound. For one token no head needs a transposition, and rows of one
-token need no folding for a linear layer: the same products and the same attention take fewer calls.
-All other cases are left to the module's own forward, before the cache is changed.
+A generation's step is launch-bound. With one token the heads need no transposition, and for linear
+layers batch and tokens need not be folded, so the same products and the same attention take fewer
+calls. All other cases run the module's own forward; this is decided before the cache is changed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def next_token(
 
 
 def has_plain_weights(self: Any) -> bool:
-    """Whether the fast path takes the attention's linear layers."""
+    """Whether the fast path supports the attention's linear layers."""
     return _plain_weights(self) is not None
 
 
@@ -65,7 +65,7 @@ def _weights(self: Any, cross: bool, cache: Any, biased: bool) -> tuple[Tensor, 
 
 
 def _has_keys(self: Any, cross: bool, cache: Any, biased: bool) -> bool:
-    """Whether the cache has this layer's keys and values, in a form that the fast path takes."""
+    """Whether the cache has this layer's keys and values, in a form that the fast path supports."""
     # Without a position bias, the layer computes one from the number of cached tokens. A static
     # cache returns that as a tensor, and its masks are of its full size.
     if not biased and type(cache.get_seq_length(self.layer_idx)) is not int:
@@ -143,7 +143,7 @@ def _attended(
     position_bias: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention's output, and its weights if the model's kind of attention returns them."""
-    # The names of the module that defines the original forward, which looks them up in each call.
+    # At each call the original forward looks up the attention's function in its module's globals.
     forward, _ = unwrapped(type(self)._fusedops_original.forward)
     scope = forward.__globals__
     function = scope["ALL_ATTENTION_FUNCTIONS"].get_interface(
@@ -191,8 +191,8 @@ def _bias(self: Any, query: Tensor, length: int, seen: int) -> Tensor:
 def _masked(bias: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Mask and position bias in one, computed once for all layers of a step.
 
-    The result is attached only to a bias that `_bias` returned: a caller's bias may outlive the
-    step, and the mask change meanwhile.
+    The result is cached only on a bias that `_bias` returned. A bias of the caller may be used in
+    later steps, after the mask was changed in place.
     """
     cached = bias.__dict__.get(_JOINED)
     if cached is not None and cached[0] is mask and cached[1] is dtype:
