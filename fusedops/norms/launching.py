@@ -26,7 +26,8 @@ from .site import NormSite
 __all__ = ["backward", "forward"]
 
 _Dtype = torch.dtype | None
-# Registers hold the next tile too if a thread has at most this many elements of a tile.
+# A backward whose threads have at most this many elements of a tile each may load the next tile
+# into registers ahead: see `_plan_backward`.
 _CARRIED = 16
 # The most programs of a grid that needs no limit.
 _UNLIMITED = 2**31 - 1
@@ -221,7 +222,8 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
     )
     plan = _backwards.get(key)
     # Programs that wait must all run at the same time, so their plan is for one number of
-    # multiprocessors. A stream may have fewer than the device: every call compares.
+    # multiprocessors. A stream may have fewer than the device, so every call compares the current
+    # stream's number with the plan's.
     if plan is None or plan.multiprocessors:
         plan = _backward_of(key)
     moments = partials = None
@@ -274,7 +276,10 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
 
 
 def _backward_of(key: tuple[Any, ...]) -> _Backward:
-    """Returns the plan on the current stream for a key whose number of multiprocessors is 0."""
+    """Returns the plan for the current stream.
+
+    The key has 0 in place of the stream's number of multiprocessors: see `plan_of_stream`.
+    """
     plan = _backwards.get(key) or tuning.plan(_backwards, key, _plan_backward)
     return plan_of_stream(plan, _backwards, key, _plan_backward)
 
@@ -360,7 +365,11 @@ def _plan_forward(site: NormSite, seed: int, aligned: bool, bucket: int) -> _For
 def _backward_tuning_key(
     site: NormSite, seed: int, sums: int, bucket: int, moved: tuple[_Dtype, ...]
 ) -> TuningKey:
-    """Returns a backward's tuning key; ``moved`` has the dtypes of all tensors of rows, or None."""
+    """Returns a backward's tuning key.
+
+    ``moved`` has the dtype of each tensor of rows that is read or written, None for an absent one.
+    The first is that of dy.
+    """
     present = [dtype for dtype in moved if dtype is not None]
     # Without dy there is nothing to normalise, even if the forward normalised.
     kind = "none" if moved[0] is None else site.rule.kind
@@ -427,8 +436,8 @@ def _plan_backward(
     exchange = "none"
     if normalizes and columns > 1:
         exchange = "wait" if launch.waits(device_index, site.acc, columns) else "read"
-        # This plan is for a stream with these multiprocessors, also with "read": on a stream with
-        # more of them, the programs may wait.
+        # The exchange depends on the current stream's number of multiprocessors. So a plan with
+        # "read" has that number, too: on a stream with more of them, the programs may wait.
         if not multiprocessors and launch.may_wait(device_index, site.acc):
             multiprocessors = launch.multiprocessors(device_index)
     # The grid has as many programs as run at the same time; each loops over many tiles of rows.

@@ -137,10 +137,11 @@ def cast_by_autocast(operator: str) -> bool:
 
 
 def replace_call(operator: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replaces the function that a registered operator's Python object calls: ``wrap`` gets it.
+    """Replaces the function that a registered operator's Python object calls.
 
-    Inductor's code calls that object. Without the private attribute nothing is replaced, and
-    compiled code goes through the dispatcher, which is slower.
+    ``wrap`` takes this function and returns the new one. Inductor's code calls the Python object.
+    Without the private attribute nothing is replaced, and compiled code goes through the
+    dispatcher, which is slower.
     """
     if hasattr(operator, "_op"):
         operator._op = wrap(operator._op)

@@ -124,7 +124,7 @@ def file_of(folder: str, text: Sequence[str]) -> Path | None:
 
 
 def sealed(text: str) -> str:
-    """Returns the text after a line with a checksum of this version and the text."""
+    """Returns the content of a file: a checksum of this version and the text, then the text."""
     return f"{_checksum(text)}\n{text}"
 
 
@@ -136,7 +136,7 @@ def opened(file: str) -> str:
     """
     checksum, _, text = file.partition("\n")
     if checksum != _checksum(text):
-        raise ValueError("the checksum is another")
+        raise ValueError("the checksum does not match")
     return text
 
 
@@ -191,8 +191,8 @@ def check(path: Path, expected: Mapping[str, Any] | None = None) -> Config:
 
     Args:
         path: the file.
-        expected: the key that the entry must have; None for any key of this version of the package
-            whose entry belongs at ``path``.
+        expected: the key that the entry must have. If None, any key is accepted that has the
+            present versions of the package and of Triton, and whose file has this path.
     Raises:
         EntryError: the entry is torn (incomplete), foreign (for another key), another version's, or
             stale (chosen from other candidates than today's).
