@@ -52,8 +52,9 @@ class NotCapturedError(Exception):
 def without_writes(graph: fx.Graph) -> None:
     """Replaces in-place operators on intermediates of the graph by out-of-place ones.
 
-    Some writes stay as they are. Either another value would show them: the tensor shares memory
-    with an input, or with a value that is used later. Or the result would differ:
+    Two kinds of writes stay as they are. Either the written memory is read elsewhere, because the
+    tensor shares it with an input, or with a value that is used later. Or the result of the
+    out-of-place operator would differ:
 
         y = x * w                  y has a gradient, before the write and after it. An operator's
         with torch.no_grad():      result would have none.
@@ -66,7 +67,8 @@ def without_writes(graph: fx.Graph) -> None:
     tensors that share its memory keep their shapes.
 
     Raises:
-        NotCapturedError: the shape of an input is changed, or a shape in a way that is no view.
+        NotCapturedError: an operator changes the shape of an input, or it changes the shape of
+            another tensor and no view has the same result.
     """
     # The nodes whose values autograd records.
     enabled, recorded = torch.is_grad_enabled(), set[fx.Node]()
@@ -83,11 +85,11 @@ def without_writes(graph: fx.Graph) -> None:
 
 
 def _replace_write(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) -> fx.Node:
-    """Replaces a node if it changes a tensor in place, and nothing but its users would differ.
+    """Replaces a node that changes a tensor in place, unless other values would differ.
 
     Args:
         graph: the graph of the node.
-        node: any.
+        node: any node.
         keeps_derivative: whether an operator in its place would have the same derivative.
     Returns:
         The node in its place, or the node itself.
@@ -109,7 +111,7 @@ def _out_of_place(node: fx.Node) -> Any:
         return None
     if not any(map(is_tensor, nodes_in(node.args[:1]))):
         return None
-    # The overload with the same arguments: `pow`, for one, has several.
+    # An operator may have several overloads, as `pow` has: this is the one with the same arguments.
     operator = returning(node.target)
     if operator is None or mutates(operator):
         return None
@@ -143,8 +145,8 @@ def _is_private(node: fx.Node) -> bool:
 def _have_equal_strides(computed: Tensor, written: Tensor) -> bool:
     """Whether the result of an operator has the strides of the tensor that a write changes.
 
-    Not, for example, where that is every second column of another tensor. True if a size depends on
-    data: its strides are then unknown.
+    It has other strides, for example, if that tensor is every second column of another one. Returns
+    True if a size depends on data, because the strides are then unknown.
     """
     if not have_hints((*written.shape, *written.stride())):
         return True
@@ -182,7 +184,7 @@ def _replace(graph: fx.Graph, node: fx.Node, operator: Any, computed: Tensor) ->
     Args:
         graph: the graph of the node.
         node: the write.
-        operator: returns what it writes.
+        operator: the operator that returns what the write stores.
         computed: the result of the operator.
     """
     changed: Any = node.args[0]
@@ -194,7 +196,7 @@ def _replace(graph: fx.Graph, node: fx.Node, operator: Any, computed: Tensor) ->
         if computed.dtype != value.dtype:
             result.meta["val"] = computed
             result = graph.call_function(CAST, (result,), {"dtype": value.dtype})
-        result.meta["val"] = value  # later views were recorded as ones of this memory
+        result.meta["val"] = value  # later views were recorded as views of this memory
     _replace_later_uses(graph, node, result)
     return result
 
@@ -207,7 +209,10 @@ def _result_of(node: fx.Node, operator: Any) -> Any:
 
 
 def _replace_later_uses(graph: fx.Graph, node: fx.Node, result: fx.Node) -> None:
-    """Replaces a tensor by another node in all that reads it, or the write's result, later."""
+    """Replaces a changed tensor by another node, in all nodes after the write that read it.
+
+    The write itself is replaced, too, and erased.
+    """
     changed: Any = node.args[0]
     for user in list(changed.users):
         if node < user:

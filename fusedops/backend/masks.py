@@ -1,7 +1,8 @@
-"""Attention masks that a graph computes from constants: causal ones, and ones that mask nothing.
+"""Recognises attention masks that are constants: causal ones, and masks that mask nothing.
 
-Compiled models compute such masks where eager ones pass none. With a mask PyTorch's fused attention
-computes every score, and without it, or told that it is causal, only those that count.
+The graphs of compiled models compute such masks where eager models pass no mask. With a mask,
+PyTorch's fused attention computes every score. With ``is_causal`` in place of a mask it computes
+only the scores that are not masked.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .graphs import are_numbers, arguments_first, changed_in, name_of, overlap, 
 
 __all__ = ["Constants", "Mask"]
 
-# A larger value is not computed.
+# Values of constant nodes are not computed if they take more memory than this.
 _MOST_BYTES = 2**30
 
 
@@ -76,7 +77,7 @@ class Constants:
     def value(self, node: fx.Node) -> Tensor | None:
         """The value of a node of the graph so far; None if it is not constant, or too large."""
         needed = arguments_first([node])
-        # Each time: the graph grows, and a later node may write into the memory.
+        # Each call tests this: nodes that were added since the last one may write into the memory.
         if _is_changed(node.graph, needed):
             return None
         if node not in self._values:
@@ -153,7 +154,7 @@ def _is_constant(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return True
-    # Of an input or an attribute the name is empty.
+    # Inputs and attributes have an empty name.
     is_operator = bool(name_of(node))
     return is_operator and not draws(node.target)
 

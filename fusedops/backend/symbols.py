@@ -1,7 +1,7 @@
-"""Sizes and numbers of graphs that are symbols: what they stand for, and what guards say of them.
+"""Symbolic sizes and numbers in graphs: their values in the traced call, or by the graph's guards.
 
-Private names of Dynamo and of its symbolic shapes. Without one, symbols stay symbols, and fewer
-regions are fused.
+This file uses private names of Dynamo and of its symbolic shapes. If a release lacks one, symbols
+stay symbols, and fewer regions are fused.
 """
 
 from __future__ import annotations
@@ -40,9 +40,14 @@ def _is_expression(size: Any) -> bool:
 
 
 def hint_of(symbol: Any, size: Any) -> int:
-    """Returns the number that a symbol, or an expression of symbols, has in the traced call."""
+    """Returns the number that a symbol, or an expression of symbols, has in the traced call.
+
+    Args:
+        symbol: the symbol or the expression, of sympy.
+        size: a symbolic size whose expression contains ``symbol``.
+    """
     environment = size.node.shape_env
-    # Renamed between releases.
+    # The attribute was renamed between releases.
     known = getattr(environment, "backed_var_to_val", None)
     known = known or getattr(environment, "var_to_val", {})
     number = symbol.xreplace(known)
@@ -110,8 +115,8 @@ def _solve(guard: Any, values: dict[Any, Any]) -> None:
 
 
 # --- numbers of the caller ------------------------------------------------------------------------
-# With ``dynamic=True`` Dynamo makes symbols of all Python numbers, also of the eps of a norm, and
-# without it of those that changed.
+# With ``dynamic=True`` Dynamo makes symbols of all Python numbers, also of the eps of a norm.
+# Without ``dynamic=True`` it makes symbols of the numbers that changed.
 
 
 def has_one_value(number: Any) -> bool:
@@ -158,8 +163,8 @@ def fix(numbers: Iterable[Any]) -> None:
 
     PyTorch remembers the floats that were made constants, and makes them constants of all later
     graphs: each new value would then be compiled. So `_forget_fixed` removes those of this package.
-    One that has changed is a symbol of the next graph, and as `has_one_value` is then false, the
-    region that would need it as a constant is left.
+    Then a number that has changed is a symbol in the next graph, `has_one_value` returns False for
+    it, and a region that needs it as a constant is not fused.
     """
     for number in numbers:
         _fixed.update(map(str, number.node.expr.free_symbols))

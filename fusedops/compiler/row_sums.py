@@ -1,13 +1,16 @@
-"""Sums over rows in kernels of tiles side by side: what a program adds up, tile after tile of rows.
+"""Sums over rows, in kernels whose tiles of a row are side by side.
 
-They are gradients of tensors that rows share. The sums differ by the tensor and by what is summed::
+The sums are gradients of tensors that rows share. A program loops over tiles of rows, and adds each
+tile to its sums::
 
+    the tensor     what is summed              the sums
     a vector       a value for each column     one sum for each column, in tiles
     a number       one value for each row      one sum
     a number       a value for each column     one sum for each lane, and in the end their sum
 
-The rows of a tile are summed at once. A kernel without reductions of rows adds up whole tiles, and
-sums their rows in the end, so that no step of its loop exchanges values between threads.
+In each step of the loop the rows of the tile are summed. A kernel without reductions of rows adds
+whole tiles instead, and sums their rows after the loop, so that no step exchanges values between
+threads.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ class RowSum:
     Attributes:
         name: the name of its variable.
         node: the value that is summed.
-        rows: the rows of a tile's sum, as an expression.
+        rows: the number of rows that each tile's summand has, as an expression: 1, or ROWS if whole
+            tiles are added.
     """
 
     def __init__(
@@ -58,7 +62,7 @@ class RowSum:
         return []
 
     def _added(self, value: str) -> str:
-        """Return what a tile of columns adds: a sum over its rows, or the rows that exist."""
+        """Return the summand of a tile of columns: its sum over rows, or its rows that exist."""
         function = "sum_of_rows" if self.rows == "1" else "existing_rows"
         return self._of_rows(function, value)
 
