@@ -284,7 +284,7 @@ def main() -> None:
             "\nThe fused kernels need a GPU. Here both models ran on PyTorch's own CPU operators: "
             "the losses agree to"
         )
-        print("rounding, and the speed is about the same. Run this on a GPU to see the difference.")
+        print("rounding, and neither is meant to be faster. Run it on a GPU to see the difference.")
 
 
 if __name__ == "__main__":
