@@ -52,13 +52,20 @@ _LONG_ELEMENTS = {False: 16, True: 24}
 #   softmax of capped and masked scores    1024 columns, 126.5 to 109.5 us; 4096, 150.2 to 115.2 us
 #   softmax with dropout                   1024 columns, 111.7 to 102.0 us
 _WIDEST_COMPUTE_BOUND = 4096
-# The columns of a tile in kernels without reductions of rows, and the most columns of rows that
-# such kernels have whole. On an H200 in bf16, forward and backward, whole rows and tiles:
+# The columns of a tile in kernels without reductions of rows. Rows of few columns are whole, and so
+# are rows that would leave more than a fifth of the lanes idle, that are loaded element by element,
+# or that have many sums. On an H200 in bf16, forward and backward:
 #
-#   bias-GELU    3072 columns, 90.4 and 85.2 us; 3584, 88.9 and 85.8; 11008, 93.0 and 84.6
-#   SwiGLU       8192 columns, 128.2 and 127.0 us
+#   columns    bias-GELU, whole rows    tiles of 1024
+#   1536       88.4 us                  91.2 us
+#   2560       87.5                     87.3
+#   3072       90.4                     85.2
+#   4500       119.4                    123.7, element by element
+#   11008      93.0                     84.6
 _COLUMNS = 1024
-_NARROWEST_OF_TILES = 2048
+_WIDEST_WHOLE = 2048
+# The most sums of a tile: three for each of 16 elements of a thread, or six for each of eight.
+_MOST_SUMS_OF_TILE = 6
 # The most columns of a narrow row, such as a head's, and a program of many of them in a backward
 # with sums. On an H200 in bf16, heads of 64 columns, forward and backward, before and with it:
 #
@@ -167,37 +174,42 @@ def _without_sums(key: TuningKey) -> Config:
 
 
 def _is_in_tiles_of_columns(key: TuningKey) -> bool:
-    """Whether programs have one tile of columns each.
-
-    Whole rows are faster where they are loaded one by one, or more than a fifth of lanes is idle.
-    """
-    if key.variant[0] != "shared rows" or _count(key, 5) > 0 or key.cols <= _NARROWEST_OF_TILES:
+    """Whether a program has one tile of columns, and not whole rows: see `_COLUMNS`."""
+    if not _is_elementwise(key) or key.cols <= _WIDEST_WHOLE or _sums(key) > _MOST_SUMS_OF_TILE:
         return False
     lanes = -(-key.cols // _COLUMNS) * _COLUMNS
     return lanes * 4 <= key.cols * 5 and not rows.is_unaligned(key.cols, key.itemsize)
 
 
+def _is_elementwise(key: TuningKey) -> bool:
+    """Whether programs may share the columns of rows, and exchange nothing."""
+    return key.variant[0] == "shared rows" and _count(key, 5) == 0
+
+
 def _tile_of_columns(key: TuningKey) -> Config:
-    """Return the config of a kernel without reductions of rows, as `activations.configs` has."""
+    """Return the config of a program with one tile of columns of each of its rows."""
     are_many = key.bucket >= 2  # 256 rows or more: see `tuning_key.BUCKETS`
-    rows = 2 if are_many and key.itemsize <= 2 and _parts(key) == 1 else 1
-    config = Config(_COLUMNS, rows, 4)
+    is_light = key.itemsize <= 2 and _parts(key) == 1 and 2 * _sums(key) <= _MOST_SUMS_OF_TILE
+    config = Config(_COLUMNS, 2 if are_many and is_light else 1, 4)
     return config if key.variant[1] == "0 sums" else replace(config, stages=3, per_sm=4)
 
 
 def _is_compute_bound_backward(key: TuningKey) -> bool:
-    """Whether a backward without sums over rows computes longer than it reads and writes."""
+    """Whether a backward without sums over rows computes longer than it reads and writes.
+
+    It has a loop over tiles of rows if its programs may share rows and exchange sums.
+    """
     is_backward = key.kernel == "rowwise_backward" and key.variant[1] == "0 sums"
-    has_reduction = _count(key, 5) > 0
+    has_loop = key.variant[0] == "shared rows" and _count(key, 5) > 0
     is_of_width = _SHORT_ROW <= _width(key) <= _WIDEST_COMPUTE_BOUND
-    return is_backward and has_reduction and is_of_width and key.variant[6] == "compute-bound"
+    return is_backward and has_loop and is_of_width and key.variant[6] == "compute-bound"
 
 
 def _compute_bound(key: TuningKey) -> Config:
     """Return the config of persistent programs, which load their next rows ahead.
 
-    Programs that are bound by memory are faster with one tile of rows each: softmax of 4096
-    columns, 80.2 and 84.2 us, forward and backward, on an H200 in bf16.
+    Programs that are bound by memory are faster with one tile of rows each. On an H200 in bf16,
+    softmax of 4096 columns, forward and backward, takes 80.2 us so, and 84.2 us with this config.
     """
     block, parts = _tiling(key)
     width = _width(key)
@@ -219,7 +231,8 @@ def _with_sums(key: TuningKey) -> Config:
 
     Each multiprocessor has eight warps or more, of at most 32 elements a thread, which load their
     next rows ahead. A thread has registers for 96 sums, each of one column over the rows. That is
-    three for each of 32 elements of one row. Of two rows, 32 elements are 16 columns: six for each.
+    three for each of 32 elements of one row. Of two rows, 32 elements are 16 columns: six for each,
+    unless the rows' sums are separate until the end: see `row_sums`.
     """
     block, parts = _tiling(key)
     width = _width(key)
@@ -230,7 +243,8 @@ def _with_sums(key: TuningKey) -> Config:
     rows = max(1, 1024 // power_of_two(width))
     if _takes_two_rows(key):
         rows = 2
-    elements = 32 if _sums(key) <= 3 * rows else 16
+    summed_rows = 1 if _is_elementwise(key) else rows
+    elements = 32 if _sums(key) <= 3 * summed_rows else 16
     warps = fewest_warps(rows * width, elements // _registers(key), 16)
     if rows == 1 and _spills(key, warps):
         warps *= 2

@@ -209,8 +209,8 @@ class Launcher:
     def _launch(self, number: int) -> list[str]:
         """Return the lines that launch a kernel.
 
-        Axis 0 of the grid is tiles of rows, of all columns or of those that programs divide among
-        themselves: see `program_lines`. Axis 1 is groups.
+        Axis 0 of the grid is tiles of rows, times the tiles of columns where programs share rows:
+        see `program_lines`. Axis 1 is groups.
         """
         kernel = self.kernels[number]
         divisor = self._divisor(number)

@@ -296,7 +296,7 @@ def _vector_lines(emitter: Emitter) -> list[str]:
 
 
 def _has_early_vectors(emitter: Emitter, phases: Phases) -> bool:
-    """Whether a program loads vectors before the reductions after which it needs them.
+    """Whether a program loads vectors before all reductions, though it needs them after these.
 
     With two tensors of rows the loads take long enough that vectors arrive meanwhile. With one
     tensor the vectors would only take registers. They would also cause spills where rows and
@@ -306,15 +306,12 @@ def _has_early_vectors(emitter: Emitter, phases: Phases) -> bool:
     if emitter.read < 2 * structure.parts_of_row or not phases.reductions:
         return False
     nodes = [node for node in emitter.tiles if not emitter.has_rows(node)]
-    if not all(map(_is_of_vectors, nodes)):
+    computed = filter(lambda node: node.op != "const", reachable(nodes))
+    # A number of a group, such as the sum of its vector, is computed later.
+    if not all(map(emitter.has_columns, computed)):
         return False
     taken = emitter.acc.itemsize + sum(map(emitter.itemsize_of, nodes))
     return structure.cols * structure.parts_of_row * taken <= 3 * 65536
-
-
-def _is_of_vectors(node: Node) -> bool:
-    """Whether a vector is computed from vectors and constants alone."""
-    return all(inner.axes or inner.op == "const" for inner in reachable([node]))
 
 
 def _sums(emitter: Emitter, sums: Sums, totals: Sequence[RowSum]) -> list[str]:

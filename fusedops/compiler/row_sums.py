@@ -9,8 +9,8 @@ tile to its sums::
     a number       a value for each column     one sum for each lane, and in the end their sum
 
 In each step of the loop the rows of the tile are summed. A kernel without reductions of rows adds
-whole tiles instead, and sums their rows after the loop, so that no step exchanges values between
-threads.
+whole tiles of columns instead, and sums their rows after the loop: a step then exchanges no tile
+between threads.
 """
 
 from __future__ import annotations

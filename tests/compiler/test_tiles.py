@@ -6,6 +6,7 @@ has lanes of at most eight terms and a tree of at most eight levels; some thirty
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,22 @@ def _quotient(x: Tensor, bias: Tensor) -> Tensor:
     return bias / x
 
 
+def _quotient_of_number(x: Tensor, number: Tensor) -> Tensor:
+    """As `_quotient`, with a sum over rows and columns."""
+    return number / x
+
+
+def _weights_of_group(x: Tensor, residual: Tensor, vector: Tensor, number: Tensor) -> Tensor:
+    """A vector of each group, which needs the group's number and a sum of the vector.
+
+    Two norms are before it, so that there are phases in which the sum is not yet computed.
+    """
+    size = x.shape[-1:]
+    weights = vector.square() * number
+    normalized = F.rms_norm(torch.tanh(F.rms_norm(x + residual, size)), size)
+    return normalized * (weights / (1.0 + weights.sum(-1, keepdim=True)))
+
+
 def _own_names(
     sum: Tensor,  # noqa: A002
     step: Tensor,
@@ -96,28 +113,30 @@ def _own_names(
     return F.rms_norm(sum, sum.shape[-1:], INDEX, 1e-6) + PERSISTENT
 
 
-def _shapes(function: Callable[..., Any], cols: int) -> tuple[tuple[int, ...], ...]:
-    row, vector = (_ROWS, cols), (cols,)
+def _shapes(function: Callable[..., Any], rows: int, cols: int) -> tuple[tuple[int, ...], ...]:
+    row, vector = (rows, cols), (cols,)
     return {
         _layer_norm: (row, vector, vector),
         _polynomial_norm: (row, vector),
-        _scaled_softmax: (row, (_ROWS, 1)),
+        _scaled_softmax: (row, (rows, 1)),
         _gate: (row, row, vector),
         _quotient: (row, vector),
+        _quotient_of_number: (row, (1,)),
+        _weights_of_group: ((2, 20, cols), (2, 20, cols), (2, 1, cols), (2, 1, 1)),
         _own_names: (row, row, row, vector, vector, vector),
         _dynamic_tanh: (row, (1,), vector),
-        _rotated: ((_ROWS, 2 * cols), vector, vector, (2 * cols,)),
+        _rotated: ((rows, 2 * cols), vector, vector, (2 * cols,)),
         _plain_layer_norm: (row, vector, vector),
         _layer_norm_by_hand: (row, vector, vector),
     }[function]
 
 
-def _check(function: Callable[..., Any], cols: int = _COLS) -> None:
+def _check(function: Callable[..., Any], rows: int = _ROWS, cols: int = _COLS) -> None:
     """Compares outputs and gradients of the fused function with those of fp64."""
     generator = torch.Generator().manual_seed(3)
     exact = [
         torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-        for shape in _shapes(function, cols)
+        for shape in _shapes(function, rows, cols)
     ]
     tensors = [t.detach().float().to(DEVICE).requires_grad_() for t in exact]
     for t, reference in zip(tensors, exact, strict=True):
@@ -153,10 +172,14 @@ _FUNCTIONS = (
     _rotated,
     _gate,
     _quotient,
+    _quotient_of_number,
+    _weights_of_group,
     _dynamic_tanh,
 )
 # These reduce no rows, so each program may have some of the columns and exchange nothing.
 _ELEMENTWISE = (_gate, _quotient)
+# In the last ones a program has the whole row: it sums a number's gradient, or rows are in groups.
+_OF_ONE_LAUNCH = (*_ELEMENTWISE, _dynamic_tanh, _quotient_of_number, _weights_of_group)
 
 
 @pytest.mark.parametrize("function", _FUNCTIONS)
@@ -178,14 +201,26 @@ def test_rows_that_programs_share(
         _check(function)
     # Two launches exchange sums: in the first, programs write their sums; in the second, they read
     # the sums of the other programs.
-    is_one_launch = function in (*_ELEMENTWISE, _dynamic_tanh)
-    assert names.count("backward_kernel") == (1 if is_one_launch else 2)
+    assert names.count("backward_kernel") == (1 if function in _OF_ONE_LAUNCH else 2)
 
 
 @pytest.mark.parametrize("function", _ELEMENTWISE)
 def test_forward_whose_programs_share_columns(function: Callable[..., Any]) -> None:
     with forced("rowwise_forward", _SHARED), forced("rowwise_backward", _WHOLE):
         _check(function)
+
+
+@pytest.mark.parametrize("function", _ELEMENTWISE)
+def test_partial_sums_of_programs_that_share_columns(function: Callable[..., Any]) -> None:
+    """Twelve tiles of rows: several programs have partial sums of each column."""
+    config = dataclasses.replace(_SHARED, per_sm=6)
+    with (
+        forced("rowwise_forward", _WHOLE),
+        forced("rowwise_backward", config),
+        launch.record() as names,
+    ):
+        _check(function, rows=24)
+    assert names.count("reduce_kernel") == 1
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU programs run at the same time")
@@ -216,27 +251,61 @@ def _biased_gelu(x: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(x + bias)
 
 
-# Each config was the fastest of several in bf16 on an H200; see `compiler.configs`.
+def _softmax_of_softmax(x: Tensor) -> Tensor:
+    return torch.softmax(_capped_softmax(torch.tanh(x)), -1)
+
+
+def _seven_vectors(
+    x: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor, f: Tensor, g: Tensor
+) -> Tensor:
+    for vector in (a, b, c, d, e, f, g):
+        x = torch.tanh(x * vector)
+    return x
+
+
+_PERSISTENT_TILE = Config(block_n=1024, rows=2, warps=4, stages=3, per_sm=4)
+
+
+# In bf16, on an H200: see `compiler.configs`.
 @pytest.mark.parametrize(
-    ("function", "shapes", "config"),
+    ("function", "cols", "vectors", "config"),
     [
-        (
-            _capped_softmax,
-            [(8192, 1024)],
-            Config(block_n=1024, rows=2, warps=4, stages=3, per_sm=4),
+        pytest.param(_capped_softmax, 1024, 0, _PERSISTENT_TILE, id="bound by instructions"),
+        pytest.param(
+            lambda x: torch.softmax(x, -1),
+            1024,
+            0,
+            Config(block_n=1024, rows=1, warps=2),
+            id="bound by memory",
         ),
-        (lambda x: torch.softmax(x, -1), [(8192, 1024)], Config(block_n=1024, rows=1, warps=2)),
-        (
+        pytest.param(
+            _softmax_of_softmax,
+            4096,
+            0,
+            Config(block_n=4096, rows=1, warps=8),
+            id="bound by instructions, without a loop",
+        ),
+        pytest.param(_biased_gelu, 11008, 1, _PERSISTENT_TILE, id="tiles of columns"),
+        pytest.param(
             _biased_gelu,
-            [(3048, 11008), (11008,)],
-            Config(block_n=1024, rows=2, warps=4, stages=3, per_sm=4),
+            4500,
+            1,
+            Config(block_n=1024, rows=1, warps=4, stages=4, per_sm=2, parts=5),
+            id="elements loaded one by one",
+        ),
+        pytest.param(
+            _seven_vectors,
+            4096,
+            7,
+            Config(block_n=4096, rows=2, warps=16, stages=3, per_sm=1, registers=128),
+            id="many sums",
         ),
     ],
-    ids=["bound by instructions", "bound by memory", "tiles of columns"],
 )
 def test_config_of_a_backward(
-    function: Callable[..., Any], shapes: list[tuple[int, ...]], config: Config
+    function: Callable[..., Any], cols: int, vectors: int, config: Config
 ) -> None:
+    shapes = [(8192, cols), *[(cols,)] * vectors]
     tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
     program = Rowwise(function)._programs.find([t.requires_grad_() for t in tensors], False).program
     _, (_, request, _) = launching.chosen(program, -1, tensors)

@@ -443,7 +443,7 @@ def test_a_release_has_its_own_constants(
     So the graph must differ between releases of fusedops.
     """
     # Cached sites contain their constants as a string, which contains the release.
-    request.addfinalizer(operators.site_of.cache_clear)
+    request.addfinalizer(operators._cached_site.cache_clear)
     sample = spec.benchmark((6, 40), torch.float32, device)
     graphs: list[str] = []
 
