@@ -76,7 +76,7 @@ def keep_scale_kernel(
 ):
     """Writes dropout's factors for M rows of N elements; each program writes one tile.
 
-    The factor of a dropped element is 0, of any other one over the keep probability.
+    A dropped element has the factor 0, and every other element one over the keep probability.
     """
     await_predecessor(OVERLAP)
     tile, _ = place_along_rows()

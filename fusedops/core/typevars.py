@@ -8,9 +8,9 @@ from torch import Tensor
 
 __all__ = ["Returned", "Sliced"]
 
-# The default is the type of a call's result with the constructor's default options. `typing` has
-# defaults of type variables since Python 3.13: before, type checkers read `typing_extensions`,
-# which need not be installed.
+# The default is the type of a call's result with the constructor's default options. In `typing`,
+# type variables have defaults only since Python 3.13, so type checkers read `typing_extensions`. It
+# need not be installed: it is not imported at run time.
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 

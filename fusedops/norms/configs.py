@@ -46,14 +46,14 @@ def _dropout_add(cols: int, bucket: int) -> Config:
 
     Nothing is summed over a row, so any tile is correct. Few rows get small tiles.
     """
-    holding = block_holding(cols)
-    if holding <= 256:
-        block = min(holding, 128)
+    row_block = block_holding(cols)
+    if row_block <= 256:
+        block = min(row_block, 128)
         return Config(block, rows=2048 // block, warps=8)
     if bucket <= SOME:
-        block = min(holding, 1024)
+        block = min(row_block, 1024)
         return Config(block, rows=1024 // block, warps=4)
-    block = min(holding, 2048)
+    block = min(row_block, 2048)
     return Config(block, rows=2048 // block, warps=8 if block == 2048 else 4)
 
 
@@ -114,14 +114,14 @@ def _sums(key: TuningKey) -> int:
 def valid(key: TuningKey, config: Config) -> bool:
     """Returns whether a kernel may have the config for a key.
 
-    The tiles that a program has side by side are together no wider than the tiles that hold the row
-    with the fewest idle lanes. Further conditions are:
+    Side by side, a program's tiles are at most as wide as the tiles that hold a row with the fewest
+    idle lanes. Further conditions are:
 
-        forward    several tiles side by side hold a whole row
+        forward    if a program has several tiles side by side, they hold a whole row
                    16 bits and more than 16,384 columns: rows are whole if `forward_tiles` returns
                    several tiles, and read in two passes if it returns one
-        backward   tiles of several rows that fill the registers have no idle lanes: only such
-                   tiles were measured
+        backward   tiles of several rows that fill the registers have no idle lanes, because only
+                   such tiles were measured
                    tiles of 4096 columns and more are for aligned rows only
                    16 bits and fewer than three sums: no tile of 8192 columns has idle lanes
     """
@@ -175,15 +175,16 @@ def _valid_backward(key: TuningKey, config: Config) -> bool:
 def candidates(key: TuningKey) -> list[Config]:
     """Returns the heuristic's config and others to measure: one set for all numbers of rows."""
     heuristics = in_buckets(heuristic, key)
-    # The neighbours of one bucket's config, whatever the key's bucket: so all have the same set.
-    first = heuristics[MANY]
+    # The neighbours of this bucket's config are candidates for all buckets, so that all buckets
+    # have the same set.
+    center = heuristics[MANY]
     if key.kernel == "norm_forward":
         others = _other_forwards(key)
     elif key.kernel == "dropout_add":
-        others = _other_dropout_adds(first.block_n)
+        others = _other_dropout_adds(center.block_n)
     else:
         normalizes = key.variant[0] != "none"
-        others = around(first) + _other_backwards(key.cols, key.itemsize, normalizes)
+        others = around(center) + _other_backwards(key.cols, key.itemsize, normalizes)
     ordered = dict.fromkeys((heuristics[key.bucket], *heuristics, *others))
     return [config for config in ordered if valid(key, config)]
 
@@ -241,8 +242,9 @@ def _forwards_of_one_tile(block: int, itemsize: int) -> list[Config]:
     for rows in dict.fromkeys((usual_rows, 2 * usual_rows, most_rows, 1)):
         elements = block * rows
         # A warp has 32 threads.
-        counts = [count for count in elements_per_thread if elements >= count * 32]
-        configs += [Config(block, rows, fewest_warps(elements, count)) for count in counts]
+        for per_thread in elements_per_thread:
+            if elements >= per_thread * 32:
+                configs.append(Config(block, rows, fewest_warps(elements, per_thread)))
     warps = fewest_warps(block * usual_rows, elements_per_thread[1], MOST_WARPS)
     configs += [Config(block, usual_rows, warps, stages=3, per_sm=per_sm) for per_sm in (1, 4)]
     if block == WHOLE_FORWARD:
@@ -261,7 +263,11 @@ def _other_dropout_adds(widest: int) -> list[Config]:
 
 
 def _other_backwards(cols: int, itemsize: int, normalizes: bool) -> list[Config]:
-    """Returns a few tiles without a norm; with one, tiles of wide rows, whole or shared."""
+    """Returns further configs of a backward.
+
+    Without a norm these are a few tiles. With a norm they are tiles of wide rows: a program
+    processes a whole row, or several programs share it.
+    """
     if not normalizes:
         return [
             Config(512, rows=4, warps=4, stages=3, per_sm=4),

@@ -101,17 +101,17 @@ def forward(site: NormSite, tensors: Any, outs: Any, state: State) -> None:
     x, x_stride, bits = as_rows(x, cols, dims)
     residual_stride = cols
     if residual is not None:
-        residual, residual_stride, more = as_rows(residual, cols, dims)
-        bits |= more
+        residual, residual_stride, residual_bits = as_rows(residual, cols, dims)
+        bits |= residual_bits
     if bias is not None:
-        bias, more = vector(bias)
-        bits |= more
+        bias, bias_bits = vector(bias)
+        bits |= bias_bits
     if weight is not None:
-        weight, more = vector(weight)
-        bits |= more
+        weight, weight_bits = vector(weight)
+        bits |= weight_bits
     if ln_bias is not None:
-        ln_bias, more = vector(ln_bias)
-        bits |= more
+        ln_bias, ln_bias_bits = vector(ln_bias)
+        bits |= ln_bias_bits
     rows = x.numel() // cols
     key = (site, seed_type, bits & 15 == 0, BUCKET[rows.bit_length()])
     plan = _forwards.get(key)
@@ -184,17 +184,17 @@ def backward(site: NormSite, grads: Any, saved: Any, outs: Any, state: State) ->
     cols, dims = site.cols, site.dims
     dz_stride = dcast_stride = residual_stride = cols
     dy, dy_stride, bits = as_rows(dy, cols, dims)
-    source, source_stride, more = as_rows(source, cols, dims)
-    bits |= more
+    source, source_stride, source_bits = as_rows(source, cols, dims)
+    bits |= source_bits
     if dz is not None:
-        dz, dz_stride, more = as_rows(dz, cols, dims)
-        bits |= more
+        dz, dz_stride, dz_bits = as_rows(dz, cols, dims)
+        bits |= dz_bits
     if dcast is not None:
-        dcast, dcast_stride, more = as_rows(dcast, cols, dims)
-        bits |= more
+        dcast, dcast_stride, dcast_bits = as_rows(dcast, cols, dims)
+        bits |= dcast_bits
     if residual is not None:
-        residual, residual_stride, more = as_rows(residual, cols, dims)
-        bits |= more
+        residual, residual_stride, residual_bits = as_rows(residual, cols, dims)
+        bits |= residual_bits
     bias, bias_bits = vector(bias)
     weight, weight_bits = vector(weight)
     ln_bias, ln_bias_bits = vector(ln_bias)
@@ -419,14 +419,14 @@ def _plan_backward(
     needs_x, needs_bias, needs_residual, needs_weight, needs_ln_bias = needs
     sums = needs_bias + needs_weight + needs_ln_bias
     source = {"sum": site.z, "output": site.y, "inputs": x}[save] if normalizes else None
-    inputs = normalizes and save == "inputs"
+    reads_inputs = normalizes and save == "inputs"
     read = [dtype for dtype in (dy, dcast, dz, source) if dtype is not None]
     moved = (
         dy,
         dcast,
         dz,
         source,
-        residual if inputs else None,
+        residual if reads_inputs else None,
         x if needs_x else None,
         residual if needs_residual else None,
     )
@@ -464,8 +464,9 @@ def _plan_backward(
         "CARRIED": one_by_one and fits_registers,
     }
 
-    def build(types: dict[str, str | None], **more: str) -> Variant:
-        return _build(kernels.norm_backward_kernel, types, constants | more, config, site, aligned)
+    def build(types: dict[str, str | None], **changes: str) -> Variant:
+        changed = constants | changes
+        return _build(kernels.norm_backward_kernel, types, changed, config, site, aligned)
 
     variant = build(types)
     if exchange == "wait" and multiprocessors:
@@ -513,7 +514,7 @@ def _backward_types(
     """Returns Triton's types of a backward's arguments, None for those that are absent."""
     save, pointers = site.constants.save, site.pointers
     normalizes = site.normalizes and dy is not None
-    inputs = normalizes and save == "inputs"
+    reads_inputs = normalizes and save == "inputs"
     needs_x, needs_bias, needs_residual, needs_weight, needs_ln_bias = needs
     moments = {"none": None, "wait": torch.int64, "read": site.acc}[exchange]
     strides = ("dy_stride", "dcast_stride", "dsum_stride", "source_stride", "residual_stride")
@@ -522,8 +523,8 @@ def _backward_types(
         "dcast": pointer_type(dcast),
         "dsum": pointer_type(dz),
         "source": pointer_type(source),
-        "bias": pointers["bias"] if inputs else None,
-        "residual": pointers["residual"] if inputs else None,
+        "bias": pointers["bias"] if reads_inputs else None,
+        "residual": pointers["residual"] if reads_inputs else None,
         "weight": pointers["weight"] if normalizes else None,
         "ln_bias": pointers["ln_bias"] if normalizes and save == "output" else None,
         "stats": pointer_type(site.acc) if normalizes else None,

@@ -638,8 +638,8 @@ def _width(name: str, normalized_shape: int | Sequence[int]) -> int:
 def _check_width(module: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> None:
     """Raises if the input is not as wide as the module.
 
-    The operator takes the width from the input. So its error would name the weight as wrong, and
-    without a weight there would be no error.
+    The operator takes the width from the input. So its error would blame the weight, and without a
+    weight there would be no error.
     """
     if isinstance(x, Tensor) and not x.is_nested and x.shape[-1:] != module.normalized_shape:
         name, expected = type(module).__name__, module.normalized_shape[0]

@@ -33,7 +33,7 @@ _SAVES = ("sum", "output", "inputs")
 # that it depends on. The sum depends on x, bias and residual only.
 _SOURCES = (frozenset(range(5)), frozenset(range(3)), frozenset(range(5)))
 
-# By kind, whether GPU autocast runs PyTorch's norm in fp32 (rms_norm: from PyTorch 2.12 on).
+# By kind: does GPU autocast run PyTorch's norm in fp32? For rms_norm it does from PyTorch 2.12 on.
 _WIDENED = {kind: cast_by_autocast(f"aten::{kind}_norm") for kind in ("layer", "rms")}
 
 
@@ -109,7 +109,7 @@ class Norm(Operator):
     def _check_tensors(self, constants: NormConstants, tensors: Any) -> None:
         op, shape = constants.op, constants.shape
         x, bias, residual, weight, ln_bias = tensors
-        # The names by which the caller knows x and ln_bias.
+        # The caller's names of x and ln_bias: see `argument`.
         x_name, ln_bias_name = self.argument(constants, 0), self.argument(constants, 4)
         checks.check_tensor(op, x_name, x)
         if shape is None:
@@ -166,14 +166,17 @@ class Norm(Operator):
         """See `Operator`."""
         y, z = _output_dtypes(constants, dtypes)
         outs = self.writes(constants, dtypes, dropout=dropout, saves=saves)
+        _, stores_sum, casts, _ = outs
         # The autograd Function returns the first ``returned`` of y, z and the copy. It returns a
         # saved sum even if the caller does not get it: for the second derivative, autograd must
         # differentiate the sum with respect to x, bias and residual.
-        returns_several = constants.return_sum or constants.cast_dtype is not None
-        returned = 3 if returns_several else 1 + outs[1]
+        returned = 1
+        if stores_sum:
+            returned = 2
+        if constants.return_sum or constants.cast_dtype is not None:
+            returned = 3
         moments = {"layer": 2, "rms": 1, "none": 0}[constants.kind]
         shares = not dropout and dtypes[0] is dtypes[2]
-        _, stores_sum, casts, _ = outs
         return NormSite(
             constants,
             device_index,
@@ -276,17 +279,17 @@ class Norm(Operator):
             dy = dcast if dy is None else dy + dcast
         like = dz if dy is None else dy
         dropped = dropout(like)
-        # The whole gradient of the pre-norm sum: dz, and dy differentiated through the norm.
+        # The whole gradient of the pre-norm sum: dz, plus dy propagated back through the norm.
         total = None if dz is None else dz.to(site.acc)
         dweight = dln_bias = None
         if not site.normalizes:
             total = dy.to(site.acc)
         elif dy is not None:
             norm_needs = (any(needs[:3]), needs[3], needs[4])
-            normed, dweight, dln_bias = _norm_derivative(site, dy, saved, dropped, norm_needs)
-            if normed is not None:
-                normed = normed.view(like.shape)
-                total = normed if total is None else total + normed
+            from_dy, dweight, dln_bias = _norm_derivative(site, dy, saved, dropped, norm_needs)
+            if from_dy is not None:
+                from_dy = from_dy.view(like.shape)
+                total = from_dy if total is None else total + from_dy
         if total is None:
             total = torch.zeros_like(like, dtype=site.acc)
         dx = dropped(total, site.acc)
@@ -329,12 +332,14 @@ class Norm(Operator):
         If x and residual share a gradient (``site.shares``), only the residual's is written. If
         only the pre-norm sum has a gradient, the norm's parameters have none.
         """
-        normed = grads[0] is not None or grads[2] is not None
-        if normed and not site.shares:
+        dy, _, dcast = grads
+        has_dy = dy is not None or dcast is not None
+        if has_dy and not site.shares:
             return needs  # type: ignore[no-any-return]
         x, bias, residual, weight, ln_bias = needs
-        shared = site.shares and x and residual
-        return x and not shared, bias, residual, weight and normed, ln_bias and normed
+        if site.shares and residual:
+            x = False
+        return x, bias, residual, weight and has_dy, ln_bias and has_dy
 
     def allocate_gradients(
         self, site: NormSite, grads: Any, saved: Any, needed: Any
@@ -401,9 +406,9 @@ def _output_dtypes(constants: NormConstants, dtypes: Dtypes) -> tuple[torch.dtyp
     x, bias, residual, weight, _ = dtypes
     assert x is not None
     z = x
-    for other in (bias, residual):
-        if other is not None:
-            z = torch.promote_types(z, other)
+    for dtype in (bias, residual):
+        if dtype is not None:
+            z = torch.promote_types(z, dtype)
     return constants.out_dtype or constants.rule().output_dtype(z, weight), z
 
 

@@ -428,7 +428,7 @@ def bias_dropout_add_rms_norm(
         out_dtype: the output's dtype; None for the pre-norm sum's (see ``rounding``).
         cast_dtype: as in `bias_dropout_add_ln`.
     Returns:
-        As `bias_dropout_add_ln`.
+        The same as `bias_dropout_add_ln`.
     Raises:
         ValueError: a shape does not fit, p or eps is out of range, rounding unknown; the message
             names it.
@@ -551,7 +551,7 @@ def _refuse_residual(op: str) -> None:
 def _several(outputs: Any, return_sum: bool, cast_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
     """Returns the outputs that the caller asked for.
 
-    There is no copy if the output has ``cast_dtype`` already; then it is returned twice.
+    If the output has ``cast_dtype`` already, there is no copy, and the output is returned twice.
     """
     y, z, cast = outputs[:3]
     returned = (y, z) if return_sum else (y,)

@@ -40,9 +40,9 @@ _HALF = (torch.float16, torch.bfloat16)
 class NormRule:
     """The norm's kind, constants and rounding.
 
-    ``rounding`` "once" computes from the sum on in the accumulator's dtype and rounds at the end.
-    Another ``rounding`` names the Hugging Face module whose intermediate roundings are reproduced.
-    ``eps`` None is the machine epsilon of the dtype in which `F.rms_norm` computes.
+    With ``rounding`` "once", the norm is computed in the accumulator's dtype and rounded at the end.
+    Another ``rounding`` names a Hugging Face module; the intermediate roundings are that module's.
+    If ``eps`` is None, it is the machine epsilon of the dtype in which `F.rms_norm` computes.
     """
 
     kind: Kind
@@ -85,9 +85,9 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 def sum_dtype(x: Tensor, bias: Tensor | None, residual: Tensor | None) -> torch.dtype:
     """Returns the dtype to which PyTorch promotes ``dropout(x + bias) + residual``."""
     dtype = x.dtype
-    for other in (bias, residual):
-        if other is not None:
-            dtype = torch.promote_types(dtype, other.dtype)
+    for operand in (bias, residual):
+        if operand is not None:
+            dtype = torch.promote_types(dtype, operand.dtype)
     return dtype
 
 
@@ -142,8 +142,8 @@ def normalize(
     """Returns ``norm(z) * (weight + weight_offset) + ln_bias``.
 
     ``elementary`` excludes PyTorch's own norms, because some of their derivatives are wrong. In
-    torch 2.13 these are, of `F.layer_norm`, reverse over forward mode, and the second derivative
-    with a bias and no weight.
+    torch 2.13, `F.layer_norm` has two wrong derivatives: reverse over forward mode, and the second
+    derivative with a bias and no weight.
     """
     z_dtype = z.dtype
     rms = rule.kind == "rms"
@@ -189,7 +189,7 @@ def _is_native(
         return False
     dtypes = {z_dtype, *(t.dtype for t in (weight, ln_bias) if t is not None)}
     if out_dtype not in (None, z_dtype):
-        # PyTorch's output has the input's dtype, and is then cast. Only if that dtype is the
-        # accumulator's is the cast the only rounding.
+        # PyTorch's norm rounds its output to the input's dtype, and the cast rounds it again. The
+        # first rounding changes nothing only if the input's dtype is the accumulator's.
         dtypes.add(accumulator(z_dtype))
     return len(dtypes) == 1

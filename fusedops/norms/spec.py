@@ -46,8 +46,8 @@ def _norm_tensors(
 ) -> dict[str, Any]:
     """Returns the tensors of a sample; absent parameters are None, and `rms_norm` has no bias.
 
-    ``present`` has a "w" if there is a weight, and a "b" if there is a bias. ``dtype`` is the
-    parameters'.
+    ``present`` has a "w" if there is a weight, and a "b" if there is a bias. The parameters are in
+    ``dtype``.
     """
     tail = shape[-dims:]
     tensors: dict[str, Any] = {"input": make(*shape, shift=0.5, scale=1.5)}
@@ -75,7 +75,8 @@ def _norm_samples(layer: bool) -> Callable[[torch.device, torch.dtype], Iterator
 
         for shape in _SHAPES + _WIDE_SHAPES:
             yield sample("shape " + "x".join(map(str, shape)), shape)
-        for present in ("", "w", "b") if layer else ("",):
+        incomplete = ("", "w", "b") if layer else ("",)
+        for present in incomplete:
             yield sample(f"parameters {present or 'none'}", (9, 48), present)
             yield sample(f"parameters {present or 'none'} wide", (2, 20000), present)
         yield sample("two normalised dimensions", (3, 4, 6, 8), dims=2)
@@ -678,9 +679,9 @@ def compiled_plans(
 ) -> dict[str, Callable[[], object]]:
     """Returns functions that build all variants of an operator, by name.
 
-    With ``other``, the residual's dtype, the only operator is LayerNorm with all inputs. One
-    function for each ``save`` builds it with a gradient of the sum. A further one builds it with a
-    low-precision copy, and with the seed of a shard.
+    If the residual has another dtype, ``other``, all variants are of `bias_dropout_add_ln` with all
+    its inputs: one for each ``save``, with a gradient of the sum, and one with a low-precision copy
+    and the seed of a shard.
     """
 
     def build(
@@ -692,13 +693,13 @@ def compiled_plans(
         has_dz: bool = False,
         cast: torch.dtype | None = None,
     ) -> None:
-        normalizes, shifts = kind != "none", kind == "layer"
+        normalizes, has_ln_bias = kind != "none", kind == "layer"
         dtypes = (
             dtype,
             dtype if adds else None,
             residual if adds else None,
             dtype if normalizes else None,
-            dtype if shifts else None,
+            dtype if has_ln_bias else None,
         )
         constants = NormConstants(
             op="compiled",
@@ -716,7 +717,7 @@ def compiled_plans(
         seed = 0
         if adds:
             seed = 3 if cast else 1
-        needs = (True, adds, adds, normalizes, shifts)
+        needs = (True, adds, adds, normalizes, has_ln_bias)
         launching._plan_forward(site, seed, aligned=True, bucket=_BUCKET)
         launching._plan_backward(
             site,

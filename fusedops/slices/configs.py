@@ -17,9 +17,9 @@ _FEW, _SOME, _MANY = 1, 2, 3
 # Configs for slices whose elements are loaded one by one. Their sums need the most exchanges
 # between threads. A program is one warp, with a row of several slices, or of one slice that is
 # wider than the tile. Its registers are limited so that all programs run at once: 3595xD9333 takes
-# 187 µs forward + backward on an H100. With tiles of 256 lanes a fourth of the programs had to
-# wait, and it took 404 µs. Slices of equal widths do have tiles of 256 lanes, because several
-# slices fit in such a tile, but 24 programs per multiprocessor instead of 32.
+# 187 µs forward + backward on an H100. With tiles of 256 lanes it took 404 µs, because a fourth of
+# the programs did not run at once. Slices of equal widths have tiles of 256 lanes all the same,
+# because several slices fit in such a tile; they have 24 programs per multiprocessor, not 32.
 _ONE_BY_ONE = Config(128, rows=1, warps=1, stages=3, per_sm=32, registers=64)
 _ONE_BY_ONE_EQUAL = Config(256, rows=1, warps=1, stages=3, per_sm=24, registers=80)
 
@@ -71,8 +71,8 @@ def widest(itemsize: int) -> int:
 def _tile(itemsize: int, width: int, elements: int, warps: int, *, equal: bool) -> Config:
     """Returns a tile with ``elements`` per thread; a thread loads 16 bytes at a time.
 
-    Slices of equal width fill the tile: it has as many lanes as elements that all threads load at a
-    time. Otherwise it has as many lanes as elements that one warp loads at a time: so fewer lanes
+    For slices of equal width, the tile has a lane for each element that all threads load at a time.
+    For other slices, it has a lane for each element that one warp loads at a time. So fewer lanes
     are idle, the tile has more rows, and slices of ordinary width stay within a warp.
     """
     vector = max(16 // itemsize, 2)
@@ -92,11 +92,10 @@ def _forward(case: _Case) -> Config:
     most_of_few = _SOME if case.equal else _FEW
     has_few_rows = case.bucket <= most_of_few
     loads_equal_vectors = case.equal and case.vectors
+    is_small_if_narrow = not case.vectors or (case.separate and case.equal)
     is_narrow = case.width <= 64
-    if case.vectors and not (case.separate and case.equal):
-        is_narrow = False
-    is_small = has_few_rows or is_narrow
-    # Conditions, and the elements per thread if a condition is the first that holds.
+    is_small = has_few_rows or (is_narrow and is_small_if_narrow)
+    # Conditions with numbers of elements per thread: the first condition that holds determines it.
     elements_per_thread = (
         # With more elements a kernel for several widths spills.
         (case.itemsize == 8 and not case.equal, 4),
@@ -138,8 +137,8 @@ def _backward(case: _Case) -> Config:
 def _backward_of_equal(case: _Case) -> Config:
     """Returns the backward's config for slices of equal width in 16 bits."""
     width = case.width
-    # Conditions. If one is the first that holds: elements per thread, warps of a program, and warps
-    # of all programs of a multiprocessor.
+    # The first condition that holds determines three numbers: elements per thread, warps of a
+    # program, and warps of all programs of a multiprocessor.
     rules = (
         (width > 1024, 32, 2, 8),
         (width > 256, 16, 2, 16),
@@ -175,15 +174,15 @@ def _one_by_one(width: int, *, equal: bool) -> Config:
 def _is_of_one_warp(itemsize: int, width: int, *, forward: bool) -> bool:
     """Returns whether programs of one warp are fastest for slices of equal width.
 
-    They are for some slices of at most 256 columns and 1 KiB: in the forward for those that a tile
-    holds in several parts, and in the backward for those whose width is not a power of two.
+    Only slices of at most 256 columns and 1 KiB have such programs: in the forward, if a tile holds
+    them in several parts, and in the backward, if their width is not a power of two.
     """
     if width > min(256, 1024 // itemsize):
         return False
     if not forward:
         return width != power_of_two(width)
-    largest_power = width & -width  # that divides the width
-    _, parts = holding(width, vector=min(largest_power, 16 // itemsize))
+    largest_factor = width & -width  # the largest power of two that divides the width
+    _, parts = holding(width, vector=min(largest_factor, 16 // itemsize))
     return parts > 1
 
 
@@ -222,26 +221,27 @@ def valid(key: TuningKey, config: Config) -> bool:
 def candidates(key: TuningKey) -> list[Config]:
     """Returns the heuristic's config and others to measure: one set for all numbers of rows."""
     heuristics = in_buckets(heuristic, key)
-    # The neighbours of one bucket's config, whatever the key's bucket: so all have the same set.
-    first = heuristics[_MANY]
-    tiles = _tiles_around(key, first)
+    # The neighbours of this bucket's config are candidates for all buckets, so that all buckets
+    # have the same set.
+    center = heuristics[_MANY]
+    tiles = _tiles_around(key, center)
     if key.kernel == "slices_forward":
         # Also persistent programs, which load the next rows ahead.
-        loops = [replace(first, stages=3, per_sm=per_sm) for per_sm in (4, 8)]
+        loops = [replace(center, stages=3, per_sm=per_sm) for per_sm in (4, 8)]
         others = tiles + loops
     else:
         loops = [replace(tile, stages=3, per_sm=max(1, 16 // tile.warps)) for tile in tiles]
-        others = around(first, least=2) + loops
+        others = around(center, least=2) + loops
     chosen = [config for config in others if config.warps <= 16 and valid(key, config)]
     return list(dict.fromkeys([heuristics[key.bucket], *heuristics, *chosen]))
 
 
-def _tiles_around(key: TuningKey, first: Config) -> list[Config]:
-    """Returns ``first`` with half, as many, and twice the elements per thread and the warps."""
-    elements = first.block_n * first.rows // (32 * first.warps)
+def _tiles_around(key: TuningKey, center: Config) -> list[Config]:
+    """Returns ``center`` with half, as many, and twice the elements per thread and the warps."""
+    elements = center.block_n * center.rows // (32 * center.warps)
     equal = _Case.of(key).equal
     counts = [count for count in (elements // 2, elements, elements * 2) if count >= 2]
-    warp_counts = [warps for warps in (first.warps // 2, first.warps, first.warps * 2) if warps]
+    warp_counts = [warps for warps in (center.warps // 2, center.warps, center.warps * 2) if warps]
     return [
         _tile(key.itemsize, key.cols, count, warps, equal=equal)
         for count, warps in itertools.product(counts, warp_counts)

@@ -161,8 +161,9 @@ def forward(site: SliceSite, tensors: Any, outs: Any, state: State) -> None:
 def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -> None:
     """Launches one kernel, and for many rows a second that adds partial sums.
 
-    ``grads`` are one tensor, or, if the outputs are separate, the gradient of each, None for zero.
-    ``outs`` are ``(dweight, dbias, dx)``, None where not needed; dx of a sequence is a buffer.
+    ``grads`` has one tensor; or, if the outputs are separate, the gradient of each output, None for
+    a gradient of zeros. ``outs`` are ``(dweight, dbias, dx)``, None where not needed; for a
+    sequence, dx is a buffer.
 
     The partial sums are those of the parameter gradients::
 
@@ -183,18 +184,21 @@ def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -
     if len(grads) > 1:
         cotangents = _separate(grads, site, like.device)
     else:
-        (dy,) = grads
-        dy_dtype = dy.dtype
+        (cotangent,) = grads
+        dy_dtype = cotangent.dtype
         dims = 1 if constants.concat else constants.dims
-        cotangents = _buffer(dy, total) if constants.separate() else _joint(dy, total, dims)
-    g, g_stride, g_addresses, g_bits, g_strides, _ = cotangents
-    g_table, g_strided, separate = None, False, 0
-    if g_addresses is not None:
-        g_table, g_strided = g_addresses.table, g_addresses.strided
+        if constants.separate():
+            cotangents = _buffer(cotangent, total)
+        else:
+            cotangents = _joint(cotangent, total, dims)
+    dy, dy_stride, dy_addresses, dy_bits, dy_strides, _ = cotangents
+    dy_table, dy_strided, separate = None, False, 0
+    if dy_addresses is not None:
+        dy_table, dy_strided = dy_addresses.table, dy_addresses.strided
         # 1 for a table with all gradients, 2 for a table with some absent ones.
-        separate = 1 + g_addresses.absent
-    strides |= g_strides
-    aligned = (bits | x_bits | g_bits) & 15 == 0 and strides & (widths.align - 1) == 0
+        separate = 1 + dy_addresses.absent
+    strides |= dy_strides
+    aligned = (bits | x_bits | dy_bits) & 15 == 0 and strides & (widths.align - 1) == 0
     unit = widths.align if aligned else 1
     near = (strides | total) < _FAR
     needs = (dweight is not None, dbias is not None, dx is not None)
@@ -205,7 +209,7 @@ def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -
         separate,
         aligned,
         strided,
-        g_strided,
+        dy_strided,
         near,
         BUCKET[rows.bit_length()],
     )
@@ -225,8 +229,8 @@ def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -
     plan.variant(
         plan.groups,
         programs,
-        g,
-        g_table,
+        dy,
+        dy_table,
         x,
         table,
         plan.table,
@@ -236,7 +240,7 @@ def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -
         dweight,
         dbias,
         unused if partials is None else partials,
-        g_stride // unit,
+        dy_stride // unit,
         x_stride // unit,
         total // unit,
         widths.count,

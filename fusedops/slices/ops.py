@@ -93,9 +93,9 @@ def batched_layer_norm_act(
         slices: the K slices, fp16, bf16, fp32 or fp64, in one of three forms: one tensor ``(*, K,
             D)``; one tensor ``(*, ΣD_k)`` with ``sizes``; or a sequence of K tensors ``(*, D_k)``
             of one dtype, which are read in place. Any strides.
-        weight: the weights of the norms. A tensor ``(ΣD_k,)`` has weights for each slice, and so
-            has one ``(K, D)`` if all widths are D. All slices share the weights of a tensor
-            ``(D,)``. None stands for ones. The dtype may differ from the slices'.
+        weight: the weights of the norms: ``(ΣD_k,)``; or ``(K, D)`` if all widths are D; or
+            ``(D,)``, which all slices share. None stands for ones. The dtype may differ from the
+            slices'.
         bias: as ``weight``; None stands for zeros.
         eps: added to the variance, at least 0.
         sizes: the widths D_k of the slices of one tensor ``(*, ΣD_k)``. Without it the last two

@@ -24,9 +24,8 @@ class SliceConstants(NamedTuple):
         sizes: the slices' widths. If ``dims`` is 2, the functional passes ``(count, width)``
             instead, because every call computes the record's hash; `SliceOperator.check` replaces
             it by the widths.
-        dims: the form of the slices: 1 for one tensor ``(*, ΣD_k)``, 2 for one tensor ``(*, K,
-        D)``,
-            0 for a sequence of tensors.
+        dims: the form of the slices: 0 for a sequence of tensors, 1 for one tensor ``(*, ΣD_k)``,
+            2 for one tensor ``(*, K, D)``.
         concat: whether the output is one tensor with the slices side by side.
         eps: added to the variance.
         activation: the name of the activation after the norm.

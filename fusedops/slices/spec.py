@@ -78,8 +78,8 @@ def _widths_of_name(name: str) -> tuple[int, ...]:
         return _embeddings(number)
     if letter == "D":
         return _random_widths(number)
-    largest_power = number & -number  # of two, that divides the number
-    return _widths_up_to(number, step=min(largest_power, 8) if letter == "W" else 0)
+    largest_factor = number & -number  # the largest power of two that divides the number
+    return _widths_up_to(number, step=min(largest_factor, 8) if letter == "W" else 0)
 
 
 def _random_widths(cols: int) -> tuple[int, ...]:
@@ -93,9 +93,9 @@ def _random_widths(cols: int) -> tuple[int, ...]:
 
 
 def _widths_up_to(widest: int, step: int) -> tuple[int, ...]:
-    """Returns widths up to ``widest``, which is the first; they add up to about 4096.
+    """Returns widths up to ``widest`` that add up to about 4096; the first is ``widest``.
 
-    The others are odd, or multiples of ``step`` if it is not 0.
+    The other widths are multiples of ``step``, or odd if ``step`` is 0.
     """
     widths = [widest]
     eighths = itertools.cycle((6, 4, 7, 5, 3))
@@ -177,7 +177,10 @@ def _one(
     keep: None = None,
     keep_probability: float = 1.0,
 ) -> tuple[Tensor]:
-    """Returns the expected output for slices in one tensor; ``make`` is a function above."""
+    """Returns the expected output for slices in one tensor.
+
+    ``make`` is `_by_reference` or `_by_functional`.
+    """
     return _one_by_one(make(activation, eps), slices, weight, bias, sizes, concat)
 
 
@@ -202,9 +205,16 @@ def _slices_in(tensors: dict[str, Any]) -> list[Any]:
     return [tensors[name] for name in _SLICES if tensors.get(name) is not None]
 
 
-def _call_sequence(weight: Tensor | None = None, bias: Tensor | None = None, **rest: Any) -> Any:
-    options = {name: value for name, value in rest.items() if not name.startswith("slice_")}
-    return ops.batched_layer_norm_act(_slices_in(rest), weight, bias, **options)
+def _call_sequence(
+    weight: Tensor | None = None, bias: Tensor | None = None, **slices_and_options: Any
+) -> Any:
+    options = {
+        name: value
+        for name, value in slices_and_options.items()
+        if not name.startswith("slice_")
+    }
+    slices = _slices_in(slices_and_options)
+    return ops.batched_layer_norm_act(slices, weight, bias, **options)
 
 
 def _sequence(
@@ -219,7 +229,10 @@ def _sequence(
     keep_probability: float = 1.0,
     **slices: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Returns the expected outputs for separate slices; ``make`` is a function above."""
+    """Returns the expected outputs for separate slices.
+
+    ``make`` is `_by_reference` or `_by_functional`.
+    """
     outputs = _apply_to_each(make(activation, eps), _slices_in(slices), weight, bias)
     return (torch.cat(outputs, -1),) if concat else tuple(outputs)
 
@@ -258,9 +271,10 @@ def _tensors(
     tensors: dict[str, Tensor | None] = {"slices": make(*shape, shift=0.5, scale=1.5)}
     if separate:
         widths = sizes or (shape[-1],) * shape[-2]
-        lead = shape[:-1] if sizes else shape[:-2]
+        batch = shape[:-1] if sizes else shape[:-2]
         tensors = {
-            f"slice_{k}": make(*lead, width, shift=0.5, scale=1.5) for k, width in enumerate(widths)
+            f"slice_{k}": make(*batch, width, shift=0.5, scale=1.5)
+            for k, width in enumerate(widths)
         }
     tensors["weight"] = make(*param_shape, dtype=param_dtype) if "w" in present else None
     tensors["bias"] = make(*param_shape, dtype=param_dtype) if "b" in present else None
@@ -497,13 +511,13 @@ def _bad_samples(separate: bool) -> Callable[[torch.device], Iterator[BadSample]
             "no tensor", TypeError, r"slice 1 must be a torch\.Tensor, got float", slice_1=1.0
         )
         yield bad(
-            "sizes of others",
+            "sizes that are not the slices'",
             ValueError,
             r"slice 1 has shape \(4, 2\), but sizes\[1\] is 3",
             options={"sizes": (1, 3, 4)},
         )
         yield bad(
-            "sizes of fewer",
+            "fewer sizes than slices",
             ValueError,
             "sizes names 2 slices, but there are 3",
             options={"sizes": (1, 7)},
@@ -548,9 +562,10 @@ def compiled_plans(
 ) -> dict[str, Callable[[], object]]:
     """Returns functions that build all variants of the operator, by name.
 
-    The widest slice has ``cols`` columns. With ``other``, the parameters' dtype, they are only the
-    variants with the most traffic. There is one width for each number of warps, and 96, for 768,
-    with slices in three parts; for other widths the result is empty.
+    The widest slice has ``cols`` columns. If the parameters have another dtype, ``other``, only the
+    variants with the most traffic are returned. There are variants for one width of each number of
+    warps, and for 96 columns, which are in three parts. 768 stands for 96. For other widths the
+    result is empty.
     """
     if other is not None and cols == 8192:
         cols = configs.widest(dtype.itemsize)

@@ -168,7 +168,8 @@ class Groups:
                     slots += (number, widths.columns[number], widths.sizes[number])
                 # The slots that remain, with the complement of the last slice's number.
                 last = group[-1]
-                filler = (~last, widths.columns[last], widths.sizes[last] if tile.full else 0)
+                loaded_width = widths.sizes[last] if tile.full else 0
+                filler = (~last, widths.columns[last], loaded_width)
                 slots += filler * (count - len(group))
         return cls(
             tiles=tuple(tiles),
@@ -188,9 +189,11 @@ def _shapes(widths: Widths, vector: int, warps: int) -> list[tuple[int, int]]:
     """Returns the ``(lanes, parts)`` that hold all widths with fewest idle lanes, narrowest first.
 
     If elements are loaded one by one (``vector`` is 1), a part has at most two per thread: a thread
-    computes the addresses of one part, and reaches the other parts at constant distances. If there
-    are more than `_MOST_TILES` shapes, one after the other is dropped, and its slices get the next
-    wider shape. Each time it is the shape for which that takes the fewest additional lanes.
+    computes the addresses of one part, and reaches the other parts at constant distances.
+
+    If there are more than `_MOST_TILES` shapes, shapes are dropped one by one. The slices of a
+    dropped shape get the next wider shape. The shape for which this adds the fewest lanes is
+    dropped first.
     """
     widest = 64 * warps if vector == 1 else None
     if widths.uniform:
@@ -216,9 +219,9 @@ def holding(
 ) -> tuple[int, int]:
     """Returns the lanes and parts that hold a slice with the fewest idle lanes.
 
-    Of equals it returns the fewest parts. A part has up to ``widest`` lanes, and a slice up to
-    ``most`` parts. A thread loads at most ``vector`` elements of a part at a time. A slice too wide
-    for these limits is a single part.
+    If several shapes have equally few, the one with the fewest parts is returned. A part has up to
+    ``widest`` lanes, and a slice up to ``most`` parts. A thread loads at most ``vector`` elements
+    of a part at a time. A slice too wide for these limits is a single part.
     """
     shapes = []
     for parts in _PARTS:

@@ -48,7 +48,8 @@ from .words import encode
 
 __all__ = ["as_references", "launched", "run"]
 
-# A program has fewer different calls. One with ever new calls starts with an empty cache again.
+# The most sites in a cache. Few programs have so many different calls; if one does, its cache is
+# emptied.
 _MOST_CALLS = 8192
 
 # Globals of this module, as every call looks them up.
@@ -76,12 +77,12 @@ _references = _References()
 @contextlib.contextmanager
 def as_references() -> Iterator[None]:
     """Runs this thread's calls by reference implementations, for tracers of PyTorch's operators."""
-    before = _references.on
+    previous = _references.on
     _references.on = True
     try:
         yield
     finally:
-        _references.on = before
+        _references.on = previous
 
 
 def run(op: Operator, constants: Any, tensors: Any, p: Any = 0.0) -> Any:
@@ -96,7 +97,7 @@ def run(op: Operator, constants: Any, tensors: Any, p: Any = 0.0) -> Any:
         tensors: the operator's tensor arguments, None where absent.
         p: the drop probability.
     """
-    # A constant to torch.compile, which then sees one branch only.
+    # When torch.compile traces this, the condition is a constant, so it traces one branch only.
     if _is_traced():
         return _traced(op, constants, tensors, p)
     site, mode = None, 0
@@ -190,7 +191,7 @@ def _site(op: Operator, constants: Any, tensors: Tensors, *, dropout: bool, save
     dtypes = operators.dtypes_of(op, tensors)
     index = first.get_device()
     are_plain = PLAIN.issuperset(map(type, tensors))
-    special = cols < 0 or not are_plain  # not directly a launch
+    special = cols < 0 or not are_plain  # the call is not launched directly
     return operators.site_of(
         op,
         constants,

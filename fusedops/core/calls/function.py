@@ -111,8 +111,8 @@ apply: Callable[..., Any] = autograd.fast_apply(Call)
 class EmptyCall(torch.autograd.Function):
     """The call of a rank without elements: it launches nothing.
 
-    Its gradients are zeros where other ranks have gradients, not None: their gradients may be
-    reduced by collectives, in which this rank has to take part.
+    Where other ranks have gradients, its gradients are zeros, not None: collectives may reduce the
+    gradients, and this rank must take part.
     """
 
     @staticmethod
@@ -138,9 +138,10 @@ class EmptyCall(torch.autograd.Function):
         if torch.is_grad_enabled():
             return None, *op.derivative(site, grads, saved, lambda *_: dropout.none, needs)
         if site.cols < 0:
-            # This rank has rows, but none of their columns. Such a call computes columns that do
-            # not depend on one another: of a norm, it computes only the pre-norm sum, and
-            # `Axes.over_columns` the rest. So each of its tensors has a gradient on other ranks.
+            # This rank has rows, but none of their columns. In such a call no column depends on
+            # another one: for a norm, the call computes only the pre-norm sum, and
+            # `Axes.over_columns` computes the norm. So each of the call's tensors has a gradient on
+            # other ranks.
             like = next(g for g in grads if g is not None)
             zeros = [
                 like.new_zeros(shape, dtype=dtype) if need else None
@@ -182,7 +183,7 @@ def constant(op: Operator, site: Site, outs: Tensors, needs: Sequence[bool]) -> 
 # Every call evaluates the next two functions, with few different arguments: so they are cached.
 @functools.lru_cache(maxsize=4096)
 def _constants(sources: tuple[frozenset[int], ...], needs: tuple[bool, ...]) -> tuple[int, ...]:
-    """Returns the indices of the outputs none of whose ``sources`` needs a gradient."""
+    """Returns the indices of the outputs without a gradient: none of their sources needs one."""
     needed = {i for i, need in enumerate(needs) if need}
     return tuple([i for i, inputs in enumerate(sources) if needed.isdisjoint(inputs)])
 
@@ -359,14 +360,15 @@ def _vjp_under_transforms(
     wanted = _needed(primals, needs)
     present = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
 
-    def of_wanted(*values: Tensor) -> tuple[Tensor | None, ...]:
+    def function_of_wanted(*values: Tensor) -> tuple[Tensor | None, ...]:
         inputs = list(primals)
         for i, t in zip(wanted, values, strict=True):
             inputs[i] = t
         outs = function(*inputs)
         return tuple([outs[i] for i in present])
 
-    pullback: Callable[..., Any] = torch.func.vjp(of_wanted, *[primals[i] for i in wanted])[1]
+    wanted_primals = [primals[i] for i in wanted]
+    pullback: Callable[..., Any] = torch.func.vjp(function_of_wanted, *wanted_primals)[1]
     grads = pullback(tuple([cotangents[i] for i in present]))
     by_index = dict(zip(wanted, grads, strict=True))
     return [by_index.get(i) for i in range(len(primals))]

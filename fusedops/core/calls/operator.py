@@ -155,20 +155,22 @@ def axes_of_rows(
     axis = leading if are_split else None
     inner = [None] * (like.dim() - leading - 1)
     # A scalar has no dimension for the columns: the slice drops ``axis``.
-    of_rows = (*range(leading), *inner, axis)[: like.dim()]
-    of_tensors: list[tuple[int | None, ...]] = []
+    row_axes = (*range(leading), *inner, axis)[: like.dim()]
+    tensor_axes: list[tuple[int | None, ...]] = []
     for i, t in enumerate(tensors):
         if t is None:
-            of_tensors.append(())
+            tensor_axes.append(())
+        elif i in carriers:
+            tensor_axes.append(row_axes)
         else:
-            of_tensors.append(of_rows if i in carriers else (axis,) * t.dim())
+            tensor_axes.append((axis,) * t.dim())
     return Axes(
         rows=tuple(like.shape[:leading]),
         parts=1,
         # In a traced call the width may be symbolic: `int` makes it a constant of the graph.
         columns=int(columns),
-        tensors=tuple(of_tensors),
-        outputs=(of_rows,) * outputs,
+        tensors=tuple(tensor_axes),
+        outputs=(row_axes,) * outputs,
         carriers=tuple(carriers),
     )
 
@@ -181,14 +183,14 @@ class Operator(ABC):
         constants: the class of its records of constants, a NamedTuple under `words.dispatched`.
         tensors: the names of the tensor arguments.
         first: the index of the tensor that determines the rows.
-        variadic: whether the last of these names stands for any number of tensors.
+        variadic: whether the last name in ``tensors`` stands for any number of tensors.
         outputs: the names of all tensors that the forward writes.
         visible: the number of outputs, from the first, that the caller gets; the rest is only
             saved.
         saved: the names of the tensors that a backward reads.
-        native_elements: a GPU call of at most so many elements goes to PyTorch's operator, if
-            there is one. At such sizes both take a few microseconds on the GPU, and PyTorch's
-            autograd node costs tens of microseconds less on the host.
+        native_elements: the most elements of a GPU call that PyTorch's operator computes, if there
+            is one. At such sizes both take a few microseconds on the GPU, and PyTorch's autograd
+            node costs tens of microseconds less on the host.
     """
 
     name: ClassVar[str]

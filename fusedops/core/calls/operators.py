@@ -87,10 +87,10 @@ def _cached_site(
 
 def seed_of(state: State) -> Tensor | None:
     """Returns a random state as one tensor, None without dropout."""
-    first, second, _ = state
-    if first is None or isinstance(first, Tensor):
-        return first
-    return torch.tensor((first, second), dtype=torch.int64, device="cpu")
+    seed, offset, _ = state
+    if seed is None or isinstance(seed, Tensor):
+        return seed
+    return torch.tensor((seed, offset), dtype=torch.int64, device="cpu")
 
 
 def dtypes_of(op: Operator, tensors: Tensors) -> Dtypes:

@@ -41,8 +41,7 @@ class PackedCall(NamedTuple):
 
     Attributes:
         name: the name of the operator, without ``_forward``.
-        parts: which of its tensors are parts: pairs of the tensor's index among the arguments, and
-            the part's number among the parts.
+        parts: a pair for each argument that is a part: the argument's index, and the part's number.
         threshold: the threshold of dropout.
         cols: the width of a row.
         call: the other constants, as `words.encode` writes them.
@@ -177,10 +176,10 @@ class _Packed(torch.autograd.Function):
         count = len(layout.passed)
         passed: Any = tensors[:count]
         # ``needs_input_grad`` begins with ``layout``, ``packed`` and the parts that are passed on.
-        rest, needs = iter(tensors[count:]), iter(ctx.needs_input_grad[2 + count :])
+        remaining, needs = iter(tensors[count:]), iter(ctx.needs_input_grad[2 + count :])
         ctx.runs = []
         for call in layout.calls:
-            *call_tensors, seed = islice(rest, len(call.op.tensors) + 1)
+            *call_tensors, seed = islice(remaining, len(call.op.tensors) + 1)
             *call_needs, _ = islice(needs, len(call.op.tensors) + 1)
             ctx.runs.append(_Run(call, call_tensors, seed, call_needs))
         ctx.save_for_backward(*chain(*map(_take_saved, ctx.runs)))

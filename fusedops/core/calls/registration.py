@@ -56,7 +56,7 @@ MOST_ARGUMENTS = 64
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _PLAIN = _TENSORS | {type(None), str, int, float, bool}
 # The tag of variadic operators. Their kernels read a table of the tensors' addresses. The table
-# outlives the call, which memory that a CUDA-graph tree manages must not.
+# outlives the call, but a CUDA-graph tree reuses the memory of tensors that its graphs allocate.
 _UNSAFE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 # Registered operators live as long as their library.
 _LIBRARIES: list[torch.library.Library] = []
@@ -115,19 +115,19 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
     place of the tensors, and ``needs`` after the threshold.
     """
     count = len(op.tensors)
-    numbers = "".join([f", float {name}" for name in op.constants.numbered])
-    constants = f"int threshold, int cols, str call{numbers}"
-    backward_constants = f"int threshold, str needs, int cols, str call{numbers}"
+    numbers_schema = "".join([f", float {name}" for name in op.constants.numbered])
+    forward_constants = f"int threshold, int cols, str call{numbers_schema}"
+    backward_constants = f"int threshold, str needs, int cols, str call{numbers_schema}"
     arguments = _schema(op.tensors, op)
     saved_schema = _schema(op.saved, op)
     cotangents = _schema(tuple([f"d{name}" for name in op.outputs[: op.visible]]))
     read = op.visible + len(op.saved)
     tags = _UNSAFE if op.variadic else ()
 
-    # Without a launch, as in `allocate`, the site is the one of no GPU: device index -1.
+    # The default -1 stands for no GPU. It is for code that launches nothing, such as `allocate`.
     def forward_site(constants: Sequence[Any], *, dropout: bool, device_index: int = -1) -> Any:
-        _, cols, call, *rest = constants
-        return site_from(op, device_index, dropout, cols, call, tuple(rest))
+        _, cols, call, *numbers = constants
+        return site_from(op, device_index, dropout, cols, call, tuple(numbers))
 
     def allocate(*args: Any) -> Sequence[Tensor | None]:
         seed, constants = args[count], args[count + 1 :]
@@ -152,8 +152,8 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
         function.on_device(site, op.forward, tensors, outs, state)
 
     def backward_site(constants: Sequence[Any], *, dropout: bool, device_index: int = -1) -> Any:
-        _, _, cols, call, *rest = constants
-        return site_from(op, device_index, dropout, cols, call, tuple(rest))
+        _, _, cols, call, *numbers = constants
+        return site_from(op, device_index, dropout, cols, call, tuple(numbers))
 
     def allocate_gradients(*args: Any) -> Sequence[Tensor | None]:
         seed, constants = args[read], args[read + 1 :]
@@ -185,7 +185,7 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
         library,
         f"{op.name}_forward",
         tensors=f"{arguments}, Tensor? seed",
-        constants=constants,
+        constants=forward_constants,
         outputs=op.outputs,
         allocate=allocate,
         write=write,
@@ -324,13 +324,13 @@ def _define(
     def functional(mode: Any, itself: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The operator is recorded unchanged under `torch.export`, because exported programs contain
         # it, and for another tensor subclass, which intercepts it.
-        is_unchanged = kwargs or is_exporting() or not are_functional(types)
-        if is_unchanged or not is_planned(args):
-            return mode.__torch_dispatch__(itself, types, args, kwargs)
-        with mode:
-            outs = allocate(*args)
-            operator(*args[:count], *outs, as_text(args[count:]))
-            return _returned(outs)
+        is_kept = kwargs or is_exporting()
+        if not is_kept and are_functional(types) and is_planned(args):
+            with mode:
+                outs = allocate(*args)
+                operator(*args[:count], *outs, as_text(args[count:]))
+                return _returned(outs)
+        return mode.__torch_dispatch__(itself, types, args, kwargs)
 
     if Functional is not None:
         torch.library.register_torch_dispatch(
@@ -342,14 +342,14 @@ def _returned(outs: Sequence[Tensor | None]) -> Any:
     """Returns what an operator returns for these outputs: an empty tensor for an absent one."""
     if len(outs) == 1:
         return outs[0]
-    first = next(out for out in outs if out is not None)
-    return tuple([first.new_empty(0) if out is None else out for out in outs])
+    like = next(out for out in outs if out is not None)
+    return tuple([like.new_empty(0) if out is None else out for out in outs])
 
 
 def is_planned(args: Sequence[Any]) -> bool:
     """Returns whether the compiler is to plan the memory of the outputs: only on GPUs.
 
-    On CPUs, where kernels run in Triton's interpreter, for tests only, Inductor's C++ code may read
+    On CPUs kernels run in Triton's interpreter, for tests only. There Inductor's C++ code may read
     an output before the call has written it: when Inductor changes the ranges of a loop, it loses
     the loop's dependency on that write (PyTorch 2.13).
     """

@@ -162,7 +162,7 @@ def waited(t: Tensor) -> Tensor:
 def rows_placed_by(module: torch.nn.Module) -> Any:
     """Returns the layout of rows that the hooks of `SequenceParallel` on a module produce, or None.
 
-    The pre-hook converts the argument to a DTensor with this mesh and these placements. The other
+    The pre-hook converts the argument to a DTensor with this mesh and these placements. The forward
     hook converts the output to a plain tensor if ``to_local`` is true.
 
     Returns:
@@ -171,12 +171,12 @@ def rows_placed_by(module: torch.nn.Module) -> Any:
     """
     if not is_distributed(module) or has_own_backward_hooks(module):
         return None
-    before: Any = getattr(module, "_forward_pre_hooks", ())
-    after: Any = getattr(module, "_forward_hooks", ())
-    if (len(before), len(after)) != (1, 1):
+    pre_hooks: Any = getattr(module, "_forward_pre_hooks", ())
+    hooks: Any = getattr(module, "_forward_hooks", ())
+    if (len(pre_hooks), len(hooks)) != (1, 1):
         return None
-    mesh, prepare_input = _closed_over(*before.values())
-    _, prepare_output = _closed_over(*after.values())
+    mesh, prepare_input = _closed_over(*pre_hooks.values())
+    _, prepare_output = _closed_over(*hooks.values())
     # The hooks of a user's style may also close over a mesh and a function. So the functions are
     # compared with those of PyTorch's style.
     style = imported("torch.distributed.tensor.parallel", "SequenceParallel")

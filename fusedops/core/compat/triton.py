@@ -149,7 +149,7 @@ def _choose_assembler() -> None:
     Inductor does the same, but only in a process in which it compiles a kernel. The assembler's
     version is part of the key of Triton's cache. So in a later process, in which Inductor has warm
     caches, this package's kernels would have other keys than in the first process, and would be
-    compiled again. They are if PyTorch lacks the private names.
+    compiled again. That happens if PyTorch lacks the private names.
     """
     tasks = sys.modules.get("torch._inductor.runtime.compile_tasks")
     choose = getattr(tasks, "_set_triton_ptxas_path", None)

@@ -470,9 +470,11 @@ def forward(
 ) -> Decision:
     """Returns the config of a forward: whole rows if they fit in registers, else tiles of rows."""
     block, parts = forward_tiles(cols, itemsize, adds, rms)
-    # With few rows one tile of 8192 columns is faster, with many rows several tiles.
-    has_few_rows = bucket <= SOME
-    if block * parts == 8192 and has_few_rows and (adds or not rms):
+    # With few rows one tile of 8192 columns is faster, with many rows several tiles. An RMSNorm
+    # without a residual has several tiles for any number of rows.
+    is_rms_alone = rms and not adds
+    is_one_tile_faster = bucket <= SOME and not is_rms_alone
+    if block * parts == 8192 and is_one_tile_faster:
         block, parts = 8192, 1
     # The tiles select a table. The other properties of the call select a rule in the table.
     if parts > 1:
@@ -568,8 +570,9 @@ _MOST_SHARING = 8
 def _shared_backward(call: Call) -> Config:
     """Returns the config of programs that share rows: usually the widest with few idle lanes.
 
-    In 16 bits with three sums it is the config with the fewest idle lanes. In 16 bits, if more than
-    an eighth as many lanes as columns would be idle, it is that of many narrow programs.
+    There are two exceptions, both for aligned rows of 16 bits that are not too wide. With three
+    sums, the config with the fewest idle lanes is returned. And if the number of idle lanes would
+    exceed an eighth of the columns, the config of many narrow programs is returned.
     """
     cols = call.cols
 
@@ -703,7 +706,7 @@ _SHARED_UNALIGNED = Config(2048, rows=1, warps=4, stages=3, per_sm=2)
 
 
 def _shared_unaligned(call: Call) -> Config:
-    """Returns the config with the fewest idle lanes, if registers suffice for three parts."""
+    """Returns the config with the fewest idle lanes, for calls with registers for three parts."""
     configs = (_SHARED_UNALIGNED, _SHARED_NARROW)
     return min(configs, key=lambda config: config.lanes_for(call.cols))
 

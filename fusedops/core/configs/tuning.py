@@ -68,7 +68,7 @@ _Plan = TypeVar("_Plan")
 # of that config; it returns the tuned config.
 Tuner = Callable[[TuningKey, int, Config, Source], Config]
 
-# A program that makes ever new calls starts with an empty cache again.
+# The most plans of a family. Few programs need so many; if one does, the plans are cleared.
 _MOST_PLANS = 16384
 _forced: dict[str, Config] = {}  # by kernel, of the active blocks of `forced`
 _collectors: list[dict[TuningKey, None]] = []  # of the active blocks of `collected_keys`
@@ -102,9 +102,9 @@ def register_tuner(load: Callable[[], Tuner]) -> None:
 
 
 def plan(
-    plans: dict[Any, _Plan], key: tuple[Any, ...], make: Callable[..., _Plan], *more: Any
+    plans: dict[Any, _Plan], key: tuple[Any, ...], make: Callable[..., _Plan], *arguments: Any
 ) -> _Plan:
-    """Returns and stores the plan for a new key: ``make(*key, *more)``.
+    """Returns and stores the plan for a new key: ``make(*key, *arguments)``.
 
     A key begins with the call's site and ends with the bucket of its number of rows. Every plan is
     correct for any number of rows, but fastest for those of its bucket.
@@ -118,17 +118,18 @@ def plan(
     # choice of its config and a look-up of its kernels.
     if len(plans) >= _MOST_PLANS:
         plans.clear()
-    result = plans[key] = make(*key, *more)
+    result = plans[key] = make(*key, *arguments)
     return result
 
 
 def _of_nearest_bucket(plans: dict[Any, _Plan], key: tuple[Any, ...]) -> _Plan | None:
     """Returns the plan of the same call for the nearest bucket; None if there is none."""
-    *same, bucket = key
-    for other in sorted(range(len(BUCKETS)), key=lambda other: abs(other - bucket)):
-        near = plans.get((*same, other))
-        if near is not None:
-            return near
+    *call, bucket = key
+    by_distance = sorted(range(len(BUCKETS)), key=lambda candidate: abs(candidate - bucket))
+    for candidate in by_distance:
+        nearest = plans.get((*call, candidate))
+        if nearest is not None:
+            return nearest
     return None
 
 
@@ -146,7 +147,7 @@ def forget() -> None:
 @contextmanager
 def forced(kernel: str, config: Config) -> Iterator[None]:
     """Runs ``kernel`` with ``config`` inside the block, whatever the other sources have."""
-    before = _forced.get(kernel)
+    previous = _forced.get(kernel)
     # A plan holds its config: without this, a call would run with the config of an existing plan.
     forget()
     _forced[kernel] = config
@@ -154,8 +155,8 @@ def forced(kernel: str, config: Config) -> Iterator[None]:
         yield
     finally:
         del _forced[kernel]
-        if before is not None:
-            _forced[kernel] = before
+        if previous is not None:
+            _forced[kernel] = previous
         forget()
 
 
@@ -168,7 +169,7 @@ def forces() -> bool:
 def collected_keys() -> Iterator[dict[TuningKey, None]]:
     """Clears all plans; then collects the keys for which configs are chosen in the block.
 
-    The keys are those of a dict, in the order of the choices.
+    It yields them as the keys of a dict, in the order of the choices.
     """
     keys: dict[TuningKey, None] = {}
     forget()
@@ -176,8 +177,8 @@ def collected_keys() -> Iterator[dict[TuningKey, None]]:
     try:
         yield keys
     finally:
-        # Removed by identity: another block's dict may be equal, and has to stay.
-        _collectors[:] = [other for other in _collectors if other is not keys]
+        # Removed by identity: another block's dict may be equal, and must not be removed.
+        _collectors[:] = [collected for collected in _collectors if collected is not keys]
 
 
 def choose(key: TuningKey, device_index: int) -> Config:
@@ -253,15 +254,16 @@ def device_name(device_index: int) -> str:
 def shipped(key: TuningKey, device: str) -> Config | None:
     """Returns the shipped table's config for a key; None if it has none.
 
-    If the table has no entry for the key's columns, that for the next larger number is used. Of the
-    entry, the config for the key's bucket of rows is returned, or for the nearest bucket.
+    An entry is for a number of columns, and has a config for each bucket of rows. If the table has
+    no entry for the key's columns, the entry for the next larger number is used. If the entry has
+    no config for the key's bucket, the config of the nearest bucket is returned.
     """
     configs_by_cols = table(device).get(key.kernel, {}).get(key.group, {})
-    largest = _NEAR * key.cols
-    near = [cols for cols in configs_by_cols if key.cols <= cols <= largest]
-    if not near:
+    most_cols = _NEAR * key.cols
+    usable_cols = [cols for cols in configs_by_cols if key.cols <= cols <= most_cols]
+    if not usable_cols:
         return None
-    config = _nearest(configs_by_cols[min(near)], key.bucket)
+    config = _nearest(configs_by_cols[min(usable_cols)], key.bucket)
     # A config for more columns may be unfit for this key: it may leave too many lanes idle.
     if config is None or not valid(key, config):
         return None
@@ -275,8 +277,8 @@ def _nearest(configs: Sequence[Config | None], bucket: int) -> Config | None:
     smaller = range(min(bucket, len(configs) - 1), -1, -1)
     larger = range(bucket + 1, len(configs))
     order: list[int] = [*smaller, *larger]
-    for other in order:
-        config = configs[other]
+    for candidate in order:
+        config = configs[candidate]
         if config is not None:
             return config
     return None

@@ -70,8 +70,8 @@ BUCKETS = (1, 16, 256, 4096, 65536)
 
 def _bucket_of_length(bits: int) -> int:
     """Returns the bucket of numbers of rows with this bit length."""
-    fewest_rows = 1 << bits >> 1  # the smallest number of this length: 0 for length 0
-    return sum(fewest_rows >= first for first in BUCKETS[1:])
+    rows = 1 << bits >> 1  # the smallest number of this length: 0 for length 0
+    return sum(rows >= fewest_rows for fewest_rows in BUCKETS[1:])
 
 
 # The index into `BUCKETS`, by the bit length of the number of rows. The length determines the
@@ -207,7 +207,7 @@ def around(config: Config, *, least: int = 4, most: int = 64) -> list[Config]:
     """
     configs = []
     for rows, warps, per_sm, stages in _MOVES:
-        near = replace(
+        neighbour = replace(
             config,
             rows=int(config.rows * rows),
             warps=int(config.warps * warps),
@@ -215,8 +215,10 @@ def around(config: Config, *, least: int = 4, most: int = 64) -> list[Config]:
             stages=config.stages + stages,
         )
         # The config itself is always included: the heuristic's may exceed the limits.
-        if near == config or (_is_launchable(near) and least <= _per_thread(near) <= most):
-            configs.append(near)
+        if neighbour == config:
+            configs.append(neighbour)
+        elif _is_launchable(neighbour) and least <= _per_thread(neighbour) <= most:
+            configs.append(neighbour)
     return configs
 
 
@@ -237,9 +239,12 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def fewest_warps(elements: int, each: int, most: int = 32) -> int:
-    """Returns the fewest warps, at most ``most``, whose threads have at most ``each`` elements."""
-    return min(power_of_two(-(-elements // (32 * each))), most)
+def fewest_warps(elements: int, per_thread: int, most: int = 32) -> int:
+    """Returns the fewest warps whose threads have at most ``per_thread`` elements.
+
+    The number is a power of two, and at most ``most``: then a thread may have more elements.
+    """
+    return min(power_of_two(-(-elements // (32 * per_thread))), most)
 
 
 def block_holding(cols: int) -> int:
@@ -262,7 +267,8 @@ def tiles_holding(
 ) -> tuple[int, int]:
     """Returns the columns of a tile, and the number of tiles side by side that hold a row.
 
-    It chooses the tiling with the fewest idle lanes, and among equal ones that of the fewest tiles.
+    It chooses the tiling with the fewest idle lanes. If several have equally few, it chooses the
+    one with the fewest tiles.
 
     Args:
         cols: the columns of a row.

@@ -138,7 +138,7 @@ def record() -> Iterator[list[str]]:
     try:
         yield names
     finally:
-        _observers[:] = [other for other in _observers if other is not names]
+        _observers[:] = [observer for observer in _observers if observer is not names]
 
 
 def _observe(name: str) -> None:
@@ -224,9 +224,9 @@ def waits(device_index: int, acc: torch.dtype, programs: int) -> bool:
     """
     if not may_wait(device_index, acc) or programs > 8:
         return False
-    # The grid has whole groups. If there are few multiprocessors, few groups fit on them, and many
-    # multiprocessors would be without work; and the launch would wait until all programs can start.
-    # So groups of 2, 3, ..., 8 programs need more than 6, 12, ..., 42 multiprocessors.
+    # The grid has whole groups. Few groups fit on few multiprocessors: then many multiprocessors
+    # would have no work, and the launch would be delayed until all programs can start. So groups of
+    # 2, 3, ..., 8 programs need more than 6, 12, ..., 42 multiprocessors.
     return 6 * (programs - 1) < multiprocessors(device_index)
 
 
@@ -347,7 +347,7 @@ def collecting() -> Iterator[list[Request]]:
     try:
         yield requests
     finally:
-        _collectors[:] = [other for other in _collectors if other is not requests]
+        _collectors[:] = [collector for collector in _collectors if collector is not requests]
 
 
 def collects() -> bool:
@@ -370,8 +370,8 @@ class NotCompiledError(RuntimeError):
 
 # A compiled kernel, ready to launch: ``variant(grid_x, grid_y, *arguments)``.
 #
-# The arguments are the kernel's run-time arguments, in its order. An argument without which the
-# variant was built is ignored; usually it is None. The caller makes the device current, and
+# The arguments are the kernel's run-time arguments, in its order. If an argument's type was None
+# when the variant was built, its value is ignored. The caller makes the device current, and
 # guarantees that tensors and integers have the types that the variant was built for. If ``grid_y``
 # exceeds `MOST_TILES`, the grid is folded onto axis 2: kernels that may have such grids read both
 # program indices, by `device.place_along_rows`.
@@ -485,7 +485,7 @@ def _cannot_compile(device_index: int) -> str:
 
 
 def diagnose(device_index: int) -> Kernel:
-    """Builds and returns a small kernel, whose attributes show how the device's are launched."""
+    """Builds and returns a small kernel; its attributes show how kernels are launched there."""
     from ..kernels import sum_partials_kernel
 
     types: dict[str, str | None] = {

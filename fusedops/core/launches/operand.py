@@ -139,7 +139,7 @@ def vector(t: Any) -> tuple[Any, int]:
 
 
 def dense(t: Any) -> tuple[Any, int]:
-    """Returns a dense ``t``, in the layout that it has, and its bits; 0 for None."""
+    """Returns ``t``, which must be dense, in its own layout, and its bits; 0 for None."""
     if t is None:
         return t, 0
     address = t.data_ptr()

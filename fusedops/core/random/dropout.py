@@ -66,7 +66,7 @@ def dropout_of(p: float, state: State, cols: int) -> Dropout:
 def keep_scale(like: Tensor, state: State, cols: int) -> Tensor:
     """Returns dropout's factors in the shape and dtype of ``like``.
 
-    The factor of a dropped element is 0, of any other one over the keep probability.
+    A dropped element has the factor 0, and every other element one over the keep probability.
     """
     seed, offset, threshold = state
     if not isinstance(seed, Tensor):

@@ -159,10 +159,10 @@ def _generator(index: int) -> tuple[torch.Generator, int, bool]:
     if result is None:
         with _lock:
             generator = torch.cuda.default_generators[index]
-            before = generator.get_offset()
+            offset = generator.get_offset()
             _advance(index)
-            step = generator.get_offset() - before
-            generator.set_offset(before)
+            step = generator.get_offset() - offset
+            generator.set_offset(offset)
             result = _generators[index] = generator, step or 4, step > 0
     return result
 
@@ -180,25 +180,25 @@ def _draw_tensor(device: torch.device) -> torch.Tensor:
 
 
 def advanced(state: State, steps: int, threshold: int | None = None) -> State:
-    """Returns the state of another dropout of a call that has several.
+    """Returns the state of a further dropout, in a call that has several dropouts.
 
     Args:
         state: the state of the call's first dropout.
         steps: the number to add to the offset of ``state``.
-        threshold: the threshold of the other dropout; None for that of the first.
+        threshold: the further dropout's threshold; None for that of the first dropout.
     """
-    seed, offset, own_threshold = state
+    seed, offset, first_threshold = state
     if threshold is None:
-        threshold = own_threshold
+        threshold = first_threshold
     if not steps:
         return seed, offset, threshold
     if isinstance(offset, int):
         return seed, offset + steps, threshold
     # The tensor holds the seed, the offset, and for a shard seven more numbers.
     assert isinstance(seed, Tensor)
-    other_seed = torch.cat([seed[:1], seed[1:2] + steps, seed[2:]])
+    advanced_seed = torch.cat([seed[:1], seed[1:2] + steps, seed[2:]])
     is_shard = offset is not None
-    return other_seed, other_seed if is_shard else None, threshold
+    return advanced_seed, advanced_seed if is_shard else None, threshold
 
 
 def seed_kind(offset: int | Tensor | None) -> int:
