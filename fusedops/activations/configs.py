@@ -112,28 +112,28 @@ def valid(key: TuningKey, config: Config) -> bool:
 def candidates(key: TuningKey) -> list[Config]:
     """Returns the heuristic's config and others to measure: one set for all numbers of rows."""
     heuristics = in_buckets(heuristic, key)
-    # The neighbours of one bucket's config, whatever the key's bucket: a row of a table has one
-    # `fingerprint` of the candidates, for all its buckets.
-    first = heuristics[_MANY]
+    # The neighbours of this bucket's config are candidates for all buckets: a row of a table has
+    # one `fingerprint` of the candidates, for all its buckets.
+    center = heuristics[_MANY]
     if key.is_vector:
         tiles = [Config(block, rows=1, warps=warps) for block, warps in _VECTOR_TILES]
-        return list(dict.fromkeys([first, *tiles]))
-    others = _other_reductions(first) if "1 sums" in key.variant else _other_tiles(first)
+        return list(dict.fromkeys([center, *tiles]))
+    others = _other_reductions(center) if "1 sums" in key.variant else _other_tiles(center)
     ordered = dict.fromkeys((heuristics[key.bucket], *heuristics, *others))
     return [config for config in ordered if valid(key, config)]
 
 
-def _other_reductions(first: Config) -> list[Config]:
+def _other_reductions(center: Config) -> list[Config]:
     """Returns the neighbours of a persistent config, and tiles half and twice as wide."""
-    block, rows = first.block_n, first.rows
-    narrower = Config(block // 2, rows * 2, first.warps, stages=3, per_sm=first.per_sm)
-    wider = Config(block * 2, max(rows // 2, 1), first.warps, stages=3, per_sm=first.per_sm)
-    return [*around(first), narrower, wider]
+    block, rows = center.block_n, center.rows
+    narrower = Config(block // 2, rows * 2, center.warps, stages=3, per_sm=center.per_sm)
+    wider = Config(block * 2, max(rows // 2, 1), center.warps, stages=3, per_sm=center.per_sm)
+    return [*around(center), narrower, wider]
 
 
-def _other_tiles(first: Config) -> list[Config]:
+def _other_tiles(center: Config) -> list[Config]:
     """Returns tiles half and twice as wide or high, with 8 to 32 elements per thread."""
-    block, rows = first.block_n, first.rows
+    block, rows = center.block_n, center.rows
     fewer_rows = max(rows // 2, 1)
     tiles = (
         (block, rows),

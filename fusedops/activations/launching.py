@@ -249,15 +249,15 @@ def _plan_pointwise_backward(
     return _plan_pointwise(pointwise_backward_kernel, types, site, aligned, key)
 
 
-def _vector_key(site: ActivationSite, direction: str, other: torch.dtype, bucket: int) -> TuningKey:
+def _vector_key(site: ActivationSite, direction: str, y: torch.dtype, bucket: int) -> TuningKey:
     """Returns the tuning key of vectors.
 
-    ``direction`` is "forward" or "backward", and ``other`` the dtype of the output or its gradient.
+    ``direction`` is "forward" or "backward", and ``y`` the dtype of the output or its gradient.
     """
     x, up = site.dtypes
     assert x is not None
     variant = (site.activation.name, "alone" if up is None else "gated")
-    moved = widths(x.itemsize, other.itemsize)
+    moved = widths(x.itemsize, y.itemsize)
     return TuningKey(f"pointwise_{direction}", variant, moved, configs.VECTOR, bucket)
 
 
@@ -295,11 +295,11 @@ tuning.register(
 
 
 def _tuning_key(
-    site: ActivationSite, direction: str, bucket: int, seed: int, other: torch.dtype, *parts: str
+    site: ActivationSite, direction: str, bucket: int, seed: int, y: torch.dtype, *parts: str
 ) -> TuningKey:
     """Returns the tuning key of rows, packed or not.
 
-    ``direction`` is "forward" or "backward", and ``other`` the dtype of the output or its gradient.
+    ``direction`` is "forward" or "backward", and ``y`` the dtype of the output or its gradient.
     ``parts`` are further parts of the variant of `bias_act`.
     """
     family = "glu"
@@ -311,7 +311,7 @@ def _tuning_key(
         mask = "dropout" if seed else "plain"
         inputs = "alone" if second is None else "bias"
         variant = (*variant, mask, inputs, *parts)
-    moved = widths(x.itemsize, other.itemsize)
+    moved = widths(x.itemsize, y.itemsize)
     return TuningKey(f"{family}_{direction}", variant, moved, site.cols, bucket)
 
 

@@ -47,8 +47,8 @@ class ActivationOperator(Operator):
         cols = shape[-1] if shape else None
         if other is None:
             return mode, constants, type(x), x.dtype, x.device, cols
-        # A bias's shape is a part of the key. Up has rows; its shape must be that of x, so the key
-        # only has whether it is.
+        # The key has the shape of a bias. Up has rows, so for up the key has only whether its shape
+        # is that of x.
         checked_shape = other.shape if constants.kind == "bias" else other.shape == shape
         return (
             mode,
@@ -228,7 +228,8 @@ def _arguments(constants: ActivationConstants) -> tuple[str, str]:
     """Returns the names that the functional has for x and other."""
     if constants.kind != "bias":
         return "gate", "up"
-    return "input" if constants.op == "gelu" else "x", "bias"
+    x_name = "input" if constants.op == "gelu" else "x"
+    return x_name, "bias"
 
 
 def _native(constants: ActivationConstants, dtypes: Dtypes) -> Callable[..., Any] | None:

@@ -346,7 +346,10 @@ def _glu_bad_samples(*options: str) -> BadSamples:
             options: dict[str, Any] | None = None,
             **overrides: Any,
         ) -> BadSample:
-            good = {name: torch.randn(4, 8, device=device) for name in ("gate", "up")}
+            good = {
+                "gate": torch.randn(4, 8, device=device),
+                "up": torch.randn(4, 8, device=device),
+            }
             return BadSample(name, {**good, **overrides}, options or {}, error, match)
 
         yield bad(
@@ -440,9 +443,9 @@ def compiled_plans(
 ) -> dict[str, Callable[[], object]]:
     """Returns functions that build all variants of an operator, by name.
 
-    With ``other``, the dtype of the second tensor, they are only the variants that load and hold
-    most. Tiles have at most 1024 columns, so most widths share their variants with another width:
-    for these the result is empty.
+    If the second tensor has another dtype, ``other``, only the variants that load and hold most are
+    returned. Tiles have at most 1024 columns, so most widths share their variants with another
+    width. For these widths the result is empty.
     """
     if other is not None and cols == 8192:
         cols = 4096

@@ -70,9 +70,9 @@ def sum_over_ranks(t: Tensor, mesh: Any, along: tuple[bool, ...]) -> Tensor:
 
 
 def strides(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides of a dense tensor of ``shape`` with the order of dimensions of ``local``.
+    """Returns the strides of a dense tensor of ``shape``.
 
-    The order of dimensions is that in memory.
+    Its dimensions have the same order in memory as those of ``local``.
     """
     order = list(range(len(shape)))
     if not local.is_contiguous():
@@ -176,8 +176,8 @@ class _ToDTensors(torch.autograd.Function):
         views = [None if t is None else t.view_as(t) for t in tensors]
         dtensors = _for_each(_constant_dtensor, views, specs)
         constant = [
-            whole
-            for whole, t in zip(dtensors, tensors, strict=True)
+            dtensor
+            for dtensor, t in zip(dtensors, tensors, strict=True)
             if t is not None and not t.requires_grad
         ]
         ctx.mark_non_differentiable(*constant)

@@ -78,25 +78,25 @@ def norm_over_columns(
         )
     rstd = torch.rsqrt(squares / columns + rule.epsilon(z.dtype))
     weight_dtype = None if weight is None else weight.dtype
-    out = constants.out_dtype or rule.output_dtype(z.dtype, weight_dtype)
-    hat = rule.hat_dtype(z.dtype, weight_dtype)
-    cast = None if constants.cast_dtype == out else constants.cast_dtype
-    # ``hat`` is the dtype of the normalised rows when the weight multiplies them. It is the
+    out_dtype = constants.out_dtype or rule.output_dtype(z.dtype, weight_dtype)
+    hat_dtype = rule.hat_dtype(z.dtype, weight_dtype)
+    cast_dtype = None if constants.cast_dtype == out_dtype else constants.cast_dtype
+    # ``hat_dtype`` is the dtype of the normalised rows when the weight multiplies them. It is the
     # accumulator's dtype, except that Llama's and T5's norms round the rows to a lower one. If they
     # do, the offset is added to the weight in the weight's own dtype.
     if weight is not None and rule.weight_offset:
-        if hat == acc:
+        if hat_dtype == acc:
             weight = weight.to(acc)
         weight = weight + rule.weight_offset
-    if weight is None or hat == acc:
-        outputs = _normalized(z, mean, rstd, weight, ln_bias, out, cast)
+    if weight is None or hat_dtype == acc:
+        outputs = _normalized(z, mean, rstd, weight, ln_bias, out_dtype, cast_dtype)
     else:
-        outputs = _normalized_rounded(z, rstd, weight, hat, out, cast)[1:]
+        outputs = _normalized_rounded(z, rstd, weight, hat_dtype, out_dtype, cast_dtype)[1:]
     returned_sum = None
     if constants.return_sum:
         # The result must not be the caller's own tensor, as it never is where kernels run.
         returned_sum = z.clone() if z is x else z
-    return outputs[0], returned_sum, outputs[1] if cast is not None else None
+    return outputs[0], returned_sum, None if cast_dtype is None else outputs[1]
 
 
 def _drops(state: State | Dropout) -> bool:
@@ -127,10 +127,10 @@ def _normalized(
     rstd: Tensor,
     weight: Tensor | None,
     ln_bias: Tensor | None,
-    out: torch.dtype,
-    cast: torch.dtype | None,
+    out_dtype: torch.dtype,
+    cast_dtype: torch.dtype | None,
 ) -> tuple[Tensor, ...]:
-    """Returns the output, and its low-precision copy if ``cast`` is not None."""
+    """Returns the output, and its low-precision copy if ``cast_dtype`` is not None."""
     hat = z.to(rstd.dtype)
     if mean is not None:
         hat = hat - mean
@@ -139,8 +139,8 @@ def _normalized(
         hat = hat * weight.to(rstd.dtype)
     if ln_bias is not None:
         hat = hat + ln_bias.to(rstd.dtype)
-    y = hat.to(out)
-    return (y,) if cast is None else (y, y.to(cast))
+    y = hat.to(out_dtype)
+    return (y,) if cast_dtype is None else (y, y.to(cast_dtype))
 
 
 @rowwise
@@ -148,9 +148,9 @@ def _normalized_rounded(
     z: Tensor,
     rstd: Tensor,
     weight: Tensor,
-    hat: torch.dtype,
-    out: torch.dtype,
-    cast: torch.dtype | None,
+    hat_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    cast_dtype: torch.dtype | None,
 ) -> tuple[Tensor, ...]:
     """Returns RMSNorm's rounded rows, the output, and its low-precision copy.
 
@@ -158,6 +158,6 @@ def _normalized_rounded(
     value, and then computes with the rounded one. So the rounded rows are an output here, which the
     caller does not use.
     """
-    rounded = (z.to(rstd.dtype) * rstd).to(hat)
-    y = (rounded * weight).to(out)
-    return (rounded, y) if cast is None else (rounded, y, y.to(cast))
+    rounded = (z.to(rstd.dtype) * rstd).to(hat_dtype)
+    y = (rounded * weight).to(out_dtype)
+    return (rounded, y) if cast_dtype is None else (rounded, y, y.to(cast_dtype))

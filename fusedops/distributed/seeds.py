@@ -35,15 +35,16 @@ def check_seeds(mesh: DeviceMesh) -> None:
     else:
         state = torch.get_device_module(kind).get_rng_state()
     digest = hashlib.sha256(bytes(state.tolist())).digest()[:8]
-    own = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=kind)
+    local_digest = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=kind)
     # A tensor of one number for each rank. All dimensions of the mesh shard it, so that gathering
     # it gives the numbers in the order of the mesh's ranks.
-    sharded = DTensor.from_local(own, mesh, [Shard(0)] * mesh.ndim, run_check=False)
+    sharded = DTensor.from_local(local_digest, mesh, [Shard(0)] * mesh.ndim, run_check=False)
     digests = sharded.full_tensor().tolist()
     ranks = mesh.mesh.flatten().tolist()
-    others = [rank for rank, number in zip(ranks, digests, strict=True) if number != digests[0]]
-    if others:
-        shown = ", ".join(map(str, others[:8])) + (", …" if len(others) > 8 else "")
+    pairs = zip(ranks, digests, strict=True)
+    differing = [rank for rank, rank_digest in pairs if rank_digest != digests[0]]
+    if differing:
+        shown = ", ".join(map(str, differing[:8])) + (", …" if len(differing) > 8 else "")
         raise RuntimeError(
             f"check_seeds: the random state of rank {shown} is not that of rank {ranks[0]}; call "
             "torch.manual_seed with one seed on all ranks of the mesh"

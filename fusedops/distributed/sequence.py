@@ -1,8 +1,8 @@
 """Lets a fused block fuse the residual sum and the norm under `SequenceParallel` too.
 
-The hooks of `SequenceParallel` only convert the norm's input from a plain tensor, and its output to
-one. So instead of calling the hooks for the sum, the block may convert the branch and the residual
-itself, and fuse their sum and the norm.
+The hooks of `SequenceParallel` do only two things: they convert the norm's input from a plain
+tensor to a DTensor, and its output to a plain tensor. So the block can convert the branch and the
+residual itself, without the hooks, and fuse their sum and the norm.
 """
 
 from __future__ import annotations

@@ -98,13 +98,13 @@ def _state_of_shard(
         return NO_DROPOUT
     is_traced = torch.compiler.is_dynamo_compiling()
     state = record_state(p, device) if is_traced else draw_or_record_state(p, local, device)
-    first, second, threshold = state
-    if first is None:
+    seed, offset, threshold = state
+    if seed is None:
         return state
-    state_of_call: Any = first if isinstance(first, Tensor) else (first, second)
-    seed = layout.seed(state_of_call, device)
-    # Only a shard's state has a tensor as its second element: see `rng.State`.
-    return seed, seed, threshold
+    state_of_call: Any = seed if isinstance(seed, Tensor) else (seed, offset)
+    shard_seed = layout.seed(state_of_call, device)
+    # A shard's state has this tensor twice: see `rng.State`.
+    return shard_seed, shard_seed, threshold
 
 
 def replicated(tensors: Tensors) -> Tensors:
@@ -353,7 +353,7 @@ def _redistributed(t: Any, move: Move) -> Any:
         ) from error
 
 
-# Programs have fewer calls with different shapes and placements. At this size the cache is cleared.
+# The most cached plans, more than a program usually needs. At this size the cache is cleared.
 _MOST_PLANS = 4096
 _plans: dict[Any, Plan] = {}
 
@@ -402,9 +402,9 @@ def _key(op: Operator, constants: Any, tensors: Tensors, dropout: bool) -> Any:
 def layout(op: Operator, constants: Any, tensors: Tensors, *, dropout: bool) -> Layout:
     """Returns how a call's axes are distributed.
 
-    The axis that a dimension of the mesh shards is that of the first tensor with rows that is
-    sharded along this dimension. There is none if no such tensor is, or if `numbers` could not
-    locate the shards of the dropout mask.
+    For each dimension of the mesh, the first tensor with rows that is sharded along this dimension
+    determines the axis. If no such tensor is sharded along it, or if `numbers` could not locate the
+    shards of the dropout mask, the dimension shards no axis.
 
     Raises:
         TypeError: not all tensors are DTensors.

@@ -206,8 +206,8 @@ def _overlaps(scores: Tensor) -> bool:
         return True
     if len(strided) != 2:
         return False
-    # They do if the last element along the inner dimension is not before the second one along the
-    # outer dimension.
+    # Two elements share memory if the inner dimension reaches the second element along the outer
+    # dimension.
     (inner_stride, inner_size), (outer_stride, _) = strided
     return inner_stride * (inner_size - 1) >= outer_stride
 

@@ -36,11 +36,11 @@ def banned(input_ids: Tensor, cols: int, allowed: Tensor | None, rule: Rule) -> 
     ngram_size, window, prompt_length, pad_token_id = rule
     length = input_ids.shape[1]
     start = first_window(length, window, prompt_length)
-    count = length - ngram_size + 1 - start
-    if count <= 0:
+    window_count = length - ngram_size + 1 - start
+    if window_count <= 0:
         return None
-    # A window is ``ngram_size`` adjacent tokens. Its last token is banned if the tokens before that
-    # are the last ones of the row: ``matches`` is the windows for which this is so.
+    # A window is ``ngram_size`` adjacent tokens. A window bans its last token if its other tokens
+    # are equal to the last tokens of the row. ``matches`` is True for windows that ban a token.
     last = start + ngram_size - 1  # the position of the first window's last token
     tokens = input_ids[:, last:].long()
     matches = (tokens >= 0) & (tokens < cols)
@@ -48,11 +48,11 @@ def banned(input_ids: Tensor, cols: int, allowed: Tensor | None, rule: Rule) -> 
         window_tokens = input_ids[:, last - distance : length - distance]
         matches = matches & (window_tokens == input_ids[:, -distance, None])
     if pad_token_id is not None:
-        # The sum counts the tokens that are not padding, up to and with a window's first one. It is
-        # 0 for windows that begin in the leading padding. Tokens are compared as int64: for int32
-        # tokens, PyTorch would compare only the lower bits of the padding token.
+        # For each position, the number of tokens up to it that are not padding. It is 0 where a
+        # window would begin in the leading padding. Tokens are compared as int64: for int32 tokens,
+        # PyTorch would compare only the lower bits of the padding token.
         unpadded = (input_ids.long() != pad_token_id).cumsum(1)
-        matches = matches & unpadded[:, start : start + count].bool()
+        matches = matches & unpadded[:, start : start + window_count].bool()
     # Windows that do not match write to an extra column. So no shape depends on the number of bans,
     # which would have to be copied from the GPU.
     column = torch.where(matches, tokens, cols)

@@ -21,8 +21,8 @@ __all__ = ["SPECS", "compiled_plans"]
 def _tokens(make: Maker, rows: int, length: int, vocabulary: int) -> Tensor:
     """Returns rows of tokens: every second one periodic, the others random.
 
-    The periods are 1 to 5. There are few distinct tokens, so that n-grams repeat. They, and so the
-    bans, are spread over the whole vocabulary.
+    The periods are 1 to 5. There are few distinct tokens, so that n-grams repeat. The distinct
+    tokens are spread over the whole vocabulary, and so are the bans.
     """
     distinct = min(vocabulary, 5)
     tokens = torch.randperm(vocabulary, generator=make.generator)[:distinct]

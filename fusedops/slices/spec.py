@@ -209,9 +209,7 @@ def _call_sequence(
     weight: Tensor | None = None, bias: Tensor | None = None, **slices_and_options: Any
 ) -> Any:
     options = {
-        name: value
-        for name, value in slices_and_options.items()
-        if not name.startswith("slice_")
+        name: value for name, value in slices_and_options.items() if not name.startswith("slice_")
     }
     slices = _slices_in(slices_and_options)
     return ops.batched_layer_norm_act(slices, weight, bias, **options)

@@ -307,8 +307,12 @@ def _sweep(
     indices = {str(workload): index for index, workload in enumerate(workloads)}
     progress = Progress(len(workloads))
     # The budget ends the sweep between two keys: a key that is being measured is completed.
-    end, count = time.monotonic() + budget, 0
-    outcomes = sweeper.sweep(workloads, wanted=store.wanted, goes_on=lambda: time.monotonic() < end)
+    deadline, count = time.monotonic() + budget, 0
+
+    def has_budget() -> bool:
+        return time.monotonic() < deadline
+
+    outcomes = sweeper.sweep(workloads, wanted=store.wanted, goes_on=has_budget)
     try:
         for outcome in outcomes:
             store.put(outcome)
@@ -319,7 +323,7 @@ def _sweep(
         progress.close()
         # After an interrupt too: the measurements until then are stored.
         print(f"{count} keys tuned; {store.close()}")
-    if time.monotonic() >= end:
+    if not has_budget():
         print(f"stopped: the budget of {budget:.0f} s is spent")
     for failure in sweeper.failures:
         print(f"fusedops: left out {failure}", file=sys.stderr)
@@ -376,9 +380,11 @@ def _specs(names: Sequence[str]) -> list[Spec]:
     return [spec for spec in every if not {spec.name, spec.public_name}.isdisjoint(names)]
 
 
-def _hint(near: Sequence[str], known: str) -> str:
+def _hint(similar_names: Sequence[str], all_names: str) -> str:
     """Return the end of an error about an unknown name: similar names, or else all names."""
-    return f"did you mean {' or '.join(near)}?" if near else f"there are: {known}"
+    if similar_names:
+        return f"did you mean {' or '.join(similar_names)}?"
+    return f"there are: {all_names}"
 
 
 def _shape(text: str) -> Shape:
@@ -393,8 +399,8 @@ def _dtype(name: str) -> torch.dtype:
         return DTYPES[name]
     # PyTorch's names, such as float32, are not accepted. The error suggests the short ones.
     short_names = {str(dtype).removeprefix("torch."): short for short, dtype in DTYPES.items()}
-    near = difflib.get_close_matches(name, [*DTYPES, *short_names], 1)
-    hint = _hint([short_names.get(match, match) for match in near], ", ".join(DTYPES))
+    matches = difflib.get_close_matches(name, [*DTYPES, *short_names], 1)
+    hint = _hint([short_names.get(match, match) for match in matches], ", ".join(DTYPES))
     raise UsageError(f"no dtype {name!r}; {hint}")
 
 
@@ -454,8 +460,8 @@ def _pairs(
     """Return the shapes and dtypes to tune: those of the command line, or the benchmark's."""
     benchmarked = list(dict(spec.shapes))  # without their dtypes, each once
     if shapes:
-        # The shapes of the command line are for all operators. Those that have another number of
-        # dimensions than this one's are skipped.
+        # The shapes of the command line are for all operators. A shape is skipped if this
+        # operator's shapes have another number of dimensions.
         dimensions = set(map(len, benchmarked))
         fitting = [shape for shape in shapes if len(shape) in dimensions]
         return list(itertools.product(fitting, dtypes or [torch.bfloat16]))

@@ -56,7 +56,7 @@ class Pool:
         self._target = (target.backend, target.arch, target.warp_size)
         self._limit = limit
         self._threads = ThreadPoolExecutor(jobs, thread_name_prefix="fusedops-compile")
-        self._known: dict[Any, Future[Usage]] = {}
+        self._futures: dict[Any, Future[Usage]] = {}
         self._workers: dict[int, subprocess.Popen[str]] = {}
 
     def submit(self, request: Request, *, fit: bool = False) -> Future[Usage]:
@@ -67,15 +67,15 @@ class Pool:
         key = (request.key, fit)
         # Many requests are the same: each candidate is submitted with all kernels of its step, and
         # only one kernel differs from candidate to candidate.
-        if key not in self._known:
+        if key not in self._futures:
             message = {
                 "request": encode(request),
                 "target": self._target,
                 "limit": self._limit,
                 "fit": fit,
             }
-            self._known[key] = self._threads.submit(self._compile, json.dumps(message))
-        return self._known[key]
+            self._futures[key] = self._threads.submit(self._compile, json.dumps(message))
+        return self._futures[key]
 
     def close(self) -> None:
         """Stop all processes, and cancel requests that have not started."""

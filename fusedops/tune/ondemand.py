@@ -88,7 +88,7 @@ def _is_recording(device_index: int) -> bool:
 def _tuned(key: TuningKey, device_index: int, config: Config, origin: tuning.Source) -> Config:
     """Return the config that the child process tuned.
 
-    If the current config was measured, or the child process fails, it is the current one.
+    If the current ``config`` was measured, or the child process fails, ``config`` is returned.
     """
     # With "force", configs of the shipped table are tuned again, but not those of this cache.
     measured = ("cache",) if tuning.on_demand() == "force" else ("cache", "table")
@@ -187,8 +187,9 @@ def _agreed(key: TuningKey, device_index: int, config: Config, origin: tuning.So
     """Return one config for all ranks, the first that any rank stores.
 
     All ranks must use the same config, because different configs add numbers in different orders.
-    It is usually that of rank 0, for which the others wait. A rank whose wait timed out stores its
-    current config. If rank 0 reaches the key later, it uses the stored config and does not tune.
+    Usually rank 0 stores its config, and the other ranks wait for it. A rank whose wait timed out
+    stores its current config. If rank 0 reaches the key later, it uses the stored config and does
+    not tune.
 
     The store has two entries for a key: one has the config. The name of the other ends in
     "reached", and it is set before rank 0 tunes.

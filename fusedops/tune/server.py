@@ -55,7 +55,7 @@ def tune(message: Mapping[str, Any], sweeper: Callable[[int], Sweeper]) -> Outco
         # A step has several keys. Only the parent's is tuned: it requests the others when it needs
         # them.
         tuner = sweeper(index)
-        outcome = next(tuner.sweep([workload], wanted=lambda other: other == key), None)
+        outcome = next(tuner.sweep([workload], wanted=lambda candidate: candidate == key), None)
     if outcome is None:
         raise RuntimeError("; ".join(map(str, tuner.failures)) or "nothing was measured")
     times = {"best": outcome.us_of(outcome.best), "heuristic": outcome.us_of(outcome.heuristic)}
@@ -83,7 +83,7 @@ def _gpu_sweeper() -> Callable[[int], Sweeper]:
 
 if __name__ == "__main__":
     replies = sys.stdout
-    # So that other prints are not among the replies, where the parent would not show them.
+    # Other prints go to standard error: the parent would not show them among the replies.
     sys.stdout = sys.stderr
     serve(sys.stdin, replies, _gpu_sweeper())
     # Not `sys.exit`, which would wait for threads that still compile.

@@ -249,7 +249,7 @@ def _best_of_finalists(
     finalists = fastest(config for config in times if config != heuristic)[:_FINALISTS]
     for config in (heuristic, *finalists):
         times[config] = bench.us(key, config, careful=True)
-    # A config that is faster by less may be so by chance, and another one in the next run.
+    # A smaller difference may be chance: the next run might choose another config.
     limit = times[heuristic] * (1.0 - _NOISE)
     for config in fastest(finalists):
         if times[config] < limit and bench.agree(key, heuristic, config):

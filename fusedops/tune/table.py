@@ -71,7 +71,7 @@ def code(source: str) -> str:
 
 
 def _tree(node: Any) -> str:
-    """Return a syntax tree, or a list of trees or a value in one, as text."""
+    """Return text for a syntax tree, a list of trees, or a value in a tree."""
     if isinstance(node, list):
         items = [_tree(item) for item in node if not _is_docstring(item)]
         return f"[{','.join(items)}]"

@@ -94,12 +94,13 @@ class GraphTimer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        # All graphs share one memory pool. A pool exists as long as a graph uses it: this one does.
-        self._first = torch.cuda.CUDAGraph()
+        # All graphs share one memory pool. A pool exists as long as a graph uses it, so this graph
+        # exists as long as the timer.
+        self._pool_owner = torch.cuda.CUDAGraph()
         counter = torch.zeros(1, device=device)
-        with torch.cuda.graph(self._first, stream=self._stream):
+        with torch.cuda.graph(self._pool_owner, stream=self._stream):
             counter.add_(1)
-        self._memory = self._first.pool()
+        self._memory = self._pool_owner.pool()
 
     def open(self, workload: Tunable) -> Bench:
         """Return a bench with several sets of inputs, so that no call has its inputs in the L2."""
@@ -125,7 +126,7 @@ class _GraphBench:
         with tuning.forced(key.kernel, config), self._ready():
             calls = self._calls(backward="backward" in key.kernel)
             # No kernel may be loaded while a graph is captured, so both kinds of calls run before.
-            # Of a forward's calls, the first is training and the last inference.
+            # For a forward, the first call is a training forward, and the last an inference.
             calls[-1]()
             calls[0]()
             estimate = max(1e-3, events(calls[0], 1)[0])

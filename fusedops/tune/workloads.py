@@ -158,7 +158,7 @@ class Workload:
     def __str__(self) -> str:
         extras = [f"{name}={value}" for name, value in self.options]
         extras += [f"no {name}" for name in self.absent]
-        extras += [f"{name} {str(other).removeprefix('torch.')}" for name, other in self.recast]
+        extras += [f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in self.recast]
         shape = "x".join(map(str, self.shape))
         return " ".join((self.spec.name, shape, _NAMES[self.dtype], *extras))
 
@@ -239,12 +239,12 @@ class Step:
 @contextmanager
 def kernels_alone() -> Iterator[None]:
     """Context manager: small calls run this package's kernels, not PyTorch's own operators."""
-    before = Operator.native_elements
+    previous = Operator.native_elements
     Operator.native_elements = 0
     try:
         yield
     finally:
-        Operator.native_elements = before
+        Operator.native_elements = previous
 
 
 def keys_of(workload: Tunable, device: torch.device) -> list[TuningKey]:
