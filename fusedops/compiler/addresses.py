@@ -27,7 +27,7 @@ from .text import product
 
 __all__ = ["EVEN", "Addresses", "Argument", "Spacings"]
 
-# Of the tensors whose rows no single stride reaches, by kind and index: how they are spaced.
+# How rows are spaced, for each tensor whose rows no single stride reaches, by its kind and index.
 Spacings = Mapping[tuple[str, int], Spacing]
 EVEN: Spacings = MappingProxyType({})
 
@@ -187,8 +187,8 @@ class Addresses:
         for first, last in spacing:
             inner = within(_axes_of(operand, last + 1, len(operand.labels)), self.structure.rows)
             is_outermost = first == spacing[0][0]
-            own = [] if is_outermost else _axes_of(operand, first, last + 1)
-            row = self._index_within(own, inner)
+            axes = [] if is_outermost else _axes_of(operand, first, last + 1)
+            row = self._index_within(axes, inner)
             name = f"{operand.name}{last}_stride"
             terms.append(times(row, self.argument("stride", index, name, kind, last)))
         return terms
@@ -208,8 +208,7 @@ class Addresses:
         """Return the terms of an address that lead to a part of a row."""
         strides, _ = strides_of(self.structure, operand)
         terms: list[str] = []
-        # Where an unrolled axis is outside of rows, parts are a number of rows away from each
-        # other:
+        # If an unrolled axis is outside of rows, the distance between parts is a number of rows:
         #
         #   (batch, 3, columns)   part 2 begins at 2 * columns
         #   (3, batch, columns)   part 2 begins at 2 * batch * columns, of any batch
@@ -237,8 +236,8 @@ class Addresses:
             self._indexed_axes.add(axis)
             sizes = map(self._size_of, operand.axes[dim + 1 :])
             terms.append(product([f"row{axis}", *sizes]))
-        # Registers the sizes that `indices` will use, as `index_of_row` does: after the ones above,
-        # since the order is that of the kernel's arguments.
+        # This registers the sizes that `indices` will use, as `index_of_row` does. It comes after
+        # the sizes above, because arguments of the kernel have the order of registration.
         for axis in self._indexed_axes:
             self._row_index(axis)
         return " + ".join(terms)
@@ -267,7 +266,7 @@ class Addresses:
         return [*lines, *self.indices()]
 
     def _row_of_group(self) -> str:
-        """Return the number of a row among all, of its place in a group.
+        """Return the number of a row among all rows, from its number in a group, ``places``.
 
         With rows (batch, sequence, heads), for groups of one
 
@@ -308,10 +307,10 @@ class Addresses:
         return self._index_within([] if axis == rows[0] else [axis], inner)
 
     def _index_within(self, axes: Sequence[int], inner: Sequence[int]) -> str:
-        """Return the index along neighbouring row axes together, of which ``inner`` follow.
+        """Return the common index along neighbouring row axes that precede the ``inner`` ones.
 
-        Without axes, it is that along all axes which precede the inner ones. A GPU has no division
-        of 64 bits, so it is one of 32, unless there are more rows.
+        Without axes, it is the index along all axes before the inner ones. A GPU has no division of
+        64 bits, so the division is of 32 bits unless there are too many rows.
         """
         if not axes and not inner:
             return "rows"

@@ -1,7 +1,7 @@
 """Write the functions that allocate a program's outputs and gradients.
 
-Each call runs one, so that they are compiled from flat source. For an output like the first input,
-and two numbers that are saved for each row, it is, on one line:
+Each call runs one of them, so they are compiled from flat source. This is the source, which has one
+line, for an output like the first input, and two numbers that are saved for each row:
 
     def allocate(tensors, saves):
         return (

@@ -34,7 +34,7 @@ class AxisError(Exception):
 
 
 class Axes:
-    """Axes by number: their sizes, which are the same, and into which others they are split."""
+    """All axes, by number: their sizes, which of them are the same, and how they are split."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -70,18 +70,17 @@ class Axes:
         """Return the size of a dimension."""
         return math.prod([self.sizes[axis] for axis in label])
 
-    def unify(self, one: Label, other: Label) -> None:
+    def unify(self, first: Label, second: Label) -> None:
         """Make two labels the same dimension."""
-        one_size = self.size(self.leaves(one))
-        other_size = self.size(self.leaves(other))
-        if one_size != other_size:
-            raise AxisError(f"dimensions of {one_size} and {other_size} meet")
-        # From the outermost axis on, the first two that differ are joined; where their sizes
-        # differ, the larger one is split first, and its outer part meets the other one next.
+        first_size = self.size(self.leaves(first))
+        second_size = self.size(self.leaves(second))
+        if first_size != second_size:
+            raise AxisError(f"dimensions of {first_size} and {second_size} meet")
+        # From the outermost axis on, the first two axes that differ are joined. If their sizes
+        # differ, the larger one is split first. Its outer part is compared in the next turn.
         while True:
-            first = self.leaves(one)
-            second = self.leaves(other)
-            pair = next(((a, b) for a, b in zip(first, second, strict=False) if a != b), None)
+            pairs = zip(self.leaves(first), self.leaves(second), strict=False)
+            pair = next(((a, b) for a, b in pairs if a != b), None)
             if pair is None:
                 return
             small, large = sorted(pair, key=lambda axis: self.sizes[axis])
@@ -92,25 +91,25 @@ class Axes:
 
     def split(self, label: Label, sizes: Sequence[int]) -> list[Label]:
         """Return the label of one dimension as several, of these sizes."""
-        rest = self.leaves(label)
+        remaining = self.leaves(label)
         labels: list[Label] = []
         for size in sizes:
             part: Label = ()
             while self.size(part) < size:
-                if not rest or size % self.size(part):
+                if not remaining or size % self.size(part):
                     raise AxisError(_ACROSS)
-                axis = rest[0]
+                axis = remaining[0]
                 needed = size // self.size(part)
-                # A larger axis is split, and the outer part of it taken in the next turn.
+                # A larger axis is split, and its outer part is used in the next turn.
                 if self.sizes[axis] > needed:
                     self._divide(axis, needed)
-                    rest = self.leaves(rest)
+                    remaining = self.leaves(remaining)
                     continue
                 if needed % self.sizes[axis]:
                     raise AxisError(_ACROSS)
-                part, rest = (*part, axis), rest[1:]
+                part, remaining = (*part, axis), remaining[1:]
             labels.append(part)
-        if rest:
+        if remaining:
             raise AxisError(_ACROSS)
         return labels
 

@@ -77,8 +77,9 @@ def reads_of(code: CodeType) -> Reads:
             calls = True
         else:
             called.add(name)
-    named = frozenset([str(one.argval) for one in instructions if one.opname in _ATTRIBUTES])
-    operations = {one.opname for one in instructions}
+    operations = {instruction.opname for instruction in instructions}
+    reads = [instruction for instruction in instructions if instruction.opname in _ATTRIBUTES]
+    named = frozenset([str(read.argval) for read in reads])
     # A class in a `match` statement names attributes, or takes their names from the class.
     by_name = "MATCH_CLASS" in operations or not _BY_NAME.isdisjoint(named)
     return Reads(
@@ -95,8 +96,9 @@ def reads_of(code: CodeType) -> Reads:
 
 def _catches(instructions: list[dis.Instruction]) -> bool:
     """Whether errors may be caught: by ``try``, or by a ``with`` of other managers than torch's."""
-    blocks = [one for one in instructions if one.opname in _CATCHING]
-    positions = [i for i, one in enumerate(instructions) if one.opname in _WITH]
+    blocks = [instruction for instruction in instructions if instruction.opname in _CATCHING]
+    operations = [instruction.opname for instruction in instructions]
+    positions = [i for i, operation in enumerate(operations) if operation in _WITH]
     of_torch = [i for i in positions if _is_of_torch(instructions[:i])]
     return len(blocks) > len(of_torch)
 
@@ -105,11 +107,13 @@ def _is_of_torch(instructions: list[dis.Instruction]) -> bool:
     """Whether instructions end in a call such as ``torch.no_grad()``, with constant arguments."""
     # The instructions of the call, in reverse, the CALL first. Before them `torch` is loaded.
     call = list(itertools.takewhile(_is_of_a_call, reversed(instructions)))
-    constants = [one for one in call if one.opname == "LOAD_CONST"]
-    others = instructions[: len(instructions) - len(call)]
+    constants = [instruction for instruction in call if instruction.opname == "LOAD_CONST"]
+    preceding = instructions[: len(instructions) - len(call)]
+    if not call or not preceding:
+        return False
     # The argument of a CALL is the number of values that it passes.
-    is_whole = bool(call and others) and call[0].arg == len(constants)
-    return is_whole and others[-1].argval == "torch"
+    is_whole = call[0].arg == len(constants)
+    return is_whole and bool(preceding[-1].argval == "torch")
 
 
 def _is_of_a_call(instruction: dis.Instruction) -> bool:
@@ -174,14 +178,14 @@ def _called(instructions: list[dis.Instruction]) -> Iterator[tuple[str, bool]]:
         LOAD_FAST f  PUSH_NULL      from Python 3.13 on
         LOAD_GLOBAL NULL + f        one instruction, whose text has the NULL
     """
-    for one, following in itertools.pairwise(instructions):
-        load = following if one.opname == "PUSH_NULL" else one
+    for instruction, following in itertools.pairwise(instructions):
+        load = following if instruction.opname == "PUSH_NULL" else instruction
         is_local = load.opname.startswith("LOAD_FAST")
         is_outer = load.opname.startswith(_OUTER)
         if not (is_local or is_outer):
             continue
         has_null = load.opname == "LOAD_GLOBAL" and "NULL" in load.argrepr
-        if has_null or "PUSH_NULL" in (one.opname, following.opname):
+        if has_null or "PUSH_NULL" in (instruction.opname, following.opname):
             yield str(load.argval), is_local
 
 
@@ -205,10 +209,10 @@ def _attribute_after(instructions: list[dis.Instruction]) -> str | None:
             return name
         if opname == "PUSH_NULL" and previous is instructions[0] and _NULL_IS_LAST:
             continue  # a part of the function
-        before = count
+        previous_count = count
         count += dis.stack_effect(instruction.opcode, instruction.arg)
         is_string = opname == "LOAD_CONST" and isinstance(instruction.argval, str)
-        if (before, count) == (1, 2) and is_string:
+        if (previous_count, count) == (1, 2) and is_string:
             name = str(instruction.argval)
         elif count <= 2:
             name = None

@@ -1,6 +1,6 @@
 """Triton kernels of a row-wise function, as source.
 
-Where a program holds whole rows, forward and backward are one kernel each. Longer rows take two:
+If a program holds whole rows, forward and backward are one kernel each. Longer rows take two:
 the first passes over each row, tile by tile, and writes the results of reductions (*moments*); the
 second has a tile of columns in each program. Programs of a backward hold partial sums over rows,
 which one more kernel adds up.
@@ -74,8 +74,9 @@ class _Store:
     nodes: tuple[Node, ...]
 
 
-# Operators of values that are computed in two kernels, or twice in one, and have to be equal: those
-# that compare or count, and exponentials, which enlarge what a difference leaves.
+# The arguments of these operators may be computed in two kernels, or twice in one, and must then be
+# equal to the last bit: comparisons and roundings to whole numbers would change by a step, and
+# exponentials enlarge a difference.
 _OF_EXACT = COMPARISONS | {
     "amax",
     "ceil",
@@ -90,7 +91,7 @@ _OF_EXACT = COMPARISONS | {
     "sign",
 }
 
-# Operators that read a value, or make it of none.
+# Operators without arguments: they read a value, or create one.
 _READ = ("input", "const", "iota", "keep")
 
 # A gradient that is summed over rows: the input, its part, and the value that is summed.
@@ -131,7 +132,7 @@ def _stores_of_parts(
     for part, node in parts.items():
         first, _ = paired(part, axis)
         nodes.setdefault(first, []).append(node)
-    return [_Store(kind, index, operand, part, tuple(own)) for part, own in nodes.items()]
+    return [_Store(kind, index, operand, part, tuple(pair)) for part, pair in nodes.items()]
 
 
 def backward_kernels(
@@ -272,7 +273,8 @@ class _Writer:
         wide: list[_Store] = []
         narrow: list[_Store] = []
         for store in stores:
-            (wide if self._is_wide(store) else narrow).append(store)
+            stores_of_kind = wide if self._is_wide(store) else narrow
+            stores_of_kind.append(store)
         roots = _roots(wide, sums)
         moments = moments_of(roots, self._emitter(roots))
         kernels: list[Kernel] = []
@@ -302,7 +304,8 @@ class _Writer:
             emitter.intermediate_parts[node] = part
         for index, node in enumerate(self.plan.stats):
             emitter.leaves.setdefault(node, f"stats {index}")
-        if self.structure.cols > 1:  # of one column, values are equal that others only are nearly
+        # In rows of one column, some values are equal that are only close in longer rows.
+        if self.structure.cols > 1:
             used = reachable(roots, emitter.leaves.__contains__)
             compared = filter(lambda node: node.op in _OF_EXACT, used)
             exact = [*itertools.chain(*map(computed_of, compared)), *self.plan.stats]
@@ -319,7 +322,7 @@ class _Writer:
     def _moments_kernel(
         self, written: Sequence[Node], roots: Sequence[Node], stores: Sequence[_Store]
     ) -> Kernel:
-        """Return the kernel that passes over whole rows, for all that is one number of each.
+        """Return the kernel that passes over whole rows, and writes only numbers of each row.
 
         Args:
             written: the moments that it writes for the next kernel.
@@ -362,7 +365,8 @@ class _Writer:
                 self._store(emitter, store)
         for slot, (_, _, node) in enumerate(sums):
             value = emitter.block(node)
-            # Rows beyond the last are loaded as zeros, of which a value may be anything.
+            # Rows beyond the last are loaded as zeros. A value computed from zeros may be anything,
+            # so these rows are masked.
             if self.tiled:
                 emitter.lines.append(f"sum{slot} += {of_rows('sum_of_rows', value, grouped=False)}")
             else:
@@ -405,8 +409,8 @@ class _Writer:
     ) -> dict[Node, Node]:
         """Return the sums over columns that only sums over rows need, with what they sum.
 
-        Such as the gradient of a number: its lanes are summed once, and not for each row. That is
-        in rows that one program has.
+        For example, the gradient of a number is summed over columns and rows. Its lanes are summed
+        once after all rows, not for each row. This is for rows that one program holds.
         """
         if self.structure.cols > _LONGEST_WITH_LATE_SUMS:
             return {}
@@ -517,9 +521,10 @@ class _Writer:
     def _may_contract(self, computed: set[Node]) -> bool:
         """Whether a product and a sum of a backward may be one instruction, which rounds once.
 
-        Not if it computes a sum again that the forward had, of anything but what is read: as a sum
-        of products it would be another, and leave a rest of an ``x * x - y * y`` that is zero. And
-        not if a value is compared with another of its kind, or is an exponential of a difference.
+        It may not if the backward computes a sum of the forward again, unless the sum's arguments
+        are only read: with contracted products the sum would differ from the forward's, and an
+        ``x * x - y * y`` of zero would not be zero. And it may not if the kernel has an operator in
+        `_OF_EXACT`.
         """
         again = reachable(nodes_of(self.structure.results)) & computed
         sums_again = any(_sums_computed(node, computed) for node in again)
@@ -574,7 +579,7 @@ def _is_rounded_to_16_bits(node: Node) -> bool:
 def _with_line(node: Node) -> Node:
     """Return the value whose line a kernel has for this one.
 
-    Operators that differ from their argument in gradients only have none.
+    Operators that change only gradients have no line of their own.
     """
     while node.op in SAME_VALUE:
         node = node.args[0]

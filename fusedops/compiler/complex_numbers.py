@@ -60,7 +60,8 @@ def of_pairs(name: str, out: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
             f"{name} of complex numbers, which have sums, products, conj, abs and views in a "
             "kernel; compute with the real and the imaginary parts, z.real and z.imag"
         )
-    # A factor without dimensions does not decide the dtype of a product. Here it has one more.
+    # In PyTorch a factor without dimensions does not determine the dtype of a product. Here the
+    # factor has one more dimension, and does: so the result is converted.
     converted: Tensor = result.to(out.dtype.to_real())
     return converted
 
@@ -85,8 +86,8 @@ def _mul(x: Any, y: Any) -> Any:
     if not _are_pairs(x, y):
         pairs, factor = (x, y) if _are_pairs(x) else (y, x)
         return _scaled(torch.mul, pairs, factor)
-    # Products of pairs, and not of parts: the two then are parts of one dimension. Only the first
-    # is taken apart, which in a rotary embedding are the rows.
+    # Products of pairs, not of their parts: so the results are parts of one dimension. Only the
+    # first factor, in a rotary embedding the rows, is split into its parts.
     real, imaginary = _parts(x.tensor)
     straight = _parts(x.tensor * y.tensor)
     crossed = _parts(_joined(imaginary, real) * y.tensor)
@@ -119,7 +120,7 @@ def _conj(x: Pairs) -> Tensor:
 
 
 def _abs(x: Pairs) -> Tensor:
-    """The length, whose derivative at zero is zero, and not NaN as that of `hypot`."""
+    """The length; its derivative at zero is zero, unlike that of `hypot`, which is NaN."""
     real, imaginary = _parts(x.tensor)
     is_zero = (real == 0) & (imaginary == 0)
     length = torch.hypot(real.masked_fill(is_zero, 1.0), imaginary)
@@ -135,8 +136,8 @@ def _dim(dim: int) -> int:
     return dim - 1 if dim < 0 else dim
 
 
-def _slice(x: Pairs, dim: int = 0, *rest: Any) -> Any:
-    return torch.ops.aten.slice(x.tensor, _dim(dim), *rest)
+def _slice(x: Pairs, dim: int = 0, *bounds: Any) -> Any:
+    return torch.ops.aten.slice(x.tensor, _dim(dim), *bounds)
 
 
 _OPERATORS: dict[str, Callable[..., Any]] = {

@@ -1,9 +1,16 @@
 """Configs of generated kernels: a heuristic, and the candidates to measure.
 
-The tuning key's variant holds, as text, how programs take rows ("rows", "shared rows", "groups" or
-"tiles"), the counts of sums, of parts of a row, of whole tensors that are read or written, and of
-those that are read, how many reductions follow one another, what bounds the kernel (computing or
-memory), whether random numbers are drawn, and how many of the sums have columns.
+The items of the tuning key's variant are texts:
+
+    0    how programs process rows: "rows", "shared rows", "groups" or "tiles"
+    1    the number of sums over rows
+    2    the number of parts of a row
+    3    the number of whole tensors that are read or written
+    4    the number of whole tensors that are read
+    5    how many reductions follow one another
+    6    what bounds the kernel: computing or memory
+    7    whether random numbers are drawn
+    8    how many of the sums have columns
 """
 
 from __future__ import annotations
@@ -28,8 +35,8 @@ __all__ = ["candidates", "heuristic", "reason", "valid"]
 _LEAST_BLOCK = 512
 # The narrowest tile beside others, and the widest row that has a config of its own.
 _LEAST_PART = 128
-# The numbers of tiles of a row, besides one. In seven of 512 columns, rows of 3584 leave no lanes
-# idle and have registers left. On an H200 in bf16, forward and backward:
+# The numbers of tiles of a row, besides one. For example, seven tiles of 512 columns hold a row of
+# 3584 columns without idle lanes, and leave registers. On an H200 in bf16, forward and backward:
 #
 #   polynomial norm, one tile or seven    123.0 to 111.2 us
 #   dynamic tanh                          112.9 to 100.1 us
@@ -121,9 +128,9 @@ def _tiling(key: TuningKey) -> tuple[int, int]:
 
 
 def _of_table(key: TuningKey) -> rows.Decision | None:
-    """Return the config by the tables for kernels that reduce rows; None where they have none.
+    """Return the config by the tables for kernels that reduce rows; None if they have none.
 
-    A program that has no other to share a row with has to hold it.
+    Only in kernels with "shared rows" may a config divide a row among programs.
     """
     if key.cols <= _NARROWEST_OF_TABLE or key.variant[0] == "groups" or _is_of_seven(key):
         return None
@@ -144,7 +151,7 @@ def _of_table(key: TuningKey) -> rows.Decision | None:
 
 
 def _is_of_seven(key: TuningKey) -> bool:
-    """Whether seven tiles hold a row, which kernels by hand have in one."""
+    """Whether seven tiles hold a row; the hand-written kernels have such rows in one tile."""
     return _tiling(key)[1] == 7 and key.cols <= _WIDEST_OF_SEVEN
 
 
@@ -162,15 +169,15 @@ def _without_sums(key: TuningKey) -> Config:
     if is_short:
         elements = 2048 if are_many else 512
         rows = max(1, elements // power_of_two(width))
-        each = _SHORT_ELEMENTS // _registers(key)
-        return Config(block, rows, fewest_warps(rows * width, each, 32), parts=parts)
+        per_thread = _SHORT_ELEMENTS // _registers(key)
+        return Config(block, rows, fewest_warps(rows * width, per_thread, most=32), parts=parts)
     if parts == 7:
         return _in_seven_tiles(key, block)
-    each = _LONG_ELEMENTS[are_many] // _registers(key)
+    per_thread = _LONG_ELEMENTS[are_many] // _registers(key)
     # With one tensor in and one out a program has registers for two rows.
     has_room = _moved(key) <= 2 and width <= 8192
     rows = 2 if has_room and are_many else 1
-    return Config(block, rows, fewest_warps(width, each, 32), parts=parts)
+    return Config(block, rows, fewest_warps(width, per_thread, most=32), parts=parts)
 
 
 def _is_in_tiles_of_columns(key: TuningKey) -> bool:
@@ -230,9 +237,10 @@ def _with_sums(key: TuningKey) -> Config:
     """Return the config of a backward that sums over rows, and holds its sums.
 
     Each multiprocessor has eight warps or more, of at most 32 elements a thread, which load their
-    next rows ahead. A thread has registers for 96 sums, each of one column over the rows. That is
-    three for each of 32 elements of one row. Of two rows, 32 elements are 16 columns: six for each,
-    unless the rows' sums are separate until the end: see `row_sums`.
+    next rows ahead. A thread has registers for 96 sums, each of one column over the rows. With 32
+    elements of one row, that is three sums for each column. With 32 elements of two rows, a thread
+    has 16 columns, and six sums for each, unless the rows' sums are separate until the end: see
+    `row_sums`.
     """
     block, parts = _tiling(key)
     width = _width(key)
@@ -252,8 +260,9 @@ def _with_sums(key: TuningKey) -> Config:
     # Left to itself, ptxas may use half of the registers and spill much. A multiprocessor has 128
     # for each thread of 16 warps.
     max_registers = 128 if warps == 16 else 0
-    # No reduction is between loads and stores: dynamic tanh of 3584 columns, on an H200 in bf16,
-    # forward and backward, 88.6 to 85.5 us. Of other tiles more programs are not faster.
+    # One more program is faster for seven tiles without a reduction between loads and stores:
+    # dynamic tanh of 3584 columns, on an H200 in bf16, forward and backward, 88.6 to 85.5 us. For
+    # other tiles it is not faster.
     is_light = parts == 7 and _count(key, 5) == 0
     per_sm = max(8 // warps, 1) + is_light
     return Config(block, rows, warps, stages, per_sm, max_registers, parts)
@@ -264,9 +273,9 @@ def _spills(key: TuningKey, warps: int) -> bool:
     block, parts = _tiling(key)
     if warps > 4 or block < 64 * warps:
         return False
-    # The elements of a row in a thread, with padding.
-    each = block * parts * _parts(key) // (32 * warps)
-    held = each * (_sums(key) + _moved(key)) * _registers(key)
+    # The elements of a row per thread, with padding.
+    per_thread = block * parts * _parts(key) // (32 * warps)
+    held = per_thread * (_sums(key) + _moved(key)) * _registers(key)
     return held > _MOST_HELD
 
 
@@ -322,28 +331,28 @@ def candidates(key: TuningKey) -> list[Config]:
     """Return the heuristic's config, those of other buckets, and their neighbours."""
     configs = {heuristic(key): None}
     for config in in_buckets(heuristic, key):
-        neighbours = around(config) if config.per_sm else _near(config)
+        neighbours = around(config) if config.per_sm else _neighbours(config)
         configs |= dict.fromkeys(neighbours)
     return list(configs)
 
 
 # CUDA's limit: a block has at most 1024 threads.
 _MOST_WARPS = 32
-# Factors of rows and warps of the configs near another.
+# The neighbours of a config: factors of its rows and its warps.
 _FACTORS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (1, 0.5), (0.5, 0.5)]
 
 
-def _near(config: Config) -> list[Config]:
+def _neighbours(config: Config) -> list[Config]:
     """Return configs of about as many rows and warps, or of fewer stages."""
-    near: list[Config] = []
+    neighbours: list[Config] = []
     for row_factor, warp_factor in _FACTORS:
         rows = int(config.rows * row_factor)
         warps = int(config.warps * warp_factor)
-        near.append(replace(config, rows=rows, warps=warps))
+        neighbours.append(replace(config, rows=rows, warps=warps))
     if config.stages > 1:
-        near.append(replace(config, stages=config.stages - 1))
-        near.append(replace(config, stages=config.stages - 2))
-    return list(filter(_is_possible, near))
+        neighbours.append(replace(config, stages=config.stages - 1))
+        neighbours.append(replace(config, stages=config.stages - 2))
+    return list(filter(_is_possible, neighbours))
 
 
 def _is_possible(config: Config) -> bool:

@@ -19,8 +19,8 @@ __all__ = ["is_compute_bound"]
 # six, because lanes do wait. Measured kernels are far from it: see `is_compute_bound`.
 _BALANCE = 5.0
 
-# Of an operator, in fp32 on an H100 or H200; one for operators that are not here. A derivative that
-# has most of its operators in common with its function counts what it adds.
+# The instructions of each operator, in fp32 on an H100 or H200. Operators that are not listed have
+# one. A derivative shares most instructions with its function, so only the others are counted.
 _INSTRUCTIONS = {
     **dict.fromkeys(SAME_VALUE, 0),
     "div": 2,  # mostly by a number of the row, whose reciprocal is computed once
@@ -56,9 +56,9 @@ _INSTRUCTIONS = {
     "d:gelu_tanh": 8,
     "d:gelu": 10,
 }
-# A load or a store: the instruction is for several elements, but each has a conversion, and its
-# share of the address and the mask.
-_OF_ACCESS = 3
+# The instructions of a load or a store, per element. One load is for several elements, but each
+# element has a conversion, and its share of the address and the mask.
+_INSTRUCTIONS_OF_ACCESS = 3
 
 
 def is_compute_bound(computed: Iterable[Node], moved: Sequence[torch.dtype]) -> bool:
@@ -72,5 +72,5 @@ def is_compute_bound(computed: Iterable[Node], moved: Sequence[torch.dtype]) -> 
         moved: the dtypes of the whole tensors.
     """
     instructions = sum([_INSTRUCTIONS.get(node.op, 1) for node in computed])
-    instructions += _OF_ACCESS * len(moved)
+    instructions += _INSTRUCTIONS_OF_ACCESS * len(moved)
     return instructions > _BALANCE * sum([dtype.itemsize for dtype in moved])

@@ -64,9 +64,9 @@ class _Backward:
     """Accumulates the adjoints of nodes.
 
     Attributes:
-        terms: for each node what was added to its adjoint. Each term is a product summed over
-            columns, ``factor * sum(rest, over)``, whose factor is constant along them. Terms are
-            keyed by the factor and the axes, so that those with both in common share one sum.
+        terms: the terms of each node's adjoint. Each is ``factor * sum(rest, over)``, with a factor
+            that is constant along the axes ``over``. A term's key is its factor and its axes:
+            contributions with the same key share one sum.
     """
 
     def __init__(self, structure: Structure) -> None:
@@ -83,8 +83,9 @@ class _Backward:
             return
         contributions = self._contributions(node, adjoint)
         if _is_of_itself(node):
-            # The two contributions cancel, as where a row's mean is its one element. They are added
-            # first: added one by one to other terms they would leave a rounding error.
+            # The two contributions cancel, for example if a row has one element, which is its mean.
+            # They are added to each other first: added one by one to other terms, they would leave
+            # a rounding error.
             contributions = (self.graph.binary("add", *contributions), None)  # type: ignore[arg-type]
         spread = self._spread(node)
         for arg, contribution in zip(node.args, contributions, strict=True):
@@ -96,7 +97,8 @@ class _Backward:
     def _spread(self, node: Node) -> frozenset[int]:
         """Return the column axes along which a node's adjoint varies: all, or none.
 
-        They are all if the node has any. The caller sums over those that the node does not have.
+        It varies along all if the node has any. The caller sums over those that the node does not
+        have.
         """
         columns = frozenset(self.structure.columns)
         return columns if node.axes & columns else frozenset()
@@ -126,8 +128,8 @@ class _Backward:
         # of the axis.
         factor_of_sums = self._count(summed - contribution.axes)
         # Conversely, an adjoint has all columns if its node has any. The caller will sum it over
-        # those that the node does not have. Where the contribution does not have them either, it is
-        # divided by their size. For columns c0 and c1, and a node x that varies along c0 only:
+        # the axes that the node does not have. If the contribution does not have these axes either,
+        # it is divided by their size. For columns c0 and c1, and a node x that has only c0:
         #
         #   sum of x over c0, of adjoint g    g has no columns: x gets g / size(c1)
         divisor = self._count(spread - columns - node.axes)
@@ -177,8 +179,8 @@ class _Backward:
         constants = [arg for arg in node.args if arg.axes.isdisjoint(over) and is_bounded(arg)]
         if node.op == "mul" and not constants:
             return None
-        # Created here for both cases, though a product does not use it: `Graph.binary` orders
-        # operands by their numbers, which count the nodes in the order of their creation.
+        # Created for products too, which do not use it: `Graph.binary` orders operands by the order
+        # in which their nodes were created, and this keeps the order the same in both cases.
         minus_one = self.graph.const(-1.0)
         if node.op == "neg":
             return minus_one, node.args[0]
@@ -275,7 +277,7 @@ def _unary_rule(function: Callable[[Graph, Node, Node], Node]) -> _Rule:
 
 
 def _divided(graph: Graph, node: Node, g: Node) -> Sequence[Node]:
-    # By y it is -(g / y) * (x / y), of the forward's own quotient.
+    # The derivative by y is -(g / y) * (x / y). ``node`` is x / y, computed by the forward.
     quotient = graph.binary("div", g, node.args[1])
     return quotient, graph.unary("neg", _mul(graph, quotient, node))
 
@@ -288,7 +290,7 @@ def _divided(graph: Graph, node: Node, g: Node) -> Sequence[Node]:
 #   max(dim), min(dim)             all of it for the first
 #   std, norms at 0                0
 #
-# Where a formula would multiply zero by infinity, a selection stands in place of the product.
+# If a formula would multiply zero by infinity, the rule selects with `where` instead.
 
 
 def _extremum(comparison: str) -> _Rule:
@@ -312,9 +314,9 @@ def _where(graph: Graph, node: Node, g: Node) -> Sequence[Node | None]:
 
 
 def _rooted(graph: Graph, node: Node, g: Node) -> Sequence[Node]:
-    """Return the gradient of a root that is zero at zero, as is its own derivative.
+    """Return the gradient of a root, with zero for a root of zero.
 
-    The divisor is one there, so that neither divides by zero.
+    There the divisor is one, so that neither the gradient nor its derivative divides by zero.
     """
     is_zero = graph.make("eq", node, graph.const(0.0))
     zero = graph.const(0.0)
@@ -343,8 +345,8 @@ def _powered(graph: Graph, node: Node, g: Node) -> Sequence[Node]:
     one = graph.const(1.0)
     less = graph.make("power", x, graph.binary("sub", exponent, one))
     by_base = graph.where(graph.make("eq", exponent, zero), zero, _mul(graph, exponent, less))
-    # Zero to a power does not depend on the exponent. Where it is zero, the logarithm is that of
-    # one: infinity times zero would be NaN.
+    # If the base is zero, the power does not depend on the exponent. The logarithm is then that of
+    # one, because minus infinity times zero would be NaN.
     flat = graph.binary("and", graph.make("eq", x, zero), graph.make("ge", exponent, zero))
     logarithm = graph.unary("log", graph.where(flat, one, x))
     by_exponent = graph.where(flat, zero, _mul(graph, node, logarithm))

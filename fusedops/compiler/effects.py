@@ -1,6 +1,6 @@
 """Refuse functions with side effects.
 
-A kernel has none of them, and the trace has them at another time than a call.
+A kernel would leave the effects out, and the trace would have them once, not in each call.
 """
 
 from __future__ import annotations
@@ -43,18 +43,16 @@ _F = TypeVar("_F", ast.Lambda, ast.FunctionDef)
 
 
 def check_effects(code: CodeType, name: str) -> None:
-    """Raise where a function of this code changes anything but its own variables.
+    """Raise if a function with this code changes anything but its own variables.
 
-    Only what its source shows is known. A function without source passes.
+    The check reads the function's source. A function without source passes.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    # `TokenError`: the file was changed, and now a bracket or a string that is never closed begins
-    # here.
+    # A `TokenError` is raised if the file has changed, and the text at this line is not complete.
     except (OSError, TypeError, SyntaxError, tokenize.TokenError):
         return
-    # Variables of the function itself. Those that it takes from an outer function are free
-    # variables.
+    # The function's own variables. Free variables belong to an outer function.
     local = {*code.co_varnames, *code.co_cellvars}
     for node in _nodes_of(tree, code):
         effect = _effect(node, local)
@@ -70,7 +68,7 @@ def check_effects(code: CodeType, name: str) -> None:
 def _nodes_of(tree: ast.Module, code: CodeType) -> list[ast.AST]:
     """Return the nodes in the body of a function, from the source that begins at its first line.
 
-    The source of a lambda is its whole line. Where that has several lambdas with the same
+    The source of a lambda is its whole line. If the line has several lambdas with the same
     parameters, it is unknown which one this is, and no nodes are returned.
     """
     parameters = list(code.co_varnames[: code.co_argcount])
@@ -110,7 +108,7 @@ def _effect(node: ast.AST, local: set[str]) -> str:
 
 
 def _effect_of_target(node: ast.Attribute | ast.Subscript, local: set[str]) -> str:
-    """Return what an attribute or an element does where it is assigned or deleted."""
+    """Return the effect of assigning or deleting an attribute or an element; "" for none."""
     if isinstance(node.ctx, ast.Load):
         return ""
     # Elements of a local variable may be assigned, but no attributes of it.

@@ -110,24 +110,25 @@ class Emitter:
     Attributes:
         names: the names in use.
         addresses: writes addresses, and has the kernel's arguments.
-        flat: whether `invariant` stays empty, and vectors are computed in each tile of rows. That
-            is so where a program has one tile, and where registers hold no vectors from tile to
-            tile beside the sums.
+        flat: whether `invariant` stays empty, and vectors are computed in each tile of rows. This
+            is the case if a program has one tile, or if the sums leave no registers that could hold
+            vectors from tile to tile.
         invariant: the lines before all tiles.
         lines: the lines of a tile of rows.
-        body: the lines of a tile of columns, in a loop over a row's tiles; None where one program
-            has one tile.
+        body: the lines of a tile of columns, in a loop over a row's tiles; None outside such a
+            loop.
         full: whether that tile has all its columns.
         holds_vectors: whether vectors are computed before the loop over the tiles of a row that
             are side by side, for all of them.
-        carried: the tiles that a phase keeps for a later one.
-        tiles: the tuples of these, and of vectors that are held for all tiles of rows.
-        tuples: those that the body adds tiles to.
+        carried: the values whose tiles a phase keeps for a later one.
+        tiles: the names of tuples of tiles: of carried values, and of vectors that are held for all
+            tiles of rows.
+        tuples: the names of the tuples that the body adds tiles to.
         vectors: the lines of a loop over the parts of vectors, before all tiles of rows.
-        vector_tuples: the tuples that these add tiles to.
+        vector_tuples: the names of the tuples that this loop adds tiles to.
         leaves: values that are read, not computed: "intermediate", "stats 3" or "moments 0".
         moved: the dtypes of whole tensors that are read or written.
-        read: the number of them that are read.
+        read: the number of whole tensors that are read.
         computed: the values that have lines.
         inexact: the values that another kernel may have rounded otherwise.
         stores_after: stores of numbers of rows, which follow the line that computes the number.
@@ -186,15 +187,15 @@ class Emitter:
         return self.named[root]
 
     def block(self, node: Node) -> str:
-        """Emit the lines that compute a value, and return its name; of a number, a block of it."""
+        """Emit the lines that compute a value, and return its name; for a number, a block."""
         value = self.value(node)
         return filled(value, node.kind) if value in self._literals else value
 
     def _missing(self, node: Node) -> list[Node]:
         """Return the arguments that have no name yet, for the stack of `value`: last in, first out.
 
-        They are in reverse order of emission: of ``x * weight`` this is ``[weight, x]``, and the
-        line of ``x`` comes first.
+        They are in reverse order of emission: for ``x * weight`` the result is ``[weight, x]``, and
+        the line of ``x`` comes first.
         """
         if node in self.named:
             return []
@@ -333,7 +334,7 @@ class Emitter:
         self._known |= known
 
     def forget_rows(self) -> None:
-        """Take the names of all that varies by row out of scope: from here on rows are others."""
+        """Take the names of values that vary by row out of scope: later lines have other rows."""
         self._forget({name for node, name in self.named.items() if self.has_rows(node)})
 
     # --- the loop over tiles of columns -----------------------------------------------------------
@@ -475,9 +476,9 @@ class Emitter:
         return _FORMATS[node.op].format(*args)
 
     def _named_arguments(self, node: Node) -> list[str]:
-        """Return the names of a node's arguments; of numbers alone as tensors.
+        """Return the names of a node's arguments; if all are numbers, tensors of these numbers.
 
-        Triton computes operators of numbers alone when it compiles, without a tensor's dtype.
+        Otherwise Triton would compute the operator when it compiles, without a tensor's dtype.
         """
         arguments = self._arguments(node)
         names = [self.named[argument] for argument in arguments]
@@ -504,7 +505,8 @@ class Emitter:
 
     def _where(self, node: Node, args: Sequence[str]) -> str:
         text = f"tl.where({', '.join(args)})"
-        # Of two numbers Triton makes fp32, whatever ACC is, or int32, which products overflow.
+        # For two numbers Triton's result is in fp32, whatever ACC is, or in int32, in which later
+        # products could overflow.
         if node.kind != "bool" and self._literals.issuperset(args[1:]):
             text += f".to({KINDS[node.kind]})"
         return text
@@ -520,13 +522,17 @@ class Emitter:
         return not self.has_columns(divisor) and has_reciprocal(divisor)
 
     def _exponential(self, node: Node, args: Sequence[str]) -> str:
-        """Return an exponential; beside that of a row's largest element, 1, none is subnormal."""
+        """Return an exponential.
+
+        If the argument is a difference from the row's largest element, results that would be
+        subnormal do not matter beside the largest one, 1: see `exponential`.
+        """
         if is_below_largest(node.args[0]):
             return f"exponential({args[0]}, 1.0)"
         return f"tl.exp({args[0]})"
 
     def _negative(self, node: Node, args: Sequence[str]) -> str:
-        # Triton subtracts from zero, which has another zero.
+        # Triton would compute 0 - x, which has the wrong sign for a zero.
         if node.kind == "float":
             return f"{args[0]} * -1.0"
         return f"-{args[0]}"
@@ -612,7 +618,7 @@ class Emitter:
     def _keep(self, node: Node, args: Sequence[str]) -> str:
         """Return dropout's factors: random numbers count each part of a row as a row.
 
-        Of rows with three parts, part 1 of row 5 has the random numbers of row ``5 * 3 + 1``.
+        If rows have three parts, part 1 of row 5 has the random numbers of row ``5 * 3 + 1``.
         """
         structure = self.structure
         (number, part) = node.attrs

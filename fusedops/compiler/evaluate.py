@@ -41,7 +41,7 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "isnan": torch.isnan,
     "detached": torch.Tensor.detach,
     "narrowed": lambda x: x,
-    # A backward's graph has no gradients for these already: here they are values like others.
+    # The graph of a backward was built without gradients for these: here only the value counts.
     "constant_to_gradients": lambda x: x,
     **{name: activation.formula for name, activation in ACTIVATIONS.items()},
 }
@@ -94,8 +94,8 @@ def part_of(structure: Structure, operand: Operand, tensor: Tensor, part: Part) 
 def _size(structure: Structure, operand: Operand, tensor: Tensor, axis: int) -> int:
     """Return the size of an axis.
 
-    It is that in the trace, unless the axis is a dimension of rows, of which a tensor may have any
-    number.
+    A dimension of rows may have any size, which is read from the tensor. Other axes have the size
+    of the trace.
     """
     if axis in structure.rows:
         for dim, label in enumerate(operand.labels):

@@ -39,7 +39,7 @@ class KernelExplanation:
         key: the tuning key, on which the config depends.
         config: the launch parameters.
         origin: the source of the config: the cache, the shipped table or a heuristic.
-        reason: why the heuristic chooses its config; "" of another source.
+        reason: why the heuristic chooses its config; "" if the config has another source.
         moved: the bytes per row that the kernel reads from and writes to full tensors.
         usage: registers and spilled bytes per thread; None on devices where kernels are not
             compiled.
@@ -215,7 +215,7 @@ def _variation(program: Program, axes: tuple[int, ...]) -> str:
 
 
 def _name_of_rows(program: Program, rows: tuple[int, ...]) -> str:
-    """Return what a tensor's rows are to those of the call."""
+    """Return how a tensor's rows correspond to those of the call."""
     if rows == program.structure.rows:
         return "rows"
     if rows == program.group:

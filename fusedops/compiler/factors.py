@@ -1,8 +1,8 @@
 """Factors in a derivative, rearranged for fewer operators and registers.
 
-A product with several numbers of a row multiplies these with each other, and columns once. A number
-that is a factor of both terms of a sum is moved out of it. What is left of a term may be a product
-that the forward has, and that another gradient needs::
+If a product has several numbers of a row, these are multiplied first, and the columns only once. If
+both terms of a sum have a number as a factor, it is moved out of the sum. The remaining term may be
+a product that the forward has, and that another gradient needs::
 
     rstd * g + (x - mean) * (rstd**3 * c)
     rstd * (g + hat * (rstd * c))            hat = (x - mean) * rstd
@@ -22,13 +22,13 @@ __all__ = ["Factoring"]
 
 
 class Factoring:
-    """Rewrites the nodes of a derivative. The forward's stay, as some of their values are saved.
+    """Rewrites the nodes of a derivative, but not the forward's: some of their values are saved.
 
     Attributes:
         forward: the nodes of the forward.
-        again: those of them that the derivative needs.
+        again: the nodes of the forward that the derivative needs.
         uses: how many operators have a node as an argument.
-        done: the nodes that stand in place of others.
+        done: the replacement of each node that was rewritten.
     """
 
     def __init__(self, structure: Structure, roots: Collection[Node]) -> None:
@@ -42,7 +42,7 @@ class Factoring:
         self.done = {node: self._differentiated(node) for node in self.forward}
 
     def __call__(self, root: Node) -> Node:
-        """Return the node that stands in place of another."""
+        """Return the replacement of a node."""
         for node in itertools.filterfalse(self.done.__contains__, topological([root])):
             self.done[node] = self._rewritten(node)
         return self.done[root]
@@ -50,8 +50,8 @@ class Factoring:
     def _differentiated(self, node: Node) -> Node:
         """Return a value of the forward as the derivative needs it.
 
-        There ``x - constant_to_gradients(mean)`` is ``x - mean``, which the forward has, too.
-        Numbers of a row stay, as they are saved.
+        In a derivative ``x - constant_to_gradients(mean)`` is ``x - mean``, which the forward has
+        too. Numbers of a row are not changed, because they are saved.
         """
         if node.op not in BINARY or self._is_number(node):
             return node
@@ -82,12 +82,14 @@ class Factoring:
 
     def _sum(self, op: str, x: Node, y: Node) -> Node:
         """Return a sum or a difference as the product of common factors and the rest."""
-        (of_x, x_rest), (of_y, y_rest) = self._split(x), self._split(y)
+        x_numbers, x_rest = self._split(x)
+        y_numbers, y_rest = self._split(y)
         # Infinity times a sum is not the sum of infinities: see `is_bounded`.
-        common = Counter(filter(is_bounded, (of_x & of_y).elements()))
+        common = Counter(filter(is_bounded, (x_numbers & y_numbers).elements()))
         if not common:
             return self.graph.binary(op, x, y)
-        x, y = self._product(of_x - common, x_rest), self._product(of_y - common, y_rest)
+        x = self._product(x_numbers - common, x_rest)
+        y = self._product(y_numbers - common, y_rest)
         return self._product(common, self.graph.binary(op, x, y))
 
     def _split(self, node: Node) -> tuple[Counter[Node], Node]:
@@ -96,14 +98,14 @@ class Factoring:
         A product that the forward has, or that two operators need, is one factor.
         """
         if node.op == "mul" and node not in self.forward and self.uses[node] <= 1:
-            (numbers, rest), (others, other_rest) = map(self._split, node.args)
-            return numbers + others, self.graph.binary("mul", rest, other_rest)
+            (x_numbers, x_rest), (y_numbers, y_rest) = map(self._split, node.args)
+            return x_numbers + y_numbers, self.graph.binary("mul", x_rest, y_rest)
         if self._is_number(node):
             return Counter([node]), self.one
         return Counter(), node
 
     def _product(self, numbers: Counter[Node], value: Node) -> Node:
-        """Return the product of numbers and a value, of which the forward may have a part."""
+        """Return the product of numbers and a value, from a product of the forward if one fits."""
         product = functools.partial(self.graph.binary, "mul")
         for number in numbers:
             known = product(number, value)

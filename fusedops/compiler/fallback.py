@@ -1,4 +1,4 @@
-"""Run a program as PyTorch's operators, where Triton cannot compile its kernels.
+"""Run a program by PyTorch's operators, if Triton cannot compile its kernels.
 
 Dropout draws the same masks, and the forward saves the same tensors, so that kernels and operators
 may alternate: a forward of one kind goes with a backward of the other.
@@ -57,7 +57,7 @@ def backward(site: RowwiseSite, grads: Any, saved: Any, outs: Any, state: State)
 
 
 def _write(out: Any, gradient: Any) -> None:
-    """Write a gradient, of which None stands for zeros, where it is wanted."""
+    """Write a gradient, or zeros if it is None; nothing if it is not wanted."""
     if out is None:
         return
     if gradient is None:

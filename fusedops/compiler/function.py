@@ -42,8 +42,7 @@ from .walking import INTERNALS, UNWRAPPED
 
 __all__ = ["Rowwise", "function_of", "rowwise"]
 
-# The most calls in a function's cache, groups of them included. It is cleared where new calls do
-# not end.
+# The most calls, and groups of calls, in a function's cache. At this size the cache is cleared.
 _MOST_CALLS = 8192
 
 
@@ -200,8 +199,8 @@ class Rowwise(Generic[_P, _R]):
     def _called(self, args: Any) -> Any:
         """Return the outputs for all arguments by position. This is the hot path of a call."""
         autocast = any_autocast_enabled() and _autocast()
-        # The function itself runs as a part of another trace; under a transform, where PyTorch's
-        # operators run, on what is captured now; and for `torch.export`, because the process that
+        # The function itself runs in three cases: as a part of another trace; under a transform,
+        # because kernels have no rules for it; and for `torch.export`, because the process that
         # loads the exported program has not registered this program's operators.
         is_observed = is_intercepted()
         differentiates = is_observed and (transforms() or in_forward_mode())
@@ -274,7 +273,7 @@ class Rowwise(Generic[_P, _R]):
     def _make_room(self) -> None:
         """Count one more entry of the cache, which is cleared before it has too many.
 
-        A group that is in use meanwhile ends with its call.
+        A call that uses a removed group meanwhile still completes with it.
         """
         if self._cached >= _MOST_CALLS:
             self._calls.clear()
@@ -364,8 +363,8 @@ class Rowwise(Generic[_P, _R]):
         if form not in self._forms:
             self._signature.bind(*args, **kwargs)
             self._forms.add(form)
-        rest = self._defaults[len(args) :]
-        return (*args, *[kwargs.get(name, default) for name, default in rest])
+        remaining = self._defaults[len(args) :]
+        return (*args, *[kwargs.get(name, default) for name, default in remaining])
 
     def _run(self, *args: Any) -> Any:
         """Call the function itself; here keyword-only arguments come by position, as others do."""
@@ -536,11 +535,11 @@ def _of_pairs(select: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any], tuple
 def _results(program: Program) -> Callable[[Any], Any]:
     """Return the function that makes what the user's function returns of a program's outputs."""
     # What follows the function's own results is only saved for the backward.
-    own = slice(program.count)
+    results = slice(program.count)
     makers: dict[str, Callable[[Any], Any]] = {
         "tensor": itemgetter(0),
-        "tuple": lambda outs: tuple(outs[own]),
-        "list": lambda outs: list(outs[own]),
+        "tuple": lambda outs: tuple(outs[results]),
+        "list": lambda outs: list(outs[results]),
     }
     return makers[program.structure.container]
 

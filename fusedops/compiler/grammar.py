@@ -20,7 +20,8 @@ from .ir import BINARY, COMPARISONS, REDUCTIONS, UNARY
 
 __all__ = ["GrammarError", "check"]
 
-# More values, and a longer chain of them, than of any function that is traced in reasonable time.
+# The most values, and the longest chain of values. Functions that are traced in reasonable time
+# have fewer.
 _MOST_NODES, _DEEPEST = 20_000, 800
 _KINDS = ("float", "int", "bool")
 _CONTAINERS = ("tensor", "tuple", "list")
@@ -207,18 +208,18 @@ class _Checker:
         depths = list[int]()
         axes = list[set[int]]()
         _require(len(self.fields["nodes"]) <= _MOST_NODES, "too many values")
-        for op, args, attrs, own, kind, names in self.fields["nodes"]:
+        for op, args, attrs, node_axes, kind, names in self.fields["nodes"]:
             _require(len(args) == _ARITIES[op], f"arguments of {op}")
             # A node's arguments come before it, so that there are no cycles.
             _require(_are_numbers(args, len(depths)), "arguments")
             depths.append(1 + max([depths[arg] for arg in args], default=0))
             _require(depths[-1] <= _DEEPEST, "too deep")
-            _require(_are_numbers(own, len(self.sizes)), "axes")
+            _require(_are_numbers(node_axes, len(self.sizes)), "axes")
             expected = self._axes(op, attrs, kind, [axes[arg] for arg in args])
-            _require(set(own) == expected, f"axes of {op}")
+            _require(set(node_axes) == expected, f"axes of {op}")
             _require(kind == "bool" if op in COMPARISONS else kind in _KINDS, "kind")
             _require(all(map(_NAME.fullmatch, names)), "names")
-            axes.append(set(own))
+            axes.append(set(node_axes))
 
     def _axes(self, op: str, attrs: Any, kind: str, arguments: Sequence[set[int]]) -> set[int]:
         """Check a value's attributes, and return the axes that it has."""

@@ -1,7 +1,7 @@
-"""Guards of torch.compile on what a function reads, where a call of it is one node of the graph.
+"""Guards of torch.compile on the variables of a function whose call is one node of the graph.
 
-Dynamo does not trace into the node. It traces a function before it, which compares the same
-variables with the values that they have, and guards on them: a call with other values is compiled
+Dynamo does not trace into the node. Before the node it traces a function that compares the same
+variables with their present values. So it guards on them, and compiles a call with other values
 again.
 """
 
@@ -20,9 +20,9 @@ __all__ = ["Guards"]
 class Guards:
     """The comparisons of a function's variables.
 
-    Each set of values has an attribute of its own with the functions that compare it, because
+    Each set of values has an attribute of its own, with the functions that compare the values:
     Dynamo reads an attribute by its name, and guards on it. Code that was compiled for one set
-    reads the functions of that set, also after another was added::
+    reads the functions of that set, also after another set was added::
 
         values0 = (compare,)      if SCALE == 2.0: pass
         values1 = (compare,)      if SCALE == 3.0: pass
@@ -35,7 +35,7 @@ class Guards:
     def attribute(self) -> str:
         """Return the attribute with the functions that compare the present values.
 
-        "" where the function reads more than numbers, so that Dynamo is to trace the function.
+        "" if the function reads more than numbers: then Dynamo has to trace the function.
         """
         functions = simple_variables(self._function)
         if functions is None:

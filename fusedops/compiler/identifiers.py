@@ -105,7 +105,7 @@ _RESERVED = {
     *_OWN,
     *keyword.kwlist,
 }
-# Names of the package's own in kernels, which end with a number or in "_base".
+# Names that the package itself gives to variables of kernels, beside the reserved ones.
 _OWN_NAMES = re.compile(r"(sum|row|next)\d+|late_.*|.*_base")
 _NUMBERED = re.compile(r"(.*?)(\d*)")
 

@@ -42,7 +42,7 @@ __all__ = [
 #
 #   detached(x)               x, without a gradient
 #   constant_to_gradients(x)  x, without a gradient in the backward. A second derivative does have
-#                             one: it differentiates the backward, in which x is any other value
+#                             one: it differentiates the backward, where x is like any other value
 #   instead(x, y)             x, with the gradient of y
 #   narrowed(x)               x after a cast: rounded where it is saved or returned, which leaves
 #                             the other consumers of x alone
@@ -103,7 +103,7 @@ _CONDITIONS = COMPARISONS | {"not", "isnan"}
 SAME_VALUE = ("constant_to_gradients", "detached", "instead", "narrowed")
 # Those that return it without its gradient.
 _WITHOUT_GRADIENTS = ("constant_to_gradients", "detached")
-# Operators of which a factor or term that is constant along a row moves out of a `pick`.
+# If an argument of one of these operators is constant along a row, it moves out of a `pick`.
 _PICKED_BY_ARGUMENT = ("add", "sub", "mul")
 _NUMBER = operator.attrgetter("number")
 
@@ -137,7 +137,7 @@ class Node:
 
 
 class Graph:
-    """Nodes, of which equal ones are built only once."""
+    """Builds and holds nodes; equal nodes are one object."""
 
     def __init__(self) -> None:
         self.nodes: dict[Any, Node] = {}
@@ -158,12 +158,12 @@ class Graph:
             return args[0]  # numbers have no gradients
         if kind is None:
             kind = _kind(op, args)
-        own = _axes_of(args) if axes is None else frozenset(axes)
+        node_axes = _axes_of(args) if axes is None else frozenset(axes)
         # Names are no part of the key: an expression that the user names twice is one node.
-        key = (op, tuple(map(_NUMBER, args)), attrs, own, kind)
+        key = (op, tuple(map(_NUMBER, args)), attrs, node_axes, kind)
         node = self.nodes.get(key)
         if node is None:
-            node = Node(op, args, attrs, own, kind, len(self.nodes), [])
+            node = Node(op, args, attrs, node_axes, kind, len(self.nodes), [])
             self.nodes[key] = node
         return node
 
@@ -222,31 +222,31 @@ class Graph:
         if x.op == "neg":
             return self.unary("neg", self.pick(x.args[0], index, over))
         if x.op in _PICKED_BY_ARGUMENT and _has_constant(x.args, over):
-            one, other = x.args
-            return self.binary(x.op, self.pick(one, index, over), self.pick(other, index, over))
+            first, second = [self.pick(arg, index, over) for arg in x.args]
+            return self.binary(x.op, first, second)
         picked = (tuple(sorted(over & x.axes)),)
-        rest = (x.axes | index.axes) - over
-        return self.make("pick", x, index, attrs=picked, axes=rest, kind=x.kind)
+        remaining = (x.axes | index.axes) - over
+        return self.make("pick", x, index, attrs=picked, axes=remaining, kind=x.kind)
 
     def reduce(self, op: str, x: Node, axes: Iterable[int], *, exact: bool = False) -> Node:
         """Return a reduction over those of the axes along which the value varies.
 
-        A factor that is constant along these axes moves out of a sum. In an ``exact`` one only
-        finite numbers do. Any other factor may be infinite: ``inf * (1 - 2)`` is minus infinity,
-        and the sum of ``inf * 1`` and ``inf * -2`` is NaN.
+        A factor that is constant along these axes moves out of a sum. With ``exact`` only integers
+        and finite constants move out. Any other factor may be infinite: ``inf * (1 - 2)`` is minus
+        infinity, but the sum of ``inf * 1`` and ``inf * -2`` is NaN.
         """
         over = tuple(sorted(set(axes) & x.axes))
         if not over:
             return x
-        rest = x.axes - set(over)
+        remaining = x.axes - set(over)
         if op != "sum":
-            return self.make(op, x, attrs=(over,), axes=rest)
+            return self.make(op, x, attrs=(over,), axes=remaining)
         if x.op == "neg":
             return self.unary("neg", self.reduce(op, x.args[0], over, exact=exact))
         is_product = x.op == "mul" and _has_constant(x.args, set(over))
         if is_product and (not exact or _has_finite_factor(x)):
             return self.binary("mul", *[self.reduce(op, arg, over, exact=exact) for arg in x.args])
-        return self.make(op, x, attrs=(over,), axes=rest)
+        return self.make(op, x, attrs=(over,), axes=remaining)
 
 
 def value_of(node: Node) -> Any:
@@ -259,12 +259,12 @@ def value_of(node: Node) -> Any:
 
 
 def value_behind(node: Node) -> Node:
-    """Return the value that is a constant to gradients here, and any other as it is."""
+    """Return the argument of a `constant_to_gradients` node; any other node itself."""
     return node.args[0] if node.op == "constant_to_gradients" else node
 
 
 def is_below_largest(node: Node) -> bool:
-    """Whether this is ``x - amax(x)``, of which a row has a zero."""
+    """Whether this is ``x - amax(x)``; then each row has an element of zero."""
     if node.op != "sub":
         return False
     x, shift = node.args
@@ -393,8 +393,9 @@ _FOLDED2: dict[str, Callable[[Any, Any], Any]] = {
 def is_bounded(factor: Node) -> bool:
     """Whether a factor is finite or NaN, so that it may move out of a sum.
 
-    Infinity times a sum is not the sum of infinities, which is NaN where their signs differ.
-    Cotangents count as finite: a loss of each row needs one pass over its columns then.
+    Infinity times a sum is not the sum of infinities, which is NaN if their signs differ.
+    Cotangents count as finite, so that the backward of a loss of each row needs only one pass over
+    its columns.
     """
     if factor.op in ("mul", "neg"):
         return all(map(is_bounded, factor.args))
@@ -407,7 +408,7 @@ def is_bounded(factor: Node) -> bool:
 def has_reciprocal(node: Node) -> bool:
     """Whether a number of a row is known to be so large that its reciprocal is finite.
 
-    It is the sum of a softmax's exponentials, of which one is 1, or has a lower limit.
+    It is the sum of a softmax's exponentials, one of which is 1, or it has a lower limit.
     """
     if node.op == "sum":
         (summed,) = node.args
@@ -456,7 +457,7 @@ def computed_of(node: Node) -> tuple[Node, ...]:
 def derived_of(node: Node) -> tuple[Node, ...]:
     """Return the arguments that a value and its derivatives are computed from.
 
-    Of ``instead(x, y)`` these are both if x is detached or a number. Otherwise they are x alone.
+    For ``instead(x, y)`` the result is both if x is detached or a number, and otherwise x alone.
     """
     if node.op == "instead" and node.args[0].op in ("detached", "const"):
         return node.args

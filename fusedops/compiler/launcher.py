@@ -17,9 +17,9 @@ and passes tensors in the order of the kernels' arguments. For one kernel with a
         programs = -(-rows // plan.rows[0])
         plan.variants[0](programs, 1, input0, input1, output0, input0_stride, rows)
 
-Rows that no single stride reaches, such as those of q in a packed projection, have kernels of their
-own, and a launcher: the function returns what that one's does. So have gradients that are a part of
-another tensor, such as that of q in the gradient of the projection.
+Some tensors have *spaced* rows, which no single stride reaches: for example q in a packed
+projection, or the gradient of q in the gradient of the projection. For these there are other
+kernels, and another launcher. The function above then calls that launcher's function.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class Launcher:
         like: a tensor that has all rows, and its index among the outputs.
         last: the last kernel, which has the groups and the sums over rows, if there are any.
         variants: compiles the kernels.
-        spacings: the spacings of the tensors whose rows no single stride reaches.
-        spaced: makes the launcher for such rows.
+        spacings: the spacings of the tensors with spaced rows.
+        spaced: returns the launcher for tensors with such spacings.
     """
 
     def __init__(
@@ -114,14 +114,14 @@ class Launcher:
         self.structure = self.program.structure
         self.reduce = reduce_kernel(self.program.plan, self.last) if self.last.sums else None
         self.variants = Variants(site, kernels, self.reduce, cotangents)
-        # The gradients that may be a part of another tensor, where the caller allocated it. Those
-        # that are sums over rows are none.
+        # The gradients that may be a part of another tensor, which the caller allocated. Gradients
+        # that are sums over rows are never parts.
         gradients = [(a.kind, a.index) for a in self.arguments if a.kind == "gradient"]
         summed = {("gradient", index) for index in (*dict(self.last.sums), *self.last.written)}
         self._unallocated = set() if site.fitted else set(gradients) - summed
         output = next((i for i, dtype in enumerate(cotangents) if dtype is not None), 0)
         self.like = names["cotangent" if cotangents else "output", output], output
-        # Of tensors whose rows may need several strides: the dimensions before those of a row.
+        # For tensors whose rows may be spaced: how many dimensions precede those of a row.
         self._leading = self._leading_dims()
 
     def build(self) -> Launch:
@@ -162,8 +162,8 @@ class Launcher:
         # All shapes are checked before any tensor is copied.
         for kind, index in tensors:
             lines += self._check(kind, index)
-        # Tensors whose rows may be spaced come first: where they are, the launch for such rows
-        # takes over before any tensor is copied.
+        # Tensors whose rows may be spaced come first. If a tensor's rows are spaced, the other
+        # launcher's function is called before any tensor is copied.
         for kind, index in sorted(tensors, key=self._leading.__contains__, reverse=True):
             lines += self._operand(kind, index)
         wide = "False"
@@ -201,7 +201,7 @@ class Launcher:
         return self._function(lines)
 
     def _function(self, lines: Sequence[str]) -> str:
-        """Return the function of these lines, which reads the full shape where they use it."""
+        """Return the function with these lines, after a line for the full shape if they use it."""
         text = "\n".join(indented(lines))
         shape = f"    full = {self.like[0]}.shape\n" if "full" in text else ""
         return f"def run({self.parameters}):\n{shape}{text}\n"
@@ -245,9 +245,9 @@ class Launcher:
         return lines
 
     def _partials(self, kernel: Kernel) -> list[str]:
-        """Return the lines that allocate partial sums over rows: none for the rows of one program.
+        """Return the lines that allocate partial sums over rows.
 
-        It is any address then, to which nothing is written.
+        One program needs none: then ``partials`` is any tensor, to which nothing is written.
         """
         like, _ = self.like
         size = f"{len(kernel.sums)}, {self.structure.cols}, dtype={self.program.acc}"
@@ -271,7 +271,7 @@ class Launcher:
     def _launch_of_reduce(self, reduce: Kernel) -> str:
         """Return the launch of the reduction: tiles of columns, then slots and groups.
 
-        Where one program has all rows, nothing is left to reduce.
+        If one program has all rows, there is nothing to reduce.
         """
         slots = len(self.last.sums)
         across = f"-(-{self.structure.cols} // plan.reduce_block)"
@@ -287,10 +287,10 @@ class Launcher:
     def _expression(self, argument: Argument, kernel: Kernel) -> str:
         """Return the expression of a kernel's argument.
 
-        The reduction differs from the kernels before it in two:
+        With groups, two arguments of the reduction differ from those of the kernels before it:
 
-            gradient    of groups the caller's tensor, as it has no line of its own in `_operand`
-            programs    those of all groups; ``chunks`` is those of one
+            gradient    the caller's tensor, because it has no line of its own in `_operand`
+            programs    the programs of all groups; ``chunks`` is the programs of one group
         """
         kind = argument.kind
         index = argument.index
@@ -354,8 +354,8 @@ class Launcher:
     def _gradient(self, index: int) -> list[str]:
         """Return the lines of a gradient that a kernel writes.
 
-        It may be a part of another tensor. Where no kernel can write that part, it is copied there
-        in the end::
+        It may be a part of another tensor. If no kernel can write that part, the gradient is copied
+        there in the end::
 
             gradient0 = outs[0]
             if gradient0.is_contiguous():
@@ -439,7 +439,7 @@ class Launcher:
     def _leading_dims(self) -> dict[tuple[str, int], int]:
         """Return how many dimensions precede a row's, of tensors whose rows may be spaced.
 
-        A launcher for spaced rows has none: it copies the tensors that it was not made for.
+        In a launcher for spaced rows the result is empty: it copies tensors with other spacings.
         """
         leading: dict[tuple[str, int], int] = {}
         if self.spacings:
@@ -451,7 +451,7 @@ class Launcher:
             operand = operand_of(self.program, kind, index)
             dims = self._dims_of_rows(operand)
             layout = row_layout(self.structure, operand, self.last.group)
-            # Of rows of one dimension, kernels read any stride without spacings.
+            # If rows have one dimension, kernels read any stride without spacings.
             least = 1 if kind == "gradient" else 2
             if layout == "rows" and dims >= least:
                 leading[kind, index] = dims
@@ -469,7 +469,7 @@ class Launcher:
         return self.spaced(spacings) if spacings else self
 
     def _handover(self, kind: str, index: int) -> list[str]:
-        """Return the lines that leave a call to the launch for its rows, if they are spaced."""
+        """Return the lines that call the launch for spaced rows, if this tensor has spaced rows."""
         operands = tuple_of(map(self.names.__getitem__, self._leading))
         spaced = _SPACED[kind].__name__
         return [
@@ -478,12 +478,12 @@ class Launcher:
         ]
 
     def _spacing(self, name: tuple[str, int], tensor: Tensor) -> Spacing | None:
-        """Return how the rows of a tensor are spaced, if one of `_leading` is."""
+        """Return how the rows of a tensor in `_leading` are spaced; None if they are not."""
         kind, _ = name
         return _SPACED[kind](tensor, self._leading[name])
 
     def _spaced_launch(self, tensors: Sequence[Tensor]) -> Launch:
-        """Return the launch for tensors of which some have spaced rows."""
+        """Return the launch for these tensors, of `_leading`; some have spaced rows."""
         key = tuple(map(self._spacing, self._leading, tensors))
         launch = self._spaced_launches.get(key)
         if launch is None:
@@ -512,9 +512,9 @@ class Launcher:
     def _check(self, kind: str, index: int) -> list[str]:
         """Return the lines that compare a tensor's shape with the one that the program expects.
 
-        Kernels compute addresses from the expected shape alone. Where the inputs fit, what is
-        allocated for them does, too; but a saved tensor comes from a hook, or has other
-        memory meanwhile.
+        Kernels compute addresses from the expected shape alone. If the inputs' shapes are known to
+        fit, the tensors that are allocated for them fit too. But saved tensors are always checked:
+        a hook may have returned another tensor, or the tensor may have been resized.
         """
         name = self.names.get((kind, index))
         checked = _SAVED if self.cotangents else ()
@@ -540,10 +540,10 @@ class Launcher:
     #   (batch * 3, 64)            no: the first dimension joins a row axis and parts
 
     def _row_dims(self, operand: Operand) -> tuple[int, int] | None:
-        """Return the elements and the dimensions of a row, where rows may be strided.
+        """Return the elements and the dimensions of a row, if rows may be strided.
 
-        Returns None where the tensor has to be contiguous: it has no dimension after those of rows,
-        or one of its leading dimensions joins rows and other axes.
+        Returns None if the tensor has to be contiguous: if it has no dimension after those of rows,
+        or if one of its leading dimensions joins rows and other axes.
         """
         leading = self._dims_of_rows(operand)
         dims = len(operand.labels) - leading
@@ -552,7 +552,7 @@ class Launcher:
         return self.program.size_of_row(operand), dims
 
     def _dims_of_rows(self, operand: Operand) -> int:
-        """Return how many dimensions precede a row's; 0 where one joins rows and other axes."""
+        """Return how many dimensions precede a row's; 0 if one joins rows and other axes."""
         labels = operand.labels
         rows = set(self.structure.rows)
         # Dimensions of rows, and those of one element that follow.
@@ -582,9 +582,10 @@ class Launcher:
         operand = self.structure.inputs[index]
         axes = unreduced(self.structure, operand, self.program.acc).axes
         summed = [dim for dim, axis in enumerate(axes) if axis not in operand.axes]
-        rest = within(axes, operand.axes)
+        remaining = within(axes, operand.axes)
         total = gradient.sum(summed) if summed else gradient
-        out.copy_(total.permute([rest.index(axis) for axis in operand.axes]).reshape(out.shape))
+        order = [remaining.index(axis) for axis in operand.axes]
+        out.copy_(total.permute(order).reshape(out.shape))
 
 
 def _last_with(labels: Sequence[Label], axes: set[int]) -> int:

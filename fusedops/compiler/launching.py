@@ -59,7 +59,7 @@ _LEAST_ROWS = 16
 def forward(site: RowwiseSite, tensors: Any, outs: Any, state: State) -> None:
     """Run a forward: one launch, or two for long rows.
 
-    PyTorch's operators run where Triton cannot compile the kernels.
+    PyTorch's operators run if Triton cannot compile the kernels.
     """
     group = site.program.group_of(tensors)
     run = site.launches.get(group)
@@ -90,7 +90,7 @@ def backward(site: RowwiseSite, grads: Any, saved: Any, outs: Any, state: State)
 
 
 def _unfused(site: RowwiseSite, run: Callable[..., None]) -> Launch | None:
-    """Return the replacement of launches where rows are too long for kernels, else None."""
+    """Return the replacement of launches if rows are too long for kernels, else None."""
     if site.program.is_long:
         return functools.partial(run, site)
     return None
@@ -112,8 +112,8 @@ def backward_key(program: LaunchedProgram) -> Callable[[Any, Any], BackwardKey]:
     inputs = range(len(program.structure.inputs))
     wanted = [f"outs[{i}] is not None" for i in inputs]
     group = "()"
-    # The sizes are those of the first cotangent that is not None and has all dynamic axes: nested
-    # conditional expressions, built from the innermost.
+    # The sizes are read from the first cotangent that is not None and has all dynamic axes. The
+    # text is nested conditional expressions, which are built from the innermost.
     for output in reversed(outputs):
         dims = program.dims_of(output)
         if not dims.keys() >= program.dynamic.keys():
@@ -131,7 +131,8 @@ def _group_of_backward(
 ) -> str:
     """Return the expression of a backward's groups: those of the forward, or others.
 
-    Those whose inputs' gradients are not wanted are read by index, as in a forward.
+    Other groups are used only if the gradient of one of their inputs is wanted. Otherwise their
+    inputs are read by index, as in a forward.
 
     Args:
         program: the function.
@@ -211,8 +212,8 @@ def chosen(
 ) -> list[tuple[TuningKey, launch.Request, int]]:
     """Return the kernels of a call with all gradients, in the order in which they run.
 
-    For each returns its tuning key, the request to compile it, and the bytes of a row that it reads
-    and writes.
+    For each kernel, it returns the tuning key, the request to compile it, and the bytes of a row
+    that it reads and writes.
     """
     count = len(program.structure.outputs)
     drops = bool(program.structure.drops)
@@ -244,7 +245,7 @@ def _launchers(
 ) -> list[tuple[Launcher, int]]:
     """Return the launchers of a call, each with the bucket of its rows.
 
-    There is one of the forward, and one of the backward where a gradient is wanted.
+    There is one for the forward, and one for the backward if a gradient is wanted.
     """
     sizes = program.sizes_of(tensors)
     site = program.site(
@@ -288,8 +289,8 @@ def prepare(
         program: the function.
         device_index: the GPU's; -1 under the interpreter.
         tensors: tensors of the call's shapes and strides.
-        wanted: for each tensor, whether the backward computes its gradient; without any no backward
-            is compiled.
+        wanted: for each tensor, whether the backward computes its gradient. If it computes none, no
+            backward is compiled.
         cotangents: for each output, whether the backward has its gradient.
     Raises:
         NotCompiledError: Triton cannot compile one.

@@ -26,18 +26,18 @@ __all__ = [
     "unreduced",
 ]
 
-# How an operand's rows correspond to those of the call: it has all of them, none, one for each
-# group of rows, or some in some order.
+# How an operand's rows correspond to those of the call. It has all of them ("rows"), none
+# ("vector"), one for each group of rows ("group"), or some or all in any order ("indexed").
 RowLayout = Literal["rows", "vector", "group", "indexed"]
 # The layouts in which tiles of rows have different elements.
 BY_ROW = ("rows", "indexed")
 
 
-# For a call with rows (batch, sequence) and 64 columns, of which the axes are r0, r1 and c:
+# For a call with rows (batch, sequence) and 64 columns, whose axes are r0, r1 and c:
 #
 #   (batch, sequence, 64)   rows      read at the row, which is r0 * sequence + r1
 #   (64,)                   vector    all rows share it
-#   (batch, 64)             group     all rows of one r0 share it, where there are many of them
+#   (batch, 64)             group     all rows of one r0 share it, if there are many of them
 #   (sequence, 64)          indexed   read at r1, computed from the row
 #   (sequence, batch, 64)   indexed   read at r1, r0
 
@@ -69,7 +69,7 @@ def _has_rows_first(structure: Structure, operand: Operand) -> bool:
 def groups_of(structure: Structure) -> dict[Label, list[int]]:
     """Return the row axes of groups of rows, with the indices of the inputs that a group shares.
 
-    For a call with rows (batch, sequence, heads), of which the axes are r0, r1 and r2::
+    For a call with rows (batch, sequence, heads), whose axes are r0, r1 and r2::
 
         (batch, 1, 1, 64)    r0
         (sequence, 1, 64)    r1
@@ -85,10 +85,10 @@ def groups_of(structure: Structure) -> dict[Label, list[int]]:
 
 
 def outer_group(structure: Structure) -> Label:
-    """Return the groups of a forward, which share their outer axes; () if there are none.
+    """Return the row axes of a forward's groups, which are outer axes; () if there are no groups.
 
-    With several kinds of groups, returns the kind with the most groups. The vectors of the others
-    are read by index.
+    If there are several kinds of groups, the kind with the most groups is returned. The vectors of
+    the other kinds are read by index.
     """
     outer = [rows for rows in groups_of(structure) if _first_of(structure, rows) == 0]
     return max(outer, key=len, default=())
@@ -131,11 +131,14 @@ def pair_axis(structure: Structure, operand: Operand) -> int | None:
 def paired(part: Part, axis: int | None) -> tuple[Part, int]:
     """Return the first part of a part's pair, and the part's index in the pair.
 
-    ``axis`` is that of the pair (see `pair_axis`). If it is None, the part is its own first.
+    ``axis`` is that of the pair (see `pair_axis`). If it is None, the part itself is returned, and
+    the index is 0.
     """
-    first = tuple([(other, 0 if other == axis else index) for other, index in part])
     indices = dict[int | None, int](part)
-    return first, indices.get(axis, 0)
+    if axis not in indices:
+        return part, 0
+    first = tuple([(other, 0 if other == axis else index) for other, index in part])
+    return first, indices[axis]
 
 
 def offsets_along(structure: Structure, strides: Mapping[int, int]) -> str:

@@ -13,7 +13,7 @@ __all__ = ["KINDS", "as_tensor", "filled", "in_fp32", "literal", "neutral"]
 
 # Triton's dtype of each kind of values.
 KINDS = {"float": "ACC", "int": "tl.int64", "bool": "tl.int1"}
-# The maximum of nothing.
+# The largest element of an empty row.
 _LEAST = {"float": 'float("-inf")', "int": str(-(2**63))}
 _NAME = re.compile(r"[^\W\d]\w*")
 
@@ -49,12 +49,12 @@ def literal(node: Node, acc: torch.dtype) -> str:
 
 
 def _exact_fp64(value: float) -> str:
-    """Return a number that is not one of fp32 as a sum of numbers that are.
+    """Return a number that fp32 cannot represent, as a sum of fp32 numbers.
 
-    Triton takes a number for fp32. The sum is computed in fp64, where it is exact, and so is a
-    product with powers of two.
+    Triton reads a literal as fp32. The sum is computed in fp64, where it is exact; so is a product
+    with powers of two.
     """
-    # The mantissa of a number beyond fp32's range is scaled afterwards.
+    # A number beyond fp32's range is its mantissa, times powers of two.
     mantissa, exponent = math.frexp(value)
     if -100 <= exponent <= 127:
         mantissa = value
@@ -78,20 +78,20 @@ def _terms_in_fp32(value: float) -> list[float]:
 def _powers_of_two(exponent: int) -> list[float]:
     """Return factors of ``2 ** exponent``, each in fp32's range."""
     sign = 1 if exponent > 0 else -1
-    count, rest = divmod(abs(exponent), 100)
+    count, remainder = divmod(abs(exponent), 100)
     powers = [100] * count
-    if rest:
-        powers.append(rest)
+    if remainder:
+        powers.append(remainder)
     return [math.ldexp(1.0, sign * power) for power in powers]
 
 
 def in_fp32(value: float) -> float:
-    """Return the number of fp32 that is nearest."""
+    """Return the nearest fp32 number."""
     return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
 
 
 def as_tensor(value: str) -> str:
-    """Return a value, which may be a number, for a device function that reads its dtype."""
+    """Return a value, which may be a number, as a tensor: device functions read its dtype."""
     if _NAME.fullmatch(value):
         return value
     return f"tl.zeros((1, 1), ACC) + {value}"

@@ -32,13 +32,13 @@ class Numbering:
 
     Args:
         traced: the function.
-        nodes: those that outputs depend on.
-        used: the inputs among them.
+        nodes: the nodes that outputs depend on.
+        used: the inputs among these.
     Attributes:
         order: the traced axes, the outermost first; a structure's axis is an index into it.
         sizes: the sizes of the structure's axes.
-        count: the number of axes that have values; the others are those of unused inputs.
-        unrolled: those along which each part is a value of its own.
+        count: the number of axes of values; further axes belong to unused inputs alone.
+        unrolled: the axes along which each part is a value of its own.
     """
 
     def __init__(

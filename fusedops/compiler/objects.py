@@ -69,8 +69,8 @@ def _home(value: Any) -> str:
     return str((owner if isinstance(owner, type) else type(value)).__module__)
 
 
-# What cannot change is compared by identity, and not entered. The ``__module__`` of a value alone
-# does not show it:
+# Values that cannot change are compared by identity, and a walk ends at them. Their ``__module__``
+# alone does not show that they cannot change:
 #
 #   a function   that `exec` defines has the ``__name__`` of its globals, which are not the module's
 #   a class      of `builtins` may be the program's: then it is a heap type
@@ -107,7 +107,7 @@ def is_apply(value: Any) -> bool:
 
     A trace notices only an ``apply`` that is read from its class while the trace runs.
     """
-    # Other objects' `__getattr__` may raise anything, as that of a dict with attributes.
+    # The types are checked first, because `__getattr__` of other objects may raise any error.
     if not isinstance(value, _METHODS) or getattr(value, "__name__", "") != "apply":
         return False
     return is_autograd(getattr(value, "__self__", None))

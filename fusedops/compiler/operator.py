@@ -42,8 +42,8 @@ __all__ = ["LONGEST_ROW", "Program", "RowwiseConstants", "dynamic_axes"]
 
 _registered: set[str] = set()
 _registering = threading.RLock()
-# The most columns in a part of a row that a forward holds whole, and that one in 16 bits does with
-# at most two inputs. Longer rows are read in tiles.
+# The most columns in a part of a row that a forward holds whole. The second limit is for a forward
+# in 16 bits with at most two inputs. Longer rows are read in tiles.
 LONGEST_ROW = 16384
 _LONGEST_ROW_16BIT = 32768
 
@@ -55,8 +55,8 @@ class RowwiseConstants(NamedTuple):
     Attributes:
         op: the function's name, for messages.
         token: the device and the classes of the tensors, which `Program.fits` does not check.
-            `Rowwise` adds it for the key of a call. The record that `Program.check` returns has
-            none, so that calls which differ in the token alone share a site where they can.
+            `Rowwise` adds it for the key of a call. The record that `Program.check` returns has no
+            token, so that calls that differ only in the token can share a site.
     """
 
     op: str
@@ -69,11 +69,12 @@ class Program(Operator):
     Attributes:
         record: the constants of all its calls.
         strict: whether kernels that cannot be compiled are an error.
-        uncompiled: why PyTorch's operators run instead of kernels; "" where kernels run.
+        uncompiled: why PyTorch's operators run instead of kernels; "" if kernels run.
         is_long: whether rows have more columns than any kernel supports, so that PyTorch's
             operators run.
-        group_of: for the inputs, the axes of a forward's groups of many rows; () without any.
-        backward_key: for cotangents and gradients, the key of their launches.
+        group_of: returns the row axes of a forward's groups, from the inputs; () if there are no
+            groups, or if their rows are few.
+        backward_key: returns the key of a backward's launches, from cotangents and gradients.
     """
 
     constants = RowwiseConstants
@@ -120,8 +121,9 @@ class Program(Operator):
         self.acc = torch.float64 if structure.wide or torch.float64 in dtypes else torch.float32
         self.first = _first(structure)  # type: ignore[misc]
         # One random state serves all dropouts of a call, each with a threshold of its own. `run`
-        # draws the state only for a probability between 0 and 1: of 0.0, 0.1 and 1.0 this is 0.1.
-        # Without one between them it is 1.0 if there is one, else 0.0.
+        # draws the state only for a probability between 0 and 1. So ``p`` is the first probability
+        # between 0 and 1, if there is one: for 0.0, 0.1 and 1.0 it is 0.1. Otherwise it is the
+        # largest probability, 1.0 or 0.0.
         self.p = next(
             (p for p in structure.drops if 0.0 < p < 1.0), max(structure.drops, default=0.0)
         )
@@ -539,7 +541,8 @@ def _values_of(parts: Mapping[Part, Node], values: Mapping[Node, Tensor]) -> dic
 def _longest_row(structure: Structure) -> int:
     """Return the most columns that a forward holds whole.
 
-    One that returns only numbers of rows reads each element once in tiles, too.
+    A forward that returns only numbers of rows has the lower limit: in tiles too it may read each
+    element only once.
     """
     read = list(filter(structure.is_whole, structure.inputs))
     written = list(filter(structure.is_whole, structure.outputs))

@@ -10,7 +10,8 @@ is fixed, so that the same inputs give the same bits::
     ---------------------------------------------------- added up along the programs
     gradient    slot 0                    | slot 1 | ...
 
-A slot is one part of one input's gradient. Of few rows one program stores the gradients itself.
+A slot is one part of one input's gradient. If there are few rows, one program stores the gradients
+itself.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ def stores_of_sums(
 ) -> list[str]:
     """Return the lines that store a program's sums over rows.
 
-    They are partial sums, as in the picture above, unless one program has all rows: it stores the
-    gradients. Groups of rows have several programs.
+    They are partial sums, as in the picture above. But if one program has all rows, it stores the
+    gradients. (With groups of rows, there are always several programs.)
 
     Args:
         addresses: the addresses of the kernel; they get the gradients' arguments.
         sums: the inputs whose gradients are sums over rows, with their parts, by slot.
-        subscript: selects the sums of one tile, where a program has several tiles side by side.
+        subscript: selects the sums of one tile, if a program has several tiles side by side.
     """
     structure = addresses.structure
     partial, total = [], []
@@ -59,7 +60,7 @@ def stores_of_sums(
 
 
 def _offsets(structure: Structure, operand: Operand, part: Part) -> list[str]:
-    """Return the terms that lead to the columns of a part of a gradient."""
+    """Return the terms of the offset from a gradient's address to the columns of a part."""
     strides, _ = strides_of(structure, operand)
     offset = sum([strides[axis] * position for axis, position in part])
     return [offsets_along(structure, strides) or "cols", str(offset)]
@@ -134,7 +135,8 @@ def _total_store(structure: Structure, index: int, part: Part, in_group: bool) -
     if in_group:
         _, size = strides_of(structure, operand)
         terms.append(f"group * {size}")
-    # A gradient without columns is one number. One that groups do not have is stored by the first.
+    # A gradient without columns is one number. A gradient that is not per group is stored by the
+    # programs of the first group.
     column_mask = f"(cols < {'N' if structure.has_columns(operand) else 1})"
     group_mask = f"(in_group {'< programs // chunks' if in_group else '== 0'})"
     value = _rounded("total", f"grad{index}")

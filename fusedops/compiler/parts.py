@@ -1,14 +1,14 @@
 """Values of a traced function by parts of rows, as nodes of a new graph.
 
-An unrolled axis has no loop in a kernel: each index along it is a value of its own. Three heads of
-64 columns, of which the traced function has one node, become three::
+An unrolled axis has no loop in a kernel: each index along it is a value of its own. A traced node
+with three heads of 64 columns becomes three nodes::
 
     traced       (batch, 3 heads, 64)   unbind, mul, stack
     structure    (batch, 64)  head 0    mul
                  (batch, 64)  head 1    mul
                  (batch, 64)  head 2    mul
 
-Operators that select or stack parts are gone then: they only tell which value is which.
+The new graph has no operators that select or stack parts: they only choose among values.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Parts:
 
     def part(self, node: Node, part: Part) -> Node:
         """Return a node's value in a part of the row."""
-        # Along other unrolled axes the value is the same in all parts, which is one node.
+        # If the node does not have an unrolled axis, all parts along this axis are one node.
         axes = self.numbering.of(node.axes)
-        own = tuple([(axis, index) for axis, index in part if axis in axes])
-        key = (node.number, own)
+        node_part = tuple([(axis, index) for axis, index in part if axis in axes])
+        key = (node.number, node_part)
         if key not in self._done:
-            self._done[key] = self._named(node, self._built(node, own))
+            self._done[key] = self._named(node, self._built(node, node_part))
         return self._done[key]
 
     def _named(self, node: Node, result: Node) -> Node:
@@ -90,11 +90,11 @@ class Parts:
         indices = dict(part)
         for axis in self.numbering.of_label(node.attrs):
             if axis in indices:
-                one = graph.const(indices[axis])
+                index_along = graph.const(indices[axis])
             else:
-                one = graph.make("iota", attrs=(axis,), axes=(axis,), kind="int")
+                index_along = graph.make("iota", attrs=(axis,), axes=(axis,), kind="int")
             scaled = graph.binary("mul", index, graph.const(self.numbering.sizes[axis]))
-            index = graph.binary("add", scaled, one)
+            index = graph.binary("add", scaled, index_along)
         return index
 
     def _picked(self, node: Node, part: Part) -> Node:
@@ -119,25 +119,25 @@ class Parts:
         """Return one part of a value along an axis that is unrolled."""
         (source,) = node.args
         indices = dict(part)
-        rest = node.attrs[1]
-        # The axis may have been split: its index is that of several axes.
+        outer_index = node.attrs[1]
+        # The axis may have been split into several: the index is divided into one for each.
         for axis in reversed(self.numbering.of_label(node.attrs[0])):
-            rest, indices[axis] = divmod(rest, self.numbering.sizes[axis])
+            outer_index, indices[axis] = divmod(outer_index, self.numbering.sizes[axis])
         return self._with_zero_gradients(source, self.part(source, tuple(sorted(indices.items()))))
 
     def _with_zero_gradients(self, node: Node, selected: Node) -> Node:
         """Return the selected part of a value, with zero gradients for the other parts' inputs.
 
-        In ``torch.stack([x, y])[0]`` the gradient of ``y`` is zero in PyTorch, not None, as that of
-        the stack reaches all inputs. So the selected ``x`` gets the gradient of
+        In ``torch.stack([x, y])[0]`` the gradient of ``y`` is zero in PyTorch, not None, because
+        the gradient of the stack reaches all its inputs. So the selected ``x`` gets the gradient of
         ``where(False, y, x)``, which reaches ``y`` with zeros.
         """
         graph = self.graph
         for index in sorted(gradient_sources([node]) - gradient_sources([selected])):
             source = self.traced.inputs[index].node
-            one = self.part(source, next(self.numbering.parts(source)))
-            one = graph.reduce("sum", one, self.columns - selected.axes)
-            never = graph.make("where", graph.const(False), one, selected)
+            unselected = self.part(source, next(self.numbering.parts(source)))
+            unselected = graph.reduce("sum", unselected, self.columns - selected.axes)
+            never = graph.make("where", graph.const(False), unselected, selected)
             selected = graph.make("instead", selected, never)
         return selected
 
@@ -152,8 +152,9 @@ class Parts:
         combined, parts = self._combined(combine, node.args[0], part, unrolled)
         if node.op == "sum":
             return self._sum(combined, inner)
-        # Two operators of PyTorch are `amax` nodes. `max` has the attribute "first": the first of
-        # the largest elements has the gradient, which `amax` divides among all of them.
+        # PyTorch's `amax` and `max` are both `amax` nodes. `amax` divides the gradient among all
+        # largest elements. `max` gives it to the first of them, and its node has the attribute
+        # "first".
         is_first = len(node.attrs) > 1
         if is_first and combined.axes.intersection(inner):
             if unrolled or len(inner) > 1:
@@ -174,16 +175,16 @@ class Parts:
         self, combine: str, node: Node, part: Part, unrolled: Sequence[int]
     ) -> tuple[Node, list[Node]]:
         """Return the parts of a value along axes, combined by a binary operator, and as a list."""
-        own_axes = within(unrolled, self.numbering.of(node.axes))
+        node_axes = within(unrolled, self.numbering.of(node.axes))
         parts: list[Node] = []
         combined: Node | None = None
-        # Each part is combined before the next one is built: the order of creation decides that of
-        # a commutative operator's operands.
-        for own in parts_along(own_axes, self.numbering.sizes):
-            indices = dict(part) | dict(own)
-            one = self.part(node, tuple(sorted(indices.items())))
-            parts.append(one)
-            combined = one if combined is None else self.graph.binary(combine, combined, one)
+        # Each part is combined before the next one is built: a commutative operator's operands are
+        # ordered by when they were created.
+        for combined_part in parts_along(node_axes, self.numbering.sizes):
+            indices = dict(part) | dict(combined_part)
+            value = self.part(node, tuple(sorted(indices.items())))
+            parts.append(value)
+            combined = value if combined is None else self.graph.binary(combine, combined, value)
         assert combined is not None
         return combined, parts
 
@@ -225,12 +226,12 @@ class Parts:
         return graph.make("instead", largest, graph.binary("div", total, count))
 
     def _sum(self, node: Node, over: Sequence[int], *, shifted: bool = False) -> Node:
-        """Return a sum over columns; of a logarithm of softmax as a difference of sums.
+        """Return a sum over columns. If it sums a log-softmax, it is a difference of sums.
 
         The sum of ``(x - shift) - log(total)`` over N columns is split once or twice::
 
             sum(x - shift) - N log(total)       one pass over the rows instead of two
-            sum(x) - N shift - N log(total)     for long rows: a pass less, but the terms may cancel
+            sum(x) - N shift - N log(total)     long rows: one pass fewer, but terms may cancel
 
         Args:
             node: the summed value.
@@ -255,10 +256,12 @@ class Parts:
 
     def _is_split(self, node: Node, over: Sequence[int], *, shifted: bool) -> bool:
         """Whether the sum of a difference may be a difference of sums."""
-        subtracted = "constant_to_gradients" if shifted else "log"
-        if node.op != "sub" or node.args[1].op != subtracted:
+        if node.op != "sub":
             return False
-        return not shifted or self.numbering.size(over) > MOST_COLUMNS_READ_TWICE
+        if shifted:
+            is_long = self.numbering.size(over) > MOST_COLUMNS_READ_TWICE
+            return is_long and node.args[1].op == "constant_to_gradients"
+        return node.args[1].op == "log"
 
 
 def _new_names(names: Sequence[str], known: Sequence[str]) -> list[str]:

@@ -69,9 +69,9 @@ _PLURALS = {"sum": "sums", "amax": "maxima or minima", "pick": "single elements"
 def _add_moments(node: Node, emitter: Emitter, moments: set[Node]) -> None:
     """Add a per-row value to the moments, or what it is computed from.
 
-    Moments are stored as floats, which hold whole numbers only up to a size. In place of a whole
-    number its arguments are added. Those of a reduction are as long as the row, so that this raises
-    unless the reduction itself fits in a float.
+    Moments are stored as floats, which hold whole numbers only up to a size. So the arguments of a
+    whole number are added instead. But the arguments of a reduction are as long as the row: for a
+    reduction this raises, unless its result fits in a float.
     """
     if emitter.has_columns(node) or not _has_reduction(node, emitter):
         return
@@ -123,7 +123,7 @@ def _has_floats(node: Node) -> bool:
 
 def _passes(roots: Sequence[Node], emitter: Emitter) -> dict[Node, int]:
     """Return for each reduction of whole rows how many passes over the rows precede its own."""
-    # Of all nodes: how many passes precede what is computed from them. For a variance:
+    # For each node: how many passes precede the values that are computed from it. For a variance:
     #
     #   x                       0
     #   sum(x), mean            pass 0, so 1 from here on
@@ -152,8 +152,8 @@ def _shared_pass(node: Node, passes: dict[Node, int], level: int) -> int:
 
     A sum of exponentials shares the pass of its maximum, which it is computed from.
     """
-    for other, number in passes.items():
-        if _is_online(node, other):
+    for reduction, number in passes.items():
+        if _is_online(node, reduction):
             return number
     return level
 

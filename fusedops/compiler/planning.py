@@ -42,7 +42,7 @@ class Alternative:
 
     Attributes:
         name: the name of the tensor; "" for none.
-        moved: bytes that a row moves, forward and backward.
+        moved: bytes of a row that are read and written, forward and backward.
         held: bytes of a row that are saved for the backward, inputs included, outputs excluded.
         operators: the number of operators that the backward computes.
     """
@@ -59,16 +59,16 @@ _Candidate = tuple[Alternative, Parts, torch.dtype | None]
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A row-wise function, with what it saves.
+    """A row-wise function, and what it saves for its backward.
 
     Attributes:
-        structure: with rounded outputs.
-        intermediate: the tensor of its own that is saved, by part; empty for none.
-        intermediate_operand: its dtype, dimensions and name.
-        intermediate_output: the index of the output that it is; -1 if it is none of them.
+        structure: the function's structure, with rounded outputs.
+        intermediate: the nodes of the whole tensor that is saved, by part; empty if none is saved.
+        intermediate_operand: the dtype, dimensions and name of this tensor.
+        intermediate_output: the index of the output that is this tensor; -1 if no output is.
         stats: the numbers of each row that are saved.
         saved_inputs: the indices of the inputs that a backward reads.
-        alternatives: all that could be saved, the best first: that one is saved.
+        alternatives: the possible choices, the best first; the first one is chosen.
         differentiable: the indices of the inputs that have gradients.
     """
 
@@ -131,7 +131,7 @@ def planned(
     Args:
         structure: its structure.
         memory: whether a byte that is saved counts as much as one that is moved.
-        also_saved: the indices of inputs that others save: to save these, too, takes no memory.
+        also_saved: the indices of inputs that other operators save: to save these takes no memory.
     """
     structure = _rounded(*_separate_dtypes(structure))
     differentiable = _differentiable(structure)
@@ -238,8 +238,8 @@ def _completed(
     positions = range(len(structure.outputs) + is_own)
     roots = nodes_of(plan.gradients(positions, bare.differentiable).values())
     intermediate = set(parts.values())
-    # The inputs that are read include those of a second derivative. It computes `stats` again, so
-    # that the search ends at the intermediate only, and not at these. It also needs the second
+    # The saved inputs include those that a second derivative reads. It computes `stats` again, so
+    # the search does not end at `stats`, only at the intermediate. It also needs the second
     # argument of `instead`, which may have the only gradient: see `derived_of`.
     computed = reachable(roots, intermediate.__contains__, derived_of)
     saved = sorted({node.attrs[0] for node in computed if node.op == "input"})
@@ -308,11 +308,11 @@ def _cost(
     held = sum([_bytes_of(structure, node) for node in read if node.attrs[0] not in also_saved])
     moved = sum([_bytes_of(structure, node) for node in read])
     if dtype is not None:
-        own = len(parts) * dtype.itemsize
-        moved += own  # the backward reads it
+        saved_bytes = len(parts) * dtype.itemsize
+        moved += saved_bytes  # the backward reads it
         if not _returned(structure, parts, dtype):
-            moved += own  # the forward writes it
-            held += own
+            moved += saved_bytes  # the forward writes it
+            held += saved_bytes
     computed = [node for node in reached - intermediate if node.args]
     return moved * structure.cols, held * structure.cols, len(computed)
 
@@ -394,8 +394,8 @@ def _rounded(structure: Structure, dtypes: Mapping[Node, torch.dtype]) -> Struct
 def _separate_dtypes(structure: Structure) -> tuple[Structure, dict[Node, torch.dtype]]:
     """Return the function, and the widest dtype in which each of its results is returned.
 
-    A result that is returned in a narrower dtype, too, becomes a new value there. Of a value ``y``
-    that is returned in fp32 and in bf16, the results are ``y`` and ``round(y, bf16)``, and the
+    If a result is also returned in a narrower dtype, that output becomes a new value. For example,
+    if ``y`` is returned in fp32 and in bf16, the results are ``y`` and ``round(y, bf16)``, and the
     dtype of ``y`` is fp32.
     """
     outputs = list(zip(structure.outputs, structure.results, strict=True))
@@ -443,7 +443,7 @@ def _round(graph: Graph, node: Node, dtype: torch.dtype, structure: Structure) -
 
 
 def _dtype_of(node: Node, structure: Structure) -> torch.dtype | None:
-    """Return the dtype to which a value is rounded already; None if it is to none."""
+    """Return the dtype to which a value is rounded already; None if it is not rounded."""
     if node.op == "input":
         operand: Operand = structure.inputs[node.attrs[0]]
         return operand.dtype

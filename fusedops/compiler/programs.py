@@ -80,7 +80,7 @@ class Match:
         captured = [as_pairs(state_tensors[position]) for position in self.captured]
         if not all(map(is_dense, captured)):
             return False
-        # Those of a call are on one device: see `Rowwise._resolved`.
+        # The tensors of a call are on one device: see `Rowwise._resolved`.
         if any(tensor.device != tensors[0].device for tensor in captured):
             return False
         return self.program.fits([*tensors, *captured])
@@ -224,7 +224,7 @@ class Programs:
                 program = self._program(structure)
                 if program.fits(tensors):
                     return Match(program, (), call.look)
-            # The file has a structure that no function has: the function is traced instead.
+            # The file has an invalid structure: the function is traced instead.
             except Exception:  # noqa: BLE001
                 continue
         return None
@@ -289,7 +289,7 @@ class Programs:
         while ones:
             try:
                 traced, structure = self._structure_at(call, _larger(shapes, ones))
-            # Tensors of one row fit together where those of more do not.
+            # Some shapes broadcast with one row, but not with two.
             except Exception:  # noqa: BLE001
                 break
             constant = {dim for dim in ones if not _is_dynamic(structure, dim)}
@@ -309,9 +309,9 @@ class Programs:
     def _for_other_rows(self, call: _Call, structure: Structure) -> tuple[Structure, str]:
         """Return the structure, and why it does not serve other numbers of rows; "" if it does.
 
-        Where the structure differs for other sizes, and the function reads an index along rows, as
-        a causal mask does, the axes of that index get a constant size (`Structure.fixed`). The
-        other row axes are then tested again.
+        A function may read an index along rows, as a causal mask does. If the structure differs for
+        other sizes, the axes of that index get a constant size (`Structure.fixed`), and the other
+        row axes are tested again.
         """
         why = self._why_depends_on_rows(call, structure)
         if why and structure.indexed:
@@ -356,8 +356,8 @@ class Programs:
     def _loose(self, call: _Call, structure: Structure) -> tuple[int, ...]:
         """Return how many of each input's first dimensions may have any size.
 
-        That is 0 for inputs that are used. For the others it is all, or all but the last, or none,
-        depending on the sizes that the function reads.
+        For inputs that are used it is 0. For unused inputs it is all dimensions, all but the last,
+        or none: the function may read their sizes.
         """
         for fixed_dims in (0, 1):  # the number of last dimensions that keep their size
             loose = _separate_dims(structure, fixed_dims)
@@ -509,7 +509,7 @@ def _is_dynamic(structure: Structure, dim: int) -> bool:
 
 
 def _other_rows(structure: Structure) -> list[dict[int, int]]:
-    """Return other sizes of the axes that may have any, for further traces.
+    """Return other sizes of the axes that may have any size, for further traces.
 
     In three traces each axis is one, a small prime, and a large number with many divisors, in turn,
     so that the axes differ in each. With two axes and more there is a trace with one in all.
@@ -519,7 +519,7 @@ def _other_rows(structure: Structure) -> list[dict[int, int]]:
         trace 2    prime  large  one
         trace 3    large  one    prime
 
-    There are none, and the result is empty, where axes are more than numbers of each kind.
+    The result is empty if there are more axes than numbers of each kind.
 
     Axes whose index the function reads get another small prime in place of one, since the index of
     a single row is the constant 0. It is one of the last primes in the list, and so differs from

@@ -94,8 +94,8 @@ class Writer:
         lines = [*self.lines, f"return {tuple_of(self.leaves)}, {identical}, [{tensors}]"]
         body = "\n".join(indented(lines, 2))
         text = f"def read(args):\n    try:\n{body}\n    except _ERRORS:\n        return None\n"
-        # An attribute, a key or an element that is missing is another structure, as one of another
-        # class is: the function returns None for both.
+        # If an attribute, a key or an element is missing, the structure has changed, as if a value
+        # had another class. The function returns None in both cases.
         errors = (AttributeError, KeyError, IndexError, TypeError, ValueError)
         known = {"_identical": _identical, "_ERRORS": errors, "Tensor": Tensor}
         scope = {**self.constants, **known}

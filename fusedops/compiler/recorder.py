@@ -440,8 +440,7 @@ def _targets_of(code: Any) -> dict[int, str]:
     """Return the variable that each line of a function assigns."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    # `TokenError`: the file was changed, and now a bracket or a string that is never closed begins
-    # here.
+    # A `TokenError` is raised if the file has changed, and the text at this line is not complete.
     except (OSError, TypeError, SyntaxError, tokenize.TokenError):
         return {}
     first = code.co_firstlineno - 1

@@ -1,4 +1,4 @@
-"""Functions of PyTorch that a trace replaces, or refuses, before they are operators."""
+"""Functions of PyTorch that a trace replaces, or refuses, before they dispatch operators."""
 
 from __future__ import annotations
 
@@ -170,19 +170,19 @@ def _elementwise_einsum(equation: Any, *operands: Any) -> Callable[[], Tensor] |
     letters = terms.split(",")
     if len(letters) != len(operands) or not all(map(_names_dimensions, [result_letters, *letters])):
         return None
-    # One operand has to have all dimensions: then it is a product of elements, which broadcasts,
-    # and a sum. Else, as in a matrix product, that product would have dimensions that no tensor
-    # has.
+    # If one operand has all dimensions, the einsum is an elementwise product, which broadcasts, and
+    # a sum. Otherwise, as in a matrix product, the elementwise product would have more dimensions
+    # than any tensor.
     order = max(letters, key=len)
     has_all = set(order) == set(terms.replace(",", ""))
     if not has_all:
         return None
 
-    def aligned(tensor: Tensor, own: str) -> Tensor:
+    def aligned(tensor: Tensor, term: str) -> Tensor:
         """Permute a tensor into the common order, with a dimension of one for each it lacks."""
-        present = [letter for letter in order if letter in own]
-        tensor = tensor.permute(list(map(own.index, present)))
-        return tensor[tuple([slice(None) if letter in own else None for letter in order])]
+        present = [letter for letter in order if letter in term]
+        tensor = tensor.permute(list(map(term.index, present)))
+        return tensor[tuple([slice(None) if letter in term else None for letter in order])]
 
     def compute() -> Tensor:
         product = functools.reduce(torch.mul, map(aligned, operands, letters))

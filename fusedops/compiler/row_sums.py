@@ -53,7 +53,7 @@ class RowSum:
         """Emit the lines that add a tile of columns, in a loop over those of a row."""
 
     def add_rows(self) -> list[str]:
-        """Return the lines after that loop."""
+        """Return the lines after the loop over the columns of a row."""
         value = self._of_rows("sum_of_rows", self.emitter.block(self.node))
         return [f"{self.name} += {value}"]
 

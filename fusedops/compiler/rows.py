@@ -93,7 +93,7 @@ class _Structuring:
             numbering.unrolled,
             tuple(inputs),
             tuple(outputs),
-            results=(),  # filled in below, which takes the parts of this structure
+            results=(),  # replaced below: the results are computed from this structure's parts
             drops=tuple(traced.drops),
             container=traced.container,
             lines=parts.lines,
@@ -129,7 +129,7 @@ class _Structuring:
     # --- checks -----------------------------------------------------------------------------------
 
     def _check_dimensions(self) -> None:
-        """Raise where two dimensions of a value became the same axis.
+        """Raise if two dimensions of a value became the same axis.
 
         The recorder checks each value when it is computed. A later operator may join its axes.
         """
@@ -144,7 +144,7 @@ class _Structuring:
     def _check(
         self, inputs: Sequence[Operand], outputs: Sequence[Operand], rows: Label, columns: Label
     ) -> None:
-        """Raise where tensors do not have the rows and columns that the kernels take."""
+        """Raise if tensors do not have the rows and columns that the kernels take."""
         operands = [*inputs, *outputs]
         if not any(operand.labels for operand in operands):
             raise NotRowwiseError("none of its tensors has a dimension")
@@ -162,7 +162,7 @@ class _Structuring:
                 raise self._refused("it reduces over other dimensions than elsewhere", node)
 
     def _check_operand(self, operand: Operand, node: Node, rows: Label) -> None:
-        """Raise where an operand's rows are not its outer dimensions."""
+        """Raise if an operand's rows are not its outer dimensions."""
         if len(set(operand.axes)) < len(operand.axes):
             raise self._refused(
                 f"{operand.name} has one dimension twice: rows and columns are mixed", node
@@ -196,9 +196,9 @@ class _Structuring:
         It is 0 if no such node has a line.
         """
         users = {node: None}  # as an ordered set
-        for other in self.nodes:
-            if not users.keys().isdisjoint(other.args):
-                users[other] = None
+        for candidate in self.nodes:
+            if not users.keys().isdisjoint(candidate.args):
+                users[candidate] = None
         for user in users:
             if user.number in self.traced.lines:
                 return self.traced.lines[user.number]
@@ -209,10 +209,10 @@ class _Structuring:
     def _join_columns(self) -> None:
         """Unify dimensions of equal size that no operator combines, so that one kernel has them.
 
-        Joined are the dimensions of outputs of the same shape, and reduced dimensions with the last
-        ones of inputs. In ``return x.sum(-1), y.sum(-1)`` the two inputs' columns are separate axes
-        of the trace, but a kernel has one set of columns. `_join` leaves axes alone that occur
-        together in a value: these are two dimensions of it.
+        It unifies the dimensions of outputs of the same shape. It also unifies reduced dimensions
+        with the last dimensions of inputs: in ``return x.sum(-1), y.sum(-1)`` the two inputs'
+        columns are separate axes of the trace, but a kernel has one set of columns. `_join` does
+        not unify two axes of one value: they are two of its dimensions.
         """
         shapes = {value: self._shape(value) for value in self.traced.outputs}
         for first, second in itertools.combinations(self.traced.outputs, 2):
@@ -221,7 +221,7 @@ class _Structuring:
         self._join_reduced()
 
     def _join_reduced(self) -> None:
-        """Unify dimensions that are reduced with the last ones of inputs."""
+        """Unify reduced dimensions with the last dimensions of inputs."""
         axes = self.traced.axes
         reduced = dict.fromkeys([node.attrs[0] for node in self._reducing()])
         last_labels = [value.labels[-1] for value in self.used if value.labels]
@@ -240,19 +240,20 @@ class _Structuring:
     def _join_all(self, labels: Sequence[Label], others: Sequence[Label]) -> None:
         """Unify the dimensions of two tensors."""
         axes = self.traced.axes
-        for one, other in zip(labels, others, strict=True):
-            self._join(axes.leaves(one), axes.leaves(other))
+        for first, second in zip(labels, others, strict=True):
+            self._join(axes.leaves(first), axes.leaves(second))
 
-    def _join(self, one: Label, other: Label) -> None:
-        """Unify two dimensions, if they are as long and no value has both."""
+    def _join(self, first: Label, second: Label) -> None:
+        """Unify two dimensions, if they have the same size and no value has both."""
         axes = self.traced.axes
-        if axes.size(one) != axes.size(other) or not set(one).isdisjoint(other):
+        have_common_axis = not set(first).isdisjoint(second)
+        if have_common_axis or axes.size(first) != axes.size(second):
             return
         for node in self.nodes:
-            present = set(axes.leaves_of(node.axes))
-            if not (present.isdisjoint(one) or present.isdisjoint(other)):
+            axes_of_node = set(axes.leaves_of(node.axes))
+            if axes_of_node & set(first) and axes_of_node & set(second):
                 return
-        axes.unify(one, other)
+        axes.unify(first, second)
 
     # --- rows and columns -------------------------------------------------------------------------
 
@@ -261,7 +262,7 @@ class _Structuring:
         return {node: self.numbering.of(node.attrs[0]) for node in self._reducing()}
 
     def _rows_and_columns(self) -> tuple[Label, Label]:
-        """Return the axes of rows and of columns; raise where the function reduces over rows."""
+        """Return the axes of rows and of columns; raise if the function reduces over rows."""
         over = self._reductions()
         rolled = without(range(self.numbering.count), self.numbering.unrolled)
         columns = within(rolled, set(itertools.chain(*over.values())))
@@ -292,7 +293,7 @@ class _Structuring:
 
 
 def _check_dropouts(structure: Structure) -> None:
-    """Raise where several elements would share a random number of a dropout."""
+    """Raise if several elements would share a random number of a dropout."""
     whole = frozenset((*structure.rows, *structure.columns))
     for node in topological(nodes_of(structure.results)):
         if node.op == "keep" and node.axes != whole:

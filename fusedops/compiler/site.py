@@ -1,4 +1,4 @@
-"""The part of a call that stays the same from step to step, and what launches read of a program."""
+"""`RowwiseSite`, the site of a call, and `LaunchedProgram`, the program as launches see it."""
 
 from __future__ import annotations
 
@@ -24,28 +24,31 @@ BackwardKey = tuple[Label, tuple[torch.dtype | None, ...], tuple[bool, ...]]
 
 
 class LaunchedProgram(Protocol):
-    """A program as the code that allocates, launches and falls back reads it.
+    """The interface of a program for allocation, launches and the fallback.
 
-    `operator.Program` is one. It calls that code, which therefore cannot import it.
+    `operator.Program` implements it. `operator` imports the code that uses this interface, so that
+    code cannot import `operator`.
 
     Attributes:
         op: the function's name.
-        digest: the hash of all on which its registered operators depend.
-        plan: the function, with what it saves.
-        structure: that of the plan.
+        digest: the hash of everything that its registered operators depend on.
+        plan: the function, and what it saves for the backward.
+        structure: the structure of the plan.
         acc: the dtype in which kernels compute.
-        dtypes: those of the inputs.
-        thresholds: the thresholds of each dropout's random numbers.
+        dtypes: the dtypes of the inputs.
+        thresholds: the threshold of each dropout's random numbers.
         count: the number of the function's results.
-        own: whether an intermediate is saved that is no result.
-        wanted: which inputs have gradients.
+        own: whether an intermediate is saved that is not a result.
+        wanted: for each input, whether it has a gradient.
         dynamic: the row axes whose sizes may change: see `operator.dynamic_axes`.
         group: the row axes of a forward's groups of rows; () without groups.
-        groups: those that a backward may have, with the inputs that they share.
+        groups: the row axes of each kind of groups that a backward may have, with the inputs that
+            the rows of a group share.
         tiled: whether rows are read tile by tile.
         is_long: whether rows have more columns than any kernel supports.
-        group_of: for the inputs, the axes of a forward's groups of many rows; () without any.
-        backward_key: for cotangents and gradients, the key of their launches.
+        group_of: returns the row axes of a forward's groups, from the inputs; () if there are no
+            groups, or if their rows are few.
+        backward_key: returns the key of a backward's launches, from cotangents and gradients.
     """
 
     op: str
@@ -69,7 +72,7 @@ class LaunchedProgram(Protocol):
     # Properties, because `Operator` declares both as variables of the class.
     @property
     def visible(self) -> int:
-        """Return the number of results, and of the intermediate where there is one."""
+        """Return the number of results; the intermediate, if there is one, counts as a result."""
 
     @property
     def first(self) -> int:
@@ -127,8 +130,8 @@ class RowwiseSite(Site):
     Attributes:
         program: the function's program.
         launches: the functions that launch its kernels, by the variant of the kernels.
-        fitted: whether the inputs' shapes are known to fit the program. Launches compare them where
-            they are not.
+        fitted: whether the inputs' shapes are known to fit the program. Otherwise launches compare
+            them.
     """
 
     program: LaunchedProgram

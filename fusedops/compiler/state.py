@@ -10,8 +10,8 @@ change unseen, which is refused.
     each call: Look.read(args) --> (numbers, identical tensors, tensors), or None
 
 The walk writes a Python function that reads the same values again. It returns the numbers and the
-tensors, or None where the structure has changed, and then there is another walk. That function
-holds constants only: code, classes and functions of libraries.
+tensors, or None if the structure has changed; then there is another walk. That function holds
+constants only: code, classes and functions of libraries.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ class Looks:
         """Return the same as `at`, after a walk through the state as it is now.
 
         A known `Look` does not read what was absent in its walk, such as an attribute that was set
-        later. A trace that reads it needs a `Look` that does, and which comes first from then on:
+        later. If a trace reads the attribute, there has to be a `Look` that reads it too. From then
+        on that `Look` is tried first:
 
             cfg.flag = False                  f reads cfg.scale where cfg.flag is set
             f(x)                              the look reads cfg.flag
@@ -145,9 +146,9 @@ class Looks:
 def simple_variables(
     function: FunctionType,
 ) -> list[tuple[FunctionType, list[tuple[str, Any]]]] | None:
-    """Return the outer variables, with values, of a function and of each that it calls.
+    """Return the outer variables, with values, of a function and of the functions that it calls.
 
-    None where one of them is not a number, nor a function with only such variables.
+    Returns None unless each variable is a number, or a function with only such variables.
     """
     walk, _ = _walked(function, (), (), ())
     return walk.simple if walk.is_simple else None
@@ -177,7 +178,8 @@ def _walked(
         except RecursionError:
             reason = "what it reads is too deep; pass what is needed of it"
         except ValueError as error:
-            # Of an attribute that is computed. Without the rest of the walk a change is unseen.
+            # A computed attribute raised it. The walk is not complete, so later changes could not
+            # be noticed.
             reason = f"what it reads raises an error: {error}; pass what is needed of it"
         if reason or walk.read == known:
             return walk, reason

@@ -1,8 +1,8 @@
 """Traced functions on disk, so that a process after the first starts without tracing.
 
 A file belongs to a function's code, to all that the code names, to the numbers of a call, and to
-the versions of PyTorch, Python and this package. Where no text identifies one of these in another
-process, as for a tensor, a module or an object, nothing is stored.
+the versions of PyTorch, Python and this package. For some of these, such as a tensor, a module or
+an object, no text identifies them in another process: then nothing is stored.
 
     <cache>/rowwise/<hash of all that>.json
         a checksum, and a JSON list of structures: one for each kind of tensors
@@ -104,7 +104,7 @@ def _code(code: CodeType) -> list[str]:
 
 
 def _constant(value: Any) -> str:
-    """Return the text of a constant. That of a set is sorted: its order depends on the process."""
+    """Return the text of a constant; that of a set is sorted, as its order varies by process."""
     if isinstance(value, frozenset):
         return f"frozenset({sorted(map(_constant, value))})"
     return repr(value)
@@ -140,8 +140,8 @@ def _plain(value: Any) -> str:
 def encoded(structure: Structure) -> dict[str, Any]:
     """Return a structure as values for JSON.
 
-    It has the nodes from which outputs, and values that may be saved, are computed, but none of
-    derivatives. Nodes are numbered in the order of the graph, so that arguments come first.
+    It has the nodes that are needed to compute the outputs and the values that may be saved, but no
+    nodes of derivatives. Nodes are numbered in the order of the graph, so arguments come first.
     """
     tensors = [*structure.results, *[parts for parts, _ in structure.values]]
     used = set(topological(nodes_of(tensors)))

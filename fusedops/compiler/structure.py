@@ -98,10 +98,10 @@ class Structure:
         used: for each input, whether an output depends on it.
         values: the function's tensors of floating-point numbers, by part, with their dtypes: the
             candidates for saving.
-        wide: whether any of them is in fp64; then everything is computed in it.
+        wide: whether any of these tensors is in fp64; then everything is computed in fp64.
         loose: for each unused input, how many of its first dimensions may have any size; 0 for the
             others.
-        fixed: row axes whose sizes are constants: with others it is another function.
+        fixed: row axes whose sizes are constants: for other sizes the function is traced again.
     """
 
     graph: Graph
@@ -159,8 +159,8 @@ class Structure:
     def text(self, *, rows: bool = True) -> str:
         """Return the function, one line a value.
 
-        For golden tests, and to compare functions. Without ``rows`` the text is the same for a
-        function of fewer row axes, as where the rows have size one: with rows r0 and r1::
+        For golden tests, and to compare functions. Without ``rows`` the text does not depend on the
+        number of row axes, which is smaller if row dimensions have size one. With rows r0 and r1::
 
             rows=True     %2: float[c0 r0 r1] = mul(%0, %1)
             rows=False    %2: float[c0] = mul(%0, %1)
@@ -197,7 +197,7 @@ class Structure:
     def _axis_name(self, axis: int, names: Mapping[int, str]) -> str:
         """Return the dimension of a row axis in the results, or a column axis's name.
 
-        Row axes are numbered differently where there are fewer of them.
+        The number of a row axis would depend on how many row axes there are.
         """
         if axis not in self.rows:
             return names[axis]

@@ -139,7 +139,7 @@ class Variants:
             across = -(-cols // (config.columns if kernel.held else config.block_n))
             if kernel.exchanged and across > 1:
                 exchange = "wait" if launch.waits(device, self.program.acc, across) else "read"
-                # Also for "read", if it is due to the stream's few multiprocessors.
+                # Needed for "read" too: a stream with more multiprocessors may have "wait".
                 if not multiprocessors and launch.may_wait(device, self.program.acc):
                     multiprocessors = launch.multiprocessors(device)
             compiled = functools.partial(self._compiled, site, kernel, seeded, key, aligned, wide)
@@ -155,12 +155,12 @@ class Variants:
         programs = list(
             itertools.starmap(_most_programs, zip(self.kernels, configs_of, strict=True))
         )
-        programs = [min(available * each, _UNLIMITED) for each in programs]
+        programs = [min(available * per_sm, _UNLIMITED) for per_sm in programs]
         if exchange == "wait":
             # All programs of a cooperative launch run at the same time.
             programs[-1] = min(programs[-1], available * launch.resident(variants[-1]))
-        # Only the last kernel sums over rows, and each of its programs has partial sums to add up.
-        # Those of a group are of its own programs, which are few.
+        # Only the last kernel sums over rows. With groups, the partial sums of a group's few
+        # programs are added up; otherwise those of all programs.
         shared = columns[-1] if self.last.held else 1
         parts = 1 if self.last.group else programs[-1] // shared
         reduce_config = tuning.config_of_sums(parts, cols)
@@ -190,7 +190,7 @@ class Variants:
         config: tuning.Config,
         exchange: str,
     ) -> tuple[tuning.Config, Variant]:
-        """Compile a kernel with its config, or with another if Triton cannot with that."""
+        """Compile a kernel with its config; if Triton cannot, with another config."""
         with_config = functools.partial(
             self._with_config, site, kernel, seeded, aligned=aligned, wide=wide, exchange=exchange
         )
@@ -353,10 +353,10 @@ def _layout_of(kernel: Kernel) -> str:
 
 
 def _others(key: TuningKey, config: tuning.Config) -> list[tuning.Config]:
-    """Return configs of other warps, with which a kernel may compile that does not with its own."""
+    """Return configs with other numbers of warps: a kernel may compile with one of them."""
     others = [
-        near
-        for near in configs.candidates(key)
-        if near.warps != config.warps and near.columns == config.columns
+        candidate
+        for candidate in configs.candidates(key)
+        if candidate.warps != config.warps and candidate.columns == config.columns
     ]
     return others[:_MOST_OTHERS]

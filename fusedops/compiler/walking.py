@@ -123,7 +123,7 @@ class Names:
 #   code, classes, enums     compared by identity
 #   containers, objects      their class and length are compared; what they hold is visited
 #   functions of libraries   compared by identity, and not entered
-#   anything else            refused, as what has its state in C: a generator of random numbers
+#   anything else            refused: for example, a generator of random numbers has state in C
 #
 # Objects are visited by the attributes that any visited function names. To visit all would read
 # what no code uses, such as caches, and refuse functions for it. Functions, tensors, members of
@@ -152,7 +152,7 @@ class Walk(Writer):
     def __init__(self, known: Names) -> None:
         super().__init__()
         # A walk visits only attributes whose names are in `known`, and collects in `read` all that
-        # its functions read. Where that is more, `state` starts another walk with it.
+        # its functions read. If `read` has more names, `state` starts another walk with them.
         self.known = self.read = known
         # By identity, with the variable of the value, which is held so that its id is not reused.
         self.seen: dict[int, tuple[Any, str]] = {}
@@ -383,25 +383,25 @@ class Walk(Writer):
         self.simple.append((function, simple))
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
         globals_ = self.at(f"{variable}.__globals__") if variable else self.constant(scope)
-        for first, *attributes in reads.chains:
-            called = first in reads.called
-            if first in cells:
-                cell = cells[first]
-                where = self.cell_of(cell, code, first, variable)
+        for name, *attributes in reads.chains:
+            called = name in reads.called
+            if name in cells:
+                cell = cells[name]
+                cell_expression = self.cell_of(cell, code, name, variable)
                 if _is_empty(cell):
                     self.is_simple = False
-                    self.expect(f"{self.constant(_is_empty)}({where})")
+                    self.expect(f"{self.constant(_is_empty)}({cell_expression})")
                     continue
                 value = cell.cell_contents
-                expression = f"{where}.cell_contents"
-            elif first in scope:
-                value = scope[first]
-                expression = f"{globals_}[{first!r}]"
+                expression = f"{cell_expression}.cell_contents"
+            elif name in scope:
+                value = scope[name]
+                expression = f"{globals_}[{name!r}]"
             else:  # one of the builtins, unless the module defines it later
-                self.is_simple &= hasattr(builtins, first)
-                self.expect(f"{first!r} not in {globals_}")
+                self.is_simple &= hasattr(builtins, name)
+                self.expect(f"{name!r} not in {globals_}")
                 continue
-            self.chain(value, expression, first, attributes, simple, called=called)
+            self.chain(value, expression, name, attributes, simple, called=called)
 
     def cell_of(self, cell: CellType, code: CodeType, name: str, variable: str) -> str:
         """Return the expression of a cell: see `outer_variables` for ``variable``."""
@@ -419,10 +419,10 @@ class Walk(Writer):
         *,
         called: bool,
     ) -> None:
-        """Visit a variable; of a Python module only the attribute that the code reads.
+        """Visit a variable; if it is a Python module, only the attribute that the code reads.
 
-        Of ``config.sizes.HIDDEN``, where ``config`` and ``config.sizes`` are modules of the user's,
-        the value of ``HIDDEN`` is visited. Of ``config.HIDDEN.real``, it is that of ``HIDDEN``.
+        For ``config.sizes.HIDDEN``, with the user's modules ``config`` and ``config.sizes``, the
+        value of ``HIDDEN`` is visited. For ``config.HIDDEN.real`` it is also that of ``HIDDEN``.
         """
         called |= isinstance(value, ModuleType)
         while isinstance(value, ModuleType) and not is_of_a_library(value) and attributes:
@@ -887,7 +887,7 @@ def _has_other_keys(value: dict[Any, Any]) -> bool:
 
 def _has_objects(value: Any) -> bool:
     """Whether a set has elements that are neither numbers nor strings."""
-    return not all(type(one) in (str, int, bool) for one in value)
+    return not all(type(element) in (str, int, bool) for element in value)
 
 
 def _is_special(key: str) -> bool:

@@ -242,9 +242,10 @@ def _forwards_of_one_tile(block: int, itemsize: int) -> list[Config]:
     for rows in dict.fromkeys((usual_rows, 2 * usual_rows, most_rows, 1)):
         elements = block * rows
         # A warp has 32 threads.
-        for per_thread in elements_per_thread:
-            if elements >= per_thread * 32:
-                configs.append(Config(block, rows, fewest_warps(elements, per_thread)))
+        fitting = [per_thread for per_thread in elements_per_thread if elements >= per_thread * 32]
+        configs += [
+            Config(block, rows, fewest_warps(elements, per_thread)) for per_thread in fitting
+        ]
     warps = fewest_warps(block * usual_rows, elements_per_thread[1], MOST_WARPS)
     configs += [Config(block, usual_rows, warps, stages=3, per_sm=per_sm) for per_sm in (1, 4)]
     if block == WHOLE_FORWARD:

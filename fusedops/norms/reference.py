@@ -40,7 +40,7 @@ _HALF = (torch.float16, torch.bfloat16)
 class NormRule:
     """The norm's kind, constants and rounding.
 
-    With ``rounding`` "once", the norm is computed in the accumulator's dtype and rounded at the end.
+    With ``rounding`` "once", the norm is computed in the accumulator's dtype, and rounded last.
     Another ``rounding`` names a Hugging Face module; the intermediate roundings are that module's.
     If ``eps`` is None, it is the machine epsilon of the dtype in which `F.rms_norm` computes.
     """

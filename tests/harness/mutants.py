@@ -156,8 +156,8 @@ MUTANTS = (
     Mutant(
         "the row stride of a saved tensor ignored",
         "norms/launching.py",
-        "source, source_stride, more = as_rows(source, cols, dims)",
-        "(source, _, more), source_stride = as_rows(source, cols, dims), cols",
+        "source, source_stride, source_bits = as_rows(source, cols, dims)",
+        "(source, _, source_bits), source_stride = as_rows(source, cols, dims), cols",
         ("operators/test_layouts.py", "test_matrix_layouts and (gelu or norm)"),
     ),
     Mutant(

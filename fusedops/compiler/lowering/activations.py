@@ -26,9 +26,9 @@ def _elu(
         inner = graph.binary("mul", a, graph.const(float(input_scale)))
         height = graph.const(float(alpha * scale))
         slope = graph.const(float(scale))
-        # Second derivatives are those of these formulas, and reach the branch that is not selected,
-        # with a factor of zero: there the exponential is of zero, as it would overflow to NaN. At
-        # zero PyTorch's second derivative is zero.
+        # Second derivatives differentiate these formulas. They multiply the branch that is not
+        # selected by zero. So that branch computes the exponential of zero: an overflow, times
+        # zero, would be NaN. At zero PyTorch's second derivative is zero.
         curve = graph.unary("expm1", graph.where(is_negative, inner, zero))
         curve = graph.binary("mul", curve, height)
         result = graph.where(is_negative, curve, graph.binary("mul", a, slope))
@@ -47,7 +47,7 @@ def _celu(r: Any, out: Any, x: Value, alpha: float = 1.0) -> Value:
 
 @lowers("hardtanh", "hardtanh_")
 def _hardtanh(r: Any, out: Any, x: Value, min_val: float = -1.0, max_val: float = 1.0) -> Value:
-    """Limits; an element at a limit has no gradient."""
+    """The elements, limited from both sides; an element at a limit has no gradient."""
     graph = r.graph
 
     def hardtanh(a: Node) -> Node:
@@ -61,7 +61,7 @@ def _hardtanh(r: Any, out: Any, x: Value, min_val: float = -1.0, max_val: float 
 
 @lowers("softshrink")
 def _softshrink(r: Any, out: Any, x: Value, lambd: float = 0.5) -> Value:
-    """Numbers nearer to zero by ``lambd``; those that become zero have no gradient."""
+    """The elements, moved towards zero by ``lambd``; those that become zero have no gradient."""
     graph: Any = r.graph
     zero = graph.const(0.0)
     low = graph.const(-float(lambd))
@@ -70,11 +70,10 @@ def _softshrink(r: Any, out: Any, x: Value, lambd: float = 0.5) -> Value:
     def softshrink(a: Node) -> Node:
         nearer = graph.binary("sub", a, graph.binary("mul", graph.unary("sign", a), high))
         is_far = graph.make("gt", graph.unary("abs", a), high)
-        # Inside, a * 0 and not zero: NaN, for which ``is_far`` is False, stays NaN.
+        # Near zero the result is a * 0, so that NaN, for which ``is_far`` is False, stays NaN.
         result = graph.where(is_far, nearer, graph.binary("mul", a, zero))
         is_inside = graph.binary("and", graph.make("ge", a, low), graph.make("le", a, high))
-        # The gradient goes through a selection: whatever cotangent comes to an element inside, NaN
-        # too, its gradient is zero.
+        # The gradient goes through a selection: near zero it is zero, even if the cotangent is NaN.
         node: Node = graph.make("instead", result, graph.where(is_inside, zero, a))
         return node
 
@@ -149,8 +148,8 @@ def _mish(r: Any, out: Any, x: Value) -> Value:
 
     def mish(a: Node) -> Node:
         gate = graph.make("tanh", _softplus_of(r, a))
-        rest = graph.binary("sub", graph.const(1.0), graph.binary("mul", gate, gate))
-        slope = graph.binary("mul", graph.binary("mul", a, graph.make("sigmoid", a)), rest)
+        by_curve = graph.binary("sub", graph.const(1.0), graph.binary("mul", gate, gate))
+        slope = graph.binary("mul", graph.binary("mul", a, graph.make("sigmoid", a)), by_curve)
         result = graph.binary("mul", a, gate)
         return differentiated(r, result, (a, graph.binary("add", gate, slope)))
 

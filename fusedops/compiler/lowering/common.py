@@ -62,11 +62,11 @@ def joined(r: Any, *labels: tuple[Label, ...]) -> tuple[Label, ...]:
 
 
 def _unified(r: Any, labels: list[Label]) -> Label:
-    """One label for dimensions that are as long; the empty one for none."""
+    """One label for dimensions of equal size; the empty label if there are no dimensions."""
     if not labels:
         return ()
-    for other in labels[1:]:
-        r.axes.unify(labels[0], other)
+    for label in labels[1:]:
+        r.axes.unify(labels[0], label)
     return labels[0]
 
 
@@ -102,9 +102,9 @@ def _number_value(r: Any, number: Any) -> Value:
     raise NotRowwiseError(f"a number of type {type(number).__name__}")
 
 
-# An attribute that tells the integer constant of `where_within`, for an index out of range, from an
-# equal number of the user's.
-_BESIDE = ("beside",)
+# `where_within` returns an integer constant for an index out of range. This attribute distinguishes
+# the constant from an equal number of the user's.
+_OUT_OF_RANGE = ("beside",)
 
 
 def as_kind(r: Any, node: Node, kind: str) -> Node:
@@ -112,8 +112,8 @@ def as_kind(r: Any, node: Node, kind: str) -> Node:
     if node.kind == kind:
         return node
     graph = r.graph
-    if kind == "float" and _reads_beside(node):
-        # Among floats the mark of an index beside the row becomes NaN.
+    if kind == "float" and _marks_out_of_range(node):
+        # For floats the mark of an index out of range is NaN.
         within, element, _ = node.args
         converted: Node = graph.where(within, as_kind(r, element, kind), graph.const(math.nan))
         return converted
@@ -122,9 +122,9 @@ def as_kind(r: Any, node: Node, kind: str) -> Node:
     return graph.make("cast", node, kind=kind)
 
 
-def _reads_beside(node: Node) -> bool:
-    """Whether this is a result of `where_within` among integers."""
-    return node.op == "where" and node.args[2].attrs[1:] == _BESIDE
+def _marks_out_of_range(node: Node) -> bool:
+    """Whether this is a result of `where_within` in integers."""
+    return node.op == "where" and node.args[2].attrs[1:] == _OUT_OF_RANGE
 
 
 def _number(node: Node) -> Any:
@@ -138,10 +138,10 @@ def pointwise(
 
     The inputs are converted to ``kind``, by default the output's.
     """
-    own_kind = kind_of(out.dtype)
+    out_kind = kind_of(out.dtype)
     if kind is None:
-        kind = own_kind
-    if kind == own_kind == "int" and out.dtype != torch.int64:
+        kind = out_kind
+    if kind == out_kind == "int" and out.dtype != torch.int64:
         raise NotRowwiseError(
             f"arithmetic of {str(out.dtype).removeprefix('torch.')}, which wraps around"
         )
@@ -170,10 +170,10 @@ def where_within(r: Any, index: Node, size: int, node: Node, dtype: torch.dtype)
     not_before = graph.make("ge", position, graph.const(0))
     not_after = graph.make("lt", position, graph.const(size))
     within = graph.binary("and", not_before, not_after)
-    beside = graph.const(math.nan)
+    mark = graph.const(math.nan)
     if node.kind != "float":
-        beside = graph.make("const", attrs=(torch.iinfo(dtype).min, *_BESIDE), kind="int")
-    return graph.where(within, node, beside)  # type: ignore[no-any-return]
+        mark = graph.make("const", attrs=(torch.iinfo(dtype).min, *_OUT_OF_RANGE), kind="int")
+    return graph.where(within, node, mark)  # type: ignore[no-any-return]
 
 
 def differentiated(r: Any, node: Node, *partials: tuple[Node, Node]) -> Node:

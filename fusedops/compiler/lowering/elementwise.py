@@ -144,7 +144,7 @@ def _in_dtype_of_tensor(r: Any, values: list[Value]) -> list[Value]:
         if value.labels:
             return value
         node = as_kind(r, value.node, "float")
-        if node.op == "const":  # a number of Python has the default dtype, but all its digits
+        if node.op == "const":  # a Python number: it has the default dtype, but is not rounded
             node = r.graph.const(float(torch.tensor(value_of(node), dtype=dtype)))
         elif value.dtype != dtype:
             node = r.graph.make("rounded", node, attrs=(_name_of(dtype),))
@@ -171,9 +171,9 @@ def _is_exact(node: Node) -> bool:
 def _as_represented(r: Any, value: Value) -> Value:
     """A value as its dtype represents it.
 
-    A saved value is read back in its dtype, and the other one of a comparison may still have the
-    bits of the computation: equal values could differ. A dtype as wide as that of the computation
-    needs no rounding.
+    One value of a comparison may be saved, and read back in its dtype, while the other one has all
+    bits of the computation: then equal values could differ. A dtype as wide as that of the
+    computation needs no rounding.
     """
     if value.node.kind != "float" or _is_exact(value.node) or not _is_narrow(r, value.dtype):
         return value
@@ -183,7 +183,7 @@ def _as_represented(r: Any, value: Value) -> Value:
 
 def _is_narrow(r: Any, dtype: torch.dtype) -> bool:
     """Whether the graph computes in a wider dtype: in fp64 if an input is of it, else in fp32."""
-    is_wide = torch.float64 in [one.dtype for one in r.traced.inputs]
+    is_wide = torch.float64 in [value.dtype for value in r.traced.inputs]
     return dtype.itemsize <= (4 if is_wide else 2)
 
 
@@ -323,8 +323,8 @@ def _is_count(number: float) -> bool:
     return number >= 0 and number == int(number)
 
 
-# The largest whole exponent of which a power is written as products, by repeated squaring. Larger
-# ones, and fractions, call the function `power` of `fusedops.compiler.device`.
+# Up to this whole exponent, a power is written as products, by repeated squaring. Larger exponents
+# and fractions call the function `power` of `fusedops.compiler.device`.
 _WHOLE_EXPONENTS = 1 << 16
 # Exponents whose power is another operator.
 _POWERS = {0.5: "sqrt", -1: "reciprocal"}
@@ -527,8 +527,8 @@ def _detach(r: Any, out: Any, x: Value) -> Value:
     return Value(node, x.labels, out.dtype)
 
 
-# Casts. The graph computes everything in fp32, or in fp64, and rounds what leaves a kernel. Where
-# an earlier rounding changes the result, it is an operator:
+# Casts. The graph computes everything in fp32, or in fp64, and a kernel rounds what it stores. If
+# an earlier rounding changes the result, the rounding is an operator:
 #
 #   one cast to a narrower dtype   a value of its own, "narrowed", rounded if saved or returned
 #   a second cast                  "rounded" to the dtype between: two roundings are not one
@@ -554,8 +554,8 @@ def _same(r: Any, out: Any, x: Value, *_: Any, **options: Any) -> Value:
         # bf16. The first cast alone would not round, because nothing returns or saves its value.
         node = r.graph.make("rounded", node, attrs=(_name_of(x.dtype),))
     if kind_of(x.dtype) == "float" and out.dtype.itemsize <= x.dtype.itemsize:
-        # A value of its own: rounding to the dtype, where it is returned or saved, does not apply
-        # to the other consumers of the wider value.
+        # A new value: if it is returned or saved it is rounded to the dtype, but the other
+        # consumers of the wider value still get the unrounded one.
         node = r.graph.make("narrowed", node, attrs=(_name_of(out.dtype),))
     return Value(node, x.labels, out.dtype)
 

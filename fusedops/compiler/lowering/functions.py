@@ -17,14 +17,14 @@ from .common import TABLE, differentiated, lowers, pointwise
 def _remainder_of(r: Any, a: Node, b: Node) -> tuple[Node, Node]:
     """The remainder with the divisor's sign, and whether it differs from ``fmod``.
 
-    ``fmod`` has the dividend's sign. Where that is not the divisor's, the divisor is added.
+    ``fmod`` has the dividend's sign. If the divisor has the other sign, the divisor is added.
     """
     graph = r.graph
     zero = _zero(r, a)
-    rest = graph.make("fmod", a, b)
-    signs = graph.binary("xor", graph.make("lt", rest, zero), graph.make("lt", b, zero))
-    is_shifted = graph.binary("and", graph.make("ne", rest, zero), signs)
-    return graph.where(is_shifted, graph.binary("add", rest, b), rest), is_shifted
+    fmod = graph.make("fmod", a, b)
+    signs_differ = graph.binary("xor", graph.make("lt", fmod, zero), graph.make("lt", b, zero))
+    is_shifted = graph.binary("and", graph.make("ne", fmod, zero), signs_differ)
+    return graph.where(is_shifted, graph.binary("add", fmod, b), fmod), is_shifted
 
 
 def _zero(r: Any, like: Node) -> Node:
@@ -49,9 +49,9 @@ def _trunc_of(r: Any, a: Node) -> Node:
 def _floored(r: Any, a: Node, b: Node) -> Node:
     """The quotient, rounded down."""
     graph: Any = r.graph
-    rest, is_shifted = _remainder_of(r, a, b)
+    remainder, is_shifted = _remainder_of(r, a, b)
     if a.kind != "float":
-        node: Node = graph.make("quotient", graph.binary("sub", a, rest), b)
+        node: Node = graph.make("quotient", graph.binary("sub", a, remainder), b)
         return node
     quotient = graph.binary("div", graph.binary("sub", a, graph.make("fmod", a, b)), b)
     zero = graph.const(0.0)
@@ -82,20 +82,20 @@ def _remainder(r: Any, out: Any, x: Any, y: Any) -> Value:
     _check_divisor(y, kind)
 
     def remainder(a: Node, b: Node) -> Node:
-        rest, _ = _remainder_of(r, a, b)
+        result, _ = _remainder_of(r, a, b)
         if kind != "float":
-            return rest
-        return _with_derivative(r, rest, a, b, _floored(r, a, b))
+            return result
+        return _with_derivative(r, result, a, b, _floored(r, a, b))
 
     return pointwise(r, out, remainder, x, y)
 
 
-def _with_derivative(r: Any, rest: Node, a: Node, b: Node, quotient: Node) -> Node:
-    """The remainder ``a - quotient * b``, whose quotient has no gradient."""
+def _with_derivative(r: Any, remainder: Node, a: Node, b: Node, quotient: Node) -> Node:
+    """The remainder ``a - quotient * b``, with the derivative for a constant quotient."""
     partials = [(a, r.graph.const(1.0))]
     if value_of(b) is None:
         partials.append((b, r.graph.unary("neg", quotient)))
-    return differentiated(r, rest, *partials)
+    return differentiated(r, remainder, *partials)
 
 
 @lowers("fmod", "fmod_")
@@ -104,11 +104,11 @@ def _fmod(r: Any, out: Any, x: Any, y: Any) -> Value:
     _check_divisor(y, kind)
 
     def fmod(a: Node, b: Node) -> Node:
-        rest: Node = r.graph.make("fmod", a, b)
+        result: Node = r.graph.make("fmod", a, b)
         if kind != "float":
-            return rest
+            return result
         quotient = _trunc_of(r, r.graph.binary("div", a, b))
-        return _with_derivative(r, rest, a, b, quotient)
+        return _with_derivative(r, result, a, b, quotient)
 
     return pointwise(r, out, fmod, x, y)
 
@@ -250,8 +250,8 @@ def _acosh(graph: Any, a: Node) -> tuple[Node, Node]:
 def _atanh(graph: Any, a: Node) -> tuple[Node, Node]:
     one = graph.const(1.0)
     size = graph.unary("abs", a)
-    rest = graph.binary("sub", one, size)
-    quotient = graph.binary("div", _scaled(graph, size, 2.0), rest)
+    one_minus_size = graph.binary("sub", one, size)
+    quotient = graph.binary("div", _scaled(graph, size, 2.0), one_minus_size)
     result = _scaled(graph, graph.unary("log1p", quotient), 0.5)
     result = graph.where(graph.make("gt", size, one), graph.const(math.nan), result)
     result = _with_sign(graph, a, result)

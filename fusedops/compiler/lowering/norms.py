@@ -24,7 +24,7 @@ def _trailing(x: Value, shape: Sequence[int]) -> list[int]:
 def _standardized(
     r: Any, x: Value, normalized: Value, dims: Sequence[int], eps: float
 ) -> tuple[Node, Node, Node, tuple[Label, ...]]:
-    """``(x - mean) * rstd``, the mean, rstd, and the labels that are left of ``normalized``.
+    """``(x - mean) * rstd``, the mean, rstd, and the labels of mean and rstd.
 
     ``dims`` are dimensions of ``normalized``: the same tensor as ``x``, perhaps with its dimensions
     split, as a group norm splits the channels into groups.
@@ -89,10 +89,11 @@ def _group_norm(r: Any, out: Any, x: Value, weight: Any, bias: Any, *sizes: Any)
     labels = (x.labels[0], group_label, channel_label, *x.labels[2:])
     grouped = Value(x.node, labels, x.dtype)
     dims = range(2, len(labels))
-    node, mean, rstd, left = _standardized(r, x, grouped, dims, eps)
+    node, mean, rstd, stat_labels = _standardized(r, x, grouped, dims, eps)
     y = Value(node, x.labels, out[0].dtype)
     y = _affine(r, out[0], y, _along_channels(weight, x), _along_channels(bias, x))
-    return [y, Value(mean, left[:2], out[1].dtype), Value(rstd, left[:2], out[2].dtype)]
+    stat_labels = stat_labels[:2]
+    return [y, Value(mean, stat_labels, out[1].dtype), Value(rstd, stat_labels, out[2].dtype)]
 
 
 def _along_channels(vector: Any, x: Value) -> Value | None:

@@ -44,8 +44,8 @@ def reduced(
     reduced_axes = set(r.axes.leaves_of(axes))
     along = tuple([axis for axis in varying if axis in reduced_axes])
     if along:
-        rest = frozenset(varying) - reduced_axes
-        node = r.graph.make(op, node, attrs=(along,), axes=rest)
+        remaining_axes = frozenset(varying) - reduced_axes
+        node = r.graph.make(op, node, attrs=(along,), axes=remaining_axes)
     return node, tuple(labels), axes
 
 
@@ -161,7 +161,8 @@ def _argmax(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) 
     is_largest = graph.make("eq", node, largest)
     if kind == "float":
         is_largest = graph.binary("or", is_largest, graph.make("isnan", node))
-    # The first index is the smallest, for which there is no reduction: the largest of the negated.
+    # The first index is the smallest. There is no reduction for the smallest, so it is computed as
+    # the largest of the negated indices.
     index = graph.make("iota", attrs=label, axes=label, kind="int")
     candidates = graph.where(is_largest, graph.unary("neg", index), graph.const(-size))
     value = Value(candidates, x.labels, out.dtype)
@@ -170,9 +171,9 @@ def _argmax(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False) 
 
 
 def _opposite(r: Any, node: Node) -> Node:
-    """The value in the opposite order: negated, and of an integer its complement.
+    """A value that reverses the order: for a float its negative, for an integer its complement.
 
-    The least integer has no negative, but a complement, ``-1 - x``.
+    The least integer has no negative, but it has a complement, ``-1 - x``.
     """
     if node.kind == "float":
         return r.graph.unary("neg", node)
@@ -253,7 +254,7 @@ _LONGEST_WITH_OWN_CORRECTION = 16384
 def variance(
     r: Any, x: Value, dim: Any, correction: Any, keepdim: bool, *, exact: bool = False
 ) -> tuple[Node, Node, tuple[Label, ...]]:
-    """The variance over dimensions, and the mean, with the labels that are left.
+    """The variance over dimensions, the mean, and the labels of their dimensions.
 
     ``exact`` corrects the mean by one more sum, so that the variance of equal numbers is zero.
     """
@@ -450,7 +451,7 @@ def _norm_of_order(r: Any, out: Any, x: Value, order: float, dim: Any, keepdim: 
     if order < 1:
         return Value(rooted(total), labels, out.dtype)
     # A norm of zero is selected by `where`, as in PyTorch: its gradient is then zero even if the
-    # output's is NaN. `rooted` gets one instead of zero there. For the derivative at zero is
+    # output's is NaN. There `rooted` gets one instead of zero, because the derivative at zero is
     # infinite, and a second derivative would multiply it by zero, which is NaN.
     is_zero_norm = graph.make("eq", total, zero)
     norm = rooted(graph.where(is_zero_norm, graph.const(1.0), total))
@@ -470,8 +471,8 @@ def _largest(r: Any, x: Value, dim: int) -> Node:
 def _exponentials(r: Any, x: Value, dim: int, largest: Node) -> tuple[Node, Node, Node]:
     """``x - largest``, the exponentials of that, and their sums over each row.
 
-    A softmax does not depend on what is subtracted, so that `_safe_softmax` may pass zero for
-    ``largest`` where that is minus infinity.
+    A softmax does not depend on what is subtracted. So `_safe_softmax` may pass zero for
+    ``largest`` if the largest element is minus infinity.
     """
     graph = r.graph
     node = as_kind(r, x.node, "float")

@@ -26,9 +26,9 @@ from .common import as_kind, joined, lowers, picked
 
 
 def _afresh(r: Any, x: Value) -> Value:
-    """The value with axes of its own, if it is computed from indices and numbers alone.
+    """The value with new axes, if it is computed from indices and numbers alone.
 
-    ``i[:, None] < i`` has two dimensions: without new axes both would be the one of ``i``.
+    ``i[:, None] < i`` has two dimensions. Without new axes both would have the axis of ``i``.
     """
     if not _is_made_of_indices(x.node):
         return x
@@ -66,7 +66,7 @@ def _is_made_of_indices(node: Node) -> bool:
 
 
 def _relabeled(x: Value, dim: int, label: Label, node: Node) -> Value:
-    """Another value with the labels of ``x`` but one."""
+    """A value of ``node``, with the labels of ``x`` except for dimension ``dim``."""
     return Value(node, (*x.labels[:dim], label, *x.labels[dim + 1 :]), x.dtype)
 
 
@@ -149,8 +149,7 @@ def _t(r: Any, out: Any, x: Value) -> Value:
 # --- parts of a dimension -------------------------------------------------------------------------
 
 
-# A row of 24 columns as 4 parts of 6, and what is selected of it by ``x[..., 6:12]`` and by
-# ``x[..., 1::4]``:
+# A row of 24 columns as 4 parts of 6. ``x[..., 6:12]`` and ``x[..., 1::4]`` select part 1:
 #
 #   neighbours    a -> (parts, columns)    part 1 is columns 6 to 11
 #   interleaved   a -> (columns, parts)    part 1 is columns 1, 5, 9, 13, 17, 21
@@ -161,25 +160,25 @@ def _t(r: Any, out: Any, x: Value) -> Value:
 def _part(
     r: Any, x: Value, dim: int, count: int, position: int, interleaved: bool
 ) -> tuple[Node, Label]:
-    """One of ``count`` equal parts of a dimension, and the label of what is left of it.
+    """One of ``count`` equal parts of a dimension, and the part's label.
 
     The columns of a part are neighbours, or, ``interleaved``, ``count`` apart.
     """
     label = x.labels[dim]
     inner = _size_of(r, label) // count
     if interleaved:
-        rest, part = _split_label(r, label, (inner, count))
+        part_label, axis = _split_label(r, label, (inner, count))
     else:
-        part, rest = _split_label(r, label, (count, inner))
-    return _select_node(r, x.node, part, position), rest
+        axis, part_label = _split_label(r, label, (count, inner))
+    return _select_node(r, x.node, axis, position), part_label
 
 
 def _select_node(r: Any, node: Node, axis: Label, position: int) -> Node:
     leaves = r.axes.leaves_of(node.axes)
-    rest = frozenset(leaves) - set(axis)
-    if len(rest) == len(leaves):  # all its parts are the same
+    remaining_axes = frozenset(leaves) - set(axis)
+    if len(remaining_axes) == len(leaves):  # all its parts are the same
         return node
-    return r.graph.make("select", node, attrs=(axis, position), axes=rest)
+    return r.graph.make("select", node, attrs=(axis, position), axes=remaining_axes)
 
 
 @lowers("slice")
@@ -197,10 +196,10 @@ def _slice(
             raise NotRowwiseError(
                 f"a step of {step} through {size} columns, which are no equal parts"
             )
-        node, rest = _part(r, x, dim, step, first, True)
+        node, part_label = _part(r, x, dim, step, first, True)
     else:
-        node, rest = _columns(r, x, dim, first, count)
-    return Value(node, (*x.labels[:dim], rest, *x.labels[dim + 1 :]), out.dtype)
+        node, part_label = _columns(r, x, dim, first, count)
+    return Value(node, (*x.labels[:dim], part_label, *x.labels[dim + 1 :]), out.dtype)
 
 
 def _first_column(start: int | None, size: int) -> int:
@@ -228,9 +227,9 @@ def _columns(r: Any, x: Value, dim: int, first: int, count: int) -> tuple[Node, 
     if len(pieces) == 1:
         return pieces[0]
     nodes = [node for node, _ in pieces]
-    _, rest = pieces[0]
+    _, part_label = pieces[0]
     axis = r.axes.new(len(nodes))
-    return _stack_node(r, nodes, axis, x.node.kind), (*axis, *rest)
+    return _stack_node(r, nodes, axis, x.node.kind), (*axis, *part_label)
 
 
 def _too_many(parts: int) -> str:
@@ -251,8 +250,8 @@ def _side_by_side(r: Any, out: Any, x: Value, dim: int, pieces: Sequence[tuple[i
         raise NotRowwiseError(_MOVED)
     values = []
     for first, count in pieces:
-        node, rest = _columns(r, x, dim, first, count)
-        values.append(_relabeled(x, dim, rest, node))
+        node, part_label = _columns(r, x, dim, first, count)
+        values.append(_relabeled(x, dim, part_label, node))
     return _cat(r, out, values, dim)
 
 
@@ -264,8 +263,8 @@ def _roll(r: Any, out: Any, x: Value, shifts: Any, dims: Any = ()) -> Value:
         raise NotRowwiseError(_MOVED)
     dim = along[0] % out.dim()
     size = out.shape[along[0]]
-    by = shifts if isinstance(shifts, int) else shifts[0]
-    shift = by % size
+    columns = shifts if isinstance(shifts, int) else shifts[0]
+    shift = columns % size
     if not shift:
         return x
     return _side_by_side(r, out, x, dim, [(size - shift, shift), (0, size - shift)])
@@ -324,8 +323,8 @@ def _split(r: Any, out: Any, x: Value, sizes: Any, dim: int = 0) -> list[Value]:
     first = 0
     for part in out:
         count = part.shape[dim]
-        node, rest = _columns(r, x, dim, first, count)
-        values.append(Value(node, (*x.labels[:dim], rest, *x.labels[dim + 1 :]), part.dtype))
+        node, part_label = _columns(r, x, dim, first, count)
+        values.append(Value(node, (*x.labels[:dim], part_label, *x.labels[dim + 1 :]), part.dtype))
         first += count
     return values
 
@@ -428,6 +427,6 @@ def _equal_parts(r: Any, x: Value, dim: int, count: int) -> list[Value]:
         return [x]
     parts = []
     for position in range(count):
-        node, rest = _part(r, x, dim, count, position, False)
-        parts.append(_relabeled(x, dim, rest, node))
+        node, part_label = _part(r, x, dim, count, position, False)
+        parts.append(_relabeled(x, dim, part_label, node))
     return parts

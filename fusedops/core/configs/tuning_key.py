@@ -215,18 +215,21 @@ def around(config: Config, *, least: int = 4, most: int = 64) -> list[Config]:
             stages=config.stages + stages,
         )
         # The config itself is always included: the heuristic's may exceed the limits.
-        if neighbour == config:
-            configs.append(neighbour)
-        elif _is_launchable(neighbour) and least <= _per_thread(neighbour) <= most:
+        if neighbour == config or _is_within_limits(neighbour, least, most):
             configs.append(neighbour)
     return configs
 
 
-def _is_launchable(config: Config) -> bool:
-    """Whether a persistent kernel can be launched with this neighbour of a config."""
+def _is_within_limits(config: Config, least: int, most: int) -> bool:
+    """Whether a persistent kernel can be launched with this neighbour of a config.
+
+    A thread must also have ``least`` to ``most`` elements.
+    """
     # Half of 1, rounded down, is 0.
     has_tile = config.rows > 0 and 0 < config.warps <= _MOST_WARPS
-    return has_tile and 0 < config.per_sm <= _MOST_PER_SM and 1 <= config.stages <= 4
+    if not has_tile or not least <= _per_thread(config) <= most:
+        return False
+    return 0 < config.per_sm <= _MOST_PER_SM and 1 <= config.stages <= 4
 
 
 def _per_thread(config: Config) -> int:
