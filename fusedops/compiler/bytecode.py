@@ -41,13 +41,14 @@ class Reads:
     """The variables and attributes that the code of a function, and of its inner ones, reads.
 
     Attributes:
-        chains: global variables and those of closures, each with the attributes that are read
-            directly from it: ``ops.SCALE``.
+        chains: variables of globals and closures, each with the attributes that are read directly
+            from it: ``ops.SCALE``.
         names: the names of all attributes that it reads.
-        optional: those that it reads by `getattr` or `hasattr`, which may be missing.
+        optional: the names of attributes that it reads by `getattr` or `hasattr`; these may be
+            missing.
         everything: whether it reads attributes by computed names.
         catches: whether it may catch the error of an attribute or variable that is missing.
-        called: global variables and those of closures that it calls.
+        called: variables of globals and closures that it calls.
         calls: whether it calls the value of a local variable.
         refusal: why the code is refused, because it reads what a walk cannot visit; "" if not.
     """
@@ -199,7 +200,7 @@ def _attribute_after(instructions: list[dis.Instruction]) -> str | None:
         arguments             1               2                    3
 
     Args:
-        instructions: those from the load of `getattr` on.
+        instructions: the instructions from the load of `getattr` on.
     """
     name = None
     count = 0  # of arguments on the stack

@@ -327,7 +327,7 @@ class _Writer:
         Args:
             written: the moments that it writes for the next kernel.
             roots: all values that it computes.
-            stores: those of the function's results.
+            stores: the stores of the function's results.
         """
         emitter = self._emitter(roots)
         emitter.flat = True

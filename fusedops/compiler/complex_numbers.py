@@ -8,7 +8,7 @@ A complex tensor of ``(..., n)`` is a real one of ``(..., n, 2)``, the pairs tha
     z.view(n, 4)           the pairs' view(n, 4, 2)
     view_as_real(z)        the pairs
 
-The derivative of the pairs is PyTorch's of complex tensors: that of ``z`` in ``z * w`` is
+The pairs have the same derivatives as PyTorch's complex tensors: for ``z`` in ``z * w`` it is
 ``grad * w.conj()``.
 """
 

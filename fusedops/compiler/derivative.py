@@ -75,7 +75,7 @@ class _Backward:
         self.terms: dict[Node, dict[tuple[Node, tuple[int, ...]], Node]] = {}
 
     def visit(self, node: Node) -> None:
-        """Add a node's adjoint to those of its arguments."""
+        """Add what a node contributes to the adjoints of its arguments."""
         if node.kind != "float" or not node.args:
             return
         adjoint = self.adjoint(node)
@@ -169,7 +169,7 @@ class _Backward:
         return factor, node
 
     def _split(self, node: Node, over: Sequence[int]) -> tuple[Node, Node] | None:
-        """Return a product's bounded factor that is constant along axes, and the other.
+        """Return a product's bounded factor that is constant along axes, and its other factor.
 
         A negated value is a product with minus one. Returns None if the node is no product, or has
         no such factor.

@@ -303,7 +303,7 @@ class Emitter:
         return max(itemsizes)
 
     def _hold(self, node: Node, name: str) -> None:
-        """Emit the line that adds a tile to those of the same value in other parts of a row."""
+        """Emit the line that adds a tile to the tuple of a value's tiles, one for each part."""
         tiles = self.tiles[node] = self.names.free(f"{name}_parts")
         self.extend(tiles, name)
 
@@ -538,7 +538,7 @@ class Emitter:
         return f"-{args[0]}"
 
     def _device_call(self, node: Node, args: Sequence[str]) -> str:
-        """Return a call of a function of two numbers, of which the second may be an attribute."""
+        """Return a call of a function of two numbers; the second may be an attribute."""
         if node.kind != "float":
             return _FORMATS[node.op].format(*args)
         graph = self.structure.graph

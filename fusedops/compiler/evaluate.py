@@ -124,7 +124,7 @@ def assembled(
     rolled = within(full_order, without(operand.axes, unrolled))
     full_shape = [sizes.get(axis, 1) for axis in full_order]
     stacked = torch.stack([value.expand(full_shape) for value in parts.values()])
-    # Dimension 0 is that of the parts, of which a tensor without unrolled axes has one.
+    # Dimension 0 is the parts. A tensor without unrolled axes has one part.
     absent = without(full_order, rolled)
     stacked = stacked.squeeze(tuple([1 + full_order.index(axis) for axis in absent]))
     axes = [*unrolled, *rolled]
@@ -200,7 +200,7 @@ class _Evaluation:
     dtype: torch.dtype
 
     def computed(self, node: Node, args: list[Tensor]) -> Tensor:
-        """Return a node's value, computed from those of its arguments."""
+        """Return a node's value, computed from the values of its arguments."""
         method = _METHODS.get(node.op)
         if method is not None:
             return method(self, node, args)
@@ -237,7 +237,7 @@ class _Evaluation:
         return _instead(*torch.broadcast_tensors(*args))
 
     def _root(self, node: Node, args: list[Tensor]) -> Tensor:
-        # The derivative of the square root is infinite at zero: it is taken of one there.
+        # At zero the derivative of the square root is infinite, so there the root of one is taken.
         is_zero = args[0] == 0.0
         return torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, args[0]).sqrt())
 

@@ -115,7 +115,8 @@ class _Call:
         select: selects the program's inputs from the arguments and the tensors in the state.
         results: makes what the function returns of the program's outputs.
         constants: the record of the call's constants; None for the function itself.
-        sites: those of a launch without and with a backward; each None where there is none.
+        sites: the site of a launch without a backward, and of one with a backward; None for calls
+            that are not launched directly.
     """
 
     program: Program | None
@@ -234,10 +235,11 @@ class Rowwise(Generic[_P, _R]):
             return self._run(*args)
         tensors = call.select((*args, *state_tensors) if state_tensors else args)
         saves = False
-        for t in tensors if _records_gradients() else ():
-            if t.requires_grad:
-                saves = True
-                break
+        if _records_gradients():
+            for t in tensors:
+                if t.requires_grad:
+                    saves = True
+                    break
         site = call.sites[saves]
         if is_observed or site is None:
             return call.results(run(program, call.constants, tensors, program.p))

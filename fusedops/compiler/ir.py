@@ -101,7 +101,7 @@ _RANKS = {"bool": 0, "int": 1, "float": 2}
 _CONDITIONS = COMPARISONS | {"not", "isnan"}
 # Operators that change only gradients: their argument is the value that is computed and saved.
 SAME_VALUE = ("constant_to_gradients", "detached", "instead", "narrowed")
-# Those that return it without its gradient.
+# Operators that return their argument without its gradient.
 _WITHOUT_GRADIENTS = ("constant_to_gradients", "detached")
 # If an argument of one of these operators is constant along a row, it moves out of a `pick`.
 _PICKED_BY_ARGUMENT = ("add", "sub", "mul")
@@ -489,8 +489,8 @@ def reachable(
 def gradient_sources(roots: Iterable[Node]) -> frozenset[int]:
     """Return the indices of the inputs that autograd would reach from these values.
 
-    A gradient that is always zero, as that of ``sign``, counts; detached and compared values have
-    none.
+    A gradient that is always zero, such as the gradient of ``sign``, counts. Detached and compared
+    values have none.
     """
     inputs = set[int]()
     seen = set[Node]()

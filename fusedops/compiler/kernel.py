@@ -80,8 +80,8 @@ def source_of(
 
     Args:
         name: the name of its function.
-        arguments: those at run time, in order.
-        constants: the names of those at compile time.
+        arguments: the run-time arguments, in order.
+        constants: the names of the compile-time arguments.
         body: the lines of the function.
     """
     # These change from call to call: a variant of its own for values like 1 or multiples of 16

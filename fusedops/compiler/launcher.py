@@ -63,7 +63,7 @@ _OPTIONAL = ("stats", "intermediate")
 # Tensors that a call has, and those that are allocated for it.
 _READ = ("input", "cotangent")
 _ALLOCATED = ("output", "gradient", "intermediate", "stats")
-# Those that a backward does not allocate.
+# Tensors that a backward reads, and does not allocate.
 _SAVED = ("input", "cotangent", "intermediate", "stats")
 # Tensors whose rows may be spaced, with the function that returns how they are.
 _SPACED = {"input": spacing, "cotangent": spacing, "gradient": spacing_written}
@@ -404,7 +404,7 @@ class Launcher:
         lines = [f"{name}, {name}_stride = {self.names[kind, index]}, {size}"]
         strided = self._has_stride(kind, index)
         # The row stride of a contiguous tensor counts for the alignment, too: rows of a multiple of
-        # eight elements are aligned. In one number, of which only the low four bits matter:
+        # eight elements are aligned. All are combined in one number; only its low four bits matter:
         #
         #   address of the first row    ....0000  a multiple of 16 bytes
         #   row stride, times two       ....0000  a multiple of 8 elements
@@ -555,7 +555,7 @@ class Launcher:
         """Return how many dimensions precede a row's; 0 if one joins rows and other axes."""
         labels = operand.labels
         rows = set(self.structure.rows)
-        # Dimensions of rows, and those of one element that follow.
+        # Dimensions of rows, and following dimensions of one element.
         leading = _last_with(labels, rows) + 1
         while leading < len(labels) and not labels[leading]:
             leading += 1

@@ -221,7 +221,7 @@ def chosen(
     for launcher, bucket in _launchers(
         program, device_index, tensors, program.wanted, [True] * count
     ):
-        # The request after those of the kernels is that of the reduction.
+        # The last request, after one for each kernel, is for the reduction.
         requests = launcher.variants.requests(int(drops), bucket)[: len(launcher.kernels)]
         for kernel, request in zip(launcher.kernels, requests, strict=True):
             moved = sum([dtype.itemsize for dtype in kernel.moved]) * program.structure.cols
@@ -271,7 +271,7 @@ def _launchers(
 
 
 def _bucket(program: LaunchedProgram, sizes: Sequence[int], group: Label) -> int:
-    """Return the bucket of the number of rows, or of that in a group."""
+    """Return the bucket of the number of rows; with groups, of the number of rows in a group."""
     axes = without(program.structure.rows, group)
     return BUCKET[math.prod([sizes[axis] for axis in axes]).bit_length()]
 

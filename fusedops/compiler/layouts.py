@@ -1,4 +1,4 @@
-"""Layouts of operands: their rows as those of the call, and the offsets of their columns."""
+"""Layouts of operands: how their rows correspond to the call's, and the offsets of columns."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ class Program(Operator):
     def writes(
         self, constants: Any, dtypes: Dtypes, *, dropout: bool, saves: bool
     ) -> tuple[bool, ...]:
-        """Return which outputs are written: those for the backward only where one follows."""
+        """Return which outputs are written: outputs for the backward only if one follows."""
         own = [saves] if self.own else []
         return (*[True] * self.count, *own, saves and bool(self.plan.stats))
 
@@ -270,7 +270,7 @@ class Program(Operator):
     def reference(
         self, constants: Any, tensors: Any, dropout: Dropout
     ) -> tuple[Tensor | None, ...]:
-        """Return the outputs of the traced function; without it, those of its graph."""
+        """Return the outputs of the traced function, or of its graph if there is no function."""
         if self.function is not None:
             result = self.function(*tensors)
             return (result,) if isinstance(result, Tensor) else tuple(result)

@@ -45,7 +45,7 @@ _PART_START = "start = first + part * BLOCK_N"
 _INSIDE_PART = "inside_row({}, part < EXACT, {})"
 
 
-# Values that are stored. One store writes those of an inner tuple: one part of a row, or two.
+# Values that are stored. One store writes the values of an inner tuple: one part of a row, or two.
 Stored = Sequence[tuple[Node, ...]]
 
 
@@ -91,7 +91,7 @@ def phases_of(
 
     Args:
         stored: the values that it stores: see `Stored`.
-        summed: those that it sums over rows.
+        summed: the values that it sums over rows.
         emitter: the emitter of the kernel.
         exchanges: whether programs may exchange sums.
     """
@@ -503,9 +503,9 @@ def _reduce(emitter: Emitter, accumulators: Mapping[Node, str]) -> None:
 def _phase_of_store(nodes: Sequence[Node], phases: Phases) -> int:
     """Return the phase in whose loop values are stored.
 
-    It is 0 for values that need no reduction. They have a loop of their own between that of phase
-    0, which loads all rows, and its reductions. Programs that exchange sums go on with other rows
-    there, so that they store in the last phase.
+    It is 0 for values that need no reduction. They are stored in a separate loop, after the loop of
+    phase 0, which loads all rows, and before the reductions of phase 0. But programs that exchange
+    sums go on with other rows there, so they store in the last phase.
     """
     needs_none = not any(map(phases.levels.__getitem__, nodes))
     if needs_none and phases.reductions and not phases.exchanged:

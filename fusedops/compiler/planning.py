@@ -137,7 +137,7 @@ def planned(
     differentiable = _differentiable(structure)
     bare = Plan(structure, {}, None, -1, (), (), (), tuple(differentiable))
     positions = range(len(structure.outputs))
-    # All gradients have to be computable, but the cost is that of fewer: see `_is_counted`.
+    # All gradients have to be computable, but only some count in the cost: see `_is_counted`.
     _check_reductions(structure, nodes_of(bare.gradients(positions, differentiable).values()))
     counted = [i for i in differentiable if _is_counted(structure, structure.inputs[i])]
     roots = nodes_of(bare.gradients(positions, counted).values())
@@ -346,7 +346,7 @@ def _is_whole(structure: Structure, node: Node) -> bool:
 def _is_counted(structure: Structure, operand: Operand) -> bool:
     """Whether the cost includes an input's gradient.
 
-    It excludes those of inputs that are broadcast along outer rows, or have rows in another order.
+    It does not for inputs that are broadcast along outer rows, or have rows in another order.
     """
     rows = tuple(within(operand.axes, structure.rows))
     return rows == structure.rows[: len(rows)]
@@ -454,9 +454,9 @@ def _dtype_of(node: Node, structure: Structure) -> torch.dtype | None:
 
 
 def rebuilt(graph: Graph, change: Callable[[Node, Node], Node]) -> Callable[[Node], Node]:
-    """Return a function from nodes to those of another graph, as replaced by ``change``.
+    """Return a function that copies nodes to another graph.
 
-    ``change`` takes a node and its copy, and returns the copy or another node instead.
+    ``change`` takes a node and its copy, and returns the copy, or another node to use instead.
     """
     done: dict[Node, Node] = {}
 

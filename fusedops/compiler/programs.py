@@ -76,7 +76,7 @@ class Match:
     look: Look
 
     def fits(self, tensors: Sequence[Tensor], state_tensors: Sequence[Tensor]) -> bool:
-        """Whether the program is for tensors like those of a call and of the state."""
+        """Whether the program is for tensors like these, of a call and of the state."""
         captured = [as_pairs(state_tensors[position]) for position in self.captured]
         if not all(map(is_dense, captured)):
             return False
@@ -144,8 +144,8 @@ class Programs:
         """
         tensors = tensors_of(args)
         looks = self.looks(args)
-        # First with the known looks. If no program fits, a trace is needed, and before that a new
-        # walk: its state may have a program, too.
+        # First with the known looks. If no program fits, a trace is needed. Before the trace there
+        # is a new walk: a program may fit the state that it reads.
         for read in (looks.at, looks.walked):
             look, state, state_tensors = read(args)
             if look.reason:

@@ -71,7 +71,7 @@ def read(path: Path) -> list[Structure]:
 def write(path: Path, structure: Structure) -> None:
     """Add a structure to a file, which is replaced atomically.
 
-    Of two processes that write at the same time, one loses its structure, and traces again.
+    If two processes write at the same time, one loses its structure, and traces again.
     """
     with contextlib.suppress(OSError):
         structures = [*read(path), structure]

@@ -60,7 +60,8 @@ class LaunchPlan:
         exchange: how programs of the last kernel exchange sums of rows that they share: "none",
             "wait", or "read" after `post`.
         post: the launch before the last kernel that stores sums for it to read.
-        multiprocessors: those of the stream that the plan is for; 0 for any stream.
+        multiprocessors: the number of multiprocessors of the streams that the plan is for; 0 for
+            any stream.
     """
 
     variants: tuple[Variant, ...]
@@ -125,7 +126,7 @@ class Variants:
             aligned: whether all addresses and row strides are multiples of 16 bytes.
             wide: whether an index of rows may need 64 bits.
             multiprocessors: the current stream's; 0 where they are not known yet.
-            bucket: that of the number of rows.
+            bucket: the bucket of the number of rows.
         """
         cols = self.structure.cols
         device = site.device_index

@@ -185,8 +185,8 @@ class Walk(Writer):
             short: for a tensor, the name of the kernel's argument where that is not ``name``.
             required: whether the function's own code reads it; otherwise a value of an unsupported
                 type is skipped.
-            role: the noun before the name in messages; "" for that of the visit before, since
-                what a value contains has its role.
+            role: the noun before the name in messages; "" for the role of the previous visit: what
+                a value contains has the value's role.
             called: for a module, whether the function may call it.
         """
         self.role = role or self.role
@@ -368,8 +368,8 @@ class Walk(Writer):
     def outer_variables(self, function: FunctionType, variable: str) -> None:
         """Visit a function's closure and the globals that it reads.
 
-        ``variable`` is "" for the root, whose cells and globals are constants of the written
-        function; it finds those of other functions by attributes.
+        ``variable`` is "" for the root: its cells and globals are constants of the written
+        function. The written function reads the cells and globals of other functions as attributes.
         """
         code = function.__code__
         scope = function.__globals__
@@ -652,7 +652,7 @@ class Walk(Writer):
             self.visit(raw, expression, f"{name}.{key}")
 
     def note_hasattr(self, *, runs_code: bool) -> None:
-        """Note whether `hasattr` runs the user's code, since it catches every AttributeError there.
+        """Note whether `hasattr` runs the user's code, whose AttributeErrors it catches.
 
         The code is a property or a ``__getattr__``.
         """

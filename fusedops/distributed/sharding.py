@@ -209,7 +209,7 @@ class Layout(NamedTuple):
             placements[mesh_dim], gradients[mesh_dim] = Replicate(), Partial()
         is_moved = tuple(t.placements) != tuple(placements)
         slices = []
-        # Several dimensions of the mesh may shard one axis, of which the rank has one slice.
+        # Several dimensions of the mesh may shard one axis: the rank has one slice of that axis.
         for axis in dict.fromkeys([self.dims[mesh_dim] for mesh_dim in sliced_dims]):
             assert axis is not None
             dim = axes.index(axis)
@@ -475,8 +475,8 @@ def _sharded_axis(t: Any, axes: _AxisOfDim, mesh_dim: int) -> int | None:
 def _can_locate(axes: Axes, mesh: Any, dims: Sequence[int | None]) -> bool:
     """Whether `numbers` can locate the shards of a mask.
 
-    ``dims`` are the axes that the first dimensions of the mesh shard. Of the rows' axes besides the
-    first, at most two may be sharded.
+    ``dims`` are the axes that the first dimensions of the mesh shard. At most two of the rows' axes
+    may be sharded besides the first axis.
 
     Several dimensions of the mesh may split the columns, one after the other. Each split must give
     parts of whole groups of lanes. Only the last split may be uneven: it gives parts of different

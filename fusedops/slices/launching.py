@@ -63,7 +63,7 @@ _backwards: dict[Any, _Plan] = tuning.register_cache({})
 #     one tensor      (tensor, row stride, None,      address bits, stride bits, None)
 #     many tensors    (None,   0,          addresses, address bits, stride bits, tensors)
 #
-# Address bits are the bitwise or of all addresses, and stride bits that of all row strides: their
+# Address bits are the bitwise or of all addresses, stride bits that of all row strides: their
 # lowest bits tell the alignment. The tuple holds the tensors because they must live until the
 # launch.
 _Rows: TypeAlias = tuple[Tensor | None, int, Addresses | None, int, int, Any]
@@ -165,7 +165,7 @@ def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -
     a gradient of zeros. ``outs`` are ``(dweight, dbias, dx)``, None where not needed; for a
     sequence, dx is a buffer.
 
-    The partial sums are those of the parameter gradients::
+    The partial sums are of the parameter gradients::
 
         slices with their own parameters   partials[program, parameter, column of all slices]
         slices that share the parameters   partials[program and group, parameter, column of D]

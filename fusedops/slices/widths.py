@@ -103,7 +103,7 @@ class Groups:
     A group has at most as many slices as its tile has slots.
 
     Attributes:
-        tiles: the shapes of tiles, those of wide slices first. All sizes but ``parts`` are powers
+        tiles: the shapes of tiles, shapes for wide slices first. All sizes but ``parts`` are powers
             of two.
         count: the number of groups.
         shortest: the fewest rows of a tile.

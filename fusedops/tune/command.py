@@ -368,14 +368,14 @@ def _specs(names: Sequence[str]) -> list[Spec]:
     every = discover()
     if not names:
         return list(every)
-    known = {spec.name for spec in every} | {spec.public_name for spec in every}
+    accepted = {spec.name for spec in every} | {spec.public_name for spec in every}
     for name in names:
-        if name in known:
+        if name in accepted:
             continue
         if name in operators():
             raise UsageError(f"{name} cannot be tuned: its kernel has one config for all sizes")
         # Names of specs are accepted, but only functionals are listed: these are public.
-        hint = _hint(difflib.get_close_matches(name, known, 3), _listed(every))
+        hint = _hint(difflib.get_close_matches(name, accepted, 3), _listed(every))
         raise UsageError(f"no operator {name!r}; {hint}")
     return [spec for spec in every if not {spec.name, spec.public_name}.isdisjoint(names)]
 

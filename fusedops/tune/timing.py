@@ -6,6 +6,7 @@ inputs in the L2. The module can be imported without a GPU; timing needs one.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -44,7 +45,7 @@ class Bench(Protocol):
         time is the mean of training and inference, because both share a config.
         """
 
-    def agree(self, key: TuningKey, one: Config, other: Config) -> bool:
+    def agree(self, key: TuningKey, first: Config, second: Config) -> bool:
         """Return whether two configs return the same results, up to the order of sums."""
 
 
@@ -149,15 +150,15 @@ class _GraphBench:
             finally:
                 graph.reset()
 
-    def agree(self, key: TuningKey, one: Config, other: Config) -> bool:
+    def agree(self, key: TuningKey, first: Config, second: Config) -> bool:
         results = []
-        for config in (one, other):
+        for config in (first, second):
             with tuning.forced(key.kernel, config), self._ready():
                 outputs = self._steps[0].forward()
                 gradients = self._steps[0].backward(outputs)
                 results.append([t.detach() for t in (*outputs, *gradients)])
         torch.cuda.synchronize()
-        return all(_close(a, b) for a, b in zip(*results, strict=True))
+        return all(itertools.starmap(_close, zip(*results, strict=True)))
 
     def _calls(self, *, backward: bool) -> list[Callable[[], object]]:
         """Return the calls to capture, one or two for each set of inputs."""
@@ -202,16 +203,16 @@ def _replay(graph: torch.cuda.CUDAGraph, *, careful: bool) -> float:
     return statistics.median(events(graph.replay, repeats))
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
+def _close(expected: Tensor, actual: Tensor) -> bool:
     """Return whether two results differ by at most some roundings of the largest finite value.
 
     Integers, masks, infinities and NaNs must be equal.
     """
     # Empty tensors have no largest value.
-    if not one.is_floating_point() or one.numel() == 0:
-        return torch.equal(one, other)
-    wide = torch.promote_types(one.dtype, torch.float32)
-    limit = _ROUNDINGS * torch.finfo(one.dtype).eps
-    one, other = one.to(wide), other.to(wide)
-    scale = float(one.where(one.isfinite(), 0.0).abs().max())
-    return torch.allclose(one, other, rtol=0.0, atol=limit * scale, equal_nan=True)
+    if not expected.is_floating_point() or expected.numel() == 0:
+        return torch.equal(expected, actual)
+    wide = torch.promote_types(expected.dtype, torch.float32)
+    limit = _ROUNDINGS * torch.finfo(expected.dtype).eps
+    expected, actual = expected.to(wide), actual.to(wide)
+    scale = float(expected.where(expected.isfinite(), 0.0).abs().max())
+    return torch.allclose(expected, actual, rtol=0.0, atol=limit * scale, equal_nan=True)

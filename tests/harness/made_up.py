@@ -64,8 +64,8 @@ class Bench:
         self.timer.watch(key)
         return self.timer.costs.get(config, cost(key, config))
 
-    def agree(self, key: TuningKey, one: Config, other: Config) -> bool:
-        return other not in self.timer.wrong
+    def agree(self, key: TuningKey, first: Config, second: Config) -> bool:
+        return second not in self.timer.wrong
 
 
 class Timer:

@@ -56,7 +56,7 @@ def _layer_norm(
 def _rms_norm(r: Any, out: Any, x: Value, shape: Sequence[int], weight: Any, eps: Any) -> Any:
     graph = r.graph
     if eps is None:
-        # PyTorch's default is that of the dtype in which it computes.
+        # PyTorch's default is the machine epsilon of the dtype in which it computes.
         acc = torch.float64 if x.dtype == torch.float64 else torch.float32
         eps = torch.finfo(acc).eps
     node = as_kind(r, x.node, "float")

@@ -28,8 +28,8 @@ def reduced(
         dims: one or several dimensions; None or empty for all.
     Returns:
         node: the reduction, or the value itself if it is constant along all of ``axes``.
-        labels: those of the result's dimensions.
-        axes: those of the reduced dimensions.
+        labels: the labels of the result's dimensions.
+        axes: the axes of the reduced dimensions.
     """
     over = _dims_over(dims, len(x.labels))
     axes = [axis for d in sorted(over) for axis in x.labels[d]]

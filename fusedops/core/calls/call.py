@@ -106,10 +106,11 @@ def run(op: Operator, constants: Any, tensors: Any, p: Any = 0.0) -> Any:
         # new.
         mode = _DROPS * bool(p != 0.0)
         # `_needs_backward`, inlined.
-        for t in tensors if _records_gradients() else ():
-            if t is not None and t.requires_grad:
-                mode |= _SAVES
-                break
+        if _records_gradients():
+            for t in tensors:
+                if t is not None and t.requires_grad:
+                    mode |= _SAVES
+                    break
         # `_any_autocast` is usually False, and cheaper than the query for one device.
         if _any_autocast():
             mode |= _AUTOCAST * torch.is_autocast_enabled("cuda")

@@ -57,7 +57,7 @@ __all__ = [
 
 # The prefix of the name of a file that is not complete yet.
 SCRATCH = ".writing-"
-# The operations ("read", "write") of which a warning was shown.
+# The operations ("read", "write") for which a warning was shown.
 _warned: set[str] = set()
 
 

@@ -39,8 +39,8 @@ __all__ = [
 # The most columns of a row that a forward program holds whole, in 32 and 64 bits, and in 16 bits.
 WHOLE_FORWARD = 16384
 _WHOLE_FORWARD_16BIT = 32768
-# The most columns of a LayerNorm with a residual that runs in 32 warps. Wider ones run in 16 warps,
-# each of which has twice the registers.
+# The most columns of a LayerNorm with a residual that runs in 32 warps. Wider rows run in 16 warps,
+# because each warp then has twice the registers.
 _WIDEST_IN_32_WARPS = 24576
 # The most columns of a row that a backward program holds whole, in 16 and 32 bits, and in 64 bits.
 WHOLE_BACKWARD = 8192
@@ -561,7 +561,7 @@ _SHARED_THREE_SUMS = (
     Config(2048, 1, 4, 3, 2),
     _SHARED_NARROW,
 )
-# Narrow programs, for rows of which wider programs leave too many lanes idle.
+# Narrow programs, for rows in which wider programs would leave too many lanes idle.
 SHARED_BY_MANY = Config(512, rows=1, warps=2, stages=3, per_sm=4, parts=3)
 # Narrow programs were measured only if at most so many of them share a row.
 _MOST_SHARING = 8

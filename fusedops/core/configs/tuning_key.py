@@ -308,8 +308,8 @@ def config_of_sums(parts: int, cols: int) -> Config:
 def in_buckets(rule: Callable[[TuningKey], Config], key: TuningKey) -> list[Config]:
     """Returns the configs that ``rule`` has for every bucket of rows.
 
-    If all of them are candidates, every bucket has the same candidates, so that compiling the
-    candidates of one bucket compiles those of all.
+    If all of them are candidates, every bucket has the same candidates. So compiling the candidates
+    of one bucket compiles the candidates of all buckets.
     """
     return [rule(replace(key, bucket=bucket)) for bucket in range(len(BUCKETS))]
 
