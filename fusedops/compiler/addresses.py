@@ -58,7 +58,7 @@ class Argument:
             "size" (of a row axis), "rows", "chunks" or "programs".
         index: the index of the input, output, dropout or axis.
         of: for a stride: the kind of its tensor.
-        dim: for a stride: the dimension that has it, where rows have several strides; else -1.
+        dim: for a stride: if rows have several strides, the dimension that has this one; else -1.
     """
 
     name: str
@@ -194,7 +194,7 @@ class Addresses:
         return terms
 
     def _row_stride(self, kind: str, index: int, operand: Operand, layout: RowLayout) -> int | str:
-        """Return the distance of rows, or of groups: a constant where the tensor is contiguous."""
+        """Return the distance of rows, or of groups: a constant if the tensor is contiguous."""
         strides, row_size = strides_of(self.structure, operand)
         # A number of each group is read from a contiguous tensor: see
         # `launcher.Launcher._row_dims`.

@@ -191,10 +191,10 @@ def _called(instructions: list[dis.Instruction]) -> Iterator[tuple[str, bool]]:
 
 
 def _attribute_after(instructions: list[dis.Instruction]) -> str | None:
-    """Return the attribute's name in a call of `getattr`; None where it is computed.
+    """Return the attribute's name in a call of `getattr`; None if it is computed.
 
-    The name is the second argument. It is known where an instruction pushes a string, and the
-    string remains on the stack until the call::
+    The name is the second argument. It is known if an instruction pushes a string, and the string
+    remains on the stack until the call::
 
         LOAD_GLOBAL getattr   LOAD_FAST cfg   LOAD_CONST "scale"   LOAD_FAST other   CALL 3
         arguments             1               2                    3

@@ -207,8 +207,8 @@ class _Backward:
         if op in ACTIVATIONS:
             return (graph.binary("mul", g, graph.make(f"d:{op}", node.args[0])),)
         if op == "mul" and node.args[0] is node.args[1]:
-            # One product instead of two and their sum. ``g`` is doubled first: where it is one
-            # number for a row, that is done once for all columns.
+            # One product instead of two and their sum. ``g`` is doubled first: if it is one number
+            # for a row, it is doubled once for all columns.
             return _mul(graph, graph.binary("mul", g, graph.const(2.0)), node.args[0]), None
         return _RULES[op](graph, node, g)
 
@@ -355,7 +355,7 @@ def _powered(graph: Graph, node: Node, g: Node) -> Sequence[Node]:
 
 def _xlogy(graph: Graph, node: Node, g: Node) -> Sequence[Node]:
     x, y = node.args
-    # As in PyTorch: where x is zero, and y has no logarithm, x has no gradient.
+    # As in PyTorch, x has no gradient if it is zero and y has no logarithm.
     zero = graph.const(0.0)
     flat = graph.binary("and", graph.make("eq", x, zero), graph.make("le", y, zero))
     by_x = graph.where(flat, zero, graph.make("xlogy", g, y))

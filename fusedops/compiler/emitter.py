@@ -7,8 +7,8 @@ which it varies::
     along rows      (ROWS, BLOCK_N)    (ROWS, 1)
     not along rows  (1, BLOCK_N)       (1, 1)
 
-A line goes where it is computed least often: before all tiles, once for a tile of rows, or once for
-a tile of columns.
+A line is placed where it runs least often: before all tiles, once for a tile of rows, or once for a
+tile of columns.
 """
 
 from __future__ import annotations
@@ -430,7 +430,7 @@ class Emitter:
         if node.op in SAME_VALUE and not is_read:
             return self.named[node.args[0]]
         text = self._expression(node)
-        # Different nodes may have the same text, as where operators differ only in gradients.
+        # Different nodes may have the same text, for example if they differ only in gradients.
         if text not in self._known:
             self._known[text] = self._assign(node, text)
         return self._known[text]
@@ -712,7 +712,7 @@ class Emitter:
         return self._pairs[loaded]
 
     def _element(self, node: Node) -> str:
-        """Return an element of each row; zero where its index is out of range."""
+        """Return an element of each row; zero if its index is out of range."""
         source, index_node = node.args
         (number, part) = source.attrs
         index = self.named[index_node]

@@ -6,7 +6,7 @@ __all__ = ["NotRowwiseError"]
 
 
 class NotRowwiseError(RuntimeError):
-    """Raised where `rowwise` cannot fuse a function.
+    """Raised if `rowwise` cannot fuse a function.
 
     Args:
         message: which operator, where, and why.

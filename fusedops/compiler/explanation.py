@@ -197,7 +197,7 @@ def _reason(key: TuningKey, index: int) -> str:
 
 
 def _usage(request: launch.Request, device_index: int) -> Usage | None:
-    """Return the registers of a compiled kernel; None where kernels are not compiled."""
+    """Return the registers of a compiled kernel; None if kernels are not compiled."""
     if device_index < 0 or not compiles_ahead():
         return None
     return usage_of(launch.compile_fitting(request, launch.shared_memory(device_index)))

@@ -217,8 +217,8 @@ class Rowwise(Generic[_P, _R]):
             key = self._key(autocast, args)
             group = self._calls.get(key)
         except (TypeError, RuntimeError):
-            # Symbolic sizes, where torch.compile traces this call, have no hash, and some tensors
-            # have no shape. Such a call is resolved anew each time.
+            # The key cannot be computed: if torch.compile traces this call, symbolic sizes have no
+            # hash, and some tensors have no shape. Such a call is resolved each time.
             args = tuple(map(_number, args))
             group = _CallGroup(self._programs.looks(args), {})
         if group is None:
@@ -289,7 +289,7 @@ class Rowwise(Generic[_P, _R]):
         self: Rowwise[Concatenate[_Self, _Q], _R], instance: _Self, owner: Any = None
     ) -> Method[_Q, _R]: ...
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """Return a method where an object's class has the function."""
+        """Return a method if an object's attribute is read, and the function if its class's is."""
         return self if instance is None else Method(self, instance)
 
     def __repr__(self) -> str:

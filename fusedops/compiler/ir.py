@@ -44,8 +44,8 @@ __all__ = [
 #   constant_to_gradients(x)  x, without a gradient in the backward. A second derivative does have
 #                             one: it differentiates the backward, where x is like any other value
 #   instead(x, y)             x, with the gradient of y
-#   narrowed(x)               x after a cast: rounded where it is saved or returned, which leaves
-#                             the other consumers of x alone
+#   narrowed(x)               x after a cast: it is rounded if it is saved or returned, without an
+#                             effect on the other consumers of x
 #   rounded(x)                x rounded to a dtype, for the user's casts and comparisons
 #   round(x)                  the same, for what is saved or returned
 #
@@ -306,11 +306,11 @@ def promoted(kinds: Iterable[str]) -> str:
     return max(kinds, key=_RANKS.__getitem__, default="bool")
 
 
-# --- simplifications: each returns a simpler node, or None where no rule applies ------------------
+# --- simplifications: each returns a simpler node, or None if no rule applies ---------------------
 
 
 def _simplified_add(graph: Graph, x: Node, y: Node) -> Node | None:
-    # A zero of either sign: where x is -0.0, x + 0.0 is 0.0 in PyTorch, and -0.0 here.
+    # A zero of either sign: for x of -0.0, x + 0.0 is 0.0 in PyTorch, and -0.0 here.
     if value_of(y) == 0:
         return x
     if value_of(x) == 0:
@@ -354,8 +354,8 @@ def _without_sign(node: Node) -> Node:
 
 
 def _simplified_div(graph: Graph, x: Node, y: Node) -> Node | None:
-    # As PyTorch on GPUs, where quotients by numbers are products with the reciprocal. Beyond this
-    # range the number or its reciprocal is infinite, zero or subnormal in fp32.
+    # On GPUs PyTorch too computes a quotient by a number as a product with the reciprocal. Beyond
+    # this range the number or its reciprocal is infinite, zero or subnormal in fp32.
     divisor = value_of(y)
     if divisor is None or not 1e-37 < abs(divisor) < 1e37:
         return None

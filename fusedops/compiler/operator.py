@@ -99,7 +99,7 @@ class Program(Operator):
         # The forward writes, in this order:
         #
         #   out0 ... outN    the function's results
-        #   intermediate     saved for the backward, where the plan saves no output in its place
+        #   intermediate     saved for the backward, unless the plan saves an output instead
         #   stats            numbers of each row, such as its mean
         self.count = len(structure.outputs)
         self.own = bool(plan.intermediate) and plan.intermediate_output < 0
@@ -219,7 +219,7 @@ class Program(Operator):
     def fitted_site(self, tensors: Sequence[Tensor], *, saves: bool) -> RowwiseSite | None:
         """Return the site of a launch for tensors that `fits` has compared with the program.
 
-        None where a tensor is of a subclass, which sees registered operators.
+        Returns None if a tensor is of a subclass: then the registered operators are called.
         """
         if not PLAIN.issuperset(map(type, tensors)):
             return None
@@ -573,7 +573,7 @@ def _identifier(name: str) -> str:
 def _sources_of(plan: Plan) -> tuple[frozenset[int], ...] | None:
     """Return, for each output and an own intermediate, the inputs that get a gradient from it.
 
-    None where each gives a gradient to all floating-point inputs.
+    Returns None if each output gives a gradient to all floating-point inputs.
     """
     results = list(plan.structure.results)
     if plan.intermediate and plan.intermediate_output < 0:

@@ -57,7 +57,7 @@ class Phases:
         reductions: the reductions of each phase but the last, which has none.
         levels: for each value, the first phase that can compute it.
         carried: the values along rows and columns that a phase keeps for a later one.
-        exchanged: the sums that programs sharing a row exchange; () where they cannot share one.
+        exchanged: the sums that programs sharing a row exchange; () if they cannot share one.
         loads: in a kernel without reductions, what the first phase loads for the second.
         numbers: the values with one number for each row that the last phase reads from memory.
         masks: the dropout masks that the last phase alone needs.

@@ -57,7 +57,7 @@ class _Call:
         args: its arguments.
         look: reads the state of the function.
         state_tensors: the tensors in that state.
-        path: the file of the structures that were traced for such arguments and state; None where
+        path: the file of the structures that were traced for such arguments and state; None if
             nothing is stored.
     """
 
@@ -87,7 +87,7 @@ class Match:
 
 
 def _looked_up(entries: dict[Any, _V], key: Any) -> _V | None:
-    """Return a key's value, and move the key to the end of the dict; None where it is missing.
+    """Return a key's value, and move the key to the end of the dict; None if it is missing.
 
     So the first key of the dict is the least recently used one.
     """
@@ -203,7 +203,7 @@ class Programs:
         return "; ".join(reasons) or "none of its arguments is a tensor"
 
     def _path(self, look: Look, key: Any) -> Path | None:
-        """Return the file of such calls; None where their state has no representation on disk."""
+        """Return the file of such calls; None if their state has no representation on disk."""
         # The key is ``(numbers, (look, leaves, identical tensors), autocast, default dtype,
         # device)``: see `find` and `Looks.at`. The look is an object of this process; its
         # fingerprint replaces it.

@@ -167,7 +167,7 @@ def _is_same(constant: Any, other: Any) -> bool:
 
 
 def _identical(tensors: list[Tensor]) -> tuple[int, ...] | None:
-    """Return the first index of each tensor in the list; None where all are different objects."""
+    """Return the first index of each tensor in the list; None if all are different objects."""
     first: dict[int, int] = {}
     indices = tuple([first.setdefault(id(tensor), i) for i, tensor in enumerate(tensors)])
     return indices if len(first) < len(tensors) else None

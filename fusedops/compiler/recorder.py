@@ -128,7 +128,7 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         self.values[id(tensor)] = (tensor, value)
 
     def value(self, tensor: Tensor) -> Value:
-        """Return the value of a tensor, which becomes an input where no operator computed it."""
+        """Return the value of a tensor; if no operator computed it, it becomes an input."""
         if id(tensor) in self.pairs:
             raise NotRowwiseError("an operator of a complex tensor; use torch.view_as_real of it")
         known = self.values.get(id(tensor))
@@ -290,7 +290,7 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         return out
 
     def _may_change(self, target: Tensor, name: str) -> None:
-        """Raise where an in-place operator changes an input, or memory that tensors share."""
+        """Raise if an in-place operator changes an input, or memory that tensors share."""
         self.value(target)
         for tensor, value in self.protected:
             is_input = tensor is target or share_memory(tensor, target)
@@ -431,7 +431,7 @@ def _is_new_number(name: str, args: Any) -> bool:
 
 
 def _name_of(func: Any) -> str:
-    """Return an operator's name without overload, with the namespace where it is not aten's."""
+    """Return an operator's name without overload, after its namespace unless that is aten."""
     namespace, _, name = func.name().partition(".")[0].partition("::")
     return name if namespace == "aten" else f"{namespace}::{name}"
 

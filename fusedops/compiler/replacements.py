@@ -161,8 +161,8 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
 def _elementwise_einsum(equation: Any, *operands: Any) -> Callable[[], Tensor] | None:
     """Return a function that computes an einsum as products of elements and sums.
 
-    None where no operand has all the dimensions, as in a matrix product, or where the equation has
-    an ellipsis, a diagonal, or no explicit result.
+    Returns None if no operand has all the dimensions, as in a matrix product, or if the equation
+    has an ellipsis, a diagonal, or no explicit result.
     """
     if not isinstance(equation, str):
         return None

@@ -50,7 +50,7 @@ class _NotStorableError(Exception):
 def stored_at(look: Look, *key: Any) -> Path | None:
     """Return the file for a state and the numbers of a call.
 
-    None where the state has no representation that another process shares.
+    Returns None if the state has no representation that another process shares.
     """
     if not look.storable:
         return None
@@ -61,7 +61,7 @@ def stored_at(look: Look, *key: Any) -> Path | None:
 
 
 def read(path: Path) -> list[Structure]:
-    """Return the structures in a file; none where it cannot be read."""
+    """Return the structures in a file; none if it cannot be read."""
     try:
         return list(map(decoded, json.loads(cache.opened(path.read_text()))))
     except Exception:  # noqa: BLE001 - whatever is wrong with a file, its function is traced again

@@ -54,7 +54,8 @@ class LaunchPlan:
         variants: the kernels.
         rows: each kernel's rows of a tile.
         columns: each kernel's tiles of columns.
-        programs: each kernel's most programs, where they have several tiles of rows.
+        programs: the most programs along the rows of each kernel; limits only those that loop over
+            tiles of rows.
         reduce: the kernel that adds up partial sums over rows.
         reduce_block: the columns of its programs.
         exchange: how programs of the last kernel exchange sums of rows that they share: "none",
@@ -125,7 +126,7 @@ class Variants:
             seeded: the form of the seed: see `core.random.rng.seed_kind`.
             aligned: whether all addresses and row strides are multiples of 16 bytes.
             wide: whether an index of rows may need 64 bits.
-            multiprocessors: the current stream's; 0 where they are not known yet.
+            multiprocessors: the current stream's; 0 if they are not known yet.
             bucket: the bucket of the number of rows.
         """
         cols = self.structure.cols
@@ -218,7 +219,7 @@ class Variants:
         exchange: str,
     ) -> Variant:
         # The adjacent columns whose dropout mask a thread draws: as many as it loads at a time, 8
-        # where the narrowest tensor has 16 bits and else 4.
+        # if the narrowest tensor has 16 bits, and else 4.
         vector = vector_width(*(kernel.moved or (self.program.acc,)))
         # A thread with fewer adjacent elements would exchange the dropout mask with another.
         elements = config.block_n * config.rows // (32 * config.warps)
@@ -338,7 +339,7 @@ def _most_programs(kernel: Kernel, config: tuning.Config) -> int:
 
 
 def _holding(kernel: Kernel, config: tuning.Config, cols: int) -> tuning.Config:
-    """Return the config with as many tiles as hold a row, where programs cannot share it."""
+    """Return the config; if programs cannot share a row, with as many tiles as hold a row."""
     if not kernel.held or kernel.shares or config.columns >= cols:
         return config
     return replace(config, parts=-(-cols // config.block_n))

@@ -182,7 +182,7 @@ class Walk(Writer):
             value: the value of the expression.
             expression: the Python expression that reads it.
             name: its name in messages.
-            short: for a tensor, the name of the kernel's argument where that is not ``name``.
+            short: for a tensor, the name of the kernel's argument; "" for ``name``.
             required: whether the function's own code reads it; otherwise a value of an unsupported
                 type is skipped.
             role: the noun before the name in messages; "" for the role of the previous visit: what
@@ -264,7 +264,7 @@ class Walk(Writer):
 
     @staticmethod
     def handler(value: Any) -> Callable[..., None] | None:
-        """Return the method that visits a value; None where its type is unsupported."""
+        """Return the method that visits a value; None if its type is unsupported."""
         if type(value) in _LEAVES:
             return Walk.leaf
         if type(value) in UNWRAPPED:
@@ -625,7 +625,7 @@ class Walk(Writer):
             kind: the class.
             name: the object's name in messages.
             own: the object's own attributes; None for a class itself.
-            namespace: the expression of the object's ``__dict__``; "" where it has none.
+            namespace: the expression of the object's ``__dict__``; "" if it has none.
         """
         classes = _user_classes(kind)
         keys = dict.fromkeys(itertools.chain.from_iterable(map(vars, classes)))

@@ -343,8 +343,8 @@ def _power(r: Any, x: Node, exponent: float) -> Node:
         return graph.make("pow", x, attrs=(float(exponent),))
     if exponent < 0:
         # The derivative for an exponent n is n / x**(1 - n). The rule of `reciprocal` would compute
-        # it from the square of the result, which overflows or vanishes where the derivative does
-        # not.
+        # it from the square of the result. The square may overflow or vanish although the
+        # derivative does not.
         result = graph.unary("reciprocal", _product(r, x, -int(exponent)))
         partial = graph.unary("reciprocal", _product(r, x, 1 - int(exponent)))
         partial = graph.binary("mul", partial, graph.const(float(exponent)))

@@ -38,11 +38,11 @@ def _trunc_of(r: Any, a: Node) -> Node:
     return node
 
 
-# floor(a / b) is wrong where the division rounds a quotient just below a whole number up to it. As
-# in PyTorch, these steps avoid that:
+# floor(a / b) is wrong if the quotient is just below a whole number, and the division rounds it up
+# to this number. As in PyTorch, these steps avoid that:
 #
 #   q = (a - fmod(a, b)) / b    a whole number, up to the division's rounding error
-#   q - 1                       where the remainder has another sign than b
+#   q - 1                       if the remainder's sign differs from that of b
 #   floor(q), or floor(q) + 1   whichever is nearer: this removes the rounding error
 
 
@@ -178,8 +178,8 @@ def _log10(graph: Any, a: Node) -> tuple[Node, Node]:
 def _halves(graph: Any, a: Node) -> tuple[Node, Node]:
     """``exp(abs(a)) / 2`` and ``exp(-abs(a)) / 2``.
 
-    The first is ``r / 2 * r`` with ``r = exp(abs(a) / 2)``: ``exp(abs(a))`` itself may overflow
-    where its half, and so the hyperbolic function, does not.
+    The first is ``r / 2 * r`` with ``r = exp(abs(a) / 2)``. ``exp(abs(a))`` itself may overflow
+    although its half, and so the hyperbolic function, does not.
     """
     root = graph.unary("exp", _scaled(graph, graph.unary("abs", a), 0.5))
     half = graph.binary("mul", _scaled(graph, root, 0.5), root)

@@ -101,8 +101,8 @@ def _binary_cross_entropy(
     one = graph.const(1.0)
 
     def loss(a: Node, t: Node, *weights: Node) -> Node:
-        # PyTorch limits the logarithms, and the divisor of the derivative: where a probability is
-        # 0 or 1, both loss and gradient are finite.
+        # PyTorch limits the logarithms, and the divisor of the derivative. So loss and gradient are
+        # finite for a probability of 0 or 1.
         log_wrong = graph.unary("log1p", graph.unary("neg", a))
         log_right = graph.unary("log", a)
         # The loss is (t - 1) * log(1 - a) - t * log(a).
