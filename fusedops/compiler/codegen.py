@@ -115,9 +115,10 @@ def forward_kernels(
         stores += _stores_of_parts(structure, "output", number, operand, parts)
     # An intermediate that is one of the outputs is written already.
     if saves and plan.intermediate_output < 0:
-        own = plan.intermediate_operand
-        if own is not None:
-            stores += _stores_of_parts(structure, "intermediate", 0, own, plan.intermediate)
+        intermediate = plan.intermediate_operand
+        if intermediate is not None:
+            parts = plan.intermediate
+            stores += _stores_of_parts(structure, "intermediate", 0, intermediate, parts)
     if saves:
         for index, node in enumerate(plan.stats):
             stores.append(_Store("stats", index, None, (), (node,)))

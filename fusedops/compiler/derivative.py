@@ -139,8 +139,8 @@ class _Backward:
         over = tuple(sorted(summed & contribution.axes))
         factor, rest = self._factored(contribution, over)
         terms = self.terms.setdefault(node, {})
-        known = terms.get((factor, over))
-        terms[factor, over] = rest if known is None else self.graph.binary("add", known, rest)
+        term = terms.get((factor, over))
+        terms[factor, over] = rest if term is None else self.graph.binary("add", term, rest)
 
     def _count(self, axes: Iterable[int]) -> int:
         return self.structure.size(axes)

@@ -166,7 +166,7 @@ class Emitter:
         self.inexact: Collection[Node] = ()
         self._literals: set[str] = set()  # the texts of values that are written as numbers
         self._by_row: dict[Node, bool] = {}
-        self._known: dict[str, str] = {}  # from an expression to its name
+        self._names_by_text: dict[str, str] = {}  # the variables, by the expressions that they have
         self._pairs: dict[str, str] = {}  # from a load of two parts to its name
 
     # --- values -----------------------------------------------------------------------------------
@@ -174,14 +174,14 @@ class Emitter:
     def value(self, root: Node) -> str:
         """Emit the lines that compute a value, and return its name."""
         # Depth first, without recursion: a node is popped once all its arguments have names.
-        todo = [root]
-        while todo:
-            node = todo[-1]
+        pending = [root]
+        while pending:
+            node = pending[-1]
             missing = self._missing(node)
             if missing:
-                todo += missing
+                pending += missing
                 continue
-            todo.pop()
+            pending.pop()
             if node not in self.named:
                 self._emit_and_define(node)
         return self.named[root]
@@ -213,7 +213,8 @@ class Emitter:
         """Name a value that is emitted, and emit the stores that follow its line."""
         self.named[node] = name
         self.computed.update({node}.difference(self.leaves))
-        if self.body is not None and node in self.carried and node not in self.tiles:
+        is_carried_first = node in self.carried and node not in self.tiles
+        if self.body is not None and is_carried_first:
             self._hold(node, name)
         for store in self.stores_after.pop(node, ()):
             store()
@@ -323,15 +324,15 @@ class Emitter:
         """Take names along columns out of scope, and return them."""
         wide = self._wide_names()
         named = {node: name for node, name in self.named.items() if name in wide}
-        known = {text: name for text, name in self._known.items() if name in wide}
+        names_by_text = {text: name for text, name in self._names_by_text.items() if name in wide}
         self._forget(wide)
-        return named, known
+        return named, names_by_text
 
     def _put(self, names: tuple[dict[Node, str], dict[str, str]]) -> None:
         """Take names into scope again."""
-        named, known = names
+        named, names_by_text = names
         self.named |= named
-        self._known |= known
+        self._names_by_text |= names_by_text
 
     def forget_rows(self) -> None:
         """Take the names of values that vary by row out of scope: later lines have other rows."""
@@ -364,7 +365,7 @@ class Emitter:
         """Take names out of scope: the next pass over the columns computes them again."""
         self._pairs = {}
         self.named = _without_names(self.named, ended)
-        self._known = _without_names(self._known, ended)
+        self._names_by_text = _without_names(self._names_by_text, ended)
 
     def _wide_names(self) -> set[str]:
         """Return the names of values along columns."""
@@ -431,13 +432,13 @@ class Emitter:
             return self.named[node.args[0]]
         text = self._expression(node)
         # Different nodes may have the same text, for example if they differ only in gradients.
-        if text not in self._known:
-            self._known[text] = self._assign(node, text)
-        return self._known[text]
+        if text not in self._names_by_text:
+            self._names_by_text[text] = self._assign(node, text)
+        return self._names_by_text[text]
 
     def _assign(self, node: Node, text: str) -> str:
         """Emit a line that assigns an expression, and return the variable."""
-        user_name = node.names[-1] if node.names else f"v{len(self._known)}"
+        user_name = node.names[-1] if node.names else f"v{len(self._names_by_text)}"
         early = self._early_names.get(node)
         if early is not None:
             self._lines_for(node).extend(["if not EARLY:", f"    {early} = {text}"])

@@ -108,7 +108,7 @@ class Factoring:
         """Return the product of numbers and a value, from a product of the forward if one fits."""
         product = functools.partial(self.graph.binary, "mul")
         for number in numbers:
-            known = product(number, value)
-            if known in self.again:
-                return self._product(numbers - Counter([number]), known)
+            forward_product = product(number, value)
+            if forward_product in self.again:
+                return self._product(numbers - Counter([number]), forward_product)
         return product(functools.reduce(product, numbers.elements(), self.one), value)

@@ -475,14 +475,14 @@ def reachable(
     arguments are not.
     """
     nodes: set[Node] = set()
-    todo = list(roots)
-    while todo:
-        node = todo.pop()
+    pending = list(roots)
+    while pending:
+        node = pending.pop()
         if node in nodes:
             continue
         nodes.add(node)
         if not stop(node):
-            todo.extend(arguments(node))
+            pending.extend(arguments(node))
     return nodes
 
 
@@ -494,9 +494,9 @@ def gradient_sources(roots: Iterable[Node]) -> frozenset[int]:
     """
     inputs = set[int]()
     seen = set[Node]()
-    todo = list(roots)
-    while todo:
-        node = todo.pop()
+    pending = list(roots)
+    while pending:
+        node = pending.pop()
         if node in seen or _is_constant(node):
             continue
         seen.add(node)
@@ -504,7 +504,7 @@ def gradient_sources(roots: Iterable[Node]) -> frozenset[int]:
             inputs.add(node.attrs[0])
         # The first argument is a condition, or a value whose gradient another replaces.
         skipped = 1 if node.op in ("instead", "where") else 0
-        todo += node.args[skipped:]
+        pending += node.args[skipped:]
     return frozenset(inputs)
 
 

@@ -123,9 +123,10 @@ def pair_axis(structure: Structure, operand: Operand) -> int | None:
     axis = (-1, *operand.axes)[-1]  # -1 for an operand without axes
     is_pair = axis in structure.unrolled and structure.sizes[axis] == 2
     columns = within(structure.columns, strides)
-    if not is_pair or not columns or strides[columns[-1]] != 2:
+    if not is_pair or not columns:
         return None
-    return axis if _have_one_stride(structure, columns, strides) else None
+    alternates = strides[columns[-1]] == 2
+    return axis if alternates and _have_one_stride(structure, columns, strides) else None
 
 
 def paired(part: Part, axis: int | None) -> tuple[Part, int]:

@@ -402,8 +402,8 @@ def _separate_dtypes(structure: Structure) -> tuple[Structure, dict[Node, torch.
     dtypes: dict[Node, torch.dtype] = {}
     for operand, parts in outputs:
         for node in parts.values():
-            known = dtypes.get(node, operand.dtype)
-            dtypes[node] = _wider(known, operand.dtype)
+            widest = dtypes.get(node, operand.dtype)
+            dtypes[node] = _wider(widest, operand.dtype)
 
     def narrowed(node: Node, dtype: torch.dtype) -> Node:
         if node.kind != "float" or dtypes[node] == dtype:

@@ -449,24 +449,24 @@ def _separate_dims(structure: Structure, fixed_dims: int) -> tuple[int, ...]:
 
     The last dimensions, ``fixed_dims`` of them, are not counted.
     """
-    known = _used_axes(structure)
+    used_axes = _used_axes(structure)
     counts = []
     for operand, is_used in zip(structure.inputs, structure.used, strict=True):
         if is_used:
             counts.append(0)
             continue
         most = len(operand.labels) - fixed_dims
-        counts.append(max(min(_separate(operand.labels, known), most), 0))
+        counts.append(max(min(_separate(operand.labels, used_axes), most), 0))
     return tuple(counts)
 
 
-def _separate(labels: Sequence[Label], known: Collection[int]) -> int:
-    """Return how many leading dimensions have no known axis.
+def _separate(labels: Sequence[Label], used_axes: Collection[int]) -> int:
+    """Return how many leading dimensions have no used axis.
 
     The count ends before a dimension of size one: without an axis it cannot be tested.
     """
     for dim, label in enumerate(labels):
-        if not label or not set(known).isdisjoint(label):
+        if not label or not set(used_axes).isdisjoint(label):
             return dim
     return len(labels)
 

@@ -214,8 +214,8 @@ class Recorder(DispatchMode):  # type: ignore[misc]
             return self._out_of_place(func, args, kwargs)
         out = func(*args, **kwargs)
         result = lower(self, out, *value_args, **value_kwargs)
-        before = value_args[0] if in_place else None
-        self._written(result, before, out, in_place=in_place)
+        previous = value_args[0] if in_place else None
+        self._written(result, previous, out, in_place=in_place)
         return out
 
     def _has_complex(self, args: Any) -> bool:
@@ -251,7 +251,7 @@ class Recorder(DispatchMode):  # type: ignore[misc]
     def _out_of_place(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an in-place operator as its out-of-place one, and record the result as the target."""
         target = args[0]
-        before = self.value(target)
+        previous = self.value(target)
         outer = self._decomposing
         self._decomposing = outer or _name_of(func)
         try:
@@ -265,16 +265,16 @@ class Recorder(DispatchMode):  # type: ignore[misc]
                 f"a result of {tuple(result.shape)} does not fit into a tensor of "
                 f"{tuple(target.shape)}"
             )
-        self._written(self.value(result), before, target, in_place=True)
+        self._written(self.value(result), previous, target, in_place=True)
         return target
 
-    def _written(self, result: Any, before: Any, out: Any, *, in_place: bool) -> None:
+    def _written(self, result: Any, previous: Any, out: Any, *, in_place: bool) -> None:
         """Record the result of an operator, and the derivative of an in-place one."""
         if in_place and not torch.is_grad_enabled() and result.node.kind == "float":
             # Without gradients PyTorch does not record the operator: the target has the new value,
-            # and the derivative of the value before.
+            # and the derivative of the previous one.
             detached = self.graph.make("detached", result.node)
-            node = self.graph.make("instead", detached, before.node)
+            node = self.graph.make("instead", detached, previous.node)
             # `_note` detaches values that are computed without gradients, and this one is not.
             with torch.enable_grad():
                 self._note(Value(node, result.labels, result.dtype), out)
@@ -353,12 +353,12 @@ class Recorder(DispatchMode):  # type: ignore[misc]
             decompose = func.decompose
         # Nested decompositions leave `_decomposing` as it is, so that messages name the user's
         # operator. The outermost one clears it in the end.
-        before, self._decomposing = self._decomposing, outer
+        previous, self._decomposing = self._decomposing, outer
         try:
             with self:  # as in `_out_of_place`
                 result = decompose(*args, **kwargs)
         finally:
-            self._decomposing = before
+            self._decomposing = previous
         if result is NotImplemented:
             raise refused
         return result

@@ -112,7 +112,8 @@ class Replacements(TorchFunctionMode):
 
         PyTorch would reshape the batch and the channels to the channels of a BatchNorm.
         """
-        if running_mean is not None or running_var is not None or not use_input_stats:
+        has_running_stats = running_mean is not None or running_var is not None
+        if has_running_stats or not use_input_stats:
             self.recorder.mark_line()
             raise NotRowwiseError(
                 "InstanceNorm with running statistics changes these; use track_running_stats=False"

@@ -138,7 +138,7 @@ class Looks:
                 "computed; pass it",
             )
             state = (), None, []
-        others = [one for one in self._known if one is not look]
+        others = [known_look for known_look in self._known if known_look is not look]
         self._known = (look, *others[: _MOST_LOOKS - 1])
         return look, (look, *state[:2]), state[2]
 
@@ -162,9 +162,9 @@ def _walked(
     A walk visits attributes by the names that functions read. It finds further functions and so
     further names, with which it starts again until there are no new ones.
     """
-    known = Names()
+    names_read = Names()
     while True:
-        walk = Walk(known)
+        walk = Walk(names_read)
         reason = ""
         try:
             walk.root(function)
@@ -181,6 +181,6 @@ def _walked(
             # A computed attribute raised it. The walk is not complete, so later changes could not
             # be noticed.
             reason = f"what it reads raises an error: {error}; pass what is needed of it"
-        if reason or walk.read == known:
+        if reason or walk.read == names_read:
             return walk, reason
-        known = walk.read
+        names_read = walk.read

@@ -202,9 +202,9 @@ class Variants:
             if tuning.forces():
                 raise
             # Programs that share rows keep their number: it decides how they exchange sums.
-            for other in _others(key, config):
+            for replacement in _others(key, config):
                 with contextlib.suppress(launch.NotCompiledError):
-                    return other, with_config(other)
+                    return replacement, with_config(replacement)
             raise
 
     def _with_config(

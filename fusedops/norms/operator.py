@@ -102,9 +102,9 @@ class Norm(Operator):
         if not torch.is_autocast_enabled("cuda"):
             return constants
         is_widened = constants.out_dtype is None and _WIDENED.get(constants.kind)
-        if not is_widened or not _all_on_gpu(tensors[:3]):
-            return constants
-        return constants._replace(out_dtype=torch.float32)
+        if is_widened and _all_on_gpu(tensors[:3]):
+            return constants._replace(out_dtype=torch.float32)
+        return constants
 
     def _check_tensors(self, constants: NormConstants, tensors: Any) -> None:
         op, shape = constants.op, constants.shape

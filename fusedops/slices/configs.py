@@ -209,7 +209,8 @@ def valid(key: TuningKey, config: Config) -> bool:
     case = _Case.of(key)
     if config.block_n < 16:
         return False
-    if case.itemsize == 2 and not case.equal and not case.vectors:
+    is_mixed_without_vectors = not (case.equal or case.vectors)
+    if case.itemsize == 2 and is_mixed_without_vectors:
         return case.width <= 256 * config.warps
     if case.equal and config.warps > 1:
         forward = key.kernel == "slices_forward"

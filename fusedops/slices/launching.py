@@ -136,8 +136,8 @@ def forward(site: SliceSite, tensors: Any, outs: Any, state: State) -> None:
     aligned = (bits | x_bits) & 15 == 0 and strides & (widths.align - 1) == 0
     unit = widths.align if aligned else 1
     # Whether row distances are short. They bound the offsets within a tile: see `_FAR`.
-    near = (strides | total) < _FAR
-    key = (site, aligned, strided, near, BUCKET[rows.bit_length()])
+    small_offsets = (strides | total) < _FAR
+    key = (site, aligned, strided, small_offsets, BUCKET[rows.bit_length()])
     plan = _forwards.get(key)
     if plan is None:
         plan = tuning.plan(_forwards, key, _plan_forward, y.device)
@@ -200,7 +200,7 @@ def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -
     strides |= dy_strides
     aligned = (bits | x_bits | dy_bits) & 15 == 0 and strides & (widths.align - 1) == 0
     unit = widths.align if aligned else 1
-    near = (strides | total) < _FAR
+    small_offsets = (strides | total) < _FAR
     needs = (dweight is not None, dbias is not None, dx is not None)
     key = (
         site,
@@ -210,7 +210,7 @@ def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -
         aligned,
         strided,
         dy_strided,
-        near,
+        small_offsets,
         BUCKET[rows.bit_length()],
     )
     plan = _backwards.get(key)
@@ -298,7 +298,7 @@ def _is_one_by_one(widths: Widths, itemsize: int, aligned: bool) -> bool:
 
 
 def _common(
-    site: SliceSite, groups: Groups, aligned: bool, strided: bool, near: bool
+    site: SliceSite, groups: Groups, aligned: bool, strided: bool, small_offsets: bool
 ) -> tuple[dict[str, str | None], dict[str, Any]]:
     """Returns the argument types and constants that forward and backward share, by name."""
     types: dict[str, str | None] = {
@@ -321,21 +321,26 @@ def _common(
         "SHARED": site.constants.shared,
         "STRIDED": strided,
         "GROUPS": groups.count,
-        "INDEX": triton_dtype(torch.int32 if near else torch.int64),
+        "INDEX": triton_dtype(torch.int32 if small_offsets else torch.int64),
         "ALIGN": site.widths.align if aligned else 0,
     }
     return types, constants
 
 
 def _plan_forward(
-    site: SliceSite, aligned: bool, strided: bool, near: bool, bucket: int, device: torch.device
+    site: SliceSite,
+    aligned: bool,
+    strided: bool,
+    small_offsets: bool,
+    bucket: int,
+    device: torch.device,
 ) -> _Plan:
     from .kernels import slices_forward_kernel
 
     widths = site.widths
     config = tuning.choose(_tuning_key(site, "slices_forward", bucket), site.device_index)
     groups = _groups(widths, config, site.x.itemsize)
-    types, constants = _common(site, groups, aligned, strided, near)
+    types, constants = _common(site, groups, aligned, strided, small_offsets)
     types["y"] = pointer_type(site.y)
     value, _ = device_functions(site.activation.name, narrow=site.y.itemsize == 2)
     constants |= {
@@ -375,7 +380,7 @@ def _plan_backward(
     aligned: bool,
     strided: bool,
     dy_strided: bool,
-    near: bool,
+    small_offsets: bool,
     bucket: int,
     device: torch.device,
 ) -> _Plan:
@@ -392,7 +397,7 @@ def _plan_backward(
     fits_registers = groups.most * _REGISTERS_EACH <= registers
     is_one_by_one = _is_one_by_one(widths, min(site.x.itemsize, dy.itemsize), aligned)
     carries = widths.uniform > 0 and fits_registers and is_one_by_one
-    types, constants = _common(site, groups, aligned, strided, near)
+    types, constants = _common(site, groups, aligned, strided, small_offsets)
     sums = needs_weight + needs_bias
     _, derivative = device_functions(site.activation.name)
     gradients = {

@@ -579,7 +579,7 @@ def compiled_plans(
         dims: int,
         shared: bool = False,
         concat: bool = False,
-        near: bool = True,
+        small_offsets: bool = True,
         unused: bool = False,
     ) -> None:
         constants = SliceConstants(
@@ -600,7 +600,12 @@ def compiled_plans(
         separate = 0 if has_one_cotangent else 1 + unused
         device = torch.device("cpu")
         launching._plan_forward(
-            site, aligned=True, strided=False, near=near, bucket=_BUCKET, device=device
+            site,
+            aligned=True,
+            strided=False,
+            small_offsets=small_offsets,
+            bucket=_BUCKET,
+            device=device,
         )
         launching._plan_backward(
             site,
@@ -610,7 +615,7 @@ def compiled_plans(
             aligned=True,
             strided=False,
             dy_strided=False,
-            near=near,
+            small_offsets=small_offsets,
             bucket=_BUCKET,
             device=device,
         )
@@ -632,7 +637,7 @@ def compiled_plans(
         plans["slices without a common factor"] = partial(build, odd, dims=1)
     return plans | {
         "slices that share parameters": partial(build, equal, dims=2, shared=True),
-        "rows far from each other": partial(build, equal, dims=2, near=False),
+        "rows far from each other": partial(build, equal, dims=2, small_offsets=False),
         "separate slices": partial(build, equal, dims=0),
         "separate slices, some unused": partial(build, unequal, dims=0, unused=True),
         "a table of addresses": partial(store_variant, device_index=-1),

@@ -227,9 +227,10 @@ def _is_within_limits(config: Config, least: int, most: int) -> bool:
     """
     # Half of 1, rounded down, is 0.
     has_tile = config.rows > 0 and 0 < config.warps <= _MOST_WARPS
-    if not has_tile or not least <= _per_thread(config) <= most:
+    if not has_tile:
         return False
-    return 0 < config.per_sm <= _MOST_PER_SM and 1 <= config.stages <= 4
+    fits_threads = least <= _per_thread(config) <= most
+    return fits_threads and 0 < config.per_sm <= _MOST_PER_SM and 1 <= config.stages <= 4
 
 
 def _per_thread(config: Config) -> int:
