@@ -719,7 +719,7 @@ class Emitter:
         index = self.named[index_node]
         operand = self.structure.inputs[number]
         if index_node.op == "const" and not self.addresses.varies_by_row(operand):
-            # The address depends on the index alone: it has to be a block, as the mask is one.
+            # The address depends on the index alone. It has to be a block, because the mask is one.
             index = f"tl.full((1, 1), {index}, tl.int64)"
         address, mask = self.addresses.tile(
             "input", number, operand, part, full=self.full, element=index

@@ -185,7 +185,7 @@ def _topological_until(
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """How nodes are computed.
+    """Computes the values of nodes.
 
     Attributes:
         order: the axes of all values' dimensions.

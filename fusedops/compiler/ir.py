@@ -96,7 +96,7 @@ BINARY = frozenset(
 )
 COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 REDUCTIONS = frozenset({"sum", "amax", "pick"})
-# Kinds in the order of promotion, as that of PyTorch's dtypes.
+# Kinds in the order of promotion, which is that of PyTorch's dtypes.
 _RANKS = {"bool": 0, "int": 1, "float": 2}
 _CONDITIONS = COMPARISONS | {"not", "isnan"}
 # Operators that change only gradients: their argument is the value that is computed and saved.

@@ -236,7 +236,7 @@ class Parts:
         Args:
             node: the summed value.
             over: the axes of the sum.
-            shifted: whether ``log(total)`` was split off already, so that ``shift`` is the next.
+            shifted: whether ``log(total)`` was split off already; then ``shift`` is the next term.
         """
         graph = self.graph
         if self._is_split(node, over, shifted=shifted):

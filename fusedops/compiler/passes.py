@@ -95,7 +95,7 @@ def _has_reduction(node: Node, emitter: Emitter) -> bool:
 
 
 def _has_exact_result(node: Node) -> bool:
-    """Whether fp32 holds the result of a reduction of whole numbers, as of `any` and `argmax`."""
+    """Whether fp32 holds the result of a reduction of integers; it does for `any` and `argmax`."""
     if node.op == "sum":
         (summed,) = node.args
         return summed.op == "cast" and summed.args[0].kind == "bool"

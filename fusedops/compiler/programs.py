@@ -350,7 +350,7 @@ class Programs:
             return "a result has a dimension less where there is one row, as by squeeze"
         if shapes != expected:
             return depends
-        # An axis of one is no axis, so that ``again`` may have fewer row axes.
+        # A dimension of size one has no axis, so ``again`` may have fewer row axes.
         return "" if again.text(rows=False) == structure.text(rows=False) else depends
 
     def _loose(self, call: _Call, structure: Structure) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ __all__ = ["ShardSpec", "strides", "sum_over_ranks", "to_dtensors", "to_local_te
 
 @dataclass(frozen=True, eq=False)
 class ShardSpec:
-    """How a tensor is distributed.
+    """The distribution of a tensor over a mesh.
 
     Attributes:
         mesh: the mesh.

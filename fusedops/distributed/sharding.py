@@ -124,7 +124,7 @@ def replicated(tensors: Tensors) -> Tensors:
 
 
 class Move(NamedTuple):
-    """How a DTensor is converted to this rank's tensor.
+    """The conversion of a DTensor to this rank's tensor.
 
     Attributes:
         name: the name of the argument, for messages.
@@ -141,7 +141,7 @@ class Move(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a call's axes are distributed over a mesh.
+    """The distribution of a call's axes over a mesh.
 
     Attributes:
         mesh: the mesh of all DTensors.
@@ -293,7 +293,7 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How calls with the same shapes and placements are computed.
+    """The plan of calls with the same shapes and placements.
 
     Attributes:
         layout: how the axes are distributed.

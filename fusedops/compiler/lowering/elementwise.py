@@ -132,7 +132,7 @@ def _in_dtype_of_tensor(r: Any, values: list[Value]) -> list[Value]:
     """The operands of a comparison, with numbers in the dtype of a tensor.
 
     PyTorch converts a number to the tensor's dtype before it compares them. The graph computes in a
-    wider one, so that the conversion must be an operator of its own.
+    wider dtype, so the conversion must be an operator of its own.
     """
     tensors = [value for value in values if value.labels]
     dtypes = {value.dtype for value in tensors if value.dtype.is_floating_point}

@@ -69,7 +69,7 @@ def encode(passed: Sequence[int], calls: Sequence[PackedCall]) -> str:
 
 
 class _Layout(NamedTuple):
-    """How a tensor is divided into parts, and which calls read the parts.
+    """The division of a tensor into parts, and the calls that read the parts.
 
     Attributes:
         dim: the dimension that is divided.

@@ -48,7 +48,7 @@ record = tuple.__new__
 
 
 class _Form(NamedTuple):
-    """How a field is converted to a word, to a number, and back.
+    """The conversions of a field: to a word, to a number, and back.
 
     Attributes:
         write: a function that returns a value's word; None for a field without a word.

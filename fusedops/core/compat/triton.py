@@ -208,7 +208,7 @@ STREAM = Place("stream")
 
 @dataclass(frozen=True)
 class DirectCall:
-    """How a kernel is launched by a call of Triton's C function: ``launch(*arguments)``.
+    """The call of Triton's C function that launches a kernel: ``launch(*arguments)``.
 
     An argument is a fixed value, a `Place`, or a tuple of these.
     """

@@ -286,7 +286,7 @@ SEED_TYPES: tuple[dict[str, str | None], ...] = (
 
 @dataclass(frozen=True)
 class Request:
-    """What a `Variant` is built from: a kernel, its argument types and constants, and the config.
+    """A request to build a `Variant`: a kernel, its argument types and constants, and the config.
 
     Attributes:
         kernel: the kernel.
