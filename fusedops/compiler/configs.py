@@ -194,7 +194,7 @@ def _is_elementwise(key: TuningKey) -> bool:
 
 
 def _tile_of_columns(key: TuningKey) -> Config:
-    """Return the config of a program with one tile of columns of each of its rows."""
+    """Return the config of programs that have one tile of columns of each of their rows."""
     are_many = key.bucket >= 2  # 256 rows or more: see `tuning_key.BUCKETS`
     is_light = key.itemsize <= 2 and _parts(key) == 1 and 2 * _sums(key) <= _MOST_SUMS_OF_TILE
     config = Config(_COLUMNS, 2 if are_many and is_light else 1, 4)

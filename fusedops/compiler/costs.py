@@ -15,8 +15,9 @@ from .ir import SAME_VALUE, Node
 
 __all__ = ["is_compute_bound"]
 
-# With so many instructions for a byte a kernel computes as long as it reads and writes: fewer than
-# six, because lanes do wait. Measured kernels are far from it: see `is_compute_bound`.
+# At this number of instructions per byte, a kernel computes as long as it reads and writes. It is
+# less than six, because lanes do wait. Measured kernels are well above or below this number:
+# see `is_compute_bound`.
 _BALANCE = 5.0
 
 # The instructions of each operator, in fp32 on an H100 or H200. Operators that are not listed have
@@ -64,8 +65,12 @@ _INSTRUCTIONS_OF_ACCESS = 3
 def is_compute_bound(computed: Iterable[Node], moved: Sequence[torch.dtype]) -> bool:
     """Whether a kernel computes longer than it reads and writes.
 
-    The backward of a softmax has some 3.3 instructions for a byte by this estimate, that of an
-    RMSNorm of a SwiGLU 3.4, and those of a soft-capped softmax and of a softmax with dropout 7.5.
+    This is the estimate of instructions per byte for some backwards::
+
+        softmax                       3.3
+        RMSNorm of a SwiGLU           3.4
+        soft-capped softmax           7.5
+        softmax with dropout          7.5
 
     Args:
         computed: the values of each element.

@@ -297,7 +297,7 @@ def _vector_lines(emitter: Emitter) -> list[str]:
 
 
 def _has_early_vectors(emitter: Emitter, phases: Phases) -> bool:
-    """Whether a program loads vectors before all reductions, though it needs them after these.
+    """Whether a program loads vectors before the reductions, although it needs them only later.
 
     With two tensors of rows the loads take long enough that vectors arrive meanwhile. With one
     tensor the vectors would only take registers. They would also cause spills where rows and
