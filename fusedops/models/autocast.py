@@ -1,9 +1,10 @@
 """Rows whose only consumers are linear layers, in the dtype that autocast casts them to.
 
-Autocast computes norms in fp32, and each linear layer behind a norm casts its output again:
-forward, a pass for each; backward, a pass for each gradient, and their sum in fp32. If all
-consumers of the rows are known to be linear layers, a fused block computes the norm's output in
-autocast's dtype (`normed`), or casts the rows once (`narrowed`):
+Autocast computes norms in fp32, and each linear layer behind a norm casts the norm's output again.
+The forward takes a pass for each of these casts. The backward takes a pass for each gradient, and
+sums the gradients in fp32. If all consumers of the rows are known to be linear layers, a fused
+block computes the norm's output in autocast's dtype (`normed`), or casts the rows once
+(`narrowed`):
 
     norm --fp32-+-> cast --bf16--> q            norm --bf16-+-> q
                 +-> cast --bf16--> k    becomes             +-> k
@@ -34,7 +35,10 @@ Consumers = Callable[[nn.Module], tuple[nn.Module, ...] | None]
 
 
 def consumers(*names: str) -> dict[str, Consumers]:
-    """Build the method of a module whose input goes only to those of these children that exist."""
+    """Build the method for a module whose input goes only to these children.
+
+    A module may lack some of them.
+    """
 
     def method(self: nn.Module) -> tuple[nn.Module, ...] | None:
         # torch.compile traces lists better than generators.
@@ -49,8 +53,8 @@ def low_dtype(x: Tensor, modules: tuple[nn.Module, ...]) -> torch.dtype | None:
     # The first test is the cheapest: most calls are not under autocast.
     if not any_autocast_enabled() or not modules:
         return None
-    # One consumer that reads the rows itself would get them rounded.
-    if not under_autocast(x) or not all(map(_feeds_layers_alone, modules)):
+    # A consumer that is no linear layer would get rounded rows.
+    if not under_autocast(x) or not all(map(_feeds_only_layers, modules)):
         return None
     return torch.get_autocast_dtype(x.device.type)
 
@@ -82,7 +86,7 @@ def _has_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
 
 
-def _feeds_layers_alone(module: Any) -> bool:
+def _feeds_only_layers(module: Any) -> bool:
     """Whether the module's input goes to linear layers only, none of which has hooks."""
     if is_linear(module):
         # Another kind of tensor (a quantised one, say) may use the rows in another way, and a hook
@@ -95,7 +99,7 @@ def _feeds_layers_alone(module: Any) -> bool:
     children: Any = module._fusedops_consumers()
     if children is None:
         return False
-    return all(map(_feeds_layers_alone, children))
+    return all(map(_feeds_only_layers, children))
 
 
 def narrowed(x: Tensor, *modules: nn.Module) -> Tensor:

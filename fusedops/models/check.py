@@ -1,9 +1,9 @@
 """``check``: compares each fused module, and the model, with the original, forward and backward.
 
-How far two ways to compute the same may differ depends on the module and on the inputs, so it is
-measured. All inputs and parameters of the original, and the gradients of its outputs, are perturbed
-by one unit in the last place, up or down at random. The change of the results is the effect of one
-rounding of everything that the module reads.
+How far two ways to compute the same result may differ depends on the module and on the inputs, so
+the limit is measured. All inputs and parameters of the original, and the gradients of its outputs,
+are perturbed by one unit in the last place, up or down at random. The change of the results is the
+effect of one rounding of everything that the module reads.
 
 The code that a fused operator replaces takes at most eight elementwise steps (T5's gated unit by
 tanh) and as many sums, each with a rounding, and the operator rounds less often. So each of the two
@@ -32,9 +32,9 @@ from .rule import Rule
 
 __all__ = ["fuse_and_check"]
 
-# The limit of a difference, in the changes that a perturbation causes.
+# The limit of a difference is the change that a perturbation causes, times this.
 _PERTURBATIONS = 16
-# The number of random perturbations, of which the largest change counts.
+# This many random perturbations are tried; the largest change counts.
 _DRAWS = 3
 
 
@@ -91,7 +91,7 @@ def fuse_and_check(
 def _fuse_one(
     module: nn.Module, planned: Mapping[nn.Module, Rule], call: _Call, off: frozenset[str]
 ) -> Difference:
-    """Fuse one module, whose children are done, and restore it if it differs."""
+    """Fuse one module, after its children, and restore it if it differs."""
     classes.fuse(module, planned[module], off)
     difference = _compare(module, planned, call, off)
     if not difference.passes:
@@ -208,7 +208,8 @@ def _perturbation(seed: int) -> Callable[[Tensor], Tensor]:
     def perturb(x: Tensor) -> Tensor:
         bits = torch.randint(0, 2, x.shape, generator=generator, device="cpu")
         signs = bits.to(x.device, x.dtype) * 2 - 1
-        limits, x = torch.finfo(x.dtype), x.detach()
+        limits = torch.finfo(x.dtype)
+        x = x.detach()
         return torch.where(x.abs() == limits.max, x, x * (1 + limits.eps * signs))
 
     return perturb
@@ -264,8 +265,8 @@ def _same_random_numbers(module: nn.Module) -> Iterator[None]:
 def _without_nested_tensors() -> Iterator[None]:
     """Turn off PyTorch's fast path of attention for a while.
 
-    Otherwise an `nn.TransformerEncoder` with a padding mask passes nested tensors to its layers,
-    for which most operators are missing, where no gradient is recorded.
+    Without gradients, an `nn.TransformerEncoder` with a padding mask would otherwise pass nested
+    tensors to its layers, and most operators do not support nested tensors.
     """
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -285,7 +286,7 @@ def _gradients(
     """Return the gradients for the leaves, with random gradients of the outputs."""
     if not outputs or not leaves:
         return [None] * len(leaves)
-    # The same at each run, but perturbed: they are inputs of the backward.
+    # Every run draws the same gradients, and then perturbs them: they are inputs of the backward.
     generator = torch.Generator("cpu").manual_seed(0)
     random = [torch.randn(y.shape, generator=generator, device="cpu") for y in outputs]
     pairs = zip(outputs, random, strict=True)
@@ -320,7 +321,7 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if type(value) is dict:
         values = _mapped(list(value.values()), function)
         return dict(zip(value, values, strict=True))
-    # Only of these types is it known how they are built.
+    # Subclasses, such as named tuples, may take other arguments than a list of items.
     if type(value) in (tuple, list):
         return type(value)(_mapped(inner, function) for inner in value)
     return copy.deepcopy(value)

@@ -1,4 +1,4 @@
-"""Tells tricks that pay only in compiled kernels whether torch.compile is compiling some."""
+"""Whether torch.compile is compiling: some tricks pay only in the kernels that it generates."""
 
 from __future__ import annotations
 

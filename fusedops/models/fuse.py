@@ -103,7 +103,7 @@ def _fused(
             verdicts[module] = Verdict(None, "excluded")
         else:
             verdicts[module] = _judge(module, table, excluded_names)
-    # A block that is idle takes no ends, so its branches are looked at after it.
+    # First, as a block that calls no operator does not compute the last steps of its branches.
     _drop_idle(verdicts)
     _drop_unused_ends(model, verdicts)
     planned = {
@@ -193,9 +193,9 @@ def fusion_status(model: nn.Module) -> FusionReport:
     Args:
         model: the model, or a part of it; it is not changed.
     Returns:
-        A report as of `fuse_model`: which operators each module calls, which modules its block
-        computes, and why other modules call no fused operator. The report is true if any module is
-        fused.
+        A report like that of `fuse_model`: which operators each module calls, which modules its
+        block computes, and why other modules call no fused operator. The report is true if any
+        module is fused.
     Raises:
         TypeError: the model is not a torch.nn.Module.
     """
@@ -326,7 +326,9 @@ def _report(model: nn.Module, verdicts: Mapping[nn.Module, Verdict]) -> FusionRe
     for module, name in names.items():
         for inner in _computed_by(module, verdicts):
             blocks[inner] = name
-    lines = [_line(name, module, verdicts, blocks.get(module)) for module, name in names.items()]
+    lines = []
+    for module, name in names.items():
+        lines.append(_line(name, module, verdicts, block=blocks.get(module)))
     return FusionReport(tuple(lines))
 
 
@@ -344,17 +346,17 @@ def _computed_by(module: nn.Module, verdicts: Mapping[nn.Module, Verdict]) -> It
 
 
 def _line(
-    name: str, module: nn.Module, verdicts: Mapping[nn.Module, Verdict], by: str | None
+    name: str, module: nn.Module, verdicts: Mapping[nn.Module, Verdict], block: str | None
 ) -> ModuleReport:
-    """Report one module, which the block named ``by`` computes, if any."""
+    """Report one module. ``block`` is the name of the block that computes it, or None."""
     rule, reason = verdicts[module].rule, verdicts[module].reason
     cls = type(module).__name__
     if rule is None:
-        # Any other reason is the module's own, and is reported instead of its block.
+        # Any other reason is specific to the module, and is reported instead of its block.
         is_general = reason in (NO_RULE, NOT_FUSED)
-        return ModuleReport(name, cls, reason=reason, by=by if is_general else None)
-    if by is not None:
-        return ModuleReport(name, cls, rule.name, helps="computed by its block", by=by)
+        return ModuleReport(name, cls, reason=reason, by=block if is_general else None)
+    if block is not None:
+        return ModuleReport(name, cls, rule.name, helps="computed by its block", by=block)
     calls, helps = rule.calls, rule.helps
     if not isinstance(calls, str):
         calls = calls(module, _rules_in(module, verdicts))

@@ -67,7 +67,7 @@ __all__ = [
 
 
 class Branch(NamedTuple):
-    """``dropout(activation(product + bias))``, of which only ``product`` is computed."""
+    """``dropout(activation(product + bias))``, postponed: only ``product`` is computed."""
 
     product: Tensor
     bias: Tensor | None = None
@@ -179,7 +179,7 @@ def postponed_gate(x: Tensor, activation: Any) -> Branch:
 #
 # The helper for each kind of code in a forward, and what it returns:
 #
-#     module(x)              leaving     end; one of a whole tuple, finished, if there is one
+#     module(x)              leaving     end; its product is a tuple if the module returns one
 #     module(x)[0]           first       end
 #     a, b = module(x)       branches    (end, b)
 #     outputs = module(x)    split       (end, outputs[1:]); `rejoined` undoes it
@@ -244,7 +244,7 @@ def _called(module: Any, args: Any, kwargs: Any) -> tuple[Branch | None, Any]:
 
 
 def handed(module: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, ...] | None]:
-    """Return a module's outputs in the form of ``_fusedops_branch``, for the caller's own."""
+    """Return a module's outputs as the result of the caller's own ``_fusedops_branch``."""
     if can_call(module, "_fusedops_branch"):
         return module._fusedops_branch(*args, **kwargs)  # type: ignore[no-any-return]
     return whole(module(*args, **kwargs))
@@ -277,12 +277,12 @@ class _Replacing:
     even for a moment: other threads may run it.
     """
 
-    def __init__(self, module: nn.Module, instead: dict[str, Any]) -> None:
+    def __init__(self, module: nn.Module, replacements: dict[str, Any]) -> None:
         # Saves a call of `__getattr__` for each child. torch.compile does not trace this.
         if not torch.compiler.is_compiling():
             self.__dict__.update(module._modules)
         object.__setattr__(self, "_module", module)
-        for name, value in instead.items():
+        for name, value in replacements.items():
             object.__setattr__(self, name, value)
 
     @property  # type: ignore[misc]
@@ -319,17 +319,17 @@ class _Product:
         return product(self._layer, x)
 
 
-def replacing(module: Any, instead: dict[str, Any]) -> Any:
-    """Return a proxy of the module with these attributes replaced; without any, the module."""
-    if instead:
-        return _Replacing(module, instead)
+def replacing(module: Any, replacements: dict[str, Any]) -> Any:
+    """Return a proxy of the module with these attributes replaced; the module if there are none."""
+    if replacements:
+        return _Replacing(module, replacements)
     return module
 
 
 def without_last_bias(
     module: Any,
     output: str,
-    instead: dict[str, Any],
+    replacements: dict[str, Any],
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Branch, tuple[Any, ...]]:
@@ -340,7 +340,7 @@ def without_last_bias(
     Args:
         module: the module.
         output: the name of the layer.
-        instead: replacements of the module's children, by name.
+        replacements: replacements of the module's children, by name.
         args: the forward's arguments.
         kwargs: its keyword arguments.
     """
@@ -348,14 +348,15 @@ def without_last_bias(
     bias = None
     if _is_plain_linear(layer) and layer.bias is not None:
         bias = layer.bias
-        instead = {**instead, output: _Product(instead.get(output, layer))}
-    result = original(module, "forward")(replacing(module, instead), *args, **kwargs)
+        product_alone = _Product(replacements.get(output, layer))
+        replacements = {**replacements, output: product_alone}
+    result = original(module, "forward")(replacing(module, replacements), *args, **kwargs)
     if isinstance(result, tuple):
         return Branch(result[0], bias), result[1:]
     return Branch(result, bias), ()
 
 
-# --- what a block does with them ------------------------------------------------------------------
+# --- the postponed steps, in the block ------------------------------------------------------------
 
 
 def folded(end: Branch, residual: Tensor | None = None) -> Tensor | None:
@@ -463,7 +464,7 @@ def _add_sharded_norm(end: Branch, residual: Tensor, norm: Any, return_sum: bool
     rows = _rows_in(layout, end, residual)
     if rows is None:
         return None
-    # In the layout that the norm's hooks would give the sum.
+    # The operands are in the layout that the norm's hooks would give the sum.
     product, stream = rows
     end = end._replace(product=product)
     result = norm._fusedops_add_norm(end, stream, return_sum, None)
@@ -484,8 +485,8 @@ def _rows_in(layout: Rows, end: Branch, residual: Tensor) -> tuple[Any, ...] | N
     rows = layout.take(end.product, residual)
     if rows is None:
         return None
-    # Plain tensors became DTensors. For these the operator would draw another dropout mask than the
-    # module does, which draws one for this rank's rows alone.
+    # The operands were plain tensors and became DTensors. The module draws a dropout mask for this
+    # rank's rows alone; the operator would draw another one for the DTensors.
     was_plain = rows[1] is not residual
     return None if was_plain and end.drops else rows
 
@@ -503,7 +504,7 @@ def add_norm_cast(
         y = add_norm(end, residual, norm, return_sum=False)
         return y, y
     y = norm._fusedops_add_norm(end, residual, False, low, with_cast=True)
-    # No copy, where one would be rounded twice: see `rules.norms._narrowed`.
+    # There is no copy if it would be rounded twice: see `rules.norms._narrowed`.
     if isinstance(y, tuple):
         return (y[1], y[0])
     return (y, y)
@@ -569,9 +570,10 @@ def _is_silu(cls: type) -> bool:
 def activate(end: Branch, activation: Any, p: float = 0.0, *, training: bool = False) -> Tensor:
     """Return ``dropout(activation(branch))``."""
     drops = training and p > 0.0
-    # The operator pays if it has a bias or a dropout to fuse; it has no dropout before it.
-    pays = (end.bias is not None or drops) and not end.drops
-    name = activation_name(activation) if pays else None
+    # Calling the operator pays only if a bias or a dropout is fused with the activation.
+    pays = end.bias is not None or drops
+    # The operator has no dropout before the activation.
+    name = activation_name(activation) if pays and not end.drops else None
     if name is not None:
         return bias_act(end.product, folded(end), name, p=p, training=training)
     y: Tensor = activation(finished(end))

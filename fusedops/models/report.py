@@ -13,7 +13,7 @@ __all__ = ["NOT_FUSED", "NO_RULE", "Difference", "FusionReport", "ModuleReport"]
 
 # Reasons of modules that the summary only counts.
 NO_RULE, NOT_FUSED = "no rule", "not fused"
-_REST = {NO_RULE: "left as they are: no rule matches", NOT_FUSED: "not fused"}
+_ONLY_COUNTED = {NO_RULE: "left as they are: no rule matches", NOT_FUSED: "not fused"}
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class FusionReport:
         lines = [
             self._headline(),
             *self._kind_lines(),
-            *self._rest_lines(),
+            *self._counted_lines(),
             *self._checked(),
             "table() has a line for each module",
         ]
@@ -143,9 +143,9 @@ class FusionReport:
             lines.append(f"  {count:>{counts}} {kind:{kinds}}  {outcome}")
         return lines
 
-    def _rest_lines(self) -> list[str]:
-        rest = Counter(map(_reason, filter(_is_rest, self.modules)))
-        return [f"{number} {_REST[reason]}" for reason, number in rest.items()]
+    def _counted_lines(self) -> list[str]:
+        counts = Counter(map(_reason, filter(_is_only_counted, self.modules)))
+        return [f"{count} {_ONLY_COUNTED[reason]}" for reason, count in counts.items()]
 
     def __repr__(self) -> str:
         return str(self)
@@ -195,12 +195,12 @@ def _is_shown(module: ModuleReport) -> bool:
     """Whether the summary has the module's class in a line."""
     if module.replaced:
         return True
-    return module.by is None and not _is_rest(module)
+    return module.by is None and not _is_only_counted(module)
 
 
-def _is_rest(module: ModuleReport) -> bool:
+def _is_only_counted(module: ModuleReport) -> bool:
     """Whether the summary only counts the module."""
-    return module.by is None and module.reason in _REST
+    return module.by is None and module.reason in _ONLY_COUNTED
 
 
 def _width(rows: Iterable[tuple[str, ...]], column: int) -> int:

@@ -17,7 +17,8 @@ __all__ = ["At", "Family", "Rule", "Verdict", "has_method", "judge", "named_cach
 At = Callable[[str], "Rule | None"]
 
 
-# The defaults of functions of rules and families.
+# The defaults of functions of rules and families. A pickled rule refers to them by name: do not
+# rename them.
 
 
 def _no_reason(module: nn.Module) -> str:
@@ -117,7 +118,7 @@ class Rule:
     origin: tuple[str, Any] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rule:
-        """Return the rule itself, by which fused classes are cached: copied models share them."""
+        """Return the rule itself: it is a key of the fused classes, which copied models share."""
         return self
 
     def knows(self, cls: type) -> bool:
@@ -160,7 +161,7 @@ class Rule:
 
 
 def _inherits(cls: type, base: type, method: str) -> bool:
-    """Whether a class has its base's method, which is not patched on the base."""
+    """Whether a class inherits this method from the base, and the base's method is not patched."""
     # A base that is known by its name may lack the method in another release.
     if not hasattr(base, method):
         return False

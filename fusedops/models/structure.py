@@ -91,7 +91,7 @@ def _key(module: nn.Module, leaf_rules: tuple[Rule | Family, ...]) -> Key | None
     if cls.__module__.startswith("torch."):
         return None
     kinds = _kinds(module, leaf_rules)
-    # Without what `rewriting` has no use for.
+    # Only the names that have a kind: `rewriting` has no use for the others.
     key = tuple(sorted(filter(operator.itemgetter(1), kinds.items())))
     if not key:
         return None
@@ -127,7 +127,7 @@ def _kinds_in(
             kinds[path] = WRITES
     for name in names:
         kinds[" " + name] = _global_kind(function, name)
-    # What a method changes between two conditions is no fact.
+    # A condition on an attribute that a method writes may have two values in one call.
     if WRITES in kinds.values():
         return kinds
     for text in conditions(tree):
@@ -173,7 +173,7 @@ def _fused_kind(child: nn.Module, leaf_rules: tuple[Rule | Family, ...]) -> str:
         return "norm"
     if _activates(rule, child):
         return "activation"
-    # Of a module without children nothing is known: it has no last layer to leave.
+    # A module without children has no last layer that it could leave to its block.
     return "module" if child._modules else ""
 
 
@@ -357,22 +357,22 @@ class _Building:
             function: the function inside.
             tree: the function's tree.
         """
-        own = self._rewritten(tree, leaving=False)
-        if own is not None and _pays(own, self._kinds):
+        rewritten = self._rewritten(tree, leaving=False)
+        if rewritten is not None and _pays(rewritten, self._kinds):
             _inner, wrappers = unwrapped(method)
-            self.methods[name] = _rewrapped(_compiled(function, own), wrappers)
-            self.steps += own.steps
+            self.methods[name] = _rewrapped(_compiled(function, rewritten), wrappers)
+            self.steps += rewritten.steps
 
     def add_branch(
         self, cls: type, method: Any, function: FunctionType, tree: ast.FunctionDef
     ) -> None:
         """Add a second forward, which leaves its last steps to a block; see `add_method`."""
-        leaving = self._rewritten(tree, leaving=True)
-        if leaving is None:
+        rewritten = self._rewritten(tree, leaving=True)
+        if rewritten is None:
             return
-        self.left_paths = leaving.leaves
+        self.left_paths = rewritten.leaves
         _inner, wrappers = unwrapped(method)
-        unfinished = _rewrapped(_compiled(function, leaving), wrappers)
+        unfinished = _rewrapped(_compiled(function, rewritten), wrappers)
         # An attention leaves its last layer, and maybe a dropout: `leaves` has them in this order.
         unfinished = _with_tricks(unfinished, cls, tree, self.left_paths[0])
         # A module that keeps its own forward has to follow later patches of it.
@@ -387,9 +387,9 @@ class _Building:
             self.methods |= consumers(*paths)
 
 
-def _pays(own: Rewritten, kinds: Mapping[str, str]) -> bool:
+def _pays(rewritten: Rewritten, kinds: Mapping[str, str]) -> bool:
     """Whether it is worth replacing the method: it fuses more than biases of layers with sums."""
-    for step in own.steps:
+    for step in rewritten.steps:
         if step.kind != "add":
             return True
         # A path that begins with a space is a functional dropout's.
@@ -428,10 +428,10 @@ def _compiled(function: FunctionType, rewritten: Rewritten) -> Method:
 def _drop_values(arguments: ast.arguments) -> None:
     """Drop annotations and defaults: the original's are copied, not evaluated a second time."""
     positional = (*arguments.posonlyargs, *arguments.args)
-    every = (*positional, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg)
-    for argument in filter(None, every):
+    others = (*arguments.kwonlyargs, arguments.vararg, arguments.kwarg)
+    for argument in filter(None, (*positional, *others)):
         argument.annotation = None
-    # An argument with a default still needs one.
+    # An optional argument needs some default; `_compiled` sets the original's.
     arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
     arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
 
@@ -476,13 +476,13 @@ def _with_packing(
         # Raises as the original does.
         if rows is None:
             return unfinished(self, *args, **kwargs)
-        others = kwargs.get("key_value_states")
-        # A query that is scaled is not packed. `packed_to` leaves the query out where key and value
-        # have other rows than the query, so the query's rows are passed as those.
-        if others is None and scales_query:
-            others = rows
-        past = kwargs.get("cache", kwargs.get("past_key_values"))
-        replacements = packed_to(last, self, qkv, rows, others, past)
+        kv_rows = kwargs.get("key_value_states")
+        # A query that is scaled is not packed. With ``kv_rows``, `packed_to` packs key and value
+        # alone, so pass the query's rows as these.
+        if kv_rows is None and scales_query:
+            kv_rows = rows
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        replacements = packed_to(last, self, qkv, rows, kv_rows, cache)
         return unfinished(parts.replacing(self, replacements), *args, **kwargs)
 
     return branch
@@ -514,8 +514,8 @@ def _rule(
     for step in steps:
         sources.update(step.sources)
         paths.update(dict.fromkeys((step.path, *step.sources)))
-    # Modules are left out, as they have reports of their own. So are paths of no child, which have
-    # no kind: "" and functional dropouts, whose paths begin with a space.
+    # Modules are left out, as they have reports of their own. So are paths that are no child's: ""
+    # and those of functional dropouts, which begin with a space. They have no kind.
     children = tuple([path for path in paths if kinds.get(path, "module") != "module"])
 
     def calls(module: nn.Module, at: At) -> str:

@@ -100,9 +100,10 @@ _CALLED = frozenset(
         "view_as",
     }
 )
-_OF_TENSORS = frozenset({"dtype", "device"})
+_TENSOR_ATTRIBUTES = frozenset({"dtype", "device"})
 _MODULES = (torch, nn, nn.functional, torch.linalg, math)
-# Values that decide what is computed by themselves: hashable, and equal if they compute the same.
+# Types of attributes whose values are part of a case: they are hashable, and equal values compute
+# the same.
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 _MISSING = object()
 
@@ -127,9 +128,9 @@ class _Reader:
         if name in self.functions:
             return
         function = getattr(self.cls, name, None)
-        if not isinstance(function, FunctionType) or not _is_plain(function):
+        if not isinstance(function, FunctionType) or not _is_self_contained(function):
             raise RefusedError(f"its {name} is wrapped")
-        # The digest is empty where the source is not that of the code which will run.
+        # The digest is empty if the source on disk is not that of the code that will run.
         if not digest(function):
             raise RefusedError(f"its {name} cannot be read")
         self.functions[name] = function
@@ -338,7 +339,7 @@ class _MethodVisitor(ast.NodeVisitor):
         """Check an attribute of a tensor."""
         # The shape of a parameter is part of the case; that of the input is not.
         is_parameter_shape = node.attr == "shape" and _is_attribute_of(node.value, "self")
-        if node.attr not in _OF_TENSORS and not is_parameter_shape:
+        if node.attr not in _TENSOR_ATTRIBUTES and not is_parameter_shape:
             self._refuse(f"uses {node.attr}")
         self.visit(node.value)
 
@@ -357,7 +358,7 @@ class _MethodVisitor(ast.NodeVisitor):
 # --- predicates -----------------------------------------------------------------------------------
 
 
-def _is_plain(function: FunctionType) -> bool:
+def _is_self_contained(function: FunctionType) -> bool:
     """Whether the function's only free variable, if any, is that of ``super()``."""
     return function.__code__.co_freevars in ((), ("__class__",))
 

@@ -75,18 +75,22 @@ Compute = Callable[[Form, nn.Module, Tensor], Tensor]
 
 
 def _formulas(probe: Probe) -> Iterator[Form]:
-    """Yield each formula of the operators, with these vectors in either role and without an eps."""
+    """Yield each formula of the operators, without an eps.
+
+    Each of the case's vectors is tried as the weight and as the bias.
+    """
     # A case has two vectors at most.
     names = [name for name, _ in probe.case.vectors]
     first, second = [*names, None, None][:2]
     kinds: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
-    # One pair, not two, where there is no vector.
+    # Without vectors the two pairs are equal, and the dictionary keeps one.
     roles = dict.fromkeys([(first, second), (second, first)])
     for kind, (weight, bias) in itertools.product(kinds, roles):
         if kind == "rms" and bias is not None:
             continue
         # Some RMSNorms store their weight minus one.
-        for offset in (0.0,) if weight is None else (0.0, 1.0):
+        offsets = (0.0,) if weight is None else (0.0, 1.0)
+        for offset in offsets:
             yield Form(
                 kind=kind,
                 rounding="once",
@@ -130,7 +134,8 @@ def _with_eps(probe: Probe, candidate: Form) -> Form | None:
         return not differs(y, _exact(probe, candidate, rows, eps)).any()
 
     def follows(name: str, eps: float) -> bool:
-        # An equal number elsewhere would agree too; only the eps changes the output with it.
+        # Another attribute may have the same value as the eps. So change this one: the output
+        # changes with it only if it is the eps.
         changed = probe.bare()
         setattr(changed, name, eps)
         return agrees(eps, probe.run(rows, module=changed))
@@ -197,8 +202,8 @@ def _with_rounding(probe: Probe, candidate: Form, compute: Compute) -> Form:
     results = runs(probe)
     if not any(run.x.dtype in HALF for run in results):
         raise RefusedError(_NOT_HALF)
-    # All of them by the first test before any by the second: a forward may be within the bound of
-    # a rounding that is not its own.
+    # The first test is tried with all roundings before the second is tried with any: the second may
+    # accept a rounding that is not the forward's own.
     tests = (_same_bits, _rounds_less)
     for agrees, rounding in itertools.product(tests, _ROUNDINGS[candidate.kind]):
         rounded = candidate._replace(rounding=rounding)
@@ -231,9 +236,9 @@ def _rounds_less(probe: Probe, candidate: Form, run: Run, compute: Compute) -> b
 
 
 def _magnitude(module: nn.Module, candidate: Form, exact: Tensor) -> Tensor:
-    """Return the magnitude of what is rounded: of the product plus that of the bias.
+    """Return the magnitude of the numbers that are rounded: ``abs(product) + abs(bias)``.
 
-    The two may cancel in the result.
+    Product and bias may cancel, so the result may be smaller than these.
     """
     if candidate.bias is None:
         return exact.abs()
@@ -304,7 +309,7 @@ def _sizes(case: Case) -> tuple[int, ...]:
     return (24, 40)
 
 
-# ``compute`` is part of the key: it is the rules' own function, of which there is one.
+# ``compute`` is part of the cache's key, but always the same function, that of `rules.norms`.
 @functools.lru_cache(maxsize=4096)
 def _fitted(case: Case, compute: Compute) -> Form | str:
     """Return the form of a case, without methods and code; or why it has none."""

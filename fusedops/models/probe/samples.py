@@ -37,7 +37,7 @@ OTHER_AUTOCAST = "autocast changes what it computes"
 # The mean of the random rows, in their standard deviations. LayerNorm and RMSNorm differ on rows
 # whose mean is not 0.
 _MEAN = 0.7
-# Numbers from here on are no eps, but scales or exponents.
+# Numbers of at least this size are scales or exponents, not an eps.
 _LARGEST_EPS = 0.1
 # PyTorch's default, for a LayerNorm that is called without an eps.
 _DEFAULT_EPS = 1e-5
@@ -76,7 +76,10 @@ class Probe:
     def run(
         self, x: Tensor, dtype: torch.dtype = torch.float32, module: Any = None, shape: Any = (2,)
     ) -> Tensor:
-        """Return the forward's output for these rows, reshaped to these leading dimensions."""
+        """Return the forward's output for these rows.
+
+        The forward gets the rows with the leading dimensions ``shape``; the output has x's shape.
+        """
         module = self.bare(dtype) if module is None else module
         reshaped = x.reshape(*shape, -1, self.size)
         # The function of the class: no hook and no compiled call is run.
@@ -141,8 +144,8 @@ def equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 # --- dtypes ---------------------------------------------------------------------------------------
 
-# The dtypes of rows and of weights. Pairs for which PyTorch's norms raise are skipped, but not all
-# half-precision ones may be.
+# The dtypes of rows and of weights. `runs` skips pairs for which a forward raises, as PyTorch's
+# norms do for some. `forms._with_rounding` refuses a forward that never runs in half precision.
 _DTYPES = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
@@ -167,7 +170,7 @@ class Run(NamedTuple):
 
 
 def runs(probe: Probe) -> list[Run]:
-    """Run the forward in all dtypes, for which CPU autocast must change nothing."""
+    """Run the forward in all dtypes; raise `RefusedError` if CPU autocast changes a result."""
     results = []
     for x_dtype, dtype in _DTYPES:
         # fp16 cannot represent the squares of small rows, if the forward squares in fp16.
@@ -206,7 +209,7 @@ _IN_FP32 = frozenset(
 class AsOnGpus(TorchFunctionMode):
     """Makes functions on a CPU cast their arguments as autocast does on a GPU.
 
-    The lists of the two differ, and there may be no GPU.
+    CPU autocast casts for other functions than GPU autocast, and there may be no GPU.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Forwards rewritten, with the steps joined that one operator does together: see `statements`."""
+"""Rewrites forwards: joins steps that one operator computes together. See `statements`."""
 
 from .conditions import conditions
 from .expressions import Step

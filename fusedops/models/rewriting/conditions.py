@@ -20,7 +20,8 @@ from .trees import ends_function, is_pure, nodes, path_of, self_name_of, writes_
 
 __all__ = ["conditions", "under_conditions"]
 
-# Conditions whose results are known on a path, as `ast.dump` writes them, and these results.
+# Pairs of a condition, as `ast.dump` writes it, and its result. Earlier conditions on the same path
+# determine these results.
 Known = tuple[tuple[str, bool], ...]
 
 # The most conditions on one path that are split. Each doubles the code after it, so there are up to
@@ -31,8 +32,8 @@ _SPLITS = 3
 class _Pruning(ast.NodeTransformer):
     """Replaces conditions with known results by their branches.
 
-    They are recognised by their text. It depends on the module's attributes alone (`conditions`),
-    so wherever it stands in the function, it has one value.
+    Conditions are recognised by their text. They depend on the module's attributes alone (see
+    `conditions`), so conditions with the same text have the same result throughout the function.
     """
 
     def __init__(self, facts: Mapping[str, bool]) -> None:
@@ -73,7 +74,7 @@ def _reads_only(test: ast.expr, name: str) -> bool:
 def under_conditions(
     body: list[ast.stmt], facts: Mapping[str, bool], kinds: Kinds, self_name: str
 ) -> tuple[list[ast.stmt], ast.If | None]:
-    """The body with conditions split, and its statement that tests the facts, if there are any.
+    """The body with conditions split, and its statement that tests the facts, or None without any.
 
     With facts the result is one statement: the pruned body if they hold, or else the original one::
 
@@ -113,7 +114,7 @@ class _Splitting:
         self.self_name = self_name
 
     def body(self, body: list[ast.stmt], budget: int, known: Known) -> list[ast.stmt]:
-        """The body with its rest in both branches of a condition that decides what is called.
+        """The body, where code after a condition that decides what is called is in both branches.
 
         Args:
             body: the statements; they are not changed.
@@ -133,11 +134,11 @@ class _Splitting:
                 if self._is_constant(statement.test, body):
                     facts = _facts_of(statement.test)
                 extended = _joined(statement.body, rest)
-                first = self.body(extended, budget - 1, (*known, *facts.if_true))
+                if_true = self.body(extended, budget - 1, (*known, *facts.if_true))
                 extended = _joined(statement.orelse, rest)
-                second = self.body(extended, budget - 1, (*known, *facts.if_false))
+                if_false = self.body(extended, budget - 1, (*known, *facts.if_false))
                 # The rest is in the branches, so nothing follows.
-                return [*before, ast.If(statement.test, first, second)]
+                return [*before, ast.If(statement.test, if_true, if_false)]
         return body
 
     def _decides_calls(self, statement: ast.If) -> bool:
@@ -187,7 +188,7 @@ def _chosen(statement: ast.If, known: Known) -> list[ast.stmt] | None:
 
 @dataclass(frozen=True)
 class _Facts:
-    """The known results of conditions in the branches of one."""
+    """The results of conditions that are known in each branch of a condition."""
 
     if_true: Known = ()
     if_false: Known = ()

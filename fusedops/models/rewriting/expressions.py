@@ -117,7 +117,7 @@ class Expressions(Reader):
         before: statements to run before the one that is being rewritten.
         low: for uses that read a low-precision copy of their value, the temporary of the copy.
         cast: for calls of a linear layer that was cast with another one, the temporary of the cast.
-        rests: for module outputs that were split, the temporary of all outputs but the first.
+        other_outputs: for module outputs that were split, the temporary of all but the first.
         steps: the steps that were joined.
         leaves: the sources of what is left to the caller.
         count: the number of temporaries.
@@ -130,7 +130,7 @@ class Expressions(Reader):
         self.before: list[ast.stmt] = []
         self.low: dict[ast.Name, str] = {}
         self.cast: dict[ast.Call, str] = {}
-        self.rests: dict[Definition, str] = {}
+        self.other_outputs: dict[Definition, str] = {}
         self.steps: list[Step] = []
         self.leaves: list[str] = []
         self.count = 0
@@ -169,10 +169,10 @@ class Expressions(Reader):
                     return load(self.low[node])
                 return node
             case ast.Subscript(value=ast.Name() as name) if index_after_first(node) is not None:
-                rest = self.rests.get(self.flow.only(name))
-                if rest is None:
+                others = self.other_outputs.get(self.flow.only(name))
+                if others is None:
                     return None
-                return shifted(node, rest)
+                return shifted(node, others)
             case ast.Attribute(value=ast.Name() as name, attr=attribute) if attribute in SHAPE:
                 pending = self._operands_of(name)
                 if pending is not None:
@@ -282,9 +282,9 @@ class Expressions(Reader):
                 return halves
             # A gate has no sources: its rows are finished, with their bias.
             self.steps.append(Step("gate", self._activation_path(gate), ()))
-            other = self._value(up)
+            factor = self._value(up)
             # Operands stay in the order in which the source evaluates them.
-            operands = (end, other) if gate is left else (other, end)
+            operands = (end, factor) if gate is left else (factor, end)
             return helper_call(name, *operands)
         return None
 
@@ -415,7 +415,7 @@ class Expressions(Reader):
         if len(definition.uses) > 1:
             return None
         # The name of split outputs has all of them.
-        if definition in self.rests:
+        if definition in self.other_outputs:
             return None
         if leaving:
             self.leaves += self._sources(name)
@@ -429,7 +429,7 @@ class Expressions(Reader):
         if call is not None:
             return self._module_call("first", call)
         definition = self.flow.only(node.value)
-        is_split = definition in self.pending and definition in self.rests
+        is_split = definition in self.pending and definition in self.other_outputs
         if not is_split:
             return None
         return load(self._take(definition).end)
@@ -510,8 +510,9 @@ class Expressions(Reader):
             _fusedops_1, _fusedops_2 = _fusedops_cast_together(self, x, self.fc1, self.fc2)
         """
         names = [self._temporary(), self._temporary()]
-        # The rows are read twice, here and in the statement, and a node has one parent: so it is
-        # copied. A key of `low` is looked up as a node, so it is not; `_value` replaces it.
+        # The rows are read twice, here and in the statement. A node has one parent, so it is
+        # copied. Not if it is a key of `low`: a copy would not match the key, and `_value` returns
+        # a new node for it anyway.
         source = rows if rows in self.low else copy.copy(rows)
         arguments = (
             load(self.self_name),
@@ -573,8 +574,8 @@ class Expressions(Reader):
         """The statements that compute a pending value, under all of its names."""
         # Sorted: the generated source may not depend on the order of a set.
         names = sorted(pending.names)
-        if definition in self.rests:
-            parts = [load(pending.end), load(self.rests[definition])]
+        if definition in self.other_outputs:
+            parts = [load(pending.end), load(self.other_outputs[definition])]
             return [assign(name, helper_call("rejoined", *parts)) for name in names]
         value = helper_call("finished", load(pending.end))
         if pending.is_sum:

@@ -49,7 +49,7 @@ def is_copy(statement: ast.stmt) -> bool:
 
 
 def is_opaque(statement: ast.stmt) -> bool:
-    """Whether nothing in the statement is rewritten; so it is with a loop that has a break."""
+    """Whether nothing in the statement is rewritten. Loops with a break or continue count."""
     if isinstance(statement, (ast.For, ast.While)):
         return any(map(_is_jump, ast.walk(statement)))
     return isinstance(statement, _OPAQUE)
@@ -82,13 +82,13 @@ class Flow:
         self.reaching: dict[ast.Name, Reaching] = {}
         self.definitions: dict[ast.AST, Definition] = {}
         env: dict[str, Reaching] = {}
-        a = function.args
-        parameters = (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg)
-        for argument in filter(None, parameters):
+        arguments = function.args
+        positional = (*arguments.posonlyargs, *arguments.args)
+        others = (*arguments.kwonlyargs, arguments.vararg, arguments.kwarg)
+        for argument in filter(None, (*positional, *others)):
             definition = Definition()
             self.definitions[argument] = definition
             env[argument.arg] = frozenset([definition])
-        positional = (*a.posonlyargs, *a.args)
         self.parameters = [self.definitions[argument] for argument in positional]
         self._loops: list[tuple[dict[str, Definition], dict[str, Reaching]]] = []
         self._block(function.body, env)
@@ -147,10 +147,11 @@ class Flow:
 
     def _assign(self, statement: ast.Assign, env: dict[str, Reaching]) -> None:
         self._read(statement.value, env)
-        # In ``a = b = value`` both names are those of one object: changes of one would show.
-        known = statement.value if len(statement.targets) == 1 else None
+        # In ``a = b = value`` both names refer to one object, which may be changed through either.
+        # So the value does not count as known.
+        value = statement.value if len(statement.targets) == 1 else None
         for target in statement.targets:
-            self._write(target, known, env)
+            self._write(target, value, env)
 
     def _annotated(self, statement: ast.AnnAssign, env: dict[str, Reaching]) -> None:
         # `x: int` alone binds nothing, and the annotation is not evaluated.
@@ -161,36 +162,39 @@ class Flow:
     def _augmented(self, statement: ast.AugAssign, env: dict[str, Reaching]) -> None:
         target = statement.target
         self._read(statement.value, env)
-        # It reads its target, too. (Of `x.a += 1`, `_write` records that x is read.)
+        # The statement reads its target, too. (For `x.a += 1`, `_write` records that x is read.)
         if isinstance(target, ast.Name):
             self._use(target, env)
         self._write(target, None, env)
 
     def _copy(self, statement: Any, env: dict[str, Reaching]) -> None:
-        """``a = b`` is no use of b's definition, which from here on has the uses of both names."""
+        """Record ``a = b``. From here on, uses of a are uses of b's definition.
+
+        The copy itself is not a use.
+        """
         source, target = statement.value, statement.targets[0]
         env[target.id] = env.get(source.id, frozenset())
         self.reaching[source] = env.get(source.id, frozenset())
 
     def _if(self, statement: ast.If, env: dict[str, Reaching]) -> bool:
         self._read(statement.test, env)
-        other = dict(env)
+        orelse_env = dict(env)
         # Only a branch that goes on decides what may be read after the condition.
         body_continues = self._block(statement.body, env)
-        orelse_continues = self._block(statement.orelse, other)
+        orelse_continues = self._block(statement.orelse, orelse_env)
         if not body_continues:
             env.clear()
-            env.update(other)
+            env.update(orelse_env)
         elif orelse_continues:
             # A name that only one branch binds has this value after it, or reading it raises.
-            for name in other:
-                env[name] = env.get(name, frozenset()) | other[name]
+            for name in orelse_env:
+                env[name] = env.get(name, frozenset()) | orelse_env[name]
         return body_continues or orelse_continues
 
     def _opaque(self, statement: ast.stmt, env: dict[str, Reaching]) -> None:
-        """A statement in which each assignment may run or not.
+        """Record a statement whose assignments may run or not.
 
-        So the definitions from before it stay, beside one of an unknown value.
+        So code after it may read earlier definitions, or a new one of an unknown value.
         """
         for node in ast.walk(statement):
             # `del x` needs a value of x.
@@ -202,7 +206,7 @@ class Flow:
         self._read(statement, env)
 
     def _loop(self, statement: ast.For | ast.While, env: dict[str, Reaching]) -> None:
-        """A loop: what it writes may be read in its next iteration, and after the loop.
+        """Record a loop. Its next iteration and the code after it may read what it writes.
 
         The body is walked once. For each name, an additional definition stands for the values of
         earlier iterations. `_close_loops` adds its uses to those that reach the body's end::
@@ -245,7 +249,7 @@ class Flow:
         if isinstance(target, ast.Name):
             self._define(target, Definition(value), env)
             return
-        # Of a tuple of names each gets the tuple's value, with its index.
+        # Each name in a tuple gets the tuple's value, with its index.
         elements = target.elts if isinstance(target, ast.Tuple) else [target]
         if all(isinstance(element, ast.Name) for element in elements):
             for index, element in enumerate(elements):

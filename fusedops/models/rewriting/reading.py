@@ -42,7 +42,7 @@ WRITES = "writes"
 DROPOUTS = ("dropout", "functional dropout")
 # The keywords by which a module takes its rows, if they are not its first argument.
 ROWS = ("hidden_states", "x", "input")
-# The kinds of what may take rows in autocast's dtype.
+# The kinds of children that may take rows in autocast's dtype.
 _TAKING_ROWS = ("linear", "module")
 # Functions that multiply matrices.
 _PRODUCTS = (".linear", ".matmul", ".bmm", ".einsum")
@@ -51,7 +51,7 @@ _GELUS = {"approximate='tanh'": "gelu_tanh", "approximate='none'": ""}
 
 
 def called_paths(function: ast.FunctionDef) -> tuple[list[str], list[str]]:
-    """The paths in its first parameter that the function calls, and the names of functions."""
+    """The paths that a function calls in its first parameter, and the other names that it calls."""
     self_name = self_name_of(function)
     paths: dict[str, None] = {}
     others: dict[str, None] = {}
@@ -331,7 +331,7 @@ class Reader:
         return use in self.replaceable and self.flow.has_only(use)
 
     def _is_residual(self, name: ast.Name) -> bool:
-        """Whether another use of the value is a term of a sum, or another operand."""
+        """Whether another use of the value is an operand, as of the residual sum."""
         others = [use for use in self.flow.only(name).uses if use is not name]
         return any(map(self._is_operand, others))
 
@@ -402,14 +402,14 @@ class Reader:
 
     def _are_gated(self, halves: list[ast.Name]) -> bool:
         """Whether the halves of a tensor are read in ``activation(a) * b``, and nowhere else."""
-        gate, up = [self.flow.written(half).uses for half in halves]
-        if [len(gate), len(up)] != [1, 1]:
+        gate_uses, up_uses = [self.flow.written(half).uses for half in halves]
+        if [len(gate_uses), len(up_uses)] != [1, 1]:
             return False
-        call = self._call(self.flow.parent[gate[0]], "activation")
+        call = self._call(self.flow.parent[gate_uses[0]], "activation")
         if call is None:
             return False
         product = self.flow.parent[call]
-        return _is_product_of(product) and self.flow.parent[up[0]] is product
+        return _is_multiplication(product) and self.flow.parent[up_uses[0]] is product
 
     def _is_gate(self, node: ast.AST) -> bool:
         """Whether this activation is a gate: its consumer is a multiplication."""
@@ -420,7 +420,7 @@ class Reader:
             if use is None:
                 return False
             parent = self.flow.parent[use]
-        return _is_product_of(parent)
+        return _is_multiplication(parent)
 
     # --- whether the last steps of a value are worth leaving to its consumer ---
 
@@ -595,7 +595,7 @@ def _is_starred(call: ast.Call) -> bool:
     return any(isinstance(argument, ast.Starred) for argument in call.args)
 
 
-def _is_product_of(node: ast.AST) -> bool:
+def _is_multiplication(node: ast.AST) -> bool:
     """Whether this is a multiplication, element by element."""
     match node:
         case ast.BinOp(op=ast.Mult()):

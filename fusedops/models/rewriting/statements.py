@@ -1,4 +1,4 @@
-"""A forward rewritten: its own statements, with the steps joined that one operator computes.
+"""Rewrites a forward's statements, and joins the steps that one operator computes.
 
 Models are written in many ways, but the steps between their matrix products are few: a bias, an
 activation, a dropout, a sum with the residual stream, a norm. Where such steps follow one another
@@ -157,14 +157,14 @@ class _Statements(Expressions):
         # Values of the enclosing block may stay pending over this one. At the function's end none
         # may: their random numbers have to be drawn.
         outer = [] if last else list(self.pending)
-        out = self._each(statements, last=last)
+        out = self._rewrite_each(statements, last=last)
         # A last block that ends in a return needs nothing more: the return computed its values.
         if not last or not ends_function(statements):
             out += self._materialize_if(lambda definition: definition not in outer)
         # A block may not be empty.
         return out or [ast.Pass()]
 
-    def _each(self, statements: list[ast.stmt], *, last: bool) -> list[ast.stmt]:
+    def _rewrite_each(self, statements: list[ast.stmt], *, last: bool) -> list[ast.stmt]:
         """The statements rewritten, one after another."""
         out: list[ast.stmt] = []
         for index, statement in enumerate(statements):
@@ -179,7 +179,7 @@ class _Statements(Expressions):
     def _statement(
         self, statement: ast.stmt, rest: list[ast.stmt], *, last: bool
     ) -> list[ast.stmt]:
-        # A name that is only another name for a pending value does not need it.
+        # A second name for a pending value does not need the value computed.
         if is_copy(statement):
             return self._copied(statement)
         if isinstance(statement, ast.If):
@@ -201,8 +201,8 @@ class _Statements(Expressions):
         if definition in self.pending:
             self.pending[definition].names.add(target)
             return []
-        # An operator has taken the value, so its variable was never assigned. Nothing reads the
-        # copy, or the value would not have been taken.
+        # An operator computes the value with its own steps, so no variable holds it. Such a value
+        # has no other uses, so nothing reads the copy: drop it.
         if definition in self.taken:
             return []
         return [statement]
@@ -221,7 +221,7 @@ class _Statements(Expressions):
         finished = self._finished_before(statement, last=last)
         # Both branches begin with copies of these pending values.
         saved = self.pending
-        # A branch that returns computes of these only what it needs.
+        # A branch that returns computes only those that it needs.
         body_is_last = last or ends_function(statement.body)
         body = self._branch(statement.body, saved, last=body_is_last)
         steps, leaves = list(self.steps), list(self.leaves)
@@ -230,7 +230,7 @@ class _Statements(Expressions):
         if statement.orelse or (last and saved):
             orelse = self._branch(statement.orelse, saved, last=last)
         if statement is self.special:
-            # Report the branch that runs as the facts are now.
+            # Report only the steps of the body: it runs as long as the facts hold.
             self.steps, self.leaves = steps, leaves
         if not last:
             # A branch that goes on has computed none of these, see `_outlasts`.
@@ -302,7 +302,7 @@ class _Statements(Expressions):
             return True
         if has_effects and not self._may_cross(statement, definition):
             return True
-        # A value that is still pending at the return is one that nothing reads.
+        # Nothing reads a value that is still pending at the return, but random numbers are drawn.
         if not isinstance(statement, ast.Return):
             return False
         return self._is_random(definition)
@@ -379,7 +379,7 @@ class _Statements(Expressions):
         return [assign(temporary, end)]
 
     def _split_outputs(self, definition: Definition, name: str, value: Any) -> list[ast.stmt]:
-        """``outputs = module(...)``, of which the first is pending and the others are not.
+        """``outputs = module(...)``: the first output stays pending, the others are computed.
 
         ::
 
@@ -390,7 +390,7 @@ class _Statements(Expressions):
         first, others = self._temporary(), self._temporary()
         self._forget(name)
         self.pending[definition] = Pending(first, {name}, sources=(self._path(value),))
-        self.rests[definition] = others
+        self.other_outputs[definition] = others
         return [unpack([first, others], self._module_call("split", value))]
 
     def _pending_sum_statements(
@@ -413,7 +413,8 @@ class _Statements(Expressions):
             self._in_temporary(total.end, before),
             self._in_temporary(total.residual, before),
         ]
-        # The arguments may read the sizes of the sum, for which it has to be pending meanwhile.
+        # The arguments may read the sum's sizes. The sum is pending while they are rewritten, so
+        # they read its operands' sizes instead.
         old = self.flow.only(value.func.value)
         self.pending[old] = Pending(parts[0], set(), parts[1])
         shape = list(map(self._value, value.args))
@@ -455,13 +456,13 @@ class _Statements(Expressions):
         assert isinstance(target, ast.Name)
         names = [self._temporary(), self._temporary()]
         end, residual = load(self._take(old).end), self._value(statement.value)
-        both = unpack(names, helper_call("in_place", end, residual))
+        unpacked = unpack(names, helper_call("in_place", end, residual))
         total = Sum(load(names[0]), load(names[1]), pending.sources)
         definition = self.flow.written(target)
         if self._reaches_norm(definition, rest):
-            return [both, *self._pending_sum_statements(definition, target.id, total)]
+            return [unpacked, *self._pending_sum_statements(definition, target.id, total)]
         self.steps.append(Step("add", "", total.sources))
-        return [both, assign(target.id, helper_call("add", total.end, total.residual))]
+        return [unpacked, assign(target.id, helper_call("add", total.end, total.residual))]
 
     def _unpacked(self, target: ast.expr, value: ast.expr) -> list[ast.stmt] | None:
         """``a, b = value``, with pending values for the names; None where nothing is pending."""
@@ -476,7 +477,7 @@ class _Statements(Expressions):
         return None
 
     def _unpacked_outputs(self, elements: list[ast.Name], value: ast.Call) -> list[ast.stmt]:
-        """A module's outputs, of which the first is pending."""
+        """``a, b = module(...)``: the first output stays pending."""
         call = self._module_call("branches", value)
         temporary = self._temporary()
         for element in elements:
@@ -518,7 +519,7 @@ class _Statements(Expressions):
                 return ast.Return(self._end_and_others(first, others))
             case _ if self._is_one_tensor(value):
                 return ast.Return(self._end_and_others(value, None))
-        # It may be a tuple or not, which the helper finds out.
+        # The helper finds out at each call whether the value is a tuple.
         return ast.Return(helper_call("whole", self._value(value)))
 
     def _end_and_others(self, first: ast.expr, others: list[ast.expr] | None) -> ast.Tuple:
@@ -600,7 +601,8 @@ class _Statements(Expressions):
                 # The sum stays pending over it.
                 if _is_early_return(statement):
                     continue
-                # Statements follow: `_outlasts` has a sum that a branch reads computed before it.
+                # If statements follow, a sum that a branch reads is computed before the condition:
+                # see `_outlasts`.
                 if following:
                     return False
                 return self._branch_reaches_norm(definition, statement)
@@ -642,7 +644,7 @@ class _Statements(Expressions):
         return self.flow.reads_only(call.args[0], definition)
 
     def _view_target(self, statement: ast.stmt, definition: Definition) -> Definition | None:
-        """The definition of y in ``y = x.reshape(...)``, where x is of that definition."""
+        """The definition of y in ``y = x.reshape(...)``, where x reads ``definition``."""
         match statement:
             case ast.Assign(targets=[ast.Name() as target, *_], value=value):
                 view = view_of(value)
@@ -689,7 +691,7 @@ class _Statements(Expressions):
         is_sum = pending is None or pending.is_sum
         if is_sum and self._is_shape(use):
             return True
-        if definition not in self.rests:
+        if definition not in self.other_outputs:
             return False
         return index_after_first(self.flow.parent.get(use)) is not None
 

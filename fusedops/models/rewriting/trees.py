@@ -113,15 +113,15 @@ def unpack(names: Sequence[str], value: ast.expr) -> ast.Assign:
     return ast.Assign([targets], value)
 
 
-def shifted(node: ast.Subscript, rest: str) -> ast.expr:
-    """``x[i]`` or ``x[i:]`` as a subscript of ``rest``, which is ``x[1:]``."""
+def shifted(node: ast.Subscript, others: str) -> ast.expr:
+    """``x[i]`` or ``x[i:]`` as a subscript of the name ``others``, which holds ``x[1:]``."""
     first = index_after_first(node)
     assert first is not None
-    # ``rest`` begins at the second output.
+    # ``others`` begins at the second output.
     index: ast.expr = ast.Constant(first - 1)
     if isinstance(node.slice, ast.Slice):
         index = ast.Slice(index, None, None)
-    return ast.Subscript(load(rest), index, ast.Load())
+    return ast.Subscript(load(others), index, ast.Load())
 
 
 def replace(parent: ast.AST, old: ast.expr, new: ast.expr) -> None:

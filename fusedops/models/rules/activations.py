@@ -1,4 +1,4 @@
-"""Activation modules: torch.nn's GELU, and those of Transformers, most of several kernels.
+"""Activation modules: torch.nn's GELU, and those of Transformers, which take several kernels.
 
 Each gets a forward, and ``_fusedops_activation``, its name among the operators' activations.
 """
@@ -44,8 +44,8 @@ def _named(activation: ActivationName) -> dict[str, Callable[..., Any]]:
     return {"forward": forward, "_fusedops_activation": name}
 
 
-def _calls_gelu(approximate: str, own: str) -> Callable[[nn.Module], str]:
-    """A ``fits`` that accepts PyTorch's GELU or the module's ``own`` method as ``module.act``.
+def _calls_gelu(approximate: str, method: str) -> Callable[[nn.Module], str]:
+    """Build a `Rule.fits`: ``module.act`` must be PyTorch's GELU or the module's own ``method``.
 
     The constructors of Transformers' GELUs assign one of these; a user may have assigned another.
     """
@@ -59,7 +59,7 @@ def _calls_gelu(approximate: str, own: str) -> Callable[[nn.Module], str]:
             return ""
         # Each access to a method makes a new bound method, of the same function.
         function = getattr(act, "__func__", None)
-        if function is not None and function is getattr(type(module), own, None):
+        if function is not None and function is getattr(type(module), method, None):
             return ""
         return "its act is not a GELU"
 

@@ -162,15 +162,16 @@ def _bert_with_last(
 
     It is a replacement if it was cast together with the attention's own layers.
     """
-    view = self
+    called = self
     if allowed(self, "masks"):
         attention_mask = laid_out(attention_mask)
     if under_autocast(hidden_states):
         # The caller still has the rows for the residual, in their own dtype.
         hidden_states = narrowed(hidden_states, self.query, self.key, self.value)
         parts, last = packed(self, _BERT_QKV, hidden_states, last=last)
-        view = replacing(self, parts)
-    return original(self, "forward")(view, hidden_states, attention_mask, *args, **kwargs), last
+        called = replacing(self, parts)
+    outputs = original(self, "forward")(called, hidden_states, attention_mask, *args, **kwargs)
+    return outputs, last
 
 
 def _bert_helps(module: nn.Module) -> str:

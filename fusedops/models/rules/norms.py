@@ -1,6 +1,7 @@
 """Norms: LayerNorm and RMSNorm of torch.nn, and all norms of the same formulas.
 
-The latter differ in where they round. Each gets a forward, and two methods that fused blocks call:
+Norms of other classes may round elsewhere. Each norm gets a forward, and two methods that fused
+blocks call:
 
 - ``_fusedops_norm``: the norm, with an output in a chosen dtype,
 - ``_fusedops_add_norm``: the norm of the sum of a branch and the residual stream. It returns the
@@ -37,8 +38,8 @@ def _narrowed(low: torch.dtype | None, *dtypes: torch.dtype) -> torch.dtype | No
     if low is None:
         return None
     # The dtype that the operators give the sum, and so the norm.
-    own = functools.reduce(torch.promote_types, dtypes)
-    if own in (torch.float32, low):
+    norm_dtype = functools.reduce(torch.promote_types, dtypes)
+    if norm_dtype in (torch.float32, low):
         return low
     return None
 
@@ -121,8 +122,8 @@ def _output_dtype(
 ) -> torch.dtype:
     """The output's dtype of a norm that calls elementwise operators, as Transformers' RMSNorms do.
 
-    Autocast changes none of these operators, so the dtype is the same with and without it. Where
-    it is fp32, it is ``low`` instead, if that is given (see `_narrowed`).
+    Autocast changes none of these operators, so the dtype is the same with and without it. If
+    ``low`` is not None, it replaces fp32 (see `_narrowed`).
     """
     dtype = x
     if rounding == "llama":
@@ -136,16 +137,17 @@ def _output_dtype(
     return dtype
 
 
-def _of(form: Form) -> dict[str, Method]:
+def _methods_of(form: Form) -> dict[str, Method]:
     """The methods of a norm of this form."""
-    layer, rounding, offset, eps = form.kind == "layer", form.rounding, form.offset, form.eps
+    is_layer_norm = form.kind == "layer"
+    rounding, offset, eps = form.rounding, form.offset, form.eps
     weight_name, bias_name, widened = form.weight, form.bias, form.widened
 
     # Read at each call, since a user may assign another weight or eps.
     def constants(self: Any) -> tuple[Tensor | None, Any]:
         weight = None if weight_name is None else getattr(self, weight_name)
         # The LayerNorm operators have no offset.
-        if layer and offset and weight is not None:
+        if is_layer_norm and offset and weight is not None:
             weight = weight + offset
         return weight, getattr(self, eps) if isinstance(eps, str) else eps
 
@@ -164,7 +166,7 @@ def _of(form: Form) -> dict[str, Method]:
         weight, epsilon = constants(self)
         size = x.shape[-1] if weight is None else weight.shape[0]
         dtype = dtype_of(x.dtype, weight, low)
-        if layer:
+        if is_layer_norm:
             return layer_norm(x, size, weight, bias_of(self), epsilon, out_dtype=dtype)
         return rms_norm(
             x, size, weight, epsilon, weight_offset=offset, rounding=rounding, out_dtype=dtype
@@ -179,20 +181,19 @@ def _of(form: Form) -> dict[str, Method]:
         with_cast: bool = False,
     ) -> Any:
         weight, epsilon = constants(self)
-        # The sum is in this dtype.
-        z = torch.promote_types(end.product.dtype, residual.dtype)
-        low = dtype_of(z, weight, low)
+        sum_dtype = torch.promote_types(end.product.dtype, residual.dtype)
+        low = dtype_of(sum_dtype, weight, low)
         options = {
             "p": end.p,
             "training": end.training,
             "eps": epsilon,
             "return_sum": return_sum,
             # With a cast copy, the output itself is the residual stream, in the norm's own dtype.
-            "out_dtype": dtype_of(z, weight, None) if with_cast else low,
+            "out_dtype": dtype_of(sum_dtype, weight, None) if with_cast else low,
             "cast_dtype": low if with_cast else None,
         }
         x, bias = end.product, folded(end, residual)
-        if layer:
+        if is_layer_norm:
             return bias_dropout_add_ln(x, bias, residual, weight, bias_of(self), **options)
         return bias_dropout_add_rms_norm(
             x, bias, residual, weight, weight_offset=offset, rounding=rounding, **options
@@ -217,7 +218,7 @@ def _rule(form: Form) -> Rule:
     return Rule(
         name="norm",
         calls=", ".join(calls),
-        methods=_of(form),
+        methods=_methods_of(form),
         known=form.methods,
         origin=("norm", form),
     )

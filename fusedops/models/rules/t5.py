@@ -184,13 +184,13 @@ def _attention(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Branch, tuple[Any, ...]]:
-    cross = key_value_states is not None
-    # Its name from Transformers 5.24 on.
+    is_cross = key_value_states is not None
+    # From Transformers 5.24 on the argument's name is ``cache``.
     if past_key_values is None:
         past_key_values = kwargs.pop("cache", None)
     # The fast path takes no other options.
     if not kwargs:
-        token = next_token(self, hidden_states, mask, cross, position_bias, past_key_values)
+        token = next_token(self, hidden_states, mask, is_cross, position_bias, past_key_values)
         if token is not None:
             return token
     parts = packed_to("o", self, _QKV, hidden_states, key_value_states, past_key_values)

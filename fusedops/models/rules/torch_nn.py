@@ -1,10 +1,12 @@
 """torch.nn's transformer layers, in both norm orders.
 
-An encoder layer in evaluation may take PyTorch's own fast path, one operator for the whole layer.
-Where that is possible, the original forward is called, which checks the remaining conditions::
+::
 
     pre-norm   norm1 | attention -> dropout -> add, norm2 | linear1, act, linear2 -> dropout -> add
     post-norm  attention -> dropout -> add, norm1 | linear1, act, linear2 -> dropout -> add, norm2
+
+An encoder layer in evaluation may take PyTorch's own fast path, one operator for the whole layer.
+Where that is possible, the original forward is called, which checks the remaining conditions.
 """
 
 from __future__ import annotations
@@ -56,9 +58,10 @@ def _attention(
 
 
 def _multihead_consumers(self: Any) -> tuple[nn.Module, ...] | None:
-    # Not linear layers: the module multiplies the rows by its own parameters, in
-    # `F.multi_head_attention_forward`, where autocast casts them. So there is no layer to check,
-    # only the parameters. PyTorch's fast path, which would not cast, is not taken under autocast.
+    # The consumers are no linear layers: the module multiplies the rows by its own parameters, in
+    # `F.multi_head_attention_forward`, where autocast casts the rows. So there is no layer to
+    # check, only the parameters. PyTorch's fast path, which would not cast, is not taken under
+    # autocast.
     weights = (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
     if not all(weight is None or is_plain(weight) for weight in weights):
         return None
@@ -82,14 +85,14 @@ def _multihead_branch(self: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tup
     return Branch(result[0]), result[1:]
 
 
-def _feed_forward(self: Any, x: Tensor, last: nn.Module) -> Branch:
+def _feed_forward(self: Any, x: Tensor, last_dropout: nn.Module) -> Branch:
     first, second = cast_together(self, x, self.linear1, self.linear2)
     inner, dropout = linear(first, x), self.dropout
     if type(dropout) is nn.Dropout and not has_hooks(dropout):
         y = activate(inner, self.activation, dropout.p, training=dropout.training)
     else:
         y = dropout(activate(inner, self.activation))
-    return dropped(linear(second, y), last)
+    return dropped(linear(second, y), last_dropout)
 
 
 def _may_take_the_fast_path(self: Any, src: Tensor) -> bool:

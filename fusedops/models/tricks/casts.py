@@ -32,7 +32,7 @@ from . import allowed
 __all__ = ["cast_as_one", "cast_stacks", "cast_together", "castable"]
 
 # The largest number of tensors that Inductor concatenates in one kernel.
-_MOST = 8
+_MOST_TENSORS = 8
 
 
 def castable(layer: Any) -> bool:
@@ -55,9 +55,10 @@ def _is_fp32(parameter: Any) -> bool:
 
 
 def cast_as_one(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[Tensor] | None:
-    """For each group its tensors concatenated and cast to ``dtype``, as a view of one tensor.
+    """Concatenate the tensors of each group and cast them; return a view of one tensor per group.
 
-    None if there are too many tensors for one kernel, or if they cannot be parts of one tensor.
+    Return None if there are too many tensors for one kernel, or if they cannot be parts of one
+    tensor.
 
     Args:
         groups: groups of fp32 tensors. The tensors of a group have the same shape but for the first
@@ -67,7 +68,7 @@ def cast_as_one(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[
     tensors: list[Tensor] = []
     for group in groups:
         tensors += group
-    if len(tensors) > _MOST or not _can_share(tensors):
+    if len(tensors) > _MOST_TENSORS or not _can_share(tensors):
         return None
     flat = torch.cat([t.reshape(-1) for t in tensors]).to(dtype)
     sizes, shapes = [], []
@@ -99,10 +100,10 @@ def _is_aligned(t: Tensor) -> bool:
 
 
 def cast_stacks(stacks: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[Cast] | None:
-    """For each stack of layers one `Cast` with the layers' weights and biases concatenated.
+    """Return one `Cast` for each stack of layers, with their weights and biases concatenated.
 
     All are cast in one pass. The last stack's bias is not cast: the operator at the end of the
-    branch takes it. None if `cast_as_one` returns None.
+    branch takes it. Return None if `cast_as_one` returns None.
 
     Args:
         stacks: stacks of `castable` layers. The layers of a stack have weights of one shape, and
@@ -116,7 +117,7 @@ def cast_stacks(stacks: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[Cas
     parts = cast_as_one([*weights, *biases], dtype)
     if parts is None:
         return None
-    # In the order of the stacks that have a bias.
+    # The biases are in the order of their stacks; stacks without a bias have none.
     remaining_biases = [*parts[len(stacks) :], stacks[-1][0].bias]
     casts = []
     for stack, weight in zip(stacks, parts[: len(stacks)], strict=True):

@@ -35,7 +35,7 @@ def next_token(
     self: Any,
     hidden_states: Tensor,
     mask: Tensor | None,
-    cross: bool,
+    is_cross: bool,
     position_bias: Tensor | None,
     cache: Any,
 ) -> tuple[Branch, tuple[Any, ...]] | None:
@@ -44,10 +44,10 @@ def next_token(
         return None
     if not allowed(self, "one_token"):
         return None
-    weights = _weights(self, cross, cache, position_bias is not None)
+    weights = _weights(self, is_cross, cache, position_bias is not None)
     if weights is None:
         return None
-    return _next_token(self, hidden_states, mask, cross, position_bias, cache, weights)
+    return _next_token(self, hidden_states, mask, is_cross, position_bias, cache, weights)
 
 
 def has_plain_weights(self: Any) -> bool:
@@ -55,23 +55,23 @@ def has_plain_weights(self: Any) -> bool:
     return _plain_weights(self) is not None
 
 
-def _weights(self: Any, cross: bool, cache: Any, biased: bool) -> tuple[Tensor, ...] | None:
+def _weights(self: Any, is_cross: bool, cache: Any, has_bias: bool) -> tuple[Tensor, ...] | None:
     """The weights of q, k, v and o if this is an ordinary step of a generation, or else None."""
     if not _is_inference(self) or not _is_encoder_decoder(cache):
         return None
-    if not _has_keys(self, cross, cache, biased):
+    if not _has_keys(self, is_cross, cache, has_bias):
         return None
     return _plain_weights(self)
 
 
-def _has_keys(self: Any, cross: bool, cache: Any, biased: bool) -> bool:
+def _has_keys(self: Any, is_cross: bool, cache: Any, has_bias: bool) -> bool:
     """Whether the cache has this layer's keys and values, in a form that the fast path supports."""
     # Without a position bias, the layer computes one from the number of cached tokens. A static
     # cache returns that as a tensor, and its masks are of its full size.
-    if not biased and type(cache.get_seq_length(self.layer_idx)) is not int:
+    if not has_bias and type(cache.get_seq_length(self.layer_idx)) is not int:
         return False
     # The first step fills a cross-attention's cache.
-    return not cross or bool(cache.is_updated.get(self.layer_idx))
+    return not is_cross or bool(cache.is_updated.get(self.layer_idx))
 
 
 def _is_inference(module: Any) -> bool:
@@ -108,7 +108,7 @@ def _next_token(
     self: Any,
     x: Tensor,
     mask: Tensor | None,
-    cross: bool,
+    is_cross: bool,
     position_bias: Tensor | None,
     cache: Any,
     weights: tuple[Tensor, ...],
@@ -121,7 +121,7 @@ def _next_token(
     # Read before the cache is updated.
     seen = cache.get_seq_length(layer) if position_bias is None else 0
     query = F.linear(rows, q).view(heads)
-    if cross:
+    if is_cross:
         cached = cache.cross_attention_cache.layers[layer]
         keys, values = cached.keys, cached.values
     else:

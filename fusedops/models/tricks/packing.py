@@ -118,13 +118,14 @@ def packed(
     module: nn.Module,
     names: tuple[str, ...],
     x: Tensor,
-    others: Tensor | None = None,
+    kv_rows: Tensor | None = None,
     last: Any = None,
     cache: Any = None,
 ) -> tuple[dict[str, Any], Any]:
     """Replacements of the children of these names, if they can be packed, and of ``last``.
 
-    Where key and value take ``others``, as in a cross-attention, they are packed without the query.
+    Where key and value take other rows than the query (``kv_rows``), as in a cross-attention, they
+    are packed without it.
 
     A replacement that is called again, or with other rows than the first, computes as its layer
     does. Whether layers are packed depends on the module's mode, not on whether gradients are
@@ -133,8 +134,8 @@ def packed(
     Args:
         module: the attention.
         names: the names of the layers of query, key and value.
-        x: the rows of the query, and of all three without ``others``.
-        others: the rows of key and value.
+        x: the rows of the query, and of all three without ``kv_rows``.
+        kv_rows: the rows of key and value; None if these are x.
         last: a linear layer after them, the output projection.
         cache: where the module may get its keys and values from.
 
@@ -145,16 +146,16 @@ def packed(
     """
     # In a cross-attention the query takes other rows than key and value.
     separate: tuple[str, ...] = ()
-    if others is not None:
-        separate, names, x = names[:1], names[1:], others
+    if kv_rows is not None:
+        separate, names, x = names[:1], names[1:], kv_rows
     layers: list[Any] = [module._modules.get(name) for name in names]
     dtype = _packing_dtype(module, x)
     if dtype is None or not names or not _are_alike(layers):
         return {}, last
     casts: list[Cast] | None = None
-    if _may_cast(module, x) and (others is None or not _is_filled(cache, module)):
+    if _may_cast(module, x) and (kv_rows is None or not _is_filled(cache, module)):
         casts = _cast(layers, [module._modules.get(name) for name in separate], last, dtype)
-        # Without the query, which may be what prevents it.
+        # Try again without the query: its layer may be what cannot be cast with the others.
         if casts is None and separate:
             separate = ()
             casts = _cast(layers, [], last, dtype)
@@ -214,8 +215,8 @@ def _cast(
 def _is_filled(cache: Any, module: Any) -> bool:
     """Whether the cache has the keys and values of a cross-attention.
 
-    Then their layers are not called, and get no gradients; of layers that are cast together, all
-    get one.
+    Then the layers of key and value are not called, and get no gradients. Layers that are cast
+    together would all get one.
     """
     filled = getattr(cache, "is_updated", None)
     return bool(filled and filled.get(module.layer_idx))
@@ -226,7 +227,7 @@ def packed_to(
     module: nn.Module,
     names: tuple[str, ...],
     x: Tensor,
-    others: Tensor | None = None,
+    kv_rows: Tensor | None = None,
     cache: Any = None,
 ) -> dict[str, Any]:
     """The replacements of `packed` for a module whose child ``output`` is the last layer.
@@ -234,7 +235,7 @@ def packed_to(
     They include that of the last layer.
     """
     layer = module._modules[output]
-    parts, last = packed(module, names, x, others, layer, cache)
+    parts, last = packed(module, names, x, kv_rows, layer, cache)
     if last is not layer:
         parts[output] = last
     return parts

@@ -1,7 +1,7 @@
-"""Linear layers with very many outputs, no multiple of eight: a vocabulary of 50257 words, say.
+"""Pads linear layers whose many outputs are no multiple of eight: a vocabulary of 50257 words, say.
 
-In half precision, matrix products on tensor cores load 16 bytes at once, which takes rows whose
-length is a multiple of eight; with others cuBLAS falls back to kernels that take several times as
+In half precision, matrix products on tensor cores load 16 bytes at once. That needs rows whose
+length is a multiple of eight; for others cuBLAS falls back to kernels that take several times as
 long. Here the weight is padded with rows of zeros to the next multiple of 64, and their columns of
 the output are cut off again. The product is the same; the cost is a copy of the weight, and one of
 the gradient in backward. torch.compile pads by itself, and `fusedops.backend` pads as this does::
