@@ -147,7 +147,8 @@ def _captured(
     requires_grad = list(map(_requires_grad, fakes))
     non_leaves = list(filter(_is_non_leaf, direct_tensors(list(fakes))))
     versions = _versions(non_leaves)
-    # A graph may end in another gradient mode than it begins in. It is compiled in the first.
+    # A graph may end in another gradient mode than it begins in. It is compiled in the mode in
+    # which it begins, so that is restored.
     with torch.set_grad_enabled(torch.is_grad_enabled()):
         result = recorded_graph(run, fakes)
     is_changed = versions != _versions(non_leaves)
@@ -274,8 +275,8 @@ def _is_inlined(tensor: Any) -> bool:
         return False
     if tensor.device.type != "cpu":
         return False
-    # `tolist` loses the dimensions behind one of no elements: of (0, 3) it is [], of (3, 0) it is
-    # [[], [], []].
+    # `tolist` loses the dimensions behind one of no elements: for the shape (0, 3) it returns [],
+    # for (3, 0) it returns [[], [], []].
     is_empty = 0 in tensor.shape[:-1]
     return not is_empty and tensor.numel() <= _MOST_NUMBERS
 
@@ -284,13 +285,13 @@ def copy_metadata(source: fx.GraphModule, target: fx.GraphModule) -> None:
     """Copies Dynamo's metadata of a graph and its inputs to the graph that replaces it."""
     graphs = (target.graph, source.graph)
     placeholders = [graph.find_nodes(op="placeholder") for graph in graphs]
-    for own, other in zip(*placeholders, strict=True):
-        own.target = other.target
+    for target_node, source_node in zip(*placeholders, strict=True):
+        target_node.target = source_node.target
         # The values are the fake tensors of another trace: each graph has its own.
-        meta = dict(other.meta)
+        meta = dict(source_node.meta)
         for value in ("val", "example_value"):
             meta.pop(value, None)
-        own.meta.update(meta)
+        target_node.meta.update(meta)
     target.meta.update(source.meta)
     copy_sources(source, target)
 
@@ -443,13 +444,13 @@ class _Capture(fx.Interpreter):
         known = self._known_masks(args[1:]) if target is CHECKPOINTED else {}
         with recording_nothing():
             if target is CHECKPOINTED:
-                part, *rest = args
-                body = self.rewrite_body(_captured(part, rest, self.rewrite_body, known))
+                part, *inputs = args
+                body = self.rewrite_body(_captured(part, inputs, self.rewrite_body, known))
                 self.names[id(body)] = self.names[id(part)]
-                args = (body, *rest)
+                args = (body, *inputs)
             elif target is OWN_DERIVATIVE:
-                forward, backward, *rest = args
-                body = _captured_forward(forward, backward, rest)
+                forward, backward, *inputs = args
+                body = _captured_forward(forward, backward, inputs)
             result = target(*args, **kwargs)
         return recorded_call(target, args, kwargs, result, self.names, body)
 
@@ -486,7 +487,7 @@ class _Capture(fx.Interpreter):
         key: Tensor,
         value: Tensor,
         attn_mask: Tensor | None = None,
-        *rest: Any,
+        *positional: Any,
         **options: Any,
     ) -> Tensor:
         """Attention in a form that fused kernels support.
@@ -494,13 +495,16 @@ class _Capture(fx.Interpreter):
         It has no mask and no repeated heads where it needs none, or else a contiguous mask.
         """
         if not launch.runs_kernels(query.device.type):
-            return F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, *positional, **options
+            )
         changes = []
         if attn_mask is not None:
             kind = Mask.OTHER
-            # A causal mask becomes ``is_causal``, by name: not where the call passes that by
-            # position. With a mask and a true ``is_causal`` PyTorch raises: that call is unchanged.
-            if len(rest) < 2 and not options.get("is_causal"):
+            # A causal mask becomes the keyword ``is_causal``, unless the call passes a second
+            # positional argument after the mask, which is ``is_causal``. With a mask and a true
+            # ``is_causal`` PyTorch raises: that call is unchanged.
+            if len(positional) < 2 and not options.get("is_causal"):
                 kind = self._kind_of_mask(query, key, attn_mask, options)
             attn_mask, change = _needed_mask(attn_mask, kind)
             if kind is Mask.CAUSAL:
@@ -508,16 +512,18 @@ class _Capture(fx.Interpreter):
             changes += change
         # Transformers repeats heads wherever it has a mask, which a compiled model always has.
         # The fourth positional argument after the mask would be ``enable_gqa``.
-        if attn_mask is None and len(rest) < 4:
+        if attn_mask is None and len(positional) < 4:
             heads = self._without_repeats(query, key, value)
             if heads is not None:
                 (key, value), options = heads, {**options, "enable_gqa": True}
                 changes.append(
                     "an attention of keys and values that are not repeated for groups of queries"
                 )
-        result = F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)
-        for what in changes:
-            note_change(recorded_node(result), what)
+        result = F.scaled_dot_product_attention(
+            query, key, value, attn_mask, *positional, **options
+        )
+        for description in changes:
+            note_change(recorded_node(result), description)
         return result
 
     def _kind_of_mask(
@@ -562,7 +568,7 @@ def _needed_mask(mask: Tensor, kind: Mask) -> tuple[Tensor | None, list[str]]:
 
 
 def _is_causal_call(query: Tensor, key: Tensor, mask: Tensor, options: Mapping[str, Any]) -> bool:
-    """Whether ``is_causal`` does the same as a causal mask: one of queries by keys."""
+    """Whether ``is_causal`` does the same as a causal mask, whose size must be queries by keys."""
     if not _is_positive(options.get("scale")):
         return False
     return mask.shape[-2:] == (query.shape[-2], key.shape[-2])
@@ -649,7 +655,7 @@ def _behind_views(node: fx.Node, arguments: Collection[fx.Node]) -> fx.Node:
 
     Args:
         node: the node of a result.
-        arguments: the nodes of the function's arguments, behind which nothing is its own.
+        arguments: the nodes of the function's arguments: the search ends there.
     """
     while node not in arguments and is_view(node):
         node = node.all_input_nodes[0]

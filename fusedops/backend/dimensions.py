@@ -1,6 +1,6 @@
-"""Dimensions that are one of a tensor and several of another, such as rows that are flattened.
+"""Splits and joins dimensions, such as flattened rows: one of a tensor, and several of another.
 
-Where their sizes are symbols, a program takes and returns such tensors with several dimensions:
+If the sizes of such dimensions are symbols, a program takes and returns the tensors with several:
 
     region    x [b * t, d], y [b, t, d]         program    x [b, t, d], y [b, t, d]
 
@@ -85,27 +85,28 @@ def splits_of(
     def size_of(axis: int) -> int | tuple[int, int] | None:
         return locations.get(axis) if axis in moving else structure.sizes[axis]
 
-    every: list[list[Split]] = []
+    splits_of_inputs: list[list[Split]] = []
     for operand in structure.inputs:
         splits: list[Split] = []
         # The last first: a split moves the dimensions after it.
         for dim in reversed(_joined_dims(operand, moving)):
             sizes = list(map(size_of, operand.labels[dim]))
-            # A quotient gives one size; two would be any numbers of the same product.
+            # One unknown size is the quotient by the others; of two only the product is known.
             if sizes.count(None) > 1:
                 raise NotRowwiseError(
                     "rows that are one dimension of all its tensors, and several within it"
                 )
             splits.append((dim, sizes))
-        every.append(splits)
-    return every
+        splits_of_inputs.append(splits)
+    return splits_of_inputs
 
 
 def _locations(structure: Structure, axes: Sequence[int]) -> dict[int, tuple[int, int]]:
     """Where the sizes of axes can be read: the position of an argument, and a dimension of it.
 
-    The arguments are the tensors, of which a dimension is the axis alone, and after them the sizes
-    of ``axes``, of dimension 0. A tensor is preferred.
+    The arguments are the tensors, and after them the sizes of ``axes``. A tensor has the size of an
+    axis if one of its dimensions is that axis alone. A size has dimension 0 as its location. If
+    both have the size of an axis, the location is that in the tensor.
     """
     count = len(structure.inputs)
     locations = {axis: (count + number, 0) for number, axis in enumerate(axes)}
@@ -138,8 +139,8 @@ def split_dimensions(
 ) -> None:
     """Changes a function so that the dimensions of its tensors are one axis each.
 
-    It joins its inputs first, and splits its results last. The sizes that it took as arguments
-    after its tensors it then reads from the tensors.
+    The function joins its inputs first, and splits its results last. It no longer takes sizes as
+    arguments after its tensors, but reads them from the tensors.
 
         before    x [b * t, d] ──▶ body ──▶ [b * t, d]
         after     x [b, t, d] ──flatten──▶ body ──unflatten──▶ [b, t, d]
@@ -207,8 +208,8 @@ def _split_results(
             # The last first: a split moves the dimensions after it.
             for dim in reversed(_joined_dims(operand, moving)):
                 sizes = list(map(size_of, operand.labels[dim]))
-                split_ = graph.call_function(_UNFLATTEN, (results[position], dim, sizes))
-                results[position] = split_
+                result = graph.call_function(_UNFLATTEN, (results[position], dim, sizes))
+                results[position] = result
     output.args = (tuple(results),)
 
 

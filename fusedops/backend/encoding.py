@@ -102,10 +102,10 @@ def decoded(content: Any, gm: fx.GraphModule) -> fx.GraphModule:
     for target, description in content["held"].items():
         if description["name"] not in names:
             raise NoValueError
-        own = attribute(gm, description["name"])
+        value = attribute(gm, description["name"])
         if "body" in description:
-            own = decoded(description["body"], own)
-        held[target] = own
+            value = decoded(description["body"], value)
+        held[target] = value
     result = fx.GraphModule(held, graph_of(content["nodes"]))
     copy_metadata(gm, result)
     return result

@@ -181,12 +181,12 @@ def _with_operators(
     gm: fx.GraphModule, inputs: Sequence[Any], report: CompileReport
 ) -> fx.GraphModule:
     """The graph with operators in the place of its regions; unchanged if it cannot be captured."""
-    # Of this graph alone: nothing of it is reported if the capture fails half-way.
-    own = CompileReport()
+    # If the capture fails half-way, nothing of this graph is reported.
+    report_of_graph = CompileReport()
 
     def rewrite_body(body: fx.GraphModule) -> fx.GraphModule:
-        own.operators += operators_in(body.graph)
-        own.regions += fused(body)
+        report_of_graph.operators += operators_in(body.graph)
+        report_of_graph.regions += fused(body)
         return body
 
     report.graphs += 1
@@ -198,8 +198,8 @@ def _with_operators(
     except Exception as error:  # noqa: BLE001 - a graph with an unknown part is Inductor's
         report.left.append(_reason_of(error))
         return gm
-    report.regions += own.regions
-    report.operators += own.operators
+    report.regions += report_of_graph.regions
+    report.operators += report_of_graph.operators
     report.changes += changes_in(result.graph)
     report.devices.update(tensor.device.type for tensor in tensors_of(result.graph.nodes))
     return result

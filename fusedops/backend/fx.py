@@ -152,7 +152,7 @@ def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def aliased_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns the arguments of which an operator's results are views, or which it returns."""
+    """Returns the arguments that an operator returns, or returns views of."""
     if not isinstance(target, OVERLOAD):
         return []
     # An operator without an aliased result, such as `_foreach_add_`, writes, but returns nothing.
@@ -281,8 +281,8 @@ def recorded_graph(function: Callable[..., Any], fakes: Sequence[Any]) -> torch.
 
     mode = torch._guards.detect_fake_mode(list(fakes))
     with mode or nullcontext(), enable_python_dispatcher():
-        # With a table of its own: without one, `detach` becomes `alias` (PyTorch 2.14), which has a
-        # derivative.
+        # With an empty table of decompositions: without a table, `detach` becomes `alias` (PyTorch
+        # 2.14), which has a derivative.
         return make_fx(function, decomposition_table={}, _allow_non_fake_inputs=True)(*fakes)
 
 
@@ -358,7 +358,7 @@ def recorded_call(
 
 def has_own_derivative(results: Iterable[Tensor], arguments: Iterable[Tensor]) -> bool:
     """Returns whether a custom autograd function is between the results and the arguments."""
-    # Autograd's graph from the results back: what is behind the arguments is not looked at.
+    # Walks autograd's graph back from the results, as far as the arguments.
     seen = {None, *[tensor.grad_fn for tensor in arguments]}
     todo = [tensor.grad_fn for tensor in results]
     while todo:
@@ -375,8 +375,8 @@ def has_own_derivative(results: Iterable[Tensor], arguments: Iterable[Tensor]) -
 def may_save_changed_inputs() -> bool:
     """Returns whether a compiled graph may save an input that it changes.
 
-    It may up to PyTorch 2.14: then the backward of such a graph raises an error. Since 2.15
-    AOTAutograd's partitioner saves another tensor in its place.
+    Up to PyTorch 2.14 it may, and the backward of such a graph raises an error. Since 2.15
+    AOTAutograd's partitioner saves another tensor in the input's place.
     """
     return torch.__version__ < "2.15"
 
@@ -401,8 +401,8 @@ def contiguous_tangents() -> AbstractContextManager[Any]:
     """Compiles a graph for contiguous gradients of its results, whatever the results' strides.
 
     After PyTorch 2.11 AOTAutograd compiles the backward for gradients with the strides of the
-    results, and copies a gradient with others. Without the private setting it still does: the
-    results are the same, and a backward copies once more.
+    results, and copies a gradient with others. Without the private setting this cannot be changed:
+    the backward copies once more, with the same results.
     """
     import torch._functorch as functorch
 

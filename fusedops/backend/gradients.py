@@ -55,8 +55,8 @@ def _has_gradient(node: fx.Node, needs: set[fx.Node], *, enabled: bool) -> bool:
         return True
     if _cuts_gradient(node):
         return False
-    # In PyTorch a view that is created without gradients requires one if its base does. So does
-    # what an operator in place returns there.
+    # While gradients are off, a view still requires a gradient in PyTorch if its base does. So does
+    # the result of an in-place operator.
     inherited = node.all_input_nodes if enabled else aliased_inputs(node)
     return not needs.isdisjoint(inherited)
 

@@ -66,7 +66,7 @@ class Constants:
     """The values of nodes that depend on no input, computed on the CPU.
 
     Args:
-        known: the values of some placeholders.
+        known: the values of the placeholders that are constant.
     """
 
     def __init__(self, known: Mapping[fx.Node, Tensor] | None = None) -> None:

@@ -43,8 +43,8 @@ from .symbols import has_one_value, hint_of, settled
 
 __all__ = ["RegionProgram", "Source", "build", "prepare"]
 
-# Programs by the text of their region and its tensors, or why there is none. It is cleared when it
-# is full: a process may compile ever new models.
+# For the text and the tensors of each region, the source of its program, or the reason why there is
+# none. It is cleared when it is full: a process may compile ever new models.
 _known: dict[Any, Any] = {}
 _MOST = 4096
 # Where a symbol is the size of a dimension: the tensor's position, the dimension, and the factor
@@ -105,7 +105,8 @@ class Source:
         structure: the structure of the function.
         also_saved: the indices of tensors that other nodes save, see `planned`.
         splits: for each tensor, the dimensions that the program splits into several.
-        joins: for each of the program's outputs, the dimensions that are one of the result.
+        joins: for each of the program's outputs, the dimensions that are one of the region's
+            result.
     """
 
     def __init__(
@@ -154,7 +155,10 @@ def _split_shapes(
     splits: Sequence[Sequence[Split]], shapes: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, ...], ...]:
     """The shapes of tensors whose dimensions are split, from those of the whole tensors."""
-    return tuple([split_shape(position, own, shapes) for position, own in enumerate(splits)])
+    split = []
+    for position, input_splits in enumerate(splits):
+        split.append(split_shape(position, input_splits, shapes))
+    return tuple(split)
 
 
 def build(region: Region, saved: Collection[fx.Node] = ()) -> RegionProgram:
@@ -226,7 +230,7 @@ def prepare(
     device = _device_of(program.inputs)
     if not launch.runs_kernels(device.type) or tuning.on_demand():  # the tuner would run them
         return
-    # Only the backward of the gradients that are wanted: with a frozen norm it is another kernel.
+    # The backward kernel depends on which gradients are wanted: with a frozen norm it is another.
     with recording_nothing(), without_modes():
         received = {number for node, number in program.outputs if node in receives}
         reason = _prepared(
@@ -463,7 +467,7 @@ def _locations(shapes: Sequence[Sequence[Any]]) -> dict[Any, _Location]:
 def _linear_terms(expression: Any, symbol: Any) -> tuple[int, int] | None:
     """The factor and the summand of a symbol in an expression; None if they are no numbers.
 
-    Of 2 * s + 1 they are 2 and 1. Of s * t and of s + t one is a symbol itself.
+    For 2 * s + 1 they are 2 and 1. In s * t the factor is a symbol, in s + t the summand is.
     """
     factor = expression.coeff(symbol)
     summand = expression - factor * symbol
@@ -604,7 +608,7 @@ def _source(
 
     Args:
         graph: the graph of the region.
-        values: its tensors, for all but their shapes.
+        values: its tensors; their shapes are not used.
         shapes: the shapes of its tensors, then the sizes, in one call and in another.
         saved_inputs: the positions of tensors that others save, see `planned`.
     """
@@ -639,7 +643,7 @@ def _structure(
 
     Args:
         call: the function.
-        values: its tensors, for all but their shapes.
+        values: its tensors; their shapes are not used.
         shapes: the shapes of its tensors, then the sizes.
     """
     tensors = []

@@ -57,11 +57,11 @@ _MOVES = (VIEWS - {"view", "_unsafe_view", "reshape", "_reshape_alias", "alias",
 }
 # Views that are several parts of a tensor.
 DIVIDING = frozenset({"split", "split_with_sizes", "chunk", "unbind"})
-# Reductions over the dimensions that an argument names; norms, whose argument is a shape; softmax.
+# Reductions that take their dimensions as an argument. `_NORMS` take a shape instead.
 _OVER_DIMS = frozenset(
     {"sum", "mean", "amax", "amin", "var", "std", "var_mean", "logsumexp", "linalg_vector_norm"}
 )
-# Where a reduction has its dimensions, if not after its tensor.
+# The position of the dimensions among a reduction's arguments, if it is not 1.
 _POSITION_OF_DIMS = {"linalg_vector_norm": 2}
 _NORMS = frozenset({"native_layer_norm", "_fused_rms_norm"})
 _SOFTMAX = frozenset({"_softmax", "_safe_softmax"})
@@ -132,8 +132,8 @@ class Region:
     @property
     def outputs(self) -> list[fx.Node]:
         """The nodes of the region that others use."""
-        own = set(self.nodes)
-        return [node for node in self.nodes if not own.issuperset(node.users)]
+        members = set(self.nodes)
+        return [node for node in self.nodes if not members.issuperset(node.users)]
 
 
 @dataclass(frozen=True)
@@ -143,17 +143,17 @@ class _Reach:
     A region is convex if every node that is both an ancestor and a descendant is in it:
 
         in region ──▶ outside ──▶ in region
-                      (a bit of `descendants` and of `ancestors`, not of `own`)
+                      (a bit of `descendants` and of `ancestors`, not of `members`)
     """
 
-    own: int = 0
+    members: int = 0
     ancestors: int = 0
     descendants: int = 0
 
     @property
     def is_convex(self) -> bool:
         """Whether no path leaves the region and comes back."""
-        return not self.ancestors & self.descendants & ~self.own
+        return not self.ancestors & self.descendants & ~self.members
 
 
 class Finder:
@@ -173,11 +173,12 @@ class Finder:
         return list(self._find(self.nodes))
 
     def smaller(self, region: Region) -> list[Region]:
-        """The regions within one that cannot be a single kernel.
+        """The regions to try within one that cannot be a single kernel.
 
-        Those of its connected parts: it has several where it grew through views that it was trimmed
-        of, as from queries to a gate of the same packed projection. If it has one, nodes that move
-        elements to other rows or columns are left out.
+        The region may have several connected parts: it grew through views at its borders, as from
+        queries to a gate of the same packed projection, and these views were trimmed. Then each
+        part is tried. If it has one part, that is tried without the nodes that move elements to
+        other rows or columns.
         """
         self.claimed.difference_update(region.nodes)
         parts = _connected(region.nodes)
@@ -189,8 +190,8 @@ class Finder:
             self.eligible = set(nodes)
             regions += self._find(nodes)
         self.eligible = eligible
-        # One that is no smaller is the region that has failed: to try it again would not end.
-        return [other for other in regions if len(other.nodes) < len(region.nodes)]
+        # A region of the same size is the one that has failed: trying it again would never end.
+        return [found for found in regions if len(found.nodes) < len(region.nodes)]
 
     def changing(self) -> list[Region]:
         """The unclaimed reductions whose number of columns may change between calls, each alone."""
@@ -219,7 +220,7 @@ class Finder:
         Integers are the bit sets: the union of two is one operation, whatever the graph's size.
 
         Args:
-            nodes: in an order in which those of `next_to` come first.
+            nodes: in an order in which each comes after those that `next_to` returns for it.
             next_to: returns the arguments (or the users) of a node.
         """
         closure: dict[fx.Node, int] = {}
@@ -241,41 +242,41 @@ class Finder:
         """
         nodes = self._trimmed(self._reached_from(seed, columns))
         self.claimed.update(nodes)
-        # Empty if not even the seed could join: a function of `rowwise` may return a reduction over
-        # other dimensions than the last.
+        # The region is empty if not even the seed could join: a function of `rowwise` may return a
+        # reduction over other dimensions than the last.
         if seed in nodes:
             yield Region(nodes)
 
     def _reached_from(self, seed: fx.Node, columns: int) -> list[fx.Node]:
-        """The nodes that a region may have with a seed, in the order of the graph; see `_grow`."""
-        # A reduction is smaller than the rows that it reads: the region has the size of these.
+        """The nodes of a region that grows from a seed, in the order of the graph; see `_grow`."""
+        # A reduction is smaller than the rows that it reads: the region has the size of the rows.
         size = max(map(size_of, [seed, *seed.all_input_nodes]))
-        own: dict[fx.Node, None] = {}  # in the order of growth
+        members: dict[fx.Node, None] = {}  # in the order of growth
         reach = _Reach()
         todo = [seed]
         while todo:
             node = todo.pop()
-            if node in own or not self._may_join(node, own, size, columns):
+            if node in members or not self._may_join(node, members, size, columns):
                 continue
             # With this node a path would leave the region and come back. It is left for now: if
             # the nodes on that path join, it is a neighbour of theirs, and tried again.
             extended = self._extended(reach, node)
             if not extended.is_convex:
                 continue
-            own[node] = None
+            members[node] = None
             reach = extended
             todo += self._neighbours(node)
             if not todo:
                 # Last: whether nothing else uses an input is known once all its users have joined.
-                todo = self._broadcast_inputs(own, size)
-        return sorted(own, key=self.position.__getitem__)
+                todo = self._broadcast_inputs(members, size)
+        return sorted(members, key=self.position.__getitem__)
 
     def _extended(self, reach: _Reach, node: fx.Node) -> _Reach:
         """The reach of a region with one more node."""
-        own = reach.own | 1 << self.position[node]
+        members = reach.members | 1 << self.position[node]
         ancestors = reach.ancestors | self.ancestors[node]
         descendants = reach.descendants | self.descendants[node]
-        return _Reach(own, ancestors, descendants)
+        return _Reach(members, ancestors, descendants)
 
     def _neighbours(self, node: fx.Node) -> list[fx.Node]:
         """The eligible arguments and users of a node, the last of the graph first."""
@@ -283,13 +284,13 @@ class Finder:
         return sorted(adjacent, key=self.position.__getitem__, reverse=True)
 
     def _may_join(
-        self, node: fx.Node, own: Mapping[fx.Node, None], size: int, columns: int
+        self, node: fx.Node, members: Mapping[fx.Node, None], size: int, columns: int
     ) -> bool:
-        """Whether a region may have one more node, as far as its convexity allows it."""
+        """Whether a node may join a region, apart from the region's convexity."""
         if not self._is_free(node):
             return False
-        first = next(iter(own), node)
-        # The operator takes one position among the nodes that are fixed.
+        first = next(iter(members), node)
+        # The operator is one node, so it can be in one part of the graph only: see `parts_of`.
         if self.part[first] != self.part[node]:
             return False
         if not self._is_along(node, columns) or _divides_larger(node, size):
@@ -301,14 +302,14 @@ class Finder:
             return True
         # A smaller value that the region does not compute itself is broadcast to it. It joins only
         # if nothing else uses it: otherwise the region would have to write it, too.
-        is_computed_here = not own.keys().isdisjoint(node.all_input_nodes)
-        return is_computed_here or node.users.keys() <= own.keys()
+        is_computed_here = not members.keys().isdisjoint(node.all_input_nodes)
+        return is_computed_here or node.users.keys() <= members.keys()
 
-    def _broadcast_inputs(self, own: Mapping[fx.Node, None], size: int) -> list[fx.Node]:
+    def _broadcast_inputs(self, members: Mapping[fx.Node, None], size: int) -> list[fx.Node]:
         """The smaller inputs of a region that nothing else uses."""
-        arguments = itertools.chain.from_iterable(node.all_input_nodes for node in own)
+        arguments = itertools.chain.from_iterable(node.all_input_nodes for node in members)
         eligible = filter(self.eligible.__contains__, arguments)
-        return [arg for arg in eligible if _is_only_broadcast(arg, own, size)]
+        return [arg for arg in eligible if _is_only_broadcast(arg, members, size)]
 
     def _is_along(self, node: fx.Node, columns: int) -> bool:
         """Whether a node is no reduction, or one over rows of the region's length."""
@@ -319,15 +320,15 @@ class Finder:
 
     def _trimmed(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """The nodes without the views at the region's borders, where a kernel gains nothing."""
-        own = dict.fromkeys(nodes)
+        members = dict.fromkeys(nodes)
         count = -1
         # Again until none leaves: behind a view that leaves, another may be at the border.
-        while count != len(own):
-            count = len(own)
-            for node in filter(is_view, list(own)):
-                if _is_at_border(node, own):
-                    del own[node]
-        return list(own)
+        while count != len(members):
+            count = len(members)
+            for node in filter(is_view, list(members)):
+                if _is_at_border(node, members):
+                    del members[node]
+        return list(members)
 
 
 def _is_eligible(node: fx.Node) -> bool:
@@ -352,15 +353,15 @@ def _is_eligible(node: fx.Node) -> bool:
 def _connected(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """The connected parts of a region, each in the region's order."""
     parts: list[set[fx.Node]] = []
-    rest = dict.fromkeys(nodes)
-    while rest:
+    unvisited = dict.fromkeys(nodes)
+    while unvisited:
         part = set[fx.Node]()
-        todo = {next(iter(rest))}
+        todo = {next(iter(unvisited))}
         while todo:
             node = todo.pop()
-            del rest[node]
+            del unvisited[node]
             part.add(node)
-            todo |= rest.keys() & {*node.all_input_nodes, *node.users}
+            todo |= unvisited.keys() & {*node.all_input_nodes, *node.users}
         parts.append(part)
     return [list(filter(part.__contains__, nodes)) for part in parts]
 
@@ -369,18 +370,18 @@ def _moves_elements(node: fx.Node) -> bool:
     return name_of(node) in _MOVES
 
 
-def _is_only_broadcast(arg: fx.Node, own: Mapping[fx.Node, None], size: int) -> bool:
+def _is_only_broadcast(arg: fx.Node, members: Mapping[fx.Node, None], size: int) -> bool:
     """Whether an input of a region is smaller than it, and used by nothing else."""
-    is_broadcast = arg not in own and size_of(arg) < size
-    return is_broadcast and arg.users.keys() <= own.keys()
+    is_broadcast = arg not in members and size_of(arg) < size
+    return is_broadcast and arg.users.keys() <= members.keys()
 
 
 def _divides_larger(node: fx.Node, size: int) -> bool:
     """Whether a node divides a tensor larger than a region into parts that differ in size.
 
-    Such a tensor is a packed projection, of more queries than keys. No kernel computes both, so
-    that the region of one does not grow through the other's view. Parts of equal sizes, as of q and
-    k with as many heads, may be one kernel.
+    Such a tensor is a packed projection, of more queries than keys. No kernel computes parts of
+    different sizes, so a region must not grow from one through the view of another. Parts of equal
+    sizes, such as q and k with as many heads, may be one kernel.
     """
     if name_of(node) not in DIVIDING:
         return False
@@ -388,15 +389,15 @@ def _divides_larger(node: fx.Node, size: int) -> bool:
     return len(sizes) > 1 and size_of(node.all_input_nodes[0]) > size
 
 
-def _is_at_border(node: fx.Node, own: Mapping[fx.Node, None]) -> bool:
+def _is_at_border(node: fx.Node, members: Mapping[fx.Node, None]) -> bool:
     """Whether a node of a region has no argument in it, or no user in it."""
-    if own.keys().isdisjoint(node.all_input_nodes):
+    if members.keys().isdisjoint(node.all_input_nodes):
         return True
     leaving = [node]
     if is_part_of_view(node):
         # All parts of a tensor leave together.
         leaving = list(node.all_input_nodes[0].users)
-    return own.keys().isdisjoint(users_of(leaving))
+    return members.keys().isdisjoint(users_of(leaving))
 
 
 def _is_dropout(node: fx.Node) -> bool:

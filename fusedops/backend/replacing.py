@@ -35,7 +35,7 @@ def replace(graph: fx.Graph, match: Match, replaced: dict[fx.Node, fx.Node]) -> 
         match: the region and its program.
         replaced: from regions' outputs and views to the nodes that replace them; it is extended.
     """
-    own = set(match.region.nodes)
+    members = set(match.region.nodes)
     with graph.inserting_before(_insertion_point(graph, match.region)):
         results = _call(graph, match, replaced)
     # Nodes with equal values become one result of the operator. Eager PyTorch gives each its own
@@ -50,7 +50,7 @@ def replace(graph: fx.Graph, match: Match, replaced: dict[fx.Node, fx.Node]) -> 
             with graph.inserting_after(results[-1]):
                 result = graph.call_function(torch.ops.aten.clone.default, (result,))
         returned.add(number)
-        old.replace_all_uses_with(result, lambda user: user not in own)
+        old.replace_all_uses_with(result, lambda user: user not in members)
         result.meta.setdefault("val", value_of(old))
         replaced[old] = result
     # Backwards, since a node with users cannot be erased.
@@ -61,8 +61,8 @@ def replace(graph: fx.Graph, match: Match, replaced: dict[fx.Node, fx.Node]) -> 
 def _insertion_point(graph: fx.Graph, region: Region) -> fx.Node:
     """The node before which a region's operator goes."""
     position = positions_of(graph)
-    own = set(region.nodes)
-    first = min(users_of(region.outputs) - own, key=position.__getitem__)
+    members = set(region.nodes)
+    first = min(users_of(region.outputs) - members, key=position.__getitem__)
     last = max(region.nodes, key=position.__getitem__)
     # The operator's position decides the gradient mode in which it is recorded. So it never goes
     # beyond the region's own nodes, though the first user may be far behind them:

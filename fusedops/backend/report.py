@@ -30,12 +30,12 @@ _CHANGES = "fusedops_changes"
 class _Change:
     """A change; it is counted once, though several nodes may have it as their mark."""
 
-    what: str
+    description: str
 
 
-def note_change(node: fx.Node, what: str) -> None:
+def note_change(node: fx.Node, description: str) -> None:
     """Marks a node that computes something in another way than the model, for the report."""
-    node.meta[_CHANGES] = [*node.meta.get(_CHANGES, ()), _Change(what)]
+    node.meta[_CHANGES] = [*node.meta.get(_CHANGES, ()), _Change(description)]
 
 
 def changes_in(graph: fx.Graph) -> Counter[str]:
@@ -47,7 +47,7 @@ def changes_in(graph: fx.Graph) -> Counter[str]:
         body = captured_body(node)
         if body is not None:
             counts += changes_in(body)
-    return Counter([change.what for change in changes]) + counts
+    return Counter([change.description for change in changes]) + counts
 
 
 def operators_in(graph: fx.Graph) -> Counter[str]:
@@ -88,7 +88,7 @@ class RegionReport:
 
     @property
     def forward(self) -> int:
-        """Bytes of full tensors that its forward kernel reads and writes before a backward."""
+        """Bytes of full tensors that its forward kernel reads and writes, if a backward follows."""
         return self.rows * _moved_of_row(self.program)[0]
 
     @property
@@ -108,13 +108,13 @@ def _moved_of_row(program: Program | None) -> tuple[int, int]:
     if program is None:
         return 0, 0
     plan, acc = program.plan, program.acc
-    how: dict[str, Any] = {"group": (), "tiled": program.tiled}
-    forward = forward_kernels(plan, acc, **how, saves=True)
+    options: dict[str, Any] = {"group": (), "tiled": program.tiled}
+    forward = forward_kernels(plan, acc, **options, saves=True)
     wanted = plan.differentiable
     backward = []
     if wanted:
         backward = backward_kernels(
-            plan, acc, **how, cotangents=range(program.count), wanted=wanted
+            plan, acc, **options, cotangents=range(program.count), wanted=wanted
         )
     cols = program.structure.cols
     return cols * _moved_of_column(forward), cols * _moved_of_column(backward)
@@ -135,7 +135,7 @@ class CompileReport:
         left: why whole graphs were left to Inductor, one entry for each such graph.
         graphs: the number of graphs.
         devices: the types of the devices whose tensors are in the graphs.
-        changes: what else is computed in another way than the model has it, and how often.
+        changes: other computations that differ from the model's, and how often each occurs.
         operators: this library's operators that the model itself calls, and how often.
     """
 
@@ -153,7 +153,7 @@ class CompileReport:
 
     @property
     def programs(self) -> list[Program]:
-        """The operators of the regions; of several of one name the first, which is registered."""
+        """The operators of the regions, one for each name: the first, which is registered."""
         programs: dict[str, Program] = {}
         for region in self.fused:
             assert region.program is not None
@@ -169,8 +169,8 @@ class CompileReport:
             lines.append(f"  {count} x {kind}")
         for name, count in sorted(self.operators.items()):
             lines.append(f"  called by the model: {count} x {name}")
-        for what, count in sorted(self.changes.items()):
-            lines.append(f"  changed: {count} x {what}")
+        for description, count in sorted(self.changes.items()):
+            lines.append(f"  changed: {count} x {description}")
         return "\n".join(lines)
 
     def _summary(self) -> str:

@@ -112,7 +112,7 @@ class Selector:
         """Adds a region that becomes an operator, and reports it."""
         program = match.program
         fix(program.constants)
-        # Without a backward, too: inference has to build the same programs as training.
+        # Also if there is no backward: inference has to build the same programs as training.
         self.saved.update(_saved(program))
         self.matches.append(match)
         self.reports.append(
@@ -138,8 +138,8 @@ class Selector:
         reached = self._reached(region, program)
         plan = program.program.plan
         differentiable = {program.inputs[position] for position in plan.differentiable}
-        # For the other inputs PyTorch's operators return gradients of zeros, the program returns
-        # none.
+        # For the other inputs PyTorch's operators return gradients of zeros, but the program
+        # returns no gradient.
         if not reached <= differentiable:
             raise NotRowwiseError("a gradient of it is zero")
         # The backward would read the tensor as it is after the change.
@@ -160,12 +160,12 @@ class Selector:
 
     def _reached(self, region: Region, program: RegionProgram) -> set[fx.Node]:
         """The inputs to which the backward of a region passes gradients, perhaps all zeros."""
-        own, reached = set(region.nodes), set[fx.Node]()
+        members, reached = set(region.nodes), set[fx.Node]()
         todo = [node for node in region.outputs if node in self.receives]
         while todo:
             new = self.needs.intersection(todo.pop().all_input_nodes) - reached
             reached |= new
-            todo += own & new
+            todo += members & new
         return reached.intersection(program.inputs)
 
     def _saves_changed(self, region: Region, program: RegionProgram) -> bool:
@@ -232,22 +232,22 @@ def _copy_views(graph: fx.Graph, region: Region) -> dict[fx.Node, fx.Node]:
         A map from each view to its copy. Programs that were built before have the view among their
         inputs, and are to read the copy instead.
     """
-    own, copies = set(region.nodes), dict[fx.Node, fx.Node]()
+    members, copies = set(region.nodes), dict[fx.Node, fx.Node]()
     # In reverse order: the copy of a view of a view is a user outside by the time its base is
     # visited, and is changed to read the base's copy.
     for node in filter(is_view, reversed(region.nodes)):
-        if own.issuperset(node.users):
+        if members.issuperset(node.users):
             continue
         with graph.inserting_after(node):
             copy = graph.node_copy(node, lambda arg: arg)
-        _replace_outside(node, copy, own)
+        _replace_outside(node, copy, members)
         copies[node] = copy
     return copies
 
 
-def _replace_outside(node: fx.Node, copy: fx.Node, own: set[fx.Node]) -> None:
+def _replace_outside(node: fx.Node, copy: fx.Node, members: set[fx.Node]) -> None:
     """Replaces a view by its copy in its users outside a region. ``own`` are the region's nodes."""
-    node.replace_all_uses_with(copy, lambda user: user not in own and user is not copy)
+    node.replace_all_uses_with(copy, lambda user: user not in members and user is not copy)
 
 
 def _has_several_results(region: Region, needs: set[fx.Node]) -> bool:
@@ -271,16 +271,16 @@ def _sums_no_gradient(region: Region, needs: set[fx.Node]) -> bool:
     """Whether no input has a gradient that is summed over rows, as that of a norm's weight is."""
     # Without such a sum Inductor is as fast as an operator, and may fuse the region with its
     # neighbours.
-    full = max(map(size_of, region.nodes))
-    return not any(_is_summed_over_rows(node, full, needs) for node in region.inputs)
+    full_size = max(map(size_of, region.nodes))
+    return not any(_is_summed_over_rows(node, full_size, needs) for node in region.inputs)
 
 
-def _is_summed_over_rows(node: fx.Node, full: int, needs: set[fx.Node]) -> bool:
+def _is_summed_over_rows(node: fx.Node, full_size: int, needs: set[fx.Node]) -> bool:
     """Whether the gradient of an input is a sum over rows: the input is smaller than the region.
 
     A vector counts even if it has no gradient, so that inference selects the regions of training.
     """
-    if not is_tensor(node) or size_of(node) >= full:
+    if not is_tensor(node) or size_of(node) >= full_size:
         return False
     if not dtype_of(node).is_floating_point:
         return False
@@ -335,11 +335,11 @@ def _is_cyclic(region: Region, others: Sequence[Region]) -> bool:
     # Search from the region's users, and stop at the last position from which a path may lead back.
     # Without the stop the time would be quadratic in the number of layers.
     end = _end_of_overlap(region, others, position)
-    own, seen = set(region.nodes), set[fx.Node]()
-    todo = users_of(own) - own
+    members, seen = set(region.nodes), set[fx.Node]()
+    todo = users_of(members) - members
     while todo:
         node = todo.pop()
-        if node in own:
+        if node in members:
             return True
         if position[node] > end:
             continue

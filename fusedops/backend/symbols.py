@@ -54,7 +54,7 @@ def hint_of(symbol: Any, size: Any) -> int:
     return int(number if number.is_number else size.node.hint)
 
 
-def settled(size: Any, others: Iterable[Any] = ()) -> Any:
+def settled(size: Any, symbols: Iterable[Any] = ()) -> Any:
     """Returns a size as a number, or as another size, where the graph's guards determine it.
 
     Where a table of 197 positions is added to ``(h // 16) * (w // 16) + 1`` rows, a guard demands
@@ -63,7 +63,7 @@ def settled(size: Any, others: Iterable[Any] = ()) -> Any:
 
     Args:
         size: a number, perhaps a symbolic one.
-        others: symbols that it may be equal to.
+        symbols: sizes that it may be equal to.
     """
     if not _is_expression(size):
         return size
@@ -73,13 +73,13 @@ def settled(size: Any, others: Iterable[Any] = ()) -> Any:
     is_known = imported("torch.fx.experimental.symbolic_shapes", "statically_known_true")
     if is_known is None:
         return size
-    for candidate in (node.hint, *others):
+    for candidate in (node.hint, *symbols):
         if is_known(size == candidate):
             return candidate
     return size
 
 
-# By environment: how many of its guards are read, and what they say.
+# For each environment, the number of its guards that have been read, and the values from them.
 _guarded_in: Any = weakref.WeakKeyDictionary()
 
 
@@ -89,14 +89,14 @@ def _guarded(environment: Any) -> dict[Any, Any]:
     Empty without the private name.
     """
     guards = getattr(environment, "guards", ())
-    read, values = _guarded_in.get(environment, (0, {}))
-    has_new = read < len(guards)
+    guards_read, values = _guarded_in.get(environment, (0, {}))
+    has_new = guards_read < len(guards)
     while has_new:
-        known = len(values)
+        count = len(values)
         for guard in guards:
             _solve(guard.expr, values)
-        # A new value may be the last that another guard lacked: all are read again.
-        has_new = len(values) > known
+        # With a new value another guard may have only one unknown left: all are read again.
+        has_new = len(values) > count
     _guarded_in[environment] = len(guards), values
     return values  # type: ignore[no-any-return]
 
@@ -106,8 +106,8 @@ def _solve(guard: Any, values: dict[Any, Any]) -> None:
     if getattr(guard, "rel_op", "") != "==":
         return
     # ``left - right`` is ``constant + factor * unit``, where the unit is no number.
-    constant, rest = (guard.lhs - guard.rhs).xreplace(values).as_coeff_Add()
-    factor, unit = rest.as_coeff_Mul()
+    constant, terms = (guard.lhs - guard.rhs).xreplace(values).as_coeff_Add()
+    factor, unit = terms.as_coeff_Mul()
     if unit.is_number:
         return
     if (-constant / factor).is_Integer:

@@ -289,7 +289,7 @@ MUTANTS = (
     Mutant(
         "a region that a path leaves and enters again",
         "backend/regions.py",
-        "        return not self.ancestors & self.descendants & ~self.own\n",
+        "        return not self.ancestors & self.descendants & ~self.members\n",
         "        return True\n",
         ("backend/test_regions.py", "test_values_and_gradients_of_fused_models"),
     ),

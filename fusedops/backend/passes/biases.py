@@ -1,7 +1,8 @@
 """Biases of matrix products, as sums that regions can have.
 
-PyTorch records a linear layer as one operator, ``addmm``. Split, its bias belongs to the rows that
-follow; a bias that no region has becomes part of the product again.
+PyTorch records a linear layer as one operator, ``addmm``. It is split into a product and a sum with
+the bias, which may join the region that follows. A bias that no region adds becomes part of the
+product again.
 
     addmm ──▶ view ──▶ dropout        mm ──▶ view ──▶ add bias ──▶ dropout
                                                       └─────── region ───…

@@ -1,7 +1,7 @@
 """Operators of complex tensors as operators of their real and imaginary parts.
 
-Inductor compiles no operator of complex tensors, and regions have none. A rotary embedding that is
-written with them becomes one of real tensors, which both may have::
+Inductor compiles no operator of complex tensors, and regions have none. A rotary embedding of
+complex tensors becomes one of real tensors, which Inductor and regions support::
 
     view ──▶ view_as_complex ──▶ mul ──▶ view_as_real ──▶ view
                                   ▲
@@ -11,7 +11,7 @@ written with them becomes one of real tensors, which both may have::
                     ▲
              view_as_real(freqs_cis)
 
-What else uses a complex tensor still has it.
+Other users of a complex tensor still read that tensor.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def _by_parts(rewrite: Rewrite, node: fx.Node, pairs: dict[fx.Node, fx.Node]) ->
     are_complex = list(map(_is_complex, inputs))
 
     def run(*values: Any) -> Tensor:
-        known: dict[fx.Node, Any] = {}
-        for arg, is_pair, value in zip(inputs, are_complex, values, strict=True):
-            known[arg] = Pairs(value) if is_pair else value
-        args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
+        arguments: dict[fx.Node, Any] = {}
+        for arg, is_complex, value in zip(inputs, are_complex, values, strict=True):
+            arguments[arg] = Pairs(value) if is_complex else value
+        args, kwargs = map_arg((node.args, node.kwargs), arguments.__getitem__)
         return of_pairs(name_of(node), value_of(node), args, kwargs)
 
     with graph.inserting_before(node):
@@ -88,7 +88,8 @@ def _by_parts(rewrite: Rewrite, node: fx.Node, pairs: dict[fx.Node, fx.Node]) ->
             if arg not in pairs:
                 pairs[arg] = _inserted(graph, torch.view_as_real, [arg])
         result = _inserted(graph, run, [pairs.get(arg, arg) for arg in inputs])
-    # The strides of the model's results: what is joined of parts is contiguous.
+    # A result that is joined from real and imaginary parts is contiguous. `restore_strides` gives
+    # it the strides of the model's result.
     wanted = value_of(node)
     if _is_complex(node):
         wanted = torch.view_as_real(wanted.resolve_conj())

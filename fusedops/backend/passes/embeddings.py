@@ -41,7 +41,7 @@ def sum_embedding_gradients(rewrite: Rewrite) -> None:
 
 def _is_of_few(node: fx.Node) -> bool:
     """Whether a node is an embedding of few rows and many look-ups, of known numbers."""
-    # Others have a row without a gradient, or gradients scaled by frequency.
+    # With more arguments a row has no gradient, or gradients are scaled by frequency.
     if name_of(node) != "embedding" or len(node.args) != 2 or node.kwargs:
         return False
     table, indices = value_of(node.args[0]), value_of(node.args[1])  # type: ignore[arg-type]
@@ -56,8 +56,8 @@ def _is_of_few(node: fx.Node) -> bool:
 # --- the operator ---------------------------------------------------------------------------------
 
 
-def _embedding(table: Tensor, places: Tensor) -> Tensor:
-    return torch.nn.functional.embedding(places, table)
+def _embedding(table: Tensor, indices: Tensor) -> Tensor:
+    return torch.nn.functional.embedding(indices, table)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -85,7 +85,7 @@ def _derivative(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 
 _LIBRARY = torch.library.Library("fusedops", "FRAGMENT")
-_LIBRARY.define("embedding_of_few(Tensor table, Tensor places) -> Tensor")
+_LIBRARY.define("embedding_of_few(Tensor table, Tensor indices) -> Tensor")
 implement(_LIBRARY, "embedding_of_few", _embedding, _embedding, decomposed=True)
 torch.library.register_autograd(
     "fusedops::embedding_of_few", _derivative, setup_context=_setup, lib=_LIBRARY

@@ -60,7 +60,7 @@ def restore_strides(rewrite: Rewrite) -> None:
                 value = _restrided_value(rewrite.graph, node, restrided)
             if value is None or _have_equal_strides(value, wanted):
                 continue
-            # No view is copied: its base was, as `_are_strides_visible` sees the users of views.
+            # No view is copied: its base was, as `_are_strides_visible` considers users of views.
             has_memory = node in contiguous or not _shares_memory(node)
             if has_memory and _are_strides_visible(node) and isinstance(value, Tensor):
                 _copy(rewrite.graph, node)
@@ -73,10 +73,10 @@ def _are_strides_visible(node: fx.Node) -> bool:
 
 
 def _restrided_value(graph: fx.Graph, node: fx.Node, restrided: dict[fx.Node, Any]) -> Any:
-    """The value of a node of which an input has other strides than in the model.
+    """The value of a node, computed from inputs that have other strides than in the model.
 
-    None if the value is the model's: no input has other strides, or those that have were copied,
-    because the node's operator does not accept them.
+    None if the value is the model's. Then no input has other strides, or the node's operator does
+    not accept them, and the inputs were copied.
     """
     changed = restrided.keys() & node.all_input_nodes
     if not changed or not _has_known_strides(node):
@@ -124,10 +124,10 @@ def _have_equal_strides(value: Any, wanted: Any) -> bool:
     """Whether the dimensions of tensors have the same strides, except those of one element."""
     pairs = zip(leaves(value), leaves(wanted), strict=True)
     tensors = [pair for pair in pairs if isinstance(pair[0], Tensor)]
-    return all(strides_of(own) == strides_of(other) for own, other in tensors)
+    return all(strides_of(tensor) == strides_of(other) for tensor, other in tensors)
 
 
-def _is_long(size: int) -> bool:
+def _is_not_one(size: int) -> bool:
     return size != 1
 
 
@@ -156,9 +156,10 @@ def _memory_order(value: Tensor) -> list[int]:
     Dimensions of one element keep their positions: their strides mean nothing.
     """
     strides, sizes = hints(value.stride()), hints(value.shape)
-    long = list(itertools.compress(range(value.dim()), map(_is_long, sizes)))
+    # The dimensions that may move, in the model's order and in that of their strides.
+    movable = list(itertools.compress(range(value.dim()), map(_is_not_one, sizes)))
+    by_stride = sorted(movable, key=strides.__getitem__, reverse=True)
     order = list(range(value.dim()))
-    by_stride = sorted(long, key=strides.__getitem__, reverse=True)
-    for dim, other in zip(long, by_stride, strict=True):
-        order[dim] = other
+    for position, dim in zip(movable, by_stride, strict=True):
+        order[position] = dim
     return order

@@ -6,8 +6,9 @@ third:
     projection ──views──▶ q, k ──▶ operators ──▶ attention        becomes   projection ──▶ packed
                      └──▶ v ─────────────────────▶                          ──▶ attention
 
-PyTorch would allocate gradients of q and k, which the operators' kernels write, and copy these and
-that of v into the projection's: each is written, read and written. See `core.calls.packed`.
+Without the pass, the operators' kernels write the gradients of q and k to tensors of their own.
+PyTorch copies these and the gradient of v into the projection's gradient: each is written, read and
+written again. See `core.calls.packed`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ __all__ = ["pack_gradients"]
 _ORDERED = frozenset(
     {"view", "_unsafe_view", "reshape", "_reshape_alias", "alias", "unsqueeze", "squeeze"}
 )
-# Views that are parts of a tensor: which argument is the dimension that they divide, 0 by default.
+# For views that are parts of a tensor, the position of the argument that is the divided dimension.
+# The argument's default is 0.
 _POSITION_OF_DIM = {"select": 1, "slice": 1, "unbind": 1, **dict.fromkeys(DIVIDING - {"unbind"}, 2)}
 _OF_SIZE_ONE = frozenset({"select", "unbind"})
 _FORWARD = "_forward"
@@ -87,14 +89,14 @@ class _Packed:
     Attributes:
         node: the tensor.
         parts: its parts, in their order.
-        readers: by the numbers of parts: those whose gradients kernels can write.
-        passed: the other parts by their numbers, which are passed on to whatever reads them.
+        readers: for the number of each part whose gradient a kernel can write, its reader.
+        other_parts: the other parts by their numbers.
     """
 
     node: fx.Node
     parts: Sequence[_Part]
     readers: dict[int, _Reader] = field(default_factory=dict)
-    passed: dict[int, fx.Node] = field(default_factory=dict)
+    other_parts: dict[int, fx.Node] = field(default_factory=dict)
 
     @property
     def calls(self) -> list[fx.Node]:
@@ -132,7 +134,7 @@ def _read(node: fx.Node) -> _Packed:
         if reader is not None and _can_write(node, part, reader):
             packed.readers[number] = reader
         else:
-            packed.passed[number] = part.node
+            packed.other_parts[number] = part.node
     return packed
 
 
@@ -249,19 +251,21 @@ def _can_write(node: fx.Node, part: _Part, reader: _Reader) -> bool:
 
 def _may_pack(rewrite: Rewrite, packed: _Packed) -> bool:
     """Whether the gradients of parts may be written into one tensor, and that pays."""
-    others = packed.passed.values()
-    views = [*others, *[reader.argument for reader in packed.readers.values()]]
-    # One part alone has no other to be put together with.
-    if len(views) < 2 or not rewrite.needs.issuperset(views) or may_be_changed(packed.node):
+    other_parts = packed.other_parts.values()
+    views = [*other_parts, *[reader.argument for reader in packed.readers.values()]]
+    # A single gradient needs no packing.
+    if len(views) < 2 or may_be_changed(packed.node):
+        return False
+    if not rewrite.needs.issuperset(views):
         return False
     # A part that is returned is to have its own memory.
-    obstacles = [*filter(escapes, others), *filter(_is_of_inductor, others)]
+    obstacles = [*filter(escapes, other_parts), *filter(_is_of_inductor, other_parts)]
     if obstacles:
         return False
     # Autograd records the operators in one gradient mode.
     part_of = parts_of(rewrite.graph)
     modes = set(map(part_of.__getitem__, (*views, *packed.calls)))
-    return len(modes) == 1 and not _is_cyclic(packed.calls, others)
+    return len(modes) == 1 and not _is_cyclic(packed.calls, other_parts)
 
 
 def _is_of_inductor(part: fx.Node) -> bool:
@@ -270,13 +274,13 @@ def _is_of_inductor(part: fx.Node) -> bool:
     return any(map(is_of_elements, consumers))
 
 
-def _is_cyclic(calls: Sequence[fx.Node], others: Iterable[fx.Node]) -> bool:
+def _is_cyclic(calls: Sequence[fx.Node], other_parts: Iterable[fx.Node]) -> bool:
     """Whether operators depend on one another, or on what reads the other parts.
 
     As one node they would be in a cycle.
     """
     seen = set[fx.Node]()
-    todo = users_of([*calls, *others])
+    todo = users_of([*calls, *other_parts])
     while todo:
         user = todo.pop()
         seen.add(user)
@@ -289,41 +293,43 @@ def _is_cyclic(calls: Sequence[fx.Node], others: Iterable[fx.Node]) -> bool:
 
 def _replace(graph: fx.Graph, packed: _Packed) -> None:
     """Replaces the operators, and the parts that others read, by results of one node."""
-    calls, others = packed.calls, list(packed.passed.values())
-    tensors: list[Any] = list(others)
-    described: list[PackedCall] = []
+    calls, other_parts = packed.calls, list(packed.other_parts.values())
+    tensors: list[Any] = list(other_parts)
+    packed_calls: list[PackedCall] = []
     for call in calls:
-        # Its tensors and the seed, then the constants.
+        # The arguments are the program's tensors and the seed, then the constants.
         count = len(_program(call).tensors) + 1
         constants: Any = call.args[count:]
         tensors += call.args[:count]
-        described.append(PackedCall(_name(call), packed.read_by(call), *constants))
+        packed_calls.append(PackedCall(_name(call), packed.read_by(call), *constants))
     sizes = [part.size for part in packed.parts]
-    text = encode(list(packed.passed), described)
+    text = encode(list(packed.other_parts), packed_calls)
     with graph.inserting_before(calls[0]):
         args = (packed.node, packed.parts[0].dim, sizes, tensors, text)
-        together = graph.call_function(torch.ops.fusedops.packed.default, args)
-    note_change(together, "gradients of parts of a tensor, written into one")
-    _read_results(together, calls, others)
+        packed_node = graph.call_function(torch.ops.fusedops.packed.default, args)
+    note_change(packed_node, "gradients of parts of a tensor, written into one")
+    _read_results(packed_node, calls, other_parts)
 
 
-def _read_results(together: fx.Node, calls: Sequence[fx.Node], others: Sequence[fx.Node]) -> None:
+def _read_results(
+    packed_node: fx.Node, calls: Sequence[fx.Node], other_parts: Sequence[fx.Node]
+) -> None:
     """Makes the users of operators and parts read the results of the node in their place.
 
     Args:
-        together: the node. It returns the results of all operators, then the parts.
+        packed_node: the node. It returns the results of all operators, then the other parts.
         calls: the operators.
-        others: the parts that others read.
+        other_parts: the parts that the operators do not read.
     """
-    graph, first = together.graph, 0
+    graph, first = packed_node.graph, 0
     for call in calls:
         for result in list(call.users):
             number: Any = result.args[1]
-            result.args = (together, first + number)
+            result.args = (packed_node, first + number)
         first += _program(call).count
         graph.erase_node(call)
-    for number, other in enumerate(others, first):
-        with graph.inserting_after(together):
-            result = graph.call_function(operator.getitem, (together, number))
-        result.meta.update(other.meta)
-        other.replace_all_uses_with(result, lambda user: user is not together)
+    for number, part in enumerate(other_parts, first):
+        with graph.inserting_after(packed_node):
+            result = graph.call_function(operator.getitem, (packed_node, number))
+        result.meta.update(part.meta)
+        part.replace_all_uses_with(result, lambda user: user is not packed_node)

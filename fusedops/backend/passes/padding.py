@@ -86,17 +86,17 @@ def _has_many_rows(rows: Tensor) -> bool:
 def _pad(graph: fx.Graph, node: fx.Node) -> None:
     """Pads the weight and the bias of a linear layer with zeros, and slices the result.
 
-    [outputs, depth] ──▶ [outputs + more, depth] ──▶ [rows, outputs + more] ──▶ [rows, :outputs]
+    [outputs, depth] ──▶ [outputs + extra, depth] ──▶ [rows, outputs + extra] ──▶ [rows, :outputs]
     """
     aten, transposed = torch.ops.aten, node.args[-1]
     columns: int = value_of(node).shape[1]
-    more = -columns % MULTIPLE  # up to the next multiple
+    extra = -columns % MULTIPLE  # up to the next multiple
     with graph.inserting_before(node):
         source = transposed.args[0]  # type: ignore[union-attr]
-        weight = graph.call_function(aten.constant_pad_nd.default, (source, (0, 0, 0, more)))
+        weight = graph.call_function(aten.constant_pad_nd.default, (source, (0, 0, 0, extra)))
         factors: tuple[Any, ...] = (node.args[-2], graph.call_function(aten.t.default, (weight,)))
         if name_of(node) == "addmm":
-            padding = (node.args[0], (0, more))
+            padding = (node.args[0], (0, extra))
             factors = (graph.call_function(aten.constant_pad_nd.default, padding), *factors)
         product = product_like(graph, node, factors)
         part = graph.call_function(aten.slice.Tensor, (product, 1, 0, columns))
