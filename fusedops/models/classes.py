@@ -88,7 +88,7 @@ class _Fused(type):
 
 @functools.cache
 def _metaclass(kind: Any) -> type:
-    """Return the metaclass of fused classes whose original has the metaclass ``kind``."""
+    """Return the metaclass of a fused class, for an original with the metaclass ``kind``."""
     # A class's metaclass has to inherit from those of its bases.
     if kind is type:
         metaclass: type = _Fused

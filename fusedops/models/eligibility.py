@@ -206,7 +206,7 @@ def _check_sequence(exclude: Any) -> None:
 
 
 def _of_class(cls: type[nn.Module], modules: dict[str, nn.Module]) -> list[nn.Module]:
-    """Return the modules of a class, of which there must be one."""
+    """Return the modules of a class; raise if there are none."""
     matches = [module for module in modules.values() if isinstance(module, cls)]
     if not matches:
         raise ValueError(
@@ -223,7 +223,7 @@ def _named(entry: str, modules: dict[str, nn.Module]) -> list[nn.Module]:
     matches = re.compile(fnmatch.translate(entry)).match
     names = list(filter(matches, modules))
     if not names:
-        # What matches no module's name may be the name of a class.
+        # An entry that matches no module's name may be the name of a class.
         names = [name for name in modules if entry in _class_names(modules[name])]
     return [modules[name] for name in names]
 

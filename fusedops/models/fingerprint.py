@@ -232,7 +232,7 @@ def _is_same_instruction(one: tuple[str, Any], other: tuple[str, Any]) -> bool:
 
 # Python compiles ``torch.cat(x)`` to LOAD_METHOD, but to PUSH_NULL and LOAD_ATTR if the compiled
 # source imports ``torch``. The function's file does so, the source of the function alone does not.
-# So both are mapped to the same instructions. What is mapped to "" is dropped.
+# So both are mapped to the same instructions. An instruction that is mapped to "" is dropped.
 _CALLS = {
     "LOAD_METHOD": "LOAD_ATTR",
     "CALL_METHOD": "CALL",
@@ -263,7 +263,7 @@ def _is_jump(name: str) -> bool:
 
 
 def _is_same_value(one: Any, other: Any) -> bool:
-    """Whether two constants or names are the same, but for whitespace in strings.
+    """Whether two constants or names are the same; strings may differ in whitespace.
 
     The indentation of docstrings differs, as the source was dedented.
     """

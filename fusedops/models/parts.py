@@ -201,7 +201,7 @@ def branch(module: Any, *args: Any, **kwargs: Any) -> tuple[Branch, tuple[Any, .
 
 
 def leaving(module: Any, *args: Any, **kwargs: Any) -> Branch:
-    """Return a module's output, unfinished if it is a tensor whose end the class postpones."""
+    """Return a module's output, unfinished if the class postpones its end and it is no tuple."""
     if can_call(module, "_fusedops_branch"):
         end, others = module._fusedops_branch(*args, **kwargs)
         if others is None:
@@ -213,7 +213,7 @@ def leaving(module: Any, *args: Any, **kwargs: Any) -> Branch:
 def first(module: Any, *args: Any, **kwargs: Any) -> Branch:
     """Return ``module(...)[0]``, unfinished if the class postpones its end."""
     end, output = _called(module, args, kwargs)
-    # A single output is a tensor, whose first row is taken.
+    # The output is finished: index it as the model's code does, also a single tensor.
     if end is None:
         return Branch(output[0])
     return end
@@ -229,11 +229,11 @@ def branches(module: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
 
 
 def _called(module: Any, args: Any, kwargs: Any) -> tuple[Branch | None, Any]:
-    """Call a module whose caller may take several outputs.
+    """Call a module, and return its end and its other outputs.
 
     Returns:
-        The end and the other outputs, if the module returns a tuple and postpones its end. Else
-        None and the whole output, finished, of whatever type.
+        The end and the other outputs, if the module returns a tuple and postpones its end.
+        Otherwise None and the whole output, which is finished and may be of any type.
     """
     if not can_call(module, "_fusedops_branch"):
         return None, module(*args, **kwargs)

@@ -144,7 +144,7 @@ class Rule:
         return self._base_of(cls) is not None
 
     def _why_not(self, module: nn.Module) -> str:
-        """Return why the rule does not match a module whose class it resembles; "" for others."""
+        """Return why the rule does not match a module that it resembles; "" for other modules."""
         if not self.resembles(type(module)):
             return ""
         return f"its forward is not the one that rule {self.name} knows"
@@ -244,7 +244,7 @@ def _first_match(module: nn.Module, rules: tuple[Rule | Family, ...]) -> Rule | 
 def _why_no_match(module: nn.Module, rules: tuple[Rule | Family, ...]) -> str:
     """Explain why no rule matches.
 
-    What the module computes tells more than its class's name, so reasons from names come last.
+    Reasons from the names of classes come last: a name says less than the module's code.
     """
     families = [entry for entry in rules if isinstance(entry, Family)]
     table = [entry for entry in rules if isinstance(entry, Rule)]

@@ -59,8 +59,8 @@ _METHODS = ("forward", "_apply_gate")
 #     "?self.bias"  a condition's value: "True" or "False"
 #     "!method"     the method is not used
 Key = tuple[tuple[str, str], ...]
-# What rewritten functions may call, in their closure. In the original's globals, which they have
-# too, these names could mean anything.
+# The helpers that rewritten functions call. They are in the functions' closure, since the globals
+# are the original's, where these names could mean anything.
 _HELPERS: dict[str, Any] = {
     **{name: getattr(parts, name) for name in parts.__all__},
     "cast_together": cast_together,
@@ -82,7 +82,7 @@ def family(leaf_rules: tuple[Rule | Family, ...]) -> Family:
 
 
 def _key(module: nn.Module, leaf_rules: tuple[Rule | Family, ...]) -> Key | None:
-    """Return the kinds of what the module's methods use, or None if nothing can be fused."""
+    """Return the names that the module's methods use, with their kinds; None if nothing fuses."""
     cls = type(module)
     # Steps are joined with those of layers, which are children.
     if not module._modules:
@@ -167,7 +167,7 @@ def _kind(module: nn.Module, path: str, leaf_rules: tuple[Rule | Family, ...]) -
 
 def _fused_kind(child: nn.Module, leaf_rules: tuple[Rule | Family, ...]) -> str:
     """Return the kind of a module by its rule, or by what is in it."""
-    # A module that is fused already has another class, of which `judge` finds no rule.
+    # If the module is fused already, `judge` would return no rule for its class.
     rule = getattr(type(child), "_fusedops_rule", None) or judge(child, leaf_rules).rule
     if has_method(rule, "_fusedops_add_norm"):
         return "norm"

@@ -1,8 +1,8 @@
 """Recognises norms by what they compute: reads a class's forward, and runs it on small inputs.
 
-Reading comes first. A forward that does nothing but arithmetic, without a branch on its input,
-computes one formula for all inputs, so agreement on random rows proves agreement on all. The runs
-then determine which of the operators' formulas that is, and where it rounds:
+The forward is read first. If it has only arithmetic, and no branch on its input, it computes one
+formula for all inputs. So if it agrees with an operator on random rows, it agrees on all rows. The
+runs then determine which of the operators' formulas it computes, and where it rounds:
 
     arithmetic.case_of      read the methods: attributes, numbers, no side effects
     samples.Probe           random rows and weights, and runs of the forward

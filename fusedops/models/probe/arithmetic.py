@@ -1,8 +1,8 @@
-"""Reads a norm's forward, which may do nothing but arithmetic on its one argument.
+"""Reads a norm's forward, which may contain only arithmetic on its one argument.
 
 `case_of` returns what the forward depends on: its code, the module's attributes, and the number
 literals. Everything else is refused: a branch on the input, a side effect, a call of an unknown
-function. What remains computes one formula for all inputs, so a few runs tell which one.
+function. A forward that is accepted computes one formula for all inputs: a few runs determine it.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ class _MethodVisitor(ast.NodeVisitor):
                 self._reader.attribute(attribute, caller)
 
     def _base_with(self, name: str) -> type | None:
-        """Return the class whose method ``super().name`` is; None if there is none."""
+        """Return the class that defines the method ``super().name``; None if there is none."""
         function = self._function
         is_after = False
         for cls in self._reader.cls.__mro__:

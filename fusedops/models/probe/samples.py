@@ -103,7 +103,7 @@ def _may_be_eps(number: float) -> bool:
     return 0.0 < number < _LARGEST_EPS
 
 
-# What arithmetic raises for dtypes and attributes that do not fit, such as a division by zero.
+# The errors of arithmetic with unsuitable dtypes and attributes, such as a division by zero.
 _ERRORS = (
     RuntimeError,
     TypeError,

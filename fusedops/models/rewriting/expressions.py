@@ -1,8 +1,7 @@
 """Expressions rewritten: ends and sums, joined with the operators that consume them.
 
-`Expressions._value` is the way in, for an expression whose finished value is needed. Where the
-value may stay unfinished, `_end` or `_sum` is tried first; each returns None if there are no steps
-to join.
+`Expressions._value` rewrites an expression whose finished value is needed. Where the value may stay
+unfinished, `_end` or `_sum` is tried first; each returns None if there are no steps to join.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class Pending:
 
     @property
     def whole(self) -> str:
-        """The temporary of the tensor of which this is a half; "" for ends and sums."""
+        """For a half of a tensor, the temporary of the whole tensor; "" for ends and sums."""
         return "" if self.end else self.residual
 
 
@@ -113,7 +112,7 @@ class Expressions(Reader):
 
     Attributes:
         pending: the values that are not computed yet, by their definitions.
-        taken: those that an operator computes with its own steps, so that their names are unbound.
+        taken: the values that an operator computes with its own steps. Their names are not bound.
         before: statements to run before the one that is being rewritten.
         low: for uses that read a low-precision copy of their value, the temporary of the copy.
         cast: for calls of a linear layer that was cast with another one, the temporary of the cast.
@@ -230,7 +229,7 @@ class Expressions(Reader):
     def _narrow_rows(self, call: ast.Call) -> None:
         """Cast the rows of a module once, where they are also the residual stream.
 
-        The helper casts nothing unless the module itself would only cast its rows.
+        The helper casts the rows only if the module itself uses them only after such a cast.
         """
         if call.args:
             call.args[0] = self._narrowed(call.args[0], call)
@@ -307,7 +306,7 @@ class Expressions(Reader):
         return helper_call("postponed_gate", self._value(rows), self._activation(call))
 
     def _whole_of(self, name: ast.expr) -> str:
-        """The temporary of the tensor of which this is a half; "" if it is none."""
+        """For a name of a half of a tensor, the temporary of the whole; "" for other names."""
         return self._pending_of(name)[1].whole
 
     def _gated_halves(self, gate: ast.expr, up: ast.expr) -> ast.expr | None:

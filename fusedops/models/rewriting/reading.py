@@ -144,7 +144,7 @@ def _taking_call(flow: Flow, use: ast.AST) -> ast.Call | None:
 
 
 class Reader:
-    """What is read in a function: the kinds of its calls, and the uses of its values.
+    """Reads the kinds of a function's calls, and the uses of its values.
 
     The methods change nothing. Rewriting changes the tree in place, so they are called before the
     node that they are about is rewritten.
@@ -183,7 +183,7 @@ class Reader:
         return kind
 
     def _takes_rows_alone(self, activation: ast.Call) -> bool:
-        """Whether an activation has one argument, but for a GELU's approximation."""
+        """Whether an activation has one argument; a GELU may have its approximation too."""
         if is_unary(activation):
             return True
         return self._gelu(activation) is not None
@@ -245,9 +245,9 @@ class Reader:
     # --- values ---
 
     def _value_of(self, node: ast.AST) -> ast.AST:
-        """The expression whose value this is; a name's definition, where that is known."""
+        """The node itself; for a name, the expression that is assigned to it, if that is known."""
         definition = self.flow.only(node)
-        # Of a module's outputs, only the first one can be an end.
+        # Only the first of a module's outputs can be an end.
         if definition.index not in (None, 0):
             return node
         return definition.value or node
@@ -364,8 +364,8 @@ class Reader:
             h = self.act(self.fc1(x))
             y = residual + self.drop2(self.fc2(self.drop1(h)))     for fc1 this is fc2
 
-        None unless the consumer of the second layer joins its bias. If the layers are cast
-        together, that bias stays in fp32 for the consumer.
+        None if the consumer of the second layer does not join that layer's bias: layers that are
+        cast together leave it in fp32, for such a consumer.
         """
         kinds: list[str] = []
         consumer = self._caller(node)
@@ -539,8 +539,8 @@ class Reader:
     def _low_uses(self, call: ast.Call) -> tuple[list[ast.Name], list[ast.expr]] | None:
         """The uses of a post-norm's output by modules, and these modules.
 
-        None unless the remaining uses are the residual stream, and there are uses of both kinds:
-        only then a low-precision copy beside the output saves casts.
+        A low-precision copy beside the output saves casts only if some uses are by modules, and all
+        others, at least one, are the residual stream. In other cases None.
         """
         target = first_target(self.flow.parent[call])
         if target is None:

@@ -386,7 +386,7 @@ def names_captured(function: ast.FunctionDef) -> set[str]:
 def names_bound(function: ast.FunctionDef) -> set[str]:
     """The names that the function's body binds, without its arguments.
 
-    What a nested function binds counts, too, which can only prevent a rewriting::
+    Names that a nested function binds count, too. At most that prevents a rewriting::
 
         def forward(self, x):         names_bound       y, f, t
             y = x                     local_names       y, f, t, self, x

@@ -236,12 +236,12 @@ def _rule_for(cls: type[nn.Module], form: Form) -> Rule | None:
 
 
 def _why(module: nn.Module) -> str:
-    """Why a module that computes a norm in fp32 has no rule; "" for others."""
+    """The reason why a module that computes a norm in fp32 has no rule; "" for others."""
     return probe.other_rounding(module, _computed)
 
 
 def _why_of_name(module: nn.Module) -> str:
-    """Why a module whose class is named like a norm has no rule; "" for others."""
+    """The reason why a module of a class named like a norm has no rule; "" for others."""
     return probe.other_norm(module, _computed)
 
 

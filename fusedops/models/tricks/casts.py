@@ -61,8 +61,8 @@ def cast_as_one(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> list[
     tensor.
 
     Args:
-        groups: groups of fp32 tensors. The tensors of a group have the same shape but for the first
-            dimension. Groups of matrices come before groups of vectors.
+        groups: groups of fp32 tensors. The tensors of a group differ in their first dimension at
+            most. Groups of matrices come before groups of vectors.
         dtype: the dtype of the results.
     """
     tensors: list[Tensor] = []

@@ -30,16 +30,16 @@ from .casts import cast_stacks, castable
 
 __all__ = ["packable", "packed", "packed_linear", "packed_to"]
 
-# By fingerprint: attentions whose key and value go into the attention unchanged, and so does the
-# query if it is not scaled first. Others are not packed: a layer's output that is only read to
-# compute another tensor (to scale it, or to add rotary positions) would share the memory of the
-# packed outputs, and stay alive with them.
+# The attentions whose layers may be packed, by fingerprint. They use the outputs for key and value
+# unchanged, and also that for the query unless they scale it (True). In other attentions a layer's
+# output may be read only to compute another tensor (to scale it, or to add rotary positions). As a
+# packed output it would share the memory of the others, and stay alive with them.
 _QKV, _LINS = ("q_proj", "k_proj", "v_proj"), ("q_lin", "k_lin", "v_lin")
 _PACKABLE = {
     **dict.fromkeys(("f434310b8181", "9238130564fd"), (_QKV, False)),  # BART and related models
     **dict.fromkeys(("280db448c0ae", "06f537010e90"), (_QKV, False)),  # CLIP and related models
     **dict.fromkeys(("3099567ec98b", "2599a40048ff"), (_QKV, True)),  # OPT
-    # Whisper, whose key has no bias.
+    # Whisper. Its key has no bias.
     **dict.fromkeys(("79e198db90db", "522463e6c88b"), (_QKV, True)),
     "9c1503232895": (_QKV, False),  # ViT, DeiT, BEiT, DINOv2
     "7888d8c7ae34": (_LINS, False),  # DistilBERT

@@ -6,7 +6,7 @@ long. Here the weight is padded with rows of zeros to the next multiple of 64, a
 the output are cut off again. The product is the same; the cost is a copy of the weight, and one of
 the gradient in backward. torch.compile pads by itself, and `fusedops.backend` pads as this does::
 
-    (rows, K) x (K, 50257 + 47 zeros) -> (rows, 50304), as a view of which [:, :50257] is returned
+    (rows, K) x (K, 50257 + 47 zeros) -> (rows, 50304), of which the view [:, :50257] is returned
 """
 
 from __future__ import annotations
