@@ -96,7 +96,7 @@ _WRITE = frozenset(
 )
 # A tensor with more elements is not written into a graph.
 _MOST_NUMBERS = 4096
-# Methods that change how a tensor is differentiated, of which nothing is recorded.
+# Methods that change how a tensor is differentiated. A capture does not record them.
 _CHANGES_DERIVATIVE = frozenset({"detach_", "requires_grad_", "register_hook", "retain_grad"})
 # The widest heads that PyTorch's fused attention computes.
 _WIDEST_HEADS = 256
@@ -649,9 +649,9 @@ def _inlined(function: Callable[..., Any], name: str, args: Any) -> Any:
 
 
 def _behind_views(node: fx.Node, arguments: Collection[fx.Node]) -> fx.Node:
-    """The node whose value a function computes where it returns a view of it.
+    """The node that a function computes, if it returns a view of that node.
 
-    A region has no views at its borders: a mark there would be lost.
+    A region has no views at its borders, so a mark of the view would be lost.
 
     Args:
         node: the node of a result.

@@ -72,7 +72,7 @@ def splits_of(
     Args:
         structure: the structure of the function.
         moving: the axes whose sizes are symbols.
-        axes: those whose sizes the function takes, after its tensors.
+        axes: the axes whose sizes are arguments of the function, after its tensors.
     Raises:
         NotRowwiseError: a dimension joins several axes whose sizes can be read nowhere else, or one
             of `axes` is no tensor's.
@@ -150,7 +150,7 @@ def split_dimensions(
         structure: its structure.
         output_numbers: for each of its results, the number of the structure's output.
         moving: the axes whose sizes are symbols.
-        axes: those whose sizes it takes after its tensors.
+        axes: the axes whose sizes are arguments of the function, after its tensors.
     """
     # The program is called with split dimensions, and its body needs whole ones. In the caller's
     # graph it is the opposite: there `split` adds views before the operator, `join` after it.

@@ -114,8 +114,8 @@ def receives_gradients(graph: fx.Graph, needs: set[fx.Node]) -> set[fx.Node]:
 def _passes_gradient(receives: set[fx.Node], user: fx.Node) -> bool:
     """Whether a gradient may come from a user of a node.
 
-    A user that is fixed counts, as it may write into an argument. What reads the argument later is
-    no user of the write, and the gradient passes through it all the same:
+    A fixed user counts, as it may write into an argument. Later nodes that read this argument are
+    not users of the write, but the gradient passes from them through the write:
 
         y.add_(x)     add_ is a user of x, and nothing is a user of add_
         return y      the gradient of x comes from here
@@ -140,7 +140,7 @@ def _written_with_gradients(node: fx.Node) -> list[Tensor]:
     body = captured_body(node)
     if body is None:
         return written(node)
-    # Of a checkpointed part, only the writes of values with gradients count.
+    # In a checkpointed part, only the writes of values with gradients count.
     needs = needs_gradients(body)
     trained = filter(needs.__contains__, body.nodes)
     return list(itertools.chain.from_iterable(map(_written_with_gradients, trained)))

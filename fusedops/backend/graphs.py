@@ -300,7 +300,7 @@ def _is_alias(node: fx.Node) -> bool:
 
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
-    """The inputs of a node whose memory its value shares: it returns them or views of them."""
+    """The inputs that a node returns, or returns views of: its value shares their memory."""
     if node.target is operator.getitem:
         return node.all_input_nodes
     aliased = aliased_arguments(node.target, node.args, node.kwargs)

@@ -36,7 +36,7 @@ from ..symbols import have_hints
 
 __all__ = ["restore_strides"]
 
-# The namespaces whose operators compute the same of any strides.
+# The namespaces whose operators compute the same for any strides of their arguments.
 _OF_ANY_STRIDES = frozenset({"aten", "prims", "fusedops"})
 
 

@@ -89,7 +89,7 @@ class _Packed:
     Attributes:
         node: the tensor.
         parts: its parts, in their order.
-        readers: for the number of each part whose gradient a kernel can write, its reader.
+        readers: the operators that can write the gradient of a part, by the part's number.
         other_parts: the other parts by their numbers.
     """
 

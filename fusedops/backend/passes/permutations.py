@@ -57,7 +57,7 @@ def put_rows_back(rewrite: Rewrite) -> None:
 
 
 def _is_index(node: fx.Node) -> bool:
-    # Not `index_select`, whose rows are contiguous where those of an index need not be.
+    # Not `index_select`: its result is always contiguous, that of an index need not be.
     return name_of(node) == "index"
 
 
