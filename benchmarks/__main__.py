@@ -128,27 +128,30 @@ def sweep_all(options: argparse.Namespace) -> int:
     )
     work = sweep.remaining(cases, options.mode or ("fwd_bwd",), options.provider, done)
     print(f"{machine.described(name)}; {len(work)} of {len(cases)} cases to {path}", flush=True)
-    ends = started + (math.inf if options.budget is None else options.budget)
+    deadline = started + (math.inf if options.budget is None else options.budget)
     jobs = (os.cpu_count() or 1) if options.jobs is None else options.jobs
     with results.Book(path) as book:
-        count, missing = measure_all(work, machine, book, jobs=jobs, ends=ends)
-    took, left = time.perf_counter() - started, len(work) - count
-    print(f"{count} cases in {took:.0f} s, {missing} of fusedops' failed, {left} left for --resume")
+        count, missing = measure_all(work, machine, book, jobs=jobs, deadline=deadline)
+    seconds, remaining = time.perf_counter() - started, len(work) - count
+    print(
+        f"{count} cases in {seconds:.0f} s, {missing} of fusedops' failed, "
+        f"{remaining} left for --resume"
+    )
     return 1 if missing else 0
 
 
-def _rows_at(path: Path, this_commit: str, others: list[str]) -> list[results.Row]:
-    """Returns the file's rows at this commit and at the others.
+def _rows_at(path: Path, this_commit: str, other_commits: list[str]) -> list[results.Row]:
+    """Returns the file's rows at this commit and at the other commits.
 
-    The hashes of the others may have more or fewer digits than those in the file.
+    The hashes of the other commits may have more or fewer digits than those in the file.
 
     Raises:
-        ValueError: the file has no row at one of the others.
+        ValueError: the file has no row at one of the other commits.
     """
     rows = results.read(path)
     in_file = {row.commit for row in rows}
     commits = {this_commit}
-    for other in others:
+    for other in other_commits:
         same = {commit for commit in in_file if _same_commit(commit, other)}
         if not same:
             has = ", ".join(sorted(in_file)) or "none at all"

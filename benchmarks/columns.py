@@ -17,9 +17,9 @@ __all__ = [
     "MODE_NAMES",
     "PROVIDER_NAMES",
     "CaseKey",
+    "all_values",
     "best",
     "by_case",
-    "every",
     "launch_bound",
     "sized",
 ]
@@ -34,7 +34,7 @@ COLUMNS = {
     "torch.compile": ("compile", "compile_max_autotune"),
     "Liger-Kernel": ("liger",),
 }
-# From the palette of Okabe and Ito, whose colours colour-blind readers can distinguish.
+# From the palette of Okabe and Ito: colour-blind readers can distinguish its colours.
 COLOURS = {
     "fusedops": "#D55E00",
     "eager": "#8C8C8C",
@@ -81,6 +81,6 @@ def best(by_provider: dict[str, Row], column: str, by: str = "gpu_us") -> Row | 
     return min(rows, key=operator.attrgetter(by), default=None)
 
 
-def every(rows: Iterable[object], field: str) -> str:
+def all_values(rows: Iterable[object], field: str) -> str:
     """Returns all values of a field as text, in order of appearance."""
     return ", ".join(dict.fromkeys(str(getattr(row, field)) for row in rows))

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .columns import CaseKey, by_case, every, launch_bound
+from .columns import CaseKey, all_values, by_case, launch_bound
 from .results import Row
 
 __all__ = ["Change", "Comparison", "compare", "report"]
@@ -59,7 +59,7 @@ class Comparison:
     """The result of `compare`.
 
     A change for the worse is a regression if its `Change.net` is beyond the threshold too. Else it
-    is doubtful: eager, whose code is the same in both files, became slower as well.
+    is doubtful: eager became slower as well, though its code is the same in both files.
     """
 
     threshold: float
@@ -89,7 +89,9 @@ def compare(old: Iterable[Row], new: Iterable[Row], threshold: float) -> Compari
     common = [case for case in ours_before if case in set(ours_after)]
     if not common:
         raise ValueError("the files have no case of fusedops in common")
-    has_control = all(every(old, field) == every(new, field) for field in ("torch", "triton"))
+    has_control = all(
+        all_values(old, field) == all_values(new, field) for field in ("torch", "triton")
+    )
     changes: list[Change] = []
     for case in common:
         changes += _changes(case, before[case], after[case], has_control=has_control)
@@ -98,8 +100,10 @@ def compare(old: Iterable[Row], new: Iterable[Row], threshold: float) -> Compari
     improvements: list[Change] = []
     for change in changes:
         if _beyond(change, change.ratio, threshold):
-            is_regression = _beyond(change, change.net, threshold)
-            (regressions if is_regression else doubtful).append(change)
+            if _beyond(change, change.net, threshold):
+                regressions.append(change)
+            else:
+                doubtful.append(change)
         elif _beyond(change, 1.0 / max(change.ratio, 1e-9), threshold):
             improvements.append(change)
     pairs = [(before[case]["fusedops"], after[case]["fusedops"]) for case in common]
@@ -184,11 +188,15 @@ def _notes(old: list[Row], new: list[Row], pairs: list[tuple[Row, Row]]) -> Iter
     ``pairs`` has the rows of fusedops in both files, for each case.
     """
     for field in ("torch", "triton"):
-        if every(old, field) != every(new, field):
-            yield f"{field} is {every(old, field)} in the old file, {every(new, field)} in the new one"
+        before, after = all_values(old, field), all_values(new, field)
+        if before != after:
+            yield f"{field} is {before} in the old file, {after} in the new one"
     # The floor is 0 for an operator that need not move its tensors, such as an in-place ban of
     # n-grams.
-    ratios = [after.floor_us / before.floor_us for before, after in pairs if before.floor_us]
+    ratios = []
+    for old_row, new_row in pairs:
+        if old_row.floor_us:
+            ratios.append(new_row.floor_us / old_row.floor_us)
     floors = statistics.median(ratios) if ratios else 1.0
     if abs(floors - 1.0) > 0.01:
         yield (

@@ -48,7 +48,7 @@ _STYLE: Any = {
 _RATIOS = (0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256)
 _WIDTH = 4.5  # inches
 _PIXELS_PER_POINT = 1.7  # CSS pixels
-_ACROSS = 2  # panels side by side
+_PANELS_PER_ROW = 2
 _DIGEST = re.compile(r"data ([0-9a-f]{64})")
 
 
@@ -124,9 +124,10 @@ def _grid(chart: Lines, path: Path) -> None:
     """Draws a panel for each line of the sweep, and one legend for all."""
     is_bandwidth = chart.kind == "bandwidth"
     style: Callable[[Any, Panel], None] = _bandwidth(chart) if is_bandwidth else _speed_up
-    down, across = math.ceil(len(chart.panels) / _ACROSS), min(_ACROSS, len(chart.panels))
-    size = (_WIDTH * across / _ACROSS, 1.65 * down + 0.75)
-    with _figure(down, across, size, chart, path) as (figure, cells):
+    rows = math.ceil(len(chart.panels) / _PANELS_PER_ROW)
+    columns = min(_PANELS_PER_ROW, len(chart.panels))
+    size = (_WIDTH * columns / _PANELS_PER_ROW, 1.65 * rows + 0.75)
+    with _figure(rows, columns, size, chart, path) as (figure, cells):
         for axis, panel in zip(cells, chart.panels, strict=False):
             for column, points in panel.series.items():
                 is_ours = column == "fusedops"
@@ -222,7 +223,7 @@ def _legend(figure: Any, axes: Sequence[Any], title: str) -> None:
 
 @contextmanager
 def _figure(
-    down: int, across: int, size: tuple[float, float], chart: Chart, path: Path
+    rows: int, columns: int, size: tuple[float, float], chart: Chart, path: Path
 ) -> Iterator[tuple[Any, list[Any]]]:
     """Context manager: a figure and its axes. At the end it writes the figure to the path."""
     import matplotlib as mpl
@@ -231,7 +232,9 @@ def _figure(
     from matplotlib import pyplot as plt
 
     with mpl.rc_context(_STYLE):
-        figure, grid = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
+        figure, grid = plt.subplots(
+            rows, columns, figsize=size, squeeze=False, layout="constrained"
+        )
         try:
             for axis in grid.flat:
                 axis.spines[["top", "right"]].set_visible(False)
@@ -246,8 +249,8 @@ def _figure(
 def _save(figure: Any, chart: Chart, path: Path) -> None:
     """Writes the figure as SVG with the chart's digest, and with the page's text colour."""
     drawn = io.StringIO()
-    about = {"Creator": None, "Date": None, "Description": f"data {chart.digest()}"}
-    figure.savefig(drawn, format="svg", transparent=True, metadata=about)
+    metadata = {"Creator": None, "Date": None, "Description": f"data {chart.digest()}"}
+    figure.savefig(drawn, format="svg", transparent=True, metadata=metadata)
     text = drawn.getvalue().replace(_INK, "currentColor")
     text = re.sub(r"(font: (?:\w+ )?[\d.]+px) [^;\"]*", r"\1 sans-serif", text)
     text = re.sub(r"(\.\d\d)\d+", r"\1", text)  # a hundredth of a point is enough

@@ -38,7 +38,7 @@ def work(
 ) -> list[Work]:
     """Returns the work to time: 2**25 elements for each operator, width and dtype.
 
-    If any are named, only those.
+    If operators, widths or dtypes are named, it has only these.
     """
     named_ops, named_cols, named_dtypes = set(ops), set(cols), set(dtypes)
     specs = {spec.name: spec for spec in discover()}
@@ -81,7 +81,7 @@ def _measure(options: argparse.Namespace, machine: Machine, path: Path) -> int:
             machine,
             book,
             jobs=commands.jobs(options),
-            ends=time.perf_counter() + options.budget,
+            deadline=time.perf_counter() + options.budget,
         )
     return 1 if missing else 0
 

@@ -109,8 +109,8 @@ def worthwhile(name: str, case: Case, mode: str, *, named: bool) -> bool:
         return False
     if named:
         return True
-    this = (case.op, case.shape, case.dtype_name)
-    has_target = any((t.op, t.shape, t.dtype) == this for t in TARGETS)
+    key = (case.op, case.shape, case.dtype_name)
+    has_target = key in {(t.op, t.shape, t.dtype) for t in TARGETS}
     return has_target and not case.launch_bound
 
 

@@ -19,9 +19,9 @@ from .columns import (
     MODE_NAMES,
     PROVIDER_NAMES,
     CaseKey,
+    all_values,
     best,
     by_case,
-    every,
     launch_bound,
     sized,
 )
@@ -90,7 +90,7 @@ class _Loss(NamedTuple):
 def markdown(folder: Path, device: str) -> str:
     """Returns the page, from ``<device>.csv`` and ``sweep_<device>.csv``.
 
-    Of other devices it has some tables.
+    It also has some tables of other devices.
     """
     main = results.load(folder / f"{device}.csv")
     swept = results.read(folder / f"sweep_{device}.csv")
@@ -179,7 +179,7 @@ def _sources(files: dict[str, list[Row]]) -> str:
     lines = ["| file | device | torch | Triton | commit | rows |", "|---|---|---|---|---|--:|"]
     for name, rows in files.items():
         if rows:
-            versions = (every(rows, field) for field in ("torch", "triton", "commit"))
+            versions = (all_values(rows, field) for field in ("torch", "triton", "commit"))
             lines.append(
                 f"| [{name}.csv](../benchmarks/results/{name}.csv) | {_device(name)} | "
                 f"{' | '.join(versions)} | {len(rows)} |"
@@ -234,7 +234,8 @@ def _verdict(verdict: targets.Verdict) -> str:
     if verdict.result is None:
         result, state = "", "not measured"
     else:
-        result, state = f"{verdict.result:.2f}", "met" if verdict.met else "**missed**"
+        result = f"{verdict.result:.2f}"
+        state = "met" if verdict.met else "**missed**"
     described = _KINDS[target.kind].format(target.value)
     number, _, provider = verdict.best_peer.partition(" ")
     peer = f"{number} {PROVIDER_NAMES[provider]}" if provider else ""

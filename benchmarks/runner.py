@@ -110,7 +110,7 @@ def run_case(case: Case, plan: Plan, machine: Machine) -> list[Row]:
 
     A provider that fails or is wrong has no row; the reason is printed to stderr.
     """
-    # Only then, because this imports the compiler, which a quick run need not do.
+    # Not in other runs: this imports the compiler, which takes time.
     if any(name.startswith("compile") for name in plan.modes()):
         providers.fresh_compiler()
     contenders = _judged(case, plan, machine)
@@ -129,9 +129,9 @@ def run_case(case: Case, plan: Plan, machine: Machine) -> list[Row]:
 
 
 def measure_all(
-    work: Sequence[sweep.Work], machine: Machine, book: Book, *, jobs: int, ends: float
+    work: Sequence[sweep.Work], machine: Machine, book: Book, *, jobs: int, deadline: float
 ) -> tuple[int, int]:
-    """Measures cases into the book until all are done, or until `time.perf_counter` is ``ends``.
+    """Measures cases into the book until all are done, or `time.perf_counter` is past ``deadline``.
 
     It measures them in chunks. First ``jobs`` processes compile a chunk and end, so that they do
     not disturb measurements. Then this process measures it.
@@ -143,18 +143,18 @@ def measure_all(
     count = missing = 0
     for chunk in sweep.chunks(work, 8 * max(1, jobs)):
         started = time.perf_counter()
-        if jobs and started < ends:
+        if jobs and started < deadline:
             todo = warm.tasks(chunk)
             done = warm.compile_ahead(
-                todo, jobs=jobs, device=machine.device, seconds=min(ends - started, 3600.0)
+                todo, jobs=jobs, device=machine.device, seconds=min(deadline - started, 3600.0)
             )
             seconds = time.perf_counter() - started
             print(f"compiled {done} of {len(todo)} cases ahead in {seconds:.0f} s", flush=True)
         gc.collect()
-        # Each case collects garbage. Frozen objects are skipped: there are many of the compiler's.
+        # Each case collects garbage, and skips frozen objects. The compiler has created many.
         gc.freeze()
         for item in chunk:
-            if time.perf_counter() > ends:
+            if time.perf_counter() > deadline:
                 return count, missing
             print(item.case, flush=True)
             rows = run_case(item.case, Plan(item.pairs, sweep.EFFORT), machine)
@@ -229,40 +229,40 @@ def _run_mode(
     measured: dict[str, _Measured] = {}
     for name, contender in contenders.items():
         start = time.perf_counter()
-        own, restore = _steps(contender, mode, inputs)
+        provider_steps, restore = _steps(contender, mode, inputs)
         try:
-            own[0]()  # compiles and loads the kernels, before memory is measured
-            peak = timing.peak_mib(own[0])
-            gpu = _gpu_us(f"{case} {mode} {name}", own, plan, restore)
+            provider_steps[0]()  # compiles and loads the kernels, before memory is measured
+            peak = timing.peak_mib(provider_steps[0])
+            gpu = _gpu_us(f"{case} {mode} {name}", provider_steps, plan, restore)
         # As in `_judged`.
         except Exception as error:  # noqa: BLE001
             _say(f"{case} {mode} {name}: left out, {type(error).__name__}: {_first_line(error)}")
             continue
-        steps[name] = own
+        steps[name] = provider_steps
         measured[name] = _Measured(gpu, peak, time.perf_counter() - start)
     loops = timing.loop_us(steps, plan.effort, launch_bound=case.launch_bound)
     floor = floors.floor_us(
         floors.bytes_moved(case.spec, case.elements, case.dtype, mode), machine.bandwidth
     )
     rows = []
-    for name, one in measured.items():
+    for name, figures in measured.items():
         row = Row(
             op=case.op,
             shape=case.shape,
             dtype=case.dtype_name,
             mode=mode,
             provider=name,
-            gpu_us=one.gpu_us,
+            gpu_us=figures.gpu_us,
             loop_us=loops[name],
             floor_us=floor,
-            peak_mib=one.peak_mib,
+            peak_mib=figures.peak_mib,
             commit=machine.commit,
             torch=machine.torch,
             triton=machine.triton,
         )
         print(
             f"  {mode:<8}{name:<22}{row.gpu_us:9.1f} us {row.fraction:6.3f} of floor {floor:8.1f}"
-            f"  loop {row.loop_us:9.1f} us  peak {row.peak_mib:8.1f} MiB  ({one.seconds:.1f} s)",
+            f"  loop {row.loop_us:9.1f} us  peak {row.peak_mib:8.1f} MiB  ({figures.seconds:.1f} s)",
             flush=True,
         )
         rows.append(row)

@@ -90,13 +90,15 @@ def lines(spec: Spec, axes: Collection[str] = AXES) -> Iterator[Line]:
             sweep.slices[0][1:],
             tuple((tail[0], _filled(tail)) for tail in sweep.slices),
         )
-    for tail in sweep.rows if "rows" in axes else ():
-        counts = (rows for rows in _ROWS if rows * math.prod(tail) <= _MOST_ELEMENTS)
-        yield Line(spec.name, "rows", tail, tuple((rows, (rows, *tail)) for rows in counts))
-    for size in (ELEMENTS, ELEMENTS // 4) if "widths" in axes and sweep.widths else ():
+    if "rows" in axes:
+        for tail in sweep.rows:
+            counts = (rows for rows in _ROWS if rows * math.prod(tail) <= _MOST_ELEMENTS)
+            yield Line(spec.name, "rows", tail, tuple((rows, (rows, *tail)) for rows in counts))
+    if "widths" in axes and sweep.widths:
         tails = (*sweep.widths, *_random_tails(sweep.widths))
-        points = tuple((tail[-1], _filled(tail, size)) for tail in tails)
-        yield Line(spec.name, "widths", tails[0][:-1], points)
+        for size in (ELEMENTS, ELEMENTS // 4):
+            points = tuple((tail[-1], _filled(tail, size)) for tail in tails)
+            yield Line(spec.name, "widths", tails[0][:-1], points)
     if "widths" in axes and sweep.ragged:
         columns = [(elements(name), name) for name in sweep.ragged]
         yield Line(
@@ -163,9 +165,10 @@ def _random_tails(tails: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]
 
     So the results do not only show widths that were chosen.
     """
-    known = [tail[-1] for tail in tails]
-    others = [width for width in range(min(known) // 8 * 8, max(known), 8) if width not in known]
-    for width in random.Random(_SEED).sample(others, _RANDOM_WIDTHS):
+    widths = [tail[-1] for tail in tails]
+    multiples = range(min(widths) // 8 * 8, max(widths), 8)
+    other_widths = [width for width in multiples if width not in widths]
+    for width in random.Random(_SEED).sample(other_widths, _RANDOM_WIDTHS):
         yield (*tails[0][:-1], width)
 
 

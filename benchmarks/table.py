@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-from .columns import COLUMNS, best, every, launch_bound, sized
+from .columns import COLUMNS, all_values, best, launch_bound, sized
 from .results import Row
 
 __all__ = ["fill", "markdown"]
@@ -35,7 +35,7 @@ def markdown(rows: Iterable[Row], device: str, mode: str = "fwd_bwd") -> str:
             f"{_MODES[mode]} of small, launch-bound tensors: µs per call in a plain Python loop.",
             _table(small, tuple(COLUMNS), _loop_cells),
         ]
-    versions = f"torch {every(shown, 'torch')}, Triton {every(shown, 'triton')}, commit {every(shown, 'commit')}"
+    versions = f"torch {all_values(shown, 'torch')}, Triton {all_values(shown, 'triton')}, commit {all_values(shown, 'commit')}"
     parts.append(
         f"{device}, {versions}. The column torch.compile is the faster of its default mode and, where that was "
         "measured, max-autotune without CUDA graphs."

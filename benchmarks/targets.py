@@ -22,7 +22,7 @@ class Target:
         fraction    at least this fraction of the roofline
         loop        at most this multiple of eager's host time
         us          at most this many microseconds of GPU time
-        times       at most this multiple of the GPU time of the operator ``than`` on the same shape
+        times       at most this multiple of the GPU time of ``base_op`` on the same shape
     """
 
     op: str
@@ -31,7 +31,7 @@ class Target:
     mode: str
     value: float
     kind: Kind = "fraction"
-    than: str = ""
+    base_op: str = ""
 
     @property
     def case(self) -> tuple[str, str, str, str]:
@@ -140,7 +140,7 @@ def _verdict(target: Target, rows_by_key: dict[Key, Row]) -> Verdict:
 
 
 def _value(target: Target, row: Row, rows_by_key: dict[Key, Row]) -> float | None:
-    """Returns a row's value of the target's kind, None if it takes a row that is missing."""
+    """Returns a row's value of the target's kind; None if another row that it needs is missing."""
     if target.kind == "fraction":
         return row.fraction
     if target.kind == "us":
@@ -148,8 +148,8 @@ def _value(target: Target, row: Row, rows_by_key: dict[Key, Row]) -> float | Non
     if target.kind == "loop":
         eager = rows_by_key.get((*row.key[:-1], "eager"))
         return None if eager is None else row.loop_us / eager.loop_us
-    other = rows_by_key.get((target.than, *row.key[1:-1], "fusedops"))
-    return None if other is None else row.gpu_us / other.gpu_us
+    base = rows_by_key.get((target.base_op, *row.key[1:-1], "fusedops"))
+    return None if base is None else row.gpu_us / base.gpu_us
 
 
 _TARGETS = {
@@ -171,7 +171,8 @@ def report(verdicts: Iterable[Verdict]) -> str:
         if verdict.result is None:
             result, state = "-", "absent"
         else:
-            result, state = f"{verdict.result:.3f}", "met" if verdict.met else "MISSED"
+            result = f"{verdict.result:.3f}"
+            state = "met" if verdict.met else "MISSED"
         lines.append(
             f"{target.op:<34}{target.shape:<13}{target.dtype:<6}{target.mode:<9}{described:>18}{result:>8}  "
             f"{state:<8}{verdict.best_peer}"

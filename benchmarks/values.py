@@ -59,12 +59,11 @@ class Oracle:
         self.case, self.device = case, device
         torch.manual_seed(_SEED)
         sample = case.spec.benchmark(case.sides, case.dtype, device)
-        self.tensors = {
-            name: None
-            if tensor is None
-            else tensor.detach().requires_grad_(tensor.is_floating_point())
-            for name, tensor in sample.tensors.items()
-        }
+        self.tensors: dict[str, Tensor | None] = {}
+        for name, tensor in sample.tensors.items():
+            if tensor is not None:
+                tensor = tensor.detach().requires_grad_(tensor.is_floating_point())
+            self.tensors[name] = tensor
         self.options, self.p = dict(sample.options), sample.p
         if self.p and "residual" not in self.tensors:
             # The mask cannot be recovered from the gradients, so the case is compared without
@@ -85,10 +84,10 @@ class Oracle:
 
         It is run with autograd, and without it under the same seed.
         """
-        passed = tuple(cotangent.clone() for cotangent in self.cotangents)
-        results = self._run(call, passed)
-        pairs = zip(passed, self.cotangents, strict=True)
-        verdict = Verdict(overwrites=any(not torch.equal(after, before) for after, before in pairs))
+        copies = tuple(cotangent.clone() for cotangent in self.cotangents)
+        results = self._run(call, copies)
+        is_unchanged = map(torch.equal, copies, self.cotangents)
+        verdict = Verdict(overwrites=not all(is_unchanged))
         exact = self._reference(results, _keep_probability(provider, self.p, self.device))
         problem = self._keep_rate(results) or self._compare(results, exact)
         if problem:
@@ -118,9 +117,10 @@ class Oracle:
             self.exact = self.exact or self._evaluate(None, 1.0)
             return self.exact
         dx, dz = results.gradients["x"], results.gradients["residual"]
-        keep, unknown = dx != 0, (dx == 0) & (dz == 0)
-        # Where dz underflowed to 0, both gradients are 0. There the element is kept or dropped,
-        # whichever gives an output nearer to the provider's.
+        keep = dx != 0
+        # If dz underflowed to 0, so did dx, whether the element was kept or not. The element then
+        # counts as kept if this gives an output nearer to the provider's.
+        unknown = (dx == 0) & (dz == 0)
         if bool(unknown.any()):
             kept = self._evaluate(keep | unknown, keep_probability)
             dropped = self._evaluate(keep & ~unknown, keep_probability)
@@ -131,10 +131,12 @@ class Oracle:
 
     def _evaluate(self, keep: Tensor | None, keep_probability: float) -> _Results:
         """Returns the fp64 results with a keep mask."""
-        tensors: dict[str, Any] = {
-            name: None if t is None else t.detach().double().requires_grad_(t.requires_grad)
-            for name, t in self.tensors.items()
-        }
+        tensors: dict[str, Any] = {}
+        for name, t in self.tensors.items():
+            if t is None:
+                tensors[name] = None
+            else:
+                tensors[name] = t.detach().double().requires_grad_(t.requires_grad)
         outputs = _tuple(
             self.case.spec.reference(
                 **tensors, **self.options, keep=keep, keep_probability=keep_probability

@@ -52,9 +52,9 @@ def tasks(work: Iterable[Work]) -> list[Task]:
 
 
 def settle_compiler() -> None:
-    """Sets what the keys of the compilers' caches depend on to the same in each process.
+    """Gives each process the settings on which the keys of the compilers' caches depend.
 
-    Inductor also times its configs and caches the fastest. While many workers share the GPU the
+    With equal keys, one process loads what another has compiled. Inductor also times its configs and caches the fastest. While many workers share the GPU the
     choice would be poor. So it is not cached, and the measuring process times the configs itself.
     """
     # Inductor changes Triton's cache directory when it first compiles. Without a fixed one, kernels
@@ -63,8 +63,8 @@ def settle_compiler() -> None:
     # The keys of both caches are pickles. Pickle names a constant of torch after the first module
     # that has it. In a worker that would be ``__mp_main__``, the parent's main module.
     sys.modules.pop("__mp_main__", None)
-    # One compile thread, by the environment too: a worker may have imported Inductor before, which
-    # reads it and starts as many processes.
+    # One compile thread. The variable is set too, because a worker may import Inductor before it
+    # calls this function, and Inductor then starts as many processes as the variable says.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     import torch._inductor.config as config
 

@@ -228,16 +228,16 @@ def _run_all(
     plan: list[list[Work]], setting: Setting, options: argparse.Namespace, path: Path | None
 ) -> tuple[list[results.Row], int]:
     """Measures into the file; returns the rows, and how many of fusedops are missing."""
-    ends = time.perf_counter() + (math.inf if options.budget is None else options.budget)
+    deadline = time.perf_counter() + (math.inf if options.budget is None else options.budget)
     rows: list[results.Row] = []
     missing = 0
     for stage in plan:
         work = without(stage, _done(path)) if options.resume and path is not None else stage
         if setting.device.type == "cuda" and options.jobs:
-            _compile_ahead(work, setting.device, options.jobs, ends)
+            _compile_ahead(work, setting.device, options.jobs, deadline)
         for item in work:
             started = time.perf_counter()
-            if started > ends:
+            if started > deadline:
                 print(
                     f"stopped before {item.workload}: the budget of {options.budget:.0f} s is spent; --resume goes on"
                 )
@@ -253,12 +253,12 @@ def _run_all(
     return rows, missing
 
 
-def _compile_ahead(work: Sequence[Work], device: torch.device, jobs: int, ends: float) -> None:
+def _compile_ahead(work: Sequence[Work], device: torch.device, jobs: int, deadline: float) -> None:
     started = time.perf_counter()
-    if started > ends:
+    if started > deadline:
         return
     # Half of the time is left to measure what was compiled.
-    seconds = min((ends - started) / 2, 3600.0)
+    seconds = min((deadline - started) / 2, 3600.0)
     done, todo = ahead.compile_ahead(work, jobs=jobs, device=device, seconds=seconds)
     if todo:
         print(

@@ -149,7 +149,7 @@ def _rows(
 
 
 def _row(measured: tuple[str, str, str, str], device: str, **figures: Any) -> Row:
-    """Returns a row of ``(model, shape, layout, provider)``; other figures than these are None."""
+    """Returns a row of ``(model, shape, layout, provider)``; figures not passed are None."""
     import transformers
     import triton
 

@@ -61,8 +61,8 @@ def differences(device: torch.device) -> Iterator[tuple[str, int]]:
             sharded = distribute_tensor(x, mesh, [Shard(dim) for dim in dims])
             for operator, expected in zip(operators, of_one_process, strict=True):
                 results: list[Any] = _results(operator, sharded.detach().requires_grad_())
-                for result, one in zip(results, expected, strict=True):
-                    count += int((result.full_tensor() != one).sum())
+                for result, expected_result in zip(results, expected, strict=True):
+                    count += int((result.full_tensor() != expected_result).sum())
         yield "x".join(map(str, sides)), count
 
 

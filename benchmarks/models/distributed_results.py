@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import results
-from ..columns import every, sized
+from ..columns import all_values, sized
 
 __all__ = ["MASKS", "Row", "line", "markdown", "read", "write"]
 
@@ -146,8 +146,8 @@ def _device(device: str, rows: list[Row]) -> str:
             f"{sum(row.difference or 0.0 for row in masks):.0f} elements differ."
         )
     versions = (
-        f"torch {every(rows, 'torch')}, Triton {every(rows, 'triton')}, Transformers "
-        f"{every(rows, 'transformers')}, commit {every(rows, 'commit')}"
+        f"torch {all_values(rows, 'torch')}, Triton {all_values(rows, 'triton')}, Transformers "
+        f"{all_values(rows, 'transformers')}, commit {all_values(rows, 'commit')}"
     )
     return "\n\n".join([*parts, f"{device}, {versions}."])
 

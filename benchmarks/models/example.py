@@ -67,8 +67,8 @@ def trainings(device: torch.device, steps: int, blocks: int, *, tiny: bool) -> I
     # The example does not time its first five steps.
     steps = max(steps + 5, _COMPARED_STEPS)
     expected = {
-        name: _losses_of_one_process(example, parts, corpus, args)
-        for name, parts in PROVIDERS.items()
+        name: _losses_of_one_process(example, contender, corpus, args)
+        for name, contender in PROVIDERS.items()
     }
     for tp in (1, 2, 4):
         if ranks % tp == 0 and args.batch % (ranks // tp) == 0:
@@ -92,17 +92,17 @@ def _layout(
     steps, blocks, expected = effort
     mesh = init_device_mesh(corpus.device.type, sides, mesh_dim_names=("dp", "tp"))
     tokens = args.batch * args.context
-    # Of each training: the losses, the tokens per second, and the peak memory.
+    # For each training: the losses, the tokens per second, and the peak memory.
     trainings: dict[str, list[tuple[list[float], float, float]]] = {name: [] for name in PROVIDERS}
     for _ in range(blocks):
-        for name, parts in PROVIDERS.items():
-            trainings[name].append(_train(example, parts, corpus, args, steps, mesh))
-    for name, parts in PROVIDERS.items():
+        for name, contender in PROVIDERS.items():
+            trainings[name].append(_train(example, contender, corpus, args, steps, mesh))
+    for name, contender in PROVIDERS.items():
         losses, _, _ = trainings[name][0]
         difference = max(abs(a - b) for a, b in zip(losses, expected[name], strict=False))
         # The difference of three steps and two is the traffic of one step.
-        more = _traffic(example, parts, corpus, args, 3, mesh)
-        fewer = _traffic(example, parts, corpus, args, 2, mesh)
+        three_steps = _traffic(example, contender, corpus, args, 3, mesh)
+        two_steps = _traffic(example, contender, corpus, args, 2, mesh)
         yield Trained(
             layout="x".join(map(str, sides)),
             shape=f"{args.batch}x{args.context}",
@@ -112,19 +112,21 @@ def _layout(
             peak_mib=statistics.median(mib for *_, mib in trainings[name]),
             loss=losses[-1],
             difference=difference,
-            traffic=more.minus(fewer),
+            traffic=three_steps.minus(two_steps),
         )
 
 
-def _traffic(example: Any, parts: str, corpus: Any, args: Any, steps: int, mesh: Any) -> Traffic:
+def _traffic(
+    example: Any, contender: str, corpus: Any, args: Any, steps: int, mesh: Any
+) -> Traffic:
     """Returns the traffic of a short training, which includes that of distributing the weights."""
     traffic = Traffic()
     with traffic:
-        _train(example, parts, corpus, args, steps, mesh)
+        _train(example, contender, corpus, args, steps, mesh)
     return traffic
 
 
-def _train(example: Any, parts: str, corpus: Any, args: Any, steps: int, mesh: Any) -> Any:
+def _train(example: Any, contender: str, corpus: Any, args: Any, steps: int, mesh: Any) -> Any:
     """Returns the results of the example's function ``train``.
 
     The memory of the training before is freed first.
@@ -133,14 +135,14 @@ def _train(example: Any, parts: str, corpus: Any, args: Any, steps: int, mesh: A
     gc.collect()
     if corpus.device.type == "cuda":
         torch.cuda.empty_cache()
-    return example.train(example.CONTENDERS[parts], corpus, args, steps, mesh)
+    return example.train(example.CONTENDERS[contender], corpus, args, steps, mesh)
 
 
-def _losses_of_one_process(example: Any, parts: str, corpus: Any, args: Any) -> list[float]:
+def _losses_of_one_process(example: Any, contender: str, corpus: Any, args: Any) -> list[float]:
     """Returns the losses of the first steps in one process. Rank 0 trains, the others wait."""
     results: list[Any] = [None]
     if dist.get_rank() == 0:
-        results = [_train(example, parts, corpus, args, _COMPARED_STEPS, None)[0]]
+        results = [_train(example, contender, corpus, args, _COMPARED_STEPS, None)[0]]
     dist.broadcast_object_list(results, 0)
     return results[0]  # type: ignore[no-any-return]
 

@@ -132,8 +132,8 @@ def blocks(
     The contenders take turns, so that a drift of the GPU's clocks affects all alike.
     """
     block_ms: dict[str, list[float]] = {name: [] for name in contenders}
-    for done in range(max(effort.rounds, effort.most)):
-        if done >= effort.rounds and all(map(_settled, block_ms.values())):
+    for rounds_done in range(max(effort.rounds, effort.most)):
+        if rounds_done >= effort.rounds and all(map(_settled, block_ms.values())):
             break
         for name, contender in contenders.items():
             steps = max(1, math.ceil(effort.block_s / warm[name].step_s))

@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ..columns import every, sized
+from ..columns import all_values, sized
 from .first_calls import read as first_calls_of
-from .providers import WITHOUT
+from .providers import WITHOUT_TRICK
 from .results import Row, WorkloadKey, by_workload, read
 from .workloads import MODELS, MODES
 
@@ -204,7 +204,8 @@ def summary(path: Path) -> str:
         "fused_compile": "both",
         "liger": "Liger-Kernel",
     }
-    names |= {name: _NAMES[name] for name in {row.provider for row in read(path)} & {"backend"}}
+    if "backend" in {row.provider for row in read(path)}:
+        names["backend"] = _NAMES["backend"]
     lines = [
         "| model, batch | eager, ms | " + " | ".join(names.values()) + " |",
         "|---|--:|" + "--:|" * len(names),
@@ -261,13 +262,13 @@ def compiled(path: Path, first_calls: Path) -> str:
         return "Nothing has been measured yet."
     heads = [f"{_NAMES[name]}, ms" for name in names]
     # Further columns: the provider, and the function for its cell.
-    more: list[tuple[str, Cell]] = []
+    extra_columns: list[tuple[str, Cell]] = []
     rows = [row for _, by_provider in compared for row in by_provider.values()]
     for figure, field, cell in (("GPU time, ms", "gpu_ms", _gpu), ("peak, MiB", "peak_mib", _peak)):
         if any(getattr(row, field) is not None for row in rows):
             for name in ("compile", "backend"):
                 heads.append(f"{_NAMES[name]}, {figure}")
-                more.append((name, cell))
+                extra_columns.append((name, cell))
     lines = [f"| model, batch | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
     for (model, _, shape), by_provider in compared:
         base = by_provider["compile"]
@@ -279,7 +280,7 @@ def compiled(path: Path, first_calls: Path) -> str:
             if name in present:
                 text = _bold(_time(present[name], base), when=present[name].ms == least)
             cells.append(text)
-        cells += [cell(by_provider[name], base) for name, cell in more]
+        cells += [cell(by_provider[name], base) for name, cell in extra_columns]
         lines.append(f"| {_MODEL_NAMES[model]}, {sized(shape)} | {' | '.join(cells)} |")
     parts = ["\n".join(lines)]
     seconds = first_calls_of(first_calls)
@@ -305,7 +306,7 @@ def _tricks(rows: list[Row]) -> str:
         "|---|---|---|---|---|--:|--:|",
     ]
     for row in rows:
-        trick, other = WITHOUT.get(row.provider, ("", ""))
+        trick, other = WITHOUT_TRICK.get(row.provider, ("", ""))
         base = by_key.get((*row.workload, other))
         if trick and base is not None and base.commit == row.commit:
             lines.append(
@@ -406,7 +407,7 @@ def _grid(workloads: Workloads, cell: Cell) -> str:
 def _source(path: Path, rows: list[Row]) -> str:
     """Returns a table of the results file: device, versions and number of rows."""
     fields = ("torch", "triton", "transformers", "commit")
-    versions = " | ".join(every(rows, field) for field in fields)
+    versions = " | ".join(all_values(rows, field) for field in fields)
     device = path.stem.removeprefix("models_").replace("_", " ").upper()
     return (
         "| file | device | torch | Triton | Transformers | commit | rows |\n|---|---|---|---|---|---|--:|\n"

@@ -26,7 +26,7 @@ __all__ = [
     "COMPILING",
     "OURS",
     "PROVIDERS",
-    "WITHOUT",
+    "WITHOUT_TRICK",
     "Contender",
     "applies",
     "contender",
@@ -106,7 +106,7 @@ def offered(workload: Workload) -> list[str]:
     grows by one token per step, and each size would be compiled. Nor is a short training, because
     its sizes are not those of the compiled steps.
     """
-    excluded = {name for name in PROVIDERS if not applies(name, workload)} | set(WITHOUT)
+    excluded = {name for name in PROVIDERS if not applies(name, workload)} | set(WITHOUT_TRICK)
     if workload.name != "llama":
         excluded.add("compile_autotune")
     if workload.name != "dlrm":
@@ -193,7 +193,7 @@ def _liger(model: nn.Module) -> Context:
 
 
 # Fused without one trick: the name of the trick, and the provider that has all tricks.
-WITHOUT = {
+WITHOUT_TRICK = {
     "fused_without_packing": ("packing", "fused"),
     "fused_without_padded_linear": ("padded_linear", "fused"),
     "fused_without_one_token": ("one_token", "fused"),
@@ -223,7 +223,7 @@ PROVIDERS: dict[str, Callable[[nn.Module], Context]] = {
     **_REPLAYING,
     **{
         name: partial(_fused, exclude=[trick], compile_rest=other == "fused_compile")
-        for name, (trick, other) in WITHOUT.items()
+        for name, (trick, other) in WITHOUT_TRICK.items()
     },
 }
 COMPILING = tuple([name for name in PROVIDERS if "compile" in name or "backend" in name])

@@ -51,6 +51,6 @@ class Text:
         """Returns normally distributed numbers in the shape of ``like``."""
         return torch.randn(like.shape, generator=self._generator).to(like)
 
-    def steps(self, count: int, number: int) -> Tensor:
-        """Returns ``count`` random integers below ``number``."""
-        return torch.randint(number, (count,), generator=self._generator).to(self._bytes.device)
+    def steps(self, count: int, bound: int) -> Tensor:
+        """Returns ``count`` random integers below ``bound``."""
+        return torch.randint(bound, (count,), generator=self._generator).to(self._bytes.device)

@@ -14,7 +14,7 @@ __all__ = ["Traffic"]
 class Traffic(TorchDispatchMode):
     """Context manager: counts the collectives of a block on this process, by name, and their bytes.
 
-    Of each collective it counts the larger of input and output.
+    The bytes of a collective are those of its input or its output, whichever is larger.
     """
 
     def __init__(self) -> None:

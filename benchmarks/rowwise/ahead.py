@@ -45,7 +45,7 @@ def _compile(task: _Task, device: torch.device) -> None:
     """Calls the provider in each mode, as the measuring process will."""
     name, shape, provider = task
     operator_providers.fresh_compiler()
-    (workload,) = [one for one in workloads([name]) if one.shape == shape]
+    (workload,) = [candidate for candidate in workloads([name]) if candidate.shape == shape]
     call = build(provider, workload)
     tensors = workload.tensors(device)
     for mode in MODES:

@@ -171,8 +171,8 @@ def table(rows: Sequence[results.Row]) -> str:
     for row in rows:
         by_provider.setdefault((row.op, row.shape, row.mode), {})[row.provider] = row
     lines = [_HEADING]
-    for (op, shape, mode), of_case in by_provider.items():
-        lines.append(f"{op:32}{shape:16}{mode:8}{_compared(of_case)}")
+    for (op, shape, mode), case_rows in by_provider.items():
+        lines.append(f"{op:32}{shape:16}{mode:8}{_compared(case_rows)}")
     return "\n".join(lines)
 
 
@@ -182,8 +182,8 @@ def _compared(by_provider: dict[str, results.Row]) -> str:
     The column of torch.compile is the faster of its modes.
     """
     us = {provider: row.gpu_us for provider, row in by_provider.items()}
-    of_compile = [us[provider] for provider in us if provider.startswith("compile")]
-    compiled = min(of_compile, default=math.nan)
+    compiled_us = [us[provider] for provider in us if provider.startswith("compile")]
+    compiled = min(compiled_us, default=math.nan)
     fraction = speed_up = math.nan
     ours = by_provider.get("rowwise")
     if ours is not None:

@@ -147,8 +147,10 @@ class Workload:
 
 def workloads(names: Sequence[str] = (), sizes: Sizes = FULL) -> list[Workload]:
     """Returns the workloads of the named functions, or of all if none are named."""
-    every = [*_rows(sizes), *_heads(sizes), *_queries_and_keys(sizes), *_scores(sizes)]
-    return [workload for workload in every if not names or workload.name in names]
+    result = [*_rows(sizes), *_heads(sizes), *_queries_and_keys(sizes), *_scores(sizes)]
+    if not names:
+        return result
+    return [workload for workload in result if workload.name in names]
 
 
 def _elements(forward: int, backward: int) -> dict[str, int]:
@@ -164,13 +166,14 @@ def _rows(sizes: Sizes) -> Iterator[Workload]:
     rows = sizes.rows
     for cols in sizes.widths:
         shape, vector = (rows, cols), (cols,)
-        one = rows * cols  # the elements of one tensor of rows
+        # The elements of one tensor of rows, here and below.
+        per_tensor = rows * cols
         yield Workload(
             name="dropout_add_layer_norm",
             function=functions.dropout_add_layer_norm,
             shape=shape,
             arguments=_floats(shape, vector, shape, vector, vector),
-            elements=_elements(3 * one, 4 * one),
+            elements=_elements(3 * per_tensor, 4 * per_tensor),
             by_hand=functions.dropout_add_layer_norm_by_hand,
         )
         per_sequence = (sizes.batch, 1, cols)
@@ -179,68 +182,68 @@ def _rows(sizes: Sizes) -> Iterator[Workload]:
             function=functions.adaptive_layer_norm,
             shape=shape,
             arguments=_floats((sizes.batch, sizes.length, cols), per_sequence, per_sequence),
-            elements=_elements(2 * one, 3 * one),
+            elements=_elements(2 * per_tensor, 3 * per_tensor),
         )
         yield Workload(
             name="gated_residual_norm",
             function=functions.gated_residual_norm,
             shape=shape,
             arguments=_floats(shape, vector, shape, vector),
-            elements=_elements(4 * one, 6 * one),
+            elements=_elements(4 * per_tensor, 6 * per_tensor),
         )
         yield Workload(
             name="layer_scale",
             function=functions.layer_scale,
             shape=shape,
             arguments=_floats(shape, vector, shape, vector, vector),
-            elements=_elements(4 * one, 6 * one),
+            elements=_elements(4 * per_tensor, 6 * per_tensor),
         )
         yield Workload(
             name="swiglu_norm",
             function=functions.swiglu_norm,
             shape=shape,
             arguments=_floats((rows, 2 * cols), vector),
-            elements=_elements(3 * one, 5 * one),
+            elements=_elements(3 * per_tensor, 5 * per_tensor),
         )
     yield from _rows_of_one_width(sizes)
 
 
 def _rows_of_one_width(sizes: Sizes) -> Iterator[Workload]:
     shape, vector = (sizes.rows, sizes.width), (sizes.width,)
-    one = math.prod(shape)
+    per_tensor = math.prod(shape)
     yield Workload(
         name="polynomial_norm",
         function=functions.polynomial_norm,
         shape=shape,
         arguments=_floats(shape, (3,), (1,)),
-        elements=_elements(2 * one, 3 * one),
+        elements=_elements(2 * per_tensor, 3 * per_tensor),
     )
     yield Workload(
         name="dynamic_tanh",
         function=functions.dynamic_tanh,
         shape=shape,
         arguments=_floats(shape, (1,), vector, vector),
-        elements=_elements(2 * one, 3 * one),
+        elements=_elements(2 * per_tensor, 3 * per_tensor),
     )
     yield Workload(
         name="gated_rms_norm",
         function=functions.gated_rms_norm,
         shape=shape,
         arguments=_floats(shape, shape, vector),
-        elements=_elements(3 * one, 5 * one),
+        elements=_elements(3 * per_tensor, 5 * per_tensor),
     )
     yield Workload(
         name="normalized_residual",
         function=functions.normalized_residual,
         shape=shape,
         arguments=_floats(shape, shape, vector),
-        elements=_elements(3 * one, 5 * one),
+        elements=_elements(3 * per_tensor, 5 * per_tensor),
     )
 
 
 def _heads(sizes: Sizes) -> Iterator[Workload]:
     heads, size = 2 * sizes.heads, 2 * sizes.head
-    one = sizes.rows * heads * size
+    per_tensor = sizes.rows * heads * size
     yield Workload(
         name="norm_and_rotary",
         function=functions.norm_and_rotary,
@@ -249,16 +252,16 @@ def _heads(sizes: Sizes) -> Iterator[Workload]:
             *_floats((sizes.batch, sizes.length, heads, size), (size,)),
             *_cosines_and_sines(sizes, size),
         ),
-        elements=_elements(2 * one, 3 * one),
+        elements=_elements(2 * per_tensor, 3 * per_tensor),
     )
     heads, size = sizes.heads, sizes.head
-    one = sizes.rows * heads * size
+    per_tensor = sizes.rows * heads * size
     yield Workload(
         name="per_head_rms_norm",
         function=functions.per_head_rms_norm,
         shape=(sizes.rows * heads, size),
         arguments=_floats((sizes.batch, sizes.length, heads, size), (heads, size)),
-        elements=_elements(2 * one, 3 * one),
+        elements=_elements(2 * per_tensor, 3 * per_tensor),
     )
 
 
@@ -270,7 +273,7 @@ def _cosines_and_sines(sizes: Sizes, cols: int) -> tuple[Argument, Argument]:
 def _queries_and_keys(sizes: Sizes) -> Iterator[Workload]:
     heads, size = sizes.heads, sizes.head
     rows = sizes.rows * heads
-    one = rows * size
+    per_tensor = rows * size
     packed = (sizes.batch, sizes.length, 3, heads, size)
     weights = _floats((size,), (size,))
     views = Argument(packed, views=(_first_of_three, _second_of_three))
@@ -285,7 +288,7 @@ def _queries_and_keys(sizes: Sizes) -> Iterator[Workload]:
             function=function,
             shape=(rows, size),
             arguments=(views, *weights, *positions),
-            elements=_elements(4 * one, 6 * one),
+            elements=_elements(4 * per_tensor, 6 * per_tensor),
         )
     # The projection has the values too. The function returns them, and the backward copies their
     # gradient.
@@ -294,7 +297,7 @@ def _queries_and_keys(sizes: Sizes) -> Iterator[Workload]:
         function=functions.qk_norm_rotary_packed,
         shape=(rows, size),
         arguments=(Argument(packed), *weights, *all_columns),
-        elements=_elements(6 * one, 8 * one),
+        elements=_elements(6 * per_tensor, 8 * per_tensor),
     )
     yield from _grouped_queries(sizes, weights, all_columns)
 
@@ -306,7 +309,7 @@ def _grouped_queries(
     # Elements are counted in tensors of as many heads as there are groups: queries are four, keys
     # and values one each.
     group = sizes.groups * sizes.head
-    one = sizes.rows * group
+    per_tensor = sizes.rows * group
     packed = (sizes.batch, sizes.length, 6 * group)
     q = partial(_slice_of_heads, first=0, last=4 * group, size=sizes.head)
     k = partial(_slice_of_heads, first=4 * group, last=5 * group, size=sizes.head)
@@ -316,7 +319,7 @@ def _grouped_queries(
         function=functions.norm_and_rotary,
         shape=shape,
         arguments=(Argument(packed, views=(q, k)), *weights, *positions),
-        elements=_elements(10 * one, 15 * one),
+        elements=_elements(10 * per_tensor, 15 * per_tensor),
         caller=functions.qk_norm_rotary_grouped,
     )
     yield Workload(
@@ -324,7 +327,7 @@ def _grouped_queries(
         function=functions.qk_norm_rotary_grouped_packed,
         shape=shape,
         arguments=(Argument(packed), *weights, *positions),
-        elements=_elements(12 * one, 17 * one),
+        elements=_elements(12 * per_tensor, 17 * per_tensor),
     )
 
 
@@ -343,7 +346,7 @@ def _slice_of_heads(packed: Tensor, *, first: int, last: int, size: int) -> Tens
 
 def _scores(sizes: Sizes) -> Iterator[Workload]:
     scores = (4 * sizes.rows, sizes.scores)
-    one = math.prod(scores)
+    per_tensor = math.prod(scores)
     mask = Argument((1, sizes.scores), "mask", trained=False)
     for function in (functions.masked_softmax, functions.soft_capped_softmax):
         yield Workload(
@@ -351,7 +354,7 @@ def _scores(sizes: Sizes) -> Iterator[Workload]:
             function=function,
             shape=scores,
             arguments=(Argument(scores), mask),
-            elements=_elements(2 * one, 3 * one),
+            elements=_elements(2 * per_tensor, 3 * per_tensor),
         )
     rows, classes = sizes.rows, sizes.vocabulary
     yield Workload(

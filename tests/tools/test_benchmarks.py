@@ -319,7 +319,7 @@ def test_sweep_ends_with_its_budget_and_counts_missing_rows(machine, monkeypatch
     cases = [case_of("layer_norm", rows) for rows in (1, 2, 3, 4)]
     work = sweep.remaining(cases, ("fwd_bwd",), ("fusedops", "eager"), [])
     with results.Book(path) as book:
-        assert runner.measure_all(work, machine, book, jobs=0, ends=90.0) == (2, 2)
+        assert runner.measure_all(work, machine, book, jobs=0, deadline=90.0) == (2, 2)
     assert [r.shape for r in results.read(path)] == ["1x96", "2x96"]
 
 
