@@ -140,9 +140,9 @@ class _Statements(Expressions):
         if not is_useful:
             return None
         # Decorators and annotations are those of the original: `structure` puts them back.
-        f = self.function
-        tree = ast.FunctionDef(name=f.name, args=f.args, body=body, decorator_list=[], returns=None)
-        ast.fix_missing_locations(ast.copy_location(tree, f))
+        name, args = self.function.name, self.function.args
+        tree = ast.FunctionDef(name=name, args=args, body=body, decorator_list=[], returns=None)
+        ast.fix_missing_locations(ast.copy_location(tree, self.function))
         # Without repetitions: a statement may have copies on several paths.
         steps = tuple(dict.fromkeys(self.steps))
         return Rewritten(tree, steps, tuple(dict.fromkeys(self.leaves)))
@@ -216,7 +216,7 @@ class _Statements(Expressions):
             if c: return norm(x + y)     ->   if c: return add_norm(_1, x, norm, return_sum=False)
             else: return x                    else: y = finished(_1); return x
 
-        (The second branch draws the random numbers of y, though it needs none.)
+        (The second branch computes y, which it does not need, for the random numbers that y draws.)
         """
         finished = self._finished_before(statement, last=last)
         # Both branches begin with copies of these pending values.
@@ -275,8 +275,8 @@ class _Statements(Expressions):
         """
         original = set(self.pending)
         has_effects = self._has_effects(statement)
-        # A value that only some paths through the statement read, or read repeatedly, is computed
-        # once, on all of them.
+        # Some paths through the statement may not read a value, or read it repeatedly. It is
+        # computed before the statement: once, on all paths.
         conditional = together(nodes(statement, CONDITIONAL))
         early = self._materialize_if(lambda value: self._reads(conditional, value))
 
@@ -289,7 +289,7 @@ class _Statements(Expressions):
         def is_due(value: Definition) -> bool:
             return value in original and self._is_due(statement, value, has_effects)
 
-        # A dictionary keeps its order, which is the source's: random numbers are drawn in it.
+        # `pending` has the order of the source, so random numbers are drawn in that order.
         finished = self._materialize_if(is_due)
         written = names_written(statement)
         for definition in original & self.pending.keys():
