@@ -138,8 +138,8 @@ def _captured(
         try:
             return capture.run(*args)
         finally:
-            # Where the capture fails within a block of autocast, the graph that is left to Inductor
-            # would be compiled in it as a whole.
+            # The capture may fail within a block of autocast. The graph is then left to Inductor,
+            # and must not be compiled inside of that block.
             for mode in reversed(capture.autocasts):
                 mode.__exit__(None, None, None)
 

@@ -330,13 +330,13 @@ class _Function:
         for position, node in enumerate(tensors):
             copies[node] = self.graph.placeholder(f"t{position}")
         arguments = list(copies.values())
-        others = list(itertools.filterfalse(copies.__contains__, region.inputs))
-        self.sizes = [node for node in others if self._is_additional_size(value_of(node))]
+        numbers = list(itertools.filterfalse(copies.__contains__, region.inputs))
+        self.sizes = [node for node in numbers if self._is_additional_size(value_of(node))]
         for position, node in enumerate(self.sizes):
             copies[node] = self.graph.placeholder(f"size{position}")
             self.expressions.append(f"size{position} is {value_of(node)}")
         # All placeholders come first: the sizes are computed after them.
-        for node in itertools.filterfalse(copies.__contains__, others):
+        for node in itertools.filterfalse(copies.__contains__, numbers):
             copies[node] = self._size(value_of(node), arguments)
 
     def _copy(self, node: fx.Node) -> Any:
@@ -536,8 +536,8 @@ def _build(function: _Function, tensors: Sequence[fx.Node], saved_inputs: Sequen
     """
     values = list(map(value_of, tensors))
     symbolic = [*function.shapes, *[(value_of(node),) for node in function.sizes]]
-    # Not with the sizes of the traced call: there a size such as s // 32 may be 1, and would be
-    # broadcast, or two may be equal by chance. Both sets are multiples of them.
+    # Both sets are multiples of the sizes of the traced call. With these sizes themselves, one such
+    # as s // 32 may be 1, and would be broadcast, or two sizes may be equal by chance.
     shapes = [_shapes(symbolic, times) for times in (1009, 2003)]
     source, moving = _source(function.graph, values, shapes, saved_inputs)
     _check_constants(source.structure, symbolic, moving)
@@ -613,11 +613,11 @@ def _source(
         saved_inputs: the positions of tensors that others save, see `planned`.
     """
     call = _forward(graph)
-    # Once, if no size is a symbol: both calls then have the same shapes.
-    different = list(dict.fromkeys(map(tuple, shapes)))
-    structure, output_numbers = _structure(call, values, different[0])
+    # If no size is a symbol, both calls have the same shapes, and one trace is enough.
+    first, *others = dict.fromkeys(map(tuple, shapes))
+    structure, output_numbers = _structure(call, values, first)
     moving = dict[int, tuple[int, int]]()
-    for inputs in different[1:]:
+    for inputs in others:
         other, _ = _structure(call, values, inputs)
         if _outline(other) != _outline(structure):
             raise NotRowwiseError("the result depends on the number of rows")

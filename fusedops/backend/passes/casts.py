@@ -89,7 +89,8 @@ def _groups(rewrite: Rewrite) -> list[list[_Item]]:
     by_key = dict[Any, list[list[_Item]]]()
     for node in rewrite.graph.nodes:
         item = _Item(node, _casts_of(node))
-        # A cast of several parts would be recorded where gradients are off, or before a change.
+        # An item with casts in several parts is left out. Its joined cast would be in one of them,
+        # where gradients may be off, or before a later part changes a parameter.
         parts_of_item = set(map(parts.__getitem__, item.casts))
         if len(parts_of_item) != 1:  # none, or too many
             continue

@@ -27,10 +27,10 @@ PADDED = "fusedops_padded"
 
 
 def pad_products(rewrite: Rewrite) -> None:
-    """Pads linear layers of very many outputs, no multiple of eight, as `fuse_model` does.
+    """Pads linear layers whose many outputs are no multiple of eight, as `fuse_model` does.
 
-    Backward, both products are of aligned rows too. The result is a view of the padded rows, also
-    where a model returns it.
+    The two products of the backward then have aligned rows, too. The result is a view of the padded
+    rows, even if the model returns it.
     """
     # All are decided before one is padded.
     for node in list(filter(_is_padded, rewrite.graph.nodes)):
