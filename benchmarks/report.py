@@ -96,7 +96,7 @@ def markdown(folder: Path, device: str) -> str:
     swept = results.read(folder / f"sweep_{device}.csv")
     if not main:
         raise ValueError(f"{folder / f'{device}.csv'} holds no rows")
-    both = results.merge(swept, main)
+    merged = results.merge(swept, main)
     pictures = charts(folder, device)
     others = {path.stem.removeprefix("sweep_") for path in folder.glob("sweep_*.csv")} - {device}
     other_mains, other_sweeps = {}, {}
@@ -106,11 +106,11 @@ def markdown(folder: Path, device: str) -> str:
     parts = [
         _HEAD,
         _sources({device: main, f"sweep_{device}": swept, **other_mains, **other_sweeps}),
-        _against_peers(both),
+        _against_peers(merged),
         *_shown(pictures, device, "fractions"),
         _targets(main),
-        _slower(both),
-        _memory(both),
+        _slower(merged),
+        _memory(merged),
         *_shown(pictures, device, "peak_memory"),
         *_along(pictures),
         *_widths(swept),
@@ -121,7 +121,7 @@ def markdown(folder: Path, device: str) -> str:
     for name, rows in other_mains.items():
         if rows:
             parts.append(_tables(rows, _device(name), f" on {_device(name)}"))
-    parts += [_host(both), *_shown(pictures, device, "host_time"), _HOW]
+    parts += [_host(merged), *_shown(pictures, device, "host_time"), _HOW]
     return "\n\n".join(parts) + "\n"
 
 
@@ -130,11 +130,11 @@ def charts(folder: Path, device: str) -> dict[str, figures.Chart]:
     main = results.load(folder / f"{device}.csv")
     swept = results.read(folder / f"sweep_{device}.csv")
     specs = discover()
-    both = figures.Data(results.merge(swept, main), specs, *_USUAL)
+    merged = figures.Data(results.merge(swept, main), specs, *_USUAL)
     result: dict[str, figures.Chart | None] = {
         "fractions": figures.fractions(figures.Data(main, specs, *_USUAL)),
-        "host_time": figures.host_time(both),
-        "peak_memory": figures.peak_memory(both),
+        "host_time": figures.host_time(merged),
+        "peak_memory": figures.peak_memory(merged),
     }
     for section, axes in _AXES.items():
         for data in _views(swept, specs):

@@ -184,12 +184,12 @@ def _scaling(row: Row, rows: list[Row]) -> str:
     """Returns the tokens per second and process, over those of a run of one process."""
     of_one_process = {other.key: other for other in rows if other.ranks == 1}
     model, shape, layout, ranks, provider = row.key
-    one = of_one_process.get((model, shape, layout, 1, provider))
-    if one is None or ranks == 1:
+    base = of_one_process.get((model, shape, layout, 1, provider))
+    if base is None or ranks == 1:
         return ""
-    if not one.tokens or not row.tokens:
+    if not base.tokens or not row.tokens:
         return ""
-    return f"{row.tokens / ranks / one.tokens:.2f}"
+    return f"{row.tokens / ranks / base.tokens:.2f}"
 
 
 def _count(row: Row) -> int:

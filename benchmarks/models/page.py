@@ -306,11 +306,11 @@ def _tricks(rows: list[Row]) -> str:
         "|---|---|---|---|---|--:|--:|",
     ]
     for row in rows:
-        trick, other = WITHOUT_TRICK.get(row.provider, ("", ""))
-        base = by_key.get((*row.workload, other))
+        trick, base_provider = WITHOUT_TRICK.get(row.provider, ("", ""))
+        base = by_key.get((*row.workload, base_provider))
         if trick and base is not None and base.commit == row.commit:
             lines.append(
-                f"| `{trick}` | {_MODEL_NAMES[row.model]} | {row.mode} | {sized(row.shape)} | {_NAMES[other]} | "
+                f"| `{trick}` | {_MODEL_NAMES[row.model]} | {row.mode} | {sized(row.shape)} | {_NAMES[base_provider]} | "
                 f"{_time(base, None)} | {_time(row, None)} |"
             )
     return "\n".join(lines) if len(lines) > 2 else ""

@@ -222,8 +222,8 @@ PROVIDERS: dict[str, Callable[[nn.Module], Context]] = {
     "fused_backend": _fused_backend,
     **_REPLAYING,
     **{
-        name: partial(_fused, exclude=[trick], compile_rest=other == "fused_compile")
-        for name, (trick, other) in WITHOUT_TRICK.items()
+        name: partial(_fused, exclude=[trick], compile_rest=base_provider == "fused_compile")
+        for name, (trick, base_provider) in WITHOUT_TRICK.items()
     },
 }
 COMPILING = tuple([name for name in PROVIDERS if "compile" in name or "backend" in name])
