@@ -229,18 +229,18 @@ def _split_size(
     shapes: Sequence[Sequence[int]],
 ) -> list[int]:
     """The sizes into which a dimension is split; one of them is the quotient by the others."""
-    known = list[int]()
+    numbers = list[int]()
     quotient_at = None
     for position, size in enumerate(sizes):
         if size is None:
             quotient_at = position
         elif isinstance(size, tuple):
-            known.append(shapes[size[0]][size[1]])
+            numbers.append(shapes[size[0]][size[1]])
         else:
-            known.append(size)
+            numbers.append(size)
     if quotient_at is not None:
-        known.insert(quotient_at, whole // math.prod(known))
-    return known
+        numbers.insert(quotient_at, whole // math.prod(numbers))
+    return numbers
 
 
 def split(

@@ -259,12 +259,12 @@ def as_fake(inputs: Sequence[Any]) -> list[Any]:
     def fake(value: Any) -> Any:
         if not isinstance(value, Tensor) or getattr(value, "fake_mode", None) is mode:
             return value
-        known = None if is_fake(value) else contexts.get(value)
-        if known is None:
+        record = None if is_fake(value) else contexts.get(value)
+        if record is None:
             return mode.from_tensor(value)
         # With Dynamo's own record of the tensor: otherwise its sizes become new symbols.
         return mode.from_tensor(
-            value, symbolic_context=known, source=known.tensor_source, trace=False
+            value, symbolic_context=record, source=record.tensor_source, trace=False
         )
 
     with mode:

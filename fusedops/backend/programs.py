@@ -179,10 +179,10 @@ def build(region: Region, saved: Collection[fx.Node] = ()) -> RegionProgram:
         if len(_known) >= _MOST:
             _known.clear()
         _known[key] = _source_or_reason(function, tensors, saved_inputs)
-    known = _known[key]
-    if isinstance(known, str):
-        raise NotRowwiseError(known)
-    return RegionProgram(known, function, tensors)
+    source_or_reason = _known[key]
+    if isinstance(source_or_reason, str):
+        raise NotRowwiseError(source_or_reason)
+    return RegionProgram(source_or_reason, function, tensors)
 
 
 def _operands(
@@ -614,10 +614,10 @@ def _source(
     """
     call = _forward(graph)
     # If no size is a symbol, both calls have the same shapes, and one trace is enough.
-    first, *others = dict.fromkeys(map(tuple, shapes))
-    structure, output_numbers = _structure(call, values, first)
+    first_shapes, *other_shapes = dict.fromkeys(map(tuple, shapes))
+    structure, output_numbers = _structure(call, values, first_shapes)
     moving = dict[int, tuple[int, int]]()
-    for inputs in others:
+    for inputs in other_shapes:
         other, _ = _structure(call, values, inputs)
         if _outline(other) != _outline(structure):
             raise NotRowwiseError("the result depends on the number of rows")

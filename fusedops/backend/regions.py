@@ -191,7 +191,7 @@ class Finder:
             regions += self._find(nodes)
         self.eligible = eligible
         # A region of the same size is the one that has failed: trying it again would never end.
-        return [found for found in regions if len(found.nodes) < len(region.nodes)]
+        return [smaller for smaller in regions if len(smaller.nodes) < len(region.nodes)]
 
     def changing(self) -> list[Region]:
         """The unclaimed reductions whose number of columns may change between calls, each alone."""

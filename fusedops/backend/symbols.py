@@ -48,9 +48,9 @@ def hint_of(symbol: Any, size: Any) -> int:
     """
     environment = size.node.shape_env
     # The attribute was renamed between releases.
-    known = getattr(environment, "backed_var_to_val", None)
-    known = known or getattr(environment, "var_to_val", {})
-    number = symbol.xreplace(known)
+    hints = getattr(environment, "backed_var_to_val", None)
+    hints = hints or getattr(environment, "var_to_val", {})
+    number = symbol.xreplace(hints)
     return int(number if number.is_number else size.node.hint)
 
 

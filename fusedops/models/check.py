@@ -157,9 +157,9 @@ def _worst(after: list[Any], before: list[Any], perturbed: list[list[Any]]) -> t
     return worst, worst_limit
 
 
-def _limit(old: Tensor, changed: list[Tensor]) -> float:
+def _limit(old: Tensor, perturbed: list[Tensor]) -> float:
     """Return the largest difference that rounding explains, by the results of perturbed inputs."""
-    change = max(_distance(other, old) for other in changed)
+    change = max(_distance(result, old) for result in perturbed)
     # The result itself is rounded once, whatever the inputs are.
     rounding = torch.finfo(old.dtype).eps * _largest(old)
     return rounding + _PERTURBATIONS * change

@@ -216,11 +216,11 @@ def _evaluated(module: nn.Module, self_name: str, expression: str) -> Any:
 
 def _global_kind(function: FunctionType, name: str) -> str:
     """Return the kind of what a global name means in a function, for `rewriting.Kinds`."""
-    # By what the name means now: `dropout` may be anybody's.
-    first, *others = name.split(".")
-    value = function.__globals__.get(first)
-    for other in others:
-        value = getattr(value, other, None)
+    # The name is looked up: any function may be called `dropout`.
+    root, *attributes = name.split(".")
+    value = function.__globals__.get(root)
+    for attribute in attributes:
+        value = getattr(value, attribute, None)
     if value is F.dropout:
         return "functional dropout"
     return _activation_kind(value)

@@ -277,12 +277,17 @@ class Flow:
 
 
 def _add_uses(earlier: dict[str, Definition], at_end: dict[str, Reaching]) -> bool:
-    """Add the uses of one loop's earlier values; returns whether there were any new ones."""
+    """Add the uses of one loop's earlier values; return whether there were any new ones.
+
+    Args:
+        earlier: for each name, the definition of its values from earlier iterations.
+        at_end: for each name, the definitions that reach the end of the body.
+    """
     is_changed = False
     for name, definition in earlier.items():
-        for last in at_end.get(name, ()):
-            new = [use for use in definition.uses if use not in last.uses]
-            last.uses += new
+        for reaching in at_end.get(name, ()):
+            new = [use for use in definition.uses if use not in reaching.uses]
+            reaching.uses += new
             is_changed = is_changed or len(new) > 0
     return is_changed
 

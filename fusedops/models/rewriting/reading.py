@@ -332,8 +332,8 @@ class Reader:
 
     def _is_residual(self, name: ast.Name) -> bool:
         """Whether another use of the value is an operand, as of the residual sum."""
-        others = [use for use in self.flow.only(name).uses if use is not name]
-        return any(map(self._is_operand, others))
+        other_uses = [use for use in self.flow.only(name).uses if use is not name]
+        return any(map(self._is_operand, other_uses))
 
     def _is_operand(self, use: ast.AST) -> bool:
         return isinstance(self.flow.parent[use], ast.BinOp)
@@ -501,10 +501,10 @@ class Reader:
     def _operator_joins(self, operation: ast.BinOp, node: ast.AST) -> bool:
         if isinstance(operation.op, ast.Mult):
             return self._is_activated(node)
-        other = operation.right if operation.left is node else operation.left
         if not isinstance(operation.op, ast.Add):
             return False
-        return is_term(other)
+        residual = operation.right if operation.left is node else operation.left
+        return is_term(residual)
 
     def _is_returned(self, node: ast.AST) -> bool:
         """Whether this is what the function returns, or the first output of several."""

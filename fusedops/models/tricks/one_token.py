@@ -168,8 +168,8 @@ def _attended(
 def _is_sdpa(function: Callable[..., Any]) -> bool:
     """Whether this is Transformers' function around PyTorch's attention, of a known version."""
     names = getattr(function, "__globals__", {})
-    known = digest(function, names.get("create_position_bias_mask")) in _SDPA
-    return known and not names["_is_torch_npu_available"]
+    is_known = digest(function, names.get("create_position_bias_mask")) in _SDPA
+    return is_known and not names["_is_torch_npu_available"]
 
 
 # An attribute of the position biases that `_bias` returns: ``(mask, dtype, joined)``, the arguments
