@@ -45,13 +45,13 @@ def _exact(activation: Activation, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def test_values_and_derivatives_over_the_whole_range(
     activation: Activation, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """The tolerance is a backward error: that of an exact result for a slightly moved x, rounded.
+    """The tolerance allows the error of an exact result for a slightly perturbed x.
 
-    A value needs a power of two of a rounded exponent (u |x f'|), a reciprocal of a few u, and two
-    or three products: 12 u in all. Some activations multiply x by a number between zero and one. If
-    this is one minus another number, or GELU's polynomial (0.13 u), its error adds u |x|. A
-    derivative is the sum of two such terms of order one, which may cancel. In fp64 the reference
-    has errors of its own, from such differences.
+    The errors of a value come from a power of two with a rounded exponent (u |x f'|), a reciprocal
+    (a few u), and two or three products. Their sum is below 12 u. Some activations multiply x by a
+    factor between zero and one. The factor's own error adds u |x|, if the factor is a difference
+    from one or GELU's polynomial (0.13 u). A derivative is the sum of two such terms of order one,
+    which may cancel. In fp64 the reference has errors from the same cancellation.
     """
     x = _range(dtype, device)
     leaf = x.clone().requires_grad_()
@@ -76,7 +76,8 @@ def _narrow_tanh(x, y, N: tl.constexpr):  # type: ignore[no-untyped-def]
 def test_tanh_for_results_in_16_bits(device: torch.device) -> None:
     """The relative error is at most 1e-5.
 
-    Up to |x| = 0.08 it is that of a series, 2 x^4 / 15. Beyond, the other formula has 3 u / |x|.
+    Up to |x| = 0.08 a truncated series has the error 2 x^4 / 15. For larger |x| another formula
+    has the error 3 u / |x|.
     """
     x = _range(torch.float32, device).flatten()
     x = torch.cat([x, torch.linspace(-0.1, 0.1, 16384 - len(x), device=device)])

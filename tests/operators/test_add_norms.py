@@ -88,7 +88,7 @@ def test_forward_is_one_launch(device: torch.device) -> None:
 def test_modules_have_the_parameters_and_values_of_torch_nn(
     fused: type[nn.Module], native: type[nn.Module], device: torch.device
 ) -> None:
-    """The outputs are the torch.nn module of the sum, and the sum."""
+    """The outputs are the torch.nn module's output for the sum, and the sum itself."""
     module, original = fused(N, 1e-4), randomise(native(N, 1e-4))
     assert isinstance(module, native)
     assert repr(module) == repr(original).replace(native.__name__, fused.__name__)

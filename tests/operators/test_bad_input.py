@@ -56,8 +56,8 @@ def test_bad_samples_cover_every_kind_of_error(spec: Spec) -> None:
     assert spec.tensors[0] in named
 
 
-# Values that no kernel accepts, and the message. The call cache's key of the first two is that of a
-# dense tensor.
+# Values that no kernel accepts, and the message. For the first two, the call cache's key equals the
+# key of a dense tensor.
 KINDS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "sparse": (Tensor.to_sparse, "has layout torch.sparse_coo, expected torch.strided"),
     "csr": (Tensor.to_sparse_csr, "has layout torch.sparse_csr, expected torch.strided"),
@@ -76,7 +76,7 @@ KINDS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spec", EVERY_SPEC, ids=lambda spec: spec.name)
 def test_argument_that_is_no_dense_tensor_is_refused(spec: Spec, kind: str) -> None:
-    """It replaces each argument in turn, before and after a good call of the same shapes."""
+    """A bad value replaces each argument in turn, before and after a good call."""
     make, message = KINDS[kind]
     good = spec.benchmark((4, 8), torch.float32, DEVICE)
     for name, value in good.tensors.items():

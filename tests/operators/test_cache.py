@@ -47,7 +47,7 @@ def write_entry() -> Path:
 
 
 def warnings_of_ignored(key: TuningKey = KEY, device: str = DEVICE) -> list[str]:
-    """Asserts twice that the entry is warnings_of_ignored; returns the warnings."""
+    """Asserts twice that the entry is ignored; returns the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert cache.read(key, device) is None
@@ -75,7 +75,7 @@ def test_entry_is_read_only_for_its_whole_key() -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
 def test_modes_of_files_and_directories_follow_the_umask(root: Path) -> None:
-    """So users may share the directory."""
+    """With a suitable umask, users can share the directory."""
     before = os.umask(0o027)
     try:
         path = write_entry()
@@ -178,7 +178,7 @@ def test_changed_entry_is_ignored(kind: str, change: Callable[[dict[str, Any]], 
     ],
 )
 def test_entry_whose_key_no_call_has_is_refused(part: dict[str, Any]) -> None:
-    """It is at the path of that key, where only ``fusedops doctor`` reads it."""
+    """No call looks such an entry up, but ``fusedops doctor`` reads all entries."""
     content = json.loads(write_entry().read_text())
     content["key"] |= part
     path = cache.path_of(replace(KEY, **part), DEVICE)
@@ -331,11 +331,11 @@ def count_entries() -> int:
 
 def test_killed_tuner_leaves_complete_entries(full: bool) -> None:
     """Complete entries stay readable; incomplete ones do not exist."""
-    chance, count = random.Random(5), 1
+    generator, count = random.Random(5), 1
     for _ in range(3 if full else 1):
         process = start_tuner(10**9)
         wait_until_it_begins(process)
-        time.sleep(chance.uniform(0.0, 0.4))
+        time.sleep(generator.uniform(0.0, 0.4))
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert count_entries() >= count

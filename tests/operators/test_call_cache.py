@@ -1,7 +1,7 @@
-"""The call cache: a call uses a validated signature only if it has all that the checks read.
+"""The call cache: a call's key contains everything that the checks of arguments read.
 
-A call skips the checks if its key, of shapes, dtypes and devices, was validated before. If a key
-lacked something, a bad call could use a good call's signature.
+A call skips the checks if an earlier call with the same key was validated. The key consists of
+shapes, dtypes and devices. If it lacked something, a bad call could use a good call's signature.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_bad_call_after_a_good_one_is_refused(spec: Spec, name: str, device: tor
     bad: BadSample = next(bad for bad in spec.bad_samples(device) if bad.name == name)
     good = spec.benchmark((4, 8), torch.float32, device)
     spec.call(**good.tensors, **good.options)
-    # Then a call with the bad call's options. If these are valid, the keys differ only by tensors.
+    # This call has the bad call's options. If these are valid, the keys differ only by tensors.
     options = {
         name: value for name, value in bad.options.items() if name in ("p", "normalized_shape")
     }
@@ -174,7 +174,7 @@ def test_forgotten_sizes_after_a_similar_call_are_refused(device: torch.device) 
 
 @pytest.mark.kernels
 def test_eager_and_registered_calls_share_a_site(device: torch.device) -> None:
-    """Plans are cached by sites: two for one call would compile its kernels twice."""
+    """A site caches the plans of a call, so two sites would compile its kernels twice."""
     NORM.sites.clear()
     fusedops.layer_norm(torch.randn(4, 8, device=device), (8,))
     (site,) = NORM.sites.values()

@@ -63,7 +63,7 @@ def test_randomness_of_vmap_with_an_input_that_is_not_batched(device: torch.devi
 def test_vmap_of_autograd_grad(
     call: Callable[[Tensor, Tensor], Tensor], device: torch.device
 ) -> None:
-    """The graph was recorded in eager PyTorch."""
+    """The forward runs before vmap, in eager PyTorch."""
     x, weight = (torch.randn(shape, device=device, requires_grad=True) for shape in ((4, N), (N,)))
     y, cotangents = call(x, weight), torch.randn(5, 4, N, device=device)
     mapped = torch.vmap(lambda v: torch.autograd.grad(y, (x, weight), v, retain_graph=True))(

@@ -29,7 +29,7 @@ every = pytest.mark.parametrize("spec", ALL_SPECS, ids=lambda spec: spec.name)
 Function = Callable[..., Any]
 
 
-def _both(both: Pair, evaluate: Callable[[Function], Any]) -> None:
+def _compare(both: Pair, evaluate: Callable[[Function], Any]) -> None:
     """Asserts that ``evaluate`` returns the same for the operator and for the formula."""
     close(evaluate(both.ours), evaluate(both.theirs))
 
@@ -64,7 +64,7 @@ def test_forward_over_reverse(
             )
             return filled(tuple(forward_ad.unpack_dual(g).tangent for g in grads), both.tensors)
 
-    _both(both, product)
+    _compare(both, product)
 
 
 @every
@@ -82,7 +82,7 @@ def test_forward_over_reverse_along_the_cotangents(spec: Spec, device: torch.dev
             grads = torch.autograd.grad(function(*leaves), leaves, duals)
             return filled(tuple(forward_ad.unpack_dual(g).tangent for g in grads), both.tensors)
 
-    _both(both, product)
+    _compare(both, product)
 
 
 @every
@@ -101,7 +101,7 @@ def test_reverse_over_forward(spec: Spec, device: torch.device) -> None:
         inputs = (*leaves, *directions)
         return filled(torch.autograd.grad(total, inputs, allow_unused=True), inputs)
 
-    _both(both, product)
+    _compare(both, product)
 
 
 @every
@@ -117,7 +117,7 @@ def test_grad_of_jvp(spec: Spec, device: torch.device) -> None:
 
         return func.grad(loss_of_tangents, argnums)(*both.tensors)
 
-    _both(both, product)
+    _compare(both, product)
 
 
 @every
@@ -125,7 +125,9 @@ def test_jvp_of_grad(spec: Spec, device: torch.device) -> None:
     both = pair(spec, device)
     weights, directions = both.cotangents(), tuple(random_like(both.tensors, seed=3))
     argnums = tuple(range(len(directions)))
-    _both(both, lambda f: func.jvp(func.grad(loss(f, weights), argnums), both.tensors, directions))
+    _compare(
+        both, lambda f: func.jvp(func.grad(loss(f, weights), argnums), both.tensors, directions)
+    )
 
 
 @every
@@ -142,7 +144,7 @@ def test_hessian(spec: Spec, outer: str, inner: str, device: torch.device) -> No
             gradient = inner_jacobian(loss(function, weights), argnum)
             return outer_jacobian(gradient, argnum)(*both.tensors)
 
-        _both(both, hessian)
+        _compare(both, hessian)
 
 
 @every
@@ -163,7 +165,7 @@ def test_third_derivatives(spec: Spec, device: torch.device) -> None:
             )
         return filled(torch.autograd.grad(total, leaves, allow_unused=True), leaves)
 
-    _both(both, product)
+    _compare(both, product)
 
 
 # --- derivatives under other modes ----------------------------------------------------------------
@@ -181,9 +183,9 @@ def test_transforms_without_grad_mode(
     cotangents, directions = tuple(both.cotangents()), tuple(random_like(both.tensors, seed=3))
     argnums = tuple(range(len(directions)))
     with mode():
-        _both(both, lambda f: func.vjp(f, *both.tensors)[1](cotangents))
-        _both(both, lambda f: func.grad(loss(f, cotangents), argnums)(*both.tensors))
-        _both(both, lambda f: func.jvp(f, both.tensors, directions))
+        _compare(both, lambda f: func.vjp(f, *both.tensors)[1](cotangents))
+        _compare(both, lambda f: func.grad(loss(f, cotangents), argnums)(*both.tensors))
+        _compare(both, lambda f: func.jvp(f, both.tensors, directions))
 
 
 @every
@@ -197,7 +199,7 @@ def test_double_backward_of_arguments_that_depend_on_another(
     def composed(function: Function) -> Function:
         return lambda first, *rest: function(first, *(t + 0.1 * first.mean() for t in rest))
 
-    _both(both, lambda function: second_order(composed(function), both.tensors, weights))
+    _compare(both, lambda function: second_order(composed(function), both.tensors, weights))
 
 
 @every
@@ -205,7 +207,7 @@ def test_double_backward_under_a_dispatch_mode(spec: Spec, device: torch.device)
     both = pair(spec, device)
     weights = both.cotangents()
     with FlopCounterMode(display=False):
-        _both(both, lambda f: second_order(f, both.tensors, weights))
+        _compare(both, lambda f: second_order(f, both.tensors, weights))
 
 
 @every
@@ -223,8 +225,8 @@ def test_dispatch_mode_in_the_forward_or_the_backward_only(
             grads = torch.autograd.grad(total, leaves, create_graph=True)
             return (*grads, *torch.autograd.grad(sum((g * g).sum() for g in grads), leaves))
 
-    _both(both, lambda function: derivatives(function, mode_in_forward=False))
-    _both(both, lambda function: derivatives(function, mode_in_forward=True))
+    _compare(both, lambda function: derivatives(function, mode_in_forward=False))
+    _compare(both, lambda function: derivatives(function, mode_in_forward=True))
 
 
 @every

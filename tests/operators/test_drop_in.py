@@ -46,8 +46,8 @@ def test_bad_calls_among_good_ones(spec: Spec, device: torch.device) -> None:
         assert not any(output.isnan().any() for output in outputs)
 
 
-# Bad shapes of which some are equal to a good one, or have its hash. Each case has a different
-# width, because the call cache's keys contain it.
+# Bad shapes. Some equal a good shape, or have the same hash. Each case has a different width, so
+# that no other case's call has the same key in the call cache.
 BAD_SHAPES: dict[str, Callable[[int], Any]] = {
     "float": lambda n: float(n),
     "float in a tuple": lambda n: (float(n),),
@@ -101,7 +101,8 @@ def test_normalized_shape_of_a_boolean_is_refused(
     ours: Function, native: Function, first: bool, device: torch.device
 ) -> None:
     """True equals 1, but PyTorch refuses it."""
-    x = torch.randn(3, 2 - first, 1, dtype=torch.float64, device=device)
+    rows = 1 if first else 2  # another key in the call cache for each case
+    x = torch.randn(3, rows, 1, dtype=torch.float64, device=device)
     if not first:
         close(ours(x, (1,), eps=1e-5), _expected(native, x))
     with pytest.raises(TypeError, match="normalized_shape"):
@@ -284,13 +285,13 @@ def test_call_of_many_slices_caches_little_memory(device: torch.device) -> None:
     )
     fusedops.batched_layer_norm_tanh(first)
     gc.collect()
-    only = [tracemalloc.Filter(True, str(Path(fusedops.__file__).parent / "*"))]
+    package_only = [tracemalloc.Filter(True, str(Path(fusedops.__file__).parent / "*"))]
     tracemalloc.start()
     try:
-        before = tracemalloc.take_snapshot().filter_traces(only)
+        before = tracemalloc.take_snapshot().filter_traces(package_only)
         fusedops.batched_layer_norm_tanh(second)
         gc.collect()
-        after = tracemalloc.take_snapshot().filter_traces(only)
+        after = tracemalloc.take_snapshot().filter_traces(package_only)
     finally:
         tracemalloc.stop()
     grown = sum(entry.size_diff for entry in after.compare_to(before, "filename"))

@@ -71,7 +71,7 @@ def test_every_bit_pattern_is_copied(case: Case) -> None:
 
 @cases((torch.float32,), lambda spec, sample: sample.name == "allowed, padded", EXACT_SPECS)
 def test_bad_mask_after_a_good_call_is_refused(case: Case) -> None:
-    """A validated call is not checked again; one with another mask must be."""
+    """Calls like a validated one skip the checks. A call with another mask must not."""
     spec, sample = case.spec, case.sample()
     spec.call(**sample.tensors, **sample.options)
     mask = sample.tensors["allowed"]

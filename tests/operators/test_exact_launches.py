@@ -31,7 +31,8 @@ def test_number_of_launches_is_the_specs(case: Case) -> None:
     with launch.record() as names:
         outputs = as_tuple(case.spec.call(**sample.tensors, **sample.options))
     assert len(outputs) == 1
-    too_short = banned(sample.tensors["input_ids"], 1, None, Rule(**sample.options)) is None
+    rule = Rule(**sample.options)
+    too_short = banned(sample.tensors["input_ids"], cols=1, allowed=None, rule=rule) is None
     assert len(names) == (0 if too_short else case.spec.launches[0])
 
 

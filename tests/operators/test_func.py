@@ -35,7 +35,7 @@ def _pair(spec: Spec, device: torch.device, p: float = 0.25) -> Pair:
     return pair(spec, device, p, (ROWS, COLS))
 
 
-def _both(both: Pair, evaluate: Callable[[Function], Any]) -> None:
+def _compare(both: Pair, evaluate: Callable[[Function], Any]) -> None:
     """Asserts that ``evaluate`` returns the same for the operator and for the formula.
 
     With the operator, it launches no other kernel than that of the keep mask.
@@ -51,8 +51,8 @@ def test_grad(spec: Spec, device: torch.device) -> None:
     both = _pair(spec, device)
     weights = both.cotangents()
     argnums = tuple(range(len(both.tensors)))
-    _both(both, lambda f: func.grad(loss(f, weights), argnums)(*both.tensors))
-    _both(both, lambda f: func.grad_and_value(loss(f, weights), 0)(*both.tensors))
+    _compare(both, lambda f: func.grad(loss(f, weights), argnums)(*both.tensors))
+    _compare(both, lambda f: func.grad_and_value(loss(f, weights), 0)(*both.tensors))
 
 
 @every
@@ -64,7 +64,7 @@ def test_vjp(spec: Spec, device: torch.device) -> None:
         outputs, pull = func.vjp(function, *both.tensors)
         return outputs, pull(cotangents)
 
-    _both(both, product)
+    _compare(both, product)
 
 
 @every
@@ -72,7 +72,7 @@ def test_jvp(spec: Spec, device: torch.device) -> None:
     """With tangents of all arguments at once, and of each alone."""
     both = _pair(spec, device)
     tensors, tangents = both.tensors, tuple(random_like(both.tensors, seed=3))
-    _both(both, lambda f: func.jvp(f, tensors, tangents))
+    _compare(both, lambda f: func.jvp(f, tensors, tangents))
     for i in range(len(tensors)):
 
         def jvp_of_one(f: Function, i: int = i) -> Any:
@@ -80,7 +80,7 @@ def test_jvp(spec: Spec, device: torch.device) -> None:
                 lambda t: f(*tensors[:i], t, *tensors[i + 1 :]), (tensors[i],), (tangents[i],)
             )
 
-        _both(both, jvp_of_one)
+        _compare(both, jvp_of_one)
 
 
 @every
@@ -94,18 +94,18 @@ def test_forward_mode(spec: Spec, device: torch.device) -> None:
             outputs = function(*map(forward_ad.make_dual, both.tensors, tangents))
             return [forward_ad.unpack_dual(output).tangent for output in outputs]
 
-    _both(both, tangents_of)
+    _compare(both, tangents_of)
 
 
 @every
 def test_jacobians(spec: Spec, device: torch.device) -> None:
     both = pair(spec, device, shape=(2, 3))
     # jacfwd calls the function under vmap, so all directions must have the same mask. jacrev calls
-    # it before.
+    # the function once, outside vmap.
     randomness = {"randomness": "same"} if spec.has_dropout else {}
     for argnum in range(len(both.tensors)):
-        _both(both, lambda f, n=argnum: func.jacrev(f, n)(*both.tensors))
-        _both(both, lambda f, n=argnum: func.jacfwd(f, n, **randomness)(*both.tensors))
+        _compare(both, lambda f, n=argnum: func.jacrev(f, n)(*both.tensors))
+        _compare(both, lambda f, n=argnum: func.jacfwd(f, n, **randomness)(*both.tensors))
 
 
 # --- vmap -----------------------------------------------------------------------------------------
@@ -119,26 +119,28 @@ def _batched(
     """Returns the tensors, those at ``mapped`` with a batch dimension at ``dim``, and in_dims."""
     stacked, in_dims = [], []
     for i, tensor in enumerate(tensors):
-        here = min(dim, tensor.dim()) if i in mapped else None
-        in_dims.append(here)
-        many = torch.stack([tensor * (1.0 + 0.1 * b) + 0.01 * b for b in range(BATCH)], here or 0)
-        stacked.append(tensor if here is None else many)
+        batch_dim = min(dim, tensor.dim()) if i in mapped else None
+        in_dims.append(batch_dim)
+        if batch_dim is not None:
+            samples = [tensor * (1.0 + 0.1 * b) + 0.01 * b for b in range(BATCH)]
+            tensor = torch.stack(samples, batch_dim)
+        stacked.append(tensor)
     return stacked, in_dims
 
 
 def _mapped(
-    both: Pair, mapped: tuple[int, ...], around: Callable[[Function], Function], dim: int = 0
+    both: Pair, mapped: tuple[int, ...], transform: Callable[[Function], Function], dim: int = 0
 ) -> None:
-    """Compares vmap of ``around(operator)`` with a loop of ``around(formula)`` over the batch."""
+    """Compares vmap of ``transform(operator)`` with a loop of ``transform(formula)``."""
     values, in_dims = _batched(both.tensors, mapped, dim)
     with launch.record() as names:
-        mapped_results = func.vmap(around(both.ours), in_dims=tuple(in_dims))(*values)
+        mapped_results = func.vmap(transform(both.ours), in_dims=tuple(in_dims))(*values)
     assert names == []
     slices = [
         [v if d is None else v.select(d, b) for v, d in zip(values, in_dims, strict=True)]
         for b in range(BATCH)
     ]
-    looped = zip(*(around(both.theirs)(*inputs) for inputs in slices), strict=True)
+    looped = zip(*(transform(both.theirs)(*inputs) for inputs in slices), strict=True)
     close(tuple(mapped_results), tuple(map(torch.stack, looped)))
 
 
@@ -204,13 +206,14 @@ def test_nested_vmap(spec: Spec, device: torch.device) -> None:
 
 
 def _absent(spec: Spec) -> dict[str, None]:
+    """The arguments of a call without a residual, if the operator has one."""
     return {"residual": None} if "residual" in spec.tensors else {}
 
 
 def _masks(spec: Spec, device: torch.device, randomness: str) -> Tensor:
     """The keep masks of all samples of a call under vmap.
 
-    There is no residual, so dropped elements are zero in the sum.
+    The call has no residual, so dropped elements are zero in the sum.
     """
     sample = small_sample(spec, 0.5, (6, 40), device=device)
     tensors = {name: t for name, t in sample.tensors.items() if name != "residual"}

@@ -16,7 +16,7 @@ FAST = INTERPRETED
 # only 1e-3.
 TIGHT = {"rtol": 1e-6, "atol": 1e-6}
 _SMALL, _TINY = 700, 130
-# In the interpreter, only these samples, which have every tensor and option once.
+# The interpreter runs only these samples. Together they have every tensor and option.
 _SELECTED = (
     "shape 5x1",
     "shape 1x3",
@@ -133,7 +133,7 @@ def test_create_graph_changes_no_gradient_of_a_low_precision_copy(case: Case) ->
 @pytest.mark.kernels
 @cases((torch.float64,), lambda spec, sample: sample.name == "save=output")
 def test_no_second_derivative_from_the_output(case: Case) -> None:
-    """It raises an error."""
+    """The backward raises an error."""
     names, leaves = _leaves(case)
     outputs = _function(case, names)(*leaves)
     with pytest.raises(RuntimeError, match="save='output' has no double backward"):

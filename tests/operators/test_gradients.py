@@ -44,7 +44,7 @@ def _small(spec: Spec, sample: Sample) -> bool:
 
 @cases((torch.float32,), lambda spec, sample: _small(spec, sample) or sample.name == "shape 129x40")
 def test_every_subset_of_inputs(case: Case, full: bool) -> None:
-    """For each subset of tensors that require gradients, these get the right ones, others None."""
+    """If a subset requires gradients, its tensors get the right ones, and the others None."""
     spec, sample = case.spec, case.sample()
     present = tensors_of(spec, sample)
     function = call(spec, sample)

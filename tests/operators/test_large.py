@@ -138,11 +138,11 @@ def _check_parameter_gradients(
     for first in range(0, rows, chunk):
         last = min(first + chunk, rows)
         part, mask = _part(spec, sample, first, last)
-        along = [c[first:last].double() for c in cotangents]
+        part_cotangents = [c[first:last].double() for c in cotangents]
         # In fp64, because in bf16 each chunk's sum would be rounded.
         wide = {name: t.double() for name, t in part.items()}
         for name, part_sum in gradients(
-            oracle(spec, sample, mask), wide, along, list(parameters)
+            oracle(spec, sample, mask), wide, part_cotangents, list(parameters)
         ).items():
             totals[name] += part_sum
     for name, total in totals.items():

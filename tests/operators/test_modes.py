@@ -80,8 +80,8 @@ def test_eager_calls_while_another_thread_compiles(
 
     alone = run()
     with _another_thread_compiling():
-        beside = run()
-    close(beside, alone)
+        concurrent = run()
+    close(concurrent, alone)
 
 
 # --- dropout under modes and checkpoints ----------------------------------------------------------
@@ -174,21 +174,24 @@ def test_checkpoint(spec: Spec, kind: str, where: str, device: torch.device) -> 
 
 
 @every
-@pytest.mark.parametrize("which", ["all", "first", "last"])
-def test_wrapper_subclass_among_the_arguments(spec: Spec, which: str, device: torch.device) -> None:
+@pytest.mark.parametrize("position", ["all", "first", "last"])
+def test_wrapper_subclass_among_the_arguments(
+    spec: Spec, position: str, device: torch.device
+) -> None:
     """All, the first or the last argument is a subclass without storage, which logs operators."""
     both = pair(spec, device)
     weights = both.cotangents()
     outputs = both.ours(*(leaves := both.leaves()))
     expected = (*outputs, *torch.autograd.grad(outputs, leaves, weights))
-    chosen = {"all": range(len(leaves)), "first": [0], "last": [len(leaves) - 1]}[which]
+    chosen = {"all": range(len(leaves)), "first": [0], "last": [len(leaves) - 1]}[position]
     leaves = tuple(
         (Wrapper(t) if i in chosen else t.clone()).requires_grad_()
         for i, t in enumerate(both.tensors)
     )
     Wrapper.log.clear()
     outputs = both.ours(*leaves)
-    assert all(isinstance(output, Wrapper) for output in outputs) or which != "all"
+    if position == "all":
+        assert all(isinstance(output, Wrapper) for output in outputs)
     cotangents = [
         w if type(o) is Tensor else Wrapper(w) for o, w in zip(outputs, weights, strict=True)
     ]
@@ -243,12 +246,12 @@ def test_arguments_and_cotangents_with_a_lazy_negation(spec: Spec, device: torch
 
 
 @every
-@pytest.mark.parametrize("which", ["all", "first", "last"])
-def test_zero_tensors_as_cotangents(spec: Spec, which: str, device: torch.device) -> None:
+@pytest.mark.parametrize("position", ["all", "first", "last"])
+def test_zero_tensors_as_cotangents(spec: Spec, position: str, device: torch.device) -> None:
     """They have no memory; forward-mode differentiation creates them."""
     both = pair(spec, device)
     weights = both.cotangents()
-    chosen = {"all": range(len(weights)), "first": [0], "last": [len(weights) - 1]}[which]
+    chosen = {"all": range(len(weights)), "first": [0], "last": [len(weights) - 1]}[position]
     zeros = [
         torch._efficientzerotensor(w.shape, dtype=w.dtype, device=device) if i in chosen else w
         for i, w in enumerate(weights)

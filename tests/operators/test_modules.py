@@ -90,7 +90,7 @@ def _inputs(
     return tuple(t.to(device, dtype) for t in tensors)
 
 
-def _composite(module: nn.Module, native: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+def _composite(native: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
     """The result of torch.nn without dropout."""
     z: Tensor = sum(inputs[1:], inputs[0])
     return z if isinstance(native, nn.Dropout) else native(z)
@@ -174,7 +174,7 @@ def test_values_are_those_of_torch_nn(
     module, native = (randomise(m).to(device) for m in pair.build(**options))
     native.load_state_dict(module.state_dict())
     inputs = _inputs(pair, device)
-    expected = _composite(module, native, inputs)
+    expected = _composite(native, inputs)
     close(module.eval()(*inputs), expected)
     if pair.drops:
         module.train()
@@ -229,7 +229,7 @@ def test_module_has_the_bits_of_its_functional(pair: Pair, device: torch.device)
     leaves = (*inputs, *module.parameters())
     our_grads = torch.autograd.grad(ours, leaves, dy)
     assert all(map(torch.equal, our_grads, torch.autograd.grad(theirs, leaves, dy)))
-    assert (ours != theirs.detach() + 1).all()
+    assert ours.isfinite().all()
 
 
 @every
@@ -267,7 +267,7 @@ def test_to_dtype(pair: Pair, dtype: torch.dtype, device: torch.device) -> None:
     inputs = _inputs(pair, device, dtype)
     actual = moved(*inputs)
     assert actual.dtype == dtype
-    expected = _composite(moved, native.double(), tuple(t.double() for t in inputs))
+    expected = _composite(native.double(), tuple(t.double() for t in inputs))
     # Values are below 16. Output and sum are rounded once each, by half an ulp of the dtype.
     torch.testing.assert_close(
         actual.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps

@@ -75,7 +75,7 @@ NORMS: dict[type[nn.Module], dict[str, Any]] = {
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("fused", NORMS, ids=lambda fused: fused.__name__)
 def test_input_of_another_width(fused: type[nn.Module], affine: bool) -> None:
-    """The module knows its width: the input is wrong, and not the weight."""
+    """The module has a fixed width, so the error names the input, and not the weight."""
     module = fused(8, elementwise_affine=affine, **NORMS[fused])
     x, residual = torch.randn(2, 4, 7)
     for _ in range(2):
@@ -89,7 +89,7 @@ def test_input_of_another_width(fused: type[nn.Module], affine: bool) -> None:
 
 
 X = torch.randn(2, 4)
-# A constructor, a call with the same wrong constant, and what that raises.
+# Pairs of a constructor and a call with the same wrong constant.
 REFUSED: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (lambda: FusedLayerNorm(4, eps=-1.0), lambda: fusedops.layer_norm(X, 4, eps=-1.0)),
     (lambda: FusedLayerNorm(4, eps="1"), lambda: fusedops.layer_norm(X, 4, eps="1")),
@@ -177,10 +177,10 @@ REFUSED: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("place", range(len(REFUSED)))
-def test_constants_are_refused_as_the_call_refuses_them(place: int) -> None:
-    """The same type and words, under the module's name."""
-    build, call = REFUSED[place]
+@pytest.mark.parametrize("index", range(len(REFUSED)))
+def test_constants_are_refused_as_the_call_refuses_them(index: int) -> None:
+    """Both errors have the same type and text, after the module's or the functional's name."""
+    build, call = REFUSED[index]
     with pytest.raises((TypeError, ValueError)) as expected:
         call()
     with pytest.raises(type(expected.value)) as caught:
@@ -191,7 +191,7 @@ def test_constants_are_refused_as_the_call_refuses_them(place: int) -> None:
 
 @pytest.mark.parametrize("norm", [FusedLayerNorm, FusedRMSNorm, FusedBiasDropoutAddLayerNorm])
 def test_sizes_that_no_tensor_has(norm: type[nn.Module]) -> None:
-    """A call has a tensor to compare them with."""
+    """A constructor has no tensor to compare the sizes with, so it checks the sizes alone."""
     name = norm.__name__
     norm = functools.partial(norm, p=0.1) if norm is FusedBiasDropoutAddLayerNorm else norm
     with pytest.raises(
@@ -238,7 +238,10 @@ class _Doubled(nn.LayerNorm):
 
 
 def test_layers_that_do_more_than_a_norm() -> None:
-    """A subclass's dropout would be lost; one that only computes faster is taken."""
+    """Layers with another forward or with hooks are refused.
+
+    A subclass that only computes faster is accepted.
+    """
     with pytest.raises(TypeError, match=r"layer 0 must be a torch\.nn\.LayerNorm, got _Doubled"):
         FusedBatchedLayerNormAct.from_layers([_Doubled(4)])
     hooked = nn.LayerNorm(4)

@@ -75,7 +75,7 @@ def test_missing_key_is_tuned(requests: list[dict[str, Any]]) -> None:
 def test_measured_key_is_not_tuned(
     requests: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An entry of the cache is always used, one of the shipped table unless it is ``force``."""
+    """A cached entry is always used. An entry of the shipped table is not, with ``force``."""
     sizes = {64: [None, OTHER, None, None, None]}
     monkeypatch.setattr(tuning, "table", lambda device: {KEY.kernel: {KEY.group: sizes}})
     assert tuning.choose(KEY, -1) == OTHER and not requests
@@ -119,7 +119,7 @@ def test_tuner_is_loaded_only_when_it_is_on(monkeypatch: pytest.MonkeyPatch) -> 
 def test_values_of_the_variable(
     value: str | None, on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The variable is read once. An unknown value means off, and warns once of the known ones."""
+    """The variable is read once. An unknown value means off, and one warning names the others."""
     read = functools.cache(ON_DEMAND.__wrapped__)
     monkeypatch.delenv("FUSEDOPS_TUNE", raising=False)
     if value is not None:
@@ -170,7 +170,7 @@ def test_failing_tuner_warns_once(reply: dict[str, Any], monkeypatch: pytest.Mon
         warnings.simplefilter("always")
         first = tuning.choose(KEY, -1)
         tuning.choose(replace(KEY, cols=32), -1)
-    assert first == OTHER or first != TUNED
+    assert first != TUNED
     (one,) = caught
     assert "was not tuned" in str(one.message)
 
@@ -289,12 +289,12 @@ def test_server_replies_with_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     """Lets threads act as ranks that share a store; a thread sets ``rank``."""
-    this, store = threading.local(), dist.HashStore()
+    local, store = threading.local(), dist.HashStore()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
-    monkeypatch.setattr(dist, "get_rank", lambda: this.rank)
+    monkeypatch.setattr(dist, "get_rank", lambda: local.rank)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    return this
+    return local
 
 
 def test_rank_0_tunes_and_the_others_read(
@@ -400,14 +400,14 @@ def test_late_reply_is_not_used(ranks: threading.local, monkeypatch: pytest.Monk
         timed_out.wait(30)
         return {"config": [64, 8, 2, 1, 0, 0]}
 
-    def first() -> None:
+    def tune_on_rank_0() -> None:
         ranks.rank = 0
         late.append(tuning.choose(KEY, -1))
 
     monkeypatch.setattr(ondemand, "_request", reply)
     monkeypatch.setattr(ondemand, "patience", MILLISECONDS)
     monkeypatch.setattr(ondemand, "reach", MILLISECONDS)
-    tuner = threading.Thread(target=first)
+    tuner = threading.Thread(target=tune_on_rank_0)
     tuner.start()
     assert began.wait(30)
     ranks.rank = 1

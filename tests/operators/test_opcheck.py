@@ -110,7 +110,7 @@ def test_fake_outputs_have_the_metadata_of_real_ones(case: Case, device: torch.d
 @every
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_make_fx(spec: Spec, mode: str, device: torch.device, kernel_path: bool) -> None:
-    """A traced forward and backward have the same results; kernels are private operators in it."""
+    """A traced step has the same results. Its graph calls kernels as private operators."""
     sample = spec.benchmark((6, 40), torch.float32, device)
     tensors = [t for t in sample.tensors.values() if t is not None]
     names = [name for name, t in sample.tensors.items() if t is not None]
@@ -167,9 +167,9 @@ def test_tensor_subclasses(spec: Spec, device: torch.device) -> None:
     grads = torch.autograd.grad(
         outputs, list(pairs.values()), [TwoTensor(c, c) for c in cotangents]
     )
-    for which, tensors in (("a", first), ("b", second)):
+    for attribute, tensors in (("a", first), ("b", second)):
         leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
         expected = _bits(spec, sample, leaves)
         for ours, theirs in zip((*outputs, *grads), expected, strict=True):
             assert isinstance(ours, TwoTensor)
-            torch.testing.assert_close(getattr(ours, which), theirs, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(getattr(ours, attribute), theirs, rtol=1e-5, atol=1e-5)

@@ -144,7 +144,7 @@ def _call(function: Function, sample: Any) -> Tensor:
 def _tensors(sample: Any) -> tuple[list[Tensor], Callable[..., Any]]:
     """The sample's tensors, and a function ``call(function, *values)``.
 
-    That calls ``function`` with the sample's arguments, the tensors replaced by ``values``.
+    ``call`` runs ``function`` with the sample's arguments, in which ``values`` replace the tensors.
     """
     arguments = [sample.input, *sample.args]
     indices = [i for i, value in enumerate(arguments) if isinstance(value, Tensor)]
@@ -187,7 +187,7 @@ def test_values_and_gradients(
 
 @every_op
 def test_other_dtypes_and_arguments_are_refused(name: str, device: torch.device) -> None:
-    """`test_values_and_gradients` runs the samples that are not of `REFUSALS`."""
+    """`test_values_and_gradients` runs the samples that no entry of `REFUSALS` refuses."""
     for dtype in OPS[name].supported_dtypes(device.type):
         for sample in _samples(name, dtype, device):
             refusal = _refusal(name, sample)

@@ -109,16 +109,20 @@ def test_checkpoint_of_a_packed_input(
 def test_halves_are_read_in_place(
     spec: Spec, cut: str, leading: tuple[int, ...], device: torch.device
 ) -> None:
-    """Gradients of the halves are two tensors, also where the gradient of the whole is wanted."""
+    """Each half has a gradient of its own, also if the gradient of the whole is requested."""
     leaf = torch.randn((*leading, 2 * COLS), device=device, requires_grad=True)
     halves = CUTS[cut](leaf)
     with _no_copies():
         y = spec.call(*halves)
     cotangent = torch.randn_like(y)
-    expected = _expected(spec, leaf if cut != "up first" else leaf.roll(COLS, -1), cotangent)
-    _assert_near((y, *torch.autograd.grad(y, halves, cotangent, retain_graph=True)), expected)
+    is_reversed = cut == "up first"
+    gate_first = leaf.roll(COLS, -1) if is_reversed else leaf
+    output, *gradients = _expected(spec, gate_first, cotangent)
+    of_halves = torch.autograd.grad(y, halves, cotangent, retain_graph=True)
+    _assert_near((y, *of_halves), (output, *gradients))
     y.backward(cotangent)
-    _assert_near(leaf.grad, torch.cat(expected[1:] if cut != "up first" else expected[:0:-1], -1))
+    in_memory_order = reversed(gradients) if is_reversed else gradients
+    _assert_near(leaf.grad, torch.cat(tuple(in_memory_order), -1))
 
 
 @every
@@ -143,14 +147,14 @@ def test_hooks_on_a_half(spec: Spec, kind: str, half: int, device: torch.device)
 
 
 @every
-@pytest.mark.parametrize("given", ["packed", "halves"])
+@pytest.mark.parametrize("form", ["packed", "halves"])
 @pytest.mark.parametrize("changed", ["packed", "half"])
 def test_changes_in_place_are_errors(
-    spec: Spec, given: str, changed: str, device: torch.device
+    spec: Spec, form: str, changed: str, device: torch.device
 ) -> None:
     packed = torch.randn(6, 2 * COLS, device=device, requires_grad=True) * 1.5
     gate, up = packed[..., :COLS], packed[..., COLS:]
-    y = spec.call(packed, None) if given == "packed" else spec.call(gate, up)
+    y = spec.call(packed, None) if form == "packed" else spec.call(gate, up)
     (packed if changed == "packed" else gate).mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()

@@ -99,8 +99,8 @@ def test_nothing_is_written_beside_the_outputs(case: Case, monkeypatch: pytest.M
         forced("slices_forward", Config(block_n=16, rows=1, warps=1)),
         forced("slices_backward", Config(block_n=16, rows=1, warps=1, per_sm=1)),
     ):
-        with monkeypatch.context() as short:
-            short.setattr(launch, "MOST_TILES", 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "MOST_TILES", 2)
             outputs = call(spec, sample)(leaves)
         torch.autograd.grad(outputs, list(leaves.values()), random_like(outputs))
     assert buffers

@@ -42,7 +42,7 @@ def test_manual_seed_reproduces(spec: Spec, device: torch.device) -> None:
 
 @every
 def test_state_is_the_generators(spec: Spec, device: torch.device) -> None:
-    """A saved state reproduces the mask, and dropout moves the generator on."""
+    """A saved state reproduces the mask, and dropout advances the generator."""
     problem = Problem(spec, 6, 40, device)
     torch.rand(3, device=device)
     state = rng_state(device)
@@ -248,14 +248,14 @@ def test_threshold_has_sixteen_bits() -> None:
 @pytest.mark.kernels
 @pytest.mark.parametrize("p", [1e-7, 0.1, 0.3, 1 - 2.4 / 65536])
 def test_scale_makes_the_expectation_exact(spec: Spec, p: float, device: torch.device) -> None:
-    """Kept values are divided by the probability of being kept, to which 16 bits round 1 - p.
+    """Kept values are divided by the probability of being kept, which is 1 - p in 16 bits.
 
-    With p = 1 - 2.4/65536 that is 2/65536: the scale is 32768, where 1/(1 - p) would be 27307.
+    With p = 1 - 2.4/65536 this is 2/65536, so the scale is 32768; 1/(1 - p) would be 27307.
     """
     kept = 65536 - drop_threshold(p)
     problem = Problem(spec, 8, 4096, device, torch.float64)
     problem.drop_ones()
-    # The first offset for which something is kept: 2 in 65536 are often none of 32768.
+    # The first offset at which any element is kept. If 2 in 65536 are, often none of 32768 is.
     masks = (
         (offset, keep_mask(SEED, offset, 8, 4096, p)) for offset in range(OFFSET, OFFSET + 400, 4)
     )
@@ -281,7 +281,7 @@ def test_keep_rate(spec: Spec, p: float, device: torch.device) -> None:
     probability = rng.keep_probability(p) if KERNEL_PATH else 1.0 - p
     count = ROWS * COLS
     assert abs(keep.sum().item() - count * probability) <= five_sigma(count, probability)
-    # No row and no column is favoured: the largest of 64 (1000) binomials, six sigma each.
+    # No row and no column is favoured: each of their sums is within six sigma of the mean.
     for dim, trials in ((1, COLS), (0, ROWS)):
         sums = keep.sum(dim).double()
         assert (sums - trials * probability).abs().max().item() <= 1.2 * five_sigma(

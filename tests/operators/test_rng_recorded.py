@@ -41,7 +41,7 @@ pytestmark = pytest.mark.shared("spec", most=2)
 @every
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint_changes_nothing(spec: Spec, use_reentrant: bool, device: torch.device) -> None:
-    """The checkpointed part has two calls, both of which must find their states restored."""
+    """The checkpointed part has two calls. Recomputation restores the random state of both."""
     problem = Problem(spec, 6, 40, device)
     calls = 0
 
@@ -92,7 +92,7 @@ def _capture(
 ) -> tuple[torch.cuda.CUDAGraph, Run, tuple[torch.Tensor, ...]]:
     """A graph of a forward and backward, the run that replays overwrite, and the cotangents.
 
-    Whoever replays the graph must keep all of them: it does not own the memory that it reads.
+    The caller must hold all of them: a graph does not own the memory that it reads.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -26,7 +26,7 @@ def test_every_slice_has_a_slot_that_holds_it(seed: int) -> None:
     sizes = tuple(step * draw.randint(1, 300 // step) for _ in range(draw.randint(2, 90)))
     lanes, rows, vector = draw.choice((64, 256, 1024)), draw.choice((1, 4)), draw.choice((1, step))
     widths = widths_of(sizes)
-    groups = Groups.of(widths, lanes, rows, vector, 1)
+    groups = Groups.of(widths, lanes, rows, vector, warps=1)
     kinds, firsts = groups.table[: groups.count], groups.table[groups.count : 2 * groups.count]
     slots = groups.table[2 * groups.count :]
     held = []
@@ -35,15 +35,17 @@ def test_every_slice_has_a_slot_that_holds_it(seed: int) -> None:
         assert tile.slots * tile.lanes * tile.parts <= max(lanes, tile.lanes * tile.parts)
         for slot in range(first, first + tile.slots):
             number, column, width = slots[3 * slot : 3 * slot + 3]
-            # A slot without a slice repeats the one before and stores nothing.
-            assert number >= 0 or ~number == held[-1]
-            is_empty = number < 0 and tile.full == 0
-            assert (column, width) == (
-                widths.columns[max(number, ~number)],
-                0 if is_empty else sizes[max(number, ~number)],
-            )
+            # A slot without a slice repeats the previous slice, and stores nothing.
+            is_repeated = number < 0
+            slice_number = ~number if is_repeated else number
+            if is_repeated:
+                assert slice_number == held[-1]
+            else:
+                held.append(slice_number)
+            is_empty = is_repeated and tile.full == 0
+            assert column == widths.columns[slice_number]
+            assert width == (0 if is_empty else sizes[slice_number])
             assert tile.full * tile.lanes <= width <= tile.parts * tile.lanes
-            held += [number] if number >= 0 else []
     assert sorted(held) == list(range(len(sizes)))
     assert groups.shortest == min(tile.rows for tile in groups.tiles)
     assert len(groups.tiles) <= 4
@@ -52,7 +54,7 @@ def test_every_slice_has_a_slot_that_holds_it(seed: int) -> None:
 def test_few_lanes_are_idle() -> None:
     """There are fewer than a quarter as many idle lanes as columns, over widths of all kinds."""
     sizes = tuple(range(33, 257))
-    groups = Groups.of(widths_of(sizes), 256, 1, 1, 1)
+    groups = Groups.of(widths_of(sizes), lanes=256, rows=1, vector=1, warps=1)
     tiles = [groups.tiles[kind] for kind in groups.table[: groups.count]]
     assert sum(tile.slots * tile.lanes * tile.parts for tile in tiles) < 1.25 * sum(sizes)
 
@@ -117,7 +119,7 @@ def test_slot_without_a_slice(spec: Spec, per_sm: int, device: torch.device) -> 
     sample = Sample(
         "three slices", tensors | parameters, {"sizes": sizes} if "slices" in tensors else {}
     )
-    groups = Groups.of(widths_of(sizes), 64, 1, 2, 1)
+    groups = Groups.of(widths_of(sizes), lanes=64, rows=1, vector=2, warps=1)
     assert groups.tiles == (Tile(2, 1, 8, 3, 2, single=False),) and groups.count == 2
     config = Config(block_n=64, rows=1, warps=1, stages=2, per_sm=per_sm)
     with forced("slices_forward", config), forced("slices_backward", replace(config, per_sm=1)):

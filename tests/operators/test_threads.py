@@ -82,7 +82,7 @@ def test_log_is_silenced_in_one_thread(caplog: pytest.LogCaptureFixture) -> None
 
 @pytest.mark.kernels
 def test_equal_functions_in_all_threads(device: torch.device) -> None:
-    """Each thread makes the program, and one of them registers its operator."""
+    """Each thread compiles the function, and one of them registers its operator."""
     for k in range(ROUNDS):
         functions = [
             fusedops.rowwise(lambda x, k=k: torch.tanh(x * 7.25) - k, strict=True)
@@ -120,7 +120,7 @@ def test_threads_that_build_kernels_get_their_own_results(spec: Spec, device: to
 
 @pytest.mark.parametrize("spec", DROPOUT_SPECS, ids=lambda spec: spec.name)
 def test_masks_are_all_different(spec: Spec, device: torch.device) -> None:
-    """Between forwards, that is: a backward has the mask of its forward."""
+    """All forwards have different masks. A backward has the mask of its forward."""
     problems = [Problem(spec, 4, 40, device) for _ in range(THREADS)]
     runs = [
         run
@@ -154,7 +154,7 @@ if INTERPRETED:
         counts: list[int] = []
         original = GridExecutor.__call__
 
-        def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
             running.append(None)
             counts.append(len(running))
             time.sleep(0.002)
@@ -163,7 +163,7 @@ if INTERPRETED:
             finally:
                 running.pop()
 
-        monkeypatch.setattr(GridExecutor, "__call__", watched)
+        monkeypatch.setattr(GridExecutor, "__call__", counted)
         spec = ALL_SPECS[0]
         values = tensors_of(spec, spec.benchmark((4, 40), torch.float32, device))
         _together(lambda i: _step(spec, 4, 40, values, 0.0))
@@ -173,9 +173,8 @@ if INTERPRETED:
 
 @every
 def test_backward_in_another_thread(spec: Spec, device: torch.device) -> None:
-    problem = tensors_of(spec, spec.benchmark((6, 40), torch.float32, device))
     sample = spec.benchmark((6, 40), torch.float32, device)
-    leaves = {name: t.requires_grad_() for name, t in problem.items()}
+    leaves = {name: t.requires_grad_() for name, t in tensors_of(spec, sample).items()}
     options = {**sample.options, **({"p": 0.0} if spec.has_dropout else {})}
     outputs = as_tuple(spec.call(**leaves, **options))
     cotangents = random_like(outputs)

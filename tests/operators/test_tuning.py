@@ -183,13 +183,13 @@ def test_config_is_chosen_once(spec: Spec) -> None:
 @pytest.mark.kernels
 def test_buckets_share_variants(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new number of rows compiles one variant for a new config, and nothing for a known one."""
-    other: dict[str, Config] = {}
+    doubled: dict[str, Config] = {}
     choose = tuning.choose
 
     def by_bucket(key: TuningKey, device_index: int) -> Config:
         config = choose(replace(key, bucket=3), device_index)  # one heuristic for all buckets
         return (
-            other.setdefault(key.kernel, replace(config, warps=config.warps * 2))
+            doubled.setdefault(key.kernel, replace(config, warps=config.warps * 2))
             if key.bucket == 1
             else config
         )
@@ -205,7 +205,7 @@ def test_buckets_share_variants(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> 
         else:
             # Sums over many rows need a second kernel, which is built together with the first.
             assert launch.variants() == before, rows
-    assert other
+    assert doubled
 
 
 @every
@@ -285,10 +285,10 @@ def test_unaligned_rows_have_no_tiles_that_spill(cols: int, variant: tuple[str, 
 @pytest.mark.parametrize("cols", [16392, 18432, 20001, 24576, 28672, 32767, 32768])
 @pytest.mark.parametrize("inputs", ["alone", "adds"])
 def test_wide_rows_of_16_bits_are_held_whole(cols: int, inputs: str) -> None:
-    """Tiles hold whole rows, and none is idle.
+    """Tiles hold whole rows, and no tile is idle.
 
-    If two inputs are loaded element by element, they are read in two passes instead. Configs of
-    the other kind are invalid in either case.
+    Rows of two inputs that are loaded element by element are read in two passes instead. In both
+    cases, configs for the other case are invalid.
     """
     key = TuningKey("norm_forward", ("layer", "plain", inputs), "16bit", cols, 2)
     config = heuristic(key)
@@ -359,13 +359,13 @@ def test_results_under_cached_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[Config] = []
     build = launch.build
 
-    def watched(
-        kernel: object, types: object, constants: object, config: Config, **rest: object
+    def recorded(
+        kernel: object, types: object, constants: object, config: Config, **options: object
     ) -> object:
         used.append(config)
-        return build(kernel, types, constants, config, **rest)  # type: ignore[arg-type]
+        return build(kernel, types, constants, config, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(launch, "build", watched)
+    monkeypatch.setattr(launch, "build", recorded)
     torch.testing.assert_close(fusedops.rms_norm(x, (512,), weight), expected)
     assert used == [Config(block_n=128, rows=2, warps=4)]
 

@@ -266,7 +266,7 @@ def test_plans_are_for_the_multiprocessors_of_the_stream(
     launched: list[tuple[int, int]] = []
 
     def build(
-        kernel: Any, types: Any, constants: Any, config: Config, **more: Any
+        kernel: Any, types: Any, constants: Any, config: Config, **options: Any
     ) -> launch.Variant:
         name = f"{kernel.fn.__name__} {constants['EXCHANGE']}"
         variant = lambda x, y, *rest: launched.append((name, x, y))  # type: ignore[arg-type]  # noqa: E731
@@ -281,9 +281,9 @@ def test_plans_are_for_the_multiprocessors_of_the_stream(
         constants,
         (torch.float32, None, None, torch.float32, torch.float32),
         COLS,
-        0,
-        False,
-        True,
+        device_index=0,
+        dropout=False,
+        saves=True,
     )
     grads, outs = (
         (torch.empty(4000, COLS, device="meta"), None, None),
@@ -296,7 +296,7 @@ def test_plans_are_for_the_multiprocessors_of_the_stream(
         for stream in (0, 5, 0):
             on_stream(stream)
             launching.backward(site, grads, saved, (*outs, None, None, None, None), (None, None, 0))
-    most = 132 * 2 // 6
+    most = 132 * 2 // 6  # each multiprocessor runs two programs, and six share a row
     waiting = ("norm_backward_kernel wait", 6, most)
     two_launches = [("norm_backward_kernel post", 6, 5), ("norm_backward_kernel read", 6, 5)]
     assert launched == [waiting, *two_launches, waiting]
