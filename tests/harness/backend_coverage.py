@@ -159,10 +159,10 @@ def by_reason(results: Iterable[Regions]) -> str:
 
 
 def missing(symbolic: Regions, fixed: Regions) -> int:
-    """How many regions fewer are fused with symbolic sizes than with fixed ones.
+    """Returns how many fewer regions are fused with symbolic sizes than with fixed ones.
 
-    Regions that are left because their number of columns is symbolic do not count. Some of these
-    are also left with fixed sizes, for another reason, so they are not missing at all.
+    Regions that are left because their number of columns is symbolic do not count. Some of them
+    are left with fixed sizes, too, for another reason. They are in neither number.
     """
     parts = [part.partition(" x ") for part in symbolic.reasons.split("; ")]
     changing = sum([int(count) for count, _, reason in parts if reason == CHANGING])
@@ -199,8 +199,8 @@ def read() -> dict[str, Regions]:
 def lost(results: Iterable[Regions], *, dynamic: bool = False) -> list[str]:
     """Describes the architectures with fewer fused regions, or more graphs left, than in the file.
 
-    With ``dynamic`` the results were traced with symbols; architectures that could not be traced
-    so do not count.
+    With ``dynamic`` the results were traced with symbols. Architectures that cannot be traced with
+    symbols do not count.
     """
     known = read()
     descriptions = []

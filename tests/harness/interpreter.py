@@ -5,8 +5,8 @@ bf16, while a GPU rounds to nearest even. Between bf16 and dtypes other than fp3
 bits as if they were an integer. Without the patch, tests of a correctly rounded result would need
 twice the tolerance.
 
-Masks: up to Triton 3.8 the interpreter accepts integer masks, into which it turns a comparison of
-scalars that is combined with a block. The patch refuses them, as later releases do.
+Masks: up to Triton 3.8 the interpreter accepts integer masks. A comparison of scalars becomes one
+if it is combined with a block. The patch refuses integer masks, as later releases do.
 
 Accesses: the interpreter reads and writes any address. A GPU would fault, or corrupt memory. The
 patch requires that every address is an element of one of the launch's tensors.
@@ -35,7 +35,7 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Applies all patches; one whose target this release of Triton lacks is skipped."""
+    """Applies all patches, except those whose target this release of Triton lacks."""
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -121,11 +121,12 @@ def _bound_accesses(interpreter: Any) -> None:
     def checked(name: str) -> Any:
         original = getattr(builder, name)
 
-        def access(self: Any, ptrs: Any, *rest: Any) -> Any:
-            mask = rest[1] if name == "create_masked_store" else rest[0]
+        def access(self: Any, ptrs: Any, *arguments: Any) -> Any:
+            # A store has the values before the mask.
+            mask = arguments[1] if name == "create_masked_store" else arguments[0]
             if extents and not _is_within(ptrs, mask, extents):
                 raise IndexError(f"{name} outside the tensors of the launch")
-            return original(self, ptrs, *rest)
+            return original(self, ptrs, *arguments)
 
         return access
 
@@ -154,7 +155,7 @@ def _is_within(ptrs: Any, mask: Any, extents: list[tuple[int, int]]) -> bool:
 
 
 def _use_scalars_as_indices(interpreter: Any) -> None:
-    """Lets Python convert scalars to integers: they are arrays of one element, so NumPy warns."""
+    """Lets Python convert scalars to integers without a warning of NumPy about their dimension."""
     original = interpreter._patch_lang_tensor
 
     def patch(tensor: Any, scope: Any) -> None:

@@ -41,7 +41,7 @@ def cost(key: TuningKey, config: Config) -> float:
 
 
 class Pool:
-    """A pool of compilers that returns made-up resources at once: those in ``usages``, or few."""
+    """A pool of compilers that returns made-up resources at once: by default 32 registers."""
 
     def __init__(self, usages: dict[Config, Usage] | None = None) -> None:
         self.usages, self.requests = usages or {}, list[Request]()
@@ -61,7 +61,7 @@ class Bench:
 
     def us(self, key: TuningKey, config: Config, *, careful: bool) -> float:
         self.timer.timed.append((key, config, careful))
-        self.timer.watch(key)
+        self.timer.on_timing(key)
         return self.timer.costs.get(config, cost(key, config))
 
     def agree(self, key: TuningKey, first: Config, second: Config) -> bool:
@@ -81,7 +81,7 @@ class Timer:
     ) -> None:
         self.costs, self.wrong = costs or {}, wrong
         self.timed: list[tuple[TuningKey, Config, bool]] = []
-        self.watch: Callable[[TuningKey], object] = lambda key: None  # called at each timing
+        self.on_timing: Callable[[TuningKey], object] = lambda key: None
 
     def open(self, workload: Workload) -> Bench:
         return Bench(self, workload)
@@ -102,14 +102,16 @@ def workloads(*names: str, shape: tuple[int, ...] = (20, 64)) -> list[Workload]:
 
 
 def main(rounds: int) -> None:
-    tuning.device_name = lambda index: NAME  # type: ignore[assignment]
     """Tunes for this many rounds, and prints ``begun`` after the first."""
+    tuning.device_name = lambda index: NAME  # type: ignore[assignment]
     options, to_tune = argparse.Namespace(raw=None), workloads("rms_norm", "bias_dropout_add_ln")
     cache = command._Cache(options, torch.device("cuda", 0))
     with kernels_alone():
         for count in range(rounds):
             with contextlib.redirect_stdout(io.StringIO()):
-                command._sweep(sweeper(device=CPU), to_tune, cache, 1e9, lambda outcome: "")
+                command._sweep(
+                    sweeper(device=CPU), to_tune, cache, budget=1e9, describe=lambda outcome: ""
+                )
             if count == 0:
                 print("begun", flush=True)
 

@@ -8,7 +8,7 @@ built from a small configuration of its family. A class that cannot be built cou
 
 The command prints the numbers of fused classes by kind, and the numbers of fused modules in twenty
 models. ``--write`` writes the result to ``coverage/transformers_VERSION.csv``; ``--check`` fails if
-a class is not fused that this file has as fused.
+a class that is fused in this file is not fused now.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Coverage:
 def kind_of(cls: type) -> str | None:
     """Returns the kind of a class, or None.
 
-    A layer or feed-forward part that inherits its forward has none: its base class counts.
+    A layer or feed-forward part that inherits its forward has none, because its base class counts.
     """
     kind = _kind_of_name(cls.__name__)
     if kind in ("MLP", "layer") and "forward" not in vars(cls):

@@ -56,6 +56,6 @@ def anchors(text: str) -> set[str]:
     for heading in _HEADING.findall(_FENCE.sub("", text)):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
         slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
-        number = sum(known == slug or known.startswith(f"{slug}-") for known in results)
+        number = sum(anchor == slug or anchor.startswith(f"{slug}-") for anchor in results)
         results.add(f"{slug}-{number}" if slug in results else slug)
     return results

@@ -72,7 +72,7 @@ class RowwiseFunction:
     def without_memory(self, dtype: torch.dtype, cols: int) -> list[Tensor]:
         """Tensors on the meta device, of many rows of ``cols`` columns.
 
-        If the function itself contains widths, the tensors have these.
+        If the code of the function contains widths, the tensors have these widths instead.
         """
         sizes = {} if self.name in _FIXED else _columns(cols)
         shapes = {

@@ -1,6 +1,6 @@
 """Compares random row-wise functions with themselves in fp64.
 
-Each is right, wrong, refused by name, or invalid: PyTorch itself raises an error.
+Each function is right, wrong, refused by name, or invalid, if PyTorch itself raises an error.
 
 ``TRITON_INTERPRET=1 python tests/harness/rowwise_random.py --count 2000 --seed 0`` prints how many
 there are of each, and the errors of wrong ones. ``--reasons`` also prints the reasons for refusals;
@@ -147,8 +147,8 @@ def _native(random: RandomFunction, tensors: Sequence[Tensor]) -> tuple[_Results
     """Returns PyTorch's results, and the arguments of that call.
 
     A fused function does not depend on layouts: all its arguments count as contiguous, as
-    docs/rowwise.md says. If PyTorch cannot view an argument with its strides, the arguments are
-    contiguous copies. This call raises, too, if the function views an intermediate tensor so.
+    docs/rowwise.md says. If PyTorch cannot view a tensor with its strides, the call is repeated
+    with contiguous copies. It raises again if the tensor is not an argument.
     """
     try:
         return _run(random, random.function, tensors), tensors
@@ -322,11 +322,11 @@ def _compare(
         )
     exact = _exactly(random, tensors, native)
     # PyTorch's error on perturbed inputs is measured only if the first comparison fails.
-    others = list(itertools.chain([native], _narrower(random, tensors, native)))
-    errors = _errors(random, got, exact, others)
+    references = list(itertools.chain([native], _narrower(random, tensors, native)))
+    errors = _errors(random, got, exact, references)
     if errors:
-        others += _nearby(random, tensors, native, exact)
-        errors = _errors(random, got, exact, others)
+        references += _nearby(random, tensors, native, exact)
+        errors = _errors(random, got, exact, references)
     assert not errors, "\n".join(errors)
 
 
@@ -367,14 +367,14 @@ def _nearby(
 ) -> Iterator[_Results]:
     """Yields results with the errors that PyTorch has on perturbed inputs.
 
-    For each draw there are three. The first are PyTorch's results in the dtype of the kernels, on
-    inputs that are perturbed by a rounding. The others are exact results plus PyTorch's errors on
+    Each draw yields three results. The first is PyTorch's in the dtype of the kernels, on inputs
+    that are perturbed by a rounding. The others are the exact results plus PyTorch's errors on
     inputs that are perturbed by a rounding of the coarsest dtype, and by `_NEAR`.
 
-    `_NEAR` is there because on inputs that differ by a rounding, the steps of a formula may round
-    alike. The second derivative of sinc near zero divides x cos x - sin x by x^2: its error is
-    u / x^2 times the roundings of that difference. Inputs at a distance have other roundings, and
-    are near enough for the function to be as ill-conditioned there.
+    `_NEAR` is needed because the steps of a formula may round alike on inputs that differ by a
+    rounding. An example is the second derivative of sinc near zero, which divides x cos x - sin x
+    by x^2. Its error is u / x^2 times the roundings of that difference. Inputs at a larger distance
+    have other roundings, and the function is still as ill-conditioned there.
     """
     wide, acc = _is_wide(random), torch.float64 if _is_wide(random) else torch.float32
     casts = {torch.float32: "float()", torch.float16: "half()", torch.bfloat16: "bfloat16()"}
@@ -397,11 +397,13 @@ def _nearby(
 
 def _set_to_exact_plus_error(eager: _Results, exact_near: _Results, exact: _Results) -> None:
     """Replaces each result in ``eager`` by ``exact`` plus its difference from ``exact_near``."""
-    for result, there, here in zip(eager.tensors, exact_near.tensors, exact.tensors, strict=True):
-        if result is None or there is None or here is None:
+    tensors = zip(eager.tensors, exact_near.tensors, exact.tensors, strict=True)
+    for result, exact_result_near, exact_result in tensors:
+        if result is None or exact_result_near is None or exact_result is None:
             continue
         if result.is_floating_point():
-            result.data = here.detach() + (result.detach().double() - there.detach())
+            error = result.detach().double() - exact_result_near.detach()
+            result.data = exact_result.detach() + error
 
 
 def _moved(tensor: Tensor, draw: int, dtype: torch.dtype, *, distance: float) -> Tensor:
@@ -415,11 +417,11 @@ def _moved(tensor: Tensor, draw: int, dtype: torch.dtype, *, distance: float) ->
 
 
 def _errors(
-    random: RandomFunction, got: _Results, exact: _Results, others: Sequence[_Results]
+    random: RandomFunction, got: _Results, exact: _Results, references: Sequence[_Results]
 ) -> list[str]:
     """Describes the results in ``got`` that are wrong; the list is empty if all are right.
 
-    ``others`` are results of PyTorch: of the call, in fp32, and with errors on perturbed inputs.
+    ``references`` are results of PyTorch: of the call, in fp32, and with errors on perturbed inputs.
     """
     descriptions = []
     # The largest exact value, at least one; faults make some values much larger.
@@ -428,7 +430,7 @@ def _errors(
         if t is not None and t.numel():
             largest = t.detach().double().nan_to_num().abs().clamp(max=1e3).max().item()
             usual = max(usual, largest)
-    all_tensors = [results.tensors for results in (got, exact, *others)]
+    all_tensors = [results.tensors for results in (got, exact, *references)]
     for number, (result, want, *natives) in enumerate(zip(*all_tensors, strict=True)):
         if result is None or want is None:
             continue
@@ -468,9 +470,9 @@ def _units(random: RandomFunction, got: _Results, dtype: torch.dtype) -> float:
 def _first_lenient(random: RandomFunction, got: _Results) -> int:
     """Returns the index of the first result that may be a number where PyTorch has NaN.
 
-    These are gradients, if the function leaves out some columns: PyTorch multiplies zeros by
-    numbers that may be infinite for them. They are also all second derivatives, because PyTorch
-    may have NaN at a kink.
+    These are all second derivatives, because PyTorch may have NaN at a kink. If the function leaves
+    out some columns, gradients are such results, too: PyTorch multiplies the zero gradients of
+    these columns by numbers that may be infinite.
     """
     return len(got.outputs) + (0 if random.has_parts else len(got.grads))
 
@@ -498,13 +500,13 @@ def _difference(
 ) -> str:
     """Describes how a result is wrong; returns "" if it is right.
 
-    An infinity or NaN must be in the exact result, rounded to the dtype, or in one of PyTorch's.
-    The error of other elements is at most twice the largest of PyTorch's, plus a floor.
+    An infinity or NaN must also be in the exact result, rounded to the dtype, or in one of
+    PyTorch's. The error of other elements is at most twice the largest of PyTorch's, plus a floor.
 
-    The floor is ``units`` units of roundoff of the largest result, and at least of ``usual``: ten
-    units for ten statements, or more for powers in fp64, which contain a logarithm. Values and
-    cotangents are of order one. Smaller results are differences of such values; in norms of one or
-    two columns, the differences are magnified by 316.
+    The floor is ``units`` units of roundoff of the largest result, or of ``usual`` if that is
+    larger. There are ten units for ten statements, and more for powers in fp64, which contain a
+    logarithm. Values and cotangents are of order one. Smaller results are differences of such
+    values; norms of one or two columns magnify these differences by 316.
 
     Args:
         got: the result.
@@ -512,12 +514,12 @@ def _difference(
         natives: results of PyTorch.
         usual: the usual size of a value.
         units: the allowed units of roundoff.
-        by_row: whether errors and sizes are those of the same row, which they are if some rows have
-            infinite or large numbers.
+        by_row: whether each row has an error and a size of its own, because some rows have infinite
+            or large numbers.
         is_lenient: whether a number is right where the exact result is NaN.
     """
     if not got.is_floating_point():
-        # Integers differ only where PyTorch's results agree with the exact one.
+        # An integer is wrong only if all results of PyTorch agree with the exact one there.
         differs = (got != exact) & torch.stack([native == exact for native in natives]).all(0)
         if not differs.any():
             return ""
@@ -525,11 +527,11 @@ def _difference(
     dtype = got.dtype
     kind = _kind(got)
     kinds = [_kind(reference.to(dtype)) for reference in (exact, *natives)]
-    known = torch.stack([kind == expected for expected in kinds]).any(0)
+    is_expected = torch.stack([kind == expected for expected in kinds]).any(0)
     if is_lenient:
-        known |= (kind == 0) & exact.isnan()
-    if not known.all():
-        return f"{got[~known][:5].tolist()}, expected {exact[~known][:5].tolist()}"
+        is_expected |= (kind == 0) & exact.isnan()
+    if not is_expected.all():
+        return f"{got[~is_expected][:5].tolist()}, expected {exact[~is_expected][:5].tolist()}"
     exact, got = exact.double(), got.double()
     comparable = got.isfinite() & exact.isfinite()
     error, *errors = [

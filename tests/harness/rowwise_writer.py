@@ -1,6 +1,6 @@
 """Random row-wise functions as Python source, one for each seed.
 
-They combine operators in ways that handwritten tests do not think of.
+They combine operators in ways that handwritten tests do not cover.
 
 A function is a list of statements. Each is a random template, filled with names of earlier values.
 PyTorch runs each statement when it is written. A statement that raises an error, or has values that
@@ -543,9 +543,9 @@ class RandomFunction:
 
     def tensors(self, call: int = 0, device: torch.device | str = "cpu") -> list[Tensor]:
         """Random arguments for the call with this index: the same each time."""
-        chance = random.Random(f"{self.seed} {call}")
+        rng = random.Random(f"{self.seed} {call}")
         return [
-            _laid_out(_values(argument, self.sizes[call], chance), argument.layout, device)
+            _laid_out(_values(argument, self.sizes[call], rng), argument.layout, device)
             for argument in self.arguments
         ]
 
@@ -592,9 +592,9 @@ def _in_fp64(source: str) -> str:
 # --- tensors --------------------------------------------------------------------------------------
 
 
-def _values(argument: Argument, sizes: dict[str, int], chance: random.Random) -> Tensor:
+def _values(argument: Argument, sizes: dict[str, int], rng: random.Random) -> Tensor:
     """Random values of an argument, contiguous and on the CPU."""
-    generator = torch.Generator().manual_seed(chance.getrandbits(60))
+    generator = torch.Generator().manual_seed(rng.getrandbits(60))
     shape = [sizes.get(axis, 1) for axis in argument.axes]
     if argument.dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.6
@@ -603,17 +603,17 @@ def _values(argument: Argument, sizes: dict[str, int], chance: random.Random) ->
     values = torch.randn(shape, generator=generator, dtype=torch.float64).to(argument.dtype)
     if argument.faults:
         rows = values.view(-1, values.shape[-1] if values.dim() else 1)
-        for _ in range(chance.choice((1, 2, 3))):
-            chance.choice(_FAULTS)(rows[chance.randrange(len(rows))], chance)
+        for _ in range(rng.choice((1, 2, 3))):
+            rng.choice(_FAULTS)(rows[rng.randrange(len(rows))], rng)
     return values
 
 
 def _somewhere(*numbers: float) -> Callable[[Tensor, random.Random], None]:
     """Returns a fault that writes each number to a random element of a row."""
 
-    def fault(row: Tensor, chance: random.Random) -> None:
+    def fault(row: Tensor, rng: random.Random) -> None:
         for number in numbers:
-            row[chance.randrange(len(row))] = (
+            row[rng.randrange(len(row))] = (
                 min(max(number, -6e4), 6e4) if row.dtype == torch.float16 else number
             )
 
@@ -623,16 +623,16 @@ def _somewhere(*numbers: float) -> Callable[[Tensor, random.Random], None]:
 def _everywhere(*numbers: float) -> Callable[[Tensor, random.Random], None]:
     """Returns a fault that fills a row with one of the numbers."""
 
-    def fault(row: Tensor, chance: random.Random) -> None:
-        row.fill_(chance.choice(numbers))
+    def fault(row: Tensor, rng: random.Random) -> None:
+        row.fill_(rng.choice(numbers))
 
     return fault
 
 
-def _tied(row: Tensor, chance: random.Random) -> None:
+def _tied(row: Tensor, rng: random.Random) -> None:
     """A fault: two elements of the row become equal, then another element the largest."""
-    row[chance.randrange(len(row))] = row.clone()[chance.randrange(len(row))]
-    row[chance.randrange(len(row))] = row.max()
+    row[rng.randrange(len(row))] = row.clone()[rng.randrange(len(row))]
+    row[rng.randrange(len(row))] = row.max()
 
 
 _FAULTS: tuple[Callable[[Tensor, random.Random], None], ...] = (
@@ -684,35 +684,35 @@ class _Writer:
         namespace: the globals and locals of the statements.
     """
 
-    def __init__(self, chance: random.Random, seed: int) -> None:
-        self.chance, self.seed = chance, seed
+    def __init__(self, rng: random.Random, seed: int) -> None:
+        self.rng, self.seed = rng, seed
         self.lines: list[str] = []
         self.pool: dict[str, Tensor] = {}
         self.namespace: dict[str, Any] = {"torch": torch, "F": F, "Clip": Clip}
 
     def written(self) -> RandomFunction:
-        """Draws the arguments, the statements, the outputs and the ways of the calls."""
-        chance = self.chance
-        self.rows = chance.choice(
+        """Draws the arguments, the statements, the outputs, and how the function is called."""
+        rng = self.rng
+        self.rows = rng.choice(
             ((), ("s",), ("s",), ("b", "s"), ("b", "s"), ("b", "s"), ("a", "b", "s"))
         )
-        self.columns = ("m", "n") if chance.random() < 0.07 else ("n",)
-        self.row_dims = "(-2, -1)" if len(self.columns) > 1 or chance.random() < 0.03 else "-1"
+        self.columns = ("m", "n") if rng.random() < 0.07 else ("n",)
+        self.row_dims = "(-2, -1)" if len(self.columns) > 1 or rng.random() < 0.03 else "-1"
         sizes = self._sizes()
         inputs = self._arguments()
         for argument in inputs:
-            values = _values(argument, sizes, chance)
+            values = _values(argument, sizes, rng)
             self.namespace[argument.name] = self.pool[argument.name] = values
         self.originals = {argument.name: self.pool[argument.name].clone() for argument in inputs}
         categories = list(_CATEGORIES)
         weights = [weight for _, weight in _CATEGORIES.values()]
-        count = chance.choice((1, 2, 3, 4, 5, 6, 7, 8, 12))
-        index_of_odd = chance.randrange(count) if chance.random() < 0.1 else -1
+        count = rng.choice((1, 2, 3, 4, 5, 6, 7, 8, 12))
+        index_of_odd = rng.randrange(count) if rng.random() < 0.1 else -1
         for index in range(count):
             if index == index_of_odd:
                 self._step(_ODD)
             else:
-                templates, _ = _CATEGORIES[chance.choices(categories, weights)[0]]
+                templates, _ = _CATEGORIES[rng.choices(categories, weights)[0]]
                 self._step(templates)
         returned = self._outputs([argument.name for argument in inputs])
         parameters = ", ".join([argument.name for argument in inputs])
@@ -723,39 +723,41 @@ class _Writer:
             source="\n".join(lines) + "\n",
             arguments=self._varied(inputs),
             sizes=(sizes, *self._sizes_of_second_call(sizes)),
-            used=tuple([chance.random() < 0.85 for _ in range(4)]),
-            second=chance.random() < 0.12,
-            batched=chance.random() < 0.08,
-            tiled=chance.random() < 0.1,
-            stored=chance.random() < 0.15,
+            used=tuple([rng.random() < 0.85 for _ in range(4)]),
+            second=rng.random() < 0.12,
+            batched=rng.random() < 0.08,
+            tiled=rng.random() < 0.1,
+            stored=rng.random() < 0.15,
         )
 
     def _sizes(self) -> dict[str, int]:
         """Draws the size of each axis: a, b and s count rows, m and n columns."""
-        chance = self.chance
+        rng = self.rng
         return {
-            "a": chance.choice((1, 2)),
-            "b": chance.choice((1, 2, 2, 3)),
-            "s": chance.choice((1, 2, 3, 3, 5, 18)),
-            "m": chance.choice((1, 2, 3)),
-            "n": chance.choice((1, 2, 3, 4, 5, 8, 8, 12, 16, 16, 16, 24, 40)),
+            "a": rng.choice((1, 2)),
+            "b": rng.choice((1, 2, 2, 3)),
+            "s": rng.choice((1, 2, 3, 3, 5, 18)),
+            "m": rng.choice((1, 2, 3)),
+            "n": rng.choice((1, 2, 3, 4, 5, 8, 8, 12, 16, 16, 16, 24, 40)),
         }
 
     def _sizes_of_second_call(self, sizes: dict[str, int]) -> list[dict[str, int]]:
         """Draws the sizes of a second call; the list is empty if there is no second call."""
-        chance, others = self.chance, dict(sizes)
+        rng, second_sizes = self.rng, dict(sizes)
         for axis in "abs":
-            if chance.random() < 0.6:
-                others[axis] = chance.choice((1, 1, 2, 4, 17))
-        if chance.random() < 0.4:
-            others["n"] = chance.choice(
+            if rng.random() < 0.6:
+                second_sizes[axis] = rng.choice((1, 1, 2, 4, 17))
+        if rng.random() < 0.4:
+            second_sizes["n"] = rng.choice(
                 (1, sizes["n"] * 2, max(sizes["n"] // 2, 1), sizes["n"] + 4)
             )
-        return [others] if others != sizes and chance.random() < 0.6 else []
+        if second_sizes == sizes or rng.random() >= 0.6:
+            return []
+        return [second_sizes]
 
     def _arguments(self) -> list[Argument]:
         """Draws the arguments: mostly whole rows (x), and smaller tensors, masks and integers."""
-        chance, full = self.chance, (*self.rows, *self.columns)
+        rng, full = self.rng, (*self.rows, *self.columns)
         ones = ("1",) * len(self.columns)
         group = (*self.rows[:1], *["1"] * len(self.rows[1:]))
         axes_of = {
@@ -768,7 +770,8 @@ class _Writer:
             "t": (),  # a single number
             "o": ("1",),
         }
-        kinds = [("x", full)] * (0 if chance.random() < 0.08 else chance.choice((1, 1, 2, 3)))
+        number_of_rows = 0 if rng.random() < 0.08 else rng.choice((1, 1, 2, 3))
+        kinds = [("x", full)] * number_of_rows
         for letter, probability in (
             ("v", 0.9),
             ("r", 0.4),
@@ -779,41 +782,41 @@ class _Writer:
             ("t", 0.25),
             ("o", 0.1),
         ):
-            if chance.random() < probability:
+            if rng.random() < probability:
                 kinds.append((letter, axes_of[letter]))
         kinds = kinds or [("x", full)]
-        common_dtype = chance.choices(_DTYPES, (6, 2, 1, 1))[0]
-        mixes_dtypes = chance.random() < 0.3
+        common_dtype = rng.choices(_DTYPES, (6, 2, 1, 1))[0]
+        mixes_dtypes = rng.random() < 0.3
         arguments = []
         for number, (letter, axes) in enumerate(kinds):
-            is_other = mixes_dtypes and chance.random() < 0.5
-            dtype = chance.choice(_DTYPES) if is_other else common_dtype
+            is_other = mixes_dtypes and rng.random() < 0.5
+            dtype = rng.choice(_DTYPES) if is_other else common_dtype
             arguments.append(Argument(f"{letter}{number}", axes, dtype))
-        some = chance.choice([full, full, axes_of["v"], axes_of["r"], axes_of["g"]])
-        if chance.random() < 0.25:
-            arguments.append(Argument("mask", some, torch.bool))
-        if chance.random() < 0.15:
-            axes = chance.choice([axes_of["r"], some])
-            dtype = chance.choice((torch.int64, torch.int64, torch.int32))
+        axes_of_others = rng.choice([full, full, axes_of["v"], axes_of["r"], axes_of["g"]])
+        if rng.random() < 0.25:
+            arguments.append(Argument("mask", axes_of_others, torch.bool))
+        if rng.random() < 0.15:
+            axes = rng.choice([axes_of["r"], axes_of_others])
+            dtype = rng.choice((torch.int64, torch.int64, torch.int32))
             arguments.append(Argument("number", axes, dtype))
-        if chance.random() < 0.1:
-            arguments.append(Argument("unused", some, common_dtype))
-        chance.shuffle(arguments)
+        if rng.random() < 0.1:
+            arguments.append(Argument("unused", axes_of_others, common_dtype))
+        rng.shuffle(arguments)
         return arguments
 
     def _varied(self, arguments: Sequence[Argument]) -> tuple[Argument, ...]:
         """Draws layouts, faults and gradients of the arguments; no statement depends on these."""
-        chance = self.chance
-        has_layouts, has_faults = chance.random() < 0.3, chance.random() < 0.25
-        lacks_gradients = chance.random() < 0.4
+        rng = self.rng
+        has_layouts, has_faults = rng.random() < 0.3, rng.random() < 0.25
+        lacks_gradients = rng.random() < 0.4
         results = []
         for argument in arguments:
             is_floating = argument.dtype.is_floating_point
-            is_laid_out = has_layouts and chance.random() < 0.6
-            layout = chance.choice(_LAYOUTS) if is_laid_out else "contiguous"
+            is_laid_out = has_layouts and rng.random() < 0.6
+            layout = rng.choice(_LAYOUTS) if is_laid_out else "contiguous"
             is_whole = self.rows and set(argument.axes) >= {*self.rows, *self.columns}
-            is_faulty = has_faults and chance.random() < (0.8 if is_whole else 0.15)
-            has_gradient = is_floating and not (lacks_gradients and chance.random() < 0.5)
+            is_faulty = has_faults and rng.random() < (0.8 if is_whole else 0.15)
+            has_gradient = is_floating and not (lacks_gradients and rng.random() < 0.5)
             results.append(
                 replace(
                     argument,
@@ -828,7 +831,7 @@ class _Writer:
         """Adds a statement of one of the templates, if one of twelve attempts is valid."""
         for _ in range(12):
             name = f"y{len(self.lines)}"
-            filled = self._filled(self.chance.choice(templates), name)
+            filled = self._filled(self.rng.choice(templates), name)
             if filled is not None and (result := self._run(filled, name)) is not None:
                 self.lines += filled.split("\n")
                 self.pool[name] = self.namespace[name] = result
@@ -851,7 +854,7 @@ class _Writer:
             if not names:
                 return None
             newest = names[-3:]
-            values[letter] = self.chance.choice(newest if self.chance.random() < 0.6 else names)
+            values[letter] = self.rng.choice(newest if self.rng.random() < 0.6 else names)
         return template.format(**values)
 
     def _run(self, text: str, name: str) -> Tensor | None:
@@ -882,16 +885,16 @@ class _Writer:
         The first output is a sum of the values that no statement used, where they can be added.
         Further outputs are other values, mostly of as many rows.
         """
-        chance = self.chance
+        rng = self.rng
         text = "\n".join(line.partition("=")[2] for line in self.lines)
         unused = [
             name for name in self.pool if not re.search(rf"\b{name}\b", text) and name != "unused"
         ]
-        if chance.random() < 0.15:  # leave some arguments or statements without any effect
+        if rng.random() < 0.15:  # leave some arguments or statements without any effect
             unused = unused[-1:]
         total = f"y{len(self.lines)}"
         rows_of_x = [name for name in names if name[0] == "x"]
-        start = rows_of_x[0] if rows_of_x else chance.choice(list(self.pool))
+        start = rows_of_x[0] if rows_of_x else rng.choice(list(self.pool))
         expression, not_added = f"{start} * 0.5", list[str]()
         for name in unused:
             term = None if name == start else self._addend(name, expression, total)
@@ -908,24 +911,24 @@ class _Writer:
         candidates = []
         for name in results:
             row_shapes = [t.shape[: len(self.rows)] for t in (self.pool[name], first)]
-            if row_shapes[0] == row_shapes[1] or chance.random() < 0.05:
+            if row_shapes[0] == row_shapes[1] or rng.random() < 0.05:
                 candidates.append(name)
         outputs = [total]
-        if candidates and chance.random() < 0.35:
-            outputs.append(chance.choice(candidates))
+        if candidates and rng.random() < 0.35:
+            outputs.append(rng.choice(candidates))
         not_added = [name for name in not_added if name in candidates]
-        if not_added and chance.random() < 0.5:
-            outputs.append(chance.choice(not_added))
-        if chance.random() < 0.03:
-            outputs.append(chance.choice(names))
+        if not_added and rng.random() < 0.5:
+            outputs.append(rng.choice(not_added))
+        if rng.random() < 0.03:
+            outputs.append(rng.choice(names))
         outputs = [self._viewed(name) for name in outputs]
-        chance.shuffle(outputs)
-        if len(outputs) == 1 and chance.random() < 0.9:
+        rng.shuffle(outputs)
+        if len(outputs) == 1 and rng.random() < 0.9:
             return outputs[0]
-        return f"[{', '.join(outputs)}]" if chance.random() < 0.1 else f"({', '.join(outputs)},)"
+        return f"[{', '.join(outputs)}]" if rng.random() < 0.1 else f"({', '.join(outputs)},)"
 
     def _addend(self, name: str, expression: str, total: str) -> str | None:
-        """Returns a term of the value ``name`` that can be added to ``expression``, or None."""
+        """Returns a term of ``name`` that can be added to ``expression``, or None."""
         dims = len(self.rows) + len(self.columns)
         terms = [name]
         if self.pool[name].dim() == dims:
@@ -938,9 +941,9 @@ class _Writer:
 
     def _viewed(self, name: str) -> str:
         """Returns an output, or seldom a view or a reduction of it."""
-        if self.chance.random() > 0.15:
+        if self.rng.random() > 0.15:
             return name
-        view = self.chance.choice(
+        view = self.rng.choice(
             (
                 ".sum(-1)",
                 ".mean(-1)",

@@ -7,7 +7,8 @@ cases of each test in two steps. ``--full``, which runs each night, runs all of 
 1. *Shared specs.* Operators and models are slow to test, so each test runs with about four specs,
    chosen by the test's name. Over all tests, each spec occurs in many.
    ``@pytest.mark.pairs("spec")`` exempts a test, which then runs with all specs.
-   ``@pytest.mark.shared("name", most=16)`` does the same for another parameter than ``spec``.
+   ``@pytest.mark.shared("name", most=16)`` shares the values of another parameter than ``spec``:
+   each test runs with about 16 of them.
 2. *Each value once.* From the remaining cases few are chosen in which every value of every
    parameter occurs. Each element of a tuple counts as a parameter. A parametrisation of several
    parameters at once with few rows is a list of examples: each row must occur. A `Case` counts as
@@ -83,8 +84,9 @@ def _covering(cases: Sequence[Candidate]) -> list[Candidate]:
     pairs = _pairs(cases[0])
     factors = list(map(_factors, cases))
     _check_names(cases[0], pairs, {name for name, _ in factors[0]})
-    values = cases[0].params.values()
-    if any(isinstance(v, Case) for v in values) and not any("sample" in pair for pair in pairs):
+    has_samples = any(isinstance(value, Case) for value in cases[0].params.values())
+    names_samples = any("sample" in pair for pair in pairs)
+    if has_samples and not names_samples:  # any of the samples may be chosen
         factors = [
             tuple((name, key) for name, key in of_case if name != "sample") for of_case in factors
         ]

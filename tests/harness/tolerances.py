@@ -36,11 +36,11 @@ rounding of the output, which is at most u(y) (|w hat| + |b|), is then divided b
 is not saved, this term is zero.
 
 eager: a norm's gradient is a difference that cancels (entirely, for one or two columns). No
-perturbation of the inputs explains the error of that. The term is the larger of two errors of eager
-PyTorch, each the largest over the whole tensor, because a single row may happen to have none. One
-is its error in the sample's dtypes. The other is its error in fp32, which fp64 can measure
-precisely, over all perturbed inputs, scaled by the largest of the units of roundoff above over
-u(fp32).
+perturbation of the inputs explains the error of this cancellation. The term is the larger of two
+errors of eager PyTorch. Each is the largest over the whole tensor, because a single row may happen
+to have none. One is its error in the sample's dtypes. The other is its error in fp32 on all
+perturbed inputs, which fp64 can measure precisely. It is multiplied by the largest of the units of
+roundoff above, and divided by u(fp32).
 
 Operators that reproduce the inner roundings of another library get twice eager's error in the
 forward, too. With one promised rounding (``rounding="once"``) they do not.
@@ -94,7 +94,7 @@ def a_rounding_away(tensor: Tensor, draw: int) -> Tensor:
     """The tensor in fp32, randomly perturbed by about one rounding of fp32.
 
     PyTorch's results for it show how large the error of a result is if only the inputs are
-    rounded. Where sums cancel it is large.
+    rounded. This error is large where sums cancel.
     """
     if not tensor.is_floating_point():
         return tensor

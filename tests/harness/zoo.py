@@ -177,9 +177,9 @@ class Counting(TorchDispatchMode):
 
 @contextmanager
 def making_kernels(always: bool = True) -> Iterator[None]:
-    """Within this context, rules assume that torch.compile generates kernels, or does not.
+    """Within this context, rules assume that torch.compile generates kernels, compiled or not.
 
-    Whether the code is compiled in fact makes no difference.
+    With ``always=False`` they assume that it generates none.
     """
 
     def answer(x: Tensor) -> bool:  # a function, since torch.compile does not trace mocks

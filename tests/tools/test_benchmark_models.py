@@ -172,7 +172,7 @@ def test_provider_uses_the_compiler_of_its_name(name, fused, compiler, monkeypat
 
 @transformers_only
 def test_liger_patches_only_during_its_own_steps(monkeypatch):
-    """Its function sets names in the model's module, that is, for all instances."""
+    """Liger's function sets names in the model's module, which changes all instances."""
     from transformers.models.llama import modeling_llama
 
     def patch(model):
@@ -195,9 +195,10 @@ def test_liger_patches_only_during_its_own_steps(monkeypatch):
 
 @pytest.fixture
 def stepping(monkeypatch):
-    """A function that makes contenders whose n-th step takes the n-th of some seconds.
+    """Returns ``make(name, *seconds)``, which builds a contender with simulated times.
 
-    Its attribute ``order`` has the names of the contenders in the order of their steps.
+    Its n-th step takes the n-th number of ``seconds``; the last number also holds for later steps.
+    ``make.order`` lists the names of the contenders in the order of their steps.
     """
     now, order = [0.0], []
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: now[0])
@@ -309,7 +310,8 @@ def test_failing_provider_is_named_and_fails_the_run_if_ours(tmp_path, monkeypat
     assert error in capsys.readouterr().err
     (only,) = results.read(path)
     assert (only.provider, only.mode, only.shape) == ("fused", "infer", "2x16")
-    assert only.ms > 0 and only.host_ms > 0 and only.peak_mib is only.loss is None
+    assert only.ms > 0 and only.host_ms > 0
+    assert only.peak_mib is None and only.loss is None
     assert only.torch == torch.__version__ and only.commit and only.transformers
     monkeypatch.setitem(PROVIDERS, "fused", failing)
     assert run(*words, "fused") == 1

@@ -176,7 +176,7 @@ def test_bandwidth_is_moved_bytes_over_time():
 
 
 def test_lines_of_peers_have_labels(monkeypatch, tmp_path):
-    """They are peers' times over ours, in different colours."""
+    """The lines show the peers' times over ours, in different colours."""
     pytest.importorskip("matplotlib")
     saved = []
     monkeypatch.setattr(drawing, "_save", lambda figure, chart, path: saved.append(figure))

@@ -34,7 +34,7 @@ class Logits(nn.Module):
         ("gated_decoder", True, 4),
         ("meta_llama", False, 4),
         ("meta_llama", True, 4),
-        # Not in bf16: where it rounds an input of a ReLU across zero, the gradient jumps.
+        # Not in bf16: if a rounding moves the input of a ReLU across zero, the gradient jumps.
         ("dlrm", False, 1),
     ],
 )

@@ -189,7 +189,7 @@ def test_exact_operators_are_refused_if_the_last_bit_differs(op):
 
 
 class Backward(torch.autograd.Function):
-    """The identity, whose backward scales one row and overwrites the gradient it is given."""
+    """The identity. Its backward scales one row of the gradient, and overwrites its argument."""
 
     @staticmethod
     def forward(ctx, x, scale):
@@ -328,18 +328,18 @@ def test_resume_skips_rows_of_this_and_of_named_commits(machine, monkeypatch, tm
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(runner, "this_machine", lambda: ("CPU", machine))
     words = "sweep --op gelu --axis rows --dtype fp32 --jobs 0 --provider fusedops --output"
-    every = [*words.split(), str(tmp_path / "sweep.csv")]
+    arguments = [*words.split(), str(tmp_path / "sweep.csv")]
 
     def printed(*more):
-        assert command.main([*every, *more]) == 0
+        assert command.main([*arguments, *more]) == 0
         return capsys.readouterr().out
 
     assert "2 of 2 cases" in printed()
     assert "0 of 2 cases" in printed("--resume")
     monkeypatch.setattr(runner, "this_machine", lambda: ("CPU", replace(machine, commit="fedcba9")))
-    for before in ("abc1234", "abc1", "abc12340123"):
-        assert "0 of 2 cases" in printed("--resume", before)
-    for other in ("0a0a0a0", "abc1234+dirty", ""):
-        assert command.main([*every, "--resume", other]) == 2
-        assert f"has no rows at commit {other!r}; it has abc1234" in capsys.readouterr().err
+    for commit in ("abc1234", "abc1", "abc12340123"):
+        assert "0 of 2 cases" in printed("--resume", commit)
+    for commit in ("0a0a0a0", "abc1234+dirty", ""):
+        assert command.main([*arguments, "--resume", commit]) == 2
+        assert f"has no rows at commit {commit!r}; it has abc1234" in capsys.readouterr().err
     assert "2 of 2 cases" in printed("--resume")

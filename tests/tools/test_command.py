@@ -120,9 +120,10 @@ def test_version_and_module() -> None:
 
 
 def test_shapes_and_dtypes() -> None:
-    """Shapes of the command line that an operator takes, else those of its benchmark.
+    """An operator is tuned for those shapes of the command line that it accepts.
 
-    Dropout is also tuned with p=0.
+    Without shapes on the command line, it is tuned for those of its benchmark. Operators with
+    dropout are also tuned with p=0.
     """
     cpu = torch.device("cpu")
     specs = {spec.name: spec for spec in command._specs(())}
@@ -165,8 +166,8 @@ def test_best_configs_are_cached(tmp_path: Path, capsys: pytest.CaptureFixture[s
             made_up.sweeper(timer=timer),
             workloads,
             destination,
-            1e9,
-            lambda out: command.line(out, 4e12),
+            budget=1e9,
+            describe=lambda out: command.line(out, 4e12),
         )
         == 0
     )
@@ -198,17 +199,15 @@ def test_ship_writes_a_table_and_resumes(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "time", types.SimpleNamespace(monotonic=lambda: next(moments)))
         destination = command._Ship(namespace, device)
-        assert command._sweep(made_up.sweeper(), workloads, destination, 5.0, str) == 0
+        assert (
+            command._sweep(made_up.sweeper(), workloads, destination, budget=5.0, describe=str) == 0
+        )
     assert "1 keys tuned" in capsys.readouterr().out
-    assert (
-        command._sweep(made_up.sweeper(), workloads, command._Ship(namespace, device), 1e9, str)
-        == 0
-    )
+    destination = command._Ship(namespace, device)
+    assert command._sweep(made_up.sweeper(), workloads, destination, budget=1e9, describe=str) == 0
     assert "3 keys tuned" in capsys.readouterr().out
-    assert (
-        command._sweep(made_up.sweeper(), workloads, command._Ship(namespace, device), 1e9, str)
-        == 0
-    )
+    destination = command._Ship(namespace, device)
+    assert command._sweep(made_up.sweeper(), workloads, destination, budget=1e9, describe=str) == 0
     printed = capsys.readouterr().out
     assert "0 keys tuned" in printed and "geometric mean" in printed
     table = Table(path)
@@ -271,13 +270,10 @@ def test_doctor_without_faults(capsys: pytest.CaptureFixture[str], kernel_path: 
     for start in starts + operators:
         assert sum(line.startswith(start) for line in lines) == 1, start
     path = next(line for line in lines if line.startswith("swiglu: "))
-    expected = (
-        "kernel"
-        if torch.cuda.is_available()
-        else "interpreter"
-        if kernel_path
-        else "reference (no GPU)"
-    )
+    if torch.cuda.is_available():
+        expected = "kernel"
+    else:
+        expected = "interpreter" if kernel_path else "reference (no GPU)"
     assert expected in path
 
 

@@ -69,11 +69,8 @@ def _imports(path: Path) -> Iterator[str]:
                     else name.value
                 )
         elif isinstance(node, ast.ImportFrom):
-            base = (
-                ".".join(package.split(".")[: len(package.split(".")) - node.level + 1])
-                if node.level
-                else ""
-            )
+            parents = package.split(".")
+            base = ".".join(parents[: len(parents) - node.level + 1]) if node.level else ""
             source = ".".join(filter(None, (base, node.module)))
             for alias in node.names:
                 # ``from . import ops`` names a module, ``from .ops import layer_norm`` a function.
@@ -97,7 +94,7 @@ def _has_kernels(name: str) -> bool:
     return "kernels" in name.split(".")
 
 
-# The files of ``distributed/``, each of the layer that calls it: "" is the public package.
+# The layer of each file of ``distributed/``: that of its callers. "" is the public package.
 _DISTRIBUTED = {
     "": API,
     "seeds": API,
@@ -155,7 +152,7 @@ def _strings(path: Path) -> Iterator[str]:
 
 
 def test_core_names_no_module_above_it() -> None:
-    """No string of core has such a name either, as modules can be imported by it."""
+    """Strings count too, because a module can be imported by its name in a string."""
     for name, path in MODULES.items():
         if _layer(name) == CORE:
             results = [text for text in _strings(path) if _ABOVE_CORE.search(text)]
@@ -225,10 +222,9 @@ COMMANDS = ("fusedops.tune", "fusedops.doctor", "fusedops.__main__")
 
 def test_commands_are_not_imported() -> None:
     for name, target in _internal_imports():
-        if (name, target) != ("fusedops", "fusedops.tune.ondemand"):
-            assert name.startswith(COMMANDS) or not target.startswith(COMMANDS), (
-                f"{name} imports {target}"
-            )
+        is_tuner_of_the_package = (name, target) == ("fusedops", "fusedops.tune.ondemand")
+        if target.startswith(COMMANDS) and not is_tuner_of_the_package:
+            assert name.startswith(COMMANDS), f"{name} imports {target}"
 
 
 def test_specs_are_not_imported() -> None:
@@ -246,7 +242,7 @@ _COMPAT = {name for name in MODULES if name.startswith("fusedops.core.compat.")}
     "fusedops.backend.symbols",
 }
 
-# Private names outside these, by file ("" for any), each with the reason. All others are faults.
+# Private names that other files may use, by file ("" is any file), each with the reason.
 ALLOWED = {
     (
         "",
@@ -285,15 +281,14 @@ def _own() -> frozenset[str]:
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 names.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                names |= (
-                    {node.attr}
-                    if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-                    else set()
-                )
+                instance = node.value.id if isinstance(node.value, ast.Name) else ""
+                if instance in ("self", "cls"):
+                    names.add(node.attr)
     return frozenset(names)
 
 
 def _foreign(name: str) -> bool:
+    """Whether a private name belongs to another package."""
     return bool(_PRIVATE.match(name)) and not name.startswith("_fusedops_") and name not in _own()
 
 

@@ -128,7 +128,7 @@ def _chosen_cases(*pairs: str) -> tuple[list[Case], list[Case]]:
 
 
 def test_choice_without_a_mark() -> None:
-    """All dtypes and some specs are chosen, but not all samples, and those that are wide last."""
+    """All dtypes, some specs and some samples are chosen. Wide samples are the last choice."""
     every, chosen = _chosen_cases()
     assert len(chosen) == 4
     assert {case.dtype for case in chosen} == set(DTYPES)

@@ -169,10 +169,13 @@ def test_generated_kernels_compile_in_workers(blocks: str) -> None:
     compiler = pytest.importorskip("triton.backends.compiler")
     workload = parsed(f"{blocks}:gated_norm", _GATED, torch.bfloat16)
     tensors = list(workload.inputs(torch.device("cpu")).values())
-    program = workload.function._programs.find([*tensors, 0.1], False).program
+    program = workload.function._programs.find([*tensors, 0.1], autocast=False).program
     with Pool(2, compiler.GPUTarget("cuda", 90, 32), 232_448) as pool:
-        usages = [pool.submit(request).result() for _, request, _ in chosen(program, -1, tensors)]
-    assert len(usages) == 2 and all(usage.registers and not usage.error for usage in usages), usages
+        kernels = chosen(program, device_index=-1, tensors=tensors)
+        usages = [pool.submit(request).result() for _, request, _ in kernels]
+    assert len(usages) == 2
+    for usage in usages:
+        assert usage.registers and not usage.error, usages
 
 
 @pytest.mark.parametrize(

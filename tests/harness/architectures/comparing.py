@@ -32,7 +32,7 @@ __all__ = [
     "size_of",
 ]
 
-# Results may differ by so many times the change of results that moved inputs cause.
+# Results may differ by this many times the change that moved inputs cause.
 MOVEMENTS = 16
 # The number of random movements.
 DRAWS = 3
@@ -40,9 +40,10 @@ Results = dict[str, Tensor]
 
 
 def built(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """Returns an architecture in evaluation mode, and arguments for a call; skips the test if none.
+    """Returns an architecture in evaluation mode, and arguments for a call.
 
-    The installed Transformers may be another than the one for which left.txt was written.
+    If the model cannot be built, the test is skipped: left.txt was written for one version of
+    Transformers, and another may be installed.
     """
     architecture = make(name)
     try:
@@ -138,11 +139,11 @@ def moved_by(
     model: nn.Module, arguments: dict[str, Any], draw: int, unit: float = 0.0
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Returns a copy of the model and its arguments with every number moved, as by `_mover`."""
-    move, other = _mover(draw, unit), copy.deepcopy(model)
+    move, moved_model = _mover(draw, unit), copy.deepcopy(model)
     with torch.no_grad():
-        for parameter in other.parameters():
+        for parameter in moved_model.parameters():
             parameter.copy_(move(parameter))
-    return other, {k: move(v) for k, v in arguments.items()}
+    return moved_model, {k: move(v) for k, v in arguments.items()}
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -176,7 +177,7 @@ def compare(actual: Results, expected: Results, moved: list[Results]) -> None:
         changes = [distance(results[name], x) for results in moved if name in results]
         allowed = torch.finfo(x.dtype).eps * size_of(x) + MOVEMENTS * max(changes, default=0.0)
         difference = distance(actual[name], x)
-        if not difference <= allowed:
+        if not difference <= allowed:  # true also for NaN
             wrong[name] = (difference, allowed)
     if wrong:
         worst = max(wrong, key=lambda name: wrong[name][0] / (wrong[name][1] or 1e-30))

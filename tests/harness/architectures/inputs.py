@@ -35,15 +35,15 @@ def candidates(model: nn.Module) -> Iterator[dict[str, Any]]:
             yield {**second, **main_inputs, **decoder}
             if decoder:
                 yield {**second, **main_inputs}
-    for other in (
+    for name in (
         "input_ids",
         "pixel_values",
         "input_features",
         "input_values",
         "pixel_values_videos",
     ):
-        if other != main:
-            yield from guesses.variants(other)
+        if name != main:
+            yield from guesses.variants(name)
     required = [
         name
         for name, parameter in signature.items()

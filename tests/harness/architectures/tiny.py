@@ -138,8 +138,10 @@ class _Shrinking:
             if name not in parameters or field.startswith("_"):
                 continue
             small = self._small(field, value, layers)
-            is_default = not defaults or (field in defaults and not _differ(defaults[field], value))
-            if small is not value or not is_default:
+            has_own_value = bool(defaults) and (
+                field not in defaults or _differ(defaults[field], value)
+            )
+            if small is not value or has_own_value:
                 results[name] = small
         _match_heads(config, results)
         overrides = OVERRIDES.get(model_type, {})
@@ -168,7 +170,7 @@ class _Shrinking:
             return self._tokens.setdefault(value, _VOCABULARY - 1 - len(self._tokens))
         small = next((small for names, small in _INTEGERS if names.fullmatch(name)), None)
         result = value if small is None else small(value)
-        return value if result == value else result
+        return value if result == value else result  # `of` compares the objects
 
     def _sequence(self, name: str, value: Any, layers: int | None) -> Any:
         small: list[Any]
