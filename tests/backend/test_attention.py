@@ -41,12 +41,12 @@ def calls() -> Iterator[list[_Call]]:
         key: Tensor,
         value: Tensor,
         mask: Tensor | None = None,
-        *rest: Any,
+        *arguments: Any,
         **options: Any,
     ) -> Tensor:
         recorded.append(_Call(mask is not None, bool(options.get("is_causal")), key.shape[1]))
         assert value.shape[1] == key.shape[1]
-        return attention(query, key, value, mask, *rest, **options)
+        return attention(query, key, value, mask, *arguments, **options)
 
     def patched(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         functional = SimpleNamespace(scaled_dot_product_attention=recording)

@@ -40,9 +40,9 @@ def _rotated(x: Tensor, freqs: Tensor) -> Tensor:
 class _Attention(nn.Module):
     """A part of a decoder, with norms of queries and keys."""
 
-    def __init__(self, reads: str) -> None:
+    def __init__(self, origin: str) -> None:
         super().__init__()
-        self.reads = reads
+        self.origin = origin
         self.query, self.key = (nn.Linear(32, 32, bias=False) for _ in range(2))
         self.of_queries, self.of_keys = nn.RMSNorm(8), nn.RMSNorm(8)
         self.freqs: Tensor
@@ -50,7 +50,7 @@ class _Attention(nn.Module):
 
     def forward(self, x: Tensor, freqs: Tensor, positions: Tensor) -> Tensor:
         heads = [layer(x).unflatten(-1, (-1, 8)) for layer in (self.query, self.key)]
-        freqs = _FREQS[self.reads](self, freqs, positions)
+        freqs = _FREQS[self.origin](self, freqs, positions)
         query = _rotated(self.of_queries(heads[0]), freqs)
         key = _rotated(self.of_keys(heads[1]), freqs)
         query, key = query.transpose(1, 2), key.transpose(1, 2)
@@ -81,9 +81,9 @@ def _results(call: Callable[..., Tensor], model: nn.Module, inputs: Sequence[Ten
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("reads", _FREQS)
-def test_rotary_is_in_the_region_of_the_norm(reads: str, dynamic: bool) -> None:
-    model, backend = _Attention(reads).to(DEVICE), Backend()
+@pytest.mark.parametrize("origin", _FREQS)
+def test_rotary_is_in_the_region_of_the_norm(origin: str, dynamic: bool) -> None:
+    model, backend = _Attention(origin).to(DEVICE), Backend()
     compiled = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
     inputs = _inputs()
     results, expected = _results(compiled, model, inputs), _results(model, model, inputs)
@@ -148,14 +148,14 @@ def _with_real_part(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _changed(z: Tensor) -> Tensor:
-    """Change a tensor in place, of which there is a real view."""
+    """Change in place a tensor that has a real view."""
     parts = torch.view_as_real(z)
     z.add_(1)
     return z * parts[..., 0]
 
 
 def _changed_pairs(x: Tensor) -> Tensor:
-    """Change a real tensor in place, of which there is a complex view."""
+    """Change in place a real tensor that has a complex view."""
     z = _PAIRS(x)
     copy = z.clone()
     x.add_(1)

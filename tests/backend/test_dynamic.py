@@ -202,8 +202,8 @@ def test_number_of_rows_that_depends_on_a_ratio_is_a_constant() -> None:
     weight, share = nn.Parameter(randn(24)), 0.75
 
     def function(x: Tensor) -> Tensor:
-        kept = x[:, : int(16 * (1 - share))].cumsum(1)
-        return F.rms_norm(kept, (24,), weight) * torch.sigmoid(kept)
+        visible = x[:, : int(16 * (1 - share))].cumsum(1)
+        return F.rms_norm(visible, (24,), weight) * torch.sigmoid(visible)
 
     backend = Backend()
     compiled = torch.compile(function, backend=backend, dynamic=True)
@@ -218,10 +218,10 @@ def test_number_of_rows_that_the_caller_passes_is_not_a_constant() -> None:
     weight = nn.Parameter(randn(24))
 
     def function(x: Tensor, n: int) -> Tensor:
-        kept = x.cumsum(0)[: 2 * n]
+        rows = x.cumsum(0)[: 2 * n]
         if x.shape[0] != 2 * n:
             raise ValueError("another number of rows")
-        return F.rms_norm(kept, (24,), weight) * torch.sigmoid(kept)
+        return F.rms_norm(rows, (24,), weight) * torch.sigmoid(rows)
 
     backend = Backend()
     compiled = torch.compile(function, backend=backend, dynamic=True)

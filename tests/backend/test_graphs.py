@@ -296,7 +296,7 @@ def _clone_of_changed(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _result_without_gradient(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute a region of which one result has no gradient."""
+    """Compute a region with a result that has no gradient."""
     y = x.detach() * 2
     return F.layer_norm(y, (8,), w), y + x.detach()
 
@@ -414,7 +414,7 @@ def _loss(outputs: Sequence[Tensor]) -> Any:
     return sum(weight * (t * t.detach().cos()).sum() for weight, t in enumerate(outputs, 1))
 
 
-# Functions that change their input y, of which v is a view.
+# Functions that change their input y. The input v is a view of y.
 def _input_changed(y: Tensor, v: Tensor, w: Tensor) -> Tensor:
     z = y + w
     y[:, 0] = 0
@@ -565,7 +565,7 @@ def _hidden_states_summed(x: Tensor, w: Tensor) -> Tensor:
 def _slices_normalised(x: Tensor, w: Tensor) -> Tensor:
     """Normalise 30 slices, each a result of its own: more than the alphabet has letters."""
     slices = x.repeat(1, 30, 1).split(6, 1)
-    return torch.cat([torch.tanh(F.layer_norm(one, (8,), w)) for one in slices], 1)
+    return torch.cat([torch.tanh(F.layer_norm(part, (8,), w)) for part in slices], 1)
 
 
 @pytest.mark.parametrize("function", [_hidden_states_summed, _slices_normalised])
@@ -673,7 +673,7 @@ def test_graph_whose_derivative_would_be_lost_is_left() -> None:
 
 @pytest.mark.parametrize("has_constant", [False, True])
 def test_parameters_are_marked_as_static_inputs(has_constant: bool) -> None:
-    """CUDA graphs copy inputs that are not static, and one on the CPU turns them off.
+    """CUDA graphs copy inputs that are not static, and an input on the CPU turns them off.
 
     A constant on the GPU is static, too.
     """
@@ -797,8 +797,8 @@ def _in_a_norm(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _several_results(x: Tensor, w: Tensor) -> Tensor:
-    one, other = _shifted_twice(x, w)
-    return F.rms_norm(one + x, (8,), w) + other
+    first, second = _shifted_twice(x, w)
+    return F.rms_norm(first + x, (8,), w) + second
 
 
 def _without_reductions(x: Tensor, w: Tensor) -> Tensor:

@@ -176,7 +176,7 @@ _REPEATS_GROUPS = DEVICE.type == "cuda"
 
 
 def _packed_projections(groups: int) -> int:
-    """Return whether gradients are written into that of the projection, with four query heads."""
+    """Return into how many projections' gradients kernels write (0 or 1), with four query heads."""
     return 0 if _REPEATS_GROUPS and groups != 4 else 1
 
 
@@ -204,7 +204,7 @@ def _names(graph: torch.fx.Graph) -> list[str]:
 
 
 def _packed_count(backend: Backend) -> int:
-    """Return how many tensors have a gradient into which kernels write those of parts."""
+    """Return the number of gradients into which kernels write the gradients of parts."""
     return backend.report.changes[_CHANGE]
 
 

@@ -26,7 +26,7 @@ ROWS = 12
 TIMES = 3  # experts of each row, so that there are ROWS * TIMES ids
 
 
-# Functions whose indices are permutations, divided by a number or not.
+# Functions whose indices are permutations, or quotients of permutations and a number.
 def _experts(x: Tensor, ids: Tensor) -> Tensor:
     """Compute a mixture of experts: sort copies of rows by expert, scale them, and sort back."""
     order = ids.argsort(stable=True)
@@ -188,7 +188,7 @@ def _compiled(
 def test_gradients_of_permuted_rows_are_put_back(
     function: Callable[..., Tensor], is_permutation: bool
 ) -> None:
-    """Values and gradients are right, and the backward adds atomically only without permutations."""
+    """Values and gradients are right; the backward adds atomically only without permutations."""
     x = randn(ROWS, 2).requires_grad_()
     ids = torch.randint(0, 4, (ROWS * TIMES,), device=DEVICE)
     y, replaced, names = _compiled(function, x, ids)

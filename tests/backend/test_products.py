@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
 class Products(nn.Module):
     """Linear layers of the same rows.
 
-    Three are alike. One each is frozen, too narrow, or without bias. The output of one is the input
-    of a norm, and two are a gated unit.
+    The layers ``q``, ``k`` and ``v`` are alike. One layer is frozen, one has few columns, and one
+    has no bias. A norm reads the output of ``normed``, and ``gate`` and ``up`` are a gated unit.
     """
 
     def __init__(self) -> None:
@@ -138,14 +138,14 @@ def test_parameters_are_cast_together() -> None:
     x = randn(5, 16)
     graphs: list[torch.fx.Graph] = []
 
-    def keep(gm: torch.fx.GraphModule, _: Any) -> Any:
+    def record(gm: torch.fx.GraphModule, _: Any) -> Any:
         graphs.append(gm.graph)
         return make_boxed_func(gm.forward)
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         compiled = entry._with_operators(gm, inputs, CompileReport())
         with casts_recorded():
-            return aot_autograd(fw_compiler=keep, bw_compiler=keep)(compiled, inputs)
+            return aot_autograd(fw_compiler=record, bw_compiler=record)(compiled, inputs)
 
     with torch.autocast(DEVICE.type, torch.bfloat16):
         cotangent = torch.randn_like(model(x))
@@ -159,8 +159,8 @@ def test_parameters_are_cast_together() -> None:
     if not KERNEL_PATH:
         assert not joined
         return
-    # Two frozen parameters are cast together, and four trained ones. The rows are cast alone, and
-    # so is the bias of four elements, which is not aligned.
+    # One cast has both frozen parameters, and another has four trained ones. The rows are cast
+    # alone, and so is the bias of four elements, which is not aligned.
     assert sorted(joined) == [2, 4]
     casts = [node.meta["val"] for node in backward if aten_name(node.target) == "_to_copy"]
     sizes = [value.numel() for value in casts if value.dtype == torch.float32]
@@ -367,8 +367,8 @@ def test_gradients_of_padded_logits_are_not_copied_to_be_padded(
 ) -> None:
     """The loss is in another graph, which does not know of the padding.
 
-    So the backward of padded logits takes their gradient with contiguous strides. That of other
-    logits takes it as the release of PyTorch does, in newer ones with the logits' strides.
+    So the backward of padded logits takes their gradient with contiguous strides. The backward of
+    other logits does that only in older releases of PyTorch; newer ones guess the logits' strides.
     """
     model, x = nn.Linear(16, columns).to(DEVICE), randn(2, 512, 16)
     gradient_strides = []

@@ -176,14 +176,14 @@ def test_strided_rows_need_neither_copies_nor_a_second_compilation(
     copied: list[Tensor] = []
     contiguous = torch.Tensor.contiguous
 
-    def copy(t: Tensor, **options: Any) -> Tensor:
+    def recording(t: Tensor, **options: Any) -> Tensor:
         # Two calls are not copies of the model's: those of fake tensors in a compiler, and those of
         # AOTAutograd, which brings cotangents into a memory format.
         if type(t) is Tensor and not options and not t.is_contiguous():
             copied.append(t)
         return contiguous(t, **options)
 
-    monkeypatch.setattr(torch.Tensor, "contiguous", copy)
+    monkeypatch.setattr(torch.Tensor, "contiguous", recording)
     y = run(x)
     (y * torch.randn_like(y)).sum().backward()
     assert not copied

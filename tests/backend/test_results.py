@@ -28,8 +28,8 @@ def _norm(x: Tensor) -> Tensor:
 
 def _without_gradient(x: Tensor, y: Tensor, w: Tensor, frozen: Tensor) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        known = (x * w + frozen).softmax(-1)
-    return F.layer_norm(x, (16,), w) - known, known
+        constant = (x * w + frozen).softmax(-1)
+    return F.layer_norm(x, (16,), w) - constant, constant
 
 
 def _view_without_gradient(

@@ -89,7 +89,7 @@ def test_returned_activations_are_recomputed_if_that_saves_a_read(
     def model(x: Tensor, w: Tensor) -> Any:
         return function(x @ w, other)
 
-    def keep(gm: torch.fx.GraphModule, _: Any) -> Any:
+    def record(gm: torch.fx.GraphModule, _: Any) -> Any:
         graphs.append(gm.graph)
         return make_boxed_func(gm.forward)
 
@@ -97,8 +97,8 @@ def test_returned_activations_are_recomputed_if_that_saves_a_read(
         compiled = entry._with_operators(gm, inputs, CompileReport())
         partition = functools.partial(min_cut_rematerialization_partition, compiler="inductor")
         return aot_autograd(
-            fw_compiler=keep,
-            bw_compiler=keep,
+            fw_compiler=record,
+            bw_compiler=record,
             partition_fn=partition,
             decompositions=core_aten_decompositions(),
         )(compiled, inputs)

@@ -101,7 +101,7 @@ def _step_in_a_process(turn: str) -> str:
     ).stdout
 
 
-# --- on what the name of a file depends -----------------------------------------------------------
+# --- the name of a file ---------------------------------------------------------------------------
 
 
 def _normed(x: Tensor, w: Tensor) -> Tensor:
@@ -116,15 +116,16 @@ def _graph(
     function: Callable[..., Any], inputs: Sequence[Tensor], **options: Any
 ) -> tuple[fx.GraphModule, list[Any]]:
     """Return the graph and the inputs that Dynamo passes to a backend."""
-    results: list[Any] = []
+    recorded: list[Any] = []
 
-    def keep(gm: fx.GraphModule, graph_inputs: list[Any]) -> Any:
-        results[:] = gm, graph_inputs
+    def record(gm: fx.GraphModule, graph_inputs: list[Any]) -> Any:
+        recorded[:] = gm, graph_inputs
         return gm.forward
 
     torch._dynamo.reset()
-    torch.compile(function, backend=keep, fullgraph=True, **options)(*inputs)
-    return results[0], results[1]
+    torch.compile(function, backend=record, fullgraph=True, **options)(*inputs)
+    graph_module, graph_inputs = recorded
+    return graph_module, graph_inputs
 
 
 def _path(

@@ -176,7 +176,7 @@ class _Block(nn.Module):
         return z + self.second(self.norm(z))
 
 
-# --- properties, which two ranks check ------------------------------------------------------------
+# --- properties that two ranks check --------------------------------------------------------------
 
 
 def _own_part(t: Tensor) -> Tensor:
@@ -196,22 +196,22 @@ def _check_modules_under_sequence_parallel(mesh: Any) -> None:
 
     generator, nns = torch.Generator().manual_seed(2), fusedops.nn
     p = 0.4 if INTERPRETED else 0.0  # dropout with kernels only
-    x, other = (torch.randn(BATCH, LENGTH, WIDTH, generator=generator) for _ in range(2))
+    x, second = (torch.randn(BATCH, LENGTH, WIDTH, generator=generator) for _ in range(2))
     bias = torch.randn(WIDTH, generator=generator)
     cases: tuple[tuple[nn.Module, dict[str, Tensor]], ...] = (
         (nns.FusedLayerNorm(WIDTH), {}),
         (nns.FusedRMSNorm(WIDTH), {}),
-        (nns.FusedBiasDropoutAdd(p), {"bias": bias, "residual": other}),
-        (nns.FusedBiasDropoutAddLayerNorm(WIDTH, p=p), {"bias": bias, "residual": other}),
+        (nns.FusedBiasDropoutAdd(p), {"bias": bias, "residual": second}),
+        (nns.FusedBiasDropoutAddLayerNorm(WIDTH, p=p), {"bias": bias, "residual": second}),
         (
             nns.FusedBiasDropoutAddRMSNorm(WIDTH, p=p, return_sum=True),
-            {"bias": bias, "residual": other},
+            {"bias": bias, "residual": second},
         ),
         (nns.FusedBiasAct("silu", p), {"bias": bias}),
         (nns.FusedBiasGELU(), {"bias": bias}),
-        (nns.FusedGatedAct(), {"up": other}),
-        (nns.FusedSwiGLU(), {"up": other}),
-        (nns.FusedGEGLU(), {"up": other}),
+        (nns.FusedGatedAct(), {"up": second}),
+        (nns.FusedSwiGLU(), {"up": second}),
+        (nns.FusedGEGLU(), {"up": second}),
     )
 
     def run(
@@ -231,10 +231,10 @@ def _check_modules_under_sequence_parallel(mesh: Any) -> None:
 
     for module, others in cases:
         tensors = [x, *others.values()]
-        expected_outputs, expected_gradients = run(module, tensors, [], other)
+        expected_outputs, expected_gradients = run(module, tensors, [], cotangent=second)
         parallel = parallelize_module(copy.deepcopy(module), mesh, SequenceParallel())
         own_tensors = [_own_part(t) for t in tensors]
-        cotangent = distribute_tensor(other, mesh, [Shard(1)])
+        cotangent = distribute_tensor(second, mesh, [Shard(1)])
         for names in ([], list(others)):
             outputs, gradients = run(parallel, own_tensors, names, cotangent)
             for output, expected in zip(outputs, expected_outputs, strict=True):
@@ -322,7 +322,8 @@ def _check_equal(model: nn.Module, reference: nn.Module, data_mesh: Any = None) 
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
     for name, parameter in model.named_parameters():
         # A bias that is added to all keys does not change the softmax, so its gradient is zero.
-        assert name.endswith("key.bias") or gradients[name].abs().max() > 1e-3, name
+        if not name.endswith("key.bias"):
+            assert gradients[name].abs().max() > 1e-3, name
         _close(
             _full(parameter.grad), gradients[name], msg=lambda text, name=name: f"{name}: {text}"
         )
@@ -359,15 +360,17 @@ def _check_tensor_parallel_models(mesh: Any, full: bool) -> None:
             fusedops.fuse_model(reference)
             with _recorded_sum_norms() as fused_calls:
                 _check_equal(model, reference)
-            # Sums are fused with the norms, whether these are under `SequenceParallel` or not. In
-            # a layer, Llama has one such sum and BERT two; the model and the reference count.
+            # Sums are fused with the norms, whether these are under `SequenceParallel` or not. A
+            # layer of Llama has one such sum, and one of BERT two. Both the model and the
+            # reference call the operators.
             sums_per_layer = 1 if make is _llama else 2
-            assert len(fused_calls) == 2 * LAYERS * sums_per_layer or INTERPRETED, fused_calls
+            if not INTERPRETED:
+                assert len(fused_calls) == 2 * LAYERS * sums_per_layer, fused_calls
         assert reports[0] == reports[1]
-        blocks = [calls for name, calls in reports[0] if re.search(r"layers?\.\d+$", name)]
-        operator = "bias_dropout_add_rms_norm" if make is _llama else "bias_dropout_add_ln"
-        # Under the interpreter Llama's norms round in another way.
-        assert blocks == [operator] * LAYERS or INTERPRETED, blocks
+        if not INTERPRETED:  # under the interpreter Llama's norms round in another way
+            blocks = [calls for name, calls in reports[0] if re.search(r"layers?\.\d+$", name)]
+            operator = "bias_dropout_add_rms_norm" if make is _llama else "bias_dropout_add_ln"
+            assert blocks == [operator] * LAYERS, blocks
 
 
 def _shard(model: nn.Module, mesh: Any) -> None:

@@ -58,7 +58,7 @@ from support import DEVICE, INTERPRETED
 pytestmark = pytest.mark.kernels
 on_cpus = pytest.mark.skipif(not INTERPRETED, reason="gloo's processes have CPUs")
 
-# --- properties, which four ranks check -----------------------------------------------------------
+# --- properties that four ranks check -------------------------------------------------------------
 
 
 def _compiled(call: Call, case: Case, mesh: Any) -> None:
@@ -81,11 +81,11 @@ def _compiled(call: Call, case: Case, mesh: Any) -> None:
                 for cotangent, output in zip(expected.cotangents, result, strict=True)
             ]
             gradients = torch.autograd.grad(result, leaves, cotangents)
-        ours = (*result, *gradients)
-        one_process = (*expected.outputs, *expected.gradients)
+        all_results = (*result, *gradients)
+        all_expected = (*expected.outputs, *expected.gradients)
         terms = case.width + math.prod(case.rows)
-        for our, one in zip(ours, one_process, strict=True):
-            compare(our, one, terms, (call.name, case, "compiled"))
+        for ours, of_one_process in zip(all_results, all_expected, strict=True):
+            compare(ours, of_one_process, terms, (call.name, case, "compiled"))
 
 
 def _other_placements(mesh: Any) -> None:
@@ -95,7 +95,7 @@ def _other_placements(mesh: Any) -> None:
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-    call, case = call_named("layer_norm"), Case((4, 6), 24, (RANKS,), (None,))
+    call, case = call_named("layer_norm"), Case((4, 6), 24, (RANKS,), sharded=(None,))
     expected = expected_of(call.function, tensors_of(call, case))
     for x_placement, vector_placement in (
         (Partial(), Replicate()),
@@ -114,8 +114,8 @@ def _other_placements(mesh: Any) -> None:
         compare(output, expected.outputs[0], 24, (x_placement, vector_placement))
         cotangent = distribute_tensor(expected.cotangents[0], mesh, [Shard(0)])
         gradients = torch.autograd.grad(output, leaves, cotangent)
-        for gradient, one in zip(gradients, expected.gradients, strict=True):
-            compare(gradient, one, 48, (x_placement, vector_placement))
+        for gradient, of_one_process in zip(gradients, expected.gradients, strict=True):
+            compare(gradient, of_one_process, 48, (x_placement, vector_placement))
 
 
 def _partial_sums_take_the_placement_of_a_sharded_residual(mesh: Any) -> None:
@@ -137,7 +137,7 @@ def _masks_depend_on_rows_not_on_placements(mesh: Any) -> None:
     """Tensors and cotangents may be redistributed: a row keeps the mask of its index."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    case = Case((4, 4), 32, (RANKS,), (None,))
+    case = Case((4, 4), 32, (RANKS,), sharded=(None,))
     # The placements of x, of the residual, of the vectors, and of the cotangents.
     for save, placements in (
         ("inputs", (Shard(0), Shard(1), Replicate(), Replicate())),
@@ -164,8 +164,8 @@ def _masks_depend_on_rows_not_on_placements(mesh: Any) -> None:
         compare(y, expected_y, 32 if columns_are_sharded else 0, placements)
         cotangents = [distribute_tensor(g, mesh, [of_cotangents]) for g in expected.cotangents]
         gradients = torch.autograd.grad((y, z), leaves, cotangents)
-        for gradient, one in zip(gradients, expected.gradients, strict=True):
-            compare(gradient, one, 56, placements)
+        for gradient, of_one_process in zip(gradients, expected.gradients, strict=True):
+            compare(gradient, of_one_process, 56, placements)
 
 
 def _roundings(mesh: Any) -> None:
@@ -193,14 +193,14 @@ def _roundings(mesh: Any) -> None:
         sharded = [
             None if t is None else distribute_tensor(t, mesh, [Shard(t.dim() - 1)]) for t in tensors
         ]
-        for output, one in zip(function(*sharded), function(*tensors), strict=True):
-            assert output.dtype == one.dtype, (rounding, is_fp32)
-            result, one = output.full_tensor().float(), one.float()
+        for output, of_one_process in zip(function(*sharded), function(*tensors), strict=True):
+            assert output.dtype == of_one_process.dtype, (rounding, is_fp32)
+            result, expected = output.full_tensor().float(), of_one_process.float()
             unit = torch.finfo(output.dtype).eps * (32 if output.dtype == torch.float32 else 1)
             # The statistics differ in the last bits of fp32, so a few numbers round the other way.
-            torch.testing.assert_close(result, one, rtol=2 * unit, atol=1e-6)
+            torch.testing.assert_close(result, expected, rtol=2 * unit, atol=1e-6)
             if output.dtype != torch.float32:
-                assert (result != one).float().mean() < 0.02, (rounding, is_fp32)
+                assert (result != expected).float().mean() < 0.02, (rounding, is_fp32)
 
 
 def _parameter_requires_a_gradient_later(mesh: Any) -> None:
@@ -244,7 +244,7 @@ def _gradients_are_none_on_all_ranks_or_on_none(mesh: Any) -> None:
         layouts = [None if t is None else (tuple(t.shape), t.placements) for t in gradients]
         layouts_of_ranks: list[Any] = [None] * RANKS
         dist.all_gather_object(layouts_of_ranks, layouts)
-        assert all(other == layouts for other in layouts_of_ranks), layouts_of_ranks
+        assert layouts_of_ranks == [layouts] * RANKS
 
     for rows, shards_weight in ((RANKS, False), (RANKS - 1, False), (RANKS - 1, True)):
         x, residual = (
@@ -449,7 +449,7 @@ def _several_dimensions_of_rows(mesh: Any) -> None:
         assert tuple(result.placements) == expected_placements, placements
 
 
-def _bad_input(mesh: Any, other: Any) -> None:
+def _bad_input(mesh: Any, other_mesh: Any) -> None:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     plain, vector = torch.randn(4, 24), torch.randn(24)
@@ -469,7 +469,7 @@ def _bad_input(mesh: Any, other: Any) -> None:
     with pytest.raises(TypeError, match="slice 1 is a tensor of one rank"):
         fusedops.batched_layer_norm_tanh([x, plain])
     with pytest.raises(ValueError, match=r"bias_gelu: bias is on DeviceMesh\(\(2, 2\).* as x$"):
-        fusedops.bias_gelu(x, distribute_tensor(vector, other, [Replicate()] * 2))
+        fusedops.bias_gelu(x, distribute_tensor(vector, other_mesh, [Replicate()] * 2))
     unknown = DTensor.from_local(plain, mesh, [Partial("nonsense")])
     with pytest.raises(
         ValueError,
@@ -592,7 +592,7 @@ def _work(rank: int, store: str, full: bool) -> None:
 
 
 def _work_on_two(rank: int, store: str, kind: str) -> None:
-    """Check calls and seeds on two processes, of which each has a GPU if ``kind`` is "cuda"."""
+    """Check calls and seeds on two processes. With a ``kind`` of "cuda", each has a GPU."""
     if kind == "cuda":
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
@@ -646,13 +646,13 @@ def _simulated(shape: tuple[int, ...], rank: int) -> list[Any]:
 
     records = []
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(shape))
-    # The dimensions of the call that the dimensions of the mesh shard.
+    # For each case, the dimension of the call that each dimension of the mesh shards.
     sharded_dims = ((0,), (COLS,)) if len(shape) == 1 else ((0, COLS), (COLS, 0))
     try:
         mesh = init_device_mesh("cpu", shape)
-        for name, along in itertools.product(_SIMULATED, sharded_dims):
-            call, ranks = call_named(name), dict(zip(along, shape, strict=True))
-            case = Case((ranks.get(0, 2), 3), 8 * ranks.get(COLS, 2), shape, along, vectors=True)
+        for name, sharded in itertools.product(_SIMULATED, sharded_dims):
+            call, ranks = call_named(name), dict(zip(sharded, shape, strict=True))
+            case = Case((ranks.get(0, 2), 3), 8 * ranks.get(COLS, 2), shape, sharded, vectors=True)
             sizes_of_tensors = [sizes_of(call, case, tensor) for tensor in call.shapes]
             leaves = []
             for sizes, tensor in zip(sizes_of_tensors, call.shapes, strict=True):
@@ -672,7 +672,7 @@ def _simulated(shape: tuple[int, ...], rank: int) -> list[Any]:
                 assert list(gradient.shape) == sizes
             tensors: list[Any] = [*result, *gradients]
             layouts = [(t.placements, t.to_local().shape) for t in tensors]
-            records.append((name, along, layouts, traffic.collectives))
+            records.append((name, sharded, layouts, traffic.collectives))
     finally:
         dist.destroy_process_group()
     return records
@@ -760,10 +760,10 @@ def _compare_parts(call: Call, case: Case, mesh: Any, function: Callable[..., An
         local = second_part(t, placement)
         leaves.append(DTensor.from_local(local, mesh, [placement], run_check=False))
         leaves[-1].requires_grad_()
-    for own, one in zip(_with_gradients(function, leaves), expected, strict=True):
+    for own, whole in zip(_with_gradients(function, leaves), expected, strict=True):
         (placement,) = own.placements
         if not placement.is_partial():
-            assert torch.equal(own.to_local(), second_part(one, placement))
+            assert torch.equal(own.to_local(), second_part(whole, placement))
 
 
 def _with_gradients(function: Callable[..., Any], tensors: list[Any]) -> list[Any]:
