@@ -249,7 +249,7 @@ def test_call_is_fused_after_calls_in_a_transform_or_of_sparse_tensors() -> None
 def test_exported_programs_contain_pytorchs_operators_only(
     strict: bool, called: bool, fresh_dynamo: None
 ) -> None:
-    """So a process without the function can run them. The module's own call is still fused."""
+    """A process without the function can run them. The module's own call is still fused."""
     module, x = Scale(), randn(5, 24)
     if called:
         module(x)

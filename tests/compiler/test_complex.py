@@ -21,7 +21,7 @@ def _of_heads(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> _Function
     """Wraps a function of complex tensors as one of real tensors.
 
     ``function`` takes complex heads, complex frequencies of the positions, and real factors; it
-    returns a complex tensor. The returned function has pairs of real numbers for complex ones.
+    returns a complex tensor. The returned function takes and returns pairs of real numbers instead.
     """
 
     def of_pairs(x: Tensor, freqs: Tensor, factor: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def test_gradient_of_the_absolute_value_of_zero_is_zero() -> None:
 
 
 def test_rotary_is_one_load_and_one_store_of_pairs() -> None:
-    """The forward loads pairs of rows, frequencies and weight; the backward also of a gradient."""
+    """The forward loads three tensors as pairs. The backward also loads a gradient as pairs."""
     sample = SAMPLES["complex_rotary"]
     fused = rowwise(sample)
     source = fused.source(*sample.tensors(torch.bfloat16).values())

@@ -208,7 +208,7 @@ def test_factor_without_a_gradient(case: str) -> None:
 def test_inputs_without_a_gradient_have_none(compiled: bool, fresh_dynamo: None) -> None:
     """The gradient is None, as in PyTorch, for inputs that are only detached or compared.
 
-    So it is for inputs on which no differentiated output depends. For `sign` it is zero, not None.
+    It is also None for inputs on which no differentiated output depends. For `sign` it is zero.
     """
 
     def function(
@@ -228,8 +228,9 @@ def test_inputs_without_a_gradient_have_none(compiled: bool, fresh_dynamo: None)
     assert [out.requires_grad for out in eager] == [True, True, False, False]
     w_alone = [t if t is leaves[1] else t.detach() for t in leaves]
     assert [out.requires_grad for out in fused(*w_alone)] == [True, False, False, False]
-    # A graph of torch.compile has zeros where only some of its outputs are differentiated.
-    for used in ((0, 1),) if compiled else ((0,), (1,), (0, 1)):
+    # A graph of torch.compile returns zeros, not None, if only some outputs are differentiated.
+    subsets_of_outputs = ((0, 1),) if compiled else ((0,), (1,), (0, 1))
+    for used in subsets_of_outputs:
         got, want = (
             torch.autograd.grad(
                 [result[i] for i in used],
@@ -518,12 +519,13 @@ def test_second_derivatives_of_a_value_that_is_changed_without_a_gradient(
             change(y, v)
         return y**3 * v
 
-    def second(of: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def second(called: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
         leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
-        grads = torch.autograd.grad(of(*leaves), leaves, cotangents[0].to(dtype), create_graph=True)
+        out, cotangent = called(*leaves), cotangents[0].to(dtype)
+        grads = torch.autograd.grad(out, leaves, cotangent, create_graph=True)
         batches = [cotangents[1:3].to(dtype), cotangents[3:].to(dtype)]
-        of_grads = batches if batched else [batch[0] for batch in batches]
-        return torch.autograd.grad(grads, leaves, of_grads, is_grads_batched=batched)
+        directions = batches if batched else [batch[0] for batch in batches]
+        return torch.autograd.grad(grads, leaves, directions, is_grads_batched=batched)
 
     inputs, cotangents = [randn(3, 24) for _ in range(2)], randn(5, 3, 24)
     exact, eager = [second(function, dtype) for dtype in (torch.float64, torch.float32)]
@@ -558,8 +560,8 @@ def _clamped(x: Tensor) -> Tensor:
 def test_third_derivatives(function: Callable[[Tensor], Tensor]) -> None:
     x, cotangents = randn(3, 24).double().requires_grad_(), randn(3, 3, 24).double()
 
-    def third(of: Callable[[Tensor], Tensor]) -> Tensor:
-        result = of(x)
+    def third(called: Callable[[Tensor], Tensor]) -> Tensor:
+        result = called(x)
         for cotangent in cotangents:
             (result,) = torch.autograd.grad(result, x, cotangent, create_graph=True)
         return result
@@ -582,9 +584,9 @@ def test_second_derivatives_where_the_exponential_overflows(
     """It overflows in the branch that is not selected. At the input zero the branches meet."""
     numbers = torch.tensor([[100.0, -100.0, 0.0, 2.0, -2.0]], device=DEVICE)
 
-    def second(of: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+    def second(called: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
         x = numbers.clone().requires_grad_()
-        out = of(x)
+        out = called(x)
         (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         return out, first, torch.autograd.grad(first.sum(), x)[0]
 
@@ -641,7 +643,7 @@ _ROUNDINGS: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]]]] 
 @kernels
 @pytest.mark.parametrize("case", _ROUNDINGS)
 def test_roundings_that_change_the_result(case: str) -> None:
-    """Values and the first gradient are those of fp64; where those are NaN, so are these."""
+    """Values and the first gradient are those of fp64, also where these are NaN."""
     function, inputs = _ROUNDINGS[case]
     tensors = [t.to(DEVICE).requires_grad_() for t in inputs()]
     out = fusedops.rowwise(function, strict=True)(*tensors)

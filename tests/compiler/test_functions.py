@@ -90,7 +90,7 @@ def test_one_program_stores_the_gradients_of_few_rows() -> None:
 @kernels
 @pytest.mark.parametrize("name", ["per_head_norm_grouped", "per_channel_norm_grouped"])
 def test_each_program_of_a_backward_has_rows_of_one_head(name: str) -> None:
-    """So it sums the gradient of the head's (or the channel's) weight in registers."""
+    """It sums the gradient of the weight of this head (or channel) in registers."""
     sample = SAMPLES[name]
     tensors = sample.tensors(torch.float32, DEVICE)
     check(sample, rowwise(sample), tensors)
@@ -119,7 +119,7 @@ def test_only_some_backwards_contract_products(name: str) -> None:
     programs = fusedops.rowwise(_CONTRACTED[name], strict=True)._programs
     shape = (300,) if name == "sum along a row again" else (4, 300)
     tensors = [torch.randn(4, 300), torch.randn(shape)]
-    kernels = kernels_of(programs.find(tensors, False).program, tensors)
+    kernels = kernels_of(programs.find(tensors, autocast=False).program, tensors)
     contracted = [kernel.contracts for kernel in kernels]
     assert contracted == [False, name == "layer_norm"]
 
@@ -239,9 +239,9 @@ def test_compiles_for_hopper(sample: RowwiseFunction, cols: int) -> None:
         t[..., :1].expand(*t.shape[:-1], cols).contiguous() if t.shape[-1] > 1 else t
         for t in sample.tensors(torch.bfloat16).values()
     ]
-    program = rowwise(sample)._programs.find(tensors, False).program
+    program = rowwise(sample)._programs.find(tensors, autocast=False).program
     hopper = compiler.GPUTarget("cuda", arch=90, warp_size=32)
-    for _, request, _ in chosen(program, -1, tensors):
+    for _, request, _ in chosen(program, device_index=-1, tensors=tensors):
         usage = usage_of(launch.compile_fitting(request, 232_448, hopper))
         assert usage.registers and usage.spills <= 128, request
 
@@ -423,7 +423,7 @@ def test_widths_without_idle_lanes(sample: RowwiseFunction, parts: int) -> None:
     """Rows of 384 or 640 columns are held in tiles of 128, not in one of 512 or 1024."""
     tensors = {}
     for name, t in sample.tensors(torch.float32, DEVICE).items():
-        # A tensor of 24 columns gets 128 for each part; one of a single column keeps none of it.
+        # Each 24 columns of a tensor become 128 columns for each part.
         widened = torch.cat([t.repeat_interleave(16, -1)] * 2, -1)
         tensors[name] = widened[..., : t.shape[-1] // 24 * 128 * parts]
     function = rowwise(sample)
@@ -435,7 +435,7 @@ def test_widths_without_idle_lanes(sample: RowwiseFunction, parts: int) -> None:
 @kernels
 @pytest.mark.parametrize("cols", [48, 768])
 def test_equal_largest_elements_in_several_parts_share_the_gradient(cols: int) -> None:
-    """Small integers: the largest element occurs several times, also in several parts of a row.
+    """In rows of small integers the largest occurs several times, also in several parts of a row.
 
     The function splits a row in two, and the kernel splits each 384 columns into parts again.
     """

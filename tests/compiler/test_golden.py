@@ -43,7 +43,9 @@ def _text(case: str) -> str:
             name: t.repeat_interleave(512, -1) if t.is_floating_point() else t
             for name, t in tensors.items()
         }
-    program = Rowwise(sample.function)._programs.find(list(tensors.values()), False).program
+    program = (
+        Rowwise(sample.function)._programs.find(list(tensors.values()), autocast=False).program
+    )
     outputs, wanted = list(range(program.count)), list(program.plan.differentiable)
     group, tiled = program.group, layout == "tiles"
     kernels = forward_kernels(program.plan, program.acc, group=group, tiled=tiled, saves=True)

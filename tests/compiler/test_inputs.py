@@ -196,22 +196,25 @@ def test_gradients_are_written_into_parts_of_tensors(part: str) -> None:
     allocated, copies = _WRITTEN[part]
     function = fusedops.rowwise(lambda x, weight: F.rms_norm(x, (24,), weight) * 2, strict=True)
     x, weight, cotangent = randn(3, 5, 4, 24), randn(24), randn(3, 5, 4, 24)
-    program = function._programs.find((x, weight), False).program
+    program = function._programs.find((x, weight), autocast=False).program
     out = allocated()
     whole = out._base
     assert whole is not None
     expected = torch.autograd.grad(
         function(*[t.requires_grad_() for t in (x, weight)]), (x, weight), cotangent
     )
-    call = words.encode(program.record, (torch.float32,) * 2, True)
+    call = words.encode(program.record, dtypes=(torch.float32,) * 2, saves=True)
     with torch.no_grad():
         forward = getattr(torch.ops.fusedops, f"{program.name}_forward")
         backward = getattr(torch.ops.fusedops, f"{program.name}_backward_out")
-        outs = forward(x, weight, None, 0, program.structure.cols, call)
-        site = operators.site_from(program, -1, False, program.structure.cols, call, ())
+        cols = program.structure.cols
+        outs = forward(x, weight, seed=None, threshold=0, cols=cols, call=call)
+        site = operators.site_from(
+            program, device_index=-1, dropout=False, cols=cols, call=call, numbers=()
+        )
         saved = site.saved((x, weight, *operators.present(outs, site.outs), None))
         gradient = torch.empty_like(weight)
-        constants = registration.as_text((0, "11", program.structure.cols, call))
+        constants = registration.as_text((0, "11", cols, call))
         cotangents = [cotangent, *[None] * (program.visible - 1)]
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
@@ -472,7 +475,7 @@ _OF_ONES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
 @kernels
 @pytest.mark.parametrize("case", _OF_ONES)
 def test_sizes_of_one(case: str) -> None:
-    """The trace assumes more rows than one; its program must not run where one row differs."""
+    """The trace assumes several rows. Its program must not run for one row with other results."""
     function, shapes = _OF_ONES[case]
     tensors = {f"t{number}": randn(*shape) for number, shape in enumerate(shapes)}
     assert_matches_eager(function, tensors)
@@ -641,8 +644,8 @@ def test_single_number_in_a_condition(
     condition: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...]
 ) -> None:
     """The number is a float with a gradient, then an integer or a boolean."""
-    # The gradient of t is a sum of 120 numbers. The check allows twice eager's error. With some
-    # seeds eager has no error and the sum is near zero, so that little error is allowed.
+    # The gradient of t is a sum of 120 numbers. The check allows twice eager's error and some
+    # units of the sum. With other seeds both are near zero, so a right result would fail.
     torch.manual_seed(1)
     for t in (torch.tensor(0.5), torch.tensor(-0.5)):
         tensors = {"x": randn(5, 24), "t": t.view(shape).to(DEVICE)}
@@ -702,7 +705,7 @@ def test_numbers_and_keywords_as_arguments() -> None:
 
 @kernels
 def test_equal_numbers_of_another_sign_or_type_are_traced_separately() -> None:
-    """A dictionary holds 0.0 and -0.0, or 1, 1.0 and True, for the same key."""
+    """As keys of a dictionary, 0.0 and -0.0 are the same, and so are 1, 1.0 and True."""
     function = fusedops.rowwise(lambda x, s: torch.where(x > 0, s, x), strict=True)
     x = randn(5, 24)
     assert not torch.signbit(function(x, 0.0)[x > 0]).any()
@@ -762,7 +765,8 @@ def test_captured_tensors_are_read_at_each_call() -> None:
         for result, value in zip(got, want, strict=True):
             assert result.dtype == value.dtype
             torch.testing.assert_close(result, value, rtol=1e-4, atol=1e-4)
-        assert not KERNEL_PATH or "backward_kernel" in launched
+        if KERNEL_PATH:
+            assert "backward_kernel" in launched
 
     verify()
     with torch.no_grad():
@@ -832,7 +836,8 @@ def test_method_reads_its_own_instance() -> None:
         blocks[0].eps = 10.0
         want = F.rms_norm(x, (24,), blocks[0].weight, 10.0)
         torch.testing.assert_close(blocks[0].norm(x), want, rtol=1e-5, atol=1e-5)
-    assert not KERNEL_PATH or launched or caught, "it fell back silently"
+    if KERNEL_PATH:
+        assert launched or caught, "it fell back silently"
 
 
 def test_method_of_another_instance_under_transforms() -> None:
@@ -880,7 +885,7 @@ def test_parameters_whose_names_are_no_identifiers(names: tuple[str, ...]) -> No
 
 
 def test_helper_that_is_defined_again_is_seen() -> None:
-    """Also if it has the address of a freed helper, and reads a global that no other one read."""
+    """A new helper may have the address of a freed one, and read a global that the others do not."""
     scope: dict[str, Any] = {"scale": 3.0}
     helper: Callable[[Tensor], Tensor] = torch.neg
 

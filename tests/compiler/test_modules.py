@@ -194,7 +194,7 @@ def test_kernels_move_as_many_tensors_as_the_handwritten_operator() -> None:
     (sample,) = named("dropout_add_layer_norm")
     fused = fusedops.rowwise(sample.function, strict=True)
     plan = fused._programs.find(
-        list(sample.tensors(torch.bfloat16, DEVICE).values()), False
+        list(sample.tensors(torch.bfloat16, DEVICE).values()), autocast=False
     ).program.plan
     options = {"group": (), "tiled": False}
     forward = forward_kernels(plan, torch.float32, **options, saves=True)
@@ -227,7 +227,7 @@ def test_second_process_does_not_trace(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_key_of_code_does_not_depend_on_the_order_of_a_set() -> None:
-    """A set's order depends on the hash seed; here on which of two colliding items came first."""
+    """A set's order depends on the hash seed, and here on the order of two colliding items."""
     code = compile("x in {0, 8}", "", "eval")
     first, second = frozenset([0, 8]), frozenset([8, 0])
     assert repr(first) != repr(second)

@@ -188,7 +188,7 @@ def test_ties_and_limits_have_pytorchs_gradients(name: str) -> None:
 def _assert_matches_pytorch(
     function: Callable[..., Any], *inputs: Tensor, rtol: float = 0.0, fused_by: str = "rowwise"
 ) -> None:
-    """Compares the result with PyTorch's, and the gradients, which PyTorch rounds at each cast."""
+    """Compares result and gradients with PyTorch's. PyTorch rounds the gradient at each cast."""
     fused = (
         fusedops.rowwise(function, strict=True) if fused_by == "rowwise" else _compiled(function)
     )
@@ -423,7 +423,7 @@ def test_operators_compile(first: int, dtype: torch.dtype) -> None:
     # Two elements for each thread, since the time to compile grows with their number.
     small = tuning.Config(block_n=256, rows=1, warps=4)
     with tuning.forced("rowwise_forward", small), tuning.forced("rowwise_backward", small):
-        kernels_of_call = launching.chosen(program, -1, inputs)
+        kernels_of_call = launching.chosen(program, device_index=-1, tensors=inputs)
     for _, request, _ in kernels_of_call:
         assert request.config == small
         launch.compile_kernel(request, compiler.GPUTarget("cuda", arch=90, warp_size=32))

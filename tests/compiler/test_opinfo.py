@@ -60,8 +60,8 @@ def _source(value: Any, tensors: list[Tensor]) -> str:
     A tensor that is not in ``tensors``, the list of the arguments, is appended to it.
     """
     if isinstance(value, Tensor):
-        for index, known in enumerate(tensors):
-            if known is value:
+        for index, argument in enumerate(tensors):
+            if argument is value:
                 return f"a{index}"
         tensors.append(value)
         return f"a{len(tensors) - 1}"
@@ -136,8 +136,8 @@ def _is_right(got: Tensor | None, exact: Tensor | None, *natives: Tensor | None)
     """Returns whether each element is PyTorch's, or that of fp64, within a tolerance.
 
     The tolerance of integers is zero. That of floats is as in `assert_as_good`: twice PyTorch's
-    largest error, plus `_UNITS` units of roundoff of the largest value, for the few operators
-    between the inputs and a value, or a gradient, which is a sum of many.
+    largest error, plus `_UNITS` units of roundoff of the largest value. The units allow for the
+    operators between the inputs and a value, and for the sums in gradients.
 
     Args:
         got: the fused function's result.
@@ -176,7 +176,7 @@ def _check(function: Function, inputs: list[Tensor], source: str, draws: int = 3
         function: the plain function.
         inputs: its arguments.
         source: its source, for the message.
-        draws: on how many other roundings of the inputs PyTorch's error is measured, too.
+        draws: the number of other roundings of the inputs on which to measure PyTorch's error.
 
     Returns:
         "right"; "refused", if the function is not fused; "unknown", if PyTorch cannot call it.
@@ -187,7 +187,7 @@ def _check(function: Function, inputs: list[Tensor], source: str, draws: int = 3
         return "unknown"
     try:
         exact = _results(function, [t.double() if t.is_floating_point() else t for t in inputs])
-    except RuntimeError:  # a constant dtype does not fit to fp64
+    except RuntimeError:  # the sample has a dtype that does not fit inputs in fp64
         exact = want
     try:
         got = _results(fusedops.rowwise(function, strict=True), inputs)
@@ -245,5 +245,5 @@ def test_samples_are_right_or_refused(name: str, dtype: torch.dtype, full: bool)
     for function, inputs, source in samples[step // 2 :: step]:
         result = _check(function, inputs, source)
         if result == "right" and dtype == torch.float32:
-            # Random numbers have no ties; rounded ones do, and have no other roundings.
+            # Random numbers have no ties, but rounded ones do. Other roundings would remove the ties.
             _check(function, list(map(_rounded, inputs)), source, draws=0)

@@ -752,7 +752,7 @@ def test_function_is_fused_after_its_file_became_invalid(
 
 @kernels
 def test_more_dimensions_of_rows_than_have_sizes_of_their_own() -> None:
-    """Axes of equal size could stand for one another unseen."""
+    """The trace could not tell axes of equal size apart."""
     softmax = fusedops.rowwise(lambda x: torch.softmax(x, -1), strict=True)
     with pytest.raises(fusedops.NotRowwiseError, match=r"too many dimensions.*flatten some"):
         softmax(randn(*[2] * 12, 8))

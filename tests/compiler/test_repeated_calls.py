@@ -1,4 +1,4 @@
-"""`fusedops.rowwise`: repeated calls, and calls between them that differ from them.
+"""`fusedops.rowwise`: repeated calls, and different calls in between.
 
 A repeated call skips all checks, and its launches do not compare shapes. So a call must count as a
 repetition only if everything that a launch depends on is the same.
@@ -205,9 +205,9 @@ def test_registered_operators_compare_shapes() -> None:
         function(x, weight)
     ((operator, (_, _, *constants)),) = operators.calls
     torch.testing.assert_close(operator(x, weight, *constants)[0], _scaled(x, weight))
-    for other in ((x[:, :-1].clone(), weight), (x, weight[:-1].clone())):
+    for tensors in ((x[:, :-1].clone(), weight), (x, weight[:-1].clone())):
         with pytest.raises(RuntimeError, match=r"has the shape \(.*\), but its program is for"):
-            operator(*other, *constants)
+            operator(*tensors, *constants)
 
 
 def test_saved_tensor_with_other_data_is_detected() -> None:

@@ -1010,12 +1010,12 @@ def test_function_is_refused_only_while_hooks_are_registered() -> None:
     """The hooks are a backward hook of its module, and a global forward hook of all modules."""
     act, x = nn.Tanh(), randn(5, 24)
     function = fusedops.rowwise(lambda x: act(x) * 2)
-    for register in (
+    for register_hook in (
         lambda: act.register_full_backward_hook(lambda *_: None),
         lambda: nn.modules.module.register_module_forward_hook(lambda module, args, out: out + 1),
     ):
         assert function.explain(x).columns == 24
-        handle = register()
+        handle = register_hook()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.testing.assert_close(function(x), function.function(x))
@@ -1167,7 +1167,7 @@ def test_states_that_were_dropped_from_the_cache_are_read_again() -> None:
 
 @kernels
 def test_caches_are_bounded() -> None:
-    """The caches of calls, of programs and of refusals, where each call has another number."""
+    """Each call has another number. Calls, programs and refusals are cached."""
     x, k = randn(5, 24), 0.0
     fused, refused = fusedops.rowwise(lambda x: x * k), fusedops.rowwise(lambda x: x.round() * k)
     with (

@@ -141,7 +141,7 @@ def _check(function: Callable[..., Any], rows: int = _ROWS, cols: int = _COLS) -
     tensors = [t.detach().float().to(DEVICE).requires_grad_() for t in exact]
     for t, reference in zip(tensors, exact, strict=True):
         reference.data = t.detach().double().cpu()
-    results, expected = [_tuple(f(*t)) for f, t in ((_fused(function), tensors), (function, exact))]
+    results, expected = _tuple(_fused(function)(*tensors)), _tuple(function(*exact))
     cotangents = [torch.randn(e.shape, generator=generator, dtype=torch.float64) for e in expected]
     cotangents = [c.float().double() for c in cotangents]
     results += torch.autograd.grad(results, tensors, [c.float().to(DEVICE) for c in cotangents])
@@ -307,8 +307,9 @@ def test_config_of_a_backward(
 ) -> None:
     shapes = [(8192, cols), *[(cols,)] * vectors]
     tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
-    program = Rowwise(function)._programs.find([t.requires_grad_() for t in tensors], False).program
-    _, (_, request, _) = launching.chosen(program, -1, tensors)
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    program = Rowwise(function)._programs.find(leaves, autocast=False).program
+    _, (_, request, _) = launching.chosen(program, device_index=-1, tensors=leaves)
     assert request.config == config
 
 
