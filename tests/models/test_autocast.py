@@ -225,7 +225,8 @@ def _last(model: nn.Module, name: str) -> nn.Module:
     )
 
 
-# One linear layer, or a module with it, behind the first norm of a layer and one behind the second.
+# For each model, a consumer of the first norm's output in a layer, and one of the second norm's. A
+# consumer is a linear layer, or a module that contains it.
 _PRE_NORM_CONSUMERS = {
     "gpt2": ("c_attn", "mlp"),
     "t5": ("q", "wi"),
@@ -271,7 +272,7 @@ _BERT = [s for s in SAMPLES if s.name == "bert"]
 def test_hooked_module_of_a_block_gets_the_only_output(
     spec: ModelSpec, path: str, device: torch.device
 ) -> None:
-    """The norm returns no low-precision copy then: a hook on its output gets the whole gradient."""
+    """The norm then returns one tensor, so that a hook on it gets the whole gradient."""
     model, arguments = _fused(spec), inputs(spec)
     hooked = model.get_submodule(f"bert.encoder.layer.1.{path}")
     tensors: list[Tensor] = []

@@ -394,9 +394,9 @@ class _Cache:
     ids=["none", "of one part", "empty", "of another layer", "filled"],
 )
 def test_cached_cross_attention_is_not_cast(cache: Any, joins: bool) -> None:
-    """With cached keys and values, a cross-attention does not call its layers of these.
+    """A cross-attention whose keys and values are cached does not call the layers of these.
 
-    A self-attention does.
+    A self-attention always calls them.
     """
     module = _Attention()
     with making_kernels():
@@ -556,7 +556,7 @@ def test_module_with_a_hook_is_called_and_others_are_cast_together(
     assert joined_casts < casts_with_hook < single_casts
 
 
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="Inductor makes one kernel of it on GPUs alone")
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="Inductor generates one kernel only on GPUs")
 def test_inductor_casts_the_largest_group_by_one_kernel_each_way() -> None:
     """No more than eight tensors are cast as one."""
     groups = [*_groups(), [_parameter(4), _parameter(4)]]

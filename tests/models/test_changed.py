@@ -202,7 +202,7 @@ def test_unfuse_is_an_error_if_a_forward_was_replaced_after_fusing(spec: Any) ->
 
 
 def test_unfuse_removes_the_class_forward_from_the_instance() -> None:
-    """Accelerate's hooks leave it there; after unfusing it would call the fused forward."""
+    """Accelerate's hooks leave it in the instance, where it would call the fused forward."""
     model = nn.Sequential(nn.LayerNorm(_N), nn.GELU())
     fusedops.fuse_model(model)
     model[0].forward = model[0].forward  # type: ignore[method-assign]
@@ -228,8 +228,8 @@ def test_generate_is_fused_although_the_models_forward_is_replaced(when: str) ->
     report = fusedops.fuse_model(model)
     if when == "after":
         replace()
-    for each in (report, fusedops.fusion_status(model)):
-        assert each.modules[0].calls == "no_repeat_ngram in generate"
+    for status in (report, fusedops.fusion_status(model)):
+        assert status.modules[0].calls == "no_repeat_ngram in generate"
     fusedops.unfuse_model(model)
     assert not fusedops.fusion_status(model)
 

@@ -303,13 +303,13 @@ def test_t5_calls_the_configured_attention_function(
         if hasattr(module, "config"):
             module.config._attn_implementation = implementation
     functions = modeling.ALL_ATTENTION_FUNCTIONS
-    own = functions.get_interface(implementation, modeling.eager_attention_forward)
-    assert one_token._is_sdpa(own) == (implementation == "sdpa")
+    configured = functions.get_interface(implementation, modeling.eager_attention_forward)
+    assert one_token._is_sdpa(configured) == (implementation == "sdpa")
     calls = []
 
     def doubled(module: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(module)
-        y, weights = own(module, *args, **kwargs)
+        y, weights = configured(module, *args, **kwargs)
         return 2 * y, weights
 
     expected = _generate(model, spec)

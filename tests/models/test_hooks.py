@@ -194,11 +194,11 @@ def test_without_pytorchs_private_names_blocks_call_every_module(
     assert not modules.has_global_hooks()
     calls: list[list[str]] = []
     results: list[list[Tensor]] = []
-    for each in (original, model):
+    for called in (original, model):
         names: list[str] = []
-        for name, module in each.named_modules():
+        for name, module in called.named_modules():
             module.register_forward_hook(lambda *_, name=name, names=names: names.append(name))
-        results.append(outputs(each(**inputs(spec))))
+        results.append(outputs(called(**inputs(spec))))
         calls.append(names)
     assert calls[1] == calls[0]
     for expected, result in zip(*results, strict=True):

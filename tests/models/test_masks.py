@@ -256,11 +256,11 @@ def test_compiled_model_without_a_mask_calls_one_attention(
     assert fusedops.fuse_model(model)
     targets: list[str] = []
 
-    def keep(graph: torch.fx.GraphModule, example: list[Any]) -> Any:
+    def record(graph: torch.fx.GraphModule, example: list[Any]) -> Any:
         targets.extend(str(node.target) for node in graph.graph.nodes)
         return make_boxed_func(graph.forward)
 
-    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    compiled = torch.compile(model, backend=aot_autograd(fw_compiler=record), fullgraph=True)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         compiled(**arguments)
     attention_calls = sum("_scaled_dot_product" in target for target in targets)

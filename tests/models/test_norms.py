@@ -854,7 +854,7 @@ _NO_NORMS = {
 @pytest.mark.plain
 @pytest.mark.full
 def test_all_rmsnorms_of_transformers_are_fused_with_the_same_results() -> None:
-    """Of other norms of Transformers, those that are fused have the same results, too."""
+    """Other norms of Transformers that are fused have the same results, too."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         classes = list(_classes())
@@ -863,7 +863,8 @@ def test_all_rmsnorms_of_transformers_are_fused_with_the_same_results() -> None:
         module = _instance(cls)
         rule = None
         if module is not None and not module._modules:
-            rule = RULES[-1](module)  # type: ignore[operator]
+            norm_rule = RULES[-1]
+            rule = norm_rule(module)  # type: ignore[operator]
         if cls.__name__.endswith("RMSNorm"):
             if rule is None:
                 left.add(cls.__name__)

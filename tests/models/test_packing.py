@@ -299,12 +299,12 @@ def test_layers_are_not_packed_for_rows_that_autocast_does_not_cast() -> None:
     assert _packed_layers(_Three(), dtype=LOW)
     assert not _packed_layers(_Three(), dtype=torch.float64)
     module, x = _Three(), torch.randn(3, 8, device=DEVICE)
-    other = "cuda" if DEVICE.type == "cpu" else "cpu"
-    torch.set_autocast_enabled(other, True)
+    other_device = "cuda" if DEVICE.type == "cpu" else "cpu"
+    torch.set_autocast_enabled(other_device, True)
     try:
         assert packed(module, _NAMES, x) == ({}, None)
     finally:
-        torch.set_autocast_enabled(other, False)
+        torch.set_autocast_enabled(other_device, False)
 
 
 @pytest.mark.parametrize("low", [LOW, torch.float16], ids=str)
@@ -329,11 +329,11 @@ def test_frozen_layers_without_biases_are_packed() -> None:
 
 def test_packed_layers_called_on_other_rows_or_again_give_the_layers_results() -> None:
     """This holds in any order of calls, and if a result is changed in place."""
-    module, x, other = _Three(), *torch.randn(2, 3, 8, device=DEVICE)
+    module, x, other_rows = _Three(), *torch.randn(2, 3, 8, device=DEVICE)
     with torch.autocast(DEVICE.type, LOW), Counting(_is_product) as products:
         layers, _ = packed(module, _NAMES, x)
         assert products.count == 0
-        calls = [("k", x), ("q", other), ("v", x), ("k", other), ("q", x), ("k", x)]
+        calls = [("k", x), ("q", other_rows), ("v", x), ("k", other_rows), ("q", x), ("k", x)]
         results = [layers[name](rows) for name, rows in calls]
         results[0].zero_()  # a layer that is called again computes its result again
         results.append(layers["k"](x))
@@ -517,7 +517,7 @@ def test_attention_functions_may_change_the_query_and_attributes_of_the_module(
 
 
 def test_proxy_of_a_module_reads_and_writes_the_modules_attributes() -> None:
-    """Attributes that it replaces are an exception. It can be copied."""
+    """The proxy has its own values of the attributes that it replaces. It can be copied."""
     module = _Three()
     proxy = replacing(module, {"k": "another"})
     assert (proxy.k, proxy.q, proxy.training) == ("another", module.q, True)

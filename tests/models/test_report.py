@@ -249,9 +249,9 @@ def _called_operators(
     return calling, operators_of_owner
 
 
-# Norms that a block could fuse with a sum by its source, but does not when it runs: the sum has
-# operands of different shapes (positions are the same for all rows), or as the model is configured
-# there is no sum (OPT's norm may be before its attention or behind it).
+# Norms that a block could fuse with a sum, by its source, but calls alone when it runs. For the
+# embeddings' norm, the operands of the sum have different shapes: positions are the same in all
+# samples of a batch. OPT's norm follows a sum only in a model of another configuration.
 _NORMS_CALLED_ALONE = {
     **dict.fromkeys(("bert", "bert_decoder", "electra", "distilbert"), "embeddings.LayerNorm"),
     "opt": "self_attn_layer_norm",

@@ -222,8 +222,8 @@ def test_adapters_that_replace_linear_layers_of_a_fused_model_are_called(spec: M
     """
     original, model = build(spec), build(spec)
     fusedops.fuse_model(model)
-    for each in (original, model):
-        for module in list(each.modules()):
+    for changed in (original, model):
+        for module in list(changed.modules()):
             if isinstance(module, (_Scaled, nn.TransformerEncoderLayer)):
                 continue
             for name, child in list(module.named_children()):

@@ -116,10 +116,10 @@ def test_fused_forwards_have_the_results_of_the_originals(name: str, training: b
     model = _random_model(CASES[name][0]).train(training)
     fused = _fused(model)
     for flag, mode in ((True, training), (False, training), (True, not training)):
-        for each in (model, fused):
-            each.train(mode)
-            each.flag, each.other = flag, not flag
-            each.seen.clear()
+        for changed in (model, fused):
+            changed.train(mode)
+            changed.flag, changed.other = flag, not flag
+            changed.seen.clear()
         _check_same(_results(fused, _rows()), _results(model, _rows()))
         # `seen` has the values that a forward recorded as a side effect, in order.
         for values, expected_values in zip(fused.seen, model.seen, strict=True):
@@ -206,9 +206,9 @@ def test_hooks_are_called_in_the_original_order(name: str) -> None:
 
 def _called_children(model: Base) -> list[str]:
     """Return the names of the children that a forward calls."""
-    other = copy.deepcopy(model)
-    calls = _called(other)
-    _results(other, _rows())
+    copied = copy.deepcopy(model)
+    calls = _called(copied)
+    _results(copied, _rows())
     return [name for name in dict.fromkeys(calls) if "." not in name]
 
 
@@ -305,10 +305,10 @@ def test_children_that_are_replaced_after_fusing_are_called(name: str, replaceme
     model = _random_model(CASES[name][0]).train()
     for child in _called_children(model):
         original, fused = copy.deepcopy(model), _fused(model)
-        for each in (original, fused):
+        for changed in (original, fused):
             with torch.random.fork_rng():
                 torch.manual_seed(9)
-                setattr(each, child, _REPLACEMENTS[replacement](getattr(each, child)))
+                setattr(changed, child, _REPLACEMENTS[replacement](getattr(changed, child)))
         _check_same_or_error(fused, original)
 
 
