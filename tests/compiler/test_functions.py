@@ -423,7 +423,7 @@ def test_widths_without_idle_lanes(sample: RowwiseFunction, parts: int) -> None:
     """Rows of 384 or 640 columns are held in tiles of 128, not in one of 512 or 1024."""
     tensors = {}
     for name, t in sample.tensors(torch.float32, DEVICE).items():
-        # Each 24 columns of a tensor become 128 columns for each part.
+        # Each 24 columns of a tensor become 128 columns for each part. A single column becomes none.
         widened = torch.cat([t.repeat_interleave(16, -1)] * 2, -1)
         tensors[name] = widened[..., : t.shape[-1] // 24 * 128 * parts]
     function = rowwise(sample)
