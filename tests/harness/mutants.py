@@ -125,6 +125,27 @@ MUTANTS = (
         ("compiler/test_tiles.py", "test_tiles_side_by_side"),
     ),
     Mutant(
+        "a vector computed before the number of its group",
+        "compiler/phases.py",
+        "    if not all(map(emitter.has_columns, computed)):\n",
+        "    if not tuple(computed):\n",
+        ("compiler/test_tiles.py", "test_tiles_side_by_side"),
+    ),
+    Mutant(
+        "sums over rows that include those beyond the last",
+        "compiler/device.py",
+        "        value = tl.where(in_rows, value, 0)\n",
+        "        value = value\n",
+        ("compiler/test_tiles.py", "test_tiles_side_by_side"),
+    ),
+    Mutant(
+        "partial sums stored at a program's index in the whole grid",
+        "compiler/rows_of_programs.py",
+        "partial_row = program.to(tl.int64)",
+        "partial_row = tl.program_id(0).to(tl.int64)",
+        ("compiler/test_tiles.py", "test_partial_sums"),
+    ),
+    Mutant(
         "a slice's last part counted as full",
         "slices/widths.py",
         "// part_lanes, parts)",
