@@ -63,7 +63,7 @@ def test_changes_are_counted() -> None:
         "a product with columns padded to a multiple of 64": 1,
         "a returned activation that is computed again in the backward": 1,
         "an embedding of few rows, whose gradient is a matrix product": 1,
-        "rows in the order of a sort, whose gradients are put back": 1,
+        "rows in the order of a sort, with gradients in the former order": 1,
     }
     assert "  changed: 2 x an attention that is causal in the place of its mask\n" in str(report)
 

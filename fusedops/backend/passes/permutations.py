@@ -47,13 +47,14 @@ def put_rows_back(rewrite: Rewrite) -> None:
     for node in nodes:
         order, repeats = _order_of(node)
         sources = _permutation_sources(order)
-        # An index that something writes into may be another by the time of the backward.
+        # The backward reads the index again. If an operator writes into it, its values may have
+        # changed by then.
         read = tensors_of([*sources, *node.all_input_nodes[1:]])
         if not sources or overlap(read, changed):
             continue
         node.target = torch.ops.fusedops.rows_in_order.default
         node.args = (node.args[0], order, repeats)
-        note_change(node, "rows in the order of a sort, whose gradients are put back")
+        note_change(node, "rows in the order of a sort, with gradients in the former order")
 
 
 def _is_index(node: fx.Node) -> bool:
@@ -97,8 +98,8 @@ def _divided(indices: Any) -> tuple[Any, Any]:
     if len(indices) != 1:
         return None, 1
     order = indices[0]
-    # An index has integers, so that a `div` has a rounding mode. Both modes, "trunc" and "floor",
-    # are `//` for numbers >= 0.
+    # The quotient is an index, hence of integers. A `div` returns integers only with a rounding
+    # mode. Both modes, "trunc" and "floor", are `//` for numbers >= 0.
     if not isinstance(order, fx.Node) or name_of(order) not in ("floor_divide", "div"):
         return order, 1
     dividend, divisor = cast("Any", order.args[:2])
@@ -183,15 +184,16 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _derivative(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     (order,) = ctx.saved_tensors
-    # The row order[i] of the input is the row i of the result. So the gradient of the row r is the
-    # row inverse[r] of `grad`, where inverse[order[i]] = i.
+    # With repeats = 1, the row order[i] of the input is the row i of the result. So the gradient of
+    # the row r is the row inverse[r] of `grad`, where inverse[order[i]] = i.
+    #
     # Zeros, not uninitialised memory: if `order` were no permutation, elements that are not written
     # would be indices out of bounds.
     inverse = torch.zeros_like(order)
     inverse = inverse.scatter(0, order, torch.arange(order.shape[0], device=order.device))
     rows = grad[inverse]
     if ctx.repeats != 1:
-        # The results of one row are now adjacent.
+        # The gradients of all copies of one input row are now adjacent.
         rows = rows.unflatten(0, (-1, ctx.repeats)).sum(1)
     return rows, None, None
 
