@@ -188,11 +188,11 @@ def _keep_scale(
 ):
     """Returns dropout's factors for a ``(ROWS, BLOCK_N)`` tile.
 
-    The factor of a dropped element is 0, of any other one over the keep probability. Whether an
-    element is dropped depends only on the seed, the offset, its row and its column, never on tiles
-    or shards. Eight adjacent columns share one Philox call, and each uses 16 of its 128 bits.
-    ``VECTOR`` is the number of adjacent columns per thread, 8 or 4. With 4, two threads make the
-    same call, which is cheaper than an exchange of bits.
+    A dropped element has the factor 0. Every other element has the factor 1 / (keep probability).
+    Whether an element is dropped depends only on the seed, the offset, its row and its column,
+    never on tiles or shards. Eight adjacent columns share one Philox call, and each uses 16 of its
+    128 bits. ``VECTOR`` is the number of adjacent columns per thread, 8 or 4. With 4, two threads
+    make the same call, which is cheaper than an exchange of bits.
     """
     # The divisor is the keep probability that the threshold expresses, not ``1 - p``, so that the
     # expectation is exact. With a threshold of 65536 all elements are dropped; `maximum` avoids a
@@ -219,8 +219,8 @@ def _keep_scale(
         quads = tl.arange(0, BLOCK_N // 4)
         group = _groups(rows, seed_words, quads // 2 + first_col // LANES, N)
         w0, w1, w2, w3 = _philox(seed_words[0], offset, group)
-        # The first quad of a group has the words w0 and w1, the second one w2 and w3. The column in
-        # a quad is 2 * (0 or 1 for the first or second of its words) + half.
+        # The first quad of a group has the words w0 and w1, the second one w2 and w3. In each quad,
+        # columns 0 and 1 are the halves of its first word, columns 2 and 3 those of its second.
         is_second = (quads % 2 == 1)[None, :]
         word0, word1 = tl.where(is_second, w2, w0), tl.where(is_second, w3, w1)
         low = tl.join(_low_factor(word0, threshold, scale), _low_factor(word1, threshold, scale))
