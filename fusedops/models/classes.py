@@ -294,8 +294,8 @@ def _rebuilt_class(
         return fused_class(original, current, off)
     name = rule[0] if isinstance(rule, tuple) else getattr(rule, "name", rule)
     warnings.warn(
-        f"fusedops: {original.__name__} was saved fused and is loaded as it was before: "
-        f"no rule {name} for it here",
+        f"fusedops: {original.__name__} was saved fused and is loaded unfused: "
+        f"the installed versions have no rule {name} for it",
         stacklevel=2,
     )
     return original
