@@ -65,8 +65,7 @@ class TorchSwiGLU(nn.Module):
         return F.silu(gate) * up
 
 
-# The classes of a model's norm, which includes the dropout and the sum before it, and of its gated
-# unit.
+# Two classes of modules: the norm, with the dropout and the sum before it, and the gated unit.
 Parts = tuple[Any, Any]
 FusedAddNorm = functools.partial(FusedBiasDropoutAddRMSNorm, eps=1e-6, return_sum=True)
 CONTENDERS: dict[str, Parts] = {
@@ -76,7 +75,7 @@ CONTENDERS: dict[str, Parts] = {
 
 
 class Attention(nn.Module):
-    """Causal self-attention, of the heads of this process."""
+    """Causal self-attention, whose heads `plan` splits over the processes of a group."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -94,7 +93,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The gated MLP, with the columns of this process."""
+    """The gated MLP, whose columns `plan` splits over the processes of a group."""
 
     def __init__(self, width: int, gated_unit: Any) -> None:
         super().__init__()
@@ -116,14 +115,17 @@ class Block(nn.Module):
         self.attention, self.mlp = Attention(width, heads), MLP(width, gated_unit)
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Map the last branch of the preceding block, and the residual stream, to this block's."""
+        """Map the preceding block's MLP output and residual stream to those of this block.
+
+        The first block receives the embeddings, and None.
+        """
         x, residual = self.attention_norm(x, residual=residual)
         x, residual = self.mlp_norm(self.attention(x), residual=residual)
         return self.mlp(x), residual
 
 
 class LanguageModel(nn.Module):
-    """A model that maps bytes, and for each the next one, to the mean loss."""
+    """A model that maps bytes, and their targets (the next bytes), to the mean loss."""
 
     def __init__(self, args: argparse.Namespace, parts: Parts) -> None:
         super().__init__()
@@ -218,7 +220,7 @@ def train(
     torch.manual_seed(1 + group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate)
     losses, started = [], time.perf_counter()
-    warm_up = min(5, steps - 1)  # the steps, in which kernels compile, that are not timed
+    warm_up = min(5, steps - 1)  # steps that are not timed: kernels compile in them
     for step, windows in enumerate(batches(corpus, args, steps)):
         if step == warm_up and on_gpu:
             torch.cuda.synchronize()
@@ -249,7 +251,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tp",
         type=int,
-        help="processes that split a layer: 2 for an even number of processes, or 1",
+        help="processes that share each layer; by default 2, or 1 if WORLD_SIZE is odd",
     )
     parser.add_argument(
         "--parts", choices=[*CONTENDERS, "both"], default="both", help="what the model is made of"
@@ -280,8 +282,8 @@ def parse_arguments() -> argparse.Namespace:
     divided_by_tp = (processes, args.heads, args.context)
     if any(size % args.tp for size in divided_by_tp) or args.batch % (processes // args.tp):
         parser.error(
-            "--tp divides the processes, --heads and --context, "
-            "and what is left of the processes --batch"
+            "--tp must divide the number of processes, --heads and --context; "
+            "the number of groups, processes / tp, must divide --batch"
         )
     return args
 
