@@ -45,10 +45,6 @@ def some(*short: str) -> pytest.MarkDecorator:
     )
 
 
-# Guards on classes depend on the kinds of blocks that a model has.
-each_kind = some("leaves", "bert")
-
-
 class _Recorder:
     """A backend that runs graphs without compiling them, and records their operators."""
 
@@ -90,8 +86,11 @@ def test_fused_model_is_one_graph_with_whole_operators(spec: ModelSpec) -> None:
         assert len(operators) == sum(calls.values()), operators
 
 
-# Parts of the text of Dynamo's guards: the name of a module, a guard on a module with whether it
-# may be skipped, and a guard on a base of a module's class with the base's index in ``__mro__``.
+# Patterns for the text of Dynamo's guards:
+#
+# - the name of a module;
+# - a guard on a module, and whether the guard may be skipped;
+# - a guard on a base of a module's class, and the base's index in ``__mro__``.
 _NAME = re.compile(r"_modules\['([^']+)'\]")
 _MODULE_GUARD = re.compile(r"source=L\['self'\](\S*_modules\['[^']+'\]), .*tag_safe=\((\w+)")
 _BASE_GUARD = re.compile(r"source=type\(L\['self'\](\S*_modules\['[^']+'\])\)\.__mro__\[(\d+)\], ")
@@ -147,9 +146,10 @@ def _name(source: str) -> str:
 @pytest.mark.once
 @skips_guards
 @pytest.mark.skipif(
-    torch_version() >= (2, 15), reason="a check of two modules for one class is of both"
+    torch_version() >= (2, 15),
+    reason="PyTorch 2.15 checks further modules if it skips guards, which is not its default",
 )
-@each_kind
+@some("leaves", "bert")  # a model without blocks, and one with blocks
 def test_guards_of_a_fused_model_check_no_more_modules(spec: ModelSpec) -> None:
     """Before a step, they check the same modules as the guards of the original model.
 
@@ -164,6 +164,7 @@ def test_guards_of_a_fused_model_check_no_more_modules(spec: ModelSpec) -> None:
     blocks = [
         name for name, m in model.named_modules() if hasattr(type(m), "gradient_checkpointing")
     ]
+    # The patterns have matched: a block has guards on the bases of its class.
     assert fused.skipped
     assert fused.bases or not blocks
     # The first base of a fused class is the original class. Guards on further bases are additional.
@@ -212,7 +213,7 @@ def test_fusing_and_unfusing_compile_again(spec: ModelSpec) -> None:
 def test_compile_rest_compiles_in_place_and_unfuse_model_undoes_it(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The forward and the backward of the whole model are compiled."""
+    """The compiled model has the outputs of the original one, and its backward runs."""
     recorder = _Recorder()
     monkeypatch.setattr(nn.Module, "compile", _with_backend(recorder))
     model, arguments = build(spec), _arguments(spec)

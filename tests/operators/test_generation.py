@@ -20,7 +20,7 @@ from fusedops.generation import FusedNoRepeatNGramLogitsProcessor
 from support import DEVICE, EXACT_SPECS, INTERPRETED, Case, as_tuple, cases
 
 
-def _peers() -> Any:
+def _transformers() -> Any:
     return pytest.importorskip("transformers")
 
 
@@ -38,7 +38,7 @@ def test_bans_what_transformers_bans(case: Case) -> None:
     spec, sample = case.spec, case.sample()
     ids, scores = sample.tensors["input_ids"], sample.tensors["scores"]
     n = sample.options["ngram_size"]
-    want = _peers().NoRepeatNGramLogitsProcessor(n)(ids, scores.clone())
+    want = _transformers().NoRepeatNGramLogitsProcessor(n)(ids, scores.clone())
     assert torch.equal(FusedNoRepeatNGramLogitsProcessor(n)(ids, scores), want)
     assert torch.equal(as_tuple(spec.call(**sample.tensors, ngram_size=n))[0], want)
 
@@ -54,12 +54,12 @@ def _inputs(rows: int = 4, length: int = 30, cols: int = 12) -> tuple[Tensor, Te
 
 def test_constructor_has_the_arguments_of_transformers() -> None:
     ours = inspect.signature(FusedNoRepeatNGramLogitsProcessor.__init__).parameters
-    theirs = inspect.signature(_peers().NoRepeatNGramLogitsProcessor.__init__).parameters
+    theirs = inspect.signature(_transformers().NoRepeatNGramLogitsProcessor.__init__).parameters
     positional = [name for name, p in ours.items() if p.kind is not p.KEYWORD_ONLY]
     assert positional == list(theirs)
     assert (
         FusedNoRepeatNGramLogitsProcessor(3).ngram_size
-        == _peers().NoRepeatNGramLogitsProcessor(3).ngram_size
+        == _transformers().NoRepeatNGramLogitsProcessor(3).ngram_size
     )
 
 
@@ -146,7 +146,7 @@ def test_each_size_of_vocabulary_has_its_own_mask() -> None:
 def test_bad_arguments_of_the_constructor_are_refused(
     arguments: tuple[Any, ...], error: type[Exception], match: str
 ) -> None:
-    size, options = (*arguments, {})[:2]
+    size, options = (*arguments, {})[:2]  # without options in the arguments, they are empty
     with pytest.raises(error, match=f"FusedNoRepeatNGramLogitsProcessor: {match}"):
         FusedNoRepeatNGramLogitsProcessor(size, **options)
 
@@ -169,7 +169,7 @@ def test_compiled_processor() -> None:
 
 
 def _decoder() -> Any:
-    transformers = _peers()
+    transformers = _transformers()
     config = transformers.GPT2Config(
         vocab_size=30,
         n_embd=16,
@@ -184,7 +184,7 @@ def _decoder() -> Any:
 
 
 def _encoder_decoder() -> Any:
-    transformers = _peers()
+    transformers = _transformers()
     config = transformers.T5Config(
         vocab_size=30,
         d_model=16,
@@ -243,6 +243,7 @@ def test_generates_what_transformers_generates(
         free, want, got, inplace = (output.sequences for output in (free, want, got, inplace))
     assert torch.equal(got, want)
     assert torch.equal(inplace, want)
+    # Row 0 begins with padding, which repeats an n-gram in any case.
     if "sampled" not in strategy:
         assert any(len(set(_ngrams(row, 2))) < len(_ngrams(row, 2)) for row in free[1:].tolist())
     assert all(len(set(_ngrams(row, 2))) == len(_ngrams(row, 2)) for row in want[1:].tolist())

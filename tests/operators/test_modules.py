@@ -285,7 +285,7 @@ def test_device_and_dtype_arguments(pair: Pair, device: torch.device) -> None:
 
 @every
 def test_repr_extends_torchs(pair: Pair) -> None:
-    """The options of the fused module follow those of torch.nn's."""
+    """The activation comes before the options of torch.nn, and the dropout of a norm after them."""
     module, native = pair.build()
     before, line, extra = module.extra_repr().partition(native.extra_repr())
     assert line and before == ("'identity', " if "activation" in pair.options else "")
@@ -367,8 +367,8 @@ def native_of(fused: type[nn.Module]) -> type[nn.Module]:
     return next(pair.native for pair in PAIRS if pair.fused is fused)
 
 
-def test_normalized_shape_of_tensors(device: torch.device) -> None:
-    """torch.nn accepts it, too."""
+def test_normalized_shape_may_hold_tensors(device: torch.device) -> None:
+    """torch.nn accepts such shapes, too."""
     x = torch.randn(3, 8, device=device)
     for shape in (torch.tensor([8]), [torch.tensor(8)]):
         torch.testing.assert_close(

@@ -36,16 +36,16 @@ def _is_small(spec: Spec, sample: Sample) -> bool:
 def test_tiles_side_by_side(case: Case) -> None:
     """The last tile of a row may lie beyond the row, in part or as a whole.
 
-    Without a limit a program processes two rows; a persistent one may process more.
+    With ``per_sm=0`` a program processes two rows; otherwise it is persistent, and may process more.
     """
     sample = case.sample()
-    for parts, persistent in ((3, 0), (5, 1)):
+    for parts, per_sm in ((3, 0), (5, 1)):
         block = block_holding(-(-_cols(case.spec, sample) // parts))
         config = Config(block_n=block, rows=2, warps=1, stages=2, per_sm=1, parts=parts)
         with (
             forced(
                 "norm_forward",
-                Config(block_n=block, rows=2, warps=1, stages=2, per_sm=persistent, parts=parts),
+                Config(block_n=block, rows=2, warps=1, stages=2, per_sm=per_sm, parts=parts),
             ),
             forced("norm_backward", config),
         ):
@@ -60,6 +60,7 @@ def test_rows_that_are_processed_tile_by_tile(case: Case) -> None:
         check_gradients(case.spec, sample, values=True)
 
 
+# Rows of 28671 columns are not aligned: with a residual they are read tile by tile.
 @pytest.mark.parametrize("cols", [28671, 32768])
 @pytest.mark.parametrize("spec", _NORMS, ids=lambda spec: spec.name)
 def test_widest_rows_that_one_program_holds(spec: Spec, cols: int) -> None:
@@ -72,7 +73,7 @@ def test_widest_rows_that_one_program_holds(spec: Spec, cols: int) -> None:
     _NORMS,
 )
 def test_next_rows_in_registers(case: Case) -> None:
-    """With odd numbers of columns in 16 bits, a program loads the next rows ahead."""
+    """If tensors have 16-bit dtypes and odd numbers of columns, registers carry the next rows."""
     sample = case.sample()
     block = block_holding(-(-_cols(case.spec, sample) // 3))
     with forced("norm_backward", Config(block_n=block, rows=2, warps=1, per_sm=1, parts=3)):
