@@ -4,9 +4,9 @@ The model is similar to DLRM (Naumov et al. 2019, arXiv:1906.00091). It looks up
 in 26 embedding tables of 16 to 128 columns and applies LayerNorm and tanh to each looked-up vector
 (a *slice*). It concatenates the slices with the output of a dense tower, and predicts a click. The
 clicks of the training data depend on random scores of the features. Both runs start from the same
-checkpoint and see the same batches. The two models differ only in their norms. ``joined`` and
-``separate`` convert a checkpoint of one model to one of the other. At the end a check loads the
-trained checkpoints into the other models, and compares the losses.
+checkpoint and see the same batches. The two models differ only in their norms. A checkpoint of the
+first model loads into the second; ``separate`` converts one of the second for the first. At the end
+a check loads the trained checkpoints into the other models, and compares the losses.
 
     python examples/recommender.py                  # sizes to suit the machine
     python examples/recommender.py --tables 256 --batch 4096 --steps 1000
@@ -113,36 +113,21 @@ class OneLaunchModel(LoopModel):
 # --------------------------------------------------------------------------------------------------
 
 
-def joined(checkpoint: Mapping[str, Tensor], sizes: list[int]) -> dict[str, Tensor]:
-    """Convert a checkpoint of `LoopModel` to one of `OneLaunchModel`."""
-    result = without_norms(checkpoint)
-    for name in ("weight", "bias"):
-        parts = [checkpoint[f"norms.{table}.{name}"] for table in range(len(sizes))]
-        result[f"norms.{name}"] = torch.cat(parts)
-    return result
-
-
 def separate(checkpoint: Mapping[str, Tensor], sizes: list[int]) -> dict[str, Tensor]:
     """Convert a checkpoint of `OneLaunchModel` to one of `LoopModel`."""
-    result = without_norms(checkpoint)
+    result = {name: value for name, value in checkpoint.items() if not name.startswith("norms.")}
     for name in ("weight", "bias"):
         for table, part in enumerate(checkpoint[f"norms.{name}"].split(sizes)):
             result[f"norms.{table}.{name}"] = part.clone()
     return result
 
 
-def without_norms(checkpoint: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the entries that are the same in both models."""
-    return {name: value for name, value in checkpoint.items() if not name.startswith("norms.")}
-
-
 @torch.no_grad()
 def check(loop: LoopModel, one_launch: OneLaunchModel, config: Config, batch: Batch) -> None:
     """Check that a trained model and the other one with its checkpoint have the same loss."""
-    sizes = config.sizes
     other_loop, other_launch = LoopModel(config), OneLaunchModel(config)
-    other_loop.load_state_dict(separate(one_launch.state_dict(), sizes))
-    other_launch.load_state_dict(joined(loop.state_dict(), sizes))
+    other_loop.load_state_dict(separate(one_launch.state_dict(), config.sizes))
+    other_launch.load_state_dict(loop.state_dict())
     for trained, other in ((loop, other_launch), (one_launch, other_loop)):
         expected, result = loss_of(trained, batch), loss_of(other.to(batch[0].device), batch)
         # The models round the norms differently, by some units in the last place of fp32. A loss
@@ -271,7 +256,7 @@ def main() -> None:
     print(", ".join(f"{name} {value}" for name, value in asdict(config).items()), flush=True)
     torch.manual_seed(config.seed)
     loop, one_launch = LoopModel(config), OneLaunchModel(config)
-    one_launch.load_state_dict(joined(loop.state_dict(), config.sizes))
+    one_launch.load_state_dict(loop.state_dict())
     runs = [
         train("slice by slice", loop, config, device),
         train("all at once", one_launch, config, device),

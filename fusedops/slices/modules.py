@@ -13,8 +13,9 @@ from ..core.calls.checks import check_choice, check_eps
 from ..core.compat.modules import has_own_hooks
 from ..core.typevars import Sliced
 from . import ops
+from .checkpoints import load_separate
 
-__all__ = ["FusedBatchedLayerNormAct", "FusedBatchedLayerNormTanh"]
+__all__ = ["FusedBatchedLayerNormAct", "FusedBatchedLayerNormTanh", "check_layers"]
 
 
 class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
@@ -23,7 +24,8 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
     Each slice has its own norm. The module replaces a list of `torch.nn.LayerNorm`, one per slice,
     each followed by an activation. `from_layers` copies the parameters of such a list, and
     `to_layers` returns such a list. ``weight`` has the weights of all slices side by side in one
-    tensor, and ``bias`` their biases.
+    tensor, and ``bias`` their biases. A checkpoint of a `torch.nn.ModuleList` of the separate norms
+    (``0.weight``, ``0.bias``, ``1.weight``, …) loads too.
 
     Args:
         sizes: the widths D_k of the slices.
@@ -120,6 +122,7 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
                 value = nn.Parameter(torch.empty(total, device=device, dtype=dtype))
             self.register_parameter(parameter, value)
         self.reset_parameters()
+        self.register_load_state_dict_pre_hook(load_separate)  # type: ignore[no-untyped-call]
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -230,7 +233,7 @@ class FusedBatchedLayerNormAct(nn.Module, Generic[Sliced]):
         check_choice(name, "activation", activation, ops.ACTIVATION_NAMES)
         if not layers:
             raise ValueError(f"{name}: layers must hold at least one torch.nn.LayerNorm, got none")
-        _check_layers(name, layers)
+        check_layers(name, layers)
         first = layers[0]
         like = first.weight
         module = cls(
@@ -392,7 +395,7 @@ class FusedBatchedLayerNormTanh(FusedBatchedLayerNormAct[Sliced]):
         return module
 
 
-def _check_layers(name: str, layers: list[nn.LayerNorm]) -> None:
+def check_layers(name: str, layers: list[nn.LayerNorm]) -> None:
     """Raises if the layers cannot be joined in one module."""
     for k, layer in enumerate(layers):
         if not isinstance(layer, nn.LayerNorm) or not _is_norm_alone(layer):

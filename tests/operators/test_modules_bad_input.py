@@ -267,3 +267,75 @@ def test_slices_module_refuses() -> None:
         FusedBatchedLayerNormAct([4, 4])(torch.tensor(1.0))
     with pytest.raises(TypeError, match=r"slice 0 must be a torch\.Tensor, got str"):
         FusedBatchedLayerNormAct([4, 4])("abc")
+
+
+def _model(norms: nn.Module) -> nn.Module:
+    """Returns a model with the norms, which are not those of a new one."""
+    for parameter in norms.parameters():
+        nn.init.normal_(parameter)
+    return nn.ModuleDict({"norms": norms})
+
+
+def _separate() -> nn.Module:
+    return _model(nn.ModuleList(nn.LayerNorm(size) for size in SIZES))
+
+
+def _outcome(model: nn.Module, checkpoint: dict[str, Any], strict: bool) -> str:
+    """Loads the checkpoint, and returns the error or the keys that do not match."""
+    try:
+        return str(model.load_state_dict(checkpoint, strict=strict))
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"norms.1.weight": None},
+        {"norms.0.bias": None, "norms.3.bias": None},
+        {"norms.2.weight": torch.randn(2)},
+        {"norms.1.bias": torch.randn(1, 17)},
+        {"norms.0.bias": torch.randn(())},
+        {"norms.3.weight": "none"},
+        {"norms.3.weight": np.ones(32, dtype=np.float32)},
+        {"norms.4.weight": torch.randn(3)},
+        {"norms.0.weight": torch.randn(17), "norms.1.weight": torch.randn(4), "norms.2.bias": None},
+    ],
+    ids=" ".join,
+)
+def test_bad_checkpoint_of_separate_norms_has_the_errors_of_the_norms(
+    changes: dict[str, Any], strict: bool
+) -> None:
+    """The slices that fit are loaded, as in the separate norms, and the others stay as they are."""
+    checkpoint = _separate().state_dict()
+    for key, value in changes.items():
+        if value is None:
+            del checkpoint[key]
+        else:
+            checkpoint[key] = value
+    separate = _separate()
+    joined = nn.ModuleDict({"norms": FusedBatchedLayerNormAct.from_layers(separate["norms"])})
+    expected_outcome = _outcome(separate, checkpoint, strict)
+    assert any(key in expected_outcome for key in changes)
+    assert _outcome(joined, checkpoint, strict) == expected_outcome
+    for name, parameter in joined["norms"].named_parameters():
+        expected = [getattr(layer, name) for layer in separate["norms"]]
+        assert torch.equal(parameter, torch.cat(expected))
+
+
+def test_checkpoint_of_other_modules() -> None:
+    """A bias that the module lacks, and norms that a module without memory cannot complete."""
+    checkpoint = _separate().state_dict()
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"norms\.0\.bias"'):
+        _model(FusedBatchedLayerNormAct(SIZES, bias=False)).load_state_dict(checkpoint)
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"norms\.0\.weight"'):
+        _model(FusedBatchedLayerNormAct(SIZES)).load_state_dict(
+            {**checkpoint, "norms.weight": torch.ones(54), "norms.bias": torch.ones(54)}
+        )
+    del checkpoint["norms.1.weight"]
+    model = _model(FusedBatchedLayerNormAct(SIZES, device="meta"))
+    with pytest.raises(RuntimeError, match=r'Missing key.*"norms\.1\.weight"'):
+        model.load_state_dict(checkpoint, assign=True)
+    assert model["norms"].weight.is_meta
+    assert not model["norms"].bias.is_meta

@@ -17,6 +17,7 @@ from torch import nn
 import fusedops
 from fusedops.nn import (
     FusedBatchedLayerNormAct,
+    FusedBatchedLayerNormTanh,
     FusedBiasAct,
     FusedGatedAct,
     FusedGEGLU,
@@ -130,6 +131,54 @@ def test_module_of_slices_has_the_mode_and_requires_grad_of_the_layers() -> None
     assert fresh.weight.eq(1).all()
     assert fresh.bias.eq(0).all()
     assert list(fresh.state_dict()) == ["weight", "bias"]
+
+
+class _Model(nn.Module):
+    def __init__(self, norms: nn.Module) -> None:
+        super().__init__()
+        self.norms = norms
+        self.linear = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"elementwise_affine": False}, {"bias": False}, {"dtype": torch.float64}],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
+)
+def test_checkpoint_of_separate_norms_loads_into_the_module(
+    options: dict[str, Any], copied: Any
+) -> None:
+    """Both kinds of checkpoints load into the module and its copies, which can train then."""
+    layers = _layers(**options)
+    checkpoint = _Model(nn.ModuleList(layers)).state_dict()
+    model = copied(_Model(FusedBatchedLayerNormTanh(SIZES, **options)))
+    before = dict(checkpoint)
+    assert str(model.load_state_dict(checkpoint)) == "<All keys matched successfully>"
+    assert list(checkpoint.items()) == list(before.items())
+    expected = FusedBatchedLayerNormAct.from_layers(layers).state_dict()
+    again = _Model(FusedBatchedLayerNormAct(SIZES, **options))
+    again.load_state_dict(model.state_dict())
+    for norms in (model.norms, again.norms):
+        assert norms.state_dict().keys() == expected.keys()
+        assert all(map(torch.equal, norms.state_dict().values(), expected.values()))
+        assert all(p.is_leaf and p.requires_grad for p in norms.parameters())
+    separate = nn.ModuleList(model.norms.to_layers())
+    assert separate.state_dict().keys() == nn.ModuleList(layers).state_dict().keys()
+    model.norms.load_state_dict(separate.state_dict())
+    assert all(map(torch.equal, model.norms.state_dict().values(), expected.values()))
+
+
+def test_checkpoint_of_separate_norms_is_assigned_to_a_module_without_memory() -> None:
+    layers = nn.ModuleList(_layers(dtype=torch.bfloat16))
+    module = FusedBatchedLayerNormAct(SIZES, device="meta").requires_grad_(False)
+    module.load_state_dict(layers.state_dict(), assign=True)
+    assert torch.equal(module.weight, torch.cat([layer.weight for layer in layers]))
+    assert torch.equal(module.bias, torch.cat([layer.bias for layer in layers]))
+    assert module.weight.dtype == torch.bfloat16
+    assert not module.weight.requires_grad
 
 
 def test_slices_of_unused_outputs_get_no_gradient(device: torch.device) -> None:
