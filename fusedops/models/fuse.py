@@ -12,6 +12,7 @@ from torch import nn
 from ..core.compat.modules import forget_compiled
 from ..distributed.sequence import rows_of_norm
 from . import classes, eligibility
+from .hints import hints
 from .hooks import has_hooks, is_simple, submodule
 from .report import NO_RULE, NOT_FUSED, FusionReport, ModuleReport
 from .rule import At, Family, Rule, Verdict, judge
@@ -59,7 +60,8 @@ def fuse_model(
             stay whole in the graph.
     Returns:
         A report: which operators each module calls now, or why it was left. ``print`` shows a
-        summary; ``table()`` has a line for each module.
+        summary; ``table()`` has a line for each module; ``hints`` has the lines that join a list of
+        norms, which stay separate otherwise.
     Raises:
         TypeError: the model is not a torch.nn.Module; a class cannot be subclassed; an entry of
             exclude is neither a name nor a class; check is True and the model has no
@@ -137,11 +139,11 @@ def _check_fused(
     for module, difference in differences.items():
         if not difference.passes:
             verdicts[module] = Verdict(None, f"{planned[module].name} differs from it")
-    lines = []
+    report, lines = _report(model, verdicts), []
     modules = dict(model.named_modules()).values()
-    for line, module in zip(_report(model, verdicts).modules, modules, strict=True):
+    for line, module in zip(report.modules, modules, strict=True):
         lines.append(replace(line, difference=differences.get(module)))
-    return FusionReport(tuple(lines), whole)
+    return FusionReport(tuple(lines), whole, report.hints)
 
 
 def unfuse_model(model: nn.Module) -> None:
@@ -326,10 +328,10 @@ def _report(model: nn.Module, verdicts: Mapping[nn.Module, Verdict]) -> FusionRe
     for module, name in names.items():
         for inner in _computed_by(module, verdicts):
             blocks[inner] = name
-    lines = []
+    lines = {}
     for module, name in names.items():
-        lines.append(_line(name, module, verdicts, block=blocks.get(module)))
-    return FusionReport(tuple(lines))
+        lines[module] = _line(name, module, verdicts, block=blocks.get(module))
+    return FusionReport(tuple(lines.values()), hints=tuple(hints(model, lines)))
 
 
 def _computed_by(module: nn.Module, verdicts: Mapping[nn.Module, Verdict]) -> Iterator[nn.Module]:

@@ -89,10 +89,12 @@ class FusionReport:
     Attributes:
         modules: all modules of the model.
         difference: the result of ``check`` for the whole model; None without a check.
+        hints: for each list of norms that one module computes in one launch, the lines to write.
     """
 
     modules: tuple[ModuleReport, ...]
     difference: Difference | None = None
+    hints: tuple[str, ...] = ()
 
     @property
     def replaced(self) -> tuple[ModuleReport, ...]:
@@ -124,6 +126,7 @@ class FusionReport:
             *self._kind_lines(),
             *self._counted_lines(),
             *self._checked(),
+            *self.hints,
             "table() has a line for each module",
         ]
         return "\n".join(lines)
@@ -159,7 +162,7 @@ class FusionReport:
             rows.append((module.name or "(the model)", module.type, outcome))
         names, types = _width(rows, 0), _width(rows, 1)
         lines = [f"{row[0]:{names}}  {row[1]:{types}}  {row[2]}".rstrip() for row in rows]
-        return "\n".join([*lines, *self._checked()])
+        return "\n".join([*lines, *self._checked(), *self.hints])
 
     def _checked(self) -> list[str]:
         if self.difference is None:

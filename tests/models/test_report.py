@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
+import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -215,6 +217,159 @@ def test_printed_report_has_a_line_for_each_kind_of_module() -> None:
         "4 left as they are: no rule matches",
         "table() has a line for each module",
     ]
+
+
+class _Slices(nn.Module):
+    """Norms that each have a slice of their own."""
+
+    def __init__(self, norms: nn.ModuleList | nn.ModuleDict) -> None:
+        super().__init__()
+        self.norms = norms
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+
+
+_WIDTHS = (3, 8, 5, 8)
+
+
+def _layers(**options: Any) -> list[nn.LayerNorm]:
+    return [nn.LayerNorm(width, **options) for width in _WIDTHS]
+
+
+@pytest.mark.parametrize(
+    "norms, path, expression",
+    [
+        (nn.ModuleList(_layers()), "norms", "self.norms"),
+        (nn.ModuleList(_layers(elementwise_affine=False, eps=0.5)), "norms", "self.norms"),
+        (nn.ModuleDict(dict(zip("dbca", _layers(), strict=True))), "norms", "self.norms"),
+        (nn.ModuleList([nn.Identity(), nn.ModuleList(_layers())]), "norms.1", "self.norms[1]"),
+        (nn.ModuleDict({"a b": nn.ModuleList(_layers())}), "norms.a b", "self.norms['a b']"),
+    ],
+)
+def test_report_has_the_lines_that_join_a_list_of_norms(
+    norms: nn.ModuleList | nn.ModuleDict, path: str, expression: str
+) -> None:
+    """They are executed here, and compute what the norms compute."""
+    inner = _Slices(norms)
+    model = nn.Sequential(nn.Identity(), nn.ModuleDict({"inner": inner}))
+    report = fusedops.fuse_model(model)
+    (hint,) = report.hints
+    for text in (str(report), report.table()):
+        assert f"\n{hint}" in text
+    head, _condition, *lines = hint.splitlines()
+    assert head == (
+        f"1.inner.{path}: 4 LayerNorms of 3 to 8 columns take 4 launches or more each way"
+    )
+    assert "in _Slices.__init__" in lines[0]
+    assert lines[-1].strip() == f"outputs = {expression}(slices)"
+    slices = [torch.randn(6, width) for width in _WIDTHS]
+    layers = [module for module in inner.modules() if isinstance(module, nn.LayerNorm)]
+    expected = [layer(x) for layer, x in zip(layers, slices, strict=True)]
+    names: dict[str, Any] = {"self": inner, "slices": slices, "fusedops": fusedops}
+    exec(textwrap.dedent("\n".join(lines)), names)
+    assert not any(isinstance(module, nn.LayerNorm) for module in inner.modules())
+    # Both round few fp32 operations on values of order one.
+    torch.testing.assert_close(list(names["outputs"]), expected, rtol=1e-5, atol=1e-5)
+    assert not fusedops.fuse_model(model).hints
+
+
+def test_hints_are_the_same_for_dry_run_check_and_status() -> None:
+    model = _Slices(nn.ModuleList(nn.LayerNorm(4) for _ in range(40)))
+    model.forward = lambda x: sum(norm(x) for norm in model.norms)  # type: ignore[method-assign]
+    hints = fusedops.fuse_model(model, dry_run=True).hints
+    assert hints[0].startswith("norms: 40 LayerNorms of 4 columns take 40 launches")
+    assert fusedops.fuse_model(model, dry_run=True, check=torch.randn(2, 4)).hints == hints
+    assert fusedops.fuse_model(model).hints == hints
+    assert fusedops.fuse_model(model).hints == hints
+    assert fusedops.fusion_status(model).hints == hints
+
+
+def _hooked() -> list[nn.LayerNorm]:
+    layers = _layers()
+    layers[3].register_forward_hook(lambda *args: None)
+    return layers
+
+
+def _tied() -> list[nn.LayerNorm]:
+    layers = _layers()
+    layers[3].weight = layers[1].weight
+    return layers
+
+
+class _Doubled(nn.LayerNorm):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: _layers()[:3],
+        lambda: [*_layers(), nn.LayerNorm(4, eps=0.1)],
+        lambda: [*_layers(), nn.LayerNorm(4).half()],
+        lambda: [*_layers(), nn.LayerNorm((2, 4))],
+        lambda: [*_layers(), nn.RMSNorm(4)],
+        lambda: [*_layers(), _Doubled(4)],
+        lambda: [*(layers := _layers()), layers[0]],
+        lambda: [*_layers(), nn.LayerNorm(4097)],
+        lambda: [nn.LayerNorm(2049, dtype=torch.float64) for _ in range(4)],
+        lambda: [nn.Linear(4, 4) for _ in range(4)],
+        _hooked,
+        _tied,
+    ],
+)
+def test_norms_that_one_launch_cannot_replace_have_no_hint(
+    layers: Callable[[], list[nn.Module]],
+) -> None:
+    report = fusedops.fuse_model(_Slices(nn.ModuleList(layers())))
+    assert report.hints == ()
+    assert "from_layers" not in str(report)
+
+
+@pytest.mark.parametrize("library", ["torch.nn.modules.transformer", "transformers.models.xlm"])
+def test_norms_in_the_code_of_a_library_have_no_hint(library: str) -> None:
+    """They have no slices: XLM, for one, has a list with a norm for each layer."""
+    inner = type("Model", (_Slices,), {"__module__": library})(nn.ModuleList(_layers()))
+    assert fusedops.fuse_model(inner).replaced
+    assert not fusedops.fusion_status(nn.Sequential(inner)).hints
+
+
+class _Norms(nn.ModuleList):
+    pass
+
+
+@pytest.mark.parametrize("cls", [nn.ModuleList, _Norms])
+def test_list_that_is_the_model_itself_has_no_hint(cls: type[nn.ModuleList]) -> None:
+    """No forward of the model calls it."""
+    assert not fusedops.fuse_model(cls(_layers())).hints
+
+
+@pytest.mark.parametrize("exclude", ["norms", "norms.2", "layer_norm", ""])
+def test_excluded_norms_have_no_hint(exclude: str) -> None:
+    model = _Slices(nn.ModuleList(_layers()))
+    assert not fusedops.fuse_model(model, exclude=[exclude]).hints
+
+
+class _Chained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleDict({name: nn.LayerNorm(4) for name in "abcd"})
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norms.a(x + self.linear(x))
+        x = self.norms.b(x + self.linear(x))
+        x = self.norms.c(x + self.linear(x))
+        return self.norms.d(x + self.linear(x))  # type: ignore[no-any-return]
+
+
+def test_norms_that_their_block_computes_have_no_hint() -> None:
+    report = fusedops.fuse_model(_Chained())
+    assert [line.name for line in report.modules if line.by == ""] == [
+        *[f"norms.{name}" for name in "abcd"],
+        "linear",
+    ]
+    assert report.hints == ()
 
 
 def _called_operators(
