@@ -21,9 +21,9 @@ from ..core.launches import launch
 from ..core.launches.launch import Variant, pointer_type, triton_dtype
 from ..core.launches.operand import rows as as_rows
 from ..core.launches.operand import vector
+from ..core.launches.tables import Addresses, constants, gather
 from ..core.random.rng import State
 from . import configs
-from .addresses import Addresses, gather
 from .site import SliceSite
 from .widths import Groups, Widths
 
@@ -281,7 +281,7 @@ def _groups(widths: Widths, config: tuning.Config, itemsize: int) -> Groups:
 @functools.lru_cache(maxsize=1024)
 def _group_table(table: tuple[int, ...], device: torch.device) -> Tensor | None:
     """Returns `Groups.table` on the device, None if it is empty."""
-    return torch.tensor(table, dtype=torch.int32, device="cpu").to(device) if table else None
+    return constants(table, device, torch.int32) if table else None
 
 
 # The registers that a backward needs per element of a tile if it holds the next rows in registers

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from ..core.activations import ACTIVATIONS
 from ..core.calls.operators import site_of
 from ..core.configs.tuning_key import Grid
+from ..core.launches.tables import store_variant
 from ..core.spec import BadSample, Maker, Sample, Shape, Spec, Sweep
 from . import configs, launching, ops, reference
-from .addresses import store_variant
 from .operator import SLICES
 from .site import SliceConstants
 

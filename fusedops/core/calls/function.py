@@ -86,11 +86,14 @@ class Call(torch.autograd.Function):
         op, site, state, registered = ctx.call = call
         compute = operators.forward if registered else forward
         outs = compute(op, site, tensors, state)
-        # The None at the end stands for every saved tensor that this call does not have.
-        ctx.save_for_backward(*site.saved((*tensors, *outs, None)))
         # An absent cotangent stays None: it costs neither a tensor of zeros nor a kernel's read.
         ctx.set_materialize_grads(False)
         returned = exposed(op, site, tensors, outs)
+        # The None at the end stands for every saved tensor that this call does not have.
+        saved = site.saved((*tensors, *outs, None))
+        if site.splits:
+            saved = op.saved_apart(site, saved, returned)  # type: ignore[attr-defined]
+        ctx.save_for_backward(*saved)
         if site.sources is not None:
             mark_constant(ctx, op, site, returned, ctx.needs_input_grad[1:])
         return returned
@@ -160,9 +163,10 @@ def _sources(op: Operator, site: Site, outputs: int) -> tuple[frozenset[int], ..
     """Returns the site's ``sources``, or None if each output depends on all tensors.
 
     ``sources`` describes the outputs that the caller gets. The registered operator of a
-    `SequenceOperator` returns one buffer for all of these, and the buffer depends on all tensors.
+    `SequenceOperator` returns buffers of several of these, and a buffer depends on all tensors.
     """
-    return None if op.variadic and outputs == 1 else site.sources
+    is_of_buffers = op.variadic and site.sources is not None and len(site.sources) != outputs
+    return None if is_of_buffers else site.sources
 
 
 def mark_constant(ctx: Any, op: Operator, site: Site, outs: Tensors, needs: Sequence[bool]) -> None:
@@ -280,16 +284,20 @@ def mask_of(site: Site, state: State) -> Callable[[Tensor], Dropout]:
     """Returns a function that returns the forward's dropout, for a tensor like the mask.
 
     Only the shape and device of that tensor are read. A call with several dropouts has one random
-    state; the arguments ``steps`` and ``threshold`` select the dropout: see `rng.advanced`.
+    state; the arguments ``steps`` and ``threshold`` select the dropout: see `rng.advanced`. The row
+    length ``cols`` is the site's by default.
     """
 
-    def masked(like: Tensor, steps: int = 0, threshold: int | None = None) -> Dropout:
+    def masked(
+        like: Tensor, steps: int = 0, threshold: int | None = None, cols: int | None = None
+    ) -> Dropout:
         if not site.dropout:
             return dropout.none
         # ``like`` may be batched by a transform. The mask is not: the forward ran outside any
         # transform. So its shape comes from a new tensor, not from ``torch.empty_like``.
         plain = torch.empty(like.shape, dtype=site.acc, device=like.device)
-        mask = dropout.keep_scale(plain, rng.advanced(state, steps, threshold), site.cols)
+        advanced = rng.advanced(state, steps, threshold)
+        mask = dropout.keep_scale(plain, advanced, site.cols if cols is None else cols)
         return dropout.fixed(mask)
 
     return masked

@@ -188,6 +188,8 @@ class Operator(ABC):
         visible: the number of outputs, from the first, that the caller gets; the rest is only
             saved.
         saved: the names of the tensors that a backward reads.
+        gradients: the names of the gradients that the kernels write, in the order of `needed`; by
+            default one for each name in ``tensors``.
         native_elements: the most elements of a GPU call that PyTorch's operator computes, if there
             is one. At such sizes both take a few microseconds on the GPU, and PyTorch's autograd
             node costs tens of microseconds less on the host.
@@ -201,6 +203,7 @@ class Operator(ABC):
     outputs: ClassVar[tuple[str, ...]]
     visible: ClassVar[int] = 1
     saved: ClassVar[tuple[str, ...]]
+    gradients: tuple[str, ...] = ()
     native_elements: int = 65536
 
     def __init__(self) -> None:
@@ -339,6 +342,18 @@ class SequenceOperator(Operator):
     @abstractmethod
     def expose(self, constants: Any, tensors: Tensors, outs: Any) -> tuple[Tensor | None, ...]:
         """Returns the outputs that the caller gets, from those that the kernels wrote."""
+
+    def saved_apart(self, site: Any, saved: Any, returned: Any) -> tuple[Tensor | None, ...]:
+        """Returns what a call saves: ``saved``, with outputs that the caller got in their place.
+
+        Autograd then notices if the caller changes such an output before the backward.
+
+        Args:
+            site: the call's.
+            saved: what the site selects, with outputs as the kernels wrote them.
+            returned: the outputs that the caller got: see `expose`.
+        """
+        return saved  # type: ignore[no-any-return]
 
     @abstractmethod
     def joined(self, constants: Any, grads: Tensors, saved: Tensors) -> Tensors:

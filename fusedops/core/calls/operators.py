@@ -113,7 +113,12 @@ def call_forward(
     """Returns the outputs of the registered operator, with empty tensors for absent ones."""
     operator = getattr(torch.ops.fusedops, f"{op.name}_forward")
     return operator(
-        *_listed(op, tensors), seed_of(state), state[2], cols, call, *constants.numbers()
+        *_listed(op, op.tensors, tensors),
+        seed_of(state),
+        state[2],
+        cols,
+        call,
+        *constants.numbers(),
     )
 
 
@@ -126,7 +131,7 @@ def backward(
     digits = "".join(["1" if need else "0" for need in needed])
     outs = operator(
         *grads,
-        *_listed(op, saved),
+        *_listed(op, op.saved, saved),
         seed_of(state),
         state[2],
         digits,
@@ -137,11 +142,11 @@ def backward(
     return present(outs, needed)
 
 
-def _listed(op: Operator, tensors: Tensors) -> Sequence[Any]:
+def _listed(op: Operator, names: Sequence[str], tensors: Tensors) -> Sequence[Any]:
     """Returns the tensors as in the schema, which has one list for a variable number of tensors."""
     if not op.variadic:
         return tensors
-    fixed = len(op.tensors) - 1
+    fixed = len(names) - 1
     return (*tensors[:fixed], list(tensors[fixed:]))
 
 

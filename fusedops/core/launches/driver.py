@@ -1,4 +1,4 @@
-"""Queries of CUDA's driver for which PyTorch has no functions.
+"""Functions of CUDA's driver that PyTorch does not have.
 
 A green context has only some of the GPU's multiprocessors, and MPS may limit a process to some. The
 device properties show neither: they have the number of the whole GPU. If the driver or the function
@@ -10,13 +10,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["limit_of_process", "multiprocessors_of", "programs_at_a_time"]
+__all__ = ["limit_of_process", "multiprocessors_of", "programs_at_a_time", "relaxed"]
 
 # The number of multiprocessors, as a kind of resource and as a kind of limit.
 _MULTIPROCESSORS = 1  # CU_DEV_RESOURCE_TYPE_SM
 _LIMITED = 0  # CU_EXEC_AFFINITY_TYPE_SM_COUNT
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class _Resource(ctypes.Structure):
@@ -53,6 +56,20 @@ def _succeeds(name: str, types: tuple[Any, ...], *arguments: Any) -> bool:
     function = _function(name, *types)
     # The driver's functions return 0 for success.
     return function is not None and function(*arguments) == 0
+
+
+@contextmanager
+def relaxed() -> Iterator[None]:
+    """Lets this thread use other streams freely while a stream is captured."""
+    function = _function("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p)
+    mode = ctypes.c_int(_RELAXED)
+    if function is not None:
+        function(ctypes.byref(mode))  # ``mode`` has the previous mode afterwards
+    try:
+        yield
+    finally:
+        if function is not None:
+            function(ctypes.byref(mode))
 
 
 def multiprocessors_of(stream: int) -> int | None:

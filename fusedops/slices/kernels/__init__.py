@@ -1,4 +1,4 @@
-"""The slices family's kernels: a forward and a backward for all slices, and a table of addresses.
+"""The slices family's kernels: a forward and a backward for all slices.
 
 A tile is a tensor ``(slots, rows, lanes)``: a slot holds rows of one slice. A slice is in one
 *part*, or in up to seven parts side by side, a tuple of tiles::
@@ -24,8 +24,7 @@ With ``CARRIED`` the loop holds the next rows in registers. It is for slices who
 loads by fewer than four bytes, the least that an asynchronous copy has.
 """
 
-from .addresses import store_addresses_kernel
 from .backward import slices_backward_kernel
 from .forward import slices_forward_kernel
 
-__all__ = ["slices_backward_kernel", "slices_forward_kernel", "store_addresses_kernel"]
+__all__ = ["slices_backward_kernel", "slices_forward_kernel"]

@@ -6,8 +6,8 @@ import triton.language as tl
 
 # A captured graph records a copy from the host by its address, and a replay would read that memory
 # again. But it records a launch with the values of its arguments, so the addresses are arguments. A
-# launch has 64 of them, as `_STORED` in `fusedops.slices.addresses`; more addresses take several
-# launches. None is specialised: each combination of multiples of 16 would compile a kernel.
+# launch has 64 of them, as `_STORED` in `tables`; more addresses take several launches.
+# None is specialised: each combination of multiples of 16 would compile a kernel.
 @triton.jit(do_not_specialize=[f"a{i}" for i in range(64)] + ["start", "count"])
 def store_addresses_kernel(
     addresses,
