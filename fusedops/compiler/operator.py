@@ -38,7 +38,7 @@ from .planning import Plan
 from .site import BackwardKey, RowwiseSite
 from .structure import Operand, Part, Structure
 
-__all__ = ["LONGEST_ROW", "Program", "RowwiseConstants", "dynamic_axes"]
+__all__ = ["LONGEST_ROW", "Program", "RowwiseConstants", "dynamic_axes", "fits"]
 
 _registered: set[str] = set()
 _registering = threading.RLock()
@@ -503,29 +503,41 @@ class Program(Operator):
         return [math.prod([sizes[axis] for axis in label]) for label in labels]
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether tensors are like those of the trace, except in the number of rows.
+        """Whether tensors are like those of the trace: see `fits`."""
+        return fits(self.structure, self.dynamic, tensors)
 
-        The first ``loose`` dimensions of an unused input may have any size: see `Structure`.
-        """
-        structure, sizes = self.structure, dict[int, int]()
-        for operand, loose, tensor in zip(structure.inputs, structure.loose, tensors, strict=True):
-            if not isinstance(tensor, Tensor) or tensor.dtype != operand.dtype:
-                return False
-            if tensor.dim() != len(operand.labels):
-                return False
-            dims = zip(operand.labels, tensor.shape, strict=True)
-            for label, size in itertools.islice(dims, loose, None):
-                if len(label) != 1 or label[0] not in self.dynamic:
-                    if size != math.prod([structure.sizes[axis] for axis in label]):
-                        return False
-                    continue
-                (axis,) = label
-                if sizes.setdefault(axis, size) != size:
+
+def fits(
+    structure: Structure, dynamic: Mapping[int, tuple[int, int, int]], tensors: Sequence[Tensor]
+) -> bool:
+    """Whether tensors are like those of a structure's trace, except in the number of rows.
+
+    The first ``loose`` dimensions of an unused input may have any size: see `Structure`.
+
+    Args:
+        structure: the structure.
+        dynamic: its `dynamic_axes`.
+        tensors: as many as the structure has inputs.
+    """
+    sizes = dict[int, int]()
+    for operand, loose, tensor in zip(structure.inputs, structure.loose, tensors, strict=True):
+        if not isinstance(tensor, Tensor) or tensor.dtype != operand.dtype:
+            return False
+        if tensor.dim() != len(operand.labels):
+            return False
+        dims = zip(operand.labels, tensor.shape, strict=True)
+        for label, size in itertools.islice(dims, loose, None):
+            if len(label) != 1 or label[0] not in dynamic:
+                if size != math.prod([structure.sizes[axis] for axis in label]):
                     return False
-                # The trace of a single row has the constant 0 for its index: another function.
-                if size == 1 and axis in structure.indexed:
-                    return False
-        return True
+                continue
+            (axis,) = label
+            if sizes.setdefault(axis, size) != size:
+                return False
+            # The trace of a single row has the constant 0 for its index: another function.
+            if size == 1 and axis in structure.indexed:
+                return False
+    return True
 
 
 def _nodes_of(tensors: Iterable[Mapping[Part, Node]]) -> list[Node]:

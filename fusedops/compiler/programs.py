@@ -27,7 +27,7 @@ from .complex_numbers import as_pairs
 from .effects import check_effects
 from .errors import NotRowwiseError
 from .objects import PLAIN
-from .operator import Program, dynamic_axes
+from .operator import Program, dynamic_axes, fits
 from .planning import planned
 from .reader import Look
 from .rows import structured
@@ -221,9 +221,9 @@ class Programs:
             if len(structure.inputs) != len(tensors):
                 continue
             try:
-                program = self._program(structure)
-                if program.fits(tensors):
-                    return Match(program, (), call.look)
+                # A program takes a hundred times as long to build as its inputs to compare.
+                if fits(structure, dynamic_axes(structure), tensors):
+                    return Match(self._program(structure), (), call.look)
             # The file has an invalid structure: the function is traced instead.
             except Exception:  # noqa: BLE001
                 continue
