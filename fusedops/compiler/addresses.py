@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 from ..core.launches.operand import Spacing
 from .axes import Label
@@ -25,13 +26,19 @@ from .layouts import BY_ROW, RowLayout, offsets_along, row_layout, strides_of, t
 from .structure import Operand, Part, Structure, within
 from .text import product
 
-__all__ = ["EVEN", "Addresses", "Argument", "Spacings"]
+__all__ = ["EVEN", "SPREAD", "Addresses", "Argument", "Sliced", "Spacings"]
 
 # How rows are spaced, for each tensor whose rows no single stride reaches, by its kind and index.
 Spacings = Mapping[tuple[str, int], Spacing]
 EVEN: Spacings = MappingProxyType({})
 
+Sliced = Literal["", "equal", "mixed"]
+
 _PREFIXES = {"cotangent": "d_", "gradient": "grad_"}
+# A term of zeros, with a row for each of a tile, in the kernel of a slice. A vector is read and
+# written in the layout of tiles with it. Otherwise Triton may give tiles the layout of vectors,
+# whose columns are divided among warps: then each sum of a row is an exchange between warps.
+SPREAD = "slice_spread"
 # What this package allocates for the call is contiguous.
 _ALLOCATED = ("output", "intermediate", "gradient")
 # By whether an address varies along rows and along columns, and whether these are of two parts.
@@ -76,17 +83,26 @@ class Addresses:
         names: the names of the kernel.
         group: the row axes of groups of rows, which are axis 1 of the grid; () without groups.
         spacings: the spacings of tensors whose rows no single stride reaches.
+        sliced: of a kernel of one slice of many, whether all have one length: see `horizontal`.
+            Then every row stride is an argument. "" for other kernels.
         divides: whether rows are divided for an index, in the type INDEX.
         pairs: whether a tile has the columns of two parts.
     """
 
     def __init__(
-        self, structure: Structure, names: Identifiers, *, group: Label, spacings: Spacings
+        self,
+        structure: Structure,
+        names: Identifiers,
+        *,
+        group: Label,
+        spacings: Spacings,
+        sliced: Sliced,
     ) -> None:
         self.structure = structure
         self.names = names
         self.group = group
         self.spacings = spacings
+        self.sliced = sliced
         self.arguments: dict[tuple[str, int, str, int], Argument] = {}
         self.divides = False
         self.pairs = False
@@ -157,6 +173,8 @@ class Addresses:
             terms.append(offsets_along(structure, strides))
         terms += self._part_offsets(operand, part)
         by_column = bool(columns) and not (element or full)
+        if self.sliced and layout == "vector" and by_column:
+            terms.append(SPREAD)
         mask = _MASKS[layout in BY_ROW, by_column, paired]
         if layout == "group" and not mask:
             # The last programs may have no group. A mask has the shape of the address: a block for
@@ -200,9 +218,12 @@ class Addresses:
         # `launcher.Launcher._row_dims`.
         is_vector = bool(set(self.structure.columns) & set(strides))
         is_number_of_group = layout == "group" and not is_vector
-        if kind in _ALLOCATED or row_size == 1 or is_number_of_group:
+        if row_size == 1 or is_number_of_group or (kind in _ALLOCATED and not self.sliced):
             return row_size
-        return self.argument("stride", index, f"{operand.name}_stride", kind)
+        # A name without a number at its end: it marks strides, see `core.launches.launch`. An input
+        # and its gradient both have a stride in the kernel of a slice.
+        name = self.arguments[kind, index, "", -1].name if self.sliced else operand.name
+        return self.argument("stride", index, f"{name}_stride", kind)
 
     def _part_offsets(self, operand: Operand, part: Part) -> list[str]:
         """Return the terms of an address that lead to a part of a row."""

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from ..core.configs.tuning_key import block_holding
-from .addresses import EVEN, Argument, Spacings
+from .addresses import EVEN, SPREAD, Argument, Sliced, Spacings
 from .axes import Label
 from .emitter import Emitter
 from .errors import NotRowwiseError
 from .ir import COMPARISONS, SAME_VALUE, Node, computed_of, reachable
-from .kernel import Kernel, source_of
+from .kernel import Kernel, first_lines, slice_source, source_of
 from .layouts import pair_axis, paired, row_layout, unreduced
 from .partials import stores_of_sums
 from .passes import emit_passes, moments_of
@@ -106,8 +106,12 @@ def forward_kernels(
     tiled: bool,
     saves: bool,
     spacings: Spacings = EVEN,
+    sliced: Sliced = "",
 ) -> list[Kernel]:
-    """Return the kernels of a forward; with ``saves`` they also write what a backward reads."""
+    """Return the kernels of a forward; with ``saves`` they also write what a backward reads.
+
+    With ``sliced``, the result is one function of a slice: see `horizontal`.
+    """
     structure = plan.structure
     stores: list[_Store] = []
     for number, operand in enumerate(structure.outputs):
@@ -122,7 +126,7 @@ def forward_kernels(
     if saves:
         for index, node in enumerate(plan.stats):
             stores.append(_Store("stats", index, None, (), (node,)))
-    return _Writer(plan, acc, "forward", group, tiled, spacings).kernels(stores, [])
+    return _Writer(plan, acc, "forward", group, tiled, spacings, sliced).kernels(stores, [])
 
 
 def _stores_of_parts(
@@ -145,6 +149,7 @@ def backward_kernels(
     cotangents: Sequence[int],
     wanted: Sequence[int],
     spacings: Spacings = EVEN,
+    sliced: Sliced = "",
 ) -> list[Kernel]:
     """Return the kernels of a backward, from ``cotangents`` to the gradients ``wanted``.
 
@@ -152,8 +157,16 @@ def backward_kernels(
     values at a time.
     """
     kernels_of = functools.partial(
-        _backward_kernels, plan, acc, cotangents=cotangents, wanted=wanted, spacings=spacings
+        _backward_kernels,
+        plan,
+        acc,
+        cotangents=cotangents,
+        wanted=wanted,
+        spacings=spacings,
+        sliced=sliced,
     )
+    if sliced:
+        return kernels_of(group=group, tiled=False)
     cols = plan.structure.cols
     if not tiled or cols <= _LONGEST_SHARED:
         kernels = kernels_of(group=group, tiled=False)
@@ -176,9 +189,10 @@ def _backward_kernels(
     cotangents: Sequence[int],
     wanted: Sequence[int],
     spacings: Spacings,
+    sliced: Sliced,
 ) -> list[Kernel]:
     structure = plan.structure
-    writer = _Writer(plan, acc, "backward", group, tiled, spacings)
+    writer = _Writer(plan, acc, "backward", group, tiled, spacings, sliced)
     gradients = plan.gradients(cotangents, wanted)
     stores: list[_Store] = []
     sums: list[_Sum] = []
@@ -247,6 +261,7 @@ class _Writer:
         group: Label,
         tiled: bool,
         spacings: Spacings,
+        sliced: Sliced,
     ) -> None:
         self.plan = plan
         self.acc = acc
@@ -255,6 +270,7 @@ class _Writer:
         # Columns are not divided among programs of a group.
         self.group = () if tiled else group
         self.tiled = tiled
+        self.sliced = sliced
         self.structure = plan.structure
         self.written: dict[int, None] = {}
 
@@ -290,13 +306,19 @@ class _Writer:
             kernels.append(self._kernel(emitter, wide, sums))
         return kernels
 
+    def _name(self) -> str:
+        """Return the name of the kernel, or of the function of one slice."""
+        return f"{self.direction}_{'slice' if self.sliced else 'kernel'}"
+
     def _is_wide(self, store: _Store) -> bool:
         """Whether the columns of a row are written, not a number of it."""
         return store.operand is not None and self.structure.has_columns(store.operand)
 
     def _emitter(self, roots: Iterable[Node]) -> Emitter:
         """Return an emitter that reads what the forward saved instead of computing it."""
-        emitter = Emitter(self.plan, self.acc, group=self.group, spacings=self.spacings)
+        emitter = Emitter(
+            self.plan, self.acc, group=self.group, spacings=self.spacings, sliced=self.sliced
+        )
         if self.direction == "forward":
             emitter.inexact = self._rounded_alone(roots)
             return emitter
@@ -351,7 +373,8 @@ class _Writer:
 
     def _kernel(self, emitter: Emitter, stores: Sequence[_Store], sums: Sequence[_Sum]) -> Kernel:
         """Return the kernel of whole rows, or of one tile of columns in each program."""
-        if not self.tiled and self.structure.cols > WIDEST_TILE:
+        is_wide = self.structure.cols > WIDEST_TILE
+        if is_wide and not (self.tiled or self.sliced):
             return self._held_kernel(emitter, stores, sums)
         # Without sums over rows a program has one tile of rows, and no loop.
         emitter.flat = not sums or not self._has_room(emitter, stores, sums)
@@ -373,7 +396,7 @@ class _Writer:
             else:
                 emitter.lines.append(f"sum{slot} += tl.where(in_rows, {value}, 0)")
         slots = [(index, part) for index, part, _ in sums]
-        return self._assembled(emitter, f"{self.direction}_kernel", slots)
+        return self._assembled(emitter, self._name(), slots)
 
     def _held_kernel(
         self, emitter: Emitter, stores: Sequence[_Store], sums: Sequence[_Sum]
@@ -395,7 +418,7 @@ class _Writer:
         body = held_body(emitter, phases, writes, sums, _roots(stores, []))
         return self._finished(
             emitter,
-            f"{self.direction}_kernel",
+            self._name(),
             body,
             [(index, part) for index, part, _ in sums],
             held=True,
@@ -449,7 +472,10 @@ class _Writer:
         body = list(GROUP_LINES) if self.group else []
         if is_tiled:
             body.append("COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N")
-        body += program_lines(shares=is_tiled)
+        if self.sliced:  # the programs are arguments
+            body.append(f"{SPREAD} = tl.zeros((ROWS, 1), tl.int32)")
+        else:
+            body += program_lines(shares=is_tiled)
         if not by_row:
             body += self._column_lines(emitter)
         body += emitter.invariant
@@ -492,9 +518,7 @@ class _Writer:
     ) -> Kernel:
         """Return the kernel of all lines but the first; the properties are those of `Kernel`."""
         arguments = self._ordered_arguments(emitter, has_sums=bool(sums))
-        first = ["await_predecessor(OVERLAP)"]
-        if _drops(arguments):
-            first.append("seed, offset = load_seed(seed, offset)")
+        first = [] if self.sliced else first_lines(drops=_drops(arguments))
         constants: tuple[str, ...] = _CONSTANTS
         if properties.get("held"):
             constants += ("PARTS",)
@@ -502,9 +526,10 @@ class _Writer:
             constants += ("EXCHANGE",)
         if emitter.addresses.divides:
             constants += ("INDEX",)
+        write = slice_source if self.sliced else source_of
         return Kernel(
             name,
-            source_of(name, arguments, constants, [*first, *body]),
+            write(name, arguments, constants, [*first, *body]),
             tuple(arguments),
             group=self.group,
             sums=tuple(sums),
@@ -516,6 +541,7 @@ class _Writer:
             drops=_drops(arguments),
             divides=emitter.addresses.divides,
             contracts=self.direction == "backward" and self._may_contract(emitter.computed),
+            stats=len(self.plan.stats),
             **properties,
         )
 

@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 
 from ..core.activations import ACTIVATIONS
-from .addresses import Addresses, Spacings
+from .addresses import Addresses, Sliced, Spacings
 from .axes import Label
 from .costs import is_compute_bound
 from .identifiers import Identifiers
@@ -136,13 +136,23 @@ class Emitter:
             stored: the pass that removes layout conversions uses a value ahead of its definition.
     """
 
-    def __init__(self, plan: Plan, acc: torch.dtype, *, group: Label, spacings: Spacings) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        acc: torch.dtype,
+        *,
+        group: Label,
+        spacings: Spacings,
+        sliced: Sliced,
+    ) -> None:
         self.plan = plan
         self.structure = plan.structure
         self.acc = acc
         self.grouped = bool(group)
         self.names = Identifiers()
-        self.addresses = Addresses(plan.structure, self.names, group=group, spacings=spacings)
+        self.addresses = Addresses(
+            plan.structure, self.names, group=group, spacings=spacings, sliced=sliced
+        )
         self.flat = False
         self.invariant: list[str] = []
         self.lines: list[str] = []
@@ -573,6 +583,8 @@ class Emitter:
         """
         if self.body is not None:
             return not self.full
+        if self.addresses.sliced == "mixed":
+            return True
         cols = self.structure.cols
         return cols < 16 or cols & (cols - 1) != 0
 

@@ -30,6 +30,7 @@ from .complex_numbers import as_pairs
 from .errors import NotRowwiseError
 from .explanation import Explanation, explained
 from .guards import Guards
+from .horizontal.foreach import Foreach, SlicesExplanation
 from .launching import kernels_of
 from .objects import PLAIN
 from .operator import Program, RowwiseConstants
@@ -187,6 +188,22 @@ class Rowwise(Generic[_P, _R]):
             lambda: self._guards.attribute()
         )
         self._allow: Callable[[], bool] = constant_when_traced(lambda: _allowed(self._in_graph))
+        self._foreach = Foreach(
+            self.name,
+            list(self._signature.parameters),
+            self._programs,
+            self._called,
+            lambda args: self._run(*args),
+            self._raise_or_warn,
+        )
+        self._foreach_in_graph: Callable[..., Any] = lambda sizes, *args: self._all(args, sizes)
+        self._foreach_in_graph.__name__ = self.name
+        self._foreach_in_graph.__fusedops_function__ = (  # type: ignore[attr-defined]
+            lambda sizes, *args: self._foreach.plain(args, sizes)
+        )
+        self._allow_foreach: Callable[[], bool] = constant_when_traced(
+            lambda: _allowed(self._foreach_in_graph)
+        )
 
     def __call__(self, *arguments: _P.args, **kwargs: _P.kwargs) -> _R:
         """Return the function's outputs."""
@@ -196,6 +213,52 @@ class Rowwise(Generic[_P, _R]):
         if kwargs or len(args) != self._count:
             args = self._in_order(args, kwargs)
         return self._called(args)  # type: ignore[no-any-return]
+
+    def foreach(self, *args: Any, sizes: Sequence[int] | None = None, **kwargs: Any) -> Any:
+        """Call the function for each of many slices, in one launch each way.
+
+        It is horizontal fusion: a table of embeddings, a head or an expert is a slice. The slices
+        may have different row lengths, and slices with different numbers of rows take a launch for
+        each number. Where one kernel cannot serve all slices, because its code depends on more of a
+        row's length than numbers, those with another code have a launch of their own;
+        `explain_foreach` shows them. Each slice has its own dropout mask.
+
+        Args:
+            args: the function's arguments, each in one of three forms. A list has the value of each
+                slice. A tensor has all slices side by side: with ``sizes``, every tensor whose last
+                dimension is their sum is split along it; without ``sizes`` and lists, every tensor
+                of shape ``(*, K, D)`` has K slices of D columns, as the first one has. Any other
+                tensor or number is the same for all slices.
+            sizes: the row length of each slice, of tensors that have all slices.
+            kwargs: as ``args``, by name.
+        Returns:
+            What the function returns, with a list of the slices' tensors in place of each tensor.
+            If a tensor has all slices, each result is one tensor of that form: results of D columns
+            are side by side, and a number of each row becomes a column of its slice.
+        Raises:
+            TypeError: no argument has slices.
+            ValueError: lists have different lengths, or no tensor has the sizes' sum of columns.
+
+        Example::
+
+            f = fusedops.rowwise(lambda x, w, b: torch.tanh(F.layer_norm(x, x.shape[-1:], w, b)))
+            ys = f.foreach(embeddings, weights, biases)
+        """
+        arguments = self._positional(args, kwargs)
+        if not _is_traced():
+            return self._all(arguments, sizes)
+        guards = self._guard_attribute()
+        if is_exporting() or not guards or not self._allow_foreach():
+            return self._foreach.plain(arguments, sizes)
+        for compare in getattr(self._guards, guards):
+            compare()
+        return self._foreach_in_graph(sizes, *arguments)
+
+    def _all(self, arguments: Sequence[Any], sizes: Sequence[int] | None) -> Any:
+        """Return the outputs of all slices."""
+        if is_exporting():
+            return self._foreach.plain(arguments, sizes)
+        return self._foreach(arguments, sizes, any_autocast_enabled() and _autocast())
 
     def _called(self, args: Any) -> Any:
         """Return the outputs for all arguments by position. This is the hot path of a call."""
@@ -325,6 +388,20 @@ class Rowwise(Generic[_P, _R]):
             return explained(call.program, self._tensors(arguments, call.look, call.captured))
         except launch.NotCompiledError as error:
             return Explanation(self.name, str(error))
+
+    def explain_foreach(
+        self, *args: Any, sizes: Sequence[int] | None = None, **kwargs: Any
+    ) -> SlicesExplanation:
+        """Return which slices are one launch for these arguments; `print` shows it as text.
+
+        Args:
+            args: as in `foreach`.
+            sizes: as in `foreach`.
+            kwargs: as in `foreach`.
+        """
+        arguments = self._positional(args, kwargs)
+        autocast = any_autocast_enabled() and _autocast()
+        return self._foreach.explained(arguments, sizes, autocast)
 
     def source(self, *args: Any, **kwargs: Any) -> str:
         """Return the Triton source of the kernels for these arguments.

@@ -16,6 +16,7 @@ _DEVICE = (
     "gelu_tanh_derivative",
     "keep_scale",
     "load_seed",
+    "place_along_rows",
     "relu",
     "relu_derivative",
     "rows_of",
@@ -69,6 +70,11 @@ _RESERVED = {
     "SUMS",
     "COLUMNS",
     "WORDS",
+    "TILES",
+    "UNITS",
+    "SLICES",
+    "ALIGN",
+    "TYPES",
     "M",
     "rows",
     "cols",
@@ -106,7 +112,7 @@ _RESERVED = {
     *keyword.kwlist,
 }
 # Names that the package itself gives to variables of kernels, beside the reserved ones.
-_OWN_NAMES = re.compile(r"(sum|row|next)\d+|late_.*|.*_base")
+_OWN_NAMES = re.compile(r"(sum|row|next|number)\d+|late_.*|slice_.*|.*_base")
 _NUMBERED = re.compile(r"(.*?)(\d*)")
 
 

@@ -12,8 +12,10 @@ from .axes import Label
 from .structure import Part
 from .text import indented
 
-__all__ = ["Kernel", "source_of"]
+__all__ = ["SLICE_ARGUMENTS", "Kernel", "first_lines", "slice_source", "source_of"]
 
+# The arguments of the function of one slice, after those of its kernel.
+SLICE_ARGUMENTS = ("N", "program", "programs")
 # Arguments whose values Triton does not compile into a kernel.
 _NOT_SPECIALIZED = ("seed", "offset", "rows", "chunks", "programs", "groups")
 
@@ -49,6 +51,7 @@ class Kernel:
         exchanged: the number of sums of a row that the programs sharing it exchange.
         loops: whether a program has several tiles of rows, one after the other.
         contracts: whether a product and a sum may be one instruction.
+        stats: how many numbers of each row the forward saves for the backward.
     """
 
     name: str
@@ -71,6 +74,34 @@ class Kernel:
     exchanged: int = 0
     loops: bool = False
     contracts: bool = False
+    stats: int = 0
+
+
+def first_lines(*, drops: bool) -> list[str]:
+    """Return the first lines of a kernel.
+
+    Args:
+        drops: whether it draws random numbers.
+    """
+    lines = ["await_predecessor(OVERLAP)"]
+    if drops:
+        lines.append("seed, offset = load_seed(seed, offset)")
+    return lines
+
+
+def slice_source(
+    name: str, arguments: Sequence[Argument], constants: Sequence[str], body: Sequence[str]
+) -> str:
+    """Return the source of the function of one slice, which a kernel of many slices calls.
+
+    Its arguments are those of a kernel, the length of a row, and the index of the program among
+    those of the slice, with their number: see `horizontal`. It has no constant N.
+    """
+    names = [argument.name for argument in arguments]
+    lines = ["@triton.jit", f"def {name}("]
+    lines += indented([f"{parameter}," for parameter in (*names, *SLICE_ARGUMENTS)])
+    lines += indented([f"{constant}: tl.constexpr," for constant in constants if constant != "N"])
+    return "\n".join([*lines, "):", *indented(body)]) + "\n"
 
 
 def source_of(

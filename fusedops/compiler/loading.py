@@ -5,19 +5,35 @@ from __future__ import annotations
 import hashlib
 import linecache
 import re
-from typing import Any
+from typing import Any, Protocol
 
 from .identifiers import HEADER
-from .kernel import Kernel
 
 __all__ = ["kernel_of", "loaded", "text_of"]
+
+
+class Source(Protocol):
+    """A kernel's source: see `kernel.Kernel`."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of its function."""
+
+    @property
+    def source(self) -> str:
+        """Return its source."""
+
+    @property
+    def contracts(self) -> bool:
+        """Whether a product and a sum may be one instruction."""
+
 
 # The first line of a kernel whose products are all rounded.
 _ROUNDS = "# Products are rounded.\n"
 _kernels: dict[str, Any] = {}
 
 
-def loaded(function: str, digest: str, kernel: Kernel) -> Any:
+def loaded(function: str, digest: str, kernel: Source) -> Any:
     """Return the kernel of a function, from its source."""
     # Another process may get the text alone, so that the text has to say whether products are
     # contracted: see `kernel_of`.

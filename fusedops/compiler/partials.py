@@ -18,14 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .addresses import Addresses, Argument
-from .kernel import Kernel, source_of
+from .addresses import SPREAD, Addresses, Argument
+from .kernel import Kernel, slice_source, source_of
 from .layouts import offsets_along, row_layout, strides_of
 from .planning import Plan
 from .structure import Operand, Part, Structure
 from .text import indented
 
-__all__ = ["reduce_kernel", "stores_of_sums"]
+__all__ = ["reduce_kernel", "slice_reduction", "stores_of_sums"]
 
 
 def stores_of_sums(
@@ -49,10 +49,15 @@ def stores_of_sums(
         if structure.has_columns(operand):
             value, mask = f"sum{slot}{subscript}", "in_cols"
         address = f"partials + (partial_row * {len(sums)} + {slot}) * N + cols"
+        if addresses.sliced:
+            address += f" + {SPREAD}"
+            mask += " & (tl.arange(0, ROWS) == 0)[:, None]"
         partial.append(f"tl.store({address}, {value}, mask={mask})")
         if not addresses.group:
             gradient = addresses.argument("gradient", index, f"grad_{operand.name}")
             address = f"{gradient} + {' + '.join(_offsets(structure, operand, part))}"
+            if addresses.sliced:
+                address += f" + {SPREAD}"
             total.append(f"tl.store({address}, {_rounded(value, gradient)}, mask={mask})")
     if not total:
         return partial
@@ -128,16 +133,55 @@ def reduce_kernel(plan: Plan, kernel: Kernel) -> Kernel:
     return Kernel("reduce_kernel", source, tuple(arguments), kernel.group, sums=kernel.sums)
 
 
-def _total_store(structure: Structure, index: int, part: Part, in_group: bool) -> str:
-    """Return the store of a slot's total into its part of an input's gradient."""
+def slice_reduction(plan: Plan, kernel: Kernel) -> Kernel:
+    """Return the function that adds up the partial sums of one slice of many: see `horizontal`.
+
+    Its argument ``program`` is a slot. ``programs`` is the number of programs that the slice had.
+    """
+    slots = len(kernel.sums)
+    inputs = dict.fromkeys(index for index, _ in kernel.sums)
+    arguments = [
+        Argument("partials", "partials"),
+        *[Argument(f"grad{index}", "gradient", index) for index in inputs],
+    ]
+    stores = list[str]()
+    for slot, (index, part) in enumerate(kernel.sums):
+        stores.append(f"if program == {slot}:")
+        stores.append(f"    {_total_store(plan.structure, index, part, grouped=None)}")
+    body = [
+        "cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)",
+        "sums = tl.zeros((ROWS, BLOCK_N), ACC)",
+        "for start in range(0, programs, ROWS):",
+        "    part = (start + tl.arange(0, ROWS)).to(tl.int64)",
+        f"    at = (part * {slots} + program)[:, None] * N + cols[None, :]",
+        "    mask = (part < programs)[:, None] & (cols < N)[None, :]",
+        "    sums += tl.load(partials + at, mask=mask, other=0.0)",
+        "total = tl.sum(sums, axis=0)",
+        *stores,
+    ]
+    constants = ("ACC", "N", "BLOCK_N", "ROWS")
+    source = slice_source("reduce_slice", arguments, constants, body)
+    return Kernel("reduce_slice", source, tuple(arguments), sums=kernel.sums)
+
+
+def _total_store(structure: Structure, index: int, part: Part, grouped: bool | None) -> str:
+    """Return the store of a slot's total into its part of an input's gradient.
+
+    Args:
+        structure: the structure of the function.
+        index: the input.
+        part: the part of its rows.
+        grouped: whether the gradient has a row for each group; None if there are no groups.
+    """
     operand = structure.inputs[index]
     terms = [f"grad{index}", *_offsets(structure, operand, part)]
-    if in_group:
+    if grouped:
         _, size = strides_of(structure, operand)
         terms.append(f"group * {size}")
     # A gradient without columns is one number. A gradient that is not per group is stored by the
     # programs of the first group.
-    column_mask = f"(cols < {'N' if structure.has_columns(operand) else 1})"
-    group_mask = f"(in_group {'< programs // chunks' if in_group else '== 0'})"
+    mask = f"(cols < {'N' if structure.has_columns(operand) else 1})"
+    if grouped is not None:
+        mask += f" & (in_group {'< programs // chunks' if grouped else '== 0'})"
     value = _rounded("total", f"grad{index}")
-    return f"tl.store({' + '.join(terms)}, {value}, mask={column_mask} & {group_mask})"
+    return f"tl.store({' + '.join(terms)}, {value}, mask={mask})"

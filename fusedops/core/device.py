@@ -110,7 +110,7 @@ def _global_rows(rows, seed_words):
 # On a shard, indices are also those in the whole tensor, so that ranks draw the mask that one
 # process would draw.
 @triton.jit
-def _groups(rows, seed_words, groups_in_row, N: tl.constexpr):
+def _groups(rows, seed_words, groups_in_row, N):
     """Returns the indices of a tile's groups of columns in the whole tensor.
 
     ``groups_in_row`` are their indices in a row of this shard.
@@ -119,8 +119,7 @@ def _groups(rows, seed_words, groups_in_row, N: tl.constexpr):
         first = _global_rows(rows, seed_words) * seed_words[6] + seed_words[7]
         return first[:, None] + groups_in_row[None, :]
     else:
-        groups_per_row: tl.constexpr = (N + LANES - 1) // LANES
-        return rows[:, None] * groups_per_row + groups_in_row[None, :]
+        return rows[:, None] * ((N + LANES - 1) // LANES) + groups_in_row[None, :]
 
 
 @triton.jit
@@ -180,7 +179,7 @@ def _keep_scale(
     threshold,
     rows,
     first_col,
-    N: tl.constexpr,
+    N,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -236,7 +235,7 @@ def keep_scale(
     threshold,
     rows,
     first_col,
-    N: tl.constexpr,
+    N,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     VECTOR: tl.constexpr,

@@ -1,0 +1,1 @@
+"""Horizontal fusion: any row-wise function of many slices, in one launch each way."""

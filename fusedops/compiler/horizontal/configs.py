@@ -1,0 +1,80 @@
+"""Configs of kernels of many slices: a heuristic, and the candidates to measure.
+
+The items of the tuning key's variant are texts:
+
+    0    the number of sums over rows
+    1    the number of whole tensors that are read or written
+    2    whether random numbers are drawn
+    3    whether the slices have one length or several
+    4    whether a load has several elements or one
+    5    the digest of the function
+
+The key's columns are those of the longest slice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...core.configs.tuning_key import Config, TuningKey, around, block_holding, in_buckets
+
+__all__ = ["candidates", "heuristic", "valid"]
+
+# The bytes of a program's tile in a forward, by whether there are 256 rows or more. On an H200,
+# LayerNorm and tanh, forward:
+#
+#   elements, warps             1024, 4    2048, 4    4096, 4
+#   16 x 128 columns, fp32      18.8 us    19.4       20.5
+#   64 x 64 columns, bf16       25.8       26.3       25.3
+#   40 of 8 to 256, bf16        46.6       43.0       41.2
+_BYTES = {True: 8192, False: 1024}
+_HALF_BYTES = {True: 4096, False: 2048}
+# The elements of a tile in a backward that sums over rows, and loads its next rows ahead. The same,
+# forward and backward:
+#
+#   elements, warps, programs of a multiprocessor    512, 2, 8    1024, 2, 8    1024, 4, 4
+#   16 x 128 columns, fp32                           53.9 us      62.2          55.2
+#   64 x 64 columns, bf16                            68.0         74.8          69.3
+#   40 of 8 to 256, bf16                             125.1        137.9         149.7
+_ELEMENTS_WITH_SUMS = 512
+
+
+def heuristic(key: TuningKey) -> Config:
+    """Return a config of about as many elements for each slice, whatever its length is."""
+    block = block_holding(key.cols)
+    registers = 2 if key.itemsize == 8 else 1
+    are_many = key.bucket >= 2  # 256 rows or more: see `tuning_key.BUCKETS`
+    if key.variant[0] == "0 sums":
+        if key.variant[4] == "elements" and key.itemsize <= 2:
+            elements = max(1024, block)
+            return Config(block, elements // block, max(elements // 512, 1))
+        bytes_of_tile = _BYTES if key.itemsize <= 2 else _HALF_BYTES
+        elements = max(bytes_of_tile[are_many] // key.itemsize, block)
+        return Config(block, elements // block, max(elements * registers // 1024, 1, 4 * are_many))
+    elements = max(_ELEMENTS_WITH_SUMS, block)
+    warps = min(elements * registers // 256, 16)
+    return Config(block, elements // block, warps, 3, max(16 // warps, 1))
+
+
+def candidates(key: TuningKey) -> list[Config]:
+    """Return the heuristic's config, those of other buckets, and their neighbours."""
+    configs = {heuristic(key): None}
+    for config in in_buckets(heuristic, key):
+        for neighbour in around(config) if config.per_sm else _neighbours(config):
+            configs[neighbour] = None
+    return [config for config in configs if valid(key, config)]
+
+
+def _neighbours(config: Config) -> list[Config]:
+    """Return the config with half, as many and twice the rows and warps."""
+    pairs = [
+        (config.rows * rows // 2, config.warps * warps // 2)
+        for rows in (1, 2, 4)
+        for warps in (1, 2, 4)
+    ]
+    return [replace(config, rows=rows, warps=warps) for rows, warps in pairs if rows and warps]
+
+
+def valid(key: TuningKey, config: Config) -> bool:
+    """Return whether a tile holds a row of the longest slice."""
+    return config.block_n == block_holding(key.cols) and config.parts == 1

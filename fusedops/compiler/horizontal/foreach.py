@@ -1,0 +1,571 @@
+"""`Rowwise.foreach`: a function called for each of many slices, in one launch each way.
+
+arguments --> _Argument: how its slices are passed     one list, one tensor, one for all
+--> programs of all slices --> parts: slices whose kernels are one kernel
+--> a `SliceGroup` for each part
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core.calls.call import run
+from ...core.compat.dispatch import in_forward_mode, is_intercepted, transforms
+from ...core.compat.fake import is_fake
+from ...core.launches import launch
+from ..errors import NotRowwiseError
+from ..objects import PLAIN
+from ..operator import Program
+from ..programs import Match, Programs, is_dense
+from ..structure import Operand
+from .forms import JOINT, SEPARATE, SHARED
+from .launching import outline_of
+from .operator import MOST_SLICES, SliceGroup, group_of, why_not
+
+__all__ = ["Foreach", "SlicesExplanation"]
+
+NUMBERS = (*PLAIN, torch.SymInt, torch.SymFloat, torch.SymBool)
+# The most calls in a function's cache. At this size the cache is cleared.
+_MOST_CALLS = 1024
+
+
+class Argument(NamedTuple):
+    """An argument of all slices.
+
+    Attributes:
+        value: the list of the slices' values; one tensor with all slices; or the value that all
+            slices have.
+        form: see `forms`.
+        dim: of a joint tensor: the dimension along which the slices are, from the end.
+        sizes: of a joint tensor: the sizes of the slices along it.
+    """
+
+    value: Any
+    form: str
+    dim: int = -1
+    sizes: tuple[int, ...] = ()
+
+    def slices(self, count: int) -> Sequence[Any]:
+        """Return the value of each slice."""
+        if self.form == SEPARATE:
+            return self.value  # type: ignore[no-any-return]
+        if self.form == SHARED:
+            return [self.value] * count
+        if self.dim == -1:
+            return self.value.split(list(self.sizes), -1)  # type: ignore[no-any-return]
+        return self.value.unbind(self.dim)  # type: ignore[no-any-return]
+
+    @property
+    def key(self) -> Any:
+        """All on which the programs of the slices depend, but the number of rows."""
+        if isinstance(self.value, Tensor):
+            return self.form, self.dim, self.sizes, _kind_of(self.value)
+        if self.form == SEPARATE:
+            kinds = [_kind_of(v) if isinstance(v, Tensor) else (type(v), v) for v in self.value]
+            return self.form, *kinds
+        return self.form, type(self.value), self.value
+
+
+def _kind_of(tensor: Tensor) -> Any:
+    """Return a tensor's class, dtype, device and shape, of which the first size may change."""
+    shape = tensor.shape
+    sizes = shape[1:] if len(shape) > 1 else shape
+    return type(tensor), tensor.dtype, tensor.device, len(shape), sizes, shape[:1] == (1,)
+
+
+def arguments_of(
+    op: str, names: Sequence[str], values: Sequence[Any], sizes: Sequence[int] | None
+) -> tuple[list[Argument], int]:
+    """Return how the slices of each argument are passed, and the number of slices.
+
+    Raises:
+        TypeError: no argument has slices, or a list has other values than tensors and numbers.
+        ValueError: the arguments have different numbers of slices, or none.
+    """
+    if sizes is not None:
+        return _of_sizes(op, names, values, [int(size) for size in sizes])
+    _check_lists(op, names, values)
+    lists = [(n, v) for n, v in zip(names, values, strict=True) if isinstance(v, (list, tuple))]
+    if lists:
+        name, first = lists[0]
+        counts = {n: len(v) for n, v in lists}
+        for other, length in counts.items():
+            if length != len(first):
+                raise ValueError(
+                    f"{op}.foreach: {other} has {length} slices, and {name} {len(first)}"
+                )
+        count = len(first)
+        arguments = [
+            Argument(v, SEPARATE if isinstance(v, (list, tuple)) else SHARED) for v in values
+        ]
+    else:
+        first_tensor = next((v for v in values if isinstance(v, Tensor)), None)
+        if first_tensor is None or first_tensor.dim() < 2:
+            raise TypeError(
+                f"{op}.foreach: no argument has slices: pass lists of tensors, one tensor with "
+                "sizes, or one of shape (*, K, D)"
+            )
+        count = first_tensor.shape[-2]
+        arguments = [_stacked(v, count) for v in values]
+    if not 0 < count <= MOST_SLICES:
+        raise ValueError(f"{op}.foreach: there are {count} slices, expected 1 to {MOST_SLICES}")
+    return arguments, count
+
+
+def _check_lists(op: str, names: Sequence[str], values: Sequence[Any]) -> None:
+    """Raise `TypeError` for a list that has not one kind of values, tensors or numbers."""
+    for name, value in zip(names, values, strict=True):
+        if not isinstance(value, (list, tuple)):
+            continue
+        tensors = [isinstance(v, Tensor) for v in value]
+        numbers = [isinstance(v, NUMBERS) for v in value]
+        if not all(tensors) and not all(numbers):
+            kinds = " and ".join(sorted({type(v).__name__ for v in value}))
+            raise TypeError(
+                f"{op}.foreach: {name} is a list of {kinds}, expected tensors, or numbers"
+            )
+
+
+def _stacked(value: Any, count: int) -> Argument:
+    """Return an argument of a call without lists: of tensors (*, K, D), as broadcasting has it."""
+    if not isinstance(value, Tensor) or value.dim() < 2:
+        return Argument(value, SHARED)
+    if value.shape[-2] == count:
+        return Argument(value, JOINT, -2)
+    if value.shape[-2] == 1:
+        return Argument(value.select(-2, 0), SHARED)
+    return Argument(value, SHARED)
+
+
+def _of_sizes(
+    op: str, names: Sequence[str], values: Sequence[Any], sizes: list[int]
+) -> tuple[list[Argument], int]:
+    _check_lists(op, names, values)
+    total, count = sum(sizes), len(sizes)
+    if not 0 < count <= MOST_SLICES or min(sizes) < 1:
+        raise ValueError(
+            f"{op}.foreach: sizes are {sizes}, expected 1 to {MOST_SLICES} positive numbers"
+        )
+    arguments = []
+    for name, value in zip(names, values, strict=True):
+        if isinstance(value, (list, tuple)):
+            if len(value) != count:
+                raise ValueError(
+                    f"{op}.foreach: {name} has {len(value)} slices, and sizes has {count}"
+                )
+            arguments.append(Argument(value, SEPARATE))
+        elif isinstance(value, Tensor) and value.dim() and value.shape[-1] == total:
+            arguments.append(Argument(value, JOINT, -1, tuple(sizes)))
+        else:
+            arguments.append(Argument(value, SHARED))
+    if not any(argument.form == JOINT for argument in arguments):
+        raise ValueError(f"{op}.foreach: no tensor has {total} columns, the sum of the sizes")
+    return arguments, count
+
+
+@dataclass(frozen=True)
+class Part:
+    """Slices that one operator computes.
+
+    Attributes:
+        group: the operator; None for a slice whose function is called by itself.
+        slices: the numbers of its slices.
+        reason: why there is no operator; "" if there is one.
+    """
+
+    group: SliceGroup | None
+    slices: tuple[int, ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class SlicesExplanation:
+    """Which slices of a call are one launch.
+
+    Attributes:
+        name: the function's name.
+        count: the number of slices.
+        parts: the parts; () if the function is called for each slice, on a CPU for example.
+    """
+
+    name: str
+    count: int
+    parts: tuple[Part, ...]
+
+    @property
+    def launches(self) -> int:
+        """The launches of a forward."""
+        return len(self.parts) or self.count
+
+    def __str__(self) -> str:
+        if not self.parts:
+            return f"{self.name}: a call for each of {self.count} slices"
+        lines = [f"{self.name}: {self.count} slices in {self.launches} launches forward"]
+        for part in self.parts:
+            if part.group is None:
+                lines.append(f"  slice {part.slices[0]} alone: {part.reason}")
+                continue
+            lengths = [program.structure.cols for program in part.group.programs]
+            span = f"{min(lengths)} to {max(lengths)}" if len({*lengths}) > 1 else f"{lengths[0]}"
+            lines.append(f"  {len(part.slices)} slices of {span} columns")
+        return "\n".join(lines)
+
+
+def parts_of(
+    programs: Sequence[Program | None], rows: Sequence[int], arguments: Sequence[Argument]
+) -> list[Part]:
+    """Return the parts of a call.
+
+    Args:
+        programs: the program of each slice; None for one that has none.
+        rows: the number of rows of each slice.
+        arguments: the arguments that are tensors, in the order of the programs' inputs.
+    """
+    members: dict[Any, list[int]] = {}
+    alone: list[Part] = []
+    for k, program in enumerate(programs):
+        reason = "the function cannot be fused" if program is None else why_not(program)
+        if reason or program is None:
+            alone.append(Part(None, (k,), reason))
+        else:
+            members.setdefault((outline_of(program), rows[k]), []).append(k)
+    is_whole = len(members) == 1 and not alone
+    parts: list[Part] = []
+    for slices in members.values():
+        chosen: list[Any] = [programs[k] for k in slices]
+        lead = chosen[0]
+        inputs = []
+        for index, argument in enumerate(arguments):
+            form = argument.form
+            if form == JOINT and not (is_whole and _is_wide(chosen, lead.structure.inputs, index)):
+                form = SEPARATE
+            inputs.append(form)
+        is_joint = is_whole and JOINT in inputs
+        results = [
+            JOINT if is_joint and _is_wide(chosen, lead.structure.outputs, r) else SEPARATE
+            for r in range(lead.count)
+        ]
+        parts.append(Part(group_of(chosen, inputs, results), tuple(slices)))
+    return parts + alone
+
+
+def _is_wide(programs: Sequence[Program], operands: Sequence[Operand], index: int) -> bool:
+    """Return whether the slices of a tensor have several columns: else no stride is passed."""
+    is_input = operands is programs[0].structure.inputs
+    for program in programs:
+        those = program.structure.inputs if is_input else program.structure.outputs
+        if program.size_of_row(those[index]) == 1:
+            return False
+    return True
+
+
+def called(part: Part, arguments: Sequence[Argument], count: int, rows: int) -> list[list[Any]]:
+    """Return the results of a part: for each, a tensor of each slice, or a joint one.
+
+    They have two dimensions: `assembled` gives them the others.
+    """
+    group = part.group
+    assert group is not None
+    tensors: list[Tensor] = []
+    for index, (argument, form) in enumerate(zip(arguments, group.inputs, strict=True)):
+        by_row = group.by_row[index]
+        if form == SEPARATE:
+            slices = argument.slices(count)
+            flat = [_flat(slices[k], rows, by_row=by_row) for k in part.slices]
+            tensors += flat
+        else:
+            tensors.append(_flat(argument.value, rows, by_row=by_row))
+    outs = run(group, group.record, tensors, group.p)
+    exposed = outs[: len(outs) - group.own] if group.own else outs
+    results, start = [], 0
+    for form in group.results:
+        end = start + (group.slices if form == SEPARATE else 1)
+        results.append(list(exposed[start:end]))
+        start = end
+    return results
+
+
+def _flat(tensor: Tensor, rows: int, *, by_row: bool) -> Tensor:
+    """Return a tensor with rows in two dimensions, a vector in one."""
+    if by_row:
+        return tensor if tensor.dim() == 2 else tensor.reshape(rows, -1)
+    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
+
+
+def assembled(
+    parts: Sequence[tuple[Part, list[list[Any]]]],
+    leading: Sequence[Sequence[int]],
+    joint: Argument | None,
+    count: int,
+) -> list[Any]:
+    """Return the call's results: of each, a list of the slices' tensors, or one tensor.
+
+    Args:
+        parts: the parts, with their results.
+        leading: the sizes of the dimensions of rows, of each slice.
+        joint: the first joint argument, whose form the results have; None if there is none.
+        count: the number of slices.
+    """
+    first = parts[0][0].group
+    assert first is not None
+    results: list[Any] = []
+    for number in range(first.count):
+        slices: list[Any] = [None] * count
+        for part, values in parts:
+            group = part.group
+            if group is not None and group.results[number] == JOINT:
+                assert joint is not None
+                shape = [*leading[0]]
+                if joint.dim == -2:
+                    own = _own_shape(group, number, 0)
+                    shape += [*own[:-1], count, own[-1]] if len(own) == 1 else [count, *own]
+                else:
+                    shape.append(-1)
+                results.append(values[number][0].view(shape))
+                break
+            for place, k in enumerate(part.slices):
+                if group is None:  # the function's own result
+                    slices[k] = values[number][place]
+                    continue
+                own = _own_shape(group, number, place)
+                slices[k] = values[number][place].view([*leading[k], *own])
+        else:
+            results.append(slices if joint is None else _joined(slices, joint))
+    return results
+
+
+def _joined(slices: Sequence[Tensor], joint: Argument) -> Tensor:
+    """Return one tensor of results that no kernel writes jointly."""
+    if joint.dim == -2:
+        return torch.stack(list(slices), -1 if slices[0].dim() < joint.value.dim() - 1 else -2)
+    return torch.cat([t.unsqueeze(-1) if t.dim() < joint.value.dim() else t for t in slices], -1)
+
+
+def _own_shape(group: SliceGroup, number: int, place: int) -> list[int]:
+    """Return the sizes of a result's dimensions after those of rows."""
+    program = group.programs[place]
+    structure = program.structure
+    labels = structure.outputs[number].labels[len(structure.rows) :]
+    return [math.prod([structure.sizes[axis] for axis in label]) for label in labels]
+
+
+@dataclass(frozen=True)
+class _Resolved:
+    """A call of all slices that was resolved.
+
+    Attributes:
+        parts: the parts; () if the function is called for each slice.
+        look: reads the tensors that the function captures.
+        captured: the positions of these in the function's state.
+        leading: the argument whose leading dimensions are rows, and how many these are.
+        container: "tensor", "tuple" or "list": what the function returns.
+    """
+
+    parts: tuple[Part, ...] = ()
+    look: Any = None
+    captured: tuple[int, ...] = ()
+    leading: tuple[int, int] = (0, 0)
+    container: str = ""
+
+
+class Foreach:
+    """Calls a function for each of many slices.
+
+    Args:
+        op: the function's name.
+        names: the names of its parameters.
+        programs: its programs.
+        call: calls the function for one slice, with all arguments by position.
+        plain_call: the same of the plain function.
+        refuse: raises, or warns once, because of a `NotRowwiseError`.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        names: Sequence[str],
+        programs: Programs,
+        call: Callable[..., Any],
+        plain_call: Callable[..., Any],
+        refuse: Callable[[NotRowwiseError], None],
+    ) -> None:
+        self.op, self.names, self.programs = op, names, programs
+        self.call, self.plain_call, self.refuse = call, plain_call, refuse
+        self._calls: dict[Any, _Resolved] = {}
+
+    def __call__(self, values: Sequence[Any], sizes: Sequence[int] | None, autocast: Any) -> Any:
+        """Return the results: for each, one tensor, or a list with that of each slice."""
+        arguments, count = arguments_of(self.op, self.names, values, sizes)
+        joint = next((a for a in arguments if a.form == JOINT), None)
+        resolved, tensors = self._find(arguments, count, autocast)
+        if not any(part.group for part in resolved.parts):
+            return _each(self.call, arguments, count)
+        index, dims = resolved.leading
+        lead = arguments[index]
+        are_separate = lead.form == SEPARATE
+        leading = [
+            tuple((lead.value[k] if are_separate else lead.value).shape[:dims])
+            for k in range(count)
+        ]
+        computed = []
+        for part in resolved.parts:
+            if part.group is None:
+                (k,) = part.slices
+                results = self.call([a.slices(count)[k] for a in arguments])
+                results = (results,) if isinstance(results, Tensor) else results
+                computed.append((part, [[result] for result in results]))
+                continue
+            rows = math.prod(leading[part.slices[0]])
+            computed.append((part, called(part, tensors, count, rows)))
+        results = assembled(computed, leading, joint, count)
+        if resolved.container == "tensor":
+            return results[0]
+        return results if resolved.container == "list" else tuple(results)
+
+    def plain(self, values: Sequence[Any], sizes: Sequence[int] | None) -> Any:
+        """Return the results of the plain function, called for each slice."""
+        arguments, count = arguments_of(self.op, self.names, values, sizes)
+        return _each(self.plain_call, arguments, count)
+
+    def explained(
+        self, values: Sequence[Any], sizes: Sequence[int] | None, autocast: Any
+    ) -> SlicesExplanation:
+        """Return the parts of a call."""
+        arguments, count = arguments_of(self.op, self.names, values, sizes)
+        parts = self._find(arguments, count, autocast)[0].parts
+        return SlicesExplanation(self.op, count, parts)
+
+    def _find(
+        self, arguments: Sequence[Argument], count: int, autocast: Any
+    ) -> tuple[_Resolved, list[Argument]]:
+        """Return the resolved call, and its tensors in the order of a program's inputs."""
+        first = [_first_of(argument) for argument in arguments]
+        looks = self.programs.looks(first)
+        key: Any = None
+        resolved = None
+        try:
+            _, state, _ = looks.at(first)
+            key = autocast, state, _pattern(arguments), *[a.key for a in arguments]
+            resolved = self._calls.get(key)
+        except (TypeError, RuntimeError):  # symbolic sizes have no hash
+            pass
+        if resolved is None:
+            resolved = self._resolve(arguments, count, autocast)
+            if len(self._calls) >= _MOST_CALLS:
+                self._calls.clear()
+            with contextlib.suppress(TypeError, RuntimeError):
+                self._calls[key] = resolved
+        tensors = [a for a in arguments if _is_of_tensors(a)]
+        if resolved.captured:
+            _, _, state_tensors = looks.at(first, resolved.look)
+            tensors += [Argument(state_tensors[i], SHARED) for i in resolved.captured]
+        return resolved, tensors
+
+    def _match(self, args: Sequence[Any], autocast: Any) -> Match | None:
+        """Return the program of a slice; None, after a warning, if it cannot be fused."""
+        try:
+            return self.programs.find(list(map(_as_argument, args)), autocast)
+        except NotRowwiseError as error:
+            self.refuse(error)
+            return None
+
+    def _resolve(self, arguments: Sequence[Argument], count: int, autocast: Any) -> _Resolved:
+        """Return the resolved call of new arguments."""
+        slices = list(zip(*[a.slices(count) for a in arguments], strict=True))
+        tensors = [value for args in slices for value in args if isinstance(value, Tensor)]
+        if _run_one_by_one(tensors):
+            return _Resolved()
+        matches = [self._match(args, autocast) for args in slices]
+        found = [match for match in matches if match is not None]
+        if not found or any(match.captured != found[0].captured for match in found):
+            return _Resolved()
+        rows = []
+        for match, args in zip(matches, slices, strict=True):
+            own = [a for a in args if isinstance(a, Tensor)]
+            rows.append(0 if match is None else _rows_of(match.program, own))
+        of_tensors = [a for a in arguments if _is_of_tensors(a)]
+        captured = [Argument(None, SHARED) for _ in found[0].captured]
+        programs = [None if match is None else match.program for match in matches]
+        parts = parts_of(programs, rows, [*of_tensors, *captured])
+        lead = next((part.group for part in parts if part.group), None)
+        if lead is None:
+            return _Resolved(tuple(parts))
+        position = next(i for i, by_row in enumerate(lead.by_row) if by_row)
+        index = next(i for i, a in enumerate(arguments) if a is of_tensors[position])
+        structure = lead.lead.structure
+        return _Resolved(
+            tuple(parts),
+            found[0].look,
+            found[0].captured,
+            (index, len(structure.rows)),
+            structure.container,
+        )
+
+
+def _first_of(argument: Argument) -> Any:
+    """Return an argument of the first slice, or a tensor like it."""
+    return argument.value[0] if argument.form == SEPARATE else argument.value
+
+
+def _as_argument(value: Any) -> Any:
+    """Return the number of a symbol from torch.compile, since programs are traced for numbers."""
+    if isinstance(value, torch.SymFloat):
+        return float(value)
+    return int(value) if isinstance(value, (torch.SymInt, torch.SymBool)) else value
+
+
+def _is_of_tensors(argument: Argument) -> bool:
+    return isinstance(_first_of(argument), Tensor)
+
+
+def _pattern(arguments: Sequence[Argument]) -> Any:
+    """Return the numbers of rows if they are not all equal; () if they are."""
+    firsts = []
+    for argument in arguments:
+        values = argument.value if argument.form == SEPARATE else [argument.value]
+        firsts += [v.shape[0] for v in values if isinstance(v, Tensor) and v.dim() > 1]
+    return () if len(set(firsts)) <= 1 else tuple(firsts)
+
+
+def _rows_of(program: Program, tensors: Sequence[Tensor]) -> int:
+    sizes = program.sizes_of(tensors)
+    return math.prod([sizes[axis] for axis in program.structure.rows])
+
+
+def _run_one_by_one(tensors: Sequence[Tensor]) -> bool:
+    """Return whether the function is called for each slice, which decides what runs."""
+    if not tensors or not launch.runs_kernels(tensors[0].device.type):
+        return True
+    if is_intercepted() and (transforms() or in_forward_mode()):
+        return True
+    return any(_is_unusual(tensor, tensors[0]) for tensor in tensors)
+
+
+def _is_unusual(tensor: Tensor, first: Tensor) -> bool:
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter) or is_fake(tensor)
+    if not is_plain or not is_dense(tensor) or tensor.is_complex():
+        return True
+    return tensor.device != first.device or tensor.numel() == 0
+
+
+def _each(call: Callable[..., Any], arguments: Sequence[Argument], count: int) -> Any:
+    """Return the results of a call for each slice."""
+    joint = next((a for a in arguments if a.form == JOINT), None)
+    slices = list(zip(*[a.slices(count) for a in arguments], strict=True))
+    return _collected([call(args) for args in slices], joint)
+
+
+def _collected(results: Sequence[Any], joint: Argument | None) -> Any:
+    """Return the results of all slices, of a function that was called for each."""
+    if isinstance(results[0], Tensor):
+        return list(results) if joint is None else _joined(results, joint)
+    columns = [list(values) for values in zip(*results, strict=True)]
+    joined = columns if joint is None else [_joined(values, joint) for values in columns]
+    return joined if isinstance(results[0], list) else tuple(joined)

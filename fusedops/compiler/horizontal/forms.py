@@ -1,0 +1,12 @@
+"""How the slices of an input, a result or a kernel's tensor are in memory."""
+
+__all__ = ["BUFFER", "JOINT", "SEPARATE", "SHARED"]
+
+# Each slice is a tensor.
+SEPARATE = "separate"
+# The slices are columns of one tensor, side by side.
+JOINT = "joint"
+# All slices have the same tensor.
+SHARED = "shared"
+# The slices are in one tensor of one dimension, one after the other; this package allocates it.
+BUFFER = "buffer"

@@ -1,0 +1,542 @@
+"""Launches of kernels of many slices.
+
+A way of a call is which gradients it has, and in which form and dtype its tensors are. For each way
+there are kernels, and for each bucket of the number of rows and each alignment a plan::
+
+    site.plans[way]  ->  _Way: kernels, storages  ->  plans[alignment, bucket]  ->  launches
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.calls.operators import site_of
+from ...core.configs import tuning
+from ...core.configs.tuning import BUCKET, BUCKETS, TuningKey, widths
+from ...core.launches import launch
+from ...core.launches.launch import (
+    SEED_TYPES,
+    Variant,
+    pointer_type,
+    triton_dtype,
+    vector_width,
+)
+from ...core.launches.operand import rows as as_rows
+from ...core.launches.operand import vector
+from ...core.launches.tables import constants, gather
+from ...core.random.rng import State, seed_kind
+from ..addresses import Argument, Sliced
+from ..codegen import backward_kernels, forward_kernels
+from ..kernel import Kernel
+from ..loading import loaded
+from ..partials import slice_reduction
+from ..planning import Plan
+from . import configs
+from .forms import BUFFER, JOINT, SEPARATE, SHARED
+from .site import SliceSite
+from .source import SliceKernel, Storage, kernel_of_slices, reduction_of_slices
+from .tiles import Tiling
+from .unifying import outline, unified
+
+__all__ = ["backward", "forward", "outline_of", "prepare"]
+
+tuning.register(configs, "slices_rowwise_forward", "slices_rowwise_backward")
+
+# Tensors that kernels write.
+_WRITTEN = ("output", "intermediate", "gradient")
+_Key = tuple[str, int]
+# The tensors of a kernel's argument: one of each slice, or one.
+_Tensors = dict[_Key, Sequence[Any]]
+
+
+def forward(site: SliceSite, tensors: Any, outs: Any, state: State) -> None:
+    """Run a forward: one launch."""
+    group = site.group
+    way = site.plans.get(None)
+    if way is None:
+        way = site.plans[None] = _forward(site)
+    passed: _Tensors = {("input", i): tensors[group.span(i)] for i in range(len(group.inputs))}
+    passed |= {("output", r): (outs[r],) for r in range(group.count)}
+    passed |= {("intermediate", 0): (outs[group.visible - 1],), ("stats", 0): (outs[-1],)}
+    way.run(site, passed, group.rows_of(tensors), tensors[group.first], state)
+
+
+def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -> None:
+    """Run a backward: one launch, and one that adds up the sums over rows of all slices."""
+    group = site.group
+    passed: _Tensors = {("gradient", i): (out,) for i, out in enumerate(outs)}
+    kept, intermediate = group.saved_parts(saved)
+    passed |= {("input", i): p for i, p in zip(group.plan.saved_inputs, kept, strict=True)}
+    passed |= {("intermediate", 0): intermediate, ("stats", 0): saved[:1]}
+    rows = group.rows_by(grads)
+    dtypes: list[torch.dtype | None] = []
+    like = None
+    for number, parts in enumerate(group.by_result(grads)):
+        present = next((grad for grad in parts if grad is not None), None)
+        dtypes.append(None if present is None else present.dtype)
+        if present is None:
+            continue
+        like = present if like is None else like
+        if any(grad is None or grad.dtype != present.dtype for grad in parts):
+            shapes = [(rows, size) for size in group.sizes("cotangent", number)]
+            parts = [
+                present.new_zeros(shape) if grad is None else grad.to(present.dtype)
+                for grad, shape in zip(parts, shapes, strict=True)
+            ]
+        passed["cotangent", number] = parts
+    apart = tuple([len(passed.get(("cotangent", n), ())) > 1 for n in range(len(dtypes))])
+    key = (tuple(dtypes), tuple([out is not None for out in outs]), apart, len(intermediate) > 1)
+    way = site.plans.get(key)
+    if way is None:
+        way = site.plans[key] = _backward(site, *key)
+    way.run(site, passed, rows, like, state)
+
+
+def prepare(
+    group: Any, device: torch.device, rows: int, wanted: Sequence[bool], received: Sequence[bool]
+) -> None:
+    """Compile the kernels of a registered operator's call.
+
+    Args:
+        group: the operator.
+        device: the device of its tensors.
+        rows: the number of rows of a slice.
+        wanted: for each input of the function, whether the backward computes its gradient. If it
+            computes none, no backward is compiled.
+        received: for each result, whether the backward has its gradient.
+    Raises:
+        NotCompiledError: Triton cannot compile one.
+    """
+    index = launch.current_device() if device.type == "cuda" else -1
+    lead = group.lead
+    drops = bool(lead.structure.drops)
+    site = site_of(
+        group,
+        group.record,
+        lead.dtypes[:1],
+        cols=group.cols(group.record, ()),
+        device_index=index,
+        dropout=drops,
+        saves=any(wanted),
+    )
+    ways = [_forward(site)]
+    if any(wanted):
+        own = [None] * group.own
+        outputs = zip(lead.structure.outputs, received, strict=True)
+        dtypes = (*[o.dtype if has_gradient else None for o, has_gradient in outputs], *own)
+        ways.append(_backward(site, dtypes, wanted, [False] * len(dtypes), False))
+    seeded = (1 if index < 0 else 2) * drops
+    for way in ways:
+        way.compile(site, seeded, BUCKET[rows.bit_length()], device)
+
+
+def _forward(site: SliceSite) -> _Way:
+    group = site.group
+    acc = group.lead.acc
+    kernels = [_forward_of(plan, acc, group.sliced, saves=site.saves) for plan in group.plans]
+    return _Way(site, kernels, _storages(group, kernels[0], (), apart=False), ())
+
+
+def _backward(
+    site: SliceSite,
+    dtypes: tuple[torch.dtype | None, ...],
+    wanted: Sequence[bool],
+    apart: Sequence[bool],
+    intermediate_apart: bool,
+) -> _Way:
+    group = site.group
+    cotangents = [number for number, dtype in enumerate(dtypes) if dtype is not None]
+    gradients = [index for index, want in enumerate(wanted) if want]
+    acc = group.lead.acc
+    sliced = group.sliced
+    kernels = [_backward_of(plan, acc, sliced, cotangents, gradients) for plan in group.plans]
+    storages = _storages(group, kernels[0], apart, apart=intermediate_apart)
+    return _Way(site, kernels, storages, dtypes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_forward(plan: Plan, acc: torch.dtype, sliced: Sliced, saves: bool) -> Kernel:
+    (kernel,) = forward_kernels(plan, acc, group=(), tiled=False, saves=saves, sliced=sliced)
+    return kernel
+
+
+def _forward_of(plan: Plan, acc: torch.dtype, sliced: Sliced, *, saves: bool) -> Kernel:
+    return _cached_forward(plan, acc, sliced, saves)
+
+
+def _backward_of(
+    plan: Plan,
+    acc: torch.dtype,
+    sliced: Sliced,
+    cotangents: Sequence[int],
+    wanted: Sequence[int],
+) -> Kernel:
+    return _cached_backward(plan, acc, sliced, tuple(cotangents), tuple(wanted))
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_backward(
+    plan: Plan,
+    acc: torch.dtype,
+    sliced: Sliced,
+    cotangents: tuple[int, ...],
+    wanted: tuple[int, ...],
+) -> Kernel:
+    (kernel,) = backward_kernels(
+        plan, acc, group=(), tiled=False, cotangents=cotangents, wanted=wanted, sliced=sliced
+    )
+    return kernel
+
+
+def outline_of(program: Any) -> str:
+    """Return a text that is the same for programs that may be slices of one launch."""
+    plan, acc = program.plan, program.acc
+    kernels = [_forward_of(plan, acc, "mixed", saves=saves) for saves in (True, False)]
+    if program.plan.differentiable:
+        wanted = [i for i, want in enumerate(program.wanted) if want]
+        kernels.append(_backward_of(plan, acc, "mixed", range(program.count), wanted))
+    sources = [outline(kernel.source) for kernel in kernels]
+    parts = map(repr, (program.dtypes, plan.saved_inputs, plan.intermediate_output, acc))
+    return "\n".join([*sources, *parts, repr(program.structure.drops)])
+
+
+def _storages(
+    group: Any, kernel: Kernel, cotangents: Sequence[bool], *, apart: bool
+) -> dict[_Key, Storage]:
+    """Return where the tensors of a kernel's arguments are.
+
+    Args:
+        group: the operator.
+        kernel: the kernel of a slice.
+        cotangents: for each result, whether each slice has a cotangent of its own.
+        apart: whether the saved results of slices are tensors of their own.
+    """
+    storages: dict[_Key, Storage] = {}
+    for argument in kernel.arguments:
+        kind, index = argument.kind, argument.index
+        if kind == "input":
+            form = group.inputs[index]
+        elif kind == "gradient":
+            form = JOINT if group.inputs[index] == JOINT else BUFFER
+        elif kind == "output":
+            form = JOINT if group.results[index] == JOINT else BUFFER
+        elif kind == "cotangent":
+            form = SEPARATE if cotangents[index] else BUFFER
+            if index < group.count and group.results[index] == JOINT:
+                form = JOINT
+        elif kind == "intermediate":
+            form = SEPARATE if apart else BUFFER
+            if not group.own and group.results[group.intermediate] == JOINT:
+                form = JOINT
+        else:
+            continue
+        storages[kind, index] = group.storage(kind, index, form)
+    return storages
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The compiled kernels of a way, for an alignment and a bucket of the number of rows.
+
+    Attributes:
+        variant: the kernel.
+        reduce: the kernel that adds up partial sums; None without any.
+        kernel: the kernel's record.
+        reduction: the reduction's record.
+        units: the units of all slices: see `Tiling`. Axis 0 of the grid is units.
+        most_rows: the most rows of a tile; 0 if there is one place.
+        partials: the number of partial sums; 0 if one program has all rows of a slice.
+        table: the table of the kernel.
+        reduce_table: that of the reduction.
+        across: the tiles of columns of the reduction.
+    """
+
+    variant: Variant
+    reduce: Variant | None
+    kernel: SliceKernel
+    reduction: SliceKernel | None
+    units: int
+    most_rows: int
+    partials: int
+    table: Tensor
+    reduce_table: Tensor | None
+    across: int
+
+
+class _Way:
+    """The kernels of one way of calls."""
+
+    def __init__(
+        self,
+        site: SliceSite,
+        kernels: Sequence[Kernel],
+        storages: dict[_Key, Storage],
+        cotangents: Sequence[torch.dtype | None],
+    ) -> None:
+        self.group = site.group
+        self.storages = storages
+        self.cotangents = cotangents
+        self.lengths = [program.structure.cols for program in self.group.programs]
+        # A kernel for each length, and for each slice the index of its kernel.
+        different = list(dict.fromkeys(kernels))
+        self.function, numbers = unified(different)
+        places = [different.index(kernel) for kernel in kernels]
+        self.numbers = [[values[place] for place in places] for values in numbers]
+        self.reduction: tuple[Kernel, list[list[Any]]] | None = None
+        if self.function.sums:
+            plans = {id(k): plan for k, plan in zip(kernels, self.group.plans, strict=True)}
+            reductions = [slice_reduction(plans[id(kernel)], kernel) for kernel in different]
+            function, values_of = unified(reductions)
+            values_of_slices = [[values[place] for place in places] for values in values_of]
+            self.reduction = function, values_of_slices
+        self.plans: dict[Any, _Plan] = tuning.register_cache({})
+        names = dict.fromkeys((a.kind, a.index) for a in self.function.arguments)
+        self.separate = [key for key in names if key in storages]
+        self.separate = [key for key in self.separate if storages[key].kind == SEPARATE]
+        self.whole = [key for key in names if key in storages and key not in self.separate]
+        self.strided = {(a.of, a.index) for a in self.function.arguments if a.kind == "stride"}
+        self.sizes = {key: self.group.sizes(*key) for key in (*self.separate, *self.whole)}
+
+    def run(self, site: SliceSite, passed: _Tensors, rows: int, like: Any, state: State) -> None:
+        """Launch the kernels."""
+        values: dict[Any, Any] = {("rows", 0): rows, ("stats", 0): passed["stats", 0][0]}
+        kept: list[Any] = []  # alive until the launch
+        bits = self._put_whole(passed, values)
+        if self.separate:
+            pointers, strides, more = self._separate(passed, kept)
+            addresses = gather(site.device_index, like.device, pointers, strides)
+            values["slice_addresses"] = addresses.table
+            bits |= addresses.bits | more
+        seeded = 0
+        if self.function.drops:
+            seed, offset, _ = state
+            seeded = 0 if seed is None else seed_kind(offset)
+            values |= {("seed", 0): seed, ("offset", 0): offset}
+        key = (site, seeded, bits & 15 == 0, BUCKET[rows.bit_length()])
+        plan = self.plans.get(key)
+        if plan is None:
+            plan = tuning.plan(self.plans, key, self._plan, like.device)
+        if self.function.sums:
+            # Without partial sums nothing is written to their address, so any tensor will do.
+            values["partials", 0] = like
+            if plan.partials:
+                values["partials", 0] = like.new_empty(plan.partials, dtype=self.group.lead.acc)
+        places = -(-rows // plan.most_rows) if plan.most_rows else 1
+        values["slice_table"] = plan.table
+        plan.variant(plan.units, places, *self._arguments(plan.kernel, values))
+        if plan.reduction is not None and plan.reduce is not None:
+            values["slice_table"] = plan.reduce_table
+            slots = len(self.function.sums) * self.group.slices
+            plan.reduce(plan.across, slots, *self._arguments(plan.reduction, values))
+
+    def _separate(
+        self, passed: _Tensors, kept: list[Any]
+    ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Return the addresses and row strides of separate tensors, and the bits of the strides.
+
+        Args:
+            passed: the tensors.
+            kept: gets the copies of tensors that cannot be read in place.
+        """
+        pointers: list[int] = []
+        strides: list[int] = []
+        bits = 0
+        for key in self.separate:
+            for t, size in zip(passed[key], self.sizes[key], strict=True):
+                stride = size
+                if not t.is_contiguous() or t.is_neg() or not t.data_ptr():
+                    if key in self.strided:
+                        t, stride, _ = as_rows(t, size)
+                    else:
+                        t, _ = vector(t)
+                    kept.append(t)
+                pointers.append(t.data_ptr())
+                strides.append(stride)
+                bits |= stride << 1
+        return tuple(pointers), tuple(strides), bits
+
+    def _put_whole(self, passed: _Tensors, values: dict[Any, Any]) -> int:
+        """Add the tensors of all slices, with their row strides; return their bits."""
+        bits = 0
+        for key in self.whole:
+            (t,) = passed[key]
+            storage = self.storages[key]
+            if storage.by_row and storage.kind in (JOINT, SHARED):
+                width = sum(storage.sizes) if storage.kind == JOINT else storage.sizes[0]
+                read, values["stride", key], more = as_rows(t, width)
+            else:
+                read, more = vector(t)
+            if read is not t and key[0] in _WRITTEN:
+                raise RuntimeError(f"{self.group.op}: {key[0]} {key[1]} is not contiguous")
+            values[key] = read
+            bits |= more
+        return bits
+
+    def _arguments(self, kernel: SliceKernel, values: dict[Any, Any]) -> list[Any]:
+        """Return a kernel's arguments in the launch."""
+        thresholds = self.group.lead.thresholds
+        arguments = []
+        for name, argument in kernel.parameters:
+            if argument is None:
+                arguments.append(values[name])
+            elif argument.kind == "stride":
+                arguments.append(values["stride", (argument.of, argument.index)])
+            elif argument.kind == "threshold":
+                arguments.append(thresholds[argument.index])
+            else:
+                arguments.append(values[argument.kind, argument.index])
+        return arguments
+
+    # --- plans ------------------------------------------------------------------------------------
+
+    def compile(self, site: SliceSite, seeded: int, bucket: int, device: torch.device) -> None:
+        """Compile the kernels for tensors as PyTorch allocates them."""
+        sizes = [size for key in self.strided for size in self.group.sizes(*key)]
+        self._plan(site, seeded, not any(size % 8 for size in sizes), bucket, device)
+
+    def _tuning_key(self, bucket: int) -> TuningKey:
+        function = self.function
+        moved = function.moved or (self.group.lead.acc,)
+        direction = "backward" if self.cotangents else "forward"
+        variant = (
+            f"{len(function.sums)} sums",
+            f"{len(moved)} moved",
+            "dropout" if function.drops else "plain",
+            "equal" if len(set(self.lengths)) == 1 else "mixed",
+            "elements" if any(length % 2 for length in self.lengths) else "vectors",
+            self.group.lead.digest,
+        )
+        itemsizes = widths(*sorted({dtype.itemsize for dtype in moved}))
+        return TuningKey(
+            f"slices_rowwise_{direction}", variant, itemsizes, max(self.lengths), bucket
+        )
+
+    def _plan(
+        self, site: SliceSite, seeded: int, aligned: bool, bucket: int, device: torch.device
+    ) -> _Plan:
+        config = tuning.choose(self._tuning_key(bucket), site.device_index)
+        has_sums = bool(self.function.sums)
+        # Few rows are processed by one program of each slice, which stores the gradients itself.
+        alone = has_sums and bucket == 0
+        programs = rows = 0
+        if has_sums:
+            available = launch.processors(site.device_index) * max(config.per_sm, 1)
+            programs = 1 if alone else max(available, 2)
+            is_last = bucket + 1 == len(BUCKETS)
+            rows = 0 if is_last else BUCKETS[bucket + 1]
+        tiling = Tiling.of(self.lengths, config, programs, rows)
+        bases, total = self._bases(tiling)
+        kernel = kernel_of_slices(
+            self.function,
+            self.numbers,
+            self.lengths,
+            self.storages,
+            tiling=tiling,
+            partials=bases,
+        )
+        align = kernel.align() if aligned else 1
+        units = len(tiling.units)
+        moved = self.function.moved or (self.group.lead.acc,)
+        vectors = vector_width(*moved)
+        elements = config.block_n * config.rows // (32 * config.warps)
+        values = {
+            "VECTOR": vectors if elements >= vectors else 4,
+            "PERSISTENT": has_sums,
+            "TILES": tuple(map(tuple, tiling.tiles)),
+            "TYPES": self._types_of(kernel),
+            "UNITS": units,
+            "SLICES": self.group.slices,
+            "ALIGN": align,
+        }
+        variant = self._variant(site, kernel, seeded, values, config, aligned)
+        reduce = reduction = reduce_table = None
+        across = 0
+        if self.reduction is not None and not alone:
+            function, numbers = self.reduction
+            reduction = reduction_of_slices(
+                function, numbers, self.lengths, self.storages, partials=bases, parts=tiling.parts
+            )
+            reduce_config = tuning.config_of_sums(max(tiling.parts), max(self.lengths))
+            across = -(-max(self.lengths) // reduce_config.block_n)
+            align = reduction.align() if aligned else 1
+            values |= {"UNITS": 0, "ALIGN": align, "TYPES": self._types_of(reduction)}
+            reduce = self._variant(site, reduction, 0, values, reduce_config, aligned)
+            reduce_table = constants(reduction.table((), align) or (0,), device, torch.int64)
+            align = kernel.align() if aligned else 1
+        return _Plan(
+            variant,
+            reduce,
+            kernel,
+            reduction,
+            units,
+            0 if has_sums else tiling.most_rows,
+            0 if alone else total,
+            constants(kernel.table(tiling.units, align) or (0,), device, torch.int64),
+            reduce_table,
+            across,
+        )
+
+    def _bases(self, tiling: Tiling) -> tuple[list[int], int]:
+        """Return where the partial sums of each slice begin, and how many there are."""
+        bases, total = [], 0
+        for parts, length in zip(tiling.parts, self.lengths, strict=True):
+            bases.append(total)
+            total += parts * len(self.function.sums) * length
+        return bases, total
+
+    def _types_of(self, kernel: SliceKernel) -> tuple[Any, ...]:
+        return tuple([triton_dtype(self._dtype(argument)) for argument in kernel.separate])
+
+    def _dtype(self, argument: Argument) -> Any:
+        """Return the dtype of a tensor argument."""
+        kind, index, group = argument.kind, argument.index, self.group
+        if kind == "cotangent":
+            dtype = self.cotangents[index]
+            assert dtype is not None
+            return dtype
+        if kind == "input":
+            return group.lead.dtypes[index]
+        if kind == "gradient":
+            return group.lead.acc if group.inputs[index] == SHARED else group.lead.dtypes[index]
+        if kind in ("output", "intermediate"):
+            return group.operand(kind, index).dtype
+        return group.lead.acc
+
+    def _variant(
+        self,
+        site: SliceSite,
+        kernel: SliceKernel,
+        seeded: int,
+        values: dict[str, Any],
+        config: tuning.Config,
+        aligned: bool,
+    ) -> Variant:
+        types: dict[str, str | None] = {}
+        for name, argument in kernel.parameters:
+            if argument is None:
+                types[name] = "*i64"
+            elif argument.kind in ("seed", "offset"):
+                types[name] = SEED_TYPES[seeded][argument.kind]
+            elif argument.kind == "threshold":
+                types[name] = "i32"
+            elif argument.kind in ("stride", "rows"):
+                types[name] = "i64"
+            else:
+                types[name] = pointer_type(self._dtype(argument))
+        function = loaded(self.group.op, self.group.digest, kernel)
+        return launch.build(
+            function,
+            types,
+            values,
+            config,
+            device_index=site.device_index,
+            acc=self.group.lead.acc,
+            cols=0,
+            aligned=aligned,
+        )

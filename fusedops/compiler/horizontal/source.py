@@ -1,0 +1,320 @@
+"""The source of a kernel of many slices, which calls the function of one slice.
+
+Each program finds its slice in a table, computes the slice's addresses, and calls the function::
+
+    table        [for each unit: tile | slice | part | parts] [for each slice: length | numbers ...]
+    addresses    [of each slice's first separate tensor | of the second | ... | row strides ...]
+
+Offsets and lengths in the table are in units of ALIGN elements, their common factor, so that the
+compiler knows how many elements a load may have.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..addresses import Argument
+from ..kernel import SLICE_ARGUMENTS, Kernel, first_lines
+from ..text import indented
+from .forms import BUFFER, SEPARATE, SHARED
+from .tiles import Tiling
+
+__all__ = ["STEP_BITS", "SliceKernel", "Storage", "kernel_of_slices", "reduction_of_slices"]
+
+# The numbers of each unit in a table, which precede those of slices.
+_OF_UNITS = 4
+# How a program finds its slice: each has as many units, or the table tells.
+_EVEN_UNITS = (
+    "slice_tile = 0",
+    "slice_shares = UNITS // SLICES",
+    "slice_number = (slice_unit // slice_shares).to(tl.int64)",
+    "slice_share = slice_unit % slice_shares",
+)
+_UNITS_IN_TABLE = (
+    "slice_tile = tl.load(slice_table + slice_unit)",
+    "slice_number = tl.load(slice_table + UNITS + slice_unit)",
+    "slice_share = tl.load(slice_table + 2 * UNITS + slice_unit).to(tl.int32)",
+    "slice_shares = tl.load(slice_table + 3 * UNITS + slice_unit).to(tl.int32)",
+)
+# The random numbers of slice k begin ``k << STEP_BITS`` after those of slice 0. A process draws
+# fewer, and the dropouts of a function are further apart: see `emitter.Emitter._keep`.
+STEP_BITS = 36
+_CONSTANTS = ("ACC", "VECTOR", "STAGES", "OVERLAP", "PERSISTENT")
+_OF_SLICES = ("TILES", "UNITS", "SLICES", "ALIGN", "TYPES")
+
+
+class Storage(NamedTuple):
+    """Where the slices of a kernel's tensor are.
+
+    Attributes:
+        kind: see `forms`.
+        by_row: whether the tensor has a row for each row of the slice.
+        firsts: for each slice, its first column if all are side by side.
+        sizes: for each slice, the elements of a row.
+    """
+
+    kind: str
+    by_row: bool
+    firsts: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SliceKernel:
+    """A kernel of many slices.
+
+    Attributes:
+        name: its name.
+        source: its source, with that of the function of one slice.
+        function: the function of one slice.
+        parameters: its run-time arguments in order: the name, and the argument of the function that
+            it is for; None for the tables.
+        separate: the tensors with addresses in the table of addresses, in order.
+        columns: the rows of the table that follow those of units: a number of each slice, and
+            whether it counts elements.
+    """
+
+    name: str
+    source: str
+    function: Kernel
+    parameters: tuple[tuple[str, Argument | None], ...]
+    separate: tuple[Argument, ...]
+    columns: tuple[tuple[tuple[int, ...], bool], ...]
+
+    @property
+    def contracts(self) -> bool:
+        """Whether a product and a sum may be one instruction."""
+        return self.function.contracts
+
+    def table(self, units: Sequence[Sequence[int]], align: int) -> tuple[int, ...]:
+        """Return the table's numbers."""
+        numbers = list(itertools.chain(*zip(*units, strict=True)))
+        for values, counts_elements in self.columns:
+            numbers += [value // align for value in values] if counts_elements else values
+        return tuple(numbers)
+
+    def align(self) -> int:
+        """Return the largest power of two up to 8 that divides all that counts elements."""
+        align = 8
+        counted = [value for values, counts in self.columns if counts for value in values]
+        while any(value % align for value in counted):
+            align //= 2
+        return align
+
+
+class _Columns:
+    """The numbers of slices in a table, each list of them once."""
+
+    def __init__(self) -> None:
+        self.indices: dict[tuple[tuple[int, ...], bool], int] = {}
+
+    def read(self, values: Sequence[int], *, elements: bool = False) -> str:
+        """Return the expression of a slice's number: it is computed if they are evenly spaced."""
+        step = values[1] - values[0] if len(values) > 1 else 0
+        if all(value == values[0] + step * k for k, value in enumerate(values)):
+            return f"(slice_number * {step} + {values[0]})" if step else f"{values[0]}"
+        index = self.indices.setdefault((tuple(values), elements), len(self.indices))
+        text = f"tl.load(slice_table + {_OF_UNITS} * UNITS + {index} * SLICES + slice_number)"
+        return f"{text} * ALIGN" if elements else text
+
+    def small(self, values: Sequence[int], *, elements: bool = False) -> str:
+        """Return the expression of a slice's number in 32 bits."""
+        text = self.read(values, elements=elements)
+        return text if text.isdigit() else f"({text}).to(tl.int32)"
+
+
+def kernel_of_slices(
+    function: Kernel,
+    numbers: Sequence[Sequence[Any]],
+    lengths: Sequence[int],
+    storages: Mapping[tuple[str, int], Storage],
+    *,
+    tiling: Tiling,
+    partials: Sequence[int] = (),
+) -> SliceKernel:
+    """Return the kernel that calls the function of one slice.
+
+    Args:
+        function: the function of one slice: see `unifying`.
+        numbers: its numbers of slices, each with a value for each slice.
+        lengths: the columns of each slice.
+        storages: where the tensors are, by kind and index.
+        tiling: the tiles and units of all slices.
+        partials: where the partial sums of each slice begin.
+    """
+    columns = _Columns()
+    lines = [
+        "slice_unit = tl.program_id(0)",
+        "slice_index, places = place_along_rows()",
+        *(_EVEN_UNITS if tiling.is_even else _UNITS_IN_TABLE),
+        "program = slice_index * slice_shares + slice_share",
+        "programs = places * slice_shares",
+    ]
+    call, parameters, separate = _call(function, numbers, lengths, storages, columns, partials)
+    lines += call
+    drops = any(argument.kind == "seed" for argument in function.arguments)
+    if drops:
+        # Each slice has random numbers of its own: see `STEP_BITS`.
+        lines.append(f"offset += slice_number << {STEP_BITS}")
+    constants = ["BLOCK_N", "ROWS", *_CONSTANTS]
+    names = [argument.name for argument in function.arguments]
+    names = [f"number{i}" for i in range(len(numbers))] + names
+    passed = [*names, *SLICE_ARGUMENTS]
+
+    def called(tile: str) -> str:
+        values = {"BLOCK_N": f"{tile}[0]", "ROWS": f"{tile}[1]"}
+        options = [f"{name}={values.get(name, name)}" for name in ("ACC", *constants[:2])]
+        options += [f"{name}={name}" for name in constants[3:]]
+        return f"{function.name}({', '.join([*passed, *options])})"
+
+    if len(tiling.tiles) == 1:
+        lines.append(called("TILES[0]"))
+    else:
+        lines += [
+            "for slice_kind in tl.static_range(len(TILES)):",
+            "    if slice_tile == slice_kind:",
+            f"        {called('TILES[slice_kind]')}",
+        ]
+    body = [*first_lines(drops=drops), *lines]
+    name = function.name.replace("slice", "slices")
+    source = _source(name, parameters, [*_CONSTANTS, *_OF_SLICES], body)
+    return SliceKernel(
+        name,
+        f"{function.source}\n\n{source}",
+        function,
+        tuple(parameters),
+        tuple(separate),
+        tuple(columns.indices),
+    )
+
+
+def reduction_of_slices(
+    function: Kernel,
+    numbers: Sequence[Sequence[Any]],
+    lengths: Sequence[int],
+    storages: Mapping[tuple[str, int], Storage],
+    *,
+    partials: Sequence[int],
+    parts: Sequence[int],
+) -> SliceKernel:
+    """Return the kernel that adds up the partial sums of all slices.
+
+    Axis 0 of the grid is tiles of columns, axis 1 the slots of each slice.
+
+    Args:
+        function: the function of one slice: see `partials.slice_reduction`.
+        numbers: as in `kernel_of_slices`.
+        lengths: as in `kernel_of_slices`.
+        storages: as in `kernel_of_slices`.
+        partials: as in `kernel_of_slices`.
+        parts: the units of each slice.
+    """
+    columns = _Columns()
+    slots = len(function.sums)
+    lines = [
+        f"slice_number = (tl.program_id(1) // {slots}).to(tl.int64)",
+        f"program = tl.program_id(1) % {slots}",
+        f"programs = {columns.small(parts)}",
+    ]
+    call, parameters, separate = _call(function, numbers, lengths, storages, columns, partials)
+    names = [f"number{i}" for i in range(len(numbers))]
+    names += [argument.name for argument in function.arguments]
+    constants = ("ACC", "BLOCK_N", "ROWS")
+    options = [f"{name}={name}" for name in constants]
+    lines += [*call, f"{function.name}({', '.join([*names, *SLICE_ARGUMENTS, *options])})"]
+    body = [*first_lines(drops=False), *lines]
+    source = _source("reduce_slices", parameters, [*constants, "OVERLAP", *_OF_SLICES], body)
+    return SliceKernel(
+        "reduce_slices",
+        f"{function.source}\n\n{source}",
+        function,
+        tuple(parameters),
+        tuple(separate),
+        tuple(columns.indices),
+    )
+
+
+def _call(
+    function: Kernel,
+    numbers: Sequence[Sequence[Any]],
+    lengths: Sequence[int],
+    storages: Mapping[tuple[str, int], Storage],
+    columns: _Columns,
+    partials: Sequence[int],
+) -> tuple[list[str], list[tuple[str, Argument | None]], list[Argument]]:
+    """Return the lines that compute a function's arguments, the parameters, and `separate`."""
+    lines = [f"N = {columns.small(lengths, elements=True)}"]
+    if len(set(lengths)) == 1:
+        lines = [f"N: tl.constexpr = {lengths[0]}"]
+    for i, values in enumerate(numbers):
+        lines.append(f"number{i} = {_number(columns, values)}")
+    pointers = [a for a in function.arguments if (a.kind, a.index) in storages]
+    separate = [a for a in pointers if storages[a.kind, a.index].kind == SEPARATE]
+    parameters: list[tuple[str, Argument | None]] = [("slice_table", None)]
+    if separate:
+        parameters.append(("slice_addresses", None))
+    for argument in function.arguments:
+        name, key = argument.name, (argument.kind, argument.index)
+        if argument.kind == "stride":
+            storage = storages[argument.of, argument.index]
+            if storage.kind == SEPARATE:
+                of = [(a.kind, a.index) for a in separate].index((argument.of, argument.index))
+                row = len(separate) + of
+                lines.append(f"{name} = tl.load(slice_addresses + {row} * SLICES + slice_number)")
+                lines.append(f"if ALIGN > 1: {name} = tl.multiple_of({name}, ALIGN)")
+                continue
+            if storage.kind == BUFFER:
+                lines.append(f"{name} = {columns.read(storage.sizes, elements=True)}")
+                continue
+        elif key in storages:
+            storage = storages[key]
+            if storage.kind == SEPARATE:
+                row = separate.index(argument)
+                address = f"tl.load(slice_addresses + {row} * SLICES + slice_number)"
+                lines.append(f"{name} = {address}.to(tl.pointer_type(TYPES[{row}]))")
+                lines.append(f"if ALIGN > 1: {name} = tl.multiple_of({name}, 16)")
+                continue
+            lines += _offset(name, storage, columns)
+        elif argument.kind == "stats":
+            lines.append(f"{name} += slice_number * {function.stats} * M")
+        elif argument.kind == "partials":
+            lines.append(f"{name} += {columns.read(partials)}")
+        parameters.append((name, argument))
+    return lines, parameters, separate
+
+
+def _offset(name: str, storage: Storage, columns: _Columns) -> list[str]:
+    """Return the line that adds the offset of a slice to a tensor's address; none for a shared one.
+
+    In a buffer of rows, all rows of a slice precede those of the next.
+    """
+    if storage.kind == SHARED:
+        return []
+    first = columns.read(storage.firsts, elements=True)
+    is_buffer_of_rows = storage.kind == BUFFER and storage.by_row
+    return [f"{name} += {first} * M" if is_buffer_of_rows else f"{name} += {first}"]
+
+
+def _number(columns: _Columns, values: Sequence[Any]) -> str:
+    """Return the expression that reads a number of a slice; of a float the table has the bits."""
+    if isinstance(values[0], float):
+        bits = [struct.unpack("q", struct.pack("d", value))[0] for value in values]
+        return f"{columns.read(bits)}.to(tl.float64, bitcast=True).to(ACC)"
+    return columns.read(values, elements=True)
+
+
+def _source(
+    name: str,
+    parameters: Sequence[tuple[str, Argument | None]],
+    constants: Sequence[str],
+    body: Sequence[str],
+) -> str:
+    fixed = [text for text in ("seed", "offset", "M") if text in dict(parameters)]
+    lines = [f"@triton.jit(do_not_specialize={fixed!r})", f"def {name}("]
+    lines += indented([f"{parameter}," for parameter, _ in parameters])
+    lines += indented([f"{constant}: tl.constexpr," for constant in constants])
+    return "\n".join([*lines, "):", *indented(body)]) + "\n"
