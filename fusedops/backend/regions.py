@@ -33,6 +33,7 @@ from .graphs import (
     direct_tensors,
     is_fixed,
     is_part_of_view,
+    is_tensor,
     is_view,
     name_of,
     parts_of,
@@ -55,6 +56,8 @@ _MOVES = (VIEWS - {"view", "_unsafe_view", "reshape", "_reshape_alias", "alias",
     "roll",
     "stack",
 }
+# The fewest parts of a region that become operators of their own: see `Finder.alike`.
+_LEAST_ALIKE = 4
 # Views that are several parts of a tensor.
 DIVIDING = frozenset({"split", "split_with_sizes", "chunk", "unbind"})
 # Reductions that take their dimensions as an argument. `_NORMS` take a shape instead.
@@ -192,6 +195,21 @@ class Finder:
         self.eligible = eligible
         # A region of the same size is the one that has failed: trying it again would never end.
         return [smaller for smaller in regions if len(smaller.nodes) < len(region.nodes)]
+
+    def alike(self, region: Region) -> list[Region]:
+        """The connected parts of a region, if they are many and compute the same of other tensors.
+
+        Parts that read the same tensors stay one kernel, which reads them once.
+        """
+        parts = _connected(region.nodes)
+        if len(parts) < _LEAST_ALIKE or len({tuple(map(name_of, nodes)) for nodes in parts}) > 1:
+            return []
+        size = max(map(size_of, region.nodes))
+        inputs = [set(filter(is_tensor, Region(nodes).inputs)) for nodes in parts]
+        largest = [{node for node in own if size_of(node) >= size // len(parts)} for own in inputs]
+        if sum(map(len, largest)) > len(set().union(*largest)):
+            return []
+        return list(map(Region, parts))
 
     def changing(self) -> list[Region]:
         """The unclaimed reductions whose number of columns may change between calls, each alone."""

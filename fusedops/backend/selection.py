@@ -8,7 +8,7 @@ region cannot be one kernel, smaller regions within it are tried.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -44,7 +44,7 @@ __all__ = ["Match", "Selector"]
 _LONGEST_OF_INDUCTOR = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Match:
     """A region that becomes one operator.
 
@@ -87,16 +87,30 @@ class Selector:
         self.matches: list[Match] = []
         self.reports: list[RegionReport] = []
         self.replaced: dict[fx.Node, fx.Node] = {}
+        self._unprepared: set[Match] = set()
 
     def select(self) -> None:
         """Tries each region; if one cannot be one operator, tries smaller regions within it."""
         todo = deque(self.finder.regions())
+        kinds = Counter(map(_operators_of, todo))
         while todo:
             region = todo.popleft()
+            alike = self.finder.alike(region)
+            if alike:
+                kinds.update(map(_operators_of, alike))
+                todo.extendleft(reversed(alike))
+                continue
+            is_alone = kinds[_operators_of(region)] < 2
             # `_match` may copy views out of the region, so describe the region before.
             report = _report_of(region)
             try:
                 match = self._match(region)
+                # Regions of the same operators may be one operator: see `horizontal`. Only that is
+                # compiled then.
+                if is_alone:
+                    prepare(match.program, match.reached, self.receives)
+                else:
+                    self._unprepared.add(match)
             # After any error the region is left to Inductor, and the report has the reason.
             except Exception as error:  # noqa: BLE001
                 smaller = self.finder.smaller(region)
@@ -147,8 +161,22 @@ class Selector:
             raise NotRowwiseError("a tensor that it saves is changed later")
         if _is_cyclic(region, [match.region for match in self.matches]):
             raise NotRowwiseError("as an operator it would be in a cycle with another region")
-        prepare(program, reached, self.receives)
         return Match(region, program, reached)
+
+    def compiles(self, match: Match) -> bool:
+        """Whether a match's kernels are compiled, or are now; reports it if they cannot be."""
+        if match in self._unprepared:
+            try:
+                prepare(match.program, match.reached, self.receives)
+            except NotRowwiseError as error:
+                place = next(
+                    i for i, r in enumerate(self.reports) if r.program is match.program.program
+                )
+                self.reports[place] = replace(
+                    self.reports[place], program=None, reason=_reason_of(error)
+                )
+                return False
+        return True
 
     def _copy_views(self, region: Region) -> None:
         """Copies views that are used outside a region; updates the sets of nodes and `replaced`."""
@@ -173,6 +201,10 @@ class Selector:
         part = self.finder.part[region.nodes[0]]
         later = [tensor for other, tensor in self.changes if other > part]
         return overlap(tensors_of(_saved(program)), later)
+
+
+def _operators_of(region: Region) -> tuple[str, ...]:
+    return tuple(map(name_of, region.nodes))
 
 
 def _report_of(region: Region) -> RegionReport:

@@ -14,7 +14,7 @@ import torch
 
 from ..core.compat.lookup import imported
 
-__all__ = ["fix", "has_one_value", "have_hints", "hint_of", "settled"]
+__all__ = ["fix", "has_one_value", "have_hints", "hint_of", "is_same", "settled"]
 
 # --- sizes ----------------------------------------------------------------------------------------
 # With dynamic shapes a size is a `torch.SymInt` around an expression of sympy, and its environment
@@ -37,6 +37,12 @@ def _is_expression(size: Any) -> bool:
     if not isinstance(size, torch.SymInt):
         return False
     return not size.node.expr.is_Symbol and size.node.has_hint()
+
+
+def is_same(size: Any, other: Any) -> bool:
+    """Returns whether two sizes are equal in all calls; no guard is added."""
+    expressions = [s.node.expr if isinstance(s, torch.SymInt) else s for s in (size, other)]
+    return bool(expressions[0] == expressions[1])
 
 
 def hint_of(symbol: Any, size: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..horizontal import groups_of, replace_group
 from ..replacing import replace
 from ..rewrite import Rewrite
 from ..selection import Selector
@@ -13,7 +14,11 @@ def fuse_regions(rewrite: Rewrite) -> None:
     """Replaces the regions for which an operator pays, and reports all regions."""
     selector = Selector(rewrite.graph, rewrite.needs, rewrite.receives)
     selector.select()
-    for match in selector.matches:
-        replace(rewrite.graph, match, selector.replaced)
-        rewrite.results += [selector.replaced[old] for old, _ in match.program.outputs]
+    graph, replaced = rewrite.graph, selector.replaced
+    for matches in groups_of(graph, selector.matches):
+        if len(matches) < 2 or not replace_group(graph, matches, replaced, rewrite.receives):
+            for match in filter(selector.compiles, matches):
+                replace(graph, match, replaced)
+        outputs = [old for match in matches for old, _ in match.program.outputs]
+        rewrite.results += [selector.replaced[old] for old in outputs if old in selector.replaced]
     rewrite.reports = selector.reports

@@ -1,0 +1,446 @@
+"""Horizontal fusion: regions that compute the same function of different slices are one operator.
+
+Regions form a group if their programs are one kernel (see `compiler.horizontal`), if they have
+equally many rows, and if no value must wait::
+
+    the inputs of all ──▶ operator of all ──▶ the users of all
+
+The graph keeps its order: the last input of any member precedes the first user of any other. So no
+member is delayed beyond what the model itself computes before it needs a result. Slices that are
+views of one tensor, and results that are concatenated, are read and written in place::
+
+    split ──▶ region 0 ─┐                 split
+          ──▶ region 1 ─┼─▶ cat     x ──▶ operator ──▶ (no cat)
+          ──▶ region 2 ─┘
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..compiler.horizontal.forms import JOINT, SEPARATE, SHARED
+from ..compiler.horizontal.launching import outline_of, prepare
+from ..compiler.horizontal.operator import SliceGroup, group_of, why_not
+from ..core.calls.words import encode
+from ..core.compat.dispatch import without_modes
+from ..core.compat.fake import hints
+from ..core.configs import tuning
+from ..core.launches import launch
+from ..core.random import rng
+from .fx import recording_nothing
+from .graphs import (
+    dtype_of,
+    escapes,
+    may_be_changed,
+    name_of,
+    parts_of,
+    positions_of,
+    users_of,
+    value_of,
+)
+from .selection import Match
+from .symbols import is_same
+
+__all__ = ["groups_of", "replace_group"]
+
+# The longest rows of slices that are grouped. The kernels of longer rows are as fast one by one,
+# and their launches cost little beside what they compute.
+_LONGEST = 512
+aten = torch.ops.aten
+
+
+def groups_of(graph: fx.Graph, matches: Sequence[Match]) -> list[list[Match]]:
+    """The groups of matches, of one member or more, in the order of their first members."""
+    position, part = positions_of(graph), parts_of(graph)
+    in_order = sorted(matches, key=lambda match: position[match.region.nodes[0]])
+    groups: list[list[Match]] = []
+    current: dict[Any, _Members] = {}
+    for match in in_order:
+        # One operator is in one part of the graph: see `graphs.parts_of`.
+        key = part[match.region.nodes[0]], _key(match)
+        members = current.get(key)
+        if key[1] is not None and members is not None and members.accepts(match, position):
+            members.add(match, position)
+            continue
+        members = current[key] = _Members()
+        members.add(match, position)
+        groups.append(members.matches)
+    return groups
+
+
+class _Members:
+    """The members of a group that may grow.
+
+    Attributes:
+        matches: the members.
+        last_input: the position of the last input of any.
+        first_user: the position of the first node that uses a result of any.
+    """
+
+    def __init__(self) -> None:
+        self.matches: list[Match] = []
+        self.last_input = -1
+        self.first_user = 1 << 62
+
+    def accepts(self, match: Match, position: Mapping[fx.Node, int]) -> bool:
+        """Whether a match has all its inputs before a member's first user, and the reverse."""
+        last_input, first_user = _extent(match, position)
+        is_in_order = max(last_input, self.last_input) < min(first_user, self.first_user)
+        return is_in_order and _have_same_rows(self.matches[0], match)
+
+    def add(self, match: Match, position: Mapping[fx.Node, int]) -> None:
+        """Adds a member."""
+        last_input, first_user = _extent(match, position)
+        self.matches.append(match)
+        self.last_input = max(last_input, self.last_input)
+        self.first_user = min(first_user, self.first_user)
+
+
+def _extent(match: Match, position: Mapping[fx.Node, int]) -> tuple[int, int]:
+    """The position of a region's last input, and of the first node that uses a result."""
+    members = set(match.region.nodes)
+    users = users_of(match.region.outputs) - members
+    inputs = [position[node] for node in match.program.inputs]
+    return max(inputs, default=-1), min([position[user] for user in users], default=1 << 62)
+
+
+def _key(match: Match) -> Any:
+    """A key that is the same for matches that may be one group; None if this one may be in none."""
+    program, region = match.program, match.program.program
+    if region.structure.cols > _LONGEST or program.sizes or why_not(region):
+        return None
+    if any(program.source.splits) or any(program.source.joins):
+        return None
+    if not all(_is_even(node, len(region.structure.rows)) for node in program.inputs):
+        return None
+    reached = tuple(map(match.reached.__contains__, program.inputs))
+    return outline_of(region), reached, len(region.structure.rows)
+
+
+def _is_even(node: fx.Node, rows: int) -> bool:
+    """Whether a tensor's dimensions of rows can be one dimension without a copy."""
+    value = value_of(node)
+    shape, strides = value.shape[:rows], value.stride()[:rows]
+    if value.dim() <= rows:
+        return bool(value.is_contiguous())
+    pairs = range(len(shape) - 1)
+    return all(is_same(strides[dim], shape[dim + 1] * strides[dim + 1]) for dim in pairs)
+
+
+def _have_same_rows(match: Match, other: Match) -> bool:
+    """Whether two matches have the same rows in all calls, not only in the traced one."""
+    pairs = zip(_rows(match), _rows(other), strict=True)
+    return all(is_same(size, other_size) for size, other_size in pairs)
+
+
+def _rows(match: Match) -> list[Any]:
+    """The sizes of the dimensions of rows."""
+    region = match.program.program
+    node = match.program.inputs[region.first]
+    return list(value_of(node).shape[: len(region.structure.rows)])
+
+
+# --- replacement ----------------------------------------------------------------------------------
+
+
+def replace_group(
+    graph: fx.Graph,
+    matches: Sequence[Match],
+    replaced: dict[fx.Node, fx.Node],
+    receives: Collection[fx.Node],
+) -> bool:
+    """Replaces the regions of a group by one operator, before the first node that uses a result.
+
+    Args:
+        graph: the graph of the regions.
+        matches: the members.
+        replaced: from regions' outputs and views to the nodes that replace them; it is extended.
+        receives: the nodes to whose values the backward passes a gradient.
+    Returns:
+        Whether it replaced them: not if Triton cannot compile the kernels.
+    """
+    return _Replacement(graph, matches, replaced, receives).run()
+
+
+class _Replacement:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        matches: Sequence[Match],
+        replaced: dict[fx.Node, fx.Node],
+        receives: Collection[fx.Node],
+    ) -> None:
+        self.graph, self.matches, self.replaced = graph, matches, replaced
+        self.receives = receives
+        self.programs = [match.program.program for match in matches]
+        self.lead = self.programs[0]
+        self.dims = len(self.lead.structure.rows)
+        self.members = {node for match in matches for node in match.region.nodes}
+        self.rows = _rows(matches[0])
+
+    def run(self) -> bool:
+        """See `replace_group`."""
+        position = positions_of(self.graph)
+        users = users_of([o for m in self.matches for o in m.region.outputs]) - self.members
+        first = min(users, key=position.__getitem__)
+        last = max(self.members, key=position.__getitem__)
+        point = first if position[first] < position[last] else last.next
+        with self.graph.inserting_before(point):
+            inputs = [self._input(index) for index in range(len(self.lead.structure.inputs))]
+            cats = [self._cat(number) for number in range(self.lead.count)]
+            forms = [SEPARATE if cat is None else JOINT for cat in cats]
+            group = group_of(self.programs, [form for form, _ in inputs], forms)
+            if not self._compiles(group):
+                return False
+            call = self._call(group, [node for _, nodes in inputs for node in nodes])
+        for number, cat in enumerate(cats):
+            with self.graph.inserting_before(point):
+                result = self.graph.call_function(operator.getitem, (call, number))
+                parts = self._parts(group, number, result) if cat is None else []
+            if cat is None:
+                self._replace_results(number, parts)
+            else:
+                self._replace_cat(number, cat, result)
+        for node in sorted(self.members, key=position.__getitem__, reverse=True):
+            self.graph.erase_node(node)
+        return True
+
+    def _compiles(self, group: SliceGroup) -> bool:
+        """Compiles the kernels for the call that is traced; returns whether Triton can."""
+        program = self.matches[0].program
+        device = value_of(program.inputs[self.lead.first]).device
+        if not launch.runs_kernels(device.type) or tuning.on_demand():  # the tuner would run them
+            return True
+        wanted = [
+            any(match.program.inputs[index] in match.reached for match in self.matches)
+            for index in range(len(program.inputs))
+        ]
+        received = [
+            any(node in self.receives for nodes in self._outputs(number) for node in nodes)
+            for number in range(self.lead.count)
+        ]
+        rows = math.prod(hints(self.rows))
+        try:
+            with recording_nothing(), without_modes():
+                prepare(group, device, rows, wanted, received)
+        except launch.NotCompiledError:
+            return False
+        return True
+
+    # --- inputs -----------------------------------------------------------------------------------
+
+    def _input(self, index: int) -> tuple[str, list[fx.Node]]:
+        """The form of an input, and the nodes of its tensors."""
+        nodes = [match.program.inputs[index] for match in self.matches]
+        nodes = [self.replaced.get(node, node) for node in nodes]
+        by_row = self._is_by_row(index)
+        if len(set(nodes)) == 1:
+            return SHARED, [self._flat(nodes[0], by_row)]
+        base = _base_of(nodes, self.dims if by_row else 0)
+        sizes = [p.size_of_row(p.structure.inputs[index]) for p in self.programs]
+        if base is not None and min(sizes) > 1:
+            return JOINT, [self._flat(base, by_row, sum(sizes))]
+        return SEPARATE, [self._flat(node, by_row) for node in nodes]
+
+    def _is_by_row(self, index: int) -> bool:
+        operand = self.lead.structure.inputs[index]
+        return len(operand.labels) >= self.dims and bool(
+            set(self.lead.structure.rows) & set(operand.axes)
+        )
+
+    def _flat(self, node: fx.Node, by_row: bool, size: int = 0) -> fx.Node:
+        """A tensor with rows in two dimensions, a vector in one."""
+        value = value_of(node)
+        if value.dim() == (2 if by_row else 1):
+            return node
+        if not by_row:
+            shape = [-1]
+        else:
+            own = size
+            if not own:
+                own = 1
+                for length in value.shape[self.dims :]:
+                    own *= int(length)
+            shape = [-1, own]
+        return self.graph.call_function(aten.reshape.default, (node, shape))
+
+    # --- results ----------------------------------------------------------------------------------
+
+    def _outputs(self, number: int) -> list[list[fx.Node]]:
+        """For each member, the nodes that have a result."""
+        return [[o for o, n in match.program.outputs if n == number] for match in self.matches]
+
+    def _cat(self, number: int) -> fx.Node | None:
+        """The node that concatenates a result of all members, and of nothing between them."""
+        outputs = self._outputs(number)
+        if any(len(nodes) != 1 for nodes in outputs):
+            return None
+        nodes = [node for (node,) in outputs]
+        sizes = [p.size_of_row(p.structure.outputs[number]) for p in self.programs]
+        dims = {value_of(node).dim() for node in nodes}
+        (user, *others) = nodes[0].users
+        is_last = dims == {self.dims + 1} and min(sizes) > 1 and not others
+        if not is_last or name_of(user) not in ("cat", "stack"):
+            return None
+        if any([*node.users] != [user] for node in nodes):
+            return None
+        dim = user.args[1] if len(user.args) > 1 else 0
+        dim = dim % value_of(user).dim()
+        if name_of(user) == "cat":
+            tensors = _concatenated(user)
+            start = tensors.index(nodes[0])
+            is_run = tensors[start : start + len(nodes)] == nodes
+            return user if is_run and dim == self.dims else None
+        return user if _concatenated(user) == nodes and dim == self.dims else None
+
+    def _replace_cat(self, number: int, cat: fx.Node, result: fx.Node) -> None:
+        """Replaces the concatenation of a result, or its part of a longer one."""
+        nodes = [node for (node,) in self._outputs(number)]
+        tensors = _concatenated(cat)
+        rest = [node for node in tensors if node not in nodes]
+        with self.graph.inserting_before(cat):
+            value = value_of(cat)
+            if not rest:
+                shaped = self._shaped(result, value.shape)
+            else:
+                whole = sum(int(value_of(node).shape[-1]) for node in nodes)
+                shaped = self._shaped(result, [*value.shape[:-1], whole])
+                start = tensors.index(nodes[0])
+                tensors[start : start + len(nodes)] = [shaped]
+                shaped = self.graph.call_function(aten.cat.default, (tensors, self.dims))
+        shaped.meta.setdefault("val", value)
+        cat.replace_all_uses_with(shaped)
+        self.replaced[cat] = shaped
+        self.graph.erase_node(cat)
+
+    def _shaped(self, result: fx.Node, shape: Sequence[Any]) -> fx.Node:
+        """A joint result with its dimensions."""
+        if len(shape) == 2:
+            return result
+        return self.graph.call_function(
+            aten.view.default, (result, [*self._leading(), *map(int, shape[self.dims :])])
+        )
+
+    def _leading(self) -> list[Any]:
+        """The sizes of the dimensions of rows: numbers, or nodes that compute them."""
+        node = self.matches[0].program.inputs[self.lead.first]
+        node = self.replaced.get(node, node)
+        call = self.graph.call_function
+        return [
+            size if isinstance(size, int) else call(aten.sym_size.int, (node, dim))
+            for dim, size in enumerate(self.rows)
+        ]
+
+    def _row_count(self) -> Any:
+        """The number of rows: a number, or the node that computes it."""
+        count: Any = 1
+        for factor in self._leading():
+            are_numbers = isinstance(count, int) and isinstance(factor, int)
+            multiply = operator.mul if are_numbers else self._product
+            count = multiply(count, factor)
+        return count
+
+    def _product(self, *factors: Any) -> fx.Node:
+        return self.graph.call_function(operator.mul, factors)
+
+    def _parts(self, group: SliceGroup, number: int, buffer: fx.Node) -> list[fx.Node]:
+        """The tensors of all slices in the buffer of a result."""
+        sizes = group.sizes("output", number)
+        shapes, leading = [], self._leading()
+        for p in self.programs:
+            labels = p.structure.outputs[number].labels[self.dims :]
+            own = [p.shape([label], p.structure.sizes)[0] for label in labels]
+            shapes.append([*leading, *own])
+        call = self.graph.call_function
+        if len(set(sizes)) == 1 and len(set(map(tuple, shapes))) == 1:
+            whole = call(aten.view.default, (buffer, [len(sizes), *shapes[0]]))
+            parts = call(aten.unbind.int, (whole,))
+            return [call(operator.getitem, (parts, k)) for k in range(len(sizes))]
+        rows = self._row_count()
+        multiply = operator.mul if isinstance(rows, int) else self._product
+        counts = [multiply(rows, size) for size in sizes]
+        split = call(aten.split_with_sizes.default, (buffer, counts))
+        flat = [call(operator.getitem, (split, k)) for k in range(len(sizes))]
+        return [
+            call(aten.view.default, (part, shape)) for part, shape in zip(flat, shapes, strict=True)
+        ]
+
+    def _replace_results(self, number: int, parts: Sequence[fx.Node]) -> None:
+        for nodes, part in zip(self._outputs(number), parts, strict=True):
+            for place, old in enumerate(nodes):
+                result = part
+                # As in `replacing.replace`: nodes of equal values have memory of their own.
+                if place and (may_be_changed(old) or escapes(old)):
+                    with self.graph.inserting_after(part):
+                        result = self.graph.call_function(aten.clone.default, (part,))
+                old.replace_all_uses_with(result, lambda user: user not in self.members)
+                result.meta.setdefault("val", value_of(old))
+                self.replaced[old] = result
+
+    # --- the operator -----------------------------------------------------------------------------
+
+    def _call(self, group: SliceGroup, tensors: Sequence[fx.Node]) -> fx.Node:
+        """Calls the operator."""
+        inputs = self.matches[0].program.inputs
+        seed, threshold = None, rng.threshold(group.p)
+        if threshold > 0:
+            device = value_of(inputs[0]).device
+            seed = self.graph.call_function(torch.ops.fusedops.random_state.default, (device,))
+        target = getattr(torch.ops.fusedops, f"{group.name}_forward").default
+        saves = any(match.reached for match in self.matches)
+        encoded = encode(group.record, (dtype_of(inputs[0]),), saves)
+        args = (list(tensors), seed, threshold, group.cols(None, ()), encoded)
+        return self.graph.call_function(target, args)
+
+
+def _concatenated(cat: fx.Node) -> list[fx.Node]:
+    """The tensors that a node concatenates."""
+    tensors: Any = cat.args[0]
+    return list(tensors)
+
+
+def _base_of(nodes: Sequence[fx.Node], dims: int) -> fx.Node | None:
+    """The tensor whose slices these nodes are, all of them in order; None for other nodes.
+
+    Args:
+        nodes: the slices.
+        dims: the number of dimensions of rows, which precede the slices' own.
+    """
+    for first_dim in _bases(nodes):
+        base, dim = first_dim
+        value = value_of(base)
+        if not value.is_contiguous() or dim % value.dim() != dims:
+            return None
+        return base
+    return None
+
+
+def _bases(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
+    """The tensor and the dimension that the nodes divide, if they do."""
+    first = nodes[0]
+    if first.target is operator.getitem:
+        split = first.args[0]
+        expected = [(split, k) for k in range(len(nodes))]
+        if [node.args for node in nodes] != expected or not isinstance(split, fx.Node):
+            return
+        if name_of(split) not in ("split", "split_with_sizes", "chunk", "unbind"):
+            return
+        if len(value_of(split)) != len(nodes):
+            return
+        place = 1 if name_of(split) == "unbind" else 2
+        dim = split.args[place] if len(split.args) > place else 0
+        yield split.args[0], dim  # type: ignore[misc]
+    elif name_of(first) == "select":
+        base: Any
+        base, dim, _ = first.args
+        wanted = [(base, dim, k) for k in range(len(nodes))]
+        is_all = all(name_of(node) == "select" for node in nodes)
+        is_all = is_all and [node.args for node in nodes] == wanted
+        if is_all and value_of(base).shape[dim] == len(nodes):
+            yield base, dim  # type: ignore[misc]
