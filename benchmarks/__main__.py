@@ -2,9 +2,9 @@
 
 ``run`` measures the shapes that have targets, and ``check`` compares the results with the targets.
 ``sweep`` measures along lines of hidden sizes and of rows. ``models`` measures whole models,
-``distributed`` models on several GPUs, ``rowwise`` users' functions, and ``generated`` hand-written
-operators and generated ones. ``table`` and ``report`` show the results. ``compare`` lists
-regressions.
+``distributed`` models on several GPUs, ``rowwise`` users' functions, ``horizontal`` functions of
+many slices, and ``generated`` hand-written operators and generated ones. ``table`` and ``report``
+show the results. ``compare`` lists regressions.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fusedops.core.spec import Spec
 
 from . import commands, comparing, generated, limits, results, sweep, targets, timing
 from .cases import DTYPES, MODES, Case, cases, discover
+from .horizontal import command as functions_of_slices
 from .models import command as whole_models
 from .models import distributed
 from .models import distributed_results as several_gpus
@@ -321,6 +322,9 @@ def _parser() -> argparse.ArgumentParser:
     distributed.add_options(commands.add_parser("distributed", help=distributed.run.__doc__))
     generated.add_options(commands.add_parser("generated", help=generated.run.__doc__))
     users_functions.add_options(commands.add_parser("rowwise", help=users_functions.run.__doc__))
+    functions_of_slices.add_options(
+        commands.add_parser("horizontal", help=functions_of_slices.run.__doc__)
+    )
     compares = commands.add_parser("compare", help=compare.__doc__)
     compares.set_defaults(command=compare)
     compares.add_argument("old", type=Path)

@@ -16,7 +16,7 @@ import torch
 from . import results
 from .runner import Machine, this_machine
 
-__all__ = ["add_jobs", "add_options", "jobs", "run"]
+__all__ = ["add_jobs", "add_options", "jobs", "lacks_gpu", "run"]
 
 _RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -50,6 +50,14 @@ def jobs(options: argparse.Namespace) -> int:
     return (os.cpu_count() or 1) if options.jobs is None else int(options.jobs)
 
 
+def lacks_gpu(name: str) -> bool:
+    """Returns whether there is no GPU, and prints an error of the command if so."""
+    if torch.cuda.is_available():
+        return False
+    print(f"{name}: needs a GPU; without one nothing is timed", file=sys.stderr)
+    return True
+
+
 def run(name: str, options: argparse.Namespace, table: Table, measure: Measure) -> int:
     """Measures, unless the options ask only for the table, and prints the table of the file.
 
@@ -65,8 +73,7 @@ def run(name: str, options: argparse.Namespace, table: Table, measure: Measure) 
     if options.table:
         print(table(results.load(options.output or _RESULTS / f"{name}_nvidia_h200.csv")))
         return 0
-    if not torch.cuda.is_available():
-        print(f"{name}: needs a GPU; without one nothing is timed", file=sys.stderr)
+    if lacks_gpu(name):
         return 2
     device, machine = this_machine()
     path = options.output or _RESULTS / f"{name}_{results.device_slug(device)}.csv"

@@ -6,22 +6,17 @@ of the first. The caches are Inductor's, Triton's and fusedops'; each provider h
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
-from .. import results
+from .. import fresh, results
 from . import measuring
 from .providers import contender
 from .text import Text
@@ -59,7 +54,10 @@ _KEY = ("model", "mode", "shape", "provider")
 
 def measured(workload: Workload, provider: str, device: torch.device) -> Row:
     """Returns the row of a provider; runs its first step in two processes, one after the other."""
-    with tempfile.TemporaryDirectory(prefix="fusedops-benchmark-") as folder, _caches(Path(folder)):
+    with (
+        tempfile.TemporaryDirectory(prefix="fusedops-benchmark-") as folder,
+        fresh.caches(Path(folder)),
+    ):
         cold = _in_a_new_process(workload, provider, device)
         warm = _in_a_new_process(workload, provider, device)
     return Row(
@@ -74,20 +72,8 @@ def measured(workload: Workload, provider: str, device: torch.device) -> Row:
     )
 
 
-@contextmanager
-def _caches(folder: Path) -> Iterator[None]:
-    """Context manager: new processes have their caches in the folder."""
-    folders = {
-        name: str(folder / name.lower())
-        for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FUSEDOPS_CACHE_DIR")
-    }
-    with mock.patch.dict(os.environ, folders):
-        yield
-
-
 def _in_a_new_process(workload: Workload, provider: str, device: torch.device) -> float:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_first_step, workload, provider, device).result()
+    return fresh.in_a_new_process(_first_step, workload, provider, device)
 
 
 def _first_step(workload: Workload, provider: str, device: torch.device) -> float:

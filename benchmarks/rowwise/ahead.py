@@ -2,55 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
 import torch
 
 from .. import providers as operator_providers
 from .. import timing, warm
-from ..cases import MODES
-from .providers import build, step
-from .workloads import Workload, workloads
+from .providers import step
 
-__all__ = ["compile_ahead"]
+__all__ = ["Task", "compile_ahead"]
 
-# The function's name, its shape, and the provider, by which a worker looks up the workload.
-_Task = tuple[str, tuple[int, int], str]
+# A workload, and the provider and the mode to compile.
+Task = tuple[Any, str, str]
+Build = Callable[[str, Any], Callable[..., Any]]
 
 
 def compile_ahead(
-    work: Sequence[tuple[Workload, str]], *, jobs: int, device: torch.device
-) -> tuple[int, int]:
-    """Compiles pairs of workload and provider in ``jobs`` processes.
+    todo: Sequence[Task],
+    build: Build,
+    *,
+    jobs: int,
+    device: torch.device,
+    seconds: float | None = None,
+) -> int:
+    """Compiles in ``jobs`` processes until all is done or the seconds are over.
+
+    Args:
+        todo: what to compile.
+        build: returns the callable of a provider for a workload.
+        jobs: the number of processes.
+        device: the device of the tensors.
+        seconds: no task starts after this long; None for no limit.
 
     Returns:
-        The number of pairs that were compiled, and that of all. The measuring process compiles the
-        others, and reports errors.
+        The number of compiled tasks. The measuring process compiles the others, and reports errors.
     """
-    todo = [(workload.name, workload.shape, provider) for workload, provider in work]
     if not todo:
-        return 0, 0
+        return 0
     try:
         with warm.workers(min(jobs, len(todo)), device) as pool:
-            done, _ = wait([pool.submit(_compile, task, device) for task in todo])
+            futures = [pool.submit(_compile, task, build, device) for task in todo]
+            done, _ = wait(futures, timeout=seconds)
+            pool.shutdown(cancel_futures=True)  # waits for tasks that have started
     except BrokenProcessPool:
         # The processes could not start.
-        return 0, len(todo)
-    return sum(future.exception() is None for future in done), len(todo)
+        return 0
+    return sum(future.exception() is None for future in done)
 
 
-def _compile(task: _Task, device: torch.device) -> None:
-    """Calls the provider in each mode, as the measuring process will."""
-    name, shape, provider = task
+def _compile(task: Task, build: Build, device: torch.device) -> None:
+    """Calls the provider in the mode, as the measuring process will."""
+    workload, provider, mode = task
     operator_providers.fresh_compiler()
-    (workload,) = [candidate for candidate in workloads([name]) if candidate.shape == shape]
     call = build(provider, workload)
     tensors = workload.tensors(device)
-    for mode in MODES:
-        with timing.mode_context(mode):
-            step(call, tensors, mode)()
+    with timing.mode_context(mode):
+        step(call, tensors, mode)()
     if device.type == "cuda":
         torch.cuda.synchronize()
         del tensors

@@ -16,11 +16,10 @@ import fusedops
 from .. import timing
 from .workloads import Workload
 
-__all__ = ["COMPILING", "PROVIDERS", "build", "offered", "step"]
+__all__ = ["PROVIDERS", "build", "offered", "step"]
 
 # In the order of measuring.
 PROVIDERS = ("rowwise", "by_hand", "eager", "compile", "compile_max_autotune")
-COMPILING = tuple([name for name in PROVIDERS if name != "eager"])
 _MODES = {"compile": None, "compile_max_autotune": "max-autotune-no-cudagraphs"}
 
 

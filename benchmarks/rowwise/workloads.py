@@ -144,6 +144,11 @@ class Workload:
         """The shape's name in the results file."""
         return "x".join(map(str, self.shape))
 
+    @property
+    def dtype_name(self) -> str:
+        """The dtype's name in the results file."""
+        return "bfloat16"
+
 
 def workloads(names: Sequence[str] = (), sizes: Sizes = FULL) -> list[Workload]:
     """Returns the workloads of the named functions, or of all if none are named."""

@@ -1,0 +1,232 @@
+"""Measures workloads: the parts that the commands ``rowwise`` and ``horizontal`` share."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .. import commands, results, timing, warm
+from .. import providers as operator_providers
+from ..cases import MODES
+from ..floors import floor_us
+from ..runner import Machine
+from .ahead import compile_ahead
+from .providers import step
+
+__all__ = ["Measurable", "Suite", "add_options", "by_case", "columns", "measure"]
+
+
+class Measurable(Protocol):
+    """A workload."""
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+
+    @property
+    def shape_name(self) -> str:
+        """The shape's name in the results file."""
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype's name in the results file."""
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Returns random tensors for a call."""
+
+    def moved(self, mode: str) -> int:
+        """Returns the bytes that one call must read or write."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The providers of a command.
+
+    Attributes:
+        providers: their names, in the order of measuring.
+        ours: those whose missing rows are errors; a missing row of a peer is not.
+        build: returns the callable of a provider for a workload. It is sent to worker processes.
+        offered: returns those of the named providers that can run a workload.
+    """
+
+    providers: tuple[str, ...]
+    ours: tuple[str, ...]
+    build: Callable[[str, Any], Callable[..., Any]]
+    offered: Callable[[Any, Sequence[str]], list[str]]
+
+
+def add_options(
+    parser: argparse.ArgumentParser, name: str, functions: Sequence[str], providers: Sequence[str]
+) -> None:
+    """Adds the options that these commands share; ``name`` is the command's."""
+    parser.add_argument(
+        "--function",
+        action="append",
+        choices=functions,
+        metavar="NAME",
+        help=f"only this one of {', '.join(functions)}; may be repeated",
+    )
+    parser.add_argument(
+        "--provider", action="append", choices=providers, help="only this one; may be repeated"
+    )
+    parser.add_argument(
+        "--mode", action="append", choices=MODES, help="only this one; may be repeated"
+    )
+    parser.add_argument(
+        "--budget", type=float, metavar="SECONDS", help="start no new workload after this long"
+    )
+    commands.add_options(parser, name)
+
+
+def measure(
+    suite: Suite,
+    workloads: Sequence[Measurable],
+    options: argparse.Namespace,
+    machine: Machine,
+    path: Path,
+) -> int:
+    """Measures workloads into the file, and returns the exit status."""
+    deadline = time.perf_counter() + (math.inf if options.budget is None else options.budget)
+    wanted = options.provider or suite.providers
+    modes = options.mode or MODES
+    jobs = commands.jobs(options)
+    if jobs:
+        _compile_ahead(suite, workloads, wanted, modes, jobs, machine.device, deadline)
+    missing = 0
+    for workload in workloads:
+        if time.perf_counter() > deadline:
+            print(f"stopped before {workload.name} {workload.shape_name}: the budget is spent")
+            break
+        print(f"{workload.name} {workload.shape_name} {workload.dtype_name}", flush=True)
+        rows = list(_measured(suite, workload, wanted, modes, machine))
+        results.write(path, rows)
+        torch.cuda.empty_cache()
+        ours = [name for name in suite.offered(workload, wanted) if name in suite.ours]
+        missing += len(modes) * len(ours) - sum(row.provider in ours for row in rows)
+    return 1 if missing else 0
+
+
+def _compile_ahead(
+    suite: Suite,
+    workloads: Sequence[Measurable],
+    wanted: Sequence[str],
+    modes: Sequence[str],
+    jobs: int,
+    device: torch.device,
+    deadline: float,
+) -> None:
+    started = time.perf_counter()
+    todo = [
+        (workload, name, mode)
+        for workload in workloads
+        for name in suite.offered(workload, wanted)
+        for mode in modes
+        if name != "eager"
+    ]
+    # Half of the time is left to measure what was compiled.
+    seconds = None if math.isinf(deadline) else (deadline - started) / 2
+    warm.settle_compiler()
+    done = compile_ahead(todo, suite.build, jobs=jobs, device=device, seconds=seconds)
+    taken = time.perf_counter() - started
+    print(f"compiled {done} of {len(todo)} ahead in {taken:.0f} s", flush=True)
+
+
+def _measured(
+    suite: Suite,
+    workload: Measurable,
+    wanted: Sequence[str],
+    modes: Sequence[str],
+    machine: Machine,
+) -> Iterator[results.Row]:
+    """Yields the rows of a workload; the error of a provider that fails is printed to stderr."""
+    operator_providers.fresh_compiler()
+    tensors = workload.tensors(machine.device)
+    size = sum(tensor.nbytes for tensor in tensors)
+    count = timing.set_count(size, machine.l2_bytes)
+    sets = [tensors, *[workload.tensors(machine.device) for _ in range(count - 1)]]
+    for provider in suite.offered(workload, wanted):
+        for mode in modes:
+            row = _timed_or_left_out(suite, workload, provider, mode, sets, machine)
+            if row is not None:
+                yield row
+
+
+def _timed_or_left_out(
+    suite: Suite,
+    workload: Measurable,
+    provider: str,
+    mode: str,
+    sets: Sequence[tuple[Tensor, ...]],
+    machine: Machine,
+) -> results.Row | None:
+    try:
+        return _timed(suite, workload, provider, mode, sets, machine)
+    # Whatever a provider raises, the others must be timed.
+    except Exception as error:  # noqa: BLE001
+        described = f"{type(error).__name__}: {str(error).strip()[:300]}"
+        print(f"  {provider} {mode}: left out, {described}", file=sys.stderr, flush=True)
+        return None
+
+
+def _timed(
+    suite: Suite,
+    workload: Measurable,
+    provider: str,
+    mode: str,
+    sets: Sequence[tuple[Tensor, ...]],
+    machine: Machine,
+) -> results.Row:
+    call = suite.build(provider, workload)
+    with timing.mode_context(mode):
+        steps = [step(call, tensors, mode) for tensors in sets]
+        gpu = timing.gpu_us(steps, timing.Effort())
+        peak = timing.peak_mib(steps[0])
+    row = results.Row(
+        op=workload.name,
+        shape=workload.shape_name,
+        dtype=workload.dtype_name,
+        mode=mode,
+        provider=provider,
+        gpu_us=gpu,
+        loop_us=math.nan,
+        floor_us=floor_us(workload.moved(mode), machine.bandwidth),
+        peak_mib=peak,
+        commit=machine.commit,
+        torch=machine.torch,
+        triton=machine.triton,
+    )
+    print(
+        f"  {provider:22}{mode:8}{gpu:9.1f} us  {row.fraction:.2f} of the floor  {peak:8.0f} MiB",
+        flush=True,
+    )
+    return row
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+Case = tuple[str, str, str, str]
+
+
+def by_case(rows: Sequence[results.Row]) -> dict[Case, dict[str, results.Row]]:
+    """Returns, by function, shape, dtype and mode, the row of each provider."""
+    cases: dict[Case, dict[str, results.Row]] = {}
+    for row in rows:
+        cases.setdefault((row.op, row.shape, row.dtype, row.mode), {})[row.provider] = row
+    return cases
+
+
+def columns(numbers: Sequence[tuple[float, int, int]]) -> str:
+    """Returns numbers, each with its width and digits, side by side; empty columns for NaN."""
+    line = ""
+    for number, width, digits in numbers:
+        line += " " * width if math.isnan(number) else f"{number:{width}.{digits}f}"
+    return line.rstrip()
