@@ -132,6 +132,8 @@ def _compile_ahead(
         for mode in modes
         if name != "eager"
     ]
+    # torch.compile takes the longest, so it starts first.
+    todo.sort(key=lambda task: not task[1].startswith("compile"))
     # Half of the time is left to measure what was compiled.
     seconds = None if math.isinf(deadline) else (deadline - started) / 2
     warm.settle_compiler()
