@@ -284,20 +284,12 @@ class _Replacement:
         nodes = [node for (node,) in outputs]
         sizes = [p.size_of_row(p.structure.outputs[number]) for p in self.programs]
         dims = {value_of(node).dim() for node in nodes}
-        (user, *others) = nodes[0].users
-        is_last = dims == {self.dims + 1} and min(sizes) > 1 and not others
-        if not is_last or name_of(user) not in ("cat", "stack"):
+        cat = _only_user(nodes)
+        if cat is None or dims != {self.dims + 1} or min(sizes) < 2:
             return None
-        if any([*node.users] != [user] for node in nodes):
-            return None
-        dim = user.args[1] if len(user.args) > 1 else 0
-        dim = dim % value_of(user).dim()
-        if name_of(user) == "cat":
-            tensors = _concatenated(user)
-            start = tensors.index(nodes[0])
-            is_run = tensors[start : start + len(nodes)] == nodes
-            return user if is_run and dim == self.dims else None
-        return user if _concatenated(user) == nodes and dim == self.dims else None
+        dim: Any = cat.args[1] if len(cat.args) > 1 else 0
+        is_of_columns = dim % value_of(cat).dim() == self.dims
+        return cat if is_of_columns and _has_run(cat, nodes) else None
 
     def _replace_cat(self, number: int, cat: fx.Node, result: fx.Node) -> None:
         """Replaces the concatenation of a result, or its part of a longer one."""
@@ -397,6 +389,24 @@ class _Replacement:
         encoded = encode(group.record, (dtype_of(inputs[0]),), saves)
         args = (list(tensors), seed, threshold, group.cols(None, ()), encoded)
         return self.graph.call_function(target, args)
+
+
+def _only_user(nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """The node that concatenates or stacks these nodes, if nothing else uses them."""
+    users = users_of(nodes)
+    if len(users) != 1:
+        return None
+    (user,) = users
+    return user if name_of(user) in ("cat", "stack") else None
+
+
+def _has_run(cat: fx.Node, nodes: Sequence[fx.Node]) -> bool:
+    """Whether a node concatenates these nodes once, one after the other, or stacks only them."""
+    tensors = _concatenated(cat)
+    start = tensors.index(nodes[0])
+    is_run = tensors[start : start + len(nodes)] == nodes
+    is_whole = len(tensors) == len(nodes)
+    return is_run and (is_whole or name_of(cat) == "cat") and len({*tensors}) == len(tensors)
 
 
 def _concatenated(cat: fx.Node) -> list[fx.Node]:

@@ -324,8 +324,7 @@ def assembled(
                 assert joint is not None
                 shape = [*leading[0]]
                 if joint.dim == -2:
-                    own = _own_shape(group, number, 0)
-                    shape += [*own[:-1], count, own[-1]] if len(own) == 1 else [count, *own]
+                    shape += [count, *_own_shape(group, number, 0)]
                 else:
                     shape.append(-1)
                 results.append(values[number][0].view(shape))
