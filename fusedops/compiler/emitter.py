@@ -266,6 +266,9 @@ class Emitter:
         """Whether this is a vector for a phase, which all tiles of rows share."""
         if not self.holds_vectors or self.body is None or self.body is self.vectors:
             return False
+        # Such an operator has its argument's name, and the argument is held.
+        if node.op in SAME_VALUE:
+            return False
         if self.has_rows(node) or not self.has_columns(node):
             return False
         return any(inner.op == "input" for inner in reachable([node]))

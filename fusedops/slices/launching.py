@@ -278,7 +278,6 @@ def _groups(widths: Widths, config: tuning.Config, itemsize: int) -> Groups:
     return Groups.of(widths, config.block_n, config.rows, vector, config.warps)
 
 
-@functools.lru_cache(maxsize=1024)
 def _group_table(table: tuple[int, ...], device: torch.device) -> Tensor | None:
     """Returns `Groups.table` on the device, None if it is empty."""
     return constants(table, device, torch.int32) if table else None

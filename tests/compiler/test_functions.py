@@ -472,6 +472,25 @@ def test_longest_rows_that_one_forward_kernel_holds(
 
 
 @kernels
+@pytest.mark.parametrize("cols", [64, 512])
+def test_vector_that_is_cast_to_16_bits(cols: int) -> None:
+    """As a bias is under autocast; rows of 512 columns hold their vectors."""
+    function = fusedops.rowwise(lambda x, b: F.relu(x + b.to(torch.bfloat16)), strict=True)
+    x, b = randn(20, cols).bfloat16().requires_grad_(), randn(cols).requires_grad_()
+    y = function(x, b)
+    cotangent = randn(20, cols).bfloat16()
+    dx, db = torch.autograd.grad(y, (x, b), cotangent)
+    total = x.double() + b.double()  # the cast changes gradients alone
+    # One rounding to bf16; the interpreter truncates.
+    torch.testing.assert_close(y.double(), total.relu(), rtol=2.0**-7, atol=0)
+    passed = cotangent.double() * (total > 0)
+    assert torch.equal(dx.double(), passed)
+    # A sum of 20 rows in fp32, and the rounding of the cast bias's gradient.
+    torch.testing.assert_close(db.double(), passed.sum(0), rtol=2.0**-7, atol=20 * 20 * 2.0**-24)
+
+
+
+@kernels
 @every
 @pytest.mark.usefixtures("own_operators")
 def test_vectors_are_loaded_for_each_tile_if_registers_are_too_few(

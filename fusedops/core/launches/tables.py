@@ -7,8 +7,8 @@ graph, or warms up for it, whatever is allocated belongs to the graph, which use
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from operator import or_
@@ -61,8 +61,13 @@ def _allocated(count: int, device: torch.device, dtype: torch.dtype = torch.int6
         return pool.submit(lambda: torch.empty(count, dtype=dtype, device=device)).result()
 
 
-def constants(numbers: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns a table of these numbers."""
+@functools.lru_cache(maxsize=4096)
+def constants(numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Returns a table of these numbers, always the same for equal arguments.
+
+    A plan that is made while a graph is captured, for a random state in memory, has the table of
+    the plan before the capture. So no copy from the host is captured.
+    """
     host = torch.tensor(numbers, dtype=dtype, device="cpu")
     return _allocated(len(numbers), device, dtype).copy_(host)
 
