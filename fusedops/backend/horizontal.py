@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ from .graphs import (
     users_of,
     value_of,
 )
+from .regions import DIVIDING
 from .selection import Match
 from .symbols import is_same
 
@@ -422,35 +423,31 @@ def _base_of(nodes: Sequence[fx.Node], dims: int) -> fx.Node | None:
         nodes: the slices.
         dims: the number of dimensions of rows, which precede the slices' own.
     """
-    for first_dim in _bases(nodes):
-        base, dim = first_dim
-        value = value_of(base)
-        if not value.is_contiguous() or dim % value.dim() != dims:
-            return None
-        return base
-    return None
+    divided = _parts_of_split(nodes) or _selected(nodes)
+    if divided is None:
+        return None
+    base, dim = divided
+    value = value_of(base)
+    return base if value.is_contiguous() and dim % value.dim() == dims else None
 
 
-def _bases(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
-    """The tensor and the dimension that the nodes divide, if they do."""
-    first = nodes[0]
-    if first.target is operator.getitem:
-        split = first.args[0]
-        expected = [(split, k) for k in range(len(nodes))]
-        if [node.args for node in nodes] != expected or not isinstance(split, fx.Node):
-            return
-        if name_of(split) not in ("split", "split_with_sizes", "chunk", "unbind"):
-            return
-        if len(value_of(split)) != len(nodes):
-            return
-        place = 1 if name_of(split) == "unbind" else 2
-        dim = split.args[place] if len(split.args) > place else 0
-        yield split.args[0], dim  # type: ignore[misc]
-    elif name_of(first) == "select":
-        base: Any
-        base, dim, _ = first.args
-        wanted = [(base, dim, k) for k in range(len(nodes))]
-        is_all = all(name_of(node) == "select" for node in nodes)
-        is_all = is_all and [node.args for node in nodes] == wanted
-        if is_all and value_of(base).shape[dim] == len(nodes):
-            yield base, dim  # type: ignore[misc]
+def _parts_of_split(nodes: Sequence[fx.Node]) -> tuple[fx.Node, int] | None:
+    """The tensor and the dimension that a node splits into these, and no others."""
+    split: Any = nodes[0].args[0] if nodes[0].target is operator.getitem else None
+    if split is None or name_of(split) not in DIVIDING:
+        return None
+    is_all = len(value_of(split)) == len(nodes)
+    if not is_all or [node.args for node in nodes] != [(split, k) for k in range(len(nodes))]:
+        return None
+    place = 1 if name_of(split) == "unbind" else 2
+    return split.args[0], split.args[place] if len(split.args) > place else 0
+
+
+def _selected(nodes: Sequence[fx.Node]) -> tuple[fx.Node, int] | None:
+    """The tensor and the dimension along which these nodes select each index."""
+    if {*map(name_of, nodes)} != {"select"}:
+        return None
+    base: Any
+    base, dim, _ = nodes[0].args
+    wanted = [(base, dim, k) for k in range(value_of(base).shape[dim])]
+    return (base, dim) if [node.args for node in nodes] == wanted else None  # type: ignore[return-value]

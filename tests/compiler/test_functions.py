@@ -489,7 +489,6 @@ def test_vector_that_is_cast_to_16_bits(cols: int) -> None:
     torch.testing.assert_close(db.double(), passed.sum(0), rtol=2.0**-7, atol=20 * 20 * 2.0**-24)
 
 
-
 @kernels
 @every
 @pytest.mark.usefixtures("own_operators")

@@ -482,15 +482,15 @@ class Foreach:
         if _run_one_by_one(tensors):
             return _Resolved()
         matches = [self._match(args, autocast) for args in slices]
-        found = [match for match in matches if match is not None]
-        if not found or any(match.captured != found[0].captured for match in found):
+        matching = [match for match in matches if match is not None]
+        if not matching or any(match.captured != matching[0].captured for match in matching):
             return _Resolved()
         rows = []
         for match, args in zip(matches, slices, strict=True):
             own = [a for a in args if isinstance(a, Tensor)]
             rows.append(0 if match is None else _rows_of(match.program, own))
         of_tensors = [a for a in arguments if _is_of_tensors(a)]
-        captured = [Argument(None, SHARED) for _ in found[0].captured]
+        captured = [Argument(None, SHARED) for _ in matching[0].captured]
         programs = [None if match is None else match.program for match in matches]
         parts = parts_of(programs, rows, [*of_tensors, *captured])
         lead = next((part.group for part in parts if part.group), None)
@@ -501,8 +501,8 @@ class Foreach:
         structure = lead.lead.structure
         return _Resolved(
             tuple(parts),
-            found[0].look,
-            found[0].captured,
+            matching[0].look,
+            matching[0].captured,
             (index, len(structure.rows)),
             structure.container,
         )

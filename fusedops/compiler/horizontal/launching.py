@@ -9,7 +9,7 @@ there are kernels, and for each bucket of the number of rows and each alignment 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ from ..loading import loaded
 from ..partials import slice_reduction
 from ..planning import Plan
 from . import configs
+from .buffers import with_zeros
 from .forms import BUFFER, JOINT, SEPARATE, SHARED
 from .site import SliceSite
 from .source import SliceKernel, Storage, kernel_of_slices, reduction_of_slices
@@ -71,31 +72,38 @@ def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -
     """Run a backward: one launch, and one that adds up the sums over rows of all slices."""
     group = site.group
     passed: _Tensors = {("gradient", i): (out,) for i, out in enumerate(outs)}
-    kept, intermediate = group.saved_parts(saved)
-    passed |= {("input", i): p for i, p in zip(group.plan.saved_inputs, kept, strict=True)}
+    inputs, intermediate = group.saved_parts(saved)
+    passed |= {("input", i): p for i, p in zip(group.plan.saved_inputs, inputs, strict=True)}
     passed |= {("intermediate", 0): intermediate, ("stats", 0): saved[:1]}
     rows = group.rows_by(grads)
-    dtypes: list[torch.dtype | None] = []
-    like = None
-    for number, parts in enumerate(group.by_result(grads)):
-        present = next((grad for grad in parts if grad is not None), None)
-        dtypes.append(None if present is None else present.dtype)
-        if present is None:
-            continue
-        like = present if like is None else like
-        if any(grad is None or grad.dtype != present.dtype for grad in parts):
-            shapes = [(rows, size) for size in group.sizes("cotangent", number)]
-            parts = [
-                present.new_zeros(shape) if grad is None else grad.to(present.dtype)
-                for grad, shape in zip(parts, shapes, strict=True)
-            ]
-        passed["cotangent", number] = parts
-    apart = tuple([len(passed.get(("cotangent", n), ())) > 1 for n in range(len(dtypes))])
-    key = (tuple(dtypes), tuple([out is not None for out in outs]), apart, len(intermediate) > 1)
+    cotangents = [
+        _cotangents(group, n, part, rows) for n, part in enumerate(group.by_result(grads))
+    ]
+    passed |= {("cotangent", number): part for number, part in enumerate(cotangents)}
+    dtypes = tuple([part[0].dtype if part else None for part in cotangents])
+    wanted = tuple([out is not None for out in outs])
+    key = dtypes, wanted, tuple([len(part) > 1 for part in cotangents]), len(intermediate) > 1
     way = site.plans.get(key)
     if way is None:
         way = site.plans[key] = _backward(site, *key)
+    like = next(filter(None, cotangents))[0]
     way.run(site, passed, rows, like, state)
+
+
+def _cotangents(group: Any, number: int, parts: Sequence[Any], rows: int) -> Sequence[Any]:
+    """Return the cotangents of a result, all of one dtype; () if it has none."""
+    present = list(filter(_is_tensor, parts))
+    if not present:
+        return ()
+    like = present[0]
+    if len(present) == len(parts) and len({grad.dtype for grad in parts}) == 1:
+        return parts
+    filled = with_zeros(parts, [(rows, size) for size in group.sizes("cotangent", number)])
+    return [grad.to(like.dtype) for grad in filled]
+
+
+def _is_tensor(value: Any) -> bool:
+    return value is not None
 
 
 def prepare(
@@ -140,15 +148,15 @@ def _forward(site: SliceSite) -> _Way:
     group = site.group
     acc = group.lead.acc
     kernels = [_forward_of(plan, acc, group.sliced, saves=site.saves) for plan in group.plans]
-    return _Way(site, kernels, _storages(group, kernels[0], (), apart=False), ())
+    return _Way(site, kernels, _storages(group, kernels[0], (), separate=False), ())
 
 
 def _backward(
     site: SliceSite,
     dtypes: tuple[torch.dtype | None, ...],
     wanted: Sequence[bool],
-    apart: Sequence[bool],
-    intermediate_apart: bool,
+    separate: Sequence[bool],
+    has_separate_results: bool,
 ) -> _Way:
     group = site.group
     cotangents = [number for number, dtype in enumerate(dtypes) if dtype is not None]
@@ -156,7 +164,7 @@ def _backward(
     acc = group.lead.acc
     sliced = group.sliced
     kernels = [_backward_of(plan, acc, sliced, cotangents, gradients) for plan in group.plans]
-    storages = _storages(group, kernels[0], apart, apart=intermediate_apart)
+    storages = _storages(group, kernels[0], separate, separate=has_separate_results)
     return _Way(site, kernels, storages, dtypes)
 
 
@@ -207,7 +215,7 @@ def outline_of(program: Any) -> str:
 
 
 def _storages(
-    group: Any, kernel: Kernel, cotangents: Sequence[bool], *, apart: bool
+    group: Any, kernel: Kernel, cotangents: Sequence[bool], *, separate: bool
 ) -> dict[_Key, Storage]:
     """Return where the tensors of a kernel's arguments are.
 
@@ -215,29 +223,33 @@ def _storages(
         group: the operator.
         kernel: the kernel of a slice.
         cotangents: for each result, whether each slice has a cotangent of its own.
-        apart: whether the saved results of slices are tensors of their own.
+        separate: whether the saved results of slices are tensors of their own.
     """
     storages: dict[_Key, Storage] = {}
     for argument in kernel.arguments:
         kind, index = argument.kind, argument.index
-        if kind == "input":
-            form = group.inputs[index]
-        elif kind == "gradient":
-            form = JOINT if group.inputs[index] == JOINT else BUFFER
-        elif kind == "output":
-            form = JOINT if group.results[index] == JOINT else BUFFER
-        elif kind == "cotangent":
-            form = SEPARATE if cotangents[index] else BUFFER
-            if index < group.count and group.results[index] == JOINT:
-                form = JOINT
-        elif kind == "intermediate":
-            form = SEPARATE if apart else BUFFER
-            if not group.own and group.results[group.intermediate] == JOINT:
-                form = JOINT
-        else:
+        if kind not in _FORMS:
             continue
+        form = _FORMS[kind](group, index)
+        # What this package allocates is one tensor.
+        if form != JOINT and kind != "input":
+            form = BUFFER
+        if kind == "cotangent" and cotangents[index]:
+            form = SEPARATE
+        if kind == "intermediate" and separate:
+            form = SEPARATE
         storages[kind, index] = group.storage(kind, index, form)
     return storages
+
+
+# The caller's form of each kind of argument.
+_FORMS: dict[str, Callable[[Any, int], str]] = {
+    "input": lambda group, index: group.inputs[index],
+    "gradient": lambda group, index: group.inputs[index],
+    "output": lambda group, index: group.form_of_result(index),
+    "cotangent": lambda group, index: group.form_of_result(index),
+    "intermediate": lambda group, index: group.form_of_result(group.intermediate),
+}
 
 
 @dataclass(frozen=True)
@@ -306,10 +318,10 @@ class _Way:
     def run(self, site: SliceSite, passed: _Tensors, rows: int, like: Any, state: State) -> None:
         """Launch the kernels."""
         values: dict[Any, Any] = {("rows", 0): rows, ("stats", 0): passed["stats", 0][0]}
-        kept: list[Any] = []  # alive until the launch
+        copies: list[Any] = []  # alive until the launch
         bits = self._put_whole(passed, values)
         if self.separate:
-            pointers, strides, more = self._separate(passed, kept)
+            pointers, strides, more = self._separate(passed, copies)
             addresses = gather(site.device_index, like.device, pointers, strides)
             values["slice_addresses"] = addresses.table
             bits |= addresses.bits | more
@@ -336,13 +348,13 @@ class _Way:
             plan.reduce(plan.across, slots, *self._arguments(plan.reduction, values))
 
     def _separate(
-        self, passed: _Tensors, kept: list[Any]
+        self, passed: _Tensors, copies: list[Any]
     ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """Return the addresses and row strides of separate tensors, and the bits of the strides.
 
         Args:
             passed: the tensors.
-            kept: gets the copies of tensors that cannot be read in place.
+            copies: gets the copies of tensors that cannot be read in place.
         """
         pointers: list[int] = []
         strides: list[int] = []
@@ -355,7 +367,7 @@ class _Way:
                         t, stride, _ = as_rows(t, size)
                     else:
                         t, _ = vector(t)
-                    kept.append(t)
+                    copies.append(t)
                 pointers.append(t.data_ptr())
                 strides.append(stride)
                 bits |= stride << 1

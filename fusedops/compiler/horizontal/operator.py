@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ...core.calls.operator import Axes, Dtypes, SequenceOperator
 from ...core.calls.registration import define
-from ...core.compat.autograd import below_autograd
 from ...core.random.dropout import Dropout
 from ..addresses import Sliced
 from ..layouts import row_layout
 from ..operator import Program, RowwiseConstants
 from ..structure import Operand
 from . import launching
+from .buffers import empty, separated, with_zeros
 from .forms import BUFFER, JOINT, SEPARATE, SHARED
 from .site import SliceSite
 from .source import STEP_BITS, Storage
@@ -193,10 +193,10 @@ class SliceGroup(SequenceOperator):
         """See `Operator`."""
         outs = self.writes(constants, dtypes, dropout=dropout, saves=saves)
         plan = self.plan
-        kept = [self.span(i) for i in plan.saved_inputs]
+        spans = [self.span(i) for i in plan.saved_inputs]
         count = self.starts[-1]
         places = [-1] if not plan.stats else [count + len(outs) - 1]
-        for span in kept:
+        for span in spans:
             places += range(span.start, span.stop)
         if plan.intermediate:
             places.append(count + self.intermediate)
@@ -255,12 +255,12 @@ class SliceGroup(SequenceOperator):
         exposed: list[Any] = []
         for number, form in enumerate(self.results):
             if form == SEPARATE:
-                exposed += apart(outs[number], rows, self.sizes("output", number))
+                exposed += separated(outs[number], rows, self.sizes("output", number))
             else:
                 exposed.append(outs[number])
         return (*exposed, *outs[self.count : self.visible])
 
-    def saved_apart(self, site: Any, saved: Any, returned: Any) -> tuple[Tensor | None, ...]:
+    def saved_separately(self, site: Any, saved: Any, returned: Any) -> tuple[Tensor | None, ...]:
         """See `SequenceOperator`."""
         if not self.plan.intermediate or self.own:
             return saved  # type: ignore[no-any-return]
@@ -331,7 +331,7 @@ class SliceGroup(SequenceOperator):
             else:
                 sizes = self.sizes("gradient", index)
                 rows = out.numel() // sum(sizes) if self.by_row[index] else None
-                parts = apart(out, rows, sizes)
+                parts = separated(out, rows, sizes)
                 if self.inputs[index] == SHARED:
                     exposed.append(torch.stack(list(parts)).sum(0).to(self.lead.dtypes[index]))
                 else:
@@ -410,10 +410,10 @@ class SliceGroup(SequenceOperator):
         for number, parts in enumerate(self.by_result(grads)):
             kind, form = self._result(number)
             cotangents.append(self._slices(kind, number, form, parts, rows))
-        kept, intermediate = self.saved_parts(saved)
+        saved_inputs, intermediate = self.saved_parts(saved)
         inputs = [
             self._slices("input", i, self.inputs[i], part, rows)
-            for i, part in zip(self.plan.saved_inputs, kept, strict=True)
+            for i, part in zip(self.plan.saved_inputs, saved_inputs, strict=True)
         ]
         whole: list[Any] = [None] * self.slices
         if self.plan.intermediate:
@@ -441,7 +441,12 @@ class SliceGroup(SequenceOperator):
 
     def _result(self, number: int) -> tuple[str, str]:
         """Return the kind and form of a result, or of the intermediate that follows them."""
-        return ("output", self.results[number]) if number < self.count else ("intermediate", BUFFER)
+        kind = "output" if number < self.count else "intermediate"
+        return kind, self.form_of_result(number)
+
+    def form_of_result(self, number: int) -> str:
+        """Return the form of a result, or of the intermediate that follows them."""
+        return self.results[number] if number < self.count else BUFFER
 
     def _gradients_of(
         self, by_slice: Sequence[Sequence[Any]], needs: Sequence[bool], rows: int
@@ -475,7 +480,7 @@ class SliceGroup(SequenceOperator):
                 outs.append(None)
                 continue
             dtype = lead.operand(number).dtype
-            outs.append(_empty(like, form, rows, self.sizes(kind, number), dtype))
+            outs.append(empty(like, form, rows, self.sizes(kind, number), dtype))
         stats = None
         if site.saves and self.plan.stats:
             shape = self.slices, len(self.plan.stats), rows
@@ -494,7 +499,7 @@ class SliceGroup(SequenceOperator):
             # The gradients of a shared tensor are added up, and rounded after.
             dtype = self.lead.acc if form == SHARED else self.lead.dtypes[index]
             sizes = self.sizes("gradient", index)
-            outs.append(_empty(like, form, count, sizes, dtype) if need else None)
+            outs.append(empty(like, form, count, sizes, dtype) if need else None)
         return tuple(outs)
 
     forward = staticmethod(launching.forward)
@@ -530,48 +535,3 @@ def _drawn(
 ) -> Dropout:
     """Return the mask of slice ``k``, of rows of ``cols``: see `core.calls.function.mask_of`."""
     return dropout(like, steps + (k << STEP_BITS), threshold, cols)
-
-
-def _empty(
-    like: Tensor, form: str, rows: int | None, sizes: Sequence[int], dtype: torch.dtype
-) -> Tensor:
-    """Return an uninitialised tensor of all slices; ``rows`` is None for vectors.
-
-    It is the joint tensor, or a buffer of one dimension.
-    """
-    total = sum(sizes)
-    if form == JOINT and rows is not None:
-        return like.new_empty((rows, total), dtype=dtype)
-    return like.new_empty(total if rows is None else rows * total, dtype=dtype)
-
-
-def apart(buffer: Tensor, rows: int | None, sizes: Sequence[int]) -> list[Tensor]:
-    """Return the tensors of all slices that a buffer holds; ``rows`` is None for vectors.
-
-    They share the buffer's memory and do not overlap. For autograd they must not be views: it would
-    refuse a change of one in place, or treat it as a change of all.
-    """
-    if torch.compiler.is_dynamo_compiling():
-        return _views(buffer, rows, sizes)
-    with below_autograd():
-        return _views(buffer, rows, sizes)
-
-
-def _views(buffer: Tensor, rows: int | None, sizes: Sequence[int]) -> list[Tensor]:
-    buffer = buffer.view(-1)
-    if len(set(sizes)) == 1:
-        shape = (sizes[0],) if rows is None else (rows, sizes[0])
-        return list(buffer.view(len(sizes), *shape).unbind(0))
-    if rows is None:
-        return list(buffer.split(list(sizes)))
-    parts = buffer.split([rows * size for size in sizes])
-    return [part.view(rows, size) for part, size in zip(parts, sizes, strict=True)]
-
-
-def with_zeros(tensors: Sequence[Any], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return the tensors, and zeros of these shapes in place of None; one is no None."""
-    like: Tensor = next(tensor for tensor in tensors if tensor is not None)
-    return [
-        like.new_zeros(shape) if tensor is None else tensor
-        for tensor, shape in zip(tensors, shapes, strict=True)
-    ]

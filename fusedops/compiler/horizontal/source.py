@@ -258,33 +258,42 @@ def _call(
     if separate:
         parameters.append(("slice_addresses", None))
     for argument in function.arguments:
-        name, key = argument.name, (argument.kind, argument.index)
-        if argument.kind == "stride":
-            storage = storages[argument.of, argument.index]
-            if storage.kind == SEPARATE:
-                of = [(a.kind, a.index) for a in separate].index((argument.of, argument.index))
-                row = len(separate) + of
-                lines.append(f"{name} = tl.load(slice_addresses + {row} * SLICES + slice_number)")
-                lines.append(f"if ALIGN > 1: {name} = tl.multiple_of({name}, ALIGN)")
-                continue
-            if storage.kind == BUFFER:
-                lines.append(f"{name} = {columns.read(storage.sizes, elements=True)}")
-                continue
-        elif key in storages:
-            storage = storages[key]
-            if storage.kind == SEPARATE:
-                row = separate.index(argument)
-                address = f"tl.load(slice_addresses + {row} * SLICES + slice_number)"
-                lines.append(f"{name} = {address}.to(tl.pointer_type(TYPES[{row}]))")
-                lines.append(f"if ALIGN > 1: {name} = tl.multiple_of({name}, 16)")
-                continue
-            lines += _offset(name, storage, columns)
-        elif argument.kind == "stats":
-            lines.append(f"{name} += slice_number * {function.stats} * M")
+        name = argument.name
+        text, is_passed = _argument(argument, storages, separate, columns)
+        if argument.kind == "stats":
+            text = [f"{name} += slice_number * {function.stats} * M"]
         elif argument.kind == "partials":
-            lines.append(f"{name} += {columns.read(partials)}")
-        parameters.append((name, argument))
+            text = [f"{name} += {columns.read(partials)}"]
+        lines += text
+        if is_passed:
+            parameters.append((name, argument))
     return lines, parameters, separate
+
+
+def _argument(
+    argument: Argument,
+    storages: Mapping[tuple[str, int], Storage],
+    separate: Sequence[Argument],
+    columns: _Columns,
+) -> tuple[list[str], bool]:
+    """Return the lines that compute an argument, and whether the kernel has it as a parameter."""
+    name, is_stride = argument.name, argument.kind == "stride"
+    key = argument.of if is_stride else argument.kind, argument.index
+    storage = storages.get(key)
+    if storage is None:
+        return [], True
+    if storage.kind == SEPARATE:
+        row = [(a.kind, a.index) for a in separate].index(key)
+        at = f"tl.load(slice_addresses + {row + is_stride * len(separate)} * SLICES + slice_number)"
+        factor = "ALIGN" if is_stride else "16"
+        cast = "" if is_stride else f".to(tl.pointer_type(TYPES[{row}]))"
+        hint = f"if ALIGN > 1: {name} = tl.multiple_of({name}, {factor})"
+        return [f"{name} = {at}{cast}", hint], False
+    if not is_stride:
+        return _offset(name, storage, columns), True
+    if storage.kind == BUFFER:
+        return [f"{name} = {columns.read(storage.sizes, elements=True)}"], False
+    return [], True
 
 
 def _offset(name: str, storage: Storage, columns: _Columns) -> list[str]:

@@ -92,7 +92,7 @@ class Call(torch.autograd.Function):
         # The None at the end stands for every saved tensor that this call does not have.
         saved = site.saved((*tensors, *outs, None))
         if site.splits:
-            saved = op.saved_apart(site, saved, returned)  # type: ignore[attr-defined]
+            saved = op.saved_separately(site, saved, returned)  # type: ignore[attr-defined]
         ctx.save_for_backward(*saved)
         if site.sources is not None:
             mark_constant(ctx, op, site, returned, ctx.needs_input_grad[1:])

@@ -343,7 +343,7 @@ class SequenceOperator(Operator):
     def expose(self, constants: Any, tensors: Tensors, outs: Any) -> tuple[Tensor | None, ...]:
         """Returns the outputs that the caller gets, from those that the kernels wrote."""
 
-    def saved_apart(self, site: Any, saved: Any, returned: Any) -> tuple[Tensor | None, ...]:
+    def saved_separately(self, site: Any, saved: Any, returned: Any) -> tuple[Tensor | None, ...]:
         """Returns what a call saves: ``saved``, with outputs that the caller got in their place.
 
         Autograd then notices if the caller changes such an output before the backward.
