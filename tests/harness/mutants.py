@@ -85,8 +85,8 @@ MUTANTS = (
     Mutant(
         "strides of rows and of vectors of groups ignored",
         "compiler/addresses.py",
-        '        return self.argument("stride", index, f"{operand.name}_stride", kind)\n',
-        "        return size\n",
+        '        return self.argument("stride", index, f"{name}_stride", kind)\n',
+        "        return row_size\n",
         ("compiler/test_inputs.py", "test_strided_rows or test_vectors_of_groups"),
     ),
     Mutant(
