@@ -155,6 +155,7 @@ def replace_group(
     matches: Sequence[Match],
     replaced: dict[fx.Node, fx.Node],
     receives: Collection[fx.Node],
+    left: Collection[fx.Node],
 ) -> bool:
     """Replaces the regions of a group by one operator, before the first node that uses a result.
 
@@ -163,10 +164,11 @@ def replace_group(
         matches: the members.
         replaced: from regions' outputs and views to the nodes that replace them; it is extended.
         receives: the nodes to whose values the backward passes a gradient.
+        left: nodes that are not replaced here, because other regions have them.
     Returns:
         Whether it replaced them: not if Triton cannot compile the kernels.
     """
-    return _Replacement(graph, matches, replaced, receives).run()
+    return _Replacement(graph, matches, replaced, receives, left).run()
 
 
 class _Replacement:
@@ -176,14 +178,16 @@ class _Replacement:
         matches: Sequence[Match],
         replaced: dict[fx.Node, fx.Node],
         receives: Collection[fx.Node],
+        left: Collection[fx.Node],
     ) -> None:
         self.graph, self.matches, self.replaced = graph, matches, replaced
-        self.receives = receives
+        self.receives, self.left = receives, left
         self.programs = [match.program.program for match in matches]
         self.lead = self.programs[0]
         self.dims = len(self.lead.structure.rows)
         self.members = {node for match in matches for node in match.region.nodes}
         self.rows = _rows(matches[0])
+        self.sized = matches[0].program.inputs[self.lead.first]  # its dimensions of rows are theirs
 
     def run(self) -> bool:
         """See `replace_group`."""
@@ -246,6 +250,8 @@ class _Replacement:
         base = _base_of(nodes, self.dims if by_row else 0)
         sizes = [p.size_of_row(p.structure.inputs[index]) for p in self.programs]
         if base is not None and min(sizes) > 1:
+            if index == self.lead.first:
+                self.sized = base
             return JOINT, [self._flat(base, by_row, sum(sizes))]
         return SEPARATE, [self._flat(node, by_row) for node in nodes]
 
@@ -286,7 +292,7 @@ class _Replacement:
         sizes = [p.size_of_row(p.structure.outputs[number]) for p in self.programs]
         dims = {value_of(node).dim() for node in nodes}
         cat = _only_user(nodes)
-        if cat is None or dims != {self.dims + 1} or min(sizes) < 2:
+        if cat is None or cat in self.left or dims != {self.dims + 1} or min(sizes) < 2:
             return None
         dim: Any = cat.args[1] if len(cat.args) > 1 else 0
         is_of_columns = dim % value_of(cat).dim() == self.dims
@@ -322,11 +328,9 @@ class _Replacement:
 
     def _leading(self) -> list[Any]:
         """The sizes of the dimensions of rows: numbers, or nodes that compute them."""
-        node = self.matches[0].program.inputs[self.lead.first]
-        node = self.replaced.get(node, node)
         call = self.graph.call_function
         return [
-            size if isinstance(size, int) else call(aten.sym_size.int, (node, dim))
+            size if isinstance(size, int) else call(aten.sym_size.int, (self.sized, dim))
             for dim, size in enumerate(self.rows)
         ]
 

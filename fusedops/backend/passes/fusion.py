@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from ..horizontal import groups_of, replace_group
 from ..replacing import replace
 from ..rewrite import Rewrite
@@ -15,8 +17,13 @@ def fuse_regions(rewrite: Rewrite) -> None:
     selector = Selector(rewrite.graph, rewrite.needs, rewrite.receives)
     selector.select()
     graph, replaced = rewrite.graph, selector.replaced
+    # A concatenation may be a region by itself, which a group of regions replaces as well.
+    regions = [match.region.nodes for match in selector.matches]
+    left = set(itertools.chain(*[nodes for nodes in regions if len(nodes) > 1]))
     for matches in groups_of(graph, selector.matches):
-        if len(matches) < 2 or not replace_group(graph, matches, replaced, rewrite.receives):
+        if left.isdisjoint(matches[0].region.nodes) and matches[0].region.nodes[0] in replaced:
+            continue
+        if len(matches) < 2 or not replace_group(graph, matches, replaced, rewrite.receives, left):
             for match in filter(selector.compiles, matches):
                 replace(graph, match, replaced)
         outputs = [old for match in matches for old, _ in match.program.outputs]
