@@ -1,0 +1,452 @@
+"""`fusedops.compile`: regions that compute the same of different slices are one operator."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fusedops
+from backends import Backend, check, randn, results
+from fusedops.backend import entry
+from fusedops.backend.passes import fusion
+from fusedops.core.launches import launch
+from support import DEVICE
+
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
+
+FEW, MANY, SLICES, WIDTH = 5, 70, 5, 24
+RAGGED = (7, 16, 24, 40)
+EPS = torch.finfo(torch.float32).eps
+# Operators that divide or concatenate tensors.
+_MOVING = {"split", "split_with_sizes", "chunk", "unbind", "select", "slice", "cat", "stack"}
+
+
+class Slices(nn.Module):
+    """A function of slices, with a weight, a bias and a matrix for each.
+
+    Args:
+        function: takes the module and its inputs.
+        widths: the widths of the slices.
+    """
+
+    def __init__(
+        self, function: Callable[..., Tensor], widths: Sequence[int] = (WIDTH,) * SLICES
+    ) -> None:
+        super().__init__()
+        self.function, self.widths = function, list(widths)
+        self.weights, self.biases = [
+            nn.ParameterList([randn(width) for width in widths]) for _ in range(2)
+        ]
+        matrices = [nn.Parameter(randn(width, WIDTH), requires_grad=False) for width in widths]
+        self.matrices = nn.ParameterList(matrices)
+
+    def norm(self, x: Tensor, k: int) -> Tensor:
+        return torch.tanh(F.layer_norm(x, x.shape[-1:], self.weights[k], self.biases[k]))
+
+    def all(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        return [self.norm(x, k) for k, x in enumerate(xs)]
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(self, *inputs)
+
+
+class Embeddings(nn.Module):
+    """Tables of embeddings with norms, beside dense features, as in models of recommendations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList([nn.Embedding(9, width) for width in RAGGED])
+        self.norms = nn.ModuleList([nn.LayerNorm(width) for width in RAGGED])
+        for parameter in self.norms.parameters():
+            nn.init.normal_(parameter)
+
+    def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
+        pairs = zip(self.tables, self.norms, strict=True)
+        embedded = [norm(table(ids[:, k])) for k, (table, norm) in enumerate(pairs)]
+        return torch.cat([dense, *embedded], -1)
+
+
+def _products(module: Slices, ys: Sequence[Tensor]) -> Tensor:
+    """Return a sum of products, each of one slice's result."""
+    return sum(y @ matrix for y, matrix in zip(ys, module.matrices, strict=True))  # type: ignore[return-value]
+
+
+def _indexed(module: Slices, x: Tensor) -> Tensor:
+    ys, start = [], 0
+    for k, width in enumerate(module.widths):
+        ys.append(module.norm(x[:, start : start + width], k))
+        start += width
+    return torch.cat(ys, -1)
+
+
+def _dims(module: Slices, x: Tensor) -> Tensor:
+    return torch.stack(module.all(x.unbind(2)), 2)
+
+
+def _shared(module: Slices, x: Tensor, *xs: Tensor) -> Tensor:
+    """All slices add the same rows."""
+    return _products(module, [module.norm(x + other, k) for k, other in enumerate(xs)])
+
+
+def _two_results(module: Slices, *xs: Tensor) -> Tensor:
+    """A slice has rows and a number of each row, as with a pre-norm residual stream."""
+    ys = [x + module.norm(x, k) for k, x in enumerate(xs)]
+    return _products(module, ys) + _products(module, [y.softmax(-1) for y in ys])
+
+
+_rows = lambda count: [randn(MANY, WIDTH) for _ in range(count)]  # noqa: E731
+
+# Each model, its inputs, and how many operators of its graph divide or concatenate tensors.
+GROUPED: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]], int]] = {
+    "split and cat": (
+        lambda: Slices(lambda m, x: torch.cat(m.all(x.split(WIDTH, -1)), -1)),
+        lambda: [randn(MANY, SLICES * WIDTH)],
+        0,
+    ),
+    "ragged split and cat": (
+        lambda: Slices(lambda m, x: torch.cat(m.all(x.split(m.widths, -1)), -1), RAGGED),
+        lambda: [randn(MANY, sum(RAGGED))],
+        0,
+    ),
+    "chunk and cat": (
+        lambda: Slices(lambda m, x: torch.cat(m.all(x.chunk(SLICES, -1)), -1)),
+        lambda: [randn(2, MANY, SLICES * WIDTH)],
+        0,
+    ),
+    "select and stack": (
+        lambda: Slices(lambda m, x: torch.stack(m.all([x[:, k] for k in range(SLICES)]), 1)),
+        lambda: [randn(MANY, SLICES, WIDTH)],
+        0,
+    ),
+    "indexing and cat": (
+        lambda: Slices(_indexed, RAGGED),
+        lambda: [randn(MANY, sum(RAGGED))],
+        len(RAGGED),
+    ),
+    "separate tensors": (
+        lambda: Slices(lambda m, *xs: _products(m, m.all(xs))),
+        lambda: _rows(SLICES),
+        1,
+    ),
+    "two results": (lambda: Slices(_two_results), lambda: _rows(SLICES), 1),
+    "shared rows": (lambda: Slices(_shared), lambda: _rows(1 + SLICES), 1),
+    "embeddings": (
+        Embeddings,
+        lambda: [randn(MANY, 8), torch.arange(4 * MANY, device=DEVICE).view(MANY, 4) % 9],
+        1 + len(RAGGED),
+    ),
+}
+GROUPED["unbind and stack"] = (lambda: Slices(_dims), lambda: [randn(2, MANY, SLICES, WIDTH)], 0)
+
+
+_FAULT = pytest.mark.xfail(
+    strict=True, reason="`_sources` takes buffers of a registered operator for slices"
+)
+
+
+class Recorded(Backend):
+    """A backend that counts the operators of each graph that it passes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[Counter[str]] = []
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        original = entry._with_operators
+
+        def with_operators(*args: Any) -> Any:
+            result = original(*args)
+            nodes = [node for node in result.graph.nodes if node.op == "call_function"]
+            self.counts.append(Counter(_kind(node.target) for node in nodes))
+            return result
+
+        with mock.patch.object(entry, "_with_operators", with_operators):
+            return super().__call__(gm, inputs)
+
+
+def _kind(target: Any) -> str:
+    """Return "slices" for an operator of slices, "one" for another of this library; else its name."""
+    name = str(target).split(".")[:2]
+    if name[0] == "fusedops":
+        return "slices" if "_slices_" in name[1] else "one"
+    return name[-1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=_FAULT if name in ("shared rows", "two results") else ())
+        for name in GROUPED
+    ],
+)
+def test_regions_of_slices_are_one_operator(name: str) -> None:
+    """Slices of a tensor, and results in a concatenation, are read and written in place."""
+    make_model, make_inputs, moving = GROUPED[name]
+    model, inputs = make_model().to(DEVICE), make_inputs()
+    cotangent = torch.randn_like(model(*inputs))
+    backend = Recorded()
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    with launch.record() as launched:
+        actual = results(compiled, model, inputs, cotangent)
+    (counts,) = backend.counts
+    assert counts["slices"] == 1 and counts["one"] == 0
+    assert sum(counts[kind] for kind in _MOVING) == moving
+    assert launched == ["forward_slices", "backward_slices", "reduce_slices"]
+    check(actual, model, inputs, cotangent, EPS)
+
+
+# --- regions that are not grouped -----------------------------------------------------------------
+
+
+def _chain(module: Slices, x: Tensor) -> Tensor:
+    for k, matrix in enumerate(module.matrices):
+        x = module.norm(x, k) @ matrix
+    return x
+
+
+def _interleaved(module: Slices, x: Tensor) -> Tensor:
+    """Each result is used before the next slice is computed."""
+    total = torch.zeros_like(x)
+    for k, matrix in enumerate(module.matrices):
+        total = total + module.norm(x @ matrix.t(), k) @ matrix
+    return total
+
+
+def _other_norms(module: Slices, *xs: Tensor) -> Tensor:
+    ys = module.all(xs)
+    for k, y in enumerate(ys[:4]):
+        ys[k] = F.rms_norm(xs[k], y.shape[-1:], module.weights[k]) + module.biases[k]
+    return _products(module, ys)
+
+
+_UNGROUPED: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] = {
+    "chain": (lambda: Slices(_chain), lambda: [randn(FEW, WIDTH)]),
+    "interleaved": (lambda: Slices(_interleaved), lambda: [randn(FEW, WIDTH)]),
+    "other numbers of rows": (
+        lambda: Slices(
+            lambda m, *xs: torch.cat([y @ w for y, w in zip(m.all(xs), m.matrices, strict=True)])
+        ),
+        lambda: [randn(3 + k, WIDTH) for k in range(SLICES)],
+    ),
+    "wide rows": (
+        lambda: Slices(lambda m, *xs: _products(m, m.all(xs)), (520,) * 4),
+        lambda: [randn(FEW, 520) for _ in range(4)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _UNGROUPED)
+def test_other_regions_are_not_grouped(name: str) -> None:
+    make_model, make_inputs = _UNGROUPED[name]
+    model, inputs = make_model().to(DEVICE), make_inputs()
+    cotangent = torch.randn_like(model(*inputs))
+    backend = Recorded()
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    actual = results(compiled, model, inputs, cotangent)
+    (counts,) = backend.counts
+    assert counts["slices"] == 0 and counts["one"] >= 1
+    check(actual, model, inputs, cotangent, EPS)
+
+
+def test_regions_of_two_functions_are_two_groups() -> None:
+    model, inputs = Slices(_other_norms, (WIDTH,) * 8).to(DEVICE), _rows(8)
+    cotangent = torch.randn_like(model(*inputs))
+    backend = Recorded()
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    actual = results(compiled, model, inputs, cotangent)
+    assert backend.counts[0]["slices"] == 2 and backend.counts[0]["one"] == 0
+    check(actual, model, inputs, cotangent, EPS)
+
+
+def _dropped(module: Slices, *xs: Tensor) -> Tensor:
+    return torch.cat([F.dropout(x, 0.5) * w for x, w in zip(xs, module.weights, strict=True)], -1)
+
+
+def test_slices_have_masks_of_their_own() -> None:
+    """The backward recomputes the masks of the forward."""
+    model, xs = Slices(_dropped).to(DEVICE), [x.requires_grad_() for x in _rows(SLICES)]
+    backend = Recorded()
+    y = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*xs)
+    assert backend.counts[0]["slices"] == 1
+    grads = torch.autograd.grad(y, xs, torch.ones_like(y))
+    ys = y.split(WIDTH, -1)
+    for out, x, w, grad in zip(ys, xs, model.weights, grads, strict=True):
+        torch.testing.assert_close(out, x * grad)
+        torch.testing.assert_close(grad, (out != 0) * w * 2.0)
+    # Of independent masks half of the elements differ, with a deviation of 0.5 / sqrt(1680).
+    kept = [out != 0 for out in ys]
+    for k in range(1, SLICES):
+        share = (kept[k] != kept[0]).double().mean()
+        assert abs(share - 0.5) < 5 * 0.5 / kept[0].numel() ** 0.5
+
+
+def test_different_probabilities_are_not_grouped() -> None:
+    xs = _rows(4)
+    function = lambda *xs: torch.cat([F.dropout(x, 0.1 + 0.2 * k).sin() for k, x in enumerate(xs)])  # noqa: E731
+    backend = Recorded()
+    y = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*xs)
+    assert backend.counts[0]["slices"] == 0 and backend.counts[0]["one"] >= 1
+    for k, out in enumerate(y.chunk(4)):
+        p = 0.1 + 0.2 * k
+        deviation = (p * (1 - p) / out.numel()) ** 0.5
+        assert abs((out == 0).double().mean() - p) < 5 * deviation
+
+
+def test_results_that_a_caller_changes_in_place() -> None:
+    """Results of slices share memory, but neither elements nor versions."""
+
+    def function(*tensors: Tensor) -> list[Tensor]:
+        pairs = zip(tensors[:SLICES], tensors[SLICES:], strict=True)
+        return [F.layer_norm(x, x.shape[-1:], w) * 2.0 for x, w in pairs]
+
+    leaves = [t.requires_grad_() for t in [*_rows(SLICES), *[randn(WIDTH) for _ in range(SLICES)]]]
+    backend = Recorded()
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+    values = []
+    for call in (compiled, function):
+        ys = call(*leaves)
+        ys[1].mul_(3.0)
+        total = torch.stack([y.sin().sum() for y in ys]).sum()
+        values.append([*ys, *torch.autograd.grad(total, leaves)])
+    assert backend.counts[0]["slices"] == 1
+    for actual, expected in zip(*values, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        1,
+        pytest.param(
+            2, marks=pytest.mark.xfail(strict=True, reason="a view with two sizes to infer")
+        ),
+    ],
+)
+def test_changing_batches_share_a_graph(dims: int) -> None:
+    model = Slices(lambda m, x: torch.cat(m.all(x.split(m.widths, -1)), -1), RAGGED).to(DEVICE)
+    backend = Recorded()
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+    for shape in ((3, 2), (5, 4), (17, 3)):
+        x = randn(*shape[:dims], sum(RAGGED))
+        cotangent = torch.randn_like(x)
+        check(results(compiled, model, [x], cotangent), model, [x], cotangent, EPS)
+    (counts,) = backend.counts
+    assert counts["slices"] == 1 and not any(counts[kind] for kind in _MOVING)
+
+
+def test_changing_batches_of_separate_tensors_share_a_graph() -> None:
+    model = Slices(lambda m, *xs: _products(m, m.all(xs)), RAGGED).to(DEVICE)
+    backend = Recorded()
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+    for rows in (3, 5, 40):
+        xs = [randn(rows, width) for width in RAGGED]
+        cotangent = randn(rows, WIDTH)
+        check(results(compiled, model, xs, cotangent), model, xs, cotangent, EPS)
+    (counts,) = backend.counts
+    assert counts["slices"] == 1 and counts["one"] == 0
+
+
+def test_regions_are_grouped_under_inductor() -> None:
+    make_model, make_inputs, _ = GROUPED["embeddings"]
+    model, inputs = make_model().to(DEVICE), make_inputs()
+    compiled = fusedops.compile(model, fullgraph=True)
+    cotangent = torch.randn_like(model(*inputs))
+    with launch.record() as launched:
+        actual = results(compiled, model, inputs, cotangent)
+    assert launched == ["forward_slices", "backward_slices", "reduce_slices"]
+    check(actual, model, inputs, cotangent, EPS)
+
+
+# --- random graphs --------------------------------------------------------------------------------
+
+
+class RandomGraph(nn.Module):
+    """A random graph of row-wise functions, products, parts and concatenations.
+
+    Each step replaces some of the current values. The operations are lists of tuples, drawn when
+    the module is created.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw = random.Random(seed)
+        self.count = draw.choice((4, 5, 6))
+        self.widths = [draw.choice((8, 8, 16, 24)) for _ in range(self.count)]
+        self.joint = draw.random() < 0.5
+        self.steps: list[tuple[str, list[int], int]] = []
+        self.parameters_of_steps = nn.ModuleList()
+        widths = list(self.widths)
+        for _ in range(draw.randint(2, 4)):
+            kind = draw.choice(("norm", "norm", "gate", "mix", "pair"))
+            chosen = sorted(draw.sample(range(self.count), draw.randint(2, self.count)))
+            own = nn.ParameterList()
+            for k in chosen:
+                width = 16 if kind == "mix" else widths[k]
+                shape = (widths[k], width) if kind == "mix" else (width,)
+                own.append(nn.Parameter(randn(*shape) * (0.3 if kind == "mix" else 1.0)))
+                widths[k] = width
+            self.steps.append((kind, chosen, draw.choice(chosen)))
+            self.parameters_of_steps.append(own)
+
+    def inputs(self, rows: int) -> list[Tensor]:
+        widths = [sum(self.widths)] if self.joint else self.widths
+        return [randn(rows, width) for width in widths]
+
+    def forward(self, *xs: Tensor) -> Tensor:
+        values = list(xs[0].split(self.widths, -1) if self.joint else xs)
+        for (kind, chosen, other), own in zip(self.steps, self.parameters_of_steps, strict=True):
+            first = values[other]
+            for k, w in zip(chosen, own, strict=True):
+                value = values[k]
+                if kind == "norm":
+                    values[k] = F.layer_norm(value, value.shape[-1:], w).sin()
+                elif kind == "gate":
+                    values[k] = F.silu(value) * w + value.mean(-1, keepdim=True)
+                elif kind == "mix":
+                    values[k] = value @ w
+                else:
+                    pair = value * w + first if first.shape == value.shape else value * w
+                    values[k] = torch.tanh(pair)
+        return torch.cat(values, -1)
+
+
+_SEEDS = 20
+
+
+def test_random_graphs_have_the_values_of_single_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gradients of the rows have the same bits; sums over rows have another order."""
+    grouped = 0
+    for seed in range(_SEEDS):
+        torch.manual_seed(seed)
+        model = RandomGraph(seed).to(DEVICE)
+        inputs = model.inputs(FEW + seed)
+        cotangent = torch.randn_like(model(*inputs))
+        backend = Recorded()
+        with monkeypatch.context() as patch:
+            actual = _of_graph(model, inputs, cotangent, backend)
+            patch.setattr(fusion, "groups_of", lambda graph, matches: [[m] for m in matches])
+            single = Recorded()
+            expected = _of_graph(model, inputs, cotangent, single)
+        assert single.counts[0]["slices"] == 0
+        grouped += backend.counts[0]["slices"]
+        assert torch.equal(actual[0], expected[0]), f"seed {seed}"
+        rows = len(inputs)
+        assert all(map(torch.equal, actual[-rows:], expected[-rows:])), f"seed {seed}"
+        check(actual, model, inputs, cotangent, EPS)
+    assert grouped >= _SEEDS // 2
+
+
+def _of_graph(
+    model: nn.Module, inputs: Sequence[Tensor], cotangent: Tensor, backend: Backend
+) -> list[Tensor]:
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    return results(compiled, model, inputs, cotangent)
