@@ -17,6 +17,7 @@ from fusedops.core.launches import launch
 from rowwise_checks import kernels, randn
 from slice_checks import SliceCall, check, flat, looped, mapped, results
 from support import DEVICE
+from wrappers import Wrapper
 
 # Lengths of several tiles, with and without remainders.
 RAGGED = (7, 16, 24, 200, 300)
@@ -499,6 +500,28 @@ def test_transforms_call_the_function_for_each_slice() -> None:
         torch.testing.assert_close(grads[k], expected)
 
 
+@kernels
+def test_subclasses_are_passed_to_the_function_for_each_slice() -> None:
+    sample = _ragged(FEW, fp32)
+    xs = list(map(Wrapper, sample.args[0]))
+    ys = fusedops.rowwise(_norm_tanh, strict=True).foreach(xs, *sample.args[1:])
+    for y, *args in zip(ys, *sample.args, strict=True):
+        assert isinstance(y, Wrapper)
+        torch.testing.assert_close(y.held, _norm_tanh(*args))
+
+
+@kernels
+def test_autocast_casts_as_in_calls_of_the_function() -> None:
+    """Autocast runs norms in fp32. A call outside of it does not use the same kernels."""
+    sample = _ragged(FEW, torch.bfloat16)
+    call = fusedops.rowwise(_norm_tanh, strict=True).foreach
+    for _ in range(2):
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+            ys, expected = call(*sample.args), looped(_norm_tanh, sample.args)
+        assert [y.dtype for y in ys] == [y.dtype for y in expected]
+        assert [y.dtype for y in call(*sample.args)] == [torch.bfloat16] * len(ys)
+
+
 # --- other calls ----------------------------------------------------------------------------------
 
 
@@ -631,7 +654,15 @@ def test_bad_arguments(
 
 @kernels
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("name", ["ragged", "several_joint_results", "stacked"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ragged",
+        "several_joint_results",
+        "stacked",
+        "several_results",
+    ],
+)
 def test_compiled_calls(name: str) -> None:
     sample = SAMPLES[name](MANY, fp32)
     foreach = fusedops.rowwise(sample.function, strict=True).foreach
@@ -663,3 +694,21 @@ def test_calls_under_fusedops_compile(name: str) -> None:
     function = lambda *args, sizes: foreach(*args, sizes=sizes)  # noqa: E731
     check(sample, torch.compile(function, fullgraph=True, backend=backend))
     assert not backend.report.left
+
+
+@_fault("the program has this library's operators")
+@kernels
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_exported_programs_call_the_function_for_each_slice() -> None:
+    """They run where no operators of this library are registered."""
+    call = fusedops.rowwise(_norm_tanh, strict=True).foreach
+
+    class Module(torch.nn.Module):
+        def forward(self, *tensors: Tensor) -> list[Tensor]:
+            return call([*tensors[:3]], [*tensors[3:6]], [*tensors[6:]])  # type: ignore[no-any-return]
+
+    args = _lists(FEW, fp32, (7, 16, 24))
+    exported = torch.export.export(Module(), tuple(flat(args)))
+    assert "fusedops" not in exported.graph_module.code
+    for y, *own in zip(exported.module()(*flat(args)), *args, strict=True):
+        torch.testing.assert_close(y, _norm_tanh(*own))
