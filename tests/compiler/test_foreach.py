@@ -565,6 +565,7 @@ def test_changed_arguments_are_no_repeated_call() -> None:
         ([[randn(FEW, 24), randn(FEW, 16)], [2.0, 3.0]], None),
         ([[randn(1, 24), randn(1, 16)], [2.0, 3.0]], None),
         ([[randn(1, 24), randn(FEW, 16)], [2.0, 3.0]], None),
+        ([[randn(FEW, 24), randn(MANY, 16)], [2.0, 3.0]], None),
         ([[randn(FEW, 24, dtype=torch.float64), randn(FEW, 16)], 2.0], None),
         ([wide, 2.0], [16, 32]),
         ([wide, 2.0], [32, 16]),
