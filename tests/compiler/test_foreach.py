@@ -504,22 +504,27 @@ def test_transforms_call_the_function_for_each_slice() -> None:
 def test_subclasses_are_passed_to_the_function_for_each_slice() -> None:
     sample = _ragged(FEW, fp32)
     xs = list(map(Wrapper, sample.args[0]))
+    Wrapper.log.clear()
     ys = fusedops.rowwise(_norm_tanh, strict=True).foreach(xs, *sample.args[1:])
+    assert not any("_slices_" in name for name in Wrapper.log)
     for y, *args in zip(ys, *sample.args, strict=True):
         assert isinstance(y, Wrapper)
         torch.testing.assert_close(y.held, _norm_tanh(*args))
 
 
 @kernels
-def test_autocast_casts_as_in_calls_of_the_function() -> None:
-    """Autocast runs norms in fp32. A call outside of it does not use the same kernels."""
-    sample = _ragged(FEW, torch.bfloat16)
-    call = fusedops.rowwise(_norm_tanh, strict=True).foreach
+def test_autocast_is_no_repeated_call() -> None:
+    """Under autocast, PyTorch computes this sum as a matrix product in half precision."""
+    xs, v = [randn(FEW, 24) for _ in range(3)], randn(24)
+    call = fusedops.rowwise(lambda x, v: torch.einsum("sd,d->s", x, v), strict=True).foreach
     for _ in range(2):
-        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-            ys, expected = call(*sample.args), looped(_norm_tanh, sample.args)
-        assert [y.dtype for y in ys] == [y.dtype for y in expected]
-        assert [y.dtype for y in call(*sample.args)] == [torch.bfloat16] * len(ys)
+        for x, y in zip(xs, call(xs, v), strict=True):
+            torch.testing.assert_close(y, x @ v)
+        with (
+            torch.autocast(DEVICE.type, torch.bfloat16),
+            pytest.raises(fusedops.NotRowwiseError, match="matrix product"),
+        ):
+            call(xs, v)
 
 
 # --- other calls ----------------------------------------------------------------------------------
