@@ -382,7 +382,8 @@ def _small(name: str) -> SliceCall:
         "lists": SliceCall(_gated, [rows, [x.cos() for x in rows], vectors]),
         "sizes": SliceCall(_norm_tanh, [randn(2, 8), randn(8), randn(8)], [*widths]),
         "stacked": SliceCall(_residual, [randn(2, 2, 3), randn(2, 3)]),
-        "dropout": SliceCall(_dropped, [rows, vectors]),
+        "dropout": SliceCall(_dropped, [rows[1:], vectors[1:]]),
+        "dropout of other widths": SliceCall(_dropped, [rows, vectors]),
     }
     return samples[name]
 
@@ -390,7 +391,13 @@ def _small(name: str) -> SliceCall:
 @kernels
 @pytest.mark.parametrize(
     "name",
-    ["lists", "sizes", "stacked", pytest.param("dropout", marks=_fault("masks in `derivative`"))],
+    [
+        "lists",
+        "sizes",
+        "stacked",
+        "dropout",
+        pytest.param("dropout of other widths", marks=_fault("masks in `derivative`")),
+    ],
 )
 def test_first_and_second_derivatives(name: str) -> None:
     sample = _small(name)
@@ -570,7 +577,7 @@ def test_changed_arguments_are_no_repeated_call() -> None:
         ([[randn(FEW, 24), randn(FEW, 16)], [2.0, 3.0]], None),
         ([[randn(1, 24), randn(1, 16)], [2.0, 3.0]], None),
         ([[randn(1, 24), randn(FEW, 16)], [2.0, 3.0]], None),
-        ([[randn(FEW, 24), randn(MANY, 16)], [2.0, 3.0]], None),
+        ([[randn(FEW, 24), randn(MANY, 16)], 2.0], None),
         ([[randn(FEW, 24, dtype=torch.float64), randn(FEW, 16)], 2.0], None),
         ([wide, 2.0], [16, 32]),
         ([wide, 2.0], [32, 16]),
