@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedops
 from backends import Backend
 from fusedops.core.launches import launch
-from rowwise_checks import kernels, randn
+from rowwise_checks import cotangents_of, kernels, randn
 from slice_checks import SliceCall, check, flat, looped, mapped, results
 from support import DEVICE
 from wrappers import Wrapper
@@ -305,15 +305,29 @@ def _seeded(call: Callable[[], Any]) -> Any:
 
 
 def _grads(
-    call: Callable[..., Any], args: Sequence[Any], sizes: Any, used: Sequence[int]
+    call: Callable[..., Any],
+    args: Sequence[Any],
+    sizes: Any,
+    used: Sequence[int],
+    *,
+    creates: bool = False,
 ) -> list[Tensor | None]:
-    """Return the gradients of the leaves, of some outputs only."""
+    """Return the gradients of the leaves, of some outputs only.
+
+    Args:
+        call: takes the arguments and ``sizes``.
+        args: the arguments.
+        sizes: as for `foreach`.
+        used: the numbers of the outputs that have cotangents.
+        creates: whether the gradients are differentiable.
+    """
     outputs = flat(call(*args, sizes=sizes))
     leaves = [t for t in flat(args) if isinstance(t, Tensor) and t.requires_grad]
     chosen = [outputs[number] for number in used]
     generator = torch.Generator().manual_seed(2)
     cotangents = [torch.randn(t.shape, generator=generator).to(t) for t in chosen]
-    return list(torch.autograd.grad(chosen, leaves, cotangents, allow_unused=True))
+    grads = torch.autograd.grad(chosen, leaves, cotangents, allow_unused=True, create_graph=creates)
+    return list(grads)
 
 
 @kernels
@@ -364,8 +378,10 @@ def _assert_same_gradients(sample: SliceCall, used: Sequence[int]) -> None:
         return looped(sample.function, args, sizes)
 
     call = fusedops.rowwise(sample.function, strict=True).foreach
-    actual, expected = (_grads(f, sample.args, sample.sizes, used) for f in (call, loop))
-    for result, value in zip(actual, expected, strict=True):
+    expected = _grads(loop, sample.args, sample.sizes, used)
+    actual = _grads(call, sample.args, sample.sizes, used)
+    differentiable = _grads(call, sample.args, sample.sizes, used, creates=True)
+    for result, value in zip([*actual, *differentiable], expected * 2, strict=True):
         if result is None or value is None:
             assert not any(t is not None and t.count_nonzero() for t in (result, value))
         else:
@@ -411,6 +427,15 @@ def test_first_and_second_derivatives(name: str) -> None:
             values.append([next(remaining) for _ in range(count)] if count else next(remaining))
         return tuple(_seeded(lambda: flat(call(*values, sizes=sample.sizes))))
 
+    # A second derivative is one of the gradients that PyTorch's operators compute.
+    outputs = of_tensors(*flat(args))
+    kernels_grads, differentiable_grads = (
+        torch.autograd.grad(
+            outputs, flat(args), cotangents_of(outputs), retain_graph=True, create_graph=creates
+        )
+        for creates in (False, True)
+    )
+    torch.testing.assert_close(kernels_grads, differentiable_grads)
     assert torch.autograd.gradcheck(of_tensors, flat(args), fast_mode=True)
     assert torch.autograd.gradgradcheck(of_tensors, flat(args), fast_mode=True)
 
