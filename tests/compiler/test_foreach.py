@@ -180,6 +180,21 @@ def _of_heads(rows: int, dtype: torch.dtype) -> SliceCall:
     return SliceCall(function, [xs, [randn(3, width, dtype=dtype) for width in (8, 8, 20)]])
 
 
+def _halves(x: Tensor, w: Tensor) -> Tensor:
+    gate, up = (x * w).chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _parts(rows: int, dtype: torch.dtype) -> SliceCall:
+    """Results are half as wide as their slices."""
+    xs, weights, _ = _lists(rows, dtype, (16, 48, 200))
+    return SliceCall(_halves, [xs, weights])
+
+
+def _joint_parts(rows: int, dtype: torch.dtype) -> SliceCall:
+    return SliceCall(_halves, [randn(rows, 88, dtype=dtype), randn(88, dtype=dtype)], [16, 24, 48])
+
+
 def _with_masks(rows: int, dtype: torch.dtype) -> SliceCall:
     xs, weights, _ = _lists(rows, dtype)
     return SliceCall(_dropped, [xs, weights])
@@ -210,6 +225,8 @@ SAMPLES: dict[str, Callable[[int, torch.dtype], SliceCall]] = {
         _joint_layouts,
         _other_rows,
         _of_heads,
+        _parts,
+        _joint_parts,
         _with_masks,
         _with_joint_masks,
     )
