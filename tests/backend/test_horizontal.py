@@ -153,6 +153,13 @@ GROUPED: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]], in
         lambda: _rows(SLICES),
         1,
     ),
+    "results that are used at once": (
+        lambda: Slices(
+            lambda m, *xs: sum(m.norm(x, k) @ m.matrices[k] for k, x in enumerate(xs))  # type: ignore[arg-type,return-value]
+        ),
+        lambda: _rows(SLICES),
+        1,
+    ),
     "two results": (lambda: Slices(_two_results), lambda: _rows(SLICES), 1),
     "shared rows": (lambda: Slices(_shared), lambda: _rows(1 + SLICES), 1),
     "embeddings": (

@@ -257,7 +257,7 @@ def test_values_gradients_and_launches(name: str, rows: int, dtype: torch.dtype)
 
 
 @kernels
-@pytest.mark.parametrize("name", ["ragged", "sizes", "several_stacked_results"])
+@pytest.mark.parametrize("name", ["ragged", "sizes", "several_stacked_results", "parts"])
 def test_fp32_weights_of_bf16_rows(name: str) -> None:
     sample = SAMPLES[name](MANY, fp32)
     sample.args[0] = mapped(Tensor.bfloat16, sample.args[0])
