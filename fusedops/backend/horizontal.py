@@ -27,6 +27,7 @@ from torch import fx
 from ..compiler.horizontal.forms import JOINT, SEPARATE, SHARED
 from ..compiler.horizontal.launching import outline_of, prepare
 from ..compiler.horizontal.operator import SliceGroup, group_of, why_not
+from ..core.calls.registration import defined
 from ..core.calls.words import encode
 from ..core.compat.dispatch import without_modes
 from ..core.compat.fake import hints
@@ -35,6 +36,7 @@ from ..core.launches import launch
 from ..core.random import rng
 from .fx import recording_nothing
 from .graphs import (
+    captured_body,
     dtype_of,
     escapes,
     may_be_changed,
@@ -145,6 +147,23 @@ def _rows(match: Match) -> list[Any]:
     region = match.program.program
     node = match.program.inputs[region.first]
     return list(value_of(node).shape[: len(region.structure.rows)])
+
+
+def groups_in(graph: fx.Graph) -> list[SliceGroup]:
+    """The operators of groups that a graph calls, and the bodies in it, each once."""
+    groups: dict[str, SliceGroup] = {}
+    for node in graph.nodes:
+        body = captured_body(node)
+        called = groups_in(body) if body is not None else [_group_of(node)]
+        groups |= {group.name: group for group in called if group is not None}
+    return list(groups.values())
+
+
+def _group_of(node: fx.Node) -> SliceGroup | None:
+    """The operator of a group that a node calls; None for other nodes."""
+    name = getattr(node.target, "__name__", "").split(".")[0]
+    operator_of_node = defined(name.removesuffix("_forward"))
+    return operator_of_node if isinstance(operator_of_node, SliceGroup) else None
 
 
 # --- replacement ----------------------------------------------------------------------------------

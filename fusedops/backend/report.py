@@ -76,6 +76,7 @@ class RegionReport:
         rows: the rows of that operator, in the call that was traced.
         program: that operator; None if there is none.
         functions: the functions of `rowwise` that are in it.
+        slices: the number of regions that are one operator with it, itself included.
     """
 
     operators: tuple[str, ...]
@@ -85,6 +86,7 @@ class RegionReport:
     rows: int = 0
     program: Program | None = field(default=None, repr=False)
     functions: tuple[str, ...] = ()
+    slices: int = 1
 
     @property
     def forward(self) -> int:
@@ -204,6 +206,8 @@ def _line(region: RegionReport) -> str:
         forward, unfused = _bytes(region.forward), _bytes(region.unfused)
         outcome = f"{_bytes(region.moved)} moved, {_bytes(region.saved)} saved"
         outcome += f"; forward {forward} instead of {unfused}"
+        if region.slices > 1:
+            outcome += f"; one of {region.slices} slices of an operator"
     return f"({shape})  {names}  {outcome}"
 
 

@@ -88,6 +88,7 @@ class Selector:
         self.reports: list[RegionReport] = []
         self.replaced: dict[fx.Node, fx.Node] = {}
         self._unprepared: set[Match] = set()
+        self._places: dict[Match, int] = {}  # of reports
 
     def select(self) -> None:
         """Tries each region; if one cannot be one operator, tries smaller regions within it."""
@@ -129,6 +130,7 @@ class Selector:
         # Also if there is no backward: inference has to build the same programs as training.
         self.saved.update(_saved(program))
         self.matches.append(match)
+        self._places[match] = len(self.reports)
         self.reports.append(
             replace(
                 report,
@@ -163,15 +165,19 @@ class Selector:
             raise NotRowwiseError("as an operator it would be in a cycle with another region")
         return Match(region, program, reached)
 
+    def note_group(self, matches: Sequence[Match]) -> None:
+        """Reports that regions are one operator."""
+        for match in matches:
+            place = self._places[match]
+            self.reports[place] = replace(self.reports[place], slices=len(matches))
+
     def compiles(self, match: Match) -> bool:
         """Whether a match's kernels are compiled, or are now; reports it if they cannot be."""
         if match in self._unprepared:
             try:
                 prepare(match.program, match.reached, self.receives)
             except NotRowwiseError as error:
-                place = next(
-                    i for i, r in enumerate(self.reports) if r.program is match.program.program
-                )
+                place = self._places[match]
                 self.reports[place] = replace(
                     self.reports[place], program=None, reason=_reason_of(error)
                 )

@@ -572,6 +572,20 @@ class Method(Generic[_P, _R]):
         function, instance = self._bound
         return function(instance, *args, **kwargs)  # type: ignore[no-any-return]
 
+    def foreach(self, *args: Any, sizes: Sequence[int] | None = None, **kwargs: Any) -> Any:
+        """Call the method for each of many slices: see `Rowwise.foreach`."""
+        function, instance = self._bound
+        return function.foreach(instance, *args, sizes=sizes, **kwargs)
+
+    def explain_foreach(
+        self, *args: Any, sizes: Sequence[int] | None = None, **kwargs: Any
+    ) -> SlicesExplanation:
+        """Return which slices are one launch: see `Rowwise.explain_foreach`."""
+        function, instance = self._bound
+        return function.explain_foreach(  # type: ignore[no-any-return]
+            instance, *args, sizes=sizes, **kwargs
+        )
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Method):
             return False

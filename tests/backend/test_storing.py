@@ -55,10 +55,20 @@ def compiled(gm, inputs, mode, options):
     run = lambda graph, _: make_boxed_func(graph.forward)
     return aot_autograd(fw_compiler=run, bw_compiler=run)(gm, inputs)
 
+class Slices(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(8), nn.LayerNorm(16)])
+
+    def forward(self, x):
+        slices = x.split([8, 16], -1)
+        return torch.cat([torch.tanh(norm(s)) for norm, s in zip(self.norms, slices)], -1)
+
 if sys.argv[1] == "again":  # a second process may not capture the graph
     mock.patch.object(entry, "captured", side_effect=AssertionError).start()
 torch.manual_seed(0)
-model, x = backends.PostNorm(p=0.5).to(backends.DEVICE), backends.randn(6, 24)
+model, x = nn.Sequential(backends.PostNorm(p=0.5), Slices()), backends.randn(6, 24)
+model.to(backends.DEVICE)
 with mock.patch.object(entry, "compile_by_inductor", compiled), launch.record() as launched:
     output = fusedops.compile(model)(x)
     output.square().sum().backward()
@@ -74,6 +84,7 @@ def test_second_process_captures_nothing_and_has_the_same_bits(
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
     first = _step_here(monkeypatch) if DEVICE.type == "cpu" else _step_in_a_process("first")
     assert "forward_kernel" in first and "backward_kernel" in first
+    assert "forward_slices" in first and "backward_slices" in first
     assert _step_in_a_process("again") == first
 
 

@@ -23,7 +23,10 @@ def fuse_regions(rewrite: Rewrite) -> None:
     for matches in groups_of(graph, selector.matches):
         if left.isdisjoint(matches[0].region.nodes) and matches[0].region.nodes[0] in replaced:
             continue
-        if len(matches) < 2 or not replace_group(graph, matches, replaced, rewrite.receives, left):
+        is_group = len(matches) > 1
+        if is_group and replace_group(graph, matches, replaced, rewrite.receives, left):
+            selector.note_group(matches)
+        else:
             for match in filter(selector.compiles, matches):
                 replace(graph, match, replaced)
         outputs = [old for match in matches for old, _ in match.program.outputs]
