@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from ..errors import NotRowwiseError
 from ..objects import PLAIN
 from ..operator import Program
 from ..programs import Match, Programs, is_dense
+from ..state import plain_state
 from ..structure import Operand
 from .forms import JOINT, SEPARATE, SHARED
 from .launching import outline_of
@@ -68,9 +69,12 @@ class Argument(NamedTuple):
         if isinstance(self.value, Tensor):
             return self.form, self.dim, self.sizes, _kind_of(self.value)
         if self.form == SEPARATE:
-            kinds = [_kind_of(v) if isinstance(v, Tensor) else (type(v), v) for v in self.value]
-            return self.form, *kinds
-        return self.form, type(self.value), self.value
+            return self.form, *map(_kind_or_state, self.value)
+        return self.form, _kind_or_state(self.value)
+
+
+def _kind_or_state(value: Any) -> Any:
+    return _kind_of(value) if isinstance(value, Tensor) else plain_state(value)
 
 
 def _kind_of(tensor: Tensor) -> Any:
@@ -92,7 +96,7 @@ def arguments_of(
     if sizes is not None:
         return _of_sizes(op, names, values, [int(size) for size in sizes])
     _check_lists(op, names, values)
-    lists = [(n, v) for n, v in zip(names, values, strict=True) if isinstance(v, (list, tuple))]
+    lists = [(n, v) for n, v in zip(names, values, strict=True) if _is_list(v)]
     if lists:
         name, first = lists[0]
         counts = {n: len(v) for n, v in lists}
@@ -102,9 +106,7 @@ def arguments_of(
                     f"{op}.foreach: {other} has {length} slices, and {name} {len(first)}"
                 )
         count = len(first)
-        arguments = [
-            Argument(v, SEPARATE if isinstance(v, (list, tuple)) else SHARED) for v in values
-        ]
+        arguments = [Argument(v, SEPARATE if _is_list(v) else SHARED) for v in values]
     else:
         first_tensor = next((v for v in values if isinstance(v, Tensor)), None)
         if first_tensor is None or first_tensor.dim() < 2:
@@ -119,10 +121,16 @@ def arguments_of(
     return arguments, count
 
 
+def _is_list(value: Any) -> bool:
+    """Return whether an argument has a value for each slice: not a tuple of numbers, a shape."""
+    is_of_tensors = isinstance(value, tuple) and any(isinstance(v, Tensor) for v in value)
+    return isinstance(value, list) or is_of_tensors
+
+
 def _check_lists(op: str, names: Sequence[str], values: Sequence[Any]) -> None:
     """Raise `TypeError` for a list that has not one kind of values, tensors or numbers."""
     for name, value in zip(names, values, strict=True):
-        if not isinstance(value, (list, tuple)):
+        if not _is_list(value):
             continue
         tensors = [isinstance(v, Tensor) for v in value]
         numbers = [isinstance(v, NUMBERS) for v in value]
@@ -155,7 +163,7 @@ def _of_sizes(
         )
     arguments = []
     for name, value in zip(names, values, strict=True):
-        if isinstance(value, (list, tuple)):
+        if _is_list(value):
             if len(value) != count:
                 raise ValueError(
                     f"{op}.foreach: {name} has {len(value)} slices, and sizes has {count}"
@@ -235,7 +243,8 @@ def parts_of(
         if reason or program is None:
             alone.append(Part(None, (k,), reason))
         else:
-            members.setdefault((outline_of(program), rows[k]), []).append(k)
+            dims = len(program.structure.rows)
+            members.setdefault((outline_of(program), rows[k], dims), []).append(k)
     is_whole = len(members) == 1 and not alone
     parts: list[Part] = []
     for slices in members.values():
@@ -295,13 +304,14 @@ def called(part: Part, arguments: Sequence[Argument], count: int, rows: int) -> 
 def _flat(tensor: Tensor, rows: int, *, by_row: bool) -> Tensor:
     """Return a tensor with rows in two dimensions, a vector in one."""
     if by_row:
-        return tensor if tensor.dim() == 2 else tensor.reshape(rows, -1)
+        is_flat = tensor.dim() == 2 and tensor.shape[0] == rows
+        return tensor if is_flat else tensor.reshape(rows, -1)
     return tensor if tensor.dim() == 1 else tensor.reshape(-1)
 
 
 def assembled(
     parts: Sequence[tuple[Part, list[list[Any]]]],
-    leading: Sequence[Sequence[int]],
+    leading: Mapping[int, Sequence[int]],
     joint: Argument | None,
     count: int,
 ) -> list[Any]:
@@ -310,7 +320,7 @@ def assembled(
     Args:
         parts: the parts, with their results.
         leading: the sizes of the dimensions of rows, of each slice.
-        joint: the first joint argument, whose form the results have; None if there is none.
+        joint: the argument whose form the results have; None for lists: see `_joint_of`.
         count: the number of slices.
     """
     first = parts[0][0].group
@@ -363,14 +373,14 @@ class _Resolved:
         parts: the parts; () if the function is called for each slice.
         look: reads the tensors that the function captures.
         captured: the positions of these in the function's state.
-        leading: the argument whose leading dimensions are rows, and how many these are.
+        leading: the argument whose leading dimensions are rows.
         container: "tensor", "tuple" or "list": what the function returns.
     """
 
     parts: tuple[Part, ...] = ()
     look: Any = None
     captured: tuple[int, ...] = ()
-    leading: tuple[int, int] = (0, 0)
+    leading: int = 0
     container: str = ""
 
 
@@ -402,17 +412,14 @@ class Foreach:
     def __call__(self, values: Sequence[Any], sizes: Sequence[int] | None, autocast: Any) -> Any:
         """Return the results: for each, one tensor, or a list with that of each slice."""
         arguments, count = arguments_of(self.op, self.names, values, sizes)
-        joint = next((a for a in arguments if a.form == JOINT), None)
+        if is_intercepted() and (transforms() or in_forward_mode()):
+            return _each(self.call, arguments, count)
+        joint = _joint_of(arguments)
         resolved, tensors = self._find(arguments, count, autocast)
         if not any(part.group for part in resolved.parts):
             return _each(self.call, arguments, count)
-        index, dims = resolved.leading
-        lead = arguments[index]
-        are_separate = lead.form == SEPARATE
-        leading = [
-            tuple((lead.value[k] if are_separate else lead.value).shape[:dims])
-            for k in range(count)
-        ]
+        lead = arguments[resolved.leading]
+        leading = dict[int, Sequence[int]]()
         computed = []
         for part in resolved.parts:
             if part.group is None:
@@ -421,6 +428,10 @@ class Foreach:
                 results = (results,) if isinstance(results, Tensor) else results
                 computed.append((part, [[result] for result in results]))
                 continue
+            dims = len(part.group.lead.structure.rows)
+            for k in part.slices:
+                value = lead.value[k] if lead.form == SEPARATE else lead.value
+                leading[k] = value.shape[:dims]
             rows = math.prod(leading[part.slices[0]])
             computed.append((part, called(part, tensors, count, rows)))
         results = assembled(computed, leading, joint, count)
@@ -450,8 +461,10 @@ class Foreach:
         key: Any = None
         resolved = None
         try:
-            _, state, _ = looks.at(first)
-            key = autocast, state, _pattern(arguments), *[a.key for a in arguments]
+            _, state, state_tensors = looks.at(first)
+            captured = [(type(t), t.dtype, t.device, t.shape) for t in state_tensors]
+            of_arguments = [a.key for a in arguments]
+            key = autocast, state, *captured, _pattern(arguments), *of_arguments
             resolved = self._calls.get(key)
         except (TypeError, RuntimeError):  # symbolic sizes have no hash
             pass
@@ -485,6 +498,9 @@ class Foreach:
         matching = [match for match in matches if match is not None]
         if not matching or any(match.captured != matching[0].captured for match in matching):
             return _Resolved()
+        _, _, state_tensors = self.programs.looks(slices[0]).at(slices[0], matching[0].look)
+        if any(tensor.is_complex() for tensor in state_tensors):
+            return _Resolved()
         rows = []
         for match, args in zip(matches, slices, strict=True):
             own = [a for a in args if isinstance(a, Tensor)]
@@ -503,7 +519,7 @@ class Foreach:
             tuple(parts),
             matching[0].look,
             matching[0].captured,
-            (index, len(structure.rows)),
+            index,
             structure.container,
         )
 
@@ -542,8 +558,6 @@ def _run_one_by_one(tensors: Sequence[Tensor]) -> bool:
     """Return whether the function is called for each slice, which decides what runs."""
     if not tensors or not launch.runs_kernels(tensors[0].device.type):
         return True
-    if is_intercepted() and (transforms() or in_forward_mode()):
-        return True
     return any(_is_unusual(tensor, tensors[0]) for tensor in tensors)
 
 
@@ -554,9 +568,20 @@ def _is_unusual(tensor: Tensor, first: Tensor) -> bool:
     return tensor.device != first.device or tensor.numel() == 0
 
 
+def _joint_of(arguments: Sequence[Argument]) -> Argument | None:
+    """Return the joint argument with the most dimensions, whose form the results have.
+
+    Returns None if an argument is a list: then the results are lists.
+    """
+    if any(argument.form == SEPARATE for argument in arguments):
+        return None
+    joint = [argument for argument in arguments if argument.form == JOINT]
+    return max(joint, key=lambda argument: argument.value.dim(), default=None)
+
+
 def _each(call: Callable[..., Any], arguments: Sequence[Argument], count: int) -> Any:
     """Return the results of a call for each slice."""
-    joint = next((a for a in arguments if a.form == JOINT), None)
+    joint = _joint_of(arguments)
     slices = list(zip(*[a.slices(count) for a in arguments], strict=True))
     return _collected([call(args) for args in slices], joint)
 
@@ -565,6 +590,8 @@ def _collected(results: Sequence[Any], joint: Argument | None) -> Any:
     """Return the results of all slices, of a function that was called for each."""
     if isinstance(results[0], Tensor):
         return list(results) if joint is None else _joined(results, joint)
+    if not isinstance(results[0], (list, tuple)):  # what no operator returns
+        return list(results)
     columns = [list(values) for values in zip(*results, strict=True)]
     joined = columns if joint is None else [_joined(values, joint) for values in columns]
     return joined if isinstance(results[0], list) else tuple(joined)
