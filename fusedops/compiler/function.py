@@ -233,8 +233,8 @@ class Rowwise(Generic[_P, _R]):
             kwargs: as ``args``, by name.
         Returns:
             What the function returns, with a list of the slices' tensors in place of each tensor.
-            If a tensor has all slices, each result is one tensor of that form: results of D columns
-            are side by side, and a number of each row becomes a column of its slice.
+            If one tensor has the rows of all slices, each result is one tensor of that form:
+            results of D columns are side by side, and a number of each row becomes a column.
         Raises:
             TypeError: no argument has slices.
             ValueError: lists have different lengths, or no tensor has the sizes' sum of columns.

@@ -695,6 +695,91 @@ def test_bad_arguments(
         fusedops.rowwise(_residual, strict=True).foreach(*args, sizes=sizes)
 
 
+# --- calls that differ ----------------------------------------------------------------------------
+
+
+@kernels
+def test_captured_tensors_of_other_dtypes_and_shapes() -> None:
+    captured = {"w": randn(8)}
+    foreach = fusedops.rowwise(lambda x: x * captured["w"]).foreach
+    xs = [randn(FEW, 8), randn(MANY, 8)]
+    for w in (captured["w"], randn(8).double(), randn(1)):
+        captured["w"] = w
+        for y, x in zip(foreach(xs), xs, strict=True):
+            assert torch.equal(y, x * w)
+
+
+@kernels
+def test_signs_of_zeros_are_numbers() -> None:
+    foreach, xs = fusedops.rowwise(lambda x, c: x * c).foreach, [randn(FEW, 8).abs()] * 2
+    for number in (0.0, -0.0):
+        assert torch.equal(foreach(xs, number)[0].signbit(), (xs[0] * number).signbit())
+
+
+@kernels
+def test_slices_of_other_dimensions_of_rows() -> None:
+    xs = [randn(2, 3, 8), randn(6, 8), randn(8)]
+    for y, x in zip(fusedops.rowwise(lambda x: x.tanh()).foreach(xs), xs, strict=True):
+        torch.testing.assert_close(y, x.tanh())
+
+
+@kernels
+def test_stacked_slices_of_one_row() -> None:
+    x = randn(3, 8)
+    torch.testing.assert_close(fusedops.rowwise(lambda x: x.tanh()).foreach(x), x.tanh())
+
+
+@kernels
+def test_results_have_the_form_of_the_rows() -> None:
+    """The first argument is a weight, which has fewer dimensions."""
+    function = fusedops.rowwise(lambda w, x: (x * w).sum(-1))
+    w, x = randn(4, 8), randn(FEW, 4, 8)
+    torch.testing.assert_close(function.foreach(w, x), (x * w).sum(-1))
+    separate = function.foreach(w[:2].flatten(), [x[:, 0], x[:, 1]], sizes=[8, 8])
+    for k, y in enumerate(separate):
+        torch.testing.assert_close(y, (x[:, k] * w[k]).sum(-1))
+
+
+@kernels
+def test_tuples_of_numbers_are_no_lists() -> None:
+    function = fusedops.rowwise(lambda x, shape=(8,): F.rms_norm(x, shape))
+    xs = [randn(FEW, 8), randn(FEW, 8)]
+    for y, x in zip(function.foreach(xs), xs, strict=True):
+        torch.testing.assert_close(y, F.rms_norm(x, (8,)))
+
+
+@kernels
+def test_masks_and_targets() -> None:
+    masked = fusedops.rowwise(lambda x, mask: torch.where(mask, x, x * 2))
+    losses = fusedops.rowwise(lambda x, t: F.cross_entropy(x, t, reduction="none"))
+    xs = [randn(FEW, 8), randn(FEW, 20)]
+    masks = [x > 0 for x in xs]
+    targets = [torch.randint(x.shape[1], (FEW,), device=DEVICE) for x in xs]
+    with launch.record() as launched:
+        ys, values = masked.foreach(xs, masks), losses.foreach(xs, targets)
+    assert launched == ["forward_slices"] * 2
+    for x, mask, target, y, value in zip(xs, masks, targets, ys, values, strict=True):
+        assert torch.equal(y, torch.where(mask, x, x * 2))
+        torch.testing.assert_close(value, F.cross_entropy(x, target, reduction="none"))
+
+
+class _Scaled:
+    factor = 2.0
+
+    @fusedops.rowwise
+    def norm(self, x: Tensor, w: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], w) * self.factor
+
+
+@kernels
+def test_methods() -> None:
+    scaled, xs, ws = _Scaled(), [randn(FEW, 8), randn(FEW, 20)], [randn(8), randn(20)]
+    for scaled.factor in (2.0, 3.0):
+        for y, x, w in zip(scaled.norm.foreach(xs, ws), xs, ws, strict=True):
+            torch.testing.assert_close(y, F.rms_norm(x, x.shape[-1:], w) * scaled.factor)
+    assert scaled.norm.explain_foreach(xs, ws).launches == 1
+
+
 # --- torch.compile --------------------------------------------------------------------------------
 
 

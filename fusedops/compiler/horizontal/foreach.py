@@ -227,7 +227,11 @@ class SlicesExplanation:
 
 
 def parts_of(
-    programs: Sequence[Program | None], rows: Sequence[int], arguments: Sequence[Argument]
+    programs: Sequence[Program | None],
+    rows: Sequence[int],
+    arguments: Sequence[Argument],
+    *,
+    is_joint: bool,
 ) -> list[Part]:
     """Return the parts of a call.
 
@@ -235,6 +239,7 @@ def parts_of(
         programs: the program of each slice; None for one that has none.
         rows: the number of rows of each slice.
         arguments: the arguments that are tensors, in the order of the programs' inputs.
+        is_joint: whether the call's results are joint.
     """
     members: dict[Any, list[int]] = {}
     alone: list[Part] = []
@@ -256,9 +261,10 @@ def parts_of(
             if form == JOINT and not (is_whole and _is_wide(chosen, lead.structure.inputs, index)):
                 form = SEPARATE
             inputs.append(form)
-        is_joint = is_whole and JOINT in inputs
         results = [
-            JOINT if is_joint and _is_wide(chosen, lead.structure.outputs, r) else SEPARATE
+            JOINT
+            if is_joint and is_whole and _is_wide(chosen, lead.structure.outputs, r)
+            else SEPARATE
             for r in range(lead.count)
         ]
         parts.append(Part(group_of(chosen, inputs, results), tuple(slices)))
@@ -508,7 +514,8 @@ class Foreach:
         of_tensors = [a for a in arguments if _is_of_tensors(a)]
         captured = [Argument(None, SHARED) for _ in matching[0].captured]
         programs = [None if match is None else match.program for match in matches]
-        parts = parts_of(programs, rows, [*of_tensors, *captured])
+        is_joint = _joint_of(arguments) is not None
+        parts = parts_of(programs, rows, [*of_tensors, *captured], is_joint=is_joint)
         lead = next((part.group for part in parts if part.group), None)
         if lead is None:
             return _Resolved(tuple(parts))
@@ -569,14 +576,22 @@ def _is_unusual(tensor: Tensor, first: Tensor) -> bool:
 
 
 def _joint_of(arguments: Sequence[Argument]) -> Argument | None:
-    """Return the joint argument with the most dimensions, whose form the results have.
+    """Return the joint argument whose form the results have; None if they are lists.
 
-    Returns None if an argument is a list: then the results are lists.
+    That is the argument whose slices have the most dimensions, the first of several.
     """
-    if any(argument.form == SEPARATE for argument in arguments):
-        return None
-    joint = [argument for argument in arguments if argument.form == JOINT]
-    return max(joint, key=lambda argument: argument.value.dim(), default=None)
+    rows: Argument | None = None
+    for argument in arguments:  # Dynamo traces this, and has no ``max`` with a key
+        if argument.form == SHARED or not _is_of_tensors(argument):
+            continue
+        if rows is None or _dims_of_slice(argument) > _dims_of_slice(rows):
+            rows = argument
+    return rows if rows is not None and rows.form == JOINT else None
+
+
+def _dims_of_slice(argument: Argument) -> int:
+    tensor: Tensor = _first_of(argument)
+    return tensor.dim() - (argument.form == JOINT and argument.dim == -2)
 
 
 def _each(call: Callable[..., Any], arguments: Sequence[Argument], count: int) -> Any:

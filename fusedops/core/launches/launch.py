@@ -244,7 +244,7 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     """Returns Triton's counterpart of a dtype."""
     import triton.language as tl
 
-    return getattr(tl, str(dtype).removeprefix("torch."))
+    return tl.int1 if dtype is torch.bool else getattr(tl, str(dtype).removeprefix("torch."))
 
 
 # A kernel is compiled for each length of a row. Longer rows are vectors rather than rows of
