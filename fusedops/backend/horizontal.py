@@ -457,7 +457,8 @@ def _base_of(nodes: Sequence[fx.Node], dims: int) -> fx.Node | None:
 def _parts_of_split(nodes: Sequence[fx.Node]) -> tuple[fx.Node, int] | None:
     """The tensor and the dimension that a node splits into these, and no others."""
     split: Any = nodes[0].args[0] if nodes[0].target is operator.getitem else None
-    if split is None or name_of(split) not in DIVIDING:
+    # The operators that this pass adds have no value yet.
+    if split is None or name_of(split) not in DIVIDING or value_of(split) is None:
         return None
     is_all = len(value_of(split)) == len(nodes)
     if not is_all or [node.args for node in nodes] != [(split, k) for k in range(len(nodes))]:
@@ -472,5 +473,7 @@ def _selected(nodes: Sequence[fx.Node]) -> tuple[fx.Node, int] | None:
         return None
     base: Any
     base, dim, _ = nodes[0].args
+    if value_of(base) is None:
+        return None
     wanted = [(base, dim, k) for k in range(value_of(base).shape[dim])]
     return (base, dim) if [node.args for node in nodes] == wanted else None  # type: ignore[return-value]

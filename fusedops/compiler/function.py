@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import os
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +47,9 @@ __all__ = ["Rowwise", "function_of", "rowwise"]
 # The most calls, and groups of calls, in a function's cache. At this size the cache is cleared.
 _MOST_CALLS = 8192
 
+
+# The folder of this package's frames: see `_stacklevel`.
+_HERE = os.path.dirname(__file__) + os.sep  # noqa: PTH120 - a text, compared with others
 
 # Globals of this module, as every call looks them up.
 _is_traced = torch.compiler.is_dynamo_compiling
@@ -671,7 +675,7 @@ def _stacklevel() -> int:
     """Return the ``stacklevel`` with which the calling function's warning names the user's line.
 
     `warnings.warn` counts its caller, `_warn_once`, as 1. The user's frame is the first above those
-    of this file::
+    of this package::
 
         _warn_once   _raise_or_warn   _resolved   _new_call   _called   __call__   user
         1            2                3           4           5         6          7
@@ -680,7 +684,7 @@ def _stacklevel() -> int:
     """
     frame = inspect.currentframe()
     level = 0
-    while frame is not None and frame.f_code.co_filename == __file__:
+    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
         frame, level = frame.f_back, level + 1
     return level
 

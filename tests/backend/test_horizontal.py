@@ -354,6 +354,45 @@ def test_different_probabilities_are_not_grouped() -> None:
         assert abs((out == 0).double().mean() - p) < 5 * deviation
 
 
+def test_results_of_a_group_are_slices_of_the_next() -> None:
+    def function(x: Tensor, *weights: Tensor) -> Tensor:
+        pairs = zip(x.split(WIDTH, -1), weights, strict=True)
+        first = [F.layer_norm(part, (WIDTH,), w) + w for part, w in pairs]
+        total = first[0].sum()
+        pairs = zip(first, weights, strict=True)
+        return torch.cat([F.layer_norm(part * total, (WIDTH,), w) for part, w in pairs], -1)
+
+    shapes = [(MANY, 4 * WIDTH), *[(WIDTH,)] * 4]
+    leaves = [randn(*shape).requires_grad_() for shape in shapes]
+    backend = Recorded()
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+    values = []
+    for call in (compiled, function):
+        y = call(*leaves)
+        values.append([y, *torch.autograd.grad(y.sin().sum(), leaves)])
+    assert backend.counts[0]["slices"] == 2 and not backend.report.left
+    for actual, expected in zip(*values, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_masks_of_slices() -> None:
+    def function(w: Tensor, *tensors: Tensor) -> Tensor:
+        pairs = zip(tensors[:4], tensors[4:], strict=True)
+        return torch.cat([torch.where(m, F.rms_norm(x, (WIDTH,), w), x) for x, m in pairs], -1)
+
+    w, xs = randn(WIDTH).requires_grad_(), _rows(4)
+    masks = [x > 0 for x in xs]
+    backend = Recorded()
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+    values = []
+    for call in (compiled, function):
+        y = call(w, *xs, *masks)
+        values.append([y, *torch.autograd.grad(y.sin().sum(), w)])
+    assert backend.counts[0]["slices"] == 1 and not backend.report.left
+    for actual, expected in zip(*values, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_results_that_a_caller_changes_in_place() -> None:
     """Results of slices share memory, but neither elements nor versions."""
 

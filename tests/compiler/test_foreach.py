@@ -710,6 +710,48 @@ def test_captured_tensors_of_other_dtypes_and_shapes() -> None:
 
 
 @kernels
+def test_numbers_of_rows_may_be_numbers_of_columns() -> None:
+    foreach = fusedops.rowwise(lambda x, w: x * w[-1]).foreach
+    for count in (2, 3):
+        xs, ws = [randn(count, 8), randn(count, 8)], [randn(count, 8), randn(count, 8)]
+        for y, x, w in zip(foreach(xs, ws), xs, ws, strict=True):
+            torch.testing.assert_close(y, x * w[-1])
+
+
+@kernels
+def test_results_without_gradients_are_no_views() -> None:
+    xs, weight = [randn(2, 3, 8), randn(2, 3, 20)], randn(8).requires_grad_()
+    with torch.no_grad():
+        ys = fusedops.rowwise(lambda x: x.tanh()).foreach(xs)
+    ys[0].mul_(weight)
+    torch.testing.assert_close(ys[0], xs[0].tanh() * weight)
+
+
+@kernels
+def test_joint_parameters_of_several_dimensions() -> None:
+    """Slices of them are not adjacent in memory."""
+    foreach = fusedops.rowwise(lambda x, w: x * w[0] + w[1]).foreach
+    x, w = randn(FEW, 3, 8), randn(2, 3, 8).requires_grad_()
+    y, expected = foreach(x, w), x * w[0] + w[1]
+    torch.testing.assert_close(y, expected)
+    cotangent = randn(FEW, 3, 8)
+    (actual,) = torch.autograd.grad(y, w, cotangent)
+    torch.testing.assert_close(actual, torch.autograd.grad(expected, w, cotangent)[0])
+    x, w = randn(FEW, 12), randn(2, 12)
+    torch.testing.assert_close(foreach(x, w, sizes=[4, 8]), x * w[0] + w[1])
+
+
+@kernels
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_calls_of_changing_rows() -> None:
+    foreach = fusedops.rowwise(lambda x, w: F.rms_norm(x, x.shape[-1:], w)).foreach
+    compiled = torch.compile(lambda x, w: foreach(x, w, sizes=[8, 16]), backend="aot_eager")
+    for rows in (FEW, MANY, MANY + 3):
+        x, w = randn(rows, 24), randn(24)
+        torch.testing.assert_close(compiled(x, w), foreach(x, w, sizes=[8, 16]))
+
+
+@kernels
 def test_signs_of_zeros_are_numbers() -> None:
     foreach, xs = fusedops.rowwise(lambda x, c: x * c).foreach, [randn(FEW, 8).abs()] * 2
     for number in (0.0, -0.0):

@@ -8,6 +8,7 @@ arguments --> _Argument: how its slices are passed     one list, one tensor, one
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class Argument(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """All on which the programs of the slices depend, but the number of rows."""
+        """All on which the programs of the slices depend, and the number of rows."""
         if isinstance(self.value, Tensor):
             return self.form, self.dim, self.sizes, _kind_of(self.value)
         if self.form == SEPARATE:
@@ -78,10 +79,12 @@ def _kind_or_state(value: Any) -> Any:
 
 
 def _kind_of(tensor: Tensor) -> Any:
-    """Return a tensor's class, dtype, device and shape, of which the first size may change."""
-    shape = tensor.shape
-    sizes = shape[1:] if len(shape) > 1 else shape
-    return type(tensor), tensor.dtype, tensor.device, len(shape), sizes, shape[:1] == (1,)
+    """Return a tensor's class, dtype, device and shape.
+
+    The shape includes the number of rows: any dimension of a tensor without rows may be one of
+    columns.
+    """
+    return type(tensor), tensor.dtype, tensor.device, tensor.shape
 
 
 def arguments_of(
@@ -124,7 +127,7 @@ def arguments_of(
 def _is_list(value: Any) -> bool:
     """Return whether an argument has a value for each slice: not a tuple of numbers, a shape."""
     is_of_tensors = isinstance(value, tuple) and any(isinstance(v, Tensor) for v in value)
-    return isinstance(value, list) or is_of_tensors
+    return isinstance(value, (list, torch.nn.ParameterList)) or is_of_tensors
 
 
 def _check_lists(op: str, names: Sequence[str], values: Sequence[Any]) -> None:
@@ -249,7 +252,8 @@ def parts_of(
             alone.append(Part(None, (k,), reason))
         else:
             dims = len(program.structure.rows)
-            members.setdefault((outline_of(program), rows[k], dims), []).append(k)
+            # A symbolic size has no hash, but a text.
+            members.setdefault((outline_of(program), str(rows[k]), dims), []).append(k)
     is_whole = len(members) == 1 and not alone
     parts: list[Part] = []
     for slices in members.values():
@@ -272,8 +276,16 @@ def parts_of(
 
 
 def _is_wide(programs: Sequence[Program], operands: Sequence[Operand], index: int) -> bool:
-    """Return whether the slices of a tensor have several columns: else no stride is passed."""
-    is_input = operands is programs[0].structure.inputs
+    """Return whether the slices of a tensor can be side by side.
+
+    They have one dimension beside those of rows, so that a slice is adjacent in memory. And they
+    have several columns: else no stride is passed.
+    """
+    structure = programs[0].structure
+    rows = len(structure.rows) if set(structure.rows) & set(operands[index].axes) else 0
+    if len(operands[index].labels) != rows + 1:
+        return False
+    is_input = operands is structure.inputs
     for program in programs:
         those = program.structure.inputs if is_input else program.structure.outputs
         if program.size_of_row(those[index]) == 1:
@@ -343,17 +355,30 @@ def assembled(
                     shape += [count, *_own_shape(group, number, 0)]
                 else:
                     shape.append(-1)
-                results.append(values[number][0].view(shape))
+                results.append(_viewed(values[number][0], shape))
                 break
             for place, k in enumerate(part.slices):
                 if group is None:  # the function's own result
                     slices[k] = values[number][place]
                     continue
                 own = _own_shape(group, number, place)
-                slices[k] = values[number][place].view([*leading[k], *own])
+                slices[k] = _viewed(values[number][place], [*leading[k], *own])
         else:
             results.append(slices if joint is None else _joined(slices, joint))
     return results
+
+
+def _viewed(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a result in its shape.
+
+    Without gradients it is no view: autograd would refuse to record a later change of it in place.
+    """
+    if len(shape) == 2 and shape[0] == tensor.shape[0]:
+        return tensor
+    if torch.is_grad_enabled():
+        return tensor.view(shape)
+    unsafe_view: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
+    return unsafe_view
 
 
 def _joined(slices: Sequence[Tensor], joint: Argument) -> Tensor:
@@ -468,9 +493,9 @@ class Foreach:
         resolved = None
         try:
             _, state, state_tensors = looks.at(first)
-            captured = [(type(t), t.dtype, t.device, t.shape) for t in state_tensors]
+            captured = map(_kind_of, state_tensors)
             of_arguments = [a.key for a in arguments]
-            key = autocast, state, *captured, _pattern(arguments), *of_arguments
+            key = autocast, state, *captured, *of_arguments
             resolved = self._calls.get(key)
         except (TypeError, RuntimeError):  # symbolic sizes have no hash
             pass
@@ -497,38 +522,36 @@ class Foreach:
     def _resolve(self, arguments: Sequence[Argument], count: int, autocast: Any) -> _Resolved:
         """Return the resolved call of new arguments."""
         slices = list(zip(*[a.slices(count) for a in arguments], strict=True))
-        tensors = [value for args in slices for value in args if isinstance(value, Tensor)]
-        if _run_one_by_one(tensors):
+        if _run_one_by_one(list(filter(_is_tensor, itertools.chain(*slices)))):
             return _Resolved()
         matches = [self._match(args, autocast) for args in slices]
-        matching = [match for match in matches if match is not None]
-        if not matching or any(match.captured != matching[0].captured for match in matching):
+        matching = list(filter(None, matches))
+        if len({match.captured for match in matching}) != 1:
             return _Resolved()
-        _, _, state_tensors = self.programs.looks(slices[0]).at(slices[0], matching[0].look)
-        if any(tensor.is_complex() for tensor in state_tensors):
+        first = matching[0]
+        _, _, state_tensors = self.programs.looks(slices[0]).at(slices[0], first.look)
+        captured = [state_tensors[i] for i in first.captured]
+        if any(map(Tensor.is_complex, captured)):
             return _Resolved()
-        rows = []
-        for match, args in zip(matches, slices, strict=True):
-            own = [a for a in args if isinstance(a, Tensor)]
-            rows.append(0 if match is None else _rows_of(match.program, own))
-        of_tensors = [a for a in arguments if _is_of_tensors(a)]
-        captured = [Argument(None, SHARED) for _ in matching[0].captured]
+        rows = [_rows_of(m, args, captured) for m, args in zip(matches, slices, strict=True)]
+        shared = [Argument(tensor, SHARED) for tensor in captured]
+        inputs = [*filter(_is_of_tensors, arguments), *shared]
         programs = [None if match is None else match.program for match in matches]
         is_joint = _joint_of(arguments) is not None
-        parts = parts_of(programs, rows, [*of_tensors, *captured], is_joint=is_joint)
-        lead = next((part.group for part in parts if part.group), None)
+        parts = tuple(parts_of(programs, rows, inputs, is_joint=is_joint))
+        lead = next(filter(None, [part.group for part in parts]), None)
         if lead is None:
-            return _Resolved(tuple(parts))
-        position = next(i for i, by_row in enumerate(lead.by_row) if by_row)
-        index = next(i for i, a in enumerate(arguments) if a is of_tensors[position])
-        structure = lead.lead.structure
-        return _Resolved(
-            tuple(parts),
-            matching[0].look,
-            matching[0].captured,
-            index,
-            structure.container,
-        )
+            return _Resolved(parts)
+        by_row = inputs[lead.by_row.index(True)]
+        index = next((i for i, argument in enumerate(arguments) if argument is by_row), None)
+        if index is None:  # only captured tensors have rows
+            return _Resolved()
+        container = lead.lead.structure.container
+        return _Resolved(parts, first.look, first.captured, index, container)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
 def _first_of(argument: Argument) -> Any:
@@ -544,21 +567,15 @@ def _as_argument(value: Any) -> Any:
 
 
 def _is_of_tensors(argument: Argument) -> bool:
-    return isinstance(_first_of(argument), Tensor)
+    return _is_tensor(_first_of(argument))
 
 
-def _pattern(arguments: Sequence[Argument]) -> Any:
-    """Return the numbers of rows if they are not all equal; () if they are."""
-    firsts = []
-    for argument in arguments:
-        values = argument.value if argument.form == SEPARATE else [argument.value]
-        firsts += [v.shape[0] for v in values if isinstance(v, Tensor) and v.dim() > 1]
-    return () if len(set(firsts)) <= 1 else tuple(firsts)
-
-
-def _rows_of(program: Program, tensors: Sequence[Tensor]) -> int:
-    sizes = program.sizes_of(tensors)
-    return math.prod([sizes[axis] for axis in program.structure.rows])
+def _rows_of(match: Match | None, args: Sequence[Any], captured: Sequence[Tensor]) -> int:
+    """Return the number of rows of a slice; 0 without a program."""
+    if match is None:
+        return 0
+    sizes = match.program.sizes_of([*filter(_is_tensor, args), *captured])
+    return math.prod(map(sizes.__getitem__, match.program.structure.rows))
 
 
 def _run_one_by_one(tensors: Sequence[Tensor]) -> bool:

@@ -149,8 +149,8 @@ def gather(
     # Pinned, because the host would wait for a copy from pageable memory.
     host = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=device_index >= 0)
     table = arena.take(len(values), again=True)
-    if table is None:
-        table = _allocated(len(values), device)
+    if table is None:  # too long to be kept
+        return Addresses(host.to(device, non_blocking=True), pointers, strides)
     table.copy_(host, non_blocking=True)
     addresses = arena.tables[pointers, strides] = Addresses(table, pointers, strides)
     return addresses
