@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...core.calls.call import run
+from ...core.compat.autograd import below_autograd
 from ...core.compat.dispatch import in_forward_mode, is_intercepted, transforms
 from ...core.compat.fake import is_fake
 from ...core.launches import launch
@@ -375,10 +376,10 @@ def _viewed(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """
     if len(shape) == 2 and shape[0] == tensor.shape[0]:
         return tensor
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(tensor) is not Tensor:
         return tensor.view(shape)
-    unsafe_view: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
-    return unsafe_view
+    with below_autograd():
+        return tensor.view(shape)
 
 
 def _joined(slices: Sequence[Tensor], joint: Argument) -> Tensor:
