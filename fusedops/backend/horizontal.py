@@ -285,15 +285,8 @@ class _Replacement:
         value = value_of(node)
         if value.dim() == (2 if by_row else 1):
             return node
-        if not by_row:
-            shape = [-1]
-        else:
-            own = size
-            if not own:
-                own = 1
-                for length in value.shape[self.dims :]:
-                    own *= int(length)
-            shape = [-1, own]
+        own = size or math.prod(map(int, value.shape[self.dims :]))
+        shape = [-1, own] if by_row else [-1]
         return self.graph.call_function(aten.reshape.default, (node, shape))
 
     # --- results ----------------------------------------------------------------------------------
@@ -368,11 +361,8 @@ class _Replacement:
     def _parts(self, group: SliceGroup, number: int, buffer: fx.Node) -> list[fx.Node]:
         """The tensors of all slices in the buffer of a result."""
         sizes = group.sizes("output", number)
-        shapes, leading = [], self._leading()
-        for p in self.programs:
-            labels = p.structure.outputs[number].labels[self.dims :]
-            own = [p.shape([label], p.structure.sizes)[0] for label in labels]
-            shapes.append([*leading, *own])
+        leading = self._leading()
+        shapes = [[*leading, *own] for own in group.own_shapes(number)]
         call = self.graph.call_function
         if len(set(sizes)) == 1 and len(set(map(tuple, shapes))) == 1:
             whole = call(aten.view.default, (buffer, [len(sizes), *shapes[0]]))

@@ -1,8 +1,9 @@
 """`Rowwise.foreach`: a function called for each of many slices, in one launch each way.
 
-arguments --> _Argument: how its slices are passed     one list, one tensor, one for all
---> programs of all slices --> parts: slices whose kernels are one kernel
---> a `SliceGroup` for each part
+An `Argument` says how the slices of an argument are passed. The programs of all slices are divided
+into parts, whose kernels are one kernel; a `SliceGroup` computes each::
+
+    arguments ──▶ programs of all slices ──▶ parts ──▶ a launch each ──▶ results
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .operator import MOST_SLICES, SliceGroup, group_of, why_not
 
 __all__ = ["Foreach", "SlicesExplanation"]
 
-NUMBERS = (*PLAIN, torch.SymInt, torch.SymFloat, torch.SymBool)
+_NUMBERS = (*PLAIN, torch.SymInt, torch.SymFloat, torch.SymBool)
 # The most calls in a function's cache. At this size the cache is cleared.
 _MOST_CALLS = 1024
 
@@ -94,12 +95,11 @@ def arguments_of(
     """Return how the slices of each argument are passed, and the number of slices.
 
     Raises:
-        TypeError: no argument has slices, or a list has other values than tensors and numbers.
+        TypeError: no argument has slices.
         ValueError: the arguments have different numbers of slices, or none.
     """
     if sizes is not None:
         return _of_sizes(op, names, values, [int(size) for size in sizes])
-    _check_lists(op, names, values)
     lists = [(n, v) for n, v in zip(names, values, strict=True) if _is_list(v)]
     if lists:
         name, first = lists[0]
@@ -131,15 +131,15 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, (list, torch.nn.ParameterList)) or is_of_tensors
 
 
-def _check_lists(op: str, names: Sequence[str], values: Sequence[Any]) -> None:
+def _check_lists(op: str, names: Sequence[str], arguments: Sequence[Argument]) -> None:
     """Raise `TypeError` for a list that has not one kind of values, tensors or numbers."""
-    for name, value in zip(names, values, strict=True):
-        if not _is_list(value):
+    for name, argument in zip(names, arguments, strict=True):
+        if argument.form != SEPARATE:
             continue
-        tensors = [isinstance(v, Tensor) for v in value]
-        numbers = [isinstance(v, NUMBERS) for v in value]
+        tensors = map(_is_tensor, argument.value)
+        numbers = [isinstance(v, _NUMBERS) for v in argument.value]
         if not all(tensors) and not all(numbers):
-            kinds = " and ".join(sorted({type(v).__name__ for v in value}))
+            kinds = " and ".join(sorted({type(v).__name__ for v in argument.value}))
             raise TypeError(
                 f"{op}.foreach: {name} is a list of {kinds}, expected tensors, or numbers"
             )
@@ -159,7 +159,6 @@ def _stacked(value: Any, count: int) -> Argument:
 def _of_sizes(
     op: str, names: Sequence[str], values: Sequence[Any], sizes: list[int]
 ) -> tuple[list[Argument], int]:
-    _check_lists(op, names, values)
     total, count = sum(sizes), len(sizes)
     if not 0 < count <= MOST_SLICES or min(sizes) < 1:
         raise ValueError(
@@ -353,17 +352,19 @@ def assembled(
                 assert joint is not None
                 shape = [*leading[0]]
                 if joint.dim == -2:
-                    shape += [count, *_own_shape(group, number, 0)]
+                    shape += [count, *group.own_shapes(number)[0]]
                 else:
                     shape.append(-1)
                 results.append(_viewed(values[number][0], shape))
                 break
-            for place, k in enumerate(part.slices):
-                if group is None:  # the function's own result
-                    slices[k] = values[number][place]
-                    continue
-                own = _own_shape(group, number, place)
-                slices[k] = _viewed(values[number][place], [*leading[k], *own])
+            if group is None:  # the function's own result
+                (slices[part.slices[0]],) = values[number]
+                continue
+            results_of_part = zip(
+                part.slices, values[number], group.own_shapes(number), strict=True
+            )
+            for k, value, own in results_of_part:
+                slices[k] = _viewed(value, [*leading[k], *own])
         else:
             results.append(slices if joint is None else _joined(slices, joint))
     return results
@@ -387,14 +388,6 @@ def _joined(slices: Sequence[Tensor], joint: Argument) -> Tensor:
     if joint.dim == -2:
         return torch.stack(list(slices), -1 if slices[0].dim() < joint.value.dim() - 1 else -2)
     return torch.cat([t.unsqueeze(-1) if t.dim() < joint.value.dim() else t for t in slices], -1)
-
-
-def _own_shape(group: SliceGroup, number: int, place: int) -> list[int]:
-    """Return the sizes of a result's dimensions after those of rows."""
-    program = group.programs[place]
-    structure = program.structure
-    labels = structure.outputs[number].labels[len(structure.rows) :]
-    return [math.prod([structure.sizes[axis] for axis in label]) for label in labels]
 
 
 @dataclass(frozen=True)
@@ -522,6 +515,7 @@ class Foreach:
 
     def _resolve(self, arguments: Sequence[Argument], count: int, autocast: Any) -> _Resolved:
         """Return the resolved call of new arguments."""
+        _check_lists(self.op, self.names, arguments)
         slices = list(zip(*[a.slices(count) for a in arguments], strict=True))
         if _run_one_by_one(list(filter(_is_tensor, itertools.chain(*slices)))):
             return _Resolved()

@@ -49,6 +49,8 @@ __all__ = ["backward", "forward", "outline_of", "prepare"]
 
 tuning.register(configs, "slices_rowwise_forward", "slices_rowwise_backward")
 
+# The key of a forward among the ways of calls.
+_FORWARD = ()
 # Tensors that kernels write.
 _WRITTEN = ("output", "intermediate", "gradient")
 _Key = tuple[str, int]
@@ -59,9 +61,7 @@ _Tensors = dict[_Key, Sequence[Any]]
 def forward(site: SliceSite, tensors: Any, outs: Any, state: State) -> None:
     """Run a forward: one launch."""
     group = site.group
-    way = site.plans.get(None)
-    if way is None:
-        way = site.plans[None] = _forward(site)
+    way = site.plans.get(_FORWARD) or _way_of(site, _FORWARD)
     passed: _Tensors = {("input", i): tensors[group.span(i)] for i in range(len(group.inputs))}
     passed |= {("output", r): (outs[r],) for r in range(group.count)}
     passed |= {("intermediate", 0): (outs[group.visible - 1],), ("stats", 0): (outs[-1],)}
@@ -75,24 +75,21 @@ def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -
     inputs, intermediate = group.saved_parts(saved)
     passed |= {("input", i): p for i, p in zip(group.plan.saved_inputs, inputs, strict=True)}
     passed |= {("intermediate", 0): intermediate, ("stats", 0): saved[:1]}
-    rows = group.rows_by(grads)
-    cotangents = [
-        _cotangents(group, n, part, rows) for n, part in enumerate(group.by_result(grads))
-    ]
+    by_result = group.by_result(grads)
+    rows = group.rows_of_results(by_result)
+    cotangents = [_cotangents(group, n, part, rows) for n, part in enumerate(by_result)]
     passed |= {("cotangent", number): part for number, part in enumerate(cotangents)}
     dtypes = tuple([part[0].dtype if part else None for part in cotangents])
     wanted = tuple([out is not None for out in outs])
     key = dtypes, wanted, tuple([len(part) > 1 for part in cotangents]), len(intermediate) > 1
-    way = site.plans.get(key)
-    if way is None:
-        way = site.plans[key] = _backward(site, *key)
+    way = site.plans.get(key) or _way_of(site, key)
     like = next(filter(None, cotangents))[0]
     way.run(site, passed, rows, like, state)
 
 
 def _cotangents(group: Any, number: int, parts: Sequence[Any], rows: int) -> Sequence[Any]:
     """Return the cotangents of a result, all of one dtype; () if it has none."""
-    present = list(filter(_is_tensor, parts))
+    present = list(filter(_is_present, parts))
     if not present:
         return ()
     like = present[0]
@@ -102,8 +99,19 @@ def _cotangents(group: Any, number: int, parts: Sequence[Any], rows: int) -> Seq
     return [grad.to(like.dtype) for grad in filled]
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_present(value: Any) -> bool:
     return value is not None
+
+
+def _way_of(site: SliceSite, key: tuple[Any, ...]) -> _Way:
+    """Return the kernels of a way of calls, which the site keeps.
+
+    Args:
+        site: the calls'.
+        key: `_FORWARD`, or the arguments of `_backward`.
+    """
+    way = site.plans[key] = _backward(site, *key) if key else _forward(site)
+    return way
 
 
 def prepare(
@@ -133,14 +141,15 @@ def prepare(
         dropout=drops,
         saves=any(wanted),
     )
-    ways = [_forward(site)]
+    keys: list[tuple[Any, ...]] = [_FORWARD]
     if any(wanted):
         own = [None] * group.own
         outputs = zip(lead.structure.outputs, received, strict=True)
         dtypes = (*[o.dtype if has_gradient else None for o, has_gradient in outputs], *own)
-        ways.append(_backward(site, dtypes, wanted, [False] * len(dtypes), False))
+        keys.append((dtypes, tuple(wanted), (False,) * len(dtypes), False))
     seeded = (1 if index < 0 else 2) * drops
-    for way in ways:
+    for key in keys:
+        way = site.plans.get(key) or _way_of(site, key)
         way.compile(site, seeded, BUCKET[rows.bit_length()], device)
 
 
@@ -159,40 +168,27 @@ def _backward(
     has_separate_results: bool,
 ) -> _Way:
     group = site.group
-    cotangents = [number for number, dtype in enumerate(dtypes) if dtype is not None]
-    gradients = [index for index, want in enumerate(wanted) if want]
+    cotangents = tuple([number for number, dtype in enumerate(dtypes) if dtype is not None])
+    gradients = tuple([index for index, want in enumerate(wanted) if want])
     acc = group.lead.acc
-    sliced = group.sliced
-    kernels = [_backward_of(plan, acc, sliced, cotangents, gradients) for plan in group.plans]
+    gradients_of = functools.partial(_backward_of, cotangents=cotangents, wanted=gradients)
+    kernels = [gradients_of(plan, acc, group.sliced) for plan in group.plans]
     storages = _storages(group, kernels[0], separate, separate=has_separate_results)
     return _Way(site, kernels, storages, dtypes)
 
 
 @functools.lru_cache(maxsize=4096)
-def _cached_forward(plan: Plan, acc: torch.dtype, sliced: Sliced, saves: bool) -> Kernel:
+def _forward_of(plan: Plan, acc: torch.dtype, sliced: Sliced, *, saves: bool) -> Kernel:
     (kernel,) = forward_kernels(plan, acc, group=(), tiled=False, saves=saves, sliced=sliced)
     return kernel
 
 
-def _forward_of(plan: Plan, acc: torch.dtype, sliced: Sliced, *, saves: bool) -> Kernel:
-    return _cached_forward(plan, acc, sliced, saves)
-
-
+@functools.lru_cache(maxsize=4096)
 def _backward_of(
     plan: Plan,
     acc: torch.dtype,
     sliced: Sliced,
-    cotangents: Sequence[int],
-    wanted: Sequence[int],
-) -> Kernel:
-    return _cached_backward(plan, acc, sliced, tuple(cotangents), tuple(wanted))
-
-
-@functools.lru_cache(maxsize=4096)
-def _cached_backward(
-    plan: Plan,
-    acc: torch.dtype,
-    sliced: Sliced,
+    *,
     cotangents: tuple[int, ...],
     wanted: tuple[int, ...],
 ) -> Kernel:
@@ -202,13 +198,15 @@ def _cached_backward(
     return kernel
 
 
+@functools.lru_cache(maxsize=4096)
 def outline_of(program: Any) -> str:
     """Return a text that is the same for programs that may be slices of one launch."""
     plan, acc = program.plan, program.acc
     kernels = [_forward_of(plan, acc, "mixed", saves=saves) for saves in (True, False)]
     if program.plan.differentiable:
-        wanted = [i for i, want in enumerate(program.wanted) if want]
-        kernels.append(_backward_of(plan, acc, "mixed", range(program.count), wanted))
+        wanted = tuple([i for i, want in enumerate(program.wanted) if want])
+        results = tuple(range(program.count))
+        kernels.append(_backward_of(plan, acc, "mixed", cotangents=results, wanted=wanted))
     sources = [outline(kernel.source) for kernel in kernels]
     parts = map(repr, (program.dtypes, plan.saved_inputs, plan.intermediate_output, acc))
     return "\n".join([*sources, *parts, repr(program.structure.drops)])
@@ -259,8 +257,8 @@ class _Plan:
     Attributes:
         variant: the kernel.
         reduce: the kernel that adds up partial sums; None without any.
-        kernel: the kernel's record.
-        reduction: the reduction's record.
+        arguments: the keys of the kernel's arguments among the values of a call.
+        reduce_arguments: those of the reduction's.
         units: the units of all slices: see `Tiling`. Axis 0 of the grid is units.
         most_rows: the most rows of a tile; 0 if there is one place.
         partials: the number of partial sums; 0 if one program has all rows of a slice.
@@ -271,8 +269,8 @@ class _Plan:
 
     variant: Variant
     reduce: Variant | None
-    kernel: SliceKernel
-    reduction: SliceKernel | None
+    arguments: tuple[Any, ...]
+    reduce_arguments: tuple[Any, ...]
     units: int
     most_rows: int
     partials: int
@@ -296,28 +294,35 @@ class _Way:
         self.cotangents = cotangents
         self.lengths = [program.structure.cols for program in self.group.programs]
         # A kernel for each length, and for each slice the index of its kernel.
-        different = list(dict.fromkeys(kernels))
-        self.function, numbers = unified(different)
-        places = [different.index(kernel) for kernel in kernels]
+        plans = dict(zip(kernels, self.group.plans, strict=True))
+        self.function, numbers = unified(list(plans))
+        place_of = {kernel: place for place, kernel in enumerate(plans)}
+        places = [place_of[kernel] for kernel in kernels]
         self.numbers = [[values[place] for place in places] for values in numbers]
         self.reduction: tuple[Kernel, list[list[Any]]] | None = None
         if self.function.sums:
-            plans = {id(k): plan for k, plan in zip(kernels, self.group.plans, strict=True)}
-            reductions = [slice_reduction(plans[id(kernel)], kernel) for kernel in different]
+            reductions = [slice_reduction(plan, kernel) for kernel, plan in plans.items()]
             function, values_of = unified(reductions)
             values_of_slices = [[values[place] for place in places] for values in values_of]
             self.reduction = function, values_of_slices
         self.plans: dict[Any, _Plan] = tuning.register_cache({})
-        names = dict.fromkeys((a.kind, a.index) for a in self.function.arguments)
-        self.separate = [key for key in names if key in storages]
-        self.separate = [key for key in self.separate if storages[key].kind == SEPARATE]
-        self.whole = [key for key in names if key in storages and key not in self.separate]
+        thresholds = self.group.lead.thresholds
+        self.thresholds = {("threshold", n): value for n, value in enumerate(thresholds)}
+        # In the order of the kernel's arguments.
+        self.separate = [key for key in storages if storages[key].kind == SEPARATE]
+        self.whole = [key for key in storages if storages[key].kind != SEPARATE]
         self.strided = {(a.of, a.index) for a in self.function.arguments if a.kind == "stride"}
-        self.sizes = {key: self.group.sizes(*key) for key in (*self.separate, *self.whole)}
+        # The elements of a row of the tensors of all slices that a kernel reads by a stride.
+        self.rows: dict[_Key, int] = {}
+        for key in self.whole:
+            storage = storages[key]
+            if storage.by_row and storage.kind in (JOINT, SHARED):
+                self.rows[key] = sum(storage.sizes) if storage.kind == JOINT else storage.sizes[0]
 
     def run(self, site: SliceSite, passed: _Tensors, rows: int, like: Any, state: State) -> None:
         """Launch the kernels."""
         values: dict[Any, Any] = {("rows", 0): rows, ("stats", 0): passed["stats", 0][0]}
+        values |= self.thresholds
         copies: list[Any] = []  # alive until the launch
         bits = self._put_whole(passed, values)
         if self.separate:
@@ -341,11 +346,11 @@ class _Way:
                 values["partials", 0] = like.new_empty(plan.partials, dtype=self.group.lead.acc)
         places = -(-rows // plan.most_rows) if plan.most_rows else 1
         values["slice_table"] = plan.table
-        plan.variant(plan.units, places, *self._arguments(plan.kernel, values))
-        if plan.reduction is not None and plan.reduce is not None:
+        plan.variant(plan.units, places, *map(values.__getitem__, plan.arguments))
+        if plan.reduce is not None:
             values["slice_table"] = plan.reduce_table
             slots = len(self.function.sums) * self.group.slices
-            plan.reduce(plan.across, slots, *self._arguments(plan.reduction, values))
+            plan.reduce(plan.across, slots, *map(values.__getitem__, plan.reduce_arguments))
 
     def _separate(
         self, passed: _Tensors, copies: list[Any]
@@ -360,7 +365,7 @@ class _Way:
         strides: list[int] = []
         bits = 0
         for key in self.separate:
-            for t, size in zip(passed[key], self.sizes[key], strict=True):
+            for t, size in zip(passed[key], self.storages[key].sizes, strict=True):
                 stride = size
                 if not t.is_contiguous() or t.is_neg() or not t.data_ptr():
                     if key in self.strided:
@@ -378,39 +383,25 @@ class _Way:
         bits = 0
         for key in self.whole:
             (t,) = passed[key]
-            storage = self.storages[key]
-            if storage.by_row and storage.kind in (JOINT, SHARED):
-                width = sum(storage.sizes) if storage.kind == JOINT else storage.sizes[0]
-                read, values["stride", key], more = as_rows(t, width)
-            else:
+            size = self.rows.get(key)
+            if size is None:
                 read, more = vector(t)
+            else:
+                read, values["stride", key], more = as_rows(t, size)
             if read is not t and key[0] in _WRITTEN:
                 raise RuntimeError(f"{self.group.op}: {key[0]} {key[1]} is not contiguous")
             values[key] = read
             bits |= more
         return bits
 
-    def _arguments(self, kernel: SliceKernel, values: dict[Any, Any]) -> list[Any]:
-        """Return a kernel's arguments in the launch."""
-        thresholds = self.group.lead.thresholds
-        arguments = []
-        for name, argument in kernel.parameters:
-            if argument is None:
-                arguments.append(values[name])
-            elif argument.kind == "stride":
-                arguments.append(values["stride", (argument.of, argument.index)])
-            elif argument.kind == "threshold":
-                arguments.append(thresholds[argument.index])
-            else:
-                arguments.append(values[argument.kind, argument.index])
-        return arguments
-
     # --- plans ------------------------------------------------------------------------------------
 
     def compile(self, site: SliceSite, seeded: int, bucket: int, device: torch.device) -> None:
         """Compile the kernels for tensors as PyTorch allocates them."""
         sizes = [size for key in self.strided for size in self.group.sizes(*key)]
-        self._plan(site, seeded, not any(size % 8 for size in sizes), bucket, device)
+        key = (site, seeded, not any(size % 8 for size in sizes), bucket)
+        if key not in self.plans:
+            tuning.plan(self.plans, key, self._plan, device)
 
     def _tuning_key(self, bucket: int) -> TuningKey:
         function = self.function
@@ -467,7 +458,8 @@ class _Way:
             "ALIGN": align,
         }
         variant = self._variant(site, kernel, seeded, values, config, aligned)
-        reduce = reduction = reduce_table = None
+        reduce = reduce_table = None
+        reduce_arguments: tuple[Any, ...] = ()
         across = 0
         if self.reduction is not None and not alone:
             function, numbers = self.reduction
@@ -476,20 +468,20 @@ class _Way:
             )
             reduce_config = tuning.config_of_sums(max(tiling.parts), max(self.lengths))
             across = -(-max(self.lengths) // reduce_config.block_n)
-            align = reduction.align() if aligned else 1
-            values |= {"UNITS": 0, "ALIGN": align, "TYPES": self._types_of(reduction)}
+            reduce_align = reduction.align() if aligned else 1
+            values |= {"UNITS": 0, "ALIGN": reduce_align, "TYPES": self._types_of(reduction)}
             reduce = self._variant(site, reduction, 0, values, reduce_config, aligned)
-            reduce_table = constants(reduction.table((), align) or (0,), device, torch.int64)
-            align = kernel.align() if aligned else 1
+            reduce_table = constants(reduction.table((), reduce_align), device, torch.int64)
+            reduce_arguments = reduction.arguments()
         return _Plan(
             variant,
             reduce,
-            kernel,
-            reduction,
+            kernel.arguments(),
+            reduce_arguments,
             units,
             0 if has_sums else tiling.most_rows,
             0 if alone else total,
-            constants(kernel.table(tiling.units, align) or (0,), device, torch.int64),
+            constants(kernel.table(tiling.units, align), device, torch.int64),
             reduce_table,
             across,
         )

@@ -138,6 +138,16 @@ class SliceGroup(SequenceOperator):
         return self._sizes(kind in ("input", "gradient"), index if kind != "intermediate" else -1)
 
     @functools.cache  # noqa: B019 - an operator lives as long as the process
+    def own_shapes(self, number: int) -> tuple[tuple[int, ...], ...]:
+        """Return the sizes of the dimensions of a result after those of rows, of each slice."""
+        shapes = []
+        for program in self.programs:
+            structure = program.structure
+            labels = structure.outputs[number].labels[len(structure.rows) :]
+            shapes.append(tuple(program.shape(labels, structure.sizes)))
+        return tuple(shapes)
+
+    @functools.cache  # noqa: B019 - as above
     def _sizes(self, is_input: bool, index: int) -> tuple[int, ...]:
         kind = "input" if is_input else "intermediate" if index < 0 else "output"
         pairs = [(program, self.operand(kind, index, k)) for k, program in enumerate(self.programs)]
@@ -303,7 +313,11 @@ class SliceGroup(SequenceOperator):
 
     def rows_by(self, grads: Any) -> int:
         """Return the number of rows of a slice, from the cotangents."""
-        for number, parts in enumerate(self.by_result(grads)):
+        return self.rows_of_results(self.by_result(grads))
+
+    def rows_of_results(self, by_result: Sequence[Sequence[Any]]) -> int:
+        """Return the number of rows of a slice, from the cotangents of each result."""
+        for number, parts in enumerate(by_result):
             kind = "cotangent" if number < self.count else "intermediate"
             sizes = self.sizes(kind, number)
             for grad, size in zip(parts, sizes, strict=False):

@@ -90,12 +90,24 @@ class SliceKernel:
         """Whether a product and a sum may be one instruction."""
         return self.function.contracts
 
+    def arguments(self) -> tuple[Any, ...]:
+        """Return the key of each argument: its name for a table, a stride's tensor, or its own."""
+        keys: list[Any] = []
+        for name, argument in self.parameters:
+            if argument is None:
+                keys.append(name)
+            elif argument.kind == "stride":
+                keys.append(("stride", (argument.of, argument.index)))
+            else:
+                keys.append((argument.kind, argument.index))
+        return tuple(keys)
+
     def table(self, units: Sequence[Sequence[int]], align: int) -> tuple[int, ...]:
-        """Return the table's numbers."""
+        """Return the table's numbers; one that is not read if there are none."""
         numbers = list(itertools.chain(*zip(*units, strict=True)))
         for values, counts_elements in self.columns:
             numbers += [value // align for value in values] if counts_elements else values
-        return tuple(numbers)
+        return tuple(numbers) or (0,)
 
     def align(self) -> int:
         """Return the largest power of two up to 8 that divides all that counts elements."""
