@@ -26,11 +26,14 @@ from .layouts import BY_ROW, RowLayout, offsets_along, row_layout, strides_of, t
 from .structure import Operand, Part, Structure, within
 from .text import product
 
-__all__ = ["EVEN", "SPREAD", "Addresses", "Argument", "Sliced", "Spacings"]
+__all__ = ["EVEN", "LOOKUP", "SPREAD", "Addresses", "Argument", "Sliced", "Spacings"]
 
 # How rows are spaced, for each tensor whose rows no single stride reaches, by its kind and index.
 Spacings = Mapping[tuple[str, int], Spacing]
 EVEN: Spacings = MappingProxyType({})
+# The spacing of a tensor whose rows are those of a table that an index selects. Its argument is the
+# table. Only kernels of slices have such tensors: see `horizontal.lookups`.
+LOOKUP: Spacing = ()
 
 Sliced = Literal["", "equal", "mixed"]
 
@@ -62,7 +65,8 @@ class Argument:
         name: in the source.
         kind: "input", "output", "intermediate", "stats", "moments", "cotangent", "gradient",
             "partials", "seed", "offset", "threshold", "stride" (of the tensor that ``of`` names),
-            "size" (of a row axis), "rows", "chunks" or "programs".
+            "size" (of a row axis), "rows", "chunks" or "programs". Of an input that is looked up in
+            a table: "index" (its row of the table for each row) and "limit" (the table's rows).
         index: the index of the input, output, dropout or axis.
         of: for a stride: the kind of its tensor.
         dim: for a stride: if rows have several strides, the dimension that has this one; else -1.
@@ -107,6 +111,7 @@ class Addresses:
         self.divides = False
         self.pairs = False
         self._indexed_axes: set[int] = set()  # the row axes whose index is used
+        self._looked_up: dict[int, tuple[str, str]] = {}  # rows of tables: variables and lines
 
     def argument(self, kind: str, index: int, name: str, of: str = "", dim: int = -1) -> str:
         """Return the name of an argument, which is added if it is new."""
@@ -189,10 +194,26 @@ class Addresses:
         if layout == "indexed":
             return [self._row_offset(operand)]
         spacing = self.spacings.get((kind, index))
-        if spacing is not None:
+        if spacing:
             return self._spaced_terms(kind, index, operand, spacing)
         row = "group" if layout == "group" else "rows"
+        if spacing == LOOKUP:
+            row = self._row_of_table(index)
         return [times(row, self._row_stride(kind, index, operand, layout))]
+
+    def _row_of_table(self, index: int) -> str:
+        """Return the variable with the row of a table, which `indices` assigns."""
+        if index in self._looked_up:
+            return self._looked_up[index][0]
+        name = self.arguments["input", index, "", -1].name
+        indices = self.argument("index", index, f"{name}_index")
+        step = self.argument("stride", index, f"{name}_step", "index")
+        limit = self.argument("limit", index, f"{name}_limit")
+        row = self.names.free(f"{name}_row")
+        address = f"{indices} + {times('rows', step)}"
+        line = f"{row} = row_of_table({address}, {limit}, in_rows)"
+        self._looked_up[index] = row, line
+        return row
 
     def _spaced_terms(self, kind: str, index: int, operand: Operand, spacing: Spacing) -> list[str]:
         """Return the terms that lead to a row which no single stride reaches.
@@ -318,8 +339,12 @@ class Addresses:
         return f"row{axis}"
 
     def indices(self) -> list[str]:
-        """Return the lines that compute the index along each row axis whose index is used."""
-        return [f"row{axis} = {self._row_index(axis)}" for axis in sorted(self._indexed_axes)]
+        """Return the lines that compute the index along each row axis whose index is used.
+
+        They also compute the rows of tables.
+        """
+        lines = [f"row{axis} = {self._row_index(axis)}" for axis in sorted(self._indexed_axes)]
+        return [*lines, *[line for _, line in self._looked_up.values()]]
 
     def _row_index(self, axis: int) -> str:
         """Return the index along a row axis: ``rows`` counts all of them, the last one fastest."""

@@ -45,6 +45,19 @@ def sum_of_rows(value, in_rows, ALL: tl.constexpr):
 
 
 @triton.jit
+def row_of_table(index, limit, in_rows):
+    """Return the row of a table for each row of a tile: what ``index`` points to.
+
+    An index must be at least 0 and less than ``limit``. In kernels that check indices an assertion
+    fails otherwise: see `loading`. In the others it stands for row 0.
+    """
+    row = tl.load(index, mask=in_rows, other=0).to(tl.int64)
+    exists = (row >= 0) & (row < limit)
+    tl.device_assert(exists, "an index of an embedding is out of range")
+    return tl.where(exists, row, 0)
+
+
+@triton.jit
 def log1p(x):
     """Return the logarithm of 1 + x, exact for small x (Kahan).
 

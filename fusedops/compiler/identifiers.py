@@ -37,6 +37,7 @@ _OWN = (
     "log1p",
     "negative_zero",
     "power",
+    "row_of_table",
     "split_pairs",
     "sum_of_rows",
     "xlogy",

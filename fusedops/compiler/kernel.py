@@ -76,6 +76,12 @@ class Kernel:
     contracts: bool = False
     stats: int = 0
 
+    @property
+    def checks(self) -> bool:
+        """Whether it checks indices of tables: a forward does, with the backward's indices."""
+        kinds = {argument.kind for argument in self.arguments}
+        return "index" in kinds and "cotangent" not in kinds
+
 
 def first_lines(*, drops: bool) -> list[str]:
     """Return the first lines of a kernel.

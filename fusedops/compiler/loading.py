@@ -27,18 +27,24 @@ class Source(Protocol):
     def contracts(self) -> bool:
         """Whether a product and a sum may be one instruction."""
 
+    @property
+    def checks(self) -> bool:
+        """Whether an index out of range makes an assertion fail."""
+
 
 # The first line of a kernel whose products are all rounded.
 _ROUNDS = "# Products are rounded.\n"
+# The first line of a kernel with assertions, or the second.
+_CHECKS = "# Indices are checked.\n"
 _kernels: dict[str, Any] = {}
 
 
 def loaded(function: str, digest: str, kernel: Source) -> Any:
     """Return the kernel of a function, from its source."""
     # Another process may get the text alone, so that the text has to say whether products are
-    # contracted: see `kernel_of`.
-    rounds = "" if kernel.contracts else _ROUNDS
-    text = f"{rounds}{HEADER}\n\n{kernel.source}"
+    # contracted, and indices checked: see `kernel_of`.
+    marks = ("" if kernel.contracts else _ROUNDS) + (_CHECKS if kernel.checks else "")
+    text = f"{marks}{HEADER}\n\n{kernel.source}"
     text_digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     return kernel_of(f"<fusedops rowwise {function} {digest} {text_digest}>", kernel.name, text)
 
@@ -47,7 +53,8 @@ def kernel_of(path: str, name: str, text: str) -> Any:
     """Return the kernel of this name in a text, for which ``path`` is the name of a file.
 
     A product and a sum are one instruction, without the product's rounding, unless the text says
-    that products are rounded: see `codegen`.
+    that products are rounded: see `codegen`. Assertions have no effect unless the text says that
+    indices are checked.
     """
     kernel = _kernels.get(path)
     if kernel is None:
@@ -59,6 +66,7 @@ def kernel_of(path: str, name: str, text: str) -> Any:
         exec(compile(text, path, "exec"), namespace)
         kernel = _kernels[path] = namespace[name]
         kernel.contracts = not text.startswith(_ROUNDS)
+        kernel.checks = text.removeprefix(_ROUNDS).startswith(_CHECKS)
     return kernel
 
 

@@ -8,27 +8,19 @@ finite makes the whole column of the table's gradient not a number.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from ...compiler.horizontal.lookups import gradient_of_few, is_of_few
 from ...core.calls.registration import implement
 from ...core.launches import launch
-from ..graphs import are_numbers, name_of, value_of
+from ..graphs import name_of, value_of
 from ..report import note_change
 from ..rewrite import Rewrite
 
 __all__ = ["sum_embedding_gradients"]
-
-# T5's table of distances has 32 rows and 262,144 look-ups a batch: atomic additions took 3.1 of the
-# 30.0 ms that the GPU is busy in a step of T5-base on an H200.
-_MOST_ROWS, _LEAST_LOOKUPS = 64, 4096
-# The most elements of the matrix of zeros and ones.
-_MOST_ELEMENTS = 2**26
-# A product of so many parts of the look-ups keeps a GPU busy.
-_MOST_PARTS = 256
 
 
 def sum_embedding_gradients(rewrite: Rewrite) -> None:
@@ -45,12 +37,7 @@ def _is_of_few(node: fx.Node) -> bool:
     if name_of(node) != "embedding" or len(node.args) != 2 or node.kwargs:
         return False
     table, indices = value_of(node.args[0]), value_of(node.args[1])  # type: ignore[arg-type]
-    if not are_numbers((*table.shape, *indices.shape)):
-        return False
-    rows, lookups = table.shape[0], math.prod(indices.shape)
-    most_lookups = _MOST_ELEMENTS // max(rows, 1)
-    is_fit = rows <= _MOST_ROWS and _LEAST_LOOKUPS <= lookups <= most_lookups
-    return is_fit and launch.runs_kernels(table.device.type)
+    return is_of_few(table.shape[0], indices) and launch.runs_kernels(table.device.type)
 
 
 # --- the operator ---------------------------------------------------------------------------------
@@ -67,21 +54,8 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _derivative(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    """The gradient, summed in fp32, or in the gradient's dtype if that is wider.
-
-    With p parts of n look-ups, r rows and d columns:
-
-        is_row [p, r, n] @ grad [p, n, d] ──▶ [p, r, d] ──sum──▶ [r, d]
-    """
     (indices,) = ctx.saved_tensors
-    count = indices.numel()
-    parts = math.gcd(count, _MOST_PARTS)
-    acc = torch.promote_types(grad.dtype, torch.float32)
-    lookups = indices.reshape(parts, 1, -1)
-    rows = torch.arange(ctx.rows, device=indices.device).view(1, -1, 1)
-    is_row = (lookups == rows).to(acc)
-    by_part = grad.reshape(parts, count // parts, -1).to(acc)
-    return torch.bmm(is_row, by_part).sum(0).to(ctx.dtype), None
+    return gradient_of_few(grad, indices, ctx.rows).to(ctx.dtype), None
 
 
 _LIBRARY = torch.library.Library("fusedops", "FRAGMENT")

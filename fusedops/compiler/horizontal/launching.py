@@ -9,6 +9,7 @@ there are kernels, and for each bucket of the number of rows and each alignment 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,8 @@ from ...core.launches.operand import rows as as_rows
 from ...core.launches.operand import vector
 from ...core.launches.tables import constants, gather
 from ...core.random.rng import State, seed_kind
-from ..addresses import Argument, Sliced
+from ..addresses import LOOKUP as LOOKED_UP
+from ..addresses import Argument, Sliced, Spacings
 from ..codegen import backward_kernels, forward_kernels
 from ..kernel import Kernel
 from ..loading import loaded
@@ -39,7 +41,7 @@ from ..partials import slice_reduction
 from ..planning import Plan
 from . import configs
 from .buffers import with_zeros
-from .forms import BUFFER, JOINT, SEPARATE, SHARED
+from .forms import BUFFER, JOINT, LOOKUP, SEPARATE, SHARED
 from .site import SliceSite
 from .source import SliceKernel, Storage, kernel_of_slices, reduction_of_slices
 from .tiles import Tiling
@@ -63,6 +65,7 @@ def forward(site: SliceSite, tensors: Any, outs: Any, state: State) -> None:
     group = site.group
     way = site.plans.get(_FORWARD) or _way_of(site, _FORWARD)
     passed: _Tensors = {("input", i): tensors[group.span(i)] for i in range(len(group.inputs))}
+    _divide_lookups(group, passed)
     passed |= {("output", r): (outs[r],) for r in range(group.count)}
     passed |= {("intermediate", 0): (outs[group.visible - 1],), ("stats", 0): (outs[-1],)}
     way.run(site, passed, group.rows_of(tensors), tensors[group.first], state)
@@ -74,6 +77,7 @@ def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -
     passed: _Tensors = {("gradient", i): (out,) for i, out in enumerate(outs)}
     inputs, intermediate = group.saved_parts(saved)
     passed |= {("input", i): p for i, p in zip(group.plan.saved_inputs, inputs, strict=True)}
+    _divide_lookups(group, passed)
     passed |= {("intermediate", 0): intermediate, ("stats", 0): saved[:1]}
     by_result = group.by_result(grads)
     rows = group.rows_of_results(by_result)
@@ -85,6 +89,15 @@ def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -
     way = site.plans.get(key) or _way_of(site, key)
     like = next(filter(None, cotangents))[0]
     way.run(site, passed, rows, like, state)
+
+
+def _divide_lookups(group: Any, passed: _Tensors) -> None:
+    """Divide the tensors of inputs that are looked up into tables and indices."""
+    for index in group.lookups:
+        tensors = passed.get(("input", index))
+        if tensors is not None:
+            passed["input", index] = tensors[: group.slices]
+            passed["index", index] = tensors[group.slices :]
 
 
 def _cotangents(group: Any, number: int, parts: Sequence[Any], rows: int) -> Sequence[Any]:
@@ -156,7 +169,8 @@ def prepare(
 def _forward(site: SliceSite) -> _Way:
     group = site.group
     acc = group.lead.acc
-    kernels = [_forward_of(plan, acc, group.sliced, saves=site.saves) for plan in group.plans]
+    forward_of = functools.partial(_forward_of, saves=site.saves, lookups=tuple(group.lookups))
+    kernels = [forward_of(plan, acc, group.sliced) for plan in group.plans]
     return _Way(site, kernels, _storages(group, kernels[0], (), separate=False), ())
 
 
@@ -171,16 +185,32 @@ def _backward(
     cotangents = tuple([number for number, dtype in enumerate(dtypes) if dtype is not None])
     gradients = tuple([index for index, want in enumerate(wanted) if want])
     acc = group.lead.acc
-    gradients_of = functools.partial(_backward_of, cotangents=cotangents, wanted=gradients)
+    gradients_of = functools.partial(
+        _backward_of, cotangents=cotangents, wanted=gradients, lookups=tuple(group.lookups)
+    )
     kernels = [gradients_of(plan, acc, group.sliced) for plan in group.plans]
     storages = _storages(group, kernels[0], separate, separate=has_separate_results)
     return _Way(site, kernels, storages, dtypes)
 
 
 @functools.lru_cache(maxsize=4096)
-def _forward_of(plan: Plan, acc: torch.dtype, sliced: Sliced, *, saves: bool) -> Kernel:
-    (kernel,) = forward_kernels(plan, acc, group=(), tiled=False, saves=saves, sliced=sliced)
+def _forward_of(
+    plan: Plan, acc: torch.dtype, sliced: Sliced, *, saves: bool, lookups: tuple[int, ...] = ()
+) -> Kernel:
+    (kernel,) = forward_kernels(
+        plan,
+        acc,
+        group=(),
+        tiled=False,
+        saves=saves,
+        spacings=_spacings(lookups),
+        sliced=sliced,
+    )
     return kernel
+
+
+def _spacings(lookups: tuple[int, ...]) -> Spacings:
+    return {("input", index): LOOKED_UP for index in lookups}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -191,9 +221,17 @@ def _backward_of(
     *,
     cotangents: tuple[int, ...],
     wanted: tuple[int, ...],
+    lookups: tuple[int, ...] = (),
 ) -> Kernel:
     (kernel,) = backward_kernels(
-        plan, acc, group=(), tiled=False, cotangents=cotangents, wanted=wanted, sliced=sliced
+        plan,
+        acc,
+        group=(),
+        tiled=False,
+        cotangents=cotangents,
+        wanted=wanted,
+        spacings=_spacings(lookups),
+        sliced=sliced,
     )
     return kernel
 
@@ -226,13 +264,15 @@ def _storages(
     storages: dict[_Key, Storage] = {}
     for argument in kernel.arguments:
         kind, index = argument.kind, argument.index
+        if kind == "index":
+            storages[kind, index] = Storage(LOOKUP, True, sizes=group.lookups[index].rows)
         if kind not in _FORMS:
             continue
         form = _FORMS[kind](group, index)
         # What this package allocates is one tensor.
         if form != JOINT and kind != "input":
             form = BUFFER
-        if kind == "cotangent" and cotangents[index]:
+        if (kind == "cotangent" and cotangents[index]) or (kind == "input" and form == LOOKUP):
             form = SEPARATE
         if kind == "intermediate" and separate:
             form = SEPARATE
@@ -310,8 +350,10 @@ class _Way:
         self.thresholds = {("threshold", n): value for n, value in enumerate(thresholds)}
         # In the order of the kernel's arguments.
         self.separate = [key for key in storages if storages[key].kind == SEPARATE]
-        self.whole = [key for key in storages if storages[key].kind != SEPARATE]
-        self.strided = {(a.of, a.index) for a in self.function.arguments if a.kind == "stride"}
+        self.whole = [key for key in storages if storages[key].kind not in (SEPARATE, LOOKUP)]
+        self.looked_up = [key for key in storages if storages[key].kind == LOOKUP]
+        strides = [(a.of, a.index) for a in self.function.arguments if a.kind == "stride"]
+        self.strided = set(strides).difference(self.looked_up)
         # The elements of a row of the tensors of all slices that a kernel reads by a stride.
         self.rows: dict[_Key, int] = {}
         for key in self.whole:
@@ -357,6 +399,8 @@ class _Way:
     ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """Return the addresses and row strides of separate tensors, and the bits of the strides.
 
+        After the strides are the addresses of indices, and their strides: see `source`.
+
         Args:
             passed: the tensors.
             copies: gets the copies of tensors that cannot be read in place.
@@ -376,6 +420,9 @@ class _Way:
                 pointers.append(t.data_ptr())
                 strides.append(stride)
                 bits |= stride << 1
+        indices = list(itertools.chain(*map(passed.__getitem__, self.looked_up)))
+        strides += [index.data_ptr() for index in indices]
+        strides += [index.stride(0) for index in indices]
         return tuple(pointers), tuple(strides), bits
 
     def _put_whole(self, passed: _Tensors, values: dict[Any, Any]) -> int:
@@ -506,6 +553,8 @@ class _Way:
             return dtype
         if kind == "input":
             return group.lead.dtypes[index]
+        if kind == "index":
+            return getattr(torch, group.lookups[index].dtype)
         if kind == "gradient":
             return group.lead.acc if group.inputs[index] == SHARED else group.lead.dtypes[index]
         if kind in ("output", "intermediate"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from operator import itemgetter
@@ -22,7 +23,8 @@ from ..operator import Program, RowwiseConstants
 from ..structure import Operand
 from . import launching
 from .buffers import empty, separated, with_zeros
-from .forms import BUFFER, JOINT, SEPARATE, SHARED
+from .forms import BUFFER, JOINT, LOOKUP, SEPARATE, SHARED
+from .lookups import Lookup
 from .site import SliceSite
 from .source import STEP_BITS, Storage
 
@@ -63,14 +65,16 @@ class SliceGroup(SequenceOperator):
     """A function traced for slices of these lengths.
 
     The tensors are those of each input of the function in order: one for each slice, or one if the
-    slices are joint or shared. A tensor with rows has two dimensions, a vector has one. The outputs
-    that the caller gets are those of each result: one for each slice, or one. After them comes the
-    intermediate's buffer, if there is one.
+    slices are joint or shared. An input that is looked up has the table of each slice, and after
+    them the index of each, which has one dimension. A tensor with rows has two dimensions, a vector
+    has one. The outputs that the caller gets are those of each result: one for each slice, or one.
+    After them comes the intermediate's buffer, if there is one.
 
     Attributes:
         programs: the program of each slice.
         inputs: the forms of the inputs.
         results: the forms of the results.
+        lookups: the inputs that are looked up, by their index.
         starts: the position of each input's first tensor.
         lead: a program, for what is the same for all slices.
     """
@@ -80,9 +84,14 @@ class SliceGroup(SequenceOperator):
     tensors = ("tensors",)
 
     def __init__(
-        self, programs: Sequence[Program], inputs: Sequence[str], results: Sequence[str]
+        self,
+        programs: Sequence[Program],
+        inputs: Sequence[str],
+        results: Sequence[str],
+        lookups: Sequence[Lookup] = (),
     ) -> None:
         super().__init__()
+        self.lookups = {lookup.input: lookup for lookup in lookups}
         self.programs, self.inputs, self.results = tuple(programs), tuple(inputs), tuple(results)
         self.lead = lead = self.programs[0]
         self.op, self.p = lead.op, lead.p
@@ -92,7 +101,8 @@ class SliceGroup(SequenceOperator):
         self.sliced: Sliced = "equal" if len(lengths) == 1 else "mixed"
         self.count, self.own = lead.count, lead.own
         self.slices = len(self.programs)
-        counts = [self.slices if form == SEPARATE else 1 for form in inputs]
+        tensors_of = {SEPARATE: self.slices, LOOKUP: 2 * self.slices}
+        counts = [tensors_of.get(form, 1) for form in inputs]
         self.starts = tuple(itertools.accumulate(counts, initial=0))
         self.visible = self.count + self.own  # type: ignore[misc]
         own = ["intermediate"] if self.own else []
@@ -104,10 +114,13 @@ class SliceGroup(SequenceOperator):
         self.separate = SEPARATE in self.results
         self.by_row = tuple([self._is_by_row(o) for o in lead.structure.inputs])
         first = max(range(len(inputs)), key=lambda i: (self.by_row[i], -i))
-        self.first = self.starts[first]  # type: ignore[misc]
+        # A table has other rows than the call; its index has the call's.
+        self.first = self.starts[first] + self.slices * (first in self.lookups)  # type: ignore[misc]
+        # Without the looked-up rows, the backward needs their index for the tables' gradients.
+        self.indices_saved = tuple([i for i in self.lookups if i not in self.plan.saved_inputs])
         self._sources = self._sources_of()
         words = [program.digest for program in self.programs]
-        words += [*self.inputs, *self.results]
+        words += [*self.inputs, *self.results, *map(repr, lookups)]
         digest = hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
         self.digest = digest
         self.name = f"{lead.name.rpartition('_')[0]}_slices_{digest}"  # type: ignore[misc]
@@ -168,6 +181,10 @@ class SliceGroup(SequenceOperator):
         """Return the positions of an input's tensors."""
         return slice(self.starts[index], self.starts[index + 1])
 
+    def span_of_indices(self, index: int) -> slice:
+        """Return the positions of the indices of an input that is looked up."""
+        return slice(self.starts[index] + self.slices, self.starts[index + 1])
+
     # --- before a call ----------------------------------------------------------------------------
 
     @staticmethod
@@ -204,6 +221,7 @@ class SliceGroup(SequenceOperator):
         outs = self.writes(constants, dtypes, dropout=dropout, saves=saves)
         plan = self.plan
         spans = [self.span(i) for i in plan.saved_inputs]
+        spans += [self.span_of_indices(i) for i in self.indices_saved]
         count = self.starts[-1]
         places = [-1] if not plan.stats else [count + len(outs) - 1]
         for span in spans:
@@ -235,7 +253,7 @@ class SliceGroup(SequenceOperator):
         sources = lead._sources or (every,) * self.visible
 
         def positions(inputs: frozenset[int], k: int) -> frozenset[int]:
-            kinds = [(i, self.inputs[i] == SEPARATE) for i in inputs]
+            kinds = [(i, self.inputs[i] in (SEPARATE, LOOKUP)) for i in inputs]
             return frozenset([self.starts[i] + k * is_separate for i, is_separate in kinds])
 
         result = list[frozenset[int]]()
@@ -249,9 +267,10 @@ class SliceGroup(SequenceOperator):
         """See `Operator`."""
         index = next(i for i, start in enumerate(self.starts[1:]) if position < start)
         name = self.lead.structure.inputs[index].name
-        if self.inputs[index] != SEPARATE:
+        if self.inputs[index] not in (SEPARATE, LOOKUP):
             return name
-        return f"{name} of slice {position - self.starts[index]}"
+        half, number = divmod(position - self.starts[index], self.slices)
+        return f"{'index of ' if half else ''}{name} of slice {number}"
 
     def axes(self, constants: Any, tensors: Any) -> Axes:
         """Raise `NotImplementedError`: `foreach` calls the function for each slice of DTensors."""
@@ -284,7 +303,27 @@ class SliceGroup(SequenceOperator):
             end = start + self.starts[i + 1] - self.starts[i]
             inputs.append(saved[start:end])
             start = end
-        return inputs, saved[start:]
+        return inputs, saved[start + self.slices * len(self.indices_saved) :]
+
+    def _saved_indices(self, saved: Any) -> dict[int, Sequence[Any]]:
+        """Return the indices of each input that is looked up, by the input."""
+        pairs = zip(self.plan.saved_inputs, self.saved_parts(saved)[0], strict=True)
+        indices = {i: part[self.slices :] for i, part in pairs if i in self.lookups}
+        start = 1 + sum([self.starts[i + 1] - self.starts[i] for i in self.plan.saved_inputs])
+        for i in self.indices_saved:
+            indices[i] = saved[start : start + self.slices]
+            start += self.slices
+        return indices
+
+    def _of_tables(
+        self, index: int, rows: Sequence[Tensor | None], saved: Any
+    ) -> list[Tensor | None]:
+        """Return the gradients of an input's tensors, from those of its rows if they are needed."""
+        if index not in self.lookups:
+            return list(rows)
+        indices = self._saved_indices(saved)[index]
+        tables = self.lookups[index].gradients_of_tables(rows, indices)
+        return [*tables, *[None] * self.slices]
 
     def by_result(self, grads: Any) -> list[list[Any]]:
         """Return the cotangents of each result: one of each slice, or one."""
@@ -349,7 +388,9 @@ class SliceGroup(SequenceOperator):
                 if self.inputs[index] == SHARED:
                     exposed.append(torch.stack(list(parts)).sum(0).to(self.lead.dtypes[index]))
                 else:
-                    exposed += [p if need else None for p, need in zip(parts, needed, strict=True)]
+                    pairs = zip(parts, needed, strict=False)  # without those of indices
+                    own = [part if need else None for part, need in pairs]
+                    exposed += self._of_tables(index, own, saved)
         return exposed
 
     # --- PyTorch's operators ----------------------------------------------------------------------
@@ -361,10 +402,12 @@ class SliceGroup(SequenceOperator):
         if tensors[0] is None and len(tensors) == 1:
             return [None] * self.slices
         parts = list(tensors)
+        if form == LOOKUP:
+            parts = self.lookups[index].read(tensors)
         sizes = self.sizes(kind, index)
         by_row = self._is_by_row(self.operand(kind, index))
-        if len(tensors) == 1:
-            (tensor,) = tensors
+        if len(parts) == 1:
+            (tensor,) = parts
             if form == SHARED:
                 parts = [tensor] * self.slices
             elif form == JOINT:
@@ -387,7 +430,9 @@ class SliceGroup(SequenceOperator):
 
     def _assembled(self, form: str, slices: Sequence[Any], *, by_row: bool) -> list[Any]:
         """Return a result's tensors, or an input's gradients, from those of all slices."""
-        flat = [part.reshape(part.shape[0], -1) if by_row else part.reshape(-1) for part in slices]
+        flat = [part.reshape(-1) for part in slices]
+        if by_row:  # sizes in full, because there may be no rows
+            flat = [part.reshape(part.shape[0], math.prod(part.shape[1:])) for part in slices]
         if form == SHARED:
             return [torch.stack(flat).sum(0)]
         return [torch.cat(flat, -1)] if form == JOINT else flat
@@ -451,7 +496,7 @@ class SliceGroup(SequenceOperator):
             )
             values = (*[tensors[k] for tensors in inputs], whole[k], None)
             by_slice.append(program.derivative(of_slice, own, values, draw, wanted))
-        return self._gradients_of(by_slice, needs, rows)
+        return self._gradients_of(by_slice, needs, rows, saved)
 
     def _result(self, number: int) -> tuple[str, str]:
         """Return the kind and form of a result, or of the intermediate that follows them."""
@@ -463,7 +508,7 @@ class SliceGroup(SequenceOperator):
         return self.results[number] if number < self.count else BUFFER
 
     def _gradients_of(
-        self, by_slice: Sequence[Sequence[Any]], needs: Sequence[bool], rows: int
+        self, by_slice: Sequence[Sequence[Any]], needs: Sequence[bool], rows: int, saved: Any
     ) -> list[Tensor | None]:
         """Return the gradients of the caller's tensors from those of each slice's inputs."""
         gradients: list[Tensor | None] = []
@@ -475,11 +520,14 @@ class SliceGroup(SequenceOperator):
             shapes = [self._shape("gradient", index, k, rows) for k in range(self.slices)]
             filled = with_zeros(values, shapes)
             whole = self._assembled(self.inputs[index], filled, by_row=self.by_row[index])
-            if self.inputs[index] != SEPARATE:
+            if self.inputs[index] not in (SEPARATE, LOOKUP):
                 gradients += whole
                 continue
-            for value, present, need in zip(whole, values, needed, strict=True):
-                gradients.append(value if need and present is not None else None)
+            slices = zip(whole, values, needed, strict=False)  # without the needs of indices
+            own = [
+                value if need and present is not None else None for value, present, need in slices
+            ]
+            gradients += self._of_tables(index, own, saved)
         return gradients
 
     # --- kernels ----------------------------------------------------------------------------------
@@ -529,13 +577,17 @@ _groups: dict[Any, SliceGroup] = {}
 
 
 def group_of(
-    programs: Sequence[Program], inputs: Sequence[str], results: Sequence[str]
+    programs: Sequence[Program],
+    inputs: Sequence[str],
+    results: Sequence[str],
+    lookups: Sequence[Lookup] = (),
 ) -> SliceGroup:
     """Return the operator of these programs and forms, always the same for equal arguments."""
-    key = tuple([program.name for program in programs]), tuple(inputs), tuple(results)
+    names = tuple([program.name for program in programs])
+    key = names, tuple(inputs), tuple(results), tuple(lookups)
     group = _groups.get(key)
     if group is None:
-        group = _groups[key] = SliceGroup(programs, inputs, results)
+        group = _groups[key] = SliceGroup(programs, inputs, results, lookups)
     return group
 
 

@@ -3,7 +3,8 @@
 Each program finds its slice in a table, computes the slice's addresses, and calls the function::
 
     table        [for each unit: tile | slice | part | parts] [for each slice: length | numbers ...]
-    addresses    [of each slice's first separate tensor | of the second | ... | row strides ...]
+    addresses    [of each slice's first separate tensor | of the second | ... | row strides ...
+                  | of each slice's index of a table | of the second | ... | their strides ...]
 
 Offsets and lengths in the table are in units of ALIGN elements, their common factor, so that the
 compiler knows how many elements a load may have.
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 from ..addresses import Argument
 from ..kernel import SLICE_ARGUMENTS, Kernel, first_lines
 from ..text import indented
-from .forms import BUFFER, SEPARATE, SHARED
+from .forms import BUFFER, LOOKUP, SEPARATE, SHARED
 from .tiles import Tiling
 
 __all__ = ["STEP_BITS", "SliceKernel", "Storage", "kernel_of_slices", "reduction_of_slices"]
@@ -54,7 +55,7 @@ class Storage(NamedTuple):
         kind: see `forms`.
         by_row: whether the tensor has a row for each row of the slice.
         firsts: for each slice, its first column if all are side by side.
-        sizes: for each slice, the elements of a row.
+        sizes: for each slice, the elements of a row; of an index, the rows of its table.
     """
 
     kind: str
@@ -73,7 +74,8 @@ class SliceKernel:
         function: the function of one slice.
         parameters: its run-time arguments in order: the name, and the argument of the function that
             it is for; None for the tables.
-        separate: the tensors with addresses in the table of addresses, in order.
+        separate: the tensors with addresses in the table of addresses: those with aligned ones in
+            order, and then the indices of tables.
         columns: the rows of the table that follow those of units: a number of each slice, and
             whether it counts elements.
     """
@@ -89,6 +91,11 @@ class SliceKernel:
     def contracts(self) -> bool:
         """Whether a product and a sum may be one instruction."""
         return self.function.contracts
+
+    @property
+    def checks(self) -> bool:
+        """Whether an index out of range makes an assertion fail."""
+        return self.function.checks
 
     def arguments(self) -> tuple[Any, ...]:
         """Return the key of each argument: its name for a table, a stride's tensor, or its own."""
@@ -266,12 +273,13 @@ def _call(
         lines.append(f"number{i} = {_number(columns, values)}")
     pointers = [a for a in function.arguments if (a.kind, a.index) in storages]
     separate = [a for a in pointers if storages[a.kind, a.index].kind == SEPARATE]
+    looked_up = [a for a in pointers if storages[a.kind, a.index].kind == LOOKUP]
     parameters: list[tuple[str, Argument | None]] = [("slice_table", None)]
     if separate:
         parameters.append(("slice_addresses", None))
     for argument in function.arguments:
         name = argument.name
-        text, is_passed = _argument(argument, storages, separate, columns)
+        text, is_passed = _argument(argument, storages, separate, looked_up, columns)
         if argument.kind == "stats":
             text = [f"{name} += slice_number * {function.stats} * M"]
         elif argument.kind == "partials":
@@ -279,21 +287,31 @@ def _call(
         lines += text
         if is_passed:
             parameters.append((name, argument))
-    return lines, parameters, separate
+    return lines, parameters, [*separate, *looked_up]
 
 
 def _argument(
     argument: Argument,
     storages: Mapping[tuple[str, int], Storage],
     separate: Sequence[Argument],
+    looked_up: Sequence[Argument],
     columns: _Columns,
 ) -> tuple[list[str], bool]:
     """Return the lines that compute an argument, and whether the kernel has it as a parameter."""
     name, is_stride = argument.name, argument.kind == "stride"
     key = argument.of if is_stride else argument.kind, argument.index
+    if argument.kind == "limit":
+        return [f"{name} = {columns.read(storages['index', argument.index].sizes)}"], False
     storage = storages.get(key)
     if storage is None:
         return [], True
+    if storage.kind == LOOKUP:
+        # Neither addresses nor strides of indices are aligned.
+        place = [(a.kind, a.index) for a in looked_up].index(key)
+        row = 2 * len(separate) + is_stride * len(looked_up) + place
+        at = f"tl.load(slice_addresses + {row} * SLICES + slice_number)"
+        cast = "" if is_stride else f".to(tl.pointer_type(TYPES[{len(separate) + place}]))"
+        return [f"{name} = {at}{cast}"], False
     if storage.kind == SEPARATE:
         row = [(a.kind, a.index) for a in separate].index(key)
         at = f"tl.load(slice_addresses + {row + is_stride * len(separate)} * SLICES + slice_number)"

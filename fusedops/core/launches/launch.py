@@ -303,7 +303,7 @@ class Request:
     divisible: Mapping[str, int]
 
     @property
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         """The compiler's options."""
         options = {"num_warps": self.config.warps, "num_stages": self.config.stages}
         if self.config.registers and torch.version.hip is None:
@@ -319,6 +319,9 @@ class Request:
             options["enable_fp_fusion"] = False
         elif "TRITON_DEFAULT_FP_FUSION" not in os.environ:
             options["enable_fp_fusion"] = True
+        # Triton compiles assertions in its debug mode alone, which may check sums of integers, too.
+        if getattr(self.kernel, "checks", False):
+            options |= {"debug": True, "sanitize_overflow": False}
         return options
 
     @property
