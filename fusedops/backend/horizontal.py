@@ -12,19 +12,22 @@ views of one tensor, and results that are concatenated, are read and written in 
     split ──▶ region 0 ─┐                 split
           ──▶ region 1 ─┼─▶ cat     x ──▶ operator ──▶ (no cat)
           ──▶ region 2 ─┘
+
+Embeddings of which nothing else uses the rows are read from their tables: see `lookups`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from ..compiler.horizontal.forms import JOINT, SEPARATE, SHARED
+from ..compiler.horizontal.forms import JOINT, LOOKUP, SEPARATE, SHARED
 from ..compiler.horizontal.launching import outline_of, prepare
 from ..compiler.horizontal.operator import SliceGroup, group_of, why_not
 from ..core.calls.registration import defined
@@ -46,11 +49,12 @@ from .graphs import (
     users_of,
     value_of,
 )
+from .lookups import Embeddings, divided, embeddings_of
 from .regions import DIVIDING
 from .selection import Match
 from .symbols import is_same
 
-__all__ = ["groups_of", "replace_group"]
+__all__ = ["Grouped", "groups_of", "replace_group"]
 
 # The longest rows of slices that are grouped. The kernels of longer rows are as fast one by one,
 # and their launches cost little beside what they compute.
@@ -74,7 +78,7 @@ def groups_of(graph: fx.Graph, matches: Sequence[Match]) -> list[list[Match]]:
         members = current[key] = _Members()
         members.add(match, position)
         groups.append(members.matches)
-    return groups
+    return list(itertools.chain.from_iterable([divided(group) for group in groups]))
 
 
 class _Members:
@@ -169,13 +173,25 @@ def _group_of(node: fx.Node) -> SliceGroup | None:
 # --- replacement ----------------------------------------------------------------------------------
 
 
+class Grouped(NamedTuple):
+    """What became of a group that is one operator.
+
+    Attributes:
+        lookups: the inputs whose rows it reads from tables.
+        outside: why it does not read those of other embeddings.
+    """
+
+    lookups: tuple[int, ...]
+    outside: tuple[str, ...]
+
+
 def replace_group(
     graph: fx.Graph,
     matches: Sequence[Match],
     replaced: dict[fx.Node, fx.Node],
     receives: Collection[fx.Node],
     left: Collection[fx.Node],
-) -> bool:
+) -> Grouped | None:
     """Replaces the regions of a group by one operator, before the first node that uses a result.
 
     Args:
@@ -185,7 +201,7 @@ def replace_group(
         receives: the nodes to whose values the backward passes a gradient.
         left: nodes that are not replaced here, because other regions have them.
     Returns:
-        Whether it replaced them: not if Triton cannot compile the kernels.
+        What became of the group; None if Triton cannot compile the kernels.
     """
     return _Replacement(graph, matches, replaced, receives, left).run()
 
@@ -207,8 +223,10 @@ class _Replacement:
         self.members = {node for match in matches for node in match.region.nodes}
         self.rows = _rows(matches[0])
         self.sized = matches[0].program.inputs[self.lead.first]  # its dimensions of rows are theirs
+        self.embeddings: dict[int, Embeddings] = {}  # by the input
+        self.outside: list[str] = []
 
-    def run(self) -> bool:
+    def run(self) -> Grouped | None:
         """See `replace_group`."""
         position = positions_of(self.graph)
         users = users_of([o for m in self.matches for o in m.region.outputs]) - self.members
@@ -216,12 +234,14 @@ class _Replacement:
         last = max(self.members, key=position.__getitem__)
         point = first if position[first] < position[last] else last.next
         with self.graph.inserting_before(point):
+            self._find_embeddings()
             inputs = [self._input(index) for index in range(len(self.lead.structure.inputs))]
             cats = [self._cat(number) for number in range(self.lead.count)]
             forms = [SEPARATE if cat is None else JOINT for cat in cats]
-            group = group_of(self.programs, [form for form, _ in inputs], forms)
+            lookups = [embeddings.lookup for embeddings in self.embeddings.values()]
+            group = group_of(self.programs, [form for form, _ in inputs], forms, lookups)
             if not self._compiles(group):
-                return False
+                return None
             call = self._call(group, [node for _, nodes in inputs for node in nodes])
         for number, cat in enumerate(cats):
             with self.graph.inserting_before(point):
@@ -233,7 +253,10 @@ class _Replacement:
                 self._replace_cat(number, cat, result)
         for node in sorted(self.members, key=position.__getitem__, reverse=True):
             self.graph.erase_node(node)
-        return True
+        for embeddings in self.embeddings.values():
+            for node in embeddings.nodes:
+                self.graph.erase_node(node)
+        return Grouped(tuple(self.embeddings), tuple(self.outside))
 
     def _compiles(self, group: SliceGroup) -> bool:
         """Compiles the kernels for the call that is traced; returns whether Triton can."""
@@ -259,8 +282,23 @@ class _Replacement:
 
     # --- inputs -----------------------------------------------------------------------------------
 
+    def _find_embeddings(self) -> None:
+        """Finds the inputs whose rows are read from tables."""
+        for index in filter(self._is_by_row, range(len(self.lead.structure.inputs))):
+            embeddings = embeddings_of(index, self.matches, self.dims)
+            if isinstance(embeddings, str):
+                self.outside += filter(None, [embeddings])
+                continue
+            self.embeddings[index] = embeddings
+            if index == self.lead.first:
+                self.sized = embeddings.indices[0]
+
     def _input(self, index: int) -> tuple[str, list[fx.Node]]:
         """The form of an input, and the nodes of its tensors."""
+        embeddings = self.embeddings.get(index)
+        if embeddings is not None:
+            indices = [self._flat(node, by_row=False) for node in embeddings.indices]
+            return LOOKUP, [*embeddings.tables, *indices]
         nodes = [match.program.inputs[index] for match in self.matches]
         nodes = [self.replaced.get(node, node) for node in nodes]
         by_row = self._is_by_row(index)
@@ -281,7 +319,7 @@ class _Replacement:
         )
 
     def _flat(self, node: fx.Node, by_row: bool, size: int = 0) -> fx.Node:
-        """A tensor with rows in two dimensions, a vector in one."""
+        """A tensor with rows in two dimensions, a vector or an index in one."""
         value = value_of(node)
         if value.dim() == (2 if by_row else 1):
             return node

@@ -77,6 +77,9 @@ class RegionReport:
         program: that operator; None if there is none.
         functions: the functions of `rowwise` that are in it.
         slices: the number of regions that are one operator with it, itself included.
+        lookups: the number of embeddings that the operator reads from their tables.
+        of_tables: bytes of their rows that its backward reads again, and which are not saved.
+        outside: why it does not read those of other embeddings.
     """
 
     operators: tuple[str, ...]
@@ -87,6 +90,9 @@ class RegionReport:
     program: Program | None = field(default=None, repr=False)
     functions: tuple[str, ...] = ()
     slices: int = 1
+    lookups: int = 0
+    of_tables: int = 0
+    outside: tuple[str, ...] = ()
 
     @property
     def forward(self) -> int:
@@ -101,7 +107,9 @@ class RegionReport:
     @property
     def saved(self) -> int:
         """Bytes of full tensors that its backward needs, its outputs not counted."""
-        return 0 if self.program is None else self.rows * self.program.plan.alternatives[0].held
+        if self.program is None:
+            return 0
+        return self.rows * self.program.plan.alternatives[0].held - self.of_tables
 
 
 @functools.lru_cache(maxsize=1024)
@@ -208,6 +216,10 @@ def _line(region: RegionReport) -> str:
         outcome += f"; forward {forward} instead of {unfused}"
         if region.slices > 1:
             outcome += f"; one of {region.slices} slices of an operator"
+        if region.lookups:
+            outcome += ", which reads the rows of embeddings from their tables"
+        for reason in region.outside:
+            outcome += f"; an embedding is not part of it: {reason}"
     return f"({shape})  {names}  {outcome}"
 
 

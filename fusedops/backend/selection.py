@@ -165,11 +165,34 @@ class Selector:
             raise NotRowwiseError("as an operator it would be in a cycle with another region")
         return Match(region, program, reached)
 
-    def note_group(self, matches: Sequence[Match]) -> None:
-        """Reports that regions are one operator."""
+    def note_group(
+        self, matches: Sequence[Match], lookups: Sequence[int], outside: Sequence[str]
+    ) -> None:
+        """Reports that regions are one operator.
+
+        Args:
+            matches: the regions.
+            lookups: the inputs whose rows it reads from tables of embeddings.
+            outside: why it does not read those of other embeddings.
+        """
         for match in matches:
-            place = self._places[match]
-            self.reports[place] = replace(self.reports[place], slices=len(matches))
+            place, program = self._places[match], match.program.program
+            report = self.reports[place]
+            operands = {index: program.structure.inputs[index] for index in lookups}
+            sizes = {
+                index: report.rows * program.size_of_row(operand) * operand.dtype.itemsize
+                for index, operand in operands.items()
+            }
+            saved = [size for index, size in sizes.items() if index in program.plan.saved_inputs]
+            self.reports[place] = replace(
+                report,
+                slices=len(matches),
+                # An operator of its own would read and write the rows.
+                unfused=report.unfused + 2 * sum(sizes.values()),
+                lookups=len(lookups),
+                of_tables=sum(saved),
+                outside=tuple(dict.fromkeys(outside)),
+            )
 
     def compiles(self, match: Match) -> bool:
         """Whether a match's kernels are compiled, or are now; reports it if they cannot be."""

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, fx
 
 from ..compiler import storing
+from ..compiler.horizontal.lookups import Lookup
 from ..compiler.horizontal.operator import SliceGroup, group_of
 from ..compiler.operator import Program
 from ..core.compat.fake import memory_of
@@ -120,6 +121,7 @@ def _group(group: SliceGroup) -> dict[str, Any]:
         "programs": [program.name for program in group.programs],
         "inputs": group.inputs,
         "results": group.results,
+        "lookups": list(group.lookups.values()),
     }
 
 
@@ -140,9 +142,15 @@ def _restored(content: Any, gm: fx.GraphModule) -> fx.GraphModule:
             raise NoValueError
     for name, parts in content["groups"].items():
         chosen = [programs[program] for program in parts["programs"]]
-        if group_of(chosen, parts["inputs"], parts["results"]).name != name:
+        lookups = [_lookup(*fields) for fields in parts["lookups"]]
+        if group_of(chosen, parts["inputs"], parts["results"], lookups).name != name:
             raise NoValueError
     return decoded(content, gm)
+
+
+def _lookup(index: int, dtype: str, rows: list[int], padding: list[int]) -> Lookup:
+    """A lookup from JSON, which has lists in place of tuples."""
+    return Lookup(index, dtype, tuple(rows), tuple(padding))
 
 
 # --- the key of a graph ---------------------------------------------------------------------------

@@ -23,9 +23,11 @@ def fuse_regions(rewrite: Rewrite) -> None:
     for matches in groups_of(graph, selector.matches):
         if left.isdisjoint(matches[0].region.nodes) and matches[0].region.nodes[0] in replaced:
             continue
-        is_group = len(matches) > 1
-        if is_group and replace_group(graph, matches, replaced, rewrite.receives, left):
-            selector.note_group(matches)
+        grouped = None
+        if len(matches) > 1:
+            grouped = replace_group(graph, matches, replaced, rewrite.receives, left)
+        if grouped is not None:
+            selector.note_group(matches, grouped.lookups, grouped.outside)
         else:
             for match in filter(selector.compiles, matches):
                 replace(graph, match, replaced)
