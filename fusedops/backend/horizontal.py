@@ -31,18 +31,14 @@ from ..compiler.horizontal.forms import JOINT, LOOKUP, SEPARATE, SHARED
 from ..compiler.horizontal.launching import outline_of, prepare
 from ..compiler.horizontal.operator import SliceGroup, group_of, why_not
 from ..core.calls.registration import defined
-from ..core.calls.words import encode
 from ..core.compat.dispatch import without_modes
 from ..core.compat.fake import hints
 from ..core.configs import tuning
 from ..core.launches import launch
-from ..core.random import rng
 from .fx import recording_nothing
 from .graphs import (
     captured_body,
     dtype_of,
-    escapes,
-    may_be_changed,
     name_of,
     parts_of,
     positions_of,
@@ -51,6 +47,7 @@ from .graphs import (
 )
 from .lookups import Embeddings, divided, embeddings_of
 from .regions import DIVIDING
+from .replacing import call_operator, insertion_point, results_of, substitute
 from .selection import Match
 from .symbols import is_same
 
@@ -166,7 +163,7 @@ def groups_in(graph: fx.Graph) -> list[SliceGroup]:
 def _group_of(node: fx.Node) -> SliceGroup | None:
     """The operator of a group that a node calls; None for other nodes."""
     name = getattr(node.target, "__name__", "").split(".")[0]
-    operator_of_node = defined(name.removesuffix("_forward"))
+    operator_of_node = defined(name.removesuffix("_call"))
     return operator_of_node if isinstance(operator_of_node, SliceGroup) else None
 
 
@@ -228,11 +225,8 @@ class _Replacement:
 
     def run(self) -> Grouped | None:
         """See `replace_group`."""
-        position = positions_of(self.graph)
-        users = users_of([o for m in self.matches for o in m.region.outputs]) - self.members
-        first = min(users, key=position.__getitem__)
-        last = max(self.members, key=position.__getitem__)
-        point = first if position[first] < position[last] else last.next
+        outputs = [old for match in self.matches for old in match.region.outputs]
+        point = insertion_point(self.graph, self.members, outputs)
         with self.graph.inserting_before(point):
             self._find_embeddings()
             inputs = [self._input(index) for index in range(len(self.lead.structure.inputs))]
@@ -242,17 +236,29 @@ class _Replacement:
             group = group_of(self.programs, [form for form, _ in inputs], forms, lookups)
             if not self._compiles(group):
                 return None
-            call = self._call(group, [node for _, nodes in inputs for node in nodes])
+            match = self.matches[0]
+            tensors = [node for _, nodes in inputs for node in nodes]
+            saves = any(member.reached for member in self.matches)
+            dtypes = (dtype_of(match.program.inputs[0]),)
+            call = call_operator(self.graph, group, [tensors], match.program.inputs, dtypes, saves)
+            results, first = dict[Any, fx.Node](), 0
+            for number, cat in enumerate(cats):
+                count = len(self.matches) if cat is None else 1
+                for k, result in enumerate(results_of(self.graph, call, first, count)):
+                    shape = self._shape(number, k) if cat is None else ()
+                    results[k, number] = self._shaped(result, shape)
+                first += count
         for number, cat in enumerate(cats):
-            with self.graph.inserting_before(point):
-                result = self.graph.call_function(operator.getitem, (call, number))
-                parts = self._parts(group, number, result) if cat is None else []
-            if cat is None:
-                self._replace_results(number, parts)
-            else:
-                self._replace_cat(number, cat, result)
-        for node in sorted(self.members, key=position.__getitem__, reverse=True):
-            self.graph.erase_node(node)
+            if cat is not None:
+                self._replace_cat(number, cat, results[0, number])
+        separate = [number for number, cat in enumerate(cats) if cat is None]
+        pairs = [
+            (old, (k, number))
+            for k, member in enumerate(self.matches)
+            for old, number in member.program.outputs
+            if number in separate
+        ]
+        substitute(self.graph, pairs, results, self.members, self.replaced)
         for embeddings in self.embeddings.values():
             for node in embeddings.nodes:
                 self.graph.erase_node(node)
@@ -368,9 +374,15 @@ class _Replacement:
         self.replaced[cat] = shaped
         self.graph.erase_node(cat)
 
+    def _shape(self, number: int, k: int) -> Sequence[Any]:
+        """The shape of a result of a slice, in the traced call."""
+        structure = self.programs[k].structure
+        own = structure.outputs[number].labels[self.dims :]
+        return [*self.rows, *self.programs[k].shape(own, structure.sizes)]
+
     def _shaped(self, result: fx.Node, shape: Sequence[Any]) -> fx.Node:
-        """A joint result with its dimensions."""
-        if len(shape) == 2:
+        """A result of two dimensions with those of ``shape``, if it has more or less."""
+        if len(shape) in (0, 2):
             return result
         return self.graph.call_function(
             aten.view.default, (result, [*self._leading(), *map(int, shape[self.dims :])])
@@ -383,64 +395,6 @@ class _Replacement:
             size if isinstance(size, int) else call(aten.sym_size.int, (self.sized, dim))
             for dim, size in enumerate(self.rows)
         ]
-
-    def _row_count(self) -> Any:
-        """The number of rows: a number, or the node that computes it."""
-        count: Any = 1
-        for factor in self._leading():
-            are_numbers = isinstance(count, int) and isinstance(factor, int)
-            multiply = operator.mul if are_numbers else self._product
-            count = multiply(count, factor)
-        return count
-
-    def _product(self, *factors: Any) -> fx.Node:
-        return self.graph.call_function(operator.mul, factors)
-
-    def _parts(self, group: SliceGroup, number: int, buffer: fx.Node) -> list[fx.Node]:
-        """The tensors of all slices in the buffer of a result."""
-        sizes = group.sizes("output", number)
-        leading = self._leading()
-        shapes = [[*leading, *own] for own in group.own_shapes(number)]
-        call = self.graph.call_function
-        if len(set(sizes)) == 1 and len(set(map(tuple, shapes))) == 1:
-            whole = call(aten.view.default, (buffer, [len(sizes), *shapes[0]]))
-            parts = call(aten.unbind.int, (whole,))
-            return [call(operator.getitem, (parts, k)) for k in range(len(sizes))]
-        rows = self._row_count()
-        multiply = operator.mul if isinstance(rows, int) else self._product
-        counts = [multiply(rows, size) for size in sizes]
-        split = call(aten.split_with_sizes.default, (buffer, counts))
-        flat = [call(operator.getitem, (split, k)) for k in range(len(sizes))]
-        return [
-            call(aten.view.default, (part, shape)) for part, shape in zip(flat, shapes, strict=True)
-        ]
-
-    def _replace_results(self, number: int, parts: Sequence[fx.Node]) -> None:
-        for nodes, part in zip(self._outputs(number), parts, strict=True):
-            for place, old in enumerate(nodes):
-                result = part
-                # As in `replacing.replace`: nodes of equal values have memory of their own.
-                if place and (may_be_changed(old) or escapes(old)):
-                    with self.graph.inserting_after(part):
-                        result = self.graph.call_function(aten.clone.default, (part,))
-                old.replace_all_uses_with(result, lambda user: user not in self.members)
-                result.meta.setdefault("val", value_of(old))
-                self.replaced[old] = result
-
-    # --- the operator -----------------------------------------------------------------------------
-
-    def _call(self, group: SliceGroup, tensors: Sequence[fx.Node]) -> fx.Node:
-        """Calls the operator."""
-        inputs = self.matches[0].program.inputs
-        seed, threshold = None, rng.threshold(group.p)
-        if threshold > 0:
-            device = value_of(inputs[0]).device
-            seed = self.graph.call_function(torch.ops.fusedops.random_state.default, (device,))
-        target = getattr(torch.ops.fusedops, f"{group.name}_forward").default
-        saves = any(match.reached for match in self.matches)
-        encoded = encode(group.record, (dtype_of(inputs[0]),), saves)
-        args = (list(tensors), seed, threshold, group.cols(None, ()), encoded)
-        return self.graph.call_function(target, args)
 
 
 def _only_user(nodes: Sequence[fx.Node]) -> fx.Node | None:

@@ -12,7 +12,8 @@ not differentiable.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,10 +22,9 @@ from ..core.calls.words import encode
 from ..core.random import rng
 from .dimensions import join, split
 from .graphs import dtype_of, escapes, may_be_changed, positions_of, users_of, value_of
-from .regions import Region
 from .selection import Match
 
-__all__ = ["replace"]
+__all__ = ["call_operator", "insertion_point", "replace", "results_of", "substitute"]
 
 
 def replace(graph: fx.Graph, match: Match, replaced: dict[fx.Node, fx.Node]) -> None:
@@ -35,35 +35,25 @@ def replace(graph: fx.Graph, match: Match, replaced: dict[fx.Node, fx.Node]) -> 
         match: the region and its program.
         replaced: from regions' outputs and views to the nodes that replace them; it is extended.
     """
-    members = set(match.region.nodes)
-    with graph.inserting_before(_insertion_point(graph, match.region)):
-        results = _call(graph, match, replaced)
-    # Nodes with equal values become one result of the operator. Eager PyTorch gives each its own
-    # memory. So all but the first are copied if anything writes into the result, or if they leave
-    # the graph.
-    outputs = match.program.outputs
-    changed = {number for old, number in outputs if may_be_changed(old)}
-    returned = set[int]()
-    for old, number in outputs:
-        result = results[number]
-        if number in returned and (number in changed or escapes(old)):
-            with graph.inserting_after(results[-1]):
-                result = graph.call_function(torch.ops.aten.clone.default, (result,))
-        returned.add(number)
-        old.replace_all_uses_with(result, lambda user: user not in members)
-        result.meta.setdefault("val", value_of(old))
-        replaced[old] = result
-    # Backwards, since a node with users cannot be erased.
-    for node in reversed(match.region.nodes):
-        graph.erase_node(node)
+    region, program = match.region, match.program
+    with graph.inserting_before(insertion_point(graph, region.nodes, region.outputs)):
+        arguments = _arguments(graph, match, replaced)
+        dtypes = tuple(map(dtype_of, program.inputs))
+        saves = bool(match.reached)
+        call = call_operator(graph, program.program, arguments, program.inputs, dtypes, saves)
+        joins = program.source.joins
+        results = results_of(graph, call, 0, len(joins))
+        joined = [join(graph, *pair) for pair in zip(results, joins, strict=True)]
+    substitute(graph, program.outputs, dict(enumerate(joined)), region.nodes, replaced)
 
 
-def _insertion_point(graph: fx.Graph, region: Region) -> fx.Node:
-    """The node before which a region's operator goes."""
+def insertion_point(
+    graph: fx.Graph, nodes: Iterable[fx.Node], outputs: Iterable[fx.Node]
+) -> fx.Node:
+    """The node before which the operator of some nodes goes; ``outputs`` are those used outside."""
     position = positions_of(graph)
-    members = set(region.nodes)
-    first = min(users_of(region.outputs) - members, key=position.__getitem__)
-    last = max(region.nodes, key=position.__getitem__)
+    first = min(users_of(outputs).difference(nodes), key=position.__getitem__)
+    last = max(nodes, key=position.__getitem__)
     # The operator's position decides the gradient mode in which it is recorded. So it never goes
     # beyond the region's own nodes, though the first user may be far behind them:
     #
@@ -71,31 +61,76 @@ def _insertion_point(graph: fx.Graph, region: Region) -> fx.Node:
     return first if position[first] < position[last] else last.next
 
 
-def _call(graph: fx.Graph, match: Match, replaced: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
-    """Calls a region's operator; returns its results, in the program's order.
+def call_operator(
+    graph: fx.Graph,
+    op: Any,
+    arguments: Sequence[Any],
+    inputs: Sequence[fx.Node],
+    dtypes: Sequence[torch.dtype],
+    saves: bool,
+) -> fx.Node:
+    """Calls an operator of the compiler.
 
     Args:
-        graph: the graph of the region.
-        match: the region and its program.
-        replaced: from regions' outputs and views to the nodes that replace them.
+        graph: the graph.
+        op: the operator, a `Program` or a `SliceGroup`.
+        arguments: its tensors as in its schema.
+        inputs: the nodes of the region that are its inputs.
+        dtypes: the dtypes of its tensors; of those in a list, one.
+        saves: whether a backward will follow.
     """
-    region_program = match.program
-    program, inputs = region_program.program, region_program.inputs
-    dtypes = tuple(map(dtype_of, inputs))
-    seed, threshold = None, rng.threshold(program.p)
+    seed, threshold = None, rng.threshold(op.p)
     if threshold > 0:
         device = value_of(inputs[0]).device
         seed = graph.call_function(torch.ops.fusedops.random_state.default, (device,))
-    target = getattr(torch.ops.fusedops, f"{program.name}_forward").default
-    encoded = encode(program.record, dtypes, bool(match.reached))
-    arguments = _arguments(graph, match, replaced)
-    args = (*arguments, seed, threshold, program.structure.cols, encoded)
-    call = graph.call_function(target, args)
-    results = []
-    for number, joins in enumerate(region_program.source.joins):
-        result = graph.call_function(operator.getitem, (call, number))
-        results.append(join(graph, result, joins))
-    return results
+    name = op.name + ("_call" if op.variadic else "_forward")
+    target = getattr(torch.ops.fusedops, name).default
+    encoded = encode(op.record, tuple(dtypes), saves)
+    args = (*arguments, seed, threshold, op.cols(op.record, ()), encoded)
+    return graph.call_function(target, args)
+
+
+def results_of(graph: fx.Graph, call: fx.Node, first: int, count: int) -> list[fx.Node]:
+    """The nodes of some results of a call, from the first of them."""
+    numbers = range(first, first + count)
+    return [graph.call_function(operator.getitem, (call, number)) for number in numbers]
+
+
+def substitute(
+    graph: fx.Graph,
+    outputs: Sequence[tuple[fx.Node, Any]],
+    results: Mapping[Any, fx.Node],
+    nodes: Collection[fx.Node],
+    replaced: dict[fx.Node, fx.Node],
+) -> None:
+    """Replaces nodes by results of an operator, and erases them.
+
+    Args:
+        graph: the graph.
+        outputs: pairs of a node that others use, and the key of its result.
+        results: the results.
+        nodes: all nodes that the operator replaces.
+        replaced: see `replace`.
+    """
+    # Nodes with equal values become one result of the operator. Eager PyTorch gives each its own
+    # memory. So all but the first are copied if anything writes into the result, or if they leave
+    # the graph.
+    members = set(nodes)
+    changed = {key for old, key in outputs if may_be_changed(old)}
+    returned = set[Any]()
+    for old, key in outputs:
+        result = results[key]
+        if key in returned and (key in changed or escapes(old)):
+            with graph.inserting_after(result):
+                result = graph.call_function(torch.ops.aten.clone.default, (result,))
+        returned.add(key)
+        old.replace_all_uses_with(result, lambda user: user not in members)
+        result.meta.setdefault("val", value_of(old))
+        replaced[old] = result
+    # Backwards, since a node with users cannot be erased.
+    position = positions_of(graph)
+    for node in sorted(members, key=position.__getitem__, reverse=True):
+        graph.erase_node(node)
 
 
 def _arguments(graph: fx.Graph, match: Match, replaced: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:

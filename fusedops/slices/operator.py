@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..core.activations import ACTIVATIONS
 from ..core.calls import checks
+from ..core.calls.buffers import separated
 from ..core.calls.function import vjp
 from ..core.calls.operator import Axes, Dtypes, SequenceOperator, axes_of_rows
 from ..core.calls.registration import define
-from ..core.compat.autograd import below_autograd, unflatten
 from ..core.compat.dispatch import cast_by_autocast, in_forward_mode, transforms
 from ..core.launches.operand import empty
 from ..core.random.dropout import Dropout
@@ -176,9 +176,7 @@ class SliceOperator(SequenceOperator):
         needs: Sequence[bool],
     ) -> Sequence[Tensor | None]:
         """Returns the gradients of the reference implementation, computed in the kernels' dtype."""
-        constants, slices = site.constants, saved[2:]
-        if constants.separate() and len(grads) == 1:
-            grads = _views(grads[0].reshape(-1), slices)
+        constants = site.constants
         primals = [None if t is None else t.to(site.acc) for t in saved]
         cotangents = [None if g is None else g.to(site.acc) for g in grads]
 
@@ -192,17 +190,10 @@ class SliceOperator(SequenceOperator):
 
     def expose(self, constants: SliceConstants, tensors: Any, outs: Any) -> tuple[Tensor, ...]:
         """Returns the caller's outputs: one tensor, or one for each slice."""
-        return _split_buffer(constants, outs[0], tensors[2:]) if constants.separate() else outs
-
-    def joined(self, constants: SliceConstants, grads: Any, saved: Any) -> tuple[Tensor]:
-        """Returns the cotangents of a sequence in one buffer, zeros where one is None."""
-        if len(grads) == 1:
-            return grads  # type: ignore[no-any-return]
-        like = next(g for g in grads if g is not None)
-        parts = []
-        for g, x in zip(grads, saved[2:], strict=True):
-            parts.append(like.new_zeros(x.numel()) if g is None else g.reshape(-1))
-        return (torch.cat(parts),)
+        if not constants.separate():
+            return outs  # type: ignore[no-any-return]
+        slices = tensors[2:]
+        return tuple(separated(outs[0], list(map(_SHAPE, slices)), slices))
 
     def expose_gradients(
         self, site: SliceSite, grads: Any, saved: Any, outs: Any, needs: Sequence[bool]
@@ -212,7 +203,7 @@ class SliceOperator(SequenceOperator):
         slices, needed = saved[2:], needs[2:]
         if site.constants.dims or dx is None:
             return (dweight, dbias, *[dx] * len(slices))
-        dxs: Sequence[Tensor | None] = _split_buffer(site.constants, dx, slices)
+        dxs: Sequence[Tensor | None] = separated(dx, list(map(_SHAPE, slices)), slices)
         if not all(needed):
             dxs = [dx if is_needed else None for dx, is_needed in zip(dxs, needed, strict=True)]
         if len(grads) > 1:
@@ -309,35 +300,6 @@ def _buffer(site: SliceSite, first: Tensor, dtype: torch.dtype) -> Tensor:
     """
     rows = first.numel() // site.widths.sizes[0]
     return first.new_empty(rows * site.cols, dtype=dtype)
-
-
-def _split_buffer(
-    constants: SliceConstants, buffer: Tensor, slices: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    """Returns the tensors that ``buffer`` holds, in the shapes of ``slices``.
-
-    They share the buffer's memory and do not overlap. For autograd they must not be views: it would
-    refuse a change of one in place, or treat it as a change of all.
-    """
-    if torch.compiler.is_dynamo_compiling():
-        return _views(buffer, slices)
-    with below_autograd():
-        if type(buffer) is not Tensor:
-            return _views(buffer, slices)
-        if widths_of(constants.sizes).uniform:
-            return buffer.view(len(slices), *slices[0].shape).unbind(0)
-        return tuple(unflatten(buffer, list(slices)))
-
-
-def _views(buffer: Tensor, slices: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    # Each view has an operator of its own: autograd refuses to change one of several views in place
-    # if one operator returned them.
-    views = []
-    start = 0
-    for t in slices:
-        views.append(buffer.narrow(0, start, t.numel()).view(t.shape))
-        start += t.numel()
-    return tuple(views)
 
 
 # --- checks ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.calls.buffers import separated
 from ...core.calls.operator import Axes, Dtypes, SequenceOperator
 from ...core.calls.registration import define
 from ...core.random.dropout import Dropout
@@ -22,7 +23,7 @@ from ..layouts import row_layout
 from ..operator import Program, RowwiseConstants
 from ..structure import Operand
 from . import launching
-from .buffers import empty, separated, with_zeros
+from .buffers import empty, with_zeros
 from .forms import BUFFER, JOINT, LOOKUP, SEPARATE, SHARED
 from .lookups import Lookup
 from .site import SliceSite
@@ -166,6 +167,11 @@ class SliceGroup(SequenceOperator):
         pairs = [(program, self.operand(kind, index, k)) for k, program in enumerate(self.programs)]
         return tuple([program.size_of_row(operand) for program, operand in pairs])
 
+    def _shapes(self, kind: str, index: int, rows: Any) -> list[tuple[Any, ...]]:
+        """Return the shape of each slice's tensor as the caller has it: rows, or a vector."""
+        by_row = kind == "output" or self.by_row[index]
+        return [(rows, size) if by_row else (size,) for size in self.sizes(kind, index)]
+
     def storage(self, kind: str, index: int, form: str) -> Storage:
         """Return where the slices of a tensor are, whose form is known."""
         sizes = self.sizes(kind, index)
@@ -284,14 +290,14 @@ class SliceGroup(SequenceOperator):
         exposed: list[Any] = []
         for number, form in enumerate(self.results):
             if form == SEPARATE:
-                exposed += separated(outs[number], rows, self.sizes("output", number))
+                exposed += separated(outs[number], self._shapes("output", number, rows))
             else:
                 exposed.append(outs[number])
         return (*exposed, *outs[self.count : self.visible])
 
     def saved_separately(self, site: Any, saved: Any, returned: Any) -> tuple[Tensor | None, ...]:
         """See `SequenceOperator`."""
-        if not self.plan.intermediate or self.own:
+        if not self.plan.intermediate:
             return saved  # type: ignore[no-any-return]
         return (*saved[:-1], *self.by_result(returned)[self.intermediate])
 
@@ -336,20 +342,6 @@ class SliceGroup(SequenceOperator):
             start = end
         return parts
 
-    def joined(self, constants: Any, grads: Any, saved: Any) -> tuple[Tensor | None, ...]:
-        """Return the cotangents of each result in one tensor; None where all are."""
-        rows = self.rows_by(grads)
-        parts = enumerate(self.by_result(grads))
-        return tuple([self._joined(number, part, rows) for number, part in parts])
-
-    def _joined(self, number: int, grads: list[Any], rows: int) -> Tensor | None:
-        if len(grads) == 1:
-            return grads[0]  # type: ignore[no-any-return]
-        if all(grad is None for grad in grads):
-            return None
-        filled = with_zeros(grads, [(rows, size) for size in self.sizes("cotangent", number)])
-        return torch.cat([grad.reshape(-1) for grad in filled])
-
     def rows_by(self, grads: Any) -> int:
         """Return the number of rows of a slice, from the cotangents."""
         return self.rows_of_results(self.by_result(grads))
@@ -382,9 +374,8 @@ class SliceGroup(SequenceOperator):
             elif self.inputs[index] == JOINT:
                 exposed.append(out)
             else:
-                sizes = self.sizes("gradient", index)
-                rows = out.numel() // sum(sizes) if self.by_row[index] else None
-                parts = separated(out, rows, sizes)
+                rows = out.numel() // sum(self.sizes("gradient", index))
+                parts = separated(out, self._shapes("gradient", index, rows))
                 if self.inputs[index] == SHARED:
                     exposed.append(torch.stack(list(parts)).sum(0).to(self.lead.dtypes[index]))
                 else:

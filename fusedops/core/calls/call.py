@@ -41,7 +41,7 @@ from ..launches import launch
 from ..random import dropout, rng
 from ..random.dropout import Dropout
 from ..random.rng import NO_DROPOUT, State
-from . import checks, operators
+from . import checks, function, operators
 from .function import PLAIN, Call, EmptyCall, apply, exposed, forward, on_device
 from .operator import Operator, SequenceOperator, Site, Tensors
 from .words import encode
@@ -256,10 +256,11 @@ def _elsewhere(op: Operator, site: Site, tensors: Tensors, p: float) -> Any:
 
 def _called(op: Operator, site: Site, tensors: Tensors, state: State, *, registered: bool) -> Any:
     """Returns the outputs from the registered operator, or from a launch."""
+    if registered:
+        return function.registered(op, site, tensors, state)
     if site.saves:
-        return Call.apply((op, site, state, registered), *tensors)  # type: ignore[no-untyped-call]
-    compute = operators.forward if registered else forward
-    return exposed(op, site, tensors, compute(op, site, tensors, state))
+        return Call.apply((op, site, state, False), *tensors)  # type: ignore[no-untyped-call]
+    return exposed(op, site, tensors, forward(op, site, tensors, state))
 
 
 def _needs_backward(tensors: Tensors) -> bool:
@@ -297,11 +298,12 @@ def _in_graph(op: Operator, constants: Any, tensors: Tensors, state: State) -> A
     saves = _needs_backward(tensors)
     dtypes = operators.dtypes_of(op, tensors)
     call = encode(constants, dtypes, saves)
-    outs = operators.call_forward(op, constants, tensors, state, op.cols(constants, tensors), call)
+    cols = op.cols(constants, tensors)
+    if isinstance(op, SequenceOperator):
+        return tuple(operators.call_parts(op, constants, tensors, state, cols, call))
+    outs = operators.call_forward(op, constants, tensors, state, cols, call)
     written = op.writes(constants, dtypes, dropout=state[0] is not None, saves=saves)
     present: Any = operators.present(outs, written)
-    if isinstance(op, SequenceOperator):
-        return op.expose(constants, tensors, present)
     return present[: op.visible]
 
 

@@ -22,7 +22,7 @@ from ..random import dropout, rng
 from ..random.dropout import Dropout
 from ..random.rng import State
 from . import operators
-from .operator import Operator, SequenceOperator, Site, Tensors
+from .operator import Operator, Site, Tensors
 
 __all__ = [
     "PLAIN",
@@ -36,6 +36,7 @@ __all__ = [
     "mask_of",
     "on_device",
     "reached",
+    "registered",
     "vjp",
 ]
 
@@ -109,6 +110,13 @@ class Call(torch.autograd.Function):
 
 
 apply: Callable[..., Any] = autograd.fast_apply(Call)
+
+
+def registered(op: Operator, site: Site, tensors: Tensors, state: State) -> Any:
+    """Returns the caller's outputs of a call that the registered operator computes."""
+    if site.saves:
+        return Call.apply((op, site, state, True), *tensors)  # type: ignore[no-untyped-call]
+    return exposed(op, site, tensors, operators.forward(op, site, tensors, state))
 
 
 class EmptyCall(torch.autograd.Function):
@@ -273,10 +281,7 @@ def _registered(
 ) -> Sequence[Tensor | None]:
     """Returns the gradients that the registered backward computes."""
     needed = op.needed(site, grads, needs)
-    cotangents = (
-        op.joined(site.constants, grads, saved) if isinstance(op, SequenceOperator) else grads
-    )
-    outs = operators.backward(op, site, cotangents, saved, state, needed)
+    outs = operators.backward(op, site, grads, saved, state, needed)
     return op.expose_gradients(site, grads, saved, outs, needs)
 
 

@@ -335,7 +335,11 @@ class Operator(ABC):
 
 
 class SequenceOperator(Operator):
-    """An operator of any number of tensors, whose kernels write one buffer for all of them."""
+    """An operator of any number of tensors, whose kernels write one buffer for all of them.
+
+    A third registered operator, ``fusedops::<name>_call``, returns what the caller gets, as a list.
+    A graph has it until it is differentiated: its backward reads each cotangent where it is.
+    """
 
     variadic = True
 
@@ -354,7 +358,3 @@ class SequenceOperator(Operator):
             returned: the outputs that the caller got: see `expose`.
         """
         return saved  # type: ignore[no-any-return]
-
-    @abstractmethod
-    def joined(self, constants: Any, grads: Tensors, saved: Tensors) -> Tensors:
-        """Returns the cotangents as the registered backward takes them, in one buffer."""

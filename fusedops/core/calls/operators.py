@@ -21,6 +21,7 @@ from .words import DTYPES_BY_NAME
 __all__ = [
     "backward",
     "call_forward",
+    "call_parts",
     "decode",
     "dtypes_of",
     "forward",
@@ -122,6 +123,21 @@ def call_forward(
     )
 
 
+def call_parts(
+    op: Operator, constants: Any, tensors: Tensors, state: State, cols: int, call: str
+) -> Any:
+    """Returns the caller's outputs of a `SequenceOperator`."""
+    operator = getattr(torch.ops.fusedops, f"{op.name}_call")
+    return operator(
+        *_listed(op, op.tensors, tensors),
+        seed_of(state),
+        state[2],
+        cols,
+        call,
+        *constants.numbers(),
+    )
+
+
 def backward(
     op: Operator, site: Site, grads: Tensors, saved: Tensors, state: State, needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
@@ -129,8 +145,9 @@ def backward(
     operator = getattr(torch.ops.fusedops, f"{op.name}_backward")
     # The schema has one string for all of ``needed``: a "1" or "0" for each gradient.
     digits = "".join(["1" if need else "0" for need in needed])
+    cotangents: Any = [list(grads)] if op.variadic else grads
     outs = operator(
-        *grads,
+        *cotangents,
         *_listed(op, op.saved, saved),
         seed_of(state),
         state[2],

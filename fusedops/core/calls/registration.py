@@ -25,6 +25,7 @@ calls the implementation directly: see `shortened`.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -120,8 +121,8 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
     backward_constants = f"int threshold, str needs, int cols, str call{numbers_schema}"
     arguments = _schema(op.tensors, op)
     saved_schema = _schema(op.saved, op)
-    cotangents = _schema(tuple([f"d{name}" for name in op.outputs[: op.visible]]))
-    read = op.visible + len(op.saved)
+    cotangents, given = _cotangents(op)
+    read = given + len(op.saved)
     tags = _UNSAFE if op.variadic else ()
 
     # The default -1 stands for no GPU. It is for code that launches nothing, such as `allocate`.
@@ -159,8 +160,8 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
         seed, constants = args[read], args[read + 1 :]
         needed = [digit == "1" for digit in constants[1]]
         site = backward_site(constants, dropout=seed is not None)
-        saved = _flat(op, args[op.visible : read])
-        return op.allocate_gradients(site, args[: op.visible], saved, needed)
+        saved = _flat(op, args[given:read])
+        return op.allocate_gradients(site, _grads(op, args), saved, needed)
 
     @functools.lru_cache(maxsize=4096)
     def backward_site_and_threshold(text: str, dropout: bool, device_index: int) -> tuple[Any, int]:
@@ -169,7 +170,7 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
         return site, constants[0]
 
     def write_gradients(*args: Any) -> None:
-        grads, seed, outs = args[: op.visible], args[read], args[read + 1 : -1]
+        grads, seed, outs = _grads(op, args), args[read], args[read + 1 : -1]
         cotangent = next(g for g in grads if g is not None)
         if not cotangent.numel():  # a rank's shard without elements: its gradients are zeros
             _fill_with_zeros(outs)
@@ -178,7 +179,7 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
             args[-1], seed is not None, cotangent.get_device()
         )
         state = (*rng.kernel_arguments(seed), threshold)
-        saved = _flat(op, args[op.visible : read])
+        saved = _flat(op, args[given:read])
         function.on_device(site, op.backward, grads, saved, outs, state)
 
     _define(
@@ -203,6 +204,41 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
     )
 
     _differentiate(op, library, forward_site)
+    if op.variadic:
+        _define_parts(op, library, f"{arguments}, Tensor? seed, {forward_constants}", forward_site)
+
+
+def _define_parts(
+    op: Operator, library: torch.library.Library, schema: str, site_of: Callable[..., Any]
+) -> None:
+    """Registers ``<name>_call``, which returns what the caller gets.
+
+    It has no implementation of its own: a tracer sees the operators that it calls.
+
+    Args:
+        op: the operator.
+        library: where it is registered.
+        schema: the arguments, those of the forward.
+        site_of: as in `_differentiate`.
+    """
+    count = len(op.tensors)
+
+    def parts(*args: Any) -> list[Tensor]:
+        tensors, seed, constants = _flat(op, args[:count]), args[count], args[count + 1 :]
+        site = site_of(constants, dropout=seed is not None)
+        outs = function.registered(op, site, tensors, (*_random(seed), constants[0]))
+        return [out for out in outs if out is not None]
+
+    library.define(f"{op.name}_call({schema}) -> Tensor[]")
+    library.impl(f"{op.name}_call", parts, "CompositeImplicitAutograd")
+
+
+def _random(seed: Tensor | None) -> Any:
+    """Returns a random state without its threshold.
+
+    Without dropout the seed is None. A tracer's tensor is passed on, as its values cannot be read.
+    """
+    return rng.kernel_arguments(seed) if type(seed) is Tensor else (seed, None)
 
 
 def _differentiate(
@@ -232,9 +268,6 @@ def _differentiate(
     def derivative(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         *saved, seed = ctx.saved_tensors
         site: Site = ctx.site
-        # Without dropout the seed is None. A tracer's tensor is passed on, as its values cannot be
-        # read.
-        state = rng.kernel_arguments(seed) if type(seed) is Tensor else (seed, None)
         # For an absent output the operator returned an empty tensor. Its cotangent is ignored.
         pairs = zip(grads[: op.visible], site.outs, strict=False)
         cotangents = [g if is_output else None for g, is_output in pairs]
@@ -242,7 +275,7 @@ def _differentiate(
         if op.variadic:
             needs = (*needs[:-1], *needs[-1])
         results: Any = function.gradients(
-            op, site, (*state, ctx.threshold), saved, cotangents, needs
+            op, site, (*_random(seed), ctx.threshold), saved, cotangents, needs
         )
         if op.variadic:
             results = (*results[: count - 1], list(results[count - 1 :]))
@@ -265,6 +298,18 @@ def _schema(names: Sequence[str], op: Operator | None = None) -> str:
     if op is not None and op.variadic:
         kinds[-1] = "Tensor[]"
     return ", ".join([f"{kind} {name}" for kind, name in zip(kinds, names, strict=True)])
+
+
+def _cotangents(op: Operator) -> tuple[str, int]:
+    """Returns the schema of the backward's cotangents, and the number of arguments that it has."""
+    if op.variadic:
+        return "Tensor?[] grads", 1
+    return _schema(tuple([f"d{name}" for name in op.outputs[: op.visible]])), op.visible
+
+
+def _grads(op: Operator, args: Sequence[Any]) -> Any:
+    """Returns the cotangents among the arguments of a backward."""
+    return args[0] if op.variadic else args[: op.visible]
 
 
 def _flat(op: Operator, tensors: Sequence[Any]) -> tuple[Tensor | None, ...]:
@@ -353,7 +398,8 @@ def is_planned(args: Sequence[Any]) -> bool:
     an output before the call has written it: when Inductor changes the ranges of a loop, it loses
     the loop's dependency on that write (PyTorch 2.13).
     """
-    return any(isinstance(t, Tensor) and t.is_cuda for t in args)
+    lists = [arg if isinstance(arg, (list, tuple)) else [arg] for arg in args]
+    return any(isinstance(t, Tensor) and t.is_cuda for t in itertools.chain(*lists))
 
 
 # The types of constants, by the first letter of the type's name, as in ``i5;f0.5;sword``. Compilers
