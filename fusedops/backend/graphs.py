@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -32,10 +32,12 @@ __all__ = [
     "FUNCTION",
     "VIEWS",
     "aliased_inputs",
+    "ancestors_of",
     "are_numbers",
     "arguments_first",
     "captured_body",
     "changed_in",
+    "closure",
     "direct_tensors",
     "drop_unused",
     "dtype_of",
@@ -193,6 +195,34 @@ def positions_of(graph: fx.Graph) -> dict[fx.Node, int]:
     return dict(zip(graph.nodes, itertools.count()))
 
 
+def ancestors_of(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The ancestors of each node, as a bit set of positions."""
+    return closure(graph.nodes, _arguments_of, positions_of(graph))
+
+
+def closure(
+    nodes: Iterable[fx.Node],
+    next_to: Callable[[fx.Node], Iterable[fx.Node]],
+    position: Mapping[fx.Node, int],
+) -> dict[fx.Node, int]:
+    """What each node reaches, such as its ancestors, as a bit set of positions.
+
+    Integers are the bit sets: the union of two is one operation, whatever the graph's size.
+
+    Args:
+        nodes: in an order in which each comes after those that `next_to` returns for it.
+        next_to: returns the arguments (or the users) of a node.
+        position: of each node.
+    """
+    reached: dict[fx.Node, int] = {}
+    for node in nodes:
+        bits = 0
+        for other in next_to(node):
+            bits |= reached[other] | 1 << position[other]
+        reached[node] = bits
+    return reached
+
+
 def parts_of(graph: fx.Graph) -> dict[fx.Node, int]:
     """The part of the graph that each node is in, as a number.
 
@@ -223,7 +253,13 @@ def is_fixed(node: fx.Node) -> bool:
     return mutates(node.target)
 
 
-def arguments_first(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+def _arguments_of(node: fx.Node) -> list[fx.Node]:
+    return node.all_input_nodes
+
+
+def arguments_first(
+    nodes: Iterable[fx.Node], arguments_of: Callable[[fx.Node], list[fx.Node]] = _arguments_of
+) -> list[fx.Node]:
     """Nodes and all their ancestors, each after its arguments.
 
     Apart from that, the order of ``nodes`` is preserved.
@@ -231,14 +267,18 @@ def arguments_first(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     order: dict[fx.Node, None] = {}
     for root in list(nodes):
         if root not in order:
-            _add_after_arguments(root, order)
+            _add_after_arguments(root, order, arguments_of)
     return list(order)
 
 
-def _add_after_arguments(root: fx.Node, order: dict[fx.Node, None]) -> None:
+def _add_after_arguments(
+    root: fx.Node,
+    order: dict[fx.Node, None],
+    arguments_of: Callable[[fx.Node], list[fx.Node]],
+) -> None:
     """Appends to ``order`` the missing ancestors of a node, and then the node."""
     # A depth-first walk with its own stack: graphs may be deeper than Python's recursion limit.
-    stack: list[tuple[fx.Node, Iterator[fx.Node]]] = [(root, iter(root.all_input_nodes))]
+    stack: list[tuple[fx.Node, Iterator[fx.Node]]] = [(root, iter(arguments_of(root)))]
     while stack:
         node, arguments = stack[-1]
         pending = next(itertools.filterfalse(order.__contains__, arguments), None)
@@ -246,7 +286,7 @@ def _add_after_arguments(root: fx.Node, order: dict[fx.Node, None]) -> None:
             order.setdefault(node)
             stack.pop()
         else:
-            stack.append((pending, iter(pending.all_input_nodes)))
+            stack.append((pending, iter(arguments_of(pending))))
 
 
 # --- users ----------------------------------------------------------------------------------------

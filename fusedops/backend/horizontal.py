@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,18 +35,18 @@ from ..core.compat.dispatch import without_modes
 from ..core.compat.fake import hints
 from ..core.configs import tuning
 from ..core.launches import launch
+from .alike import Former, Group
 from .fx import recording_nothing
 from .graphs import (
     captured_body,
     dtype_of,
     name_of,
-    parts_of,
-    positions_of,
     users_of,
     value_of,
 )
 from .lookups import Embeddings, divided, embeddings_of
-from .regions import DIVIDING
+from .order import order_with, peak_of, reorder
+from .regions import DIVIDING, Region
 from .replacing import call_operator, insertion_point, results_of, substitute
 from .selection import Match
 from .symbols import is_same
@@ -56,62 +56,45 @@ __all__ = ["Grouped", "groups_of", "replace_group"]
 # The longest rows of slices that are grouped. The kernels of longer rows are as fast one by one,
 # and their launches cost little beside what they compute.
 _LONGEST = 512
+# The estimated peak of memory may grow by this factor, for groups that reorder the graph.
+_GROWTH = 1.125
 aten = torch.ops.aten
 
 
-def groups_of(graph: fx.Graph, matches: Sequence[Match]) -> list[list[Match]]:
-    """The groups of matches, of one member or more, in the order of their first members."""
-    position, part = positions_of(graph), parts_of(graph)
-    in_order = sorted(matches, key=lambda match: position[match.region.nodes[0]])
-    groups: list[list[Match]] = []
-    current: dict[Any, _Members] = {}
-    for match in in_order:
-        # One operator is in one part of the graph: see `graphs.parts_of`.
-        key = part[match.region.nodes[0]], _key(match)
-        members = current.get(key)
-        if key[1] is not None and members is not None and members.accepts(match, position):
-            members.add(match, position)
-            continue
-        members = current[key] = _Members()
-        members.add(match, position)
-        groups.append(members.matches)
-    return list(itertools.chain.from_iterable([divided(group) for group in groups]))
+def groups_of(
+    graph: fx.Graph, matches: Sequence[Match], needs: set[fx.Node], saved: Collection[fx.Node]
+) -> list[list[Match]]:
+    """The groups of matches, of one member or more, in the order of their first members.
 
+    The graph is reordered for groups whose members are not in order, unless its values would then
+    take more memory: tensors of all members then exist at one time.
 
-class _Members:
-    """The members of a group that may grow.
-
-    Attributes:
-        matches: the members.
-        last_input: the position of the last input of any.
-        first_user: the position of the first node that uses a result of any.
+    Args:
+        graph: the graph.
+        matches: the matches.
+        needs: the nodes whose values have gradients.
+        saved: the nodes that the matches save for the backward.
     """
 
-    def __init__(self) -> None:
-        self.matches: list[Match] = []
-        self.last_input = -1
-        self.first_user = 1 << 62
+    def formed(*, apart: bool) -> list[Group[Match]]:
+        former = Former[Match](graph, _region_of, _key, _have_same_rows, apart=apart)
+        return former.form(matches)
 
-    def accepts(self, match: Match, position: Mapping[fx.Node, int]) -> bool:
-        """Whether a match has all its inputs before a member's first user, and the reverse."""
-        last_input, first_user = _extent(match, position)
-        is_in_order = max(last_input, self.last_input) < min(first_user, self.first_user)
-        return is_in_order and _have_same_rows(self.matches[0], match)
-
-    def add(self, match: Match, position: Mapping[fx.Node, int]) -> None:
-        """Adds a member."""
-        last_input, first_user = _extent(match, position)
-        self.matches.append(match)
-        self.last_input = max(last_input, self.last_input)
-        self.first_user = min(first_user, self.first_user)
+    groups = formed(apart=False)
+    units = [group.region for group in groups]
+    layers = formed(apart=True) if len(units) > len(set(map(_key, matches))) else groups
+    new_units = [group.region for group in layers]
+    if len(new_units) < len(units):
+        new_order = order_with(graph, new_units)
+        peak = peak_of(list(graph.nodes), units, needs, saved)
+        if peak_of(new_order, new_units, needs, saved) <= _GROWTH * peak:
+            reorder(graph, new_order)
+            groups = layers
+    return list(itertools.chain.from_iterable([divided(group.members) for group in groups]))
 
 
-def _extent(match: Match, position: Mapping[fx.Node, int]) -> tuple[int, int]:
-    """The position of a region's last input, and of the first node that uses a result."""
-    members = set(match.region.nodes)
-    users = users_of(match.region.outputs) - members
-    inputs = [position[node] for node in match.program.inputs]
-    return max(inputs, default=-1), min([position[user] for user in users], default=1 << 62)
+def _region_of(match: Match) -> Region:
+    return match.region
 
 
 def _key(match: Match) -> Any:
@@ -124,7 +107,7 @@ def _key(match: Match) -> Any:
     if not all(_is_even(node, len(region.structure.rows)) for node in program.inputs):
         return None
     reached = tuple(map(match.reached.__contains__, program.inputs))
-    return outline_of(region), reached, len(region.structure.rows)
+    return outline_of(region), reached, len(region.structure.rows), match.is_slice
 
 
 def _is_even(node: fx.Node, rows: int) -> bool:

@@ -28,8 +28,11 @@ from ..core.compat.fake import hints
 from ..core.launches import launch
 from .graphs import (
     BIAS,
+    COPIES,
     FUNCTION,
     VIEWS,
+    ancestors_of,
+    closure,
     direct_tensors,
     is_fixed,
     is_part_of_view,
@@ -44,7 +47,7 @@ from .graphs import (
 )
 from .symbols import have_hints, settled
 
-__all__ = ["CHANGING", "DIVIDING", "Finder", "Region", "columns_of", "is_of_elements"]
+__all__ = ["CHANGING", "DIVIDING", "Finder", "Region", "columns_of", "connected", "is_of_elements"]
 
 # The reason for leaving a region whose kernel would depend on a length that changes between calls.
 CHANGING = "a length that changes from call to call is one of columns"
@@ -56,8 +59,6 @@ _MOVES = (VIEWS - {"view", "_unsafe_view", "reshape", "_reshape_alias", "alias",
     "roll",
     "stack",
 }
-# The fewest parts of a region that become operators of their own: see `Finder.alike`.
-_LEAST_ALIKE = 4
 # Views that are several parts of a tensor.
 DIVIDING = frozenset({"split", "split_with_sizes", "chunk", "unbind"})
 # Reductions that take their dimensions as an argument. `_NORMS` take a shape instead.
@@ -159,14 +160,30 @@ class _Reach:
         return not self.ancestors & self.descendants & ~self.members
 
 
+def _is_dropout(node: fx.Node) -> bool:
+    return name_of(node) == "native_dropout"
+
+
+def _is_other_seed(node: fx.Node) -> bool:
+    """Whether a region may grow from a node that is no reduction."""
+    if _is_dropout(node):
+        return True
+    return bool(node.meta.get(BIAS) or node.meta.get(FUNCTION))
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether a node computes elements of rows, instead of a copy or a view."""
+    return name_of(node) not in COPIES and is_tensor(node)
+
+
 class Finder:
     """Finds the regions of a graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.nodes = list(graph.nodes)
         self.position = positions_of(graph)
-        self.ancestors = self._closure(self.nodes, lambda node: node.all_input_nodes)
-        self.descendants = self._closure(self.nodes[::-1], lambda node: node.users)
+        self.ancestors = ancestors_of(graph)
+        self.descendants = closure(self.nodes[::-1], lambda node: node.users, self.position)
         self.part = parts_of(graph)
         self.eligible = set(filter(_is_eligible, self.nodes))
         self.claimed: set[fx.Node] = set()  # the nodes that are in a region
@@ -184,7 +201,7 @@ class Finder:
         other rows or columns.
         """
         self.claimed.difference_update(region.nodes)
-        parts = _connected(region.nodes)
+        parts = connected(region.nodes)
         if len(parts) == 1:
             parts = [list(itertools.filterfalse(_moves_elements, region.nodes))]
         eligible = self.eligible
@@ -196,20 +213,13 @@ class Finder:
         # A region of the same size is the one that has failed: trying it again would never end.
         return [smaller for smaller in regions if len(smaller.nodes) < len(region.nodes)]
 
-    def alike(self, region: Region) -> list[Region]:
-        """The connected parts of a region, if they are many and compute the same of other tensors.
+    def rest(self, selected: Iterable[fx.Node]) -> list[Region]:
+        """Regions of the nodes that are not selected, in the order of their seeds.
 
-        Parts that read the same tensors stay one kernel, which reads them once.
+        They may have neither a reduction nor a dropout.
         """
-        parts = _connected(region.nodes)
-        if len(parts) < _LEAST_ALIKE or len({tuple(map(name_of, nodes)) for nodes in parts}) > 1:
-            return []
-        size = max(map(size_of, region.nodes))
-        inputs = [set(filter(is_tensor, Region(nodes).inputs)) for nodes in parts]
-        largest = [{node for node in own if size_of(node) >= size // len(parts)} for own in inputs]
-        if sum(map(len, largest)) > len(set().union(*largest)):
-            return []
-        return list(map(Region, parts))
+        self.claimed = set(selected)
+        return list(self._find(self.nodes, _computes))
 
     def changing(self) -> list[Region]:
         """The unclaimed reductions whose number of columns may change between calls, each alone."""
@@ -219,35 +229,18 @@ class Finder:
     def _is_free(self, node: fx.Node) -> bool:
         return node in self.eligible and node not in self.claimed
 
-    def _find(self, nodes: Iterable[fx.Node]) -> Iterator[Region]:
+    def _find(
+        self, nodes: Iterable[fx.Node], is_other_seed: Callable[[fx.Node], bool] = _is_other_seed
+    ) -> Iterator[Region]:
         # Reductions first: they fix the number of columns, and other seeds join their regions.
         # `filter` is lazy: a node that an earlier seed's region has claimed meanwhile is no seed.
         for node in filter(self._is_free, nodes):
             columns = columns_of(node)
             if columns:
                 yield from self._grow(node, columns)
-        for node in filter(_is_other_seed, nodes):
+        for node in filter(is_other_seed, nodes):
             if self._is_free(node):
                 yield from self._grow(node, 0)
-
-    def _closure(
-        self, nodes: Sequence[fx.Node], next_to: Callable[[fx.Node], Iterable[fx.Node]]
-    ) -> dict[fx.Node, int]:
-        """The ancestors (or the descendants) of each node, as a bit set of positions.
-
-        Integers are the bit sets: the union of two is one operation, whatever the graph's size.
-
-        Args:
-            nodes: in an order in which each comes after those that `next_to` returns for it.
-            next_to: returns the arguments (or the users) of a node.
-        """
-        closure: dict[fx.Node, int] = {}
-        for node in nodes:
-            bits = 0
-            for other in next_to(node):
-                bits |= closure[other] | 1 << self.position[other]
-            closure[node] = bits
-        return closure
 
     # --- growth -----------------------------------------------------------------------------------
 
@@ -368,7 +361,7 @@ def _is_eligible(node: fx.Node) -> bool:
     return len(devices) == 1
 
 
-def _connected(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+def connected(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """The connected parts of a region, each in the region's order."""
     parts: list[set[fx.Node]] = []
     unvisited = dict.fromkeys(nodes)
@@ -416,17 +409,6 @@ def _is_at_border(node: fx.Node, members: Mapping[fx.Node, None]) -> bool:
         # All parts of a tensor leave together.
         leaving = list(node.all_input_nodes[0].users)
     return members.keys().isdisjoint(users_of(leaving))
-
-
-def _is_dropout(node: fx.Node) -> bool:
-    return name_of(node) == "native_dropout"
-
-
-def _is_other_seed(node: fx.Node) -> bool:
-    """Whether a region may grow from a node that is no reduction."""
-    if _is_dropout(node):
-        return True
-    return bool(node.meta.get(BIAS) or node.meta.get(FUNCTION))
 
 
 def columns_of(node: fx.Node) -> int:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, fx
 
 from ..compiler.errors import NotRowwiseError
 from ..core.compat.fake import hints
+from .alike import LEAST_ALIKE, Former, parts_alike, pays
 from .graphs import (
     BIAS,
     COPIES,
@@ -26,13 +28,12 @@ from .graphs import (
     is_view,
     name_of,
     overlap,
-    positions_of,
     size_of,
     tensors_of,
-    users_of,
     value_of,
     written,
 )
+from .order import is_cyclic
 from .programs import RegionProgram, build, prepare
 from .regions import CHANGING, Finder, Region, columns_of
 from .report import RegionReport
@@ -52,11 +53,13 @@ class Match:
         region: the region.
         program: the operator.
         reached: the inputs that receive gradients from the operator's backward.
+        is_slice: whether it pays only as one of several slices of an operator.
     """
 
     region: Region
     program: RegionProgram
     reached: set[fx.Node]
+    is_slice: bool = False
 
 
 class Selector:
@@ -89,6 +92,7 @@ class Selector:
         self.replaced: dict[fx.Node, fx.Node] = {}
         self._unprepared: set[Match] = set()
         self._places: dict[Match, int] = {}  # of reports
+        self._left: dict[fx.Node, int] = {}  # the same, by the regions' first nodes
 
     def select(self) -> None:
         """Tries each region; if one cannot be one operator, tries smaller regions within it."""
@@ -96,7 +100,7 @@ class Selector:
         kinds = Counter(map(_operators_of, todo))
         while todo:
             region = todo.popleft()
-            alike = self.finder.alike(region)
+            alike = parts_alike(region)
             if alike:
                 kinds.update(map(_operators_of, alike))
                 todo.extendleft(reversed(alike))
@@ -117,11 +121,39 @@ class Selector:
                 smaller = self.finder.smaller(region)
                 todo.extendleft(reversed(smaller))
                 if not smaller:
-                    self.reports.append(replace(report, reason=_reason_of(error)))
+                    self._report(region, replace(report, reason=_reason_of(error)))
             else:
                 self._add(match, report)
+        self._select_slices()
         for region in self.finder.changing():
             self.reports.append(RegionReport(_operators(region), _shape(region), CHANGING))
+
+    def _select_slices(self) -> None:
+        """Tries the other regions of which several are one operator."""
+        selected = {node for match in self.matches for node in match.region.nodes}
+        regions = list[Region]()
+        for region in self.finder.rest(selected):
+            regions += parts_alike(region) or [region]
+        former = Former[Region](self.graph, lambda region: region, _kind, lambda *_: True)
+        for group in former.form(regions):
+            if len(group.members) < LEAST_ALIKE or not pays(group.members, selected):
+                continue
+            for region in group.members:
+                report = _report_of(region)
+                try:
+                    match = replace(self._match(region, is_slice=True), is_slice=True)
+                # As in `select`.
+                except Exception as error:  # noqa: BLE001
+                    self._report(region, replace(report, reason=_reason_of(error)))
+                else:
+                    self._unprepared.add(match)
+                    self._add(match, report)
+
+    def _report(self, region: Region, report: RegionReport) -> int:
+        """Adds the report of a region, or replaces an earlier one; returns its place."""
+        place = self._left.setdefault(region.nodes[0], len(self.reports))
+        self.reports[place : place + 1] = [report]
+        return place
 
     def _add(self, match: Match, report: RegionReport) -> None:
         """Adds a region that becomes an operator, and reports it."""
@@ -130,23 +162,24 @@ class Selector:
         # Also if there is no backward: inference has to build the same programs as training.
         self.saved.update(_saved(program))
         self.matches.append(match)
-        self._places[match] = len(self.reports)
-        self.reports.append(
-            replace(
-                report,
-                unfused=_unfused_bytes(match.region),
-                rows=program.rows,
-                program=program.program,
-            )
+        report = replace(
+            report,
+            unfused=_unfused_bytes(match.region),
+            rows=program.rows,
+            program=program.program,
         )
+        self._places[match] = self._report(match.region, report)
 
-    def _match(self, region: Region) -> Match:
+    def _match(self, region: Region, *, is_slice: bool = False) -> Match:
         """The operator of a region.
 
+        Args:
+            region: the region.
+            is_slice: whether it is to be one of several slices.
         Raises:
             NotRowwiseError: the region cannot be one operator, or Inductor's kernels are as fast.
         """
-        reason = _why_not(region, self.needs)
+        reason = _why_not(region, self.needs, is_slice=is_slice)
         if reason:
             raise NotRowwiseError(reason)
         self._copy_views(region)
@@ -161,7 +194,7 @@ class Selector:
         # The backward would read the tensor as it is after the change.
         if reached and self._saves_changed(region, program):
             raise NotRowwiseError("a tensor that it saves is changed later")
-        if _is_cyclic(region, [match.region for match in self.matches]):
+        if is_cyclic(region, [match.region for match in self.matches]):
             raise NotRowwiseError("as an operator it would be in a cycle with another region")
         return Match(region, program, reached)
 
@@ -194,18 +227,21 @@ class Selector:
                 outside=tuple(dict.fromkeys(outside)),
             )
 
-    def compiles(self, match: Match) -> bool:
-        """Whether a match's kernels are compiled, or are now; reports it if they cannot be."""
-        if match in self._unprepared:
+    def is_alone(self, match: Match) -> bool:
+        """Whether a match is to be an operator by itself; reports why if it is not.
+
+        Its kernels are compiled, or are now.
+        """
+        reason = _UNSUMMED if match.is_slice else ""
+        if match in self._unprepared and not reason:
             try:
                 prepare(match.program, match.reached, self.receives)
             except NotRowwiseError as error:
-                place = self._places[match]
-                self.reports[place] = replace(
-                    self.reports[place], program=None, reason=_reason_of(error)
-                )
-                return False
-        return True
+                reason = _reason_of(error)
+        if reason:
+            place = self._places[match]
+            self.reports[place] = replace(self.reports[place], program=None, reason=reason)
+        return not reason
 
     def _copy_views(self, region: Region) -> None:
         """Copies views that are used outside a region; updates the sets of nodes and `replaced`."""
@@ -230,6 +266,11 @@ class Selector:
         part = self.finder.part[region.nodes[0]]
         later = [tensor for other, tensor in self.changes if other > part]
         return overlap(tensors_of(_saved(program)), later)
+
+
+def _kind(region: Region) -> Any:
+    """What is the same for regions that may be slices of one operator."""
+    return _operators_of(region), tuple(map(dtype_of, filter(is_tensor, region.inputs)))
 
 
 def _operators_of(region: Region) -> tuple[str, ...]:
@@ -354,6 +395,7 @@ def _adds_bias_alone(region: Region, needs: set[fx.Node]) -> bool:
     return all(node.meta.get(BIAS) or name_of(node) in COPIES for node in region.nodes)
 
 
+_UNSUMMED = "no gradient is summed over its rows, and no mask is stored"
 # Pairs of a condition and a reason. The first condition that holds for a region decides: with a
 # reason the region is left to Inductor, with "" it becomes an operator. If none holds, it becomes
 # one, too.
@@ -362,14 +404,18 @@ _RULES: tuple[tuple[Callable[[Region, set[fx.Node]], bool], str], ...] = (
     (_is_of_rowwise, ""),  # the user has asked for one kernel
     (_has_dropout, ""),  # an operator stores no mask, Inductor does
     (_has_long_rows, ""),  # Inductor reads a row for each reduction
-    (_sums_no_gradient, "no gradient is summed over its rows, and no mask is stored"),
+    (_sums_no_gradient, _UNSUMMED),
     (_adds_bias_alone, "it adds a bias to a matrix product, and nothing more"),
 )
 
 
-def _why_not(region: Region, needs: set[fx.Node]) -> str:
-    """The reason to leave a region to Inductor; "" if it is to become an operator."""
-    return next((reason for holds, reason in _RULES if holds(region, needs)), "")
+def _why_not(region: Region, needs: set[fx.Node], *, is_slice: bool) -> str:
+    """The reason to leave a region to Inductor; "" if it is to become an operator.
+
+    As one of several slices it pays even if no gradient is summed: see `alike.pays`.
+    """
+    reasons = [reason for holds, reason in _RULES if holds(region, needs)]
+    return next((reason for reason in reasons if not (is_slice and reason == _UNSUMMED)), "")
 
 
 def _saved(program: RegionProgram) -> list[fx.Node]:
@@ -378,59 +424,3 @@ def _saved(program: RegionProgram) -> list[fx.Node]:
     inputs = [program.inputs[position] for position in plan.saved_inputs]
     outputs = [node for node, number in program.outputs if number == plan.intermediate_output]
     return [*inputs, *outputs]
-
-
-def _is_cyclic(region: Region, others: Sequence[Region]) -> bool:
-    """Whether replacing a region by a single node would create a cycle.
-
-    Each of ``others`` is a single node, too: a path that enters it at any of its nodes may leave it
-    from any other. The others alone create no cycle.
-
-        region ──▶ a        a and b are nodes of one other region: each region alone is convex,
-        region ◀── b        but as operators each would read the other's results
-    """
-    position = positions_of(region.nodes[0].graph)
-    owners: dict[fx.Node, Region] = {}
-    for other in others:
-        owners.update(dict.fromkeys(other.nodes, other))
-    # Search from the region's users, and stop at the last position from which a path may lead back.
-    # Without the stop the time would be quadratic in the number of layers.
-    end = _end_of_overlap(region, others, position)
-    members, seen = set(region.nodes), set[fx.Node]()
-    todo = users_of(members) - members
-    while todo:
-        node = todo.pop()
-        if node in members:
-            return True
-        if position[node] > end:
-            continue
-        reached = owners[node].nodes if node in owners else [node]
-        seen.update(reached)
-        todo |= users_of(reached) - seen
-    return False
-
-
-def _end_of_overlap(
-    region: Region, others: Sequence[Region], position: Mapping[fx.Node, int]
-) -> int:
-    """The last position from which a path may lead back to a region.
-
-    Edges lead to later nodes, but a path that enters a region may leave it from its first node. So
-    a path leads back from as far as an unbroken chain of overlapping regions reaches:
-
-        region    ├─────┤
-        others       ├──────┤       ├────┤
-                         ├─────┤
-                               end
-
-    No path leads back from the last of these regions: all of its nodes are after the end.
-    """
-    spans = []
-    for other in others:
-        positions = list(map(position.__getitem__, other.nodes))
-        spans.append((min(positions), max(positions)))
-    end = max(map(position.__getitem__, region.nodes))
-    for first, last in sorted(spans):
-        if first <= end:
-            end = max(end, last)
-    return end

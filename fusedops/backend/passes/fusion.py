@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from ..alike import LEAST_ALIKE
 from ..horizontal import groups_of, replace_group
 from ..replacing import replace
 from ..rewrite import Rewrite
@@ -20,16 +21,17 @@ def fuse_regions(rewrite: Rewrite) -> None:
     # A concatenation may be a region by itself, which a group of regions replaces as well.
     regions = [match.region.nodes for match in selector.matches]
     left = set(itertools.chain(*[nodes for nodes in regions if len(nodes) > 1]))
-    for matches in groups_of(graph, selector.matches):
+    for matches in groups_of(graph, selector.matches, rewrite.needs, selector.saved):
         if left.isdisjoint(matches[0].region.nodes) and matches[0].region.nodes[0] in replaced:
             continue
+        # Slices that pay only together may turn out to be other functions.
         grouped = None
-        if len(matches) > 1:
+        if len(matches) >= (LEAST_ALIKE if matches[0].is_slice else 2):
             grouped = replace_group(graph, matches, replaced, rewrite.receives, left)
         if grouped is not None:
             selector.note_group(matches, grouped.lookups, grouped.outside)
         else:
-            for match in filter(selector.compiles, matches):
+            for match in filter(selector.is_alone, matches):
                 replace(graph, match, replaced)
         outputs = [old for match in matches for old, _ in match.program.outputs]
         rewrite.results += [selector.replaced[old] for old in outputs if old in selector.replaced]

@@ -1,0 +1,181 @@
+"""The order of a graph in which some regions are to be single nodes.
+
+region ──▶ a        a and b are nodes of one other region: each region alone is convex,
+region ◀── b        but as operators each would read the other's results
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from ..core.compat.fake import hints
+from .fx import namespace
+from .graphs import arguments_first, is_input, is_view, positions_of, tensors_of, users_of
+from .regions import Region
+
+__all__ = ["aliases", "bytes_of", "has_kernel", "is_cyclic", "order_with", "peak_of", "reorder"]
+
+
+def is_cyclic(region: Region, others: Sequence[Region]) -> bool:
+    """Whether replacing a region by a single node would create a cycle.
+
+    Each of ``others`` is a single node, too: a path that enters it at any of its nodes may leave it
+    from any other. The others alone create no cycle.
+    """
+    position = positions_of(region.nodes[0].graph)
+    owners: dict[fx.Node, Region] = {}
+    for other in others:
+        owners.update(dict.fromkeys(other.nodes, other))
+    # Search from the region's users, and stop at the last position from which a path may lead back.
+    # Without the stop the time would be quadratic in the number of layers.
+    end = _end_of_overlap(region, others, position)
+    members, seen = set(region.nodes), set[fx.Node]()
+    todo = users_of(members) - members
+    while todo:
+        node = todo.pop()
+        if node in members:
+            return True
+        if position[node] > end:
+            continue
+        reached = owners[node].nodes if node in owners else [node]
+        seen.update(reached)
+        todo |= users_of(reached) - seen
+    return False
+
+
+def _end_of_overlap(
+    region: Region, others: Sequence[Region], position: Mapping[fx.Node, int]
+) -> int:
+    """The last position from which a path may lead back to a region.
+
+    Edges lead to later nodes, but a path that enters a region may leave it from its first node. So
+    a path leads back from as far as an unbroken chain of overlapping regions reaches:
+
+        region    ├─────┤
+        others       ├──────┤       ├────┤
+                         ├─────┤
+                               end
+
+    No path leads back from the last of these regions: all of its nodes are after the end.
+    """
+    spans = []
+    for other in others:
+        positions = list(map(position.__getitem__, other.nodes))
+        spans.append((min(positions), max(positions)))
+    end = max(map(position.__getitem__, region.nodes))
+    for first, last in sorted(spans):
+        if first <= end:
+            end = max(end, last)
+    return end
+
+
+def order_with(graph: fx.Graph, units: Iterable[Region]) -> list[fx.Node]:
+    """The graph's nodes in an order in which all inputs of a unit precede its first node.
+
+    A node moves towards the start, and only if a unit needs it: before the unit's first node.
+    """
+    needed: dict[fx.Node, list[fx.Node]] = {}
+    for unit in units:
+        needed.update(dict.fromkeys(unit.nodes, unit.inputs))
+
+    def arguments(node: fx.Node) -> list[fx.Node]:
+        return [*needed.get(node, ()), *node.all_input_nodes]
+
+    return arguments_first(graph.nodes, arguments)
+
+
+def reorder(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
+    """Puts the nodes of a graph in another order."""
+    for node, following in itertools.pairwise(order):
+        if node.next is not following:
+            node.append(following)
+
+
+def peak_of(
+    order: Sequence[fx.Node],
+    units: Iterable[Region],
+    needs: set[fx.Node],
+    saved: Collection[fx.Node],
+) -> int:
+    """An estimate of the most bytes that a graph's values take at one time.
+
+    A unit is computed when the first of its nodes is, and only its outputs take memory. The
+    backward runs in the reverse order::
+
+        time      0  1  2  3  4  5  6  7
+        node      a  b  c  d  d' c' b' a'        b' computes the gradients of b's inputs
+        value b      ├───────────┤               c reads it, and c' if it is saved
+        gradient of b             ├──┤
+
+    Args:
+        order: the nodes.
+        units: the regions that are single nodes.
+        needs: the nodes whose values have gradients.
+        saved: the nodes that units save for the backward; products save their factors.
+    """
+    time = dict(zip(order, itertools.count()))
+    inside = set[fx.Node]()
+    for unit in units:
+        time.update(dict.fromkeys(unit.nodes, min(map(time.__getitem__, unit.nodes))))
+        inside.update(set(unit.nodes).difference(unit.outputs))
+    end = 2 * len(order)
+    kept = {_memory_of(node) for node in [*saved, *_factors(order, needs)]} if needs else set()
+    uses: dict[fx.Node, list[int]] = {}
+    changes = Counter[int]()
+    for node in reversed(order):
+        own = [time[user] for user in node.users]
+        uses[node] = [*own, *itertools.chain(*[uses[u] for u in node.users if aliases(u)])]
+        if (node in inside and node not in kept) or aliases(node) or is_input(node):
+            continue
+        start, times, size = time[node], uses[node] or [time[node]], bytes_of(node)
+        spans = [(start, max(times))]
+        if node in kept:
+            spans = [(start, end - min(times))]
+        if node in needs:
+            spans.append((end - max(times), end - start))
+        for first, last in spans:
+            changes[first] += size
+            changes[last + 1] -= size
+    return max(itertools.accumulate(changes[moment] for moment in range(end + 2)))
+
+
+def _factors(nodes: Iterable[fx.Node], needs: set[fx.Node]) -> Iterator[fx.Node]:
+    """The arguments of products that the gradients of their other arguments read."""
+    for node in filter(has_kernel, nodes):
+        for argument in node.all_input_nodes:
+            others = [other for other in node.all_input_nodes if other is not argument]
+            if not needs.isdisjoint(others):
+                yield argument
+
+
+def has_kernel(node: fx.Node) -> bool:
+    """Whether an operator has a kernel of its own: a product, an attention, a custom operator."""
+    if node.op != "call_function":
+        return False
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet in flop_registry or namespace(node.target) not in ("", "aten", "prims")
+
+
+def _memory_of(node: fx.Node) -> fx.Node:
+    """The node whose memory a value has."""
+    while aliases(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def bytes_of(node: fx.Node) -> int:
+    """The bytes of a node's tensors, in the call that is traced."""
+    tensors = tensors_of([node])
+    return sum([tensor.dtype.itemsize * math.prod(hints(tensor.shape)) for tensor in tensors])
+
+
+def aliases(node: fx.Node) -> bool:
+    """Whether a value has the memory of an argument."""
+    return node.target is operator.getitem or is_view(node)
