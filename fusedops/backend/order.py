@@ -100,7 +100,7 @@ def reorder(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
 
 def peak_of(
     order: Sequence[fx.Node],
-    units: Iterable[Region],
+    units: Collection[Region],
     needs: set[fx.Node],
     saved: Collection[fx.Node],
 ) -> int:
@@ -126,7 +126,9 @@ def peak_of(
         time.update(dict.fromkeys(unit.nodes, min(map(time.__getitem__, unit.nodes))))
         inside.update(set(unit.nodes).difference(unit.outputs))
     end = 2 * len(order)
-    kept = {_memory_of(node) for node in [*saved, *_factors(order, needs)]} if needs else set()
+    kept = set[fx.Node]()
+    if any(not needs.isdisjoint(unit.outputs) for unit in units):  # a backward follows
+        kept.update(map(_memory_of, [*saved, *_factors(order, needs)]))
     uses: dict[fx.Node, list[int]] = {}
     changes = Counter[int]()
     for node in reversed(order):

@@ -13,6 +13,7 @@ from .biases import restore_biases, split_biases
 from .casts import cast_together
 from .cleanup import clean_up
 from .complex_numbers import split_complex
+from .concatenations import cast_before_concatenating
 from .embeddings import sum_embedding_gradients
 from .fusion import fuse_regions
 from .grouped_products import share_offsets
@@ -32,6 +33,7 @@ Pass = Callable[[Rewrite], None]
 PASSES: tuple[Pass, ...] = (
     split_complex,  # regions can then have them
     split_biases,  # regions can then add them
+    cast_before_concatenating,  # regions can then have the casts
     fuse_regions,
     restore_biases,  # those that no region adds
     restore_strides,
