@@ -1,13 +1,13 @@
 """Horizontal fusion: regions that compute the same function of different slices are one operator.
 
 Regions form a group if their programs are one kernel (see `compiler.horizontal`), if they have
-equally many rows, and if no value must wait::
+equally many rows, and if none needs another::
 
     the inputs of all ──▶ operator of all ──▶ the users of all
 
-The graph keeps its order: the last input of any member precedes the first user of any other. So no
-member is delayed beyond what the model itself computes before it needs a result. Slices that are
-views of one tensor, and results that are concatenated, are read and written in place::
+Where the model's order allows it, no member is delayed beyond what the model itself computes before
+it needs a result. Otherwise the graph is reordered: see `alike`. Slices that are views of one
+tensor, and results that are concatenated, are read and written in place::
 
     split ──▶ region 0 ─┐                 split
           ──▶ region 1 ─┼─▶ cat     x ──▶ operator ──▶ (no cat)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fusedops
 from backends import Backend, check, randn, results
-from fusedops.backend import entry
+from fusedops.backend import alike, entry, order, regions
 from fusedops.backend.passes import fusion
 from fusedops.core.launches import launch
 from support import DEVICE, INTERPRETED
@@ -255,6 +255,224 @@ def test_regions_of_slices_are_one_operator(name: str) -> None:
     assert sum(counts[kind] for kind in _MOVING) == moving
     assert launched == ["forward_slices", "backward_slices", "reduce_slices"]
     check(actual, model, inputs, cotangent, EPS)
+
+
+@pytest.mark.parametrize("name", ["separate tensors", "two results", "results in another order"])
+def test_gradients_of_slices_are_read_where_they_are(name: str) -> None:
+    """They are neither concatenated nor copied before the backward."""
+    make_model, make_inputs, _ = GROUPED[name]
+    model, inputs = make_model().to(DEVICE), make_inputs()
+    backend = Recorded()
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    results(compiled, model, inputs, torch.randn_like(model(*inputs)))
+    (backward,) = backend.backwards
+    kinds = Counter(_kind(node.target) for node in backward.nodes if node.op == "call_function")
+    assert kinds["slices"] == 1 and not {"cat", "stack", "clone", "_to_copy"} & set(kinds)
+
+
+def _alike(
+    function: Callable[..., Tensor], *, count: int = 4, join: Callable[..., Tensor] = _products
+) -> tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]:
+    """Return a model that applies a function to several tensors."""
+
+    def of_all(module: Slices, *xs: Tensor) -> Tensor:
+        return join(module, [function(module, x, k) for k, x in enumerate(xs)])
+
+    return lambda: Slices(of_all, (WIDTH,) * count), lambda: _rows(count)
+
+
+def _gelu(module: Slices, x: Tensor, k: int) -> Tensor:
+    return F.gelu(x + module.biases[k], approximate="tanh") * 1.25
+
+
+def _gate(module: Slices, x: Tensor, k: int) -> Tensor:
+    return torch.sigmoid(x) * x * module.weights[k]
+
+
+def _softmax(module: Slices, x: Tensor, k: int) -> Tensor:
+    return torch.softmax(x, -1)
+
+
+def _activation_of_product(module: Slices, x: Tensor, k: int) -> Tensor:
+    return F.silu(x @ module.matrices[k])
+
+
+@pytest.mark.parametrize("function", [_gelu, _gate, _softmax, _activation_of_product])
+def test_four_regions_without_sums_are_one_operator(function: Callable[..., Tensor]) -> None:
+    make_model, make_inputs = _alike(function)
+    if function is _activation_of_product:
+        make_model = lambda: Slices(_products_then_activations, (WIDTH,) * 4)  # noqa: E731
+    model, inputs = make_model().to(DEVICE), make_inputs()
+    _freeze_unused(model, inputs)
+    cotangent = torch.randn_like(model(*inputs))
+    backend = Recorded()
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    with launch.record() as launched:
+        actual = results(compiled, model, inputs, cotangent)
+    assert backend.counts[0]["slices"] == 1 and backend.counts[0]["one"] == 0
+    assert launched[:2] == ["forward_slices", "backward_slices"]
+    assert [region.slices for region in backend.report.fused] == [4] * 4
+    assert not [region for region in backend.report.regions if region.reason]
+    check(actual, model, inputs, cotangent, EPS)
+
+
+def _freeze_unused(model: nn.Module, inputs: Sequence[Tensor]) -> None:
+    """Freezes the parameters that a model does not read."""
+    leaves = [*model.parameters(), *[x.clone().requires_grad_() for x in inputs]]
+    trained = [leaf for leaf in leaves if leaf.requires_grad]
+    output = model(*leaves[-len(inputs) :]).sum()
+    grads = torch.autograd.grad(output, trained, allow_unused=True)
+    for leaf, grad in zip(trained, grads, strict=True):
+        leaf.requires_grad_(grad is not None)
+
+
+def _products_then_activations(module: Slices, *xs: Tensor) -> Tensor:
+    products = [x @ matrix for x, matrix in zip(xs, module.matrices, strict=True)]
+    return _products(module, [F.silu(product) for product in products])
+
+
+def _sums(module: Slices, ys: Sequence[Tensor]) -> Tensor:
+    """Inductor sums over rows in the kernels that compute them."""
+    return torch.stack([y.sum(0) for y in ys])
+
+
+class Lookups(nn.Module):
+    """Activations of looked-up rows, which Inductor computes in the kernels of the look-ups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList([nn.Embedding(9, WIDTH) for _ in range(4)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.cat([F.silu(table(ids[:, k])) for k, table in enumerate(self.tables)], -1)
+
+
+def _dependent(module: Slices, x: Tensor) -> Tensor:
+    for matrix in module.matrices:
+        x = F.silu(x @ matrix)
+    return x
+
+
+_LEFT: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] = {
+    "three regions": _alike(_gelu, count=3),
+    "sums of results": _alike(_gelu, join=_sums),
+    "look-ups": (Lookups, lambda: [torch.arange(4 * MANY, device=DEVICE).view(MANY, 4) % 9]),
+    "activations of layers": (lambda: Slices(_dependent), lambda: [randn(FEW, WIDTH)]),
+    "activations between products": _alike(_activation_of_product, join=lambda m, ys: ys[0]),
+    "casts": _alike(lambda m, x, k: x.double(), join=lambda m, ys: torch.cat(ys, -1)),
+}
+
+
+@pytest.mark.parametrize("name", _LEFT)
+def test_regions_without_sums_are_left_where_they_do_not_pay(name: str) -> None:
+    make_model, make_inputs = _LEFT[name]
+    model, inputs = make_model().to(DEVICE), make_inputs()
+    backend = Recorded()
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    torch.testing.assert_close(compiled(*inputs), model(*inputs))
+    assert backend.counts[0]["slices"] == 0 and backend.counts[0]["one"] == 0
+
+
+def test_large_slices_without_sums_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch is little beside what they move."""
+    monkeypatch.setattr(alike, "_BYTES_OF_LAUNCH", MANY * WIDTH * 4 // 3)
+    make_model, make_inputs = _alike(_softmax)
+    backend = Recorded()
+    torch.compile(make_model().to(DEVICE), backend=backend, fullgraph=True)(*make_inputs())
+    assert backend.counts[0]["slices"] == 0
+    (reason,) = {region.reason for region in backend.report.regions}
+    assert "no gradient is summed" in reason
+
+
+# --- parallel towers ------------------------------------------------------------------------------
+
+
+class Towers(nn.Module):
+    """Towers, one after the other, whose results are concatenated."""
+
+    def __init__(self, towers: int, layers: int) -> None:
+        super().__init__()
+        parts = [self._tower(layers) for _ in range(towers)]
+        self.towers = nn.ModuleList(parts)
+
+    def _tower(self, layers: int) -> nn.Module:
+        pairs = [(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(layers)]
+        return nn.Sequential(*[layer for pair in pairs for layer in pair], nn.LayerNorm(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([tower(x) for tower in self.towers], -1)
+
+
+def test_layers_of_parallel_towers_are_one_operator_each() -> None:
+    layers = 3
+    model, inputs = Towers(4, layers).to(DEVICE), [randn(MANY, WIDTH)]
+    cotangent = torch.randn_like(model(*inputs))
+    backend = Recorded()
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    actual = results(compiled, model, inputs, cotangent)
+    assert backend.counts[0]["slices"] == layers + 1 and backend.counts[0]["one"] == 0
+    assert [region.slices for region in backend.report.fused] == [4] * 4 * (layers + 1)
+    check(actual, model, inputs, cotangent, EPS)
+
+
+def _crossed(module: Slices, x: Tensor) -> Tensor:
+    """Two functions of two slices, each of which needs the other function of the other slice."""
+    first = module.norm(x, 0) @ module.matrices[0]
+    second = F.rms_norm(first, (WIDTH,), module.weights[1]) @ module.matrices[1]
+    third = F.rms_norm(x * 2, (WIDTH,), module.weights[2]) @ module.matrices[2]
+    return second + module.norm(third, 3) @ module.matrices[3]
+
+
+def test_towers_in_another_order_have_no_cycle() -> None:
+    model, inputs = Slices(_crossed).to(DEVICE), [randn(MANY, WIDTH)]
+    cotangent = torch.randn_like(model(*inputs))
+    model.weights[4].requires_grad_(False)
+    parameters = nn.ParameterList(model.weights[:3])
+    backend = Recorded()
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    actual = torch.autograd.grad(compiled(*inputs), list(parameters), cotangent)
+    expected = torch.autograd.grad(model(*inputs), list(parameters), cotangent)
+    assert backend.counts[0]["slices"] + backend.counts[0]["one"] >= 3
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_peak_of_an_order() -> None:
+    """Two towers of a product, a function and a product: one by one, or function by function."""
+    graph = torch.fx.Graph()
+
+    def node(target: Any, width: int, *args: Any) -> torch.fx.Node:
+        result = graph.call_function(target, args)
+        result.meta["val"] = torch.empty(FEW, width, device="meta")
+        return result
+
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    ends, units = [], []
+    for _ in range(2):
+        wide = node(torch.ops.aten.mm.default, 8, x, w)
+        units.append(regions.Region([node(torch.ops.aten.sin.default, 8, wide)]))
+        ends.append(node(torch.ops.aten.mm.default, 1, units[-1].nodes[0], w))
+    graph.output(tuple(ends))
+    nodes, both = list(graph.nodes), regions.Region([unit.nodes[0] for unit in units])
+    moved = order.order_with(graph, [both])
+    assert moved.index(units[1].inputs[0]) < moved.index(units[0].nodes[0])
+    row = FEW * torch.float32.itemsize
+    assert order.peak_of(nodes, units, set(), ()) == (8 + 8 + 1) * row
+    assert order.peak_of(moved, [both], set(), ()) == (8 + 8) * 2 * row
+
+
+# --- casts of what is concatenated ----------------------------------------------------------------
+
+
+def test_casts_of_concatenated_results_are_in_the_operator() -> None:
+    model = Slices(lambda m, x: torch.cat(m.all(x.split(WIDTH, -1)), -1).half() @ m.square)
+    model.square = randn(SLICES * WIDTH, SLICES * WIDTH).half()
+    x = randn(MANY, SLICES * WIDTH)
+    backend = Recorded()
+    compiled = torch.compile(model.to(DEVICE), backend=backend, fullgraph=True, dynamic=False)
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-2, atol=1e-1)
+    (counts,) = backend.counts
+    assert counts["slices"] == 1 and not counts["_to_copy"] and not counts["cat"]
 
 
 # --- regions that are not grouped -----------------------------------------------------------------

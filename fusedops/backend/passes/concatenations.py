@@ -2,7 +2,7 @@
 
 Under autocast, slices are normalised in fp32, concatenated, and cast for a matrix product:
 
-    regions ──▶ cat, fp32 ──▶ cast to bf16 ──▶ mm      becomes      regions with casts ──▶ cat ──▶ mm
+    regions ──▶ cat, fp32 ──▶ cast to bf16 ──▶ mm   becomes   regions with casts ──▶ cat ──▶ mm
 
 The values are the same. The regions then write half of the bytes, and their backward reads the
 product's gradient as it is; else that would be cast into a tensor of its own first.
