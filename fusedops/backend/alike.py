@@ -94,8 +94,8 @@ class Former(Generic[_T]):
         region_of: returns the region of a member.
         key_of: returns what is the same for members of a group; None for one that is in none.
         fits: whether a member may be in one group with another, of the same key.
-        apart: whether groups need not be in order. Each member then joins the first group that has
-            none that it needs: the first layers of parallel towers are one group.
+        layered: whether groups need not be in order. Each member then joins the first group that
+            has none that it needs: the first layers of parallel towers are one group.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class Former(Generic[_T]):
         key_of: Callable[[_T], Hashable],
         fits: Callable[[_T, _T], bool],
         *,
-        apart: bool = False,
+        layered: bool = False,
     ) -> None:
         self.position, self.part = positions_of(graph), parts_of(graph)
         self.region_of, self.key_of, self.fits = region_of, key_of, fits
-        self.ancestors: Mapping[fx.Node, int] = ancestors_of(graph) if apart else {}
-        self.apart = apart
+        self.ancestors: Mapping[fx.Node, int] = ancestors_of(graph) if layered else {}
+        self.layered = layered
         self.groups: list[Group[_T]] = []
 
     def form(self, members: Sequence[_T]) -> list[Group[_T]]:
@@ -125,9 +125,9 @@ class Former(Generic[_T]):
             # One operator is in one part of the graph: see `graphs.parts_of`.
             groups = by_key.setdefault((self.part[region.nodes[0]], own_key), [])
             fitting = [g for g in groups if own_key is not None and self.fits(g.members[0], member)]
-            if self.apart:
-                others = [regions[number] for number in self.waiting]
-                group = next((g for g in fitting if self._is_apart(g, region, others)), None)
+            if self.layered:
+                others = list(map(regions.__getitem__, self.waiting))
+                group = next((g for g in fitting if self._is_independent(g, region, others)), None)
             else:
                 group = next((g for g in fitting[-1:] if self._follows(g, region)), None)
             if group is None:
@@ -152,7 +152,7 @@ class Former(Generic[_T]):
         last_input, first_user = self._extent(region)
         return max(last_input, group.last_input) < min(first_user, group.first_user)
 
-    def _is_apart(self, group: Group[_T], region: Region, others: Sequence[Region]) -> bool:
+    def _is_independent(self, group: Group[_T], region: Region, others: Sequence[Region]) -> bool:
         """Whether neither a group nor a region needs the other, not even through other groups."""
         bits, ancestors = self._reach(region)
         if group.bits & ancestors or bits & group.ancestors:
@@ -199,10 +199,10 @@ def pays(regions: Sequence[Region], selected: Collection[fx.Node]) -> bool:
     moved = between = alone = 0
     for region in regions:
         inputs = list(filter(is_tensor, region.inputs))
-        fused = [node for node in inputs if not _is_apart_from_inductor(node, selected)]
+        fused = [node for node in inputs if not _is_computed_alone(node, selected)]
         for node in region.outputs:
             users = itertools.filterfalse(is_view, users_through(node, is_view))
-            if not all(_is_user_apart(user, members, selected) for user in users):
+            if not all(_is_read_alone(user, members, selected) for user in users):
                 fused.append(node)
         moved += sum(map(bytes_of, [*inputs, *region.outputs]))
         between += 2 * sum(map(bytes_of, fused))
@@ -210,14 +210,14 @@ def pays(regions: Sequence[Region], selected: Collection[fx.Node]) -> bool:
     return between + (_SLOWER - 1) * moved < (alone - 1) * _BYTES_OF_LAUNCH
 
 
-def _is_apart_from_inductor(node: fx.Node, selected: Collection[fx.Node]) -> bool:
+def _is_computed_alone(node: fx.Node, selected: Collection[fx.Node]) -> bool:
     """Whether Inductor does not compute a value in a kernel that it generates."""
     while aliases(node) and node not in selected:
         node = node.all_input_nodes[0]
     return is_input(node) or node in selected or has_kernel(node)
 
 
-def _is_user_apart(node: fx.Node, members: set[fx.Node], selected: Collection[fx.Node]) -> bool:
+def _is_read_alone(node: fx.Node, members: set[fx.Node], selected: Collection[fx.Node]) -> bool:
     """Whether Inductor does not read a value in a kernel that it generates."""
     if node.op == "output" or node in members or node in selected or has_kernel(node):
         return True

@@ -76,14 +76,14 @@ def groups_of(
         saved: the nodes that the matches save for the backward.
     """
 
-    def formed(*, apart: bool) -> list[Group[Match]]:
-        former = Former[Match](graph, _region_of, _key, _have_same_rows, apart=apart)
+    def formed(*, layered: bool) -> list[Group[Match]]:
+        former = Former[Match](graph, _region_of, _key, _have_same_rows, layered=layered)
         return former.form(matches)
 
-    groups = formed(apart=False)
-    units = [group.region for group in groups]
-    layers = formed(apart=True) if len(units) > len(set(map(_key, matches))) else groups
-    new_units = [group.region for group in layers]
+    groups = formed(layered=False)
+    units = list(map(_region_of, groups))
+    layers = formed(layered=True) if len(units) > len(set(map(_key, matches))) else groups
+    new_units = list(map(_region_of, layers))
     if len(new_units) < len(units):
         new_order = order_with(graph, new_units)
         peak = peak_of(list(graph.nodes), units, needs, saved)
@@ -93,8 +93,8 @@ def groups_of(
     return list(itertools.chain.from_iterable([divided(group.members) for group in groups]))
 
 
-def _region_of(match: Match) -> Region:
-    return match.region
+def _region_of(owner: Match | Group[Match]) -> Region:
+    return owner.region
 
 
 def _key(match: Match) -> Any:
@@ -234,12 +234,11 @@ class _Replacement:
         for number, cat in enumerate(cats):
             if cat is not None:
                 self._replace_cat(number, cat, results[0, number])
-        separate = [number for number, cat in enumerate(cats) if cat is None]
         pairs = [
             (old, (k, number))
             for k, member in enumerate(self.matches)
             for old, number in member.program.outputs
-            if number in separate
+            if cats[number] is None
         ]
         substitute(self.graph, pairs, results, self.members, self.replaced)
         for embeddings in self.embeddings.values():

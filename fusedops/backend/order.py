@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from ..core.compat.fake import hints
 from .fx import namespace
@@ -94,8 +93,7 @@ def order_with(graph: fx.Graph, units: Iterable[Region]) -> list[fx.Node]:
 def reorder(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
     """Puts the nodes of a graph in another order."""
     for node, following in itertools.pairwise(order):
-        if node.next is not following:
-            node.append(following)
+        node.append(following)
 
 
 def peak_of(
@@ -126,41 +124,40 @@ def peak_of(
         time.update(dict.fromkeys(unit.nodes, min(map(time.__getitem__, unit.nodes))))
         inside.update(set(unit.nodes).difference(unit.outputs))
     end = 2 * len(order)
-    kept = set[fx.Node]()
+    in_backward = set[fx.Node]()
     if any(not needs.isdisjoint(unit.outputs) for unit in units):  # a backward follows
-        kept.update(map(_memory_of, [*saved, *_factors(order, needs)]))
+        in_backward.update(map(_memory_of, [*saved, *_factors(order, needs)]))
     uses: dict[fx.Node, list[int]] = {}
     changes = Counter[int]()
     for node in reversed(order):
-        own = [time[user] for user in node.users]
-        uses[node] = [*own, *itertools.chain(*[uses[u] for u in node.users if aliases(u)])]
-        if (node in inside and node not in kept) or aliases(node) or is_input(node):
+        through = map(uses.__getitem__, filter(aliases, node.users))
+        uses[node] = [*map(time.__getitem__, node.users), *itertools.chain(*through)]
+        if (node in inside and node not in in_backward) or aliases(node) or is_input(node):
             continue
         start, times, size = time[node], uses[node] or [time[node]], bytes_of(node)
         spans = [(start, max(times))]
-        if node in kept:
+        if node in in_backward:
             spans = [(start, end - min(times))]
         if node in needs:
             spans.append((end - max(times), end - start))
         for first, last in spans:
             changes[first] += size
             changes[last + 1] -= size
-    return max(itertools.accumulate(changes[moment] for moment in range(end + 2)))
+    return max(itertools.accumulate(map(changes.__getitem__, range(end + 2))))
 
 
 def _factors(nodes: Iterable[fx.Node], needs: set[fx.Node]) -> Iterator[fx.Node]:
     """The arguments of products that the gradients of their other arguments read."""
     for node in filter(has_kernel, nodes):
         for argument in node.all_input_nodes:
-            others = [other for other in node.all_input_nodes if other is not argument]
-            if not needs.isdisjoint(others):
+            if not needs.isdisjoint({*node.all_input_nodes} - {argument}):
                 yield argument
 
 
 def has_kernel(node: fx.Node) -> bool:
     """Whether an operator has a kernel of its own: a product, an attention, a custom operator."""
-    if node.op != "call_function":
-        return False
+    from torch.utils.flop_counter import flop_registry  # imports much
+
     packet = getattr(node.target, "overloadpacket", None)
     return packet in flop_registry or namespace(node.target) not in ("", "aten", "prims")
 

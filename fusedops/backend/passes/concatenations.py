@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..graphs import dtype_of, is_tensor, name_of, parts_of, value_of
@@ -54,6 +53,6 @@ def _narrowed(cast: fx.Node) -> fx.Node | None:
 def _cast(graph: fx.Graph, cat: fx.Node, node: fx.Node, cast: fx.Node) -> fx.Node:
     """The cast of a tensor before it is concatenated."""
     with graph.inserting_before(cat):
-        result = graph.call_function(torch.ops.aten._to_copy.default, (node,), dict(cast.kwargs))
+        result = graph.node_copy(cast, lambda _: node)
     result.meta["val"] = value_of(node).to(dtype_of(cast))
     return result

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.autograd import below_autograd, unflatten
+from ..compat.autograd import below_autograd, reshaped_without_view, unflatten
 
 __all__ = ["separated"]
 
@@ -43,12 +43,12 @@ def separated(
 def _views(buffer: Tensor, shapes: Sequence[Sequence[Any]]) -> list[Tensor]:
     # A tracer gets tensors that are no views, to autograd and to AOTAutograd's functionalisation:
     # that would replay the views of an output on the part instead of the buffer. Inductor copies
-    # nothing for `_unsafe_view`.
+    # nothing.
     views, start = [], 0
     buffer = buffer.view(-1)
     for shape in shapes:
         size = math.prod(shape)
         part = buffer.narrow(0, start, size)
-        views.append(torch.ops.aten._unsafe_view.default(part, list(shape)))
+        views.append(reshaped_without_view(part, list(shape)))
         start += size
     return views

@@ -121,8 +121,8 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
     backward_constants = f"int threshold, str needs, int cols, str call{numbers_schema}"
     arguments = _schema(op.tensors, op)
     saved_schema = _schema(op.saved, op)
-    cotangents, given = _cotangents(op)
-    read = given + len(op.saved)
+    cotangents, cotangent_count = _cotangents(op)
+    read = cotangent_count + len(op.saved)
     tags = _UNSAFE if op.variadic else ()
 
     # The default -1 stands for no GPU. It is for code that launches nothing, such as `allocate`.
@@ -160,7 +160,7 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
         seed, constants = args[read], args[read + 1 :]
         needed = [digit == "1" for digit in constants[1]]
         site = backward_site(constants, dropout=seed is not None)
-        saved = _flat(op, args[given:read])
+        saved = _flat(op, args[cotangent_count:read])
         return op.allocate_gradients(site, _grads(op, args), saved, needed)
 
     @functools.lru_cache(maxsize=4096)
@@ -179,7 +179,7 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
             args[-1], seed is not None, cotangent.get_device()
         )
         state = (*rng.kernel_arguments(seed), threshold)
-        saved = _flat(op, args[given:read])
+        saved = _flat(op, args[cotangent_count:read])
         function.on_device(site, op.backward, grads, saved, outs, state)
 
     _define(

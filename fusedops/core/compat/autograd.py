@@ -21,6 +21,7 @@ __all__ = [
     "fmax_shares_ties",
     "is_batched",
     "noticing_autograd_functions",
+    "reshaped_without_view",
     "unflatten",
 ]
 
@@ -41,6 +42,11 @@ def _sliced(buffer: Tensor, like: list[Tensor]) -> list[Tensor]:
 # name, `_sliced` makes one view after the other, which is slower.
 unflatten: Callable[[Tensor, list[Tensor]], Sequence[Tensor]] = (
     find("_C._nn.unflatten_dense_tensors", None) or _sliced
+)
+
+# Returns a contiguous tensor in another shape, as one that is no view to autograd or AOTAutograd.
+reshaped_without_view: Callable[[Tensor, list[Any]], Tensor] = find(
+    "ops.aten._unsafe_view.default", Tensor.view
 )
 
 # Returns whether a gradient is a batched tensor, which has no memory to read (``autograd.grad(…,
