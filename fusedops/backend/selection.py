@@ -136,7 +136,10 @@ class Selector:
             regions += parts_alike(region) or [region]
         former = Former[Region](self.graph, lambda region: region, _kind, lambda *_: True)
         for group in former.form(regions):
-            if len(group.members) < LEAST_ALIKE or not pays(group.members, selected):
+            # Numbers of rows, such as computed indices, are no slices.
+            has_columns = all(tensor.dim() > 1 for tensor in tensors_of(group.region.outputs))
+            is_group = len(group.members) >= LEAST_ALIKE and has_columns
+            if not is_group or not pays(group.members, selected):
                 continue
             for region in group.members:
                 report = _report_of(region)
