@@ -8,6 +8,8 @@ from .compiler.function import rowwise
 from .core.configs.tuning import Tuner, register_tuner
 from .core.version import __version__
 from .generation.ops import no_repeat_ngram
+from .losses.function import linear_rowwise
+from .losses.ops import linear_cross_entropy, linear_log_probs
 from .models import fuse_model, fusion_status, unfuse_model
 from .norms.ops import (
     add_layer_norm,
@@ -40,6 +42,9 @@ __all__ = [
     "geglu",
     "gelu",
     "layer_norm",
+    "linear_cross_entropy",
+    "linear_log_probs",
+    "linear_rowwise",
     "no_repeat_ngram",
     "rms_norm",
     "rowwise",

@@ -9,6 +9,7 @@ from .activations.modules import (
     FusedSwiGLU,
 )
 from .compiler.modules import Rowwise
+from .losses.modules import FusedLinearCrossEntropy
 from .norms.modules import (
     FusedAddLayerNorm,
     FusedAddRMSNorm,
@@ -34,6 +35,7 @@ __all__ = [
     "FusedGELU",
     "FusedGatedAct",
     "FusedLayerNorm",
+    "FusedLinearCrossEntropy",
     "FusedRMSNorm",
     "FusedSwiGLU",
     "Rowwise",

@@ -198,7 +198,7 @@ class Rowwise(Generic[_P, _R]):
             self._programs,
             self._called,
             lambda args: self._run(*args),
-            self._raise_or_warn,
+            self.refuse,
         )
         self._foreach_in_graph: Callable[..., Any] = lambda sizes, *args: self._all(args, sizes)
         self._foreach_in_graph.__name__ = self.name
@@ -416,11 +416,20 @@ class Rowwise(Generic[_P, _R]):
         Raises:
             NotRowwiseError: the function cannot be one kernel.
         """
-        arguments = self._positional(args, kwargs)
+        program, tensors = self.program_of(self._positional(args, kwargs))
+        return "\n\n".join([kernel.source for kernel in kernels_of(program, tensors)])
+
+    def program_of(self, arguments: Sequence[Any]) -> tuple[Program, list[Tensor]]:
+        """Return the program of a call, and its inputs.
+
+        Args:
+            arguments: all of the function's arguments, by position.
+        Raises:
+            NotRowwiseError: the function cannot be one kernel.
+        """
         autocast = any_autocast_enabled() and _autocast()
         match = self._programs.find(arguments, autocast)
-        tensors = self._tensors(arguments, match.look, match.captured)
-        return "\n\n".join([kernel.source for kernel in kernels_of(match.program, tensors)])
+        return match.program, self._tensors(arguments, match.look, match.captured)
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -491,7 +500,7 @@ class Rowwise(Generic[_P, _R]):
             match = self._programs.find(args, autocast)
         except NotRowwiseError as error:
             if warns:
-                self._raise_or_warn(error)
+                self.refuse(error)
             return _Call(None, reason=str(error))
         checks.check_jit(self.name)
         match.program.strict = self.strict
@@ -512,7 +521,7 @@ class Rowwise(Generic[_P, _R]):
                 f"{self.name}: a number is a tensor of another device; pass it as a number"
             )
 
-    def _raise_or_warn(self, error: NotRowwiseError) -> None:
+    def refuse(self, error: NotRowwiseError) -> None:
         """Raise the error if the function is strict; else warn."""
         if self.strict:
             raise error

@@ -1,0 +1,1 @@
+"""A family: row-wise losses of matrix products, computed in chunks of rows."""

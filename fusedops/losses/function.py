@@ -1,0 +1,313 @@
+"""Any row-wise loss of ``input @ weight.T``, the logits never whole: `linear_rowwise`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from inspect import Parameter, signature
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compiler.errors import NotRowwiseError
+from ..compiler.function import Rowwise
+from ..core.calls import checks
+from ..core.compat.dispatch import in_forward_mode, transforms
+from ..core.compat.dynamo import is_exporting
+from ..core.launches import launch
+from . import registration
+from .operands import Choice, Operands
+from .reference import reference
+
+__all__ = ["LinearRowwise", "linear_rowwise"]
+
+_REDUCTIONS = ("sum", "mean", "none")
+_Tensors = tuple[Tensor, ...]
+
+
+def linear_rowwise(
+    function: Callable[..., Any] | None = None,
+    *,
+    reduction: str = "sum",
+    valid: Callable[..., Tensor] | None = None,
+    chunk_mib: float | None = None,
+    strict: bool = False,
+) -> Any:
+    """Makes an operator of a row-wise function of logits, ``input @ weight.T``, never whole.
+
+    The rows are processed in chunks: a matrix product, one kernel of the function, one of its
+    gradient, which replaces the logits, and the products of the gradients. All of a chunk's memory
+    is that of its logits.
+
+    Args:
+        function: ``function(logits, *others)`` in plain PyTorch, as for `fusedops.rowwise`; it
+            returns a number for each row of logits (R, V), (R,), or a tuple of such tensors. As a
+            decorator without it, this returns the decorator.
+        reduction: "sum" or "mean" of the one result over the rows: the gradients are formed in the
+            forward, with three products in all. "none": the results of each row; the backward
+            computes the logits again, which is a fourth product.
+        valid: ``valid(*others)`` returns which rows count, (M,) of truth values. Other rows have
+            no products, and no part in a mean; their results are zero. It costs a synchronisation
+            of host and device, except under a CUDA graph's capture, which computes all rows.
+        chunk_mib: the most memory of a chunk's logits, in MiB; by default 512, or 1/32 of the
+            device's memory if that is less.
+        strict: whether a function that cannot be fused is an error. By default it runs on whole
+            logits, with a warning.
+    Returns:
+        A `LinearRowwise`, which is called as ``op(input, linear_weight, *others,
+        linear_bias=None)``.
+    Raises:
+        TypeError: the function is no function of Python, or ``strict`` no truth value.
+        ValueError: the reduction is unknown, or ``chunk_mib`` is not positive.
+    Example::
+
+        @fusedops.linear_rowwise(reduction="mean")
+        def poly_loss(logits, target):  # PolyLoss, arXiv:2204.12511
+            log_p = torch.log_softmax(logits.float(), -1)
+            log_p = log_p.gather(-1, target[:, None]).squeeze(-1)
+            return -log_p + 1 - log_p.exp()
+
+        loss = poly_loss(hidden, lm_head.weight, labels)
+    Numerics: the function computes in fp32 from logits in the products' dtype. A weight's gradient
+        in 16 bits is summed over up to seven chunks in its dtype, with each product's sum in fp32,
+        and in fp32 over more.
+    """
+    if function is None:
+        return functools.partial(
+            linear_rowwise, reduction=reduction, valid=valid, chunk_mib=chunk_mib, strict=strict
+        )
+    return LinearRowwise(
+        function, reduction=reduction, valid=valid, chunk_mib=chunk_mib, strict=strict
+    )
+
+
+class LinearRowwise:
+    """A row-wise function of a matrix product; `linear_rowwise` returns it.
+
+    Attributes:
+        function: the original function.
+        reduction: "sum", "mean" or "none".
+        chunk_mib: the budget of a chunk's logits in MiB; None for the default.
+        strict: whether a function that cannot be fused is an error.
+        rows: the function of logits as a `fusedops.rowwise` function.
+        name: its name in messages.
+        key: its name among all such functions of the process.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        reduction: str = "sum",
+        valid: Callable[..., Tensor] | None = None,
+        chunk_mib: float | None = None,
+        strict: bool = False,
+        name: str = "",
+    ) -> None:
+        if not isinstance(function, FunctionType):
+            raise TypeError(
+                f"linear_rowwise: takes a function of Python, got {type(function).__name__}"
+            )
+        if not isinstance(strict, bool):
+            raise TypeError(
+                f"linear_rowwise: strict has type {type(strict).__name__}, expected bool"
+            )
+        checks.check_choice("linear_rowwise", "reduction", reduction, _REDUCTIONS)
+        check_budget("linear_rowwise", chunk_mib)
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.reduction, self.chunk_mib, self.strict = reduction, chunk_mib, strict
+        self.name = name or function.__name__
+        self.rows = Rowwise(function, strict=strict)
+        self.valid = valid
+        parameters = signature(function).parameters.values()
+        self._parameters = [(p.name, p.default) for p in parameters]
+        self.key = registration.register(self)
+
+    def __call__(
+        self,
+        input: Tensor | Sequence[Tensor],
+        linear_weight: Tensor | Sequence[Tensor],
+        *others: Any,
+        linear_bias: Tensor | Sequence[Tensor | None] | None = None,
+    ) -> Any:
+        """Returns the sum, mean or results of rows of the function.
+
+        Args:
+            input: (*, D), floating point; or one for each head: the function then takes as many
+                logits first. Heads may have different D and V, and the same rows.
+            linear_weight: (V, D); or one for each head.
+            others: the function's other arguments. A tensor whose first dimensions are those of
+                the rows, ``*``, is taken apart with them; any other is the same for all rows.
+            linear_bias: (V,); or one for each head.
+        Returns:
+            A scalar; with ``reduction="none"`` a tensor ``(*)`` for each result.
+        Raises:
+            TypeError: a tensor is not one of floating-point numbers, or dtypes differ.
+            ValueError: shapes do not go together.
+        """
+        return self.apply(input, linear_weight, others, linear_bias, self.chunk_mib)
+
+    def apply(
+        self,
+        input: Any,  # noqa: A002
+        linear_weight: Any,
+        others: tuple[Any, ...],
+        linear_bias: Any,
+        chunk_mib: float | None,
+    ) -> Any:
+        """Returns what a call returns, with another budget."""
+        inputs, weights = _sequence(input), _sequence(linear_weight)
+        biases = (None,) * len(weights) if linear_bias is None else _sequence(linear_bias)
+        self._check(inputs, weights, biases)
+        batch = inputs[0].shape[:-1]
+        others = self._completed(len(inputs), others)
+        by_row = tuple(
+            [
+                isinstance(t, Tensor) and t.dim() > 0 and t.shape[: len(batch)] == batch
+                for t in others
+            ]
+        )
+        rows = batch.numel()
+        operands = Operands(
+            tuple([t.reshape(rows, t.shape[-1]) for t in inputs]),
+            weights,
+            biases,
+            tuple(
+                [
+                    t.reshape(rows, *t.shape[len(batch) :]) if is_by_row else t
+                    for t, is_by_row in zip(others, by_row, strict=True)
+                ]
+            ),
+            by_row,
+            _dtype(inputs[0]),
+            chunk_mib,
+        )
+        results = self._results(operands)
+        if self.reduction != "none":
+            return results[0]
+        shaped = tuple([result.reshape(batch) for result in results])
+        return shaped[0] if len(shaped) == 1 else shaped
+
+    def _completed(self, heads: int, others: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns the other arguments with their defaults."""
+        remaining = self._parameters[heads + len(others) :]
+        if heads + len(others) > len(self._parameters):
+            raise TypeError(
+                f"{self.name}: {heads} logits and {len(others)} other arguments, expected "
+                f"{', '.join([name for name, _ in self._parameters])}"
+            )
+        for name, default in remaining:
+            if default is Parameter.empty:
+                raise TypeError(f"{self.name}: the argument {name!r} is missing")
+        return (*others, *[default for _, default in remaining])
+
+    def _results(self, operands: Operands) -> Sequence[Tensor]:
+        if not launch.runs_kernels(operands.inputs[0].device.type):
+            return reference(self, operands)
+        if torch.compiler.is_compiling():
+            if is_exporting():
+                return reference(self, operands)
+        elif transforms() or in_forward_mode():
+            return reference(self, operands)
+        try:
+            return registration.call(self, operands)
+        except NotRowwiseError as error:
+            self.rows.refuse(error)
+            return reference(self, operands)
+
+    def _check(
+        self, inputs: _Tensors, weights: _Tensors, biases: tuple[Tensor | None, ...]
+    ) -> None:
+        """Raises for tensors that are no rows and weights of heads."""
+        name = self.name
+        if not len(inputs) == len(weights) == len(biases):
+            raise ValueError(
+                f"{name}: {len(inputs)} inputs, {len(weights)} weights and {len(biases)} biases; "
+                "expected one of each for each head"
+            )
+        first = inputs[0]
+        for t, weight, bias in zip(inputs, weights, biases, strict=True):
+            checks.check_tensor(name, "input", t, first)
+            checks.check_tensor(name, "linear_weight", weight, first)
+            if t.dim() < 2 or t.shape[:-1] != first.shape[:-1]:
+                raise ValueError(
+                    f"{name}: input has shape {tuple(t.shape)}, expected (*, D) with the rows of "
+                    f"the first input, {tuple(first.shape[:-1])}"
+                )
+            if weight.dim() != 2 or weight.shape[1] != t.shape[-1]:
+                raise ValueError(
+                    f"{name}: linear_weight has shape {tuple(weight.shape)}, expected (V, "
+                    f"{t.shape[-1]}) as the last dimension of input"
+                )
+            if bias is not None:
+                checks.check_tensor(name, "linear_bias", bias, first)
+                checks.check_shape(name, "linear_bias", bias, (weight.shape[0],))
+            casts = torch.is_autocast_enabled(t.device.type)
+            if not casts and not t.dtype == weight.dtype == first.dtype:
+                raise TypeError(
+                    f"{name}: input has dtype {t.dtype} and linear_weight {weight.dtype}, expected "
+                    "one dtype, or autocast"
+                )
+
+    # --- the rows that count ----------------------------------------------------------------------
+
+    def mask(self, operands: Operands) -> Tensor | None:
+        """Returns which rows count, (M,); None if all do."""
+        if self.valid is None:
+            return None
+        mask = self.valid(*operands.others)
+        if mask.shape != (operands.rows,) or mask.dtype != torch.bool:
+            raise ValueError(
+                f"{self.name}: valid returns {mask.dtype} of shape {tuple(mask.shape)}, expected "
+                f"torch.bool of shape {(operands.rows,)}"
+            )
+        return mask
+
+    def choice(self, operands: Operands) -> Choice:
+        """Returns the rows to compute; the host waits for their number, except under capture."""
+        mask = self.mask(operands)
+        if mask is None:
+            return Choice(operands.rows)
+        if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+            return Choice(operands.rows, mask=mask)
+        count = self._count(operands, mask)
+        if count == operands.rows:
+            return Choice(count)
+        return Choice(count, mask.nonzero().squeeze(1))
+
+    def _count(self, operands: Operands, mask: Tensor) -> int:
+        """Returns the number of rows that count."""
+        return int(mask.sum())
+
+    def scale(self, operands: Operands, mask: Tensor | None) -> Tensor:
+        """Returns the factor of the sum of all results: a tensor without dimensions."""
+        one = operands.inputs[0].new_ones((), dtype=operands.acc)
+        return one / self.divisor(operands, mask) if self.reduction == "mean" else one
+
+    def divisor(self, operands: Operands, mask: Tensor | None) -> Tensor | int:
+        """Returns what a mean divides the sum by."""
+        return operands.rows if mask is None else mask.sum()
+
+
+def _sequence(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, Tensor) else tuple(value)
+
+
+def _dtype(t: Tensor) -> torch.dtype:
+    """Returns the dtype of the products: autocast's, where it is enabled."""
+    kind = t.device.type
+    if torch.is_autocast_enabled(kind) and t.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return t.dtype
+
+
+def check_budget(op: str, chunk_mib: float | None) -> None:
+    """Raises unless a budget is None or a positive number."""
+    if chunk_mib is None:
+        return
+    checks.check_number(op, "chunk_mib", chunk_mib)
+    if not chunk_mib > 0:
+        raise ValueError(f"{op}: chunk_mib must be positive, got {chunk_mib}")

@@ -1,0 +1,302 @@
+"""The loop over chunks of rows: logits, a function of each row, and the gradients.
+
+For a sum or mean of the function's results the gradients are formed in the forward: three products
+in all. For results of each row the backward computes the logits again: four products.
+
+    chunk of rows ──▶ logits ──▶ results, gradient of logits in their place
+                                   │            ├──▶ gradient of the rows
+                                   ▼            └──▶ added to the weight's gradient
+                              sum, or each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .chunks import accumulated_in, chunk_rows
+from .operands import Operands
+from .products import logits_of, product
+from .rows import Chunk
+
+if TYPE_CHECKING:
+    from .function import LinearRowwise
+
+__all__ = ["backward", "forward", "gradient_dtype"]
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Rows of a call: those at ``index``, or from ``start`` to ``stop``."""
+
+    start: int
+    stop: int
+    index: Tensor | None
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+    def of(self, t: Tensor) -> Tensor:
+        """Returns these rows of a tensor."""
+        if self.index is None:
+            return t[self.start : self.stop]
+        return t.index_select(0, self.index)
+
+    def write(self, t: Tensor, rows: Tensor) -> None:
+        """Writes these rows of a tensor."""
+        if self.index is None:
+            t[self.start : self.stop].copy_(rows)
+        else:
+            t.index_copy_(0, self.index, rows)
+
+
+def gradient_dtype(dtype: torch.dtype, position: int, heads: int) -> torch.dtype:
+    """Returns the dtype of a gradient before the gradient of the loss is known.
+
+    A weight's in fp16 is the sum over rows, before a mean's division: in fp32 it cannot overflow.
+    """
+    is_weight = heads <= position < 2 * heads
+    return torch.float32 if is_weight and dtype == torch.float16 else dtype
+
+
+class _Loop:
+    """The chunks of a call, and the gradients that they add to.
+
+    Args:
+        loss: the function.
+        operands: its arguments.
+        needs: for each input, weight, bias and other argument, whether its gradient is wanted.
+    """
+
+    def __init__(self, loss: LinearRowwise, operands: Operands, needs: Sequence[bool]) -> None:
+        self.loss, self.operands = loss, operands
+        heads = len(operands.inputs)
+        self.of_inputs = needs[:heads]
+        self.of_weights = needs[heads : 2 * heads]
+        self.of_biases = needs[2 * heads : 3 * heads]
+        self.of_others = needs[3 * heads :]
+        self.any = any(needs)
+        choice = loss.choice(operands)
+        self.index, self.count, self.mask = choice.index, choice.count, choice.mask
+        self.weights = [weight.to(operands.dtype) for weight in operands.weights]
+        self.biases = [None if b is None else b.to(operands.dtype) for b in operands.biases]
+        classes = [weight.shape[0] for weight in self.weights]
+        device = operands.inputs[0].device
+        row_bytes = sum(classes) * operands.dtype.itemsize
+        self.size = chunk_rows(loss.name, self.count, row_bytes, operands.chunk_mib, device)
+        chunks = -(-self.count // self.size)
+        like = operands.inputs[0]
+        rows = min(self.size, self.count)
+        self.buffers = [like.new_empty(rows, c, dtype=operands.dtype) for c in classes]
+        pairs = list(zip(operands.inputs, self.of_inputs, strict=True))
+        self.d_inputs = [self._of_rows(t) if need else None for t, need in pairs]
+        self.d_weights = [
+            torch.zeros_like(w, dtype=accumulated_in(w.dtype, chunks), memory_format=_DENSE)
+            if need
+            else None
+            for w, need in zip(operands.weights, self.of_weights, strict=True)
+        ]
+        self.d_biases = [
+            torch.zeros_like(b, dtype=_wide(b.dtype), memory_format=_DENSE)
+            if need and b is not None
+            else None
+            for b, need in zip(operands.biases, self.of_biases, strict=True)
+        ]
+        self.d_others: list[Tensor | None] = []
+        for other, by_row, need in zip(
+            operands.others, operands.by_row, self.of_others, strict=True
+        ):
+            if not need:
+                self.d_others.append(None)
+            elif by_row:
+                self.d_others.append(torch.zeros_like(other, memory_format=_DENSE))
+            else:
+                self.d_others.append(
+                    torch.zeros_like(other, dtype=_wide(other.dtype), memory_format=_DENSE)
+                )
+
+    def _of_rows(self, t: Tensor) -> Tensor:
+        """Returns the gradient of rows: zeros if some rows are left out."""
+        whole = self.index is None and self.count == t.shape[0]
+        create = torch.empty_like if whole else torch.zeros_like
+        return create(t, memory_format=_DENSE)
+
+    def slices(self) -> Iterator[_Slice]:
+        """Yields the rows of each chunk."""
+        for start in range(0, self.count, self.size):
+            stop = min(start + self.size, self.count)
+            index = None if self.index is None else self.index[start:stop]
+            yield _Slice(start, stop, index)
+
+    def chunk(self, rows: _Slice, numbers: Tensor | None = None) -> tuple[Chunk, list[Tensor]]:
+        """Computes the logits of some rows; returns the function's call on them, and the rows.
+
+        ``numbers`` are those that an earlier call saved for these rows.
+        """
+        operands = self.operands
+        inputs = [rows.of(t).to(operands.dtype) for t in operands.inputs]
+        logits = [buffer[: rows.count] for buffer in self.buffers]
+        for t, weight, bias, out in zip(inputs, self.weights, self.biases, logits, strict=True):
+            logits_of(t, weight, bias, out)
+        others = [
+            rows.of(other) if by_row else other
+            for other, by_row in zip(operands.others, operands.by_row, strict=True)
+        ]
+        of_logits = [
+            any(needs)
+            for needs in zip(self.of_inputs, self.of_weights, self.of_biases, strict=True)
+        ]
+        wanted = [*of_logits, *self.of_others]
+        return Chunk(self.loss.rows, [*logits, *others], wanted, numbers), inputs
+
+    def add(self, rows: _Slice, inputs: Sequence[Tensor], gradients: dict[int, Tensor]) -> None:
+        """Adds the gradients of a chunk."""
+        heads = len(inputs)
+        for head, (t, weight) in enumerate(zip(inputs, self.weights, strict=True)):
+            d_logits = gradients.get(head)
+            if d_logits is None:
+                continue
+            d_input, d_weight, d_bias = (
+                self.d_inputs[head],
+                self.d_weights[head],
+                self.d_biases[head],
+            )
+            if d_input is not None and rows.index is None:
+                product(d_input[rows.start : rows.stop], d_logits, weight)
+            elif d_input is not None:
+                d_rows = d_input.new_empty(rows.count, d_input.shape[1])
+                product(d_rows, d_logits, weight)
+                rows.write(d_input, d_rows)
+            if d_weight is not None:
+                product(d_weight, d_logits.t(), t, adds=rows.start > 0)
+            if d_bias is not None:
+                d_bias += d_logits.sum(0, dtype=d_bias.dtype)
+        for i, d_other in enumerate(self.d_others):
+            gradient = gradients.get(heads + i)
+            if d_other is None or gradient is None:
+                continue
+            if self.operands.by_row[i]:
+                rows.write(d_other, gradient)
+            else:
+                d_other += gradient
+
+    def gradients(self) -> list[Tensor]:
+        """Returns the wanted gradients, in the dtypes of `gradient_dtype`."""
+        operands = self.operands
+        tensors = [*operands.inputs, *operands.weights, *operands.biases, *operands.others]
+        found = [*self.d_inputs, *self.d_weights, *self.d_biases, *self.d_others]
+        heads = len(operands.inputs)
+        return [
+            gradient.to(gradient_dtype(t.dtype, position, heads))
+            for position, (t, gradient) in enumerate(zip(tensors, found, strict=True))
+            if gradient is not None
+        ]
+
+
+_DENSE = torch.contiguous_format
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which gradients of vectors are summed over chunks."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def forward(
+    loss: LinearRowwise, operands: Operands, needs: Sequence[bool]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the results, and what the backward needs.
+
+    Of a sum or mean the latter is the scale by which gradients are still to be multiplied, and the
+    gradients; of results of each row the numbers that the backward reads, in the order of chunks.
+    """
+    loop = _Loop(loss, operands, needs)
+    if loss.reduction == "none":
+        return _each(loop)
+    return _reduced(loop)
+
+
+def _each(loop: _Loop) -> tuple[list[Tensor], list[Tensor]]:
+    results: list[Tensor] = []
+    numbers: list[Tensor] = []
+    operands = loop.operands
+    for rows in loop.slices():
+        chunk, _ = loop.chunk(rows)
+        if not results:
+            results = [r.new_zeros(operands.rows) for r in chunk.results]
+        for result, of_chunk in zip(results, chunk.results, strict=True):
+            rows.write(result, of_chunk)
+        if chunk.numbers is not None:
+            numbers.append(chunk.numbers.flatten())
+    if not results:
+        dtypes, _, _ = described(loop.loss, operands)
+        results = [operands.inputs[0].new_zeros(operands.rows, dtype=each) for each in dtypes]
+    if loop.mask is not None:
+        results = [torch.where(loop.mask, r, 0) for r in results]
+    saved = torch.cat(numbers) if numbers else operands.inputs[0].new_empty(0, dtype=torch.float32)
+    return results, [saved]
+
+
+def _reduced(loop: _Loop) -> tuple[list[Tensor], list[Tensor]]:
+    operands = loop.operands
+    scale = loop.loss.scale(operands, loop.loss.mask(operands))
+    # In fp16 gradients divided by the number of rows would underflow. They are multiplied together
+    # with the gradient of the loss, which is large where gradients are scaled.
+    is_late = operands.dtype == torch.float16
+    each = torch.ones(operands.rows, dtype=scale.dtype, device=scale.device)
+    if not is_late:
+        each *= scale
+    if loop.mask is not None:
+        each = torch.where(loop.mask, each, 0)
+    totals: list[Tensor] = []
+    for rows in loop.slices():
+        chunk, inputs = loop.chunk(rows)
+        if len(chunk.results) != 1:
+            raise TypeError(
+                f"{loop.loss.name}: it returns {len(chunk.results)} results, and their "
+                f'{loop.loss.reduction} has more than one gradient; use reduction="none"'
+            )
+        (result,) = chunk.results
+        if loop.mask is not None:  # a row that does not count may have any result
+            result = torch.where(rows.of(loop.mask), result, 0)
+        totals.append(result.sum(dtype=scale.dtype))
+        if loop.any:
+            loop.add(rows, inputs, chunk.gradients([rows.of(each)]))
+    total = torch.stack(totals).sum() if totals else torch.zeros_like(scale)
+    late = scale if is_late else torch.ones_like(scale)
+    return [total * scale], [late, *loop.gradients()]
+
+
+def backward(
+    loss: LinearRowwise,
+    operands: Operands,
+    needs: Sequence[bool],
+    cotangents: Sequence[Tensor],
+    numbers: Tensor,
+) -> list[Tensor]:
+    """Returns the wanted gradients from those of the results of each row, (M,)."""
+    loop = _Loop(loss, operands, needs)
+    if loop.mask is not None:
+        cotangents = [torch.where(loop.mask, c, 0) for c in cotangents]
+    each = numbers.numel() // max(loop.count, 1)
+    for rows in loop.slices():
+        part = numbers[each * rows.start : each * rows.stop] if each else None
+        chunk, inputs = loop.chunk(rows, part)
+        loop.add(rows, inputs, chunk.gradients([rows.of(c).contiguous() for c in cotangents]))
+    return loop.gradients()
+
+
+def described(
+    loss: LinearRowwise, operands: Operands
+) -> tuple[list[torch.dtype], int, torch.dtype]:
+    """Returns the dtypes of results of each row, and the count and dtype of saved numbers."""
+    # Only shapes and dtypes are read: the logits have no memory.
+    one = operands.inputs[0].new_empty(1, 1, dtype=operands.dtype)
+    logits = [one.expand(operands.rows, weight.shape[0]) for weight in operands.weights]
+    program, _ = loss.rows.program_of([*logits, *operands.others])
+    dtypes = [operand.dtype for operand in program.structure.outputs]
+    return dtypes, len(program.plan.stats), program.acc

@@ -1,0 +1,34 @@
+"""The same computation in PyTorch's operators, with whole logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .operands import Operands
+
+if TYPE_CHECKING:
+    from .function import LinearRowwise
+
+__all__ = ["reference"]
+
+
+def reference(loss: LinearRowwise, operands: Operands) -> tuple[Tensor, ...]:
+    """Returns the results of a call, differentiable any number of times."""
+    dtype = operands.dtype
+    logits = [
+        F.linear(t.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        for t, weight, bias in zip(operands.inputs, operands.weights, operands.biases, strict=True)
+    ]
+    returned = loss.function(*logits, *operands.others)
+    results = (returned,) if isinstance(returned, Tensor) else tuple(returned)
+    mask = loss.mask(operands)
+    if mask is not None:
+        results = tuple([torch.where(mask, result, 0) for result in results])
+    if loss.reduction == "none":
+        return results
+    scale = loss.scale(operands, mask)
+    return tuple([result.sum(dtype=scale.dtype) * scale for result in results])

@@ -1,0 +1,444 @@
+"""The registered operators of losses: autograd and torch.compile see one node for a whole loop.
+
+    linear_rowwise(...)            results, and what the backward needs
+    linear_rowwise_backward(...)   gradients, from those of the results of each row
+
+Their argument ``call`` has everything but tensors as one string: see `_Call`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..core.calls.function import vjp
+from ..core.calls.registration import implement
+from ..core.calls.words import DTYPES_BY_NAME
+from ..core.compat.dispatch import is_intercepted
+from . import head, scaling
+from .operands import Operands
+from .reference import reference
+
+if TYPE_CHECKING:
+    from .function import LinearRowwise
+
+__all__ = ["call", "register"]
+
+_LOSSES: dict[str, LinearRowwise] = {}
+
+
+def register(loss: LinearRowwise) -> str:
+    """Returns the key of a new function: its name, and a number if another has the name.
+
+    The same module gives its functions the same keys in each process.
+    """
+    function = loss.function
+    name = f"{function.__module__}.{function.__qualname__}"
+    key, number = name, 1
+    while key in _LOSSES:
+        number += 1
+        key = f"{name}#{number}"
+    _LOSSES[key] = loss
+    return key
+
+
+# --- one string for all that is no tensor ---------------------------------------------------------
+
+# The letter of a number's type, and how to read it.
+_READERS: dict[str, Any] = {
+    "i": int,
+    "f": float,
+    "b": "True".__eq__,
+    "s": str,
+    "n": lambda text: None,
+}
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of a call that are no tensors.
+
+    Attributes:
+        loss: the function.
+        needs: for each input, weight, bias and other argument, whether its gradient is wanted.
+        biased: for each head, whether it has a bias.
+        by_row: for each other argument, whether it is taken apart with the rows.
+        numbers: the other arguments that are no tensors, by position.
+        autocast: the dtype of autocast; None without it.
+        dtype: the dtype of the products.
+        chunk_mib: the budget of a chunk's logits in MiB; None for the default.
+    """
+
+    loss: LinearRowwise
+    needs: tuple[bool, ...]
+    biased: tuple[bool, ...]
+    by_row: tuple[bool, ...]
+    numbers: dict[int, Any]
+    autocast: torch.dtype | None
+    dtype: torch.dtype
+    chunk_mib: float | None
+
+
+def _digits(flags: Iterable[bool]) -> str:
+    return "".join(["1" if flag else "0" for flag in flags])
+
+
+def _written(loss: LinearRowwise, operands: Operands, needs: Sequence[bool]) -> str:
+    """Returns the string of a call."""
+    kind = operands.inputs[0].device.type
+    autocast = (
+        str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "torch.none"
+    )
+    words = [
+        loss.key,
+        _digits(needs),
+        _digits([bias is not None for bias in operands.biases]),
+        _digits(operands.by_row),
+        autocast[len("torch.") :],
+        str(operands.dtype)[len("torch.") :],
+        "" if operands.chunk_mib is None else str(operands.chunk_mib),
+    ]
+    for position, other in enumerate(operands.others):
+        if not isinstance(other, Tensor):
+            words.append(f"{position}{_letter(loss, other)}{other}")
+    return "|".join(words)
+
+
+def _letter(loss: LinearRowwise, other: Any) -> str:
+    if other is None:
+        return "n"
+    for kind in (bool, int, float, str):
+        if isinstance(other, kind):
+            return kind.__name__[0]
+    raise TypeError(
+        f"{loss.name}: an argument is a {type(other).__name__}, expected a tensor, a number, a "
+        "string or None"
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _read(text: str) -> _Call:
+    """Returns the call of a string."""
+    key, needs, biased, by_row, autocast, dtype, budget, *words = text.split("|")
+    numbers: dict[int, Any] = {}
+    for word in words:
+        position = word[: len(word) - len(word.lstrip("0123456789"))]
+        letter, value = word[len(position)], word[len(position) + 1 :]
+        numbers[int(position)] = _READERS[letter](value)
+    return _Call(
+        _LOSSES[key],
+        tuple([digit == "1" for digit in needs]),
+        tuple([digit == "1" for digit in biased]),
+        tuple([digit == "1" for digit in by_row]),
+        numbers,
+        DTYPES_BY_NAME.get(autocast),
+        DTYPES_BY_NAME[dtype],
+        float(budget) if budget else None,
+    )
+
+
+def _operands(
+    called: _Call,
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    others: Sequence[Tensor],
+) -> Operands:
+    """Returns the operands of an operator's arguments."""
+    remaining_biases, remaining = iter(biases), iter(others)
+    all_biases = tuple([next(remaining_biases) if b else None for b in called.biased])
+    values = [
+        called.numbers[i] if i in called.numbers else next(remaining)
+        for i in range(len(called.by_row))
+    ]
+    return Operands(
+        tuple(inputs),
+        tuple(weights),
+        all_biases,
+        tuple(values),
+        called.by_row,
+        called.dtype,
+        called.chunk_mib,
+    )
+
+
+# --- the forward ----------------------------------------------------------------------------------
+
+# The functions that were traced, by `call` and the shapes of the weights.
+_TRACED: set[Any] = set()
+
+
+def _trace(text: str, operands: Operands) -> None:
+    """Traces the function, unless it was traced for such a call.
+
+    Raises:
+        NotRowwiseError: it cannot be one kernel.
+    """
+    key = (text, *[weight.shape for weight in operands.weights])
+    if key in _TRACED:
+        return
+    called = _read(text)
+    with _context(operands, called.autocast):
+        head.described(called.loss, operands)
+    _TRACED.add(key)
+
+
+def _trace_inside(text: str, operands: Operands) -> None:
+    """Traces the function from within an operator, where PyTorch dispatches below autograd.
+
+    A new thread dispatches as usual. A compiled graph that another process has stored comes here.
+    """
+    if (text, *[weight.shape for weight in operands.weights]) not in _TRACED:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(_trace, text, operands).result()
+
+
+def call(loss: LinearRowwise, operands: Operands) -> list[Tensor]:
+    """Returns the results of the registered operator."""
+    tensors = [*operands.inputs, *operands.weights, *operands.biases, *operands.others]
+    records = torch.is_grad_enabled()
+    needs = [records and isinstance(t, Tensor) and t.requires_grad for t in tensors]
+    text = _written(loss, operands, needs)
+    if not torch.compiler.is_compiling():
+        _trace(text, operands)
+    outs = torch.ops.fusedops.linear_rowwise(
+        list(operands.inputs),
+        list(operands.weights),
+        [bias for bias in operands.biases if bias is not None],
+        [other for other in operands.others if isinstance(other, Tensor)],
+        text,
+    )
+    count = 1 if loss.reduction != "none" else len(outs) - 1
+    return list(outs[:count])
+
+
+def _context(operands: Operands, autocast: torch.dtype | None) -> Any:
+    """Returns the context of a call: its device, and autocast as it was."""
+    kind = operands.inputs[0].device.type
+    return torch.autocast(kind, dtype=autocast, enabled=autocast is not None)
+
+
+def _device(operands: Operands) -> Any:
+    device = operands.inputs[0].device
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _forward(
+    inputs: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    others: list[Tensor],
+    call: str,
+) -> list[Tensor]:
+    called = _read(call)
+    operands = _operands(called, inputs, weights, biases, others)
+    _trace_inside(call, operands)
+    with _device(operands), _context(operands, called.autocast), torch.no_grad():
+        results, saved = head.forward(called.loss, operands, called.needs)
+    return [*results, *saved]
+
+
+def _fake_forward(
+    inputs: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    others: list[Tensor],
+    call: str,
+) -> list[Tensor]:
+    called = _read(call)
+    loss, operands = called.loss, _operands(called, inputs, weights, biases, others)
+    like = operands.inputs[0]
+    _trace(call, operands)
+    if loss.reduction != "none":
+        number = like.new_empty((), dtype=operands.acc)
+        return [number, torch.empty_like(number), *_fake_gradients(operands, called.needs)]
+    with _context(operands, called.autocast):
+        dtypes, numbers, dtype = head.described(loss, operands)
+    count = numbers * operands.rows if any(called.needs) else 0
+    results = [like.new_empty(operands.rows, dtype=each) for each in dtypes]
+    return [*results, like.new_empty(count, dtype=dtype)]
+
+
+def _fake_gradients(operands: Operands, needs: Sequence[bool]) -> list[Tensor]:
+    tensors = [*operands.inputs, *operands.weights, *operands.biases, *operands.others]
+    heads = len(operands.inputs)
+    return [
+        t.new_empty(t.shape, dtype=head.gradient_dtype(t.dtype, position, heads))
+        for position, (t, need) in enumerate(zip(tensors, needs, strict=True))
+        if need
+    ]
+
+
+# --- the backward ---------------------------------------------------------------------------------
+
+
+def _backward(
+    inputs: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    others: list[Tensor],
+    cotangents: list[Tensor],
+    numbers: Tensor,
+    call: str,
+) -> list[Tensor]:
+    called = _read(call)
+    operands = _operands(called, inputs, weights, biases, others)
+    _trace_inside(call, operands)
+    with _device(operands), _context(operands, called.autocast), torch.no_grad():
+        gradients = head.backward(called.loss, operands, called.needs, cotangents, numbers)
+        return _in_own_dtypes(operands, called.needs, gradients)
+
+
+def _fake_backward(
+    inputs: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    others: list[Tensor],
+    cotangents: list[Tensor],
+    numbers: Tensor,
+    call: str,
+) -> list[Tensor]:
+    called = _read(call)
+    operands = _operands(called, inputs, weights, biases, others)
+    gradients = _fake_gradients(operands, called.needs)
+    return _in_own_dtypes(operands, called.needs, gradients)
+
+
+def _in_own_dtypes(
+    operands: Operands, needs: Sequence[bool], gradients: Sequence[Tensor]
+) -> list[Tensor]:
+    tensors = [*operands.inputs, *operands.weights, *operands.biases, *operands.others]
+    wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
+    return [gradient.to(t.dtype) for t, gradient in zip(wanted, gradients, strict=True)]
+
+
+# --- the derivative -------------------------------------------------------------------------------
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    *lists, ctx.call = inputs
+    called = _read(ctx.call)
+    ctx.lengths = [len(tensors) for tensors in lists]
+    count = 1 if called.loss.reduction != "none" else len(output) - 1
+    ctx.count = count
+    ctx.used = False
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*[t for tensors in lists for t in tensors], *output[count:])
+
+
+def _derivative(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
+    """Returns the gradients of the lists of tensors, and None for the string."""
+    called = _read(ctx.call)
+    saved = list(ctx.saved_tensors)
+    lists: list[list[Tensor]] = []
+    for length in ctx.lengths:
+        lists.append(saved[:length])
+        saved = saved[length:]
+    operands = _operands(called, *lists)
+    cotangents = list(grads[: ctx.count])
+    if all(g is None for g in cotangents):
+        return *[[None] * length for length in ctx.lengths], None
+    if torch.is_grad_enabled():  # the gradient itself is differentiated
+        gradients = _differentiable(called, operands, cotangents)
+    elif called.loss.reduction == "none":
+        rows = operands.rows
+        zeros = [
+            operands.inputs[0].new_zeros(rows, dtype=operands.acc) if g is None else g
+            for g in cotangents
+        ]
+        gradients = torch.ops.fusedops.linear_rowwise_backward(*lists, zeros, *saved, ctx.call)
+    else:
+        gradients = _scaled(ctx, called, operands, lists, saved, cotangents[0])
+    return *_listed(ctx, called, operands, gradients), None
+
+
+def _scaled(
+    ctx: Any,
+    called: _Call,
+    operands: Operands,
+    lists: Sequence[Sequence[Tensor]],
+    saved: Sequence[Tensor],
+    cotangent: Any,
+) -> list[Tensor]:
+    """Returns the gradients that the forward formed, times the gradient of the loss."""
+    late, *gradients = saved
+    factor = cotangent.to(late.dtype) * late
+    if is_intercepted() or torch.compiler.is_compiling():
+        scaled = [(gradient * factor).to(gradient.dtype) for gradient in gradients]
+        return _in_own_dtypes(operands, called.needs, scaled)
+    if ctx.used:
+        # The first backward gave them away. They are formed again.
+        with torch.no_grad():
+            outs = torch.ops.fusedops.linear_rowwise(*lists, ctx.call)
+        gradients = outs[2:]
+    ctx.used = True
+    for gradient in gradients:
+        scaling.scale(gradient, factor)
+    return _in_own_dtypes(operands, called.needs, gradients)
+
+
+def _differentiable(
+    called: _Call, operands: Operands, cotangents: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Returns gradients that can be differentiated, from whole logits."""
+    tensors = [*operands.inputs, *operands.weights, *operands.biases, *operands.others]
+    heads = len(operands.inputs)
+
+    def function(*values: Any) -> Any:
+        again = Operands(
+            values[:heads],
+            values[heads : 2 * heads],
+            values[2 * heads : 3 * heads],
+            values[3 * heads :],
+            operands.by_row,
+            operands.dtype,
+            operands.chunk_mib,
+        )
+        with _context(operands, called.autocast):
+            return reference(called.loss, again)
+
+    found = vjp(function, tensors, cotangents, called.needs)
+    return [
+        torch.zeros_like(t) if gradient is None else gradient
+        for t, gradient, need in zip(tensors, found, called.needs, strict=True)
+        if need
+    ]
+
+
+def _listed(
+    ctx: Any, called: _Call, operands: Operands, gradients: Sequence[Tensor]
+) -> list[list[Tensor | None]]:
+    """Returns gradients as the lists of the operator's arguments."""
+    remaining = iter(gradients)
+    tensors = [*operands.inputs, *operands.weights, *operands.biases, *operands.others]
+    flat = [
+        next(remaining) if need else None
+        for t, need in zip(tensors, called.needs, strict=True)
+        if isinstance(t, Tensor)
+    ]
+    lists = []
+    for length in ctx.lengths:
+        lists.append(flat[:length])
+        flat = flat[length:]
+    return lists
+
+
+_LIBRARY = torch.library.Library("fusedops", "FRAGMENT")
+_TENSORS = "Tensor[] inputs, Tensor[] weights, Tensor[] biases, Tensor[] others"
+_LIBRARY.define(f"linear_rowwise({_TENSORS}, str call) -> Tensor[]")
+_LIBRARY.define(
+    f"linear_rowwise_backward({_TENSORS}, Tensor[] cotangents, Tensor numbers, str call)"
+    " -> Tensor[]"
+)
+implement(_LIBRARY, "linear_rowwise", _forward, _fake_forward)
+implement(_LIBRARY, "linear_rowwise_backward", _backward, _fake_backward)
+torch.library.register_autograd(
+    "fusedops::linear_rowwise", _derivative, setup_context=_setup, lib=_LIBRARY
+)

@@ -1,0 +1,123 @@
+"""A row-wise function of a chunk of logits, and its gradients in the memory of the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compiler.function import Rowwise
+from ..compiler.ir import reachable
+from ..compiler.operator import Program
+from ..compiler.structure import nodes_of
+from ..core.random.rng import NO_DROPOUT
+
+__all__ = ["Chunk"]
+
+
+class Chunk:
+    """A call of a row-wise function on the logits of a chunk of rows.
+
+    Args:
+        function: the function.
+        args: all its arguments; the logits, each (R, V), are the first.
+        wanted: for each argument, whether its gradient will be asked for.
+        numbers: the `numbers` of an earlier call on these logits. Then there are no results.
+    Raises:
+        NotRowwiseError: the function cannot be one kernel.
+        TypeError: it drops elements, uses a tensor that needs a gradient, or returns anything but
+            numbers of rows.
+
+    Attributes:
+        results: what it returns, (R,) each.
+        numbers: the numbers of rows that its backward reads, (S, R); None without any.
+    """
+
+    def __init__(
+        self,
+        function: Rowwise[..., Any],
+        args: Sequence[Any],
+        wanted: Sequence[bool],
+        numbers: Tensor | None = None,
+    ) -> None:
+        self._program, tensors = function.program_of(args)
+        program = self._program
+        _check(program, tensors, args)
+        self._positions = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+        needs = [wanted[i] for i in self._positions]
+        self._needs = (*needs, *[False] * (len(tensors) - len(needs)))
+        site = program.fitted_site(tensors, saves=any(self._needs))
+        assert site is not None  # the tensors are of no subclass
+        self._site = site
+        outs = list(program.allocate(site, tensors))
+        if numbers is not None:
+            outs[-1] = numbers.view_as(outs[-1])
+        # If the numbers of rows are known, the backward needs nothing else of the forward, unless
+        # it reads a whole tensor that is neither an input nor an output.
+        if numbers is None or program.own:
+            program.forward(site, tensors, outs, NO_DROPOUT)
+        self.results = tuple(outs[: program.count])
+        self.numbers = outs[-1]
+        self._saved = site.saved((*tensors, *outs, None))
+        self._tensors = tensors
+
+    def gradients(self, cotangents: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Returns the gradients of the wanted arguments, by position.
+
+        The gradient of logits is written over them, where no kernel reads them again.
+
+        Args:
+            cotangents: the gradient of each result, (R,).
+        """
+        program, site = self._program, self._site
+        grads = (*cotangents, *[None] * (program.visible - len(cotangents)))
+        needed = program.needed(site, grads, self._needs)
+        over = [need and self._is_replaced(i) for i, need in enumerate(needed)]
+        own = tuple([need and not o for need, o in zip(needed, over, strict=True)])
+        outs = list(program.allocate_gradients(site, grads, self._saved, own))
+        for i, is_over in enumerate(over):
+            if is_over:
+                outs[i] = self._tensors[i]
+        program.backward(site, grads, self._saved, outs, NO_DROPOUT)
+        pairs = zip(self._positions, outs, strict=False)
+        return {position: out for position, out in pairs if out is not None}
+
+    def _is_replaced(self, index: int) -> bool:
+        """Whether the gradient of an input may be written over it.
+
+        Each element's gradient is computed from that element and from numbers of its row, which are
+        known before any element is written. Two things are exceptions: parts of a row that take
+        part in one another's gradients, and single elements that the backward reads again.
+        """
+        operand = self._program.structure.inputs[index]
+        if not self._program.structure.is_whole(operand) or self._program.structure.unrolled:
+            return False
+        return not _reads_elements(self._program)
+
+
+def _reads_elements(program: Program) -> bool:
+    """Whether a backward reads single elements of rows, and not only those of its own columns."""
+    plan = program.plan
+    gradients = plan.gradients(range(program.visible), plan.differentiable)
+    saved = {*plan.stats, *plan.intermediate.values()}
+    computed = reachable(nodes_of(gradients.values()), saved.__contains__) - saved
+    return any(node.op == "pick" for node in computed)
+
+
+def _check(program: Program, tensors: Sequence[Tensor], args: Sequence[Any]) -> None:
+    structure = program.structure
+    if structure.drops:
+        raise TypeError(f"{program.op}: a loss of logits in chunks has no dropout")
+    count = sum(isinstance(a, Tensor) for a in args)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors[count:]):
+        raise TypeError(
+            f"{program.op}: it uses a tensor that needs a gradient; pass it as an argument"
+        )
+    for operand in structure.outputs:
+        if set(operand.axes) != set(structure.rows) or len(operand.labels) != 1:
+            raise TypeError(
+                f"{program.op}: it returns a tensor of {len(operand.labels)} dimensions, expected "
+                "one number for each row of logits"
+            )
