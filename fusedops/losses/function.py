@@ -152,7 +152,7 @@ class LinearRowwise:
 
     def apply(
         self,
-        input: Any,  # noqa: A002
+        input: Any,
         linear_weight: Any,
         others: tuple[Any, ...],
         linear_bias: Any,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from .rows import Chunk
 if TYPE_CHECKING:
     from .function import LinearRowwise
 
-__all__ = ["backward", "forward", "gradient_dtype"]
+__all__ = ["backward", "described", "forward", "gradient_dtype", "sample"]
 
 
 @dataclass(frozen=True)
@@ -290,13 +290,17 @@ def backward(
     return loop.gradients()
 
 
+def sample(operands: Operands) -> list[Any]:
+    """Returns arguments of the function, with logits that have no memory."""
+    one = operands.inputs[0].new_empty(1, 1, dtype=operands.dtype)
+    logits = [one.expand(operands.rows, weight.shape[0]) for weight in operands.weights]
+    return [*logits, *operands.others]
+
+
 def described(
     loss: LinearRowwise, operands: Operands
 ) -> tuple[list[torch.dtype], int, torch.dtype]:
     """Returns the dtypes of results of each row, and the count and dtype of saved numbers."""
-    # Only shapes and dtypes are read: the logits have no memory.
-    one = operands.inputs[0].new_empty(1, 1, dtype=operands.dtype)
-    logits = [one.expand(operands.rows, weight.shape[0]) for weight in operands.weights]
-    program, _ = loss.rows.program_of([*logits, *operands.others])
+    program, _ = loss.rows.program_of(sample(operands))
     dtypes = [operand.dtype for operand in program.structure.outputs]
     return dtypes, len(program.plan.stats), program.acc

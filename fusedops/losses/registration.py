@@ -139,7 +139,7 @@ def _read(text: str) -> _Call:
         tuple([digit == "1" for digit in by_row]),
         numbers,
         DTYPES_BY_NAME.get(autocast),
-        DTYPES_BY_NAME[dtype],
+        getattr(torch, dtype),
         float(budget) if budget else None,
     )
 
@@ -175,29 +175,33 @@ def _operands(
 _TRACED: set[Any] = set()
 
 
-def _trace(text: str, operands: Operands) -> None:
+def _trace(text: str, operands: Operands, *, inside: bool) -> None:
     """Traces the function, unless it was traced for such a call.
 
+    Args:
+        text: the call.
+        operands: its operands.
+        inside: whether this runs within an operator. There PyTorch dispatches below autograd, so
+            that a trace would see other operators. A new thread dispatches as usual.
     Raises:
         NotRowwiseError: it cannot be one kernel.
     """
     key = (text, *[weight.shape for weight in operands.weights])
     if key in _TRACED:
         return
-    called = _read(text)
-    with _context(operands, called.autocast):
-        head.described(called.loss, operands)
-    _TRACED.add(key)
+    arguments = head.sample(operands)
 
+    def trace() -> None:
+        called = _read(text)
+        with _context(operands, called.autocast):
+            called.loss.rows.program_of(arguments)
 
-def _trace_inside(text: str, operands: Operands) -> None:
-    """Traces the function from within an operator, where PyTorch dispatches below autograd.
-
-    A new thread dispatches as usual. A compiled graph that another process has stored comes here.
-    """
-    if (text, *[weight.shape for weight in operands.weights]) not in _TRACED:
+    if inside:
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(_trace, text, operands).result()
+            pool.submit(trace).result()
+    else:
+        trace()
+    _TRACED.add(key)
 
 
 def call(loss: LinearRowwise, operands: Operands) -> list[Tensor]:
@@ -207,7 +211,7 @@ def call(loss: LinearRowwise, operands: Operands) -> list[Tensor]:
     needs = [records and isinstance(t, Tensor) and t.requires_grad for t in tensors]
     text = _written(loss, operands, needs)
     if not torch.compiler.is_compiling():
-        _trace(text, operands)
+        _trace(text, operands, inside=False)
     outs = torch.ops.fusedops.linear_rowwise(
         list(operands.inputs),
         list(operands.weights),
@@ -239,7 +243,7 @@ def _forward(
 ) -> list[Tensor]:
     called = _read(call)
     operands = _operands(called, inputs, weights, biases, others)
-    _trace_inside(call, operands)
+    _trace(call, operands, inside=True)
     with _device(operands), _context(operands, called.autocast), torch.no_grad():
         results, saved = head.forward(called.loss, operands, called.needs)
     return [*results, *saved]
@@ -255,7 +259,7 @@ def _fake_forward(
     called = _read(call)
     loss, operands = called.loss, _operands(called, inputs, weights, biases, others)
     like = operands.inputs[0]
-    _trace(call, operands)
+    _trace(call, operands, inside=True)
     if loss.reduction != "none":
         number = like.new_empty((), dtype=operands.acc)
         return [number, torch.empty_like(number), *_fake_gradients(operands, called.needs)]
@@ -290,7 +294,7 @@ def _backward(
 ) -> list[Tensor]:
     called = _read(call)
     operands = _operands(called, inputs, weights, biases, others)
-    _trace_inside(call, operands)
+    _trace(call, operands, inside=True)
     with _device(operands), _context(operands, called.autocast), torch.no_grad():
         gradients = head.backward(called.loss, operands, called.needs, cotangents, numbers)
         return _in_own_dtypes(operands, called.needs, gradients)

@@ -52,13 +52,13 @@ class Chunk:
         assert site is not None  # the tensors are of no subclass
         self._site = site
         outs = list(program.allocate(site, tensors))
-        if numbers is not None:
+        if numbers is not None and outs[-1] is not None:
             outs[-1] = numbers.view_as(outs[-1])
         # If the numbers of rows are known, the backward needs nothing else of the forward, unless
         # it reads a whole tensor that is neither an input nor an output.
         if numbers is None or program.own:
             program.forward(site, tensors, outs, NO_DROPOUT)
-        self.results = tuple(outs[: program.count])
+        self.results = tuple([out for out in outs[: program.count] if out is not None])
         self.numbers = outs[-1]
         self._saved = site.saved((*tensors, *outs, None))
         self._tensors = tensors
