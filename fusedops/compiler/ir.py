@@ -31,6 +31,7 @@ __all__ = [
     "has_reciprocal",
     "is_below_largest",
     "is_bounded",
+    "largest_of",
     "promoted",
     "reachable",
     "topological",
@@ -263,13 +264,18 @@ def value_behind(node: Node) -> Node:
     return node.args[0] if node.op == "constant_to_gradients" else node
 
 
+def largest_of(node: Node) -> Node | None:
+    """Return the maximum that is subtracted, with or without gradients, in ``x - amax(x)``."""
+    if node.op != "sub":
+        return None
+    x, shift = node.args
+    largest = shift.args[0] if shift.op in _WITHOUT_GRADIENTS else shift
+    return largest if largest.op == "amax" and largest.args[0] is x else None
+
+
 def is_below_largest(node: Node) -> bool:
     """Whether this is ``x - amax(x)``; then each row has an element of zero."""
-    if node.op != "sub":
-        return False
-    x, shift = node.args
-    largest = value_behind(shift)
-    return largest.op == "amax" and largest.args[0] is x
+    return largest_of(node) is not None
 
 
 def _has_constant(args: Iterable[Node], axes: Set[int]) -> bool:

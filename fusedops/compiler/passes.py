@@ -19,9 +19,9 @@ from .ir import (
     Node,
     computed_of,
     is_below_largest,
+    largest_of,
     reachable,
     topological,
-    value_behind,
     value_of,
 )
 from .literals import in_fp32, neutral
@@ -159,13 +159,38 @@ def _shared_pass(node: Node, passes: dict[Node, int], level: int) -> int:
 
 
 def _is_online(total: Node, largest: Node) -> bool:
-    """Whether this is the sum of ``exp(x - largest)`` over the row x: one pass computes both."""
+    """Whether this is the sum of ``exp(x - largest)`` over the row x: one pass computes both.
+
+    The exponential may have a factor that needs no reduction, as for the mean of x by softmax.
+    """
     if (total.op, largest.op) != ("sum", "amax") or total.attrs[0] != largest.attrs[0]:
         return False
-    exponential = total.args[0]
-    if exponential.op != "exp" or not is_below_largest(exponential.args[0]):
+    exponential, _ = _exponential_of(total)
+    if exponential is None:
         return False
-    return value_behind(exponential.args[0].args[1]) is largest
+    return largest_of(exponential.args[0]) is largest
+
+
+def _exponential_of(total: Node) -> tuple[Node | None, Node | None]:
+    """Return the exponential below one that is summed, and its factor; None where absent."""
+    (summed,) = total.args
+    if summed.op != "mul":
+        return (summed if _is_exponential(summed) else None), None
+    first, second = summed.args
+    for exponential, factor in ((first, second), (second, first)):
+        if _is_exponential(exponential) and not _reduces(factor):
+            return exponential, factor
+    return None, None
+
+
+def _is_exponential(node: Node) -> bool:
+    """Whether this is ``exp(x - amax(x))``."""
+    return node.op == "exp" and is_below_largest(node.args[0])
+
+
+def _reduces(node: Node) -> bool:
+    """Whether a value depends on a reduction."""
+    return not REDUCTIONS.isdisjoint([inner.op for inner in reachable([node])])
 
 
 # --- lines ----------------------------------------------------------------------------------------
@@ -265,8 +290,12 @@ def _accumulate_exponentials(
     emitter: Emitter, body: list[str], node: Node, name: str, largest: str
 ) -> None:
     """Emit the line of a sum of exponentials, of differences from its maximum so far."""
-    shifted = node.args[0].args[0]
+    exponential, factor = _exponential_of(node)
+    assert exponential is not None
+    shifted = exponential.args[0]
     value = f"tl.exp({emitter.value(shifted.args[0])} - {largest}_base)"
+    if factor is not None:
+        value = f"{value} * {emitter.value(factor)}"
     # The exponential of the zeros in the padding is one.
     if not emitter.full:
         value = f"tl.where(in_cols, {value}, 0)"

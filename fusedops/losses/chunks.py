@@ -16,18 +16,28 @@ _MOST_BYTES = 512 * MIB
 # A device with less memory has smaller chunks: a fraction of all its memory, not of what is free,
 # so that the same call gives the same bits.
 _PART_OF_MEMORY = 32
-# Chunks have a multiple of this many rows, the height of a matrix product's tiles.
-_ROUNDED = 128
-# A weight's gradient in 16 bits is rounded once for each chunk. The sum after k of n chunks is
-# about sqrt(k / n) of the whole, so the errors are sqrt((n + 1) / 2) times that of one rounding:
-# at most twice up to seven chunks. For more chunks the sum is in fp32, and rounded once.
-_MOST_ROUNDINGS = 7
+# The height of a matrix product's tiles.
+_TILE = 128
+# A weight's gradient in 16 bits is rounded once for each chunk. The error of one rounding, squared,
+# is one unit. Eager PyTorch has two: of the gradient of the logits, and of the product. The sum
+# after k of n chunks is about sqrt(k / n) of the whole, so n roundings are (n + 1) / 2 units. With
+# that of the logits, the error is at most twice eager's up to 1 + (n + 1) / 2 = 4 * 2. For more
+# chunks the sum is in fp32, and rounded once.
+_MOST_ROUNDINGS = 13
 
 
 def chunk_rows(
-    op: str, rows: int, row_bytes: int, chunk_mib: float | None, device: torch.device
+    op: str,
+    rows: int,
+    row_bytes: int,
+    chunk_mib: float | None,
+    device: torch.device,
+    wide_bytes: int | None,
 ) -> int:
     """Returns how many rows a chunk has: as many as fit the budget, about the same in each.
+
+    Without a budget of the caller's, chunks are larger if so the sums of weights' gradients need
+    not be in fp32, and that takes less memory.
 
     Args:
         op: the function's name, for messages.
@@ -35,6 +45,7 @@ def chunk_rows(
         row_bytes: the bytes of a row of logits, of all heads.
         chunk_mib: the budget of a chunk's logits in MiB; None for the default.
         device: where the logits are.
+        wide_bytes: the bytes of these sums in fp32; None without any.
     Raises:
         ValueError: one row exceeds the budget.
     """
@@ -47,12 +58,19 @@ def chunk_rows(
                 f"{row_bytes / MIB:.3g} MiB"
             )
         most = 1
+    if chunk_mib is None and wide_bytes:
+        larger = _rounded(math.ceil(rows / _MOST_ROUNDINGS))
+        if most < larger and (larger - most) * row_bytes < wide_bytes:
+            most = larger
     if rows <= most:
         return max(rows, 1)
-    chunks = math.ceil(rows / most)
-    even = math.ceil(rows / chunks)
-    rounded = math.ceil(even / _ROUNDED) * _ROUNDED
-    return rounded if rounded <= most else even
+    even = math.ceil(rows / math.ceil(rows / most))
+    return min(_rounded(even), most)
+
+
+def _rounded(rows: int) -> int:
+    """Returns the next multiple of a tile's height."""
+    return math.ceil(rows / _TILE) * _TILE
 
 
 @functools.cache

@@ -88,17 +88,24 @@ class _Loop:
         classes = [weight.shape[0] for weight in self.weights]
         device = operands.inputs[0].device
         row_bytes = sum(classes) * operands.dtype.itemsize
-        self.size = chunk_rows(loss.name, self.count, row_bytes, operands.chunk_mib, device)
+        self.size = chunk_rows(
+            loss.name,
+            self.count,
+            row_bytes,
+            operands.chunk_mib,
+            device,
+            self._bytes_in_fp32() if any(self.of_weights) else None,
+        )
         chunks = -(-self.count // self.size)
         like = operands.inputs[0]
         rows = min(self.size, self.count)
         self.buffers = [like.new_empty(rows, c, dtype=operands.dtype) for c in classes]
         pairs = list(zip(operands.inputs, self.of_inputs, strict=True))
         self.d_inputs = [self._of_rows(t) if need else None for t, need in pairs]
+        create = torch.empty_like if chunks else torch.zeros_like
         self.d_weights = [
-            torch.zeros_like(w, dtype=accumulated_in(w.dtype, chunks), memory_format=_DENSE)
-            if need
-            else None
+            # The first product overwrites it.
+            create(w, dtype=accumulated_in(w.dtype, chunks), memory_format=_DENSE) if need else None
             for w, need in zip(operands.weights, self.of_weights, strict=True)
         ]
         self.d_biases = [
@@ -119,6 +126,11 @@ class _Loop:
                 self.d_others.append(
                     torch.zeros_like(other, dtype=_wide(other.dtype), memory_format=_DENSE)
                 )
+
+    def _bytes_in_fp32(self) -> int:
+        """Returns the bytes of the weights' gradients in fp32, of those in 16 bits."""
+        pairs = zip(self.operands.weights, self.of_weights, strict=True)
+        return sum([4 * w.numel() for w, need in pairs if need and w.dtype.itemsize < 4])
 
     def _of_rows(self, t: Tensor) -> Tensor:
         """Returns the gradient of rows: zeros if some rows are left out."""

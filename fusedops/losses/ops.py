@@ -189,9 +189,16 @@ def _log_probs_and_entropy(
     logits: Tensor, tokens: Tensor, temperature: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Returns the log-probability of each row's token, and the entropy of each row."""
-    log_p = torch.log_softmax(_scores(logits, 1.0, softcap) / temperature, -1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    return log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), entropy
+    scores = _scores(logits, 1.0, softcap) / temperature
+    # The entropy is logsumexp(x) minus the mean of x by softmax. Both sums take one pass over a
+    # row, beside its maximum; the sum of p * log(p) would take another.
+    largest = scores.amax(-1, keepdim=True).detach()
+    exponentials = (scores - largest).exp()
+    total = exponentials.sum(-1)
+    mean = (exponentials * scores).sum(-1) / total
+    log_total = largest.squeeze(-1) + total.log()
+    log_p = scores.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - log_total
+    return log_p, log_total - mean
 
 
 class _OfTokens(LinearRowwise):
