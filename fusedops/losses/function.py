@@ -94,7 +94,10 @@ class LinearRowwise:
         rows: the function of logits as a `fusedops.rowwise` function.
         name: its name in messages.
         key: its name among all such functions of the process.
+        combines: whether `combined` does more than return its arguments.
     """
+
+    combines = False
 
     def __init__(
         self,
@@ -286,6 +289,16 @@ class LinearRowwise:
         """Returns the factor of the sum of all results: a tensor without dimensions."""
         one = operands.inputs[0].new_ones((), dtype=operands.acc)
         return one / self.divisor(operands, mask) if self.reduction == "mean" else one
+
+    def columns(self, operands: Operands) -> int:
+        """Returns the number of columns of all heads' logits, from which chunks are sized."""
+        return sum([weight.shape[0] for weight in operands.weights])
+
+    def combined(
+        self, operands: Operands, results: Sequence[Tensor], cotangents: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Returns the results of rows, and the gradients of what the function returned."""
+        return results, cotangents
 
     def divisor(self, operands: Operands, mask: Tensor | None) -> Tensor | int:
         """Returns what a mean divides the sum by."""

@@ -13,18 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .chunks import accumulated_in, chunk_rows
-from .operands import Operands
+from .operands import Loss, Operands
 from .products import logits_of, product
 from .rows import Chunk
-
-if TYPE_CHECKING:
-    from .function import LinearRowwise
 
 __all__ = ["backward", "described", "forward", "gradient_dtype", "sample"]
 
@@ -73,7 +70,7 @@ class _Loop:
         needs: for each input, weight, bias and other argument, whether its gradient is wanted.
     """
 
-    def __init__(self, loss: LinearRowwise, operands: Operands, needs: Sequence[bool]) -> None:
+    def __init__(self, loss: Loss, operands: Operands, needs: Sequence[bool]) -> None:
         self.loss, self.operands = loss, operands
         heads = len(operands.inputs)
         self.of_inputs = needs[:heads]
@@ -85,9 +82,8 @@ class _Loop:
         self.index, self.count, self.mask = choice.index, choice.count, choice.mask
         self.weights = [weight.to(operands.dtype) for weight in operands.weights]
         self.biases = [None if b is None else b.to(operands.dtype) for b in operands.biases]
-        classes = [weight.shape[0] for weight in self.weights]
         device = operands.inputs[0].device
-        row_bytes = sum(classes) * operands.dtype.itemsize
+        row_bytes = loss.columns(operands) * operands.dtype.itemsize
         self.size = chunk_rows(
             loss.name,
             self.count,
@@ -99,7 +95,9 @@ class _Loop:
         chunks = -(-self.count // self.size)
         like = operands.inputs[0]
         rows = min(self.size, self.count)
-        self.buffers = [like.new_empty(rows, c, dtype=operands.dtype) for c in classes]
+        self.buffers = [
+            like.new_empty(rows, weight.shape[0], dtype=operands.dtype) for weight in self.weights
+        ]
         pairs = list(zip(operands.inputs, self.of_inputs, strict=True))
         self.d_inputs = [self._of_rows(t) if need else None for t, need in pairs]
         create = torch.empty_like if chunks else torch.zeros_like
@@ -219,12 +217,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def forward(
-    loss: LinearRowwise, operands: Operands, needs: Sequence[bool]
+    loss: Loss, operands: Operands, needs: Sequence[bool]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the results, and what the backward needs.
 
     Of a sum or mean the latter is the scale by which gradients are still to be multiplied, and the
     gradients; of results of each row the numbers that the backward reads, in the order of chunks.
+    Without these numbers a backward computes the results again.
     """
     loop = _Loop(loss, operands, needs)
     if loss.reduction == "none":
@@ -238,11 +237,12 @@ def _each(loop: _Loop) -> tuple[list[Tensor], list[Tensor]]:
     operands = loop.operands
     for rows in loop.slices():
         chunk, _ = loop.chunk(rows)
+        of_rows, _ = loop.loss.combined(operands, chunk.results, ())
         if not results:
-            results = [r.new_zeros(operands.rows) for r in chunk.results]
-        for result, of_chunk in zip(results, chunk.results, strict=True):
+            results = [r.new_zeros(operands.rows) for r in of_rows]
+        for result, of_chunk in zip(results, of_rows, strict=True):
             rows.write(result, of_chunk)
-        if chunk.numbers is not None:
+        if chunk.numbers is not None and not loop.loss.combines:
             numbers.append(chunk.numbers.flatten())
     if not results:
         dtypes, _, _ = described(loop.loss, operands)
@@ -267,24 +267,25 @@ def _reduced(loop: _Loop) -> tuple[list[Tensor], list[Tensor]]:
     totals: list[Tensor] = []
     for rows in loop.slices():
         chunk, inputs = loop.chunk(rows)
-        if len(chunk.results) != 1:
+        results, cotangents = loop.loss.combined(operands, chunk.results, [rows.of(each)])
+        if len(results) != 1:
             raise TypeError(
-                f"{loop.loss.name}: it returns {len(chunk.results)} results, and their "
+                f"{loop.loss.name}: it returns {len(results)} results, and their "
                 f'{loop.loss.reduction} has more than one gradient; use reduction="none"'
             )
-        (result,) = chunk.results
+        (result,) = results
         if loop.mask is not None:  # a row that does not count may have any result
             result = torch.where(rows.of(loop.mask), result, 0)
         totals.append(result.sum(dtype=scale.dtype))
         if loop.any:
-            loop.add(rows, inputs, chunk.gradients([rows.of(each)]))
+            loop.add(rows, inputs, chunk.gradients(cotangents))
     total = torch.stack(totals).sum() if totals else torch.zeros_like(scale)
     late = scale if is_late else torch.ones_like(scale)
     return [total * scale], [late, *loop.gradients()]
 
 
 def backward(
-    loss: LinearRowwise,
+    loss: Loss,
     operands: Operands,
     needs: Sequence[bool],
     cotangents: Sequence[Tensor],
@@ -298,7 +299,9 @@ def backward(
     for rows in loop.slices():
         part = numbers[each * rows.start : each * rows.stop] if each else None
         chunk, inputs = loop.chunk(rows, part)
-        loop.add(rows, inputs, chunk.gradients([rows.of(c).contiguous() for c in cotangents]))
+        of_rows = [rows.of(c).contiguous() for c in cotangents]
+        _, of_results = loss.combined(operands, chunk.results, of_rows)
+        loop.add(rows, inputs, chunk.gradients(of_results))
     return loop.gradients()
 
 
@@ -309,9 +312,7 @@ def sample(operands: Operands) -> list[Any]:
     return [*logits, *operands.others]
 
 
-def described(
-    loss: LinearRowwise, operands: Operands
-) -> tuple[list[torch.dtype], int, torch.dtype]:
+def described(loss: Loss, operands: Operands) -> tuple[list[torch.dtype], int, torch.dtype]:
     """Returns the dtypes of results of each row, and the count and dtype of saved numbers."""
     program, _ = loss.rows.program_of(sample(operands))
     dtypes = [operand.dtype for operand in program.structure.outputs]

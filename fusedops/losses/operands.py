@@ -1,14 +1,17 @@
-"""The arguments of a call, and the rows of it that count."""
+"""The arguments of a call, the rows of it that count, and the function as the loop sees it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Choice", "Operands"]
+from ..compiler.function import Rowwise
+
+__all__ = ["Choice", "Loss", "Operands"]
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,6 @@ class Operands:
         return self.inputs[0].shape[0]
 
     @property
-    def classes(self) -> int:
-        """The number of columns of the first head's logits."""
-        return self.weights[0].shape[0]
-
-    @property
     def acc(self) -> torch.dtype:
         """The dtype of sums of results."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -63,3 +61,43 @@ class Choice:
     count: int
     index: Tensor | None = None
     mask: Tensor | None = None
+
+
+class Loss(Protocol):
+    """The interface of a function for the loop over chunks and the registered operators.
+
+    `function.LinearRowwise` implements it. It imports the code that uses this interface, so that
+    code cannot import it.
+
+    Attributes:
+        function: the user's function.
+        rows: the function as a `fusedops.rowwise` function.
+        name: its name in messages.
+        key: its name among all such functions of the process.
+        reduction: "sum", "mean" or "none".
+        combines: whether `combined` does more than return its arguments.
+    """
+
+    function: Callable[..., Any]
+    rows: Rowwise[..., Any]
+    name: str
+    key: str
+    reduction: str
+    combines: bool
+
+    def mask(self, operands: Operands) -> Tensor | None:
+        """Returns which rows count, (M,); None if all do."""
+
+    def choice(self, operands: Operands) -> Choice:
+        """Returns the rows to compute."""
+
+    def scale(self, operands: Operands, mask: Tensor | None) -> Tensor:
+        """Returns the factor of the sum of all results."""
+
+    def columns(self, operands: Operands) -> int:
+        """Returns the number of columns of all heads' logits, from which chunks are sized."""
+
+    def combined(
+        self, operands: Operands, results: Sequence[Tensor], cotangents: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Returns the results of rows, and the gradients of what the function returned."""

@@ -5,101 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.calls import checks
-from .function import LinearRowwise, check_budget
-from .operands import Operands
+from ..distributed.losses import cross_entropy_of_shards
+from ..distributed.sharding import distributes
+from .cross_entropy import CROSS_ENTROPY
+from .function import check_budget
+from .log_probs import LOG_PROBS
 
 __all__ = ["linear_cross_entropy", "linear_log_probs"]
-
-_REDUCTIONS = ("none", "mean", "sum")
-
-
-def _scores(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Returns logits in fp32, or fp64, scaled and then capped."""
-    scores = logits if logits.dtype == torch.float64 else logits.float()
-    if scale != 1.0:
-        scores = scores * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    return scores
-
-
-def _cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight_of_target: Tensor | None,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    scale: float,
-    z_loss: float,
-) -> Tensor:
-    """Returns the loss of each row: cross-entropy, and ``z_loss`` times ``logsumexp ** 2``."""
-    scores = _scores(logits, scale, softcap)
-    if weight is None or weight_of_target is None:
-        loss = F.cross_entropy(
-            scores,
-            target,
-            ignore_index=ignore_index,
-            reduction="none",
-            label_smoothing=label_smoothing,
-        )
-    else:
-        loss = F.cross_entropy(scores, target, ignore_index=ignore_index, reduction="none")
-        loss = loss * weight_of_target
-        if label_smoothing:
-            smooth = -(torch.log_softmax(scores, -1) * weight).sum(-1)
-            smooth = torch.where(target == ignore_index, 0.0, smooth)
-            share = label_smoothing / logits.shape[-1]
-            loss = (1 - label_smoothing) * loss + share * smooth
-    if z_loss:
-        squared = torch.logsumexp(scores, -1).square()
-        loss = loss + z_loss * torch.where(target == ignore_index, 0.0, squared)
-    return loss
-
-
-class _CrossEntropy(LinearRowwise):
-    """Cross-entropy of logits: rows whose target is ignored are left out, wrong targets raise."""
-
-    def mask(self, operands: Operands) -> Tensor:
-        """Returns which targets are not ignored."""
-        target, ignore_index = operands.others[0], operands.others[3]
-        return target != ignore_index  # type: ignore[no-any-return]
-
-    def _count(self, operands: Operands, mask: Tensor) -> int:
-        """Returns the number of targets that are not ignored, from the one wait for the device.
-
-        Raises:
-            IndexError: a target is no class.
-        """
-        target = operands.others[0]
-        wrong = mask & ((target < 0) | (target >= operands.classes))
-        count, wrong_count = torch.stack([mask.sum(), wrong.sum()]).tolist()
-        if wrong_count:
-            first = int(wrong.nonzero()[0])
-            raise IndexError(
-                f"{self.name}: target {int(target[first])} of row {first} is out of bounds, "
-                f"expected 0 to {operands.classes - 1} or ignore_index={operands.others[3]}"
-            )
-        return int(count)
-
-    def divisor(self, operands: Operands, mask: Tensor | None) -> Tensor | int:
-        """Returns the sum of the targets' weights, or their number."""
-        assert mask is not None
-        weights = operands.others[1]
-        if weights is None:
-            return mask.sum()
-        return torch.where(mask, weights, 0).sum(dtype=operands.acc)
-
-
-_CROSS_ENTROPY = {
-    reduction: _CrossEntropy(_cross_entropy, reduction=reduction, name="linear_cross_entropy")
-    for reduction in _REDUCTIONS
-}
 
 
 def linear_cross_entropy(
@@ -146,7 +61,7 @@ def linear_cross_entropy(
         gradient. The host waits once for the number of targets that count.
     """
     op = "linear_cross_entropy"
-    checks.check_choice(op, "reduction", reduction, _REDUCTIONS)
+    checks.check_choice(op, "reduction", reduction, tuple(CROSS_ENTROPY))
     checks.check_number(op, "scale", scale)
     checks.check_number(op, "z_loss", z_loss)
     check_budget(op, chunk_mib)
@@ -173,54 +88,13 @@ def linear_cross_entropy(
         float(scale),
         float(z_loss),
     )
-    loss: Tensor = _CROSS_ENTROPY[reduction].apply(
-        input, linear_weight, others, linear_bias, chunk_mib
-    )
+    if distributes((input, linear_weight)):
+        loss = cross_entropy_of_shards(
+            input, linear_weight, others, linear_bias, chunk_mib, reduction
+        )
+    else:
+        loss = CROSS_ENTROPY[reduction].apply(input, linear_weight, others, linear_bias, chunk_mib)
     return loss.squeeze(0) if single and reduction == "none" else loss
-
-
-def _log_probs(logits: Tensor, tokens: Tensor, temperature: float, softcap: float | None) -> Tensor:
-    """Returns the log-probability of each row's token."""
-    log_p = torch.log_softmax(_scores(logits, 1.0, softcap) / temperature, -1)
-    return log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-
-
-def _log_probs_and_entropy(
-    logits: Tensor, tokens: Tensor, temperature: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    """Returns the log-probability of each row's token, and the entropy of each row."""
-    scores = _scores(logits, 1.0, softcap) / temperature
-    # The entropy is logsumexp(x) minus the mean of x by softmax. Both sums take one pass over a
-    # row, beside its maximum; the sum of p * log(p) would take another.
-    largest = scores.amax(-1, keepdim=True).detach()
-    exponentials = (scores - largest).exp()
-    total = exponentials.sum(-1)
-    mean = (exponentials * scores).sum(-1) / total
-    log_total = largest.squeeze(-1) + total.log()
-    log_p = scores.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - log_total
-    return log_p, log_total - mean
-
-
-class _OfTokens(LinearRowwise):
-    """A function of logits and a token of each row: wrong tokens raise."""
-
-    def _results(self, operands: Operands) -> Any:
-        tokens = operands.others[0]
-        captures = tokens.is_cuda and torch.cuda.is_current_stream_capturing()
-        if not torch.compiler.is_compiling() and not captures and tokens.numel():
-            low, high = torch.stack(torch.aminmax(tokens)).tolist()
-            if low < 0 or high >= operands.classes:
-                raise IndexError(
-                    f"{self.name}: token {low if low < 0 else high} is out of bounds, expected 0 "
-                    f"to {operands.classes - 1}"
-                )
-        return super()._results(operands)
-
-
-_LOG_PROBS = {
-    entropy: _OfTokens(function, reduction="none", name="linear_log_probs")
-    for entropy, function in ((False, _log_probs), (True, _log_probs_and_entropy))
-}
 
 
 def linear_log_probs(
@@ -263,7 +137,7 @@ def linear_log_probs(
     _check_cap(op, softcap)
     _check_tokens(op, "tokens", tokens, input)
     others = tokens, float(temperature), None if softcap is None else float(softcap)
-    return _LOG_PROBS[bool(entropy)].apply(input, linear_weight, others, linear_bias, chunk_mib)
+    return LOG_PROBS[bool(entropy)].apply(input, linear_weight, others, linear_bias, chunk_mib)
 
 
 def _check_tokens(op: str, name: str, value: Any, input: Any) -> None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .operands import Operands
-
-if TYPE_CHECKING:
-    from .function import LinearRowwise
+from .operands import Loss, Operands
 
 __all__ = ["reference"]
 
 
-def reference(loss: LinearRowwise, operands: Operands) -> tuple[Tensor, ...]:
+def reference(loss: Loss, operands: Operands) -> tuple[Tensor, ...]:
     """Returns the results of a call, differentiable any number of times."""
     dtype = operands.dtype
     logits = [

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,18 +23,15 @@ from ..core.calls.registration import implement
 from ..core.calls.words import DTYPES_BY_NAME
 from ..core.compat.dispatch import is_intercepted
 from . import head, scaling
-from .operands import Operands
+from .operands import Loss, Operands
 from .reference import reference
-
-if TYPE_CHECKING:
-    from .function import LinearRowwise
 
 __all__ = ["call", "register"]
 
-_LOSSES: dict[str, LinearRowwise] = {}
+_LOSSES: dict[str, Loss] = {}
 
 
-def register(loss: LinearRowwise) -> str:
+def register(loss: Loss) -> str:
     """Returns the key of a new function: its name, and a number if another has the name.
 
     The same module gives its functions the same keys in each process.
@@ -76,7 +73,7 @@ class _Call:
         chunk_mib: the budget of a chunk's logits in MiB; None for the default.
     """
 
-    loss: LinearRowwise
+    loss: Loss
     needs: tuple[bool, ...]
     biased: tuple[bool, ...]
     by_row: tuple[bool, ...]
@@ -90,7 +87,7 @@ def _digits(flags: Iterable[bool]) -> str:
     return "".join(["1" if flag else "0" for flag in flags])
 
 
-def _written(loss: LinearRowwise, operands: Operands, needs: Sequence[bool]) -> str:
+def _written(loss: Loss, operands: Operands, needs: Sequence[bool]) -> str:
     """Returns the string of a call."""
     kind = operands.inputs[0].device.type
     autocast = (
@@ -111,7 +108,7 @@ def _written(loss: LinearRowwise, operands: Operands, needs: Sequence[bool]) -> 
     return "|".join(words)
 
 
-def _letter(loss: LinearRowwise, other: Any) -> str:
+def _letter(loss: Loss, other: Any) -> str:
     if other is None:
         return "n"
     for kind in (bool, int, float, str):
@@ -204,7 +201,7 @@ def _trace(text: str, operands: Operands, *, inside: bool) -> None:
     _TRACED.add(key)
 
 
-def call(loss: LinearRowwise, operands: Operands) -> list[Tensor]:
+def call(loss: Loss, operands: Operands) -> list[Tensor]:
     """Returns the results of the registered operator."""
     tensors = [*operands.inputs, *operands.weights, *operands.biases, *operands.others]
     records = torch.is_grad_enabled()
@@ -265,7 +262,8 @@ def _fake_forward(
         return [number, torch.empty_like(number), *_fake_gradients(operands, called.needs)]
     with _context(operands, called.autocast):
         dtypes, numbers, dtype = head.described(loss, operands)
-    count = numbers * operands.rows if any(called.needs) else 0
+    is_saved = any(called.needs) and not loss.combines
+    count = numbers * operands.rows if is_saved else 0
     results = [like.new_empty(operands.rows, dtype=each) for each in dtypes]
     return [*results, like.new_empty(count, dtype=dtype)]
 

@@ -102,6 +102,7 @@ _DISTRIBUTED = {
     "conversion": CORE,
     "modules": CORE,
     "norms": FAMILY,
+    "losses": FAMILY,
     "sequence": MODEL,
 }
 

@@ -1,0 +1,199 @@
+"""Cross-entropy of logits whose classes are sharded over ranks.
+
+Each rank has the logits of its classes. Three numbers of each row go between ranks, in chunks of
+rows; no logits do:
+
+    rank 0   | classes 0 ... |       its logsumexp, the target's logit if it has it   -+
+    rank 1   | ...     V - 1 |       its logsumexp, the target's logit if it has it   -+-> all-reduced
+
+The gradient of a rank's logsumexp is the share of its classes in the softmax. The gradient of the
+input is a sum over ranks, which the DTensor of the input says (`Partial`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.compat.distributed import waited
+from ..losses.cross_entropy import CROSS_ENTROPY, CrossEntropy, scores
+from ..losses.operands import Operands
+
+__all__ = ["cross_entropy_of_shards"]
+
+# The groups of ranks that have the shards of one weight, by name.
+_GROUPS: dict[str, Any] = {}
+
+
+def _numbers(
+    logits: Tensor,
+    target: Tensor,
+    weight_of_target: Tensor | None,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    scale: float,
+    z_loss: float,
+    group: str,
+    offset: int,
+    classes: int,
+    most: int,
+) -> tuple[Tensor, ...]:
+    """Returns the logsumexp of a rank's logits, the target's logit or zero, and perhaps a sum."""
+    x = scores(logits, scale, softcap)
+    own = target - offset
+    is_own = (own >= 0) & (own < logits.shape[-1])
+    picked = x.gather(-1, torch.where(is_own, own, 0).unsqueeze(-1)).squeeze(-1)
+    picked = torch.where(is_own, picked, 0.0)
+    if not label_smoothing:
+        return torch.logsumexp(x, -1), picked
+    return torch.logsumexp(x, -1), picked, x.sum(-1)
+
+
+class _OfShards(CrossEntropy):
+    """Cross-entropy of a rank's logits, from the numbers of all ranks."""
+
+    combines = True
+
+    def classes(self, operands: Operands) -> int:
+        """Returns the number of all ranks' classes."""
+        return int(operands.others[10])
+
+    def columns(self, operands: Operands) -> int:
+        """Returns the most classes of a rank, so that all ranks have the same chunks."""
+        return int(operands.others[11])
+
+    def combined(
+        self, operands: Operands, results: Sequence[Tensor], cotangents: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Returns the loss of each row, and the gradients of this rank's numbers."""
+        smoothing, z_loss, group = (operands.others[i] for i in (4, 7, 8))
+        own, picked, *sums = results
+        largest = own.clone()
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, _GROUPS[group])
+        share = torch.exp(own - largest)
+        packed = torch.stack([share, picked, *sums])
+        torch.distributed.all_reduce(packed, group=_GROUPS[group])
+        log_total = largest + packed[0].log()
+        loss = log_total - (1 - smoothing) * packed[1]
+        smooth = smoothing / self.classes(operands)
+        if sums:
+            loss = loss - smooth * packed[2]
+        if z_loss:
+            loss = loss + z_loss * log_total.square()
+        if not cotangents:
+            return [loss], []
+        (g,) = cotangents
+        of_total = g * (share / packed[0]) * (1 + 2 * z_loss * log_total)
+        of_sums = [-smooth * g for _ in sums]
+        return [loss], [of_total, (smoothing - 1) * g, *of_sums]
+
+
+_OF_SHARDS = {
+    reduction: _OfShards(_numbers, reduction=reduction, name="linear_cross_entropy")
+    for reduction in CROSS_ENTROPY
+}
+
+
+def cross_entropy_of_shards(
+    input: Any,
+    linear_weight: Any,
+    others: tuple[Any, ...],
+    linear_bias: Any,
+    chunk_mib: float | None,
+    reduction: str,
+) -> Any:
+    """Returns the loss for DTensors; a plain tensor counts as one that all ranks have.
+
+    The classes of the weight may be sharded along one dimension of the mesh, and the rows of the
+    input along others. The result is a DTensor if the input is one.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    op = "linear_cross_entropy"
+    target, weight_of_target, weight, *numbers = others
+    if not isinstance(linear_weight, DTensor):
+        raise TypeError(f"{op}: input is a DTensor and linear_weight is not; distribute both")
+    mesh, placements = linear_weight.device_mesh, linear_weight.placements
+    dims = [dim for dim, p in enumerate(placements) if p == Shard(0)]
+    if len(dims) > 1 or any(p not in (Shard(0), Replicate()) for p in placements):
+        raise ValueError(
+            f"{op}: linear_weight has placements {placements}, expected its classes sharded along "
+            "one dimension of the mesh at most, Shard(0), and Replicate() along others"
+        )
+    if weight is not None and dims:
+        raise ValueError(f"{op}: weight is not supported with sharded classes")
+    is_plain = not isinstance(input, DTensor)
+    if is_plain:
+        input = DTensor.from_local(input, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    rows = [
+        p if isinstance(p, Shard) and p.dim < input.dim() - 1 and dim not in dims else Replicate()
+        for dim, p in enumerate(input.placements)
+    ]
+    over_rows = [isinstance(p, Shard) for p in rows]
+    of_weight = [Partial() if r else p for r, p in zip(over_rows, placements, strict=True)]
+    of_rows = [Partial() if dim in dims else p for dim, p in enumerate(rows)]
+    x = waited(input.redistribute(mesh, rows).to_local(grad_placements=of_rows))
+    w = waited(linear_weight.to_local(grad_placements=of_weight))
+    b = linear_bias
+    if isinstance(b, DTensor):
+        b = waited(b.redistribute(mesh, placements).to_local(grad_placements=of_weight))
+    target, weight_of_target = (
+        None if t is None else _local(t, mesh, rows) for t in (target, weight_of_target)
+    )
+    mean = reduction == "mean"
+    called = CROSS_ENTROPY["sum" if mean else reduction]
+    arguments = target, weight_of_target, weight, *numbers
+    if dims:
+        called = _OF_SHARDS["sum" if mean else reduction]
+        arguments = *arguments, *_shard(linear_weight, mesh, dims[0])
+    loss = called.apply(x, w, arguments, b, chunk_mib)
+    if mean:
+        loss = loss / _divisor(arguments, mesh, over_rows)
+    if reduction == "none":
+        placed = rows
+    else:
+        placed = [Partial() if r else Replicate() for r in over_rows]
+    result = DTensor.from_local(loss, mesh, placed, run_check=False)
+    return result.full_tensor() if is_plain else result
+
+
+def _local(t: Any, mesh: Any, rows: Sequence[Any]) -> Tensor:
+    """Returns this rank's rows of a tensor without a gradient."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(t, DTensor):
+        t = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return waited(t.redistribute(mesh, rows).to_local())
+
+
+def _shard(weight: Any, mesh: Any, dim: int) -> tuple[str, int, int, int]:
+    """Returns the group's name, the first class of this rank, all classes, and the most of a rank.
+
+    A sharded dimension has shards of one size, and the last are smaller, or empty.
+    """
+    group = mesh.get_group(dim)
+    _GROUPS[group.group_name] = group
+    classes = weight.shape[0]
+    most = -(-classes // mesh.size(dim))
+    if most * (mesh.size(dim) - 1) >= classes:
+        raise ValueError(
+            f"linear_cross_entropy: {classes} classes leave a rank of {mesh.size(dim)} without any"
+        )
+    return group.group_name, most * mesh.get_local_rank(dim), classes, most
+
+
+def _divisor(arguments: Sequence[Any], mesh: Any, over_rows: Sequence[bool]) -> Tensor:
+    """Returns the number of targets that count, or the sum of their weights, of all ranks."""
+    target, weight_of_target, _, ignore_index, *_ = arguments
+    counts = target != ignore_index
+    total = counts.sum() if weight_of_target is None else (weight_of_target * counts).sum()
+    total = total.to(torch.float64 if total.dtype == torch.float64 else torch.float32)
+    for dim, is_over in enumerate(over_rows):
+        if is_over:
+            torch.distributed.all_reduce(total, group=mesh.get_group(dim))
+    return total

@@ -1,0 +1,99 @@
+"""Cross-entropy of logits, row by row, and the rows whose targets are ignored."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .function import LinearRowwise
+from .operands import Operands
+
+__all__ = ["CROSS_ENTROPY", "CrossEntropy", "scores"]
+
+
+def scores(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Returns logits in fp32, or fp64, scaled and then capped."""
+    x = logits if logits.dtype == torch.float64 else logits.float()
+    if scale != 1.0:
+        x = x * scale
+    return x if softcap is None else softcap * torch.tanh(x / softcap)
+
+
+def _cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight_of_target: Tensor | None,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    scale: float,
+    z_loss: float,
+) -> Tensor:
+    """Returns the loss of each row: cross-entropy, and ``z_loss`` times ``logsumexp ** 2``."""
+    x = scores(logits, scale, softcap)
+    if weight is None or weight_of_target is None:
+        loss = F.cross_entropy(
+            x,
+            target,
+            ignore_index=ignore_index,
+            reduction="none",
+            label_smoothing=label_smoothing,
+        )
+    else:
+        loss = F.cross_entropy(x, target, ignore_index=ignore_index, reduction="none")
+        loss = loss * weight_of_target
+        if label_smoothing:
+            smooth = -(torch.log_softmax(x, -1) * weight).sum(-1)
+            smooth = torch.where(target == ignore_index, 0.0, smooth)
+            share = label_smoothing / logits.shape[-1]
+            loss = (1 - label_smoothing) * loss + share * smooth
+    if z_loss:
+        squared = torch.logsumexp(x, -1).square()
+        loss = loss + z_loss * torch.where(target == ignore_index, 0.0, squared)
+    return loss
+
+
+class CrossEntropy(LinearRowwise):
+    """Cross-entropy of logits: rows whose target is ignored are left out, wrong targets raise."""
+
+    def mask(self, operands: Operands) -> Tensor:
+        """Returns which targets are not ignored."""
+        target, ignore_index = operands.others[0], operands.others[3]
+        return target != ignore_index  # type: ignore[no-any-return]
+
+    def _count(self, operands: Operands, mask: Tensor) -> int:
+        """Returns the number of targets that are not ignored, from the one wait for the device.
+
+        Raises:
+            IndexError: a target is no class.
+        """
+        target = operands.others[0]
+        wrong = mask & ((target < 0) | (target >= self.classes(operands)))
+        count, wrong_count = torch.stack([mask.sum(), wrong.sum()]).tolist()
+        if wrong_count:
+            first = int(wrong.nonzero()[0])
+            raise IndexError(
+                f"{self.name}: target {int(target[first])} of row {first} is out of bounds, "
+                f"expected 0 to {self.classes(operands) - 1} or ignore_index={operands.others[3]}"
+            )
+        return int(count)
+
+    def classes(self, operands: Operands) -> int:
+        """Returns the number of classes."""
+        return operands.weights[0].shape[0]
+
+    def divisor(self, operands: Operands, mask: Tensor | None) -> Tensor | int:
+        """Returns the sum of the targets' weights, or their number."""
+        assert mask is not None
+        weights = operands.others[1]
+        if weights is None:
+            return mask.sum()
+        return torch.where(mask, weights, 0).sum(dtype=operands.acc)
+
+
+CROSS_ENTROPY = {
+    reduction: CrossEntropy(_cross_entropy, reduction=reduction, name="linear_cross_entropy")
+    for reduction in ("none", "mean", "sum")
+}
