@@ -3,8 +3,8 @@
 Each rank has the logits of its classes. Three numbers of each row go between ranks, in chunks of
 rows; no logits do:
 
-    rank 0   | classes 0 ... |       its logsumexp, the target's logit if it has it   -+
-    rank 1   | ...     V - 1 |       its logsumexp, the target's logit if it has it   -+-> all-reduced
+    rank 0   | classes 0 ... |     its logsumexp, the target's logit if it has it   -+
+    rank 1   | ...     V - 1 |     its logsumexp, the target's logit if it has it   -+-> reduced
 
 The gradient of a rank's logsumexp is the share of its classes in the softmax. The gradient of the
 input is a sum over ranks, which the DTensor of the input says (`Partial`).
@@ -130,13 +130,13 @@ def cross_entropy_of_shards(
     is_plain = not isinstance(input, DTensor)
     if is_plain:
         input = DTensor.from_local(input, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    rows = [
+    rows: list[Any] = [
         p if isinstance(p, Shard) and p.dim < input.dim() - 1 and dim not in dims else Replicate()
         for dim, p in enumerate(input.placements)
     ]
     over_rows = [isinstance(p, Shard) for p in rows]
-    of_weight = [Partial() if r else p for r, p in zip(over_rows, placements, strict=True)]
-    of_rows = [Partial() if dim in dims else p for dim, p in enumerate(rows)]
+    of_weight: list[Any] = [Partial() if r else p for r, p in zip(over_rows, placements, strict=True)]
+    of_rows: list[Any] = [Partial() if dim in dims else p for dim, p in enumerate(rows)]
     x = waited(input.redistribute(mesh, rows).to_local(grad_placements=of_rows))
     w = waited(linear_weight.to_local(grad_placements=of_weight))
     b = linear_bias
@@ -154,10 +154,8 @@ def cross_entropy_of_shards(
     loss = called.apply(x, w, arguments, b, chunk_mib)
     if mean:
         loss = loss / _divisor(arguments, mesh, over_rows)
-    if reduction == "none":
-        placed = rows
-    else:
-        placed = [Partial() if r else Replicate() for r in over_rows]
+    of_sum: list[Any] = [Partial() if r else Replicate() for r in over_rows]
+    placed = rows if reduction == "none" else of_sum
     result = DTensor.from_local(loss, mesh, placed, run_check=False)
     return result.full_tensor() if is_plain else result
 
@@ -191,8 +189,8 @@ def _divisor(arguments: Sequence[Any], mesh: Any, over_rows: Sequence[bool]) -> 
     """Returns the number of targets that count, or the sum of their weights, of all ranks."""
     target, weight_of_target, _, ignore_index, *_ = arguments
     counts = target != ignore_index
-    total = counts.sum() if weight_of_target is None else (weight_of_target * counts).sum()
-    total = total.to(torch.float64 if total.dtype == torch.float64 else torch.float32)
+    summed = counts.sum() if weight_of_target is None else (weight_of_target * counts).sum()
+    total: Tensor = summed.to(torch.float64 if summed.dtype == torch.float64 else torch.float32)
     for dim, is_over in enumerate(over_rows):
         if is_over:
             torch.distributed.all_reduce(total, group=mesh.get_group(dim))

@@ -120,7 +120,7 @@ class LinearRowwise:
         checks.check_choice("linear_rowwise", "reduction", reduction, _REDUCTIONS)
         check_budget("linear_rowwise", chunk_mib)
         functools.update_wrapper(self, function)
-        self.function = function
+        self.function: Callable[..., Any] = function
         self.reduction, self.chunk_mib, self.strict = reduction, chunk_mib, strict
         self.name = name or function.__name__
         self.rows = Rowwise(function, strict=strict)

@@ -88,6 +88,7 @@ def linear_cross_entropy(
         float(scale),
         float(z_loss),
     )
+    loss: Tensor
     if distributes((input, linear_weight)):
         loss = cross_entropy_of_shards(
             input, linear_weight, others, linear_bias, chunk_mib, reduction

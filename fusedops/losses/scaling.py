@@ -44,5 +44,5 @@ def scale(gradient: Tensor, factor: Tensor) -> None:
         return
     index = gradient.get_device()
     blocks = -(-elements // CONFIG.block_n)
-    programs = min(blocks, _PROGRAMS * launch.multiprocessors(index))
+    programs = min(blocks, _PROGRAMS * launch.processors(index))
     _variant(gradient.dtype, index)(programs, 1, gradient, factor, elements)
