@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..core.compat.distributed import waited
+from ..core.launches import launch
 from ..losses.cross_entropy import CROSS_ENTROPY, CrossEntropy, scores
 from ..losses.operands import Operands
 
@@ -127,6 +128,9 @@ def cross_entropy_of_shards(
         )
     if weight is not None and dims:
         raise ValueError(f"{op}: weight is not supported with sharded classes")
+    if dims and not launch.runs_kernels(linear_weight.device.type):
+        placements = [Replicate()] * mesh.ndim  # PyTorch's operators take whole logits
+        linear_weight, dims = linear_weight.redistribute(mesh, placements), []
     is_plain = not isinstance(input, DTensor)
     if is_plain:
         input = DTensor.from_local(input, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -135,7 +139,9 @@ def cross_entropy_of_shards(
         for dim, p in enumerate(input.placements)
     ]
     over_rows = [isinstance(p, Shard) for p in rows]
-    of_weight: list[Any] = [Partial() if r else p for r, p in zip(over_rows, placements, strict=True)]
+    of_weight: list[Any] = [
+        Partial() if r else p for r, p in zip(over_rows, placements, strict=True)
+    ]
     of_rows: list[Any] = [Partial() if dim in dims else p for dim, p in enumerate(rows)]
     x = waited(input.redistribute(mesh, rows).to_local(grad_placements=of_rows))
     w = waited(linear_weight.to_local(grad_placements=of_weight))

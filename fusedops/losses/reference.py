@@ -12,7 +12,16 @@ __all__ = ["reference"]
 
 
 def reference(loss: Loss, operands: Operands) -> tuple[Tensor, ...]:
-    """Returns the results of a call, differentiable any number of times."""
+    """Returns the results of a call, differentiable any number of times.
+
+    Raises:
+        RuntimeError: the classes are sharded over ranks.
+    """
+    if loss.combines:
+        raise RuntimeError(
+            f"{loss.name}: with sharded classes it has neither second derivatives nor torch.func "
+            "transforms, and cannot be exported"
+        )
     dtype = operands.dtype
     logits = [
         F.linear(t.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
