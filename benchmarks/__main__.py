@@ -3,8 +3,8 @@
 ``run`` measures the shapes that have targets, and ``check`` compares the results with the targets.
 ``sweep`` measures along lines of hidden sizes and of rows. ``models`` measures whole models,
 ``distributed`` models on several GPUs, ``rowwise`` users' functions, ``horizontal`` functions of
-many slices, and ``generated`` hand-written operators and generated ones. ``table`` and ``report``
-show the results. ``compare`` lists regressions.
+many slices, ``heads`` losses of a head, and ``generated`` hand-written operators and generated
+ones. ``table`` and ``report`` show the results. ``compare`` lists regressions.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fusedops.core.spec import Spec
 
 from . import commands, comparing, generated, limits, results, sweep, targets, timing
 from .cases import DTYPES, MODES, Case, cases, discover
+from .heads import command as losses_of_heads
 from .horizontal import command as functions_of_slices
 from .models import command as whole_models
 from .models import distributed
@@ -325,6 +326,7 @@ def _parser() -> argparse.ArgumentParser:
     functions_of_slices.add_options(
         commands.add_parser("horizontal", help=functions_of_slices.run.__doc__)
     )
+    losses_of_heads.add_options(commands.add_parser("heads", help=losses_of_heads.run.__doc__))
     compares = commands.add_parser("compare", help=compare.__doc__)
     compares.set_defaults(command=compare)
     compares.add_argument("old", type=Path)

@@ -1,4 +1,4 @@
-"""Measures workloads: the parts that the commands ``rowwise`` and ``horizontal`` share."""
+"""Measures workloads: the parts that ``rowwise``, ``horizontal`` and ``heads`` share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +22,10 @@ from ..runner import Machine
 from .ahead import compile_ahead
 from .providers import step
 
-__all__ = ["Measurable", "Suite", "add_options", "by_case", "columns", "measure"]
+__all__ = ["Measurable", "Suite", "add_options", "by_case", "columns", "measure", "replayed"]
+
+Call = Callable[..., Any]
+Sets = Sequence[tuple[Tensor, ...]]
 
 
 class Measurable(Protocol):
@@ -47,6 +50,12 @@ class Measurable(Protocol):
         """Returns the bytes that one call must read or write."""
 
 
+def replayed(call: Call, sets: Sets, mode: str) -> tuple[float, float]:
+    """Returns the microseconds of a call in a CUDA graph, and its peak memory in MiB."""
+    steps = [step(call, tensors, mode) for tensors in sets]
+    return timing.gpu_us(steps, timing.Effort()), timing.peak_mib(steps[0])
+
+
 @dataclass(frozen=True)
 class Suite:
     """The providers of a command.
@@ -56,16 +65,31 @@ class Suite:
         ours: those whose missing rows are errors; a missing row of a peer is not.
         build: returns the callable of a provider for a workload. It is sent to worker processes.
         offered: returns those of the named providers that can run a workload.
+        modes: the modes to measure.
+        plain: the providers that have nothing to compile ahead.
+        gauge: returns the microseconds and MiB of a callable, for sets of tensors and a mode.
+        sets: the number of sets of tensors; None for as many as exceed the L2.
+        floor: the provider whose time is the floor of the others, which come after it. None: the
+            floor is the time to move the bytes of `Measurable.moved`.
     """
 
     providers: tuple[str, ...]
     ours: tuple[str, ...]
-    build: Callable[[str, Any], Callable[..., Any]]
+    build: Callable[[str, Any], Call]
     offered: Callable[[Any, Sequence[str]], list[str]]
+    modes: tuple[str, ...] = MODES
+    plain: tuple[str, ...] = ("eager",)
+    gauge: Callable[[Call, Sets, str], tuple[float, float]] = replayed
+    sets: int | None = None
+    floor: str | None = None
 
 
 def add_options(
-    parser: argparse.ArgumentParser, name: str, functions: Sequence[str], providers: Sequence[str]
+    parser: argparse.ArgumentParser,
+    name: str,
+    functions: Sequence[str],
+    providers: Sequence[str],
+    modes: Sequence[str] = MODES,
 ) -> None:
     """Adds the options that these commands share; ``name`` is the command's."""
     parser.add_argument(
@@ -79,7 +103,7 @@ def add_options(
         "--provider", action="append", choices=providers, help="only this one; may be repeated"
     )
     parser.add_argument(
-        "--mode", action="append", choices=MODES, help="only this one; may be repeated"
+        "--mode", action="append", choices=modes, help="only this one; may be repeated"
     )
     parser.add_argument(
         "--budget", type=float, metavar="SECONDS", help="start no new workload after this long"
@@ -97,7 +121,7 @@ def measure(
     """Measures workloads into the file, and returns the exit status."""
     deadline = time.perf_counter() + (math.inf if options.budget is None else options.budget)
     wanted = options.provider or suite.providers
-    modes = options.mode or MODES
+    modes = options.mode or suite.modes
     jobs = commands.jobs(options)
     if jobs:
         _compile_ahead(suite, workloads, wanted, modes, jobs, machine.device, deadline)
@@ -130,7 +154,7 @@ def _compile_ahead(
         for workload in workloads
         for name in suite.offered(workload, wanted)
         for mode in modes
-        if name != "eager"
+        if name not in suite.plain
     ]
     # torch.compile takes the longest, so it starts first.
     todo.sort(key=lambda task: not task[1].startswith("compile"))
@@ -153,13 +177,26 @@ def _measured(
     operator_providers.fresh_compiler()
     tensors = workload.tensors(machine.device)
     size = sum(tensor.nbytes for tensor in tensors)
-    count = timing.set_count(size, machine.l2_bytes)
+    count = suite.sets or timing.set_count(size, machine.l2_bytes)
     sets = [tensors, *[workload.tensors(machine.device) for _ in range(count - 1)]]
+    floors = {
+        mode: math.nan if suite.floor else floor_us(workload.moved(mode), machine.bandwidth)
+        for mode in modes
+    }
     for provider in suite.offered(workload, wanted):
         for mode in modes:
             row = _timed_or_left_out(suite, workload, provider, mode, sets, machine)
-            if row is not None:
-                yield row
+            if row is None:
+                continue
+            if provider == suite.floor:
+                floors[mode] = row.gpu_us
+            row = replace(row, floor_us=floors[mode])
+            print(
+                f"  {provider:22}{mode:8}{row.gpu_us:9.1f} us  {row.fraction:.2f} of the floor"
+                f"  {row.peak_mib:8.0f} MiB",
+                flush=True,
+            )
+            yield row
 
 
 def _timed_or_left_out(
@@ -167,7 +204,7 @@ def _timed_or_left_out(
     workload: Measurable,
     provider: str,
     mode: str,
-    sets: Sequence[tuple[Tensor, ...]],
+    sets: Sets,
     machine: Machine,
 ) -> results.Row | None:
     try:
@@ -184,15 +221,13 @@ def _timed(
     workload: Measurable,
     provider: str,
     mode: str,
-    sets: Sequence[tuple[Tensor, ...]],
+    sets: Sets,
     machine: Machine,
 ) -> results.Row:
     call = suite.build(provider, workload)
     with timing.mode_context(mode):
-        steps = [step(call, tensors, mode) for tensors in sets]
-        gpu = timing.gpu_us(steps, timing.Effort())
-        peak = timing.peak_mib(steps[0])
-    row = results.Row(
+        gpu, peak = suite.gauge(call, sets, mode)
+    return results.Row(
         op=workload.name,
         shape=workload.shape_name,
         dtype=workload.dtype_name,
@@ -200,17 +235,12 @@ def _timed(
         provider=provider,
         gpu_us=gpu,
         loop_us=math.nan,
-        floor_us=floor_us(workload.moved(mode), machine.bandwidth),
+        floor_us=math.nan,
         peak_mib=peak,
         commit=machine.commit,
         torch=machine.torch,
         triton=machine.triton,
     )
-    print(
-        f"  {provider:22}{mode:8}{gpu:9.1f} us  {row.fraction:.2f} of the floor  {peak:8.0f} MiB",
-        flush=True,
-    )
-    return row
 
 
 # --- tables ---------------------------------------------------------------------------------------
