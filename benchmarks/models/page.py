@@ -25,6 +25,8 @@ _NAMES = {
     "fused_compile": "fused + torch.compile",
     "backend": "`fusedops.compile`",
     "fused_backend": "fused + `fusedops.compile`",
+    "fused_loss": "fused + loss of hidden states",
+    "backend_loss": "`fusedops.compile` + loss of hidden states",
     "operators_compile": "operators written in + torch.compile",
     "compile_reduce_overhead": "torch.compile, reduce-overhead",
     "backend_reduce_overhead": "`fusedops.compile`, reduce-overhead",
@@ -40,6 +42,7 @@ _MODEL_NAMES = {
     "gpt2": "GPT-2",
     "t5": "T5-base",
     "llama": "Llama-like, 1B",
+    "llama_1b": "Llama-3.2-like, 1.2B",
     "vit": "ViT-B/16",
     "qwen3": "Qwen-3-like, 0.6B",
     "gemma2": "Gemma-2-like, 1.6B",
@@ -96,6 +99,9 @@ _NOTES = {
     "compile_autotune": 'Max-autotune is `torch.compile(mode="max-autotune-no-cudagraphs")`.',
     "backend": '`fusedops.compile` is `torch.compile(backend="fusedops")` on the whole model; behind fused, on what '
     "`fuse_model` has left.",
+    "fused_loss": "With a loss of hidden states, the model's forward calls `fusedops.linear_cross_entropy` on what its last "
+    "norm returns. The others have whole logits, except Liger-Kernel, whose loss has chunks too.",
+    "llama_1b": "Llama-3.2-like has Llama 3.2's vocabulary of 128,256 words; the Llama-like model has 32,000.",
     "nanogpt": "nanoGPT and Llama by hand are not Transformers' code but in the manner of nanoGPT's and Meta's, at the "
     "sizes of GPT-2 and the Llama-like model.",
     "gemma2": "Gemma-2-like is half of the layers of Gemma 2 2B; its attention has a soft cap, and is the one that "

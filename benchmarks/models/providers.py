@@ -14,7 +14,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fusedops
 from fusedops.backend.entry import backend
@@ -92,7 +93,10 @@ def prepare(name: str, model: nn.Module) -> Context:
 def applies(name: str, workload: Workload) -> bool:
     """Returns whether a provider can run a workload. Some exist only for some models."""
     if name == "liger":
-        return workload.name == "llama" and workload.mode != "generate"
+        return workload.name in _WITH_LIGER and workload.mode != "generate"
+    if name in _WITH_LOSS:
+        is_decoder = str(workload.model.cls).endswith("ForCausalLM")
+        return is_decoder and workload.mode in ("train", "loss")
     if name in _WITH_OPERATORS:
         return hasattr(workload.model.cls, "use_operators")
     return True
@@ -174,22 +178,51 @@ def _operators_compile(model: nn.Module, **options: Any) -> Context:
     return _compile(model, **options)
 
 
-def _liger(model: nn.Module) -> Context:
-    """Applies Liger-Kernel's patch to an instance.
+def _liger(model: Any) -> Context:
+    """Applies Liger-Kernel's patch to an instance, with its loss of hidden states.
 
     The patch also sets names in the model's Python module. These are set only in the context.
     """
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from liger_kernel import transformers as liger
 
     module = sys.modules[type(model).__module__]
     originals = dict(vars(module))
-    apply_liger_kernel_to_llama(model=model)
+    patch = getattr(liger, f"apply_liger_kernel_to_{model.config.model_type}")
+    patch(model=model, fused_linear_cross_entropy=True)
     patched = {
         name: value for name, value in vars(module).items() if originals.get(name) is not value
     }
     for name in patched:
         setattr(module, name, originals[name])
     return lambda: mock.patch.multiple(module, **patched)
+
+
+@dataclass(frozen=True)
+class _Output:
+    """The output of a model whose logits are never whole."""
+
+    loss: Tensor
+
+
+def _loss_of_hidden_states(self: Any, input_ids: Tensor, labels: Tensor) -> _Output:
+    """Returns the loss of a decoder: a forward that users write around the decoder's layers."""
+    hidden = self.model(input_ids=input_ids).last_hidden_state
+    # As in Transformers, the last token of a sequence predicts nothing.
+    following = F.pad(labels[:, 1:], (0, 1), value=-100)
+    loss = fusedops.linear_cross_entropy(
+        hidden,
+        self.lm_head.weight,
+        following,
+        softcap=getattr(self.config, "final_logit_softcapping", None),
+    )
+    return _Output(loss)
+
+
+def _with_loss(model: nn.Module, provider: Callable[[nn.Module], Context]) -> Context:
+    """Makes the model one of a subclass with the loss of this package, and applies a provider."""
+    cls = type(model)
+    model.__class__ = type(cls.__name__, (cls,), {"forward": _loss_of_hidden_states})
+    return provider(model)
 
 
 # Fused without one trick: the name of the trick, and the provider that has all tricks.
@@ -211,12 +244,18 @@ _REPLAYING = {
     f"{name}_reduce_overhead": partial(provider, mode="reduce-overhead")
     for name, provider in _COMPILED.items()
 }
+# The same with this package's loss of hidden states, which the model calls itself.
+_OF_HIDDEN_STATES: dict[str, Callable[..., Context]] = {
+    "fused_loss": partial(_with_loss, provider=_fused),
+    "backend_loss": partial(_with_loss, provider=_COMPILED["backend"]),
+}
 PROVIDERS: dict[str, Callable[[nn.Module], Context]] = {
     "eager": _eager,
     "fused": _fused,
     "operators": _operators,
     "liger": _liger,
     **_COMPILED,
+    **_OF_HIDDEN_STATES,
     "compile_autotune": partial(_compile, mode="max-autotune-no-cudagraphs"),
     "fused_compile": partial(_fused, compile_rest=True),
     "fused_backend": _fused_backend,
@@ -230,3 +269,5 @@ COMPILING = tuple([name for name in PROVIDERS if "compile" in name or "backend" 
 # A run must have rows of these providers. Rows of peers may be missing.
 OURS = frozenset(name for name in PROVIDERS if name.startswith(("fused", "operators", "backend")))
 _WITH_OPERATORS = frozenset(name for name in PROVIDERS if name.startswith("operators"))
+_WITH_LOSS = frozenset(_OF_HIDDEN_STATES)
+_WITH_LIGER = frozenset(("llama", "llama_1b", "qwen3", "gemma2"))

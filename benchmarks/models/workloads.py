@@ -140,6 +140,17 @@ _TINY_SIZES = {
 _TINY_GROUPS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _TINY_PROMPTS = (2, 8, 6)  # see `Model.prompts`
 
+_LLAMA = _SPECIAL | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+
 MODELS = {
     "bert": Model(
         cls="BertForMaskedLM",
@@ -191,18 +202,18 @@ MODELS = {
     "llama": Model(
         cls="LlamaForCausalLM",
         config="LlamaConfig",
-        options=_SPECIAL
-        | {
-            "vocab_size": 32000,
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 4096,
-            "tie_word_embeddings": True,
-        },
+        options=_LLAMA | {"vocab_size": 32_000},
+        tiny={"vocab_size": TOKENS, **_TINY_SIZES, **_TINY_GROUPS},
+        batch=batches.next_token,
+        sizes=((4, 2048),),
+        tiny_sizes=(2, 16),
+        loss_sizes=(8, 128),
+    ),
+    # The same with the vocabulary of Llama 3.2.
+    "llama_1b": Model(
+        cls="LlamaForCausalLM",
+        config="LlamaConfig",
+        options=_LLAMA | {"vocab_size": 128_256},
         tiny={"vocab_size": TOKENS, **_TINY_SIZES, **_TINY_GROUPS},
         batch=batches.next_token,
         sizes=((4, 2048),),
@@ -233,6 +244,7 @@ MODELS = {
             "num_attention_heads": 16,
             "num_key_value_heads": 8,
             "head_dim": 128,
+            "vocab_size": 151_936,
             "tie_word_embeddings": True,
         },
         tiny={"vocab_size": TOKENS, **_TINY_SIZES, **_TINY_GROUPS, "head_dim": 16},
@@ -248,7 +260,13 @@ MODELS = {
         cls="Gemma2ForCausalLM",
         config="Gemma2Config",
         options=_SPECIAL
-        | {"bos_token_id": EOS, "num_hidden_layers": 13, "attn_implementation": "eager"},
+        | {
+            "bos_token_id": EOS,
+            "vocab_size": 256_000,
+            "num_hidden_layers": 13,
+            "attn_implementation": "eager",
+            "final_logit_softcapping": 30.0,
+        },
         tiny={
             "vocab_size": TOKENS,
             **_TINY_SIZES,

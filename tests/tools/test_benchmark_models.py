@@ -35,9 +35,34 @@ from zoo import counted, transformers_only
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.plain
 CPU = torch.device("cpu")
-MILLIONS = [110, 124, 223, 1039, 87, 596, 1602, 791, 458, 124, 1039, 196, 16.4]  # of parameters
+MILLIONS = [
+    110,
+    124,
+    223,
+    1039,
+    1236,
+    87,
+    596,
+    1602,
+    791,
+    458,
+    124,
+    1039,
+    196,
+    16.4,
+]  # of parameters
 WITHOUT_DROPOUT = {
-    *("llama", "qwen3", "gemma2", "mixtral", "dit", "meta_llama", "gated_decoder", "dlrm"),
+    *(
+        "llama",
+        "llama_1b",
+        "qwen3",
+        "gemma2",
+        "mixtral",
+        "dit",
+        "meta_llama",
+        "gated_decoder",
+        "dlrm",
+    ),
 }
 TEXT = text.Text(CPU)
 LIGHT = measuring.Effort(rounds=2, block_s=0.001, singles=1, most=2)
@@ -175,7 +200,8 @@ def test_liger_patches_only_during_its_own_steps(monkeypatch):
     """Liger's function sets names in the model's module, which changes all instances."""
     from transformers.models.llama import modeling_llama
 
-    def patch(model):
+    def patch(model, *, fused_linear_cross_entropy):
+        assert fused_linear_cross_entropy
         modeling_llama.apply_rotary_pos_emb = modeling_llama.LlamaRMSNorm = "theirs"
 
     stub = types.ModuleType("liger_kernel.transformers")
@@ -188,6 +214,60 @@ def test_liger_patches_only_during_its_own_steps(monkeypatch):
     with context():
         assert modeling_llama.apply_rotary_pos_emb == modeling_llama.LlamaRMSNorm == "theirs"
     assert vars(modeling_llama) == before
+
+
+@transformers_only
+@pytest.mark.parametrize("name", ["llama_1b", "qwen3", "gemma2"])
+def test_loss_of_hidden_states_is_eagers_without_logits(name):
+    eager, ours = (
+        contender(provider, tiny(name, "train"), CPU, TEXT.reseeded(0))
+        for provider in ("eager", "fused_loss")
+    )
+    logits, losses = [], []
+    for built in (eager, ours):
+        built.model.lm_head.weight.data.mul_(300.0)  # logits above a cap of 30
+        built.model.lm_head.register_forward_hook(lambda *_: logits.append(1))
+        built.model.register_forward_hook(lambda _, __, out: losses.append(out.loss.item()))
+        built.step()
+    assert len(logits) == 1
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+    gradients = [dict(built.model.named_parameters()) for built in (eager, ours)]
+    for parameter, expected in gradients[0].items():
+        difference = (gradients[1][parameter].grad - expected.grad).norm()
+        # The roundings of bf16 in two layers.
+        assert difference <= 0.02 * expected.grad.norm(), parameter
+
+
+@transformers_only
+def test_loss_of_hidden_states_is_in_the_compiled_graph(monkeypatch, fresh_dynamo):
+    graphs = []
+    monkeypatch.setattr(
+        "fusedops.backend.entry.compile_by_inductor",
+        lambda gm, *_: graphs.append(gm) or gm.forward,
+    )
+    built = contender("backend_loss", tiny("llama_1b", "train"), CPU, TEXT.reseeded(0))
+    built.step()
+    assert len(graphs) == 1
+    assert all(p.grad is not None for p in built.model.parameters())
+
+
+def test_loss_of_hidden_states_trains_decoders_of_transformers_only():
+    names = {w.name for w in workloads(tiny=True) if "fused_loss" in contenders.offered(w)}
+    assert names == {"llama", "llama_1b", "qwen3", "gemma2", "mixtral"}
+    modes = {w.mode for w in workloads(tiny=True) if contenders.applies("backend_loss", w)}
+    assert modes == {"train"}
+
+
+@transformers_only
+@pytest.mark.parametrize(
+    ("name", "words", "cap"),
+    [("llama_1b", 128_256, None), ("qwen3", 151_936, None), ("gemma2", 256_000, 30.0)],
+)
+def test_heads_have_the_published_vocabularies_and_caps(name, words, cap):
+    model = Workload(name, "train", ()).build(torch.device("meta"))
+    assert model.lm_head.weight.shape[0] == words
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert getattr(model.config, "final_logit_softcapping", None) == cap
 
 
 # --- measuring ------------------------------------------------------------------------------------
