@@ -131,7 +131,11 @@ class Workload:
     def chunks(self) -> int:
         """The number of chunks in which this package processes the rows."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        rows = chunk_rows(self.name, self.counted, self.row_bytes, self.chunk_mib, device)
+        _, cols, classes = self.head
+        # Of a weight in fp32 the gradient is in fp32 anyway.
+        wide_bytes = None if self.autocast else 4 * classes * cols
+        budget = self.chunk_mib
+        rows = chunk_rows(self.name, self.counted, self.row_bytes, budget, device, wide_bytes)
         return math.ceil(self.counted / rows)
 
     @property
