@@ -24,9 +24,9 @@ Measure = Callable[[argparse.Namespace, Machine, Path], int]
 Table = Callable[[Sequence[results.Row]], str]
 
 
-def add_options(parser: argparse.ArgumentParser, name: str) -> None:
+def add_options(parser: argparse.ArgumentParser, name: str, jobs: int | None = None) -> None:
     """Adds the options that these commands share."""
-    add_jobs(parser)
+    add_jobs(parser, jobs)
     parser.add_argument(
         "--output", type=Path, metavar="CSV", help=f"default: results/{name}_<device>.csv"
     )
@@ -35,13 +35,15 @@ def add_options(parser: argparse.ArgumentParser, name: str) -> None:
     )
 
 
-def add_jobs(parser: argparse.ArgumentParser) -> None:
-    """Adds the option for the number of processes that compile ahead."""
+def add_jobs(parser: argparse.ArgumentParser, default: int | None = None) -> None:
+    """Adds the option for the number of processes that compile ahead; None is one a core."""
     parser.add_argument(
         "--jobs",
         type=int,
+        default=default,
         metavar="J",
-        help="processes that compile ahead, 0 for none (default: one a core)",
+        help="processes that compile ahead, 0 for none "
+        f"(default: {'one a core' if default is None else default})",
     )
 
 

@@ -35,7 +35,7 @@ _SUITE = Suite(
     floor="products",
 )
 # Each process that compiles ahead has whole logits.
-_JOBS = 3
+_JOBS = 6
 _TIMED = ("products", "fusedops", "compile", "eager", "liger", "torch")
 _IN_MEMORY = ("fusedops", "compile", "eager", "liger", "torch")
 _HEADING = (
@@ -54,8 +54,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="only print the errors of the loss and its gradients against fp64, on a smaller head "
         "with as many chunks",
     )
-    add_shared_options(parser, "heads", FUNCTIONS, PROVIDERS, _MODES)
-    parser.set_defaults(command=run, jobs=_JOBS)
+    add_shared_options(parser, "heads", FUNCTIONS, PROVIDERS, _MODES, jobs=_JOBS)
+    parser.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -53,9 +54,12 @@ def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
 
 # --- losses of hidden states ----------------------------------------------------------------------
 
-_fused_kl_divergence = fusedops.linear_rowwise(
-    _kl_divergence_of_rows, reduction="mean", strict=True
-)
+
+@functools.cache
+def _fused_kl_divergence(chunk_mib: float | None) -> Any:
+    return fusedops.linear_rowwise(
+        _kl_divergence_of_rows, reduction="mean", chunk_mib=chunk_mib, strict=True
+    )
 
 
 def fused_cross_entropy(
@@ -80,9 +84,7 @@ def fused_kl_divergence(
     chunk_mib: float | None = None,
 ) -> Any:
     """Computes `kl_divergence` in chunks of rows."""
-    if chunk_mib is None:
-        return _fused_kl_divergence((x, teacher_x), (weight, teacher_weight))
-    return _fused_kl_divergence.apply((x, teacher_x), (weight, teacher_weight), (), None, chunk_mib)
+    return _fused_kl_divergence(chunk_mib)((x, teacher_x), (weight, teacher_weight))
 
 
 def liger_cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Any:

@@ -90,8 +90,18 @@ def add_options(
     functions: Sequence[str],
     providers: Sequence[str],
     modes: Sequence[str] = MODES,
+    jobs: int | None = None,
 ) -> None:
-    """Adds the options that these commands share; ``name`` is the command's."""
+    """Adds the options that these commands share.
+
+    Args:
+        parser: the command's parser.
+        name: the command's name.
+        functions: the names of its functions.
+        providers: the names of its providers.
+        modes: its modes.
+        jobs: the default number of processes that compile ahead; None for one a core.
+    """
     parser.add_argument(
         "--function",
         action="append",
@@ -108,7 +118,7 @@ def add_options(
     parser.add_argument(
         "--budget", type=float, metavar="SECONDS", help="start no new workload after this long"
     )
-    commands.add_options(parser, name)
+    commands.add_options(parser, name, jobs)
 
 
 def measure(

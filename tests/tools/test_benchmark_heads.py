@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +129,11 @@ def test_names_of_rows_are_unique() -> None:
     names = [named(workload) for workload in workloads()]
     assert len(set(names)) == len(names) == 7
     assert "cross_entropy-8192x4096x128256-autocast" in names
+
+
+def test_worker_processes_take_workloads() -> None:
+    for workload in workloads():
+        assert pickle.loads(pickle.dumps(workload)) == workload
 
 
 def test_peers_have_cross_entropy_only() -> None:
