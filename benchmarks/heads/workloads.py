@@ -174,7 +174,8 @@ def _all(sizes: _Sizes) -> Iterator[Workload]:
     ]
     yield from by_head
     (first, *_) = by_head
-    yield replace(first, autocast=True)
+    # PyTorch's chunks take no part in autocast.
+    yield replace(first, autocast=True, peers=("liger",))
     yield replace(first, name="cross_entropy_half_ignored", ignored=0.5)
     yield Workload(
         name="log_probs_entropy",

@@ -79,7 +79,7 @@ _HOW = """## How it is measured
   `fuse_model(model, compile_rest=True)`. With PyTorch 2.11, a BERT or ViT that is only compiled gets a [mask](models.md#masks)
   that rules out PyTorch's fused attention. Generation is not compiled: its cache grows by one token per step, and each size
   would be compiled.
-- **Liger-Kernel** patches Llama, and none of the other models.
+- **Liger-Kernel** patches Llama, Qwen 3 and Gemma 2, with its own loss of hidden states, and none of the other models.
 
 To repeat all measurements, on a GPU, with `pip install .[bench,hf]`:
 
