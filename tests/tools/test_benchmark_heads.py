@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks import __main__ as benchmarks
 from benchmarks import results, runner, timing
-from benchmarks.heads import command, errors, providers
+from benchmarks.heads import command, errors, functions, providers
 from benchmarks.heads.workloads import TINY, Workload, small, workloads
 from benchmarks.rowwise import measuring
 from rowwise_checks import assert_as_good, kernels
@@ -69,6 +69,17 @@ def test_providers_compute_the_loss(workload: Workload) -> None:
     native = outcome("eager", workload, tensors)
     for index, result in enumerate(outcome("fusedops", workload, tensors)):
         assert_as_good(result, exact[index], [native[index]], f"{workload.name} {index}")
+
+
+def test_losses_of_whole_logits_are_pytorchs() -> None:
+    student, teacher = (torch.randn(5, 9, dtype=torch.float64) for _ in range(2))
+    tokens = torch.tensor([0, 8, 3, 3, 1])
+    distribution = torch.distributions.Categorical(logits=student)
+    expected: tuple[Tensor, ...] = (distribution.log_prob(tokens), distribution.entropy())
+    torch.testing.assert_close(functions.log_probs(student, tokens), expected)
+    of_teacher = torch.distributions.Categorical(logits=teacher)
+    divergence = torch.distributions.kl_divergence(of_teacher, distribution).mean()
+    torch.testing.assert_close(functions.kl_divergence(student, teacher), divergence)
 
 
 def test_chunks_of_pytorch_compute_the_loss() -> None:
