@@ -64,14 +64,13 @@ def errors(
     )
     exact = results_of(workload.of_logits(*doubles))
     cotangents = [torch.randn_like(r) if r.dim() else torch.ones_like(r) for r in exact]
-    exact_gradients = gradients(workload.of_logits, doubles, cotangents)
+    exact_gradients = gradients(exact, doubles, cotangents)
     for provider in offered(workload, wanted):
         try:
             call = build(provider, workload)
-            with torch.no_grad():
-                results = results_of(call(*tensors))
+            results = results_of(call(*tensors))
             in_dtype = [c.to(r.dtype) for c, r in zip(cotangents, results, strict=True)]
-            d_input, d_weight = gradients(call, tensors, in_dtype)
+            d_input, d_weight = gradients(results, tensors, in_dtype)
         # Whatever a provider raises, the others must be measured.
         except Exception as error:  # noqa: BLE001
             described = f"{type(error).__name__}: {str(error).strip()[:300]}"

@@ -99,14 +99,12 @@ def _in_context(call: Callable[..., Any], workload: Workload) -> Callable[..., A
 
 
 def gradients(
-    call: Callable[..., Any], tensors: tuple[Tensor, ...], cotangents: Sequence[Tensor] = ()
+    outputs: tuple[Tensor, ...], tensors: Sequence[Tensor], cotangents: Sequence[Tensor] = ()
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of a loss; without cotangents that of each result is one."""
-    outputs = results_of(call(*tensors))
+    """Returns the gradients of a loss's results; without cotangents that of each result is one."""
     inputs = tuple([tensor for tensor in tensors if tensor.requires_grad])
-    return torch.autograd.grad(
-        outputs, inputs, cotangents or [torch.ones_like(out) for out in outputs]
-    )
+    ones = [torch.ones_like(out) for out in outputs]
+    return torch.autograd.grad(outputs, inputs, cotangents or ones)
 
 
 def results_of(out: Any) -> tuple[Tensor, ...]:
@@ -122,7 +120,11 @@ def step(call: Callable[..., Any], tensors: tuple[Tensor, ...]) -> Callable[[], 
     owner = getattr(call, "__self__", None)
     if isinstance(owner, Products):
         return partial(call, owner.prepared(tensors))
-    return partial(gradients, call, tensors)
+    return partial(_train, call, tensors)
+
+
+def _train(call: Callable[..., Any], tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
+    return gradients(results_of(call(*tensors)), tensors)
 
 
 def gauge(

@@ -51,7 +51,7 @@ def outcome(provider: str, workload: Workload, tensors: Sequence[Tensor]) -> lis
         torch.randn(out.shape, generator=generator).to(out) if out.dim() else torch.ones_like(out)
         for out in outputs
     ]
-    grads = providers.gradients(call, tuple(tensors), cotangents)
+    grads = providers.gradients(outputs, tensors, cotangents)
     return [*[out.detach() for out in outputs], *grads]
 
 
