@@ -240,6 +240,12 @@ def _kind(target: Any) -> str:
     return name[-1]
 
 
+def _called(node: torch.fx.Node) -> Any:
+    """Return what a node calls: on GPUs a higher-order operator gets the one that writes."""
+    is_wrapped = "auto_functionalized" in str(node.target)
+    return node.args[0] if is_wrapped else node.target
+
+
 @pytest.mark.parametrize("name", GROUPED)
 def test_regions_of_slices_are_one_operator(name: str) -> None:
     """Slices of a tensor, and results in a concatenation, are read and written in place."""
@@ -266,7 +272,8 @@ def test_gradients_of_slices_are_read_where_they_are(name: str) -> None:
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
     results(compiled, model, inputs, torch.randn_like(model(*inputs)))
     (backward,) = backend.backwards
-    kinds = Counter(_kind(node.target) for node in backward.nodes if node.op == "call_function")
+    nodes = [node for node in backward.nodes if node.op == "call_function"]
+    kinds = Counter(_kind(_called(node)) for node in nodes)
     assert kinds["slices"] == 1 and not {"cat", "stack", "clone", "_to_copy"} & set(kinds)
 
 
