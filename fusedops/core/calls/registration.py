@@ -56,9 +56,6 @@ MOST_ARGUMENTS = 64
 
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _PLAIN = _TENSORS | {type(None), str, int, float, bool}
-# The tag of variadic operators. Their kernels read a table of the tensors' addresses, which a
-# CUDA-graph tree was never measured to leave alone: see `launches.tables`.
-_UNSAFE = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 # Registered operators live as long as their library.
 _LIBRARIES: list[torch.library.Library] = []
 _DEFINED: dict[str, Operator] = {}
@@ -123,7 +120,6 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
     saved_schema = _schema(op.saved, op)
     cotangents, cotangent_count = _cotangents(op)
     read = cotangent_count + len(op.saved)
-    tags = _UNSAFE if op.variadic else ()
 
     # The default -1 stands for no GPU. It is for code that launches nothing, such as `allocate`.
     def forward_site(constants: Sequence[Any], *, dropout: bool, device_index: int = -1) -> Any:
@@ -190,7 +186,6 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
         outputs=op.outputs,
         allocate=allocate,
         write=write,
-        tags=tags,
     )
     _define(
         library,
@@ -200,7 +195,6 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
         outputs=[f"d{name}" for name in op.gradients or op.tensors],
         allocate=allocate_gradients,
         write=write_gradients,
-        tags=tags,
     )
 
     _differentiate(op, library, forward_site)
@@ -326,7 +320,6 @@ def _define(
     outputs: Sequence[str],
     allocate: Callable[..., Sequence[Tensor | None]],
     write: Callable[..., None],
-    tags: tuple[torch.Tag, ...],
 ) -> None:
     """Registers ``name``, which returns its outputs, and ``name_out``, which writes them.
 
@@ -339,14 +332,13 @@ def _define(
         allocate: takes tensors and constants; returns uninitialised outputs, None for those that
             the call does not have.
         write: takes tensors, outputs and a string that `_constants` reads; fills the outputs.
-        tags: the operators' tags.
     """
     count = tensors.count(",") + 1
     has_list = "Tensor[]" in tensors
     written = ", ".join([f"Tensor(a{i}!)? {output}" for i, output in enumerate(outputs)])
     returns = "Tensor" if len(outputs) == 1 else f"({', '.join(['Tensor'] * len(outputs))})"
-    library.define(f"{name}({tensors}, {constants}) -> {returns}", tags=tags)
-    library.define(f"{name}_out({tensors}, {written}, str call) -> ()", tags=tags)
+    library.define(f"{name}({tensors}, {constants}) -> {returns}")
+    library.define(f"{name}_out({tensors}, {written}, str call) -> ()")
 
     def fake(*args: Any) -> Any:
         return _returned(allocate(*args))
