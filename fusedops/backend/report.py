@@ -17,6 +17,7 @@ from ..compiler.kernel import Kernel
 from ..compiler.operator import Program
 from ..core.calls.words import name_in
 from ..core.launches import launch
+from ..losses import registration
 from .fx import namespace
 from .graphs import captured_body
 
@@ -56,7 +57,8 @@ def operators_in(graph: fx.Graph) -> Counter[str]:
     for node in filter(_is_own_operator, graph.nodes):
         # The operator's name is in the text that encodes its constants.
         encoded = [arg for arg in node.args if isinstance(arg, str)]
-        names += map(name_in, encoded)
+        is_of_logits = node.target is registration.OPERATOR
+        names += list(map(registration.name_in if is_of_logits else name_in, encoded))
     return Counter(names)
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .function import LinearRowwise
 from .operands import Operands
+from .registration import written
 
-__all__ = ["CROSS_ENTROPY", "CrossEntropy", "scores"]
+__all__ = ["CROSS_ENTROPY", "CrossEntropy", "encoded", "scale_and_cap", "scores"]
 
 
 def scores(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -97,3 +102,63 @@ CROSS_ENTROPY = {
     reduction: CrossEntropy(_cross_entropy, reduction=reduction, name="linear_cross_entropy")
     for reduction in ("none", "mean", "sum")
 }
+
+
+def encoded(
+    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor],
+    needs: tuple[bool, bool, bool],
+    *,
+    reduction: str,
+    ignore_index: int,
+    softcap: float | None,
+    scale: float,
+    dtype: torch.dtype,
+) -> str:
+    """Returns the string of a call of ``fusedops::linear_rowwise`` that is a cross-entropy.
+
+    For graphs that call the operator by itself: its tensors may be fake.
+
+    Args:
+        tensors: rows (M, D), a weight (V, D), a bias (V,) or None, and targets (M,).
+        needs: whether the gradients of rows, weight and bias are wanted.
+        reduction, ignore_index, softcap, scale: as in `linear_cross_entropy`.
+        dtype: the dtype of the products.
+    """
+    rows, weight, bias, target = tensors
+    others = target, None, None, ignore_index, 0.0, softcap, scale, 0.0
+    by_row = tuple([other is target for other in others])
+    operands = Operands((rows,), (weight,), (bias,), others, by_row, dtype, None)
+    flags = (*needs, *[False] * len(others))
+    with torch.autocast(rows.device.type, enabled=False):
+        return written(CROSS_ENTROPY[reduction], operands, flags)
+
+
+def scale_and_cap(steps: Iterable[tuple[str, Any]]) -> tuple[float, float | None] | None:
+    """Returns the scale and the soft cap of `linear_cross_entropy` that do what some steps do.
+
+    ``b * tanh(a * x)`` is ``cap * tanh(scale * x / cap)`` with the cap b and the scale a * b.
+
+    Args:
+        steps: what is done to logits, in order: ``("*", number)``, ``("/", number)`` and
+            ``("tanh", 1)``.
+    Returns:
+        None if the operator has no such function: for two caps, say, or one that is not positive.
+    """
+    factors = [(1.0, 1.0)]  # before each tanh, and after the last
+    for kind, number in steps:
+        if not isinstance(number, (int, float)):
+            return None
+        if kind == "tanh":
+            factors.append((1.0, 1.0))
+        else:
+            times, over = factors[-1]
+            factors[-1] = (times * number, over) if kind == "*" else (times, over * number)
+    # A cap of 30 after a division by 30 is a scale of exactly 1.
+    times, over = [math.prod(numbers) for numbers in zip(*factors, strict=True)]
+    last_times, last_over = factors[-1]
+    if over == 0 or not math.isfinite(times / over) or len(factors) > 2:
+        return None
+    if len(factors) == 1:
+        return times / over, None
+    cap = last_times / last_over
+    return (times / over, cap) if 0 < cap < math.inf else None

@@ -26,7 +26,7 @@ from . import head, scaling
 from .operands import Loss, Operands
 from .reference import reference
 
-__all__ = ["call", "register"]
+__all__ = ["OPERATOR", "call", "name_in", "register", "written"]
 
 _LOSSES: dict[str, Loss] = {}
 
@@ -87,7 +87,7 @@ def _digits(flags: Iterable[bool]) -> str:
     return "".join(["1" if flag else "0" for flag in flags])
 
 
-def _written(loss: Loss, operands: Operands, needs: Sequence[bool]) -> str:
+def written(loss: Loss, operands: Operands, needs: Sequence[bool]) -> str:
     """Returns the string of a call."""
     kind = operands.inputs[0].device.type
     autocast = (
@@ -139,6 +139,11 @@ def _read(text: str) -> _Call:
         getattr(torch, dtype),
         float(budget) if budget else None,
     )
+
+
+def name_in(text: str) -> str:
+    """Returns the name of the function in a call's string."""
+    return _read(text).loss.name
 
 
 def _operands(
@@ -206,7 +211,7 @@ def call(loss: Loss, operands: Operands) -> list[Tensor]:
     tensors = [*operands.inputs, *operands.weights, *operands.biases, *operands.others]
     records = torch.is_grad_enabled()
     needs = [records and isinstance(t, Tensor) and t.requires_grad for t in tensors]
-    text = _written(loss, operands, needs)
+    text = written(loss, operands, needs)
     if not torch.compiler.is_compiling():
         _trace(text, operands, inside=False)
     outs = torch.ops.fusedops.linear_rowwise(
@@ -444,3 +449,4 @@ implement(_LIBRARY, "linear_rowwise_backward", _backward, _fake_backward)
 torch.library.register_autograd(
     "fusedops::linear_rowwise", _derivative, setup_context=_setup, lib=_LIBRARY
 )
+OPERATOR = torch.ops.fusedops.linear_rowwise.default

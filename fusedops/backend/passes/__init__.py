@@ -18,6 +18,7 @@ from .embeddings import sum_embedding_gradients
 from .fusion import fuse_regions
 from .grouped_products import share_offsets
 from .layouts import restore_strides
+from .loss_heads import fuse_loss_heads
 from .packing import pack_gradients
 from .padding import pad_products
 from .permutations import put_rows_back
@@ -32,6 +33,7 @@ Pass = Callable[[Rewrite], None]
 # In this order, for a graph and for each captured body in it.
 PASSES: tuple[Pass, ...] = (
     split_complex,  # regions can then have them
+    fuse_loss_heads,  # before biases are split from products, and regions have log-softmaxes
     split_biases,  # regions can then add them
     cast_before_concatenating,  # regions can then have the casts
     fuse_regions,

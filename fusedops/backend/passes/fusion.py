@@ -35,4 +35,4 @@ def fuse_regions(rewrite: Rewrite) -> None:
                 replace(graph, match, replaced)
         outputs = [old for match in matches for old, _ in match.program.outputs]
         rewrite.results += [selector.replaced[old] for old in outputs if old in selector.replaced]
-    rewrite.reports = selector.reports
+    rewrite.reports += selector.reports

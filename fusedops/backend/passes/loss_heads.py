@@ -1,0 +1,328 @@
+"""Heads and losses of language models, whose logits need not be whole in memory.
+
+    rows ──mm──▶ logits ──▶ views, casts, scale, soft cap ──▶ log-softmax ──▶ loss of targets
+
+becomes ``fusedops::linear_rowwise``: it computes logits, loss and gradients of some rows at a time.
+Otherwise the logits, a copy of them in fp32 and their gradient are in memory at the same time: for
+16,384 tokens of 128,256 words in bf16, 3.9, 7.8 and 7.8 GiB.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...compiler.errors import NotRowwiseError
+from ...core.launches import launch
+from ...losses.cross_entropy import encoded, scale_and_cap
+from ...losses.registration import OPERATOR
+from ..fx import CAST, recording_nothing
+from ..graphs import (
+    are_numbers,
+    drop_unused,
+    dtype_of,
+    hints_of,
+    is_input,
+    name_of,
+    parts_of,
+    users_of,
+    value_of,
+)
+from ..report import RegionReport, note_change
+from ..rewrite import Rewrite
+
+__all__ = ["fuse_loss_heads"]
+
+# Logits of fewer bytes stay whole. The operator's loss and gradients take the time of PyTorch's: it
+# saves memory, which matters where logits are among the largest tensors of a step. And it waits for
+# the number of targets that count, which small models would notice.
+_LEAST_BYTES = 64 * 2**20
+# PyTorch's numbers of reductions.
+_REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
+# Operators that do the same to logits and to rows before the product, if they leave the last
+# dimension as it is.
+_RESHAPES = frozenset({"view", "_unsafe_view", "reshape"})
+_OF_ROWS = _RESHAPES | {"slice", "alias", "clone"}
+
+
+@dataclass
+class _Head:
+    """A matrix product and the loss of its logits.
+
+    Attributes:
+        loss: the node of the loss.
+        product: the matrix product.
+        nodes: the nodes between them, the last first.
+        of_rows: those of them that view or copy rows, the last first.
+        scale: the factor of logits before they are capped.
+        softcap: the soft cap of logits; None without one.
+    """
+
+    loss: fx.Node
+    product: fx.Node
+    nodes: list[fx.Node]
+    of_rows: list[fx.Node]
+    scale: float
+    softcap: float | None
+
+
+def fuse_loss_heads(rewrite: Rewrite) -> None:
+    """Replaces the cross-entropies of large logits that nothing else reads."""
+    for loss in rewrite.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.nll_loss_forward.default
+    ):
+        head = _head_of(rewrite, loss)
+        if head is None:
+            continue
+        reason = _why_left(rewrite, head) or _replace(rewrite, head)
+        if reason:
+            operators = dict.fromkeys(map(name_of, [*reversed(head.nodes), loss]))
+            shape = hints_of(head.product)
+            rewrite.reports.append(RegionReport(tuple(operators), shape, reason))
+    drop_unused(rewrite.graph)
+
+
+def _head_of(rewrite: Rewrite, loss: fx.Node) -> _Head | None:
+    """The head of a loss; None where it has no large logits, or its gradient is not wanted."""
+    if not launch.runs_kernels(loss.args[0].meta["val"].device.type):  # type: ignore[union-attr]
+        return None
+    head = _walked(loss)
+    if head is None or loss not in rewrite.receives:
+        return None
+    size = math.prod(hints_of(head.product)) * dtype_of(head.product).itemsize
+    return head if size > _LEAST_BYTES else None
+
+
+# --- from the loss to the product -----------------------------------------------------------------
+
+
+@dataclass
+class _Walk:
+    """The way from a loss to the product of its logits.
+
+    Attributes:
+        nodes, of_rows: see `_Head`.
+        steps: what is done to logits, the last first: see `scale_and_cap`.
+    """
+
+    nodes: list[fx.Node]
+    of_rows: list[fx.Node] = field(default_factory=list)
+    steps: list[tuple[str, Any]] = field(default_factory=list)
+
+    def add(self, node: fx.Node) -> bool:
+        """Whether a node of one tensor may be on the way; if so it is added."""
+        self.nodes.append(node)
+        return _STEPS.get(name_of(node), _unknown)(self, node)
+
+
+def _walked(loss: fx.Node) -> _Head | None:
+    """The head of a loss, whatever its size and readers; None where it is no head."""
+    log_p, target, weight, reduction, _ = loss.args
+    assert isinstance(log_p, fx.Node)
+    if (weight, value_of(target).dtype) != (None, torch.int64):  # type: ignore[arg-type]
+        return None
+    if not _is_log_softmax(log_p) or reduction not in _REDUCTIONS:
+        return None
+    walk = _Walk([log_p])
+    node: Any = log_p.args[0]
+    while name_of(node) not in ("mm", "addmm"):
+        if not walk.add(node):
+            return None
+        node = node.args[0]
+    numbers = scale_and_cap(reversed(walk.steps))
+    if numbers is None or not _is_linear(node):
+        return None
+    return _Head(loss, node, [*walk.nodes, node], walk.of_rows, *numbers)
+
+
+def _is_log_softmax(node: fx.Node) -> bool:
+    """Whether a node is a log-softmax of rows, over a known number of columns."""
+    if name_of(node) != "_log_softmax":
+        return False
+    shape = value_of(node).shape
+    return (len(shape), node.args[1]) in ((2, 1), (2, -1)) and are_numbers(shape[1:])
+
+
+def _is_linear(node: fx.Node) -> bool:
+    """Whether a product is that of a linear layer of known size, perhaps with a bias of columns."""
+    factor: Any = node.args[-1]
+    if node.kwargs or not are_numbers(value_of(factor).shape):
+        return False
+    bias: Any = node.args[0]
+    return name_of(node) == "mm" or value_of(bias).shape == value_of(node).shape[1:]
+
+
+def _unknown(walk: _Walk, node: fx.Node) -> bool:
+    """An operator that has no place between a product and its loss."""
+    return False
+
+
+def _reshaped(walk: _Walk, node: fx.Node) -> bool:
+    """A view or a copy of rows, all columns of them."""
+    walk.of_rows.append(node)
+    source: Any = node.args[0]
+    before, after = value_of(source), value_of(node)
+    last = before.dim() - 1
+    # ``view(dtype)`` is an overload of the same name. A slice has a dimension as its argument.
+    is_of_rows = node.args[1:2] not in ((-1,), (last,))
+    columns = [(t.shape[-1], t.dtype) for t in (before, after)]
+    return is_of_rows and columns[0] == columns[1]
+
+
+def _cast(walk: _Walk, node: fx.Node) -> bool:
+    """A cast to a dtype that has all the numbers of the one before."""
+    source: Any = node.args[0]
+    before, after = value_of(source), value_of(node)
+    wider = torch.promote_types(before.dtype, after.dtype)
+    return (before.device, wider) == (after.device, after.dtype)
+
+
+def _scaled(walk: _Walk, node: fx.Node) -> bool:
+    """A multiplication by a number, or a division by one."""
+    walk.steps.append((_SCALES[name_of(node)], node.args[1]))
+    return not node.kwargs and isinstance(node.args[0], fx.Node)
+
+
+def _capped(walk: _Walk, node: fx.Node) -> bool:
+    """A tanh."""
+    walk.steps.append(("tanh", 1))
+    return True
+
+
+_SCALES = {"mul": "*", "div": "/"}
+_STEPS: dict[str, Callable[[_Walk, fx.Node], bool]] = {
+    **dict.fromkeys(_OF_ROWS, _reshaped),
+    **dict.fromkeys(_SCALES, _scaled),
+    "_to_copy": _cast,
+    "tanh": _capped,
+}
+
+
+# --- reasons to leave a head ----------------------------------------------------------------------
+
+
+def _why_left(rewrite: Rewrite, head: _Head) -> str:
+    """The reason why a head is left; "" if there is none."""
+    inside = {head.loss, *head.nodes}
+    parts = parts_of(rewrite.graph)
+    if len(set(map(parts.__getitem__, inside))) > 1:
+        return "tensors are changed, or gradients switched, between its product and its loss"
+    if {user.args[1] for user in head.loss.users} != {0}:
+        return "the number of its targets is read"
+    readers = users_of(head.nodes) - inside
+    if rewrite.graph.output_node() in readers:
+        return (
+            "its logits are returned, and so whole in memory; return the loss alone (with "
+            "Transformers by fuse_model(model, loss=True)), or fewer logits (by logits_to_keep)"
+        )
+    names = ", ".join(sorted(map(name_of, readers)))
+    return f"its logits are read by {names}, too, and so whole in memory" if readers else ""
+
+
+# --- the operator ---------------------------------------------------------------------------------
+
+
+def _replace(rewrite: Rewrite, head: _Head) -> str:
+    """Replaces a head by the operator; returns the reason if the operator has no kernel for it."""
+    product = head.product
+    *bias, rows, factor = product.args
+    _, target, _, reduction, ignore_index = head.loss.args
+    created = _Created(rewrite, head.loss)
+    source = _rows(created, head, rows)
+    weight = _uncast(created, created.transposed(factor))
+    biases = [_uncast(created, node) for node in bias]
+    tensors: Any = (source, weight, biases[0] if biases else None, target)
+    values: Any = fx.node.map_arg(tensors, value_of)
+    text = encoded(
+        values,
+        (source in rewrite.needs, weight in rewrite.needs, bool(rewrite.needs & {*biases})),
+        reduction=_REDUCTIONS[reduction],  # type: ignore[index]
+        ignore_index=ignore_index,  # type: ignore[arg-type]
+        softcap=head.softcap,
+        scale=head.scale,
+        dtype=dtype_of(product),
+    )
+    try:
+        results = created.call(OPERATOR, [source], [weight], biases, [target], text)
+    except NotRowwiseError as error:
+        return str(error)
+    result = created.call(operator.getitem, results, 0)
+    for user in list(head.loss.users):
+        wanted = dtype_of(user)
+        value = result
+        if dtype_of(result) != wanted:
+            value = created.call(CAST, result, dtype=wanted)
+        note_change(value, "a loss whose logits are never whole in memory")
+        user.replace_all_uses_with(value)
+    return ""
+
+
+@dataclass
+class _Created:
+    """Adds nodes to a graph, before one of its nodes.
+
+    Attributes:
+        rewrite: the graph.
+        before: the node.
+    """
+
+    rewrite: Rewrite
+    before: fx.Node
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new node, with its fake value."""
+        graph, sets = self.rewrite.graph, (self.rewrite.needs, self.rewrite.receives)
+        values = fx.node.map_arg((args, kwargs), value_of)
+        with recording_nothing(), torch.no_grad():
+            value = target(*values[0], **values[1])
+        with graph.inserting_before(self.before):
+            node = graph.call_function(target, args, kwargs)
+        node.meta["val"] = value
+        for nodes in sets:
+            if not nodes.isdisjoint(node.all_input_nodes):
+                nodes.add(node)
+        return node
+
+    def transposed(self, factor: Any) -> fx.Node:
+        """The weight (V, D) of a product's second factor, (D, V)."""
+        if name_of(factor) == "t":
+            weight: fx.Node = factor.args[0]
+            return weight
+        return self.call(torch.ops.aten.t.default, factor)
+
+
+def _rows(created: _Created, head: _Head, rows: Any) -> fx.Node:
+    """The rows of the loss: views and copies of logits become those of the product's rows."""
+    columns = value_of(rows).shape[-1]
+    for node in reversed(head.of_rows):
+        name, (_, *arguments) = name_of(node), node.args
+        if name in ("alias", "clone"):
+            continue
+        if name in _RESHAPES:
+            shape: Any = arguments[0]
+            *sizes, _ = shape
+            rows = created.call(torch.ops.aten.reshape.default, rows, [*sizes, columns])
+        else:
+            rows = created.call(node.target, rows, *arguments)
+    return rows  # type: ignore[no-any-return]
+
+
+def _uncast(created: _Created, weight: Any) -> fx.Node:
+    """The parameter that a weight is a cast of, or the weight itself.
+
+    The operator casts it, and computes its gradient in the dtype of the parameter.
+    """
+    parts = parts_of(created.rewrite.graph)
+    source: Any = next(iter(weight.args), weight)
+    is_cast = name_of(weight) == "_to_copy" and is_input(source)
+    if not is_cast or parts[weight] != parts[created.before]:
+        return weight  # type: ignore[no-any-return]
+    value = value_of(source)
+    is_usable = (value.device, value.is_floating_point()) == (value_of(weight).device, True)
+    return source if is_usable else weight  # type: ignore[no-any-return]
