@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import itertools
 import types
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -269,9 +270,10 @@ def _stored_class(cls: Any) -> tuple[type[nn.Module], Any, frozenset[str]]:
 
 
 def _builtin(name: str) -> Rule | Family | None:
-    from .rules import RULES
+    from .rules import OPTIONAL, RULES
 
-    return next((rule for rule in RULES if rule.name == name), None)
+    every = itertools.chain(RULES, *OPTIONAL.values())
+    return next((rule for rule in every if rule.name == name), None)
 
 
 # Pickled models refer to `_rebuild` and `_rebuilt_class` by name: do not rename or move them.

@@ -16,11 +16,13 @@ from .hints import hints
 from .hooks import has_hooks, is_simple, submodule
 from .report import NO_RULE, NOT_FUSED, FusionReport, ModuleReport
 from .rule import At, Family, Rule, Verdict, judge
-from .rules import RULES
+from .rules import OPTIONAL, RULES
+from .rules.loss import is_causal_model
 from .tricks import TRICKS
 
 __all__ = ["fuse_model", "fusion_status", "unfuse_model"]
 
+_NO_LOSS = "loss=True changes nothing: there is no causal language model of Transformers"
 # The models that ``compile_rest`` compiled: `unfuse_model` undoes that, not the user's compilation.
 _compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -33,6 +35,7 @@ def fuse_model(
     dry_run: bool = False,
     check: Any = False,
     compile_rest: bool = False,
+    loss: bool = False,
 ) -> FusionReport:
     """Make the modules of a model call the fused operators, in place; return a report.
 
@@ -58,6 +61,11 @@ def fuse_model(
             than rounding is restored, and reported as left.
         compile_rest: afterwards compile the model with torch.compile, in place; fused operators
             stay whole in the graph.
+        loss: causal language models of Transformers compute their loss by `linear_cross_entropy`
+            in training with labels: their logits, which are then None in the output, are never
+            whole in memory. In evaluation and without labels they are as before. If a model's head
+            is no plain linear layer (one with an adapter of PEFT, say), or its forward does more
+            to the logits than to scale and cap them, the report has the reason.
     Returns:
         A report: which operators each module calls now, or why it was left. ``print`` shows a
         summary; ``table()`` has a line for each module; ``hints`` has the lines that join a list of
@@ -65,21 +73,22 @@ def fuse_model(
     Raises:
         TypeError: the model is not a torch.nn.Module; a class cannot be subclassed; an entry of
             exclude is neither a name nor a class; check is True and the model has no
-            ``dummy_inputs``; rules is not a sequence of `Rule`; dry_run or compile_rest is not a
-            bool.
+            ``dummy_inputs``; rules is not a sequence of `Rule`; dry_run, compile_rest or loss is
+            not a bool.
         ValueError: the model is compiled, scripted, quantised or wrapped in
             `FullyShardedDataParallel`; check is passed for a sharded model; a name in exclude is
             unknown, or the model has no module of a class in it.
     """
     eligibility.check_module(model, "fuse_model")
-    eligibility.check_flags(dry_run=dry_run, compile_rest=compile_rest)
+    eligibility.check_flags(dry_run=dry_run, compile_rest=compile_rest, loss=loss)
     with classes.unsharded(model) as sharded:
         eligibility.check_model(model)
         if check is not False:
             eligibility.check_whole(model, sharded)
-        report = _fused(
-            model, exclude, eligibility.check_rules(rules), dry_run=dry_run, check=check
-        )
+        table = (*eligibility.check_rules(rules), *(OPTIONAL["loss"] if loss else ()), *RULES)
+        report = _fused(model, exclude, table, dry_run=dry_run, check=check)
+        if loss and not any(map(is_causal_model, model.modules())):
+            report = replace(report, hints=(*report.hints, _NO_LOSS))
     # After fusing, since it compiles the forwards that the modules have then.
     if compile_rest and not dry_run:
         model.compile()
@@ -90,12 +99,11 @@ def fuse_model(
 def _fused(
     model: nn.Module,
     exclude: Sequence[str | type[nn.Module]],
-    rules: tuple[Rule, ...],
+    table: tuple[Rule | Family, ...],
     *,
     dry_run: bool,
     check: Any,
 ) -> FusionReport:
-    table = (*rules, *RULES)
     rules_and_tricks = TRICKS.union(*map(_names, table))
     excluded_modules, excluded_names = eligibility.excluded(model, exclude, rules_and_tricks)
     excluded_tricks = excluded_names & TRICKS

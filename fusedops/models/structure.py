@@ -16,7 +16,6 @@ import functools
 import inspect
 import operator
 import re
-import types
 from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
@@ -29,14 +28,16 @@ from .autocast import consumers
 from .fingerprint import definition, unwrapped
 from .hooks import has_hooks, is_linear, is_plain, is_unchanged, submodule
 from .rewriting import (
-    PREFIX,
     WRITES,
     Rewritten,
     Step,
     attributes_tested,
     attributes_written,
     called_paths,
+    compiled,
     conditions,
+    readable,
+    rewrapped,
     rewrite,
     rows_of,
     self_name_of,
@@ -230,68 +231,8 @@ def _global_kind(function: FunctionType, name: str) -> str:
 def _read(function: Any) -> tuple[FunctionType, ast.FunctionDef] | None:
     """Return a method and its tree, or None if it cannot be compiled again from its source."""
     function, _wrappers = unwrapped(function)
-    if not inspect.isfunction(function) or not _is_compilable(function):
-        return None
-    tree = definition(function)
-    if tree is None:
-        return None
-    if any(map(_is_unsupported, ast.walk(tree))):
-        return None
-    return function, tree
-
-
-_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-
-
-def _is_compilable(function: FunctionType) -> bool:
-    """Whether a function can be compiled outside of its class, and runs in one go.
-
-    A rewritten function has the helpers as its closure, and no other. So ``super()``, which reads
-    ``__class__`` from a closure, is not rewritten.
-    """
-    code = function.__code__
-    if code.co_freevars:
-        return False
-    return not code.co_flags & _SUSPENDS
-
-
-def _is_unsupported(node: ast.AST) -> bool:
-    """Whether the node binds names in a way that is not followed, or is like ``self.__x``.
-
-    Python mangles the name ``__x`` inside a class, where the rewritten function is not compiled.
-    """
-    if isinstance(node, (ast.Global, ast.Nonlocal, ast.NamedExpr)):
-        return True
-    name = node.attr if isinstance(node, ast.Attribute) else ""
-    if not name.startswith("__"):
-        return False
-    return not name.endswith("__")
-
-
-def _rewrapped(function: Method, wrappers: list[Any]) -> Method:
-    """Wrap a function in copies of these wrappers, the last innermost.
-
-    Args:
-        function: takes the place of the function in the last wrapper.
-        wrappers: as `unwrapped` returns them.
-    """
-    for wrapper in reversed(wrappers):
-        # A wrapper calls what it wraps through a cell of its closure. The original's is not
-        # changed, since the original class goes on using it.
-        cells = []
-        for cell in wrapper.__closure__:
-            is_wrapped = cell.cell_contents is wrapper.__wrapped__
-            cells.append(types.CellType(function) if is_wrapped else cell)
-        copied = FunctionType(
-            wrapper.__code__,
-            wrapper.__globals__,
-            wrapper.__name__,
-            wrapper.__defaults__,
-            tuple(cells),
-        )
-        copied.__kwdefaults__ = wrapper.__kwdefaults__
-        function = functools.update_wrapper(copied, function)
-    return function
+    tree = readable(function)
+    return None if tree is None else (function, tree)
 
 
 def structural_rule(cls: type[nn.Module], key: Key) -> Rule | None:
@@ -360,7 +301,7 @@ class _Building:
         rewritten = self._rewritten(tree, leaving=False)
         if rewritten is not None and _pays(rewritten, self._kinds):
             _inner, wrappers = unwrapped(method)
-            self.methods[name] = _rewrapped(_compiled(function, rewritten), wrappers)
+            self.methods[name] = rewrapped(compiled(function, rewritten.tree, _HELPERS), wrappers)
             self.steps += rewritten.steps
 
     def add_branch(
@@ -372,7 +313,7 @@ class _Building:
             return
         self.left_paths = rewritten.leaves
         _inner, wrappers = unwrapped(method)
-        unfinished = _rewrapped(_compiled(function, rewritten), wrappers)
+        unfinished = rewrapped(compiled(function, rewritten.tree, _HELPERS), wrappers)
         # An attention leaves its last layer, and maybe a dropout: `leaves` has them in this order.
         unfinished = _with_tricks(unfinished, cls, tree, self.left_paths[0])
         # A module that keeps its own forward has to follow later patches of it.
@@ -396,44 +337,6 @@ def _pays(rewritten: Rewritten, kinds: Mapping[str, str]) -> bool:
         if any(kinds.get(path, "dropout") != "linear" for path in step.sources):
             return True
     return False
-
-
-def _compiled(function: FunctionType, rewritten: Rewritten) -> Method:
-    """Compile the rewritten function with the globals of the original and the helpers as closure.
-
-    The source of what is compiled is
-
-        def make(<helpers>):
-            def forward(self, ...):
-                <calls of helpers>
-            return forward
-    """
-    tree = rewritten.tree
-    _drop_values(tree.args)
-    # The original's file and lines, so that tracebacks and debuggers show its source.
-    names = [ast.arg(PREFIX + name) for name in _HELPERS]
-    body: list[ast.stmt] = [tree, ast.Return(ast.Name(tree.name, ast.Load()))]
-    maker = ast.FunctionDef("make", ast.arguments([], names, None, [], [], None, []), body, [])
-    module = ast.Module([ast.copy_location(maker, tree)], [])
-    code = compile(ast.fix_missing_locations(module), function.__code__.co_filename, "exec")
-    namespace: dict[str, Any] = {}
-    exec(code, function.__globals__, namespace)
-    result: Any = namespace["make"](*_HELPERS.values())
-    result.__defaults__, result.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    result.__doc__, result.__qualname__ = function.__doc__, function.__qualname__
-    result.__annotations__ = dict(function.__annotations__)
-    return result  # type: ignore[no-any-return]
-
-
-def _drop_values(arguments: ast.arguments) -> None:
-    """Drop annotations and defaults: the original's are copied, not evaluated a second time."""
-    positional = (*arguments.posonlyargs, *arguments.args)
-    others = (*arguments.kwonlyargs, arguments.vararg, arguments.kwarg)
-    for argument in filter(None, (*positional, *others)):
-        argument.annotation = None
-    # An optional argument needs some default; `_compiled` sets the original's.
-    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
-    arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
 
 
 def _unless_patched(unfinished: Method) -> Method:

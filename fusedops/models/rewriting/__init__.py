@@ -1,5 +1,6 @@
 """Rewrites forwards: joins steps that one operator computes together. See `statements`."""
 
+from .compiling import compiled, readable, rewrapped
 from .conditions import conditions
 from .expressions import Step
 from .reading import WRITES, Kinds, called_paths, rows_of
@@ -15,7 +16,10 @@ __all__ = [
     "attributes_tested",
     "attributes_written",
     "called_paths",
+    "compiled",
     "conditions",
+    "readable",
+    "rewrapped",
     "rewrite",
     "rows_of",
     "self_name_of",

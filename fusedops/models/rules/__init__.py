@@ -8,9 +8,9 @@ whose steps are spread over several modules.
 from ..rule import Family, Rule
 from ..structure import family
 from ..tricks import padding
-from . import activations, bert, generation, norms, t5, torch_nn
+from . import activations, bert, generation, loss, norms, t5, torch_nn
 
-__all__ = ["RULES"]
+__all__ = ["OPTIONAL", "RULES"]
 
 RULES: tuple[Rule | Family, ...] = (
     *norms.RULES,
@@ -22,3 +22,6 @@ RULES: tuple[Rule | Family, ...] = (
     *generation.RULES,
     family((*norms.RULES, *activations.RULES)),
 )
+
+# The rules that an argument of `fuse_model` adds to the table, by its name.
+OPTIONAL: dict[str, tuple[Rule | Family, ...]] = {"loss": loss.RULES}
