@@ -162,6 +162,18 @@ def test_sizes_of_a_head_that_are_symbols_leave_it() -> None:
     assert not counts[FUSED]
 
 
+def test_slices_of_columns_are_not_slices_of_rows() -> None:
+    """This one has all columns of the logits, and would have half of those of the rows."""
+
+    def function(x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+        logits = F.linear(x, weight[: D // 2]).narrow(-1, 0, D // 2).flatten(0, 1)
+        return F.cross_entropy(logits, labels.flatten() % (D // 2)) + bias.sum() * 0
+
+    tensors = _tensors()
+    compiled, _, _ = _compiled(function, dynamic=False)
+    _assert_close(_results(compiled, tensors), tensors, function, torch.float32)
+
+
 def test_weights_without_gradients_get_none() -> None:
     x, weight, bias, labels = _tensors()
     weight.requires_grad_(False)
