@@ -35,8 +35,9 @@ def _variant(dtype: torch.dtype, device_index: int) -> Variant:
 
 
 def scale(gradient: Tensor, factor: Tensor) -> None:
-    """Multiplies a contiguous tensor by a number, an fp32 tensor of one element, in place."""
-    if not launch.runs_kernels(gradient.device.type) or gradient.dtype == torch.float64:
+    """Multiplies a contiguous tensor by a number, an fp32 or fp64 tensor of one element, in place."""
+    wide = torch.float64 in (gradient.dtype, factor.dtype)
+    if wide or not launch.runs_kernels(gradient.device.type):
         gradient.data.mul_(factor)  # as a kernel's writes, autograd does not see it
         return
     elements = gradient.numel()
