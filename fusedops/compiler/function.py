@@ -251,11 +251,8 @@ class Rowwise(Generic[_P, _R]):
         arguments = self._positional(args, kwargs)
         if not _is_traced():
             return self._all(arguments, sizes)
-        guards = self._guard_attribute()
-        if is_exporting() or not guards or not self._allow_foreach():
+        if is_exporting() or not self.guard() or not self._allow_foreach():
             return self._foreach.plain(arguments, sizes)
-        for compare in getattr(self._guards, guards):
-            compare()
         return self._foreach_in_graph(sizes, *arguments)
 
     def _all(self, arguments: Sequence[Any], sizes: Sequence[int] | None) -> Any:
@@ -475,14 +472,20 @@ class Rowwise(Generic[_P, _R]):
         if is_exporting():
             return self._run(*args)
         # Without guards the variables that the function reads would be constants of the graph.
-        guards = self._guard_attribute()
-        if not guards or not self._allow():
+        if not self.guard() or not self._allow():
             return self._run(*args)
+        return self._in_graph(*args)
+
+    def guard(self) -> bool:
+        """Make torch.compile guard on the variables that the function reads; False if it cannot."""
+        guards = self._guard_attribute()
+        if not guards:
+            return False
         # Dynamo traces these calls. Each branch on a variable in them is a guard; nothing else of
         # them is needed.
         for compare in getattr(self._guards, guards):
             compare()
-        return self._in_graph(*args)
+        return True
 
     def _resolved(self, args: Sequence[Any], autocast: Any, *, warns: bool = True) -> _Call:
         """Return what is to run for a new call: a program, or the function and the reason."""

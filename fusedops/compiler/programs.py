@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..core.compat.dispatch import without_modes, without_transforms
+from ..core.compat.dispatch import above_autograd, without_modes, without_transforms
 from ..core.compat.fake import hints
 from . import storing
 from .axes import Label
@@ -171,7 +171,9 @@ class Programs:
         call = _Call(args, look, state_tensors, self._path(look, key))
         try:
             with without_transforms(), without_modes():
-                match = self._stored(call, tensors) or self._traced(call)
+                match = above_autograd(
+                    lambda: self._stored(call, tensors) or self._traced(call), autocast or ()
+                )
         except NotRowwiseError as error:
             # The text alone: the error would keep the tensors of its frames alive.
             self.refused[refusal_key] = str(error)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compiler.errors import NotRowwiseError
 from ..compiler.function import Rowwise
 from ..core.calls import checks
 from ..core.compat.dispatch import in_forward_mode, transforms
@@ -215,11 +214,7 @@ class LinearRowwise:
                 return reference(self, operands)
         elif transforms() or in_forward_mode():
             return reference(self, operands)
-        try:
-            return registration.call(self, operands)
-        except NotRowwiseError as error:
-            self.rows.refuse(error)
-            return reference(self, operands)
+        return registration.call(self, operands)
 
     def _check(
         self, inputs: _Tensors, weights: _Tensors, biases: tuple[Tensor | None, ...]

@@ -21,9 +21,9 @@ from torch import Tensor
 from .chunks import accumulated_in, chunk_rows
 from .operands import Loss, Operands
 from .products import logits_of, product
-from .rows import Chunk
+from .rows import Chunk, check_program
 
-__all__ = ["backward", "described", "forward", "gradient_dtype", "sample"]
+__all__ = ["backward", "check", "described", "forward", "gradient_dtype"]
 
 
 @dataclass(frozen=True)
@@ -232,25 +232,23 @@ def forward(
 
 
 def _each(loop: _Loop) -> tuple[list[Tensor], list[Tensor]]:
-    results: list[Tensor] = []
-    numbers: list[Tensor] = []
     operands = loop.operands
+    like = operands.inputs[0]
+    dtypes, each, dtype = described(loop.loss, operands)
+    results = [like.new_zeros(operands.rows, dtype=of_result) for of_result in dtypes]
+    # As many as for all rows, so that their number does not depend on which rows count.
+    each = each if loop.any and not loop.loss.combines else 0
+    numbers = like.new_zeros(each * operands.rows, dtype=dtype)
     for rows in loop.slices():
         chunk, _ = loop.chunk(rows)
         of_rows, _ = loop.loss.combined(operands, chunk.results, ())
-        if not results:
-            results = [r.new_zeros(operands.rows) for r in of_rows]
         for result, of_chunk in zip(results, of_rows, strict=True):
             rows.write(result, of_chunk)
-        if chunk.numbers is not None and not loop.loss.combines:
-            numbers.append(chunk.numbers.flatten())
-    if not results:
-        dtypes, _, _ = described(loop.loss, operands)
-        results = [operands.inputs[0].new_zeros(operands.rows, dtype=each) for each in dtypes]
+        if each and chunk.numbers is not None:
+            numbers[each * rows.start : each * rows.stop] = chunk.numbers.flatten()
     if loop.mask is not None:
         results = [torch.where(loop.mask, r, 0) for r in results]
-    saved = torch.cat(numbers) if numbers else operands.inputs[0].new_empty(0, dtype=torch.float32)
-    return results, [saved]
+    return results, [numbers]
 
 
 def _reduced(loop: _Loop) -> tuple[list[Tensor], list[Tensor]]:
@@ -267,13 +265,7 @@ def _reduced(loop: _Loop) -> tuple[list[Tensor], list[Tensor]]:
     totals: list[Tensor] = []
     for rows in loop.slices():
         chunk, inputs = loop.chunk(rows)
-        results, cotangents = loop.loss.combined(operands, chunk.results, [rows.of(each)])
-        if len(results) != 1:
-            raise TypeError(
-                f"{loop.loss.name}: it returns {len(results)} results, and their "
-                f'{loop.loss.reduction} has more than one gradient; use reduction="none"'
-            )
-        (result,) = results
+        (result,), cotangents = loop.loss.combined(operands, chunk.results, [rows.of(each)])
         if loop.mask is not None:  # a row that does not count may have any result
             result = torch.where(rows.of(loop.mask), result, 0)
         totals.append(result.sum(dtype=scale.dtype))
@@ -295,7 +287,7 @@ def backward(
     loop = _Loop(loss, operands, needs)
     if loop.mask is not None:
         cotangents = [torch.where(loop.mask, c, 0) for c in cotangents]
-    each = numbers.numel() // max(loop.count, 1)
+    each = numbers.numel() // max(operands.rows, 1)
     for rows in loop.slices():
         part = numbers[each * rows.start : each * rows.stop] if each else None
         chunk, inputs = loop.chunk(rows, part)
@@ -305,15 +297,30 @@ def backward(
     return loop.gradients()
 
 
-def sample(operands: Operands) -> list[Any]:
+def check(loss: Loss, operands: Operands) -> None:
+    """Raises unless the function of a call is one kernel, and a loss.
+
+    Raises:
+        NotRowwiseError: the function cannot be one kernel.
+        TypeError: it is no loss; see `rows.check`.
+    """
+    arguments = _sample(operands)
+    program, tensors = loss.rows.program_of(arguments)
+    captured = tensors[sum(isinstance(a, Tensor) for a in arguments) :]
+    check_program(program, captured, single=loss.reduction != "none" and not loss.combines)
+
+
+def _sample(operands: Operands) -> list[Any]:
     """Returns arguments of the function, with logits that have no memory."""
     one = operands.inputs[0].new_empty(1, 1, dtype=operands.dtype)
-    logits = [one.expand(operands.rows, weight.shape[0]) for weight in operands.weights]
+    # A symbol of classes becomes a number: kernels are compiled for it.
+    logits = [one.expand(operands.rows, int(weight.shape[0])) for weight in operands.weights]
     return [*logits, *operands.others]
 
 
 def described(loss: Loss, operands: Operands) -> tuple[list[torch.dtype], int, torch.dtype]:
     """Returns the dtypes of results of each row, and the count and dtype of saved numbers."""
-    program, _ = loss.rows.program_of(sample(operands))
+    program, _ = loss.rows.program_of(_sample(operands))
     dtypes = [operand.dtype for operand in program.structure.outputs]
+    dtypes = dtypes[:1] if loss.combines else dtypes
     return dtypes, len(program.plan.stats), program.acc

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compiler.errors import NotRowwiseError
 from ..core.calls.function import vjp
 from ..core.calls.registration import implement
 from ..core.calls.words import DTYPES_BY_NAME
-from ..core.compat.dispatch import is_intercepted
+from ..core.compat.autograd import is_batched
+from ..core.compat.dispatch import in_forward_mode, is_intercepted, transforms
+from ..core.compat.dynamo import constant_when_traced
 from . import head, scaling
 from .operands import Loss, Operands
 from .reference import reference
@@ -173,56 +175,54 @@ def _operands(
 
 # --- the forward ----------------------------------------------------------------------------------
 
-# The functions that were traced, by `call` and the shapes of the weights.
-_TRACED: set[Any] = set()
-
-
-def _trace(text: str, operands: Operands, *, inside: bool) -> None:
-    """Traces the function, unless it was traced for such a call.
-
-    Args:
-        text: the call.
-        operands: its operands.
-        inside: whether this runs within an operator. There PyTorch dispatches below autograd, so
-            that a trace would see other operators. A new thread dispatches as usual.
-    Raises:
-        NotRowwiseError: it cannot be one kernel.
-    """
-    key = (text, *[weight.shape for weight in operands.weights])
-    if key in _TRACED:
-        return
-    arguments = head.sample(operands)
-
-    def trace() -> None:
-        called = _read(text)
-        with _context(operands, called.autocast):
-            called.loss.rows.program_of(arguments)
-
-    if inside:
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(trace).result()
-    else:
-        trace()
-    _TRACED.add(key)
-
-
 def call(loss: Loss, operands: Operands) -> list[Tensor]:
-    """Returns the results of the registered operator."""
+    """Returns the results of the registered operator; of `reference` if there can be no kernel."""
     tensors = [*operands.inputs, *operands.weights, *operands.biases, *operands.others]
     records = torch.is_grad_enabled()
     needs = [records and isinstance(t, Tensor) and t.requires_grad for t in tensors]
-    text = written(loss, operands, needs)
-    if not torch.compiler.is_compiling():
-        _trace(text, operands, inside=False)
-    outs = torch.ops.fusedops.linear_rowwise(
+    lists = (
         list(operands.inputs),
         list(operands.weights),
         [bias for bias in operands.biases if bias is not None],
         [other for other in operands.others if isinstance(other, Tensor)],
-        text,
     )
+    text = _written(loss, operands, needs)
+    if torch.compiler.is_dynamo_compiling() and _allow():
+        loss.rows.guard()
+        return _in_graph(*lists, text)  # type: ignore[no-any-return]
+    return _called(*lists, text)
+
+
+def _called(
+    inputs: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    others: list[Tensor],
+    call: str,
+) -> list[Tensor]:
+    """Returns the results of a call. torch.compile calls it as one node of its first graph."""
+    called = _read(call)
+    loss, operands = called.loss, _operands(called, inputs, weights, biases, others)
+    try:
+        head.check(loss, operands)
+    except NotRowwiseError as error:
+        loss.rows.refuse(error)
+        return list(reference(loss, operands))
+    outs = torch.ops.fusedops.linear_rowwise(inputs, weights, biases, others, call)
     count = 1 if loss.reduction != "none" else len(outs) - 1
     return list(outs[:count])
+
+
+# Dynamo registers functions by their identity. The import of Dynamo takes a second, so that
+# `_allow` comes with the first trace.
+_in_graph: Any = lambda *args: _called(*args)  # noqa: E731
+
+
+@constant_when_traced
+def _allow() -> bool:
+    """Makes torch.compile call `_in_graph` as one node of its graph."""
+    torch.compiler.allow_in_graph(_in_graph)
+    return True
 
 
 def _context(operands: Operands, autocast: torch.dtype | None) -> Any:
@@ -245,7 +245,6 @@ def _forward(
 ) -> list[Tensor]:
     called = _read(call)
     operands = _operands(called, inputs, weights, biases, others)
-    _trace(call, operands, inside=True)
     with _device(operands), _context(operands, called.autocast), torch.no_grad():
         results, saved = head.forward(called.loss, operands, called.needs)
     return [*results, *saved]
@@ -261,7 +260,6 @@ def _fake_forward(
     called = _read(call)
     loss, operands = called.loss, _operands(called, inputs, weights, biases, others)
     like = operands.inputs[0]
-    _trace(call, operands, inside=True)
     if loss.reduction != "none":
         number = like.new_empty((), dtype=operands.acc)
         return [number, torch.empty_like(number), *_fake_gradients(operands, called.needs)]
@@ -297,7 +295,6 @@ def _backward(
 ) -> list[Tensor]:
     called = _read(call)
     operands = _operands(called, inputs, weights, biases, others)
-    _trace(call, operands, inside=True)
     with _device(operands), _context(operands, called.autocast), torch.no_grad():
         gradients = head.backward(called.loss, operands, called.needs, cotangents, numbers)
         return _in_own_dtypes(operands, called.needs, gradients)
@@ -337,6 +334,8 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.count = count
     ctx.used = False
     ctx.set_materialize_grads(False)
+    # The rest is for the backward alone. Gradients among it would else have a history themselves.
+    ctx.mark_non_differentiable(*output[count:])
     ctx.save_for_backward(*[t for tensors in lists for t in tensors], *output[count:])
 
 
@@ -352,7 +351,7 @@ def _derivative(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
     cotangents = list(grads[: ctx.count])
     if all(g is None for g in cotangents):
         return *[[None] * length for length in ctx.lengths], None
-    if torch.is_grad_enabled():  # the gradient itself is differentiated
+    if torch.is_grad_enabled() or in_forward_mode() or _are_batched(cotangents):
         gradients = _differentiable(called, operands, cotangents)
     elif called.loss.reduction == "none":
         rows = operands.rows
@@ -364,6 +363,11 @@ def _derivative(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
     else:
         gradients = _scaled(ctx, called, operands, lists, saved, cotangents[0])
     return *_listed(ctx, called, operands, gradients), None
+
+
+def _are_batched(cotangents: Sequence[Tensor | None]) -> bool:
+    """Whether several gradients are computed at once, by a transform or by autograd."""
+    return transforms() or any(c is not None and is_batched(c) for c in cotangents)
 
 
 def _scaled(

@@ -14,7 +14,7 @@ from ..compiler.operator import Program
 from ..compiler.structure import nodes_of
 from ..core.random.rng import NO_DROPOUT
 
-__all__ = ["Chunk"]
+__all__ = ["Chunk", "check_program"]
 
 
 class Chunk:
@@ -27,8 +27,6 @@ class Chunk:
         numbers: the `numbers` of an earlier call on these logits. Then there are no results.
     Raises:
         NotRowwiseError: the function cannot be one kernel.
-        TypeError: it drops elements, uses a tensor that needs a gradient, or returns anything but
-            numbers of rows.
 
     Attributes:
         results: what it returns, (R,) each.
@@ -44,7 +42,6 @@ class Chunk:
     ) -> None:
         self._program, tensors = function.program_of(args)
         program = self._program
-        _check(program, tensors, args)
         self._positions = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
         needs = [wanted[i] for i in self._positions]
         self._needs = (*needs, *[False] * (len(tensors) - len(needs)))
@@ -106,12 +103,21 @@ def _reads_elements(program: Program) -> bool:
     return any(node.op == "pick" for node in computed)
 
 
-def _check(program: Program, tensors: Sequence[Tensor], args: Sequence[Any]) -> None:
+def check_program(program: Program, captured: Sequence[Tensor], *, single: bool) -> None:
+    """Raises unless a program is that of a loss of each row.
+
+    Args:
+        program: the program.
+        captured: the tensors that the function uses beside its arguments.
+        single: whether it must have one result.
+    Raises:
+        TypeError: it drops elements, uses a tensor that needs a gradient, or returns anything but
+            numbers of rows, or more than one where one is expected.
+    """
     structure = program.structure
     if structure.drops:
         raise TypeError(f"{program.op}: a loss of logits in chunks has no dropout")
-    count = sum(isinstance(a, Tensor) for a in args)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors[count:]):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in captured):
         raise TypeError(
             f"{program.op}: it uses a tensor that needs a gradient; pass it as an argument"
         )
@@ -121,3 +127,8 @@ def _check(program: Program, tensors: Sequence[Tensor], args: Sequence[Any]) -> 
                 f"{program.op}: it returns a tensor of {len(operand.labels)} dimensions, expected "
                 "one number for each row of logits"
             )
+    if single and program.count != 1:
+        raise TypeError(
+            f"{program.op}: it returns {program.count} results, and their sum has more than one "
+            'gradient; use reduction="none"'
+        )

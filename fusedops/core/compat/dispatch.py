@@ -7,9 +7,10 @@ this is queried, the call counts as observed, and is slower.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -18,6 +19,7 @@ from .lookup import find, imported
 
 __all__ = [
     "DispatchMode",
+    "above_autograd",
     "any_autocast_enabled",
     "cast_by_autocast",
     "decompositions",
@@ -34,6 +36,8 @@ __all__ = [
     "without_modes",
     "without_transforms",
 ]
+
+_T = TypeVar("_T")
 
 # --- what observes a call -------------------------------------------------------------------------
 
@@ -104,6 +108,37 @@ def without_modes() -> Iterator[None]:
     disable = imported("torch.utils._python_dispatch", "_disable_current_modes")
     with disable() if disable is not None else nullcontext():
         yield
+
+
+# Returns whether this thread leaves out a dispatch key. Without the private name the result is True,
+# and `above_autograd` always starts a thread, which is slower.
+_excludes: Callable[[Any], bool] = find("_C._dispatch_tls_is_dispatch_key_excluded", lambda key: True)
+_AUTOGRAD: Any = find("_C.DispatchKey.AutogradCPU", None)
+
+
+def above_autograd(
+    function: Callable[[], _T], autocast: Sequence[tuple[str, torch.dtype]] = ()
+) -> _T:
+    """Returns ``function()``, with calls of PyTorch's operators that autograd sees.
+
+    Within a registered operator PyTorch dispatches below autograd, where a trace would see other
+    operators. There the function runs in a new thread, which dispatches as usual.
+
+    Args:
+        function: the function.
+        autocast: the kinds of devices for which autocast is enabled, each with its dtype.
+    """
+    if not _excludes(_AUTOGRAD):
+        return function()
+
+    def call() -> _T:
+        with ExitStack() as stack:
+            for kind, dtype in autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            return function()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
 
 
 # The base class of dispatch modes, which has no public name. Without it functions cannot be traced.
