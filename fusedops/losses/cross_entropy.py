@@ -99,7 +99,9 @@ class CrossEntropy(LinearRowwise):
 
 
 CROSS_ENTROPY = {
-    reduction: CrossEntropy(_cross_entropy, reduction=reduction, name="linear_cross_entropy")
+    reduction: CrossEntropy(
+        _cross_entropy, reduction=reduction, shared=("weight",), name="linear_cross_entropy"
+    )
     for reduction in ("none", "mean", "sum")
 }
 

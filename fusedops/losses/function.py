@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
-from inspect import Parameter, signature
 from types import FunctionType
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..core.compat.dispatch import in_forward_mode, transforms
 from ..core.compat.dynamo import is_exporting
 from ..core.launches import launch
 from . import registration
-from .operands import Choice, Operands
+from .operands import Choice, Operands, has_autocast
 from .reference import reference
 
 __all__ = ["LinearRowwise", "linear_rowwise"]
@@ -31,6 +31,7 @@ def linear_rowwise(
     *,
     reduction: str = "sum",
     valid: Callable[..., Tensor] | None = None,
+    shared: Sequence[str] = (),
     chunk_mib: float | None = None,
     strict: bool = False,
 ) -> Any:
@@ -52,6 +53,8 @@ def linear_rowwise(
             of host and device, except under a CUDA graph's capture, which computes all rows.
         chunk_mib: the most memory of a chunk's logits, in MiB; by default 512, or 1/32 of the
             device's memory if that is less.
+        shared: names of arguments that are the same for all rows, for example class weights (V,).
+            Without its name here, such a tensor counts as one of rows in a call of V rows.
         strict: whether a function that cannot be fused is an error. By default it runs on whole
             logits, with a warning.
     Returns:
@@ -75,10 +78,20 @@ def linear_rowwise(
     """
     if function is None:
         return functools.partial(
-            linear_rowwise, reduction=reduction, valid=valid, chunk_mib=chunk_mib, strict=strict
+            linear_rowwise,
+            reduction=reduction,
+            valid=valid,
+            shared=shared,
+            chunk_mib=chunk_mib,
+            strict=strict,
         )
     return LinearRowwise(
-        function, reduction=reduction, valid=valid, chunk_mib=chunk_mib, strict=strict
+        function,
+        reduction=reduction,
+        valid=valid,
+        shared=shared,
+        chunk_mib=chunk_mib,
+        strict=strict,
     )
 
 
@@ -88,6 +101,8 @@ class LinearRowwise:
     Attributes:
         function: the original function.
         reduction: "sum", "mean" or "none".
+        valid: returns which rows count; None if all do.
+        shared: names of arguments that are the same for all rows.
         chunk_mib: the budget of a chunk's logits in MiB; None for the default.
         strict: whether a function that cannot be fused is an error.
         rows: the function of logits as a `fusedops.rowwise` function.
@@ -104,6 +119,7 @@ class LinearRowwise:
         *,
         reduction: str = "sum",
         valid: Callable[..., Tensor] | None = None,
+        shared: Sequence[str] = (),
         chunk_mib: float | None = None,
         strict: bool = False,
         name: str = "",
@@ -124,8 +140,11 @@ class LinearRowwise:
         self.name = name or function.__name__
         self.rows = Rowwise(function, strict=strict)
         self.valid = valid
-        parameters = signature(function).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
         self._parameters = [(p.name, p.default) for p in parameters]
+        self.shared = frozenset(shared)
+        for missing in sorted(self.shared - inspect.signature(function).parameters.keys()):
+            raise ValueError(f"{self.name}: shared names {missing!r}, which is no argument")
         self.key = registration.register(self)
 
     def __call__(
@@ -142,7 +161,8 @@ class LinearRowwise:
                 logits first. Heads may have different D and V, and the same rows.
             linear_weight: (V, D); or one for each head.
             others: the function's other arguments. A tensor whose first dimensions are those of
-                the rows, ``*``, is taken apart with them; any other is the same for all rows.
+                the rows, ``*``, is taken apart with them, unless it is ``shared``; any other is the
+                same for all rows.
             linear_bias: (V,); or one for each head.
         Returns:
             A scalar; with ``reduction="none"`` a tensor ``(*)`` for each result.
@@ -168,8 +188,8 @@ class LinearRowwise:
         others = self._completed(len(inputs), others)
         by_row = tuple(
             [
-                isinstance(t, Tensor) and t.dim() > 0 and t.shape[: len(batch)] == batch
-                for t in others
+                isinstance(t, Tensor) and t.shape[: len(batch)] == batch and name not in self.shared
+                for t, (name, _) in zip(others, self._parameters[len(inputs) :], strict=True)
             ]
         )
         rows = batch.numel()
@@ -193,6 +213,28 @@ class LinearRowwise:
         shaped = tuple([result.reshape(batch) for result in results])
         return shaped[0] if len(shaped) == 1 else shaped
 
+    def __reduce__(self) -> Any:
+        """Pickles a decorated function by its name, as functions are; another by its function."""
+        owner: Any = inspect.getmodule(self.function)
+        qualified_name = self.function.__qualname__
+        for name in qualified_name.split("."):
+            owner = getattr(owner, name, None)
+        if owner is self:
+            return qualified_name
+        options = {
+            "reduction": self.reduction,
+            "valid": self.valid,
+            "shared": tuple(self.shared),
+            "chunk_mib": self.chunk_mib,
+            "strict": self.strict,
+            "name": self.name,
+        }
+        return functools.partial(type(self), **options), (self.function,)
+
+    def __deepcopy__(self, memo: Any) -> LinearRowwise:
+        """Returns the function itself, as of functions; a module may have it as an attribute."""
+        return self
+
     def _completed(self, heads: int, others: Sequence[Any]) -> tuple[Any, ...]:
         """Returns the other arguments with their defaults."""
         remaining = self._parameters[heads + len(others) :]
@@ -202,7 +244,7 @@ class LinearRowwise:
                 f"{', '.join([name for name, _ in self._parameters])}"
             )
         for name, default in remaining:
-            if default is Parameter.empty:
+            if default is inspect.Parameter.empty:
                 raise TypeError(f"{self.name}: the argument {name!r} is missing")
         return (*others, *[default for _, default in remaining])
 
@@ -243,8 +285,7 @@ class LinearRowwise:
             if bias is not None:
                 checks.check_tensor(name, "linear_bias", bias, first)
                 checks.check_shape(name, "linear_bias", bias, (weight.shape[0],))
-            casts = torch.is_autocast_enabled(t.device.type)
-            if not casts and not t.dtype == weight.dtype == first.dtype:
+            if not has_autocast(t.device.type) and not t.dtype == weight.dtype == first.dtype:
                 raise TypeError(
                     f"{name}: input has dtype {t.dtype} and linear_weight {weight.dtype}, expected "
                     "one dtype, or autocast"
@@ -307,7 +348,7 @@ def _sequence(value: Any) -> tuple[Any, ...]:
 def _dtype(t: Tensor) -> torch.dtype:
     """Returns the dtype of the products: autocast's, where it is enabled."""
     kind = t.device.type
-    if torch.is_autocast_enabled(kind) and t.dtype != torch.float64:
+    if has_autocast(kind) and t.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
     return t.dtype
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compiler.operator import Program
 from .chunks import accumulated_in, chunk_rows
 from .operands import Loss, Operands
 from .products import logits_of, product
@@ -52,13 +53,19 @@ class _Slice:
             t.index_copy_(0, self.index, rows)
 
 
-def gradient_dtype(dtype: torch.dtype, position: int, heads: int) -> torch.dtype:
+def gradient_dtype(operands: Operands, position: int, dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of a gradient before the gradient of the loss is known.
 
-    A weight's in fp16 is the sum over rows, before a mean's division: in fp32 it cannot overflow.
+    A sum over rows comes before a mean's division. In fp16 it could overflow: it is in fp32.
+
+    Args:
+        operands: the arguments of the call.
+        position: the argument's, among all inputs, weights, biases and other arguments.
+        dtype: the argument's dtype.
     """
-    is_weight = heads <= position < 2 * heads
-    return torch.float32 if is_weight and dtype == torch.float16 else dtype
+    heads = len(operands.inputs)
+    by_row = position < heads or (position >= 3 * heads and operands.by_row[position - 3 * heads])
+    return torch.float32 if dtype == torch.float16 and not by_row else dtype
 
 
 class _Loop:
@@ -200,9 +207,8 @@ class _Loop:
         operands = self.operands
         tensors = [*operands.inputs, *operands.weights, *operands.biases, *operands.others]
         found = [*self.d_inputs, *self.d_weights, *self.d_biases, *self.d_others]
-        heads = len(operands.inputs)
         return [
-            gradient.to(gradient_dtype(t.dtype, position, heads))
+            gradient.to(gradient_dtype(operands, position, t.dtype))
             for position, (t, gradient) in enumerate(zip(tensors, found, strict=True))
             if gradient is not None
         ]
@@ -297,8 +303,8 @@ def backward(
     return loop.gradients()
 
 
-def check(loss: Loss, operands: Operands) -> None:
-    """Raises unless the function of a call is one kernel, and a loss.
+def check(loss: Loss, operands: Operands) -> Program:
+    """Returns the program of a call's function.
 
     Raises:
         NotRowwiseError: the function cannot be one kernel.
@@ -308,6 +314,7 @@ def check(loss: Loss, operands: Operands) -> None:
     program, tensors = loss.rows.program_of(arguments)
     captured = tensors[sum(isinstance(a, Tensor) for a in arguments) :]
     check_program(program, captured, single=loss.reduction != "none" and not loss.combines)
+    return program
 
 
 def _sample(operands: Operands) -> list[Any]:

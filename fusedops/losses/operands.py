@@ -11,7 +11,12 @@ from torch import Tensor
 
 from ..compiler.function import Rowwise
 
-__all__ = ["Choice", "Loss", "Operands"]
+__all__ = ["Choice", "Loss", "Operands", "has_autocast"]
+
+
+def has_autocast(kind: str) -> bool:
+    """Returns whether autocast is enabled for a kind of device; the meta device has none."""
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 @dataclass(frozen=True)

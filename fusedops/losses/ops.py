@@ -55,7 +55,7 @@ def linear_cross_entropy(
         The loss: a scalar, or ``(*)`` with ``reduction="none"``; in fp32, or fp64 for fp64 inputs.
     Raises:
         IndexError: a target is not a class. Under a CUDA graph's capture its loss is NaN.
-        TypeError: a tensor is not floating point, ``target`` has no integers, or dtypes differ.
+        TypeError: a tensor is not floating point, ``target`` is not int64, or dtypes differ.
         ValueError: shapes do not go together, or a number is out of its range.
     Numerics: logits in the products' dtype, the rest in fp32; see `linear_rowwise` for the weight's
         gradient. The host waits once for the number of targets that count.
@@ -64,6 +64,8 @@ def linear_cross_entropy(
     checks.check_choice(op, "reduction", reduction, tuple(CROSS_ENTROPY))
     checks.check_number(op, "scale", scale)
     checks.check_number(op, "z_loss", z_loss)
+    if not isinstance(ignore_index, int):
+        raise TypeError(f"{op}: ignore_index has type {type(ignore_index).__name__}, expected int")
     check_budget(op, chunk_mib)
     _check_share(op, label_smoothing)
     _check_cap(op, softcap)
@@ -127,7 +129,7 @@ def linear_log_probs(
         entropies, ``(*)``; in fp32, or fp64 for fp64 inputs. All have gradients.
     Raises:
         IndexError: a token is out of bounds. In a compiled graph its log-probability is NaN.
-        TypeError: a tensor is not floating point, ``tokens`` has no integers, or dtypes differ.
+        TypeError: a tensor is not floating point, ``tokens`` is not int64, or dtypes differ.
         ValueError: shapes do not go together, or ``temperature`` or ``softcap`` is not positive.
     """
     op = "linear_log_probs"
@@ -147,6 +149,10 @@ def _check_tokens(op: str, name: str, value: Any, input: Any) -> None:
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
     if value.dtype != torch.int64:
         raise TypeError(f"{op}: {name} has dtype {value.dtype}, expected torch.int64")
+    if value.device != input.device:
+        raise RuntimeError(
+            f"{op}: {name} is on {value.device}, expected {input.device} as the first argument"
+        )
     checks.check_shape(op, name, value, tuple(input.shape[:-1]))
 
 

@@ -29,6 +29,11 @@ def reference(loss: Loss, operands: Operands) -> tuple[Tensor, ...]:
     ]
     returned = loss.function(*logits, *operands.others)
     results = (returned,) if isinstance(returned, Tensor) else tuple(returned)
+    if loss.reduction != "none" and len(results) != 1:
+        raise TypeError(
+            f"{loss.name}: it returns {len(results)} results, and their sum has more than one "
+            'gradient; use reduction="none"'
+        )
     mask = loss.mask(operands)
     if mask is not None:
         results = tuple([torch.where(mask, result, 0) for result in results])

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote, unquote
 
 import torch
 from torch import Tensor
@@ -24,8 +25,9 @@ from ..core.calls.words import DTYPES_BY_NAME
 from ..core.compat.autograd import is_batched
 from ..core.compat.dispatch import in_forward_mode, is_intercepted, transforms
 from ..core.compat.dynamo import constant_when_traced
+from ..core.version import __version__
 from . import head, scaling
-from .operands import Loss, Operands
+from .operands import Loss, Operands, has_autocast
 from .reference import reference
 
 __all__ = ["OPERATOR", "call", "name_in", "register", "written"]
@@ -55,7 +57,7 @@ _READERS: dict[str, Any] = {
     "i": int,
     "f": float,
     "b": "True".__eq__,
-    "s": str,
+    "s": unquote,
     "n": lambda text: None,
 }
 
@@ -90,12 +92,11 @@ def _digits(flags: Iterable[bool]) -> str:
 
 
 def written(loss: Loss, operands: Operands, needs: Sequence[bool]) -> str:
-    """Returns the string of a call."""
+    """Returns the string of a call; `_called` completes its first word."""
     kind = operands.inputs[0].device.type
-    autocast = (
-        str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "torch.none"
-    )
+    autocast = str(torch.get_autocast_dtype(kind)) if has_autocast(kind) else "torch.none"
     words = [
+        "",
         loss.key,
         _digits(needs),
         _digits([bias is not None for bias in operands.biases]),
@@ -106,7 +107,8 @@ def written(loss: Loss, operands: Operands, needs: Sequence[bool]) -> str:
     ]
     for position, other in enumerate(operands.others):
         if not isinstance(other, Tensor):
-            words.append(f"{position}{_letter(loss, other)}{other}")
+            value = quote(other, safe="") if isinstance(other, str) else other
+            words.append(f"{position}{_letter(loss, other)}{value}")
     return "|".join(words)
 
 
@@ -125,7 +127,7 @@ def _letter(loss: Loss, other: Any) -> str:
 @functools.lru_cache(maxsize=4096)
 def _read(text: str) -> _Call:
     """Returns the call of a string."""
-    key, needs, biased, by_row, autocast, dtype, budget, *words = text.split("|")
+    _, key, needs, biased, by_row, autocast, dtype, budget, *words = text.split("|")
     numbers: dict[int, Any] = {}
     for word in words:
         position = word[: len(word) - len(word.lstrip("0123456789"))]
@@ -175,6 +177,7 @@ def _operands(
 
 # --- the forward ----------------------------------------------------------------------------------
 
+
 def call(loss: Loss, operands: Operands) -> list[Tensor]:
     """Returns the results of the registered operator; of `reference` if there can be no kernel."""
     tensors = [*operands.inputs, *operands.weights, *operands.biases, *operands.others]
@@ -186,7 +189,7 @@ def call(loss: Loss, operands: Operands) -> list[Tensor]:
         [bias for bias in operands.biases if bias is not None],
         [other for other in operands.others if isinstance(other, Tensor)],
     )
-    text = _written(loss, operands, needs)
+    text = written(loss, operands, needs)
     if torch.compiler.is_dynamo_compiling() and _allow():
         loss.rows.guard()
         return _in_graph(*lists, text)  # type: ignore[no-any-return]
@@ -204,10 +207,13 @@ def _called(
     called = _read(call)
     loss, operands = called.loss, _operands(called, inputs, weights, biases, others)
     try:
-        head.check(loss, operands)
+        program = head.check(loss, operands)
     except NotRowwiseError as error:
         loss.rows.refuse(error)
         return list(reference(loss, operands))
+    # PyTorch caches compiled functions on disk by their constants. The graph of another version or
+    # of another function with this name has other sizes.
+    call = f"{__version__} {program.digest}{call}"
     outs = torch.ops.fusedops.linear_rowwise(inputs, weights, biases, others, call)
     count = 1 if loss.reduction != "none" else len(outs) - 1
     return list(outs[:count])
@@ -273,9 +279,8 @@ def _fake_forward(
 
 def _fake_gradients(operands: Operands, needs: Sequence[bool]) -> list[Tensor]:
     tensors = [*operands.inputs, *operands.weights, *operands.biases, *operands.others]
-    heads = len(operands.inputs)
     return [
-        t.new_empty(t.shape, dtype=head.gradient_dtype(t.dtype, position, heads))
+        t.new_empty(t.shape, dtype=head.gradient_dtype(operands, position, t.dtype))
         for position, (t, need) in enumerate(zip(tensors, needs, strict=True))
         if need
     ]
