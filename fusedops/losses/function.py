@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
@@ -181,6 +182,7 @@ class LinearRowwise:
         chunk_mib: float | None,
     ) -> Any:
         """Returns what a call returns, with another budget."""
+        checks.check_jit(self.name)
         inputs, weights = _sequence(input), _sequence(linear_weight)
         biases = (None,) * len(weights) if linear_bias is None else _sequence(linear_bias)
         self._check(inputs, weights, biases)
@@ -192,7 +194,7 @@ class LinearRowwise:
                 for t, (name, _) in zip(others, self._parameters[len(inputs) :], strict=True)
             ]
         )
-        rows = batch.numel()
+        rows = math.prod(batch)  # `batch.numel()` would make symbolic sizes constant
         operands = Operands(
             tuple([t.reshape(rows, t.shape[-1]) for t in inputs]),
             weights,

@@ -169,7 +169,7 @@ class _Loop:
             for needs in zip(self.of_inputs, self.of_weights, self.of_biases, strict=True)
         ]
         wanted = [*of_logits, *self.of_others]
-        return Chunk(self.loss.rows, [*logits, *others], wanted, numbers), inputs
+        return Chunk(self.loss.rows, logits, others, wanted, numbers), inputs
 
     def add(self, rows: _Slice, inputs: Sequence[Tensor], gradients: dict[int, Tensor]) -> None:
         """Adds the gradients of a chunk."""

@@ -386,7 +386,8 @@ def _scaled(
     """Returns the gradients that the forward formed, times the gradient of the loss."""
     late, *gradients = saved
     factor = cotangent.to(late.dtype) * late
-    if is_intercepted() or torch.compiler.is_compiling():
+    is_plain = all(type(t) is Tensor for t in (factor, *gradients))
+    if not is_plain or is_intercepted() or torch.compiler.is_compiling():
         scaled = [(gradient * factor).to(gradient.dtype) for gradient in gradients]
         return _in_own_dtypes(operands, called.needs, scaled)
     if ctx.used:

@@ -22,7 +22,8 @@ class Chunk:
 
     Args:
         function: the function.
-        args: all its arguments; the logits, each (R, V), are the first.
+        logits: its first arguments, (R, V) each. They are written over.
+        others: its other arguments.
         wanted: for each argument, whether its gradient will be asked for.
         numbers: the `numbers` of an earlier call on these logits. Then there are no results.
     Raises:
@@ -36,10 +37,13 @@ class Chunk:
     def __init__(
         self,
         function: Rowwise[..., Any],
-        args: Sequence[Any],
+        logits: Sequence[Tensor],
+        others: Sequence[Any],
         wanted: Sequence[bool],
         numbers: Tensor | None = None,
     ) -> None:
+        args = [*logits, *others]
+        self._heads = len(logits)
         self._program, tensors = function.program_of(args)
         program = self._program
         self._positions = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
@@ -89,6 +93,8 @@ class Chunk:
         part in one another's gradients, and single elements that the backward reads again.
         """
         operand = self._program.structure.inputs[index]
+        if index >= self._heads:  # the caller's
+            return False
         if not self._program.structure.is_whole(operand) or self._program.structure.unrolled:
             return False
         return not _reads_elements(self._program)
