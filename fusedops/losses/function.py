@@ -223,7 +223,7 @@ class LinearRowwise:
             owner = getattr(owner, name, None)
         if owner is self:
             return qualified_name
-        options = {
+        options: dict[str, Any] = {
             "reduction": self.reduction,
             "valid": self.valid,
             "shared": tuple(self.shared),

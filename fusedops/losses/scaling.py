@@ -35,7 +35,7 @@ def _variant(dtype: torch.dtype, device_index: int) -> Variant:
 
 
 def scale(gradient: Tensor, factor: Tensor) -> None:
-    """Multiplies a contiguous tensor by a number, an fp32 or fp64 tensor of one element, in place."""
+    """Multiplies a contiguous tensor in place by a number, an fp32 or fp64 tensor."""
     wide = torch.float64 in (gradient.dtype, factor.dtype)
     if wide or not launch.runs_kernels(gradient.device.type):
         gradient.data.mul_(factor)  # as a kernel's writes, autograd does not see it

@@ -110,8 +110,8 @@ def without_modes() -> Iterator[None]:
         yield
 
 
-# Returns whether this thread leaves out a dispatch key. Without the private name the result is True,
-# and `above_autograd` always starts a thread, which is slower.
+# Returns whether this thread leaves out a dispatch key. Without the private name the result is
+# True, and `above_autograd` always starts a thread, which is slower.
 _excludes: Callable[[Any], bool] = find(
     "_C._dispatch_tls_is_dispatch_key_excluded", lambda key: True
 )
