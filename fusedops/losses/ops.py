@@ -144,6 +144,7 @@ def linear_log_probs(
 
 
 def _check_tokens(op: str, name: str, value: Any, input: Any) -> None:
+    checks.check_jit(op)
     checks.check_tensor(op, "input", input)
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}")
