@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.compat.dispatch import is_intercepted
 from .cross_entropy import scores
 from .function import LinearRowwise
-from .operands import Operands
+from .operands import Operands, has_values
 
 __all__ = ["LOG_PROBS"]
 
@@ -37,20 +36,13 @@ def _log_probs_and_entropy(
     return log_p, log_total - mean
 
 
-def _has_values(t: Tensor) -> bool:
-    """Returns whether the host can read values: there are some, and nothing traces or maps."""
-    if torch.compiler.is_compiling() or t.is_meta or is_intercepted() or not t.numel():
-        return False
-    return not (t.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
 class _OfTokens(LinearRowwise):
     """A function of logits and a token of each row: wrong tokens raise."""
 
     def _results(self, operands: Operands) -> Any:
         tokens = operands.others[0]
         classes = operands.weights[0].shape[0]
-        if _has_values(tokens):
+        if has_values(tokens):
             low, high = torch.stack(torch.aminmax(tokens)).tolist()
             if low < 0 or high >= classes:
                 raise IndexError(

@@ -10,13 +10,21 @@ import torch
 from torch import Tensor
 
 from ..compiler.function import Rowwise
+from ..core.compat.dispatch import is_intercepted
 
-__all__ = ["Choice", "Loss", "Operands", "has_autocast"]
+__all__ = ["Choice", "Loss", "Operands", "has_autocast", "has_values"]
 
 
 def has_autocast(kind: str) -> bool:
     """Returns whether autocast is enabled for a kind of device; the meta device has none."""
     return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def has_values(t: Tensor) -> bool:
+    """Returns whether the host can read values: there are some, and nothing traces or maps."""
+    if torch.compiler.is_compiling() or t.is_meta or is_intercepted() or not t.numel():
+        return False
+    return not (t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,7 @@ def budget(rows: int, classes: int = CLASSES, dtype: torch.dtype = torch.float32
     return (rows + 0.5) * classes * dtype.itemsize / 2**20
 
 
-def cross_entropy(
-    x: Tensor, w: Tensor, b: Tensor | None, target: Tensor, **options: Any
-) -> Tensor:
+def cross_entropy(x: Tensor, w: Tensor, b: Tensor | None, target: Tensor, **options: Any) -> Tensor:
     """Returns PyTorch's cross-entropy of whole logits, in fp32 or fp64."""
     logits = F.linear(x, w, b)
     wide = logits if logits.dtype == torch.float64 else logits.float()
@@ -97,7 +95,9 @@ def check(
             continue
         largest = float(exact.abs().max())
         accumulator = torch.float64 if got.dtype == torch.float64 else torch.float32
-        slack = (32 * cancelled * unit_roundoff(accumulator) + 2 * unit_roundoff(got.dtype)) * largest
+        slack = (
+            32 * cancelled * unit_roundoff(accumulator) + 2 * unit_roundoff(got.dtype)
+        ) * largest
         allowed = 2 * float((eager.double() - exact).abs().max()) + slack
         error = float((got.double() - exact).abs().max())
         assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"

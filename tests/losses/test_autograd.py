@@ -81,9 +81,7 @@ def test_second_backward(reduction: str) -> None:
     loss, eager = (f(head, reduction=reduction) for f in (_loss, _eager))
     held = []
     for factor in (3.0, 1.0, 5.0):
-        grads = [
-            torch.autograd.grad(t * factor, leaves, retain_graph=True) for t in (loss, eager)
-        ]
+        grads = [torch.autograd.grad(t * factor, leaves, retain_graph=True) for t in (loss, eager)]
         torch.testing.assert_close(*grads)
         held.append(grads)
     for grads in held:  # a later backward has not changed them

@@ -125,7 +125,9 @@ def test_layouts() -> None:
         first = cross_entropy(x, w, b, t, reduction="none").view(2, 3)
         return first, cross_entropy(row.expand(6, 5), w, b, t)
 
-    check(ours, plain, (x, weight, row, bias))
+    # The loss does not depend on a bias that all classes share: its gradient is the rest of terms
+    # that cancel.
+    check(ours, plain, (x, weight, row, bias), cancelled=8)
 
 
 def test_rows_that_are_ignored_may_have_any_values() -> None:
@@ -135,6 +137,23 @@ def test_rows_that_are_ignored_may_have_any_values() -> None:
     loss = _called(x, weight, bias, target)
     for t in (loss, *torch.autograd.grad(loss, (x, weight, bias))):
         assert torch.isfinite(t).all()
+
+
+@by_reduction
+def test_function_that_raises_for_rows_that_do_not_count(reduction: str) -> None:
+    x, weight, bias, target = new_head()
+
+    def function(logits: Tensor, target: Tensor) -> Tensor:
+        return -torch.log_softmax(logits, -1).gather(-1, target[:, None]).squeeze(-1)
+
+    op = fusedops.linear_rowwise(
+        function, reduction=reduction, valid=lambda target: target != IGNORED, chunk_mib=budget(3)
+    )
+    check(
+        lambda x, w, b: op(x, w, target, linear_bias=b),
+        lambda x, w, b: cross_entropy(x, w, b, target, reduction=reduction),
+        (x, weight, bias),
+    )
 
 
 # --- other losses ---------------------------------------------------------------------------------
@@ -338,7 +357,9 @@ def test_products_and_launches() -> None:
         each = reduction == "none"
         assert sum(forward.rows) == counted and len(forward.rows) == 3
         assert forward.gradients == (0 if each else 6)
-        assert kernels == (["forward_kernel"] if each else ["forward_kernel", "backward_kernel"]) * 3
+        assert (
+            kernels == (["forward_kernel"] if each else ["forward_kernel", "backward_kernel"]) * 3
+        )
         with Products() as backward, launch.record() as kernels:
             torch.autograd.grad(loss.sum(), (x, weight, bias))
         assert backward.rows == (forward.rows if each else [])
