@@ -18,7 +18,7 @@ from ..core.compat.dispatch import in_forward_mode, transforms
 from ..core.compat.dynamo import is_exporting
 from ..core.launches import launch
 from . import registration
-from .operands import Choice, Operands, has_autocast
+from .operands import Choice, Operands, has_autocast, has_values
 from .reference import reference
 
 __all__ = ["LinearRowwise", "linear_rowwise"]
@@ -52,10 +52,10 @@ def linear_rowwise(
         valid: ``valid(*others)`` returns which rows count, (M,) of truth values. Other rows have
             no products, and no part in a mean; their results are zero. It costs a synchronisation
             of host and device, except under a CUDA graph's capture, which computes all rows.
-        chunk_mib: the most memory of a chunk's logits, in MiB; by default 512, or 1/32 of the
-            device's memory if that is less.
         shared: names of arguments that are the same for all rows, for example class weights (V,).
             Without its name here, such a tensor counts as one of rows in a call of V rows.
+        chunk_mib: the most memory of a chunk's logits, in MiB; by default 512, or 1/32 of the
+            device's memory if that is less.
         strict: whether a function that cannot be fused is an error. By default it runs on whole
             logits, with a warning.
     Returns:
@@ -142,7 +142,7 @@ class LinearRowwise:
         self.rows = Rowwise(function, strict=strict)
         self.valid = valid
         parameters = inspect.signature(function).parameters.values()
-        self._parameters = [(p.name, p.default) for p in parameters]
+        self._signature = [(p.name, p.default) for p in parameters]
         self.shared = frozenset(shared)
         for missing in sorted(self.shared - inspect.signature(function).parameters.keys()):
             raise ValueError(f"{self.name}: shared names {missing!r}, which is no argument")
@@ -191,7 +191,7 @@ class LinearRowwise:
         by_row = tuple(
             [
                 isinstance(t, Tensor) and t.shape[: len(batch)] == batch and name not in self.shared
-                for t, (name, _) in zip(others, self._parameters[len(inputs) :], strict=True)
+                for t, (name, _) in zip(others, self._signature[len(inputs) :], strict=True)
             ]
         )
         rows = math.prod(batch)  # `batch.numel()` would make symbolic sizes constant
@@ -239,11 +239,11 @@ class LinearRowwise:
 
     def _completed(self, heads: int, others: Sequence[Any]) -> tuple[Any, ...]:
         """Returns the other arguments with their defaults."""
-        remaining = self._parameters[heads + len(others) :]
-        if heads + len(others) > len(self._parameters):
+        remaining = self._signature[heads + len(others) :]
+        if heads + len(others) > len(self._signature):
             raise TypeError(
                 f"{self.name}: {heads} logits and {len(others)} other arguments, expected "
-                f"{', '.join([name for name, _ in self._parameters])}"
+                f"{', '.join([name for name, _ in self._signature])}"
             )
         for name, default in remaining:
             if default is inspect.Parameter.empty:
@@ -318,6 +318,10 @@ class LinearRowwise:
         if count == operands.rows:
             return Choice(count)
         return Choice(count, mask.nonzero().squeeze(1))
+
+    def index(self, mask: Tensor | None) -> Tensor | None:
+        """Returns the rows that count; None for all, or if the host cannot read which."""
+        return None if mask is None or not has_values(mask) else mask.nonzero().squeeze(1)
 
     def _count(self, operands: Operands, mask: Tensor) -> int:
         """Returns the number of rows that count."""

@@ -206,10 +206,10 @@ class _Loop:
         """Returns the wanted gradients, in the dtypes of `gradient_dtype`."""
         operands = self.operands
         tensors = [*operands.inputs, *operands.weights, *operands.biases, *operands.others]
-        found = [*self.d_inputs, *self.d_weights, *self.d_biases, *self.d_others]
+        gradients = [*self.d_inputs, *self.d_weights, *self.d_biases, *self.d_others]
         return [
             gradient.to(gradient_dtype(operands, position, t.dtype))
-            for position, (t, gradient) in enumerate(zip(tensors, found, strict=True))
+            for position, (t, gradient) in enumerate(zip(tensors, gradients, strict=True))
             if gradient is not None
         ]
 

@@ -104,6 +104,9 @@ class Loss(Protocol):
     def choice(self, operands: Operands) -> Choice:
         """Returns the rows to compute."""
 
+    def index(self, mask: Tensor | None) -> Tensor | None:
+        """Returns the rows that count; None for all, or if the host cannot read which."""
+
     def scale(self, operands: Operands, mask: Tensor | None) -> Tensor:
         """Returns the factor of the sum of all results."""
 

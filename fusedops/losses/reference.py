@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .operands import Loss, Operands, has_values
-
 __all__ = ["reference"]
 
 
-def reference(loss: Loss, operands: Operands) -> tuple[Tensor, ...]:
+def reference(loss: Any, operands: Any) -> tuple[Tensor, ...]:
     """Returns the results of a call, differentiable any number of times.
 
+    Args:
+        loss: the function, an `operands.Loss`.
+        operands: its arguments, `operands.Operands`.
     Raises:
         RuntimeError: the classes are sharded over ranks.
     """
@@ -25,7 +28,7 @@ def reference(loss: Loss, operands: Operands) -> tuple[Tensor, ...]:
     dtype = operands.dtype
     mask = loss.mask(operands)
     # The function may raise for rows that do not count, or have no finite gradient.
-    index = None if mask is None or not has_values(mask) else mask.nonzero().squeeze(1)
+    index = loss.index(mask)
     inputs, others = operands.inputs, operands.others
     if index is not None:
         inputs = tuple([t.index_select(0, index) for t in inputs])

@@ -70,7 +70,7 @@ class _Call:
         loss: the function.
         needs: for each input, weight, bias and other argument, whether its gradient is wanted.
         biased: for each head, whether it has a bias.
-        by_row: for each other argument, whether it is taken apart with the rows.
+        by_row: for each other argument, whether it has an element or a row for each row.
         numbers: the other arguments that are no tensors, by position.
         autocast: the dtype of autocast; None without it.
         dtype: the dtype of the products.
@@ -421,10 +421,10 @@ def _differentiable(
         with _context(operands, called.autocast):
             return reference(called.loss, again)
 
-    found = vjp(function, tensors, cotangents, called.needs)
+    gradients = vjp(function, tensors, cotangents, called.needs)
     return [
         torch.zeros_like(t) if gradient is None else gradient
-        for t, gradient, need in zip(tensors, found, called.needs, strict=True)
+        for t, gradient, need in zip(tensors, gradients, called.needs, strict=True)
         if need
     ]
 

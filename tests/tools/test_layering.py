@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 import fusedops
+from fusedops.losses import registration
 from support import EVERY_SPEC
 
 PACKAGE = Path(fusedops.__file__).parent
@@ -347,7 +348,10 @@ MOST_ARGUMENTS = 8
 
 
 def _contracts() -> set[str]:
-    """Functionals and constructors of modules, whose signatures are those of what they replace."""
+    """Functionals and constructors of modules, whose signatures are those of what they replace.
+
+    Also losses that become kernels: their arguments are the kernels'.
+    """
     functions = [
         function for spec in EVERY_SPEC for function in (spec.call, spec.eager, spec.reference)
     ]
@@ -355,6 +359,7 @@ def _contracts() -> set[str]:
         {getattr(function, "func", function).__name__ for function in functions}
         | set(fusedops.__all__)
         | {f"{name}.__init__" for name in fusedops.nn.__all__}
+        | {loss.function.__name__ for loss in registration._LOSSES.values()}
     )
 
 
