@@ -140,6 +140,8 @@ class LinearRowwise:
         self.reduction, self.chunk_mib, self.strict = reduction, chunk_mib, strict
         self.name = name or function.__name__
         self.rows = Rowwise(function, strict=strict)
+        # In a tuple for `guard`: see `compiler.function.Method`.
+        self._rows = (self.rows,)
         self.valid = valid
         parameters = inspect.signature(function).parameters.values()
         self._signature = [(p.name, p.default) for p in parameters]
@@ -292,6 +294,10 @@ class LinearRowwise:
                     f"{name}: input has dtype {t.dtype} and linear_weight {weight.dtype}, expected "
                     "one dtype, or autocast"
                 )
+
+    def guard(self) -> None:
+        """Makes torch.compile guard on the variables that the function reads."""
+        self._rows[0].guard()
 
     # --- the rows that count ----------------------------------------------------------------------
 

@@ -98,6 +98,9 @@ class Loss(Protocol):
     reduction: str
     combines: bool
 
+    def guard(self) -> None:
+        """Makes torch.compile guard on the variables that the function reads."""
+
     def mask(self, operands: Operands) -> Tensor | None:
         """Returns which rows count, (M,); None if all do."""
 

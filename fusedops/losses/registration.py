@@ -191,8 +191,7 @@ def call(loss: Loss, operands: Operands) -> list[Tensor]:
     )
     text = written(loss, operands, needs)
     if torch.compiler.is_dynamo_compiling() and _allow():
-        loss.rows.guard()
-        return _in_graph(*lists, text)  # type: ignore[no-any-return]
+        loss.guard()
     return _called(*lists, text)
 
 
@@ -219,15 +218,13 @@ def _called(
     return list(outs[:count])
 
 
-# Dynamo registers functions by their identity. The import of Dynamo takes a second, so that
-# `_allow` comes with the first trace.
-_in_graph: Any = lambda *args: _called(*args)  # noqa: E731
-
-
 @constant_when_traced
 def _allow() -> bool:
-    """Makes torch.compile call `_in_graph` as one node of its graph."""
-    torch.compiler.allow_in_graph(_in_graph)
+    """Makes torch.compile call `_called` as one node of its graph.
+
+    It is called in the first trace, because it imports Dynamo, which takes a second.
+    """
+    torch.compiler.allow_in_graph(_called)
     return True
 
 
