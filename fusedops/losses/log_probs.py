@@ -30,7 +30,8 @@ def _log_probs_and_entropy(
     largest = x.amax(-1, keepdim=True).detach()
     exponentials = (x - largest).exp()
     total = exponentials.sum(-1)
-    mean = (exponentials * x).sum(-1) / total
+    # A token of probability zero, whose logit may be minus infinity, has no part in it.
+    mean = (exponentials * torch.where(exponentials > 0, x, 0.0)).sum(-1) / total
     log_total = largest.squeeze(-1) + total.log()
     log_p = x.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - log_total
     return log_p, log_total - mean

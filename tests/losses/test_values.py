@@ -179,6 +179,26 @@ def test_log_probs(entropy: bool) -> None:
         check(lambda *t: ours(*t)[1], lambda *t: plain(*t)[1], (x, weight, bias), cancelled=8)
 
 
+def test_entropy_of_tokens_that_are_masked() -> None:
+    """Logits of minus infinity, as of tokens that a grammar forbids."""
+    x, weight, bias, _ = new_head(dtype=torch.float64)
+    tokens = torch.zeros(8, dtype=torch.int64, device=DEVICE)
+    with torch.no_grad():
+        bias[3:5] = -torch.inf
+    log_p, entropy = fusedops.linear_log_probs(x, weight, tokens, linear_bias=bias, entropy=True)
+    allowed = [*range(3), *range(5, 11)]
+    logits = F.linear(x, weight[allowed], bias[allowed])
+    expected = torch.distributions.Categorical(logits=logits)
+    torch.testing.assert_close(log_p, expected.log_prob(tokens))
+    torch.testing.assert_close(entropy, expected.entropy())
+    torch.testing.assert_close(
+        torch.autograd.grad((log_p * entropy).sum(), (x, weight, bias)),
+        torch.autograd.grad(
+            (expected.log_prob(tokens) * expected.entropy()).sum(), (x, weight, bias)
+        ),
+    )
+
+
 def _weighted(logits: Tensor, advantage: Tensor, scale: Tensor, one: Tensor, teacher: Tensor):
     return advantage * (logits * scale * one + teacher).logsumexp(-1)
 
