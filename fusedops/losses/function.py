@@ -15,7 +15,7 @@ from torch import Tensor
 from ..compiler.function import Rowwise
 from ..core.calls import checks
 from ..core.compat.dispatch import in_forward_mode, transforms
-from ..core.compat.dynamo import is_exporting
+from ..core.compat.dynamo import is_exporting, transforms_when_traced
 from ..core.launches import launch
 from . import registration
 from .operands import Choice, Operands, has_autocast, has_values
@@ -256,7 +256,7 @@ class LinearRowwise:
         if not launch.runs_kernels(operands.inputs[0].device.type):
             return reference(self, operands)
         if torch.compiler.is_compiling():
-            if is_exporting():
+            if is_exporting() or transforms_when_traced():
                 return reference(self, operands)
         elif transforms() or in_forward_mode():
             return reference(self, operands)

@@ -43,7 +43,7 @@ class FusedLinearCrossEntropy(nn.Module):
         dtype: torch.dtype | None = None,
         weight: Tensor | None = None,
         reduction: str = "mean",
-        ignore_index: int = -100,
+        ignore_index: int | None = -100,
         label_smoothing: float = 0.0,
         softcap: float | None = None,
         scale: float = 1.0,

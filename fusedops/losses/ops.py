@@ -25,7 +25,7 @@ def linear_cross_entropy(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     scale: float = 1.0,
@@ -44,7 +44,7 @@ def linear_cross_entropy(
         linear_bias: (V,).
         weight: (V,): a factor for each class; it gets no gradient.
         reduction: "mean", weighted as PyTorch's; "sum"; or "none", which takes a fourth product.
-        ignore_index: the target of rows without a loss. They take no products.
+        ignore_index: the target of rows without a loss. They take no products. None is -100.
         label_smoothing: from 0 to 1: the share of the uniform distribution in the target.
         softcap: logits become ``softcap * tanh(logits / softcap)``, as in Gemma 2; None for none.
         scale: logits are multiplied by it, before they are capped.
@@ -64,6 +64,7 @@ def linear_cross_entropy(
     checks.check_choice(op, "reduction", reduction, tuple(CROSS_ENTROPY))
     checks.check_number(op, "scale", scale)
     checks.check_number(op, "z_loss", z_loss)
+    ignore_index = -100 if ignore_index is None else ignore_index  # PyTorch's default is None
     if not isinstance(ignore_index, int):
         raise TypeError(f"{op}: ignore_index has type {type(ignore_index).__name__}, expected int")
     check_budget(op, chunk_mib)

@@ -208,6 +208,7 @@ def test_module_has_the_parameters_of_pytorchs() -> None:
         reduction="sum",
     )
     torch.testing.assert_close(module(X, T), expected)
+    torch.testing.assert_close(_loss(X, W, B, T, ignore_index=None), _loss(X, W, B, T))
     if hasattr(nn, "LinearCrossEntropyLoss"):
         theirs = nn.LinearCrossEntropyLoss(5, 11, bias=True, weight=torch.rand(11))
         assert theirs.state_dict().keys() == module.state_dict().keys()
@@ -295,6 +296,13 @@ def test_compiled_with_any_number_of_rows(backend: str, fresh_dynamo: None) -> N
             torch.autograd.grad(losses, head[:3], cotangents),
             torch.autograd.grad(eager, head[:3], cotangents),
         )
+
+
+def test_compiled_transform(fresh_dynamo: None) -> None:
+    x, w, b, t = (tensor.detach() for tensor in new_head())
+    gradient = torch.func.grad(lambda x: _loss(x, w, b, t))
+    compiled = torch.compile(lambda x: gradient(x), backend="aot_eager")
+    torch.testing.assert_close(compiled(x), gradient(x))
 
 
 @pytest.mark.kernels
