@@ -130,7 +130,7 @@ def above_autograd(
         function: the function.
         autocast: the kinds of devices for which autocast is enabled, each with its dtype.
     """
-    if not _excludes(_AUTOGRAD):
+    if _AUTOGRAD is not None and not _excludes(_AUTOGRAD):
         return function()
 
     def call() -> _T:
