@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import fusedops
 from fusedops.core.launches import launch
+from fusedops.losses import scaling
 from heads import IGNORED, Products, budget, check, cross_entropy, new_head
 from support import DEVICE, DTYPES
 
@@ -359,6 +360,18 @@ def test_autocast_of_fp32_parameters(dtype: torch.dtype, reduction: str) -> None
     check(cast(_called), cast(cross_entropy), (x, weight, bias))
     with torch.autocast(DEVICE.type, dtype):
         assert _called(x, weight, bias, target).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)]
+)
+def test_gradients_are_scaled_in_place(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """Of more elements than all programs take at once; the factor may be wider than a gradient."""
+    gradient = torch.randn(70_001, device=DEVICE).to(dtypes[0])
+    factor = torch.tensor(-1.7, device=DEVICE, dtype=dtypes[1])
+    expected = (gradient.double() * factor.double()).to(dtypes[0])
+    scaling.scale(gradient, factor)
+    torch.testing.assert_close(gradient, expected, rtol=torch.finfo(dtypes[0]).eps, atol=0)
 
 
 # --- products and launches ------------------------------------------------------------------------
