@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import fusedops
 from fusedops.core.launches import launch
 from heads import IGNORED, Head, budget, cross_entropy, new_head
-from support import DEVICE
+from support import DEVICE, KERNEL_PATH
+from wrappers import Wrapper
 
 by_reduction = pytest.mark.parametrize("reduction", ["mean", "none"])
 
@@ -226,6 +227,18 @@ def test_modes_without_gradients() -> None:
     with torch.inference_mode():
         assert _loss(head).is_inference()
     torch.testing.assert_close(loss, expected)
+
+
+@by_reduction
+def test_subclass_sees_one_operator(reduction: str) -> None:
+    head = new_head()
+    weight = Wrapper(head.weight)
+    Wrapper.log.clear()
+    gradient = torch.autograd.grad(_loss(head, w=weight, reduction=reduction) * 3, weight)
+    if KERNEL_PATH:
+        assert any("fusedops.linear_rowwise" in name for name in Wrapper.log)
+    expected = torch.autograd.grad(_eager(head, reduction=reduction) * 3, head.weight)
+    torch.testing.assert_close(gradient[0].held, expected[0])
 
 
 # --- captured tensors -----------------------------------------------------------------------------
