@@ -476,6 +476,35 @@ MUTANTS = (
         "        alive = choice.held\n",
         ("backend/test_saved.py", "test_sums"),
     ),
+    # --- losses -----------------------------------------------------------------------------------
+    Mutant(
+        "a gradient of another argument, written over the argument",
+        "losses/rows.py",
+        "        if index >= self._heads:  # the caller's\n            return False\n",
+        "",
+        ("losses/test_values.py", "other_arguments"),
+    ),
+    Mutant(
+        "gradients in fp16 divided by the number of rows before the products",
+        "losses/head.py",
+        "    is_late = operands.dtype == torch.float16",
+        "    is_late = False",
+        ("losses/test_values.py", "underflow"),
+    ),
+    Mutant(
+        "a second backward of the gradients that the first one scaled",
+        "losses/registration.py",
+        "    if ctx.used:\n",
+        "    if False:\n",
+        ("losses/test_autograd.py", "second_backward"),
+    ),
+    Mutant(
+        "class weights that count as numbers of rows",
+        "losses/cross_entropy.py",
+        ' shared=("weight",),',
+        "",
+        ("losses/test_values.py", "weights_of_classes"),
+    ),
 )
 
 
