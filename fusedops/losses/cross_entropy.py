@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .function import LinearRowwise
 from .operands import Operands
-from .registration import written
+from .registration import identified, written
 
 __all__ = ["CROSS_ENTROPY", "CrossEntropy", "encoded", "scale_and_cap", "scores"]
 
@@ -125,6 +125,8 @@ def encoded(
         needs: whether the gradients of rows, weight and bias are wanted.
         reduction, ignore_index, softcap, scale: as in `linear_cross_entropy`.
         dtype: the dtype of the products.
+    Raises:
+        NotRowwiseError: the operator has no kernel for them.
     """
     rows, weight, bias, target = tensors
     others = target, None, None, ignore_index, 0.0, softcap, scale, 0.0
@@ -132,7 +134,8 @@ def encoded(
     operands = Operands((rows,), (weight,), (bias,), others, by_row, dtype, None)
     flags = (*needs, *[False] * len(others))
     with torch.autocast(rows.device.type, enabled=False):
-        return written(CROSS_ENTROPY[reduction], operands, flags)
+        loss = CROSS_ENTROPY[reduction]
+        return identified(written(loss, operands, flags), loss, operands)
 
 
 def scale_and_cap(steps: Iterable[tuple[str, Any]]) -> tuple[float, float | None] | None:

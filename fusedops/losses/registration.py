@@ -30,7 +30,7 @@ from . import head, scaling
 from .operands import Loss, Operands, has_autocast
 from .reference import reference
 
-__all__ = ["OPERATOR", "call", "name_in", "register", "written"]
+__all__ = ["OPERATOR", "call", "identified", "name_in", "register", "written"]
 
 _LOSSES: dict[str, Loss] = {}
 
@@ -92,7 +92,7 @@ def _digits(flags: Iterable[bool]) -> str:
 
 
 def written(loss: Loss, operands: Operands, needs: Sequence[bool]) -> str:
-    """Returns the string of a call; `_called` completes its first word."""
+    """Returns the string of a call; `identified` completes its first word."""
     kind = operands.inputs[0].device.type
     autocast = str(torch.get_autocast_dtype(kind)) if has_autocast(kind) else "torch.none"
     words = [
@@ -110,6 +110,18 @@ def written(loss: Loss, operands: Operands, needs: Sequence[bool]) -> str:
             value = quote(other, safe="") if isinstance(other, str) else other
             words.append(f"{position}{_letter(loss, other)}{value}")
     return "|".join(words)
+
+
+def identified(text: str, loss: Loss, operands: Operands) -> str:
+    """Returns the string of a call with the package's version and the program's digest.
+
+    PyTorch caches compiled functions on disk by their constants. The graph of another version or of
+    another function with this name has other sizes.
+
+    Raises:
+        NotRowwiseError: the function cannot be one kernel.
+    """
+    return f"{__version__} {head.check(loss, operands).digest}{text}"
 
 
 def _letter(loss: Loss, other: Any) -> str:
@@ -206,16 +218,17 @@ def _called(
     called = _read(call)
     loss, operands = called.loss, _operands(called, inputs, weights, biases, others)
     try:
-        program = head.check(loss, operands)
+        call = identified(call, loss, operands)
     except NotRowwiseError as error:
         loss.rows.refuse(error)
         return list(reference(loss, operands))
-    # PyTorch caches compiled functions on disk by their constants. The graph of another version or
-    # of another function with this name has other sizes.
-    call = f"{__version__} {program.digest}{call}"
     outs = torch.ops.fusedops.linear_rowwise(inputs, weights, biases, others, call)
     count = 1 if loss.reduction != "none" else len(outs) - 1
     return list(outs[:count])
+
+
+# The backend captures what it calls: see `compiler.function.function_of`.
+_called.__fusedops_function__ = _called  # type: ignore[attr-defined]
 
 
 @constant_when_traced

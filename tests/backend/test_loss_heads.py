@@ -43,7 +43,7 @@ def _compiled(
 
     def run(gm: fx.GraphModule, _: Any) -> Any:
         for node in gm.graph.find_nodes(op="call_function", target=OPERATOR):
-            counts["needs " + str(node.args[4]).split("|")[1]] += 1
+            counts["needs " + str(node.args[4]).split("|")[2]] += 1
         counts.update(str(node.target) for node in gm.graph.nodes if node.op == "call_function")
         return make_boxed_func(gm.forward)
 

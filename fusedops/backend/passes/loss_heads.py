@@ -239,16 +239,16 @@ def _replace(rewrite: Rewrite, head: _Head) -> str:
     biases = [_uncast(created, node) for node in bias]
     tensors: Any = (source, weight, biases[0] if biases else None, target)
     values: Any = fx.node.map_arg(tensors, value_of)
-    text = encoded(
-        values,
-        (source in rewrite.needs, weight in rewrite.needs, bool(rewrite.needs & {*biases})),
-        reduction=_REDUCTIONS[reduction],  # type: ignore[index]
-        ignore_index=ignore_index,  # type: ignore[arg-type]
-        softcap=head.softcap,
-        scale=head.scale,
-        dtype=dtype_of(product),
-    )
     try:
+        text = encoded(
+            values,
+            (source in rewrite.needs, weight in rewrite.needs, bool(rewrite.needs & {*biases})),
+            reduction=_REDUCTIONS[reduction],  # type: ignore[index]
+            ignore_index=ignore_index,  # type: ignore[arg-type]
+            softcap=head.softcap,
+            scale=head.scale,
+            dtype=dtype_of(product),
+        )
         results = created.call(OPERATOR, [source], [weight], biases, [target], text)
     except NotRowwiseError as error:
         return str(error)
