@@ -94,6 +94,7 @@ _PURE_MODULES = frozenset(
         "torch._refs",
         "torch.functional",
         "torch.nn.functional",
+        "fusedops.losses.registration",
         "torch._tensor",
         "torch._C._nn",
         "torch._C._special",

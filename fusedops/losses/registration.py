@@ -227,10 +227,6 @@ def _called(
     return list(outs[:count])
 
 
-# The backend captures what it calls: see `compiler.function.function_of`.
-_called.__fusedops_function__ = _called  # type: ignore[attr-defined]
-
-
 @constant_when_traced
 def _allow() -> bool:
     """Makes torch.compile call `_called` as one node of its graph.
