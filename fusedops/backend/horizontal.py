@@ -214,37 +214,63 @@ class _Replacement:
             self._find_embeddings()
             inputs = [self._input(index) for index in range(len(self.lead.structure.inputs))]
             cats = [self._cat(number) for number in range(self.lead.count)]
-            forms = [SEPARATE if cat is None else JOINT for cat in cats]
-            lookups = [embeddings.lookup for embeddings in self.embeddings.values()]
-            group = group_of(self.programs, [form for form, _ in inputs], forms, lookups)
+            group = self._operator([form for form, _ in inputs], cats)
             if not self._compiles(group):
                 return None
-            match = self.matches[0]
-            tensors = [node for _, nodes in inputs for node in nodes]
-            saves = any(member.reached for member in self.matches)
-            dtypes = (dtype_of(match.program.inputs[0]),)
-            call = call_operator(self.graph, group, [tensors], match.program.inputs, dtypes, saves)
-            results, first = dict[Any, fx.Node](), 0
-            for number, cat in enumerate(cats):
-                count = len(self.matches) if cat is None else 1
-                for k, result in enumerate(results_of(self.graph, call, first, count)):
-                    shape = self._shape(number, k) if cat is None else ()
-                    results[k, number] = self._shaped(result, shape)
-                first += count
+            call = self._call(group, [node for _, nodes in inputs for node in nodes])
+            results = self._results(call, cats)
+        self._replace_outputs(cats, results)
+        self._erase_embeddings()
+        return Grouped(tuple(self.embeddings), tuple(self.outside))
+
+    def _operator(self, forms: Sequence[str], cats: Sequence[fx.Node | None]) -> SliceGroup:
+        """The operator of all members, from the forms of inputs and the concatenated results."""
+        of_results = [SEPARATE if cat is None else JOINT for cat in cats]
+        lookups = [embeddings.lookup for embeddings in self.embeddings.values()]
+        return group_of(self.programs, forms, of_results, lookups)
+
+    def _call(self, group: SliceGroup, tensors: list[fx.Node]) -> fx.Node:
+        """The node that calls the operator."""
+        inputs = self.matches[0].program.inputs
+        saves = any(match.reached for match in self.matches)
+        return call_operator(self.graph, group, [tensors], inputs, (dtype_of(inputs[0]),), saves)
+
+    def _results(
+        self, call: fx.Node, cats: Sequence[fx.Node | None]
+    ) -> dict[tuple[int, int], fx.Node]:
+        """The results of a call, by the member's index and the result's number.
+
+        A concatenated result is that of the first member, in two dimensions.
+        """
+        results, first = dict[tuple[int, int], fx.Node](), 0
+        for number, cat in enumerate(cats):
+            count = len(self.matches) if cat is None else 1
+            for k, result in enumerate(results_of(self.graph, call, first, count)):
+                shape = self._shape(number, k) if cat is None else ()
+                results[k, number] = self._shaped(result, shape)
+            first += count
+        return results
+
+    def _replace_outputs(
+        self, cats: Sequence[fx.Node | None], results: dict[tuple[int, int], fx.Node]
+    ) -> None:
+        """Replaces the concatenations of results, and the outputs that none concatenates."""
         for number, cat in enumerate(cats):
             if cat is not None:
                 self._replace_cat(number, cat, results[0, number])
         pairs = [
             (old, (k, number))
-            for k, member in enumerate(self.matches)
-            for old, number in member.program.outputs
+            for k, match in enumerate(self.matches)
+            for old, number in match.program.outputs
             if cats[number] is None
         ]
         substitute(self.graph, pairs, results, self.members, self.replaced)
+
+    def _erase_embeddings(self) -> None:
+        """Erases the embeddings whose rows the operator reads from tables."""
         for embeddings in self.embeddings.values():
             for node in embeddings.nodes:
                 self.graph.erase_node(node)
-        return Grouped(tuple(self.embeddings), tuple(self.outside))
 
     def _compiles(self, group: SliceGroup) -> bool:
         """Compiles the kernels for the call that is traced; returns whether Triton can."""
@@ -324,17 +350,25 @@ class _Replacement:
     def _cat(self, number: int) -> fx.Node | None:
         """The node that concatenates a result of all members, and of nothing between them."""
         outputs = self._outputs(number)
-        if any(len(nodes) != 1 for nodes in outputs):
+        if {*map(len, outputs)} != {1}:
             return None
-        nodes = [node for (node,) in outputs]
+        nodes = list(itertools.chain(*outputs))
+        cat = _only_user(nodes)
+        if cat is None or cat in self.left or not self._are_columns(number, nodes):
+            return None
+        is_along_columns = _argument(cat, 1) % value_of(cat).dim() == self.dims
+        return cat if is_along_columns and _has_run(cat, nodes) else None
+
+    def _are_columns(self, number: int, nodes: Sequence[fx.Node]) -> bool:
+        """Whether a result has one dimension of columns, and more than one column, in all members.
+
+        Args:
+            number: the result's.
+            nodes: the result of each member.
+        """
         sizes = [p.size_of_row(p.structure.outputs[number]) for p in self.programs]
         dims = {value_of(node).dim() for node in nodes}
-        cat = _only_user(nodes)
-        if cat is None or cat in self.left or dims != {self.dims + 1} or min(sizes) < 2:
-            return None
-        dim: Any = cat.args[1] if len(cat.args) > 1 else 0
-        is_of_columns = dim % value_of(cat).dim() == self.dims
-        return cat if is_of_columns and _has_run(cat, nodes) else None
+        return dims == {self.dims + 1} and min(sizes) > 1
 
     def _replace_cat(self, number: int, cat: fx.Node, result: fx.Node) -> None:
         """Replaces the concatenation of a result, or its part of a longer one."""
@@ -418,6 +452,11 @@ def _base_of(nodes: Sequence[fx.Node], dims: int) -> fx.Node | None:
     return base if value.is_contiguous() and dim % value.dim() == dims else None
 
 
+def _argument(node: fx.Node, position: int) -> Any:
+    """The argument of a node at a position; 0, the default of dimensions, if it has fewer."""
+    return node.args[position] if len(node.args) > position else 0
+
+
 def _parts_of_split(nodes: Sequence[fx.Node]) -> tuple[fx.Node, int] | None:
     """The tensor and the dimension that a node splits into these, and no others."""
     split: Any = nodes[0].args[0] if nodes[0].target is operator.getitem else None
@@ -427,8 +466,7 @@ def _parts_of_split(nodes: Sequence[fx.Node]) -> tuple[fx.Node, int] | None:
     is_all = len(value_of(split)) == len(nodes)
     if not is_all or [node.args for node in nodes] != [(split, k) for k in range(len(nodes))]:
         return None
-    place = 1 if name_of(split) == "unbind" else 2
-    return split.args[0], split.args[place] if len(split.args) > place else 0
+    return split.args[0], _argument(split, 1 if name_of(split) == "unbind" else 2)
 
 
 def _selected(nodes: Sequence[fx.Node]) -> tuple[fx.Node, int] | None:

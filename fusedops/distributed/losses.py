@@ -113,66 +113,112 @@ def cross_entropy_of_shards(
     The classes of the weight may be sharded along one dimension of the mesh, and the rows of the
     input along others. The result is a DTensor if the input is one.
     """
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Shard
 
-    op = "linear_cross_entropy"
     target, weight_of_target, weight, *numbers = others
-    if not isinstance(linear_weight, DTensor):
-        raise TypeError(f"{op}: input is a DTensor and linear_weight is not; distribute both")
-    mesh, placements = linear_weight.device_mesh, linear_weight.placements
-    dims = [dim for dim, p in enumerate(placements) if p == Shard(0)]
-    if len(dims) > 1 or any(p not in (Shard(0), Replicate()) for p in placements):
-        raise ValueError(
-            f"{op}: linear_weight has placements {placements}, expected its classes sharded along "
-            "one dimension of the mesh at most, Shard(0), and Replicate() along others"
-        )
-    if weight is not None and dims:
-        raise ValueError(f"{op}: weight is not supported with sharded classes")
-    if dims and not launch.runs_kernels(linear_weight.device.type):
-        placements = [Replicate()] * mesh.ndim  # PyTorch's operators take whole logits
-        linear_weight, dims = linear_weight.redistribute(mesh, placements), []
+    dim = _dim_of_classes(linear_weight)
+    mesh = linear_weight.device_mesh
+    if weight is not None and dim is not None:
+        raise ValueError("linear_cross_entropy: weight is not supported with sharded classes")
+    if dim is not None and not launch.runs_kernels(linear_weight.device.type):
+        # PyTorch's operators take whole logits.
+        linear_weight, dim = linear_weight.redistribute(mesh, _replicated(mesh)), None
     is_plain = not isinstance(input, DTensor)
-    if is_plain:
-        input = DTensor.from_local(input, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    rows: list[Any] = [
-        p if isinstance(p, Shard) and p.dim < input.dim() - 1 and dim not in dims else Replicate()
-        for dim, p in enumerate(input.placements)
-    ]
+    input = _distributed(input, mesh)
+    rows = _placements_of_rows(input, dim)
     over_rows = [isinstance(p, Shard) for p in rows]
-    of_weight: list[Any] = [
-        Partial() if r else p for r, p in zip(over_rows, placements, strict=True)
-    ]
-    of_rows: list[Any] = [Partial() if dim in dims else p for dim, p in enumerate(rows)]
+    of_rows = _summed([other == dim for other in range(mesh.ndim)], rows)
     x = waited(input.redistribute(mesh, rows).to_local(grad_placements=of_rows))
-    w = waited(linear_weight.to_local(grad_placements=of_weight))
-    b = linear_bias
-    if isinstance(b, DTensor):
-        b = waited(b.redistribute(mesh, placements).to_local(grad_placements=of_weight))
-    target, weight_of_target = (
-        None if t is None else _local(t, mesh, rows) for t in (target, weight_of_target)
-    )
-    mean = reduction == "mean"
-    called = CROSS_ENTROPY["sum" if mean else reduction]
+    w, b = _local_parameters(linear_weight, linear_bias, over_rows)
+    target = _local(target, mesh, rows)
+    weight_of_target = _local(weight_of_target, mesh, rows)
+    is_mean = reduction == "mean"
+    called: CrossEntropy = CROSS_ENTROPY["sum" if is_mean else reduction]
     arguments = target, weight_of_target, weight, *numbers
-    if dims:
-        called = _OF_SHARDS["sum" if mean else reduction]
-        arguments = *arguments, *_shard(linear_weight, mesh, dims[0])
+    if dim is not None:
+        called = _OF_SHARDS[called.reduction]
+        arguments = *arguments, *_shard(linear_weight, mesh, dim)
     loss = called.apply(x, w, arguments, b, chunk_mib)
-    if mean:
+    if is_mean:
         loss = loss / _divisor(arguments, mesh, over_rows)
-    of_sum: list[Any] = [Partial() if r else Replicate() for r in over_rows]
-    placed = rows if reduction == "none" else of_sum
+    placed = rows if reduction == "none" else _summed(over_rows, _replicated(mesh))
     result = DTensor.from_local(loss, mesh, placed, run_check=False)
     return result.full_tensor() if is_plain else result
 
 
-def _local(t: Any, mesh: Any, rows: Sequence[Any]) -> Tensor:
-    """Returns this rank's rows of a tensor without a gradient."""
-    from torch.distributed.tensor import DTensor, Replicate
+def _dim_of_classes(linear_weight: Any) -> int | None:
+    """Returns the dimension of the mesh along which the classes are sharded; None without one.
 
-    if not isinstance(t, DTensor):
-        t = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return waited(t.redistribute(mesh, rows).to_local())
+    Raises:
+        TypeError: the weight is no DTensor.
+        ValueError: it has other placements.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    op = "linear_cross_entropy"
+    if not isinstance(linear_weight, DTensor):
+        raise TypeError(f"{op}: input is a DTensor and linear_weight is not; distribute both")
+    placements = linear_weight.placements
+    sharded = placements.count(Shard(0))
+    if sharded > 1 or sharded + placements.count(Replicate()) < len(placements):
+        raise ValueError(
+            f"{op}: linear_weight has placements {placements}, expected its classes sharded along "
+            "one dimension of the mesh at most, Shard(0), and Replicate() along others"
+        )
+    return placements.index(Shard(0)) if sharded else None
+
+
+def _replicated(mesh: Any) -> list[Any]:
+    """Returns the placements of a tensor that all ranks have."""
+    from torch.distributed.tensor import Replicate
+
+    return [Replicate()] * mesh.ndim
+
+
+def _distributed(t: Any, mesh: Any) -> Any:
+    """Returns a DTensor as it is, and a plain tensor as one that all ranks have."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(t, DTensor):
+        return t
+    return DTensor.from_local(t, mesh, _replicated(mesh), run_check=False)
+
+
+def _placements_of_rows(input: Any, dim_of_classes: int | None) -> list[Any]:
+    """Returns the input's placements without those of columns, and of the classes' dimension."""
+    from torch.distributed.tensor import Shard
+
+    placements = _replicated(input.device_mesh)
+    for dim, placement in enumerate(input.placements):
+        is_of_rows = isinstance(placement, Shard) and placement.dim < input.dim() - 1
+        if is_of_rows and dim != dim_of_classes:
+            placements[dim] = placement
+    return placements
+
+
+def _summed(dims: Sequence[bool], placements: Sequence[Any]) -> list[Any]:
+    """Returns placements with `Partial`, a sum over ranks, along some dimensions of the mesh."""
+    from torch.distributed.tensor import Partial
+
+    return [Partial() if is_sum else p for is_sum, p in zip(dims, placements, strict=True)]
+
+
+def _local_parameters(weight: Any, bias: Any, over_rows: Sequence[bool]) -> tuple[Tensor, Any]:
+    """Returns this rank's weight and bias, whose gradients are sums over the ranks of rows."""
+    from torch.distributed.tensor import DTensor
+
+    gradients = _summed(over_rows, weight.placements)
+    if isinstance(bias, DTensor):
+        bias = bias.redistribute(weight.device_mesh, weight.placements)
+        bias = waited(bias.to_local(grad_placements=gradients))
+    return waited(weight.to_local(grad_placements=gradients)), bias
+
+
+def _local(t: Any, mesh: Any, rows: Sequence[Any]) -> Any:
+    """Returns this rank's rows of a tensor without a gradient; None for None."""
+    if t is None:
+        return None
+    return waited(_distributed(t, mesh).redistribute(mesh, rows).to_local())
 
 
 def _shard(weight: Any, mesh: Any, dim: int) -> tuple[str, int, int, int]:

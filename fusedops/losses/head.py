@@ -114,23 +114,13 @@ class _Loop:
             for w, need in zip(operands.weights, self.of_weights, strict=True)
         ]
         self.d_biases = [
-            torch.zeros_like(b, dtype=_wide(b.dtype), memory_format=_DENSE)
-            if need and b is not None
-            else None
+            _zeros(b, wide=True) if need else None
             for b, need in zip(operands.biases, self.of_biases, strict=True)
         ]
-        self.d_others: list[Tensor | None] = []
-        for other, by_row, need in zip(
-            operands.others, operands.by_row, self.of_others, strict=True
-        ):
-            if not need:
-                self.d_others.append(None)
-            elif by_row:
-                self.d_others.append(torch.zeros_like(other, memory_format=_DENSE))
-            else:
-                self.d_others.append(
-                    torch.zeros_like(other, dtype=_wide(other.dtype), memory_format=_DENSE)
-                )
+        triples = zip(operands.others, operands.by_row, self.of_others, strict=True)
+        self.d_others = [
+            _zeros(other, wide=not by_row) if need else None for other, by_row, need in triples
+        ]
 
     def _bytes_in_fp32(self) -> int:
         """Returns the bytes of the weights' gradients in fp32, of those in 16 bits."""
@@ -173,34 +163,35 @@ class _Loop:
 
     def add(self, rows: _Slice, inputs: Sequence[Tensor], gradients: dict[int, Tensor]) -> None:
         """Adds the gradients of a chunk."""
-        heads = len(inputs)
-        for head, (t, weight) in enumerate(zip(inputs, self.weights, strict=True)):
-            d_logits = gradients.get(head)
-            if d_logits is None:
-                continue
-            d_input, d_weight, d_bias = (
-                self.d_inputs[head],
-                self.d_weights[head],
-                self.d_biases[head],
-            )
-            if d_input is not None and rows.index is None:
-                product(d_input[rows.start : rows.stop], d_logits, weight)
-            elif d_input is not None:
-                d_rows = d_input.new_empty(rows.count, d_input.shape[1])
-                product(d_rows, d_logits, weight)
-                rows.write(d_input, d_rows)
-            if d_weight is not None:
-                product(d_weight, d_logits.t(), t, adds=rows.start > 0)
-            if d_bias is not None:
-                d_bias += d_logits.sum(0, dtype=d_bias.dtype)
-        for i, d_other in enumerate(self.d_others):
-            gradient = gradients.get(heads + i)
-            if d_other is None or gradient is None:
-                continue
-            if self.operands.by_row[i]:
-                rows.write(d_other, gradient)
+        for position, gradient in gradients.items():
+            if position < len(inputs):
+                self._add_of_head(rows, position, inputs[position], gradient)
             else:
-                d_other += gradient
+                self._add_of_other(rows, position - len(inputs), gradient)
+
+    def _add_of_head(self, rows: _Slice, head: int, t: Tensor, d_logits: Tensor) -> None:
+        """Adds the gradients of a head's rows, weight and bias from that of its logits."""
+        d_input, d_weight, d_bias = self.d_inputs[head], self.d_weights[head], self.d_biases[head]
+        if d_input is not None and rows.index is None:
+            product(d_input[rows.start : rows.stop], d_logits, self.weights[head])
+        elif d_input is not None:
+            d_rows = d_input.new_empty(rows.count, d_input.shape[1])
+            product(d_rows, d_logits, self.weights[head])
+            rows.write(d_input, d_rows)
+        if d_weight is not None:
+            product(d_weight, d_logits.t(), t, adds=rows.start > 0)
+        if d_bias is not None:
+            d_bias += d_logits.sum(0, dtype=d_bias.dtype)
+
+    def _add_of_other(self, rows: _Slice, index: int, gradient: Tensor) -> None:
+        """Adds the gradient of another argument, which has its rows or is the same for all."""
+        d_other = self.d_others[index]
+        if d_other is None:
+            return
+        if self.operands.by_row[index]:
+            rows.write(d_other, gradient)
+        else:
+            d_other += gradient
 
     def gradients(self) -> list[Tensor]:
         """Returns the wanted gradients, in the dtypes of `gradient_dtype`."""
@@ -220,6 +211,14 @@ _DENSE = torch.contiguous_format
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which gradients of vectors are summed over chunks."""
     return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def _zeros(t: Tensor | None, *, wide: bool) -> Tensor | None:
+    """Returns zeros of a tensor's shape, in its dtype or the wide one; None for None."""
+    if t is None:
+        return None
+    dtype = _wide(t.dtype) if wide else t.dtype
+    return torch.zeros_like(t, dtype=dtype, memory_format=_DENSE)
 
 
 def forward(
