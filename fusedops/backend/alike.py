@@ -117,25 +117,34 @@ class Former(Generic[_T]):
         """The groups, of one member or more, in the order of their first members."""
         by_key: dict[Any, list[Group[_T]]] = {}
         regions = {id(member): self.region_of(member) for member in members}
-        self.waiting = dict.fromkeys(map(id, members))
+        waiting = dict(regions)
         for member in sorted(members, key=lambda member: self._start(regions[id(member)])):
-            region = regions[id(member)]
-            del self.waiting[id(member)]
+            region = waiting.pop(id(member))
             own_key = self.key_of(member)
             # One operator is in one part of the graph: see `graphs.parts_of`.
             groups = by_key.setdefault((self.part[region.nodes[0]], own_key), [])
             fitting = [g for g in groups if own_key is not None and self.fits(g.members[0], member)]
-            if self.layered:
-                others = list(map(regions.__getitem__, self.waiting))
-                group = next((g for g in fitting if self._is_independent(g, region, others)), None)
-            else:
-                group = next((g for g in fitting[-1:] if self._follows(g, region)), None)
+            group = self._group_of(region, fitting, waiting.values())
             if group is None:
                 group = Group[_T]()
                 groups.append(group)
                 self.groups.append(group)
             self._add(group, member, region)
         return self.groups
+
+    def _group_of(
+        self, region: Region, groups: Sequence[Group[_T]], others: Collection[Region]
+    ) -> Group[_T] | None:
+        """The group that a region joins; None if it begins one.
+
+        Args:
+            region: the region.
+            groups: those that it fits.
+            others: the regions that are in no group yet.
+        """
+        if not self.layered:
+            return next((g for g in groups[-1:] if self._follows(g, region)), None)
+        return next((g for g in groups if self._is_independent(g, region, others)), None)
 
     def _start(self, region: Region) -> int:
         return self.position[region.nodes[0]]
@@ -152,7 +161,7 @@ class Former(Generic[_T]):
         last_input, first_user = self._extent(region)
         return max(last_input, group.last_input) < min(first_user, group.first_user)
 
-    def _is_independent(self, group: Group[_T], region: Region, others: Sequence[Region]) -> bool:
+    def _is_independent(self, group: Group[_T], region: Region, others: Collection[Region]) -> bool:
         """Whether neither a group nor a region needs the other, not even through other groups."""
         bits, ancestors = self._reach(region)
         if group.bits & ancestors or bits & group.ancestors:
@@ -199,15 +208,30 @@ def pays(regions: Sequence[Region], selected: Collection[fx.Node]) -> bool:
     moved = between = alone = 0
     for region in regions:
         inputs = list(filter(is_tensor, region.inputs))
-        fused = [node for node in inputs if not _is_computed_alone(node, selected)]
-        for node in region.outputs:
-            users = itertools.filterfalse(is_view, users_through(node, is_view))
-            if not all(_is_read_alone(user, members, selected) for user in users):
-                fused.append(node)
+        fused = _fused_values(region, members, selected)
         moved += sum(map(bytes_of, [*inputs, *region.outputs]))
         between += 2 * sum(map(bytes_of, fused))
         alone += not fused
     return between + (_SLOWER - 1) * moved < (alone - 1) * _BYTES_OF_LAUNCH
+
+
+def _fused_values(
+    region: Region, members: set[fx.Node], selected: Collection[fx.Node]
+) -> list[fx.Node]:
+    """The inputs and outputs that stay in registers if Inductor fuses a region with neighbours.
+
+    Args:
+        region: the region.
+        members: the nodes of its group.
+        selected: the nodes of the regions that become operators.
+    """
+    inputs = filter(is_tensor, region.inputs)
+    fused = [node for node in inputs if not _is_computed_alone(node, selected)]
+    for node in region.outputs:
+        users = itertools.filterfalse(is_view, users_through(node, is_view))
+        if not all(_is_read_alone(user, members, selected) for user in users):
+            fused.append(node)
+    return fused
 
 
 def _is_computed_alone(node: fx.Node, selected: Collection[fx.Node]) -> bool:

@@ -318,6 +318,16 @@ class _Replacement:
         by_row = self._is_by_row(index)
         if len(set(nodes)) == 1:
             return SHARED, [self._flat(nodes[0], by_row)]
+        return self._slices(index, nodes, by_row)
+
+    def _slices(self, index: int, nodes: list[fx.Node], by_row: bool) -> tuple[str, list[fx.Node]]:
+        """The form and the tensors of an input that the members do not share.
+
+        Args:
+            index: the input's.
+            nodes: the input of each member.
+            by_row: whether it has rows.
+        """
         base = _base_of(nodes, self.dims if by_row else 0)
         sizes = [p.size_of_row(p.structure.inputs[index]) for p in self.programs]
         if base is not None and min(sizes) > 1:
@@ -463,8 +473,8 @@ def _parts_of_split(nodes: Sequence[fx.Node]) -> tuple[fx.Node, int] | None:
     # The operators that this pass adds have no value yet.
     if split is None or name_of(split) not in DIVIDING or value_of(split) is None:
         return None
-    is_all = len(value_of(split)) == len(nodes)
-    if not is_all or [node.args for node in nodes] != [(split, k) for k in range(len(nodes))]:
+    wanted = [(split, k) for k in range(len(value_of(split)))]
+    if [node.args for node in nodes] != wanted:
         return None
     return split.args[0], _argument(split, 1 if name_of(split) == "unbind" else 2)
 

@@ -134,16 +134,29 @@ def peak_of(
         uses[node] = [*map(time.__getitem__, node.users), *itertools.chain(*through)]
         if (node in inside and node not in in_backward) or aliases(node) or is_input(node):
             continue
-        start, times, size = time[node], uses[node] or [time[node]], bytes_of(node)
-        spans = [(start, max(times))]
-        if node in in_backward:
-            spans = [(start, end - min(times))]
-        if node in needs:
-            spans.append((end - max(times), end - start))
+        times, size = uses[node] or [time[node]], bytes_of(node)
+        spans = _spans(time[node], times, end, node in in_backward, node in needs)
         for first, last in spans:
             changes[first] += size
             changes[last + 1] -= size
     return max(itertools.accumulate(map(changes.__getitem__, range(end + 2))))
+
+
+def _spans(
+    start: int, times: Sequence[int], end: int, is_in_backward: bool, needs_gradient: bool
+) -> Iterator[tuple[int, int]]:
+    """The first and last times at which a value and its gradient take memory.
+
+    Args:
+        start: the time at which the value is computed.
+        times: the times of its uses in the forward.
+        end: the time at which the backward ends.
+        is_in_backward: whether the backward reads the value.
+        needs_gradient: whether it has a gradient.
+    """
+    yield start, end - min(times) if is_in_backward else max(times)
+    if needs_gradient:
+        yield end - max(times), end - start
 
 
 def _factors(nodes: Iterable[fx.Node], needs: set[fx.Node]) -> Iterator[fx.Node]:

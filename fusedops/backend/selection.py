@@ -142,15 +142,19 @@ class Selector:
             if not is_group or not pays(group.members, selected):
                 continue
             for region in group.members:
-                report = _report_of(region)
-                try:
-                    match = replace(self._match(region, is_slice=True), is_slice=True)
-                # As in `select`.
-                except Exception as error:  # noqa: BLE001
-                    self._report(region, replace(report, reason=_reason_of(error)))
-                else:
-                    self._unprepared.add(match)
-                    self._add(match, report)
+                self._select_slice(region)
+
+    def _select_slice(self, region: Region) -> None:
+        """Tries a region of a group, which is one operator with the others."""
+        report = _report_of(region)
+        try:
+            match = replace(self._match(region, is_slice=True), is_slice=True)
+        # As in `select`.
+        except Exception as error:  # noqa: BLE001
+            self._report(region, replace(report, reason=_reason_of(error)))
+        else:
+            self._unprepared.add(match)
+            self._add(match, report)
 
     def _report(self, region: Region, report: RegionReport) -> int:
         """Adds the report of a region, or replaces an earlier one; returns its place."""

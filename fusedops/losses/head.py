@@ -87,8 +87,7 @@ class _Loop:
         self.any = any(needs)
         choice = loss.choice(operands)
         self.index, self.count, self.mask = choice.index, choice.count, choice.mask
-        self.weights = [weight.to(operands.dtype) for weight in operands.weights]
-        self.biases = [None if b is None else b.to(operands.dtype) for b in operands.biases]
+        self.weights, self.biases = operands.parameters()
         device = operands.inputs[0].device
         row_bytes = loss.columns(operands) * operands.dtype.itemsize
         self.size = chunk_rows(
@@ -99,13 +98,17 @@ class _Loop:
             device,
             self._bytes_in_fp32() if any(self.of_weights) else None,
         )
-        chunks = -(-self.count // self.size)
         like = operands.inputs[0]
         rows = min(self.size, self.count)
         self.buffers = [
             like.new_empty(rows, weight.shape[0], dtype=operands.dtype) for weight in self.weights
         ]
-        pairs = list(zip(operands.inputs, self.of_inputs, strict=True))
+        self._create_gradients()
+
+    def _create_gradients(self) -> None:
+        """Creates the wanted gradients, which chunks overwrite or add to."""
+        operands, chunks = self.operands, -(-self.count // self.size)
+        pairs = zip(operands.inputs, self.of_inputs, strict=True)
         self.d_inputs = [self._of_rows(t) if need else None for t, need in pairs]
         create = torch.empty_like if chunks else torch.zeros_like
         self.d_weights = [
@@ -139,6 +142,15 @@ class _Loop:
             stop = min(start + self.size, self.count)
             index = None if self.index is None else self.index[start:stop]
             yield _Slice(start, stop, index)
+
+    def masked(self, t: Tensor, rows: _Slice | None = None) -> Tensor:
+        """Returns numbers of all rows, or of some, with zeros for those that do not count.
+
+        A row that does not count may have any result.
+        """
+        if self.mask is None:
+            return t
+        return torch.where(self.mask if rows is None else rows.of(self.mask), t, 0)
 
     def chunk(self, rows: _Slice, numbers: Tensor | None = None) -> tuple[Chunk, list[Tensor]]:
         """Computes the logits of some rows; returns the function's call on them, and the rows.
@@ -251,9 +263,7 @@ def _each(loop: _Loop) -> tuple[list[Tensor], list[Tensor]]:
             rows.write(result, of_chunk)
         if each and chunk.numbers is not None:
             numbers[each * rows.start : each * rows.stop] = chunk.numbers.flatten()
-    if loop.mask is not None:
-        results = [torch.where(loop.mask, r, 0) for r in results]
-    return results, [numbers]
+    return [loop.masked(result) for result in results], [numbers]
 
 
 def _reduced(loop: _Loop) -> tuple[list[Tensor], list[Tensor]]:
@@ -265,15 +275,12 @@ def _reduced(loop: _Loop) -> tuple[list[Tensor], list[Tensor]]:
     each = torch.ones(operands.rows, dtype=scale.dtype, device=scale.device)
     if not is_late:
         each *= scale
-    if loop.mask is not None:
-        each = torch.where(loop.mask, each, 0)
+    each = loop.masked(each)
     totals: list[Tensor] = []
     for rows in loop.slices():
         chunk, inputs = loop.chunk(rows)
         (result,), cotangents = loop.loss.combined(operands, chunk.results, [rows.of(each)])
-        if loop.mask is not None:  # a row that does not count may have any result
-            result = torch.where(rows.of(loop.mask), result, 0)
-        totals.append(result.sum(dtype=scale.dtype))
+        totals.append(loop.masked(result, rows).sum(dtype=scale.dtype))
         if loop.any:
             loop.add(rows, inputs, chunk.gradients(cotangents))
     total = torch.stack(totals).sum() if totals else torch.zeros_like(scale)
@@ -290,8 +297,7 @@ def backward(
 ) -> list[Tensor]:
     """Returns the wanted gradients from those of the results of each row, (M,)."""
     loop = _Loop(loss, operands, needs)
-    if loop.mask is not None:
-        cotangents = [torch.where(loop.mask, c, 0) for c in cotangents]
+    cotangents = [loop.masked(c) for c in cotangents]
     each = numbers.numel() // max(operands.rows, 1)
     for rows in loop.slices():
         part = numbers[each * rows.start : each * rows.stop] if each else None

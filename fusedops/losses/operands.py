@@ -59,6 +59,11 @@ class Operands:
         """The dtype of sums of results."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
+    def parameters(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Returns the weights and biases in the dtype of the products."""
+        biases = [None if bias is None else bias.to(self.dtype) for bias in self.biases]
+        return [weight.to(self.dtype) for weight in self.weights], biases
+
 
 @dataclass(frozen=True)
 class Choice:

@@ -198,13 +198,18 @@ def call(loss: Loss, operands: Operands) -> list[Tensor]:
     lists = (
         list(operands.inputs),
         list(operands.weights),
-        [bias for bias in operands.biases if bias is not None],
-        [other for other in operands.others if isinstance(other, Tensor)],
+        _tensors(operands.biases),
+        _tensors(operands.others),
     )
     text = written(loss, operands, needs)
     if torch.compiler.is_dynamo_compiling() and _allow():
         loss.guard()
     return _called(*lists, text)
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    """Returns the tensors among the arguments of a call."""
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _called(

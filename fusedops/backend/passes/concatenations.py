@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..graphs import dtype_of, is_tensor, name_of, parts_of, value_of
@@ -44,10 +45,14 @@ def _narrowed(cast: fx.Node) -> fx.Node | None:
     if name_of(cat) not in ("cat", "stack") or len(cat.users) > 1:
         return None
     dtypes = {dtype_of(node) for node in cat.all_input_nodes} | {dtype_of(cat)}
-    wide, narrow = dtype_of(cat), dtype_of(cast)
-    is_narrower = wide.is_floating_point and narrow.itemsize < wide.itemsize
     # Tensors of several dtypes would be promoted first.
-    return cat if is_narrower and narrow.is_floating_point and dtypes == {wide} else None
+    return cat if len(dtypes) == 1 and _is_narrower(dtype_of(cast), dtype_of(cat)) else None
+
+
+def _is_narrower(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether a floating-point dtype has fewer bits than another."""
+    are_floats = dtype.is_floating_point and other.is_floating_point
+    return are_floats and dtype.itemsize < other.itemsize
 
 
 def _cast(graph: fx.Graph, cat: fx.Node, node: fx.Node, cast: fx.Node) -> fx.Node:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection, Sequence
+
+from torch import fx
 
 from ..alike import LEAST_ALIKE
 from ..horizontal import groups_of, replace_group
 from ..replacing import replace
 from ..rewrite import Rewrite
-from ..selection import Selector
+from ..selection import Match, Selector
 
 __all__ = ["fuse_regions"]
 
@@ -24,15 +27,29 @@ def fuse_regions(rewrite: Rewrite) -> None:
     for matches in groups_of(graph, selector.matches, rewrite.needs, selector.saved):
         if left.isdisjoint(matches[0].region.nodes) and matches[0].region.nodes[0] in replaced:
             continue
-        # Slices that pay only together may turn out to be other functions.
-        grouped = None
-        if len(matches) >= (LEAST_ALIKE if matches[0].is_slice else 2):
-            grouped = replace_group(graph, matches, replaced, rewrite.receives, left)
-        if grouped is not None:
-            selector.note_group(matches, grouped.lookups, grouped.outside)
-        else:
-            for match in filter(selector.is_alone, matches):
-                replace(graph, match, replaced)
+        _replace(rewrite, selector, matches, left)
         outputs = [old for match in matches for old, _ in match.program.outputs]
         rewrite.results += [selector.replaced[old] for old in outputs if old in selector.replaced]
     rewrite.reports += selector.reports
+
+
+def _replace(
+    rewrite: Rewrite, selector: Selector, matches: Sequence[Match], left: Collection[fx.Node]
+) -> None:
+    """Replaces the regions of a group by one operator, or by one each where these pay.
+
+    Args:
+        rewrite: the graph of the regions.
+        selector: it selected them.
+        matches: the group.
+        left: see `replace_group`.
+    """
+    grouped = None
+    # Slices that pay only together may turn out to be other functions.
+    if len(matches) >= (LEAST_ALIKE if matches[0].is_slice else 2):
+        grouped = replace_group(rewrite.graph, matches, selector.replaced, rewrite.receives, left)
+    if grouped is not None:
+        selector.note_group(matches, grouped.lookups, grouped.outside)
+        return
+    for match in filter(selector.is_alone, matches):
+        replace(rewrite.graph, match, selector.replaced)
