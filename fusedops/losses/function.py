@@ -253,12 +253,7 @@ class LinearRowwise:
         return (*others, *[default for _, default in remaining])
 
     def _results(self, operands: Operands) -> Sequence[Tensor]:
-        if not launch.runs_kernels(operands.inputs[0].device.type):
-            return reference(self, operands)
-        if torch.compiler.is_compiling():
-            if is_exporting() or transforms_when_traced():
-                return reference(self, operands)
-        elif transforms() or in_forward_mode():
+        if not launch.runs_kernels(operands.inputs[0].device.type) or _is_transformed():
             return reference(self, operands)
         return registration.call(self, operands)
 
@@ -351,6 +346,13 @@ class LinearRowwise:
     def divisor(self, operands: Operands, mask: Tensor | None) -> Tensor | int:
         """Returns what a mean divides the sum by."""
         return operands.rows if mask is None else mask.sum()
+
+
+def _is_transformed() -> bool:
+    """Returns whether a transform, forward mode or an export needs PyTorch's operators."""
+    if torch.compiler.is_compiling():
+        return is_exporting() or transforms_when_traced()
+    return transforms() or in_forward_mode()
 
 
 def _sequence(value: Any) -> tuple[Any, ...]:
