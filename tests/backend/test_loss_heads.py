@@ -85,6 +85,12 @@ def _shifted_logits(x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> 
     return F.cross_entropy(logits.view(-1, V), labels[..., 1:].reshape(-1))
 
 
+def _as_autocast(x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy as CUDA's autocast computes it: the log-softmax is cast, not the logits."""
+    logits = F.linear(x, weight, bias).view(-1, V)
+    return F.nll_loss(F.log_softmax(logits, -1).float(), labels.flatten())
+
+
 def _capped(x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
     logits = torch.tanh(F.linear(x, weight, bias) * 0.5 / 3.0) * 3.0
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
@@ -96,7 +102,7 @@ def _scaled(x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
     return (losses * torch.arange(losses.numel(), device=DEVICE)).sum() / 100 + bias.sum() * 0
 
 
-FORMS = (_transformers, _shifted_logits, _capped, _scaled)
+FORMS = (_transformers, _shifted_logits, _as_autocast, _capped, _scaled)
 
 
 def _results(function: Callable[..., Tensor], tensors: Any) -> list[Tensor]:

@@ -265,7 +265,7 @@ class _DoubledForCausalLM(_SquaredForCausalLM):
 )
 @pytest.mark.pairs("cls")
 def test_forwards_of_another_form_are_left_with_a_reason(cls: Any, reason: str) -> None:
-    model = cls(_model().config)
+    model = cls(_model().config).to(DEVICE)
     assert reason in _line(fusedops.fuse_model(model, loss=True)).calls
     assert model(**_batch())[1] is not None
 

@@ -127,9 +127,13 @@ def _walked(loss: fx.Node) -> _Head | None:
     assert isinstance(log_p, fx.Node)
     if (weight, value_of(target).dtype) != (None, torch.int64):  # type: ignore[arg-type]
         return None
+    walk = _Walk([])
+    # CUDA's autocast takes the loss in fp32 of a log-softmax in the dtype of the product.
+    if name_of(log_p) == "_to_copy" and walk.add(log_p):
+        (log_p,) = log_p.all_input_nodes
     if not _is_log_softmax(log_p) or reduction not in _REDUCTIONS:
         return None
-    walk = _Walk([log_p])
+    walk.nodes.append(log_p)
     node: Any = log_p.args[0]
     while name_of(node) not in ("mm", "addmm"):
         if not walk.add(node):
