@@ -67,7 +67,8 @@ def _lines() -> Iterator[_Line]:
     yield _launcher(gpu, triton)
     path, why = _path(gpu, triton)
     reason = f" ({why})" if why else ""
-    for name in (*operators(), "rowwise"):
+    losses = "linear_cross_entropy", "linear_log_probs", "linear_rowwise"
+    for name in (*operators(), "rowwise", *losses):
         yield _Line(f"{name}: {path}{reason}")
     yield _Line(_configs(gpu, path))
     yield _on_demand()

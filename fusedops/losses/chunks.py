@@ -34,7 +34,7 @@ def chunk_rows(
     device: torch.device,
     wide_bytes: int | None,
 ) -> int:
-    """Returns how many rows a chunk has: as many as fit the budget, about the same in each.
+    """Returns how many rows a chunk has at most: what fits the budget, about the same in each.
 
     Without a budget of the caller's, chunks are larger if so the sums of weights' gradients need
     not be in fp32, and that takes less memory.
@@ -62,8 +62,7 @@ def chunk_rows(
         larger = _rounded(math.ceil(rows / _MOST_ROUNDINGS))
         if most < larger and (larger - most) * row_bytes < wide_bytes:
             most = larger
-    if rows <= most:
-        return max(rows, 1)
+    rows = max(rows, 1)
     even = math.ceil(rows / math.ceil(rows / most))
     return min(_rounded(even), most)
 
