@@ -28,7 +28,10 @@ class FusedLinearCrossEntropy(nn.Module):
         reduction: "mean", "sum" or "none".
         ignore_index: the target of rows without a loss.
         label_smoothing: the share of the uniform distribution in the target.
-        softcap, scale, z_loss, chunk_mib: as in `fusedops.linear_cross_entropy`.
+        softcap: the soft cap of logits, as in `fusedops.linear_cross_entropy`.
+        scale: the factor of logits.
+        z_loss: the factor of ``logsumexp(logits) ** 2``.
+        chunk_mib: the most memory of a chunk's logits in MiB.
     Shape:
         input: ``(*, D)``; target: ``(*)``; output: a scalar, or ``(*)`` with ``reduction="none"``.
     """
