@@ -1,7 +1,7 @@
 """Cross-entropy of logits whose classes are sharded over ranks.
 
-Each rank has the logits of its classes. Three numbers of each row go between ranks, in chunks of
-rows; no logits do:
+Each rank has the logits of its classes. Three numbers of each row go between ranks, four with label
+smoothing, in chunks of rows; no logits do:
 
     rank 0   | classes 0 ... |     its logsumexp, the target's logit if it has it   -+
     rank 1   | ...     V - 1 |     its logsumexp, the target's logit if it has it   -+-> reduced
@@ -32,8 +32,6 @@ _GROUPS: dict[str, Any] = {}
 def _numbers(
     logits: Tensor,
     target: Tensor,
-    weight_of_target: Tensor | None,
-    weight: Tensor | None,
     ignore_index: int,
     label_smoothing: float,
     softcap: float | None,
@@ -62,17 +60,18 @@ class _OfShards(CrossEntropy):
 
     def classes(self, operands: Operands) -> int:
         """Returns the number of all ranks' classes."""
-        return int(operands.others[10])
+        return int(self.named(operands, "classes"))
 
     def columns(self, operands: Operands) -> int:
         """Returns the most classes of a rank, so that all ranks have the same chunks."""
-        return int(operands.others[11])
+        return int(self.named(operands, "most"))
 
     def combined(
         self, operands: Operands, results: Sequence[Tensor], cotangents: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Returns the loss of each row, and the gradients of this rank's numbers."""
-        smoothing, z_loss, group = (operands.others[i] for i in (4, 7, 8))
+        smoothing = self.named(operands, "label_smoothing")
+        z_loss, group = self.named(operands, "z_loss"), self.named(operands, "group")
         own, picked, *sums = results
         largest = own.clone()
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, _GROUPS[group])
@@ -96,7 +95,7 @@ class _OfShards(CrossEntropy):
 
 _OF_SHARDS = {
     reduction: _OfShards(_numbers, reduction=reduction, name="linear_cross_entropy")
-    for reduction in CROSS_ENTROPY
+    for reduction in ("none", "sum")
 }
 
 
@@ -137,10 +136,12 @@ def cross_entropy_of_shards(
     arguments = target, weight_of_target, weight, *numbers
     if dim is not None:
         called = _OF_SHARDS[called.reduction]
-        arguments = *arguments, *_shard(linear_weight, mesh, dim)
+        arguments = target, *numbers, *_shard(linear_weight, mesh, dim)
     loss = called.apply(x, w, arguments, b, chunk_mib)
     if is_mean:
-        loss = loss / _divisor(arguments, mesh, over_rows)
+        counts = target != numbers[0]  # `ignore_index`
+        counted = counts if weight_of_target is None else weight_of_target * counts
+        loss = loss / _divisor(counted, mesh, over_rows)
     placed = rows if reduction == "none" else _summed(over_rows, _replicated(mesh))
     result = DTensor.from_local(loss, mesh, placed, run_check=False)
     return result.full_tensor() if is_plain else result
@@ -237,11 +238,9 @@ def _shard(weight: Any, mesh: Any, dim: int) -> tuple[str, int, int, int]:
     return group.group_name, most * mesh.get_local_rank(dim), classes, most
 
 
-def _divisor(arguments: Sequence[Any], mesh: Any, over_rows: Sequence[bool]) -> Tensor:
-    """Returns the number of targets that count, or the sum of their weights, of all ranks."""
-    target, weight_of_target, _, ignore_index, *_ = arguments
-    counts = target != ignore_index
-    summed = counts.sum() if weight_of_target is None else (weight_of_target * counts).sum()
+def _divisor(counted: Tensor, mesh: Any, over_rows: Sequence[bool]) -> Tensor:
+    """Returns the sum over all ranks of which targets count, or of their weights."""
+    summed = counted.sum()
     total: Tensor = summed.to(torch.float64 if summed.dtype == torch.float64 else torch.float32)
     for dim, is_over in enumerate(over_rows):
         if is_over:

@@ -65,8 +65,8 @@ class CrossEntropy(LinearRowwise):
 
     def mask(self, operands: Operands) -> Tensor:
         """Returns which targets are not ignored."""
-        target, ignore_index = operands.others[0], operands.others[3]
-        return target != ignore_index  # type: ignore[no-any-return]
+        ignored = self.named(operands, "ignore_index")
+        return self.named(operands, "target") != ignored  # type: ignore[no-any-return]
 
     def _count(self, operands: Operands, mask: Tensor) -> int:
         """Returns the number of targets that are not ignored, from the one wait for the device.
@@ -74,14 +74,15 @@ class CrossEntropy(LinearRowwise):
         Raises:
             IndexError: a target is no class.
         """
-        target = operands.others[0]
+        target = self.named(operands, "target")
         wrong = mask & ((target < 0) | (target >= self.classes(operands)))
         count, wrong_count = torch.stack([mask.sum(), wrong.sum()]).tolist()
         if wrong_count:
             first = int(wrong.nonzero()[0])
             raise IndexError(
                 f"{self.name}: target {int(target[first])} of row {first} is out of bounds, "
-                f"expected 0 to {self.classes(operands) - 1} or ignore_index={operands.others[3]}"
+                f"expected 0 to {self.classes(operands) - 1} or "
+                f"ignore_index={self.named(operands, 'ignore_index')}"
             )
         return int(count)
 
@@ -92,7 +93,7 @@ class CrossEntropy(LinearRowwise):
     def divisor(self, operands: Operands, mask: Tensor | None) -> Tensor | int:
         """Returns the sum of the targets' weights, or their number."""
         assert mask is not None
-        weights = operands.others[1]
+        weights = self.named(operands, "weight_of_target")
         if weights is None:
             return mask.sum()
         return torch.where(mask, weights, 0).sum(dtype=operands.acc)

@@ -55,7 +55,7 @@ def linear_rowwise(
         shared: names of arguments that are the same for all rows, for example class weights (V,).
             Without its name here, such a tensor counts as one of rows in a call of V rows.
         chunk_mib: the most memory of a chunk's logits, in MiB; by default 512, or 1/32 of the
-            device's memory if that is less.
+            device's memory if that is less, or more where sums in fp32 would take more.
         strict: whether a function that cannot be fused is an error. By default it runs on whole
             logits, with a warning.
     Returns:
@@ -74,7 +74,7 @@ def linear_rowwise(
 
         loss = poly_loss(hidden, lm_head.weight, labels)
     Numerics: the function computes in fp32 from logits in the products' dtype. A weight's gradient
-        in 16 bits is summed over up to seven chunks in its dtype, with each product's sum in fp32,
+        in 16 bits is summed over up to 13 chunks in its dtype, with each product's sum in fp32,
         and in fp32 over more.
     """
     if function is None:
@@ -294,6 +294,11 @@ class LinearRowwise:
         """Makes torch.compile guard on the variables that the function reads."""
         self._rows[0].guard()
 
+    def named(self, operands: Operands, name: str) -> Any:
+        """Returns the argument of a name, one after the logits."""
+        position = [parameter for parameter, _ in self._signature].index(name)
+        return operands.others[position - len(operands.inputs)]
+
     # --- the rows that count ----------------------------------------------------------------------
 
     def mask(self, operands: Operands) -> Tensor | None:
@@ -314,11 +319,11 @@ class LinearRowwise:
         if mask is None:
             return Choice(operands.rows)
         if mask.is_cuda and torch.cuda.is_current_stream_capturing():
-            return Choice(operands.rows, mask=mask)
+            return Choice(operands.rows, mask=mask, counted=mask)
         count = self._count(operands, mask)
         if count == operands.rows:
-            return Choice(count)
-        return Choice(count, mask.nonzero().squeeze(1))
+            return Choice(count, counted=mask)
+        return Choice(count, mask.nonzero().squeeze(1), counted=mask)
 
     def index(self, mask: Tensor | None) -> Tensor | None:
         """Returns the rows that count; None for all, or if the host cannot read which."""

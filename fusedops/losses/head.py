@@ -87,6 +87,7 @@ class _Loop:
         self.any = any(needs)
         choice = loss.choice(operands)
         self.index, self.count, self.mask = choice.index, choice.count, choice.mask
+        self.counted = choice.counted
         self.weights, self.biases = operands.parameters()
         device = operands.inputs[0].device
         row_bytes = loss.columns(operands) * operands.dtype.itemsize
@@ -208,11 +209,11 @@ class _Loop:
     def gradients(self) -> list[Tensor]:
         """Returns the wanted gradients, in the dtypes of `gradient_dtype`."""
         operands = self.operands
-        tensors = [*operands.inputs, *operands.weights, *operands.biases, *operands.others]
         gradients = [*self.d_inputs, *self.d_weights, *self.d_biases, *self.d_others]
+        pairs = zip(operands.arguments, gradients, strict=True)
         return [
             gradient.to(gradient_dtype(operands, position, t.dtype))
-            for position, (t, gradient) in enumerate(zip(tensors, gradients, strict=True))
+            for position, (t, gradient) in enumerate(pairs)
             if gradient is not None
         ]
 
@@ -268,7 +269,7 @@ def _each(loop: _Loop) -> tuple[list[Tensor], list[Tensor]]:
 
 def _reduced(loop: _Loop) -> tuple[list[Tensor], list[Tensor]]:
     operands = loop.operands
-    scale = loop.loss.scale(operands, loop.loss.mask(operands))
+    scale = loop.loss.scale(operands, loop.counted)
     # In fp16 gradients divided by the number of rows would underflow. They are multiplied together
     # with the gradient of the loss, which is large where gradients are scaled.
     is_late = operands.dtype == torch.float16

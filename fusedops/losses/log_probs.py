@@ -41,7 +41,7 @@ class _OfTokens(LinearRowwise):
     """A function of logits and a token of each row: wrong tokens raise."""
 
     def _results(self, operands: Operands) -> Any:
-        tokens = operands.others[0]
+        tokens = self.named(operands, "tokens")
         classes = operands.weights[0].shape[0]
         if has_values(tokens):
             low, high = torch.stack(torch.aminmax(tokens)).tolist()

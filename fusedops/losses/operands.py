@@ -55,6 +55,11 @@ class Operands:
         return self.inputs[0].shape[0]
 
     @property
+    def arguments(self) -> tuple[Any, ...]:
+        """All inputs, weights, biases and other arguments, in the order of their gradients."""
+        return (*self.inputs, *self.weights, *self.biases, *self.others)
+
+    @property
     def acc(self) -> torch.dtype:
         """The dtype of sums of results."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -74,11 +79,13 @@ class Choice:
         index: the rows, ascending; None for all.
         mask: which of the computed rows count; None if all do. Results and gradients of the others
             are zero.
+        counted: which of all rows count; None if all do.
     """
 
     count: int
     index: Tensor | None = None
     mask: Tensor | None = None
+    counted: Tensor | None = None
 
 
 class Loss(Protocol):

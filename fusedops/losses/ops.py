@@ -50,7 +50,7 @@ def linear_cross_entropy(
         scale: logits are multiplied by it, before they are capped.
         z_loss: the factor of ``logsumexp(logits) ** 2``, which is added to each row's loss.
         chunk_mib: the most memory of a chunk's logits in MiB; by default 512, or 1/32 of the
-            device's memory if that is less.
+            device's memory if that is less, or more where sums in fp32 would take more.
     Returns:
         The loss: a scalar, or ``(*)`` with ``reduction="none"``; in fp32, or fp64 for fp64 inputs.
     Raises:

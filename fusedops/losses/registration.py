@@ -192,9 +192,8 @@ def _operands(
 
 def call(loss: Loss, operands: Operands) -> list[Tensor]:
     """Returns the results of the registered operator; of `reference` if there can be no kernel."""
-    tensors = [*operands.inputs, *operands.weights, *operands.biases, *operands.others]
     records = torch.is_grad_enabled()
-    needs = [records and isinstance(t, Tensor) and t.requires_grad for t in tensors]
+    needs = [records and isinstance(t, Tensor) and t.requires_grad for t in operands.arguments]
     lists = (
         list(operands.inputs),
         list(operands.weights),
@@ -289,10 +288,9 @@ def _fake_forward(
 
 
 def _fake_gradients(operands: Operands, needs: Sequence[bool]) -> list[Tensor]:
-    tensors = [*operands.inputs, *operands.weights, *operands.biases, *operands.others]
     return [
         t.new_empty(t.shape, dtype=head.gradient_dtype(operands, position, t.dtype))
-        for position, (t, need) in enumerate(zip(tensors, needs, strict=True))
+        for position, (t, need) in enumerate(zip(operands.arguments, needs, strict=True))
         if need
     ]
 
@@ -334,8 +332,7 @@ def _fake_backward(
 def _in_own_dtypes(
     operands: Operands, needs: Sequence[bool], gradients: Sequence[Tensor]
 ) -> list[Tensor]:
-    tensors = [*operands.inputs, *operands.weights, *operands.biases, *operands.others]
-    wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
+    wanted = [t for t, need in zip(operands.arguments, needs, strict=True) if need]
     return [gradient.to(t.dtype) for t, gradient in zip(wanted, gradients, strict=True)]
 
 
@@ -416,7 +413,6 @@ def _differentiable(
     called: _Call, operands: Operands, cotangents: Sequence[Tensor | None]
 ) -> list[Tensor]:
     """Returns gradients that can be differentiated, from whole logits."""
-    tensors = [*operands.inputs, *operands.weights, *operands.biases, *operands.others]
     heads = len(operands.inputs)
 
     def function(*values: Any) -> Any:
@@ -432,10 +428,10 @@ def _differentiable(
         with _context(operands, called.autocast):
             return reference(called.loss, again)
 
-    gradients = vjp(function, tensors, cotangents, called.needs)
+    gradients = vjp(function, operands.arguments, cotangents, called.needs)
     return [
         torch.zeros_like(t) if gradient is None else gradient
-        for t, gradient, need in zip(tensors, gradients, called.needs, strict=True)
+        for t, gradient, need in zip(operands.arguments, gradients, called.needs, strict=True)
         if need
     ]
 
@@ -445,10 +441,9 @@ def _listed(
 ) -> list[list[Tensor | None]]:
     """Returns gradients as the lists of the operator's arguments."""
     remaining = iter(gradients)
-    tensors = [*operands.inputs, *operands.weights, *operands.biases, *operands.others]
     flat = [
         next(remaining) if need else None
-        for t, need in zip(tensors, called.needs, strict=True)
+        for t, need in zip(operands.arguments, called.needs, strict=True)
         if isinstance(t, Tensor)
     ]
     lists = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,6 +101,8 @@ class Chunk:
         return not _reads_elements(self._program)
 
 
+# Each chunk of a call asks, and the answer takes the derivative of the program's graph.
+@functools.lru_cache(maxsize=256)
 def _reads_elements(program: Program) -> bool:
     """Whether a backward reads single elements of rows, and not only those of its own columns."""
     plan = program.plan
