@@ -2,7 +2,7 @@
 
 ``run`` measures the shapes that have targets, and ``check`` compares the results with the targets.
 ``sweep`` measures along lines of hidden sizes and of rows. ``models`` measures whole models,
-``distributed`` models on several GPUs, ``rowwise`` users' functions, ``horizontal`` functions of
+``zoo`` many architectures under torch.compile, ``distributed`` models on several GPUs, ``rowwise`` users' functions, ``horizontal`` functions of
 many slices, ``heads`` losses of a head, and ``generated`` hand-written operators and generated
 ones. ``table`` and ``report`` show the results. ``compare`` lists regressions.
 """
@@ -32,6 +32,7 @@ from .models import distributed_results as several_gpus
 from .models import page as model_pages
 from .providers import PROVIDERS, build, worthwhile
 from .rowwise import command as users_functions
+from .zoo import command as zoo
 
 _ROOT = Path(__file__).resolve().parent.parent
 _RESULTS = _ROOT / "benchmarks" / "results"
@@ -320,6 +321,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_sweep(commands.add_parser("sweep", help=sweep_all.__doc__))
     whole_models.add_options(commands.add_parser("models", help=whole_models.run.__doc__))
+    zoo.add_options(commands.add_parser("zoo", help=zoo.run.__doc__))
     distributed.add_options(commands.add_parser("distributed", help=distributed.run.__doc__))
     generated.add_options(commands.add_parser("generated", help=generated.run.__doc__))
     users_functions.add_options(commands.add_parser("rowwise", help=users_functions.run.__doc__))

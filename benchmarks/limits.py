@@ -11,6 +11,8 @@ _LEAST = {
     "seeds": (1, ""),
     "steps": (1, ""),
     "jobs": (0, ""),
+    "processes": (1, ""),
+    "limit": (1, " seconds"),
     "budget": (0, " seconds"),
     "threshold": (0, " percent"),
 }

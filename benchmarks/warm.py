@@ -26,7 +26,7 @@ from .cases import DTYPES, Case, discover
 from .providers import build, fresh_compiler
 from .sweep import Work
 
-__all__ = ["Task", "compile_ahead", "loaded", "settle_compiler", "tasks", "workers"]
+__all__ = ["Task", "compile_ahead", "initialize", "loaded", "settle_compiler", "tasks", "workers"]
 
 _NOTHING_TO_COMPILE = ("eager", "eager_combined")
 
@@ -107,10 +107,10 @@ def workers(jobs: int, device: torch.device) -> ProcessPoolExecutor:
     They are spawned: importing Inductor may initialise CUDA, which does not work in a forked child.
     """
     settle_compiler()
-    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _initialize, (device,))
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initialize, (device,))
 
 
-def _initialize(device: torch.device) -> None:
+def initialize(device: torch.device) -> None:
     """Prepares a worker process."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -20,7 +20,7 @@ from .runner import Setting, Work, run_work, stages, without
 from .text import Text
 from .workloads import MODELS, MODES, Workload, loss_workloads, named, workloads
 
-__all__ = ["add_options", "run"]
+__all__ = ["add_options", "device_of", "run"]
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _RESULTS = _ROOT / "benchmarks" / "results"
@@ -140,7 +140,7 @@ def _work(options: argparse.Namespace) -> int:
         chosen = loss_workloads(models, tiny=options.tiny)
     else:
         chosen = workloads(models, modes, tiny=options.tiny)
-    device = _device(options)
+    device = device_of(options)
     setting = Setting(
         device=device,
         text=Text(device),
@@ -155,7 +155,7 @@ def _work(options: argparse.Namespace) -> int:
     return _measure(stages(chosen, wanted), setting, options)
 
 
-def _device(options: argparse.Namespace) -> torch.device:
+def device_of(options: argparse.Namespace) -> torch.device:
     """Returns the device of the command line; by default a GPU, or for tiny models also a CPU.
 
     Raises:

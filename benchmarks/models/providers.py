@@ -46,7 +46,7 @@ class Contender:
         model: the model.
         context: returns the context in which the step must run. It has what a provider changes
             besides the instance.
-        step: runs a whole step, asynchronously.
+        step: runs a whole step, asynchronously. It returns the loss, or the output of inference.
         replays: whether a step replays CUDA graphs.
     """
 
@@ -122,16 +122,17 @@ def offered(workload: Workload) -> list[str]:
     return sorted(names, key=lambda name: name == "compile_autotune")
 
 
-def _train(model: nn.Module, batch: dict[str, Any], device: torch.device) -> None:
+def _train(model: nn.Module, batch: dict[str, Any], device: torch.device) -> Tensor:
     model.zero_grad(set_to_none=True)
     with torch.autocast(device.type, torch.bfloat16):
-        loss = model(**batch).loss
+        loss: Tensor = model(**batch).loss
     loss.backward()
+    return loss.detach()
 
 
 @torch.no_grad()
-def _infer(model: nn.Module, batch: dict[str, Any]) -> None:
-    model(**batch)
+def _infer(model: nn.Module, batch: dict[str, Any]) -> Any:
+    return model(**batch)
 
 
 def _generate(model: Any, batch: dict[str, Any], new_tokens: int) -> Any:

@@ -5,14 +5,24 @@ It has one row for each model, mode, shape and provider, the newest one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .. import results
 
-__all__ = ["COLUMNS", "Key", "Row", "WorkloadKey", "by_workload", "merge", "read", "write"]
+__all__ = [
+    "Key",
+    "Row",
+    "WorkloadKey",
+    "by_workload",
+    "merge",
+    "read",
+    "read_as",
+    "write",
+    "write_as",
+]
 
 WorkloadKey = tuple[str, str, str]  # model, mode, shape
 Key = tuple[str, str, str, str]
@@ -49,16 +59,26 @@ class Row:
         return (*self.workload, self.provider)
 
 
-COLUMNS = tuple(field.name for field in fields(Row))
-_NUMBERS = ("ms", "peak_mib", "loss", "spread", "host_ms", "loss_spread", "gpu_ms")
+_AnyRow = TypeVar("_AnyRow", bound=Row)
+
+
+def columns(kind: type[Row]) -> tuple[str, ...]:
+    """Returns the columns of a file of rows of this kind."""
+    return tuple([field.name for field in fields(kind)])
 
 
 def read(path: Path) -> list[Row]:
     """Returns the rows of a file; none if there is no file."""
-    return [_row(record) for record in results.read_records(path, COLUMNS)]
+    return read_as(Row, path)
 
 
-def merge(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
+def read_as(kind: type[_AnyRow], path: Path) -> list[_AnyRow]:
+    """Returns the rows of a file whose rows are of this kind."""
+    numbers = _numbers(kind)
+    return [_row(record, kind, numbers) for record in results.read_records(path, columns(kind))]
+
+
+def merge(old: Iterable[_AnyRow], new: Iterable[_AnyRow]) -> list[_AnyRow]:
     """Returns both, sorted; a new row replaces the old one with the same key."""
     rows = {row.key: row for row in old} | {row.key: row for row in new}
     return sorted(rows.values(), key=lambda row: row.key)
@@ -66,25 +86,43 @@ def merge(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
 
 def write(path: Path, rows: Iterable[Row]) -> None:
     """Merges the rows into the file."""
-    results.write_records(path, COLUMNS, map(_record, merge(read(path), rows)))
+    write_as(Row, path, rows)
 
 
-def by_workload(rows: Iterable[Row]) -> dict[WorkloadKey, dict[str, Row]]:
+def write_as(kind: type[_AnyRow], path: Path, rows: Iterable[_AnyRow]) -> None:
+    """Merges rows of this kind into their file."""
+    records = map(_record, merge(read_as(kind, path), rows))
+    results.write_records(path, columns(kind), records)
+
+
+def by_workload(rows: Iterable[_AnyRow]) -> dict[WorkloadKey, dict[str, _AnyRow]]:
     """Returns the rows of each workload by provider."""
-    workloads: dict[WorkloadKey, dict[str, Row]] = {}
+    workloads: dict[WorkloadKey, dict[str, _AnyRow]] = {}
     for row in rows:
         workloads.setdefault(row.workload, {})[row.provider] = row
     return workloads
 
 
+def _numbers(kind: type[Row]) -> dict[str, Callable[[str], float | int]]:
+    """Returns the columns that are numbers, or empty, with the type of each."""
+    types: dict[Any, type[float | int]] = {"float | None": float, "int | None": int}
+    return {field.name: types[field.type] for field in fields(kind) if field.type in types}
+
+
 def _record(row: Row) -> dict[str, Any]:
     record = asdict(row)
-    return record | {
-        name: "" if record[name] is None else f"{record[name]:.4f}" for name in _NUMBERS
-    }
+    for name, value in record.items():
+        if value is None:
+            record[name] = ""
+        elif isinstance(value, float):
+            record[name] = f"{value:.4f}"
+    return record
 
 
-def _row(record: dict[str, str]) -> Row:
-    numbers = {name: float(record[name]) if record[name] else None for name in _NUMBERS}
-    values: dict[str, Any] = {**record, **numbers}
-    return Row(**values)
+def _row(
+    record: dict[str, str], kind: type[_AnyRow], numbers: dict[str, Callable[[str], float | int]]
+) -> _AnyRow:
+    values: dict[str, Any] = dict(record)
+    for name, number in numbers.items():
+        values[name] = number(record[name]) if record[name] else None
+    return kind(**values)

@@ -20,7 +20,7 @@ from .results import Key, Row
 from .text import Text
 from .workloads import Workload
 
-__all__ = ["Setting", "Work", "run_work", "stages", "without"]
+__all__ = ["Setting", "Work", "first_line", "free", "run_work", "stages", "without"]
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def run_work(work: Work, setting: Setting) -> list[Row]:
         return measure(work, setting)
     finally:
         torch.compiler.reset()
-        _free(setting.device)
+        free(setting.device)
 
 
 def _timed(work: Work, setting: Setting) -> list[Row]:
@@ -159,8 +159,8 @@ def _start(name: str, workload: Workload, setting: Setting) -> tuple[Contender, 
         return built, measuring.warm_up(built, setting.effort, setting.device)
     # Whatever a provider raises, the others must be timed.
     except Exception as error:  # noqa: BLE001
-        _say(f"{workload} {name}: left out, {type(error).__name__}: {_first_line(error)}")
-        _free(setting.device)
+        _say(f"{workload} {name}: left out, {type(error).__name__}: {first_line(error)}")
+        free(setting.device)
         return None
 
 
@@ -180,10 +180,10 @@ def _learned(work: Work, setting: Setting) -> list[Row]:
             )
         # As in `_start`.
         except Exception as error:  # noqa: BLE001
-            _say(f"{work.workload} {name}: left out, {type(error).__name__}: {_first_line(error)}")
+            _say(f"{work.workload} {name}: left out, {type(error).__name__}: {first_line(error)}")
             continue
         finally:
-            _free(setting.device)
+            free(setting.device)
         took = time.perf_counter() - start
         print(
             f"  {name:<14}loss {learned.mean:.4f}, {learned.spread:.4f} between seeds"
@@ -196,7 +196,8 @@ def _learned(work: Work, setting: Setting) -> list[Row]:
     return rows
 
 
-def _free(device: torch.device) -> None:
+def free(device: torch.device) -> None:
+    """Returns the memory that nothing uses to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -209,7 +210,8 @@ def _version(package: str) -> str:
         return ""
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Returns the beginning of an error's message."""
     return (str(error).strip().splitlines() or [""])[0][:200]
 
 

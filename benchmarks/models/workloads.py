@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -41,9 +42,13 @@ class Model:
             with the batch size; ``batch`` reads the others: sequence lengths, an image's shape, or
             the number of tables.
         tiny_sizes: the input sizes of the tiny model.
-        loss_sizes: the input sizes of the short trainings that compare losses.
+        loss_sizes: the input sizes of the short trainings that compare losses; empty if there are
+            none.
         prompts: the number of prompts to continue, their length, and the number of new tokens; None
             if the model does not generate.
+        decodes: whether the model has an encoder and a decoder. Without labels it then needs the
+            decoder's inputs.
+        cost: how long it compiles, as a multiple of the usual time.
     """
 
     cls: str | type[nn.Module]
@@ -53,32 +58,40 @@ class Model:
     batch: Callable[[Text, Sizes], Batch]
     sizes: tuple[Sizes, ...]
     tiny_sizes: Sizes
-    loss_sizes: Sizes
+    loss_sizes: Sizes = ()
     prompts: Sizes | None = None
+    decodes: bool = False
+    cost: float = 1.0
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, the mode it runs in (one of `MODES`, or "loss"), and the sizes of the inputs."""
+    """A model, the mode it runs in (one of `MODES`, or "loss"), and the sizes of the inputs.
+
+    Attributes:
+        registry: the Python module whose ``MODELS`` has the model. It is a name, so that other
+            processes can load the model: functions that draw batches cannot be sent to them.
+    """
 
     name: str
     mode: str
     sizes: Sizes
     tiny: bool = False
+    registry: str = __name__
 
     @property
     def model(self) -> Model:
         """The architecture."""
-        return MODELS[self.name]
+        model: Model = import_module(self.registry).MODELS[self.name]
+        return model
 
     @property
     def shape(self) -> str:
         """The sizes as the results name them, such as ``16x1024``.
 
-        The third of three sizes is the number of the decoder's tokens, or of new ones. It comes
-        after a plus: ``16x512+128``.
+        The number of the decoder's tokens, or of new ones, comes after a plus: ``16x512+128``.
         """
-        if len(self.sizes) == 3:
+        if self.mode == "generate" or self.model.decodes:
             count, length, target = self.sizes
             return f"{count}x{length}+{target}"
         return "x".join(map(str, self.sizes))
@@ -117,12 +130,12 @@ class Workload:
         batch = self.model.batch(text, self.sizes)
         if self.mode != "infer":
             return batch
-        # With labels a model would compute a loss. Without them T5 needs its decoder's inputs.
-        labels = batch.pop("labels")
+        # With labels a model would compute a loss.
+        labels = batch.pop("labels", None)
         for name, value in batch.items():
             if value.is_floating_point():
                 batch[name] = value.bfloat16()
-        if self.name == "t5":
+        if self.model.decodes and labels is not None:
             batch["decoder_input_ids"] = labels
         return batch
 
@@ -197,6 +210,7 @@ MODELS = {
         tiny_sizes=(2, 16, 8),
         loss_sizes=(8, 128, 64),
         prompts=(256, 64, 64),
+        decodes=True,
     ),
     # Llama 3.2 1B, with the vocabulary of the first Llamas.
     "llama": Model(
