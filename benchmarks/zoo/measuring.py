@@ -65,12 +65,16 @@ def prepare(work: Work, device: torch.device, effort: Effort) -> list[Row]:
             built, started = waiting_for_memory(start, device)
         # Whatever a provider raises, the others are timed.
         except Exception as error:  # noqa: BLE001
+            # After some errors this raises another: the device is lost to this process.
+            measuring.synchronize(device)
             failures.append(failed(row, _described(error)))
             continue
         if started.failure:
             failures.append(started)
         else:
             contenders[name], rows[name] = built, started
+    del reference
+    free(device)
     _prepared.append(_Prepared(setting, contenders, rows))
     return failures
 

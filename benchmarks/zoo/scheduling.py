@@ -132,9 +132,6 @@ def _measured(worker: Worker, item: Work, plan: Plan, turns: _Turns) -> list[Row
             return None
         print(f"{item.workload} {' '.join(item.providers)}: {error}", file=sys.stderr, flush=True)
         return _one_by_one(worker, item, plan, turns, str(error))
-    if failures:
-        # After an error on the device, its process can measure nothing else.
-        worker.kill()
     return failures + rows
 
 
