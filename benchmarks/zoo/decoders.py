@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..models import batches as shared
+from ..models.batches import Sizes
 from ..models.text import TOKENS
 from ..models.workloads import Model
 from .options import GROUPS, TINY, WITH_BOS, tiny_text, with_layers
@@ -25,7 +26,7 @@ def _decoder(
     *,
     config: str | None = None,
     tiny: dict[str, Any] | None = None,
-    sizes: tuple[int, int] = (2, 2048),
+    sizes: tuple[Sizes, ...] = ((2, 2048),),
     cost: float = 1.0,
 ) -> Model:
     """Returns a decoder.
@@ -35,7 +36,7 @@ def _decoder(
         options: the arguments of its config.
         config: the name of its config's class, if it is another.
         tiny: the options of the tiny model; by default those of `tiny_text` with grouped heads.
-        sizes: batch size and length.
+        sizes: see `registry.workloads`.
         cost: see `Model`.
     """
     return Model(
@@ -44,7 +45,7 @@ def _decoder(
         options=WITH_BOS | options,
         tiny=tiny_text(**GROUPS) if tiny is None else tiny,
         batch=shared.next_token,
-        sizes=(sizes,),
+        sizes=sizes,
         tiny_sizes=_TINY_SIZES,
         cost=cost,
     )
@@ -64,7 +65,7 @@ _TINY_HEADS = tiny_text(**GROUPS, head_dim=16)
 _UNGROUPED = tiny_text()
 
 MODELS = {
-    "gpt2": with_layers("gpt2", n_layer=6),
+    "gpt2": with_layers("gpt2", (8, 1024), (16, 1024), n_layer=6),
     # GPT-J 6B at half of its width.
     "gptj": Model(
         cls="GPTJForCausalLM",
@@ -129,7 +130,7 @@ MODELS = {
             "num_hidden_layers": 2,
         },
     ),
-    "llama_1b": with_layers("llama_1b", num_hidden_layers=4),
+    "llama_1b": with_layers("llama_1b", (2, 2048), num_hidden_layers=4),
     # Mistral 7B, with a window.
     "mistral": _decoder(
         "Mistral",
@@ -201,9 +202,7 @@ MODELS = {
         },
     ),
     # SmolLM3 3B: every fourth layer has no positions.
-    "smollm3": _decoder(
-        "SmolLM3", _sized(2048, 11_008, 4, 16, 4) | {"vocab_size": 128_256}, sizes=(2, 2048)
-    ),
+    "smollm3": _decoder("SmolLM3", _sized(2048, 11_008, 4, 16, 4) | {"vocab_size": 128_256}),
     # StarCoder2 3B: LayerNorms, biases and an MLP without gate.
     "starcoder2": _decoder(
         "Starcoder2",
@@ -221,7 +220,7 @@ MODELS = {
         _sized(2048, 6848, 4, 16, 2) | {"vocab_size": 151_552, "head_dim": 128},
         tiny=_TINY_HEADS,
     ),
-    "mixtral": with_layers("mixtral", num_hidden_layers=3),
+    "mixtral": with_layers("mixtral", (4, 2048), (8, 2048), num_hidden_layers=3),
     # GPT-OSS 20B at half of its width, with eight of its 32 experts: clamped gates, and attention
     # with sinks.
     "gpt_oss": _decoder(
@@ -274,6 +273,6 @@ MODELS = {
             "state_size": 16,
             "chunk_size": 8,
         },
-        sizes=(1, 1024),
+        sizes=((2, 1024), (4, 1024)),
     ),
 }

@@ -95,7 +95,7 @@ MODELS = {
         },
         tiny=tiny_text(embedding_size=16),
         batch=batches.replaced,
-        sizes=((64, 512),),
+        sizes=((32, 512), (64, 512)),
         tiny_sizes=_TINY_TEXT,
     ),
     # The sizes of ALBERT-large; all layers share their weights.
@@ -132,7 +132,7 @@ MODELS = {
         },
         tiny=tiny_text(),
         batch=shared.masked,
-        sizes=((32, 512),),
+        sizes=((16, 512), (32, 512)),
         tiny_sizes=_TINY_TEXT,
     ),
     "mpnet": Model(
@@ -162,7 +162,7 @@ MODELS = {
         sizes=((16, 512),),
         tiny_sizes=_TINY_TEXT,
     ),
-    "t5": with_layers("t5", num_layers=4),
+    "t5": with_layers("t5", (32, 512, 128), (64, 512, 128), num_layers=4),
     # The sizes of Flan-T5-large, whose feed-forward has a gate.
     "t5_gated": Model(
         cls="T5ForConditionalGeneration",
@@ -186,7 +186,7 @@ MODELS = {
             "num_heads": 2,
         },
         batch=shared.continuation,
-        sizes=((16, 512, 256),),
+        sizes=((16, 512, 256), (32, 512, 256)),
         tiny_sizes=_TINY_PAIR,
         decodes=True,
         cost=1.5,
@@ -209,7 +209,7 @@ MODELS = {
         options=_BART | {"vocab_size": 96_103, "max_position_embeddings": 1024},
         tiny=_TINY_BART,
         batch=shared.continuation,
-        sizes=((16, 512, 256),),
+        sizes=((16, 512, 256), (32, 512, 256)),
         tiny_sizes=_TINY_PAIR,
         decodes=True,
         cost=1.5,
@@ -241,7 +241,7 @@ MODELS = {
             "max_target_positions": 16,
         },
         batch=batches.transcribed,
-        sizes=((8, 3000, 128),),
+        sizes=((8, 3000, 128), (16, 3000, 128)),
         tiny_sizes=(2, 32, 8),
         decodes=True,
         cost=1.5,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ..models.batches import Sizes
 from ..models.text import EOS, PAD, TOKENS
 from ..models.workloads import MODELS, Model
 
@@ -26,7 +27,13 @@ def tiny_text(**others: Any) -> dict[str, Any]:
     return {"vocab_size": TOKENS, **TINY, **others}
 
 
-def with_layers(name: str, **options: Any) -> Model:
-    """Returns a model of `benchmarks.models` with other options, such as fewer layers."""
+def with_layers(name: str, *sizes: Sizes, **options: Any) -> Model:
+    """Returns a model of `benchmarks.models` with other options, such as fewer layers.
+
+    Args:
+        name: the model.
+        sizes: see `registry.workloads`; by default the model's first.
+        options: the options.
+    """
     model = MODELS[name]
-    return replace(model, options=model.options | options, sizes=model.sizes[:1])
+    return replace(model, options=model.options | options, sizes=sizes or model.sizes[:1])

@@ -17,13 +17,18 @@ MODELS = encoders.MODELS | decoders.MODELS | vision.MODELS | written_models.MODE
 def workloads(
     models: Sequence[str] = (), modes: Sequence[str] = (), *, tiny: bool = False
 ) -> list[Workload]:
-    """Returns the workloads of the named models and modes; of all if none are named."""
+    """Returns the workloads of the named models and modes; of all if none are named.
+
+    A model trains with the first of its sizes, and infers with the last.
+    """
     chosen = [named("model", name, MODELS) for name in models] or list(MODELS)
     wanted = [named("mode", mode, MODES) for mode in modes] or MODES
     results = []
     for name, mode in itertools.product(chosen, wanted):
         model = MODELS[name]
-        sizes = model.tiny_sizes if tiny else model.sizes[0]
+        sizes = model.sizes[0] if mode == "train" else model.sizes[-1]
+        if tiny:
+            sizes = model.tiny_sizes
         results.append(Workload(name, mode, sizes, tiny, registry=__name__))
     return results
 

@@ -17,7 +17,8 @@ from .written import DETR, Contrastive, MLPMixer, ResNet
 
 __all__ = ["MODELS"]
 
-_PICTURE = (64, 3, 224, 224)
+_PICTURES = ((64, 3, 224, 224), (128, 3, 224, 224))
+_MORE_PICTURES = ((128, 3, 224, 224), (256, 3, 224, 224))
 _TINY_PICTURE = (2, 3, 32, 32)
 _LABELS = {"num_labels": 256}  # the pictures' classes are bytes
 _SIX = {"num_hidden_layers": 6}
@@ -29,8 +30,6 @@ def _vision(
     options: dict[str, Any],
     *,
     tiny: dict[str, Any] | None = None,
-    sizes: tuple[int, ...] = _PICTURE,
-    tiny_sizes: tuple[int, ...] = _TINY_PICTURE,
     cost: float = 1.0,
 ) -> Model:
     """Returns a classifier of pictures; the arguments are those of `Model`."""
@@ -40,8 +39,8 @@ def _vision(
         options=_LABELS | options,
         tiny=_TINY_VISION if tiny is None else tiny,
         batch=shared.picture,
-        sizes=(sizes,),
-        tiny_sizes=tiny_sizes,
+        sizes=_PICTURES,
+        tiny_sizes=_TINY_PICTURE,
         cost=cost,
     )
 
@@ -100,7 +99,7 @@ MODELS = {
         options={},
         tiny={"depths": (1, 1), "width": 8},
         batch=shared.picture,
-        sizes=((128, 3, 224, 224),),
+        sizes=_MORE_PICTURES,
         tiny_sizes=_TINY_PICTURE,
     ),
     # Mixer-L/16.
@@ -110,7 +109,7 @@ MODELS = {
         options={},
         tiny={"image_size": 32, "width": 32, "token_width": 16, "depth": 2, "classes": 256},
         batch=shared.picture,
-        sizes=((64, 3, 224, 224),),
+        sizes=_PICTURES,
         tiny_sizes=_TINY_PICTURE,
     ),
     "detr": Model(
@@ -126,7 +125,7 @@ MODELS = {
             "queries": 5,
         },
         batch=shared.picture,
-        sizes=((32, 3, 512, 512),),
+        sizes=((64, 3, 512, 512), (128, 3, 512, 512)),
         tiny_sizes=_TINY_PICTURE,
     ),
     # SegFormer-B2.
@@ -146,7 +145,7 @@ MODELS = {
             "decoder_hidden_size": 16,
         },
         batch=batches.segmented,
-        sizes=((8, 3, 512, 512),),
+        sizes=((8, 3, 512, 512), (32, 3, 512, 512)),
         tiny_sizes=(2, 3, 64, 64),
         cost=2.0,
     ),
@@ -162,7 +161,7 @@ MODELS = {
             "decoder_intermediate_size": 32,
         },
         batch=batches.masked_patches,
-        sizes=((128, 3, 224, 224),),
+        sizes=_MORE_PICTURES,
         tiny_sizes=_TINY_PICTURE,
     ),
     # CLIP B/16.
@@ -241,7 +240,7 @@ MODELS = {
             "classifier_proj_size": 16,
         },
         batch=batches.sounds,
-        sizes=((16, 160_000),),
+        sizes=((16, 160_000), (32, 160_000)),
         tiny_sizes=(2, 400),
         cost=1.5,
     ),
@@ -251,7 +250,7 @@ MODELS = {
         options=_LABELS | _SIX,
         tiny={**TINY, "num_mel_bins": 32, "max_length": 48},
         batch=batches.spectrograms,
-        sizes=((16, 1024, 128),),
+        sizes=((16, 1024, 128), (32, 1024, 128)),
         tiny_sizes=(2, 48, 32),
     ),
 }

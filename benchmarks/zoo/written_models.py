@@ -17,16 +17,16 @@ __all__ = ["MODELS"]
 _FEATURES = {"rows": shared.TABLE_ROWS, "dense_features": shared.DENSE_FEATURES}
 
 MODELS = {
-    "nanogpt": with_layers("nanogpt", n_layer=6),
-    "meta_llama": with_layers("meta_llama", n_layers=4),
-    "gated_decoder": with_layers("gated_decoder", n_layers=4),
+    "nanogpt": with_layers("nanogpt", (8, 1024), (16, 1024), n_layer=6),
+    "meta_llama": with_layers("meta_llama", (2, 2048), n_layers=4),
+    "gated_decoder": with_layers("gated_decoder", (8, 1024), (16, 1024), n_layers=4),
     "recurrence": Model(
         cls=GatedRecurrence,
         config=None,
         options={},
         tiny={"vocab_size": TOKENS, "width": 32, "inner": 48, "layers": 2},
         batch=shared.shifted("tokens"),
-        sizes=((8, 1024),),
+        sizes=((8, 1024), (16, 1024)),
         tiny_sizes=(2, 16),
     ),
     "s4d": Model(
@@ -35,10 +35,10 @@ MODELS = {
         options={},
         tiny={"vocab_size": TOKENS, "width": 16, "states": 4, "layers": 2},
         batch=shared.shifted("tokens"),
-        sizes=((16, 1024),),
+        sizes=((16, 1024), (32, 1024)),
         tiny_sizes=(2, 16),
     ),
-    "dit": with_layers("dit", depth=6),
+    "dit": with_layers("dit", (32, 256), (64, 256), depth=6),
     "unet": Model(
         cls=UNet,
         config=None,
@@ -49,14 +49,14 @@ MODELS = {
         tiny_sizes=(2, 16),
         cost=1.5,
     ),
-    "dlrm": with_layers("dlrm"),
+    "dlrm": with_layers("dlrm", (65_536, 26), (262_144, 26)),
     "dcn": Model(
         cls=DCN,
         config=None,
         options=_FEATURES,
         tiny={"tables": 5, "width": 8, "rank": 4, "layers": 2, "deep": (16, 8)},
         batch=shared.clicks,
-        sizes=((32_768, 26),),
+        sizes=((65_536, 26), (131_072, 26)),
         tiny_sizes=(6, 5),
     ),
     "tab_transformer": Model(
@@ -65,7 +65,7 @@ MODELS = {
         options=_FEATURES,
         tiny={"tables": 5, "width": 16, "heads": 2, "inner": 24, "layers": 2},
         batch=shared.clicks,
-        sizes=((2048, 26),),
+        sizes=((8192, 26), (32_768, 26)),
         tiny_sizes=(6, 5),
     ),
     "graph_transformer": Model(
@@ -74,7 +74,7 @@ MODELS = {
         options={},
         tiny={"width": 32, "heads": 2, "layers": 2},
         batch=batches.graphs,
-        sizes=((128, 128),),
+        sizes=((128, 128), (256, 128)),
         tiny_sizes=(2, 6),
     ),
 }

@@ -50,8 +50,8 @@ class StateSpace(nn.Module):
             spectrum = torch.fft.rfft(self.kernel(length), n=2 * length)
             product = torch.fft.rfft(x.float(), n=2 * length) * spectrum
             y = torch.fft.irfft(product, n=2 * length)[..., :length]
-        y = y + x * self.skip.unsqueeze(-1)
-        return y.to(x.dtype)
+        out: Tensor = (y + x * self.skip.unsqueeze(-1)).to(x.dtype)
+        return out
 
 
 class Block(nn.Module):
