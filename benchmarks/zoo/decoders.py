@@ -150,7 +150,7 @@ MODELS = {
         | {"vocab_size": 151_936, "head_dim": 128, "tie_word_embeddings": True},
         tiny=_TINY_HEADS,
     ),
-    "gemma2": with_layers("gemma2", num_hidden_layers=4),
+    "gemma2": with_layers("gemma2", (1, 2048), (2, 2048), num_hidden_layers=4),
     # Gemma 3 1B: five layers with a window to one without.
     "gemma3": _decoder(
         "Gemma3",
@@ -176,7 +176,7 @@ MODELS = {
     "cohere": _decoder(
         "Cohere",
         _sized(2048, 7168, 4, 32, 8) | {"vocab_size": 256_000, "logit_scale": 0.25},
-        cost=1.0,
+        sizes=((1, 2048), (2, 2048)),
     ),
     # StableLM 2 1.6B.
     "stablelm": _decoder(
