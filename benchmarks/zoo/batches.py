@@ -49,13 +49,15 @@ def captioned(text: Text, sizes: Sizes) -> Batch:
 def masked_patches(text: Text, sizes: Sizes) -> Batch:
     """Returns windows of the text as pictures, and the noise that orders their patches.
 
-    A masked autoencoder keeps the patches with the least noise, and draws it if there is none.
+    A masked autoencoder keeps the patches with the least noise, and draws it if there is none. Here
+    the noise is a permutation of integers, which has no ties in bf16 either.
     """
     count, *sides = sizes
     windows = text.windows(count, sides[0] * sides[1] * sides[2])
     pictures = windows.reshape(sizes).float() / 127.5 - 1.0
     patches = (sides[1] // _PATCH) * (sides[2] // _PATCH)
-    return {"pixel_values": pictures, "noise": text.noise(pictures.new_empty(count, patches))}
+    noise = text.noise(pictures.new_empty(count, patches)).argsort(-1)
+    return {"pixel_values": pictures, "noise": noise.float()}
 
 
 def segmented(text: Text, sizes: Sizes) -> Batch:

@@ -186,9 +186,9 @@ def _listed(
     is_listed: Callable[[float], bool],
 ) -> str:
     """Returns the models whose value is listed, the farthest from one first."""
-    found = [(number, pair) for pair in pairs if (number := value(pair)) is not None]
+    values = [(number, pair) for pair in pairs if (number := value(pair)) is not None]
     chosen = sorted(
-        [(abs(number - 1), number, pair.any.model) for number, pair in found if is_listed(number)],
+        [(abs(number - 1), number, pair.any.model) for number, pair in values if is_listed(number)],
         reverse=True,
     )
     return ", ".join([f"{model} {number:.3f}" for _, number, model in chosen]) or "none"

@@ -32,9 +32,9 @@ class Recurrence(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``(batch, length, width)`` to the same shape."""
         hidden, gate = self.hidden_and_gate(x).float().chunk(2, dim=-1)
-        kept = (-F.softplus(gate)).cumsum(1)
+        carried = (-F.softplus(gate)).cumsum(1)
         values = -F.softplus(-gate) + _log_of_positive(hidden)
-        state = (kept + torch.logcumsumexp(values - kept, dim=1)).exp()
+        state = (carried + torch.logcumsumexp(values - carried, dim=1)).exp()
         out: Tensor = self.out(state.to(x.dtype))
         return out
 
