@@ -2,7 +2,8 @@
 
 ``run`` measures the shapes that have targets, and ``check`` compares the results with the targets.
 ``sweep`` measures along lines of hidden sizes and of rows. ``models`` measures whole models,
-``zoo`` many architectures under torch.compile, ``distributed`` models on several GPUs, ``rowwise`` users' functions, ``horizontal`` functions of
+``zoo`` many architectures under both compilers, ``regions`` the regions of models both ways,
+``distributed`` models on several GPUs, ``rowwise`` users' functions, ``horizontal`` functions of
 many slices, ``heads`` losses of a head, and ``generated`` hand-written operators and generated
 ones. ``table`` and ``report`` show the results. ``compare`` lists regressions.
 """
@@ -31,6 +32,7 @@ from .models import distributed
 from .models import distributed_results as several_gpus
 from .models import page as model_pages
 from .providers import PROVIDERS, build, worthwhile
+from .regions import command as regions_of_models
 from .rowwise import command as users_functions
 from .zoo import command as zoo
 
@@ -322,6 +324,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_sweep(commands.add_parser("sweep", help=sweep_all.__doc__))
     whole_models.add_options(commands.add_parser("models", help=whole_models.run.__doc__))
     zoo.add_options(commands.add_parser("zoo", help=zoo.run.__doc__))
+    regions_of_models.add_options(
+        commands.add_parser("regions", help=regions_of_models.run.__doc__)
+    )
     distributed.add_options(commands.add_parser("distributed", help=distributed.run.__doc__))
     generated.add_options(commands.add_parser("generated", help=generated.run.__doc__))
     users_functions.add_options(commands.add_parser("rowwise", help=users_functions.run.__doc__))

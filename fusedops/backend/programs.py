@@ -41,7 +41,7 @@ from .graphs import dtype_of, hints_of, is_tensor, name_of, value_of
 from .regions import CHANGING, Region
 from .symbols import has_one_value, hint_of, settled
 
-__all__ = ["RegionProgram", "Source", "build", "prepare"]
+__all__ = ["RegionProgram", "Source", "build", "function_of", "prepare", "source_of"]
 
 # For the text and the tensors of each region, the source of its program, or the reason why there is
 # none. It is cleared when it is full: a process may compile ever new models.
@@ -183,6 +183,22 @@ def build(region: Region, saved: Collection[fx.Node] = ()) -> RegionProgram:
     if isinstance(source_or_reason, str):
         raise NotRowwiseError(source_or_reason)
     return RegionProgram(source_or_reason, function, tensors)
+
+
+def function_of(region: Region) -> fx.GraphModule:
+    """A region without symbolic sizes as a function of its tensors."""
+    return _module(_Function(region, list(filter(is_tensor, region.inputs))).graph)
+
+
+def source_of(function: fx.GraphModule, tensors: Sequence[Tensor]) -> Source:
+    """The source of the program of a function, as it is for a region with these tensors.
+
+    Raises:
+        NotRowwiseError: it cannot be one kernel.
+    """
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    source, _ = _source(function.graph, tensors, [shapes], ())
+    return source
 
 
 def _operands(
