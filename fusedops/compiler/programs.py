@@ -9,6 +9,7 @@ import inspect
 import itertools
 import linecache
 import math
+import re
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,8 @@ from .tracing import trace
 
 __all__ = ["Match", "Programs", "is_dense", "tensors_of"]
 
+# A number in the text of a structure, and not that of a value such as %3, or of an axis such as c0.
+_NUMBER = re.compile(r"(?<![%\w.])-?\d[\w.+-]*")
 # The most programs of a function, and the most refusals. The least recently used are dropped.
 _MOST_PROGRAMS = 1024
 # Limits of the sizes of row axes in further traces: of small sizes, and of large ones, which are
@@ -59,21 +62,31 @@ class _Call:
         state_tensors: the tensors in that state.
         path: the file of the structures that were traced for such arguments and state; None if
             nothing is stored.
+        known: the programs for the same numbers and state, and other tensors.
     """
 
     args: Sequence[Any]
     look: Look
     state_tensors: Sequence[Tensor]
     path: Path | None
+    known: Sequence[Match]
 
 
 @dataclass(frozen=True)
 class Match:
-    """A program, the positions in the state of the tensors that it captures, and their look."""
+    """A program of a function.
+
+    Attributes:
+        program: the program.
+        captured: the positions in the state of the tensors that it captures.
+        look: the look that reads these.
+        outline: its structure as text, without numbers: see `_outline`.
+    """
 
     program: Program
     captured: tuple[int, ...]
     look: Look
+    outline: str
 
     def fits(self, tensors: Sequence[Tensor], state_tensors: Sequence[Tensor]) -> bool:
         """Whether the program is for tensors like these, of a call and of the state."""
@@ -168,7 +181,8 @@ class Programs:
             for match in _looked_up(self.known, key) or ():
                 if match.fits(tensors, state_tensors):
                     return match
-        call = _Call(args, look, state_tensors, self._path(look, key))
+        known = tuple(self.known.get(key, ()))
+        call = _Call(args, look, state_tensors, self._path(look, key), known)
         try:
             with without_transforms(), without_modes():
                 match = above_autograd(
@@ -219,13 +233,14 @@ class Programs:
         """
         if call.path is None:
             return None
-        for structure in storing.read(call.path):
+        for structure, text in storing.read(call.path):
             if len(structure.inputs) != len(tensors):
                 continue
             try:
                 # A program takes a hundred times as long to build as its inputs to compare.
                 if fits(structure, dynamic_axes(structure), tensors):
-                    return Match(self._program(structure), (), call.look)
+                    outline = _outline(structure)
+                    return Match(self._program(storing.parsed(text)), (), call.look, outline)
             # The file has an invalid structure: the function is traced instead.
             except Exception:  # noqa: BLE001
                 continue
@@ -245,7 +260,8 @@ class Programs:
             ) from error
         if call.path is not None and not traced.captured:
             storing.write(call.path, structure)
-        return Match(self._program(structure), tuple(traced.captured), call.look)
+        outline = _outline(structure)
+        return Match(self._program(structure), tuple(traced.captured), call.look, outline)
 
     def _where(self, error: Exception) -> str:
         """Return the line of the function in which an error was raised."""
@@ -327,6 +343,11 @@ class Programs:
         others = _other_rows(structure)
         if not others:
             return "its rows have too many dimensions for traces of other sizes; flatten some"
+        # Of a slice of another length the operators are mostly the same, and the numbers differ.
+        # Then one trace tests whether these depend on the rows.
+        outline = _outline(structure)
+        if any(match.outline == outline for match in call.known):
+            others = [_large_rows(structure)]
         reasons = (self._why_differs(call, structure, sizes) for sizes in others)
         return next(filter(None, reasons), "")
 
@@ -541,6 +562,17 @@ def _other_rows(structure: Structure) -> list[dict[int, int]]:
     if len(axes) < 2:
         return others
     return [dict(zip(axes, ones, strict=True)), *others]
+
+
+def _large_rows(structure: Structure) -> dict[int, int]:
+    """Return a large size for each axis that may have any size."""
+    axes = sorted(dynamic_axes(structure))
+    return dict(zip(axes, _divisible(structure, _MANY), strict=False))
+
+
+def _outline(structure: Structure) -> str:
+    """Return a structure as text, without numbers except those of values and axes."""
+    return _NUMBER.sub("#", structure.text())
 
 
 # Small sizes show what is compared with a number or unrolled; one shows what broadcasts; large ones

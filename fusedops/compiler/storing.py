@@ -5,15 +5,16 @@ the versions of PyTorch, Python and this package. For some of these, such as a t
 an object, no text identifies them in another process: then nothing is stored.
 
     <cache>/rowwise/<hash of all that>.json
-        a checksum, and a JSON list of structures: one for each kind of tensors
+        a checksum, and a JSON list of texts: the JSON of a structure for each kind of tensors
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -27,7 +28,7 @@ from .objects import PLAIN, is_of_a_library
 from .reader import Look
 from .structure import Operand, Part, Structure, nodes_of
 
-__all__ = ["decoded", "encoded", "read", "stored_at", "write"]
+__all__ = ["decoded", "encoded", "parsed", "read", "stored_at", "write"]
 
 
 class _NotStorableError(Exception):
@@ -60,12 +61,41 @@ def stored_at(look: Look, *key: Any) -> Path | None:
         return None
 
 
-def read(path: Path) -> list[Structure]:
-    """Return the structures in a file; none if it cannot be read."""
+def read(path: Path) -> Iterator[tuple[Structure, str]]:
+    """Yield the structures in a file, each with its text; none if it cannot be read.
+
+    They are for comparisons alone: each is decoded once in a process. A program, whose gradients
+    become nodes of the graph, needs a structure of its own, from `parsed`.
+    """
+    for text in _texts(path):
+        structure = _known(text)
+        if structure is not None:
+            yield structure, text
+
+
+def parsed(text: str) -> Structure:
+    """Return the structure of a text from `read`."""
+    return decoded(json.loads(text))
+
+
+def _texts(path: Path) -> list[str]:
+    """Return the texts in a file; none if it cannot be read."""
     try:
-        return list(map(decoded, json.loads(cache.opened(path.read_text()))))
+        texts = json.loads(cache.opened(path.read_text()))
     except Exception:  # noqa: BLE001 - whatever is wrong with a file, its function is traced again
         return []
+    if not isinstance(texts, list):
+        return []
+    return [text for text in texts if isinstance(text, str)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _known(text: str) -> Structure | None:
+    """Return the structure of a text; None if the text is invalid."""
+    try:
+        return parsed(text)
+    except Exception:  # noqa: BLE001 - as in `_texts`
+        return None
 
 
 def write(path: Path, structure: Structure) -> None:
@@ -74,9 +104,8 @@ def write(path: Path, structure: Structure) -> None:
     If two processes write at the same time, one loses its structure, and traces again.
     """
     with contextlib.suppress(OSError):
-        structures = [*read(path), structure]
-        text = json.dumps(list(map(encoded, structures)))
-        cache.replace(path, cache.sealed(text))
+        texts = [*_texts(path), json.dumps(encoded(structure))]
+        cache.replace(path, cache.sealed(json.dumps(texts)))
 
 
 # --- keys ---------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import getitem
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ import fusedops
 import rowwise_operators
 from fusedops.compiler import grammar, programs, storing
 from fusedops.compiler.codegen import backward_kernels, forward_kernels
+from fusedops.compiler.errors import NotRowwiseError
+from fusedops.compiler.tracing import trace
 from fusedops.core.configs import cache
 from fusedops.core.launches import launch
 from rowwise_functions import FUNCTIONS, named
@@ -242,7 +245,7 @@ def _structure(function: Any, *tensors: Tensor) -> Any:
     args = fused._positional(tensors, {})
     look, _, around = fused._programs.looks(args).at(args)
     return fused._programs._structure_at(
-        programs._Call(args, look, around, None), [tuple(t.shape) for t in tensors]
+        programs._Call(args, look, around, None, ()), [tuple(t.shape) for t in tensors]
     )[1]
 
 
@@ -297,7 +300,7 @@ def test_damaged_files_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         replacement = generator.choice(["", "\0", "9", "[", '"', "é", before[i] * 2, before[:i]])
         file.write_text(before[:i] + replacement + before[i + 1 :])
         if file.read_text() != before:
-            assert storing.read(file) == []
+            assert list(storing.read(file)) == []
     assert torch.equal(
         fusedops.rowwise(scaled_norm, strict=True)(x, weight, training=False), expected
     )
@@ -321,25 +324,27 @@ def test_code_in_a_file_is_not_executed(tmp_path: Path, monkeypatch: pytest.Monk
     """Code replaces each word, number and list of the file in turn; the checksum is right."""
     file, x, weight, expected = _stored(tmp_path, monkeypatch)
     before = cache.opened(file.read_text())
+    (text,) = json.loads(before)
     code, accepted = "x\nimport builtins; builtins.executed = 1\n#", list[Any]()
-    for path in _paths(json.loads(before)):
+    for path in _paths(json.loads(text)):
         if path:
-            content = json.loads(before)
+            content = json.loads(text)
             container = functools.reduce(getitem, path[:-1], content)
             container[path[-1]] = code
-            file.write_text(cache.sealed(json.dumps(content)))
+            file.write_text(cache.sealed(json.dumps([json.dumps(content)])))
             accepted += storing.read(file)
     assert accepted == []
     deep: Any = []
     for _ in range(100):
         deep = [deep]
-    for nested in (json.dumps(deep), "[" * 100_000, "[" + before[1:-1] + "]" * 3):
+    lists = (json.dumps(deep), "[" * 100_000, text + "]" * 3)
+    for nested in (*lists, *[json.dumps([inner]) for inner in (*lists, code)], json.dumps(code)):
         file.write_text(cache.sealed(nested))
-        assert storing.read(file) == []
+        assert list(storing.read(file)) == []
     # A file with the fields of a function, one of them with a wrong type.
-    content = json.loads(before)
-    content[0]["columns"] = []
-    file.write_text(cache.sealed(json.dumps(content)))
+    content = json.loads(text)
+    content["columns"] = []
+    file.write_text(cache.sealed(json.dumps([json.dumps(content)])))
     assert torch.equal(
         fusedops.rowwise(scaled_norm, strict=True)(x, weight, training=False), expected
     )
@@ -406,3 +411,44 @@ def test_different_functions_have_different_files(
     weight = torch.ones(24, device=DEVICE)
     fusedops.rowwise(lambda x: x * weight, strict=True)(x)
     assert len(list((tmp_path / "rowwise").iterdir())) == 14
+
+
+def _scaled_tanh(x: Tensor) -> Tensor:
+    return torch.tanh(x * (1.0 / x.shape[-1]))
+
+
+@kernels
+def test_other_lengths_of_one_function_take_two_traces_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
+    lengths = range(8, 40, 4)
+    tensors = [torch.rand(3, n, device=DEVICE) for n in lengths]
+    function = fusedops.rowwise(_scaled_tanh, strict=True)
+    with mock.patch("fusedops.compiler.programs.trace", wraps=trace) as traces:
+        function(tensors[0])
+        first = traces.call_count
+        for x in tensors[1:]:
+            torch.testing.assert_close(function(x), _scaled_tanh(x))
+    assert traces.call_count == first + 2 * (len(lengths) - 1)
+    # A later process decodes each of them once to compare, and once more to use it.
+    storing._known.cache_clear()
+    again = fusedops.rowwise(_scaled_tanh, strict=True)
+    with (
+        mock.patch("fusedops.compiler.programs.trace", side_effect=AssertionError("traced again")),
+        mock.patch.object(storing, "decoded", wraps=storing.decoded) as decoded,
+    ):
+        for x in tensors:
+            torch.testing.assert_close(again(x), _scaled_tanh(x))
+    assert decoded.call_count == 2 * len(lengths)
+
+
+@kernels
+def test_numbers_of_another_length_are_tested_for_other_rows() -> None:
+    """The number is a constant for one row length, and the number of rows for the other."""
+    function = fusedops.rowwise(
+        lambda x: x * (float(x.shape[0]) if x.shape[-1] > 20 else 7.0), strict=True
+    )
+    function(torch.rand(3, 16, device=DEVICE))
+    with pytest.raises(NotRowwiseError, match="depends on the number of rows"):
+        function(torch.rand(3, 32, device=DEVICE))
