@@ -515,10 +515,11 @@ class _Capture(fx.Interpreter):
         if attn_mask is None and len(positional) < 4:
             heads = self._without_repeats(query, key, value)
             if heads is not None:
+                change = "that are not repeated for groups of queries"
+                if heads[0] is key:
+                    change = "of one head that all queries share, in a fused kernel"
                 (key, value), options = heads, {**options, "enable_gqa": True}
-                changes.append(
-                    "an attention of keys and values that are not repeated for groups of queries"
-                )
+                changes.append(f"an attention of keys and values {change}")
         result = F.scaled_dot_product_attention(
             query, key, value, attn_mask, *positional, **options
         )
@@ -542,10 +543,13 @@ class _Capture(fx.Interpreter):
     ) -> tuple[Tensor, Tensor] | None:
         """Keys and values before their heads were repeated, if both were, and equally.
 
-        None where no fused kernel accepts them so.
+        One head that is broadcast to all queries is returned as it is. Without ``enable_gqa``
+        PyTorch has no fused kernel for it. None where no fused kernel accepts groups of queries.
         """
         if not _accepts_groups(query, key, value):
             return None
+        if key.shape[1] == value.shape[1] == 1 and query.shape[1] != 1:
+            return key, value
         keys, values = self.repeats.unrepeated(key), self.repeats.unrepeated(value)
         if keys is None or values is None:
             return None

@@ -307,6 +307,26 @@ def test_repeated_heads_become_groups_of_queries_in_half_precision(
     assert calls == [_Call(has_mask=False, is_causal=True, key_heads=count)]
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_one_head_of_keys_that_is_broadcast_is_in_a_fused_kernel(is_causal: bool) -> None:
+    """Multi-query attention that relies on broadcasting, as in Falcon."""
+    graphs: list[torch.fx.Graph] = []
+
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = _causal(query) if is_causal else None
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            return F.scaled_dot_product_attention(query, key, value, mask)
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        forward = _backend(gm, inputs)
+        graphs.append(forward.__self__.graph)
+        return forward
+
+    _compare(function, [_heads(4), _heads(1), _heads(1)], tolerance=2e-2, backend=backend)
+    (graph,) = graphs
+    assert not [node for node in graph.nodes if "softmax" in str(node.target)]
+
+
 def test_heads_that_are_repeated_without_gradients_stay_repeated(calls: list[_Call]) -> None:
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with torch.no_grad():
@@ -342,10 +362,15 @@ def test_heads_stay_repeated_in_single_precision(calls: list[_Call]) -> None:
     assert calls == [_Call(has_mask=False, is_causal=False, key_heads=4)]
 
 
-def _compare(function: Callable[..., Tensor], heads: list[Tensor], tolerance: float = 1e-5) -> None:
+def _compare(
+    function: Callable[..., Tensor],
+    heads: list[Tensor],
+    tolerance: float = 1e-5,
+    backend: Callable[..., Any] = _backend,
+) -> None:
     """Check that values and gradients of a compiled function are those of the function."""
     cotangent = torch.randn(heads[0].shape, device=DEVICE)
-    compiled = torch.compile(function, backend=_backend, fullgraph=True)
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
     results = []
     for call in (function, compiled):
         result = call(*heads).float()
