@@ -108,11 +108,12 @@ CROSS_ENTROPY = {
 
 
 def encoded(
-    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor],
+    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None],
     needs: tuple[bool, bool, bool],
     *,
     reduction: str,
     ignore_index: int,
+    label_smoothing: float,
     softcap: float | None,
     scale: float,
     dtype: torch.dtype,
@@ -122,16 +123,17 @@ def encoded(
     For graphs that call the operator by itself: its tensors may be fake.
 
     Args:
-        tensors: rows (M, D), a weight (V, D), a bias (V,) or None, and targets (M,).
+        tensors: rows (M, D), a weight (V, D), a bias (V,) or None, and targets (M,); the weights of
+            targets (M,) and of classes (V,), or None for both.
         needs: whether the gradients of rows, weight and bias are wanted.
-        reduction, ignore_index, softcap, scale: as in `linear_cross_entropy`.
+        reduction, ignore_index, label_smoothing, softcap, scale: as in `linear_cross_entropy`.
         dtype: the dtype of the products.
     Raises:
         NotRowwiseError: the operator has no kernel for them.
     """
-    rows, weight, bias, target = tensors
-    others = target, None, None, ignore_index, 0.0, softcap, scale, 0.0
-    by_row = tuple([other is target for other in others])
+    rows, weight, bias, target, *weights = tensors
+    others = target, *weights, ignore_index, label_smoothing, softcap, scale, 0.0
+    by_row = True, weights[0] is not None, *[False] * (len(others) - 2)
     operands = Operands((rows,), (weight,), (bias,), others, by_row, dtype, None)
     flags = (*needs, *[False] * len(others))
     with torch.autocast(rows.device.type, enabled=False):

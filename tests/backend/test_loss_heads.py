@@ -102,7 +102,64 @@ def _scaled(x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
     return (losses * torch.arange(losses.numel(), device=DEVICE)).sum() / 100 + bias.sum() * 0
 
 
-FORMS = (_transformers, _shifted_logits, _as_autocast, _capped, _scaled)
+def _weights() -> Tensor:
+    """Return a weight of each class."""
+    return torch.linspace(0.1, 2.0, V, device=DEVICE)
+
+
+def _loss_of(tensors: tuple[Tensor, ...], **options: Any) -> Tensor:
+    """Return the cross-entropy of hidden states, weight, bias and labels."""
+    *linear, labels = tensors
+    logits = F.linear(*linear).flatten(0, 1)
+    loss: Tensor = F.cross_entropy(logits, labels.flatten(), **options)
+    return loss
+
+
+def _weighted(x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+    return _loss_of((x, weight, bias, labels), weight=_weights().to(x.dtype))
+
+
+def _smoothed(x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+    return _loss_of((x, weight, bias, labels), label_smoothing=0.3)
+
+
+def _smoothed_as_autocast(x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+    """Label smoothing as CUDA's autocast computes it: with sums in fp32, of a cast log-softmax."""
+    logits, targets = F.linear(x, weight, bias).view(-1, V), labels.flatten()
+    log_p, ignored = F.log_softmax(logits, -1), targets == -100
+    of_rows = (-log_p.sum(1, dtype=torch.float32)).masked_fill(ignored, 0.0)
+    uniform = of_rows.sum(dtype=torch.float32) / (~ignored).sum()
+    return F.nll_loss(log_p.float(), targets) * 0.7 + uniform * (0.3 / V)
+
+
+def _smoothed_sum(x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+    return _loss_of((x, weight, bias, labels), label_smoothing=0.3, reduction="sum") / 7
+
+
+def _smoothed_and_weighted(x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+    weights = _weights().to(x.dtype)
+    return _loss_of((x, weight, bias, labels), label_smoothing=0.3, weight=weights)
+
+
+def _each_smoothed_and_weighted(x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+    options = {"label_smoothing": 0.3, "weight": _weights().to(x.dtype), "reduction": "none"}
+    losses = _loss_of((x, weight, bias, labels), **options)
+    return (losses * torch.arange(losses.numel(), device=DEVICE)).sum() / 100
+
+
+FORMS = (
+    _transformers,
+    _shifted_logits,
+    _as_autocast,
+    _capped,
+    _scaled,
+    _weighted,
+    _smoothed,
+    _smoothed_as_autocast,
+    _smoothed_sum,
+    _smoothed_and_weighted,
+    _each_smoothed_and_weighted,
+)
 
 
 def _results(function: Callable[..., Tensor], tensors: Any) -> list[Tensor]:
@@ -137,16 +194,17 @@ def test_a_cross_entropy_of_logits_is_one_operator(form: Any, dtype: torch.dtype
     assert results[0].dtype == form(*tensors).dtype
 
 
-def test_under_autocast_gradients_have_the_dtype_of_parameters() -> None:
+@pytest.mark.parametrize("form", [_shifted_logits, _smoothed_and_weighted])
+def test_under_autocast_gradients_have_the_dtype_of_parameters(form: Any) -> None:
     tensors = _tensors()
-    compiled, counts, _ = _compiled(_shifted_logits, dynamic=False)
+    compiled, counts, _ = _compiled(form, dynamic=False)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         results = _results(compiled, tensors)
     assert counts[FUSED] == 1
     # The operator casts the weight: no cast of it, nor of its gradient, is left.
     assert counts["aten._to_copy.default"] + counts["prims.convert_element_type.default"] <= 2
     assert {result.dtype for result in results} == {torch.float32}
-    _assert_close(results, tensors, _shifted_logits, torch.bfloat16)
+    _assert_close(results, tensors, form, torch.bfloat16)
 
 
 def test_rows_of_any_number_are_one_graph() -> None:
@@ -215,8 +273,19 @@ def _rounded(logits: Tensor, labels: Tensor) -> Any:
     return F.cross_entropy(logits.bfloat16(), labels)
 
 
-def _weighted(logits: Tensor, labels: Tensor) -> Any:
-    return F.cross_entropy(logits, labels, weight=torch.ones(V, device=DEVICE))
+def _smoothed_by(logits: Tensor, labels: Tensor, share: float, divisor: Any) -> Any:
+    """Return a loss that is the smoothed one of PyTorch if its numbers are PyTorch's."""
+    log_p = torch.log_softmax(logits, -1)
+    uniform = (-log_p.sum(1)).masked_fill(labels == -100, 0.0).sum() / divisor
+    return F.nll_loss(log_p, labels) * 0.9 + uniform * (share / V)
+
+
+def _averaged_over_others(logits: Tensor, labels: Tensor) -> Any:
+    return _smoothed_by(logits, labels, 0.1, (~((labels + 1) == -100)).sum())
+
+
+def _smoothed_more(logits: Tensor, labels: Tensor) -> Any:
+    return _smoothed_by(logits, labels, 0.2, (~(labels == -100)).sum())
 
 
 def _squared(logits: Tensor, labels: Tensor) -> Any:
@@ -237,7 +306,8 @@ def _of_columns(logits: Tensor, labels: Tensor) -> Any:
         (_returned, "its logits are returned"),
         (_accuracy, "its logits are read by argmax"),
         (_rounded, ""),
-        (_weighted, ""),
+        (_averaged_over_others, "its logits are read by sum"),
+        (_smoothed_more, "its logits are read by sum"),
         (_squared, ""),
         (_capped_twice, ""),
         (_of_columns, ""),

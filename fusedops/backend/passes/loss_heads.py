@@ -2,7 +2,8 @@
 
     rows ──mm──▶ logits ──▶ views, casts, scale, soft cap ──▶ log-softmax ──▶ loss of targets
 
-becomes ``fusedops::linear_rowwise``: it computes logits, loss and gradients of some rows at a time.
+becomes ``fusedops::linear_rowwise``, also with class weights and label smoothing. The operator
+computes logits, loss and gradients of some rows at a time.
 Otherwise the logits, a copy of them in fp32 and their gradient are in memory at the same time: for
 16,384 tokens of 128,256 words in bf16, 3.9, 7.8 and 7.8 GiB.
 """
@@ -36,6 +37,7 @@ from ..graphs import (
 )
 from ..report import RegionReport, note_change
 from ..rewrite import Rewrite
+from .smoothing import Smoothing, smoothing_of
 
 __all__ = ["fuse_loss_heads"]
 
@@ -60,6 +62,7 @@ class _Head:
         product: the matrix product.
         nodes: the nodes between them, the last first.
         of_rows: those of them that view or copy rows, the last first.
+        smoothing: the label smoothing of the loss.
         scale: the factor of logits before they are capped.
         softcap: the soft cap of logits; None without one.
     """
@@ -68,8 +71,14 @@ class _Head:
     product: fx.Node
     nodes: list[fx.Node]
     of_rows: list[fx.Node]
+    smoothing: Smoothing
     scale: float
     softcap: float | None
+
+    @property
+    def inside(self) -> set[fx.Node]:
+        """All nodes from the product to the result."""
+        return {self.loss, *self.nodes} | self.smoothing.nodes
 
 
 def fuse_loss_heads(rewrite: Rewrite) -> None:
@@ -123,9 +132,9 @@ class _Walk:
 
 def _walked(loss: fx.Node) -> _Head | None:
     """The head of a loss, whatever its size and readers; None where it is no head."""
-    log_p, target, weight, reduction, _ = loss.args
+    log_p, target, _, reduction, _ = loss.args
     assert isinstance(log_p, fx.Node)
-    if (weight, value_of(target).dtype) != (None, torch.int64):  # type: ignore[arg-type]
+    if value_of(target).dtype != torch.int64:  # type: ignore[arg-type]
         return None
     walk = _Walk([])
     # CUDA's autocast takes the loss in fp32 of a log-softmax in the dtype of the product.
@@ -142,7 +151,8 @@ def _walked(loss: fx.Node) -> _Head | None:
     numbers = scale_and_cap(reversed(walk.steps))
     if numbers is None or not _is_linear(node):
         return None
-    return _Head(loss, node, [*walk.nodes, node], walk.of_rows, *numbers)
+    smoothing = smoothing_of(loss, log_p)
+    return _Head(loss, node, [*walk.nodes, node], walk.of_rows, smoothing, *numbers)
 
 
 def _is_log_softmax(node: fx.Node) -> bool:
@@ -213,13 +223,15 @@ _STEPS: dict[str, Callable[[_Walk, fx.Node], bool]] = {
 
 def _why_left(rewrite: Rewrite, head: _Head) -> str:
     """The reason why a head is left; "" if there is none."""
-    inside = {head.loss, *head.nodes}
+    inside = head.inside
     parts = parts_of(rewrite.graph)
     if len(set(map(parts.__getitem__, inside))) > 1:
         return "tensors are changed, or gradients switched, between its product and its loss"
     if {user.args[1] for user in head.loss.users} != {0}:
         return "the number of its targets is read"
-    readers = users_of(head.nodes) - inside
+    # Their values are computed from logits: no others of them have gradients.
+    read = inside.intersection(rewrite.receives).difference(head.smoothing.results, {head.loss})
+    readers = users_of(read) - inside
     if rewrite.graph.output_node() in readers:
         return (
             "its logits are returned, and so whole in memory; return the loss alone (with "
@@ -236,12 +248,13 @@ def _replace(rewrite: Rewrite, head: _Head) -> str:
     """Replaces a head by the operator; returns the reason if the operator has no kernel for it."""
     product = head.product
     *bias, rows, factor = product.args
-    _, target, _, reduction, ignore_index = head.loss.args
+    _, target, class_weight, reduction, ignore_index = head.loss.args
     created = _Created(rewrite, head.loss)
     source = _rows(created, head, rows)
     weight = _uncast(created, created.transposed(factor))
     biases = [_uncast(created, node) for node in bias]
-    tensors: Any = (source, weight, biases[0] if biases else None, target)
+    weights = _weights(created, target, class_weight)
+    tensors: Any = (source, weight, biases[0] if biases else None, target, *weights)
     values: Any = fx.node.map_arg(tensors, value_of)
     try:
         text = encoded(
@@ -249,15 +262,17 @@ def _replace(rewrite: Rewrite, head: _Head) -> str:
             (source in rewrite.needs, weight in rewrite.needs, bool(rewrite.needs & {*biases})),
             reduction=_REDUCTIONS[reduction],  # type: ignore[index]
             ignore_index=ignore_index,  # type: ignore[arg-type]
+            label_smoothing=head.smoothing.share,
             softcap=head.softcap,
             scale=head.scale,
             dtype=dtype_of(product),
         )
-        results = created.call(OPERATOR, [source], [weight], biases, [target], text)
+        others = [other for other in (target, *weights) if other is not None]
+        results = created.call(OPERATOR, [source], [weight], biases, others, text)
     except NotRowwiseError as error:
         return str(error)
     result = created.call(operator.getitem, results, 0)
-    for user in list(head.loss.users):
+    for user in head.smoothing.results:
         wanted = dtype_of(user)
         value = result
         if dtype_of(result) != wanted:
@@ -315,6 +330,18 @@ def _rows(created: _Created, head: _Head, rows: Any) -> fx.Node:
         else:
             rows = created.call(node.target, rows, *arguments)
     return rows  # type: ignore[no-any-return]
+
+
+def _weights(
+    created: _Created, target: Any, class_weight: Any
+) -> tuple[fx.Node | None, fx.Node | None]:
+    """The weight of each target, any number for those that are ignored, and of each class."""
+    if class_weight is None:
+        return None, None
+    last = value_of(class_weight).shape[0] - 1
+    known = created.call(torch.ops.aten.clamp.default, target, 0, last)
+    of_target = created.call(torch.ops.aten.index_select.default, class_weight, 0, known)
+    return of_target, class_weight
 
 
 def _uncast(created: _Created, weight: Any) -> fx.Node:
