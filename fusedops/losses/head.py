@@ -22,7 +22,7 @@ from ..compiler.operator import Program
 from .chunks import accumulated_in, chunk_rows
 from .operands import Loss, Operands
 from .products import logits_of, product
-from .rows import Chunk, check_program
+from .rows import CallPrograms, Chunk, check_program
 
 __all__ = ["backward", "check", "described", "forward", "gradient_dtype"]
 
@@ -79,6 +79,7 @@ class _Loop:
 
     def __init__(self, loss: Loss, operands: Operands, needs: Sequence[bool]) -> None:
         self.loss, self.operands = loss, operands
+        self.programs = CallPrograms(loss.rows)
         heads = len(operands.inputs)
         self.of_inputs = needs[:heads]
         self.of_weights = needs[heads : 2 * heads]
@@ -172,7 +173,7 @@ class _Loop:
             for needs in zip(self.of_inputs, self.of_weights, self.of_biases, strict=True)
         ]
         wanted = [*of_logits, *self.of_others]
-        return Chunk(self.loss.rows, logits, others, wanted, numbers), inputs
+        return Chunk(self.programs, logits, others, wanted, numbers), inputs
 
     def add(self, rows: _Slice, inputs: Sequence[Tensor], gradients: dict[int, Tensor]) -> None:
         """Adds the gradients of a chunk."""

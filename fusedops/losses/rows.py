@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,19 +9,48 @@ import torch
 from torch import Tensor
 
 from ..compiler.function import Rowwise
-from ..compiler.ir import reachable
 from ..compiler.operator import Program
-from ..compiler.structure import nodes_of
+from ..compiler.programs import tensors_of
 from ..core.random.rng import NO_DROPOUT
 
-__all__ = ["Chunk", "check_program"]
+__all__ = ["CallPrograms", "Chunk", "check_program"]
+
+
+class CallPrograms:
+    """The programs of a call's chunks: one for each number of rows.
+
+    Chunks differ in their rows alone, so that a look-up of one serves all of its size.
+
+    Args:
+        function: the row-wise function.
+    """
+
+    def __init__(self, function: Rowwise[..., Any]) -> None:
+        self._function = function
+        self._by_rows: dict[int, tuple[Program, list[Tensor]]] = {}
+
+    def of(self, arguments: Sequence[Any], rows: int) -> tuple[Program, list[Tensor]]:
+        """Returns the program of a chunk, and its inputs.
+
+        Args:
+            arguments: all of the function's arguments, by position.
+            rows: the number of the chunk's rows.
+        Raises:
+            NotRowwiseError: the function cannot be one kernel.
+        """
+        inputs = tensors_of(arguments)
+        if rows not in self._by_rows:
+            program, tensors = self._function.program_of(arguments)
+            self._by_rows[rows] = program, tensors[len(inputs) :]
+        program, captured = self._by_rows[rows]
+        return program, [*inputs, *captured]
 
 
 class Chunk:
     """A call of a row-wise function on the logits of a chunk of rows.
 
     Args:
-        function: the function.
+        programs: the programs of the call.
         logits: its first arguments, (R, V) each. They are written over.
         others: its other arguments.
         wanted: for each argument, whether its gradient will be asked for.
@@ -37,7 +65,7 @@ class Chunk:
 
     def __init__(
         self,
-        function: Rowwise[..., Any],
+        programs: CallPrograms,
         logits: Sequence[Tensor],
         others: Sequence[Any],
         wanted: Sequence[bool],
@@ -45,7 +73,7 @@ class Chunk:
     ) -> None:
         args = [*logits, *others]
         self._heads = len(logits)
-        self._program, tensors = function.program_of(args)
+        self._program, tensors = programs.of(args, len(logits[0]))
         program = self._program
         self._positions = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
         needs = [wanted[i] for i in self._positions]
@@ -90,26 +118,13 @@ class Chunk:
         """Whether the gradient of an input may be written over it.
 
         Each element's gradient is computed from that element and from numbers of its row, which are
-        known before any element is written. Two things are exceptions: parts of a row that take
-        part in one another's gradients, and single elements that the backward reads again.
+        known before any element is written: single elements of a row are saved, or reduced from the
+        whole row. The exception are parts of a row that take part in one another's gradients.
         """
         operand = self._program.structure.inputs[index]
         if index >= self._heads:  # the caller's
             return False
-        if not self._program.structure.is_whole(operand) or self._program.structure.unrolled:
-            return False
-        return not _reads_elements(self._program)
-
-
-# Each chunk of a call asks, and the answer takes the derivative of the program's graph.
-@functools.lru_cache(maxsize=256)
-def _reads_elements(program: Program) -> bool:
-    """Whether a backward reads single elements of rows, and not only those of its own columns."""
-    plan = program.plan
-    gradients = plan.gradients(range(program.visible), plan.differentiable)
-    saved = {*plan.stats, *plan.intermediate.values()}
-    computed = reachable(nodes_of(gradients.values()), saved.__contains__) - saved
-    return any(node.op == "pick" for node in computed)
+        return self._program.structure.is_whole(operand) and not self._program.structure.unrolled
 
 
 def check_program(program: Program, captured: Sequence[Tensor], *, single: bool) -> None:

@@ -6,6 +6,7 @@ Chunks have three rows here, so that eight rows are several chunks, and the last
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fusedops
+from fusedops.compiler.function import Rowwise
 from fusedops.core.launches import launch
 from fusedops.losses import scaling
 from heads import IGNORED, Products, budget, check, cross_entropy, new_head
@@ -265,6 +267,27 @@ def test_two_heads(function: Any, reduction: str) -> None:
     )
 
 
+def _picked_float(logits: Tensor, token: Tensor) -> Tensor:
+    return logits.gather(-1, token[:, None]).squeeze(-1) * logits.logsumexp(-1)
+
+
+def _picked_integer(logits: Tensor, token: Tensor) -> Tensor:
+    is_positive = (logits > 0).long().gather(-1, token[:, None]).squeeze(-1) > 0
+    return torch.where(is_positive, logits.logsumexp(-1), logits.square().mean(-1))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("function", [_picked_float, _picked_integer])
+def test_elements_that_the_gradient_reads_are_not_overwritten_first(function: Any) -> None:
+    """Its kernel writes over the logits. Rows of so many columns are several tiles, or programs."""
+    x, weight, _, _ = new_head(4, classes=3000)
+    token = (x @ weight.t()).argmax(-1)
+    token[::2] = 0
+    op = fusedops.linear_rowwise(function, strict=True)
+    # Sums have 3,000 terms in place of 16, and random errors: sqrt(3000 / 16) = 14.
+    check(op, lambda x, w, t: function(x @ w.t(), t).sum(), (x, weight), token, cancelled=14.0)
+
+
 def test_results_without_gradients() -> None:
     """Truth values, and maxima in 16 bits, beside a loss."""
 
@@ -397,6 +420,24 @@ def test_products_and_launches() -> None:
         assert backward.rows == (forward.rows if each else [])
         assert backward.gradients == (6 if each else 0)
         assert kernels == (["backward_kernel"] if each else ["scale_kernel"]) * 3
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_chunks_of_one_size_share_a_look_up(
+    reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight, bias, target = new_head()
+    target = target.clamp(min=0)
+    looked_up = Rowwise.program_of
+    counts = []
+    for rows in (1, 2, 8):
+        calls = mock.Mock(side_effect=looked_up)
+        monkeypatch.setattr(Rowwise, "program_of", lambda *args, calls=calls: calls(*args))
+        options = {"linear_bias": bias, "reduction": reduction, "chunk_mib": budget(rows)}
+        fusedops.linear_cross_entropy(x, weight, target, **options).sum().backward()
+        counts.append(calls.call_count)
+    assert len(set(counts)) == 1
 
 
 @pytest.mark.kernels
