@@ -9,6 +9,7 @@ Their argument ``call`` has everything but tensors as one string: see `_Call`.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -32,7 +33,10 @@ from .reference import reference
 
 __all__ = ["OPERATOR", "call", "identified", "name_in", "register", "written"]
 
-_LOSSES: dict[str, Loss] = {}
+# A function that only eager calls use lives as long as its user holds it, and as a backward needs
+# it. What a tracer sees may be in a graph, which has the key alone: it lives for good.
+_LOSSES: weakref.WeakValueDictionary[str, Loss] = weakref.WeakValueDictionary()
+_TRACED: set[Loss] = set()
 
 
 def register(loss: Loss) -> str:
@@ -67,7 +71,7 @@ class _Call:
     """The arguments of a call that are no tensors.
 
     Attributes:
-        loss: the function.
+        key: the key of the function.
         needs: for each input, weight, bias and other argument, whether its gradient is wanted.
         biased: for each head, whether it has a bias.
         by_row: for each other argument, whether it has an element or a row for each row.
@@ -77,7 +81,7 @@ class _Call:
         chunk_mib: the budget of a chunk's logits in MiB; None for the default.
     """
 
-    loss: Loss
+    key: str
     needs: tuple[bool, ...]
     biased: tuple[bool, ...]
     by_row: tuple[bool, ...]
@@ -85,6 +89,11 @@ class _Call:
     autocast: torch.dtype | None
     dtype: torch.dtype
     chunk_mib: float | None
+
+    @property
+    def loss(self) -> Loss:
+        """The function."""
+        return _LOSSES[self.key]
 
 
 def _digits(flags: Iterable[bool]) -> str:
@@ -146,7 +155,7 @@ def _read(text: str) -> _Call:
         letter, value = word[len(position)], word[len(position) + 1 :]
         numbers[int(position)] = _READERS[letter](value)
     return _Call(
-        _LOSSES[key],
+        key,
         tuple([digit == "1" for digit in needs]),
         tuple([digit == "1" for digit in biased]),
         tuple([digit == "1" for digit in by_row]),
@@ -226,6 +235,8 @@ def _called(
     except NotRowwiseError as error:
         loss.rows.refuse(error)
         return list(reference(loss, operands))
+    if is_intercepted():
+        _TRACED.add(loss)
     outs = torch.ops.fusedops.linear_rowwise(inputs, weights, biases, others, call)
     count = 1 if loss.reduction != "none" else len(outs) - 1
     return list(outs[:count])
@@ -342,6 +353,7 @@ def _in_own_dtypes(
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     *lists, ctx.call = inputs
     called = _read(ctx.call)
+    ctx.loss = called.loss  # it lives as long as the backward may need it
     ctx.lengths = [len(tensors) for tensors in lists]
     count = 1 if called.loss.reduction != "none" else len(output) - 1
     ctx.count = count

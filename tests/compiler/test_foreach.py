@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -756,6 +758,19 @@ def test_signs_of_zeros_are_numbers() -> None:
     foreach, xs = fusedops.rowwise(lambda x, c: x * c).foreach, [randn(FEW, 8).abs()] * 2
     for number in (0.0, -0.0):
         assert torch.equal(foreach(xs, number)[0].signbit(), (xs[0] * number).signbit())
+
+
+def test_function_is_freed_with_the_tensors_that_it_captures() -> None:
+    def used() -> weakref.ref[Tensor]:
+        factors = torch.rand(16, device=DEVICE)
+        f = fusedops.rowwise(lambda x: (x * factors).softmax(-1))
+        xs = [randn(FEW, 16).requires_grad_() for _ in range(3)]
+        torch.stack(f.foreach(xs)).sum().backward()
+        return weakref.ref(factors)
+
+    alive = used()
+    gc.collect()
+    assert alive() is None
 
 
 @kernels

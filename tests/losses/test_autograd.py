@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -131,6 +133,39 @@ def test_memory_is_freed_without_a_garbage_collection(reduction: str) -> None:
             assert alive() is None
     finally:
         gc.enable()
+
+
+def _with_tensor() -> tuple[Any, weakref.ref[Tensor]]:
+    """Returns a loss, and a reference to a tensor that its function uses."""
+    factors = torch.rand(11, device=DEVICE)
+    op = fusedops.linear_rowwise(lambda logits: (logits * factors).logsumexp(-1))
+    return op, weakref.ref(factors)
+
+
+@pytest.mark.kernels
+def test_function_is_freed_after_its_last_backward() -> None:
+    head = new_head()
+    op, alive = _with_tensor()
+    loss = op(head.x, head.weight)
+    expected = torch.autograd.grad(op(head.x, head.weight), head.x)
+    del op
+    gc.collect()
+    torch.testing.assert_close(torch.autograd.grad(loss, head.x, retain_graph=True), expected)
+    assert alive() is not None
+    del loss
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.kernels
+def test_function_lives_as_long_as_a_graph_may_call_it() -> None:
+    x, w = (t.detach() for t in new_head()[:2])
+    op, _ = _with_tensor()
+    graph = make_fx(functools.partial(op))(x, w)
+    expected = op(x, w)
+    del op
+    gc.collect()
+    torch.testing.assert_close(graph(x, w), expected)
 
 
 def test_changed_weight_raises() -> None:
