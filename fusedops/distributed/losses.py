@@ -1,7 +1,7 @@
-"""Cross-entropy of logits whose classes are sharded over ranks.
+"""Cross-entropy and log-probabilities of logits whose classes are sharded over ranks.
 
 Each rank has the logits of its classes. Three numbers of each row go between ranks, four with label
-smoothing, in chunks of rows; no logits do:
+smoothing or an entropy, in chunks of rows; no logits do:
 
     rank 0   | classes 0 ... |     its logsumexp, the target's logit if it has it   -+
     rank 1   | ...     V - 1 |     its logsumexp, the target's logit if it has it   -+-> reduced
@@ -13,6 +13,7 @@ input is a sum over ranks, which the DTensor of the input says (`Partial`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from torch import Tensor
 from ..core.compat.distributed import waited
 from ..core.launches import launch
 from ..losses.cross_entropy import CROSS_ENTROPY, CrossEntropy, scores
+from ..losses.function import LinearRowwise
+from ..losses.log_probs import LOG_PROBS, OfTokens
 from ..losses.operands import Operands
 
-__all__ = ["cross_entropy_of_shards"]
+__all__ = ["cross_entropy_of_shards", "log_probs_of_shards"]
 
 # The groups of ranks that have the shards of one weight, by name.
 _GROUPS: dict[str, Any] = {}
@@ -44,17 +47,57 @@ def _numbers(
 ) -> tuple[Tensor, ...]:
     """Returns the logsumexp of a rank's logits, the target's logit or zero, and perhaps a sum."""
     x = scores(logits, scale, softcap)
-    own = target - offset
-    is_own = (own >= 0) & (own < logits.shape[-1])
-    picked = x.gather(-1, torch.where(is_own, own, 0).unsqueeze(-1)).squeeze(-1)
-    picked = torch.where(is_own, picked, 0.0)
+    picked = _picked(x, target, offset)
     if not label_smoothing:
         return torch.logsumexp(x, -1), picked
     return torch.logsumexp(x, -1), picked, x.sum(-1)
 
 
-class _OfShards(CrossEntropy):
-    """Cross-entropy of a rank's logits, from the numbers of all ranks."""
+def _picked(x: Tensor, target: Tensor, offset: int) -> Tensor:
+    """Returns the logits of targets; zero for those that another rank has."""
+    own = target - offset
+    is_own = (own >= 0) & (own < x.shape[-1])
+    picked = x.gather(-1, torch.where(is_own, own, 0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(is_own, picked, 0.0)
+
+
+def _numbers_of_tokens(
+    logits: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    softcap: float | None,
+    group: str,
+    offset: int,
+    classes: int,
+    most: int,
+) -> tuple[Tensor, ...]:
+    """Returns the logsumexp of a rank's logits, and the token's logit or zero."""
+    x = scores(logits, 1.0, softcap) / temperature
+    return torch.logsumexp(x, -1), _picked(x, tokens, offset)
+
+
+def _numbers_and_mean(
+    logits: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    softcap: float | None,
+    group: str,
+    offset: int,
+    classes: int,
+    most: int,
+) -> tuple[Tensor, ...]:
+    """Returns these numbers, and the mean of a rank's logits by their softmax."""
+    x = scores(logits, 1.0, softcap) / temperature
+    # As in `losses.log_probs`.
+    largest = x.amax(-1, keepdim=True).detach()
+    exponentials = (x - largest).exp()
+    total = exponentials.sum(-1)
+    mean = (exponentials * torch.where(exponentials > 0, x, 0.0)).sum(-1) / total
+    return largest.squeeze(-1) + total.log(), _picked(x, tokens, offset), mean
+
+
+class _Sharded(LinearRowwise):
+    """A function of a rank's logits, whose results are combined from the numbers of all ranks."""
 
     combines = True
 
@@ -66,6 +109,10 @@ class _OfShards(CrossEntropy):
         """Returns the most classes of a rank, so that all ranks have the same chunks."""
         return int(self.named(operands, "most"))
 
+
+class _OfShards(_Sharded, CrossEntropy):
+    """Cross-entropy of a rank's logits, from the numbers of all ranks."""
+
     def combined(
         self, operands: Operands, results: Sequence[Tensor], cotangents: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -73,11 +120,9 @@ class _OfShards(CrossEntropy):
         smoothing = self.named(operands, "label_smoothing")
         z_loss, group = self.named(operands, "z_loss"), self.named(operands, "group")
         own, picked, *sums = results
-        largest = own.clone()
-        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, _GROUPS[group])
+        largest = _largest(own, group)
         share = torch.exp(own - largest)
-        packed = torch.stack([share, picked, *sums])
-        torch.distributed.all_reduce(packed, group=_GROUPS[group])
+        packed = _summed_over(group, [share, picked, *sums])
         log_total = largest + packed[0].log()
         loss = log_total - (1 - smoothing) * packed[1]
         smooth = smoothing / self.classes(operands)
@@ -93,10 +138,119 @@ class _OfShards(CrossEntropy):
         return [loss], [of_total, (smoothing - 1) * g, *of_sums]
 
 
+class _TokensOfShards(_Sharded, OfTokens):
+    """Log-probabilities of tokens, and perhaps entropies, from the numbers of all ranks."""
+
+    def combined(
+        self, operands: Operands, results: Sequence[Tensor], cotangents: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Returns the results of each row, and the gradients of this rank's numbers."""
+        group = self.named(operands, "group")
+        own, picked, *means = results
+        largest = _largest(own, group)
+        exponential = torch.exp(own - largest)
+        packed = _summed_over(group, [exponential, picked, *[exponential * m for m in means]])
+        log_total = largest + packed[0].log()
+        share = exponential / packed[0]
+        mean = packed[2:] / packed[0]
+        combined = [packed[1] - log_total, *(log_total - mean)]
+        if not cotangents:
+            return combined, []
+        # The log-probability is picked - log_total, the entropy log_total - mean. The mean of all
+        # ranks is a sum of share * m, whose shares depend on the ranks' logsumexp.
+        of_log_p, *of_entropies = cotangents
+        of_own = -share * of_log_p
+        for g, m, of_all in zip(of_entropies, means, mean, strict=True):
+            of_own = of_own + g * share * (1 - m + of_all)
+        return combined, [of_own, of_log_p, *[-share * g for g in of_entropies]]
+
+
+class _EntropiesOfShards(_TokensOfShards):
+    """Log-probabilities of tokens and entropies."""
+
+    count = 2
+
+
+def _largest(own: Tensor, group: str) -> Tensor:
+    """Returns the largest number of all ranks, for each row."""
+    largest = own.clone()
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, _GROUPS[group])
+    return largest
+
+
+def _summed_over(group: str, numbers: Sequence[Tensor]) -> Tensor:
+    """Returns the sums over all ranks of some numbers of each row, (numbers, R)."""
+    packed = torch.stack(list(numbers))
+    torch.distributed.all_reduce(packed, group=_GROUPS[group])
+    return packed
+
+
+_LOG_PROBS_OF_SHARDS = {
+    False: _TokensOfShards(_numbers_of_tokens, reduction="none", name="linear_log_probs"),
+    True: _EntropiesOfShards(_numbers_and_mean, reduction="none", name="linear_log_probs"),
+}
 _OF_SHARDS = {
     reduction: _OfShards(_numbers, reduction=reduction, name="linear_cross_entropy")
     for reduction in ("none", "sum")
 }
+
+
+@dataclass
+class _Placed:
+    """This rank's part of a call for DTensors.
+
+    Attributes:
+        input, weight, bias: the tensors of this rank.
+        shard: the arguments of a function of shards, see `_shard`; () if classes are not sharded.
+        mesh: the mesh of ranks.
+        rows: the placements of rows.
+        over_rows: for each dimension of the mesh, whether rows are sharded along it.
+        is_plain: whether the caller's input is no DTensor.
+    """
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    shard: tuple[Any, ...]
+    mesh: Any
+    rows: list[Any]
+    over_rows: list[bool]
+    is_plain: bool
+
+    def local(self, t: Any) -> Any:
+        """Returns this rank's rows of a tensor without a gradient; None for None."""
+        return _local(t, self.mesh, self.rows)
+
+    def whole(self, result: Tensor, placements: list[Any]) -> Any:
+        """Returns the caller's result: a DTensor if the input is one."""
+        from torch.distributed.tensor import DTensor
+
+        placed = DTensor.from_local(result, self.mesh, placements, run_check=False)
+        return placed.full_tensor() if self.is_plain else placed
+
+
+def _placed(op: str, input: Any, linear_weight: Any, linear_bias: Any) -> _Placed:
+    """Returns this rank's part of a call; a plain tensor counts as one that all ranks have.
+
+    The classes of the weight may be sharded along one dimension of the mesh, and the rows of the
+    input along others.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    dim = _dim_of_classes(op, linear_weight)
+    mesh = linear_weight.device_mesh
+    if dim is not None and not launch.runs_kernels(linear_weight.device.type):
+        # PyTorch's operators take whole logits.
+        linear_weight, dim = linear_weight.redistribute(mesh, _replicated(mesh)), None
+    is_plain = not isinstance(input, DTensor)
+    input = _distributed(input, mesh)
+    rows = _placements_of_rows(input, dim)
+    of_rows = _summed([other == dim for other in range(mesh.ndim)], rows)
+    x = waited(input.redistribute(mesh, rows).to_local(grad_placements=of_rows))
+    over_rows = [isinstance(p, Shard) for p in rows]
+    weight, bias = _local_parameters(linear_weight, linear_bias, over_rows)
+    shard = () if dim is None else _shard(op, linear_weight, mesh, dim)
+    return _Placed(x, weight, bias, shard, mesh, rows, over_rows, is_plain)
 
 
 def cross_entropy_of_shards(
@@ -107,47 +261,50 @@ def cross_entropy_of_shards(
     chunk_mib: float | None,
     reduction: str,
 ) -> Any:
-    """Returns the loss for DTensors; a plain tensor counts as one that all ranks have.
-
-    The classes of the weight may be sharded along one dimension of the mesh, and the rows of the
-    input along others. The result is a DTensor if the input is one.
-    """
-    from torch.distributed.tensor import DTensor, Shard
-
+    """Returns the loss for DTensors; the result is a DTensor if the input is one."""
     target, weight_of_target, weight, *numbers = others
-    dim = _dim_of_classes(linear_weight)
-    mesh = linear_weight.device_mesh
-    if weight is not None and dim is not None:
+    placed = _placed("linear_cross_entropy", input, linear_weight, linear_bias)
+    if weight is not None and _dim_of_classes("linear_cross_entropy", linear_weight) is not None:
         raise ValueError("linear_cross_entropy: weight is not supported with sharded classes")
-    if dim is not None and not launch.runs_kernels(linear_weight.device.type):
-        # PyTorch's operators take whole logits.
-        linear_weight, dim = linear_weight.redistribute(mesh, _replicated(mesh)), None
-    is_plain = not isinstance(input, DTensor)
-    input = _distributed(input, mesh)
-    rows = _placements_of_rows(input, dim)
-    over_rows = [isinstance(p, Shard) for p in rows]
-    of_rows = _summed([other == dim for other in range(mesh.ndim)], rows)
-    x = waited(input.redistribute(mesh, rows).to_local(grad_placements=of_rows))
-    w, b = _local_parameters(linear_weight, linear_bias, over_rows)
-    target = _local(target, mesh, rows)
-    weight_of_target = _local(weight_of_target, mesh, rows)
+    target, weight_of_target = placed.local(target), placed.local(weight_of_target)
     is_mean = reduction == "mean"
     called: CrossEntropy = CROSS_ENTROPY["sum" if is_mean else reduction]
     arguments = target, weight_of_target, weight, *numbers
-    if dim is not None:
+    if placed.shard:
         called = _OF_SHARDS[called.reduction]
-        arguments = target, *numbers, *_shard(linear_weight, mesh, dim)
-    loss = called.apply(x, w, arguments, b, chunk_mib)
+        arguments = target, *numbers, *placed.shard
+    loss = called.apply(placed.input, placed.weight, arguments, placed.bias, chunk_mib)
     if is_mean:
         counts = target != numbers[0]  # `ignore_index`
         counted = counts if weight_of_target is None else weight_of_target * counts
-        loss = loss / _divisor(counted, mesh, over_rows)
-    placed = rows if reduction == "none" else _summed(over_rows, _replicated(mesh))
-    result = DTensor.from_local(loss, mesh, placed, run_check=False)
-    return result.full_tensor() if is_plain else result
+        loss = loss / _divisor(counted, placed.mesh, placed.over_rows)
+    if reduction == "none":
+        return placed.whole(loss, placed.rows)
+    return placed.whole(loss, _summed(placed.over_rows, _replicated(placed.mesh)))
 
 
-def _dim_of_classes(linear_weight: Any) -> int | None:
+def log_probs_of_shards(
+    input: Any,
+    linear_weight: Any,
+    others: tuple[Any, ...],
+    linear_bias: Any,
+    chunk_mib: float | None,
+    entropy: bool,
+) -> Any:
+    """Returns the results of `linear_log_probs` for DTensors, DTensors if the input is one."""
+    tokens, *numbers = others
+    placed = _placed("linear_log_probs", input, linear_weight, linear_bias)
+    called: OfTokens = LOG_PROBS[entropy]
+    if placed.shard:
+        called = _LOG_PROBS_OF_SHARDS[entropy]
+    arguments = placed.local(tokens), *numbers, *placed.shard
+    results = called.apply(placed.input, placed.weight, arguments, placed.bias, chunk_mib)
+    if not entropy:
+        return placed.whole(results, placed.rows)
+    return tuple([placed.whole(result, placed.rows) for result in results])
+
+
+def _dim_of_classes(op: str, linear_weight: Any) -> int | None:
     """Returns the dimension of the mesh along which the classes are sharded; None without one.
 
     Raises:
@@ -156,7 +313,6 @@ def _dim_of_classes(linear_weight: Any) -> int | None:
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    op = "linear_cross_entropy"
     if not isinstance(linear_weight, DTensor):
         raise TypeError(f"{op}: input is a DTensor and linear_weight is not; distribute both")
     placements = linear_weight.placements
@@ -222,7 +378,7 @@ def _local(t: Any, mesh: Any, rows: Sequence[Any]) -> Any:
     return waited(_distributed(t, mesh).redistribute(mesh, rows).to_local())
 
 
-def _shard(weight: Any, mesh: Any, dim: int) -> tuple[str, int, int, int]:
+def _shard(op: str, weight: Any, mesh: Any, dim: int) -> tuple[str, int, int, int]:
     """Returns the group's name, the first class of this rank, all classes, and the most of a rank.
 
     A sharded dimension has shards of one size, and the last are smaller, or empty.
@@ -232,9 +388,7 @@ def _shard(weight: Any, mesh: Any, dim: int) -> tuple[str, int, int, int]:
     classes = weight.shape[0]
     most = -(-classes // mesh.size(dim))
     if most * (mesh.size(dim) - 1) >= classes:
-        raise ValueError(
-            f"linear_cross_entropy: {classes} classes leave a rank of {mesh.size(dim)} without any"
-        )
+        raise ValueError(f"{op}: {classes} classes leave a rank of {mesh.size(dim)} without any")
     return group.group_name, most * mesh.get_local_rank(dim), classes, most
 
 

@@ -17,6 +17,7 @@ from ..core.calls import checks
 from ..core.compat.dispatch import in_forward_mode, transforms
 from ..core.compat.dynamo import is_exporting, transforms_when_traced
 from ..core.launches import launch
+from ..distributed.sharding import distributes
 from . import registration
 from .operands import Choice, Operands, has_autocast, has_values
 from .reference import reference
@@ -110,9 +111,11 @@ class LinearRowwise:
         name: its name in messages.
         key: its name among all such functions of the process.
         combines: whether `combined` does more than return its arguments.
+        count: how many results `combined` returns then.
     """
 
     combines = False
+    count = 1
 
     def __init__(
         self,
@@ -173,6 +176,12 @@ class LinearRowwise:
             TypeError: a tensor is not one of floating-point numbers, or dtypes differ.
             ValueError: shapes do not go together.
         """
+        if distributes((*_sequence(input), *_sequence(linear_weight))):
+            raise TypeError(
+                f"{self.name}: input or linear_weight is a DTensor, which only "
+                "linear_cross_entropy and linear_log_probs take; pass this rank's rows and the "
+                "whole weight as tensors"
+            )
         return self.apply(input, linear_weight, others, linear_bias, self.chunk_mib)
 
     def apply(

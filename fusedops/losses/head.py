@@ -336,5 +336,5 @@ def described(loss: Loss, operands: Operands) -> tuple[list[torch.dtype], int, t
     """Returns the dtypes of results of each row, and the count and dtype of saved numbers."""
     program, _ = loss.rows.program_of(_sample(operands))
     dtypes = [operand.dtype for operand in program.structure.outputs]
-    dtypes = dtypes[:1] if loss.combines else dtypes
+    dtypes = dtypes[: loss.count] if loss.combines else dtypes
     return dtypes, len(program.plan.stats), program.acc

@@ -11,7 +11,7 @@ from .cross_entropy import scores
 from .function import LinearRowwise
 from .operands import Operands, has_values
 
-__all__ = ["LOG_PROBS"]
+__all__ = ["LOG_PROBS", "OfTokens"]
 
 
 def _log_probs(logits: Tensor, tokens: Tensor, temperature: float, softcap: float | None) -> Tensor:
@@ -37,12 +37,15 @@ def _log_probs_and_entropy(
     return log_p, log_total - mean
 
 
-class _OfTokens(LinearRowwise):
+class OfTokens(LinearRowwise):
     """A function of logits and a token of each row: wrong tokens raise."""
 
+    def classes(self, operands: Operands) -> int:
+        """Returns the number of classes."""
+        return operands.weights[0].shape[0]
+
     def _results(self, operands: Operands) -> Any:
-        tokens = self.named(operands, "tokens")
-        classes = operands.weights[0].shape[0]
+        tokens, classes = self.named(operands, "tokens"), self.classes(operands)
         if has_values(tokens):
             low, high = torch.stack(torch.aminmax(tokens)).tolist()
             if low < 0 or high >= classes:
@@ -54,6 +57,6 @@ class _OfTokens(LinearRowwise):
 
 
 LOG_PROBS = {
-    entropy: _OfTokens(function, reduction="none", name="linear_log_probs")
+    entropy: OfTokens(function, reduction="none", name="linear_log_probs")
     for entropy, function in ((False, _log_probs), (True, _log_probs_and_entropy))
 }

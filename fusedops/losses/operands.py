@@ -101,6 +101,7 @@ class Loss(Protocol):
         key: its name among all such functions of the process.
         reduction: "sum", "mean" or "none".
         combines: whether `combined` does more than return its arguments.
+        count: how many results `combined` returns then.
     """
 
     function: Callable[..., Any]
@@ -109,6 +110,7 @@ class Loss(Protocol):
     key: str
     reduction: str
     combines: bool
+    count: int
 
     def guard(self) -> None:
         """Makes torch.compile guard on the variables that the function reads."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.calls import checks
-from ..distributed.losses import cross_entropy_of_shards
+from ..distributed.losses import cross_entropy_of_shards, log_probs_of_shards
 from ..distributed.sharding import distributes
 from .cross_entropy import CROSS_ENTROPY
 from .function import check_budget
@@ -141,7 +141,10 @@ def linear_log_probs(
     _check_cap(op, softcap)
     _check_tokens(op, "tokens", tokens, input)
     others = tokens, float(temperature), None if softcap is None else float(softcap)
-    return LOG_PROBS[bool(entropy)].apply(input, linear_weight, others, linear_bias, chunk_mib)
+    arguments = input, linear_weight, others, linear_bias, chunk_mib
+    if distributes((input, linear_weight)):
+        return log_probs_of_shards(*arguments, bool(entropy))
+    return LOG_PROBS[bool(entropy)].apply(*arguments)
 
 
 def _check_tokens(op: str, name: str, value: Any, input: Any) -> None:

@@ -110,9 +110,47 @@ def _check(rank: int, store: str) -> None:
                     atol=TOLERANCE,
                     msg=functools.partial("{}: {}".format, f"{kind} {reduction} {name}"),
                 )
+    for temperature, softcap in ((1.0, None), (0.7, 3.0)):
+        for kind in KINDS:
+            _check_log_probs(mesh, kind, temperature, softcap)
     _check_numbers(mesh)
     _check_errors(mesh)
     dist.destroy_process_group()
+
+
+def _check_log_probs(mesh: Any, kind: str, temperature: float, softcap: float | None) -> None:
+    """Compare log-probabilities, entropies and gradients, without entropies, too."""
+    x, weight, bias, target = _tensors()
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    logits = F.linear(*leaves)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    log_p = torch.log_softmax(logits / temperature, -1)
+    picked = log_p.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    expected = picked, -(log_p.exp() * log_p).sum(-1)
+    cotangents = [_cotangent(expected[0]), 2 - _cotangent(expected[0]).square()]
+    for count in (1, 2):
+        gradients = torch.autograd.grad(
+            expected[:count], leaves, cotangents[:count], retain_graph=True
+        )
+        *ours, tokens = _distributed(kind, mesh)
+        results = fusedops.linear_log_probs(
+            *ours[:2],
+            tokens.clamp(min=0),
+            linear_bias=ours[2],
+            temperature=temperature,
+            softcap=softcap,
+            entropy=count == 2,
+            chunk_mib=0.006,
+        )
+        whole = [_whole(result) for result in (results if count == 2 else [results])]
+        torch.autograd.backward(whole, cotangents[:count])
+        pairs = zip(
+            [*whole, *[_whole(leaf.grad) for leaf in ours]],
+            [*expected[:count], *gradients],
+            strict=True,
+        )
+        for result, value in pairs:
+            torch.testing.assert_close(result, value, rtol=TOLERANCE, atol=10 * TOLERANCE)
 
 
 def _check_numbers(mesh: Any) -> None:
@@ -132,8 +170,11 @@ def _check_numbers(mesh: Any) -> None:
     reduced = dist.all_reduce
     with mock.patch.object(dist, "all_reduce", counted):
         fusedops.linear_cross_entropy(x.float(), sharded, target, label_smoothing=0.1)
-    rows = int((target != -100).sum())
-    assert 0 < sum(sizes) <= 16 * rows
+        rows = int((target != -100).sum())
+        assert 0 < sum(sizes) <= 16 * rows
+        sizes.clear()
+        fusedops.linear_log_probs(x.float(), sharded, target.clamp(min=0), entropy=True)
+        assert 0 < sum(sizes) <= 16 * target.numel()
 
 
 def _check_errors(mesh: Any) -> None:
@@ -149,7 +190,12 @@ def _check_errors(mesh: Any) -> None:
     sharded = distribute_tensor(weight, mesh, [Shard(0)])
     with pytest.raises(ValueError, match="weight is not supported"):
         fusedops.linear_cross_entropy(x, sharded, target, weight=torch.rand(CLASSES).double())
+    own = fusedops.linear_rowwise(lambda logits: logits.logsumexp(-1))
+    with pytest.raises(TypeError, match="linear_weight is a DTensor"):
+        own(x, sharded)
     if INTERPRETED:
+        with pytest.raises(IndexError, match=f"token {CLASSES} is out"):
+            fusedops.linear_log_probs(x, sharded, torch.full_like(target, CLASSES))
         target[1, 1] = CLASSES
         with pytest.raises(IndexError, match=f"target {CLASSES} of row {LENGTH + 1}"):
             fusedops.linear_cross_entropy(x, sharded, target)
