@@ -444,6 +444,40 @@ def test_towers_in_another_order_have_no_cycle() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
+def test_cycles_through_regions_that_are_single_nodes() -> None:
+    """A path leaves a pair by the other of its nodes. Pairs overlap in the graph, or are apart."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(torch.sin, (x,))
+    lone = graph.call_function(torch.tan, (x,))
+    second = graph.call_function(torch.sin, (lone,))
+    other = graph.call_function(torch.cos, (x,))
+    tangent = graph.call_function(torch.tan, (other,))
+    cosine = graph.call_function(torch.cos, (first,))
+    graph.output((second, tangent, cosine))
+    sines, tangents, cosines = map(
+        regions.Region, ([first, second], [lone, tangent], [other, cosine])
+    )
+    # sines ──▶ cosines ──▶ tangents ──▶ sines
+    assert order.is_cyclic(sines, [cosines, tangents])
+    assert not order.is_cyclic(sines, [cosines, regions.Region([lone]), regions.Region([tangent])])
+    assert not order.is_cyclic(sines, [])
+
+
+def _norm_of_cat(module: Slices, x: Tensor) -> Tensor:
+    return F.rms_norm(torch.cat(module.all(x.split(WIDTH, -1)), -1), (SLICES * WIDTH,))
+
+
+def test_concatenation_in_another_region_stays() -> None:
+    model, inputs = Slices(_norm_of_cat).to(DEVICE), [randn(MANY, SLICES * WIDTH)]
+    cotangent = torch.randn_like(model(*inputs))
+    backend = Recorded()
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    actual = results(compiled, model, inputs, cotangent)
+    assert backend.counts[0]["slices"] == 1 and backend.counts[0]["one"] == 1
+    check(actual, model, inputs, cotangent, EPS)
+
+
 def test_peak_of_an_order() -> None:
     """Two towers of a product, a function and a product: one by one, or function by function."""
     graph = torch.fx.Graph()
