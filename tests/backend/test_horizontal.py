@@ -395,16 +395,26 @@ def test_large_slices_without_sums_are_left(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Towers(nn.Module):
-    """Towers, one after the other, whose results are concatenated."""
+    """Towers, one after the other, whose results are concatenated.
 
-    def __init__(self, towers: int, layers: int) -> None:
+    Args:
+        towers: their number.
+        layers: the number of layers of each.
+        wide: the width inside a layer; None for layers of one product.
+    """
+
+    def __init__(self, towers: int, layers: int, wide: int | None = None) -> None:
         super().__init__()
-        parts = [self._tower(layers) for _ in range(towers)]
+        parts = [self._tower(layers, wide) for _ in range(towers)]
         self.towers = nn.ModuleList(parts)
 
-    def _tower(self, layers: int) -> nn.Module:
-        pairs = [(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(layers)]
-        return nn.Sequential(*[layer for pair in pairs for layer in pair], nn.LayerNorm(WIDTH))
+    def _tower(self, layers: int, wide: int | None) -> nn.Module:
+        modules: list[nn.Module] = []
+        for _ in range(layers):
+            modules += [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, wide or WIDTH), nn.GELU()]
+            if wide is not None:
+                modules.append(nn.Linear(wide, WIDTH))
+        return nn.Sequential(*modules, nn.LayerNorm(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([tower(x) for tower in self.towers], -1)
@@ -420,6 +430,13 @@ def test_layers_of_parallel_towers_are_one_operator_each() -> None:
     assert backend.counts[0]["slices"] == layers + 1 and backend.counts[0]["one"] == 0
     assert [region.slices for region in backend.report.fused] == [4] * 4 * (layers + 1)
     check(actual, model, inputs, cotangent, EPS)
+
+
+def test_towers_whose_layers_would_take_more_memory_together_keep_their_order() -> None:
+    """By estimate 6%, where it is 1% with layers of one product."""
+    model = Towers(4, 3, wide=4 * WIDTH).to(DEVICE)
+    report = fusedops.explain(model, randn(MANY, WIDTH))
+    assert {region.slices for region in report.fused} != {4}
 
 
 def _crossed(module: Slices, x: Tensor) -> Tensor:
