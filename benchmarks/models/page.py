@@ -94,12 +94,6 @@ python -m benchmarks models --page                             # this page
 python -m benchmarks models --profile --model gpt2 --mode train --provider fused    # where the time goes
 ```"""
 
-# The README's columns in which a provider with the loss of hidden states comes first.
-_WITH_OWN_LOSS = {"fused": ("fused_loss",), "backend": ("backend_loss",)}
-_WITHOUT_LOGITS = (
-    "`fuse_model` and `fusedops.compile` compute the loss without whole logits, as Liger-Kernel does: see [losses without "
-    "logits](docs/models.md#losses-without-logits)."
-)
 # Models of one kind. If the README has a row of the first, it has none of the second.
 _SUPERSEDES = {"llama_1b": "llama"}
 
@@ -211,8 +205,7 @@ def markdown(path: Path) -> str:
 def summary(path: Path) -> str:
     """Returns the README's table: speed-ups of a training step over eager, the greatest in bold.
 
-    A column has the first of its providers that was measured on a workload. Below the table are the
-    workloads in which another provider is faster than `fuse_model`.
+    Below it are the workloads in which another provider is faster than `fuse_model`.
     """
     names = {
         "fused": "`fuse_model`",
@@ -220,24 +213,24 @@ def summary(path: Path) -> str:
         "fused_compile": "both",
         "liger": "Liger-Kernel",
     }
-    rows = [row for row in read(path) if row.mode == "train"]
-    providers = {row.provider for row in rows}
-    if not providers.isdisjoint({"backend", *_WITH_OWN_LOSS["backend"]}):
+    if "backend" in {row.provider for row in read(path)}:
         names["backend"] = _NAMES["backend"]
     lines = [
         "| model, batch | eager, ms | " + " | ".join(names.values()) + " |",
         "|---|--:|" + "--:|" * len(names),
     ]
-    slower, without_logits = [], []
-    trainings = [
-        (workload, _of_columns(by_provider, names)) for workload, by_provider in _ordered(rows)
+    slower = []
+    rows = [row for row in read(path) if row.mode == "train" and row.ms is not None]
+    complete = [
+        (workload, by_provider)
+        for workload, by_provider in _ordered(rows)
+        if {"eager", "fused"} <= by_provider.keys()
     ]
-    complete = [(workload, row) for workload, row in trainings if {"eager", "fused"} <= row.keys()]
     superseded = {_SUPERSEDES.get(model) for (model, _, _), _ in complete}
-    for (model, _, shape), by_column in complete:
+    for (model, _, shape), by_provider in complete:
         if model in superseded:
             continue
-        ms = {name: row.ms for name, row in by_column.items() if row.ms is not None}
+        ms = {name: row.ms for name, row in by_provider.items() if name in ("eager", *names)}
         least = min(ms.values())
         cells = []
         for name in names:
@@ -246,8 +239,6 @@ def summary(path: Path) -> str:
                 cell = _bold(f"{ms['eager'] / ms[name]:.2f}", when=ms[name] == least)
             cells.append(cell)
         where = f"{_MODEL_NAMES[model]}, {sized(shape)}"
-        if by_column["fused"].provider != "fused":
-            without_logits.append(where)
         lines.append(f"| {where} | {ms['eager']:.1f} | {' | '.join(cells)} |")
         faster = [
             _NAMES[name]
@@ -259,25 +250,8 @@ def summary(path: Path) -> str:
     text = "Some entries are from another run than eager's: the figures of whole models mark these, and list the spread."
     if slower:
         text = f"Faster than `fuse_model` alone: {'; '.join(slower)}. {text}"
-    if without_logits:
-        text = f"On {'; '.join(without_logits)} {_WITHOUT_LOGITS} {text}"
     text = f"The fastest of a row is bold. {text}"
     return "\n".join(lines) + "\n\n" + textwrap.fill(text, 120, break_on_hyphens=False)
-
-
-def _of_columns(by_provider: dict[str, Row], columns: Iterable[str]) -> dict[str, Row]:
-    """Returns the measured row of eager and of each column, if there is one."""
-    of_columns = {}
-    for column in ("eager", *columns):
-        candidates = [*_WITH_OWN_LOSS.get(column, ()), column]
-        measured = [
-            by_provider[name]
-            for name in candidates
-            if name in by_provider and by_provider[name].ms is not None
-        ]
-        if measured:
-            of_columns[column] = measured[0]
-    return of_columns
 
 
 def compiled(path: Path, first_calls: Path) -> str:
