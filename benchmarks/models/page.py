@@ -220,7 +220,7 @@ def summary(path: Path) -> str:
         "|---|--:|" + "--:|" * len(names),
     ]
     slower = []
-    rows = [row for row in read(path) if row.mode == "train" and row.ms is not None]
+    rows = [row for row in read(path) if row.mode == "train"]
     complete = [
         (workload, by_provider)
         for workload, by_provider in _ordered(rows)
@@ -230,7 +230,11 @@ def summary(path: Path) -> str:
     for (model, _, shape), by_provider in complete:
         if model in superseded:
             continue
-        ms = {name: row.ms for name, row in by_provider.items() if name in ("eager", *names)}
+        ms = {}
+        for name in ("eager", *names):
+            row = by_provider.get(name)
+            if row is not None and row.ms is not None:
+                ms[name] = row.ms
         least = min(ms.values())
         cells = []
         for name in names:

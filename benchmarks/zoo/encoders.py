@@ -138,7 +138,7 @@ MODELS = {
     "mpnet": Model(
         cls="MPNetForMaskedLM",
         config="MPNetConfig",
-        options=SPECIAL | _SIX,
+        options=SPECIAL | _SIX | {"max_position_embeddings": 514},
         tiny=tiny_text(),
         batch=shared.masked,
         sizes=((32, 512),),

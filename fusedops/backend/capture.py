@@ -515,11 +515,11 @@ class _Capture(fx.Interpreter):
         if attn_mask is None and len(positional) < 4:
             heads = self._without_repeats(query, key, value)
             if heads is not None:
-                change = "that are not repeated for groups of queries"
+                form = "that are not repeated for groups of queries"
                 if heads[0] is key:
-                    change = "of one head that all queries share, in a fused kernel"
+                    form = "of one head that all queries share, in a fused kernel"
                 (key, value), options = heads, {**options, "enable_gqa": True}
-                changes.append(f"an attention of keys and values {change}")
+                changes.append(f"an attention of keys and values {form}")
         result = F.scaled_dot_product_attention(
             query, key, value, attn_mask, *positional, **options
         )
