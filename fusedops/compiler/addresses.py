@@ -35,7 +35,9 @@ EVEN: Spacings = MappingProxyType({})
 # table. Only kernels of slices have such tensors: see `horizontal.lookups`.
 LOOKUP: Spacing = ()
 
-Sliced = Literal["", "equal", "mixed"]
+# Of a kernel of one slice of many: whether all slices have one length or several, or whether some
+# length is no multiple of a load's elements, so that rows are held in parts. "" for other kernels.
+Sliced = Literal["", "equal", "mixed", "ragged"]
 
 _PREFIXES = {"cotangent": "d_", "gradient": "grad_"}
 # A term of zeros, with a row for each of a tile, in the kernel of a slice. A vector is read and
@@ -87,8 +89,8 @@ class Addresses:
         names: the names of the kernel.
         group: the row axes of groups of rows, which are axis 1 of the grid; () without groups.
         spacings: the spacings of tensors whose rows no single stride reaches.
-        sliced: of a kernel of one slice of many, whether all have one length: see `horizontal`.
-            Then every row stride is an argument. "" for other kernels.
+        sliced: of a kernel of one slice of many, the kind of lengths: see `Sliced`. Then every row
+            stride is an argument.
         divides: whether rows are divided for an index, in the type INDEX.
         pairs: whether a tile has the columns of two parts.
     """
@@ -112,6 +114,14 @@ class Addresses:
         self.pairs = False
         self._indexed_axes: set[int] = set()  # the row axes whose index is used
         self._looked_up: dict[int, tuple[str, str]] = {}  # rows of tables: variables and lines
+
+    @property
+    def spreads(self) -> bool:
+        """Whether vectors are read and written in the layout of tiles: see `SPREAD`.
+
+        Programs that hold rows in parts have few warps, and no need of it.
+        """
+        return self.sliced in ("equal", "mixed")
 
     def argument(self, kind: str, index: int, name: str, of: str = "", dim: int = -1) -> str:
         """Return the name of an argument, which is added if it is new."""
@@ -178,7 +188,7 @@ class Addresses:
             terms.append(offsets_along(structure, strides))
         terms += self._part_offsets(operand, part)
         by_column = bool(columns) and not (element or full)
-        if self.sliced and layout == "vector" and by_column:
+        if self.spreads and layout == "vector" and by_column:
             terms.append(SPREAD)
         mask = _MASKS[layout in BY_ROW, by_column, paired]
         if layout == "group" and not mask:
@@ -239,7 +249,9 @@ class Addresses:
         # `launcher.Launcher._row_dims`.
         is_vector = bool(set(self.structure.columns) & set(strides))
         is_number_of_group = layout == "group" and not is_vector
-        if row_size == 1 or is_number_of_group or (kind in _ALLOCATED and not self.sliced):
+        # A slice of one column may be beside longer ones, in one tensor.
+        is_number = row_size == 1 and self.sliced != "ragged"
+        if is_number or is_number_of_group or (kind in _ALLOCATED and not self.sliced):
             return row_size
         # A name without a number at its end: it marks strides, see `core.launches.launch`. An input
         # and its gradient both have a stride in the kernel of a slice.
@@ -298,7 +310,11 @@ class Addresses:
     def row_lines(self) -> list[str]:
         """Return the lines that compute the rows of a tile, and the indices that are used."""
         lines = ["places = rows_of(tile, ROWS)"]
-        if self.group:
+        if self.sliced == "ragged":
+            # A tile of one row exists: a loop over tiles ends with the last.
+            lines.append("in_rows = which_exist(places, M, ROWS == 1)[:, None]")
+            lines.append("rows = places[:, None]")
+        elif self.group:
             lines.append("in_rows = (places < M)[:, None] & in_groups")
             lines.append(f"numbers = {self._row_of_group()}")
             lines.append("rows = numbers[:, None]")

@@ -373,8 +373,7 @@ class _Writer:
 
     def _kernel(self, emitter: Emitter, stores: Sequence[_Store], sums: Sequence[_Sum]) -> Kernel:
         """Return the kernel of whole rows, or of one tile of columns in each program."""
-        is_wide = self.structure.cols > WIDEST_TILE
-        if is_wide and not (self.tiled or self.sliced):
+        if self._holds_parts():
             return self._held_kernel(emitter, stores, sums)
         # Without sums over rows a program has one tile of rows, and no loop.
         emitter.flat = not sums or not self._has_room(emitter, stores, sums)
@@ -398,6 +397,12 @@ class _Writer:
         slots = [(index, part) for index, part, _ in sums]
         return self._assembled(emitter, self._name(), slots)
 
+    def _holds_parts(self) -> bool:
+        """Whether a program holds a row in tiles side by side: see `phases`."""
+        if self.sliced:
+            return self.sliced == "ragged" and bool(self.structure.columns)
+        return self.structure.cols > WIDEST_TILE and not self.tiled
+
     def _held_kernel(
         self, emitter: Emitter, stores: Sequence[_Store], sums: Sequence[_Sum]
     ) -> Kernel:
@@ -414,8 +419,11 @@ class _Writer:
         # Programs that share rows would each have a part of these numbers.
         sums = [(index, part, late.get(node, node)) for index, part, node in sums]
         summed = [node for _, _, node in sums]
-        phases = phases_of(stored, summed, emitter, exchanges=self.direction == "backward")
-        body = held_body(emitter, phases, writes, sums, _roots(stores, []))
+        exchanges = self.direction == "backward" and not self.sliced
+        phases = phases_of(stored, summed, emitter, exchanges=exchanges)
+        body = held_body(
+            emitter, phases, writes, sums, _roots(stores, []), direction=self.direction
+        )
         return self._finished(
             emitter,
             self._name(),
@@ -424,8 +432,8 @@ class _Writer:
             held=True,
             reductions=len(phases.reductions),
             exchanged=len(phases.exchanged),
-            shares=phases.can_share and not (self.group or late),
-            loops=bool(sums or phases.exchanged),
+            shares=phases.can_share and not (self.group or late or self.sliced),
+            loops=bool(sums or phases.exchanged or self.sliced),
         )
 
     def _late_sums(
@@ -473,7 +481,8 @@ class _Writer:
         if is_tiled:
             body.append("COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N")
         if self.sliced:  # the programs are arguments
-            body.append(f"{SPREAD} = tl.zeros((ROWS, 1), tl.int32)")
+            if emitter.addresses.spreads:
+                body.append(f"{SPREAD} = tl.zeros((ROWS, 1), tl.int32)")
         else:
             body += program_lines(shares=is_tiled)
         if not by_row:
@@ -496,6 +505,10 @@ class _Writer:
             body += [f"sum{n} = tl.sum(sum{n}, axis=0, keep_dims=True)" for n in range(len(sums))]
             body.append(partial_row_line(bool(self.group)))
             body += stores_of_sums(emitter.addresses, sums)
+        elif self.sliced == "ragged":
+            body.append("tiles = tl.cdiv(M, ROWS).to(tl.int32)")
+            body.append(_TILES)
+            body += indented(tile_lines)
         else:
             body += ["tile = program", *tile_lines]
         return self._finished(
@@ -505,7 +518,7 @@ class _Writer:
             sums,
             tiled=is_tiled,
             moments=moments,
-            loops=bool(sums),
+            loops=bool(sums) or self.sliced == "ragged",
         )
 
     def _finished(
@@ -521,7 +534,7 @@ class _Writer:
         first = [] if self.sliced else first_lines(drops=_drops(arguments))
         constants: tuple[str, ...] = _CONSTANTS
         if properties.get("held"):
-            constants += ("PARTS",)
+            constants += ("PARTS", "EXACT") if self.sliced else ("PARTS",)
         if properties.get("exchanged"):  # see `phases`
             constants += ("EXCHANGE",)
         if emitter.addresses.divides:

@@ -14,6 +14,15 @@ def inside_row(cols, FULL: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def which_exist(rows, M, ALL: tl.constexpr):
+    """Return which rows of a tile exist: all, by a constant, if ``ALL`` do."""
+    if ALL:
+        return tl.full(rows.shape, True, tl.int1)
+    else:
+        return rows < M
+
+
+@triton.jit
 def split_pairs(tile):
     """Return the even and the odd columns of a tile, each of half as many."""
     return tl.split(tl.reshape(tile, (tile.shape[0], tile.shape[1] // 2, 2)))

@@ -40,6 +40,7 @@ _OWN = (
     "row_of_table",
     "split_pairs",
     "sum_of_rows",
+    "which_exist",
     "xlogy",
 )
 _EXCHANGE = ("collect_sums", "post_sums", "sums_of_both")

@@ -49,14 +49,14 @@ def stores_of_sums(
         if structure.has_columns(operand):
             value, mask = f"sum{slot}{subscript}", "in_cols"
         address = f"partials + (partial_row * {len(sums)} + {slot}) * N + cols"
-        if addresses.sliced:
+        if addresses.spreads:
             address += f" + {SPREAD}"
             mask += " & (tl.arange(0, ROWS) == 0)[:, None]"
         partial.append(f"tl.store({address}, {value}, mask={mask})")
         if not addresses.group:
             gradient = addresses.argument("gradient", index, f"grad_{operand.name}")
             address = f"{gradient} + {' + '.join(_offsets(structure, operand, part))}"
-            if addresses.sliced:
+            if addresses.spreads:
                 address += f" + {SPREAD}"
             total.append(f"tl.store({address}, {_rounded(value, gradient)}, mask={mask})")
     if not total:
@@ -179,8 +179,10 @@ def _total_store(structure: Structure, index: int, part: Part, grouped: bool | N
         _, size = strides_of(structure, operand)
         terms.append(f"group * {size}")
     # A gradient without columns is one number. A gradient that is not per group is stored by the
-    # programs of the first group.
-    mask = f"(cols < {'N' if structure.has_columns(operand) else 1})"
+    # programs of the first group. Slices of one column, whose N is 1, may be beside longer ones.
+    is_slice_of_one = grouped is None and not structure.columns
+    is_vector = structure.has_columns(operand) or is_slice_of_one
+    mask = f"(cols < {'N' if is_vector else 1})"
     if grouped is not None:
         mask += f" & (in_group {'< programs // chunks' if grouped else '== 0'})"
     value = _rounded("total", f"grad{index}")

@@ -218,12 +218,14 @@ _PROGRAM = (
 # and backward: 116.8 us with programs that share rows, 95.5 us with this. For narrower rows the
 # additional loads gain nothing.
 _HOLDS = "HOLDS: tl.constexpr = SUMS < 2 or PARTS * BLOCK_N <= 8192"
-# Rows go from the last to the first: the cache still holds those that were written last.
 _ROW_LOOP = (
     "tiles = tl.cdiv(M, ROWS).to(tl.int32)",
     "for step in tl.range(program, tiles, programs, num_stages=STAGES):",
 )
+# Rows of a backward go from the last to the first: the cache still holds those that were written
+# last.
 _TILE = "tile = tiles - 1 - step"
+_TILE_OF_FORWARD = "tile = step"
 # The rows of a tile whose index may be out of range. In the additional step of `_SHARED_ROW_LOOP`
 # it is negative. In the first step ``tile + ahead``, the tile before it, is beyond the last.
 _SHARED_ROWS = (
@@ -244,7 +246,13 @@ _SHARED_ROW_LOOP = (
 
 
 def held_body(
-    emitter: Emitter, phases: Phases, stores: Stores, sums: Sums, results: Sequence[Node]
+    emitter: Emitter,
+    phases: Phases,
+    stores: Stores,
+    sums: Sums,
+    results: Sequence[Node],
+    *,
+    direction: str,
 ) -> list[str]:
     """Return the lines of a kernel whose programs hold rows in registers.
 
@@ -254,18 +262,23 @@ def held_body(
         stores: the stores of values along columns.
         sums: the values that are summed over rows.
         results: all values that are stored.
+        direction: "forward" or "backward".
     """
     # With a loop over tiles of rows, vectors are computed before it. But a reduction of a vector
     # takes a phase, and phases are in the loop. So if there is one, vectors are in the loop too.
     reduced = itertools.chain(*phases.reductions)
-    loops = bool(sums or phases.exchanged)
+    sliced = bool(emitter.addresses.sliced)
+    loops = bool(sums or phases.exchanged or sliced)
     emitter.flat = not (loops and all(map(emitter.has_rows, reduced)))
     totals = row_sums(
         emitter, sums, exchanges=bool(phases.exchanged), keeps_rows=not phases.reductions
     )
     tile = _emit_tile(emitter, phases, stores, totals, results)
-    body = [*_PROGRAM, *program_lines(shares=not emitter.grouped)]
-    body.append("first = 0" if emitter.grouped else "first = column * (PARTS * BLOCK_N)")
+    body = []
+    if not sliced:  # else the programs and EXACT are arguments
+        body = [*_PROGRAM, *program_lines(shares=not emitter.grouped)]
+    is_whole = sliced or emitter.grouped
+    body.append("first = 0" if is_whole else "first = column * (PARTS * BLOCK_N)")
     if not emitter.flat:
         body += [f"SUMS: tl.constexpr = {len(sums)}", _HOLDS]
     if emitter.grouped:
@@ -284,7 +297,8 @@ def held_body(
         body.append("EARLY: tl.constexpr = PARTS == 1")
     rows = emitter.addresses.row_lines()
     if loops:
-        lines = [_TILE, *rows, *tile.first]
+        place = _TILE if direction == "backward" else _TILE_OF_FORWARD
+        lines = [place, *rows, *tile.first]
         return [*body, *_ROW_LOOP, *indented(lines), *_sums(emitter, sums, totals)]
     return [*body, "tile = program", *rows, *tile.first]
 
@@ -305,6 +319,8 @@ def _has_early_vectors(emitter: Emitter, phases: Phases) -> bool:
     """
     structure = emitter.structure
     if emitter.read < 2 * structure.parts_of_row or not phases.reductions:
+        return False
+    if emitter.addresses.sliced:  # the answer must be the same for all lengths
         return False
     nodes = [node for node in emitter.tiles if not emitter.has_rows(node)]
     computed = filter(lambda node: node.op != "const", reachable(nodes))

@@ -6,7 +6,7 @@ The items of the tuning key's variant are texts:
     1    the number of whole tensors that are read or written
     2    whether random numbers are drawn
     3    whether the slices have one length or several
-    4    whether a load has several elements or one
+    4    "elements" if the slices are ragged, else "vectors": see `tiles.is_ragged`
     5    the digest of the function
 
 The key's columns are those of the longest slice.
@@ -37,6 +37,11 @@ _HALF_BYTES = {True: 4096, False: 2048}
 #   64 x 64 columns, bf16                            68.0         74.8          69.3
 #   40 of 8 to 256, bf16                             125.1        137.9         149.7
 _ELEMENTS_WITH_SUMS = 512
+# The elements of a ragged tile for each warp, of a 4-byte accumulator, the registers of a thread,
+# and the most programs of a multiprocessor, which CUDA limits.
+_RAGGED_ELEMENTS = 256
+_MOST_PROGRAMS = 32
+_REGISTERS = 65536
 
 
 def heuristic(key: TuningKey) -> Config:
@@ -44,16 +49,24 @@ def heuristic(key: TuningKey) -> Config:
     block = block_holding(key.cols)
     registers = 2 if key.itemsize == 8 else 1
     are_many = key.bucket >= 2  # 256 rows or more: see `tuning_key.BUCKETS`
+    if key.variant[4] == "elements":
+        return _ragged(key, block, registers)
     if key.variant[0] == "0 sums":
-        if key.variant[4] == "elements" and key.itemsize <= 2:
-            elements = max(1024, block)
-            return Config(block, elements // block, max(elements // 512, 1))
         bytes_of_tile = _BYTES if key.itemsize <= 2 else _HALF_BYTES
         elements = max(bytes_of_tile[are_many] // key.itemsize, block)
         return Config(block, elements // block, max(elements * registers // 1024, 1, 4 * are_many))
     elements = max(_ELEMENTS_WITH_SUMS, block)
     warps = min(elements * registers // 256, 16)
     return Config(block, elements // block, warps, 3, max(16 // warps, 1))
+
+
+def _ragged(key: TuningKey, block: int, registers: int) -> Config:
+    """Return the config of programs that hold rows in parts, and loop over tiles."""
+    elements = max(_RAGGED_ELEMENTS // registers, block)
+    warps = elements * registers // _RAGGED_ELEMENTS
+    limit = 64
+    per_sm = min(_REGISTERS // (32 * warps * limit), _MOST_PROGRAMS)
+    return Config(block, elements // block, warps, per_sm=max(per_sm, 1), registers=0)
 
 
 def candidates(key: TuningKey) -> list[Config]:

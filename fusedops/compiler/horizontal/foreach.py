@@ -30,7 +30,7 @@ from ..programs import Match, Programs, is_dense
 from ..state import plain_state
 from ..structure import Operand
 from .forms import JOINT, SEPARATE, SHARED
-from .launching import outline_of
+from .kinds import members_of
 from .operator import MOST_SLICES, SliceGroup, group_of, why_not
 
 __all__ = ["Foreach", "SlicesExplanation"]
@@ -244,7 +244,7 @@ def parts_of(
         arguments: the arguments that are tensors, in the order of the programs' inputs.
         is_joint: whether the call's results are joint.
     """
-    members: dict[Any, list[int]] = {}
+    members: dict[tuple[str, int], list[int]] = {}
     alone: list[Part] = []
     for k, program in enumerate(programs):
         reason = "the function cannot be fused" if program is None else why_not(program)
@@ -253,10 +253,11 @@ def parts_of(
         else:
             dims = len(program.structure.rows)
             # A symbolic size has no hash, but a text.
-            members.setdefault((outline_of(program), str(rows[k]), dims), []).append(k)
-    is_whole = len(members) == 1 and not alone
+            members.setdefault((str(rows[k]), dims), []).append(k)
+    groups = list(itertools.chain(*[members_of(programs, own) for own in members.values()]))
+    is_whole = len(groups) == 1 and not alone
     parts: list[Part] = []
-    for slices in members.values():
+    for slices in groups:
         chosen: list[Any] = [programs[k] for k in slices]
         lead = chosen[0]
         inputs = []
@@ -279,16 +280,18 @@ def _is_wide(programs: Sequence[Program], operands: Sequence[Operand], index: in
     """Return whether the slices of a tensor can be side by side.
 
     They have one dimension beside those of rows, so that a slice is adjacent in memory. And they
-    have several columns: else no stride is passed.
+    have several columns, or one of rows of one column: a number of each row has no stride.
     """
     structure = programs[0].structure
     rows = len(structure.rows) if set(structure.rows) & set(operands[index].axes) else 0
     if len(operands[index].labels) != rows + 1:
         return False
     is_input = operands is structure.inputs
+    are_columns = not any([program.structure.columns for program in programs])
     for program in programs:
         those = program.structure.inputs if is_input else program.structure.outputs
-        if program.size_of_row(those[index]) == 1:
+        is_number = program.size_of_row(those[index]) == 1
+        if is_number and (program.structure.columns or are_columns):
             return False
     return True
 

@@ -43,11 +43,11 @@ from . import configs
 from .buffers import with_zeros
 from .forms import BUFFER, JOINT, LOOKUP, SEPARATE, SHARED
 from .site import SliceSite
-from .source import SliceKernel, Storage, kernel_of_slices, reduction_of_slices
+from .source import Kind, SliceKernel, Storage, kernel_of_slices, reduction_of_slices
 from .tiles import Tiling
 from .unifying import outline, unified
 
-__all__ = ["backward", "forward", "outline_of", "prepare"]
+__all__ = ["backward", "family_of", "forward", "outline_of", "prepare"]
 
 tuning.register(configs, "slices_rowwise_forward", "slices_rowwise_backward")
 
@@ -171,7 +171,7 @@ def _forward(site: SliceSite) -> _Way:
     acc = group.lead.acc
     forward_of = functools.partial(_forward_of, saves=site.saves, lookups=tuple(group.lookups))
     kernels = [forward_of(plan, acc, group.sliced) for plan in group.plans]
-    return _Way(site, kernels, _storages(group, kernels[0], (), separate=False), ())
+    return _Way(site, kernels, _storages(group, kernels, (), separate=False), ())
 
 
 def _backward(
@@ -189,7 +189,7 @@ def _backward(
         _backward_of, cotangents=cotangents, wanted=gradients, lookups=tuple(group.lookups)
     )
     kernels = [gradients_of(plan, acc, group.sliced) for plan in group.plans]
-    storages = _storages(group, kernels[0], separate, separate=has_separate_results)
+    storages = _storages(group, kernels, separate, separate=has_separate_results)
     return _Way(site, kernels, storages, dtypes)
 
 
@@ -241,28 +241,58 @@ def outline_of(program: Any) -> str:
     """Return a text that is the same for programs that may be slices of one launch."""
     plan, acc = program.plan, program.acc
     kernels = [_forward_of(plan, acc, "mixed", saves=saves) for saves in (True, False)]
-    if program.plan.differentiable:
-        wanted = tuple([i for i, want in enumerate(program.wanted) if want])
-        results = tuple(range(program.count))
-        kernels.append(_backward_of(plan, acc, "mixed", cotangents=results, wanted=wanted))
+    if plan.differentiable:
+        kernels.append(_whole_backward(program, "mixed"))
     sources = [outline(kernel.source) for kernel in kernels]
-    parts = map(repr, (program.dtypes, plan.saved_inputs, plan.intermediate_output, acc))
-    return "\n".join([*sources, *parts, repr(program.structure.drops)])
+    return "\n".join([*sources, _saved_of(program)])
+
+
+def _whole_backward(program: Any, sliced: Sliced) -> Kernel:
+    """Return the backward of all results and inputs."""
+    wanted = tuple([i for i, want in enumerate(program.wanted) if want])
+    results = tuple(range(program.count))
+    return _backward_of(program.plan, program.acc, sliced, cotangents=results, wanted=wanted)
+
+
+def _saved_of(program: Any) -> str:
+    """Return a text of a program's dtypes, of what it saves for the backward, and of its drops."""
+    plan = program.plan
+    values = program.dtypes, plan.saved_inputs, plan.intermediate_output, program.acc
+    return "\n".join(map(repr, (*values, program.structure.drops)))
+
+
+@functools.lru_cache(maxsize=4096)
+def family_of(program: Any) -> str:
+    """Return a text that is the same for programs that may be kinds of one launch.
+
+    The slices are ragged: see `source.Kind`. The kinds have the same tensors, save the same for the
+    backward, and add up partial sums by the same kernel.
+    """
+    plan, structure = program.plan, program.structure
+    operands = [*structure.inputs, *structure.outputs]
+    parts = [str([len(operand.labels) for operand in operands]), _saved_of(program)]
+    if plan.differentiable:
+        backward = _whole_backward(program, "ragged")
+        parts.append(str(backward.written))
+        if backward.sums:
+            parts.append(outline(slice_reduction(plan, backward).source))
+    return "\n".join([*parts, str(bool(plan.intermediate)), str(program.own)])
 
 
 def _storages(
-    group: Any, kernel: Kernel, cotangents: Sequence[bool], *, separate: bool
+    group: Any, kernels: Sequence[Kernel], cotangents: Sequence[bool], *, separate: bool
 ) -> dict[_Key, Storage]:
     """Return where the tensors of a kernel's arguments are.
 
     Args:
         group: the operator.
-        kernel: the kernel of a slice.
+        kernels: the kernel of each slice.
         cotangents: for each result, whether each slice has a cotangent of its own.
         separate: whether the saved results of slices are tensors of their own.
     """
     storages: dict[_Key, Storage] = {}
-    for argument in kernel.arguments:
+    distinct = dict.fromkeys(kernels)
+    for argument in itertools.chain(*[kernel.arguments for kernel in distinct]):
         kind, index = argument.kind, argument.index
         if kind == "index":
             storages[kind, index] = Storage(LOOKUP, True, sizes=group.lookups[index].rows)
@@ -319,8 +349,39 @@ class _Plan:
     across: int
 
 
+def _kinds_of(kernels: Sequence[Kernel]) -> tuple[list[Kind], list[int]]:
+    """Return the kinds of slices, the one with most slices first, and the kind of each slice.
+
+    Args:
+        kernels: the kernel of each slice; slices of one length have one kernel.
+    """
+    slices: dict[str, list[int]] = {}
+    for k, kernel in enumerate(kernels):
+        slices.setdefault(outline(kernel.source), []).append(k)
+    kinds = []
+    kind_of = [0] * len(kernels)
+    for number, members in enumerate(sorted(slices.values(), key=len, reverse=True)):
+        distinct = list(dict.fromkeys([kernels[k] for k in members]))
+        function, numbers = unified(distinct)
+        place_of = {kernel: place for place, kernel in enumerate(distinct)}
+        places = [place_of.get(kernel, 0) for kernel in kernels]
+        kinds.append(Kind(function, [[values[place] for place in places] for values in numbers]))
+        for k in members:
+            kind_of[k] = number
+    return kinds, kind_of
+
+
 class _Way:
-    """The kernels of one way of calls."""
+    """The kernels of one way of calls.
+
+    Attributes:
+        group: the operator.
+        kinds: the kinds of slices.
+        kind_of: the index of each slice's kind.
+        function: the function of most slices.
+        is_ragged: whether rows are held in parts: see `tiles`.
+        reduction: adds up the partial sums of a slice; None without sums over rows.
+    """
 
     def __init__(
         self,
@@ -333,18 +394,17 @@ class _Way:
         self.storages = storages
         self.cotangents = cotangents
         self.lengths = [program.structure.cols for program in self.group.programs]
-        # A kernel for each length, and for each slice the index of its kernel.
         plans = dict(zip(kernels, self.group.plans, strict=True))
-        self.function, numbers = unified(list(plans))
-        place_of = {kernel: place for place, kernel in enumerate(plans)}
-        places = [place_of[kernel] for kernel in kernels]
-        self.numbers = [[values[place] for place in places] for values in numbers]
-        self.reduction: tuple[Kernel, list[list[Any]]] | None = None
+        self.kinds, self.kind_of = _kinds_of(kernels)
+        self.functions = [kind.function for kind in self.kinds]
+        self.function = self.functions[0]
+        self.is_ragged = self.group.sliced == "ragged"
+        if len(self.kinds) > 1 and not self.is_ragged:
+            raise ValueError(f"{self.group.op}: the kernels of slices differ")
+        self.reduction: Kind | None = None
         if self.function.sums:
-            reductions = [slice_reduction(plan, kernel) for kernel, plan in plans.items()]
-            function, values_of = unified(reductions)
-            values_of_slices = [[values[place] for place in places] for values in values_of]
-            self.reduction = function, values_of_slices
+            reductions = {kernel: slice_reduction(plan, kernel) for kernel, plan in plans.items()}
+            (self.reduction,), _ = _kinds_of([reductions[kernel] for kernel in kernels])
         self.plans: dict[Any, _Plan] = tuning.register_cache({})
         thresholds = self.group.lead.thresholds
         self.thresholds = {("threshold", n): value for n, value in enumerate(thresholds)}
@@ -352,7 +412,8 @@ class _Way:
         self.separate = [key for key in storages if storages[key].kind == SEPARATE]
         self.whole = [key for key in storages if storages[key].kind not in (SEPARATE, LOOKUP)]
         self.looked_up = [key for key in storages if storages[key].kind == LOOKUP]
-        strides = [(a.of, a.index) for a in self.function.arguments if a.kind == "stride"]
+        arguments = itertools.chain(*[function.arguments for function in self.functions])
+        strides = [(a.of, a.index) for a in arguments if a.kind == "stride"]
         self.strided = set(strides).difference(self.looked_up)
         # The elements of a row of the tensors of all slices that a kernel reads by a stride.
         self.rows: dict[_Key, int] = {}
@@ -459,7 +520,7 @@ class _Way:
             f"{len(moved)} moved",
             "dropout" if function.drops else "plain",
             "equal" if len(set(self.lengths)) == 1 else "mixed",
-            "elements" if any(length % 2 for length in self.lengths) else "vectors",
+            "elements" if self.is_ragged else "vectors",
             self.group.lead.digest,
         )
         itemsizes = widths(*sorted({dtype.itemsize for dtype in moved}))
@@ -474,21 +535,11 @@ class _Way:
         has_sums = bool(self.function.sums)
         # Few rows are processed by one program of each slice, which stores the gradients itself.
         alone = has_sums and bucket == 0
-        programs = rows = 0
-        if has_sums:
-            available = launch.processors(site.device_index) * max(config.per_sm, 1)
-            programs = 1 if alone else max(available, 2)
-            is_last = bucket + 1 == len(BUCKETS)
-            rows = 0 if is_last else BUCKETS[bucket + 1]
-        tiling = Tiling.of(self.lengths, config, programs, rows)
+        loops = has_sums or self.is_ragged
+        tiling = self._tiling(site, config, bucket, loops=loops, alone=alone)
         bases, total = self._bases(tiling)
         kernel = kernel_of_slices(
-            self.function,
-            self.numbers,
-            self.lengths,
-            self.storages,
-            tiling=tiling,
-            partials=bases,
+            self.kinds, self.lengths, self.storages, tiling=tiling, partials=bases
         )
         align = kernel.align() if aligned else 1
         units = len(tiling.units)
@@ -497,7 +548,7 @@ class _Way:
         elements = config.block_n * config.rows // (32 * config.warps)
         values = {
             "VECTOR": vectors if elements >= vectors else 4,
-            "PERSISTENT": has_sums,
+            "PERSISTENT": loops,
             "TILES": tuple(map(tuple, tiling.tiles)),
             "TYPES": self._types_of(kernel),
             "UNITS": units,
@@ -509,9 +560,8 @@ class _Way:
         reduce_arguments: tuple[Any, ...] = ()
         across = 0
         if self.reduction is not None and not alone:
-            function, numbers = self.reduction
             reduction = reduction_of_slices(
-                function, numbers, self.lengths, self.storages, partials=bases, parts=tiling.parts
+                self.reduction, self.lengths, self.storages, partials=bases, parts=tiling.parts
             )
             reduce_config = tuning.config_of_sums(max(tiling.parts), max(self.lengths))
             across = -(-max(self.lengths) // reduce_config.block_n)
@@ -526,12 +576,36 @@ class _Way:
             kernel.arguments(),
             reduce_arguments,
             units,
-            0 if has_sums else tiling.most_rows,
+            0 if loops else tiling.most_rows,
             0 if alone else total,
             constants(kernel.table(tiling.units, align), device, torch.int64),
             reduce_table,
             across,
         )
+
+    def _tiling(
+        self, site: SliceSite, config: tuning.Config, bucket: int, *, loops: bool, alone: bool
+    ) -> Tiling:
+        """Return the tiles and units of all slices.
+
+        Args:
+            site: the calls'.
+            config: the config.
+            bucket: the bucket of the number of rows.
+            loops: whether programs loop over tiles.
+            alone: whether one program has all rows of a slice.
+        """
+        programs = rows = 0
+        if loops:
+            available = launch.processors(site.device_index) * max(config.per_sm, 1)
+            programs = 1 if alone else max(available, 2)
+            is_last = bucket + 1 == len(BUCKETS)
+            rows = 0 if is_last else BUCKETS[bucket + 1]
+        if not self.is_ragged:
+            return Tiling.of(self.lengths, config, programs, rows)
+        # A slice with partial sums has two units or more: one would store the gradients itself.
+        least = 2 if self.function.sums and not alone else 1
+        return Tiling.of_ragged(self.lengths, self.kind_of, config, programs, rows, least)
 
     def _bases(self, tiling: Tiling) -> tuple[list[int], int]:
         """Return where the partial sums of each slice begin, and how many there are."""

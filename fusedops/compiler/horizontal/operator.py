@@ -28,6 +28,7 @@ from .forms import BUFFER, JOINT, LOOKUP, SEPARATE, SHARED
 from .lookups import Lookup
 from .site import SliceSite
 from .source import STEP_BITS, Storage
+from .tiles import is_ragged
 
 __all__ = ["LONGEST", "MOST_SLICES", "SliceGroup", "group_of", "why_not"]
 
@@ -100,6 +101,9 @@ class SliceGroup(SequenceOperator):
         self.plan = self.plans[0]
         lengths = {program.structure.cols for program in self.programs}
         self.sliced: Sliced = "equal" if len(lengths) == 1 else "mixed"
+        if is_ragged(lengths, lead.dtypes):
+            self.sliced = "ragged"
+        self.stats = max([len(plan.stats) for plan in self.plans])
         self.count, self.own = lead.count, lead.own
         self.slices = len(self.programs)
         tensors_of = {SEPARATE: self.slices, LOOKUP: 2 * self.slices}
@@ -211,7 +215,7 @@ class SliceGroup(SequenceOperator):
     ) -> tuple[bool, ...]:
         """See `Program.writes`."""
         own = [saves] if self.own else []
-        return (*[True] * self.count, *own, saves and bool(self.plan.stats))
+        return (*[True] * self.count, *own, saves and bool(self.stats))
 
     def site(
         self,
@@ -229,7 +233,7 @@ class SliceGroup(SequenceOperator):
         spans = [self.span(i) for i in plan.saved_inputs]
         spans += [self.span_of_indices(i) for i in self.indices_saved]
         count = self.starts[-1]
-        places = [-1] if not plan.stats else [count + len(outs) - 1]
+        places = [-1] if not self.stats else [count + len(outs) - 1]
         for span in spans:
             places += range(span.start, span.stop)
         if plan.intermediate:
@@ -535,8 +539,8 @@ class SliceGroup(SequenceOperator):
             dtype = lead.operand(number).dtype
             outs.append(empty(like, form, rows, self.sizes(kind, number), dtype))
         stats = None
-        if site.saves and self.plan.stats:
-            shape = self.slices, len(self.plan.stats), rows
+        if site.saves and self.stats:
+            shape = self.slices, self.stats, rows
             stats = like.new_empty(shape, dtype=lead.acc)
         return (*outs, stats)
 

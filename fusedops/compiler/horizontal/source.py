@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..addresses import Argument
@@ -24,7 +24,14 @@ from ..text import indented
 from .forms import BUFFER, LOOKUP, SEPARATE, SHARED
 from .tiles import Tiling
 
-__all__ = ["STEP_BITS", "SliceKernel", "Storage", "kernel_of_slices", "reduction_of_slices"]
+__all__ = [
+    "STEP_BITS",
+    "Kind",
+    "SliceKernel",
+    "Storage",
+    "kernel_of_slices",
+    "reduction_of_slices",
+]
 
 # The numbers of each unit in a table, which precede those of slices.
 _OF_UNITS = 4
@@ -64,14 +71,30 @@ class Storage(NamedTuple):
     sizes: tuple[int, ...] = ()
 
 
+class Kind(NamedTuple):
+    """A function of one slice, for the slices that have it.
+
+    Most calls have one kind. The function of ragged slices of one column may be another, because
+    code for one column is shorter: for example, the mean of a column is the column.
+
+    Attributes:
+        function: the function: see `unifying`.
+        numbers: its numbers of slices, each with a value for each slice of the call. Slices of
+            other kinds have any value.
+    """
+
+    function: Kernel
+    numbers: Sequence[Sequence[Any]]
+
+
 @dataclass(frozen=True)
 class SliceKernel:
     """A kernel of many slices.
 
     Attributes:
         name: its name.
-        source: its source, with that of the function of one slice.
-        function: the function of one slice.
+        source: its source, with those of the functions of one slice.
+        functions: the functions of one slice.
         parameters: its run-time arguments in order: the name, and the argument of the function that
             it is for; None for the tables.
         separate: the tensors with addresses in the table of addresses: those with aligned ones in
@@ -82,7 +105,7 @@ class SliceKernel:
 
     name: str
     source: str
-    function: Kernel
+    functions: tuple[Kernel, ...]
     parameters: tuple[tuple[str, Argument | None], ...]
     separate: tuple[Argument, ...]
     columns: tuple[tuple[tuple[int, ...], bool], ...]
@@ -90,12 +113,12 @@ class SliceKernel:
     @property
     def contracts(self) -> bool:
         """Whether a product and a sum may be one instruction."""
-        return self.function.contracts
+        return all([function.contracts for function in self.functions])
 
     @property
     def checks(self) -> bool:
         """Whether an index out of range makes an assertion fail."""
-        return self.function.checks
+        return any([function.checks for function in self.functions])
 
     def arguments(self) -> tuple[Any, ...]:
         """Return the key of each argument: its name for a table, a stride's tensor, or its own."""
@@ -147,24 +170,24 @@ class _Columns:
 
 
 def kernel_of_slices(
-    function: Kernel,
-    numbers: Sequence[Sequence[Any]],
+    kinds: Sequence[Kind],
     lengths: Sequence[int],
     storages: Mapping[tuple[str, int], Storage],
     *,
     tiling: Tiling,
     partials: Sequence[int] = (),
 ) -> SliceKernel:
-    """Return the kernel that calls the function of one slice.
+    """Return the kernel that calls the functions of one slice.
 
     Args:
-        function: the function of one slice: see `unifying`.
-        numbers: its numbers of slices, each with a value for each slice.
+        kinds: the kinds of slices; each tile of the tiling has the index of one.
         lengths: the columns of each slice.
         storages: where the tensors are, by kind and index.
         tiling: the tiles and units of all slices.
         partials: where the partial sums of each slice begin.
     """
+    kinds = _with_own_names(kinds)
+    lead = kinds[0].function
     columns = _Columns()
     lines = [
         "slice_unit = tl.program_id(0)",
@@ -173,47 +196,75 @@ def kernel_of_slices(
         "program = slice_index * slice_shares + slice_share",
         "programs = places * slice_shares",
     ]
-    call, parameters, separate = _call(function, numbers, lengths, storages, columns, partials)
-    lines += call
-    drops = any(argument.kind == "seed" for argument in function.arguments)
+    call = _Call(kinds, lengths, storages, columns, partials)
+    lines += call.lines
+    drops = any(argument.kind == "seed" for argument in lead.arguments)
     if drops:
         # Each slice has random numbers of its own: see `STEP_BITS`.
         lines.append(f"offset += slice_number << {STEP_BITS}")
-    constants = ["BLOCK_N", "ROWS", *_CONSTANTS]
-    names = [argument.name for argument in function.arguments]
-    names = [f"number{i}" for i in range(len(numbers))] + names
-    passed = [*names, *SLICE_ARGUMENTS]
-
-    def called(tile: str) -> str:
-        values = {"BLOCK_N": f"{tile}[0]", "ROWS": f"{tile}[1]"}
-        options = [f"{name}={values.get(name, name)}" for name in ("ACC", *constants[:2])]
-        options += [f"{name}={name}" for name in constants[3:]]
-        return f"{function.name}({', '.join([*passed, *options])})"
-
     if len(tiling.tiles) == 1:
-        lines.append(called("TILES[0]"))
+        lines.append(_called(call, 0, "TILES[0]"))
     else:
-        lines += [
-            "for slice_kind in tl.static_range(len(TILES)):",
-            "    if slice_tile == slice_kind:",
-            f"        {called('TILES[slice_kind]')}",
-        ]
+        lines += ["for slice_kind in tl.static_range(len(TILES)):"]
+        lines += ["    if slice_tile == slice_kind:"]
+        lines += indented(_called_by_kind(call, len(kinds)), 2)
     body = [*first_lines(drops=drops), *lines]
-    name = function.name.replace("slice", "slices")
-    source = _source(name, parameters, [*_CONSTANTS, *_OF_SLICES], body)
+    name = lead.name.replace("slice", "slices")
+    source = _source(name, call.parameters, [*_CONSTANTS, *_OF_SLICES], body)
+    return _slice_kernel(name, source, kinds, call, columns)
+
+
+def _called_by_kind(call: _Call, count: int) -> list[str]:
+    """Return the lines that call the function of a tile's kind."""
+    tile = "TILES[slice_kind]"
+    if count == 1:
+        return [_called(call, 0, tile)]
+    lines = []
+    for number in range(count):
+        lines.append(f"if {tile}[4] == {number}:")
+        lines.append(f"    {_called(call, number, tile)}")
+    return lines
+
+
+def _called(call: _Call, number: int, tile: str) -> str:
+    """Return the call of a kind's function for a tile."""
+    function = call.kinds[number].function
+    values = {"BLOCK_N": f"{tile}[0]", "ROWS": f"{tile}[1]"}
+    names = ["ACC", "BLOCK_N", "ROWS", *_CONSTANTS[1:]]
+    if function.held:
+        values |= {"PARTS": f"{tile}[2]", "EXACT": f"{tile}[3]"}
+        names += ["PARTS", "EXACT"]
+    options = [f"{name}={values.get(name, name)}" for name in names]
+    return f"{function.name}({', '.join([*call.passed(number), *options])})"
+
+
+def _with_own_names(kinds: Sequence[Kind]) -> list[Kind]:
+    """Return the kinds, whose functions have different names."""
+    result = [kinds[0]]
+    for number, kind in enumerate(kinds[1:], 1):
+        old = kind.function.name
+        name = f"{old}_of_kind_{number}"
+        source = kind.function.source.replace(f"def {old}(", f"def {name}(", 1)
+        result.append(Kind(replace(kind.function, name=name, source=source), kind.numbers))
+    return result
+
+
+def _slice_kernel(
+    name: str, source: str, kinds: Sequence[Kind], call: _Call, columns: _Columns
+) -> SliceKernel:
+    functions = [kind.function for kind in kinds]
     return SliceKernel(
         name,
-        f"{function.source}\n\n{source}",
-        function,
-        tuple(parameters),
-        tuple(separate),
+        "\n\n".join([*[function.source for function in functions], source]),
+        tuple(functions),
+        tuple(call.parameters),
+        tuple(call.separate),
         tuple(columns.indices),
     )
 
 
 def reduction_of_slices(
-    function: Kernel,
-    numbers: Sequence[Sequence[Any]],
+    kind: Kind,
     lengths: Sequence[int],
     storages: Mapping[tuple[str, int], Storage],
     *,
@@ -225,69 +276,103 @@ def reduction_of_slices(
     Axis 0 of the grid is tiles of columns, axis 1 the slots of each slice.
 
     Args:
-        function: the function of one slice: see `partials.slice_reduction`.
-        numbers: as in `kernel_of_slices`.
+        kind: the function of one slice: see `partials.slice_reduction`.
         lengths: as in `kernel_of_slices`.
         storages: as in `kernel_of_slices`.
         partials: as in `kernel_of_slices`.
         parts: the units of each slice.
     """
     columns = _Columns()
-    slots = len(function.sums)
+    slots = len(kind.function.sums)
     lines = [
         f"slice_number = (tl.program_id(1) // {slots}).to(tl.int64)",
         f"program = tl.program_id(1) % {slots}",
         f"programs = {columns.small(parts)}",
     ]
-    call, parameters, separate = _call(function, numbers, lengths, storages, columns, partials)
-    names = [f"number{i}" for i in range(len(numbers))]
-    names += [argument.name for argument in function.arguments]
+    call = _Call([kind], lengths, storages, columns, partials)
     constants = ("ACC", "BLOCK_N", "ROWS")
     options = [f"{name}={name}" for name in constants]
-    lines += [*call, f"{function.name}({', '.join([*names, *SLICE_ARGUMENTS, *options])})"]
+    lines += [*call.lines, f"{kind.function.name}({', '.join([*call.passed(0), *options])})"]
     body = [*first_lines(drops=False), *lines]
-    source = _source("reduce_slices", parameters, [*constants, "OVERLAP", *_OF_SLICES], body)
-    return SliceKernel(
-        "reduce_slices",
-        f"{function.source}\n\n{source}",
-        function,
-        tuple(parameters),
-        tuple(separate),
-        tuple(columns.indices),
-    )
+    source = _source("reduce_slices", call.parameters, [*constants, "OVERLAP", *_OF_SLICES], body)
+    return _slice_kernel("reduce_slices", source, [kind], call, columns)
 
 
-def _call(
-    function: Kernel,
-    numbers: Sequence[Sequence[Any]],
-    lengths: Sequence[int],
-    storages: Mapping[tuple[str, int], Storage],
-    columns: _Columns,
-    partials: Sequence[int],
-) -> tuple[list[str], list[tuple[str, Argument | None]], list[Argument]]:
-    """Return the lines that compute a function's arguments, the parameters, and `separate`."""
-    lines = [f"N = {columns.small(lengths, elements=True)}"]
-    if len(set(lengths)) == 1:
-        lines = [f"N: tl.constexpr = {lengths[0]}"]
-    for i, values in enumerate(numbers):
-        lines.append(f"number{i} = {_number(columns, values)}")
-    pointers = [a for a in function.arguments if (a.kind, a.index) in storages]
-    separate = [a for a in pointers if storages[a.kind, a.index].kind == SEPARATE]
-    looked_up = [a for a in pointers if storages[a.kind, a.index].kind == LOOKUP]
-    parameters: list[tuple[str, Argument | None]] = [("slice_table", None)]
-    if separate:
-        parameters.append(("slice_addresses", None))
-    for argument in function.arguments:
-        name = argument.name
-        text, is_passed = _argument(argument, storages, separate, looked_up, columns)
-        if argument.kind == "stats":
-            text = [f"{name} += slice_number * {function.stats} * M"]
-        elif argument.kind == "partials":
-            text = [f"{name} += {columns.read(partials)}"]
-        lines += text
-        if is_passed:
-            parameters.append((name, argument))
-    return lines, parameters, [*separate, *looked_up]
+class _Call:
+    """The calls of the functions of one slice.
+
+    Attributes:
+        kinds: the kinds of slices.
+        lines: the lines that compute the functions' arguments.
+        parameters: see `SliceKernel`.
+        separate: likewise.
+    """
+
+    def __init__(
+        self,
+        kinds: Sequence[Kind],
+        lengths: Sequence[int],
+        storages: Mapping[tuple[str, int], Storage],
+        columns: _Columns,
+        partials: Sequence[int],
+    ) -> None:
+        self.kinds = kinds
+        lines = [f"N = {columns.small(lengths, elements=True)}"]
+        if len(set(lengths)) == 1:
+            lines = [f"N: tl.constexpr = {lengths[0]}"]
+        numbers = itertools.chain(*[kind.numbers for kind in kinds])
+        for i, values in enumerate(numbers):
+            lines.append(f"number{i} = {_number(columns, values)}")
+        arguments = _arguments_of(kinds)
+        self._names = {key: argument.name for key, argument in arguments.items()}
+        pointers = [a for a in arguments.values() if (a.kind, a.index) in storages]
+        separate = [a for a in pointers if storages[a.kind, a.index].kind == SEPARATE]
+        looked_up = [a for a in pointers if storages[a.kind, a.index].kind == LOOKUP]
+        parameters: list[tuple[str, Argument | None]] = [("slice_table", None)]
+        if separate:
+            parameters.append(("slice_addresses", None))
+        stats = max([kind.function.stats for kind in kinds])
+        for argument in arguments.values():
+            name = argument.name
+            text, is_passed = _argument(argument, storages, separate, looked_up, columns)
+            if argument.kind == "stats":
+                text = [f"{name} += slice_number * {stats} * M"]
+            elif argument.kind == "partials":
+                text = [f"{name} += {columns.read(partials)}"]
+            lines += text
+            if is_passed:
+                parameters.append((name, argument))
+        self.lines, self.parameters = lines, parameters
+        self.separate = [*separate, *looked_up]
+
+    def passed(self, number: int) -> list[str]:
+        """Return the arguments that a kind's function gets at run time."""
+        first = sum([len(kind.numbers) for kind in self.kinds[:number]])
+        function, numbers = self.kinds[number]
+        names = [f"number{first + i}" for i in range(len(numbers))]
+        names += [self._names[_key_of(argument)] for argument in function.arguments]
+        return [*names, *SLICE_ARGUMENTS]
+
+
+def _arguments_of(kinds: Sequence[Kind]) -> dict[Any, Argument]:
+    """Return the arguments of all kinds' functions, each once; they have different names."""
+    arguments: dict[Any, Argument] = {}
+    names = set[str]()
+    for number, kind in enumerate(kinds):
+        for argument in kind.function.arguments:
+            if _key_of(argument) in arguments:
+                continue
+            name = argument.name
+            if name in names:
+                name = f"kind{number}_{name}"
+            names.add(name)
+            arguments[_key_of(argument)] = replace(argument, name=name)
+    return arguments
+
+
+def _key_of(argument: Argument) -> tuple[str, int, str, int]:
+    """Return what an argument is, whatever its name is."""
+    return argument.kind, argument.index, argument.of, argument.dim
 
 
 def _argument(

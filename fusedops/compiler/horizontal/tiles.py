@@ -15,6 +15,17 @@ than the longest, whatever the number of rows is::
 
 With sums there are as many units as programs that run at a time, in the ratio of the slices'
 columns, and one place.
+
+*Ragged* slices have lengths of which some are no multiple of the elements of a vector load, 16
+bytes. Their elements are loaded one by one or in short vectors, so that instructions and not bytes
+take the time, and each idle lane costs as much as a used one. So a long row is divided into *parts*
+side by side. All but the last are full, and need no masks::
+
+    one tile of 256 lanes      [130 columns                 |126 idle                  ]
+    three parts of 64 lanes    [64          ][64          ][2 |62 idle  ]
+
+A program has few warps, so that the sums of a row are exchanged within a warp, and loops over the
+tiles of its unit, forward and backward.
 """
 
 from __future__ import annotations
@@ -23,16 +34,51 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from ...core.configs.tuning_key import Config, block_holding
 
-__all__ = ["Tile", "Tiling"]
+__all__ = ["Tile", "Tiling", "is_ragged"]
+
+# The bytes of a vector load, and the most elements that count for it: see `is_ragged`.
+_VECTOR_BYTES, _VECTOR_ELEMENTS = 16, 8
+# The lanes of a part for each warp of a program: two elements of each thread.
+_LANES_OF_WARP = 64
+# The cost of a tile of a row beside that of its lanes, in lanes: its sums and addresses. It is the
+# difference between the instructions of rows of one part and of several, compiled for sm_90.
+_LANES_OF_ROW = 32
+# The rows of a tile of slices of one column, which take one lane each.
+_ROWS_OF_COLUMN = 64
+
+
+def is_ragged(lengths: Sequence[int], dtypes: Sequence[torch.dtype]) -> bool:
+    """Return whether a length is no multiple of the elements that a vector load has.
+
+    Args:
+        lengths: the columns of each slice.
+        dtypes: the dtypes of the inputs.
+    """
+    itemsize = min(dtype.itemsize for dtype in dtypes)
+    elements = min(_VECTOR_BYTES // itemsize, _VECTOR_ELEMENTS)
+    return any(length % elements for length in lengths)
 
 
 class Tile(NamedTuple):
-    """The tile of slices of similar lengths: its columns and rows."""
+    """The tile of slices of similar lengths.
+
+    Attributes:
+        columns: its columns; of ragged slices those of a part.
+        rows: its rows.
+        parts: the number of parts of a row, side by side.
+        full: the number of parts without idle lanes in any of the slices.
+        kind: the index of the slices' kind: see `source.kernel_of_slices`.
+    """
 
     columns: int
     rows: int
+    parts: int = 1
+    full: int = 0
+    kind: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,3 +133,59 @@ class Tiling:
         order = sorted(range(len(lengths)), key=lambda k: -widths[k])
         units = [(index[widths[k]], k, part, parts[k]) for k in order for part in range(parts[k])]
         return cls(tuple(tiles), most, tuple(units), tuple(parts))
+
+    @classmethod
+    def of_ragged(
+        cls,
+        lengths: Sequence[int],
+        kinds: Sequence[int],
+        config: Config,
+        programs: int,
+        rows: int = 0,
+        least: int = 1,
+    ) -> Tiling:
+        """Return the tiles of ragged slices.
+
+        Args:
+            lengths: the columns of each slice.
+            kinds: the index of each slice's kind.
+            config: the config; a tile has ``config.block_n * config.rows`` elements.
+            programs: the number of programs that run at a time.
+            rows: the most rows of a slice; 0 for any number.
+            least: the least number of units of a slice.
+        """
+        shapes = [_shape(length, config.warps) for length in lengths]
+        members: dict[tuple[tuple[int, int], int], list[int]] = {}
+        for k, shape in enumerate(shapes):
+            members.setdefault((shape, kinds[k]), []).append(k)
+        order = sorted(members, key=lambda key: (-key[0][0] * key[0][1], key[1]))
+        tiles, units_of = [], {}
+        costs = [lanes * parts + _LANES_OF_ROW for lanes, parts in shapes]
+        share = programs / sum(costs)
+        for key in order:
+            (lanes, parts), kind = key
+            shortest = min([lengths[k] for k in members[key]])
+            count = max(config.block_n * config.rows // (lanes * parts), 1)
+            count = _ROWS_OF_COLUMN if shortest == 1 else 1 << (count.bit_length() - 1)
+            tiles.append(Tile(lanes, count, parts, shortest // lanes, kind))
+            # The programs run at the same time if they are not more than ``programs``: one that
+            # waits for another's end would take as long again.
+            most = -(-rows // count) if rows else programs
+            for k in members[key]:
+                units_of[k] = max(min(int(share * costs[k]), most), least)
+        units = [
+            (number, k, unit, units_of[k])
+            for number, key in enumerate(order)
+            for k in members[key]
+            for unit in range(units_of[k])
+        ]
+        of_slices = tuple([units_of[k] for k in range(len(lengths))])
+        return cls(tuple(tiles), max(tile.rows for tile in tiles), tuple(units), of_slices)
+
+
+def _shape(length: int, warps: int) -> tuple[int, int]:
+    """Return the lanes of a part, and the parts, of a ragged slice."""
+    lanes = _LANES_OF_WARP * warps
+    if length > lanes:
+        return lanes, -(-length // lanes)
+    return block_holding(length), 1
