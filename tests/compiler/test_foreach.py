@@ -58,8 +58,8 @@ def _ragged(rows: int, dtype: torch.dtype) -> SliceCall:
 
 
 def _one_column(rows: int, dtype: torch.dtype) -> SliceCall:
-    """Rows of one column have another kernel."""
-    return SliceCall(_norm_tanh, _lists(rows, dtype, (7, 1, 16)), parts=2)
+    """The kernel has a function of its own for rows of one column."""
+    return SliceCall(_norm_tanh, _lists(rows, dtype, (7, 1, 16)))
 
 
 def _sizes(rows: int, dtype: torch.dtype) -> SliceCall:

@@ -64,9 +64,13 @@ def _ragged(key: TuningKey, block: int, registers: int) -> Config:
     """Return the config of programs that hold rows in parts, and loop over tiles."""
     elements = max(_RAGGED_ELEMENTS // registers, block)
     warps = elements * registers // _RAGGED_ELEMENTS
-    limit = 64
+    sums, moved = [int(key.variant[place].split()[0]) for place in (0, 1)]
+    limit = 64 + 8 * max(sums - 1, 0) + 8 * (moved > 4)
+    if key.variant[2] == "dropout":
+        limit += 8 + 8 * sums
+    limit = min(limit, 128)
     per_sm = min(_REGISTERS // (32 * warps * limit), _MOST_PROGRAMS)
-    return Config(block, elements // block, warps, per_sm=max(per_sm, 1), registers=0)
+    return Config(block, elements // block, warps, per_sm=max(per_sm, 1), registers=limit)
 
 
 def candidates(key: TuningKey) -> list[Config]:

@@ -30,6 +30,8 @@ tiles of its unit, forward and backward.
 
 from __future__ import annotations
 
+import collections
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -44,6 +46,8 @@ __all__ = ["Tile", "Tiling", "is_ragged"]
 _VECTOR_BYTES, _VECTOR_ELEMENTS = 16, 8
 # The lanes of a part for each warp of a program: two elements of each thread.
 _LANES_OF_WARP = 64
+# The most tiles of a kind: a kernel has code for each, and compiles in seconds.
+_MOST_TILES = 4
 # The cost of a tile of a row beside that of its lanes, in lanes: its sums and addresses. It is the
 # difference between the instructions of rows of one part and of several, compiled for sm_90.
 _LANES_OF_ROW = 32
@@ -154,38 +158,94 @@ class Tiling:
             rows: the most rows of a slice; 0 for any number.
             least: the least number of units of a slice.
         """
-        shapes = [_shape(length, config.warps) for length in lengths]
-        members: dict[tuple[tuple[int, int], int], list[int]] = {}
+        shapes = _shapes(lengths, kinds, config.warps)
+        members: dict[_Shape, list[int]] = {}
         for k, shape in enumerate(shapes):
-            members.setdefault((shape, kinds[k]), []).append(k)
-        order = sorted(members, key=lambda key: (-key[0][0] * key[0][1], key[1]))
-        tiles, units_of = [], {}
-        costs = [lanes * parts + _LANES_OF_ROW for lanes, parts in shapes]
-        share = programs / sum(costs)
-        for key in order:
-            (lanes, parts), kind = key
-            shortest = min([lengths[k] for k in members[key]])
-            count = max(config.block_n * config.rows // (lanes * parts), 1)
-            count = _ROWS_OF_COLUMN if shortest == 1 else 1 << (count.bit_length() - 1)
-            tiles.append(Tile(lanes, count, parts, shortest // lanes, kind))
-            # The programs run at the same time if they are not more than ``programs``: one that
-            # waits for another's end would take as long again.
+            members.setdefault(shape, []).append(k)
+        order = sorted(members, reverse=True)
+        # The programs run at the same time if they are not more than ``programs``: one that waits
+        # for another's end would take as long again.
+        share = programs / sum([shape.lanes + _LANES_OF_ROW for shape in shapes])
+        tiles = []
+        units: list[tuple[int, int, int, int]] = []
+        units_of = [0] * len(lengths)
+        for number, shape in enumerate(order):
+            shortest = min([lengths[k] for k in members[shape]])
+            count = _rows(shape, shortest, config)
+            full = shortest // shape.columns
+            tiles.append(Tile(shape.columns, count, shape.parts, full, shape.kind))
             most = -(-rows // count) if rows else programs
-            for k in members[key]:
-                units_of[k] = max(min(int(share * costs[k]), most), least)
-        units = [
-            (number, k, unit, units_of[k])
-            for number, key in enumerate(order)
-            for k in members[key]
-            for unit in range(units_of[k])
-        ]
-        of_slices = tuple([units_of[k] for k in range(len(lengths))])
-        return cls(tuple(tiles), max(tile.rows for tile in tiles), tuple(units), of_slices)
+            of_slice = max(min(int(share * (shape.lanes + _LANES_OF_ROW)), most), least)
+            for k in members[shape]:
+                units_of[k] = of_slice
+                units += [(number, k, unit, of_slice) for unit in range(of_slice)]
+        most_rows = max([tile.rows for tile in tiles])
+        return cls(tuple(tiles), most_rows, tuple(units), tuple(units_of))
 
 
-def _shape(length: int, warps: int) -> tuple[int, int]:
-    """Return the lanes of a part, and the parts, of a ragged slice."""
-    lanes = _LANES_OF_WARP * warps
-    if length > lanes:
-        return lanes, -(-length // lanes)
-    return block_holding(length), 1
+class _Shape(NamedTuple):
+    """The shape of a ragged slice's tiles, and the kind of the slice; shapes are in order.
+
+    Attributes:
+        lanes: those of a row.
+        columns: the lanes of a part.
+        kind: the index of the slice's kind.
+    """
+
+    lanes: int
+    columns: int
+    kind: int
+
+    @property
+    def parts(self) -> int:
+        """The number of parts of a row."""
+        return self.lanes // self.columns
+
+
+def _shapes(lengths: Sequence[int], kinds: Sequence[int], warps: int) -> list[_Shape]:
+    """Return the shape of each slice.
+
+    If a kind has more than `_MOST_TILES` shapes, shapes are dropped one by one. The slices of a
+    dropped shape get the next wider one. The shape for which this adds the fewest lanes is dropped
+    first.
+    """
+    shapes = [_shape(*of_slice, warps) for of_slice in zip(lengths, kinds, strict=True)]
+    counts = collections.Counter(shapes)
+    wider: dict[_Shape, _Shape] = {}
+    for kind in sorted(set(kinds)):
+        remaining = sorted([shape for shape in counts if shape.kind == kind])
+        while len(remaining) > _MOST_TILES:
+            added = [
+                counts[narrow] * (wide.lanes - narrow.lanes)
+                for narrow, wide in itertools.pairwise(remaining)
+            ]
+            place = added.index(min(added))
+            dropped = remaining.pop(place)
+            wider[dropped] = remaining[place]
+            counts[remaining[place]] += counts[dropped]
+    for k, shape in enumerate(shapes):
+        while shape in wider:
+            shape = wider[shape]
+        shapes[k] = shape
+    return shapes
+
+
+def _shape(length: int, kind: int, warps: int) -> _Shape:
+    """Return the shape with the fewest lanes."""
+    columns = _LANES_OF_WARP * warps
+    if length > columns:
+        return _Shape(-(-length // columns) * columns, columns, kind)
+    columns = block_holding(length)
+    return _Shape(columns, columns, kind)
+
+
+def _rows(shape: _Shape, shortest: int, config: Config) -> int:
+    """Return the rows of a tile: a power of two.
+
+    Several rows have at most half the elements of a config's tile, because registers hold the
+    addresses of each.
+    """
+    if shortest == 1:
+        return _ROWS_OF_COLUMN
+    rows = config.block_n * config.rows // (2 * shape.lanes)
+    return 1 << max(rows.bit_length() - 1, 0)
