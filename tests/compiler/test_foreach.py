@@ -62,6 +62,31 @@ def _one_column(rows: int, dtype: torch.dtype) -> SliceCall:
     return SliceCall(_norm_tanh, _lists(rows, dtype, (7, 1, 16)))
 
 
+def _joint_columns(rows: int, dtype: torch.dtype) -> SliceCall:
+    """Slices of one and two columns are beside others in one tensor, as are their results."""
+    widths = [130, 1, 7, 2, 1, 65]
+    total = sum(widths)
+    args = [randn(rows, total, dtype=dtype), *[randn(total, dtype=dtype) for _ in range(2)]]
+    return SliceCall(_norm_tanh, args, widths)
+
+
+def _strided_numbers(rows: int, dtype: torch.dtype) -> SliceCall:
+    """Each slice has a number of each row, a column of a matrix; one has one column."""
+
+    def function(x: Tensor, factor: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(x * factor) * w
+
+    widths = (7, 1, 70)
+    xs, weights, _ = _lists(rows, dtype, widths)
+    columns = randn(rows, 3, dtype=dtype)
+    return SliceCall(function, [xs, [columns[:, k : k + 1] for k in range(3)], weights])
+
+
+def _column_beside_vectors(rows: int, dtype: torch.dtype) -> SliceCall:
+    """A slice of one column leaves the others their vector loads, in a launch of their own."""
+    return SliceCall(_norm_tanh, _lists(rows, dtype, (16, 1, 8)), parts=2)
+
+
 def _sizes(rows: int, dtype: torch.dtype) -> SliceCall:
     total = sum(RAGGED)
     args = [randn(rows, total, dtype=dtype), *[randn(total, dtype=dtype) for _ in range(2)]]
@@ -211,6 +236,9 @@ SAMPLES: dict[str, Callable[[int, torch.dtype], SliceCall]] = {
     for make in (
         _ragged,
         _one_column,
+        _joint_columns,
+        _strided_numbers,
+        _column_beside_vectors,
         _sizes,
         _sizes_and_lists,
         _stacked,

@@ -9,6 +9,7 @@ slice::
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +39,16 @@ def members_of(programs: Sequence[Any], slices: Sequence[int]) -> list[list[int]
         families.setdefault(family_of(programs[members[0]]), []).append(members)
     result: list[list[int]] = []
     for family in families.values():
-        joint = sorted([k for members in family for k in members])
-        lengths = [programs[k].structure.cols for k in joint]
-        result += [joint] if is_ragged(lengths, programs[joint[0]].dtypes) else family
+        if _is_ragged(programs, family):
+            family = [sorted(itertools.chain(*family))]
+        result += family
     return result
+
+
+def _is_ragged(programs: Sequence[Any], family: Sequence[Sequence[int]]) -> bool:
+    """Return whether the longest slices are ragged, whatever the others are.
+
+    Otherwise a slice of one column would take the vector loads from all others.
+    """
+    lengths_of_kinds = [[programs[k].structure.cols for k in members] for members in family]
+    return is_ragged(max(lengths_of_kinds, key=max), programs[family[0][0]].dtypes)

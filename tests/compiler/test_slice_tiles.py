@@ -1,0 +1,82 @@
+"""Tiles of ragged slices: they hold all columns and rows, and their programs run at one time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from fusedops.compiler.horizontal.tiles import Tiling, is_ragged
+from fusedops.core.configs.tuning_key import Config
+
+ONE_WARP = Config(block_n=256, rows=1, warps=1)
+PROGRAMS, ROWS = 4000, 65536
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dtype", "expected"),
+    [
+        ((8, 64, 256), torch.bfloat16, False),
+        ((8, 60), torch.bfloat16, True),
+        ((4, 60), torch.float32, False),
+        ((4, 62), torch.float32, True),
+        ((2, 6), torch.float64, False),
+        ((3,), torch.float64, True),
+        ((8, 24), torch.bool, False),
+    ],
+)
+def test_ragged_lengths_are_no_multiples_of_vectors(
+    lengths: Sequence[int], dtype: torch.dtype, expected: bool
+) -> None:
+    assert is_ragged(lengths, [torch.float64, dtype]) == expected
+
+
+@pytest.mark.parametrize(
+    ("lengths", "config"),
+    [
+        ((1, 2, 130, 256, 65, 64, 33, 7, 190, 128), ONE_WARP),
+        ((5, 5, 5), Config(block_n=16, rows=16, warps=1)),
+        ((3000, 1, 70, 257, 4096, 511), Config(block_n=4096, rows=1, warps=16)),
+        (tuple(range(1, 61)), ONE_WARP),
+    ],
+)
+@pytest.mark.parametrize("least", [1, 2])
+def test_tiles_hold_all_columns_and_programs_all_rows(
+    lengths: Sequence[int], config: Config, least: int
+) -> None:
+    # Slices of one column are of another kind.
+    kinds = [int(length == 1) for length in lengths]
+    tiling = Tiling.of_ragged(lengths, kinds, config, PROGRAMS, ROWS, least)
+    assert len(tiling.units) <= PROGRAMS
+    assert len([tile for tile in tiling.tiles if tile.kind == 0]) <= 4
+    tile_of, shares = {}, dict[int, list[int]]()
+    for number, k, share, count in tiling.units:
+        assert tile_of.setdefault(k, number) == number
+        assert count == tiling.parts[k] >= least
+        shares.setdefault(k, []).append(share)
+    for k, length in enumerate(lengths):
+        tile = tiling.tiles[tile_of[k]]
+        assert tile.kind == kinds[k]
+        assert shares[k] == list(range(tiling.parts[k]))
+        assert tile.columns * tile.parts >= length
+        # Lanes of full parts have no mask: they must all have columns.
+        assert tile.columns * tile.full <= length
+        assert tile.rows & (tile.rows - 1) == 0 < tile.rows
+        assert (tiling.parts[k] - 1) * tile.rows < max(ROWS, tile.rows * least)
+
+
+def test_long_rows_are_cut_into_parts() -> None:
+    """A tile of a power of two columns would have 126 idle lanes for 130 columns."""
+    (tile,) = Tiling.of_ragged([130], [0], ONE_WARP, PROGRAMS).tiles
+    assert (tile.columns, tile.parts, tile.full) == (64, 3, 2)
+
+
+def test_units_are_in_the_ratio_of_lanes() -> None:
+    """All programs then have about as much to do. Each row takes some time besides its lanes."""
+    wide, narrow = Tiling.of_ragged([256, 64], [0, 0], ONE_WARP, PROGRAMS).parts
+    assert 2 < wide / narrow < 4
+
+
+def test_no_slice_has_more_programs_than_tiles() -> None:
+    assert Tiling.of_ragged([256], [0], ONE_WARP, PROGRAMS, rows=10).parts == (10,)
