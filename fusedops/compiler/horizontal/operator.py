@@ -101,7 +101,7 @@ class SliceGroup(SequenceOperator):
         self.plan = self.plans[0]
         lengths = {program.structure.cols for program in self.programs}
         self.sliced: Sliced = "equal" if len(lengths) == 1 else "mixed"
-        if is_ragged(lengths, lead.dtypes):
+        if is_ragged(sorted(lengths), lead.dtypes):
             self.sliced = "ragged"
         self.stats = max([len(plan.stats) for plan in self.plans])
         self.count, self.own = lead.count, lead.own

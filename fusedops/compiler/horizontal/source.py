@@ -113,12 +113,12 @@ class SliceKernel:
     @property
     def contracts(self) -> bool:
         """Whether a product and a sum may be one instruction."""
-        return all([function.contracts for function in self.functions])
+        return all(function.contracts for function in self.functions)
 
     @property
     def checks(self) -> bool:
         """Whether an index out of range makes an assertion fail."""
-        return any([function.checks for function in self.functions])
+        return any(function.checks for function in self.functions)
 
     def arguments(self) -> tuple[Any, ...]:
         """Return the key of each argument: its name for a table, a stride's tensor, or its own."""
