@@ -225,7 +225,7 @@ _ROW_LOOP = (
 # Rows of a backward go from the last to the first: the cache still holds those that were written
 # last.
 _TILE = "tile = tiles - 1 - step"
-_TILE_OF_FORWARD = "tile = step"
+_TILES = {"forward": "tile = step", "backward": _TILE}
 # The rows of a tile whose index may be out of range. In the additional step of `_SHARED_ROW_LOOP`
 # it is negative. In the first step ``tile + ahead``, the tile before it, is beyond the last.
 _SHARED_ROWS = (
@@ -297,8 +297,7 @@ def held_body(
         body.append("EARLY: tl.constexpr = PARTS == 1")
     rows = emitter.addresses.row_lines()
     if loops:
-        place = _TILE if direction == "backward" else _TILE_OF_FORWARD
-        lines = [place, *rows, *tile.first]
+        lines = [_TILES[direction], *rows, *tile.first]
         return [*body, *_ROW_LOOP, *indented(lines), *_sums(emitter, sums, totals)]
     return [*body, "tile = program", *rows, *tile.first]
 

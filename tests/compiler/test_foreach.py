@@ -82,9 +82,9 @@ def _strided_numbers(rows: int, dtype: torch.dtype) -> SliceCall:
     return SliceCall(function, [xs, [columns[:, k : k + 1] for k in range(3)], weights])
 
 
-def _column_beside_vectors(rows: int, dtype: torch.dtype) -> SliceCall:
-    """A slice of one column leaves the others their vector loads, in a launch of their own."""
-    return SliceCall(_norm_tanh, _lists(rows, dtype, (16, 1, 8)), parts=2)
+def _stacked_columns(rows: int, dtype: torch.dtype) -> SliceCall:
+    args = [randn(rows, 5, 1, dtype=dtype), *[randn(5, 1, dtype=dtype) for _ in range(2)]]
+    return SliceCall(_norm_tanh, args)
 
 
 def _sizes(rows: int, dtype: torch.dtype) -> SliceCall:
@@ -238,7 +238,7 @@ SAMPLES: dict[str, Callable[[int, torch.dtype], SliceCall]] = {
         _one_column,
         _joint_columns,
         _strided_numbers,
-        _column_beside_vectors,
+        _stacked_columns,
         _sizes,
         _sizes_and_lists,
         _stacked,
@@ -297,6 +297,12 @@ def test_without_gradients_one_kernel_runs_and_saves_nothing() -> None:
         outputs = flat(fusedops.rowwise(sample.function, strict=True).foreach(*leaves))
     assert launched == ["forward_slices"]
     assert not any(out.requires_grad for out in outputs)
+
+
+@kernels
+def test_more_slices_than_programs_that_run_at_a_time() -> None:
+    """Each slice has two programs or more, because one would store sums as gradients."""
+    check(SliceCall(_norm_tanh, _lists(20, fp32, (3, 5) * 20)))
 
 
 @kernels

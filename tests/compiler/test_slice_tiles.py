@@ -6,8 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
+import fusedops
+from fusedops.compiler.addresses import Argument
+from fusedops.compiler.horizontal.kinds import members_of
+from fusedops.compiler.horizontal.source import Kind, kernel_of_slices
 from fusedops.compiler.horizontal.tiles import Tiling, is_ragged
+from fusedops.compiler.kernel import Kernel
 from fusedops.core.configs.tuning_key import Config
 
 ONE_WARP = Config(block_n=256, rows=1, warps=1)
@@ -80,3 +87,36 @@ def test_units_are_in_the_ratio_of_lanes() -> None:
 
 def test_no_slice_has_more_programs_than_tiles() -> None:
     assert Tiling.of_ragged([256], [0], ONE_WARP, PROGRAMS, rows=10).parts == (10,)
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "members"),
+    [
+        ((7, 1, 130), [[0, 1, 2]]),
+        # Slices that are not ragged keep their vector loads, in a launch of their own.
+        ((16, 1, 8), [[0, 2], [1]]),
+        ((16, 8), [[0, 1]]),
+    ],
+)
+def test_slices_of_one_operator(lengths: Sequence[int], members: list[list[int]]) -> None:
+    function = fusedops.rowwise(_norm)
+    slices = [(torch.randn(4, length), torch.randn(length)) for length in lengths]
+    programs = [function._programs.find(list(pair), autocast=False).program for pair in slices]
+    assert members_of(programs, range(len(lengths))) == members
+
+
+def test_functions_of_kinds_get_their_own_numbers_and_tensors() -> None:
+    x, y, rows = Argument("x", "input", 0), Argument("x", "input", 1), Argument("M", "rows")
+    kinds = [
+        Kind(Kernel("slice", "def slice(number0, x):\n", (x, rows)), [[0.5, 0.25]]),
+        Kind(Kernel("slice", "def slice(number0, x):\n", (y, rows)), [[3.0, 4.0]]),
+    ]
+    tiling = Tiling.of_ragged([130, 1], [0, 1], ONE_WARP, PROGRAMS)
+    source = kernel_of_slices(kinds, [130, 1], {}, tiling=tiling).source
+    assert " slice(number0, x, M, N, program, programs, " in source
+    assert " slice_of_kind_1(number1, kind1_x, M, N, program, programs, " in source
+    assert "def slice(" in source and "def slice_of_kind_1(" in source

@@ -64,7 +64,8 @@ def _ragged(key: TuningKey, block: int, registers: int) -> Config:
     """Return the config of programs that hold rows in parts, and loop over tiles."""
     elements = max(_RAGGED_ELEMENTS // registers, block)
     warps = elements * registers // _RAGGED_ELEMENTS
-    sums, moved = [int(key.variant[place].split()[0]) for place in (0, 1)]
+    sums = int(key.variant[0].split()[0])
+    moved = int(key.variant[1].split()[0])
     limit = 64 + 8 * max(sums - 1, 0) + 8 * (moved > 4)
     if key.variant[2] == "dropout":
         limit += 8 + 8 * sums

@@ -287,11 +287,9 @@ def _is_wide(programs: Sequence[Program], operands: Sequence[Operand], index: in
     if len(operands[index].labels) != rows + 1:
         return False
     is_input = operands is structure.inputs
-    are_columns = not any(program.structure.columns for program in programs)
     for program in programs:
         those = program.structure.inputs if is_input else program.structure.outputs
-        is_number = program.size_of_row(those[index]) == 1
-        if is_number and (program.structure.columns or are_columns):
+        if program.size_of_row(those[index]) == 1 and program.structure.columns:
             return False
     return True
 

@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -249,7 +250,7 @@ def outline_of(program: Any) -> str:
 
 def _whole_backward(program: Any, sliced: Sliced) -> Kernel:
     """Return the backward of all results and inputs."""
-    wanted = tuple([i for i, want in enumerate(program.wanted) if want])
+    wanted = tuple(itertools.compress(itertools.count(), program.wanted))
     results = tuple(range(program.count))
     return _backward_of(program.plan, program.acc, sliced, cotangents=results, wanted=wanted)
 
@@ -270,12 +271,13 @@ def family_of(program: Any) -> str:
     """
     plan, structure = program.plan, program.structure
     operands = [*structure.inputs, *structure.outputs]
-    parts = [str([len(operand.labels) for operand in operands]), _saved_of(program)]
+    dimensions = map(len, map(attrgetter("labels"), operands))
+    parts = [str(list(dimensions)), _saved_of(program)]
     if plan.differentiable:
         backward = _whole_backward(program, "ragged")
+        reduction = slice_reduction(plan, backward)
         parts.append(str(backward.written))
-        if backward.sums:
-            parts.append(outline(slice_reduction(plan, backward).source))
+        parts.append(outline(reduction.source))
     return "\n".join([*parts, str(bool(plan.intermediate)), str(program.own)])
 
 
@@ -292,7 +294,7 @@ def _storages(
     """
     storages: dict[_Key, Storage] = {}
     distinct = dict.fromkeys(kernels)
-    for argument in itertools.chain(*[kernel.arguments for kernel in distinct]):
+    for argument in itertools.chain(*map(attrgetter("arguments"), distinct)):
         kind, index = argument.kind, argument.index
         if kind == "index":
             storages[kind, index] = Storage(LOOKUP, True, sizes=group.lookups[index].rows)
@@ -365,7 +367,8 @@ def _kinds_of(kernels: Sequence[Kernel]) -> tuple[list[Kind], list[int]]:
         function, numbers = unified(distinct)
         place_of = {kernel: place for place, kernel in enumerate(distinct)}
         places = [place_of.get(kernel, 0) for kernel in kernels]
-        kinds.append(Kind(function, [[values[place] for place in places] for values in numbers]))
+        of_slices = [list(map(values.__getitem__, places)) for values in numbers]
+        kinds.append(Kind(function, of_slices))
         for k in members:
             kind_of[k] = number
     return kinds, kind_of
@@ -396,8 +399,8 @@ class _Way:
         self.lengths = [program.structure.cols for program in self.group.programs]
         plans = dict(zip(kernels, self.group.plans, strict=True))
         self.kinds, self.kind_of = _kinds_of(kernels)
-        self.functions = [kind.function for kind in self.kinds]
-        self.function = self.functions[0]
+        functions, _ = zip(*self.kinds, strict=True)
+        self.function = functions[0]
         self.is_ragged = self.group.sliced == "ragged"
         if len(self.kinds) > 1 and not self.is_ragged:
             raise ValueError(f"{self.group.op}: the kernels of slices differ")
@@ -412,7 +415,7 @@ class _Way:
         self.separate = [key for key in storages if storages[key].kind == SEPARATE]
         self.whole = [key for key in storages if storages[key].kind not in (SEPARATE, LOOKUP)]
         self.looked_up = [key for key in storages if storages[key].kind == LOOKUP]
-        arguments = itertools.chain(*[function.arguments for function in self.functions])
+        arguments = itertools.chain(*map(attrgetter("arguments"), functions))
         strides = [(a.of, a.index) for a in arguments if a.kind == "stride"]
         self.strided = set(strides).difference(self.looked_up)
         # The elements of a row of the tensors of all slices that a kernel reads by a stride.

@@ -8,7 +8,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ class SliceGroup(SequenceOperator):
         self.sliced: Sliced = "equal" if len(lengths) == 1 else "mixed"
         if is_ragged(sorted(lengths), lead.dtypes):
             self.sliced = "ragged"
-        self.stats = max([len(plan.stats) for plan in self.plans])
+        self.stats = max(map(len, map(attrgetter("stats"), self.plans)))
         self.count, self.own = lead.count, lead.own
         self.slices = len(self.programs)
         tensors_of = {SEPARATE: self.slices, LOOKUP: 2 * self.slices}

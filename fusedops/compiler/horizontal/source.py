@@ -16,6 +16,7 @@ import itertools
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ..addresses import Argument
@@ -113,12 +114,12 @@ class SliceKernel:
     @property
     def contracts(self) -> bool:
         """Whether a product and a sum may be one instruction."""
-        return all(function.contracts for function in self.functions)
+        return all(map(attrgetter("contracts"), self.functions))
 
     @property
     def checks(self) -> bool:
         """Whether an index out of range makes an assertion fail."""
-        return any(function.checks for function in self.functions)
+        return any(map(attrgetter("checks"), self.functions))
 
     def arguments(self) -> tuple[Any, ...]:
         """Return the key of each argument: its name for a table, a stride's tensor, or its own."""
@@ -252,11 +253,11 @@ def _with_own_names(kinds: Sequence[Kind]) -> list[Kind]:
 def _slice_kernel(
     name: str, source: str, kinds: Sequence[Kind], call: _Call, columns: _Columns
 ) -> SliceKernel:
-    functions = [kind.function for kind in kinds]
+    functions, _ = zip(*kinds, strict=True)
     return SliceKernel(
         name,
-        "\n\n".join([*[function.source for function in functions], source]),
-        tuple(functions),
+        "\n\n".join([*map(attrgetter("source"), functions), source]),
+        functions,
         tuple(call.parameters),
         tuple(call.separate),
         tuple(columns.indices),
@@ -320,18 +321,17 @@ class _Call:
         lines = [f"N = {columns.small(lengths, elements=True)}"]
         if len(set(lengths)) == 1:
             lines = [f"N: tl.constexpr = {lengths[0]}"]
-        numbers = itertools.chain(*[kind.numbers for kind in kinds])
-        for i, values in enumerate(numbers):
+        functions, numbers = zip(*kinds, strict=True)
+        for i, values in enumerate(itertools.chain(*numbers)):
             lines.append(f"number{i} = {_number(columns, values)}")
-        arguments = _arguments_of(kinds)
-        self._names = {key: argument.name for key, argument in arguments.items()}
+        arguments = self._arguments = _arguments_of(kinds)
         pointers = [a for a in arguments.values() if (a.kind, a.index) in storages]
         separate = [a for a in pointers if storages[a.kind, a.index].kind == SEPARATE]
         looked_up = [a for a in pointers if storages[a.kind, a.index].kind == LOOKUP]
         parameters: list[tuple[str, Argument | None]] = [("slice_table", None)]
         if separate:
             parameters.append(("slice_addresses", None))
-        stats = max([kind.function.stats for kind in kinds])
+        stats = max(map(attrgetter("stats"), functions))
         for argument in arguments.values():
             name = argument.name
             text, is_passed = _argument(argument, storages, separate, looked_up, columns)
@@ -349,8 +349,9 @@ class _Call:
         """Return the arguments that a kind's function gets at run time."""
         first = sum([len(kind.numbers) for kind in self.kinds[:number]])
         function, numbers = self.kinds[number]
-        names = [f"number{first + i}" for i in range(len(numbers))]
-        names += [self._names[_key_of(argument)] for argument in function.arguments]
+        names = list(map("number{}".format, range(first, first + len(numbers))))
+        keys = map(_key_of, function.arguments)
+        names += [self._arguments[key].name for key in keys]
         return [*names, *SLICE_ARGUMENTS]
 
 

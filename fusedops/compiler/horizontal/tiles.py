@@ -32,8 +32,10 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -62,9 +64,10 @@ def is_ragged(lengths: Sequence[int], dtypes: Sequence[torch.dtype]) -> bool:
         lengths: the columns of each slice.
         dtypes: the dtypes of the inputs.
     """
-    itemsize = min(dtype.itemsize for dtype in dtypes)
+    itemsize = min(map(attrgetter("itemsize"), dtypes))
     elements = min(_VECTOR_BYTES // itemsize, _VECTOR_ELEMENTS)
-    return any(length % elements for length in lengths)
+    factor = math.gcd(*lengths)
+    return factor % elements > 0
 
 
 class Tile(NamedTuple):
@@ -165,21 +168,22 @@ class Tiling:
         order = sorted(members, reverse=True)
         # The programs run at the same time if they are not more than ``programs``: one that waits
         # for another's end would take as long again.
-        share = programs / sum([shape.lanes + _LANES_OF_ROW for shape in shapes])
+        share = programs / sum(map(attrgetter("cost"), shapes))
         tiles = []
+        most_rows = 1
         units: list[tuple[int, int, int, int]] = []
         units_of = [0] * len(lengths)
         for number, shape in enumerate(order):
-            shortest = min([lengths[k] for k in members[shape]])
+            shortest = min(map(lengths.__getitem__, members[shape]))
             count = _rows(shape, shortest, config)
+            most_rows = max(most_rows, count)
             full = shortest // shape.columns
             tiles.append(Tile(shape.columns, count, shape.parts, full, shape.kind))
             most = -(-rows // count) if rows else programs
-            of_slice = max(min(int(share * (shape.lanes + _LANES_OF_ROW)), most), least)
+            of_slice = max(min(int(share * shape.cost), most), least)
             for k in members[shape]:
                 units_of[k] = of_slice
                 units += [(number, k, unit, of_slice) for unit in range(of_slice)]
-        most_rows = max([tile.rows for tile in tiles])
         return cls(tuple(tiles), most_rows, tuple(units), tuple(units_of))
 
 
@@ -195,6 +199,11 @@ class _Shape(NamedTuple):
     lanes: int
     columns: int
     kind: int
+
+    @property
+    def cost(self) -> int:
+        """The time that a row takes, in lanes."""
+        return self.lanes + _LANES_OF_ROW
 
     @property
     def parts(self) -> int:
