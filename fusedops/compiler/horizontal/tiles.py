@@ -64,9 +64,9 @@ def is_ragged(lengths: Sequence[int], dtypes: Sequence[torch.dtype]) -> bool:
         lengths: the columns of each slice.
         dtypes: the dtypes of the inputs.
     """
-    itemsize = min(map(attrgetter("itemsize"), dtypes))
+    itemsize: int = min(map(attrgetter("itemsize"), dtypes))
     elements = min(_VECTOR_BYTES // itemsize, _VECTOR_ELEMENTS)
-    factor = math.gcd(*lengths)
+    factor: int = math.gcd(*lengths)
     return factor % elements > 0
 
 
