@@ -310,19 +310,7 @@ def test_compiled_checkpoint_changes_nothing(
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(
-    "budget",
-    [
-        1.0,
-        pytest.param(
-            0.5,
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="PyTorch draws anew in the backward and restores no state (docs/dropout.md)",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("budget", [1.0, 0.5])
 def test_compiled_under_a_memory_budget(budget: float, device: torch.device) -> None:
     """The backward has the forward's mask, whatever the partitioner recomputes."""
     torch._dynamo.reset()

@@ -6,6 +6,7 @@ which the function's docstring describes.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 from .lookup import find, imported
 
@@ -26,6 +28,7 @@ __all__ = [
     "is_recording",
     "memory_of",
     "quiet",
+    "saved_for_backward",
     "share_memory",
 ]
 
@@ -84,6 +87,20 @@ def current_tracer() -> Any:
     get = imported("torch.fx.experimental.proxy_tensor", "get_proxy_mode")
     mode = get() if get is not None else None
     return getattr(mode, "tracer", None)
+
+
+@contextmanager
+def saved_for_backward(tracer: Any) -> Iterator[None]:
+    """Context manager that marks what a tracer records in the block: a backward must not redo it.
+
+    Without the mark PyTorch's partitioner may record a random operator in the backward, too, where
+    it would draw other numbers.
+    """
+    nodes = tracer.graph.nodes
+    before = len(nodes)
+    yield
+    for node in itertools.islice(reversed(nodes), len(nodes) - before):
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 # --- fake tensors ---------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..compat.dispatch import without_modes, without_transforms
 from ..compat.dynamo import is_exporting
-from ..compat.fake import Functional, current_tracer, is_recording
+from ..compat.fake import Functional, current_tracer, is_recording, saved_for_backward
 from ..compat.runtime import capturing, other_threads
 
 __all__ = [
@@ -323,7 +323,8 @@ def _functional_state(
         pools = _traced.setdefault(tracer, {})
         states, used = pools.get(device, (None, _POOL))
         if states is None or used == _POOL:
-            states, used = _draw_pool(device), 0
+            with saved_for_backward(tracer):
+                states, used = _draw_pool(device), 0
         pools[device] = states, used + 1
         return states[used]
 
