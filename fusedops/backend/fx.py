@@ -7,9 +7,10 @@ Inductor as it is, or fewer regions of it are fused.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -27,10 +28,12 @@ __all__ = [
     "OPERATORS",
     "OVERLOAD",
     "OWN_DERIVATIVE",
+    "Called",
     "aliased_arguments",
     "as_fake",
     "aten_name",
     "attention_order",
+    "called",
     "casts_recorded",
     "changes_shape",
     "check_of_inductor",
@@ -40,7 +43,9 @@ __all__ = [
     "draws",
     "has_own_derivative",
     "is_erased",
+    "is_pointwise",
     "is_pure",
+    "is_tangent",
     "is_traceable_subclass",
     "is_view",
     "leaves",
@@ -74,6 +79,9 @@ CHECKPOINTED: Any = find("_higher_order_ops.wrap.tag_activation_checkpoint", Non
 NESTED: Any = find("ops.higher_order.invoke_subgraph", None)
 # A call of a custom `torch.autograd.Function`.
 OWN_DERIVATIVE: Any = find("_functorch.autograd_function.autograd_function_apply", None)
+
+# In a functionalised graph, a call of an operator that writes into its arguments.
+FUNCTIONALIZED: Any = find("ops.higher_order.auto_functionalized_v2", None)
 
 # Functions that change what is recorded after them: whether gradients are, and in which dtype.
 GRAD_MODES = frozenset({find("_C._set_grad_enabled", None)})
@@ -206,6 +214,58 @@ def returning(target: Any) -> Any:
         if _arguments(overload) == arguments:
             return overload
     return None
+
+
+def is_pointwise(target: Any) -> bool:
+    """Returns whether an operator computes each element of its result from those at its place."""
+    return _has_tag(target, torch.Tag.pointwise)
+
+
+# --- calls in a joint graph of forward and backward -----------------------------------------------
+
+
+class Called(NamedTuple):
+    """A call of an operator, functionalised or not.
+
+    Attributes:
+        node: the call.
+        operator: the operator.
+        arguments: its arguments by name.
+    """
+
+    node: torch.fx.Node
+    operator: Any
+    arguments: Mapping[str, Any]
+
+    def results(self, name: str, position: int) -> list[torch.fx.Node]:
+        """Returns the nodes of one result.
+
+        Args:
+            name: the name of the argument that a functionalised operator writes into.
+            position: the position among what an operator returns.
+        """
+        if self.node.target is FUNCTIONALIZED:
+            base = self.arguments.get(f"_{name}_base_index")
+            # What the operator returns comes first, and that is None.
+            position = -1 if base is None else base + 1
+        users = [user for user in self.node.users if user.target is operator.getitem]
+        return [user for user in users if user.args[1] == position]
+
+
+def called(node: torch.fx.Node) -> Called | None:
+    """Returns the call of an operator that a node is; None for other nodes."""
+    if node.target is FUNCTIONALIZED and node.op == "call_function":
+        return Called(node, node.args[0], node.kwargs)
+    if not isinstance(node.target, OVERLOAD):
+        return None
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[attr-defined]
+    arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return Called(node, node.target, arguments)
+
+
+def is_tangent(node: torch.fx.Node) -> bool:
+    """Returns whether a node of a joint graph is the gradient of a result."""
+    return node.op == "placeholder" and str(node.target).startswith("tangents")
 
 
 # --- graphs and their inputs ----------------------------------------------------------------------

@@ -28,6 +28,7 @@ from ..core.random import rng
 from ..core.random.dropout import Dropout, dropout_of
 from ..core.random.rng import NO_DROPOUT
 from . import launching
+from .again import Saved, computed_again
 from .allocators import gradient_allocator, output_allocator
 from .axes import Label
 from .errors import NotRowwiseError
@@ -130,6 +131,7 @@ class Program(Operator):
         self.thresholds = tuple(map(rng.threshold, structure.drops))
         self._outputs = output_allocator(self)
         self._gradients: dict[int, Any] = {}
+        self._again: dict[int, tuple[Program, tuple[Saved, ...]] | None] = {}
         # By the device's index, and whether a backward follows.
         self._fitted: dict[tuple[int, bool], RowwiseSite] = {}
         self.group = () if self.tiled else outer_group(structure)
@@ -153,6 +155,17 @@ class Program(Operator):
             )
         define(self)
         _registered.add(self.name)
+
+    def again(self, output: int) -> tuple[Program, tuple[Saved, ...]] | None:
+        """Return the program of a result from what the backward reads, and what it reads of it.
+
+        Returns None if the result is not cheap to compute again: see `computed_again`.
+        """
+        if output not in self._again:
+            found = computed_again(self.plan, output, self.acc)
+            again = found and (Program("again", None, found[0]), found[1])
+            self._again[output] = again
+        return self._again[output]
 
     # --- before a call ----------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from .ir import (
 )
 from .structure import Operand, Part, Structure, nodes_of, within, without
 
-__all__ = ["Alternative", "Plan", "planned"]
+__all__ = ["Alternative", "Plan", "planned", "rebuilt"]
 
 Parts = Mapping[Part, Node]
 
