@@ -12,10 +12,17 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from . import storing
+from ..core.version import __version__
+from . import joint, storing
 from .capture import NotCapturedError, captured
 from .fusing import fused
-from .fx import casts_recorded, check_of_inductor, compile_by_inductor, contiguous_tangents
+from .fx import (
+    JointPass,
+    casts_recorded,
+    check_of_inductor,
+    compile_by_inductor,
+    contiguous_tangents,
+)
 from .graphs import tensors_of
 from .passes import PASSES_OF_WHOLE_GRAPHS
 from .passes.padding import returns_padded
@@ -25,6 +32,8 @@ from .rewrite import Rewrite
 __all__ = ["backend", "compile", "explain"]
 
 _Compiled = TypeVar("_Compiled", bound=nn.Module | Callable[..., Any])
+# The option that is this backend's own.
+_MEMORY = "fusedops.memory"
 
 
 def compile(  # noqa: A001
@@ -49,11 +58,16 @@ def compile(  # noqa: A001
         fullgraph: as in `torch.compile`.
         dynamic: as in `torch.compile`.
         mode: as in `torch.compile`, for Inductor.
-        options: as in `torch.compile`, for Inductor.
+        options: as in `torch.compile`, for Inductor. One more, ``"fusedops.memory"``, is for this
+            backend, and says what the backward computes again instead of reading what the forward
+            has saved: ``"speed"`` for nothing, ``"low"`` for all results of norms and activations
+            that only the gradients of weights read, and ``"auto"``, the default, for those of them
+            that cost no more than they save.
     Returns:
         The compiled model, as from `torch.compile`. `explain` reports its regions.
     Raises:
         TypeError: the model cannot be called, or options are no mapping.
+        ValueError: ``"fusedops.memory"`` is none of these words.
         RuntimeError: Inductor has no such mode or option, or an option is of another type; or both
             are given.
     """
@@ -66,7 +80,8 @@ def compile(  # noqa: A001
             "compile: options must be a mapping of Inductor's options, "
             f"got {type(options).__name__}"
         )
-    check_of_inductor(mode, options)
+    _, of_inductor = _separate(options)
+    check_of_inductor(mode, of_inductor)
     arguments: dict[str, Any] = {
         "fullgraph": fullgraph,
         "dynamic": dynamic,
@@ -75,6 +90,16 @@ def compile(  # noqa: A001
     }
     compiled: Any = torch.compile(model, backend=backend, **arguments)
     return compiled  # type: ignore[no-any-return]
+
+
+def _separate(options: Mapping[str, Any] | None) -> tuple[str, dict[str, Any] | None]:
+    """The option of this backend, and those of Inductor; None if there are none."""
+    of_inductor = dict(options or {})
+    memory = of_inductor.pop(_MEMORY, "auto")
+    if memory not in joint.CHOICES:
+        words = ", ".join(map(repr, joint.CHOICES))
+        raise ValueError(f"compile: option {_MEMORY!r} must be one of {words}, got {memory!r}")
+    return memory, of_inductor or None
 
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileReport:
@@ -131,8 +156,9 @@ def backend(
         gm: the graph, from Dynamo.
         inputs: its inputs.
         mode: Inductor's mode.
-        options: Inductor's options.
+        options: Inductor's options, and ``"fusedops.memory"``.
     """
+    memory, of_inductor = _separate(options)
     report = CompileReport()
     graph = _stored(gm, inputs, report)
     for reason in report.left:
@@ -143,8 +169,12 @@ def backend(
     # allocates it without padding. A backward for the view's strides would copy it.
     is_padded = returns_padded(graph.graph)
     tangents = contiguous_tangents() if is_padded else nullcontext()
+    joint.prepare(graph, memory)
+    change = JointPass(
+        functools.partial(joint.recompute, memory=memory), f"fusedops {__version__} {memory}"
+    )
     with _autocast_of(report), tangents:
-        return compile_by_inductor(graph, inputs, mode, options)
+        return compile_by_inductor(graph, inputs, mode, of_inductor, change)
 
 
 def _stored(gm: fx.GraphModule, inputs: Sequence[Any], report: CompileReport) -> fx.GraphModule:

@@ -29,6 +29,7 @@ __all__ = [
     "OVERLOAD",
     "OWN_DERIVATIVE",
     "Called",
+    "JointPass",
     "aliased_arguments",
     "as_fake",
     "aten_name",
@@ -256,11 +257,12 @@ def called(node: torch.fx.Node) -> Called | None:
     """Returns the call of an operator that a node is; None for other nodes."""
     if node.target is FUNCTIONALIZED and node.op == "call_function":
         return Called(node, node.args[0], node.kwargs)
-    if not isinstance(node.target, OVERLOAD):
+    target: Any = node.target
+    if not isinstance(target, OVERLOAD):
         return None
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[attr-defined]
+    names = [argument.name for argument in target._schema.arguments]  # type: ignore[attr-defined]
     arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return Called(node, node.target, arguments)
+    return Called(node, target, arguments)
 
 
 def is_tangent(node: torch.fx.Node) -> bool:
@@ -446,11 +448,60 @@ def may_save_changed_inputs() -> bool:
 
 
 def compile_by_inductor(
-    gm: torch.fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: Any
+    gm: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    mode: str | None,
+    options: Any,
+    change: JointPass | None = None,
 ) -> Any:
-    """Returns what Inductor compiles a graph to, under a mode and options of `torch.compile`."""
+    """Returns what Inductor compiles a graph to, under a mode and options of `torch.compile`.
+
+    Args:
+        gm: the graph.
+        inputs: its inputs.
+        mode: Inductor's mode.
+        options: Inductor's options.
+        change: changes the joint graph of forward and backward, before it is partitioned.
+    """
     # What `torch.compile` calls itself: it turns the two into Inductor's settings.
-    return torch._TorchCompileInductorWrapper(mode, options, None)(gm, list(inputs))
+    inductor: Any = torch._TorchCompileInductorWrapper(mode, options, None)
+    if change is not None:
+        name = "joint_custom_post_pass"
+        other = inductor.config.get(name, getattr(torch._inductor.config, name))
+        inductor.config[name] = _joined(other, change)
+    return inductor(gm, list(inputs))
+
+
+class JointPass(NamedTuple):
+    """A pass over joint graphs.
+
+    Attributes:
+        apply: changes a graph.
+        key: for PyTorch's caches, which hold the results of the pass.
+    """
+
+    apply: Callable[[torch.fx.Graph], None]
+    key: str
+
+
+def _joined(other: Any, change: JointPass) -> Any:
+    """Returns one of Inductor's passes, which applies the user's passes first."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    others = list(other) if isinstance(other, (list, tuple)) else [other] * (other is not None)
+    keys = [getattr(one, "uuid", lambda: None)() for one in others]
+
+    class Joined(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for one in others:
+                one(graph)
+            change.apply(graph)
+
+        def uuid(self) -> Any:
+            # Without a key for one of the passes PyTorch caches nothing.
+            return None if None in keys else (*keys, change.key)
+
+    return Joined()
 
 
 def check_of_inductor(mode: str | None, options: Mapping[str, Any] | None) -> None:

@@ -155,7 +155,8 @@ class _Joint:
     def needed(self) -> dict[fx.Node, bool]:
         """The values that are saved whatever is computed again.
 
-        The value is true if one of the backward's elementwise nodes reads it. An elementwise value of one other is computed again from that, if that has no more bytes.
+        The value is true if one of the backward's elementwise nodes reads it. An elementwise value
+        of one other is computed again from that, if that has no more bytes.
         """
         needed: dict[fx.Node, bool] = {}
         for node in self.graph.nodes:
@@ -319,7 +320,9 @@ def _argument(
         result: the result.
     """
     kind, index = source
-    argument: fx.Node = backward.arguments[f"saved_t{index}" if kind == "input" else f"saved_{kind}"]
+    argument: fx.Node = backward.arguments[
+        f"saved_t{index}" if kind == "input" else f"saved_{kind}"
+    ]
     # Autograd detaches what it saves where the backward reads it, which may be later.
     while name_of(argument) == "detach":
         (argument,) = argument.all_input_nodes
