@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ __all__ = ["CHOICES", "prepare", "recompute"]
 CHOICES: Mapping[str, float] = {"speed": 0.0, "auto": 1.0, "low": 3.0}
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm"})
 _ALIASES = VIEWS | {"detach"}
+# An operator that computes a result of a region again, and what it reads.
+Again = tuple[Program, tuple[Saved, ...]]
 
 
 def prepare(module: fx.GraphModule, memory: str) -> None:
@@ -73,7 +75,7 @@ def _program_of(call: Called | None, suffix: str) -> Program | None:
     return program if isinstance(program, Program) else None
 
 
-def _again(program: Program, output: int, memory: str) -> Any:
+def _again(program: Program, output: int, memory: str) -> Again | None:
     """`Program.again` for a result that pays: it is whole, and not saved itself."""
     if output == program.plan.intermediate_output:
         return None
@@ -240,8 +242,11 @@ def _recompute_results(joint: _Joint, program: Program, backward: Called, memory
         for result in call.results(f"out{output}", output):
             aliases = joint.aliases(result)
             readers = joint.readers(aliases)
-            if readers and are_numbers(value_of(result).shape):
-                _insert(joint, again, backward, result, aliases, readers)
+            if not readers or not are_numbers(value_of(result).shape):
+                continue
+            with joint.graph.inserting_before(min(readers, key=joint.position.__getitem__)):
+                new = _computed_again(joint.graph, program, again, call, result)
+                _replace(joint.graph, aliases, new, readers)
 
 
 def _is_of(node: fx.Node, program: Program, backward: Called) -> bool:
@@ -269,68 +274,63 @@ def _output_of(program: Program, kind: str) -> tuple[str, int]:
     return name, program.outputs.index(name)
 
 
-def _insert(
-    joint: _Joint,
-    again: tuple[Program, tuple[Saved, ...]],
-    backward: Called,
-    result: fx.Node,
-    aliases: list[fx.Node],
-    readers: set[fx.Node],
-) -> None:
-    """Adds an operator that computes a result again, for some readers.
-
-    Args:
-        joint: the joint graph.
-        again: the operator, and what it reads.
-        backward: the backward of the region, which reads it, too.
-        result: the result.
-        aliases: the result, and its views.
-        readers: the nodes that are to read the new one.
-    """
-    program, saved = again
-    graph = joint.graph
-    with graph.inserting_before(min(readers, key=joint.position.__getitem__)):
-        arguments = [
-            _argument(graph, backward, source, program, value_of(result)) for source in saved
-        ]
-        call = call_operator(graph, program, arguments, arguments, program.dtypes, False)
-        new = graph.call_function(operator.getitem, (call, 0))
-        tensor = torch.empty_like(value_of(result))
-        call.meta["val"], new.meta["val"] = (tensor, tensor.new_empty(0)), tensor
-        copies = {result: new}
-        for alias in aliases[1:]:
-            copies[alias] = graph.node_copy(alias, lambda node: copies.get(node, node))
-    for node in (call, new):
-        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    for reader in readers:
-        for alias in aliases:
-            reader.replace_input_with(alias, copies[alias])
-
-
-def _argument(
-    graph: fx.Graph, backward: Called, source: Saved, program: Program, result: Tensor
+def _computed_again(
+    graph: fx.Graph, program: Program, again: Again, forward: Called, result: fx.Node
 ) -> fx.Node:
-    """What a backward reads, as an argument of an operator that computes a result again.
+    """A new node that computes a result of a region again.
 
     Args:
         graph: the joint graph.
-        backward: the backward.
-        source: which of its arguments.
-        program: the operator.
+        program: the region's.
+        again: the operator, and what it reads.
+        forward: the call of the region's forward.
         result: the result.
     """
-    kind, index = source
-    argument: fx.Node = backward.arguments[
-        f"saved_t{index}" if kind == "input" else f"saved_{kind}"
-    ]
-    # Autograd detaches what it saves where the backward reads it, which may be later.
-    while name_of(argument) == "detach":
-        (argument,) = argument.all_input_nodes
-    if kind != "stats":
-        return argument
-    sizes = program.sizes_by([result])
+    tensor: Tensor = value_of(result)
+    op, saved = again
+    sizes = op.sizes_by([tensor])
     shape = [sizes[axis] for axis in program.structure.rows]
-    numbers = _viewed(graph, torch.ops.aten.select.int, argument, 0, index)
+    arguments = [_argument(graph, forward, program, source, shape) for source in saved]
+    call = call_operator(graph, op, arguments, arguments, op.dtypes, False)
+    new = graph.call_function(operator.getitem, (call, 0))
+    fake = torch.empty_like(tensor)
+    call.meta["val"], new.meta["val"] = (fake, fake.new_empty(0)), fake
+    for node in (call, new):
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    return new
+
+
+def _replace(
+    graph: fx.Graph, aliases: Sequence[fx.Node], new: fx.Node, readers: Iterable[fx.Node]
+) -> None:
+    """Lets readers of a value, and of views of it, read a new value."""
+    copies = {aliases[0]: new}
+    for alias in aliases[1:]:
+        copies[alias] = graph.node_copy(alias, lambda node: copies.get(node, node))
+    for reader in readers:
+        for alias, copy in copies.items():
+            reader.replace_input_with(alias, copy)
+
+
+def _argument(
+    graph: fx.Graph, forward: Called, program: Program, saved: Saved, shape: Sequence[int]
+) -> fx.Node:
+    """A tensor of a forward, as an argument of an operator that computes a result again.
+
+    Args:
+        graph: the joint graph.
+        forward: the forward.
+        program: its program.
+        saved: which tensor.
+        shape: the sizes of the rows.
+    """
+    kind, index = saved
+    if kind == "input":
+        return forward.arguments[f"t{index}"]  # type: ignore[no-any-return]
+    tensor = forward.results(*_output_of(program, kind))[0]
+    if kind == "intermediate":
+        return tensor
+    numbers = _viewed(graph, torch.ops.aten.select.int, tensor, 0, index)
     return _viewed(graph, torch.ops.aten.view.default, numbers, shape)
 
 

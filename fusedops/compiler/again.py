@@ -19,8 +19,8 @@ from .structure import Operand
 
 __all__ = ["Saved", "computed_again"]
 
-# A tensor that a backward reads: "input" and its index, "intermediate" and 0, or "stats" and the
-# index of the number of each row.
+# A tensor of the forward: "input" and its index, "intermediate" and 0, or "stats" and the index of
+# the number of each row.
 Saved = tuple[str, int]
 
 
@@ -29,8 +29,8 @@ def computed_again(
 ) -> tuple[Plan, tuple[Saved, ...]] | None:
     """Return the plan of a result, and the tensors that it reads; None if it is not cheap.
 
-    It is not if the backward does not read all that the result is computed from, or if a reduction
-    or a dropout would be computed again.
+    It is not if the backward does not read all whole tensors that the result is computed from, or
+    if a reduction or a dropout would be computed again.
 
     Args:
         plan: the function.
@@ -44,8 +44,10 @@ def computed_again(
     computed = read - parts.keys() - stats.keys()
     if any(node.op == "keep" or node.op in REDUCTIONS for node in computed):
         return None
+    # Vectors are small, and mostly parameters: a LayerNorm's bias is read by no backward.
     inputs = {node.attrs[0] for node in computed if node.op == "input"}
-    if not inputs <= set(plan.saved_inputs):
+    others = inputs.difference(plan.saved_inputs)
+    if any(structure.is_whole(structure.inputs[index]) for index in others):
         return None
     graph = Graph()
     operands: dict[Saved, Operand] = {}

@@ -51,7 +51,7 @@ import backends, fusedops
 from fusedops.backend import entry
 from fusedops.core.launches import launch
 
-def compiled(gm, inputs, mode, options):
+def compiled(gm, inputs, *_):
     run = lambda graph, _: make_boxed_func(graph.forward)
     return aot_autograd(fw_compiler=run, bw_compiler=run)(gm, inputs)
 

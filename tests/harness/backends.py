@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
-from fusedops.backend import entry, storing
+from fusedops.backend import entry, joint, storing
 from fusedops.backend.report import CompileReport
 from support import DEVICE
 
@@ -20,13 +20,17 @@ from support import DEVICE
 class Backend:
     """Replaces the regions of a graph by operators, and runs the graph without compiling it.
 
+    Args:
+        memory: what the backwards compute again: see `fusedops.compile`. By default PyTorch's
+            partitioner without heuristics divides the graphs, and nothing is.
     Attributes:
         report: the report on all graphs.
-        saved: the tensors that the forwards save, as fake tensors.
+        saved: the results of the forwards and the tensors that they save, as fake tensors.
         backwards: the graphs of the backwards.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: str | None = None) -> None:
+        self.memory = memory
         self.report = CompileReport()
         self.saved: list[Tensor] = []
         self.backwards: list[torch.fx.Graph] = []
@@ -51,9 +55,18 @@ class Backend:
             self.backwards.append(graph.graph)
             return make_boxed_func(graph.forward)
 
+        def partition(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            joint.recompute(graph.graph, str(self.memory))
+            graph.graph.lint()
+            return min_cut_rematerialization_partition(graph, *args, **kwargs)
+
+        options: dict[str, Any] = {} if self.memory is None else {"partition_fn": partition}
         with entry._autocast_of(self.report):
             compile_ = aot_autograd(
-                fw_compiler=forward, bw_compiler=backward, keep_inference_input_mutations=True
+                fw_compiler=forward,
+                bw_compiler=backward,
+                keep_inference_input_mutations=True,
+                **options,
             )
             return compile_(graph_module, inputs)
 
