@@ -30,7 +30,11 @@ def cotangent(structure: Structure, output: int, part: Part) -> Node:
 
 
 def gradients(
-    structure: Structure, seeds: Mapping[Node, Node], inputs: Sequence[int]
+    structure: Structure,
+    seeds: Mapping[Node, Node],
+    inputs: Sequence[int],
+    *,
+    of_results: bool = False,
 ) -> dict[int, dict[Part, Node]]:
     """Return the gradients of inputs, by part. Inputs without a gradient are left out.
 
@@ -38,8 +42,10 @@ def gradients(
         structure: the function.
         seeds: the cotangents of nodes.
         inputs: the indices of the inputs whose gradients are wanted.
+        of_results: whether derivatives that are functions of a rounded result, as that of ReLU, are
+            computed from it, as PyTorch does, and not from the argument.
     """
-    backward = _Backward(structure)
+    backward = _Backward(structure, _rounded_results(seeds) if of_results else {})
     for node, seed in seeds.items():
         backward.add(node, seed, seed.axes & set(structure.columns))
     for node in reversed(topological(seeds)):
@@ -60,17 +66,31 @@ def gradients(
     }
 
 
+def _rounded_results(nodes: Iterable[Node]) -> dict[Node, Node]:
+    """Return the rounded values of nodes with a derivative in `_OF_RESULT`."""
+    rounded: dict[Node, Node] = {}
+    for node in topological(nodes):
+        if node.op == "round":
+            (value,) = node.args
+            while value.op == "narrowed":
+                (value,) = value.args
+            if value.op in _OF_RESULT:
+                rounded[value] = node
+    return rounded
+
+
 class _Backward:
     """Accumulates the adjoints of nodes.
 
     Attributes:
+        rounded: the rounded results from which derivatives are computed.
         terms: the terms of each node's adjoint. Each is ``factor * sum(rest, over)``, with a factor
             that is constant along the axes ``over``. A term's key is its factor and its axes:
             contributions with the same key share one sum.
     """
 
-    def __init__(self, structure: Structure) -> None:
-        self.structure = structure
+    def __init__(self, structure: Structure, rounded: Mapping[Node, Node]) -> None:
+        self.structure, self.rounded = structure, rounded
         self.graph = structure.graph
         self.terms: dict[Node, dict[tuple[Node, tuple[int, ...]], Node]] = {}
 
@@ -200,10 +220,11 @@ class _Backward:
             return (self._picked(node, g), None)
         if op == "cast":
             return (g if node.args[0].kind == "float" else None,)
+        if node in self.rounded:
+            return (_OF_RESULT[op](graph, self.rounded[node], g),)
         if op == "relu":
             # A selection, not a product: zero times an infinite gradient would be NaN.
-            zero = graph.const(0.0)
-            return (graph.where(graph.make("le", node.args[0], zero), zero, g),)
+            return (_where_positive(graph, node.args[0], g),)
         if op in ACTIVATIONS:
             return (graph.binary("mul", g, graph.make(f"d:{op}", node.args[0])),)
         if op == "mul" and node.args[0] is node.args[1]:
@@ -269,6 +290,29 @@ def _mul(graph: Graph, *factors: Node) -> Node:
     for factor in factors[1:]:
         product = graph.binary("mul", product, factor)
     return product
+
+
+def _where_positive(graph: Graph, x: Node, g: Node) -> Node:
+    """Return ``g`` where ``x`` is positive or NaN, else zero."""
+    zero = graph.const(0.0)
+    return graph.where(graph.make("le", x, zero), zero, g)
+
+
+def _of_sigmoid(graph: Graph, y: Node, g: Node) -> Node:
+    return _mul(graph, g, y, graph.binary("sub", graph.const(1.0), y))
+
+
+def _of_tanh(graph: Graph, y: Node, g: Node) -> Node:
+    return _mul(graph, g, graph.binary("sub", graph.const(1.0), _mul(graph, y, y)))
+
+
+# Gradients from an operator's result and its adjoint, which are PyTorch's formulas, too.
+_OF_RESULT: dict[str, Callable[[Graph, Node, Node], Node]] = {
+    "relu": _where_positive,
+    "sigmoid": _of_sigmoid,
+    "tanh": _of_tanh,
+    "exp": lambda graph, y, g: _mul(graph, g, y),
+}
 
 
 def _unary_rule(function: Callable[[Graph, Node, Node], Node]) -> _Rule:

@@ -586,7 +586,9 @@ def _digest_of(program: Program) -> str:
         variable.update(itertools.chain.from_iterable(operand.labels[:count]))
     sizes = [None if axis in variable else size for axis, size in enumerate(structure.sizes)]
     operands = (structure.inputs, structure.outputs, plan.intermediate_operand)
-    words = map(repr, (*operands, sizes, structure.drops, program.tiled))
+    words = list(map(repr, (*operands, sizes, structure.drops, program.tiled)))
+    if plan.of_results:
+        words.append("derivatives of results")
     key = "\n".join([program.text, *words])
     return hashlib.sha256(key.encode()).hexdigest()[:12]
 

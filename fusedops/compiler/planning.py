@@ -53,8 +53,9 @@ class Alternative:
     operators: int
 
 
-# An alternative with the parts and the dtype of the tensor that it saves; {} and None for none.
-_Candidate = tuple[Alternative, Parts, torch.dtype | None]
+# An alternative with the parts and the dtype of the tensor that it saves, {} and None for none, and
+# whether derivatives are computed from results: see `Plan.of_results`.
+_Candidate = tuple[Alternative, Parts, torch.dtype | None, bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +71,7 @@ class Plan:
         saved_inputs: the indices of the inputs that a backward reads.
         alternatives: the possible choices, the best first; the first one is chosen.
         differentiable: the indices of the inputs that have gradients.
+        of_results: whether derivatives of ReLU and the like are computed from their results.
     """
 
     structure: Structure
@@ -80,6 +82,7 @@ class Plan:
     saved_inputs: tuple[int, ...]
     alternatives: tuple[Alternative, ...]
     differentiable: tuple[int, ...]
+    of_results: bool = False
 
     def gradients(
         self, positions: Iterable[int], wanted: Iterable[int]
@@ -90,7 +93,9 @@ class Plan:
             positions: the outputs. The intermediate counts as an output after the others.
             wanted: the inputs.
         """
-        return gradients(self.structure, seeds(self, positions), tuple(wanted))
+        return gradients(
+            self.structure, seeds(self, positions), tuple(wanted), of_results=self.of_results
+        )
 
 
 def seeds(plan: Plan, positions: Iterable[int]) -> dict[Node, Node]:
@@ -140,11 +145,16 @@ def planned(
     # All gradients have to be computable, but only some count in the cost: see `_is_counted`.
     _check_reductions(structure, nodes_of(bare.gradients(positions, differentiable).values()))
     counted = [i for i in differentiable if _is_counted(structure, structure.inputs[i])]
-    roots = nodes_of(bare.gradients(positions, counted).values())
-    candidates = _candidates(structure, roots, also_saved)
+    candidates: list[_Candidate] = []
+    # Derivatives are computed from results only where that is better: results are rounded.
+    for of_results in (False, True):
+        plan = replace(bare, of_results=of_results)
+        roots = nodes_of(plan.gradients(positions, counted).values())
+        choices = _candidates(structure, roots, also_saved)
+        candidates += [(*choice, of_results) for choice in choices]
 
     def rank(candidate: _Candidate) -> tuple[int, int, int]:
-        choice, parts, dtype = candidate
+        choice, parts, dtype, _ = candidate
         # ``memory`` is a factor of 0 or 1. The order is by (moved, held, operators) without it, and
         # with it by (moved + held, held + saved output, operators): an output is in memory anyway
         # while the forward needs it, and saving it keeps it alive for the backward.
@@ -152,9 +162,11 @@ def planned(
         return choice.moved + memory * choice.held, alive, choice.operators
 
     candidates.sort(key=rank)
-    _, parts, dtype = candidates[0]
-    alternatives = tuple(dict.fromkeys([alternative for alternative, _, _ in candidates]))
-    return _completed(bare, parts, dtype, alternatives)
+    _, parts, dtype, of_results = candidates[0]
+    alternatives = tuple(
+        dict.fromkeys([one for one, *_, other in candidates if other == of_results])
+    )
+    return _completed(replace(bare, of_results=of_results), parts, dtype, alternatives)
 
 
 def _differentiable(structure: Structure) -> list[int]:
@@ -168,11 +180,11 @@ def _differentiable(structure: Structure) -> list[int]:
 
 def _candidates(
     structure: Structure, roots: list[Node], also_saved: Collection[int]
-) -> list[_Candidate]:
+) -> list[tuple[Alternative, Parts, torch.dtype | None]]:
     """Return all choices of what is saved: nothing, or one whole tensor of the forward."""
     forward = reachable(nodes_of(structure.results))
     nothing = Alternative("", *_cost(structure, forward, roots, {}, None, also_saved))
-    candidates: list[_Candidate] = [(nothing, {}, None)]
+    candidates: list[tuple[Alternative, Parts, torch.dtype | None]] = [(nothing, {}, None)]
     for parts, dtype in structure.values:
         is_computed = forward.issuperset(parts.values())
         if is_computed and _are_whole(structure, parts.values()):
