@@ -105,12 +105,13 @@ def applies(name: str, workload: Workload) -> bool:
 def offered(workload: Workload) -> list[str]:
     """Returns the providers that are measured on a workload unless others are named.
 
-    Autotuning takes minutes per model, so it is measured on one model only. CUDA graphs are
+    Autotuning takes minutes per model, so it is measured on one model only. Other choices of what a
+    backward computes again have the values of the backend's own choice. CUDA graphs are
     measured on a model whose steps are bound by the host. Generation is not compiled: its cache
     grows by one token per step, and each size would be compiled. Nor is a short training, because
     its sizes are not those of the compiled steps.
     """
-    excluded = {name for name in PROVIDERS if not applies(name, workload)} | set(WITHOUT_TRICK)
+    excluded = {name for name in PROVIDERS if not applies(name, workload)} | _ON_REQUEST
     if workload.name != "llama":
         excluded.add("compile_autotune")
     if workload.name != "dlrm":
@@ -245,10 +246,17 @@ _REPLAYING = {
     f"{name}_reduce_overhead": partial(provider, mode="reduce-overhead")
     for name, provider in _COMPILED.items()
 }
+# The backend with another choice of what a backward computes again.
+_OF_MEMORY: dict[str, Callable[..., Context]] = {
+    f"backend_{memory}": partial(_compile, backend=backend, options={"fusedops.memory": memory})
+    for memory in ("speed", "low")
+}
 # The same with this package's loss of hidden states, which the model calls itself.
 _OF_HIDDEN_STATES: dict[str, Callable[..., Context]] = {
     "fused_loss": partial(_with_loss, provider=_fused),
     "backend_loss": partial(_with_loss, provider=_COMPILED["backend"]),
+    "backend_loss_speed": partial(_with_loss, provider=_OF_MEMORY["backend_speed"]),
+    "backend_loss_low": partial(_with_loss, provider=_OF_MEMORY["backend_low"]),
 }
 PROVIDERS: dict[str, Callable[[nn.Module], Context]] = {
     "eager": _eager,
@@ -256,6 +264,7 @@ PROVIDERS: dict[str, Callable[[nn.Module], Context]] = {
     "operators": _operators,
     "liger": _liger,
     **_COMPILED,
+    **_OF_MEMORY,
     **_OF_HIDDEN_STATES,
     "compile_autotune": partial(_compile, mode="max-autotune-no-cudagraphs"),
     "fused_compile": partial(_fused, compile_rest=True),
@@ -271,4 +280,6 @@ COMPILING = tuple([name for name in PROVIDERS if "compile" in name or "backend" 
 OURS = frozenset(name for name in PROVIDERS if name.startswith(("fused", "operators", "backend")))
 _WITH_OPERATORS = frozenset(name for name in PROVIDERS if name.startswith("operators"))
 _WITH_LOSS = frozenset(_OF_HIDDEN_STATES)
+# Measured only if they are named.
+_ON_REQUEST = frozenset({*WITHOUT_TRICK, *_OF_MEMORY, "backend_loss_speed", "backend_loss_low"})
 _WITH_LIGER = frozenset(("llama", "llama_1b", "qwen3", "gemma2"))
