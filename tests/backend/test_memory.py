@@ -145,6 +145,24 @@ def test_nothing_is_computed_again_for_frozen_weights() -> None:
     assert _Run(model, "low").again == 0
 
 
+class Steps(nn.Module):
+    """A product of a result whose derivative is zero, so that no other reader saves its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (
+            nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.floor(self.first(x) + self.second(x))
+        return torch.cat([self.last(y), self.first(x), self.second(x)], -1)
+
+
+def test_nothing_more_is_saved_to_compute_a_result_again() -> None:
+    assert _no_longer_saved(Steps(), "low") == []
+
+
 class Normed(nn.Module):
     """Reads a norm's result by a product, and by another function."""
 

@@ -64,3 +64,14 @@ def test_sums_of_a_saved_tensor_and_a_narrow_one_are_recomputed(
     assert not backend.report.left
     dtypes = [tensor.dtype for tensor in saved.values() if tensor.numel() == start.numel()]
     assert dtypes.count(torch.float32) == saved_sums
+
+
+def test_relu_of_a_linear_layer_saves_its_result_alone() -> None:
+    """The next product saves it, too."""
+    model = nn.Sequential(nn.Linear(16, 40), nn.ReLU(), nn.Linear(40, 16)).to(DEVICE)
+    backend = Backend("speed")
+    x = torch.randn(6, 16, device=DEVICE)
+    torch.compile(model, backend=backend)(x).sum().backward()
+    assert [region.operators for region in backend.report.regions if region.program]
+    shapes = [tuple(tensor.shape) for tensor in backend.saved]
+    assert shapes.count((6, 40)) == 1

@@ -248,6 +248,45 @@ def test_inputs_without_a_gradient_have_none(compiled: bool, fresh_dynamo: None)
 
 
 @kernels
+@pytest.mark.parametrize("name", ["relu", "sigmoid", "tanh", "exp"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_results_are_saved_for_derivatives_of_results(name: str, dtype: torch.dtype) -> None:
+    """The input is not saved. At zero and for NaN the gradients are PyTorch's."""
+
+    def function(x: Tensor, b: Tensor) -> Tensor:
+        result: Tensor = getattr(torch, name)(x + b)
+        return result
+
+    fused = fusedops.rowwise(function, strict=True)
+    x, b = randn(5, 8).to(dtype).requires_grad_(), randn(8).to(dtype).requires_grad_()
+    with torch.no_grad():
+        x[0] = -b
+        x[1, 2] = torch.nan
+    y = fused(x, b)
+    saved = [t for t in y.grad_fn.saved_tensors if t is not None and t.shape == x.shape]
+    assert [t.data_ptr() for t in saved] == [y.data_ptr()]
+    (cotangent,) = cotangents_of([y])
+    (got,) = torch.autograd.grad(y, x, cotangent)
+    (eager,) = torch.autograd.grad(function(x, b), x, cotangent)
+    wide_x = x.detach().double().requires_grad_()
+    (exact,) = torch.autograd.grad(function(wide_x, b.double()), wide_x, cotangent.double())
+    assert_as_good(got, exact, [eager], name)
+    if dtype == torch.float64:
+        away = (x.detach().nan_to_num() + 0.01).requires_grad_()  # from the kink
+        assert torch.autograd.gradgradcheck(fused, (away, b))
+
+
+@kernels
+def test_results_are_not_saved_beside_an_input() -> None:
+    """A norm's backward reads its input, from which the result is computed again."""
+    x, w = randn(5, 32).requires_grad_(), randn(32).requires_grad_()
+    y = fusedops.rowwise(lambda x, w: torch.tanh(F.layer_norm(x, (32,), w)), strict=True)(x, w)
+    addresses = {t.data_ptr() for t in y.grad_fn.saved_tensors if t is not None}
+    assert y.data_ptr() not in addresses
+    assert x.data_ptr() in addresses
+
+
+@kernels
 @pytest.mark.parametrize("name", ["sigmoid", "silu", "tanh", "relu", "gelu", "softplus"])
 def test_batched_gradients(name: str) -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
