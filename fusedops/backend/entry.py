@@ -170,11 +170,19 @@ def backend(
     is_padded = returns_padded(graph.graph)
     tangents = contiguous_tangents() if is_padded else nullcontext()
     joint.prepare(graph, memory)
-    change = JointPass(
-        functools.partial(joint.recompute, memory=memory), f"fusedops {__version__} {memory}"
-    )
     with _autocast_of(report), tangents:
-        return compile_by_inductor(graph, inputs, mode, of_inductor, change)
+        return compile_by_inductor(graph, inputs, mode, of_inductor, _joint_pass(inputs, memory))
+
+
+def _joint_pass(inputs: Sequence[Any], memory: str) -> JointPass:
+    """The pass over the joint graph of a graph with these inputs."""
+    parameters = [
+        position
+        for position, value in enumerate(reversed(inputs))
+        if isinstance(value, nn.Parameter)
+    ]
+    change = functools.partial(joint.recompute, memory=memory, parameters=parameters)
+    return JointPass(change, f"fusedops {__version__} {parameters} {memory}")
 
 
 def _stored(gm: fx.GraphModule, inputs: Sequence[Any], report: CompileReport) -> fx.GraphModule:

@@ -7,6 +7,7 @@ Inductor as it is, or fewer regions of it are fused.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -53,6 +54,7 @@ __all__ = [
     "may_save_changed_inputs",
     "mutates",
     "namespace",
+    "primals",
     "recorded_attribute",
     "recorded_call",
     "recorded_graph",
@@ -268,6 +270,11 @@ def called(node: torch.fx.Node) -> Called | None:
 def is_tangent(node: torch.fx.Node) -> bool:
     """Returns whether a node of a joint graph is the gradient of a result."""
     return node.op == "placeholder" and str(node.target).startswith("tangents")
+
+
+def primals(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """Returns the inputs of a joint graph that are not gradients of results."""
+    return list(itertools.filterfalse(is_tangent, graph.find_nodes(op="placeholder")))
 
 
 # --- graphs and their inputs ----------------------------------------------------------------------

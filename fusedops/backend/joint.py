@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from ..compiler.again import Saved
 from ..compiler.operator import Program
 from ..core.calls.registration import defined
 from ..core.compat.fake import hints
-from .fx import Called, called, is_pointwise, is_tangent, namespace
+from .fx import Called, called, is_pointwise, is_tangent, namespace, primals
 from .graphs import VIEWS, are_numbers, is_tensor, name_of, positions_of, value_of
 from .replacing import call_operator
 
@@ -90,14 +90,17 @@ def _again(program: Program, output: int, memory: str) -> Again | None:
     return again if wide[0] and moved <= CHOICES[memory] * held else None
 
 
-def recompute(graph: fx.Graph, memory: str) -> None:
+def recompute(graph: fx.Graph, memory: str, parameters: Collection[int] = ()) -> None:
     """Changes a joint graph so that its backward computes again what pays.
 
     Args:
         graph: the joint graph, before it is partitioned.
         memory: a key of `CHOICES`.
+        parameters: the positions of the inputs that are parameters, and so in memory anyway. They
+            are counted from the end, since AOTAutograd puts tensors that a graph holds first.
     """
-    joint = _Joint(graph)
+    inputs = primals(graph)[::-1]
+    joint = _Joint(graph, {inputs[position] for position in parameters if position < len(inputs)})
     if not joint.backward or not CHOICES[memory]:
         return
     for node in list(graph.nodes):
@@ -116,11 +119,13 @@ class _Joint:
         graph: the graph.
         backward: the nodes that depend on gradients of results.
         elementwise: the elementwise nodes of the forward.
+        forwards: the calls of regions' forwards.
+        parameters: the inputs that are parameters.
         returned: the results, and the gradients.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: fx.Graph, parameters: set[fx.Node]) -> None:
+        self.graph, self.parameters = graph, parameters
         self.position = positions_of(graph)
         self.backward: set[fx.Node] = set()
         for node in graph.nodes:
@@ -218,7 +223,7 @@ def _pays(joint: _Joint, node: fx.Node, memory: str) -> bool:
     if not joint.readers(joint.aliases(node)):
         return False
     sources = _sources(node)
-    if not joint.needed.keys() >= {source for source in sources if source.op != "placeholder"}:
+    if not joint.parameters.issuperset(source for source in sources if source not in joint.needed):
         return False
     held = moved = _bytes(node)
     moved += sum([_bytes(source) for source in sources if not joint.needed.get(source)])

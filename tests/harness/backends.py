@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
-from fusedops.backend import entry, joint, storing
+from fusedops.backend import entry, storing
 from fusedops.backend.report import CompileReport
 from support import DEVICE
 
@@ -56,7 +56,7 @@ class Backend:
             return make_boxed_func(graph.forward)
 
         def partition(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-            joint.recompute(graph.graph, str(self.memory))
+            entry._joint_pass(inputs, str(self.memory)).apply(graph.graph)
             graph.graph.lint()
             return min_cut_rematerialization_partition(graph, *args, **kwargs)
 
