@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -176,13 +177,14 @@ def backend(
 
 def _joint_pass(inputs: Sequence[Any], memory: str) -> JointPass:
     """The pass over the joint graph of a graph with these inputs."""
-    parameters = [
-        position
-        for position, value in enumerate(reversed(inputs))
-        if isinstance(value, nn.Parameter)
-    ]
+    are_parameters = map(_is_parameter, reversed(inputs))
+    parameters = list(itertools.compress(itertools.count(), are_parameters))
     change = functools.partial(joint.recompute, memory=memory, parameters=parameters)
     return JointPass(change, f"fusedops {__version__} {parameters} {memory}")
+
+
+def _is_parameter(value: Any) -> bool:
+    return isinstance(value, nn.Parameter)
 
 
 def _stored(gm: fx.GraphModule, inputs: Sequence[Any], report: CompileReport) -> fx.GraphModule:

@@ -8,9 +8,9 @@ Inductor as it is, or fewer regions of it are fused.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -84,7 +84,7 @@ NESTED: Any = find("ops.higher_order.invoke_subgraph", None)
 OWN_DERIVATIVE: Any = find("_functorch.autograd_function.autograd_function_apply", None)
 
 # In a functionalised graph, a call of an operator that writes into its arguments.
-FUNCTIONALIZED: Any = find("ops.higher_order.auto_functionalized_v2", None)
+FUNCTIONALIZED: Any = find("ops.higher_order.auto_functionalized_v2", object())
 
 # Functions that change what is recorded after them: whether gradients are, and in which dtype.
 GRAD_MODES = frozenset({find("_C._set_grad_enabled", None)})
@@ -251,18 +251,18 @@ class Called(NamedTuple):
             base = self.arguments.get(f"_{name}_base_index")
             # What the operator returns comes first, and that is None.
             position = -1 if base is None else base + 1
-        users = [user for user in self.node.users if user.target is operator.getitem]
-        return [user for user in users if user.args[1] == position]
+        arguments = (self.node, position)
+        return [user for user in self.node.users if user.args == arguments]
 
 
-def called(node: torch.fx.Node) -> Called | None:
-    """Returns the call of an operator that a node is; None for other nodes."""
-    if node.target is FUNCTIONALIZED and node.op == "call_function":
-        return Called(node, node.args[0], node.kwargs)
+def called(node: torch.fx.Node) -> Called:
+    """Returns the call of an operator that a node is; a call of None for other nodes."""
     target: Any = node.target
+    if target is FUNCTIONALIZED:
+        return Called(node, node.args[0], node.kwargs)
     if not isinstance(target, OVERLOAD):
-        return None
-    names = [argument.name for argument in target._schema.arguments]  # type: ignore[attr-defined]
+        return Called(node, None, {})
+    names = map(attrgetter("name"), target._schema.arguments)  # type: ignore[attr-defined]
     arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
     return Called(node, target, arguments)
 
@@ -496,7 +496,7 @@ def _joined(other: Any, change: JointPass) -> Any:
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     others = list(other) if isinstance(other, (list, tuple)) else [other] * (other is not None)
-    keys = [getattr(one, "uuid", lambda: None)() for one in others]
+    keys = list(map(_key_of, others))
 
     class Joined(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
@@ -509,6 +509,11 @@ def _joined(other: Any, change: JointPass) -> Any:
             return None if None in keys else (*keys, change.key)
 
     return Joined()
+
+
+def _key_of(one: Any) -> Any:
+    """Returns the key of one of Inductor's passes for PyTorch's caches; None if it has none."""
+    return getattr(one, "uuid", lambda: None)()
 
 
 def check_of_inductor(mode: str | None, options: Mapping[str, Any] | None) -> None:

@@ -18,8 +18,9 @@ region's own backward reads:
 from __future__ import annotations
 
 import functools
-import math
+import itertools
 import operator
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,10 +30,21 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..compiler.again import Saved
 from ..compiler.operator import Program
+from ..compiler.structure import Operand
 from ..core.calls.registration import defined
-from ..core.compat.fake import hints
 from .fx import Called, called, is_pointwise, is_tangent, namespace, primals
-from .graphs import VIEWS, are_numbers, is_tensor, name_of, positions_of, value_of
+from .graphs import (
+    VIEWS,
+    are_numbers,
+    dtype_of,
+    is_tensor,
+    name_of,
+    nodes_in,
+    positions_of,
+    size_of,
+    users_of,
+    value_of,
+)
 from .replacing import call_operator
 
 __all__ = ["CHOICES", "prepare", "recompute"]
@@ -58,36 +70,42 @@ def prepare(module: fx.GraphModule, memory: str) -> None:
 
 def _programs_in(module: fx.GraphModule) -> Iterator[Program]:
     """The programs of the regions in a graph, and in the graphs that it calls."""
-    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
-    for graph in graphs:
-        for node in graph.nodes:
-            program = _program_of(called(node), "_forward")
-            if program is not None:
-                yield program
+    graphs = [getattr(part, "graph", None) for part in module.modules()]
+    for graph in filter(None, graphs):
+        programs = map(_program_of_forward, graph.nodes)
+        yield from filter(None, programs)
 
 
-def _program_of(call: Called | None, suffix: str) -> Program | None:
-    """The program whose forward or backward is called; None for other calls."""
-    if call is None or namespace(call.operator) != "fusedops":
+def _program_of(node: fx.Node, suffix: str) -> Program | None:
+    """The program whose forward or backward is called; None for other nodes."""
+    target = called(node).operator
+    if namespace(target) != "fusedops":
         return None
-    name = call.operator.overloadpacket.__name__.removesuffix("_out")
-    program = defined(name.removesuffix(suffix)) if name.endswith(suffix) else None
+    name: str = target.overloadpacket.__name__.removesuffix("_out")
+    program = defined(name.removesuffix(suffix))
     return program if isinstance(program, Program) else None
 
 
+_program_of_forward = functools.partial(_program_of, suffix="_forward")
+
+
 def _again(program: Program, output: int, memory: str) -> Again | None:
-    """`Program.again` for a result that pays: it is whole, and not saved itself."""
+    """`Program.again` for a result that pays, and is not saved itself."""
     if output == program.plan.intermediate_output:
         return None
     again = program.again(output)
     if again is None:
         return None
-    operands = [again[0].structure.outputs[0], *again[0].structure.inputs]
-    held, *read = [program.size_of_row(operand) * operand.dtype.itemsize for operand in operands]
-    # Vectors have as many bytes in a row as whole tensors, but one row.
-    wide = [program.structure.is_whole(operand) for operand in operands]
-    moved = held + sum([size for size, is_wide in zip(read, wide[1:], strict=True) if is_wide])
-    return again if wide[0] and moved <= CHOICES[memory] * held else None
+
+    def size(operand: Operand) -> int:
+        return program.size_of_row(operand) * operand.dtype.itemsize
+
+    structure = again[0].structure
+    held = size(structure.outputs[0])
+    # Vectors and numbers of rows are few bytes.
+    read = filter(structure.is_whole, structure.inputs)
+    moved = held + sum(map(size, read))
+    return again if moved <= CHOICES[memory] * held else None
 
 
 def recompute(graph: fx.Graph, memory: str, parameters: Collection[int] = ()) -> None:
@@ -99,14 +117,12 @@ def recompute(graph: fx.Graph, memory: str, parameters: Collection[int] = ()) ->
         parameters: the positions of the inputs that are parameters, and so in memory anyway. They
             are counted from the end, since AOTAutograd puts tensors that a graph holds first.
     """
-    inputs = primals(graph)[::-1]
-    joint = _Joint(graph, {inputs[position] for position in parameters if position < len(inputs)})
-    if not joint.backward or not CHOICES[memory]:
-        return
+    inputs = dict(enumerate(reversed(primals(graph))))
+    joint = _Joint(graph, set(map(inputs.get, parameters)))
     for node in list(graph.nodes):
-        program = _program_of(called(node), "_backward")
-        if program is not None and node in joint.backward:
-            _recompute_results(joint, program, called(node), memory)  # type: ignore[arg-type]
+        program = _program_of(node, "_backward")
+        if program is not None:
+            _recompute_results(joint, program, called(node), memory)
     for node in joint.elementwise:
         if _pays(joint, node, memory):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -117,71 +133,77 @@ class _Joint:
 
     Attributes:
         graph: the graph.
-        backward: the nodes that depend on gradients of results.
-        elementwise: the elementwise nodes of the forward.
-        forwards: the calls of regions' forwards.
         parameters: the inputs that are parameters.
+        position: the position of each node.
+        backward: the nodes that depend on gradients of results.
+        forward: the other nodes.
+        elementwise: the elementwise nodes of the forward.
+        forwards: the calls of the forwards of each program.
         returned: the results, and the gradients.
     """
 
-    def __init__(self, graph: fx.Graph, parameters: set[fx.Node]) -> None:
+    def __init__(self, graph: fx.Graph, parameters: set[fx.Node | None]) -> None:
         self.graph, self.parameters = graph, parameters
         self.position = positions_of(graph)
         self.backward: set[fx.Node] = set()
         for node in graph.nodes:
             if is_tangent(node) or not self.backward.isdisjoint(node.all_input_nodes):
                 self.backward.add(node)
-        self.returned = set(graph.output_node().all_input_nodes)
-        self.backward.discard(graph.output_node())
-        forward = [node for node in graph.nodes if node not in self.backward]
-        self.elementwise = [node for node in forward if _is_elementwise(node)]
-        self.forwards = [node for node in forward if _program_of(called(node), "_forward")]
+        end = graph.output_node()
+        self.returned = set(end.all_input_nodes)
+        self.backward.discard(end)
+        self.forward = list(itertools.filterfalse(self.backward.__contains__, graph.nodes))
+        self.elementwise = dict.fromkeys(filter(_is_elementwise, self.forward))
+        self.forwards: dict[Program | None, list[fx.Node]] = defaultdict(list)
+        for node in self.forward:
+            self.forwards[_program_of_forward(node)].append(node)
 
     def aliases(self, node: fx.Node) -> list[fx.Node]:
         """A value of the forward with its views, each after its base."""
         aliases = [node]
         for alias in aliases:
-            users = [user for user in alias.users if name_of(user) in _ALIASES]
-            aliases += [user for user in users if user not in self.backward]
+            aliases += filter(self._is_alias, alias.users)
         return aliases
 
-    def readers(self, aliases: Iterable[fx.Node]) -> set[fx.Node] | None:
-        """The products of the backward that read a value; None if anything else needs it later.
+    def _is_alias(self, node: fx.Node) -> bool:
+        return name_of(node) in _ALIASES and node not in self.backward
 
-        Elementwise nodes of the forward count as reading it later: PyTorch may compute these again.
+    def readers(self, aliases: Sequence[fx.Node]) -> set[fx.Node]:
+        """The products of the backward that read a value; none if anything else needs it later.
+
+        Elementwise nodes of the forward count as needing it later: PyTorch may compute these again.
         """
-        users = {user for alias in aliases for user in alias.users}.difference(aliases)
+        users = users_of(aliases).difference(aliases)
         later = users & self.backward
-        others = users - later
-        is_returned = not self.returned.isdisjoint(aliases)
-        if is_returned or not _PRODUCTS.issuperset(map(name_of, later)):
-            return None
-        return None if any(map(_is_elementwise, others)) else later
+        if not self.returned.isdisjoint(aliases):
+            return set()
+        if not self.elementwise.keys().isdisjoint(users):
+            return set()
+        return later if _PRODUCTS.issuperset(map(name_of, later)) else set()
 
     @functools.cached_property
     def needed(self) -> dict[fx.Node, bool]:
         """The values that are saved whatever is computed again.
 
         The value is true if one of the backward's elementwise nodes reads it. An elementwise value
-        of one other is computed again from that, if that has no more bytes.
+        is computed again from others, if these have no more bytes.
         """
         needed: dict[fx.Node, bool] = {}
-        for node in self.graph.nodes:
+        for node in filter(is_tensor, self.forward):
             readers = self.backward.intersection(node.users)
-            if node in self.backward or not readers or not is_tensor(node):
+            kinds = set(map(name_of, readers))
+            base = _base_of(node)
+            if base in self.elementwise:
+                kinds -= _PRODUCTS
+            if not kinds:
                 continue
+            saved = _sources(node)
+            if sum(map(_bytes, saved)) > _bytes(node):
+                saved = [base]
             is_inline = any(map(_is_elementwise, readers))
-            if _PRODUCTS.issuperset(map(name_of, readers)) and _is_computed(node):
-                continue
-            sources = _sources(node)
-            is_narrow = len(sources) == 1 and _bytes(sources[0]) <= _bytes(node)
-            source = sources[0] if is_narrow else _base_of(node)
-            needed[source] = needed.get(source, False) or is_inline
+            for source in saved:
+                needed[source] = needed.get(source, False) or is_inline
         return needed
-
-
-def _is_computed(node: fx.Node) -> bool:
-    return _is_elementwise(_base_of(node))
 
 
 def _is_elementwise(node: fx.Node) -> bool:
@@ -210,8 +232,8 @@ def _sources(node: fx.Node) -> list[fx.Node]:
 
 
 def _bytes(node: fx.Node) -> int:
-    tensor: Tensor = value_of(node)
-    return math.prod(hints(tensor.shape)) * tensor.dtype.itemsize
+    """The bytes of a node's elements in the traced call; 0 of other values than tensors."""
+    return size_of(node) * dtype_of(node).itemsize if is_tensor(node) else 0
 
 
 def _pays(joint: _Joint, node: fx.Node, memory: str) -> bool:
@@ -223,11 +245,11 @@ def _pays(joint: _Joint, node: fx.Node, memory: str) -> bool:
     if not joint.readers(joint.aliases(node)):
         return False
     sources = _sources(node)
-    if not joint.parameters.issuperset(source for source in sources if source not in joint.needed):
-        return False
-    held = moved = _bytes(node)
-    moved += sum([_bytes(source) for source in sources if not joint.needed.get(source)])
-    return moved <= CHOICES[memory] * held
+    unneeded = set(sources) - joint.needed.keys()
+    held = _bytes(node)
+    read = itertools.filterfalse(joint.needed.get, sources)
+    moved = held + sum(map(_bytes, read))
+    return unneeded <= joint.parameters and moved <= CHOICES[memory] * held
 
 
 # --- results of regions ---------------------------------------------------------------------------
@@ -235,48 +257,43 @@ def _pays(joint: _Joint, node: fx.Node, memory: str) -> bool:
 
 def _recompute_results(joint: _Joint, program: Program, backward: Called, memory: str) -> None:
     """Computes results of a region again, for the products of the backward that read them."""
-    forward = next((f for f in joint.forwards if _is_of(f, program, backward)), None)
-    if forward is None:
-        return
-    call = called(forward)
-    assert call is not None
-    for output in range(program.count):
-        again = _again(program, output, memory)
-        if again is None:
+    is_its = functools.partial(_is_of, program, backward)
+    for forward in map(called, filter(is_its, joint.forwards[program])):
+        for output in range(program.count):
+            again = _again(program, output, memory)
+            if again is not None:
+                _recompute_result(joint, program, again, forward, output)
+
+
+def _recompute_result(
+    joint: _Joint, program: Program, again: Again, forward: Called, output: int
+) -> None:
+    graph = joint.graph
+    for result in forward.results(f"out{output}", output):
+        aliases = joint.aliases(result)
+        readers = joint.readers(aliases)
+        if not readers or not are_numbers(value_of(result).shape):
             continue
-        for result in call.results(f"out{output}", output):
-            aliases = joint.aliases(result)
-            readers = joint.readers(aliases)
-            if not readers or not are_numbers(value_of(result).shape):
-                continue
-            with joint.graph.inserting_before(min(readers, key=joint.position.__getitem__)):
-                new = _computed_again(joint.graph, program, again, call, result)
-                _replace(joint.graph, aliases, new, readers)
+        with graph.inserting_before(min(readers, key=joint.position.__getitem__)):
+            new = _computed_again(graph, program, again, forward, result)
+            _replace(graph, aliases, new, readers)
 
 
-def _is_of(node: fx.Node, program: Program, backward: Called) -> bool:
-    """Whether a forward's arguments and results are what a backward reads."""
+def _is_of(program: Program, backward: Called, node: fx.Node) -> bool:
+    """Whether all that a backward reads is an argument or a result of a forward."""
     forward = called(node)
-    if forward is None or _program_of(forward, "_forward") is not program:
-        return False
-    for name, saved in backward.arguments.items():
-        if not name.startswith("saved_") or not isinstance(saved, fx.Node):
-            continue
-        kind = name.removeprefix("saved_")
-        base = _base_of(saved)
-        if kind in program.tensors:
-            if _base_of(forward.arguments[kind]) is not base:
-                return False
-        elif base not in forward.results(*_output_of(program, kind)):
-            return False
-    return True
+    arguments = map(_base_of, nodes_in(forward.arguments.values()))
+    own = {*arguments, *node.users}
+    saved = map(backward.arguments.get, program.saved)
+    return own.issuperset(map(_base_of, nodes_in(saved)))
 
 
 def _output_of(program: Program, kind: str) -> tuple[str, int]:
     """The name and the index of the forward's output that is saved as intermediate or stats."""
     output = program.plan.intermediate_output
-    name = f"out{output}" if kind == "intermediate" and output >= 0 else kind
-    return name, program.outputs.index(name)
+    intermediate = program.count if output < 0 else output
+    position = {"intermediate": intermediate, "stats": len(program.outputs) - 1}[kind]
+    return program.outputs[position], position
 
 
 def _computed_again(
@@ -294,14 +311,13 @@ def _computed_again(
     tensor: Tensor = value_of(result)
     op, saved = again
     sizes = op.sizes_by([tensor])
-    shape = [sizes[axis] for axis in program.structure.rows]
+    shape = list(map(sizes.__getitem__, program.structure.rows))
     arguments = [_argument(graph, forward, program, source, shape) for source in saved]
     call = call_operator(graph, op, arguments, arguments, op.dtypes, False)
     new = graph.call_function(operator.getitem, (call, 0))
     fake = torch.empty_like(tensor)
     call.meta["val"], new.meta["val"] = (fake, fake.new_empty(0)), fake
-    for node in (call, new):
-        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    call.meta["recompute"] = new.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     return new
 
 

@@ -9,19 +9,22 @@ the rows, and the weight. Of these ``y`` is a function without reductions:
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
 import torch
 
 from .ir import REDUCTIONS, Graph, Node, reachable
 from .planning import Plan, rebuilt
-from .structure import Operand
+from .structure import Operand, Part
 
 __all__ = ["Saved", "computed_again"]
 
 # A tensor of the forward: "input" and its index, "intermediate" and 0, or "stats" and the index of
 # the number of each row.
 Saved = tuple[str, int]
+# The operators of nodes that are not computed again.
+_NOT_AGAIN = REDUCTIONS | {"keep"}
 
 
 def computed_again(
@@ -38,47 +41,39 @@ def computed_again(
         acc: the dtype in which the function computes, which is that of the numbers of its rows.
     """
     structure, results = plan.structure, plan.structure.results[output]
-    parts = {node: part for part, node in plan.intermediate.items()}
-    stats = {node: index for index, node in enumerate(plan.stats)}
-    read = reachable(results.values(), (parts.keys() | stats.keys()).__contains__)
-    computed = read - parts.keys() - stats.keys()
-    if any(node.op == "keep" or node.op in REDUCTIONS for node in computed):
+    leaves = _leaves(plan, acc)
+    read = reachable(results.values(), leaves.__contains__)
+    computed = read - leaves.keys()
+    ops = set(map(operator.attrgetter("op"), computed))
+    if not _NOT_AGAIN.isdisjoint(ops):
         return None
-    # Vectors are small, and mostly parameters: a LayerNorm's bias is read by no backward.
-    inputs = {node.attrs[0] for node in computed if node.op == "input"}
-    others = inputs.difference(plan.saved_inputs)
-    if any(structure.is_whole(structure.inputs[index]) for index in others):
-        return None
+    for node in computed:
+        if node.op != "input":
+            continue
+        index, part = node.attrs
+        operand = structure.inputs[index]
+        # Vectors are small, and mostly parameters: a LayerNorm's bias is read by no backward.
+        if index not in plan.saved_inputs and structure.is_whole(operand):
+            return None
+        leaves[node] = ("input", index), operand, part
+    saved = sorted({leaves[node][0] for node in read & leaves.keys()})
+    operands = {kind: operand for kind, operand, _ in leaves.values()}
     graph = Graph()
-    operands: dict[Saved, Operand] = {}
-
-    def argument(node: Node, saved: Saved, operand: Operand, part: object) -> Node:
-        operands.setdefault(saved, operand)
-        position = list(operands).index(saved)
-        return graph.make("input", attrs=(position, part), axes=node.axes, kind=node.kind)
 
     def change(node: Node, built: Node) -> Node:
-        if node not in read:
+        if node not in read & leaves.keys():
             return built
-        if node in parts:
-            assert plan.intermediate_operand is not None
-            return argument(node, ("intermediate", 0), plan.intermediate_operand, parts[node])
-        if node in stats:
-            labels = tuple([(axis,) for axis in structure.rows])
-            operand = Operand(labels, acc, "float", "stats")
-            return argument(node, ("stats", stats[node]), operand, ())
-        if node.op == "input":
-            index, part = node.attrs
-            return argument(node, ("input", index), structure.inputs[index], part)
-        return built
+        kind, _, part = leaves[node]
+        position = saved.index(kind)
+        return graph.make("input", attrs=(position, part), axes=node.axes, kind=node.kind)
 
     again = rebuilt(graph, change)
-    values = {part: again(node) for part, node in results.items()}
-    count = len(operands)
+    values = dict(zip(results, map(again, results.values()), strict=True))
+    count = len(saved)
     changed = replace(
         structure,
         graph=graph,
-        inputs=tuple(operands.values()),
+        inputs=tuple([operands[kind] for kind in saved]),
         outputs=(structure.outputs[output],),
         results=(values,),
         drops=(),
@@ -88,4 +83,17 @@ def computed_again(
         values=(),
         loose=(0,) * count,
     )
-    return Plan(changed, {}, None, -1, (), (), (), ()), tuple(operands)
+    return Plan(changed, {}, None, -1, (), (), (), ()), tuple(saved)
+
+
+def _leaves(plan: Plan, acc: torch.dtype) -> dict[Node, tuple[Saved, Operand, Part]]:
+    """Return what a forward saves of its own: the tensor and the part that each node is."""
+    leaves: dict[Node, tuple[Saved, Operand, Part]] = {}
+    labels = tuple([(axis,) for axis in plan.structure.rows])
+    numbers = Operand(labels, acc, "float", "stats")
+    for index, node in enumerate(plan.stats):
+        leaves[node] = ("stats", index), numbers, ()
+    for part, node in plan.intermediate.items():
+        assert plan.intermediate_operand is not None
+        leaves[node] = ("intermediate", 0), plan.intermediate_operand, part
+    return leaves
