@@ -125,7 +125,7 @@ def recompute(graph: fx.Graph, memory: str, parameters: Collection[int] = ()) ->
             _recompute_results(joint, program, called(node), memory)
     for node in joint.elementwise:
         if _pays(joint, node, memory):
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
 
 
 class _Joint:
@@ -138,7 +138,8 @@ class _Joint:
         backward: the nodes that depend on gradients of results.
         forward: the other nodes.
         elementwise: the elementwise nodes of the forward.
-        forwards: the calls of the forwards of each program.
+        forwards: the calls of the forwards of each program, without those in parts that
+            `torch.utils.checkpoint` computes again.
         returned: the results, and the gradients.
     """
 
@@ -155,7 +156,7 @@ class _Joint:
         self.forward = list(itertools.filterfalse(self.backward.__contains__, graph.nodes))
         self.elementwise = dict.fromkeys(filter(_is_elementwise, self.forward))
         self.forwards: dict[Program | None, list[fx.Node]] = defaultdict(list)
-        for node in self.forward:
+        for node in itertools.filterfalse(_has_policy, self.forward):
             self.forwards[_program_of_forward(node)].append(node)
 
     def aliases(self, node: fx.Node) -> list[fx.Node]:
@@ -204,6 +205,11 @@ class _Joint:
             for source in saved:
                 needed[source] = needed.get(source, False) or is_inline
         return needed
+
+
+def _has_policy(node: fx.Node) -> bool:
+    """Whether a user, or another pass, has decided whether a node is computed again."""
+    return "recompute" in node.meta
 
 
 def _is_elementwise(node: fx.Node) -> bool:
