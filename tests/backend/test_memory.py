@@ -130,6 +130,19 @@ def test_memory_option_decides_by_bytes(activation: Callable[[Tensor], Tensor]) 
     assert _no_longer_saved(model, "low") == [_BYTES_OF_NORMED, _BYTES_OF_GATED]
 
 
+class Convolved(Gated):
+    """Reads the gated unit's result by a convolution, too, which is no product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        z = F.silu(self.gate(y)) * self.up(y)
+        return torch.cat([self.down(z), F.conv1d(z, z.new_ones(6, 6, 1))], -1)
+
+
+def test_gated_results_with_other_readers_are_saved() -> None:
+    assert _no_longer_saved(Convolved(), "auto") == []
+
+
 def test_casts_of_weights_are_computed_again() -> None:
     """Parameters are in memory anyway."""
     model = nn.Sequential(nn.RMSNorm(_WIDTH), nn.Linear(_WIDTH, 3 * _WIDTH, bias=False))
