@@ -27,7 +27,7 @@ from .graphs import (
     users_of,
     users_through,
 )
-from .order import aliases, bytes_of, has_kernel, is_cyclic
+from .order import Units, aliases, bytes_of, has_kernel
 from .regions import Region, connected
 
 __all__ = ["LEAST_ALIKE", "Former", "Group", "parts_alike", "pays"]
@@ -167,7 +167,7 @@ class Former(Generic[_T]):
         if group.bits & ancestors or bits & group.ancestors:
             return False
         groups = [other.region for other in self.groups if other is not group]
-        return not is_cyclic(_union(group.region, region), [*groups, *others])
+        return not Units([*groups, *others]).are_cyclic_with(_union(group.region, region))
 
     def _reach(self, region: Region) -> tuple[int, int]:
         """The nodes of a region, and their ancestors, as bit sets."""

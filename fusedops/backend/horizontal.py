@@ -210,7 +210,7 @@ class _Replacement:
     def run(self) -> Grouped | None:
         """See `replace_group`."""
         outputs = [old for match in self.matches for old in match.region.outputs]
-        point = insertion_point(self.graph, self.members, outputs)
+        point = insertion_point(self.members, outputs)
         with self.graph.inserting_before(point):
             self._find_embeddings()
             inputs = [self._input(index) for index in range(len(self.lead.structure.inputs))]

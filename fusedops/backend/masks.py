@@ -7,9 +7,10 @@ only the scores that are not masked.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from enum import Enum, auto
 from typing import Any
 
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor, fx
 
 from ..core.compat.dispatch import without_modes
+from ..core.compat.fake import memory_of
 from .fx import draws
-from .graphs import are_numbers, arguments_first, changed_in, name_of, overlap, tensors_of
+from .graphs import are_numbers, arguments_first, name_of, tensors_of, written
 
 __all__ = ["Constants", "Mask"]
 
@@ -73,20 +75,46 @@ class Constants:
         self._known = dict(known or {})
         self._values: dict[fx.Node, Tensor | None] = {}
         self._kinds: dict[fx.Node, Mask] = {}
+        # Of the nodes up to the last one that was visited: those that are constant, and a tensor
+        # for each memory that one of them writes into.
+        self._last: fx.Node | None = None
+        self._constant = set(self._known)
+        self._written: dict[Hashable, Tensor] = {}
 
     def value(self, node: fx.Node) -> Tensor | None:
         """The value of a node of the graph so far; None if it is not constant, or too large."""
+        # Each call does this: nodes that were added since the last one may write into the memory.
+        self._visit_new_nodes(node.graph)
+        if node not in self._constant:
+            return None
         needed = arguments_first([node])
-        # Each call tests this: nodes that were added since the last one may write into the memory.
-        if _is_changed(node.graph, needed):
+        if self._is_changed(needed):
             return None
         if node not in self._values:
-            is_constant = all(map(self._is_constant, needed))
-            self._values[node] = self._compute(node, needed) if is_constant else None
+            self._values[node] = self._compute(node, needed)
         return self._values[node]
 
-    def _is_constant(self, node: fx.Node) -> bool:
-        return node in self._known or _is_constant(node)
+    def _visit_new_nodes(self, graph: fx.Graph) -> None:
+        """Finds the constants and the writes among the nodes that were added since the last call.
+
+        A graph has an attention in each layer: to visit all nodes in each call would take a time
+        that is quadratic in the number of layers.
+        """
+        backwards = itertools.takewhile(lambda node: node is not self._last, reversed(graph.nodes))
+        new = list(backwards)
+        for node in reversed(new):
+            is_constant = self._constant.issuperset(node.all_input_nodes) and _is_constant(node)
+            if is_constant:
+                self._constant.add(node)
+            self._written.update({memory_of(tensor): tensor for tensor in written(node)})
+        self._last = next(iter(new), self._last)
+
+    def _is_changed(self, nodes: list[fx.Node]) -> bool:
+        """Whether an operator writes into the memory of one of the nodes."""
+        # A write into anything else does no harm, though it may depend on the same nodes: rotary
+        # embeddings are computed from the positions that the mask is computed from, and may be
+        # changed.
+        return not self._written.keys().isdisjoint(map(memory_of, tensors_of(nodes)))
 
     def kind(self, node: fx.Node) -> Mask:
         """The kind of a node's value as a mask."""
@@ -138,13 +166,6 @@ def _visible(mask: Tensor) -> Tensor | None:
     visible = mask == 0
     is_hidden = mask <= torch.finfo(mask.dtype).min
     return visible if bool((visible | is_hidden).all()) else None
-
-
-def _is_changed(graph: fx.Graph, nodes: list[fx.Node]) -> bool:
-    """Whether an operator writes into the memory of one of the nodes."""
-    # A write into anything else does no harm, though it may depend on the same nodes: rotary
-    # embeddings are computed from the positions that the mask is computed from, and may be changed.
-    return overlap(tensors_of(nodes), changed_in(graph))
 
 
 def _is_constant(node: fx.Node) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from bisect import bisect
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
@@ -19,60 +20,70 @@ from .fx import namespace
 from .graphs import arguments_first, is_input, is_view, positions_of, tensors_of, users_of
 from .regions import Region
 
-__all__ = ["aliases", "bytes_of", "has_kernel", "is_cyclic", "order_with", "peak_of", "reorder"]
+__all__ = ["Units", "aliases", "bytes_of", "has_kernel", "order_with", "peak_of", "reorder"]
 
 
-def is_cyclic(region: Region, others: Sequence[Region]) -> bool:
-    """Whether replacing a region by a single node would create a cycle.
+class Units:
+    """Regions that are single nodes of a graph, none of which is in a cycle.
 
-    Each of ``others`` is a single node, too: a path that enters it at any of its nodes may leave it
-    from any other. The others alone create no cycle.
+    A path that enters such a region at any of its nodes may leave it from any other.
+
+    Args:
+        regions: the first of them; `add` adds others.
     """
-    position = positions_of(region.nodes[0].graph)
-    owners: dict[fx.Node, Region] = {}
-    for other in others:
-        owners.update(dict.fromkeys(other.nodes, other))
-    # Search from the region's users, and stop at the last position from which a path may lead back.
-    # Without the stop the time would be quadratic in the number of layers.
-    end = _end_of_overlap(region, others, position)
-    members, seen = set(region.nodes), set[fx.Node]()
-    todo = users_of(members) - members
-    while todo:
-        node = todo.pop()
-        if node in members:
-            return True
-        if position[node] > end:
-            continue
-        reached = owners[node].nodes if node in owners else [node]
-        seen.update(reached)
-        todo |= users_of(reached) - seen
-    return False
 
+    def __init__(self, regions: Iterable[Region] = ()) -> None:
+        self._owners: dict[fx.Node, Region] = {}
+        # The first and the last node of each chain of overlapping regions, in the graph's order.
+        self._first: list[fx.Node] = []
+        self._last: list[fx.Node] = []
+        for region in regions:
+            self.add(region)
 
-def _end_of_overlap(
-    region: Region, others: Sequence[Region], position: Mapping[fx.Node, int]
-) -> int:
-    """The last position from which a path may lead back to a region.
+    def add(self, region: Region) -> None:
+        """Makes one more region a single node."""
+        self._owners.update(dict.fromkeys(region.nodes, region))
+        first, last = min(region.nodes), max(region.nodes)
+        # The chains that overlap the region's span; they become one with it.
+        start, stop = bisect(self._last, first), bisect(self._first, last)
+        self._first[start:stop] = [min([first, *self._first[start:stop]])]
+        self._last[start:stop] = [max([last, *self._last[start:stop]])]
 
-    Edges lead to later nodes, but a path that enters a region may leave it from its first node. So
-    a path leads back from as far as an unbroken chain of overlapping regions reaches:
+    def are_cyclic_with(self, region: Region) -> bool:
+        """Whether replacing one more region by a single node would create a cycle."""
+        # Search from the region's users, and stop at the last node from which a path may lead back.
+        # Without the stop the time would be quadratic in the number of layers.
+        end = self._end_of_overlap(max(region.nodes))
+        members, seen = set(region.nodes), set[fx.Node]()
+        todo = users_of(members) - members
+        while todo:
+            node = todo.pop()
+            if node in members:
+                return True
+            if node > end:
+                continue
+            reached = self._owners[node].nodes if node in self._owners else [node]
+            seen.update(reached)
+            todo |= users_of(reached) - seen
+        return False
 
-        region    ├─────┤
-        others       ├──────┤       ├────┤
-                         ├─────┤
-                               end
+    def _end_of_overlap(self, last: fx.Node) -> fx.Node:
+        """The last node from which a path may lead back to a region that ends with ``last``.
 
-    No path leads back from the last of these regions: all of its nodes are after the end.
-    """
-    spans = []
-    for other in others:
-        positions = list(map(position.__getitem__, other.nodes))
-        spans.append((min(positions), max(positions)))
-    end = max(map(position.__getitem__, region.nodes))
-    for first, last in sorted(spans):
-        if first <= end:
-            end = max(end, last)
-    return end
+        Edges lead to later nodes, but a path that enters a region may leave it from its first node.
+        So a path leads back from as far as an unbroken chain of overlapping regions reaches:
+
+            region    ├─────┤
+            others       ├──────┤       ├────┤
+                             ├─────┤
+                                   end
+
+        No path leads back from the last of these regions: all of its nodes are after the end.
+        """
+        # Of the chains that begin before the region's last node, the last is the one that may hold
+        # that node: chains do not overlap.
+        count = bisect(self._first, last)
+        return max([last, *self._last[:count][-1:]])
 
 
 def order_with(graph: fx.Graph, units: Iterable[Region]) -> list[fx.Node]:

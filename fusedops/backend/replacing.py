@@ -21,7 +21,7 @@ from torch import fx
 from ..core.calls.words import encode
 from ..core.random import rng
 from .dimensions import join, split
-from .graphs import dtype_of, escapes, may_be_changed, positions_of, users_of, value_of
+from .graphs import dtype_of, escapes, may_be_changed, users_of, value_of
 from .selection import Match
 
 __all__ = ["call_operator", "insertion_point", "replace", "results_of", "substitute"]
@@ -36,7 +36,7 @@ def replace(graph: fx.Graph, match: Match, replaced: dict[fx.Node, fx.Node]) -> 
         replaced: from regions' outputs and views to the nodes that replace them; it is extended.
     """
     region, program = match.region, match.program
-    with graph.inserting_before(insertion_point(graph, region.nodes, region.outputs)):
+    with graph.inserting_before(insertion_point(region.nodes, region.outputs)):
         arguments = _arguments(graph, match, replaced)
         dtypes = tuple(map(dtype_of, program.inputs))
         saves = bool(match.reached)
@@ -47,18 +47,16 @@ def replace(graph: fx.Graph, match: Match, replaced: dict[fx.Node, fx.Node]) -> 
     substitute(graph, program.outputs, dict(enumerate(joined)), region.nodes, replaced)
 
 
-def insertion_point(
-    graph: fx.Graph, nodes: Iterable[fx.Node], outputs: Iterable[fx.Node]
-) -> fx.Node:
+def insertion_point(nodes: Iterable[fx.Node], outputs: Iterable[fx.Node]) -> fx.Node:
     """The node before which the operator of some nodes goes; ``outputs`` are those used outside."""
-    position = positions_of(graph)
-    first = min(users_of(outputs).difference(nodes), key=position.__getitem__)
-    last = max(nodes, key=position.__getitem__)
+    # Nodes compare by their order in the graph.
+    first = min(users_of(outputs).difference(nodes))
+    last = max(nodes)
     # The operator's position decides the gradient mode in which it is recorded. So it never goes
     # beyond the region's own nodes, though the first user may be far behind them:
     #
     #     set_grad_enabled(False)   region   [here]   set_grad_enabled(True)   first user
-    return first if position[first] < position[last] else last.next
+    return first if first < last else last.next
 
 
 def call_operator(
@@ -128,8 +126,7 @@ def substitute(
         result.meta.setdefault("val", value_of(old))
         replaced[old] = result
     # Backwards, since a node with users cannot be erased.
-    position = positions_of(graph)
-    for node in sorted(members, key=position.__getitem__, reverse=True):
+    for node in sorted(members, reverse=True):
         graph.erase_node(node)
 
 

@@ -33,7 +33,7 @@ from .graphs import (
     value_of,
     written,
 )
-from .order import is_cyclic
+from .order import Units
 from .programs import RegionProgram, build, prepare
 from .regions import CHANGING, Finder, Region, columns_of
 from .report import RegionReport
@@ -88,6 +88,7 @@ class Selector:
         # with that: in a residual stream they then recompute every other sum and save the rest.
         self.saved = set[fx.Node]()
         self.matches: list[Match] = []
+        self._units = Units()
         self.reports: list[RegionReport] = []
         self.replaced: dict[fx.Node, fx.Node] = {}
         self._unprepared: set[Match] = set()
@@ -169,6 +170,7 @@ class Selector:
         # Also if there is no backward: inference has to build the same programs as training.
         self.saved.update(_saved(program))
         self.matches.append(match)
+        self._units.add(match.region)
         report = replace(
             report,
             unfused=_unfused_bytes(match.region),
@@ -201,7 +203,7 @@ class Selector:
         # The backward would read the tensor as it is after the change.
         if reached and self._saves_changed(region, program):
             raise NotRowwiseError("a tensor that it saves is changed later")
-        if is_cyclic(region, [match.region for match in self.matches]):
+        if self._units.are_cyclic_with(region):
             raise NotRowwiseError("as an operator it would be in a cycle with another region")
         return Match(region, program, reached)
 

@@ -331,7 +331,7 @@ MUTANTS = (
     Mutant(
         "a mask that changes in place, treated as a constant",
         "backend/masks.py",
-        "        if _is_changed(node.graph, needed):",
+        "        if self._is_changed(needed):",
         "        if False:",
         ("backend/test_attention.py", "test_constant_masks_are_replaced"),
     ),

@@ -28,7 +28,6 @@ from ..graphs import (
     is_input,
     name_of,
     parts_of,
-    positions_of,
     value_of,
 )
 from ..report import note_change
@@ -179,10 +178,9 @@ def _is_parameter(node: Any) -> TypeGuard[fx.Node]:
 def _cast(graph: fx.Graph, group: list[_Item]) -> None:
     """Replaces several casts by views of one cast."""
     aten = torch.ops.aten
-    position = positions_of(graph)
     casts = _casts_in(group)
     replaced = [item.node for item in group]
-    with graph.inserting_before(min([*casts, *replaced], key=position.__getitem__)):
+    with graph.inserting_before(min([*casts, *replaced])):
         inputs = ([cast.args[0] for cast in casts], casts[0].kwargs["dtype"])
         whole = graph.call_function(torch.ops.fusedops.cast_joined.default, inputs)
         note_change(whole, "one cast of several parameters")
