@@ -10,7 +10,7 @@ towers. The graph is then reordered, layer by layer::
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import fx
@@ -123,8 +123,9 @@ class Former(Generic[_T]):
             own_key = self.key_of(member)
             # One operator is in one part of the graph: see `graphs.parts_of`.
             groups = by_key.setdefault((self.part[region.nodes[0]], own_key), [])
-            fitting = [g for g in groups if own_key is not None and self.fits(g.members[0], member)]
-            group = self._group_of(region, fitting, waiting.values())
+            group = None
+            if own_key is not None:
+                group = self._group_of(member, region, groups, waiting.values())
             if group is None:
                 group = Group[_T]()
                 groups.append(group)
@@ -133,18 +134,22 @@ class Former(Generic[_T]):
         return self.groups
 
     def _group_of(
-        self, region: Region, groups: Sequence[Group[_T]], others: Collection[Region]
+        self, member: _T, region: Region, groups: Sequence[Group[_T]], others: Collection[Region]
     ) -> Group[_T] | None:
-        """The group that a region joins; None if it begins one.
+        """The group that a member joins; None if it begins one.
 
         Args:
-            region: the region.
-            groups: those that it fits.
+            member: the member.
+            region: its region.
+            groups: those of its key.
             others: the regions that are in no group yet.
         """
-        if not self.layered:
-            return next((g for g in groups[-1:] if self._follows(g, region)), None)
-        return next((g for g in groups if self._is_independent(g, region, others)), None)
+        if self.layered:
+            independent = self._independent(region, groups, others)
+            return next((g for g in independent if self.fits(g.members[0], member)), None)
+        fitting = (g for g in reversed(groups) if self.fits(g.members[0], member))
+        last = next(fitting, None)
+        return last if last is not None and self._follows(last, region) else None
 
     def _start(self, region: Region) -> int:
         return self.position[region.nodes[0]]
@@ -161,13 +166,19 @@ class Former(Generic[_T]):
         last_input, first_user = self._extent(region)
         return max(last_input, group.last_input) < min(first_user, group.first_user)
 
-    def _is_independent(self, group: Group[_T], region: Region, others: Collection[Region]) -> bool:
-        """Whether neither a group nor a region needs the other, not even through other groups."""
+    def _independent(
+        self, region: Region, groups: Sequence[Group[_T]], others: Collection[Region]
+    ) -> Iterator[Group[_T]]:
+        """The groups that do not need a region nor it them, not even through other groups."""
         bits, ancestors = self._reach(region)
-        if group.bits & ancestors or bits & group.ancestors:
-            return False
-        groups = [other.region for other in self.groups if other is not group]
-        return not Units([*groups, *others]).are_cyclic_with(_union(group.region, region))
+        for group in groups:
+            # A chain of layers has a group for each layer. This rules all of them out.
+            if group.bits & ancestors or bits & group.ancestors:
+                continue
+            other_groups = [other.region for other in self.groups if other is not group]
+            units = Units([*other_groups, *others])
+            if not units.are_cyclic_with(_union(group.region, region)):
+                yield group
 
     def _reach(self, region: Region) -> tuple[int, int]:
         """The nodes of a region, and their ancestors, as bit sets."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
 
+from ..core.compat.fake import memory_of
 from .fx import (
     CAST,
     GRAD_MODES,
@@ -23,7 +24,6 @@ from .graphs import (
     is_input,
     is_tensor,
     nodes_in,
-    overlap,
     strides_of,
     tensors_of,
     users_of,
@@ -35,6 +35,8 @@ __all__ = ["NotCapturedError", "without_writes"]
 
 # In-place operators whose out-of-place variants have another derivative, or none.
 _WITHOUT_DERIVATIVE = frozenset({"copy_", "logical_not_"})
+# Nodes by the memory of their values.
+_ByMemory: TypeAlias = dict[Hashable, list[fx.Node]]
 
 
 class NotCapturedError(Exception):
@@ -72,6 +74,7 @@ def without_writes(graph: fx.Graph) -> None:
     """
     # The nodes whose values autograd records.
     enabled, recorded = torch.is_grad_enabled(), set[fx.Node]()
+    earlier: _ByMemory = {}
     for node in list(graph.nodes):
         if node.target in GRAD_MODES:
             enabled = bool(node.args[0])
@@ -79,17 +82,22 @@ def without_writes(graph: fx.Graph) -> None:
         # The result of a write or a view is recorded if the tensor that it changes or views is.
         is_recorded = enabled or not recorded.isdisjoint(aliased_inputs(node))
         keeps_derivative = enabled or recorded.isdisjoint(node.all_input_nodes[:1])
-        current = _replace_write(graph, node, keeps_derivative=keeps_derivative)
+        current = _replace_write(graph, node, earlier, keeps_derivative=keeps_derivative)
         if is_recorded:
             recorded.add(current)
+        for tensor in tensors_of([current]):
+            earlier.setdefault(memory_of(tensor), []).append(current)
 
 
-def _replace_write(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) -> fx.Node:
+def _replace_write(
+    graph: fx.Graph, node: fx.Node, earlier: _ByMemory, *, keeps_derivative: bool
+) -> fx.Node:
     """Replaces a node that changes a tensor in place, unless other values would differ.
 
     Args:
         graph: the graph of the node.
         node: any node.
+        earlier: the nodes before it.
         keeps_derivative: whether an operator in its place would have the same derivative.
     Returns:
         The node in its place, or the node itself.
@@ -97,7 +105,7 @@ def _replace_write(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) ->
     if changes_shape(node.target):
         return _replace_by_view(graph, node, keeps_derivative=keeps_derivative)
     operator = _out_of_place(node)
-    if operator is None or not keeps_derivative or not _is_private(node):
+    if operator is None or not keeps_derivative or not _is_private(node, earlier):
         return node
     computed = _result_of(node, operator)
     if not _have_equal_strides(computed, value_of(node)):
@@ -126,15 +134,15 @@ def _is_in_place(target: Any) -> bool:
     return mutates(target)
 
 
-def _is_private(node: fx.Node) -> bool:
+def _is_private(node: fx.Node, earlier: _ByMemory) -> bool:
     """Whether neither an input nor another value that is used later shares the written memory.
 
     a ──▶ add_ ──▶ users           private: `add` in its place writes other memory
     a ──▶ view ──▶ later users     not: the view would have to show what `add_` wrote
     """
     changed: Any = node.args[0]
-    earlier = itertools.takewhile(lambda other: other is not node, node.graph.nodes)
-    sharing = [other for other in earlier if _share_memory(other, changed)]
+    nodes = earlier.get(memory_of(value_of(changed)), ())
+    sharing = [other for other in nodes if other is not changed]
     if any(map(is_input, [changed, *sharing])):
         return False
     users = users_of(sharing)
@@ -151,11 +159,6 @@ def _have_equal_strides(computed: Tensor, written: Tensor) -> bool:
     if not have_hints((*written.shape, *written.stride())):
         return True
     return strides_of(computed) == strides_of(written)
-
-
-def _share_memory(other: fx.Node, changed: fx.Node) -> bool:
-    """Whether a node other than the changed one shares the changed memory."""
-    return other is not changed and overlap(tensors_of([other]), [changed.meta["val"]])
 
 
 def _replace_by_view(graph: fx.Graph, node: fx.Node, *, keeps_derivative: bool) -> fx.Node:

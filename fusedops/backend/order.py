@@ -11,13 +11,13 @@ import math
 import operator
 from bisect import bisect
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch import fx
 
 from ..core.compat.fake import hints
 from .fx import namespace
-from .graphs import arguments_first, is_input, is_view, positions_of, tensors_of, users_of
+from .graphs import arguments_first, is_input, is_view, tensors_of, users_of
 from .regions import Region
 
 __all__ = ["Units", "aliases", "bytes_of", "has_kernel", "order_with", "peak_of", "reorder"]

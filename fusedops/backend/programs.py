@@ -142,13 +142,9 @@ class Source:
         )
 
 
-def _module(graph: fx.Graph) -> fx.GraphModule:
-    return fx.GraphModule(torch.nn.Module(), graph, "region")
-
-
 def _forward(graph: fx.Graph) -> Callable[..., Any]:
     """A graph as a function."""
-    return _module(graph).forward
+    return fx.GraphModule(torch.nn.Module(), graph, "region").forward
 
 
 def _split_shapes(
@@ -335,7 +331,8 @@ class _Function:
         self.graph.output(tuple([self._copies[node] for node in self.outputs]))
         for node in self.graph.nodes:
             node.meta.clear()
-        self.text = "\n".join([_module(self.graph).code, *self.expressions])
+        # The code of `fx.GraphModule`, without the module: it would be compiled for each region.
+        self.text = "\n".join([self.graph.python_code("self").src, *self.expressions])
 
     def _add_inputs(self, region: Region, tensors: Sequence[fx.Node]) -> None:
         """Adds the placeholders: the tensors, and `sizes`.

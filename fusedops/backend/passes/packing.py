@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -118,9 +118,11 @@ def pack_gradients(rewrite: Rewrite) -> None:
     The gradients of other parts are copied there, as PyTorch does with all of them. Where a kernel
     of Inductor would compute one, and write it without a copy, nothing changes.
     """
+    # The nodes that the loop adds are in no part, and read no other.
+    part_of = parts_of(rewrite.graph)
     for node in filter(is_tensor, list(rewrite.graph.nodes)):
         packed = _read(node)
-        if packed.readers and _may_pack(rewrite, packed):
+        if packed.readers and _may_pack(rewrite, packed, part_of):
             _replace(rewrite.graph, packed)
 
 
@@ -249,8 +251,14 @@ def _can_write(node: fx.Node, part: _Part, reader: _Reader) -> bool:
 # --- whether it pays, and is the same -------------------------------------------------------------
 
 
-def _may_pack(rewrite: Rewrite, packed: _Packed) -> bool:
-    """Whether the gradients of parts may be written into one tensor, and that pays."""
+def _may_pack(rewrite: Rewrite, packed: _Packed, part_of: Mapping[fx.Node, int]) -> bool:
+    """Whether the gradients of parts may be written into one tensor, and that pays.
+
+    Args:
+        rewrite: the graph.
+        packed: the parts.
+        part_of: see `parts_of`.
+    """
     other_parts = packed.other_parts.values()
     views = [*other_parts, *[reader.argument for reader in packed.readers.values()]]
     # A single gradient needs no packing.
@@ -263,7 +271,6 @@ def _may_pack(rewrite: Rewrite, packed: _Packed) -> bool:
     if obstacles:
         return False
     # Autograd records the operators in one gradient mode.
-    part_of = parts_of(rewrite.graph)
     modes = set(map(part_of.__getitem__, (*views, *packed.calls)))
     return len(modes) == 1 and not _is_cyclic(packed.calls, other_parts)
 
@@ -279,12 +286,14 @@ def _is_cyclic(calls: Sequence[fx.Node], other_parts: Iterable[fx.Node]) -> bool
 
     As one node they would be in a cycle.
     """
-    seen = set[fx.Node]()
+    # Edges lead to later nodes: no path comes back from behind the last operator.
+    last, seen = max(calls), set[fx.Node]()
     todo = users_of([*calls, *other_parts])
     while todo:
         user = todo.pop()
         seen.add(user)
-        todo |= user.users.keys() - seen
+        if user < last:
+            todo |= user.users.keys() - seen
     return not seen.isdisjoint(calls)
 
 
