@@ -226,7 +226,7 @@ def _with_operators(
 
     def rewrite_body(body: fx.GraphModule) -> fx.GraphModule:
         report_of_graph.operators += operators_in(body.graph)
-        report_of_graph.regions += fused(body)
+        fused(body, report_of_graph)
         return body
 
     report.graphs += 1
@@ -239,6 +239,7 @@ def _with_operators(
         report.left.append(_reason_of(error))
         return gm
     report.regions += report_of_graph.regions
+    report.rest += report_of_graph.rest
     report.operators += report_of_graph.operators
     report.changes += changes_in(result.graph)
     report.devices.update(tensor.device.type for tensor in tensors_of(result.graph.nodes))

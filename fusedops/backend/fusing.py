@@ -5,17 +5,18 @@ from __future__ import annotations
 from torch import fx
 
 from .passes import PASSES
-from .report import RegionReport
+from .report import CompileReport
 from .rewrite import Rewrite
 
 __all__ = ["fused"]
 
 
-def fused(gm: fx.GraphModule) -> list[RegionReport]:
-    """Replaces the regions of a captured graph by operators, and reports each region."""
+def fused(gm: fx.GraphModule, report: CompileReport) -> None:
+    """Replaces the regions of a captured graph by operators, and adds each region to a report."""
     rewrite = Rewrite(gm.graph)
     for apply in PASSES:
         apply(rewrite)
     gm.graph.lint()
     gm.recompile()
-    return rewrite.reports
+    report.regions += rewrite.reports
+    report.rest += rewrite.rest

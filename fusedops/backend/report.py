@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..compiler.codegen import backward_kernels, forward_kernels
@@ -21,10 +22,21 @@ from ..losses import registration
 from .fx import namespace
 from .graphs import captured_body
 
-__all__ = ["CompileReport", "RegionReport", "changes_in", "note_change", "operators_in"]
+__all__ = [
+    "CompileReport",
+    "RegionReport",
+    "changes_in",
+    "memory_bandwidth",
+    "note_change",
+    "operators_in",
+]
 
 # The mark of nodes that differ from the model's, in `fx.Node.meta`: a tuple of changes.
 _CHANGES = "fusedops_changes"
+# The bandwidth of an H200's memory, in bytes a second.
+_BANDWIDTH = 4.8e12
+# The bytes of a backward, relative to those of the forward.
+_BACKWARD = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +86,7 @@ class RegionReport:
         operators: PyTorch's operators that are in it, each once, in their order.
         shape: the shape of its largest output, in the call that was traced.
         reason: why it was left to Inductor; "" if it is one operator.
+        border: bytes of its inputs and outputs.
         unfused: bytes that PyTorch's operators read and write forward, one by one.
         rows: the rows of that operator, in the call that was traced.
         program: that operator; None if there is none.
@@ -87,6 +100,7 @@ class RegionReport:
     operators: tuple[str, ...]
     shape: tuple[int, ...]
     reason: str = ""
+    border: int = 0
     unfused: int = 0
     rows: int = 0
     program: Program | None = field(default=None, repr=False)
@@ -105,6 +119,16 @@ class RegionReport:
     def moved(self) -> int:
         """Bytes of full tensors that its kernels read and write, forward and backward."""
         return self.rows * sum(_moved_of_row(self.program))
+
+    @property
+    def seconds(self) -> float:
+        """The predicted time forward and backward: the bytes at the memory's bandwidth.
+
+        A region that is left reads its inputs and writes its outputs, and its backward reads and
+        writes as much twice: inputs and gradients.
+        """
+        moved = self.moved if self.program is not None else (1 + _BACKWARD) * self.border
+        return moved / memory_bandwidth()[0]
 
     @property
     def saved(self) -> int:
@@ -138,6 +162,21 @@ def _moved_of_column(kernels: Sequence[Kernel]) -> int:
     return sum([dtype.itemsize for dtype in moved])
 
 
+@functools.lru_cache(maxsize=1)
+def memory_bandwidth() -> tuple[float, str]:
+    """The bytes a second of the current GPU's memory, and whose they are.
+
+    Those of an H200 where no GPU tells its own.
+    """
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties()
+        # Kilohertz, with two transfers in each clock, of a number of bits.
+        bandwidth = 2e3 * properties.memory_clock_rate * properties.memory_bus_width / 8
+        if bandwidth > 0:
+            return bandwidth, properties.name
+    return _BANDWIDTH, "an H200, assumed"
+
+
 @dataclass
 class CompileReport:
     """The regions of a model, from `fusedops.explain`.
@@ -149,6 +188,7 @@ class CompileReport:
         devices: the types of the devices whose tensors are in the graphs.
         changes: other computations that differ from the model's, and how often each occurs.
         operators: this library's operators that the model itself calls, and how often.
+        rest: bytes that the operators outside of regions read and write forward, one by one.
     """
 
     regions: list[RegionReport] = field(default_factory=list)
@@ -157,6 +197,12 @@ class CompileReport:
     devices: set[str] = field(default_factory=set)
     changes: Counter[str] = field(default_factory=Counter)
     operators: Counter[str] = field(default_factory=Counter)
+    rest: int = 0
+
+    @property
+    def slowest(self) -> list[RegionReport]:
+        """All regions by their predicted time, the longest first."""
+        return sorted(self.regions, key=lambda region: region.seconds, reverse=True)
 
     @property
     def fused(self) -> list[RegionReport]:
@@ -183,7 +229,19 @@ class CompileReport:
             lines.append(f"  called by the model: {count} x {name}")
         for description, count in sorted(self.changes.items()):
             lines.append(f"  changed: {count} x {description}")
+        if self.regions:
+            lines.append(f"  {self._prediction()}")
         return "\n".join(lines)
+
+    def _prediction(self) -> str:
+        bandwidth, owner = memory_bandwidth()
+        fused = sum([region.seconds for region in self.fused])
+        left = sum([region.seconds for region in self.regions if region.reason])
+        rest = (1 + _BACKWARD) * self.rest / bandwidth
+        return (
+            f"predicted from bytes, at {bandwidth / 1e12:.2f} TB/s ({owner}): {_time(fused)} for "
+            f"operators, {_time(left)} for regions that are left, {_time(rest)} for the rest"
+        )
 
     def _summary(self) -> str:
         where = "1 graph" if self.graphs == 1 else f"{self.graphs} graphs"
@@ -231,3 +289,7 @@ def _bytes(size: int) -> str:
     if size < 10 * 2**20:
         return f"{size / 2**20:.1f} MiB"
     return f"{math.ceil(size / 2**20)} MiB"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"

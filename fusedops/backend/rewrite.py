@@ -25,12 +25,14 @@ class Rewrite:
         sums: from each sum with a bias to the matrix product that it was split from.
         results: the nodes that have replaced the outputs of regions.
         reports: the reports of all regions.
+        rest: the bytes that operators outside of regions read and write forward, one by one.
     """
 
     graph: fx.Graph
     sums: dict[fx.Node, fx.Node] = field(default_factory=dict)
     results: list[fx.Node] = field(default_factory=list)
     reports: list[RegionReport] = field(default_factory=list)
+    rest: int = 0
 
     @functools.cached_property
     def needs(self) -> set[fx.Node]:

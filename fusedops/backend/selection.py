@@ -7,9 +7,10 @@ region cannot be one kernel, smaller regions within it are tried.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +38,7 @@ from .order import Units
 from .programs import RegionProgram, build, prepare
 from .regions import CHANGING, Finder, Region, columns_of
 from .report import RegionReport
-from .symbols import fix
+from .symbols import fix, have_hints
 
 __all__ = ["Match", "Selector"]
 
@@ -89,6 +90,7 @@ class Selector:
         self.saved = set[fx.Node]()
         self.matches: list[Match] = []
         self._units = Units()
+        self._reported = set[fx.Node]()
         self.reports: list[RegionReport] = []
         self.replaced: dict[fx.Node, fx.Node] = {}
         self._unprepared: set[Match] = set()
@@ -127,7 +129,8 @@ class Selector:
                 self._add(match, report)
         self._select_slices()
         for region in self.finder.changing():
-            self.reports.append(RegionReport(_operators(region), _shape(region), CHANGING))
+            self._reported.update(region.nodes)
+            self.reports.append(replace(_report_of(region), reason=CHANGING))
 
     def _select_slices(self) -> None:
         """Tries the other regions of which several are one operator."""
@@ -159,6 +162,7 @@ class Selector:
 
     def _report(self, region: Region, report: RegionReport) -> int:
         """Adds the report of a region, or replaces an earlier one; returns its place."""
+        self._reported.update(region.nodes)
         place = self._left.setdefault(region.nodes[0], len(self.reports))
         self.reports[place : place + 1] = [report]
         return place
@@ -173,7 +177,7 @@ class Selector:
         self._units.add(match.region)
         report = replace(
             report,
-            unfused=_unfused_bytes(match.region),
+            unfused=_moved_by(match.region.nodes),
             rows=program.rows,
             program=program.program,
         )
@@ -206,6 +210,10 @@ class Selector:
         if self._units.are_cyclic_with(region):
             raise NotRowwiseError("as an operator it would be in a cycle with another region")
         return Match(region, program, reached)
+
+    def rest(self) -> int:
+        """The bytes that operators outside of the reported regions read and write, one by one."""
+        return _moved_by(itertools.filterfalse(self._reported.__contains__, self.graph.nodes))
 
     def note_group(
         self, matches: Sequence[Match], lookups: Sequence[int], outside: Sequence[str]
@@ -288,7 +296,12 @@ def _operators_of(region: Region) -> tuple[str, ...]:
 
 def _report_of(region: Region) -> RegionReport:
     """The report of a region whose outcome is not known yet."""
-    return RegionReport(_operators(region), _shape(region), functions=_functions(region))
+    return RegionReport(
+        _operators(region),
+        _shape(region),
+        border=sum(map(_bytes, tensors_of([*region.inputs, *region.outputs]))),
+        functions=_functions(region),
+    )
 
 
 def _reason_of(error: Exception) -> str:
@@ -316,15 +329,16 @@ def _shape(region: Region) -> tuple[int, ...]:
     return max(shapes, key=math.prod, default=())
 
 
-def _unfused_bytes(region: Region) -> int:
-    """The bytes that a region's operators read and write one by one; views move none."""
+def _moved_by(nodes: Iterable[fx.Node]) -> int:
+    """The bytes that operators read and write one by one; views move none."""
     moved = 0
-    for node in region.nodes:
+    for node in nodes:
         name = name_of(node)
         if not name or name in VIEWS:
             continue
         tensors = tensors_of([node, *node.all_input_nodes])
-        moved += sum(map(_bytes, tensors))
+        # Sizes that depend on data have no number.
+        moved += sum([_bytes(tensor) for tensor in tensors if have_hints(tensor.shape)])
     return moved
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 import fusedops
 from backends import randn
+from fusedops.backend.report import memory_bandwidth
 from fusedops.core.launches import launch
 from support import DEVICE
 
@@ -198,11 +200,55 @@ def test_report_has_a_line_for_each_kind_of_region() -> None:
     # Each of three norms moves x and y forward, and dy, x and dx backward. It saves x.
     moved = f"{3 * 5 * size:.1f} KiB moved"
     saved = f"{3 * size:.1f} KiB saved"
-    summary, line = lines
+    summary, line, _ = lines
     assert summary == (
         f"3 of 3 row-wise regions are one operator, in 1 graph: {moved}, {saved} for backward"
     )
     assert line.startswith(f"  3 x (6, 8)  native_layer_norm  {5 * size:.1f} KiB moved, ")
+
+
+@pytest.mark.parametrize("bits", [0, 1024])
+def test_times_are_bytes_by_the_bandwidth_of_the_memory(
+    bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU, or with one of unknown bandwidth, it is that of an H200."""
+    properties = types.SimpleNamespace(
+        name="a GPU", memory_clock_rate=1_000_000, memory_bus_width=bits
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    memory_bandwidth.cache_clear()
+    try:
+        bandwidth, owner = memory_bandwidth()
+    finally:
+        memory_bandwidth.cache_clear()
+    assert (bandwidth, owner) == ((256e9, "a GPU") if bits else (4.8e12, "an H200, assumed"))
+
+
+def test_prediction_has_the_slowest_region_first() -> None:
+    """A norm becomes an operator, a softmax is left, and a product is in no region."""
+    norm, weight = nn.LayerNorm(8).to(DEVICE), randn(8, 4)
+
+    def function(x: Tensor) -> Tensor:
+        return torch.softmax(norm(x) @ weight, -1)
+
+    report = fusedops.explain(function, randn(6, 8).requires_grad_())
+    fused, left = report.slowest
+    assert left.reason
+    assert not fused.reason
+    bandwidth, owner = memory_bandwidth()
+    # As above. The softmax reads 24 numbers and writes as many, and its backward twice as many.
+    times = [5 * 6 * 8 * 4 / bandwidth, 3 * 2 * 6 * 4 * 4 / bandwidth]
+    assert [fused.seconds, left.seconds] == pytest.approx(times)
+    assert report.rest == (6 * 8 + 8 * 4 + 6 * 4) * 4
+    *_, line = str(report).splitlines()
+    fused_time, left_time, rest_time = [
+        f"{seconds * 1e6:.1f} µs" for seconds in (*times, 3 * report.rest / bandwidth)
+    ]
+    assert line == (
+        f"  predicted from bytes, at {bandwidth / 1e12:.2f} TB/s ({owner}): {fused_time} for "
+        f"operators, {left_time} for regions that are left, {rest_time} for the rest"
+    )
 
 
 def test_compile_raises_for_what_is_not_callable() -> None:

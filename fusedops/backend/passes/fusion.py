@@ -20,6 +20,7 @@ def fuse_regions(rewrite: Rewrite) -> None:
     """Replaces the regions for which an operator pays, and reports all regions."""
     selector = Selector(rewrite.graph, rewrite.needs, rewrite.receives)
     selector.select()
+    rewrite.rest = selector.rest()  # while the regions are in the graph
     graph, replaced = rewrite.graph, selector.replaced
     # A concatenation may be a region by itself, which a group of regions replaces as well.
     regions = [match.region.nodes for match in selector.matches]
