@@ -20,7 +20,6 @@ def fuse_regions(rewrite: Rewrite) -> None:
     """Replaces the regions for which an operator pays, and reports all regions."""
     selector = Selector(rewrite.graph, rewrite.needs, rewrite.receives)
     selector.select()
-    rewrite.rest = selector.rest()  # while the regions are in the graph
     graph, replaced = rewrite.graph, selector.replaced
     # A concatenation may be a region by itself, which a group of regions replaces as well.
     regions = [match.region.nodes for match in selector.matches]
@@ -32,6 +31,8 @@ def fuse_regions(rewrite: Rewrite) -> None:
         outputs = [old for match in matches for old, _ in match.program.outputs]
         rewrite.results += [selector.replaced[old] for old in outputs if old in selector.replaced]
     rewrite.reports += selector.reports
+    # Last: an operator of slices also replaces what concatenates its results.
+    rewrite.rest = selector.rest()
 
 
 def _replace(
