@@ -183,7 +183,8 @@ def build(region: Region, saved: Collection[fx.Node] = ()) -> RegionProgram:
 
 def function_of(region: Region) -> fx.GraphModule:
     """A region without symbolic sizes as a function of its tensors."""
-    return _module(_Function(region, list(filter(is_tensor, region.inputs))).graph)
+    function = _Function(region, list(filter(is_tensor, region.inputs)))
+    return fx.GraphModule(torch.nn.Module(), function.graph, "region")
 
 
 def source_of(function: fx.GraphModule, tensors: Sequence[Tensor]) -> Source:
