@@ -69,7 +69,7 @@ class _Call:
     look: Look
     state_tensors: Sequence[Tensor]
     path: Path | None
-    known: Sequence[Match]
+    known: Sequence[Match] = ()
 
 
 @dataclass(frozen=True)

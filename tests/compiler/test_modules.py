@@ -245,7 +245,7 @@ def _structure(function: Any, *tensors: Tensor) -> Any:
     args = fused._positional(tensors, {})
     look, _, around = fused._programs.looks(args).at(args)
     return fused._programs._structure_at(
-        programs._Call(args, look, around, None, ()), [tuple(t.shape) for t in tensors]
+        programs._Call(args, look, around, None), [tuple(t.shape) for t in tensors]
     )[1]
 
 
