@@ -19,6 +19,7 @@ from ..core.compat.dynamo import is_exporting, transforms_when_traced
 from ..core.launches import launch
 from ..distributed.sharding import distributes
 from . import registration
+from .adapters import Pair, added_products, pairs_of
 from .operands import Choice, Operands, has_autocast, has_values
 from .reference import reference
 
@@ -159,6 +160,7 @@ class LinearRowwise:
         linear_weight: Tensor | Sequence[Tensor],
         *others: Any,
         linear_bias: Tensor | Sequence[Tensor | None] | None = None,
+        lora: Pair | Sequence[Pair | None] | None = None,
     ) -> Any:
         """Returns the sum, mean or results of rows of the function.
 
@@ -170,19 +172,23 @@ class LinearRowwise:
                 the rows, ``*``, is taken apart with them, unless it is ``shared``; any other is the
                 same for all rows.
             linear_bias: (V,); or one for each head.
+            lora: rows (*, R) and a weight (V, R), whose product is added to the logits, see
+                `fusedops.linear_cross_entropy`; with several heads, such a pair or None for each.
         Returns:
             A scalar; with ``reduction="none"`` a tensor ``(*)`` for each result.
         Raises:
             TypeError: a tensor is not one of floating-point numbers, or dtypes differ.
             ValueError: shapes do not go together.
         """
-        if distributes((*_sequence(input), *_sequence(linear_weight))):
+        pairs = pairs_of(self.name, lora, isinstance(input, Tensor))
+        tensors = [t for pair in pairs for t in pair or ()]
+        if distributes((*_sequence(input), *_sequence(linear_weight), *tensors)):
             raise TypeError(
-                f"{self.name}: input or linear_weight is a DTensor, which only "
+                f"{self.name}: input, linear_weight or lora is a DTensor, which only "
                 "linear_cross_entropy and linear_log_probs take; pass this rank's rows and the "
                 "whole weight as tensors"
             )
-        return self.apply(input, linear_weight, others, linear_bias, self.chunk_mib)
+        return self.apply(input, linear_weight, others, linear_bias, self.chunk_mib, pairs)
 
     def apply(
         self,
@@ -191,12 +197,18 @@ class LinearRowwise:
         others: tuple[Any, ...],
         linear_bias: Any,
         chunk_mib: float | None,
+        pairs: Sequence[Pair | None] = (),
     ) -> Any:
-        """Returns what a call returns, with another budget."""
+        """Returns what a call returns, with another budget.
+
+        ``pairs`` has the rows and weight that are added to each head's logits, or None; it is
+        empty if there are none.
+        """
         checks.check_jit(self.name)
         inputs, weights = _sequence(input), _sequence(linear_weight)
         biases = (None,) * len(weights) if linear_bias is None else _sequence(linear_bias)
         self._check(inputs, weights, biases)
+        products = added_products(self.name, pairs, inputs, weights)
         batch = inputs[0].shape[:-1]
         others = self._completed(len(inputs), others)
         by_row = tuple(
@@ -207,9 +219,9 @@ class LinearRowwise:
         )
         rows = math.prod(batch)  # `batch.numel()` would make symbolic sizes constant
         operands = Operands(
-            tuple([t.reshape(rows, t.shape[-1]) for t in inputs]),
-            weights,
-            biases,
+            tuple([t.reshape(rows, t.shape[-1]) for t in (*inputs, *products.inputs)]),
+            (*weights, *products.weights),
+            (*biases, *[None] * len(products.heads)),
             tuple(
                 [
                     t.reshape(rows, *t.shape[len(batch) :]) if is_by_row else t
@@ -219,6 +231,7 @@ class LinearRowwise:
             by_row,
             _dtype(inputs[0]),
             chunk_mib,
+            products.heads,
         )
         results = self._results(operands)
         if self.reduction != "none":
@@ -306,7 +319,7 @@ class LinearRowwise:
     def named(self, operands: Operands, name: str) -> Any:
         """Returns the argument of a name, one after the logits."""
         position = [parameter for parameter, _ in self._signature].index(name)
-        return operands.others[position - len(operands.inputs)]
+        return operands.others[position - operands.heads]
 
     # --- the rows that count ----------------------------------------------------------------------
 
@@ -349,7 +362,7 @@ class LinearRowwise:
 
     def columns(self, operands: Operands) -> int:
         """Returns the number of columns of all heads' logits, from which chunks are sized."""
-        return sum([weight.shape[0] for weight in operands.weights])
+        return sum([weight.shape[0] for weight in operands.weights[: operands.heads]])
 
     def combined(
         self, operands: Operands, results: Sequence[Tensor], cotangents: Sequence[Tensor]

@@ -7,6 +7,9 @@ in all. For results of each row the backward computes the logits again: four pro
                                    │            ├──▶ gradient of the rows
                                    ▼            └──▶ added to the weight's gradient
                               sum, or each
+
+Logits may be a sum of products, as of a weight and of a low-rank adapter. The first product
+overwrites the buffer of logits, and the others add to it. The gradient of all is that of the sum.
 """
 
 from __future__ import annotations
@@ -63,8 +66,8 @@ def gradient_dtype(operands: Operands, position: int, dtype: torch.dtype) -> tor
         position: the argument's, among all inputs, weights, biases and other arguments.
         dtype: the argument's dtype.
     """
-    heads = len(operands.inputs)
-    by_row = position < heads or (position >= 3 * heads and operands.by_row[position - 3 * heads])
+    count = len(operands.inputs)
+    by_row = position < count or (position >= 3 * count and operands.by_row[position - 3 * count])
     return torch.float32 if dtype == torch.float16 and not by_row else dtype
 
 
@@ -80,11 +83,12 @@ class _Loop:
     def __init__(self, loss: Loss, operands: Operands, needs: Sequence[bool]) -> None:
         self.loss, self.operands = loss, operands
         self.programs = CallPrograms(loss.rows)
-        heads = len(operands.inputs)
-        self.of_inputs = needs[:heads]
-        self.of_weights = needs[heads : 2 * heads]
-        self.of_biases = needs[2 * heads : 3 * heads]
-        self.of_others = needs[3 * heads :]
+        count = len(operands.inputs)
+        self.of_inputs = needs[:count]
+        self.of_weights = needs[count : 2 * count]
+        self.of_biases = needs[2 * count : 3 * count]
+        self.of_others = needs[3 * count :]
+        self.products = list(map(operands.products, range(operands.heads)))
         self.any = any(needs)
         choice = loss.choice(operands)
         self.index, self.count, self.mask = choice.index, choice.count, choice.mask
@@ -103,7 +107,8 @@ class _Loop:
         like = operands.inputs[0]
         rows = min(self.size, self.count)
         self.buffers = [
-            like.new_empty(rows, weight.shape[0], dtype=operands.dtype) for weight in self.weights
+            like.new_empty(rows, weight.shape[0], dtype=operands.dtype)
+            for weight in self.weights[: operands.heads]
         ]
         self._create_gradients()
 
@@ -157,40 +162,49 @@ class _Loop:
     def chunk(self, rows: _Slice, numbers: Tensor | None = None) -> tuple[Chunk, list[Tensor]]:
         """Computes the logits of some rows; returns the function's call on them, and the rows.
 
-        ``numbers`` are those that an earlier call saved for these rows.
+        The rows are those of each product. ``numbers`` are those that an earlier call saved for
+        these rows.
         """
         operands = self.operands
         inputs = [rows.of(t).to(operands.dtype) for t in operands.inputs]
         logits = [buffer[: rows.count] for buffer in self.buffers]
-        for t, weight, bias, out in zip(inputs, self.weights, self.biases, logits, strict=True):
+        # The heads' own products come first.
+        for t, weight, bias, out in zip(inputs, self.weights, self.biases, logits, strict=False):
             logits_of(t, weight, bias, out)
+        for position, of_head in enumerate(operands.added, start=operands.heads):
+            weight = self.weights[position]
+            product(logits[of_head], inputs[position], weight.t(), adds=True)
         others = [
             rows.of(other) if by_row else other
             for other, by_row in zip(operands.others, operands.by_row, strict=True)
         ]
-        of_logits = [
-            any(needs)
-            for needs in zip(self.of_inputs, self.of_weights, self.of_biases, strict=True)
-        ]
-        wanted = [*of_logits, *self.of_others]
+        wanted = [*map(self._needs_logits, self.products), *self.of_others]
         return Chunk(self.programs, logits, others, wanted, numbers), inputs
+
+    def _needs_logits(self, products: Sequence[int]) -> bool:
+        """Whether a gradient of these products is wanted, and so that of their logits."""
+        needs = [self.of_inputs, self.of_weights, self.of_biases]
+        return any(of_kind[position] for of_kind in needs for position in products)
 
     def add(self, rows: _Slice, inputs: Sequence[Tensor], gradients: dict[int, Tensor]) -> None:
         """Adds the gradients of a chunk."""
+        heads = self.operands.heads
         for position, gradient in gradients.items():
-            if position < len(inputs):
-                self._add_of_head(rows, position, inputs[position], gradient)
-            else:
-                self._add_of_other(rows, position - len(inputs), gradient)
+            if position >= heads:
+                self._add_of_other(rows, position - heads, gradient)
+                continue
+            for index in self.products[position]:
+                self._add_of_product(rows, index, inputs[index], gradient)
 
-    def _add_of_head(self, rows: _Slice, head: int, t: Tensor, d_logits: Tensor) -> None:
-        """Adds the gradients of a head's rows, weight and bias from that of its logits."""
-        d_input, d_weight, d_bias = self.d_inputs[head], self.d_weights[head], self.d_biases[head]
+    def _add_of_product(self, rows: _Slice, index: int, t: Tensor, d_logits: Tensor) -> None:
+        """Adds the gradients of a product's rows, weight and bias from that of its logits."""
+        weight, d_input = self.weights[index], self.d_inputs[index]
+        d_weight, d_bias = self.d_weights[index], self.d_biases[index]
         if d_input is not None and rows.index is None:
-            product(d_input[rows.start : rows.stop], d_logits, self.weights[head])
+            product(d_input[rows.start : rows.stop], d_logits, weight)
         elif d_input is not None:
             d_rows = d_input.new_empty(rows.count, d_input.shape[1])
-            product(d_rows, d_logits, self.weights[head])
+            product(d_rows, d_logits, weight)
             rows.write(d_input, d_rows)
         if d_weight is not None:
             product(d_weight, d_logits.t(), t, adds=rows.start > 0)
@@ -328,7 +342,8 @@ def _sample(operands: Operands) -> list[Any]:
     """Returns arguments of the function, with logits that have no memory."""
     one = operands.inputs[0].new_empty(1, 1, dtype=operands.dtype)
     # A symbol of classes becomes a number: kernels are compiled for it.
-    logits = [one.expand(operands.rows, int(weight.shape[0])) for weight in operands.weights]
+    weights = operands.weights[: operands.heads]
+    logits = [one.expand(operands.rows, int(weight.shape[0])) for weight in weights]
     return [*logits, *operands.others]
 
 

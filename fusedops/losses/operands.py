@@ -31,14 +31,18 @@ def has_values(t: Tensor) -> bool:
 class Operands:
     """The arguments of a call, with rows as one dimension.
 
+    The logits of a head are a product of rows and a weight, and perhaps more products added to it,
+    as of a low-rank adapter. The heads' own products come first, and then those that are added.
+
     Attributes:
-        inputs: the rows of each head, (M, D).
-        weights: the weight of each head, (V, D).
-        biases: the bias of each head, (V,); None without one.
+        inputs: the rows of each product, (M, D).
+        weights: the weight of each product, (V, D).
+        biases: the bias of each product, (V,); None without one.
         others: the function's other arguments, tensors and numbers.
         by_row: for each of ``others``, whether it has an element or a row for each row.
         dtype: the dtype of the products.
         chunk_mib: the budget of a chunk's logits in MiB; None for the default.
+        added: for each product that is added, the head whose logits it is added to.
     """
 
     inputs: tuple[Tensor, ...]
@@ -48,6 +52,17 @@ class Operands:
     by_row: tuple[bool, ...]
     dtype: torch.dtype
     chunk_mib: float | None
+    added: tuple[int, ...] = ()
+
+    @property
+    def heads(self) -> int:
+        """The number of heads, whose logits the function takes."""
+        return len(self.inputs) - len(self.added)
+
+    def products(self, head: int) -> list[int]:
+        """Returns the positions of the products whose sum is the logits of a head."""
+        added = [self.heads + i for i, of_head in enumerate(self.added) if of_head == head]
+        return [head, *added]
 
     @property
     def rows(self) -> int:

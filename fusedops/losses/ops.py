@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from ..core.calls import checks
 from ..distributed.losses import cross_entropy_of_shards, log_probs_of_shards
 from ..distributed.sharding import distributes
+from .adapters import Pair, pairs_of
 from .cross_entropy import CROSS_ENTROPY
 from .function import check_budget
 from .log_probs import LOG_PROBS
@@ -23,6 +25,7 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     linear_bias: Tensor | None = None,
+    lora: Pair | None = None,
     weight: Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int | None = -100,
@@ -42,6 +45,9 @@ def linear_cross_entropy(
         linear_weight: (V, D), in the same dtype, or any under autocast.
         target: (*): classes from 0 to V - 1, or ``ignore_index``; int64.
         linear_bias: (V,).
+        lora: rows (*, R) and a weight (V, R), whose product is added to the logits, as a low-rank
+            adapter does: ``(scaling * lora_A(dropout(input)), lora_B.weight)``. Their dtype is that
+            of ``input``, or fp32 beside 16 bits; the product is in the dtype of the others.
         weight: (V,): a factor for each class; it gets no gradient.
         reduction: "mean", weighted as PyTorch's; "sum"; or "none", which takes a fourth product.
         ignore_index: the target of rows without a loss. They take no products. None is -100.
@@ -72,8 +78,10 @@ def linear_cross_entropy(
     _check_cap(op, softcap)
     _check_tokens(op, "target", target, input)
     single = input.dim() == 1
+    pairs = pairs_of(op, lora, is_single=True)
     if single:
         input, target = input.unsqueeze(0), target.unsqueeze(0)
+        pairs = [(rows.unsqueeze(0), of_rows) for rows, of_rows in filter(None, pairs)]
     weight_of_target = None
     if weight is not None:
         checks.check_tensor(op, "weight", weight, input)
@@ -92,12 +100,13 @@ def linear_cross_entropy(
         float(z_loss),
     )
     loss: Tensor
-    if distributes((input, linear_weight)):
+    if _distributes(op, input, linear_weight, pairs):
         loss = cross_entropy_of_shards(
             input, linear_weight, others, linear_bias, chunk_mib, reduction
         )
     else:
-        loss = CROSS_ENTROPY[reduction].apply(input, linear_weight, others, linear_bias, chunk_mib)
+        called = CROSS_ENTROPY[reduction]
+        loss = called.apply(input, linear_weight, others, linear_bias, chunk_mib, pairs)
     return loss.squeeze(0) if single and reduction == "none" else loss
 
 
@@ -107,6 +116,7 @@ def linear_log_probs(
     tokens: Tensor,
     *,
     linear_bias: Tensor | None = None,
+    lora: Pair | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
@@ -121,6 +131,7 @@ def linear_log_probs(
         linear_weight: (V, D), in the same dtype, or any under autocast.
         tokens: (*): from 0 to V - 1; int64.
         linear_bias: (V,).
+        lora: as in `linear_cross_entropy`.
         temperature: logits are divided by it, after they are capped.
         softcap: logits become ``softcap * tanh(logits / softcap)``; None for none.
         entropy: whether the entropy of each row is returned as well.
@@ -140,11 +151,26 @@ def linear_log_probs(
     check_budget(op, chunk_mib)
     _check_cap(op, softcap)
     _check_tokens(op, "tokens", tokens, input)
+    pairs = pairs_of(op, lora, is_single=True)
     others = tokens, float(temperature), None if softcap is None else float(softcap)
     arguments = input, linear_weight, others, linear_bias, chunk_mib
-    if distributes((input, linear_weight)):
+    if _distributes(op, input, linear_weight, pairs):
         return log_probs_of_shards(*arguments, bool(entropy))
-    return LOG_PROBS[bool(entropy)].apply(*arguments)
+    return LOG_PROBS[bool(entropy)].apply(*arguments, pairs)
+
+
+def _distributes(op: str, input: Any, linear_weight: Any, pairs: Sequence[Any]) -> bool:
+    """Whether the input or weight is a DTensor.
+
+    Raises:
+        TypeError: one of them is, or one of an adapter, and there is an adapter.
+    """
+    tensors = [t for pair in pairs for t in pair]
+    if not distributes((input, linear_weight, *tensors)):
+        return False
+    if pairs:
+        raise TypeError(f"{op}: lora is not supported with DTensors; merge the adapter")
+    return True
 
 
 def _check_tokens(op: str, name: str, value: Any, input: Any) -> None:

@@ -29,8 +29,11 @@ def reference(loss: Any, operands: Any) -> tuple[Tensor, ...]:
     # The function may raise for rows that do not count, or have no finite gradient.
     index = loss.index(mask)
     inputs, others = _with_rows(operands, index)
-    heads = zip(inputs, *operands.parameters(), strict=True)
-    logits = [F.linear(t.to(operands.dtype), weight, bias) for t, weight, bias in heads]
+    triples = zip(inputs, *operands.parameters(), strict=True)
+    products = [F.linear(t.to(operands.dtype), weight, bias) for t, weight, bias in triples]
+    logits = products[: operands.heads]
+    for of_head, added in zip(operands.added, products[operands.heads :], strict=True):
+        logits[of_head] = logits[of_head] + added
     returned = loss.function(*logits, *others)
     results = (returned,) if isinstance(returned, Tensor) else tuple(returned)
     if loss.reduction != "none" and len(results) != 1:

@@ -73,12 +73,13 @@ class _Call:
     Attributes:
         key: the key of the function.
         needs: for each input, weight, bias and other argument, whether its gradient is wanted.
-        biased: for each head, whether it has a bias.
+        biased: for each product, whether it has a bias.
         by_row: for each other argument, whether it has an element or a row for each row.
         numbers: the other arguments that are no tensors, by position.
         autocast: the dtype of autocast; None without it.
         dtype: the dtype of the products.
         chunk_mib: the budget of a chunk's logits in MiB; None for the default.
+        added: for each product that is added to logits, their head.
     """
 
     key: str
@@ -89,6 +90,7 @@ class _Call:
     autocast: torch.dtype | None
     dtype: torch.dtype
     chunk_mib: float | None
+    added: tuple[int, ...]
 
     @property
     def loss(self) -> Loss:
@@ -113,6 +115,7 @@ def written(loss: Loss, operands: Operands, needs: Sequence[bool]) -> str:
         autocast[len("torch.") :],
         str(operands.dtype)[len("torch.") :],
         "" if operands.chunk_mib is None else str(operands.chunk_mib),
+        ",".join(map(str, operands.added)),
     ]
     for position, other in enumerate(operands.others):
         if not isinstance(other, Tensor):
@@ -148,7 +151,7 @@ def _letter(loss: Loss, other: Any) -> str:
 @functools.lru_cache(maxsize=4096)
 def _read(text: str) -> _Call:
     """Returns the call of a string."""
-    _, key, needs, biased, by_row, autocast, dtype, budget, *words = text.split("|")
+    _, key, needs, biased, by_row, autocast, dtype, budget, added, *words = text.split("|")
     numbers: dict[int, Any] = {}
     for word in words:
         position = word[: len(word) - len(word.lstrip("0123456789"))]
@@ -163,6 +166,7 @@ def _read(text: str) -> _Call:
         DTYPES_BY_NAME.get(autocast),
         getattr(torch, dtype),
         float(budget) if budget else None,
+        tuple(map(int, filter(None, added.split(",")))),
     )
 
 
@@ -193,6 +197,7 @@ def _operands(
         called.by_row,
         called.dtype,
         called.chunk_mib,
+        called.added,
     )
 
 
@@ -425,17 +430,18 @@ def _differentiable(
     called: _Call, operands: Operands, cotangents: Sequence[Tensor | None]
 ) -> list[Tensor]:
     """Returns gradients that can be differentiated, from whole logits."""
-    heads = len(operands.inputs)
+    count = len(operands.inputs)
 
     def function(*values: Any) -> Any:
         again = Operands(
-            values[:heads],
-            values[heads : 2 * heads],
-            values[2 * heads : 3 * heads],
-            values[3 * heads :],
+            values[:count],
+            values[count : 2 * count],
+            values[2 * count : 3 * count],
+            values[3 * count :],
             operands.by_row,
             operands.dtype,
             operands.chunk_mib,
+            operands.added,
         )
         with _context(operands, called.autocast):
             return reference(called.loss, again)
