@@ -49,6 +49,7 @@ from ..rewriting.trees import (
 )
 from ..rule import Family, Rule
 from . import generation
+from .adapters import added_by, is_adapted, why_not_adapted
 
 __all__ = ["RULES", "is_causal_model"]
 
@@ -66,6 +67,8 @@ def _has_usual_loss(model: Any) -> bool:
 
 def _why_not_head(head: Any) -> str:
     """The reason why the logits of a head have to be whole; "" if there is none."""
+    if is_adapted(type(head)):
+        return why_not_adapted(head) or _why_not_head(head.base_layer)
     if is_conv1d(type(head)) or not is_linear(head):
         kind = f"{type(head).__module__}.{type(head).__qualname__}"
         return f"its head is a {kind}, no linear layer; merge an adapter into its weight"
@@ -123,11 +126,13 @@ def loss_of(
         )
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    rows = rows.reshape(-1, rows.shape[-1])
     loss = linear_cross_entropy(
-        rows.reshape(-1, rows.shape[-1]),
+        rows,
         head.weight,
         shift_labels.reshape(-1).to(rows.device),
         linear_bias=head.bias,
+        lora=added_by(head, rows),
         reduction="mean" if num_items_in_batch is None else "sum",
         ignore_index=ignore_index,
         softcap=cap,
