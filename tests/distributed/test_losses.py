@@ -191,8 +191,15 @@ def _check_errors(mesh: Any) -> None:
     with pytest.raises(ValueError, match="weight is not supported"):
         fusedops.linear_cross_entropy(x, sharded, target, weight=torch.rand(CLASSES).double())
     own = fusedops.linear_rowwise(lambda logits: logits.logsumexp(-1))
-    with pytest.raises(TypeError, match="linear_weight is a DTensor"):
+    with pytest.raises(TypeError, match="linear_weight or lora is a DTensor"):
         own(x, sharded)
+    pair = x[..., :2], weight[:, :2]
+    for of_weight in (sharded, weight):
+        lora = pair if of_weight is sharded else (pair[0], sharded[:, :2])
+        with pytest.raises(TypeError, match="lora is not supported with DTensors"):
+            fusedops.linear_cross_entropy(x, of_weight, target, lora=lora)
+        with pytest.raises(TypeError, match="lora is not supported with DTensors"):
+            fusedops.linear_log_probs(x, of_weight, target, lora=lora)
     if INTERPRETED:
         with pytest.raises(IndexError, match=f"token {CLASSES} is out"):
             fusedops.linear_log_probs(x, sharded, torch.full_like(target, CLASSES))
