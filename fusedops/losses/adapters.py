@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.calls import checks
 from .operands import has_autocast
 
-__all__ = ["Added", "Pair", "added_products", "pairs_of"]
+__all__ = ["Added", "Pair", "added_products", "dtypes_beside", "pairs_of"]
 
 # Rows (*, R) and a weight (V, R).
 Pair = tuple[Tensor, Tensor]
@@ -29,6 +29,12 @@ class Added(NamedTuple):
     inputs: list[Tensor]
     weights: list[Tensor]
     heads: tuple[int, ...]
+
+
+def dtypes_beside(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Returns the dtypes that a pair may have beside an input of a dtype, without autocast."""
+    # Adapters of a model in 16 bits are often in fp32.
+    return (dtype, torch.float32) if dtype.itemsize < 4 else (dtype,)
 
 
 def pairs_of(op: str, lora: Any, is_single: bool) -> list[Pair | None]:
@@ -104,8 +110,7 @@ def _check(op: str, rows: Tensor, weight: Tensor, input: Tensor, classes: int) -
             f"of input, {tuple(input.shape[:-1])}"
         )
     checks.check_shape(op, "the weight of lora", weight, (classes, rows.shape[-1]))
-    # Adapters of a model in 16 bits are often in fp32.
-    allowed = (input.dtype, torch.float32) if input.dtype.itemsize < 4 else (input.dtype,)
+    allowed = dtypes_beside(input.dtype)
     is_allowed = rows.dtype == weight.dtype and rows.dtype in allowed
     if not is_allowed and not has_autocast(input.device.type):
         raise TypeError(

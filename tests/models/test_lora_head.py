@@ -173,6 +173,13 @@ def _with_two(model: Any) -> Any:
     return model
 
 
+def _narrow(model: Any) -> Any:
+    model = _adapted(model.float())
+    _head(model).lora_A.bfloat16()
+    _head(model).lora_B.bfloat16()
+    return model
+
+
 def _with_none(model: Any) -> Any:
     model = _adapted(model)
     _head(model).delete_adapter("default")
@@ -204,6 +211,7 @@ _LEFT = {
     "DoRA": (_with_variant, "a variant of LoRA, such as DoRA"),
     "bias": (_with_bias, "the adapter of its head has a bias"),
     "two": (_with_two, "its head has 2 active adapters, expected one"),
+    "narrow": (_narrow, "has torch.bfloat16, and its weight torch.float32"),
     "none": (_with_none, "its head has 0 active adapters, expected one"),
     "disabled": (_disabled, "the adapter of its head is disabled or merged"),
     "merged": (_merged, "the adapter of its head is disabled or merged"),

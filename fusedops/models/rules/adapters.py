@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...core.compat.dynamo import constant_when_traced
+from ...losses.adapters import dtypes_beside
 from ..hooks import has_hooks, is_named, is_plain
 
 __all__ = ["added_by", "is_adapted", "why_not_adapted"]
@@ -43,13 +44,16 @@ def why_not_adapted(head: Any) -> str:
     # PEFT before 0.16 has no table of variants.
     if name in getattr(head, "lora_variant", names):
         return "the adapter of its head is a variant of LoRA, such as DoRA"
-    return _why_not_last(head.lora_B[name])
+    return _why_not_last(head.lora_B[name], head.base_layer)
 
 
-def _why_not_last(lora_B: Any) -> str:
+def _why_not_last(lora_B: Any, base_layer: Any) -> str:
     """The reason why a layer ``lora_B`` has to be called; "" if its weight is enough."""
     if type(lora_B) is not nn.Linear or has_hooks(lora_B) or not is_plain(lora_B.weight):
         return "lora_B of its head is no plain linear layer"
+    dtypes = lora_B.weight.dtype, base_layer.weight.dtype
+    if dtypes[0] not in dtypes_beside(dtypes[1]):
+        return f"the adapter of its head has {dtypes[0]}, and its weight {dtypes[1]}"
     return "" if lora_B.bias is None else "the adapter of its head has a bias"
 
 
