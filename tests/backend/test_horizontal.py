@@ -259,7 +259,9 @@ def test_regions_of_slices_are_one_operator(name: str) -> None:
     (counts,) = backend.counts
     assert counts["slices"] == 1 and counts["one"] == 0
     assert sum(counts[kind] for kind in _MOVING) == moving
-    assert launched == ["forward_slices", "backward_slices", "reduce_slices"]
+    # Others add up the gradients of tables.
+    of_slices = [name for name in launched if name.endswith("_slices")]
+    assert of_slices == ["forward_slices", "backward_slices", "reduce_slices"]
     check(actual, model, inputs, cotangent, EPS)
 
 
@@ -722,7 +724,9 @@ def test_regions_are_grouped_under_inductor() -> None:
     cotangent = torch.randn_like(model(*inputs))
     with launch.record() as launched:
         actual = results(compiled, model, inputs, cotangent)
-    assert launched == ["forward_slices", "backward_slices", "reduce_slices"]
+    # Others add up the gradients of tables.
+    of_slices = [name for name in launched if name.endswith("_slices")]
+    assert of_slices == ["forward_slices", "backward_slices", "reduce_slices"]
     check(actual, model, inputs, cotangent, EPS)
 
 

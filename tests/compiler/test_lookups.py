@@ -18,7 +18,7 @@ from fusedops.core.launches import launch
 from fusedops.core.launches.usage import usage_of
 from support import DEVICE
 
-WIDTHS, TABLES, ROWS = (16, 24, 40), (100, 10, 1000), 37
+WIDTHS, TABLES, ROWS = (16, 24, 40, 7), (100, 10, 1000, 3), 37
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -31,7 +31,7 @@ def _group(widths: Sequence[int] = WIDTHS) -> SliceGroup:
     function = fusedops.rowwise(_norm)
     slices = [(torch.randn(8, width), torch.ones(width)) for width in widths]
     programs = [function._programs.find(list(pair), autocast=False).program for pair in slices]
-    lookup = Lookup(0, "int64", TABLES, (-1,) * 3)
+    lookup = Lookup(0, "int64", TABLES, (-1,) * len(TABLES))
     return group_of(programs, ("lookup", "separate"), ("joint",), [lookup])
 
 
@@ -48,12 +48,12 @@ def test_derivatives(rows: int) -> None:
     encoded = encode(group.record, (torch.float32,), True)
 
     def fused(*leaves: Tensor) -> Tensor:
-        tensors = [*leaves[:3], *indices, *leaves[3:]]
+        tensors = [*leaves[:4], *indices, *leaves[4:]]
         y: Tensor = call(tensors, None, 0, group.cols(None, ()), encoded)[0]
         return y
 
     def plain(*leaves: Tensor) -> Tensor:
-        slices = zip(indices, leaves[:3], leaves[3:], strict=True)
+        slices = zip(indices, leaves[:4], leaves[4:], strict=True)
         return torch.cat([_norm(F.embedding(i, table), w) for i, table, w in slices], -1)
 
     leaves = [*tables, *weights]
@@ -97,11 +97,11 @@ def test_forwards_check_indices() -> None:
     """Compiles, without a GPU, kernels that read by index; the forward has assertions."""
     compiler = pytest.importorskip("triton.backends.compiler")
     hopper = compiler.GPUTarget("cuda", arch=90, warp_size=32)
-    group = _group((16, 64, 128))
+    group = _group((16, 64, 128, 32))
     with launch.collecting() as requests:
         launching.prepare(group, torch.device("cpu"), 4096, (True, True), (True,))
-    forward, backward, _ = [launch.compile_fitting(r, 232_448, hopper) for r in requests]
-    assert "__assertfail" in forward.asm["ptx"] and "__assertfail" not in backward.asm["ptx"]
-    for compiled in (forward, backward):
+    kernels = [launch.compile_fitting(request, 232_448, hopper) for request in requests]
+    assert ["__assertfail" in kernel.asm["ptx"] for kernel in kernels] == [True, *[False] * 5]
+    for compiled in kernels:
         usage = usage_of(compiled)
         assert usage.registers and not usage.spills

@@ -85,9 +85,9 @@ def _called(node: ast.Call) -> str:
 
 
 def _families() -> set[str]:
-    """The folders with kernels, in a file or a package, except core."""
+    """The folders with kernels, in a file or a package, except core and the compiler."""
     with_kernels = {name.split(".")[1] for name in MODULES if name.endswith(".kernels")}
-    return with_kernels - {"core"}
+    return with_kernels - {"core", "compiler"}
 
 
 def _has_kernels(name: str) -> bool:

@@ -40,7 +40,7 @@ from ..kernel import Kernel
 from ..loading import loaded
 from ..partials import slice_reduction
 from ..planning import Plan
-from . import configs
+from . import configs, tables
 from .buffers import with_zeros
 from .forms import BUFFER, JOINT, LOOKUP, SEPARATE, SHARED
 from .site import SliceSite
@@ -165,6 +165,10 @@ def prepare(
     for key in keys:
         way = site.plans.get(key) or _way_of(site, key)
         way.compile(site, seeded, BUCKET[rows.bit_length()], device)
+    for input_index, lookup in group.lookups.items():
+        if wanted[input_index] and group.slices >= tables.LEAST:
+            sizes = group.sizes("gradient", input_index)
+            tables.prepare(lookup, sizes, lead.dtypes[input_index], device)
 
 
 def _forward(site: SliceSite) -> _Way:

@@ -7,8 +7,8 @@ never written, and only the index is saved for the backward, beside the table::
                                    row 1
                                    row 2 ─────▶ rows 0 and 2
 
-The backward writes the gradients of the slice's rows. PyTorch's operators add them up to the
-gradient of the table.
+The backward writes the gradients of the slice's rows. Kernels add them up to the gradients of the
+tables, or PyTorch's operators if there are few tables: see `tables`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from ..addresses import Sliced
 from ..layouts import row_layout
 from ..operator import Program, RowwiseConstants
 from ..structure import Operand
-from . import launching
+from . import launching, tables
 from .buffers import empty, with_zeros
 from .forms import BUFFER, JOINT, LOOKUP, SEPARATE, SHARED
 from .lookups import Lookup
@@ -335,6 +335,19 @@ class SliceGroup(SequenceOperator):
         tables = self.lookups[index].gradients_of_tables(rows, indices)
         return [*tables, *[None] * self.slices]
 
+    def _of_many_tables(
+        self, index: int, buffer: Tensor, needed: Sequence[bool], saved: Any
+    ) -> list[Tensor | None]:
+        """Return the same as `_of_tables`, from the buffer of the gradients of all rows."""
+        gradients = tables.gradients_of_tables(
+            self.lookups[index],
+            self.sizes("gradient", index),
+            buffer,
+            needed[: self.slices],
+            self._saved_indices(saved)[index],
+        )
+        return [*gradients, *[None] * self.slices]
+
     def by_result(self, grads: Any) -> list[list[Any]]:
         """Return the cotangents of each result: one of each slice, or one."""
         if len(grads) == self.visible:
@@ -380,7 +393,9 @@ class SliceGroup(SequenceOperator):
             else:
                 rows = out.numel() // sum(self.sizes("gradient", index))
                 parts = separated(out, self._shapes("gradient", index, rows))
-                if self.inputs[index] == SHARED:
+                if index in self.lookups and sum(needed) >= tables.LEAST:
+                    exposed += self._of_many_tables(index, out, needed, saved)
+                elif self.inputs[index] == SHARED:
                     exposed.append(torch.stack(list(parts)).sum(0).to(self.lead.dtypes[index]))
                 else:
                     pairs = zip(parts, needed, strict=False)  # without those of indices
