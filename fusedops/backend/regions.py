@@ -47,7 +47,17 @@ from .graphs import (
 )
 from .symbols import have_hints, settled
 
-__all__ = ["CHANGING", "DIVIDING", "Finder", "Region", "columns_of", "connected", "is_of_elements"]
+__all__ = [
+    "CHANGING",
+    "DIVIDING",
+    "Finder",
+    "Region",
+    "columns_of",
+    "connected",
+    "is_of_elements",
+    "reduced_dims",
+    "set_dims",
+]
 
 # The reason for leaving a region whose kernel would depend on a length that changes between calls.
 CHANGING = "a length that changes from call to call is one of columns"
@@ -427,7 +437,7 @@ def _columns(node: fx.Node) -> int | torch.SymInt:
     if value is None or value.dim() == 0:
         return 0
     rank = value.dim()
-    dims = _reduced_dims(node, rank)
+    dims = reduced_dims(node, rank)
     last_dims = list(range(rank - len(dims), rank))
     # Over all dimensions there are no rows.
     if dims != last_dims or len(dims) in (0, rank):
@@ -445,7 +455,7 @@ def _first_tensor(node: fx.Node) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def _reduced_dims(node: fx.Node, rank: int) -> list[int]:
+def reduced_dims(node: fx.Node, rank: int) -> list[int]:
     """The dimensions that a reduction is over, in their order; empty for other nodes."""
     dims = _named_dims(node, rank)
     if isinstance(dims, int):
@@ -469,6 +479,15 @@ def _named_dims(node: fx.Node, rank: int) -> Any:
     if len(node.args) > position:
         return node.args[position]
     return node.kwargs.get("dim", ())
+
+
+def set_dims(node: fx.Node, dims: Sequence[int]) -> None:
+    """Sets the dimensions of a reduction that takes them as an argument."""
+    position = _POSITION_OF_DIMS.get(name_of(node), 1)
+    if len(node.args) > position:
+        node.update_arg(position, dims)
+    else:
+        node.update_kwarg("dim", dims)
 
 
 def is_of_elements(node: fx.Node) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from ..rewrite import Rewrite
 from .biases import restore_biases, split_biases
 from .casts import cast_together
+from .channels import move_channels_last
 from .cleanup import clean_up
 from .complex_numbers import split_complex
 from .concatenations import cast_before_concatenating
@@ -32,6 +33,7 @@ Pass = Callable[[Rewrite], None]
 
 # In this order, for a graph and for each captured body in it.
 PASSES: tuple[Pass, ...] = (
+    move_channels_last,  # first: the next passes read which nodes have gradients
     split_complex,  # regions can then have them
     fuse_loss_heads,  # before biases are split from products, and regions have log-softmaxes
     split_biases,  # regions can then add them
