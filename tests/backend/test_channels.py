@@ -106,15 +106,11 @@ class Changed(nn.Module):
 
 
 class Copied(nn.Module):
-    """A norm of a copy in another memory format, to which its sums are added."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = PixelNorm()
+    """A copy in another memory format, whose norm has no weight and stays Inductor's."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous().sin().to(memory_format=torch.channels_last)
-        return x + self.norm(x).cumsum(2)
+        return x * x.mean(1, keepdim=True)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
@@ -123,7 +119,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "reduced": (Reduced, 1),
     "unit": (Unit, 1),
     "changed": (Changed, 3),
-    "copied": (Copied, 1),
+    "copied": (Copied, 0),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import list_mode_options
 from torch.nn import functional as F
 
 import fusedops
@@ -276,6 +277,11 @@ def test_compile_raises_for_what_is_not_callable() -> None:
             RuntimeError,
             "Either mode or options",
         ),
+        (
+            {"mode": "reduce-overhead", "options": {"fusedops.memory": "low"}},
+            RuntimeError,
+            "Either mode or options",
+        ),
     ],
 )
 def test_options_are_checked_before_the_first_step(
@@ -290,7 +296,9 @@ def test_options_of_inductor_are_accepted() -> None:
         {"options": {"max-autotune": True}},
         {"options": {}},
         {"mode": "max-autotune"},
+        {"mode": "reduce-overhead"},
         {"mode": "default"},
+        {"options": {**list_mode_options("max-autotune"), "fusedops.memory": "low"}},
     ):
         compiled = fusedops.compile(nn.LayerNorm(4), **arguments)  # type: ignore[arg-type]
         assert callable(compiled)

@@ -23,7 +23,16 @@ from torch.fx.node import map_arg
 
 from ...core.compat.fake import hints
 from ..fx import is_pointwise
-from ..graphs import are_numbers, hints_of, is_fixed, is_tensor, name_of, parts_of, value_of
+from ..graphs import (
+    are_numbers,
+    drop_unused,
+    hints_of,
+    is_fixed,
+    is_tensor,
+    name_of,
+    parts_of,
+    value_of,
+)
 from ..regions import reduced_dims, set_dims
 from ..rewrite import Rewrite
 from ..symbols import have_hints
@@ -45,10 +54,8 @@ def move_channels_last(rewrite: Rewrite) -> None:
     for node in _nodes_to_move(graph):
         with graph.inserting_before(node):
             _move(graph, node, moved, views[part[node]])
-    # Those that only nodes read that are moved, too.
-    for node in moved:
-        if not node.users:
-            graph.erase_node(node)
+    # A view back that only moved nodes would read has no users.
+    drop_unused(graph)
 
 
 # --- what is moved --------------------------------------------------------------------------------
