@@ -67,15 +67,15 @@ def gradients(
 
 
 def _rounded_results(nodes: Iterable[Node]) -> dict[Node, Node]:
-    """Return the rounded values of nodes with a derivative in `_OF_RESULT`."""
+    """Return the rounded values of nodes with a derivative in `_OF_RESULT`.
+
+    The results of casts are left out: of ``sigmoid(x.float()).to(bf16)`` PyTorch saves the result
+    in fp32. From the one in bf16, which is 1 for ``x > 6``, the derivative would be zero.
+    """
     rounded: dict[Node, Node] = {}
     for node in topological(nodes):
-        if node.op == "round":
-            (value,) = node.args
-            while value.op == "narrowed":
-                (value,) = value.args
-            if value.op in _OF_RESULT:
-                rounded[value] = node
+        if node.op == "round" and node.args[0].op in _OF_RESULT:
+            rounded[node.args[0]] = node
     return rounded
 
 

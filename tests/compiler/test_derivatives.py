@@ -292,6 +292,23 @@ def test_results_are_not_read_where_an_input_is() -> None:
 
 
 @kernels
+@pytest.mark.parametrize("name", ["sigmoid", "tanh"])
+def test_derivatives_are_not_of_results_that_a_cast_rounds(name: str) -> None:
+    """PyTorch saves the result in fp32: in bf16 it is 1, and the derivative would be zero."""
+    x = torch.full((5, 8), 7.0, dtype=torch.bfloat16, device=DEVICE).requires_grad_()
+
+    def function(x: Tensor) -> Tensor:
+        result: Tensor = getattr(torch, name)(x.float())
+        return result.to(x.dtype)
+
+    (got,) = torch.autograd.grad(fusedops.rowwise(function, strict=True)(x).sum(), x)
+    (eager,) = torch.autograd.grad(function(x).sum(), x)
+    assert eager.all()
+    # The roundings of the interpreter are towards zero.
+    torch.testing.assert_close(got, eager, rtol=2.0**-6, atol=0)
+
+
+@kernels
 @pytest.mark.parametrize("name", ["sigmoid", "silu", "tanh", "relu", "gelu", "softplus"])
 def test_batched_gradients(name: str) -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
