@@ -344,10 +344,11 @@ class Programs:
         if not others:
             return "its rows have too many dimensions for traces of other sizes; flatten some"
         # Of a slice of another length the operators are mostly the same, and the numbers differ.
-        # Then one trace tests whether these depend on the rows.
+        # Then the fewest rows and the most test whether these depend on the rows. Both are needed:
+        # a limit of ``x.numel()`` may be below all calls of one length, and amid those of another.
         outline = _outline(structure)
         if any(match.outline == outline for match in call.known):
-            others = [_large_rows(structure)]
+            others = [others[0], _large_rows(structure)]
         reasons = (self._why_differs(call, structure, sizes) for sizes in others)
         return next(filter(None, reasons), "")
 

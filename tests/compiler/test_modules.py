@@ -418,7 +418,7 @@ def _scaled_tanh(x: Tensor) -> Tensor:
 
 
 @kernels
-def test_other_lengths_of_one_function_take_two_traces_each(
+def test_other_lengths_of_one_function_take_three_traces_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
@@ -430,7 +430,7 @@ def test_other_lengths_of_one_function_take_two_traces_each(
         first = traces.call_count
         for x in tensors[1:]:
             torch.testing.assert_close(function(x), _scaled_tanh(x))
-    assert traces.call_count == first + 2 * (len(lengths) - 1)
+    assert traces.call_count == first + 3 * (len(lengths) - 1)
     # A later process decodes each of them once to compare, and once more to use it.
     storing._known.cache_clear()
     again = fusedops.rowwise(_scaled_tanh, strict=True)
@@ -452,3 +452,12 @@ def test_numbers_of_another_length_are_tested_for_other_rows() -> None:
     function(torch.rand(3, 16, device=DEVICE))
     with pytest.raises(NotRowwiseError, match="depends on the number of rows"):
         function(torch.rand(3, 32, device=DEVICE))
+
+
+@kernels
+def test_limits_of_another_length_are_tested_for_few_rows() -> None:
+    """All numbers of rows are above the limit for one row length, and not for the other."""
+    function = fusedops.rowwise(lambda x: x * (2.0 if x.numel() < 1000 else 3.0), strict=True)
+    function(torch.rand(3, 2048, device=DEVICE))
+    with pytest.raises(NotRowwiseError, match="depends on the number of rows"):
+        function(torch.rand(100, 64, device=DEVICE))
