@@ -273,11 +273,13 @@ def _rounded(logits: Tensor, labels: Tensor) -> Any:
     return F.cross_entropy(logits.bfloat16(), labels)
 
 
-def _smoothed_by(logits: Tensor, labels: Tensor, share: float, divisor: Any) -> Any:
+def _smoothed_by(
+    logits: Tensor, labels: Tensor, share: float, divisor: Any, rest: float = 0.9
+) -> Any:
     """Return a loss that is the smoothed one of PyTorch if its numbers are PyTorch's."""
     log_p = torch.log_softmax(logits, -1)
     uniform = (-log_p.sum(1)).masked_fill(labels == -100, 0.0).sum() / divisor
-    return F.nll_loss(log_p, labels) * 0.9 + uniform * (share / V)
+    return F.nll_loss(log_p, labels) * rest + uniform * (share / V)
 
 
 def _averaged_over_others(logits: Tensor, labels: Tensor) -> Any:
@@ -286,6 +288,11 @@ def _averaged_over_others(logits: Tensor, labels: Tensor) -> Any:
 
 def _smoothed_more(logits: Tensor, labels: Tensor) -> Any:
     return _smoothed_by(logits, labels, 0.2, (~(labels == -100)).sum())
+
+
+def _sharpened(logits: Tensor, labels: Tensor) -> Any:
+    """Negative label smoothing, which PyTorch's own argument refuses."""
+    return _smoothed_by(logits, labels, -0.2, (~(labels == -100)).sum(), 1.2)
 
 
 def _squared(logits: Tensor, labels: Tensor) -> Any:
@@ -308,6 +315,7 @@ def _of_columns(logits: Tensor, labels: Tensor) -> Any:
         (_rounded, ""),
         (_averaged_over_others, "its logits are read by sum"),
         (_smoothed_more, "its logits are read by sum"),
+        (_sharpened, "its logits are read by sum"),
         (_squared, ""),
         (_capped_twice, ""),
         (_of_columns, ""),

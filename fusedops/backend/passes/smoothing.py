@@ -60,7 +60,8 @@ def smoothing_of(loss: fx.Node, log_p: fx.Node) -> Smoothing:
     nodes = set[fx.Node]()
     if not _matches(pattern, result, nodes):
         return none
-    if not math.isclose(rest + share * classes, 1.0, abs_tol=1e-9):
+    # The operator, as PyTorch's argument, takes no negative share.
+    if share < 0 or not math.isclose(rest + share * classes, 1.0, abs_tol=1e-9):
         return none
     return Smoothing(share * classes, results, nodes)
 
