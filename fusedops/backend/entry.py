@@ -33,8 +33,8 @@ from .rewrite import Rewrite
 __all__ = ["backend", "compile", "explain"]
 
 _Compiled = TypeVar("_Compiled", bound=nn.Module | Callable[..., Any])
-# The option that is this backend's own.
-_MEMORY = "fusedops.memory"
+# The option that is this backend's own, and what the name of another would begin with.
+_MEMORY, _PREFIX = "fusedops.memory", "fusedops."
 
 
 def compile(  # noqa: A001
@@ -68,7 +68,8 @@ def compile(  # noqa: A001
         The compiled model, as from `torch.compile`. `explain` reports its regions.
     Raises:
         TypeError: the model cannot be called, or options are no mapping.
-        ValueError: ``"fusedops.memory"`` is none of these words.
+        ValueError: ``"fusedops.memory"`` is none of these words, or another option begins with
+            ``"fusedops."``.
         RuntimeError: Inductor has no such mode or option, or an option is of another type; or both
             are given.
     """
@@ -97,9 +98,13 @@ def _separate(options: Mapping[str, Any] | None) -> tuple[str, dict[str, Any] | 
     """The option of this backend, and those of Inductor; None if there are none."""
     of_inductor = dict(options or {})
     memory = of_inductor.pop(_MEMORY, "auto")
-    if memory not in joint.CHOICES:
+    # A tuple: the value of a wrong type may have no hash.
+    if memory not in tuple(joint.CHOICES):
         words = ", ".join(map(repr, joint.CHOICES))
         raise ValueError(f"compile: option {_MEMORY!r} must be one of {words}, got {memory!r}")
+    for name in of_inductor:
+        if name.startswith(_PREFIX):
+            raise ValueError(f"compile: no option {name!r}; this backend has {_MEMORY!r} alone")
     return memory, of_inductor or None
 
 

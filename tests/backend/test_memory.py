@@ -253,9 +253,16 @@ def test_dropout_draws_equal_masks_under_a_memory_budget(memory: str) -> None:
 # --- the option -----------------------------------------------------------------------------------
 
 
-def test_option_is_checked() -> None:
-    with pytest.raises(ValueError, match="must be one of 'speed', 'auto', 'low', got 'high'"):
-        fusedops.compile(Gated(), options={"fusedops.memory": "high"})
+@pytest.mark.parametrize("value", ["high", None, ["low"]])
+def test_option_is_checked(value: Any) -> None:
+    with pytest.raises(ValueError, match="must be one of 'speed', 'auto', 'low', got "):
+        fusedops.compile(Gated(), options={"fusedops.memory": value})
+
+
+def test_unknown_option_of_this_backend_is_named() -> None:
+    """Inductor's error lists all of Inductor's options, and not this one."""
+    with pytest.raises(ValueError, match="no option 'fusedops.memry'; .* 'fusedops.memory'"):
+        fusedops.compile(Gated(), options={"fusedops.memry": "low"})
 
 
 @pytest.mark.parametrize(
