@@ -261,7 +261,7 @@ def test_option_is_checked(value: Any) -> None:
 
 def test_unknown_option_of_this_backend_is_named() -> None:
     """Inductor's error lists all of Inductor's options, and not this one."""
-    with pytest.raises(ValueError, match="no option 'fusedops.memry'; .* 'fusedops.memory'"):
+    with pytest.raises(ValueError, match=r"no option 'fusedops.memry'; .* 'fusedops.memory'"):
         fusedops.compile(Gated(), options={"fusedops.memry": "low"})
 
 
