@@ -60,8 +60,8 @@ def compile(  # noqa: A001
         dynamic: as in `torch.compile`.
         mode: as in `torch.compile`, for Inductor.
         options: as in `torch.compile`, for Inductor. One more, ``"fusedops.memory"``, is for this
-            backend, and says what the backward computes again instead of reading what the forward
-            has saved: ``"speed"`` for nothing, ``"low"`` for all results of norms and activations
+            backend, and selects what the backward computes again, so that the forward does not
+            save it: ``"speed"`` for nothing, ``"low"`` for all results of norms and activations
             that only the gradients of weights read, and ``"auto"``, the default, for those of them
             that cost no more than they save.
     Returns:

@@ -56,8 +56,8 @@ __all__ = ["Grouped", "groups_of", "replace_group"]
 # The longest rows of slices that are grouped. The kernels of longer rows are as fast one by one,
 # and their launches cost little beside what they compute.
 _LONGEST = 512
-# The estimated peak of memory may grow by this factor, for groups that reorder the graph: by what
-# one layer of narrow towers takes. With layers four times as wide inside it would grow by 1/16.
+# The estimated peak of memory may grow by this factor if groups reorder the graph. Towers of narrow
+# layers add up to 1/64; those whose layers are four times as wide inside add 1/16.
 _GROWTH = 1 + 1 / 64
 aten = torch.ops.aten
 

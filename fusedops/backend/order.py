@@ -80,8 +80,8 @@ class Units:
 
         No path leads back from the last of these regions: all of its nodes are after the end.
         """
-        # Of the chains that begin before the region's last node, the last is the one that may hold
-        # that node: chains do not overlap.
+        # Chains do not overlap. So at most one holds the region's last node: the last of those that
+        # begin before it.
         count = bisect(self._first, last)
         return max([last, *self._last[:count][-1:]])
 

@@ -166,7 +166,7 @@ def _moved_of_column(kernels: Sequence[Kernel]) -> int:
 def memory_bandwidth() -> tuple[float, str]:
     """The bytes a second of the current GPU's memory, and whose they are.
 
-    Those of an H200 where no GPU tells its own.
+    Those of an H200 where no GPU reports its own.
     """
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties()

@@ -119,7 +119,7 @@ class Chunk:
 
         Each element's gradient is computed from that element and from numbers of its row, which are
         known before any element is written: single elements of a row are saved, or reduced from the
-        whole row. The exception are parts of a row that take part in one another's gradients.
+        whole row. The exception is a row of parts that occur in one another's gradients.
         """
         operand = self._program.structure.inputs[index]
         if index >= self._heads:  # the caller's
