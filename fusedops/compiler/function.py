@@ -222,9 +222,9 @@ class Rowwise(Generic[_P, _R]):
         """Call the function for each of many slices, in one launch each way.
 
         It is horizontal fusion: a table of embeddings, a head or an expert is a slice. The slices
-        may have different row lengths, and slices with different numbers of rows take a launch for
-        each number. Where one kernel cannot serve all slices, because its code depends on more of a
-        row's length than numbers, those with another code have a launch of their own;
+        may have different row lengths, and in lists different numbers of rows, of which new ones
+        compile nothing. Where one kernel cannot serve all slices, because its code depends on more
+        of a row's length than numbers, those with another code have a launch of their own;
         `explain_foreach` shows them. Each slice has its own dropout mask.
 
         Args:

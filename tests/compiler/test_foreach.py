@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedops
 from backends import Backend
 from fusedops.core.launches import launch
+from fusedops.core.launches.tables import gather
 from rowwise_checks import cotangents_of, kernels, randn
 from slice_checks import SliceCall, check, flat, looped, mapped, results
 from support import DEVICE
@@ -190,11 +191,52 @@ def _joint_layouts(rows: int, dtype: torch.dtype) -> SliceCall:
     return SliceCall(_norm_tanh, args, list(RAGGED))
 
 
+def _rows_of_slices(
+    rows: Sequence[int], widths: Sequence[int], dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return slices with these rows, and two vectors for each."""
+    xs = [randn(*shape, dtype=dtype) for shape in zip(rows, widths, strict=True)]
+    return xs, *[[randn(width, dtype=dtype) for width in widths] for _ in range(2)]  # type: ignore[return-value]
+
+
 def _other_rows(rows: int, dtype: torch.dtype) -> SliceCall:
-    widths = (7, 16, 24, 7)
-    xs = [randn(rows + 4 * (k % 2), width, dtype=dtype) for k, width in enumerate(widths)]
-    vectors = [[randn(width, dtype=dtype) for width in widths] for _ in range(2)]
-    return SliceCall(_norm_tanh, [xs, *vectors], parts=2)
+    """Slices with rows of their own, of lengths that are multiples of a vector load."""
+    widths = (8, 40, 8, 200)
+    return SliceCall(_norm_tanh, [*_rows_of_slices((3, rows, 1, 2 * rows), widths, dtype)])
+
+
+def _other_ragged_rows(rows: int, dtype: torch.dtype) -> SliceCall:
+    """Slices with rows of their own, of two kinds of code."""
+    widths = (130, 1, 7, 70)
+    return SliceCall(_norm_tanh, [*_rows_of_slices((1, rows, 3, rows + 1), widths, dtype)])
+
+
+def _other_rows_of_several_results(rows: int, dtype: torch.dtype) -> SliceCall:
+    """The slices' numbers of each row have other offsets than their rows."""
+    widths = (7, 16, 24)
+    xs, weights, _ = _rows_of_slices((2 * rows, 1, rows), widths, dtype)
+    return SliceCall(_gated, [xs, [x.cos() for x in xs], weights])
+
+
+def _other_rows_without_saved_rows(rows: int, dtype: torch.dtype) -> SliceCall:
+    """The forward saves a result alone; several dimensions are rows."""
+    xs = [randn(2, count, 24, dtype=dtype) for count in (rows, 1, 3)]
+    return SliceCall(lambda x, w: (x * w).softmax(-1), [xs, randn(24, dtype=dtype)])
+
+
+def _other_rows_with_masks(rows: int, dtype: torch.dtype) -> SliceCall:
+    xs, weights, _ = _rows_of_slices((rows, 3, rows + 9), (16, 24, 200), dtype)
+    return SliceCall(_dropped, [xs, weights])
+
+
+def _other_rows_and_layouts(rows: int, dtype: torch.dtype) -> SliceCall:
+    xs = [
+        randn(rows, 40, dtype=dtype)[:, 4:28],
+        randn(24, 3, dtype=dtype).t(),
+        randn(1, 24, dtype=dtype).expand(2 * rows, 24),
+    ]
+    columns = randn(24, 3, dtype=dtype)
+    return SliceCall(_norm_tanh, [xs, randn(24, dtype=dtype), [*columns.unbind(1)]])
 
 
 def _of_heads(rows: int, dtype: torch.dtype) -> SliceCall:
@@ -254,6 +296,11 @@ SAMPLES: dict[str, Callable[[int, torch.dtype], SliceCall]] = {
         _layouts,
         _joint_layouts,
         _other_rows,
+        _other_ragged_rows,
+        _other_rows_of_several_results,
+        _other_rows_without_saved_rows,
+        _other_rows_with_masks,
+        _other_rows_and_layouts,
         _of_heads,
         _parts,
         _joint_parts,
@@ -312,6 +359,44 @@ def test_other_numbers_of_rows_compile_no_kernel() -> None:
     before = launch.variants()
     check(_ragged(MANY + 7, fp32), call)
     assert launch.variants() == before
+
+
+@kernels
+@pytest.mark.parametrize("widths", [(8, 24, 200), (130, 1, 7)], ids=str)
+def test_other_rows_of_slices_compile_no_kernel(widths: tuple[int, ...]) -> None:
+    call = fusedops.rowwise(_norm_tanh, strict=True).foreach
+    variants = []
+    for rows in ((MANY, 3, 40), (1, MANY + 9, 5), (MANY, MANY, 0)):
+        _assert_as_loop(call, [*_rows_of_slices(rows, widths, fp32)])
+        variants.append(launch.variants())
+    assert len(set(variants)) == 1
+
+
+@pytest.mark.plain
+def test_tables_begin_at_multiples_of_16_bytes() -> None:
+    """Kernels are compiled for that. The arena's pieces have odd numbers of elements."""
+    cpu = torch.device("cpu")
+    tables = [gather(-1, cpu, (-1, number, -3), None).table for number in range(3)]
+    assert {table.data_ptr() % 16 for table in tables} == {0}
+
+
+def _assert_as_loop(call: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Check the results and gradients of one call each way, also of slices without rows."""
+    args = mapped(lambda t: t.clone().requires_grad_(), args)
+
+    def loop(*args: Any) -> Any:
+        return [_norm_tanh(*own) for own in zip(*args, strict=True)]
+
+    expected = loop(*args)
+    cotangents = cotangents_of(expected)
+    with launch.record() as launched:
+        outputs = call(*args)
+        grads = torch.autograd.grad(outputs, flat(args), cotangents)
+    assert launched == ["forward_slices", "backward_slices", "reduce_slices"]
+    torch.testing.assert_close(outputs, expected)
+    expected_grads = torch.autograd.grad(expected, flat(args), cotangents)
+    # The terms of the gradient of a norm cancel.
+    torch.testing.assert_close(list(grads), list(expected_grads), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.plain
@@ -413,6 +498,7 @@ def test_frozen_arguments_of_single_slices(rows: int) -> None:
         ("several_joint_results", [2]),
         ("shared_rows", [1, 4]),
         ("other_rows", [1]),
+        ("other_rows_without_saved_rows", [2]),
     ],
 )
 def test_missing_cotangents(name: str, used: list[int], rows: int) -> None:
@@ -450,6 +536,7 @@ def _small(name: str) -> SliceCall:
         "stacked": SliceCall(_residual, [randn(2, 2, 3), randn(2, 3)]),
         "dropout": SliceCall(_dropped, [rows[1:], vectors[1:]]),
         "dropout of other widths": SliceCall(_dropped, [rows, vectors]),
+        "other rows": SliceCall(_norm_tanh, [[*rows[:2], randn(4, 3)], vectors, vectors]),
     }
     return samples[name]
 
@@ -463,6 +550,7 @@ def _small(name: str) -> SliceCall:
         "stacked",
         "dropout",
         "dropout of other widths",
+        "other rows",
     ],
 )
 def test_first_and_second_derivatives(name: str) -> None:
@@ -666,6 +754,18 @@ def test_changed_arguments_are_no_repeated_call() -> None:
 
 
 @kernels
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_slices_without_rows_beside_others(is_compiled: bool) -> None:
+    call: Callable[..., Any] = fusedops.rowwise(_norm_tanh, strict=True).foreach
+    if is_compiled:
+        foreach = call
+        call = torch.compile(lambda *args: foreach(*args), fullgraph=True, backend="aot_eager")
+    for rows in ((0, MANY, 3), (MANY, 0, 0)):
+        _assert_as_loop(call, [*_rows_of_slices(rows, (8, 24, 40), fp32)])
+
+
+@kernels
 @pytest.mark.parametrize("empty", [[0], [0, 1]], ids=str)
 def test_slices_without_rows(empty: list[int]) -> None:
     xs = [randn(0 if k in empty else FEW, 24).requires_grad_() for k in range(2)]
@@ -788,6 +888,17 @@ def test_compiled_calls_of_changing_rows() -> None:
 
 
 @kernels
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_calls_of_slices_whose_rows_change() -> None:
+    foreach = fusedops.rowwise(_norm_tanh, strict=True).foreach
+    compiled = torch.compile(
+        lambda *args: foreach(*args), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    for rows in ((FEW, MANY), (MANY, 3), (MANY + 3, 7)):
+        _assert_as_loop(compiled, [*_rows_of_slices(rows, (8, 40), fp32)])
+
+
+@kernels
 def test_signs_of_zeros_are_numbers() -> None:
     foreach, xs = fusedops.rowwise(lambda x, c: x * c).foreach, [randn(FEW, 8).abs()] * 2
     for number in (0.0, -0.0):
@@ -883,6 +994,8 @@ def test_methods() -> None:
         "several_joint_results",
         "stacked",
         "several_results",
+        "other_rows",
+        "other_rows_without_saved_rows",
     ],
 )
 def test_compiled_calls(name: str) -> None:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import mul
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .forms import JOINT
+from .rows import Rows
 
 __all__ = ["empty", "with_zeros"]
 
 
 def empty(
-    like: Tensor, form: str, rows: int | None, sizes: Sequence[int], dtype: torch.dtype
+    like: Tensor, form: str, rows: Rows | None, sizes: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     """Return an uninitialised tensor of all slices; ``rows`` is None for vectors.
 
     It is the joint tensor, or a buffer of one dimension.
     """
+    if isinstance(rows, tuple):
+        return like.new_empty(sum(map(mul, rows, sizes)), dtype=dtype)
     total = sum(sizes)
     if form == JOINT and rows is not None:
         return like.new_empty((rows, total), dtype=dtype)

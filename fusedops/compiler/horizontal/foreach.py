@@ -244,6 +244,7 @@ def parts_of(
         arguments: the arguments that are tensors, in the order of the programs' inputs.
         is_joint: whether the call's results are joint.
     """
+    # Slices side by side have equal rows. Those of others may differ: see `rows`.
     members: dict[tuple[str, int], list[int]] = {}
     alone: list[Part] = []
     for k, program in enumerate(programs):
@@ -253,27 +254,47 @@ def parts_of(
         else:
             dims = len(program.structure.rows)
             # A symbolic size has no hash, but a text.
-            members.setdefault((str(rows[k]), dims), []).append(k)
+            members.setdefault((str(rows[k]) if is_joint else "", dims), []).append(k)
     groups = list(itertools.chain(*[members_of(programs, own) for own in members.values()]))
     is_whole = len(groups) == 1 and not alone
     parts: list[Part] = []
     for slices in groups:
-        chosen: list[Any] = [programs[k] for k in slices]
-        lead = chosen[0]
-        inputs = []
-        for index, argument in enumerate(arguments):
-            form = argument.form
-            if form == JOINT and not (is_whole and _is_wide(chosen, lead.structure.inputs, index)):
-                form = SEPARATE
-            inputs.append(form)
-        results = [
-            JOINT
-            if is_joint and is_whole and _is_wide(chosen, lead.structure.outputs, r)
-            else SEPARATE
-            for r in range(lead.count)
-        ]
-        parts.append(Part(group_of(chosen, inputs, results), tuple(slices)))
+        chosen: list[Any] = list(map(programs.__getitem__, slices))
+        inputs, results = _forms_of(chosen, arguments, is_joint=is_joint, is_whole=is_whole)
+        own_rows = len(set(map(str, map(rows.__getitem__, slices)))) > 1
+        parts.append(Part(group_of(chosen, inputs, results, own_rows=own_rows), tuple(slices)))
     return parts + alone
+
+
+def _forms_of(
+    programs: Sequence[Program],
+    arguments: Sequence[Argument],
+    *,
+    is_joint: bool,
+    is_whole: bool,
+) -> tuple[list[str], list[str]]:
+    """Return the forms of a part's inputs and results.
+
+    Args:
+        programs: the programs of the part's slices.
+        arguments: those of `parts_of`.
+        is_joint: likewise.
+        is_whole: whether the part has all slices.
+    """
+    lead = programs[0]
+    inputs = []
+    for index, argument in enumerate(arguments):
+        form = argument.form
+        if form == JOINT and not (is_whole and _is_wide(programs, lead.structure.inputs, index)):
+            form = SEPARATE
+        inputs.append(form)
+    results = [
+        JOINT
+        if is_joint and is_whole and _is_wide(programs, lead.structure.outputs, r)
+        else SEPARATE
+        for r in range(lead.count)
+    ]
+    return inputs, results
 
 
 def _is_wide(programs: Sequence[Program], operands: Sequence[Operand], index: int) -> bool:
@@ -294,10 +315,18 @@ def _is_wide(programs: Sequence[Program], operands: Sequence[Operand], index: in
     return True
 
 
-def called(part: Part, arguments: Sequence[Argument], count: int, rows: int) -> list[list[Any]]:
+def called(
+    part: Part, arguments: Sequence[Argument], count: int, rows: Sequence[int]
+) -> list[list[Any]]:
     """Return the results of a part: for each, a tensor of each slice, or a joint one.
 
     They have two dimensions: `assembled` gives them the others.
+
+    Args:
+        part: the part.
+        arguments: the arguments of all slices.
+        count: the number of all slices.
+        rows: the number of rows of each slice of the part.
     """
     group = part.group
     assert group is not None
@@ -306,10 +335,10 @@ def called(part: Part, arguments: Sequence[Argument], count: int, rows: int) -> 
         by_row = group.by_row[index]
         if form == SEPARATE:
             slices = argument.slices(count)
-            flat = [_flat(slices[k], rows, by_row=by_row) for k in part.slices]
-            tensors += flat
+            for k, rows_of_slice in zip(part.slices, rows, strict=True):
+                tensors.append(_flat(slices[k], rows_of_slice, by_row=by_row))
         else:
-            tensors.append(_flat(argument.value, rows, by_row=by_row))
+            tensors.append(_flat(argument.value, rows[0], by_row=by_row))
     outs = run(group, group.record, tensors, group.p)
     exposed = outs[: len(outs) - group.own] if group.own else outs
     results, start = [], 0
@@ -324,7 +353,7 @@ def _flat(tensor: Tensor, rows: int, *, by_row: bool) -> Tensor:
     """Return a tensor with rows in two dimensions, a vector in one."""
     if by_row:
         is_flat = tensor.dim() == 2 and tensor.shape[0] == rows
-        return tensor if is_flat else tensor.reshape(rows, -1)
+        return tensor if is_flat else tensor.reshape(rows, tensor.numel() // rows)
     return tensor if tensor.dim() == 1 else tensor.reshape(-1)
 
 
@@ -458,7 +487,7 @@ class Foreach:
             for k in part.slices:
                 value = lead.value[k] if lead.form == SEPARATE else lead.value
                 leading[k] = value.shape[:dims]
-            rows = math.prod(leading[part.slices[0]])
+            rows = list(map(math.prod, map(leading.__getitem__, part.slices)))
             computed.append((part, called(part, tensors, count, rows)))
         results = assembled(computed, leading, joint, count)
         if resolved.container == "tensor":
@@ -518,7 +547,7 @@ class Foreach:
         """Return the resolved call of new arguments."""
         _check_lists(self.op, self.names, arguments)
         slices = list(zip(*[a.slices(count) for a in arguments], strict=True))
-        if _run_one_by_one(list(filter(_is_tensor, itertools.chain(*slices)))):
+        if _run_one_by_one(slices):
             return _Resolved()
         matches = [self._match(args, autocast) for args in slices]
         matching = list(filter(None, matches))
@@ -574,9 +603,13 @@ def _rows_of(match: Match | None, args: Sequence[Any], captured: Sequence[Tensor
     return math.prod(map(sizes.__getitem__, match.program.structure.rows))
 
 
-def _run_one_by_one(tensors: Sequence[Tensor]) -> bool:
+def _run_one_by_one(slices: Sequence[Sequence[Any]]) -> bool:
     """Return whether the function is called for each slice, which decides what runs."""
+    of_slices = [list(filter(_is_tensor, slice_)) for slice_ in slices]
+    tensors: list[Tensor] = list(itertools.chain(*of_slices))
     if not tensors or not launch.runs_kernels(tensors[0].device.type):
+        return True
+    if all(any(tensor.numel() == 0 for tensor in own) for own in of_slices):
         return True
     return any(_is_unusual(tensor, tensors[0]) for tensor in tensors)
 
@@ -585,7 +618,8 @@ def _is_unusual(tensor: Tensor, first: Tensor) -> bool:
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter) or is_fake(tensor)
     if not is_plain or not is_dense(tensor) or tensor.is_complex():
         return True
-    return tensor.device != first.device or tensor.numel() == 0
+    # A slice may be without rows, beside others with rows, but not without columns.
+    return tensor.device != first.device or 0 in tensor.shape[-1:]
 
 
 def _joint_of(arguments: Sequence[Argument]) -> Argument | None:

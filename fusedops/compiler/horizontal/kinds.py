@@ -27,7 +27,7 @@ def members_of(programs: Sequence[Any], slices: Sequence[int]) -> list[list[int]
 
     Args:
         programs: the program of each slice of the call.
-        slices: the slices that have the same rows.
+        slices: the slices whose rows may be in one operator.
     """
     kinds: dict[str, list[int]] = {}
     for k in slices:

@@ -43,6 +43,7 @@ from ..planning import Plan
 from . import configs, tables
 from .buffers import with_zeros
 from .forms import BUFFER, JOINT, LOOKUP, SEPARATE, SHARED
+from .rows import Offsets, Rows, RowTable, row_table
 from .site import SliceSite
 from .source import Kind, SliceKernel, Storage, kernel_of_slices, reduction_of_slices
 from .tiles import Tiling
@@ -52,6 +53,8 @@ __all__ = ["backward", "family_of", "forward", "outline_of", "prepare"]
 
 tuning.register(configs, "slices_rowwise_forward", "slices_rowwise_backward")
 
+# The most tables of rows of a plan. At this number they are all forgotten.
+_MOST_ROW_TABLES = 256
 # The key of a forward among the ways of calls.
 _FORWARD = ()
 # Tensors that kernels write.
@@ -68,7 +71,8 @@ def forward(site: SliceSite, tensors: Any, outs: Any, state: State) -> None:
     passed: _Tensors = {("input", i): tensors[group.span(i)] for i in range(len(group.inputs))}
     _divide_lookups(group, passed)
     passed |= {("output", r): (outs[r],) for r in range(group.count)}
-    passed |= {("intermediate", 0): (outs[group.visible - 1],), ("stats", 0): (outs[-1],)}
+    intermediate, stats = outs[group.visible - 1 : group.visible + 1]
+    passed |= {("intermediate", 0): (intermediate,), ("stats", 0): (stats,)}
     way.run(site, passed, group.rows_of(tensors), tensors[group.first], state)
 
 
@@ -81,7 +85,7 @@ def backward(site: SliceSite, grads: Any, saved: Any, outs: Any, state: State) -
     _divide_lookups(group, passed)
     passed |= {("intermediate", 0): intermediate, ("stats", 0): saved[:1]}
     by_result = group.by_result(grads)
-    rows = group.rows_of_results(by_result)
+    rows = group.rows_in(by_result, saved)
     cotangents = [_cotangents(group, n, part, rows) for n, part in enumerate(by_result)]
     passed |= {("cotangent", number): part for number, part in enumerate(cotangents)}
     dtypes = tuple([part[0].dtype if part else None for part in cotangents])
@@ -101,7 +105,7 @@ def _divide_lookups(group: Any, passed: _Tensors) -> None:
             passed["index", index] = tensors[group.slices :]
 
 
-def _cotangents(group: Any, number: int, parts: Sequence[Any], rows: int) -> Sequence[Any]:
+def _cotangents(group: Any, number: int, parts: Sequence[Any], rows: Rows) -> Sequence[Any]:
     """Return the cotangents of a result, all of one dtype; () if it has none."""
     present = list(filter(_is_present, parts))
     if not present:
@@ -109,7 +113,8 @@ def _cotangents(group: Any, number: int, parts: Sequence[Any], rows: int) -> Seq
     like = present[0]
     if len(present) == len(parts) and len({grad.dtype for grad in parts}) == 1:
         return parts
-    filled = with_zeros(parts, [(rows, size) for size in group.sizes("cotangent", number)])
+    sizes = group.sizes("cotangent", number)
+    filled = with_zeros(parts, [*zip(group.by_slice(rows), sizes, strict=True)])
     return [grad.to(like.dtype) for grad in filled]
 
 
@@ -341,6 +346,10 @@ class _Plan:
         table: the table of the kernel.
         reduce_table: that of the reduction.
         across: the tiles of columns of the reduction.
+        tiling: the tiles of the slices.
+        offsets: those that the kernels read from a table of rows.
+        programs: as for `rows.row_table`.
+        row_tables: the tables of rows, by the rows of the slices, if they differ.
     """
 
     variant: Variant
@@ -353,6 +362,10 @@ class _Plan:
     table: Tensor
     reduce_table: Tensor | None
     across: int
+    tiling: Tiling
+    offsets: Sequence[Offsets]
+    programs: int
+    row_tables: dict[tuple[int, ...], RowTable]
 
 
 def _kinds_of(kernels: Sequence[Kernel]) -> tuple[list[Kind], list[int]]:
@@ -429,9 +442,10 @@ class _Way:
             if storage.by_row and storage.kind in (JOINT, SHARED):
                 self.rows[key] = sum(storage.sizes) if storage.kind == JOINT else storage.sizes[0]
 
-    def run(self, site: SliceSite, passed: _Tensors, rows: int, like: Any, state: State) -> None:
+    def run(self, site: SliceSite, passed: _Tensors, rows: Rows, like: Any, state: State) -> None:
         """Launch the kernels."""
         values: dict[Any, Any] = {("rows", 0): rows, ("stats", 0): passed["stats", 0][0]}
+        most_rows = max(rows) if isinstance(rows, tuple) else rows
         values |= self.thresholds
         copies: list[Any] = []  # alive until the launch
         bits = self._put_whole(passed, values)
@@ -445,22 +459,40 @@ class _Way:
             seed, offset, _ = state
             seeded = 0 if seed is None else seed_kind(offset)
             values |= {("seed", 0): seed, ("offset", 0): offset}
-        key = (site, seeded, bits & 15 == 0, BUCKET[rows.bit_length()])
+        key = (site, seeded, bits & 15 == 0, BUCKET[most_rows.bit_length()])
         plan = self.plans.get(key)
         if plan is None:
             plan = tuning.plan(self.plans, key, self._plan, like.device)
+        units, partials, places = plan.units, plan.partials, 1
+        if isinstance(rows, tuple):
+            table = self._row_table(plan, rows)
+            units, partials = table.units, table.partials if plan.reduce else 0
+            numbers = gather(site.device_index, like.device, table.numbers, None)
+            values["slice_rows"] = numbers.table
+        elif plan.most_rows:
+            places = -(-rows // plan.most_rows)
         if self.function.sums:
             # Without partial sums nothing is written to their address, so any tensor will do.
             values["partials", 0] = like
-            if plan.partials:
-                values["partials", 0] = like.new_empty(plan.partials, dtype=self.group.lead.acc)
-        places = -(-rows // plan.most_rows) if plan.most_rows else 1
+            if partials:
+                values["partials", 0] = like.new_empty(partials, dtype=self.group.lead.acc)
         values["slice_table"] = plan.table
-        plan.variant(plan.units, places, *map(values.__getitem__, plan.arguments))
+        plan.variant(units, places, *map(values.__getitem__, plan.arguments))
         if plan.reduce is not None:
             values["slice_table"] = plan.reduce_table
             slots = len(self.function.sums) * self.group.slices
             plan.reduce(plan.across, slots, *map(values.__getitem__, plan.reduce_arguments))
+
+    def _row_table(self, plan: _Plan, rows: tuple[int, ...]) -> RowTable:
+        """Return the table of the slices' rows, an earlier one if there is one."""
+        table = plan.row_tables.get(rows)
+        if table is None:
+            if len(plan.row_tables) >= _MOST_ROW_TABLES:
+                plan.row_tables.clear()
+            least = 2 if self.function.sums else 1
+            table = row_table(rows, plan.tiling, plan.offsets, programs=plan.programs, least=least)
+            plan.row_tables[rows] = table
+        return table
 
     def _separate(
         self, passed: _Tensors, copies: list[Any]
@@ -543,13 +575,22 @@ class _Way:
         # Few rows are processed by one program of each slice, which stores the gradients itself.
         alone = has_sums and bucket == 0
         loops = has_sums or self.is_ragged
-        tiling = self._tiling(site, config, bucket, loops=loops, alone=alone)
+        programs = self._programs(site, config, loops=loops, alone=alone)
+        tiling = self._tiling(config, bucket, programs, alone=alone)
         bases, total = self._bases(tiling)
+        own_rows = self.group.own_rows
         kernel = kernel_of_slices(
-            self.kinds, self.lengths, self.storages, tiling=tiling, partials=bases
+            self.kinds,
+            self.lengths,
+            self.storages,
+            tiling=tiling,
+            partials=bases,
+            own_rows=own_rows,
         )
         align = kernel.align() if aligned else 1
-        units = len(tiling.units)
+        # With rows of their own, slices have units for these: see `rows`.
+        in_table = () if own_rows else tiling.units
+        units = len(in_table)
         moved = self.function.moved or (self.group.lead.acc,)
         vectors = vector_width(*moved)
         elements = config.block_n * config.rows // (32 * config.warps)
@@ -568,7 +609,12 @@ class _Way:
         across = 0
         if self.reduction is not None and not alone:
             reduction = reduction_of_slices(
-                self.reduction, self.lengths, self.storages, partials=bases, parts=tiling.parts
+                self.reduction,
+                self.lengths,
+                self.storages,
+                partials=bases,
+                parts=tiling.parts,
+                offsets=kernel.offsets if own_rows else None,
             )
             reduce_config = tuning.config_of_sums(max(tiling.parts), max(self.lengths))
             across = -(-max(self.lengths) // reduce_config.block_n)
@@ -585,27 +631,40 @@ class _Way:
             units,
             0 if loops else tiling.most_rows,
             0 if alone else total,
-            constants(kernel.table(tiling.units, align), device, torch.int64),
+            constants(kernel.table(in_table, align), device, torch.int64),
             reduce_table,
             across,
+            tiling,
+            kernel.offsets,
+            programs,
+            {},
         )
 
-    def _tiling(
-        self, site: SliceSite, config: tuning.Config, bucket: int, *, loops: bool, alone: bool
-    ) -> Tiling:
-        """Return the tiles and units of all slices.
+    def _programs(self, site: SliceSite, config: tuning.Config, *, loops: bool, alone: bool) -> int:
+        """Return the number of programs that run at a time, for `Tiling`; 0 without loops.
 
         Args:
             site: the calls'.
             config: the config.
-            bucket: the bucket of the number of rows.
             loops: whether programs loop over tiles.
             alone: whether one program has all rows of a slice.
         """
-        programs = rows = 0
-        if loops:
-            available = launch.processors(site.device_index) * max(config.per_sm, 1)
-            programs = 1 if alone else max(available, 2)
+        if not loops:
+            return 0
+        available = launch.processors(site.device_index) * max(config.per_sm, 1)
+        return 1 if alone else max(available, 2)
+
+    def _tiling(self, config: tuning.Config, bucket: int, programs: int, *, alone: bool) -> Tiling:
+        """Return the tiles and units of all slices.
+
+        Args:
+            config: the config.
+            bucket: the bucket of the number of rows.
+            programs: the number of programs that run at a time; 0 if they do not loop over tiles.
+            alone: whether one program has all rows of a slice.
+        """
+        rows = 0
+        if programs:
             is_last = bucket + 1 == len(BUCKETS)
             rows = 0 if is_last else BUCKETS[bucket + 1]
         if not self.is_ragged:

@@ -8,7 +8,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, mul
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from . import launching, tables
 from .buffers import empty, with_zeros
 from .forms import BUFFER, JOINT, LOOKUP, SEPARATE, SHARED
 from .lookups import Lookup
+from .rows import Rows
 from .site import SliceSite
 from .source import STEP_BITS, Storage
 from .tiles import is_ragged
@@ -72,11 +73,19 @@ class SliceGroup(SequenceOperator):
     has one. The outputs that the caller gets are those of each result: one for each slice, or one.
     After them comes the intermediate's buffer, if there is one.
 
+    Slices may have rows of their own: then each tensor with rows is separate. The
+    backward needs the rows of each slice, also of one without a cotangent. It takes them from a
+    saved input with rows. If none is saved, the forward returns a tensor ``(rows, 0)`` of each
+    slice, which takes no memory, and they are saved.
+
     Attributes:
         programs: the program of each slice.
         inputs: the forms of the inputs.
         results: the forms of the results.
         lookups: the inputs that are looked up, by their index.
+        own_rows: whether the slices have rows of their own.
+        carriers: the number of tensors that are saved for their rows.
+        rows_saved: the positions of the saved tensors whose rows are those of the slices.
         starts: the position of each input's first tensor.
         lead: a program, for what is the same for all slices.
     """
@@ -91,8 +100,11 @@ class SliceGroup(SequenceOperator):
         inputs: Sequence[str],
         results: Sequence[str],
         lookups: Sequence[Lookup] = (),
+        *,
+        own_rows: bool = False,
     ) -> None:
         super().__init__()
+        self.own_rows = own_rows
         self.lookups = {lookup.input: lookup for lookup in lookups}
         self.programs, self.inputs, self.results = tuple(programs), tuple(inputs), tuple(results)
         self.lead = lead = self.programs[0]
@@ -112,7 +124,6 @@ class SliceGroup(SequenceOperator):
         self.visible = self.count + self.own  # type: ignore[misc]
         own = ["intermediate"] if self.own else []
         names = [f"out{r}" for r in range(self.count)]
-        self.outputs = (*names, *own, "stats")  # type: ignore[misc]
         self.gradients = lead.tensors
         self.saved = ("saved_stats", "saved")  # type: ignore[misc]
         self.record = RowwiseConstants(self.op)
@@ -123,9 +134,14 @@ class SliceGroup(SequenceOperator):
         self.first = self.starts[first] + self.slices * (first in self.lookups)  # type: ignore[misc]
         # Without the looked-up rows, the backward needs their index for the tables' gradients.
         self.indices_saved = tuple([i for i in self.lookups if i not in self.plan.saved_inputs])
+        has_saved_rows = any(map(self.by_row.__getitem__, self.plan.saved_inputs))
+        self.carriers = self.slices if own_rows and not has_saved_rows else 0
+        self.rows_saved = self._rows_saved()
+        carriers = [f"rows{k}" for k in range(self.carriers)]
+        self.outputs = (*names, *own, "stats", *carriers)  # type: ignore[misc]
         self._sources = self._sources_of()
         words = [program.digest for program in self.programs]
-        words += [*self.inputs, *self.results, *map(repr, lookups)]
+        words += [*self.inputs, *self.results, *map(repr, lookups), *["own rows"] * own_rows]
         digest = hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
         self.digest = digest
         self.name = f"{lead.name.rpartition('_')[0]}_slices_{digest}"  # type: ignore[misc]
@@ -171,10 +187,12 @@ class SliceGroup(SequenceOperator):
         pairs = [(program, self.operand(kind, index, k)) for k, program in enumerate(self.programs)]
         return tuple([program.size_of_row(operand) for program, operand in pairs])
 
-    def _shapes(self, kind: str, index: int, rows: Any) -> list[tuple[Any, ...]]:
+    def _shapes(self, kind: str, index: int, rows: Rows) -> list[tuple[Any, ...]]:
         """Return the shape of each slice's tensor as the caller has it: rows, or a vector."""
-        by_row = kind == "output" or self.by_row[index]
-        return [(rows, size) if by_row else (size,) for size in self.sizes(kind, index)]
+        sizes = self.sizes(kind, index)
+        if kind == "output" or self.by_row[index]:
+            return [*zip(self.by_slice(rows), sizes, strict=True)]
+        return [(size,) for size in sizes]
 
     def storage(self, kind: str, index: int, form: str) -> Storage:
         """Return where the slices of a tensor are, whose form is known."""
@@ -182,10 +200,29 @@ class SliceGroup(SequenceOperator):
         firsts = tuple(itertools.accumulate(sizes, initial=0))[:-1]
         return Storage(form, self._is_by_row(self.operand(kind, index)), firsts, sizes)
 
-    def rows_of(self, tensors: Any) -> int:
-        """Return the number of rows of a slice."""
+    def rows_of(self, tensors: Any) -> Rows:
+        """Return the number of rows of all slices, or those of each."""
+        if self.own_rows:
+            return self._rows_of_each(tensors[self.first : self.first + self.slices])
         rows: int = tensors[self.first].shape[0]
         return rows
+
+    @staticmethod
+    def _rows_of_each(tensors: Sequence[Any]) -> tuple[int, ...]:
+        return tuple([tensor.shape[0] for tensor in tensors])
+
+    def by_slice(self, rows: Rows) -> tuple[int, ...]:
+        """Return the number of rows of each slice."""
+        return rows if isinstance(rows, tuple) else (rows,) * self.slices
+
+    def _rows_saved(self) -> slice:
+        """Return the positions of the saved tensors with the slices' rows: inputs, or carriers."""
+        start = 1  # after the statistics of rows
+        for i in self.plan.saved_inputs:
+            if self.by_row[i]:
+                break
+            start += self.starts[i + 1] - self.starts[i]
+        return slice(start, start + self.slices)
 
     def span(self, index: int) -> slice:
         """Return the positions of an input's tensors."""
@@ -194,6 +231,10 @@ class SliceGroup(SequenceOperator):
     def span_of_indices(self, index: int) -> slice:
         """Return the positions of the indices of an input that is looked up."""
         return slice(self.starts[index] + self.slices, self.starts[index + 1])
+
+    def is_empty(self, tensors: Any) -> bool:
+        """Return whether no slice has rows."""
+        return not any(self.by_slice(self.rows_of(tensors)))
 
     # --- before a call ----------------------------------------------------------------------------
 
@@ -215,7 +256,8 @@ class SliceGroup(SequenceOperator):
     ) -> tuple[bool, ...]:
         """See `Program.writes`."""
         own = [saves] if self.own else []
-        return (*[True] * self.count, *own, saves and bool(self.stats))
+        carriers = [saves] * self.carriers
+        return (*[True] * self.count, *own, saves and bool(self.stats), *carriers)
 
     def site(
         self,
@@ -233,9 +275,10 @@ class SliceGroup(SequenceOperator):
         spans = [self.span(i) for i in plan.saved_inputs]
         spans += [self.span_of_indices(i) for i in self.indices_saved]
         count = self.starts[-1]
-        places = [-1] if not self.stats else [count + len(outs) - 1]
+        places = [-1] if not self.stats else [count + self.visible]
         for span in spans:
             places += range(span.start, span.stop)
+        places += range(count + self.visible + 1, count + len(outs))
         if plan.intermediate:
             places.append(count + self.intermediate)
 
@@ -308,12 +351,12 @@ class SliceGroup(SequenceOperator):
     def saved_parts(self, saved: Any) -> tuple[list[Sequence[Any]], Sequence[Any]]:
         """Return the tensors of each saved input, and those of the intermediate."""
         inputs: list[Sequence[Any]] = []
-        start = 1  # after the numbers of rows
+        start = 1  # after the statistics of rows
         for i in self.plan.saved_inputs:
             end = start + self.starts[i + 1] - self.starts[i]
             inputs.append(saved[start:end])
             start = end
-        return inputs, saved[start + self.slices * len(self.indices_saved) :]
+        return inputs, saved[start + self.slices * len(self.indices_saved) + self.carriers :]
 
     def _saved_indices(self, saved: Any) -> dict[int, Sequence[Any]]:
         """Return the indices of each input that is looked up, by the input."""
@@ -359,12 +402,14 @@ class SliceGroup(SequenceOperator):
             start = end
         return parts
 
-    def rows_by(self, grads: Any) -> int:
-        """Return the number of rows of a slice, from the cotangents."""
-        return self.rows_of_results(self.by_result(grads))
+    def rows_by(self, grads: Any, saved: Any) -> Rows:
+        """Return the number of rows of all slices, or those of each, in a backward."""
+        return self.rows_in(self.by_result(grads), saved)
 
-    def rows_of_results(self, by_result: Sequence[Sequence[Any]]) -> int:
-        """Return the number of rows of a slice, from the cotangents of each result."""
+    def rows_in(self, by_result: Sequence[Sequence[Any]], saved: Any) -> Rows:
+        """Return the same from the cotangents of each result, or from what is saved."""
+        if self.own_rows:
+            return self._rows_of_each(saved[self.rows_saved])
         for number, parts in enumerate(by_result):
             kind = "cotangent" if number < self.count else "intermediate"
             sizes = self.sizes(kind, number)
@@ -384,6 +429,7 @@ class SliceGroup(SequenceOperator):
     ) -> Sequence[Tensor | None]:
         """Return the gradients of the caller's tensors."""
         exposed: list[Tensor | None] = []
+        rows: Rows = self.rows_by(grads, saved)
         for index, out in enumerate(outs):
             needed = needs[self.span(index)]
             if out is None:
@@ -391,7 +437,6 @@ class SliceGroup(SequenceOperator):
             elif self.inputs[index] == JOINT:
                 exposed.append(out)
             else:
-                rows = out.numel() // sum(self.sizes("gradient", index))
                 parts = separated(out, self._shapes("gradient", index, rows))
                 if index in self.lookups and sum(needed) >= tables.LEAST:
                     exposed += self._of_many_tables(index, out, needed, saved)
@@ -406,7 +451,7 @@ class SliceGroup(SequenceOperator):
     # --- PyTorch's operators ----------------------------------------------------------------------
 
     def _slices(
-        self, kind: str, index: int, form: str, tensors: Sequence[Any], rows: int
+        self, kind: str, index: int, form: str, tensors: Sequence[Any], rows: tuple[int, ...]
     ) -> list[Any]:
         """Return one tensor for each slice, with the dimensions that its program has."""
         if tensors[0] is None and len(tensors) == 1:
@@ -423,10 +468,10 @@ class SliceGroup(SequenceOperator):
             elif form == JOINT:
                 parts = list(tensor.split(list(sizes), -1))
             else:
-                counts = [size * (rows if by_row else 1) for size in sizes]
+                counts = [*map(mul, sizes, rows)] if by_row else [*sizes]
                 parts = list(tensor.reshape(-1).split(counts))
         return [
-            None if part is None else part.reshape(self._shape(kind, index, k, rows))
+            None if part is None else part.reshape(self._shape(kind, index, k, rows[k]))
             for k, part in enumerate(parts)
         ]
 
@@ -451,7 +496,7 @@ class SliceGroup(SequenceOperator):
         self, constants: Any, tensors: Any, dropout: Dropout
     ) -> tuple[Tensor | None, ...]:
         """Return the caller's outputs of the function, called for each slice."""
-        rows = self.rows_of(tensors)
+        rows = self.by_slice(self.rows_of(tensors))
         inputs = [
             self._slices("input", i, form, tensors[self.span(i)], rows)
             for i, form in enumerate(self.inputs)
@@ -474,7 +519,7 @@ class SliceGroup(SequenceOperator):
         needs: Sequence[bool],
     ) -> Sequence[Tensor | None]:
         """Return the gradients, computed by PyTorch's operators for each slice."""
-        rows = self.rows_by(grads)
+        rows = self.by_slice(self.rows_by(grads, saved))
         cotangents = []
         for number, parts in enumerate(self.by_result(grads)):
             kind, form = self._result(number)
@@ -518,7 +563,11 @@ class SliceGroup(SequenceOperator):
         return self.results[number] if number < self.count else BUFFER
 
     def _gradients_of(
-        self, by_slice: Sequence[Sequence[Any]], needs: Sequence[bool], rows: int, saved: Any
+        self,
+        by_slice: Sequence[Sequence[Any]],
+        needs: Sequence[bool],
+        rows: Sequence[int],
+        saved: Any,
     ) -> list[Tensor | None]:
         """Return the gradients of the caller's tensors from those of each slice's inputs."""
         gradients: list[Tensor | None] = []
@@ -527,7 +576,7 @@ class SliceGroup(SequenceOperator):
             if not any(needed) or all(value is None for value in values):
                 gradients += [None] * len(needed)
                 continue
-            shapes = [self._shape("gradient", index, k, rows) for k in range(self.slices)]
+            shapes = [self._shape("gradient", index, k, rows[k]) for k in range(self.slices)]
             filled = with_zeros(values, shapes)
             whole = self._assembled(self.inputs[index], filled, by_row=self.by_row[index])
             if self.inputs[index] not in (SEPARATE, LOOKUP):
@@ -555,16 +604,20 @@ class SliceGroup(SequenceOperator):
             outs.append(empty(like, form, rows, self.sizes(kind, number), dtype))
         stats = None
         if site.saves and self.stats:
-            shape = self.slices, self.stats, rows
+            count = sum(self.by_slice(rows)) * self.stats
+            shape = (count,) if self.own_rows else (self.slices, self.stats, rows)
             stats = like.new_empty(shape, dtype=lead.acc)
-        return (*outs, stats)
+        carriers: list[Tensor | None] = [None] * self.carriers
+        if site.saves and carriers:
+            carriers = [like.new_empty((count, 0)) for count in self.by_slice(rows)]
+        return (*outs, stats, *carriers)
 
     def allocate_gradients(
         self, site: SliceSite, grads: Any, saved: Any, needed: Any
     ) -> tuple[Tensor | None, ...]:
         """Return uninitialised gradients, one for each input: as `allocate` does for results."""
         like = next(grad for grad in grads if grad is not None)
-        rows = self.rows_by(grads)
+        rows = self.rows_by(grads, saved)
         outs: list[Tensor | None] = []
         for index, (form, need) in enumerate(zip(self.inputs, needed, strict=True)):
             count = rows if self.by_row[index] else None
@@ -591,13 +644,16 @@ def group_of(
     inputs: Sequence[str],
     results: Sequence[str],
     lookups: Sequence[Lookup] = (),
+    *,
+    own_rows: bool = False,
 ) -> SliceGroup:
     """Return the operator of these programs and forms, always the same for equal arguments."""
     names = tuple([program.name for program in programs])
-    key = names, tuple(inputs), tuple(results), tuple(lookups)
+    key = names, tuple(inputs), tuple(results), tuple(lookups), own_rows
     group = _groups.get(key)
     if group is None:
-        group = _groups[key] = SliceGroup(programs, inputs, results, lookups)
+        group = SliceGroup(programs, inputs, results, lookups, own_rows=own_rows)
+        _groups[key] = group
     return group
 
 

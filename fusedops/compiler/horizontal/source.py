@@ -6,6 +6,8 @@ Each program finds its slice in a table, computes the slice's addresses, and cal
     addresses    [of each slice's first separate tensor | of the second | ... | row strides ...
                   | of each slice's index of a table | of the second | ... | their strides ...]
 
+If slices have rows of their own, a table of these has the units, too: see `rows`.
+
 Offsets and lengths in the table are in units of ALIGN elements, their common factor, so that the
 compiler knows how many elements a load may have.
 """
@@ -23,6 +25,7 @@ from ..addresses import Argument
 from ..kernel import SLICE_ARGUMENTS, Kernel, first_lines
 from ..text import indented
 from .forms import BUFFER, LOOKUP, SEPARATE, SHARED
+from .rows import Offsets, RowsInTable
 from .tiles import Tiling
 
 __all__ = [
@@ -52,6 +55,8 @@ _UNITS_IN_TABLE = (
 # The random numbers of slice k begin ``k << STEP_BITS`` after those of slice 0. A process draws
 # fewer, and the dropouts of a function are further apart: see `emitter.Emitter._keep`.
 STEP_BITS = 36
+# The arguments that a table of rows determines, if there is one.
+_FROM_ROWS = ("rows", "stats", "partials")
 _CONSTANTS = ("ACC", "VECTOR", "STAGES", "OVERLAP", "PERSISTENT")
 _OF_SLICES = ("TILES", "UNITS", "SLICES", "ALIGN", "TYPES")
 
@@ -102,6 +107,7 @@ class SliceKernel:
             order, and then the indices of tables.
         columns: the rows of the table that follow those of units: a number of each slice, and
             whether it counts elements.
+        offsets: those that it reads from the table of rows.
     """
 
     name: str
@@ -110,6 +116,7 @@ class SliceKernel:
     parameters: tuple[tuple[str, Argument | None], ...]
     separate: tuple[Argument, ...]
     columns: tuple[tuple[tuple[int, ...], bool], ...]
+    offsets: tuple[Offsets, ...] = ()
 
     @property
     def contracts(self) -> bool:
@@ -177,6 +184,7 @@ def kernel_of_slices(
     *,
     tiling: Tiling,
     partials: Sequence[int] = (),
+    own_rows: bool = False,
 ) -> SliceKernel:
     """Return the kernel that calls the functions of one slice.
 
@@ -185,19 +193,27 @@ def kernel_of_slices(
         lengths: the columns of each slice.
         storages: where the tensors are, by kind and index.
         tiling: the tiles and units of all slices.
-        partials: where the partial sums of each slice begin.
+        partials: where the partial sums of each slice begin; unused with ``own_rows``.
+        own_rows: whether slices have rows of their own: see `rows`.
     """
     kinds = _with_own_names(kinds)
     lead = kinds[0].function
     columns = _Columns()
-    lines = [
-        "slice_unit = tl.program_id(0)",
-        "slice_index, places = place_along_rows()",
-        *(_EVEN_UNITS if tiling.is_even else _UNITS_IN_TABLE),
-        "program = slice_index * slice_shares + slice_share",
-        "programs = places * slice_shares",
-    ]
-    call = _Call(kinds, lengths, storages, columns, partials)
+    rows = RowsInTable() if own_rows else None
+    if rows is None:
+        lines = [
+            "slice_unit = tl.program_id(0)",
+            "slice_index, places = place_along_rows()",
+            *(_EVEN_UNITS if tiling.is_even else _UNITS_IN_TABLE),
+            "program = slice_index * slice_shares + slice_share",
+            "programs = places * slice_shares",
+        ]
+    else:
+        lines = ["slice_unit = tl.program_id(0)", *rows.slice_of_unit(len(lengths))]
+        lines += [*rows.units(), "program = (slice_unit - slice_first).to(tl.int32)"]
+        if len(tiling.tiles) > 1:
+            lines.append(f"slice_tile = {columns.read(tiling.tile_of)}")
+    call = _Call(kinds, lengths, storages, columns, partials, rows)
     lines += call.lines
     drops = any(argument.kind == "seed" for argument in lead.arguments)
     if drops:
@@ -261,6 +277,7 @@ def _slice_kernel(
         tuple(call.parameters),
         tuple(call.separate),
         tuple(columns.indices),
+        tuple(call.offsets),
     )
 
 
@@ -271,6 +288,7 @@ def reduction_of_slices(
     *,
     partials: Sequence[int],
     parts: Sequence[int],
+    offsets: Sequence[Offsets] | None = None,
 ) -> SliceKernel:
     """Return the kernel that adds up the partial sums of all slices.
 
@@ -282,15 +300,20 @@ def reduction_of_slices(
         storages: as in `kernel_of_slices`.
         partials: as in `kernel_of_slices`.
         parts: the units of each slice.
+        offsets: those of the table of rows, which has the units then; None without a table.
     """
     columns = _Columns()
+    rows = None if offsets is None else RowsInTable(offsets)
     slots = len(kind.function.sums)
     lines = [
         f"slice_number = (tl.program_id(1) // {slots}).to(tl.int64)",
         f"program = tl.program_id(1) % {slots}",
-        f"programs = {columns.small(parts)}",
     ]
-    call = _Call([kind], lengths, storages, columns, partials)
+    if rows is None:
+        lines.append(f"programs = {columns.small(parts)}")
+    else:
+        lines += rows.units()
+    call = _Call([kind], lengths, storages, columns, partials, rows)
     constants = ("ACC", "BLOCK_N", "ROWS")
     options = [f"{name}={name}" for name in constants]
     lines += [*call.lines, f"{kind.function.name}({', '.join([*call.passed(0), *options])})"]
@@ -307,6 +330,7 @@ class _Call:
         lines: the lines that compute the functions' arguments.
         parameters: see `SliceKernel`.
         separate: likewise.
+        offsets: likewise.
     """
 
     def __init__(
@@ -316,6 +340,7 @@ class _Call:
         storages: Mapping[tuple[str, int], Storage],
         columns: _Columns,
         partials: Sequence[int],
+        rows: RowsInTable | None,
     ) -> None:
         self.kinds = kinds
         lines = [f"N = {columns.small(lengths, elements=True)}"]
@@ -331,11 +356,16 @@ class _Call:
         parameters: list[tuple[str, Argument | None]] = [("slice_table", None)]
         if separate:
             parameters.append(("slice_addresses", None))
+        if rows is not None:
+            parameters.append(("slice_rows", None))
         stats = max(map(attrgetter("stats"), functions))
         for argument in arguments.values():
             name = argument.name
-            text, is_passed = _argument(argument, storages, separate, looked_up, columns)
-            if argument.kind == "stats":
+            text, is_passed = _argument(argument, storages, separate, looked_up, columns, rows)
+            if rows is not None and argument.kind in _FROM_ROWS:
+                text = [_from_rows(argument, rows, lengths, stats, len(functions[0].sums))]
+                is_passed = argument.kind != "rows"
+            elif argument.kind == "stats":
                 text = [f"{name} += slice_number * {stats} * M"]
             elif argument.kind == "partials":
                 text = [f"{name} += {columns.read(partials)}"]
@@ -344,6 +374,7 @@ class _Call:
                 parameters.append((name, argument))
         self.lines, self.parameters = lines, parameters
         self.separate = [*separate, *looked_up]
+        self.offsets = [] if rows is None else rows.offsets
 
     def passed(self, number: int) -> list[str]:
         """Return the arguments that a kind's function gets at run time."""
@@ -353,6 +384,26 @@ class _Call:
         keys = map(_key_of, function.arguments)
         names += [self._arguments[key].name for key in keys]
         return [*names, *SLICE_ARGUMENTS]
+
+
+def _from_rows(
+    argument: Argument, rows: RowsInTable, lengths: Sequence[int], stats: int, sums: int
+) -> str:
+    """Return the line that computes an argument from the table of rows.
+
+    Args:
+        argument: one of the kinds `_FROM_ROWS`.
+        rows: the table.
+        lengths: the columns of each slice.
+        stats: the saved statistics of a row.
+        sums: the sums over rows.
+    """
+    if argument.kind == "rows":
+        return f"{argument.name} = {rows.rows}"
+    if argument.kind == "stats":
+        return f"{argument.name} += {rows.offset([stats] * len(lengths))}"
+    sizes = [sums * length for length in lengths]
+    return f"{argument.name} += {rows.offset(sizes, by_unit=True)}"
 
 
 def _arguments_of(kinds: Sequence[Kind]) -> dict[Any, Argument]:
@@ -382,6 +433,7 @@ def _argument(
     separate: Sequence[Argument],
     looked_up: Sequence[Argument],
     columns: _Columns,
+    rows: RowsInTable | None,
 ) -> tuple[list[str], bool]:
     """Return the lines that compute an argument, and whether the kernel has it as a parameter."""
     name, is_stride = argument.name, argument.kind == "stride"
@@ -406,21 +458,23 @@ def _argument(
         hint = f"if ALIGN > 1: {name} = tl.multiple_of({name}, {factor})"
         return [f"{name} = {at}{cast}", hint], False
     if not is_stride:
-        return _offset(name, storage, columns), True
+        return _offset(name, storage, columns, rows), True
     if storage.kind == BUFFER:
         return [f"{name} = {columns.read(storage.sizes, elements=True)}"], False
     return [], True
 
 
-def _offset(name: str, storage: Storage, columns: _Columns) -> list[str]:
+def _offset(name: str, storage: Storage, columns: _Columns, rows: RowsInTable | None) -> list[str]:
     """Return the line that adds the offset of a slice to a tensor's address; none for a shared one.
 
     In a buffer of rows, all rows of a slice precede those of the next.
     """
     if storage.kind == SHARED:
         return []
-    first = columns.read(storage.firsts, elements=True)
     is_buffer_of_rows = storage.kind == BUFFER and storage.by_row
+    if is_buffer_of_rows and rows is not None:
+        return [f"{name} += {rows.offset(storage.sizes)}"]
+    first = columns.read(storage.firsts, elements=True)
     return [f"{name} += {first} * M" if is_buffer_of_rows else f"{name} += {first}"]
 
 

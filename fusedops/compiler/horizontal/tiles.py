@@ -98,12 +98,24 @@ class Tiling:
         units: for each unit, its tile's index, its slice, its index among the slice's units, and
             their number. Wide slices come first, so that they do not start last.
         parts: for each slice, the number of its units.
+        cost_of_row: the cost of a tile of a row beside that of its lanes, in lanes.
     """
 
     tiles: tuple[Tile, ...]
     most_rows: int
     units: tuple[tuple[int, int, int, int], ...]
     parts: tuple[int, ...]
+    cost_of_row: int = 0
+
+    @property
+    def tile_of(self) -> tuple[int, ...]:
+        """The index of each slice's tile."""
+        tiles = {k: tile for tile, k, _, _ in self.units}
+        return tuple([tiles[k] for k in range(len(self.parts))])
+
+    def cost_of(self, tile: Tile) -> int:
+        """Return the time that a row of a tile takes, in lanes."""
+        return tile.columns * tile.parts + self.cost_of_row
 
     @property
     def is_even(self) -> bool:
@@ -184,7 +196,7 @@ class Tiling:
             for k in members[shape]:
                 units_of[k] = of_slice
                 units += [(number, k, unit, of_slice) for unit in range(of_slice)]
-        return cls(tuple(tiles), most_rows, tuple(units), tuple(units_of))
+        return cls(tuple(tiles), most_rows, tuple(units), tuple(units_of), _LANES_OF_ROW)
 
 
 class _Shape(NamedTuple):

@@ -240,7 +240,7 @@ def _elsewhere(op: Operator, site: Site, tensors: Tensors, p: float) -> Any:
         return sharding.run(op, constants, tensors, p, partial(_with_state, op))
     # Only an int is compared: comparing a symbolic size would add a guard, or raise if the size is
     # unknown.
-    is_empty = type(elements) is int and not elements
+    is_empty = type(elements) is int and not elements and op.is_empty(tensors)
     if is_empty or site.cols < 0 or _references.on:
         # Without a state, the mask is the one that `F.dropout` draws.
         return op.reference(constants, tensors, dropout.dropout_of(p, NO_DROPOUT, site.cols))

@@ -236,6 +236,12 @@ class Operator(ABC):
             nested: whether the rows are a nested tensor, which PyTorch's operators check.
         """
 
+    def is_empty(self, tensors: Tensors) -> bool:
+        """Returns whether the call has no elements, so that it launches nothing."""
+        first = tensors[self.first]
+        assert first is not None
+        return not first.numel()
+
     @abstractmethod
     def cols(self, constants: Any, tensors: Tensors) -> int:
         """Returns the width of a row that a kernel is compiled for.

@@ -141,7 +141,7 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
     def write(*args: Any) -> None:
         tensors: Any = _flat(op, args[:count])
         first, seed = tensors[op.first], args[count]
-        if not first.numel():  # a rank's shard without elements
+        if op.is_empty(tensors):  # a rank's shard without elements
             return
         site, threshold = forward_site_and_threshold(args[-1], seed is not None, first.get_device())
         outs = args[count + 1 : -1]
@@ -167,8 +167,10 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
 
     def write_gradients(*args: Any) -> None:
         grads, seed, outs = _grads(op, args), args[read], args[read + 1 : -1]
-        cotangent = next(g for g in grads if g is not None)
-        if not cotangent.numel():  # a rank's shard without elements: its gradients are zeros
+        cotangents = [grad for grad in grads if grad is not None]
+        cotangent = cotangents[0]
+        # A rank's shard without elements: its gradients are zeros.
+        if not any(map(Tensor.numel, cotangents)):
             _fill_with_zeros(outs)
             return
         site, threshold = backward_site_and_threshold(

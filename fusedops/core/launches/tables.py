@@ -87,6 +87,8 @@ class _Arena:
     def take(self, count: int, *, again: bool) -> Tensor | None:
         """Returns memory of ``count`` numbers; None if there is none.
 
+        It begins at a multiple of 16 bytes, as kernels are compiled for.
+
         Args:
             count: the numbers.
             again: whether memory is used again from the start when it ends. Then all tables are
@@ -98,7 +100,7 @@ class _Arena:
                 return None
             self.tables.clear()
             self._start = 0
-        start, self._start = self._start, self._start + count
+        start, self._start = self._start, self._start + count + count % 2
         return self._memory[start : start + count]
 
 
