@@ -478,9 +478,10 @@ def test_cycles_through_regions_that_are_single_nodes() -> None:
         regions.Region, ([first, second], [lone, tangent], [other, cosine])
     )
     # sines ──▶ cosines ──▶ tangents ──▶ sines
-    assert order.is_cyclic(sines, [cosines, tangents])
-    assert not order.is_cyclic(sines, [cosines, regions.Region([lone]), regions.Region([tangent])])
-    assert not order.is_cyclic(sines, [])
+    assert order.Units([cosines, tangents]).are_cyclic_with(sines)
+    apart = [cosines, regions.Region([lone]), regions.Region([tangent])]
+    assert not order.Units(apart).are_cyclic_with(sines)
+    assert not order.Units().are_cyclic_with(sines)
 
 
 def _norm_of_cat(module: Slices, x: Tensor) -> Tensor:
