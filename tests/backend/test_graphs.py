@@ -18,6 +18,7 @@ import fusedops
 from backends import Backend, PostNorm, randn
 from fusedops.backend import entry, programs
 from fusedops.backend.fx import leaves, may_save_changed_inputs, namespace
+from fusedops.backend.report import CompileReport
 from fusedops.core.calls import registration, words
 from support import DEVICE
 
@@ -714,10 +715,9 @@ def test_parts_without_gradients_save_nothing() -> None:
     graphs = []
     fuse = entry.fused
 
-    def recording(gm: torch.fx.GraphModule) -> Any:
-        result = fuse(gm)
+    def recording(gm: torch.fx.GraphModule, report: CompileReport) -> None:
+        fuse(gm, report)
         graphs.append(gm)
-        return result
 
     with mock.patch.object(entry, "fused", recording):
         torch.compile(function, backend=Backend())(
