@@ -511,8 +511,9 @@ class _Capture(fx.Interpreter):
                 options = {**options, "is_causal": True}
             changes += change
         # Transformers repeats heads wherever it has a mask, which a compiled model always has.
-        # The fourth positional argument after the mask would be ``enable_gqa``.
-        if attn_mask is None and len(positional) < 4:
+        # The fourth positional argument after the mask would be ``enable_gqa``: a call that passes
+        # it has groups already.
+        if attn_mask is None and len(positional) < 4 and not options.get("enable_gqa"):
             heads = self._without_repeats(query, key, value)
             if heads is not None:
                 form = "that are not repeated for groups of queries"

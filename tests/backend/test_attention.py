@@ -327,6 +327,23 @@ def test_one_head_of_keys_that_is_broadcast_is_in_a_fused_kernel(is_causal: bool
     assert not [node for node in graph.nodes if "softmax" in str(node.target)]
 
 
+def test_groups_that_a_call_passes_are_no_change() -> None:
+    graphs: list[torch.fx.Graph] = []
+
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        report = CompileReport()
+        graphs.append(entry._with_operators(gm, inputs, report).graph)
+        assert not report.changes
+        return gm.forward
+
+    torch.compile(function, backend=backend)(_heads(4), _heads(1), _heads(1))
+    assert graphs
+
+
 def test_heads_that_are_repeated_without_gradients_stay_repeated(calls: list[_Call]) -> None:
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with torch.no_grad():
