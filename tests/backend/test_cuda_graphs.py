@@ -37,17 +37,19 @@ def _normalised(x: Tensor, weight: Tensor) -> Tensor:
     return torch.tanh(F.layer_norm(x, x.shape[-1:], weight))
 
 
+_FUSED = fusedops.rowwise(_normalised)
+
+
 class _Foreach(nn.Module):
     """A function of slices in separate tensors, by `foreach`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weights = nn.ParameterList([torch.randn(WIDTH) for _ in range(SLICES)])
-        self.function = fusedops.rowwise(_normalised)
 
     def forward(self, x: Tensor) -> Tensor:
         slices = [part * 2 for part in x.unbind(1)]
-        return torch.stack(self.function.foreach(slices, list(self.weights)), 1)
+        return torch.stack(_FUSED.foreach(slices, list(self.weights)), 1)
 
     def plain(self, x: Tensor) -> Tensor:
         pairs = zip(x.unbind(1), self.weights, strict=True)

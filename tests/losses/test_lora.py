@@ -46,8 +46,11 @@ def _loss(x: Tensor, w: Tensor, b: Tensor, u: Tensor, v: Tensor, target: Tensor,
 
 
 def _eager(x: Tensor, w: Tensor, b: Tensor, u: Tensor, v: Tensor, target: Tensor, **options: Any):
-    """Returns the loss of whole logits, with both products in the dtype of ``x``."""
-    logits = F.linear(x, w, b) + u.to(x.dtype) @ v.to(x.dtype).t()
+    """Returns the loss of whole logits, with both products in the dtype of ``x``.
+
+    Logits are rounded after each product, so that errors of sums compare with those of the loss.
+    """
+    logits = torch.addmm(F.linear(x, w, b), u.to(x.dtype), v.to(x.dtype).t())
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(wide, target, **options)
 
