@@ -35,6 +35,7 @@ class ActivationOperator(Operator):
     tensors = ("x", "other")
     outputs = ("y",)
     saved = ("saved_x", "saved_other")
+    by_rows = False  # kernels without a bias read any dense layout
 
     @staticmethod
     def key(mode: int, constants: Any, tensors: Any) -> Hashable:

@@ -29,7 +29,7 @@ from fusedops.activations.operator import ACTIVATION
 from fusedops.activations.site import ActivationConstants
 from fusedops.core.calls import operators, registration, words
 from fusedops.core.calls.operator import Operator
-from fusedops.core.launches import launch
+from fusedops.core.launches import launch, operand
 from fusedops.core.spec import Spec
 from fusedops.norms.operator import NORM
 from fusedops.slices.operator import SLICES
@@ -525,3 +525,37 @@ def test_numbers_of_constants_have_the_names_of_their_fields() -> None:
     constants: Any = Constants
     assert constants.numbered == ("eps",)
     assert Constants("op", None, 1e-5).numbers() == (1e-5,)  # type: ignore[attr-defined]
+
+
+@fusedops.rowwise
+def _softmax_of_double(x: Tensor) -> Tensor:
+    return torch.softmax(2 * x, -1)
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("plans")
+@pytest.mark.parametrize(
+    "function", [lambda x: fusedops.layer_norm(x, (24,)), _softmax_of_double], ids=["norm", "rows"]
+)
+def test_graph_has_the_copies_of_transposed_tensors(
+    function: Callable[..., Tensor], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transposed input and cotangent are copied by the compiler, and by no launch."""
+    x = torch.randn(2, 24, 5, device=device, requires_grad=True)
+
+    def transposed(x: Tensor) -> Tensor:
+        return function(x.transpose(1, 2)).transpose(1, 2) * x
+
+    def results(call: Callable[..., Tensor]) -> list[Tensor]:
+        y = call(x)
+        return [y, *torch.autograd.grad(y, x, torch.ones_like(y))]
+
+    expected = results(transposed)
+
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("a launch copies")
+
+    monkeypatch.setattr(operand, "_evenly_spaced", refuse)
+    compiled = torch.compile(transposed, fullgraph=True, backend=_planner([]))
+    for result, exact in zip(results(compiled), expected, strict=True):
+        assert torch.equal(result, exact)

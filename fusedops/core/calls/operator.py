@@ -184,6 +184,7 @@ class Operator(ABC):
         tensors: the names of the tensor arguments.
         first: the index of the tensor that determines the rows.
         variadic: whether the last name in ``tensors`` stands for any number of tensors.
+        by_rows: whether kernels read rows of adjacent elements, so that other tensors are copied.
         outputs: the names of all tensors that the forward writes.
         visible: the number of outputs, from the first, that the caller gets; the rest is only
             saved.
@@ -200,6 +201,7 @@ class Operator(ABC):
     tensors: ClassVar[tuple[str, ...]]
     first: ClassVar[int] = 0
     variadic: ClassVar[bool] = False
+    by_rows: ClassVar[bool] = True
     outputs: ClassVar[tuple[str, ...]]
     visible: ClassVar[int] = 1
     saved: ClassVar[tuple[str, ...]]

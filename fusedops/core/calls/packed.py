@@ -150,7 +150,8 @@ class _Run:
             # allocations.
             outs = dict(enumerate(allocated)) | written
             operator = getattr(torch.ops.fusedops, f"{call.name}_backward_out")
-            operator(*arguments, *outs.values(), registration.as_text(constants))
+            read = registration.in_rows(op, arguments)
+            operator(*read, *outs.values(), registration.as_text(constants))
         else:
             operator = getattr(torch.ops.fusedops, f"{call.name}_backward")
             outs = dict(enumerate(present(_listed(operator(*arguments, *constants)), needed)))

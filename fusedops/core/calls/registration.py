@@ -14,7 +14,9 @@ and a call of the second kind (by `torch.library.register_torch_dispatch`):
     y = forward(x, constants)   ->   y = empty(...); forward_out(x, y, "constants")
 
 So Inductor plans the memory of the outputs, as it does for its own kernels, and its code has less
-to do at each call. (Backends without special treatment of such calls copy the outputs.)
+to do at each call. (Backends without special treatment of such calls copy the outputs.) The graph
+also has the copies of tensors that no kernel reads in place, such as transposed ones: see
+`in_rows`. Inductor copies as part of the kernel that computes the tensor, or by tiles.
 
 A compiled graph calls an operator through PyTorch's dispatcher. The dispatcher looks for observers
 of the call (modes, profilers, transforms), and then calls the implementation, in Python. This costs
@@ -35,6 +37,7 @@ from torch import Tensor
 from ..compat import dispatch
 from ..compat.dynamo import is_exporting
 from ..compat.fake import Functional, are_functional
+from ..launches.operand import has_adjacent_columns
 from ..random import rng
 from . import function
 from .operator import Operator, Site
@@ -47,6 +50,7 @@ __all__ = [
     "define",
     "defined",
     "implement",
+    "in_rows",
     "is_planned",
     "shortened",
 ]
@@ -182,6 +186,7 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
 
     _define(
         library,
+        op,
         f"{op.name}_forward",
         tensors=f"{arguments}, Tensor? seed",
         constants=forward_constants,
@@ -191,6 +196,7 @@ def _define_all(op: Operator, library: torch.library.Library) -> None:
     )
     _define(
         library,
+        op,
         f"{op.name}_backward",
         tensors=f"{cotangents}, {saved_schema}, Tensor? seed",
         constants=backward_constants,
@@ -315,6 +321,7 @@ def _flat(op: Operator, tensors: Sequence[Any]) -> tuple[Tensor | None, ...]:
 
 def _define(
     library: torch.library.Library,
+    op: Operator,
     name: str,
     *,
     tensors: str,
@@ -327,6 +334,7 @@ def _define(
 
     Args:
         library: where they are registered.
+        op: the family's operator.
         name: the name.
         tensors: the schema of the tensors that are read.
         constants: the schema of the rest.
@@ -366,6 +374,7 @@ def _define(
         is_kept = kwargs or is_exporting()
         if not is_kept and are_functional(types) and is_planned(args):
             with mode:
+                args = (*in_rows(op, args[:count]), *args[count:])
                 outs = allocate(*args)
                 operator(*args[:count], *outs, as_text(args[count:]))
                 return _returned(outs)
@@ -383,6 +392,21 @@ def _returned(outs: Sequence[Tensor | None]) -> Any:
         return outs[0]
     like = next(out for out in outs if out is not None)
     return tuple([like.new_empty(0) if out is None else out for out in outs])
+
+
+def in_rows(op: Operator, tensors: Sequence[Any]) -> list[Any]:
+    """Returns tensors and lists of tensors, with copies of those that no kernel reads in place.
+
+    Without the copy a launch would copy them, by PyTorch's operator.
+    """
+    return [
+        in_rows(op, t)
+        if isinstance(t, (list, tuple))
+        else t.contiguous()
+        if isinstance(t, Tensor) and op.by_rows and not has_adjacent_columns(t)
+        else t
+        for t in tensors
+    ]
 
 
 def is_planned(args: Sequence[Any]) -> bool:

@@ -24,6 +24,7 @@ __all__ = [
     "dense",
     "empty",
     "empty_dense",
+    "has_adjacent_columns",
     "is_dense",
     "rows",
     "spacing",
@@ -175,6 +176,18 @@ def is_dense(t: Tensor) -> bool:
         if stride != expected:
             return False
         expected *= size
+    return True
+
+
+def has_adjacent_columns(t: Tensor) -> bool:
+    """Whether the elements of the last dimension are adjacent in memory.
+
+    Kernels that process rows read no others in place. While tracing, a size or stride that is a
+    symbol is not one.
+    """
+    for size, stride in zip(reversed(t.shape), reversed(t.stride()), strict=True):
+        if type(size) is not int or size != 1:
+            return type(stride) is int and stride == 1
     return True
 
 
