@@ -33,6 +33,8 @@ _HOW = """## How it is measured
 - **Regions** are the operators of fusedops in the compiled graphs, and **breaks** are graph breaks.
 - **Correct** results only are timed. Gradients and loss, or the outputs of inference, are compared with those of the eager
   model in fp32. They may differ from these at most twice as much as eager's in bf16, plus a rounding to bf16.
+- **Alone**: while a model is timed, the other processes of the command are stopped. Two commands on one machine share its
+  processors, and the host's time of each grows: run one on a machine.
 - **Layers** are fewer than in the published models. The comments in `benchmarks/zoo` name the model and what is reduced.
 
 To repeat all measurements, on a GPU, with `pip install .[bench,hf]`:
@@ -40,7 +42,7 @@ To repeat all measurements, on a GPU, with `pip install .[bench,hf]`:
 ```
 python -m benchmarks zoo                                  # all models, in training and inference
 python -m benchmarks zoo --budget 500 --resume            # in several runs
-python -m benchmarks zoo --part 1/2 --device cuda:0       # on two GPUs, each with its share of the models
+python -m benchmarks zoo --part 1/2                       # on one of two machines, each with its share
 python -m benchmarks zoo --page                           # this page
 ```"""
 
