@@ -185,10 +185,8 @@ def has_adjacent_columns(t: Tensor) -> bool:
     Kernels that process rows read no others in place. While tracing, a size or stride that is a
     symbol is not one.
     """
-    for size, stride in zip(reversed(t.shape), reversed(t.stride()), strict=True):
-        if type(size) is not int or size != 1:
-            return type(stride) is int and stride == 1
-    return True
+    numbers = (t.shape[-1], t.stride(-1)) if t.dim() else (1,)
+    return any(type(number) is int and number == 1 for number in numbers)
 
 
 def empty(like: Tensor, dtype: torch.dtype | None) -> Tensor:
