@@ -56,7 +56,7 @@ __all__ = [
     "connected",
     "is_of_elements",
     "reduced_dims",
-    "set_dims",
+    "set_dim",
 ]
 
 # The reason for leaving a region whose kernel would depend on a length that changes between calls.
@@ -481,9 +481,12 @@ def _named_dims(node: fx.Node, rank: int) -> Any:
     return node.kwargs.get("dim", ())
 
 
-def set_dims(node: fx.Node, dims: Sequence[int]) -> None:
-    """Sets the dimensions of a reduction that takes them as an argument."""
+def set_dim(node: fx.Node, dim: int) -> None:
+    """Makes a reduction over one dimension, which it takes as an argument, one over another."""
     position = _POSITION_OF_DIMS.get(name_of(node), 1)
+    # A softmax takes a number, other reductions take a list.
+    takes_number = name_of(node) in _SOFTMAX
+    dims = dim if takes_number else [dim]
     if len(node.args) > position:
         node.update_arg(position, dims)
     else:

@@ -78,6 +78,17 @@ class Reduced(nn.Module):
         return x.sigmoid() * total
 
 
+class Weighted(nn.Module):
+    """Channels that are weighted by their softmax, which takes its dimension as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(CHANNELS, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).softmax(1) * x
+
+
 class Unit(nn.Module):
     """Vectors of length one, of a sequence whose channels come first."""
 
@@ -117,6 +128,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "block": (Block, 2),
     "modulated": (Modulated, 1),
     "reduced": (Reduced, 1),
+    "weighted": (Weighted, 1),
     "unit": (Unit, 1),
     "changed": (Changed, 3),
     "copied": (Copied, 0),

@@ -33,7 +33,7 @@ from ..graphs import (
     parts_of,
     value_of,
 )
-from ..regions import reduced_dims, set_dims
+from ..regions import reduced_dims, set_dim
 from ..rewrite import Rewrite
 from ..symbols import have_hints
 
@@ -180,7 +180,7 @@ def _move(
     result = graph.call_function(cast("Any", node.target), args, kwargs)
     result.meta.update(node.meta)
     if is_reduction:
-        set_dims(result, [rank - 1])
+        set_dim(result, rank - 1)
     value = value_of(node)
     new = result
     # A value without the reduced dimension has the model's order already.
