@@ -62,6 +62,7 @@ __all__ = [
     "recording_nothing",
     "returning",
     "schema",
+    "without_autocast",
     "written_arguments",
 ]
 
@@ -544,19 +545,31 @@ def casts_recorded() -> Iterator[None]:
     and AOTAutograd switches it off only if it was on for some device at compile time. So it is
     switched on for a device that no operator of the graph runs on.
     """
-    kinds = list(filter(torch.is_autocast_enabled, ("cuda", "cpu")))
-    if not kinds:
+    if not any(map(torch.is_autocast_enabled, _AUTOCAST_KINDS)):
         yield
         return
     # "hpu" is Intel's Gaudi.
     before = torch.is_autocast_enabled("hpu")
+    with without_autocast():
+        torch.set_autocast_enabled("hpu", True)
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled("hpu", before)
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Computes nodes of a captured graph as they are: its casts are nodes, autocast adds none."""
+    kinds = list(filter(torch.is_autocast_enabled, _AUTOCAST_KINDS))
     _set_autocast(kinds, False)
-    torch.set_autocast_enabled("hpu", True)
     try:
         yield
     finally:
-        torch.set_autocast_enabled("hpu", before)
         _set_autocast(kinds, True)
+
+
+_AUTOCAST_KINDS = ("cuda", "cpu")
 
 
 def _set_autocast(kinds: Iterable[str], is_enabled: bool) -> None:

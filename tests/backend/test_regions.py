@@ -6,7 +6,8 @@ Inductor takes seconds for each graph. So most tests run graphs as AOTAutograd r
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -146,6 +147,47 @@ def test_parts_without_autocast_keep_their_precision() -> None:
     assert (y_error <= unit * (x.abs() @ w.abs())).all()
     dw_error = (dw.double() - x.double().sum(0)[:, None]).abs()
     assert (dw_error <= unit * x.abs().sum(0)[:, None]).all()
+
+
+@pytest.fixture
+def autocast_of_gpus() -> Iterator[None]:
+    """Makes autocast compute LayerNorm in fp32 on CPUs, too, as it does on GPUs."""
+    if DEVICE.type == "cuda":
+        yield
+        return
+    key = torch._C.DispatchKey.AutocastCPU
+
+    def in_fp32(x: Tensor, shape: list[int], weight: Tensor, bias: Tensor, eps: float) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+            return torch.native_layer_norm(x.float(), shape, weight.float(), bias.float(), eps)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("native_layer_norm", in_fp32, key.name)
+        yield
+
+
+@pytest.mark.usefixtures("autocast_of_gpus")
+def test_regions_without_autocast_keep_their_dtype() -> None:
+    """A LayerNorm in bf16, in a part where autocast is disabled, stays in bf16."""
+
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = (nn.Parameter(torch.randn(24)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+            with torch.autocast(DEVICE.type, enabled=False):
+                return F.layer_norm(x, (24,), weight, bias)
+
+    model, x = Norm().to(DEVICE), randn(3, 5, 24).bfloat16()
+    backend = Backend()
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        cotangent = torch.randn_like(model(x))
+        result = results(torch.compile(model, backend=backend), model, (x,), cotangent)
+        # Triton's interpreter truncates where a GPU rounds.
+        check(result, model, (x,), cotangent, 2 * torch.finfo(torch.bfloat16).eps)
+    assert len(backend.report.fused) == 1
 
 
 def _drops(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:

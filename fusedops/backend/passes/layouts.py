@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from ...core.compat.fake import hints
-from ..fx import OVERLOAD, casts_recorded, leaves, namespace, recording_nothing
+from ..fx import OVERLOAD, leaves, namespace, recording_nothing
 from ..graphs import (
     VIEWS,
     aliased_inputs,
@@ -51,7 +51,7 @@ def restore_strides(rewrite: Rewrite) -> None:
     contiguous = set(rewrite.results)
     # The values of nodes whose strides are no longer the model's.
     restrided = dict[fx.Node, Any]()
-    with recording_nothing(), casts_recorded(), torch.no_grad():
+    with recording_nothing(), torch.no_grad():
         for node in list(rewrite.graph.nodes):
             wanted = value_of(node)  # with the strides of the model
             if node in contiguous:
