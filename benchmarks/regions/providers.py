@@ -39,8 +39,8 @@ def _operator(workload: Workload) -> fx.GraphModule:
     graph = fx.Graph()
     inputs = [_placeholder(graph, index, tensor) for index, tensor in enumerate(tensors)]
     dtypes = [tensor.dtype for tensor in tensors]
-    saves = any(tensor.requires_grad for tensor in tensors)
-    call = call_operator(graph, source.program, inputs, inputs, dtypes, saves)
+    reached = [tensor.requires_grad for tensor in tensors]
+    call = call_operator(graph, source.program, inputs, inputs, dtypes, reached)
     results = results_of(graph, call, 0, source.program.count)
     graph.output(tuple([results[number] for number in source.output_numbers]))
     for node in graph.nodes:

@@ -19,6 +19,7 @@ def fused(gm: fx.GraphModule, report: CompileReport) -> None:
     with without_autocast():
         for apply in PASSES:
             apply(rewrite)
+            rewrite.drop_sets()
     gm.graph.lint()
     gm.recompile()
     report.regions += rewrite.reports

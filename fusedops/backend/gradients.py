@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx
 
-from .fx import GRAD_MODES, OWN_DERIVATIVE
+from .fx import GRAD_MODES, OWN_DERIVATIVE, leaves
 from .graphs import (
+    REACHED,
     aliased_inputs,
     captured_body,
     is_fixed,
@@ -103,15 +104,15 @@ def receives_gradients(graph: fx.Graph, needs: set[fx.Node]) -> set[fx.Node]:
     """
     receives: set[fx.Node] = set()
     # Zeros are not the same as none: an optimizer such as AdamW decays a parameter with zeros.
-    passes_gradient = functools.partial(_passes_gradient, receives)
     # Backwards: a node's users are decided before it.
     for node in reversed(graph.nodes):
+        passes_gradient = functools.partial(_passes_gradient, receives, node)
         if node in needs and any(map(passes_gradient, node.users)):
             receives.add(node)
     return receives
 
 
-def _passes_gradient(receives: set[fx.Node], user: fx.Node) -> bool:
+def _passes_gradient(receives: set[fx.Node], node: fx.Node, user: fx.Node) -> bool:
     """Whether a gradient may come from a user of a node.
 
     A fixed user counts, as it may write into an argument. Later nodes that read this argument are
@@ -122,7 +123,12 @@ def _passes_gradient(receives: set[fx.Node], user: fx.Node) -> bool:
     """
     if user.op == "output":
         return True
-    return user in receives or is_fixed(user)
+    if is_fixed(user):
+        return True
+    # The operator of a region passes it to some of its arguments.
+    reached = user.meta.get(REACHED)
+    is_reached = reached is None or node in itertools.compress(leaves(user.args), reached)
+    return user in receives and is_reached
 
 
 def _reads_no_numbers(node: fx.Node) -> bool:

@@ -71,6 +71,8 @@ _Kind = TypeVar("_Kind")
 
 # Keys in `fx.Node.meta`. ``meta[BIAS]`` is true for a node that adds a bias to a matrix product.
 BIAS = "fusedops_bias"
+# ``meta[REACHED]`` is, for each tensor of a region's operator, whether a gradient reaches it.
+REACHED = "fusedops_reached"
 # ``meta[FUNCTION]`` is the name of the `rowwise` function that returned the node's value.
 FUNCTION = "fusedops_function"
 # Operators whose results are views: they address the same elements by other indices.

@@ -218,7 +218,7 @@ class _Replacement:
             group = self._operator([form for form, _ in inputs], cats)
             if not self._compiles(group):
                 return None
-            call = self._call(group, [node for _, nodes in inputs for node in nodes])
+            call = self._call(group, [nodes for _, nodes in inputs])
             results = self._results(call, cats)
         self._replace_outputs(cats, results)
         self._erase_embeddings()
@@ -230,11 +230,20 @@ class _Replacement:
         lookups = [embeddings.lookup for embeddings in self.embeddings.values()]
         return group_of(self.programs, forms, of_results, lookups)
 
-    def _call(self, group: SliceGroup, tensors: list[fx.Node]) -> fx.Node:
-        """The node that calls the operator."""
+    def _call(self, group: SliceGroup, nodes_of_inputs: Sequence[Sequence[fx.Node]]) -> fx.Node:
+        """The node that calls the operator, from the nodes of each input's tensors."""
         inputs = self.matches[0].program.inputs
-        saves = any(match.reached for match in self.matches)
-        return call_operator(self.graph, group, [tensors], inputs, (dtype_of(inputs[0]),), saves)
+        pairs = zip(nodes_of_inputs, self._wanted(), strict=True)
+        reached = [is_wanted for nodes, is_wanted in pairs for _ in nodes]
+        tensors = list(itertools.chain(*nodes_of_inputs))
+        return call_operator(self.graph, group, [tensors], inputs, (dtype_of(inputs[0]),), reached)
+
+    def _wanted(self) -> list[bool]:
+        """For each input, whether a gradient reaches that of any member."""
+        return [
+            any(match.program.inputs[index] in match.reached for match in self.matches)
+            for index in range(len(self.matches[0].program.inputs))
+        ]
 
     def _results(
         self, call: fx.Node, cats: Sequence[fx.Node | None]
@@ -279,10 +288,6 @@ class _Replacement:
         device = value_of(program.inputs[self.lead.first]).device
         if not launch.runs_kernels(device.type) or tuning.on_demand():  # the tuner would run them
             return True
-        wanted = [
-            any(match.program.inputs[index] in match.reached for match in self.matches)
-            for index in range(len(program.inputs))
-        ]
         received = [
             any(node in self.receives for nodes in self._outputs(number) for node in nodes)
             for number in range(self.lead.count)
@@ -290,7 +295,7 @@ class _Replacement:
         rows = math.prod(hints(self.rows))
         try:
             with recording_nothing(), without_modes():
-                prepare(group, device, rows, wanted, received)
+                prepare(group, device, rows, self._wanted(), received)
         except launch.NotCompiledError:
             return False
         return True

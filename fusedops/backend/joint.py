@@ -319,7 +319,7 @@ def _computed_again(
     sizes = op.sizes_by([tensor])
     shape = list(map(sizes.__getitem__, program.structure.rows))
     arguments = [_argument(graph, forward, program, source, shape) for source in saved]
-    call = call_operator(graph, op, arguments, arguments, op.dtypes, False)
+    call = call_operator(graph, op, arguments, arguments, op.dtypes, [False] * len(arguments))
     new = graph.call_function(operator.getitem, (call, 0))
     fake = torch.empty_like(tensor)
     call.meta["val"], new.meta["val"] = (fake, fake.new_empty(0)), fake

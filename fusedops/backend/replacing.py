@@ -21,7 +21,7 @@ from torch import fx
 from ..core.calls.words import encode
 from ..core.random import rng
 from .dimensions import join, split
-from .graphs import dtype_of, escapes, may_be_changed, users_of, value_of
+from .graphs import REACHED, dtype_of, escapes, may_be_changed, users_of, value_of
 from .selection import Match
 
 __all__ = ["call_operator", "insertion_point", "replace", "results_of", "substitute"]
@@ -39,8 +39,8 @@ def replace(graph: fx.Graph, match: Match, replaced: dict[fx.Node, fx.Node]) -> 
     with graph.inserting_before(insertion_point(region.nodes, region.outputs)):
         arguments = _arguments(graph, match, replaced)
         dtypes = tuple(map(dtype_of, program.inputs))
-        saves = bool(match.reached)
-        call = call_operator(graph, program.program, arguments, program.inputs, dtypes, saves)
+        reached = list(map(match.reached.__contains__, program.inputs))
+        call = call_operator(graph, program.program, arguments, program.inputs, dtypes, reached)
         joins = program.source.joins
         results = results_of(graph, call, 0, len(joins))
         joined = [join(graph, *pair) for pair in zip(results, joins, strict=True)]
@@ -65,7 +65,7 @@ def call_operator(
     arguments: Sequence[Any],
     inputs: Sequence[fx.Node],
     dtypes: Sequence[torch.dtype],
-    saves: bool,
+    reached: Sequence[bool],
 ) -> fx.Node:
     """Calls an operator of the compiler.
 
@@ -75,7 +75,8 @@ def call_operator(
         arguments: its tensors as in its schema.
         inputs: the nodes of the region that are its inputs.
         dtypes: the dtypes of its tensors; of those in a list, one.
-        saves: whether a backward will follow.
+        reached: for each of its tensors, whether a gradient reaches it. If any is, a backward
+            will follow.
     """
     seed, threshold = None, rng.threshold(op.p)
     if threshold > 0:
@@ -83,9 +84,11 @@ def call_operator(
         seed = graph.call_function(torch.ops.fusedops.random_state.default, (device,))
     name = op.name + ("_call" if op.variadic else "_forward")
     target = getattr(torch.ops.fusedops, name).default
-    encoded = encode(op.record, tuple(dtypes), saves)
+    encoded = encode(op.record, tuple(dtypes), any(reached))
     args = (*arguments, seed, threshold, op.cols(op.record, ()), encoded)
-    return graph.call_function(target, args)
+    call = graph.call_function(target, args)
+    call.meta[REACHED] = tuple(reached)
+    return call
 
 
 def results_of(graph: fx.Graph, call: fx.Node, first: int, count: int) -> list[fx.Node]:

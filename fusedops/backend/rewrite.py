@@ -17,8 +17,8 @@ __all__ = ["Rewrite"]
 class Rewrite:
     """A captured graph while the passes rewrite it.
 
-    The sets of nodes are computed when the first pass reads them. A pass that replaces nodes later
-    adds the new ones, so that the next passes read sets of the graph as it is.
+    The sets of nodes are computed when a pass first reads them, for the graph as it is then. They
+    are dropped after each pass, which may have replaced nodes.
 
     Attributes:
         graph: a graph of operators. PyTorch has not differentiated it yet.
@@ -43,3 +43,8 @@ class Rewrite:
     def receives(self) -> set[fx.Node]:
         """Those of `needs` whose gradients come from a result of the graph."""
         return receives_gradients(self.graph, self.needs)
+
+    def drop_sets(self) -> None:
+        """Drops the sets, so that they are computed again when they are read."""
+        for name in ("needs", "receives"):
+            self.__dict__.pop(name, None)

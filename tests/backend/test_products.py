@@ -104,6 +104,25 @@ def test_product_that_is_only_detached_has_no_gradient() -> None:
             assert layer.bias.grad is None
 
 
+def test_product_that_a_region_only_compares_has_no_gradient() -> None:
+    """Its weight is not cast with that of another product that the region reads."""
+    layers = nn.ModuleList([nn.Linear(16, 16, bias=False) for _ in range(2)]).to(DEVICE)
+    scale = nn.Parameter(randn(16))
+
+    def function(x: Tensor) -> Tensor:
+        first, second = (layer(x).float().cumsum(-1) for layer in layers)
+        return F.layer_norm(torch.where(second > 0, first, 2 * first), (16,), scale)
+
+    backend = Backend()
+    for call in (function, torch.compile(function, backend=backend)):
+        layers.zero_grad()
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            call(randn(3, 16)).square().sum().backward()
+        assert layers[0].weight.grad is not None
+        assert layers[1].weight.grad is None
+    assert ["gt" in region.operators for region in backend.report.fused] == [True] * KERNEL_PATH
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_values_that_attention_saves_are_copied_out_of_a_joint_product(bias: bool) -> None:
     """As views of the joint product they would keep queries and keys in memory, too."""

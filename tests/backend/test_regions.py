@@ -190,6 +190,36 @@ def test_regions_without_autocast_keep_their_dtype() -> None:
     assert len(backend.report.fused) == 1
 
 
+def _biased(x: Tensor, up: nn.Linear) -> Tensor:
+    return F.layer_norm(up(x), (24,))
+
+
+def _concatenated(x: Tensor, up: nn.Linear) -> Tensor:
+    first, second = F.layer_norm(x @ up.weight * up.bias, (24,)).float().chunk(2, -1)
+    return torch.cat([first.sin(), second], -1).to(x.dtype)
+
+
+@pytest.mark.parametrize("norm", [_biased, _concatenated])
+def test_regions_before_a_head_with_a_loss_have_gradients(norm: Callable[..., Tensor]) -> None:
+    """Their norms have no weight: all gradients pass through a sum or casts that passes add."""
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.head = nn.Linear(24, 24), nn.Linear(24, 5)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(self.head(norm(x, self.up)), labels)
+
+    model = Classifier().to(DEVICE, torch.bfloat16)
+    x, labels = randn(6, 24).bfloat16(), torch.arange(6, device=DEVICE) % 5
+    backend = Backend()
+    cotangent = torch.ones((), device=DEVICE)
+    result = results(torch.compile(model, backend=backend), model, (x, labels), cotangent)
+    check(result, model, (x, labels), cotangent, 2 * torch.finfo(torch.bfloat16).eps)
+    assert len(backend.report.fused) == 1
+
+
 def _drops(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
     return F.dropout(x + bias, 0.25) + residual
 

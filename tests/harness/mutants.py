@@ -324,9 +324,23 @@ MUTANTS = (
     Mutant(
         "casts by autocast while a captured graph runs",
         "backend/fx.py",
-        '    torch.set_autocast_enabled("hpu", True)\n',
+        '        torch.set_autocast_enabled("hpu", True)\n',
         "",
         ("backend/test_regions.py", "test_parts_without_autocast_keep_their_precision"),
+    ),
+    Mutant(
+        "regions traced under the caller's autocast",
+        "backend/fusing.py",
+        "    with without_autocast():\n",
+        "    if True:\n",
+        ("backend/test_regions.py", "test_regions_without_autocast_keep_their_dtype"),
+    ),
+    Mutant(
+        "sets of nodes with gradients from before a pass",
+        "backend/fusing.py",
+        "            rewrite.drop_sets()\n",
+        "",
+        ("backend/test_regions.py", "test_regions_before_a_head"),
     ),
     Mutant(
         "a mask that changes in place, treated as a constant",

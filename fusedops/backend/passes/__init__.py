@@ -33,7 +33,7 @@ Pass = Callable[[Rewrite], None]
 
 # In this order, for a graph and for each captured body in it.
 PASSES: tuple[Pass, ...] = (
-    move_channels_last,  # first: the next passes read which nodes have gradients
+    move_channels_last,  # regions can then have these reductions
     split_complex,  # regions can then have them
     fuse_loss_heads,  # before biases are split from products, and regions have log-softmaxes
     split_biases,  # regions can then add them

@@ -88,12 +88,11 @@ def restore_biases(rewrite: Rewrite) -> None:
     for total, product in rewrite.sums.items():
         is_in_region = is_erased(total)
         if not is_in_region:
-            _restore_bias(rewrite, total, product)
+            _restore_bias(rewrite.graph, total, product)
 
 
-def _restore_bias(rewrite: Rewrite, total: fx.Node, product: fx.Node) -> None:
+def _restore_bias(graph: fx.Graph, total: fx.Node, product: fx.Node) -> None:
     """Replaces a sum and its product by ``addmm``, as before `_split_bias`."""
-    graph = rewrite.graph
     rows, bias = total.args
     assert isinstance(rows, fx.Node)
     total.replace_all_uses_with(rows)
@@ -101,8 +100,5 @@ def _restore_bias(rewrite: Rewrite, total: fx.Node, product: fx.Node) -> None:
     with graph.inserting_before(product):
         node = graph.call_function(torch.ops.aten.addmm.default, (bias, *product.args))
     node.meta.update(product.meta)
-    for nodes in (rewrite.needs, rewrite.receives):
-        if total in nodes:
-            nodes.add(node)
     product.replace_all_uses_with(node)
     graph.erase_node(product)
