@@ -510,20 +510,27 @@ class _Capture(fx.Interpreter):
             if kind is Mask.CAUSAL:
                 options = {**options, "is_causal": True}
             changes += change
+        heads = None
+        if _is_of_one_token(query, key, attn_mask, positional, options):
+            heads = self._heads_of_groups(query, key, value)
         # Transformers repeats heads wherever it has a mask, which a compiled model always has.
         # The fourth positional argument after the mask would be ``enable_gqa``: a call that passes
         # it has groups already.
-        if attn_mask is None and len(positional) < 4 and not options.get("enable_gqa"):
+        elif attn_mask is None and len(positional) < 4 and not options.get("enable_gqa"):
             heads = self._without_repeats(query, key, value)
-            if heads is not None:
+            options = options if heads is None else {**options, "enable_gqa": True}
+        if heads is not None:
+            form = "of one head that all queries share, in a fused kernel"
+            if heads[0] is not key:
                 form = "that are not repeated for groups of queries"
-                if heads[0] is key:
-                    form = "of one head that all queries share, in a fused kernel"
-                (key, value), options = heads, {**options, "enable_gqa": True}
-                changes.append(f"an attention of keys and values {form}")
-        result = F.scaled_dot_product_attention(
-            query, key, value, attn_mask, *positional, **options
-        )
+            changes.append(f"an attention of keys and values {form}")
+            key, value = heads
+        if heads is not None and attn_mask is not None:
+            result = _of_groups(query, key, value, attn_mask, options)
+        else:
+            result = F.scaled_dot_product_attention(
+                query, key, value, attn_mask, *positional, **options
+            )
         for description in changes:
             note_change(recorded_node(result), description)
         return result
@@ -542,19 +549,63 @@ class _Capture(fx.Interpreter):
     def _without_repeats(
         self, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor] | None:
+        """See `_heads_of_groups`; None where no fused kernel accepts groups of queries."""
+        if not _accepts_groups(query, key, value):
+            return None
+        return self._heads_of_groups(query, key, value)
+
+    def _heads_of_groups(
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
         """Keys and values before their heads were repeated, if both were, and equally.
 
         One head that is broadcast to all queries is returned as it is. Without ``enable_gqa``
-        PyTorch has no fused kernel for it. None where no fused kernel accepts groups of queries.
+        PyTorch has no fused kernel for it.
         """
-        if not _accepts_groups(query, key, value):
-            return None
         if key.shape[1] == value.shape[1] == 1 and query.shape[1] != 1:
             return key, value
         keys, values = self.repeats.unrepeated(key), self.repeats.unrepeated(value)
         if keys is None or values is None:
             return None
         return (keys, values) if keys.shape[1] == values.shape[1] else None
+
+
+def _is_of_one_token(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    positional: Sequence[Any],
+    options: Mapping[str, Any],
+) -> bool:
+    """Whether a query is one token of each sequence, and its heads have one mask.
+
+    So is a query of a decoder with a static cache, whose mask is of all places in the cache.
+    """
+    if mask is None or positional:
+        return False
+    if any(map(options.get, ("dropout_p", "is_causal", "enable_gqa"))):
+        return False
+    if query.dim() != 4 or key.dim() != 4 or query.shape[0] != key.shape[0]:
+        return False
+    # A size that is a symbol is never one: Dynamo makes no symbols of ones.
+    sizes = (query.shape[2], *mask.shape[-3:-2])
+    is_one = are_numbers(sizes) and all(size == 1 for size in sizes)
+    return is_one and query.shape[1] % key.shape[1] == 0
+
+
+def _of_groups(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: Mapping[str, Any]
+) -> Tensor:
+    """Attention of one token, in which the queries that share a head of keys are its rows.
+
+    (batch, heads, 1, size) ──▶ (batch, heads of keys, group, size). With a mask no fused kernel
+    accepts groups of queries, but all of them accept rows.
+    """
+    batch, count, _, size = query.shape
+    heads = key.shape[1]
+    rows = query.reshape(batch, heads, count // heads, size)
+    result = F.scaled_dot_product_attention(rows, key, value, mask, **options)
+    return result.reshape(batch, count, 1, value.shape[-1])
 
 
 def _needed_mask(mask: Tensor, kind: Mask) -> tuple[Tensor | None, list[str]]:

@@ -379,6 +379,51 @@ def test_heads_stay_repeated_in_single_precision(calls: list[_Call]) -> None:
     assert calls == [_Call(has_mask=False, is_causal=False, key_heads=4)]
 
 
+def _of_each_head(query: Tensor) -> Tensor:
+    return torch.arange(4 * _LENGTH, device=DEVICE).view(4, 1, _LENGTH) % 5 > 0
+
+
+# Queries of tokens that attend to a cache: the number of sequences and of tokens, the heads of keys
+# before their repetition, the mask, and the heads of keys in the captured attention.
+TOKENS: dict[str, tuple[int, int, int, Callable[[Tensor], Tensor], int]] = {
+    "one token": (2, 1, 2, lambda query: _of_each_head(query)[0], 2),
+    "a mask for each sequence": (2, 1, 2, lambda query: query[:, :1, :, :_LENGTH] > -1, 2),
+    "one head of keys": (2, 1, 1, lambda query: _of_each_head(query)[:1], 1),
+    "a mask for each head": (2, 1, 2, _of_each_head, 4),
+    "two tokens": (2, 2, 2, lambda query: _of_each_head(query)[:2, 0], 4),
+    "one query for two sequences": (1, 1, 2, lambda query: _of_each_head(query)[0], 4),
+}
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_queries_of_one_token_are_rows_of_the_heads_of_a_cache(
+    name: str, calls: list[_Call]
+) -> None:
+    batch, length, count, mask_of, captured_count = TOKENS[name]
+
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if count > 1:
+            key, value = _expanded(key), _expanded(value)
+        query = query[:batch]
+        result = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_of(query))
+        return result.transpose(1, 2).flatten(2)
+
+    _compare(function, [_heads(4, length), _heads(count), _heads(count)])
+    assert calls == [_Call(has_mask=True, is_causal=False, key_heads=captured_count)]
+
+
+@pytest.mark.parametrize("option", [{"dropout_p": 1.0}, {"enable_gqa": True}])
+def test_options_keep_queries_of_one_token_as_they_are(option: Any, calls: list[_Call]) -> None:
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = _of_each_head(query)[0]
+        return F.scaled_dot_product_attention(
+            query, _expanded(key), _expanded(value), mask, **option
+        )
+
+    _compare(function, [_heads(4, 1), _heads(2), _heads(2)])
+    assert calls == [_Call(has_mask=True, is_causal=False, key_heads=4)]
+
+
 def _compare(
     function: Callable[..., Tensor],
     heads: list[Tensor],
@@ -386,7 +431,7 @@ def _compare(
     backend: Callable[..., Any] = _backend,
 ) -> None:
     """Check that values and gradients of a compiled function are those of the function."""
-    cotangent = torch.randn(heads[0].shape, device=DEVICE)
+    cotangent = torch.randn(function(*heads).shape, device=DEVICE)
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     results = []
     for call in (function, compiled):
