@@ -30,7 +30,7 @@ from .graphs import (
 from .order import Units, aliases, bytes_of, has_kernel
 from .regions import Region, connected
 
-__all__ = ["LEAST_ALIKE", "Former", "Group", "parts_alike", "pays"]
+__all__ = ["BYTES_OF_LAUNCH", "LEAST_ALIKE", "Former", "Group", "parts_alike", "pays"]
 
 _T = TypeVar("_T")
 
@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 # become one operator only because they are alike.
 LEAST_ALIKE = 4
 # The bytes that a GPU moves in the time that a launch of a small kernel takes: 2 µs of an H200.
-_BYTES_OF_LAUNCH = 8 * 2**20
+BYTES_OF_LAUNCH = 8 * 2**20
 # Kernels of slices take longer than Inductor's for the same bytes, by this factor at most.
 _SLOWER = 1.25
 
@@ -223,7 +223,7 @@ def pays(regions: Sequence[Region], selected: Collection[fx.Node]) -> bool:
         moved += sum(map(bytes_of, [*inputs, *region.outputs]))
         between += 2 * sum(map(bytes_of, fused))
         alone += not fused
-    return between + (_SLOWER - 1) * moved < (alone - 1) * _BYTES_OF_LAUNCH
+    return between + (_SLOWER - 1) * moved < (alone - 1) * BYTES_OF_LAUNCH
 
 
 def _fused_values(

@@ -245,6 +245,7 @@ def _with_operators(
         return gm
     report.regions += report_of_graph.regions
     report.rest += report_of_graph.rest
+    report.differentiated += report_of_graph.differentiated
     report.operators += report_of_graph.operators
     report.changes += changes_in(result.graph)
     report.devices.update(tensor.device.type for tensor in tensors_of(result.graph.nodes))

@@ -24,3 +24,4 @@ def fused(gm: fx.GraphModule, report: CompileReport) -> None:
     gm.recompile()
     report.regions += rewrite.reports
     report.rest += rewrite.rest
+    report.differentiated += rewrite.differentiated

@@ -87,6 +87,7 @@ class RegionReport:
         shape: the shape of its largest output, in the call that was traced.
         reason: why it was left to Inductor; "" if it is one operator.
         border: bytes of its inputs and outputs.
+        has_gradient: whether a backward follows, so whether its results have gradients.
         unfused: bytes that PyTorch's operators read and write forward, one by one.
         rows: the rows of that operator, in the call that was traced.
         program: that operator; None if there is none.
@@ -101,6 +102,7 @@ class RegionReport:
     shape: tuple[int, ...]
     reason: str = ""
     border: int = 0
+    has_gradient: bool = True
     unfused: int = 0
     rows: int = 0
     program: Program | None = field(default=None, repr=False)
@@ -112,41 +114,43 @@ class RegionReport:
 
     @property
     def forward(self) -> int:
-        """Bytes of full tensors that its forward kernel reads and writes, if a backward follows."""
-        return self.rows * _moved_of_row(self.program)[0]
+        """Bytes of full tensors that its forward kernel reads and writes."""
+        return self.rows * _moved_of_row(self.program, self.has_gradient)[0]
 
     @property
     def moved(self) -> int:
         """Bytes of full tensors that its kernels read and write, forward and backward."""
-        return self.rows * sum(_moved_of_row(self.program))
+        return self.rows * sum(_moved_of_row(self.program, self.has_gradient))
 
     @property
     def seconds(self) -> float:
         """The predicted time forward and backward: the bytes at the memory's bandwidth.
 
-        A region that is left reads its inputs and writes its outputs, and its backward reads and
-        writes as much twice: inputs and gradients.
+        A region that is left reads its inputs and writes its outputs. Its backward, if it has one,
+        reads and writes as much twice: inputs and gradients.
         """
-        moved = self.moved if self.program is not None else (1 + _BACKWARD) * self.border
+        moved = self.moved
+        if self.program is None:
+            moved = self.border * (1 + _BACKWARD * self.has_gradient)
         return moved / memory_bandwidth()[0]
 
     @property
     def saved(self) -> int:
         """Bytes of full tensors that its backward needs, its outputs not counted."""
-        if self.program is None:
+        if self.program is None or not self.has_gradient:
             return 0
         return self.rows * self.program.plan.alternatives[0].held - self.of_tables
 
 
 @functools.lru_cache(maxsize=1024)
-def _moved_of_row(program: Program | None) -> tuple[int, int]:
+def _moved_of_row(program: Program | None, has_gradient: bool) -> tuple[int, int]:
     """Bytes that the kernels move for a row, forward and backward; 0 without a program."""
     if program is None:
         return 0, 0
     plan, acc = program.plan, program.acc
     options: dict[str, Any] = {"group": (), "tiled": program.tiled}
-    forward = forward_kernels(plan, acc, **options, saves=True)
-    wanted = plan.differentiable
+    forward = forward_kernels(plan, acc, **options, saves=has_gradient)
+    wanted = plan.differentiable if has_gradient else ()
     backward = []
     if wanted:
         backward = backward_kernels(
@@ -189,6 +193,7 @@ class CompileReport:
         changes: other computations that differ from the model's, and how often each occurs.
         operators: this library's operators that the model itself calls, and how often.
         rest: bytes that the operators outside of regions read and write forward, one by one.
+        differentiated: those of operators whose results have gradients.
     """
 
     regions: list[RegionReport] = field(default_factory=list)
@@ -198,6 +203,7 @@ class CompileReport:
     changes: Counter[str] = field(default_factory=Counter)
     operators: Counter[str] = field(default_factory=Counter)
     rest: int = 0
+    differentiated: int = 0
 
     @property
     def slowest(self) -> list[RegionReport]:
@@ -237,7 +243,7 @@ class CompileReport:
         bandwidth, owner = memory_bandwidth()
         fused = sum([region.seconds for region in self.fused])
         left = sum([region.seconds for region in self.regions if region.reason])
-        rest = (1 + _BACKWARD) * self.rest / bandwidth
+        rest = (self.rest + _BACKWARD * self.differentiated) / bandwidth
         return (
             f"predicted from bytes, at {bandwidth / 1e12:.2f} TB/s ({owner}): {_time(fused)} for "
             f"operators, {_time(left)} for regions that are left, {_time(rest)} for the rest"
@@ -247,11 +253,13 @@ class CompileReport:
         where = "1 graph" if self.graphs == 1 else f"{self.graphs} graphs"
         fused = self.fused
         if fused:
-            moved = _bytes(sum([region.moved for region in fused]))
-            saved = _bytes(sum([region.saved for region in fused]))
+            text = f"{_bytes(sum([region.moved for region in fused]))} moved"
+            if any(region.has_gradient for region in fused):
+                saved = sum([region.saved for region in fused])
+                text += f", {_bytes(saved)} saved for backward"
             return (
                 f"{len(fused)} of {len(self.regions)} row-wise regions are one operator, in {where}"
-                f": {moved} moved, {saved} saved for backward"
+                f": {text}"
             )
         if self.regions:
             return f"0 of {len(self.regions)} row-wise regions are one operator, in {where}"
@@ -272,8 +280,10 @@ def _line(region: RegionReport) -> str:
     outcome = f"left: {region.reason}"
     if not region.reason:
         forward, unfused = _bytes(region.forward), _bytes(region.unfused)
-        outcome = f"{_bytes(region.moved)} moved, {_bytes(region.saved)} saved"
-        outcome += f"; forward {forward} instead of {unfused}"
+        outcome = f"{forward} moved instead of {unfused}"
+        if region.has_gradient:
+            outcome = f"{_bytes(region.moved)} moved, {_bytes(region.saved)} saved"
+            outcome += f"; forward {forward} instead of {unfused}"
         if region.slices > 1:
             outcome += f"; one of {region.slices} slices of an operator"
         if region.lookups:

@@ -26,6 +26,7 @@ class Rewrite:
         results: the nodes that have replaced the outputs of regions.
         reports: the reports of all regions.
         rest: the bytes that operators outside of regions read and write forward, one by one.
+        differentiated: those of operators whose results have gradients.
     """
 
     graph: fx.Graph
@@ -33,6 +34,7 @@ class Rewrite:
     results: list[fx.Node] = field(default_factory=list)
     reports: list[RegionReport] = field(default_factory=list)
     rest: int = 0
+    differentiated: int = 0
 
     @functools.cached_property
     def needs(self) -> set[fx.Node]:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from ..compiler.errors import NotRowwiseError
 from ..core.compat.fake import hints
-from .alike import LEAST_ALIKE, Former, parts_alike, pays
+from .alike import BYTES_OF_LAUNCH, LEAST_ALIKE, Former, parts_alike, pays
 from .graphs import (
     BIAS,
     COPIES,
@@ -110,12 +110,12 @@ class Selector:
                 continue
             is_alone = kinds[_operators_of(region)] < 2
             # `_match` may copy views out of the region, so describe the region before.
-            report = _report_of(region)
+            report = _report_of(region, self.needs)
             try:
                 match = self._match(region)
                 # Regions of the same operators may be one operator: see `horizontal`. Only that is
                 # compiled then.
-                if is_alone:
+                if is_alone and not _why_not_alone(match, self.needs):
                     prepare(match.program, match.reached, self.receives)
                 else:
                     self._unprepared.add(match)
@@ -130,7 +130,7 @@ class Selector:
         self._select_slices()
         for region in self.finder.changing():
             self._reported.update(region.nodes)
-            self.reports.append(replace(_report_of(region), reason=CHANGING))
+            self.reports.append(replace(_report_of(region, self.needs), reason=CHANGING))
 
     def _select_slices(self) -> None:
         """Tries the other regions of which several are one operator."""
@@ -150,7 +150,7 @@ class Selector:
 
     def _select_slice(self, region: Region) -> None:
         """Tries a region of a group, which is one operator with the others."""
-        report = _report_of(region)
+        report = _report_of(region, self.needs)
         try:
             match = replace(self._match(region, is_slice=True), is_slice=True)
         # As in `select`.
@@ -211,9 +211,13 @@ class Selector:
             raise NotRowwiseError("as an operator it would be in a cycle with another region")
         return Match(region, program, reached)
 
-    def rest(self) -> int:
-        """The bytes that operators outside of the reported regions read and write, one by one."""
-        return _moved_by(itertools.filterfalse(self._reported.__contains__, self.graph.nodes))
+    def rest(self) -> tuple[int, int]:
+        """The bytes that operators outside of the reported regions read and write, one by one.
+
+        The second number is of those operators whose results have gradients.
+        """
+        nodes = list(itertools.filterfalse(self._reported.__contains__, self.graph.nodes))
+        return _moved_by(nodes), _moved_by(filter(self.needs.__contains__, nodes))
 
     def note_group(
         self, matches: Sequence[Match], lookups: Sequence[int], outside: Sequence[str]
@@ -249,7 +253,7 @@ class Selector:
 
         Its kernels are compiled, or are now.
         """
-        reason = _UNSUMMED if match.is_slice else ""
+        reason = _why_not_alone(match, self.needs)
         if match in self._unprepared and not reason:
             try:
                 prepare(match.program, match.reached, self.receives)
@@ -294,12 +298,13 @@ def _operators_of(region: Region) -> tuple[str, ...]:
     return tuple(map(name_of, region.nodes))
 
 
-def _report_of(region: Region) -> RegionReport:
+def _report_of(region: Region, needs: set[fx.Node]) -> RegionReport:
     """The report of a region whose outcome is not known yet."""
     return RegionReport(
         _operators(region),
         _shape(region),
-        border=sum(map(_bytes, tensors_of([*region.inputs, *region.outputs]))),
+        border=_border(region),
+        has_gradient=_has_gradient(region, needs),
         functions=_functions(region),
     )
 
@@ -327,6 +332,11 @@ def _shape(region: Region) -> tuple[int, ...]:
     """The shape of the largest output, in the call that is traced."""
     shapes = [hints(tensor.shape) for tensor in tensors_of(region.outputs)]
     return max(shapes, key=math.prod, default=())
+
+
+def _border(region: Region) -> int:
+    """The bytes of a region's inputs and outputs."""
+    return sum(map(_bytes, tensors_of([*region.inputs, *region.outputs])))
 
 
 def _moved_by(nodes: Iterable[fx.Node]) -> int:
@@ -419,6 +429,7 @@ def _adds_bias_alone(region: Region, needs: set[fx.Node]) -> bool:
 
 
 _UNSUMMED = "no gradient is summed over its rows, and no mask is stored"
+_SMALL = "it has no gradient, and is so small that a launch takes as long as its kernel"
 # Pairs of a condition and a reason. The first condition that holds for a region decides: with a
 # reason the region is left to Inductor, with "" it becomes an operator. If none holds, it becomes
 # one, too.
@@ -439,6 +450,31 @@ def _why_not(region: Region, needs: set[fx.Node], *, is_slice: bool) -> str:
     """
     reasons = [reason for holds, reason in _RULES if holds(region, needs)]
     return next((reason for reason in reasons if not (is_slice and reason == _UNSUMMED)), "")
+
+
+def _why_not_alone(match: Match, needs: set[fx.Node]) -> str:
+    """The reason to leave a selected region to Inductor if it is in no group; else ""."""
+    if match.is_slice:
+        return _UNSUMMED
+    is_wanted = _is_of_rowwise(match.region, needs) or _has_dropout(match.region, needs)
+    return _SMALL if _is_small_inference(match.region, needs) and not is_wanted else ""
+
+
+def _is_small_inference(region: Region, needs: set[fx.Node]) -> bool:
+    """Whether a region has no gradient, and its kernel takes no longer than any launch does.
+
+    So it is in a decoder that generates: 64 rows of 2048 columns are 256 KiB in half precision. An
+    operator then saves nothing. Inductor's second read of a long row comes from a cache, there is
+    no backward whose sums one kernel could compute, and each kernel takes the same two
+    microseconds, in CUDA graphs, too. Inductor may need fewer kernels, as it computes a region in
+    the kernel of a neighbour, and the host launches its kernels in less time than it calls an
+    operator.
+    """
+    return _border(region) < BYTES_OF_LAUNCH and not _has_gradient(region, needs)
+
+
+def _has_gradient(region: Region, needs: set[fx.Node]) -> bool:
+    return not needs.isdisjoint(region.outputs)
 
 
 def _saved(program: RegionProgram) -> list[fx.Node]:

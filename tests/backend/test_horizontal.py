@@ -384,7 +384,7 @@ def test_regions_without_sums_are_left_where_they_do_not_pay(name: str) -> None:
 
 def test_large_slices_without_sums_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch is little beside what they move."""
-    monkeypatch.setattr(alike, "_BYTES_OF_LAUNCH", MANY * WIDTH * 4 // 3)
+    monkeypatch.setattr(alike, "BYTES_OF_LAUNCH", MANY * WIDTH * 4 // 3)
     make_model, make_inputs = _alike(_softmax)
     backend = Recorded()
     torch.compile(make_model().to(DEVICE), backend=backend, fullgraph=True)(*make_inputs())

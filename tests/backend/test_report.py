@@ -252,6 +252,30 @@ def test_prediction_has_the_slowest_region_first() -> None:
     )
 
 
+def test_report_of_inference_has_the_forward_alone() -> None:
+    """A norm becomes an operator, a softmax is left, and a product is in no region."""
+    norm, weight = nn.LayerNorm(8).to(DEVICE), randn(8, 4)
+
+    def function(x: Tensor) -> Tensor:
+        return torch.softmax(norm(x) @ weight, -1)
+
+    with torch.no_grad():
+        report = fusedops.explain(function, randn(6, 8))
+    (fused,) = report.fused
+    size = 6 * 8 * 4
+    assert (fused.forward, fused.moved, fused.saved) == (2 * size, 2 * size, 0)
+    bandwidth, _ = memory_bandwidth()
+    left_bytes = 2 * 6 * 4 * 4
+    times = [region.seconds * bandwidth for region in report.slowest]
+    assert times == pytest.approx([2 * size, left_bytes])
+    assert (report.rest, report.differentiated) == ((6 * 8 + 8 * 4 + 6 * 4) * 4, 0)
+    summary, line, *_, prediction = str(report).splitlines()
+    assert summary.endswith("in 1 graph: 0.4 KiB moved")
+    assert line.startswith("  1 x (6, 8)  native_layer_norm  0.4 KiB moved instead of ")
+    rest = f"{report.rest / bandwidth * 1e6:.1f} µs for the rest"
+    assert prediction.endswith(rest)
+
+
 def test_compile_raises_for_what_is_not_callable() -> None:
     with pytest.raises(TypeError, match="compile: model must be a module or a function, got int"):
         fusedops.compile(3)  # type: ignore[type-var]

@@ -32,7 +32,7 @@ def fuse_regions(rewrite: Rewrite) -> None:
         rewrite.results += [selector.replaced[old] for old in outputs if old in selector.replaced]
     rewrite.reports += selector.reports
     # Last: an operator of slices also replaces what concatenates its results.
-    rewrite.rest = selector.rest()
+    rewrite.rest, rewrite.differentiated = selector.rest()
 
 
 def _replace(
