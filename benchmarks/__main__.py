@@ -247,6 +247,8 @@ def filled(page: Path, path: Path) -> str:
             return model_pages.compiled(
                 path.with_name(f"models_{name}"), path.with_name(f"compile_{name}")
             )
+        if first == "inference":
+            return model_pages.inference(path.with_name(f"models_{path.name}"))
         operators = {first, *others}
         return tables.markdown(
             (row for row in results.load(path) if row.op in operators), _device_of(path)

@@ -43,7 +43,7 @@ def compile_ahead(
     # In the other modes shapes change, so the compiled models would not be used.
     todo = list[Task]()
     for item in work:
-        if item.workload.mode in ("train", "infer"):
+        if item.workload.mode in ("train", "infer", "decode"):
             todo += [(item.workload, name) for name in item.providers if name in COMPILING]
     if not todo:
         return 0, 0

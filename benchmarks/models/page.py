@@ -13,7 +13,7 @@ from .providers import WITHOUT_TRICK
 from .results import Row, WorkloadKey, by_workload, read
 from .workloads import MODELS, MODES
 
-__all__ = ["compiled", "markdown", "summary", "table"]
+__all__ = ["compiled", "inference", "markdown", "summary", "table"]
 
 _NAMES = {
     "eager": "eager",
@@ -40,6 +40,8 @@ _MODE_TITLES = {
     "train": "## Training step\n\nForward and backward, bf16 autocast over fp32 weights, dropout on.",
     "generate": "## Generation\n\n64 tokens, greedy, after prompts of 64, with `no_repeat_ngram_size=3`, bf16 weights.",
     "infer": "## Inference\n\nThe forward in evaluation mode, without gradients, bf16 weights.",
+    "decode": "## Decoding\n\nOne token of each sequence, with a static cache; a shape is the number of sequences, and the "
+    "places of the cache. Logits are whole. bf16 weights. Peak memory does not include the cache.",
 }
 _MODEL_NAMES = {
     "bert": "BERT-base",
@@ -47,6 +49,7 @@ _MODEL_NAMES = {
     "t5": "T5-base",
     "llama": "Llama-like, 1B",
     "llama_1b": "Llama-3.2-like, 1.2B",
+    "llama_8b": "Llama-3.1-like, 8B",
     "vit": "ViT-B/16",
     "qwen3": "Qwen-3-like, 0.6B",
     "gemma2": "Gemma-2-like, 1.6B",
@@ -313,6 +316,18 @@ def compiled(path: Path, first_calls: Path) -> str:
     return "\n\n".join(parts)
 
 
+def inference(path: Path) -> str:
+    """Returns tables of the models that are decoded: prefill, and one token of each sequence."""
+    parts = []
+    for mode, title in (("infer", "Prefill"), ("decode", "One token")):
+        rows = [row for row in read(path) if row.mode == mode and MODELS[row.model].caches]
+        if rows:
+            parts += [f"{title}, ms, and in brackets the speed-up over eager:"]
+            parts += [_grid(_ordered(rows), _time)]
+            parts += [f"{title}, tokens a second:", _grid(_ordered(rows), _tokens)]
+    return "\n\n".join(parts) or "Nothing has been measured yet."
+
+
 def _bold(text: str, *, when: bool) -> str:
     return f"**{text}**" if when else text
 
@@ -359,6 +374,13 @@ def _host(row: Row, eager: Row | None) -> str:
 
 def _gpu(row: Row, eager: Row | None) -> str:
     return "" if row.gpu_ms is None else f"{row.gpu_ms:.2f}{_times(row, eager, 'gpu_ms')}"
+
+
+def _tokens(row: Row, eager: Row | None) -> str:
+    """Returns the tokens a second: those of a forward, or one of each sequence."""
+    sizes = list(map(int, row.shape.split("x")))
+    tokens = sizes[0] if row.mode == "decode" else math.prod(sizes)
+    return "" if row.ms is None else f"{1e3 * tokens / row.ms:,.0f}"
 
 
 def _peak(row: Row, eager: Row | None) -> str:

@@ -81,6 +81,8 @@ def _step(
         return lambda: _train(model, batch, device)
     if workload.mode == "infer":
         return lambda: _infer(model, batch)
+    if workload.mode == "decode":
+        return _Decoding(model, batch, workload.sizes[-1])
     new_tokens = workload.sizes[-1]
     return lambda: _generate(model, batch, new_tokens)
 
@@ -108,9 +110,12 @@ def offered(workload: Workload) -> list[str]:
     Autotuning takes minutes per model, so it is measured on one model only. Other choices of what a
     backward computes again have the values of the backend's own choice. CUDA graphs are
     measured on a model whose steps are bound by the host. Generation is not compiled: its cache
-    grows by one token per step, and each size would be compiled. Nor is a short training, because
-    its sizes are not those of the compiled steps.
+    grows by one token per step, and each size would be compiled. Decoding has a static cache, and
+    is measured with all. A short training is not compiled, because its sizes are not those of the
+    compiled steps.
     """
+    if workload.mode == "decode":
+        return [name for name in _OF_DECODING if applies(name, workload)]
     excluded = {name for name in PROVIDERS if not applies(name, workload)} | _ON_REQUEST
     if workload.name != "llama":
         excluded.add("compile_autotune")
@@ -144,6 +149,40 @@ def _generate(model: Any, batch: dict[str, Any], new_tokens: int) -> Any:
         min_new_tokens=new_tokens,
         max_new_tokens=new_tokens,
     )
+
+
+class _Decoding:
+    """A step that generates one token of each sequence, with a static cache.
+
+    A step takes as long wherever in the cache the token is: attention reads all places.
+
+    Args:
+        model: the decoder.
+        batch: one token of each sequence.
+        places: the places of the cache. When all are in use, the cache is emptied.
+    """
+
+    def __init__(self, model: Any, batch: dict[str, Any], places: int) -> None:
+        from transformers import StaticCache
+
+        self.model, self.batch, self.places = model, batch, places
+        self.cache: Any = StaticCache(model.config, max_cache_len=places)
+        self.used = 0
+        config, sequences = model.config, batch["input_ids"].shape[0]
+        # Before the first step: a cache that is made in a compiled step is not static.
+        self.cache.early_initialization(
+            sequences, config.num_key_value_heads, config.head_dim, model.dtype, model.device
+        )
+
+    @torch.no_grad()
+    def __call__(self) -> Tensor:
+        if self.used == self.places:
+            self.cache.reset()
+            self.used = 0
+        self.used += 1
+        # By position: releases of Transformers differ in the name.
+        logits: Tensor = self.model(self.batch["input_ids"], None, None, self.cache).logits
+        return logits
 
 
 def _eager(model: nn.Module) -> Context:
@@ -282,4 +321,5 @@ _WITH_OPERATORS = frozenset(name for name in PROVIDERS if name.startswith("opera
 _WITH_LOSS = frozenset(_OF_HIDDEN_STATES)
 # Measured only if they are named.
 _ON_REQUEST = frozenset({*WITHOUT_TRICK, *_OF_MEMORY, "backend_loss_speed", "backend_loss_low"})
-_WITH_LIGER = frozenset(("llama", "llama_1b", "qwen3", "gemma2"))
+_WITH_LIGER = frozenset(("llama", "llama_1b", "llama_8b", "qwen3", "gemma2"))
+_OF_DECODING = ("eager", "fused", "liger", "compile", "backend", *list(_REPLAYING)[:2])

@@ -24,7 +24,7 @@ from .written import DLRM, DiT, GatedDecoder, MetaLlama, NanoGPT
 
 __all__ = ["MODELS", "MODES", "Model", "Workload", "loss_workloads", "named", "workloads"]
 
-MODES = ("train", "generate", "infer")  # in the order in which they are measured
+MODES = ("train", "generate", "infer", "decode")  # in the order in which they are measured
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,9 @@ class Model:
             none.
         prompts: the number of prompts to continue, their length, and the number of new tokens; None
             if the model does not generate.
+        caches: the number of sequences, and the places of their static cache, to generate one token
+            of each; the most important first. Empty if that is not measured.
+        trains: whether a training step fits into a GPU's memory.
         decodes: whether the model has an encoder and a decoder. Without labels it then needs the
             decoder's inputs.
         cost: how long it compiles, as a multiple of the usual time.
@@ -60,6 +63,8 @@ class Model:
     tiny_sizes: Sizes
     loss_sizes: Sizes = ()
     prompts: Sizes | None = None
+    caches: tuple[Sizes, ...] = ()
+    trains: bool = True
     decodes: bool = False
     cost: float = 1.0
 
@@ -116,8 +121,8 @@ class Workload:
 
         config = getattr(transformers, str(self.model.config))(**options)
         if hasattr(config, "use_cache"):
-            # Only `generate` reads the keys and values that a forward returns.
-            config.use_cache = self.mode == "generate"
+            # In the other modes nothing reads the keys and values that a forward returns.
+            config.use_cache = self.mode in ("generate", "decode")
         model: nn.Module = getattr(transformers, self.model.cls)(config)
         return model
 
@@ -127,6 +132,8 @@ class Workload:
             count, length, _ = self.sizes
             prompts = text.tokens(count, length)
             return {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
+        if self.mode == "decode":
+            return {"input_ids": text.tokens(self.sizes[0], 1)}
         batch = self.model.batch(text, self.sizes)
         if self.mode != "infer":
             return batch
@@ -152,6 +159,8 @@ _TINY_SIZES = {
 }
 _TINY_GROUPS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _TINY_PROMPTS = (2, 8, 6)  # see `Model.prompts`
+_TINY_CACHE = (2, 8)  # see `Model.caches`
+_CACHES = ((1, 2048), (64, 2048))
 
 _LLAMA = _SPECIAL | {
     "hidden_size": 2048,
@@ -233,6 +242,26 @@ MODELS = {
         sizes=((4, 2048),),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
+        caches=_CACHES,
+    ),
+    # Llama 3.1 8B, for inference.
+    "llama_8b": Model(
+        cls="LlamaForCausalLM",
+        config="LlamaConfig",
+        options=_LLAMA
+        | {
+            "vocab_size": 128_256,
+            "hidden_size": 4096,
+            "intermediate_size": 14_336,
+            "num_hidden_layers": 32,
+            "tie_word_embeddings": False,
+        },
+        tiny={"vocab_size": TOKENS, **_TINY_SIZES, **_TINY_GROUPS},
+        batch=batches.next_token,
+        sizes=((4, 2048),),
+        tiny_sizes=(2, 16),
+        caches=_CACHES,
+        trains=False,
     ),
     # Its config's default is no dropout; it was trained with 0.1.
     "vit": Model(
@@ -395,7 +424,7 @@ def loss_workloads(models: Sequence[str] = (), *, tiny: bool = False) -> list[Wo
     """Returns the short trainings of the named models, or of all: they compare losses."""
     chosen = [named("model", name, MODELS) for name in models] or list(MODELS)
     result = []
-    for name in chosen:
+    for name in filter(lambda name: MODELS[name].trains, chosen):
         sizes = MODELS[name].tiny_sizes if tiny else MODELS[name].loss_sizes
         result.append(Workload(name, "loss", sizes, tiny))
     return result
@@ -419,8 +448,11 @@ def named(kind: str, name: str, known: Iterable[str]) -> str:
 def _sizes(name: str, mode: str, *, tiny: bool) -> tuple[Sizes, ...]:
     """Returns the input sizes of a model in a mode."""
     model = MODELS[name]
-    if mode != "generate":
-        return (model.tiny_sizes,) if tiny else model.sizes
-    if model.prompts is None:
-        return ()
-    return (_TINY_PROMPTS,) if tiny else (model.prompts,)
+    sizes, tiny_sizes = model.sizes, model.tiny_sizes
+    if mode == "generate":
+        sizes, tiny_sizes = (model.prompts,) if model.prompts else (), _TINY_PROMPTS
+    elif mode == "decode":
+        sizes, tiny_sizes = model.caches, _TINY_CACHE
+    elif mode == "train" and not model.trains:
+        sizes = ()
+    return (tiny_sizes,) if tiny and sizes else sizes

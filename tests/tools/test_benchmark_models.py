@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
+from benchmarks.columns import sized
 from benchmarks.models import command as models_command
 from benchmarks.models import (
     distributed_results,
@@ -41,6 +42,7 @@ MILLIONS = [
     223,
     1039,
     1236,
+    8030,
     87,
     596,
     1602,
@@ -55,6 +57,7 @@ WITHOUT_DROPOUT = {
     *(
         "llama",
         "llama_1b",
+        "llama_8b",
         "qwen3",
         "gemma2",
         "mixtral",
@@ -440,6 +443,41 @@ def test_summary_marks_the_fastest_and_names_faster_peers(tmp_path):
     assert f"Faster than `fuse_model` alone: Liger-Kernel on {case}. " in page.summary(path)
     results.write(path, [row("liger", 9.0)])
     assert "Faster than" not in page.summary(path)
+
+
+@transformers_only
+def test_decoding_empties_a_full_cache():
+    built = contender("eager", tiny("llama_1b", "decode"), CPU, TEXT.reseeded(0))
+    lengths = []
+    for _ in range(9):
+        logits = built.step()
+        assert logits.shape == (2, 1, text.TOKENS)
+        lengths.append(int(built.step.cache.get_seq_length()))
+    assert lengths == [*range(1, 9), 1]
+
+
+def test_decoding_is_measured_with_and_without_cuda_graphs():
+    first, second = runner.stages([Workload("llama_1b", "decode", (1, 2048))])
+    assert first[0].providers == ("eager", "fused", "liger")
+    compiled = ("compile", "backend")
+    graphs = tuple([f"{name}_reduce_overhead" for name in compiled])
+    assert second[0].providers == (*compiled, *graphs)
+
+
+def test_tokens_of_prefill_and_decoding(tmp_path):
+    path, of_llama = tmp_path / "models_nvidia_h200.csv", {"model": "llama_1b"}
+    prefill = {**of_llama, "mode": "infer", "shape": "4x2048"}
+    decoding = {**of_llama, "mode": "decode", "shape": "64x2048"}
+    rows = [replace(row(), **prefill), replace(row("fused", 8.0), **decoding)]
+    results.write(path, [*rows, replace(row(ms=7.0), mode="infer")])  # BERT's
+    text_of_page = page.inference(path)
+    for shape, cells in (
+        ("4x2048", ("10.00 ± 0.10", "819,200")),
+        ("64x2048", ("8.00 ± 0.10", "8,000")),
+    ):
+        for cell in cells:
+            assert f"| Llama-3.2-like, 1.2B | {sized(shape)} | {cell} |" in text_of_page
+    assert "BERT" not in text_of_page
 
 
 def test_compiled_steps_of_one_run_are_compared(tmp_path):
