@@ -123,6 +123,14 @@ class Addresses:
         """
         return self.sliced in ("equal", "mixed")
 
+    @property
+    def joins(self) -> bool:
+        """Whether a tile may have BLOCK_K neighbouring slices: see `horizontal.tiles`.
+
+        Each address of a slice is then a block ``(ROWS, 1)``, with that of each row's slice.
+        """
+        return self.sliced == "equal"
+
     def argument(self, kind: str, index: int, name: str, of: str = "", dim: int = -1) -> str:
         """Return the name of an argument, which is added if it is new."""
         key = (kind, index, of, dim)
@@ -310,6 +318,8 @@ class Addresses:
     def row_lines(self) -> list[str]:
         """Return the lines that compute the rows of a tile, and the indices that are used."""
         lines = ["places = rows_of(tile, ROWS)"]
+        if self.joins:
+            lines = ["places = rows_of_slices(tile, ROWS, BLOCK_K)"]
         if self.sliced == "ragged":
             # A tile of one row exists: a loop over tiles ends with the last.
             lines.append("in_rows = which_exist(places, M, ROWS == 1)[:, None]")

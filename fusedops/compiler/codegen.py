@@ -499,10 +499,13 @@ class _Writer:
         tile_lines += emitter.lines
         if sums:
             # Programs that sum over rows take several tiles, so that there are few partial sums.
-            body.append("tiles = tl.cdiv(M, ROWS).to(tl.int32)")
+            joins = emitter.addresses.joins
+            rows_of_slice = "ROWS // BLOCK_K" if joins else "ROWS"
+            body.append(f"tiles = tl.cdiv(M, {rows_of_slice}).to(tl.int32)")
             body.append(_TILES)
             body += indented(tile_lines)
-            body += [f"sum{n} = tl.sum(sum{n}, axis=0, keep_dims=True)" for n in range(len(sums))]
+            total = _SUM_OF_SLICES if joins else _SUM_OF_ROWS
+            body += [f"sum{n} = {total.format(f'sum{n}')}" for n in range(len(sums))]
             body.append(partial_row_line(bool(self.group)))
             body += stores_of_sums(emitter.addresses, sums)
         elif self.sliced == "ragged":
@@ -533,6 +536,8 @@ class _Writer:
         arguments = self._ordered_arguments(emitter, has_sums=bool(sums))
         first = [] if self.sliced else first_lines(drops=_drops(arguments))
         constants: tuple[str, ...] = _CONSTANTS
+        if emitter.addresses.joins:
+            constants += ("BLOCK_K",)
         if properties.get("held"):
             constants += ("PARTS", "EXACT") if self.sliced else ("PARTS",)
         if properties.get("exchanged"):  # see `phases`
@@ -553,6 +558,7 @@ class _Writer:
             compute_bound=emitter.is_compute_bound(),
             drops=_drops(arguments),
             divides=emitter.addresses.divides,
+            joins=emitter.addresses.joins,
             contracts=self.direction == "backward" and self._may_contract(emitter.computed),
             stats=len(self.plan.stats),
             **properties,
@@ -598,6 +604,9 @@ class _Writer:
 # The loop of a program over its tiles of rows. With P programs, program p has the tiles p, p + P,
 # p + 2 P, and so on: neighbouring programs read neighbouring rows.
 _TILES = "for tile in tl.range(program, tiles, programs, num_stages=STAGES):"
+# The sum of a tile over its rows, or over those of each of its slices.
+_SUM_OF_ROWS = "tl.sum({}, axis=0, keep_dims=True)"
+_SUM_OF_SLICES = "sums_of_slices({}, ROWS, BLOCK_K)"
 
 
 def _roots(stores: Sequence[_Store], sums: Sequence[_Sum]) -> list[Node]:

@@ -23,6 +23,32 @@ def which_exist(rows, M, ALL: tl.constexpr):
 
 
 @triton.jit
+def rows_of_slices(tile, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the index of the row that each row of a tile has, in int64.
+
+    A tile of BLOCK_K slices has as many rows for each row of the slices, one of each slice in turn.
+    """
+    first = tl.full((ROWS,), tile, tl.int64) * (ROWS // BLOCK_K)
+    return first + tl.arange(0, ROWS) // BLOCK_K
+
+
+@triton.jit
+def sums_of_slices(tile, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the sums over the rows of each slice of a tile: see `rows_of_slices`.
+
+    For one slice, the result has one row. For several, it has the rows of the tile: row i has the
+    sums of slice ``i % BLOCK_K``.
+    """
+    if BLOCK_K == 1:
+        return tl.sum(tile, axis=0, keep_dims=True)
+    else:
+        rows: tl.constexpr = ROWS // BLOCK_K
+        shape: tl.constexpr = (rows, BLOCK_K, tile.shape[1])
+        sums = tl.sum(tl.reshape(tile, shape), axis=0, keep_dims=True)
+        return tl.reshape(tl.broadcast_to(sums, shape), tile.shape)
+
+
+@triton.jit
 def split_pairs(tile):
     """Return the even and the odd columns of a tile, each of half as many."""
     return tl.split(tl.reshape(tile, (tile.shape[0], tile.shape[1] // 2, 2)))

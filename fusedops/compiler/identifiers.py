@@ -38,8 +38,10 @@ _OWN = (
     "negative_zero",
     "power",
     "row_of_table",
+    "rows_of_slices",
     "split_pairs",
     "sum_of_rows",
+    "sums_of_slices",
     "which_exist",
     "xlogy",
 )
@@ -57,6 +59,7 @@ _RESERVED = {
     "triton",
     "ACC",
     "N",
+    "BLOCK_K",
     "BLOCK_N",
     "ROWS",
     "VECTOR",

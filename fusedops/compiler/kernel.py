@@ -43,6 +43,7 @@ class Kernel:
             that are loaded before the tiles, tiles for a later phase, and sums over rows.
         divides: whether it divides the index of a row, to get its index along single axes.
         held: whether a program holds its columns of a row at once, in PARTS adjacent tiles.
+        joins: whether a tile may have several slices: see `horizontal.tiles`.
         shares: whether several programs may share the columns of a row.
         read: the number of loads of tensors with all rows and columns.
         reductions: the number of reductions of rows that depend on one another.
@@ -66,6 +67,7 @@ class Kernel:
     live: int = 0
     divides: bool = False
     held: bool = False
+    joins: bool = False
     shares: bool = False
     read: int = 0
     reductions: int = 0

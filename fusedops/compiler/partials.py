@@ -51,7 +51,8 @@ def stores_of_sums(
         address = f"partials + (partial_row * {len(sums)} + {slot}) * N + cols"
         if addresses.spreads:
             address += f" + {SPREAD}"
-            mask += " & (tl.arange(0, ROWS) == 0)[:, None]"
+            rows = "< BLOCK_K" if addresses.joins else "== 0"
+            mask += f" & (tl.arange(0, ROWS) {rows})[:, None]"
         partial.append(f"tl.store({address}, {value}, mask={mask})")
         if not addresses.group:
             gradient = addresses.argument("gradient", index, f"grad_{operand.name}")

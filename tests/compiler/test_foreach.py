@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from backends import Backend
+from fusedops.core.configs import tuning
+from fusedops.core.configs.tuning_key import Config
 from fusedops.core.launches import launch
 from fusedops.core.launches.tables import gather
 from rowwise_checks import cotangents_of, kernels, randn
@@ -350,6 +353,37 @@ def test_without_gradients_one_kernel_runs_and_saves_nothing() -> None:
 def test_more_slices_than_programs_that_run_at_a_time() -> None:
     """Each slice has two programs or more, because one would store sums as gradients."""
     check(SliceCall(_norm_tanh, _lists(20, fp32, (3, 5) * 20)))
+
+
+def _scaled(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+    return torch.tanh(x * w) * scale
+
+
+# Functions of a tensor of rows, a vector of each slice, and what else they have.
+NEIGHBOURS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Any]]]] = {
+    "vectors in a list": (_norm_tanh, lambda count: [[randn(24) for _ in range(count)]]),
+    "a vector of all": (_norm_tanh, lambda count: [randn(24)]),
+    "numbers of rows": (lambda x, w, y: _gated(x, y, w), lambda count: [randn(MANY, count * 24)]),
+    # A tile has one slice: what a slice has is no block.
+    "a number of each": (_scaled, lambda count: [[randn() for _ in range(count)]]),
+    "factors of each": (_scaled, lambda count: [[0.5 + k / 8 for k in range(count)]]),
+    "masks": (_dropped, lambda count: []),
+}
+
+
+@kernels
+@pytest.mark.parametrize("name", NEIGHBOURS)
+@pytest.mark.parametrize("count", [8, 6, 3])
+def test_tiles_of_neighbouring_slices(name: str, count: int) -> None:
+    """A tile has two rows of four slices, or as many of two or one."""
+    function, others = NEIGHBOURS[name]
+    args = [randn(MANY, count * 24), randn(count * 24), *others(count)]
+    config = Config(block_n=128, rows=2, warps=4, stages=2, per_sm=3)
+    with (
+        tuning.forced("slices_rowwise_forward", replace(config, per_sm=0)),
+        tuning.forced("slices_rowwise_backward", config),
+    ):
+        check(SliceCall(function, args, [24] * count))
 
 
 @kernels

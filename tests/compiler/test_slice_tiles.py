@@ -1,8 +1,10 @@
-"""Tiles of ragged slices: they hold all columns and rows, and their programs run at one time."""
+"""Tiles of slices: they hold all columns and rows, and programs of ragged ones run at one time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +13,15 @@ from torch.nn import functional as F
 
 import fusedops
 from fusedops.compiler.addresses import Argument
+from fusedops.compiler.horizontal import launching
 from fusedops.compiler.horizontal.kinds import members_of
+from fusedops.compiler.horizontal.operator import group_of
 from fusedops.compiler.horizontal.source import Kind, kernel_of_slices
 from fusedops.compiler.horizontal.tiles import Tiling, is_ragged
 from fusedops.compiler.kernel import Kernel
+from fusedops.core.configs import tuning
 from fusedops.core.configs.tuning_key import Config
+from fusedops.core.launches import launch
 
 ONE_WARP = Config(block_n=256, rows=1, warps=1)
 PROGRAMS, ROWS = 4000, 65536
@@ -120,3 +126,72 @@ def test_functions_of_kinds_get_their_own_numbers_and_tensors() -> None:
     assert " slice(number0, x, M, N, program, programs, " in source
     assert " slice_of_kind_1(number1, kind1_x, M, N, program, programs, " in source
     assert "def slice(" in source and "def slice_of_kind_1(" in source
+
+
+@pytest.mark.parametrize("count", [12, 6, 5])
+@pytest.mark.parametrize("programs", [0, 1, 50])
+def test_tiles_of_neighbours_hold_all_slices(count: int, programs: int) -> None:
+    """A tile has four slices, two or one, and half, a quarter or an eighth of the rows."""
+    config = Config(block_n=128, rows=2, warps=4)
+    tiling = Tiling.of_neighbours([24] * count, config, programs, ROWS)
+    (tile,) = tiling.tiles
+    assert (tile.columns, tile.slices) == (32, {12: 4, 6: 2, 5: 1}[count])
+    assert tile.rows * tile.slices == 8 and tiling.most_rows == tile.rows
+    parts = tiling.parts[0] if programs else 1
+    assert tiling.parts == (parts,) * count
+    units = [(first, part) for _, first, part, _ in tiling.units]
+    assert units == [*itertools.product(range(0, count, tile.slices), range(parts))]
+    assert programs <= 1 or 2 <= parts <= programs
+
+
+def _slices_of_a_tile(
+    function: Callable[..., Any], args: list[list[Any]], inputs: list[str], rows: int
+) -> list[int]:
+    """Return the slices of a tile of the forward and the backward."""
+    fused = fusedops.rowwise(function)
+    found = [fused._programs.find(list(own), autocast=False) for own in zip(*args, strict=True)]
+    group = group_of([match.program for match in found], inputs, ["joint"])
+    wanted = [True] * len(inputs)
+    tuning.forget()
+    with launch.collecting() as requests:
+        launching.prepare(group, torch.device("cpu"), rows, wanted, [True])
+    tuning.forget()
+    tiles = [request.constants["TILES"][0] for request in requests[:2]]
+    return [tile[5] for tile in tiles]
+
+
+@pytest.mark.parametrize(
+    ("count", "columns", "rows", "slices"),
+    [
+        (64, 64, 4096, 16),
+        (24, 64, 4096, 8),
+        # With fewer contiguous bytes, rows that are as long, few rows or in other tensors.
+        (20, 64, 4096, 1),
+        (64, 256, 4096, 1),
+        (64, 64, 100, 1),
+    ],
+)
+def test_short_rows_of_one_tensor_are_in_one_tile(
+    count: int, columns: int, rows: int, slices: int
+) -> None:
+    x = torch.randn(4, columns, dtype=torch.bfloat16)
+    args = [[x] * count, [x[0].clone()] * count]
+    found = _slices_of_a_tile(_norm, args, ["joint", "separate"], rows)
+    assert found == [slices, slices]
+    assert _slices_of_a_tile(_norm, args, ["separate", "separate"], rows) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("function", "values", "inputs"),
+    [
+        (lambda x, w: F.dropout(x) * w, [torch.randn(64)] * 16, ["joint", "separate"]),
+        (lambda x, w: x.tanh() * w, [torch.randn(())] * 16, ["joint", "separate"]),
+        (lambda x, scale: x.tanh() * scale, [0.31 + 0.07 * k for k in range(16)], ["joint"]),
+    ],
+    ids=["masks", "tensors of one number", "numbers"],
+)
+def test_numbers_of_a_slice_keep_it_alone(
+    function: Callable[..., Any], values: list[Any], inputs: list[str]
+) -> None:
+    args = [[torch.randn(4, 64)] * 16, values]
+    assert _slices_of_a_tile(function, args, inputs, 4096) == [1, 1]

@@ -5,7 +5,7 @@ The items of the tuning key's variant are texts:
     0    the number of sums over rows
     1    the number of whole tensors that are read or written
     2    whether random numbers are drawn
-    3    whether the slices have one length or several
+    3    "mixed" or "equal" lengths, or the most slices that a tile may have: "16 neighbours"
     4    "elements" if the slices are ragged, else "vectors": see `tiles.is_ragged`
     5    the digest of the function
 
@@ -37,6 +37,13 @@ _HALF_BYTES = {True: 4096, False: 2048}
 #   64 x 64 columns, bf16                            68.0         74.8          69.3
 #   40 of 8 to 256, bf16                             125.1        137.9         149.7
 _ELEMENTS_WITH_SUMS = 512
+# Neighbouring slices whose rows have at most so many bytes are in one tile, if it then has at least
+# so many contiguous bytes, and at most so many. The tiles are those of `fusedops.slices`: a thread
+# of a backward has 16 elements of 2 bytes, and a multiprocessor 16 warps.
+_SHORT_ROW = 256
+_CONTIGUOUS = 1024, 2048
+_WARPS_OF_NEIGHBOURS = 4
+_ELEMENTS_OF_NEIGHBOURS = {True: 2048, False: 1024}
 # The elements of a ragged tile for each warp, of a 4-byte accumulator, the registers of a thread,
 # and the most programs of a multiprocessor, which CUDA limits.
 _RAGGED_ELEMENTS = 256
@@ -51,6 +58,10 @@ def heuristic(key: TuningKey) -> Config:
     are_many = key.bucket >= 2  # 256 rows or more: see `tuning_key.BUCKETS`
     if key.variant[4] == "elements":
         return _ragged(key, block, registers)
+    lanes = min(block * _most_slices(key), _CONTIGUOUS[1] // key.itemsize)
+    is_short = block * key.itemsize <= _SHORT_ROW and lanes * key.itemsize >= _CONTIGUOUS[0]
+    if are_many and is_short:
+        return _of_neighbours(key, lanes)
     if key.variant[0] == "0 sums":
         bytes_of_tile = _BYTES if key.itemsize <= 2 else _HALF_BYTES
         elements = max(bytes_of_tile[are_many] // key.itemsize, block)
@@ -58,6 +69,23 @@ def heuristic(key: TuningKey) -> Config:
     elements = max(_ELEMENTS_WITH_SUMS, block)
     warps = min(elements * registers // 256, 16)
     return Config(block, elements // block, warps, 3, max(16 // warps, 1))
+
+
+def _most_slices(key: TuningKey) -> int:
+    """Return the most slices that a tile may have."""
+    count, _, word = key.variant[3].partition(" ")
+    return int(count) if word else 1
+
+
+def _of_neighbours(key: TuningKey, lanes: int) -> Config:
+    """Return the config of tiles of several slices, which have so many lanes."""
+    is_half = key.itemsize <= 2
+    if key.variant[0] == "0 sums":
+        bytes_of_tile = _BYTES if is_half else _HALF_BYTES
+        elements = bytes_of_tile[True] // key.itemsize
+        return Config(lanes, max(elements // lanes, 1), _WARPS_OF_NEIGHBOURS)
+    rows = max(_ELEMENTS_OF_NEIGHBOURS[is_half] // lanes, 1)
+    return Config(lanes, rows, _WARPS_OF_NEIGHBOURS, 3, 16 // _WARPS_OF_NEIGHBOURS)
 
 
 def _ragged(key: TuningKey, block: int, registers: int) -> Config:
@@ -94,5 +122,6 @@ def _neighbours(config: Config) -> list[Config]:
 
 
 def valid(key: TuningKey, config: Config) -> bool:
-    """Return whether a tile holds a row of the longest slice."""
-    return config.block_n == block_holding(key.cols) and config.parts == 1
+    """Return whether a tile holds a row of the longest slice, or of several slices."""
+    block = block_holding(key.cols)
+    return block <= config.block_n <= block * _most_slices(key) and config.parts == 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -55,6 +56,8 @@ tuning.register(configs, "slices_rowwise_forward", "slices_rowwise_backward")
 
 # The most tables of rows of a plan. At this number they are all forgotten.
 _MOST_ROW_TABLES = 256
+# The most slices of a tile, a power of two.
+_MOST_NEIGHBOURS = 64
 # The key of a forward among the ways of calls.
 _FORWARD = ()
 # Tensors that kernels write.
@@ -400,6 +403,7 @@ class _Way:
         kind_of: the index of each slice's kind.
         function: the function of most slices.
         is_ragged: whether rows are held in parts: see `tiles`.
+        neighbours: the most slices that a tile may have: see `tiles`.
         reduction: adds up the partial sums of a slice; None without sums over rows.
     """
 
@@ -425,6 +429,7 @@ class _Way:
         if self.function.sums:
             reductions = {kernel: slice_reduction(plan, kernel) for kernel, plan in plans.items()}
             (self.reduction,), _ = _kinds_of([reductions[kernel] for kernel in kernels])
+        self.neighbours = self._neighbours()
         self.plans: dict[Any, _Plan] = tuning.register_cache({})
         thresholds = self.group.lead.thresholds
         self.thresholds = {("threshold", n): value for n, value in enumerate(thresholds)}
@@ -441,6 +446,22 @@ class _Way:
             storage = storages[key]
             if storage.by_row and storage.kind in (JOINT, SHARED):
                 self.rows[key] = sum(storage.sizes) if storage.kind == JOINT else storage.sizes[0]
+
+    def _neighbours(self) -> int:
+        """Return the most slices that a tile may have: a power of two that divides their number.
+
+        If it is several, the rows of all slices are side by side. And there are no random numbers,
+        numbers of a slice, or vectors without columns, of which a tile has only those of one slice.
+        """
+        kind = self.kinds[0]
+        inputs = self.group.lead.structure.inputs
+        vectors = itertools.compress(inputs, [not by_row for by_row in self.group.by_row])
+        has_columns = all(map(self.group.lead.structure.has_columns, vectors))
+        forms = {storage.kind for storage in self.storages.values() if storage.by_row}
+        is_plain = not (kind.numbers or kind.function.drops)
+        if not (kind.function.joins and is_plain and has_columns and forms == {JOINT}):
+            return 1
+        return math.gcd(self.group.slices, _MOST_NEIGHBOURS)
 
     def run(self, site: SliceSite, passed: _Tensors, rows: Rows, like: Any, state: State) -> None:
         """Launch the kernels."""
@@ -558,7 +579,7 @@ class _Way:
             f"{len(function.sums)} sums",
             f"{len(moved)} moved",
             "dropout" if function.drops else "plain",
-            "equal" if len(set(self.lengths)) == 1 else "mixed",
+            self._lengths_in_words(),
             "elements" if self.is_ragged else "vectors",
             self.group.lead.digest,
         )
@@ -566,6 +587,12 @@ class _Way:
         return TuningKey(
             f"slices_rowwise_{direction}", variant, itemsizes, max(self.lengths), bucket
         )
+
+    def _lengths_in_words(self) -> str:
+        """Return the lengths' word in a tuning key: see `configs`."""
+        if self.neighbours > 1:
+            return f"{self.neighbours} neighbours"
+        return "equal" if len(set(self.lengths)) == 1 else "mixed"
 
     def _plan(
         self, site: SliceSite, seeded: int, aligned: bool, bucket: int, device: torch.device
@@ -667,6 +694,8 @@ class _Way:
         if programs:
             is_last = bucket + 1 == len(BUCKETS)
             rows = 0 if is_last else BUCKETS[bucket + 1]
+        if self.neighbours > 1:
+            return Tiling.of_neighbours(self.lengths, config, programs, rows)
         if not self.is_ragged:
             return Tiling.of(self.lengths, config, programs, rows)
         # A slice with partial sums has two units or more: one would store the gradients itself.

@@ -46,6 +46,15 @@ _EVEN_UNITS = (
     "slice_number = (slice_unit // slice_shares).to(tl.int64)",
     "slice_share = slice_unit % slice_shares",
 )
+# The same of several neighbouring slices. What is computed from a slice's number is a block, with a
+# row for each of the tile's: see `codegen`.
+_UNITS_OF_NEIGHBOURS = (
+    "slice_shares = UNITS * TILES[0][5] // SLICES",
+    "slice_lane = tl.arange(0, TILES[0][1] * TILES[0][5]) % TILES[0][5]",
+    "slice_first = (slice_unit // slice_shares).to(tl.int64) * TILES[0][5]",
+    "slice_number = slice_first + slice_lane[:, None]",
+    "slice_share = slice_unit % slice_shares",
+)
 _UNITS_IN_TABLE = (
     "slice_tile = tl.load(slice_table + slice_unit)",
     "slice_number = tl.load(slice_table + UNITS + slice_unit)",
@@ -157,9 +166,14 @@ class SliceKernel:
 
 
 class _Columns:
-    """The numbers of slices in a table, each list of them once."""
+    """The numbers of slices in a table, each list of them once.
 
-    def __init__(self) -> None:
+    Attributes:
+        are_blocks: whether a number is a block, with that of each row's slice.
+    """
+
+    def __init__(self, *, are_blocks: bool = False) -> None:
+        self.are_blocks = are_blocks
         self.indices: dict[tuple[tuple[int, ...], bool], int] = {}
 
     def read(self, values: Sequence[int], *, elements: bool = False) -> str:
@@ -170,6 +184,10 @@ class _Columns:
         index = self.indices.setdefault((tuple(values), elements), len(self.indices))
         text = f"tl.load(slice_table + {_OF_UNITS} * UNITS + {index} * SLICES + slice_number)"
         return f"{text} * ALIGN" if elements else text
+
+    def multiple_of(self, name: str, factor: str) -> str:
+        """Return the expression of a slice's number that a factor divides."""
+        return f"tl.multiple_of({name}, {f'(1, {factor})' if self.are_blocks else factor})"
 
     def small(self, values: Sequence[int], *, elements: bool = False) -> str:
         """Return the expression of a slice's number in 32 bits."""
@@ -198,13 +216,13 @@ def kernel_of_slices(
     """
     kinds = _with_own_names(kinds)
     lead = kinds[0].function
-    columns = _Columns()
+    columns = _Columns(are_blocks=tiling.tiles[0].slices > 1)
     rows = RowsInTable() if own_rows else None
     if rows is None:
         lines = [
             "slice_unit = tl.program_id(0)",
             "slice_index, places = place_along_rows()",
-            *(_EVEN_UNITS if tiling.is_even else _UNITS_IN_TABLE),
+            *_units_of(tiling),
             "program = slice_index * slice_shares + slice_share",
             "programs = places * slice_shares",
         ]
@@ -231,6 +249,13 @@ def kernel_of_slices(
     return _slice_kernel(name, source, kinds, call, columns)
 
 
+def _units_of(tiling: Tiling) -> Sequence[str]:
+    """Return the lines with which a program finds its slice, or its slices."""
+    if tiling.tiles[0].slices > 1:
+        return _UNITS_OF_NEIGHBOURS
+    return _EVEN_UNITS if tiling.is_even else _UNITS_IN_TABLE
+
+
 def _called_by_kind(call: _Call, count: int) -> list[str]:
     """Return the lines that call the function of a tile's kind."""
     tile = "TILES[slice_kind]"
@@ -251,6 +276,9 @@ def _called(call: _Call, number: int, tile: str) -> str:
     if function.held:
         values |= {"PARTS": f"{tile}[2]", "EXACT": f"{tile}[3]"}
         names += ["PARTS", "EXACT"]
+    if function.joins:
+        values |= {"ROWS": f"{tile}[1] * {tile}[5]", "BLOCK_K": f"{tile}[5]"}
+        names.append("BLOCK_K")
     options = [f"{name}={values.get(name, name)}" for name in names]
     return f"{function.name}({', '.join([*call.passed(number), *options])})"
 
@@ -455,7 +483,7 @@ def _argument(
         at = f"tl.load(slice_addresses + {row + is_stride * len(separate)} * SLICES + slice_number)"
         factor = "ALIGN" if is_stride else "16"
         cast = "" if is_stride else f".to(tl.pointer_type(TYPES[{row}]))"
-        hint = f"if ALIGN > 1: {name} = tl.multiple_of({name}, {factor})"
+        hint = f"if ALIGN > 1: {name} = {columns.multiple_of(name, factor)}"
         return [f"{name} = {at}{cast}", hint], False
     if not is_stride:
         return _offset(name, storage, columns, rows), True

@@ -16,6 +16,12 @@ than the longest, whatever the number of rows is::
 With sums there are as many units as programs that run at a time, in the ratio of the slices'
 columns, and one place.
 
+A tile of short rows of one tensor may have several *neighbouring* slices, so that its accesses are
+contiguous beyond a slice. Axis 0 of the tile is rows of slices. Each program has those slices::
+
+    tile of 64 columns, 2 rows, 3 slices    row 0: [slice 3      ][slice 4      ][slice 5      ]
+                                            row 1: [slice 3      ][slice 4      ][slice 5      ]
+
 *Ragged* slices have lengths of which some are no multiple of the elements of a vector load, 16
 bytes. Their elements are loaded one by one or in short vectors, so that instructions and not bytes
 take the time, and each idle lane costs as much as a used one. So a long row is divided into *parts*
@@ -79,6 +85,7 @@ class Tile(NamedTuple):
         parts: the number of parts of a row, side by side.
         full: the number of parts without idle lanes in any of the slices.
         kind: the index of the slices' kind: see `source.kernel_of_slices`.
+        slices: the number of neighbouring slices, a power of two.
     """
 
     columns: int
@@ -86,6 +93,7 @@ class Tile(NamedTuple):
     parts: int = 1
     full: int = 0
     kind: int = 0
+    slices: int = 1
 
 
 @dataclass(frozen=True)
@@ -95,8 +103,8 @@ class Tiling:
     Attributes:
         tiles: the different tiles, the widest first.
         most_rows: the most rows of a tile.
-        units: for each unit, its tile's index, its slice, its index among the slice's units, and
-            their number. Wide slices come first, so that they do not start last.
+        units: for each unit, its tile's index, its first slice, its index among the slice's units,
+            and their number. Wide slices come first, so that they do not start last.
         parts: for each slice, the number of its units.
         cost_of_row: the cost of a tile of a row beside that of its lanes, in lanes.
     """
@@ -152,6 +160,33 @@ class Tiling:
         order = sorted(range(len(lengths)), key=lambda k: -widths[k])
         units = [(index[widths[k]], k, part, parts[k]) for k in order for part in range(parts[k])]
         return cls(tuple(tiles), most, tuple(units), tuple(parts))
+
+    @classmethod
+    def of_neighbours(
+        cls, lengths: Sequence[int], config: Config, programs: int = 0, rows: int = 0
+    ) -> Tiling:
+        """Return the tiles of slices of equal lengths that are side by side.
+
+        Args:
+            lengths: the columns of each slice.
+            config: the config; a tile has the slices that ``config.block_n`` columns hold, or
+                fewer, so that all tiles have as many.
+            programs: as for `of`.
+            rows: as for `of`.
+        """
+        width = block_holding(lengths[0])
+        slices = math.gcd(config.block_n // width, len(lengths))
+        tile_rows = max(config.block_n * config.rows // (width * slices), 1)
+        groups = len(lengths) // slices
+        parts = 1
+        if programs > 1:
+            parts = max(round(programs / groups), 2)
+            if rows:
+                parts = min(parts, max(-(-rows // tile_rows), 2))
+        firsts = range(0, len(lengths), slices)
+        units = [(0, first, part, parts) for first in firsts for part in range(parts)]
+        tile = Tile(width, tile_rows, slices=slices)
+        return cls((tile,), tile_rows, tuple(units), (parts,) * len(lengths))
 
     @classmethod
     def of_ragged(
