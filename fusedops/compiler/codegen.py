@@ -22,7 +22,7 @@ from .addresses import EVEN, SPREAD, Argument, Sliced, Spacings
 from .axes import Label
 from .emitter import Emitter
 from .errors import NotRowwiseError
-from .ir import COMPARISONS, SAME_VALUE, Node, computed_of, reachable
+from .ir import COMPARISONS, SAME_VALUE, Node, cannot_cancel, computed_of, reachable
 from .kernel import Kernel, first_lines, slice_source, source_of
 from .layouts import pair_axis, paired, row_layout, unreduced
 from .partials import stores_of_sums
@@ -90,6 +90,10 @@ _OF_EXACT = COMPARISONS | {
     "quotient",
     "sign",
 }
+
+# The functions that change little if their arguments do, and their derivatives.
+_SMOOTH_FUNCTIONS = {"gelu", "gelu_tanh", "quick_gelu", "sigmoid", "silu", "tanh"}
+_SMOOTH = _SMOOTH_FUNCTIONS | set(map("d:{}".format, _SMOOTH_FUNCTIONS))
 
 # Operators without arguments: they read a value, or create one.
 _READ = ("input", "const", "iota", "keep")
@@ -320,7 +324,7 @@ class _Writer:
             self.plan, self.acc, group=self.group, spacings=self.spacings, sliced=self.sliced
         )
         if self.direction == "forward":
-            emitter.inexact = self._rounded_alone(roots)
+            emitter.inexact = emitter.narrow = self._rounded_alone(roots)
             return emitter
         for part, node in self.plan.intermediate.items():
             emitter.leaves[node] = "intermediate"
@@ -569,12 +573,15 @@ class _Writer:
 
         It may not if the backward computes a sum of the forward again, unless the sum's arguments
         are only read: with contracted products the sum would differ from the forward's, and an
-        ``x * x - y * y`` of zero would not be zero. And it may not if the kernel has an operator in
-        `_OF_EXACT`.
+        ``x * x - y * y`` of zero would not be zero. A sum that only smooth functions read may
+        differ, and so may that of a square and a positive number, which never cancel. And it may
+        not if the kernel has an operator in `_OF_EXACT`.
         """
         again = reachable(nodes_of(self.structure.results)) & computed
-        sums_again = any(_sums_computed(node, computed) for node in again)
-        return not sums_again and _OF_EXACT.isdisjoint([node.op for node in computed])
+        sums = {node for node in again if _sums_computed(node, computed)}
+        readers = [node for node in computed if node.op not in _SMOOTH]
+        read = itertools.chain(*[map(_with_line, node.args) for node in readers])
+        return sums.isdisjoint(read) and _OF_EXACT.isdisjoint([node.op for node in computed])
 
     def _ordered_arguments(self, emitter: Emitter, *, has_sums: bool) -> list[Argument]:
         """Return a kernel's arguments: tensors first, then the others by kind, then the sizes."""
@@ -618,7 +625,7 @@ def _sums_computed(node: Node, computed: set[Node]) -> bool:
     """Whether a value is a sum, or a difference, of values that are not all read."""
     arguments = computed.intersection(map(_with_line, node.args))
     ops = {arg.op for arg in arguments}
-    return node.op in ("add", "sub", "sum") and not ops.issubset(_READ)
+    return node.op in ("add", "sub", "sum") and not ops.issubset(_READ) and not cannot_cancel(node)
 
 
 def _is_rounded_to_16_bits(node: Node) -> bool:

@@ -84,6 +84,8 @@ _FORMATS = {
     **{name: f"{name}({{}})" for name in ACTIVATIONS},
     **{f"d:{name}": f"{name}_derivative({{}})" for name in ACTIVATIONS},
 }
+# The functions with a shorter one for results in 16 bits.
+_NARROW = {name for name, activation in ACTIVATIONS.items() if activation.has_narrow}
 _TYPES = {
     torch.float16: "tl.float16",
     torch.bfloat16: "tl.bfloat16",
@@ -131,6 +133,7 @@ class Emitter:
         read: the number of whole tensors that are read.
         computed: the values that have lines.
         inexact: the values that another kernel may have rounded otherwise.
+        narrow: the values that are rounded to 16 bits, and not read otherwise.
         stores_after: stores of numbers of rows, which follow the line that computes the number.
             Triton 3.6 to 3.9 cannot compile some kernels that compute more of a number before it is
             stored: the pass that removes layout conversions uses a value ahead of its definition.
@@ -174,6 +177,7 @@ class Emitter:
         self.stores_after: dict[Node, list[Callable[[], None]]] = {}
         self.computed: set[Node] = set()
         self.inexact: Collection[Node] = ()
+        self.narrow: Collection[Node] = ()
         self._literals: set[str] = set()  # the texts of values that are written as numbers
         self._by_row: dict[Node, bool] = {}
         self._names_by_text: dict[str, str] = {}  # the variables, by the expressions that they have
@@ -487,6 +491,8 @@ class Emitter:
         method = _METHODS.get(node.op)
         if method is not None:
             return method(self, node, args)
+        if node in self.narrow and node.op in _NARROW:
+            return f"{node.op}_in_16_bits({args[0]})"
         return _FORMATS[node.op].format(*args)
 
     def _named_arguments(self, node: Node) -> list[str]:
@@ -544,6 +550,15 @@ class Emitter:
         if is_below_largest(node.args[0]):
             return f"exponential({args[0]}, 1.0)"
         return f"tl.exp({args[0]})"
+
+    def _difference(self, node: Node, args: Sequence[str]) -> str:
+        """Return a difference, which is zero for equal arguments unless they are not finite.
+
+        Contracted with a product, it would be the product's rounding error.
+        """
+        if node.kind == "float" and args[0] == args[1] and not self._literals.issuperset(args):
+            return f"tl.abs({args[0]}) * 0.0"
+        return _FORMATS["sub"].format(*args)
 
     def _negative(self, node: Node, args: Sequence[str]) -> str:
         # Triton would compute 0 - x, which has the wrong sign for a zero.
@@ -766,6 +781,7 @@ _METHODS: dict[str, Callable[[Emitter, Node, Sequence[str]], str]] = {
     "rounded": Emitter._rounded,
     "where": Emitter._where,
     "neg": Emitter._negative,
+    "sub": Emitter._difference,
     "div": Emitter._quotient,
     "exp": Emitter._exponential,
     "fmod": Emitter._device_call,

@@ -26,6 +26,7 @@ _DEVICE = (
     "silu_derivative",
     "tanh",
     "tanh_derivative",
+    "tanh_in_16_bits",
 )
 _OWN = (
     "existing_rows",

@@ -25,6 +25,7 @@ __all__ = [
     "UNARY",
     "Graph",
     "Node",
+    "cannot_cancel",
     "computed_of",
     "derived_of",
     "gradient_sources",
@@ -424,6 +425,12 @@ def has_reciprocal(node: Node) -> bool:
     # A sum with such a number is zero, or as large as the number's last bit.
     is_limit = functools.partial(_is_positive, least=1e-30)
     return node.op in ("add", "maximum") and any(map(is_limit, node.args))
+
+
+def cannot_cancel(node: Node) -> bool:
+    """Whether this is the sum of a square and a positive number, such as an epsilon."""
+    squares = [arg for arg in node.args if arg.op == "mul" and len(set(arg.args)) == 1]
+    return node.op == "add" and bool(squares) and any(map(_is_positive, node.args))
 
 
 def _is_positive(node: Node, least: float = 0.0) -> bool:

@@ -385,9 +385,9 @@ def tanh_in_16_bits(x):
 
     It is for results that are rounded to 16 bits.
     """
-    far = 1.0 - 2.0 * reciprocal(1.0 + exponential(x, 2.0))
+    far = tl.fma(reciprocal(1.0 + exponential(x, 2.0)), -2.0, 1.0)
     square = x * x
-    return tl.where(square < 0.0064, x - x * square * 0.3333333, far)
+    return tl.where(square < 0.0064, tl.fma(x * square, -0.3333333, x), far)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -107,21 +108,58 @@ _CONTRACTED = {
     "sum of a product again": lambda x, y: F.layer_norm(x * y + y, x.shape[-1:]),
     "difference of constants": lambda x, y: x * y * ((x * x).detach() - (y * y).detach()).sqrt(),
     "sum along a row again": lambda x, y: x * (y / (y * y).sum().sqrt()),
+    "smooth function of a sum": lambda x, y: torch.tanh(x * y + y),
+    "gate of a sum": lambda x, y: F.silu(x * y + y),
+    "other function of a sum": lambda x, y: F.relu(x * y + y),
+    "sum that is read otherwise": lambda x, y: torch.tanh(x * y + y) * (x * y + y),
+    "square and epsilon": lambda x, y: x * (y * y + 1e-5).rsqrt(),
+    "product and epsilon": lambda x, y: x * (x * y + 1e-5).rsqrt(),
 }
+_MAY_CONTRACT = {"layer_norm", "smooth function of a sum", "gate of a sum", "square and epsilon"}
 
 
 @pytest.mark.parametrize("name", _CONTRACTED)
 def test_only_some_backwards_contract_products(name: str) -> None:
     """A contracted product is not rounded before it is added.
 
-    Forwards round all products. So do backwards that compare values, or recompute a sum.
+    Forwards round all products. So do backwards that compare values, or recompute a sum which may
+    cancel, unless a smooth function alone reads it.
     """
     programs = fusedops.rowwise(_CONTRACTED[name], strict=True)._programs
     shape = (300,) if name == "sum along a row again" else (4, 300)
     tensors = [torch.randn(4, 300), torch.randn(shape)]
     kernels = kernels_of(programs.find(tensors, autocast=False).program, tensors)
     contracted = [kernel.contracts for kernel in kernels]
-    assert contracted == [False, name == "layer_norm"]
+    assert contracted == [False, name in _MAY_CONTRACT]
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype", "is_narrow"),
+    [
+        (lambda x: x.tanh(), torch.bfloat16, True),
+        (lambda x: x.tanh(), torch.float16, True),
+        (lambda x: x.tanh(), torch.float32, False),
+        (lambda x: x.tanh() * x, torch.bfloat16, False),
+    ],
+)
+def test_tanh_of_16_bits_has_fewer_instructions(
+    function: Callable[[Tensor], Tensor], dtype: torch.dtype, is_narrow: bool
+) -> None:
+    """It does if nothing but the rounding reads it."""
+    tensors = [torch.randn(4, 300, dtype=dtype)]
+    program = fusedops.rowwise(function)._programs.find(tensors, autocast=False).program
+    forward, *_ = kernels_of(program, tensors)
+    assert ("= tanh_in_16_bits(" in forward.source) == is_narrow
+
+
+@kernels
+def test_differences_of_equal_values() -> None:
+    """They are zero without a sign, or NaN for values that are not finite."""
+    x = torch.tensor([[3.0, -3.0, 0.0, -0.0, math.inf, -math.inf, math.nan]], device=DEVICE)
+    found = fusedops.rowwise(lambda x: x * 0.1 - x * 0.1, strict=True)(x)
+    expected = torch.tensor([[0.0] * 4 + [math.nan] * 3], device=DEVICE)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert not found[~found.isnan()].signbit().any()
 
 
 @kernels
