@@ -2,6 +2,7 @@
 
 from . import nn as nn  # not in __all__: a star import must not shadow torch.nn
 from .activations.ops import bias_act, bias_gelu, gated_act, geglu, gelu, swiglu
+from .backend.blocks import compile_blocks
 from .backend.entry import compile, explain  # noqa: A004
 from .compiler.errors import NotRowwiseError
 from .compiler.function import rowwise
@@ -35,6 +36,7 @@ __all__ = [
     "bias_dropout_add_rms_norm",
     "bias_gelu",
     "compile",
+    "compile_blocks",
     "explain",
     "fuse_model",
     "fusion_status",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,17 +27,20 @@ from ..compiler.function import function_of
 from ..compiler.tracing import traced_with_others
 from ..core.alignment import HALF, contiguous_along_keys
 from ..core.compat.dispatch import without_modes
+from ..core.compat.distributed import is_dtensor
 from ..core.launches import launch
 from .changes import NotCapturedError, without_writes
 from .fx import (
     AUTOCASTS,
     CHECKPOINTED,
+    CONVERSIONS,
     GRAD_MODES,
     HIGHER_ORDER,
     NESTED,
     OPERATORS,
     OWN_DERIVATIVE,
     as_fake,
+    conversion,
     copy_sources,
     has_own_derivative,
     is_pure,
@@ -64,6 +68,7 @@ from .graphs import (
 from .heads import Repeats
 from .masks import Constants, Mask
 from .report import note_change
+from .sharded import LocalCalls, has_dtensors
 
 __all__ = ["WITHOUT_EFFECT", "NotCapturedError", "captured", "copy_metadata"]
 
@@ -116,8 +121,9 @@ def captured(
     Raises:
         NotCapturedError: a capture could change what the graph computes, or its derivative.
     """
-    if any(map(is_traceable_subclass, direct_tensors(list(inputs)))):
-        raise NotCapturedError("an input is a tensor subclass")
+    subclasses = list(filter(is_traceable_subclass, direct_tensors(list(inputs))))
+    if not all(map(is_dtensor, subclasses)):
+        raise NotCapturedError("an input is a tensor subclass, and no DTensor")
     return _captured(gm, as_fake(inputs), rewrite_body, {})
 
 
@@ -134,9 +140,12 @@ def _captured(
         constants = {}
         for position, value in known.items():
             constants[recorded_node(args[position])] = value
-        capture = _Capture(gm, rewrite_body, Constants(constants))
+        values = [node.meta.get("example_value") for node in gm.graph.nodes]
+        local_calls = LocalCalls(args) if has_dtensors(values) else None
+        capture = _Capture(gm, rewrite_body, Constants(constants), local_calls)
         try:
-            return capture.run(*args)
+            with local_calls or nullcontext():
+                return capture.run(*args)
         finally:
             # The capture may fail within a block of autocast. The graph is then left to Inductor,
             # and must not be compiled inside of that block.
@@ -158,8 +167,10 @@ def _captured(
     _inline_constants(result, {name.replace(".", "_") for name in held_names(gm.graph)})
     copy_metadata(gm, result)
     placeholders = result.graph.find_nodes(op="placeholder")
-    for node, is_required in zip(placeholders, requires_grad, strict=True):
+    for node, fake, is_required in zip(placeholders, fakes, requires_grad, strict=True):
         node.meta["requires_grad"] = is_required
+        if is_dtensor(fake):
+            node.meta["val"] = fake
     without_writes(result.graph)
     drop_unused(result.graph)
     result.recompile()
@@ -222,7 +233,7 @@ def _is_known(target: Any) -> bool:
         return True
     if target in GRAD_MODES | AUTOCASTS:
         return True
-    if function_of(target) is not None or is_pure(target):
+    if function_of(target) is not None or is_pure(target) or conversion(target):
         return True
     return getattr(target, "__name__", "") in WITHOUT_EFFECT
 
@@ -384,9 +395,16 @@ class _Capture(fx.Interpreter):
         autocasts: the blocks of autocast that are entered and not left yet.
         calls: counts the calls of marked parts.
         prefix: the prefix of names in the marked part that this captures; "" outside of any.
+        local_calls: records calls on DTensors; None without any.
     """
 
-    def __init__(self, gm: fx.GraphModule, rewrite_body: RewriteBody, constants: Constants) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        rewrite_body: RewriteBody,
+        constants: Constants,
+        local_calls: LocalCalls | None,
+    ) -> None:
         super().__init__(gm)
         self.rewrite_body, self.constants = rewrite_body, constants
         self.names: dict[int, str] = {}
@@ -394,6 +412,7 @@ class _Capture(fx.Interpreter):
         self.autocasts: list[Any] = []
         self.calls = itertools.count()
         self.prefix = ""
+        self.local_calls = local_calls
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """See `fx.Interpreter`."""
@@ -413,7 +432,9 @@ class _Capture(fx.Interpreter):
             return self._autocast(target, *args)
         if isinstance(target, HIGHER_ORDER):
             return self._one_node(target, args, kwargs)
-        if target is F.scaled_dot_product_attention:
+        if self.local_calls is not None and conversion(target):
+            return self.local_calls.converted(conversion(target), target, args, kwargs)
+        if target is F.scaled_dot_product_attention and not has_dtensors(args):
             return self._attention(*args, **kwargs)
         function = function_of(target)
         if function is not None:
@@ -422,6 +443,9 @@ class _Capture(fx.Interpreter):
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
         """See `fx.Interpreter`."""
+        if self.local_calls is not None and target in CONVERSIONS:
+            method = getattr(type(args[0]), target)
+            return self.local_calls.converted(target, method, args, kwargs)
         return self.repeats.note(target, args, kwargs, super().call_method(target, args, kwargs))
 
     def _autocast(self, target: Any, *args: Any) -> Any:
@@ -473,7 +497,7 @@ class _Capture(fx.Interpreter):
         all calls, and cannot differentiate one that calls this package's operators.
         """
         _check_operators(part)
-        nested = _Capture(part, self.rewrite_body, self.constants)
+        nested = _Capture(part, self.rewrite_body, self.constants, self.local_calls)
         nested.names, nested.repeats, nested.calls = self.names, self.repeats, self.calls
         nested.autocasts = self.autocasts
         nested.prefix = f"call{next(self.calls)}_"

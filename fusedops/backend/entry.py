@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
+from ..core.compat.distributed import is_dtensor
 from ..core.version import __version__
 from . import joint, storing
 from .capture import NotCapturedError, captured
@@ -30,7 +31,7 @@ from .passes.padding import returns_padded
 from .report import CompileReport, changes_in, operators_in
 from .rewrite import Rewrite
 
-__all__ = ["backend", "compile", "explain"]
+__all__ = ["backend", "check_options", "compile", "explain"]
 
 _Compiled = TypeVar("_Compiled", bound=nn.Module | Callable[..., Any])
 # The option that is this backend's own, and what the name of another would begin with.
@@ -77,13 +78,7 @@ def compile(  # noqa: A001
         raise TypeError(
             f"compile: model must be a module or a function, got {type(model).__name__}"
         )
-    if options is not None and not isinstance(options, Mapping):
-        raise TypeError(
-            "compile: options must be a mapping of Inductor's options, "
-            f"got {type(options).__name__}"
-        )
-    _, of_inductor = _separate(options)
-    check_of_inductor(mode, of_inductor)
+    check_options("compile", mode, options)
     arguments: dict[str, Any] = {
         "fullgraph": fullgraph,
         "dynamic": dynamic,
@@ -92,6 +87,17 @@ def compile(  # noqa: A001
     }
     compiled: Any = torch.compile(model, backend=backend, **arguments)
     return compiled  # type: ignore[no-any-return]
+
+
+def check_options(caller: str, mode: str | None, options: Any) -> None:
+    """Raises an error, as `compile` documents it, for a mode or options that are wrong."""
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(
+            f"{caller}: options must be a mapping of Inductor's options, "
+            f"got {type(options).__name__}"
+        )
+    _, of_inductor = _separate(options)
+    check_of_inductor(mode, of_inductor)
 
 
 def _separate(options: Mapping[str, Any] | None) -> tuple[str, dict[str, Any] | None]:
@@ -182,14 +188,22 @@ def backend(
 
 def _joint_pass(inputs: Sequence[Any], memory: str) -> JointPass:
     """The pass over the joint graph of a graph with these inputs."""
-    are_parameters = map(_is_parameter, reversed(inputs))
+    are_parameters = itertools.chain.from_iterable(map(_are_parameters, reversed(inputs)))
     parameters = list(itertools.compress(itertools.count(), are_parameters))
     change = functools.partial(joint.recompute, memory=memory, parameters=parameters)
     return JointPass(change, f"fusedops {__version__} {parameters} {memory}")
 
 
-def _is_parameter(value: Any) -> bool:
-    return isinstance(value, nn.Parameter)
+def _are_parameters(value: Any) -> list[bool]:
+    """Whether the inputs of the joint graph that an input becomes are parameters.
+
+    AOTAutograd replaces a DTensor by what it holds: its local tensor, and its mesh since PyTorch
+    2.13.
+    """
+    is_parameter = isinstance(value, nn.Parameter)
+    if not is_dtensor(value):
+        return [is_parameter]
+    return [is_parameter] * len(value.__tensor_flatten__()[0])
 
 
 def _stored(gm: fx.GraphModule, inputs: Sequence[Any], report: CompileReport) -> fx.GraphModule:

@@ -7,6 +7,7 @@ Inductor as it is, or fewer regions of it are fused.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,6 +24,7 @@ __all__ = [
     "AUTOCASTS",
     "CAST",
     "CHECKPOINTED",
+    "CONVERSIONS",
     "GRAD_MODES",
     "HIGHER_ORDER",
     "NESTED",
@@ -41,20 +43,24 @@ __all__ = [
     "check_of_inductor",
     "compile_by_inductor",
     "contiguous_tangents",
+    "conversion",
     "copy_sources",
     "draws",
     "has_own_derivative",
     "is_erased",
     "is_pointwise",
     "is_pure",
+    "is_recorded",
     "is_tangent",
     "is_traceable_subclass",
     "is_view",
     "leaves",
+    "mapped",
     "may_save_changed_inputs",
     "mutates",
     "namespace",
     "primals",
+    "record_as",
     "recorded_attribute",
     "recorded_call",
     "recorded_graph",
@@ -86,6 +92,9 @@ OWN_DERIVATIVE: Any = find("_functorch.autograd_function.autograd_function_apply
 
 # In a functionalised graph, a call of an operator that writes into its arguments.
 FUNCTIONALIZED: Any = find("ops.higher_order.auto_functionalized_v2", object())
+
+# The methods and functions of DTensors that differ from operators: they convert or redistribute.
+CONVERSIONS = frozenset({"from_local", "to_local", "redistribute", "full_tensor"})
 
 # Functions that change what is recorded after them: whether gradients are, and in which dtype.
 GRAD_MODES = frozenset({find("_C._set_grad_enabled", None)})
@@ -124,6 +133,18 @@ def is_pure(target: Any) -> bool:
     module = str(getattr(target, "__module__", None))
     # Where Dynamo does not look into einops (PyTorch 2.11), its functions are nodes.
     return module in _PURE_MODULES or module.partition(".")[0] == "einops"
+
+
+def conversion(target: Any) -> str:
+    """Returns which of `CONVERSIONS` a function of a graph of Dynamo's is; "" for others."""
+    module, name = str(getattr(target, "__module__", None)), str(getattr(target, "__name__", ""))
+    # Up to PyTorch 2.12 Dynamo wraps them in functions of its own, such as "prim from_local" and
+    # "prim_to_local", which hold meshes and placements.
+    if module.startswith("torch._dynamo.variables."):
+        name = name.removeprefix("prim").strip("_ ")
+    elif not module.startswith("torch.distributed.tensor."):
+        return ""
+    return name if name in CONVERSIONS else ""
 
 
 # --- schemas of operators -------------------------------------------------------------------------
@@ -288,16 +309,23 @@ def leaves(value: Any) -> list[Any]:
     return pytree.tree_leaves(value)
 
 
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Returns a value with a function applied to each of its `leaves`."""
+    from torch.utils import _pytree as pytree
+
+    return pytree.tree_map(function, value)
+
+
 def is_erased(node: torch.fx.Node) -> bool:
     """Returns whether a node is no longer in its graph; ``node.graph`` stays after `erase_node`."""
     return bool(node._erased)
 
 
-def is_traceable_subclass(tensor: Tensor) -> bool:
-    """Returns whether a tensor is of a class that holds others, as DTensor."""
+def is_traceable_subclass(value: Any) -> bool:
+    """Returns whether a value is a tensor of a class that holds others, as DTensor."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-    return is_traceable_wrapper_subclass(tensor)
+    return is_traceable_wrapper_subclass(value)
 
 
 def copy_sources(source: torch.fx.GraphModule, target: torch.fx.GraphModule) -> None:
@@ -328,7 +356,7 @@ def as_fake(inputs: Sequence[Any]) -> list[Any]:
     mode: Any = torch._guards.detect_fake_mode(list(inputs)) or fake_mode()
 
     def fake(value: Any) -> Any:
-        if not isinstance(value, Tensor) or getattr(value, "fake_mode", None) is mode:
+        if not isinstance(value, Tensor) or _is_in(mode, value):
             return value
         record = None if is_fake(value) else contexts.get(value)
         if record is None:
@@ -342,6 +370,17 @@ def as_fake(inputs: Sequence[Any]) -> list[Any]:
         return list(map(fake, inputs))
 
 
+def _is_in(mode: Any, tensor: Tensor) -> bool:
+    """Returns whether a tensor is a fake one of a mode, or holds such tensors as a DTensor."""
+    if not is_traceable_subclass(tensor):
+        return getattr(tensor, "fake_mode", None) is mode
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    parts = [
+        part for part in map(functools.partial(getattr, tensor), names) if isinstance(part, Tensor)
+    ]
+    return all(map(functools.partial(_is_in, mode), parts))
+
+
 # --- capture --------------------------------------------------------------------------------------
 
 
@@ -351,10 +390,27 @@ def recorded_graph(function: Callable[..., Any], fakes: Sequence[Any]) -> torch.
     from torch.fx.experimental.proxy_tensor import make_fx
 
     mode = torch._guards.detect_fake_mode(list(fakes))
-    with mode or nullcontext(), enable_python_dispatcher():
+    with mode or nullcontext(), enable_python_dispatcher(), _saving_nothing():
         # With an empty table of decompositions: without a table, `detach` becomes `alias` (PyTorch
         # 2.14), which has a derivative.
         return make_fx(function, decomposition_table={}, _allow_non_fake_inputs=True)(*fakes)
+
+
+_hooks_are_enabled: Callable[[], bool] = find(
+    "_C._autograd._saved_tensors_hooks_is_enabled", lambda: True
+)
+
+
+def _saving_nothing() -> AbstractContextManager[Any]:
+    """Hides what autograd saves in the block from the hooks of `torch.utils.checkpoint`.
+
+    They count saved tensors, and a capture in the first forward would add its own. Nothing is
+    differentiated in the block. Transforms of `torch.func` forbid such hooks; then none count.
+    """
+    if not _hooks_are_enabled():
+        return nullcontext()
+    hooks: Any = torch.autograd.graph.saved_tensors_hooks
+    return hooks(lambda _: None, lambda _: None)  # type: ignore[no-any-return]
 
 
 def recording_nothing() -> AbstractContextManager[Any]:
@@ -368,6 +424,20 @@ def _tracer() -> Any:
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     return get_proxy_mode().tracer  # type: ignore[union-attr]
+
+
+def record_as(tensor: Tensor, node: torch.fx.Node) -> None:
+    """Makes a tensor the value of a node of the graph that is being recorded."""
+    from torch.fx.experimental.proxy_tensor import track_tensor_tree
+
+    tracer, meta = _tracer(), dict(node.meta)
+    track_tensor_tree(tensor, torch.fx.Proxy(node, tracer), constant=None, tracer=tracer)
+    node.meta.update(meta)
+
+
+def is_recorded(tensor: Tensor) -> bool:
+    """Returns whether a tensor is a value of the graph that is being recorded."""
+    return isinstance(_tracer().unwrap_proxy(tensor), torch.fx.Proxy)
 
 
 def recorded_node(tensor: Tensor) -> torch.fx.Node:
@@ -424,7 +494,11 @@ def recorded_call(
     node = tracer.create_proxy("call_function", target, *pytree.tree_map(proxy, (args, kwargs)))
     if body is not None:
         node.node.args[0].meta["val"] = body
-    return track_tensor_tree(result, node, constant=None, tracer=tracer)
+    track_tensor_tree(result, node, constant=None, tracer=tracer)
+    # `make_fx` notes a plain tensor of the same shape as the value of a node.
+    for value in filter(is_traceable_subclass, leaves(result)):
+        recorded_node(value).meta["val"] = value
+    return result
 
 
 def has_own_derivative(results: Iterable[Tensor], arguments: Iterable[Tensor]) -> bool:

@@ -25,11 +25,13 @@ from .fx import (
     mutates,
     written_arguments,
 )
+from .targets import is_of_dtensors
 
 __all__ = [
     "BIAS",
     "COPIES",
     "FUNCTION",
+    "SHARD",
     "VIEWS",
     "aliased_inputs",
     "ancestors_of",
@@ -75,6 +77,8 @@ BIAS = "fusedops_bias"
 REACHED = "fusedops_reached"
 # ``meta[FUNCTION]`` is the name of the `rowwise` function that returned the node's value.
 FUNCTION = "fusedops_function"
+# ``meta[SHARD]`` of a dropout is the part of a tensor that this rank has: see `shards.Shard`.
+SHARD = "fusedops_shard"
 # Operators whose results are views: they address the same elements by other indices.
 VIEWS = frozenset(
     {
@@ -343,7 +347,7 @@ def _is_alias(node: fx.Node) -> bool:
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     """The inputs that a node returns, or returns views of: its value shares their memory."""
-    if node.target is operator.getitem:
+    if node.target is operator.getitem or is_of_dtensors(node.target):
         return node.all_input_nodes
     aliased = aliased_arguments(node.target, node.args, node.kwargs)
     return nodes_in(aliased)

@@ -103,7 +103,7 @@ def _key(match: Match) -> Any:
     program, region = match.program, match.program.program
     if region.structure.cols > _LONGEST or program.sizes or why_not(region):
         return None
-    if any(program.source.splits) or any(program.source.joins):
+    if match.shard or any(program.source.splits) or any(program.source.joins):
         return None
     if not all(_is_even(node, len(region.structure.rows)) for node in program.inputs):
         return None

@@ -40,7 +40,9 @@ def replace(graph: fx.Graph, match: Match, replaced: dict[fx.Node, fx.Node]) -> 
         arguments = _arguments(graph, match, replaced)
         dtypes = tuple(map(dtype_of, program.inputs))
         reached = list(map(match.reached.__contains__, program.inputs))
-        call = call_operator(graph, program.program, arguments, program.inputs, dtypes, reached)
+        call = call_operator(
+            graph, program.program, arguments, program.inputs, dtypes, reached, match.shard
+        )
         joins = program.source.joins
         results = results_of(graph, call, 0, len(joins))
         joined = [join(graph, *pair) for pair in zip(results, joins, strict=True)]
@@ -66,6 +68,7 @@ def call_operator(
     inputs: Sequence[fx.Node],
     dtypes: Sequence[torch.dtype],
     reached: Sequence[bool],
+    shard: Sequence[int] = (),
 ) -> fx.Node:
     """Calls an operator of the compiler.
 
@@ -77,11 +80,16 @@ def call_operator(
         dtypes: the dtypes of its tensors; of those in a list, one.
         reached: for each of its tensors, whether a gradient reaches it. If any is, a backward
             will follow.
+        shard: locates this rank's part of the dropout mask: see `Match`.
     """
     seed, threshold = None, rng.threshold(op.p)
     if threshold > 0:
         device = value_of(inputs[0]).device
         seed = graph.call_function(torch.ops.fusedops.random_state.default, (device,))
+        if shard:
+            options = {"dtype": torch.int64, "device": device}
+            part = graph.call_function(torch.tensor, (list(shard),), options)
+            seed = graph.call_function(torch.ops.aten.cat.default, ([seed, part],))
     name = op.name + ("_call" if op.variadic else "_forward")
     target = getattr(torch.ops.fusedops, name).default
     encoded = encode(op.record, tuple(dtypes), any(reached))

@@ -38,6 +38,7 @@ from .order import Units
 from .programs import RegionProgram, build, prepare
 from .regions import CHANGING, Finder, Region, columns_of
 from .report import RegionReport
+from .shards import numbers_of
 from .symbols import fix, have_hints
 
 __all__ = ["Match", "Selector"]
@@ -55,12 +56,14 @@ class Match:
         program: the operator.
         reached: the inputs that receive gradients from the operator's backward.
         is_slice: whether it pays only as one of several slices of an operator.
+        shard: locates this rank's part of its dropouts' mask; () where they have the whole mask.
     """
 
     region: Region
     program: RegionProgram
     reached: set[fx.Node]
     is_slice: bool = False
+    shard: tuple[int, ...] = ()
 
 
 class Selector:
@@ -209,7 +212,7 @@ class Selector:
             raise NotRowwiseError("a tensor that it saves is changed later")
         if self._units.are_cyclic_with(region):
             raise NotRowwiseError("as an operator it would be in a cycle with another region")
-        return Match(region, program, reached)
+        return Match(region, program, reached, shard=numbers_of(region, program))
 
     def rest(self) -> tuple[int, int]:
         """The bytes that operators outside of the reported regions read and write, one by one.

@@ -953,3 +953,13 @@ def test_nested_compile_regions_are_fused_like_unmarked_code() -> None:
     for unmarked, marked, eager in zip(*results, eager_results, strict=True):
         torch.testing.assert_close(unmarked, eager, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(marked, eager, rtol=1e-4, atol=1e-5)
+
+
+def test_a_checkpoint_around_a_compiled_block_does_not_count_the_capture() -> None:
+    """The hooks of `checkpoint` count the tensors that the first forward saves."""
+    block, x = PostNorm(), randn(2, 3, 24).requires_grad_()
+    backend = Backend()
+    output = checkpoint(torch.compile(block, backend=backend), x, use_reentrant=False)
+    expected = torch.autograd.grad(block(x).sum(), x)
+    torch.testing.assert_close(torch.autograd.grad(output.sum(), x), expected)
+    assert not backend.report.left

@@ -26,6 +26,7 @@ class Backend:
     Attributes:
         report: the report on all graphs.
         saved: the results of the forwards and the tensors that they save, as fake tensors.
+        forwards: the graphs of the forwards.
         backwards: the graphs of the backwards.
     """
 
@@ -33,6 +34,7 @@ class Backend:
         self.memory = memory
         self.report = CompileReport()
         self.saved: list[Tensor] = []
+        self.forwards: list[torch.fx.Graph] = []
         self.backwards: list[torch.fx.Graph] = []
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -48,6 +50,7 @@ class Backend:
                 for node in graph.graph.find_nodes(op="output")[0].all_input_nodes
                 if node.op == "call_function"
             ]
+            self.forwards.append(graph.graph)
             self.saved += [value for value in values if isinstance(value, Tensor)]
             return make_boxed_func(graph.forward)
 

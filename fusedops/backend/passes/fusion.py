@@ -8,10 +8,12 @@ from collections.abc import Collection, Sequence
 from torch import fx
 
 from ..alike import LEAST_ALIKE
+from ..changes import NotCapturedError
 from ..horizontal import groups_of, replace_group
 from ..replacing import replace
 from ..rewrite import Rewrite
 from ..selection import Match, Selector
+from ..shards import is_of_shard
 
 __all__ = ["fuse_regions"]
 
@@ -33,6 +35,9 @@ def fuse_regions(rewrite: Rewrite) -> None:
     rewrite.reports += selector.reports
     # Last: an operator of slices also replaces what concatenates its results.
     rewrite.rest, rewrite.differentiated = selector.rest()
+    # PyTorch would draw the mask of this rank's part alone.
+    if any(map(is_of_shard, graph.nodes)):
+        raise NotCapturedError("a dropout of a DTensor is in no region")
 
 
 def _replace(

@@ -19,10 +19,13 @@ __all__ = [
     "dtensor",
     "dtensor_spec",
     "is_distributed",
+    "is_dtensor",
+    "local_of",
     "replicates_implicitly",
     "rows_placed_by",
     "sharded_class",
     "unsharded_class",
+    "wait_for",
     "waited",
 ]
 
@@ -82,6 +85,31 @@ def sharded_class(sharded: Any, cls: Any) -> Any:
 
 
 # --- DTensors -------------------------------------------------------------------------------------
+
+
+def is_dtensor(value: Any) -> bool:
+    """Returns whether a value is a DTensor."""
+    # The module is not imported here: until something imports it, there is no DTensor.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_of(t: Tensor) -> Tensor:
+    """Returns the local tensor that a DTensor holds, and another tensor as it is.
+
+    ``DTensor.to_local`` returns a view of it. Without the private attribute the result is the
+    DTensor itself: calls on DTensors are then not recognised as calls on local tensors.
+    """
+    return getattr(t, "_local_tensor", t) if is_dtensor(t) else t
+
+
+def wait_for(t: Any) -> None:
+    """Replaces the local tensor of a DTensor by the one that a collective fills, once it has ended.
+
+    Without the private attribute nothing happens.
+    """
+    if is_dtensor(t) and hasattr(t, "_local_tensor"):
+        t._local_tensor = waited(t._local_tensor)
 
 
 def is_distributed(module: torch.nn.Module) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
+from .distributed import local_of
 from .lookup import find, imported
 
 __all__ = [
@@ -164,10 +165,11 @@ def hints(shape: Sequence[Any]) -> tuple[int, ...]:
 def memory_of(tensor: Tensor) -> Hashable:
     """Returns a key that is equal for tensors that share a storage, fake tensors included.
 
-    A fake tensor has no address, but it has a storage object in C++, which its views share. Without
-    PyTorch's private name all tensors have the same key, as if they overlapped.
+    A fake tensor has no address, but it has a storage object in C++, which its views share. The
+    memory of a DTensor is that of its local tensor. Without PyTorch's private name all tensors have
+    the same key, as if they overlapped.
     """
-    return getattr(tensor.untyped_storage(), "_cdata", None)
+    return getattr(local_of(tensor).untyped_storage(), "_cdata", None)
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:

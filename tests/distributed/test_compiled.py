@@ -1,0 +1,345 @@
+"""`fusedops.compile` of blocks on several processes: DTensors, FSDP2, checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn import functional as F
+
+import fusedops
+from backends import Backend
+from fusedops.backend import blocks, entry
+from fusedops.backend.report import CompileReport
+from ranks import run_ranks
+from support import INTERPRETED
+
+WIDTH, HEADS, BATCH, LENGTH, LAYERS, P = 16, 2, 2, 4, 2, 0.2
+pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
+
+
+class Attention(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = (self.query, self.key, self.value)
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in layers
+        )
+        y = F.scaled_dot_product_attention(query, key, value)
+        return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class LlamaLike(nn.Module):
+    """A block with norms before its parts; between parts, rows are plain tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.mlp = Attention(bias=False), Gated()
+        self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+
+
+class BertLike(nn.Module):
+    """A block with norms behind its parts, biases and dropout; all its rows are DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention(bias=True)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.dropout = nn.Dropout(P)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(x + self.dropout(self.attention(x)))
+        return self.norm2(x + self.dropout(self.down(F.gelu(self.up(x)))))  # type: ignore[no-any-return]
+
+
+class Model(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([make() for _ in range(LAYERS)])
+        for parameter in self.parameters():
+            if parameter.dim() == 1:  # ones and zeros would hide errors
+                nn.init.normal_(parameter, 1.0, 0.3)
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _plan(make: type[nn.Module]) -> dict[str, Any]:
+    """Tensor and sequence parallel, as trainers write it."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import parallel as tp
+
+    rows = Shard(1)
+    gather = tp.PrepareModuleInput(input_layouts=rows, desired_input_layouts=Replicate())
+    common: dict[str, Any] = {
+        "attention": gather,
+        **{f"attention.{name}": tp.ColwiseParallel() for name in ("query", "key", "value")},
+        "norm1": tp.SequenceParallel(),
+        "norm2": tp.SequenceParallel(),
+    }
+    if make is LlamaLike:
+        out = tp.RowwiseParallel(output_layouts=rows)
+        columns = tp.ColwiseParallel()
+        mlp = {"mlp": gather, "mlp.gate": columns, "mlp.up": columns, "mlp.down": out}
+        return {**common, "attention.out": out, **mlp}
+    out = tp.RowwiseParallel(output_layouts=rows, use_local_output=False)
+    up = tp.ColwiseParallel(input_layouts=rows)
+    return {**common, "attention.out": out, "up": up, "down": out}
+
+
+class _Uncompiled:
+    """A backend that leaves graphs as they are; PyTorch's partitioner divides them."""
+
+    def __init__(self) -> None:
+        self.graphs: list[fx.Graph] = []
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        def recorded(graph: fx.GraphModule, _: Any) -> Any:
+            self.graphs.append(graph.graph)
+            return make_boxed_func(graph.forward)
+
+        divide = min_cut_rematerialization_partition
+        compiled = aot_autograd(fw_compiler=recorded, bw_compiler=recorded, partition_fn=divide)
+        return compiled(gm, inputs)
+
+
+def _collectives(graphs: Sequence[fx.Graph]) -> list[tuple[str, int]]:
+    """The name and the bytes of each collective."""
+    found = []
+    for node in [node for graph in graphs for node in graph.nodes]:
+        target: Any = node.target
+        is_collective = getattr(target, "namespace", "") == "_c10d_functional"
+        if is_collective and not target.__name__.startswith("wait"):
+            value = node.args[0].meta["val"]  # type: ignore[union-attr]
+            found.append((target.__name__, value.numel() * value.itemsize))
+    return sorted(found)
+
+
+def _full(t: Tensor | None) -> Any:
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+def _compiled(model: nn.Module, backend: Any) -> None:
+    """Compile the blocks by another backend than that of `compile_blocks`."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with mock.patch.object(blocks, "backend", backend):
+        names = fusedops.compile_blocks(model, fullgraph=True)
+    assert names == [f"layers.{number}" for number in range(LAYERS)]
+
+
+def _graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def _step(model: nn.Module, x: Tensor, cotangent: Tensor) -> Tensor:
+    torch.manual_seed(3)
+    output = model(x.clone().requires_grad_())
+    output = output.to_local() if hasattr(output, "to_local") else output
+    output.backward(cotangent)
+    return output.detach()  # type: ignore[no-any-return]
+
+
+def _parallel(make: type[nn.Module], layout: str, mesh: Any) -> nn.Module:
+    """A model in a layout; its blocks are not compiled yet."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    model = Model(make)
+    for number, layer in enumerate(model.layers):
+        if "tp" in layout:
+            parallelize_module(layer, mesh, _plan(make))
+        if layout == "fsdp, checkpointed":
+            model.layers[number] = checkpoint_wrapper(layer)
+    if "fsdp" in layout:
+        for part in (*model.layers, model):
+            fully_shard(part, mesh=mesh)
+    return model
+
+
+# Along which dimension the ranks share the batch.
+LAYOUTS = {"tp": 1, "fsdp": 0, "fsdp, checkpointed": 0}
+# Under FSDP each rank draws masks of its own, so that blocks with dropout have no counterpart.
+CASES = ((LlamaLike, "tp"), (BertLike, "tp"), (LlamaLike, "fsdp, checkpointed"))
+# The regions of a block. Of the biases of products, the one before GELU is in a region.
+REGIONS = {LlamaLike: 2, BertLike: 3}
+
+
+def _check(make: type[nn.Module], layout: str, mesh: Any) -> None:
+    """Values, gradients, masks, collectives and compilations of a model in a layout.
+
+    A term of a product, a norm or an attention is rounded once, and each of a few tens of these
+    steps amplifies an error by a factor of about one: rows are normalised, and weights of layers
+    have a norm of about one. So a result differs by some ``eps`` for each of the terms of a sum in
+    each step, as a random walk. A dropped element that one process keeps would differ by the size
+    of the values.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    dim, rank = LAYOUTS[layout], dist.get_rank()
+    generator = torch.Generator().manual_seed(1)
+    x, cotangent = torch.randn(2, BATCH, LENGTH, WIDTH, generator=generator)
+    own_x, own_cotangent = (t.chunk(2, dim)[rank].contiguous() for t in (x, cotangent))
+    if make is BertLike and layout == "tp":
+        own_x = DTensor.from_local(own_x, mesh, [Shard(dim)], run_check=False)
+    reference, plain = Model(make), _parallel(make, layout, mesh)
+    _compiled(reference, Backend("auto"))
+    expected = _step(reference, x, cotangent)
+    uncompiled = _Uncompiled()
+    _compiled(plain, uncompiled)
+    _step(plain, own_x, own_cotangent)
+    traced = _graphs()
+    model, backend = _parallel(make, layout, mesh), Backend("auto")
+    _compiled(model, backend)
+    output = _step(model, own_x, own_cotangent)
+    what = (make.__name__, layout)
+    assert _graphs() == traced == 1, what
+    assert not backend.report.left, what
+    fused = [region for region in backend.report.regions if region.program is not None]
+    assert len(fused) == REGIONS[make], (*what, str(backend.report))
+    graphs = [*backend.forwards, *backend.backwards]
+    assert _collectives(graphs) == _collectives(uncompiled.graphs), what
+    assert bool(_collectives(graphs)) == ("tp" in layout), what
+    tolerance = LAYERS * 8 * WIDTH**0.5 * torch.finfo(x.dtype).eps
+    error = (output - expected.chunk(2, dim)[rank]).abs().max()
+    assert error <= tolerance * expected.abs().max(), (*what, error)
+    # FSDP averages the gradients of the ranks, which one process adds.
+    scale = 2 if "fsdp" in layout else 1
+    pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
+    for (name, parameter), other in pairs:
+        assert other.grad is not None
+        if name.endswith("key.bias"):  # does not change the softmax: its gradient is rounding
+            continue
+        error = (scale * _full(parameter.grad) - other.grad).abs().max()
+        limit = 4 * tolerance * other.grad.abs().max()
+        assert error <= limit, (*what, name, error, limit)
+
+
+def _check_saved(mesh: Any, folder: str) -> None:
+    """A compiled model under FSDP2 is saved, and loaded under tensor parallelism."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    model = _parallel(LlamaLike, "fsdp", mesh)
+    fusedops.compile_blocks(model)
+    state = get_model_state_dict(model)
+    assert list(state) == list(Model(LlamaLike).state_dict())
+    checkpoint.save(state, checkpoint_id=folder)
+    other = _parallel(LlamaLike, "tp", mesh)
+    fusedops.compile_blocks(other)
+    state = {name: torch.zeros_like(t) for name, t in get_model_state_dict(other).items()}
+    checkpoint.load(state, checkpoint_id=folder)
+    set_model_state_dict(other, state)
+    for name, t in Model(LlamaLike).state_dict().items():
+        assert torch.equal(_full(other.state_dict()[name]), t), name
+
+
+def _work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    for make, layout in CASES:
+        _check(make, layout, mesh)
+    _check_saved(mesh, f"{folder}/saved")
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the kernels run on gloo's CPU in the interpreter only")
+def test_compiled_blocks_on_two_processes_equal_one_process(tmp_path: Path) -> None:
+    run_ranks(_work, (str(tmp_path),), 2)
+
+
+# --- many ranks -----------------------------------------------------------------------------------
+
+
+def _captured_on(ranks: int, rank: int) -> list[str]:
+    """The functions that the captured graph of a block calls on a mesh of simulated ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import parallelize_module
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    functions: list[str] = []
+
+    def record(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        graph = entry._with_operators(gm, inputs, CompileReport()).graph
+        functions.extend(str(getattr(node.target, "__name__", node.op)) for node in graph.nodes)
+        return gm.forward
+
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+        block = parallelize_module(LlamaLike(), mesh, _plan(LlamaLike))
+        torch.compile(block, backend=record)(torch.randn(BATCH, LENGTH // 2, WIDTH))
+    finally:
+        dist.destroy_process_group()
+    return functions
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the kernels run on a CPU in the interpreter only")
+def test_the_graph_of_a_rank_does_not_depend_on_the_number_of_ranks(fresh_dynamo: None) -> None:
+    functions = _captured_on(2, rank=1)
+    assert sum("rowwise_region" in name for name in functions) == REGIONS[LlamaLike]
+    torch._dynamo.reset()
+    assert _captured_on(1024, rank=777) == functions
+
+
+# --- blocks ---------------------------------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    """Blocks in a dictionary, with blocks of their own, beside a list without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        inner = [nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.ReLU()) for _ in range(2)]
+        self.parts = nn.ModuleDict({"a": inner[0], "b": inner[1], "c": nn.Linear(4, 4)})
+
+
+@pytest.mark.once
+def test_blocks_are_the_outermost_repeated_modules() -> None:
+    model = Nested()
+    assert fusedops.compile_blocks(model) == ["parts.a", "parts.b"]
+    compiled = [name for name, part in model.named_modules() if part._compiled_call_impl]
+    assert compiled == ["parts.a", "parts.b"]
+    with pytest.raises(ValueError, match="no list of several modules of one class"):
+        fusedops.compile_blocks(model.stem)
+    with pytest.raises(TypeError, match="model must be a module, got function"):
+        fusedops.compile_blocks(lambda x: x)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'fusedops\.memory' must be one of"):
+        fusedops.compile_blocks(model, options={"fusedops.memory": "most"})
