@@ -1,18 +1,21 @@
 """The command ``distributed``.
 
-It measures training steps on several GPUs, of eager and of fused models with the same plan.
+It measures training steps on several GPUs, of eager, fused and compiled models with the same plan.
 torchrun starts it, with a process for each GPU::
 
     torchrun --nproc-per-node 2 -m benchmarks distributed
 
 A layout is how a model is distributed:
 
-    tp               every process has a part of each linear layer; sums and norms have a part of
-                     each sequence
-    fsdp             parameters are sharded, and each process has its own batch
-    fsdp-compiled    the same, and each block is compiled
-    fsdp-tp          both fsdp and tp, for the model of ``examples/train_lm_distributed.py``; 1, 2
-                     or 4 processes split its layers
+    tp                   every process has a part of each linear layer; sums and norms have a part
+                         of each sequence
+    fsdp                 parameters are sharded, and each process has its own batch
+    fsdp-checkpointed    the same, and each block is computed again in the backward
+    fsdp-tp              both fsdp and tp, for the model of ``examples/train_lm_distributed.py``; 1,
+                         2 or 4 processes split its layers
+
+The providers ``compile`` and ``backend`` compile each block, by torch.compile and by
+`fusedops.compile_blocks`.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,8 +48,9 @@ from .workloads import Workload, named, workloads
 
 __all__ = ["add_options", "run"]
 
-LAYOUTS = ("tp", "fsdp", "fsdp-compiled", "fsdp-tp")
-PROVIDERS = ("eager", "fused")
+LAYOUTS = ("tp", "fsdp", "fsdp-checkpointed", "fsdp-tp")
+PROVIDERS = ("eager", "fused", "compile", "backend")
+_COMPILED = ("compile", "backend")
 _MODELS = ("llama", "bert", example.NAME)
 _RESULTS = Path(__file__).resolve().parent.parent / "results"
 
@@ -177,7 +182,8 @@ def _row(measured: tuple[str, str, str, str], device: str, **figures: Any) -> Ro
 
 
 def _distributed(workload: Workload, layout: str, provider: str, device: torch.device) -> nn.Module:
-    """Returns the model of a provider, eager or fused, in a layout."""
+    """Returns the model of a provider in a layout."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import parallelize_module
@@ -190,15 +196,26 @@ def _distributed(workload: Workload, layout: str, provider: str, device: torch.d
     if provider == "fused":
         fusedops.fuse_model(model)
     if layout == "tp":
-        return parallelize_module(model, mesh, plan(workload.name))
-    module: Any = model
-    blocks = module.model.layers if workload.name == "llama" else module.bert.encoder.layer
-    for block in blocks:
-        if layout == "fsdp-compiled":
+        parallelize_module(model, mesh, plan(workload.name))
+    blocks = _blocks(model, workload.name)
+    if layout == "fsdp-checkpointed":
+        for name, block in blocks.items():
+            blocks[name] = checkpoint_wrapper(block)
+    if provider == "compile":
+        for block in blocks.values():
             block.compile()
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    if provider == "backend":
+        fusedops.compile_blocks(model)
+    if layout != "tp":
+        for part in (*blocks.values(), model):
+            fully_shard(part, mesh=mesh)
     return model
+
+
+def _blocks(model: Any, name: str) -> Any:
+    """Returns the layers of a model, by their names; a change of a value replaces the layer."""
+    layers = model.model.layers if name == "llama" else model.bert.encoder.layer
+    return layers._modules
 
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -221,8 +238,7 @@ def _measured(
         torch.manual_seed(1)
         # The first step compiles and loads everything, before steps are timed.
         loss = _largest(float(step()), device)
-        # Compiled blocks do not run in a dispatch mode. Their collectives are those of "fsdp".
-        traffic = {} if layout == "fsdp-compiled" else _traffic(step)
+        traffic = _profiled(step) if provider in _COMPILED else _traffic(step)
         figures[provider] = {
             "loss": loss,
             "peak_mib": _largest(_peak_mib(step, device), device),
@@ -283,6 +299,16 @@ def _traffic(step: Callable[[], object]) -> dict[str, Any]:
     with Traffic() as traffic:
         step()
     return {"collectives": str(traffic), "moved_mib": traffic.bytes / 2**20}
+
+
+def _profiled(step: Callable[[], object]) -> dict[str, Any]:
+    """Returns the collectives of compiled blocks, which do not run in a dispatch mode."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    names = [event.name.split("::") for event in profile.events()]
+    counts = Counter(name[1] for name in names if name[0] in ("c10d", "_c10d_functional"))
+    calls = {name: count for name, count in counts.items() if not name.startswith("wait_")}
+    return {"collectives": " ".join(f"{name}:{count}" for name, count in sorted(calls.items()))}
 
 
 def _quartile_range(times: list[float]) -> float:

@@ -19,10 +19,18 @@ _MODEL_NAMES = {
     "train_lm": "`train_lm_distributed.py`",
     MASKS: "masks",
 }
-_LAYOUT_NAMES = {"tp": "TP, sequence parallel", "fsdp": "FSDP2", "fsdp-compiled": "FSDP2, compiled"}
+_LAYOUT_NAMES = {
+    "tp": "TP, sequence parallel",
+    "fsdp": "FSDP2",
+    "fsdp-checkpointed": "FSDP2, checkpointed",
+}
+# The providers whose blocks are compiled, and the two that they are compared with.
+_COMPILED = ("compile", "backend")
+_EAGER = ("eager", "fused")
 _EMPTY = "Figures of several GPUs are not measured yet."
 _HOW = """A row is a training step in bf16 autocast, forward and backward; the example's step has its optimizer too. Two figures
-in a cell are those of torch.nn and of the fused model, which take turns in one run. ms is the median over blocks of steps
+in a cell are those of torch.nn and of the fused model, and two more those of torch.compile and of `fusedops.compile_blocks`, for
+each block; all take turns in one run. ms is the median over blocks of steps
 of the slowest process's time. Scaling is the fused model's tokens per second and GPU, over those of one GPU. Collectives
 are those of a step on one process: their number, and the sum of the larger side of each. Peak memory is that of the process
 that needs the most: of the example all that it holds, of the others what a step allocates. The last column is the largest
@@ -33,6 +41,9 @@ _COLUMNS = (
     "GPUs",
     "torch.nn, ms",
     "fused, ms",
+    "speed-up",
+    "torch.compile, ms",
+    "fusedops.compile, ms",
     "speed-up",
     "tokens/s",
     "scaling",
@@ -130,13 +141,13 @@ def markdown(folder: Path) -> str:
 
 def _device(device: str, rows: list[Row]) -> str:
     """Returns the table of a device, the result of its masks, and its versions."""
-    # Eager's and the fused model's row, by the key without the provider.
+    # The rows of all providers, by the key without the provider.
     pairs: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in sorted(rows, key=_order):
         if row.model != MASKS:
             pairs.setdefault(row.key[:-1], {})[row.provider] = row
     lines = ["| " + " | ".join(_COLUMNS) + " |", "|---|---|" + "--:|" * (len(_COLUMNS) - 2)]
-    lines += [_pair(pair, rows) for pair in pairs.values() if len(pair) == 2]
+    lines += [_pair(pair, rows) for pair in pairs.values() if pair.keys() >= set(_EAGER)]
     parts = ["\n".join(lines)] if len(lines) > 2 else []
     masks = [row for row in rows if row.model == MASKS]
     if masks:
@@ -153,31 +164,38 @@ def _device(device: str, rows: list[Row]) -> str:
 
 
 def _pair(pair: dict[str, Row], rows: list[Row]) -> str:
-    """Returns the table's line for eager's and the fused model's row."""
+    """Returns the table's line for the rows of all providers of a model in a layout."""
     eager, fused = pair["eager"], pair["fused"]
+    measured = [pair[name] for name in (*_EAGER, *_COMPILED) if name in pair]
     name = _MODEL_NAMES[fused.model]
     layout = _LAYOUT_NAMES.get(fused.layout, f"FSDP2 × TP, {sized(fused.layout)}")  # noqa: RUF001
-    speed_up = f"{eager.ms / fused.ms:.2f}" if eager.ms and fused.ms else ""
     difference = ""
     if fused.difference is not None:
         difference = f"{eager.difference or 0.0:.0e} / {fused.difference:.0e}"
     collectives = " / ".join(
-        f"{_count(row)}, {_mib(row)}" if row.collectives else "" for row in (eager, fused)
+        f"{_count(row)}, {_mib(row)}".strip(", ") if row.collectives else "" for row in measured
     )
     cells = [
         f"{name}, {sized(fused.shape)}",
         layout,
         str(fused.ranks),
-        f"{eager.ms:.1f}",
-        f"{fused.ms:.1f}",
-        speed_up,
-        f"{eager.tokens:,.0f} / {fused.tokens:,.0f}",
+        *_times(pair, _EAGER),
+        *_times(pair, _COMPILED),
+        " / ".join(f"{row.tokens:,.0f}" for row in measured),
         _scaling(fused, rows),
-        f"{eager.peak_mib or 0:,.0f} / {fused.peak_mib or 0:,.0f}",
+        " / ".join(f"{row.peak_mib or 0:,.0f}" for row in measured),
         collectives.strip(" /"),
         difference,
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+def _times(pair: dict[str, Row], providers: tuple[str, str]) -> list[str]:
+    """Returns the milliseconds of two providers and their ratio; empty cells without them."""
+    if not pair.keys() >= set(providers):
+        return ["", "", ""]
+    first, second = (pair[name].ms or 0.0 for name in providers)
+    return [f"{first:.1f}", f"{second:.1f}", f"{first / second:.2f}" if second else ""]
 
 
 def _scaling(row: Row, rows: list[Row]) -> str:

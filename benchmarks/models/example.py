@@ -62,7 +62,7 @@ def trainings(device: torch.device, steps: int, blocks: int, *, tiny: bool) -> I
     The losses of one process are measured once, for all layouts.
     """
     example = _example()
-    args = argparse.Namespace(**(_TINY if tiny else _SIZES), rate=3e-4, dropout=0.0)
+    args = argparse.Namespace(**(_TINY if tiny else _SIZES), rate=3e-4, dropout=0.0, compile=False)
     ranks, corpus = dist.get_world_size(), example.read_corpus().to(device)
     # The example does not time its first five steps.
     steps = max(steps + 5, _COMPARED_STEPS)

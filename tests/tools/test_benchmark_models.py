@@ -536,12 +536,16 @@ def test_table_has_speed_up_and_scaling_of_each_pair(tmp_path):
     versions = ("NVIDIA H100", "0123456", "2.11.0", "3.6.0", "5.17.0")
     eager = distributed_results.Row(*setting, "eager", *numbers, collectives, *versions)
     fused = replace(eager, provider="fused", ms=80.0, tokens=200000.0, peak_mib=900.0)
-    rows = [eager, fused, replace(fused, ranks=1, tokens=125000.0), replace(eager, layout="tp")]
+    compiled = replace(eager, provider="compile", ms=90.0, moved_mib=None)
+    backend = replace(compiled, provider="backend", ms=72.0, peak_mib=800.0)
+    alone = replace(fused, ranks=1, tokens=125000.0)
+    rows = [eager, fused, alone, replace(eager, layout="tp"), compiled, backend]
     distributed_results.write(tmp_path / "distributed_nvidia_h100.csv", rows)
     lines = distributed_results.markdown(tmp_path).splitlines()
     assert lines[2].endswith(
-        " | FSDP2 | 2 | 100.0 | 80.0 | 1.25 | 160,000 / 200,000 | 0.80 | 1,000 / 900 "
-        "| 50, 2,000 MiB / 50, 2,000 MiB | 1e-06 / 1e-06 |"
+        " | FSDP2 | 2 | 100.0 | 80.0 | 1.25 | 90.0 | 72.0 | 1.25 "
+        "| 160,000 / 200,000 / 160,000 / 160,000 | 0.80 | 1,000 / 900 / 1,000 / 800 "
+        "| 50, 2,000 MiB / 50, 2,000 MiB / 50 / 50 | 1e-06 / 1e-06 |"
     )
     assert not lines[3]  # rows without a peer are not in the table
 
