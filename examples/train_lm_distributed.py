@@ -33,6 +33,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as tp
 
+import fusedops
 from fusedops.nn import FusedBiasDropoutAddRMSNorm, FusedSwiGLU
 
 VOCABULARY = 256  # bytes
@@ -213,6 +214,8 @@ def train(
     torch.manual_seed(0)  # the same weights everywhere
     model = LanguageModel(args, parts).to(device)
     groups, group = (1, 0) if mesh is None else (mesh["dp"].size(), mesh["dp"].get_local_rank())
+    if args.compile:
+        fusedops.compile_blocks(model)
     if mesh is not None:
         spread(model, mesh)
     # For dropout, the processes of a group need the same seed, because they draw parts of one mask.
@@ -255,6 +258,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--parts", choices=[*CONTENDERS, "both"], default="both", help="what the model is made of"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="compile each block by fusedops.compile_blocks"
     )
     # The defaults without a GPU, and with one.
     sizes = {
