@@ -88,6 +88,7 @@ _OF_EXACT = COMPARISONS | {
     "maximum",
     "minimum",
     "quotient",
+    "rint",
     "sign",
 }
 

@@ -451,6 +451,7 @@ _RULES: dict[str, _Rule] = {
     "sign": _nothing,
     "floor": _nothing,
     "ceil": _nothing,
+    "rint": _nothing,
     "constant_to_gradients": _nothing,
     "detached": _nothing,
     "add": lambda graph, node, g: (g, g),

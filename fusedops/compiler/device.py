@@ -125,6 +125,76 @@ def expm1(x):
 
 
 @triton.jit
+def rint(x):
+    """Return the nearest whole numbers; of two that are equally near, the even one.
+
+    Numbers of this size and above have no digits behind the point, so a sum with it is rounded to
+    a whole number.
+    """
+    if x.dtype == tl.float64:
+        # 2**52, as a product of what fp32 holds exactly.
+        whole = tl.full((1, 1), 67108864.0, tl.float64) * 67108864.0
+    else:
+        whole = tl.full((1, 1), 8388608.0, tl.float32)
+    size = tl.abs(x)
+    rounded = (size + whole) - whole
+    # The product keeps the sign of a zero.
+    rounded = tl.where(rounded == 0.0, x * 0.0, tl.where(x < 0.0, -rounded, rounded))
+    return tl.where(size < whole, rounded, x)
+
+
+@triton.jit
+def _sign_of_8_bits(bits):
+    """Return the sign in the bits of fp32 numbers, at the position that it has in 8 bits."""
+    return (bits >> 24) & 0x80
+
+
+@triton.jit
+def to_e4m3(x, SATURATES: tl.constexpr, SIGNED: tl.constexpr):
+    """Return numbers as float8_e4m3fn, rounded as PyTorch rounds them.
+
+    The instruction saturates at 448, 0x7E. Without ``SATURATES`` numbers beyond 464 are NaN, 0x7F:
+    they would round to 480, which the dtype does not have.
+
+    The instruction drops the sign of a NaN. ``SIGNED`` keeps it. GPUs compute no NaN with a sign,
+    so this is for numbers that were read, and takes several instructions for each.
+    """
+    x = x.to(tl.float32)
+    if SIGNED:
+        rounded = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        marks = _sign_of_8_bits(x.to(tl.int32, bitcast=True))
+        if SATURATES:
+            rounded |= tl.where(x == x, 0, marks).to(tl.uint8)
+        else:
+            rounded |= tl.where(tl.abs(x) <= 464.0, 0, marks | 1).to(tl.uint8)
+        return rounded.to(tl.float8e4nv, bitcast=True)
+    else:
+        if not SATURATES:
+            x = tl.where(tl.abs(x) <= 464.0, x, float("nan"))
+        return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def to_e5m2(x):
+    """Return numbers as float8_e5m2, rounded as PyTorch rounds them.
+
+    Numbers that would round to 65536, from 61440 on, are infinite. This is arithmetic of integers:
+    the instruction saturates, and GPUs without it round twice, or to zero.
+    """
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # The 21 bits that are dropped are rounded to even. The exponent's bias is 15, not 127.
+    normal = (size + 0xFFFFF + ((size >> 21) & 1) - (112 << 23)) >> 21
+    # Below 2**-14: a sum with 128 is rounded to a multiple of 2**-16, which its last bits count.
+    total = size.to(tl.float32, bitcast=True) + 128.0
+    subnormal = total.to(tl.int32, bitcast=True) - (134 << 23)
+    rounded = tl.where(size < (113 << 23), subnormal, tl.minimum(normal, 0x7C))
+    rounded = tl.where(size > (255 << 23), 0x7F, rounded)
+    rounded |= _sign_of_8_bits(bits)
+    return rounded.to(tl.uint8).to(tl.float8e5, bitcast=True)
+
+
+@triton.jit
 def xlogy(x, y):
     """Return ``x log(y)``: zero for a zero x, unless y is NaN."""
     return tl.where(y != y, y, tl.where(x == 0.0, 0.0, x * tl.log(y)))

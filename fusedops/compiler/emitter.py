@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 
 from ..core.activations import ACTIVATIONS
+from ..core.compat.casts import saturates_float8
 from .addresses import Addresses, Sliced, Spacings
 from .axes import Label
 from .costs import is_compute_bound
@@ -62,6 +63,7 @@ _FORMATS = {
     "erf": "tl.erf({})",
     "floor": "tl.floor({})",
     "ceil": "tl.ceil({})",
+    "rint": "rint({})",
     "not": "{} == 0",
     "isnan": "{0} != {0}",
     "fmod": "{} % {}",
@@ -92,6 +94,15 @@ _TYPES = {
     torch.float32: "tl.float32",
     torch.float64: "tl.float64",
 }
+# Functions that round to floats of 8 bits.
+_TO_FLOAT8 = {
+    torch.float8_e4m3fn: "to_e4m3({}, {saturates}, {signed})",
+    torch.float8_e5m2: "to_e5m2({})",
+}
+# Operators whose result may be one of their arguments, with all its bits.
+_MOVING = frozenset(
+    {"abs", "amax", "cast", "maximum", "minimum", "pick", "round", "rounded", "where", *SAME_VALUE}
+)
 _READ_AS = {"float": ".to(ACC)", "int": ".to(tl.int64)", "bool": " != 0"}
 _SCALARS = {"float": "ACC", "int": "tl.int64", "bool": "tl.int8"}
 _Key = TypeVar("_Key")
@@ -182,6 +193,7 @@ class Emitter:
         self._by_row: dict[Node, bool] = {}
         self._names_by_text: dict[str, str] = {}  # the variables, by the expressions that they have
         self._pairs: dict[str, str] = {}  # from a load of two parts to its name
+        self._narrow: dict[str, str] = {}  # from a value in 8 bits to its name
 
     # --- values -----------------------------------------------------------------------------------
 
@@ -381,6 +393,7 @@ class Emitter:
     def _forget(self, ended: set[str]) -> None:
         """Take names out of scope: the next pass over the columns computes them again."""
         self._pairs = {}
+        self._narrow = {}
         self.named = _without_names(self.named, ended)
         self._names_by_text = _without_names(self._names_by_text, ended)
 
@@ -508,20 +521,38 @@ class Emitter:
         return list(map(filled, names, kinds))
 
     def _cast(self, node: Node, args: Sequence[str]) -> str:
+        value = args[0]
         if node.kind == "bool":
-            return f"{args[0]} != 0"
-        return f"{args[0]}.to({KINDS[node.kind]})"
+            return f"{value} != 0"
+        if node.attrs:
+            (name,) = node.attrs
+            # PyTorch casts floats to unsigned integers in two steps: a negative number wraps.
+            if node.args[0].kind == "float" and name == "uint8":
+                value = f"{value}.to(tl.int64)"
+            value = f"{value}.to(tl.{name})"
+        return f"{value}.to({KINDS[node.kind]})"
 
     def _round(self, node: Node, args: Sequence[str]) -> str:
-        return self._rounded_to(node.attrs[0], args[0])
+        return self._rounded_to(node, node.attrs[0], args[0])
 
     def _rounded(self, node: Node, args: Sequence[str]) -> str:
-        return self._rounded_to(getattr(torch, node.attrs[0]), args[0])
+        return self._rounded_to(node, getattr(torch, node.attrs[0]), args[0])
 
-    def _rounded_to(self, dtype: torch.dtype, value: str) -> str:
+    def _rounded_to(self, node: Node, dtype: torch.dtype, value: str) -> str:
         if dtype == self.acc:
             return value
+        if dtype in _TO_FLOAT8:
+            return self._in_8_bits(node, dtype, value) + self._widened(dtype)
         return f"{value}.to({_TYPES[dtype]}).to(ACC)"
+
+    def _in_8_bits(self, node: Node, dtype: torch.dtype, value: str) -> str:
+        """Return the variable of a value as a float of 8 bits, which a store reads, too."""
+        signed = any(map(_is_moved, node.args or (node,)))
+        text = _TO_FLOAT8[dtype].format(value, saturates=saturates_float8(), signed=signed)
+        if text not in self._narrow:
+            self._narrow[text] = self.names.free("narrow")
+            self._lines_for(node).append(f"{self._narrow[text]} = {text}")
+        return self._narrow[text]
 
     def _where(self, node: Node, args: Sequence[str]) -> str:
         text = f"tl.where({', '.join(args)})"
@@ -686,7 +717,7 @@ class Emitter:
         pointer = self.addresses.arguments[kind, index, "", -1].name
         values = []
         for node in nodes:
-            values.append(f"{self.block(node)}.to({pointer}.dtype.element_ty)")
+            values.append(self._as_stored(node, operand.dtype, pointer))
             self._count(operand)
         stored = ", ".join(values)
         if are_paired:
@@ -697,6 +728,16 @@ class Emitter:
             self.lines.append(stored)
         else:
             self.body.append(stored)
+
+    def _as_stored(self, node: Node, dtype: torch.dtype, pointer: str) -> str:
+        """Return a value in the dtype of a tensor."""
+        value = self.block(node)
+        if dtype not in _TO_FLOAT8:
+            return f"{value}.to({pointer}.dtype.element_ty)"
+        # What is returned is rounded already. Its argument is in 8 bits then.
+        if node.op == "round" and node.args[0] in self.named:
+            value = self.block(node.args[0])
+        return self._in_8_bits(node, dtype, value)
 
     def store_number(self, kind: str, index: int, node: Node) -> None:
         """Write a number of each row."""
@@ -711,10 +752,10 @@ class Emitter:
         if axis is not None:
             first, number = paired(part, axis)
             pair = self._pair(node, kind, index, operand, first)
-            return f"{pair}[{number}]{_READ_AS[operand.kind]}"
+            return f"{pair}[{number}]{self._read_as(operand)}"
         loaded = self._loaded(kind, index, operand, part)
         if self.structure.has_columns(operand) or self.addresses.varies_by_row(operand):
-            return loaded + _READ_AS[operand.kind]
+            return loaded + self._read_as(operand)
         # The address is one pointer, and the loaded value a scalar. Triton's interpreter cannot
         # compare a scalar, but it can compare a block of one element. All values of a kernel have
         # two dimensions then, and broadcast.
@@ -731,7 +772,11 @@ class Emitter:
         address, mask = self.addresses.tile(
             kind, index, operand, part, full=self.full, paired=paired
         )
-        return f"tl.load({address}, mask={mask}, other=0)" if mask else f"tl.load({address})"
+        if not mask:
+            return f"tl.load({address})"
+        # Triton has no conversion of an integer to a float of 8 bits.
+        other = "0.0" if operand.dtype in _TO_FLOAT8 else "0"
+        return f"tl.load({address}, mask={mask}, other={other})"
 
     def _pair(self, node: Node, kind: str, index: int, operand: Operand, first: Part) -> str:
         """Return the variable of two parts that alternate in memory, which one line loads."""
@@ -757,7 +802,18 @@ class Emitter:
         conditions = [f"({index} >= 0)", f"({index} < N)"]
         if mask:
             conditions.append(mask)
-        return f"tl.load({address}, mask={' & '.join(conditions)}, other=0){_READ_AS[operand.kind]}"
+        other = "0.0" if operand.dtype in _TO_FLOAT8 else "0"
+        loaded = f"tl.load({address}, mask={' & '.join(conditions)}, other={other})"
+        return loaded + self._read_as(operand)
+
+    def _read_as(self, operand: Operand) -> str:
+        """Return what converts an element of a tensor to a value."""
+        return self._widened(operand.dtype) if operand.kind == "float" else _READ_AS[operand.kind]
+
+    def _widened(self, dtype: torch.dtype) -> str:
+        # Triton has no conversion of 8 bits to 64.
+        is_far = dtype in _TO_FLOAT8 and self.acc == torch.float64
+        return f".to(tl.float32){_READ_AS['float']}" if is_far else _READ_AS["float"]
 
     def _count(self, operand: Operand) -> bool:
         """Count the bytes of a whole tensor; return whether it is one.
@@ -791,6 +847,13 @@ _METHODS: dict[str, Callable[[Emitter, Node, Sequence[str]], str]] = {
     **dict.fromkeys(REDUCTIONS, Emitter._reduction),
 }
 assert set(BINARY | COMPARISONS) <= set(_FORMATS) | set(_METHODS)
+
+
+def _is_moved(node: Node) -> bool:
+    """Whether a value may be a number that was read: then a NaN may have a sign."""
+    if node.op in ("input", "cotangent"):
+        return True
+    return node.op in _MOVING and any(map(_is_moved, computed_of(node)))
 
 
 def _without_names(named: dict[_Key, str], ended: set[str]) -> dict[_Key, str]:

@@ -37,6 +37,7 @@ _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "erf": torch.erf,
     "floor": torch.floor,
     "ceil": torch.ceil,
+    "rint": torch.round,
     "not": torch.logical_not,
     "isnan": torch.isnan,
     "detached": torch.Tensor.detach,
@@ -219,7 +220,10 @@ class _Evaluation:
         return self._index(node.attrs[0])
 
     def _cast(self, node: Node, args: list[Tensor]) -> Tensor:
-        return args[0].to(self._dtype_of(node))
+        value = args[0]
+        if node.attrs:
+            value = value.to(getattr(torch, node.attrs[0]))
+        return value.to(self._dtype_of(node))
 
     # A plan adds "round" for tensors that are returned or saved, with a `torch.dtype`. A trace has
     # "rounded" for the user's casts and comparisons, with a name, which a file can hold.

@@ -50,6 +50,8 @@ __all__ = [
 #                             effect on the other consumers of x
 #   rounded(x)                x rounded to a dtype, for the user's casts and comparisons
 #   round(x)                  the same, for what is saved or returned
+#   cast(x)                   x as another kind; with the name of a dtype, as its integers, which
+#                             wrap around
 #
 # Operators of one value, of two, and of two that return a boolean; ``where`` takes three. The
 # activations of `fusedops.core.activations` are operators of one value too, and so are their
@@ -75,6 +77,7 @@ UNARY = frozenset(
         "erf",
         "floor",
         "ceil",
+        "rint",
         "not",
         "isnan",
     }

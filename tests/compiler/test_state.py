@@ -1237,7 +1237,7 @@ def test_captured_tensor_of_another_kind_is_seen() -> None:
             torch.nested.nested_tensor([plain, plain], layout=torch.jagged),
         ),
         "weight is on meta": (plain.to("meta"), plain[0].to("meta")),
-        "weight is of torch.float8_e4m3fn": (plain.to(torch.float8_e4m3fn),),
+        "weight is of torch.float8_e4m3fnuz": (plain.to(torch.float8_e4m3fnuz),),
         "returns a complex tensor": (plain.to(torch.complex64),),
     }
     assert torch.equal(function(x), x * weight)

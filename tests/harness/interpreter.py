@@ -3,7 +3,8 @@
 Casts: Triton 3.6's interpreter holds bf16 as 16-bit integers. It truncates when it casts fp32 to
 bf16, while a GPU rounds to nearest even. Between bf16 and dtypes other than fp32 it converts the
 bits as if they were an integer. Without the patch, tests of a correctly rounded result would need
-twice the tolerance.
+twice the tolerance. To floats of 8 bits it truncates, too; a GPU's instruction rounds to nearest
+even, saturates, and has one NaN.
 
 Masks: up to Triton 3.8 the interpreter accepts integer masks. A comparison of scalars becomes one
 if it is combined with a block. The patch refuses integer masks, as later releases do.
@@ -41,7 +42,9 @@ def install() -> None:
 
     from fusedops.core import device
 
-    interpreter.InterpreterBuilder.cast_impl = _rounding(interpreter.InterpreterBuilder.cast_impl)
+    builder = interpreter.InterpreterBuilder
+    builder.cast_impl = _rounding(builder.cast_impl)
+    builder.create_fp_to_fp = _of_8_bits(builder.create_fp_to_fp)
     # Unlike NumPy, a GPU does not warn of 0/0 or inf - inf, which occur in masked lanes.
     np.seterr(all="ignore")
     _use_scalars_as_indices(interpreter)
@@ -78,6 +81,29 @@ def _rounding(original: Any) -> Any:
         else:
             data = values.to(getattr(torch, f"float{target.primitive_bitwidth}")).numpy()
         return interpreter.TensorHandle(data.reshape(src.data.shape), target)
+
+    return cast
+
+
+def _of_8_bits(original: Any) -> Any:
+    """Returns a cast between floats that has the results of a GPU's instruction for 8 bits."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    dtypes = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+    def cast(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        source, target = src.dtype.scalar, dst_type.scalar
+        values = torch.from_numpy(np.ascontiguousarray(src.data).reshape(-1))
+        if target in dtypes and source == tl.float32:
+            largest = torch.finfo(dtypes[target]).max
+            values = values.clamp(-largest, largest).to(dtypes[target]).view(torch.uint8)
+            values = torch.where(values & 0x7F == 0x7F, 0x7F, values)
+        elif source in dtypes and target == tl.float32:
+            values = values.view(dtypes[source]).float()
+        else:
+            return original(self, src, dst_type, rounding_mode)
+        return interpreter.TensorHandle(values.numpy().reshape(src.data.shape), target)
 
     return cast
 

@@ -21,8 +21,10 @@ from ..traced import Value, kind_of
 __all__ = [
     "TABLE",
     "Lower",
+    "as_integer",
     "as_kind",
     "as_value",
+    "check_computes",
     "differentiated",
     "joined",
     "lowers",
@@ -131,6 +133,37 @@ def _number(node: Node) -> Any:
     return float(node.attrs[0]) if node.kind == "float" else node.attrs[0]
 
 
+# Floats in which PyTorch computes nothing, beside casts.
+_ONLY_CAST = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def check_computes(*values: Any) -> None:
+    """Raises if a value has a dtype in which PyTorch does not compute."""
+    for value in values:
+        if isinstance(value, Value) and value.dtype in _ONLY_CAST:
+            name = str(value.dtype).removeprefix("torch.")
+            raise NotRowwiseError(
+                f"arithmetic of {name}, which PyTorch does not have; convert it to floats of more "
+                "bits"
+            )
+
+
+def as_integer(r: Any, node: Node, source: torch.dtype, target: torch.dtype) -> Node:
+    """The node of a value of dtype ``source`` as integers of ``target``, which wrap around.
+
+    The graph has integers of 64 bits; those of fewer are wrapped where they may overflow.
+    """
+    integers = torch.iinfo(target)
+    if source is torch.bool or target == torch.int64:
+        return as_kind(r, node, "int")
+    if kind_of(source) == "int":
+        limits = torch.iinfo(source)
+        if integers.min <= limits.min and limits.max <= integers.max:
+            return node
+    name = str(target).removeprefix("torch.")
+    return r.graph.make("cast", node, attrs=(name,), kind="int")  # type: ignore[no-any-return]
+
+
 def pointwise(
     r: Any, out: Any, function: Callable[..., Node], *values: Any, kind: str | None = None
 ) -> Value:
@@ -141,12 +174,11 @@ def pointwise(
     out_kind = kind_of(out.dtype)
     if kind is None:
         kind = out_kind
-    if kind == out_kind == "int" and out.dtype != torch.int64:
-        raise NotRowwiseError(
-            f"arithmetic of {str(out.dtype).removeprefix('torch.')}, which wraps around"
-        )
+    check_computes(*values)
     inputs = [as_value(r, value, kind) for value in values]
     node = function(*[value.node for value in inputs])
+    if kind == out_kind == "int":
+        node = as_integer(r, node, torch.int64, out.dtype)
     return Value(node, joined(r, *[value.labels for value in inputs]), out.dtype)
 
 

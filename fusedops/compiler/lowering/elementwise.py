@@ -12,7 +12,18 @@ from ...core.compat.autograd import clamp_has_gradients_at_limits, fmax_shares_t
 from ..errors import NotRowwiseError
 from ..ir import Node, promoted, value_of
 from ..traced import Value, kind_of
-from .common import TABLE, Lower, as_kind, as_value, differentiated, joined, lowers, pointwise
+from .common import (
+    TABLE,
+    Lower,
+    as_integer,
+    as_kind,
+    as_value,
+    check_computes,
+    differentiated,
+    joined,
+    lowers,
+    pointwise,
+)
 from .functions import whole_quotient
 
 
@@ -57,6 +68,24 @@ def _rounded(op: str) -> Lower:
 
 for _op in ("floor", "ceil"):
     TABLE[_op] = TABLE[_op + "_"] = _rounded(_op)
+
+
+@lowers("round", "round_")
+def _round(r: Any, out: Any, x: Value, *, decimals: int = 0) -> Value:
+    """The nearest numbers of so many decimals; of two that are equally near, the even one."""
+    graph = r.graph
+    if not decimals or x.node.kind != "float":
+        return _rounded("rint")(r, out, x)
+    scale = graph.const(10.0 ** abs(decimals))
+    before, after = ("mul", "div") if decimals > 0 else ("div", "mul")
+
+    def rounded(a: Node) -> Node:
+        whole = graph.unary("rint", graph.binary(before, a, scale))
+        return graph.binary(after, whole, scale)  # type: ignore[no-any-return]
+
+    return pointwise(r, out, rounded, x)
+
+
 TABLE["sgn"] = TABLE["sign"]
 TABLE["_neg_view"] = TABLE["neg"]  # of the imaginary part of a conjugate
 
@@ -189,6 +218,7 @@ def _is_narrow(r: Any, dtype: torch.dtype) -> bool:
 
 def _compare(op: str) -> Lower:
     def lower(r: Any, out: Any, x: Any, y: Any) -> Value:
+        check_computes(x, y)
         x, y = _in_dtype_of_tensor(r, [as_value(r, value) for value in (x, y)])
         x, y = _as_represented(r, x), _as_represented(r, y)
         kind = promoted([x.node.kind, y.node.kind])
@@ -544,9 +574,9 @@ def _is_narrowed(node: Node) -> bool:
 
 @lowers("_to_copy", "clone", "alias", "lift_fresh_copy", "lift", "contiguous", "_conj")
 def _same(r: Any, out: Any, x: Value, *_: Any, **options: Any) -> Value:
+    if kind_of(out.dtype) == "int":
+        return Value(as_integer(r, x.node, x.dtype, out.dtype), x.labels, out.dtype)
     node = as_kind(r, x.node, kind_of(out.dtype))
-    if _loses_integers(x.dtype, out.dtype):
-        raise NotRowwiseError(f"a cast of {x.dtype} to {out.dtype}")
     if node.kind != "float" or x.dtype == out.dtype:
         return Value(node, x.labels, out.dtype)
     if _is_narrowed(node):
@@ -558,18 +588,6 @@ def _same(r: Any, out: Any, x: Value, *_: Any, **options: Any) -> Value:
         # consumers of the wider value still get the unrounded one.
         node = r.graph.make("narrowed", node, attrs=(_name_of(out.dtype),))
     return Value(node, x.labels, out.dtype)
-
-
-def _loses_integers(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a cast to integers can meet numbers that ``target`` does not have.
-
-    The graph has integers of 64 bits only.
-    """
-    if kind_of(target) != "int" or target == torch.int64 or source == torch.bool:
-        return False
-    # Floats of any dtype are as wide as fp32 in the graph.
-    width = 4 if kind_of(source) == "float" else source.itemsize
-    return target.itemsize < width
 
 
 @lowers("copy")

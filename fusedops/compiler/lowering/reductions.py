@@ -13,7 +13,16 @@ from ..axes import Label
 from ..errors import NotRowwiseError
 from ..ir import Node
 from ..traced import Value, kind_of
-from .common import as_kind, differentiated, joined, lowers, picked, pointwise, where_within
+from .common import (
+    as_kind,
+    check_computes,
+    differentiated,
+    joined,
+    lowers,
+    picked,
+    pointwise,
+    where_within,
+)
 
 
 def reduced(
@@ -31,6 +40,7 @@ def reduced(
         labels: the labels of the result's dimensions.
         axes: the axes of the reduced dimensions.
     """
+    check_computes(x)
     over = _dims_over(dims, len(x.labels))
     axes = [axis for d in sorted(over) for axis in x.labels[d]]
     node = as_kind(r, x.node, kind)

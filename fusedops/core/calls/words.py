@@ -32,8 +32,17 @@ from .checks import DTYPES
 __all__ = ["DTYPES_BY_NAME", "NAMES", "dispatched", "encode", "name_in", "record"]
 
 # Dtypes by their names. Operators take names, because a word in a string costs less than a dtype
-# argument. Users' row-wise functions may have integer and boolean rows.
-_READ = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+# argument. Users' row-wise functions may also have integers, truth values and floats of 8 bits.
+_READ = (
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
 NAMES: dict[torch.dtype | None, str] = {
     None: "none",
     **{d: str(d).removeprefix("torch.") for d in (*DTYPES, *_READ)},

@@ -79,6 +79,8 @@ _POINTERS = {
     torch.int8: "*i8",
     torch.uint8: "*u8",
     torch.bool: "*i1",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
 }
 
 # Values of environment variables that mean on or off, in lower case.
