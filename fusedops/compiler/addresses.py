@@ -46,16 +46,16 @@ _PREFIXES = {"cotangent": "d_", "gradient": "grad_"}
 SPREAD = "slice_spread"
 # What this package allocates for the call is contiguous.
 _ALLOCATED = ("output", "intermediate", "gradient")
-# By whether an address varies along rows and along columns, and whether these are of two parts.
+# By whether an address varies along rows, and by the variable of its columns: "" without columns.
 _MASKS = {
-    (True, True, False): "mask",
-    (True, True, True): "in_rows & in_pairs",
-    (True, False, False): "in_rows",
-    (True, False, True): "in_rows",
-    (False, True, False): "in_cols",
-    (False, True, True): "in_pairs",
-    (False, False, False): "",
-    (False, False, True): "",
+    (True, "cols"): "mask",
+    (True, "pairs"): "in_rows & in_pairs",
+    (True, "blocks"): "in_rows & in_blocks",
+    (True, ""): "in_rows",
+    (False, "cols"): "in_cols",
+    (False, "pairs"): "in_pairs",
+    (False, "blocks"): "in_blocks",
+    (False, ""): "",
 }
 
 
@@ -93,6 +93,7 @@ class Addresses:
             stride is an argument.
         divides: whether rows are divided for an index, in the type INDEX.
         pairs: whether a tile has the columns of two parts.
+        blocks: whether a tile has the blocks of a row.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Addresses:
         self.arguments: dict[tuple[str, int, str, int], Argument] = {}
         self.divides = False
         self.pairs = False
+        self.blocks = False
         self._indexed_axes: set[int] = set()  # the row axes whose index is used
         self._looked_up: dict[int, tuple[str, str]] = {}  # rows of tables: variables and lines
 
@@ -186,6 +188,7 @@ class Addresses:
         layout = row_layout(structure, operand, self.group)
         strides, _ = strides_of(structure, operand)
         columns = within(structure.columns, strides)
+        of_blocks = structure.has_blocks(columns)
         terms = [pointer, *self._row_terms(kind, index, operand, layout)]
         if columns and element:
             terms.append(times(element, strides[columns[0]]))
@@ -193,12 +196,16 @@ class Addresses:
             terms.append("pairs")
             self.pairs = True
         elif columns:
-            terms.append(offsets_along(structure, strides))
+            terms.append(offsets_along(structure, strides, of_blocks=of_blocks))
+            self.blocks |= of_blocks
         terms += self._part_offsets(operand, part)
         by_column = bool(columns) and not (element or full)
         if self.spreads and layout == "vector" and by_column:
             terms.append(SPREAD)
-        mask = _MASKS[layout in BY_ROW, by_column, paired]
+        variable = ""
+        if by_column:
+            variable = "pairs" if paired else "blocks" if of_blocks else "cols"
+        mask = _MASKS[layout in BY_ROW, variable]
         if layout == "group" and not mask:
             # The last programs may have no group. A mask has the shape of the address: a block for
             # an element, a scalar for a group's number.

@@ -392,7 +392,7 @@ class _Writer:
             if self._is_wide(store):
                 self._store(emitter, store)
         for slot, (_, _, node) in enumerate(sums):
-            value = emitter.block(node)
+            value = emitter.wide(node)
             # Rows beyond the last are loaded as zeros. A value computed from zeros may be anything,
             # so these rows are masked.
             if self.tiled:
@@ -457,7 +457,10 @@ class _Writer:
         return {
             node: node.args[0]
             for node in summed
-            if node.op == "sum" and emitter.is_reduced(node) and node not in needed
+            if node.op == "sum"
+            and emitter.is_reduced(node)
+            and not emitter.has_blocks(node.args[0])
+            and node not in needed
         }
 
     def _has_room(self, emitter: Emitter, stores: Sequence[_Store], sums: Sequence[_Sum]) -> bool:
@@ -566,6 +569,7 @@ class _Writer:
             joins=emitter.addresses.joins,
             contracts=self.direction == "backward" and self._may_contract(emitter.computed),
             stats=len(self.plan.stats),
+            block=self.structure.block,
             **properties,
         )
 

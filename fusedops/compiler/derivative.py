@@ -118,9 +118,12 @@ class _Backward:
         """Return the column axes along which a node's adjoint varies: all, or none.
 
         It varies along all if the node has any. The caller sums over those that the node does not
-        have.
+        have. The adjoint of a number of each block varies along the blocks.
         """
-        columns = frozenset(self.structure.columns)
+        structure = self.structure
+        if structure.has_blocks(node.axes):
+            return frozenset(structure.outer)
+        columns = frozenset(structure.columns)
         return columns if node.axes & columns else frozenset()
 
     # The adjoint of a number of a row is a sum over the row. For y = (x - mean) * rstd, with the

@@ -212,6 +212,31 @@ def largest(x):
 
 
 @triton.jit
+def _in_blocks(x, BLOCK: tl.constexpr):
+    """Return a tile with a dimension for the columns of each block."""
+    return tl.reshape(x, (x.shape[0], x.shape[1] // BLOCK, BLOCK))
+
+
+@triton.jit
+def block_sum(x, BLOCK: tl.constexpr):
+    """Return the sum of each block of neighbouring columns."""
+    return tl.sum(_in_blocks(x, BLOCK), axis=2)
+
+
+@triton.jit
+def block_largest(x, BLOCK: tl.constexpr):
+    """Return the largest element of each block of neighbouring columns; NaN if it has one."""
+    return tl.reduce(_in_blocks(x, BLOCK), 2, _larger)
+
+
+@triton.jit
+def block_spread(x, BLOCK: tl.constexpr):
+    """Return a tile with the number of its block in each column."""
+    wide = tl.broadcast_to(x[:, :, None], (x.shape[0], x.shape[1], BLOCK))
+    return tl.reshape(wide, (x.shape[0], x.shape[1] * BLOCK))
+
+
+@triton.jit
 def negative_zero(ACC: tl.constexpr):
     """Return -0.0, which cannot be a constant: Triton takes every zero for the positive one."""
     return tl.full((1, 1), 0.0, ACC) * -1.0

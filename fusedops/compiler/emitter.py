@@ -3,9 +3,12 @@
 A program has a tile of ROWS rows and BLOCK_N columns. A value's shape follows from the axes along
 which it varies::
 
-                    along columns      not along columns
-    along rows      (ROWS, BLOCK_N)    (ROWS, 1)
-    not along rows  (1, BLOCK_N)       (1, 1)
+                    along columns      along blocks                not along columns
+    along rows      (ROWS, BLOCK_N)    (ROWS, BLOCK_N // block)    (ROWS, 1)
+    not along rows  (1, BLOCK_N)       (1, BLOCK_N // block)       (1, 1)
+
+Blocks are neighbouring columns of a row that something reduces over: see `Structure.inner`. A
+number of each block is spread over its columns where it meets a value along columns.
 
 A line is placed where it runs least often: before all tiles, once for a tile of rows, or once for a
 tile of columns.
@@ -194,6 +197,7 @@ class Emitter:
         self._names_by_text: dict[str, str] = {}  # the variables, by the expressions that they have
         self._pairs: dict[str, str] = {}  # from a load of two parts to its name
         self._narrow: dict[str, str] = {}  # from a value in 8 bits to its name
+        self._spread: dict[str, str] = {}  # from numbers of blocks to the tile that repeats them
 
     # --- values -----------------------------------------------------------------------------------
 
@@ -216,6 +220,23 @@ class Emitter:
         """Emit the lines that compute a value, and return its name; for a number, a block."""
         value = self.value(node)
         return filled(value, node.kind) if value in self._literals else value
+
+    def wide(self, node: Node) -> str:
+        """Emit the lines that compute a value, and return the name of a tile along columns."""
+        name = self.block(node)
+        return self._spread_name(node, name) if self.has_blocks(node) else name
+
+    def has_blocks(self, node: Node) -> bool:
+        """Whether a value has one number for each block of a row."""
+        return self.structure.has_blocks(node.axes)
+
+    def _spread_name(self, node: Node, name: str) -> str:
+        """Return the variable of a tile with the number of its block in each column."""
+        if name not in self._spread:
+            self._spread[name] = self.names.free(f"{name}_spread")
+            text = f"block_spread({name}, {self.structure.block})"
+            self._lines_for(node).append(f"{self._spread[name]} = {text}")
+        return self._spread[name]
 
     def _missing(self, node: Node) -> list[Node]:
         """Return the arguments that have no name yet, for the stack of `value`: last in, first out.
@@ -377,8 +398,13 @@ class Emitter:
 
     def column_lines(self, inside: str = "{} < {}", *, masked: bool = True) -> list[str]:
         """Return the lines that compute the columns of a tile: see `rows_of_programs`."""
-        pairs = self.addresses.pairs
-        return column_lines(inside, masked=masked, grouped=self.grouped, pairs=pairs)
+        return column_lines(
+            inside,
+            masked=masked,
+            grouped=self.grouped,
+            pairs=self.addresses.pairs,
+            block=self.structure.block if self.addresses.blocks else 0,
+        )
 
     def close_columns(self, *header: str) -> None:
         """End the body of the loop that ``header`` begins."""
@@ -394,6 +420,7 @@ class Emitter:
         """Take names out of scope: the next pass over the columns computes them again."""
         self._pairs = {}
         self._narrow = {}
+        self._spread = {}
         self.named = _without_names(self.named, ended)
         self._names_by_text = _without_names(self._names_by_text, ended)
 
@@ -419,7 +446,12 @@ class Emitter:
         """Whether a reduction passes over the columns of rows."""
         if node in self.leaves or not self.has_columns(node.args[0]):
             return False
-        return not self._is_loaded(node)
+        return not (self._is_loaded(node) or self._is_over_blocks(node))
+
+    def _is_over_blocks(self, reduction: Node) -> bool:
+        """Whether a reduction has a result for each block of a row, in a tile of columns."""
+        inner = self.structure.inner
+        return bool(inner) and set(reduction.attrs[0]) == set(inner)
 
     def _is_loaded(self, node: Node) -> bool:
         """Whether this is one element of each row of an input, which is loaded by its address."""
@@ -459,7 +491,7 @@ class Emitter:
             self._literals.add(text)
             return text
         if node.op in SAME_VALUE and not is_read:
-            return self.named[node.args[0]]
+            return self._argument(node, node.args[0])
         text = self._expression(node)
         # Different nodes may have the same text, for example if they differ only in gradients.
         if text not in self._names_by_text:
@@ -514,11 +546,18 @@ class Emitter:
         Otherwise Triton would compute the operator when it compiles, without a tensor's dtype.
         """
         arguments = self._arguments(node)
-        names = [self.named[argument] for argument in arguments]
+        names = [self._argument(node, argument) for argument in arguments]
         if node.op == "where" or not self._literals.issuperset(names):
             return names
         kinds = [argument.kind for argument in arguments]
         return list(map(filled, names, kinds))
+
+    def _argument(self, node: Node, argument: Node) -> str:
+        """Return the name of an argument, as a tile of the columns that the value has."""
+        name = self.named[argument]
+        if not self.has_blocks(argument) or self.has_blocks(node) or not self.has_columns(node):
+            return name
+        return self._spread_name(argument, name)
 
     def _cast(self, node: Node, args: Sequence[str]) -> str:
         value = args[0]
@@ -609,13 +648,21 @@ class Emitter:
     def _reduction(self, node: Node, args: Sequence[str]) -> str:
         if self._is_loaded(node):  # a gather from an input, without the other columns
             return self._element(node)
+        if self._is_over_blocks(node):
+            function = "block_largest" if node.op == "amax" else "block_sum"
+            return f"{function}({args[0]}, {self.structure.block})"
         if not self.is_reduced(node):  # a value without columns: its own reduction
             return self.named[node.args[0]]
         return self.reduced(node, self.reducible(node))
 
     def reducible(self, node: Node) -> str:
         """Return the argument of a reduction, with its neutral element in the padding."""
-        value = self.value(node.args[0])
+        value = (
+            self.wide(node.args[0]) if self.has_blocks(node.args[0]) else self.value(node.args[0])
+        )
+        if self.has_blocks(node.args[0]) and node.op == "sum":
+            # Each number is repeated, and its share is exact: a block has a power of two columns.
+            value = f"{value} * {1 / self.structure.block}"
         if node.op == "pick":
             index = column_index(self.structure, node.attrs[0][0])
             return f"tl.where({index} == {self.value(node.args[1])}, {value}, 0)"
@@ -674,7 +721,9 @@ class Emitter:
         """Return the index along an axis."""
         (axis,) = node.attrs
         if axis in self.structure.columns:
-            return f"{column_index(self.structure, axis)}.to(tl.int64)"
+            of_blocks = self.has_blocks(node)
+            self.addresses.blocks |= of_blocks
+            return f"{column_index(self.structure, axis, of_blocks=of_blocks)}.to(tl.int64)"
         return self.addresses.index_of_row(axis)
 
     def _keep(self, node: Node, args: Sequence[str]) -> str:
@@ -717,7 +766,8 @@ class Emitter:
         pointer = self.addresses.arguments[kind, index, "", -1].name
         values = []
         for node in nodes:
-            values.append(self._as_stored(node, operand.dtype, pointer))
+            is_wide = self.has_blocks(node) and not self.structure.has_blocks(operand.axes)
+            values.append(self._as_stored(node, operand.dtype, pointer, is_wide=is_wide))
             self._count(operand)
         stored = ", ".join(values)
         if are_paired:
@@ -729,13 +779,13 @@ class Emitter:
         else:
             self.body.append(stored)
 
-    def _as_stored(self, node: Node, dtype: torch.dtype, pointer: str) -> str:
-        """Return a value in the dtype of a tensor."""
-        value = self.block(node)
+    def _as_stored(self, node: Node, dtype: torch.dtype, pointer: str, *, is_wide: bool) -> str:
+        """Return a value in the dtype of a tensor; ``is_wide``: along all columns."""
+        value = self.wide(node) if is_wide else self.block(node)
         if dtype not in _TO_FLOAT8:
             return f"{value}.to({pointer}.dtype.element_ty)"
         # What is returned is rounded already. Its argument is in 8 bits then.
-        if node.op == "round" and node.args[0] in self.named:
+        if node.op == "round" and node.args[0] in self.named and not is_wide:
             value = self.block(node.args[0])
         return self._in_8_bits(node, dtype, value)
 

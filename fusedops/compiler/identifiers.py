@@ -29,6 +29,9 @@ _DEVICE = (
     "tanh_in_16_bits",
 )
 _OWN = (
+    "block_largest",
+    "block_spread",
+    "block_sum",
     "existing_rows",
     "expm1",
     "fmod",
@@ -96,6 +99,8 @@ _RESERVED = {
     "in_cols",
     "pairs",
     "in_pairs",
+    "blocks",
+    "in_blocks",
     "in_groups",
     "in_group",
     "places",

@@ -53,6 +53,8 @@ class Kernel:
         loops: whether a program has several tiles of rows, one after the other.
         contracts: whether a product and a sum may be one instruction.
         stats: how many numbers of each row the forward saves for the backward.
+        block: the columns of a block, if something reduces over blocks of a row: a tile has whole
+            blocks. Else 0.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Kernel:
     loops: bool = False
     contracts: bool = False
     stats: int = 0
+    block: int = 0
 
     @property
     def checks(self) -> bool:

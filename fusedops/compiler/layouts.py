@@ -126,7 +126,8 @@ def pair_axis(structure: Structure, operand: Operand) -> int | None:
     if not is_pair or not columns:
         return None
     alternates = strides[columns[-1]] == 2
-    return axis if alternates and _have_one_stride(structure, columns, strides) else None
+    are_dense = _have_one_stride(structure, columns, strides, structure.columns)
+    return axis if alternates and are_dense else None
 
 
 def paired(part: Part, axis: int | None) -> tuple[Part, int]:
@@ -142,23 +143,31 @@ def paired(part: Part, axis: int | None) -> tuple[Part, int]:
     return first, indices[axis]
 
 
-def offsets_along(structure: Structure, strides: Mapping[int, int]) -> str:
+def offsets_along(
+    structure: Structure, strides: Mapping[int, int], *, of_blocks: bool = False
+) -> str:
     """Return the offsets of a tile's columns in an operand's row; "" if it has no columns.
 
     The operand may have the column axes in another order than the call, or only some of them.
+    ``of_blocks``: it has one number for each block of the columns.
     """
     columns = within(structure.columns, strides)
     if not columns:
         return ""
-    if _have_one_stride(structure, columns, strides):
-        return times("cols", strides[columns[-1]])
-    indices = [column_index(structure, axis) for axis in columns]
+    every = structure.columns
+    if of_blocks:
+        every = structure.outer
+    if _have_one_stride(structure, columns, strides, every):
+        return times("blocks" if of_blocks else "cols", strides[columns[-1]])
+    indices = [column_index(structure, axis, of_blocks=of_blocks) for axis in columns]
     return " + ".join(map(times, indices, [strides[axis] for axis in columns]))
 
 
-def _have_one_stride(structure: Structure, columns: list[int], strides: Mapping[int, int]) -> bool:
-    """Whether these are all column axes, with one stride from each column to the next."""
-    if tuple(columns) != structure.columns:
+def _have_one_stride(
+    structure: Structure, columns: list[int], strides: Mapping[int, int], every: Label
+) -> bool:
+    """Whether these are ``every`` axis, with one stride from each column to the next."""
+    if tuple(columns) != every:
         return False
     for outer, inner in itertools.pairwise(columns):
         if strides[outer] != strides[inner] * structure.sizes[inner]:
@@ -166,11 +175,13 @@ def _have_one_stride(structure: Structure, columns: list[int], strides: Mapping[
     return True
 
 
-def column_index(structure: Structure, axis: int) -> str:
-    """Return the index along one of the axes that make up a row."""
-    columns = structure.columns
+def column_index(structure: Structure, axis: int, *, of_blocks: bool = False) -> str:
+    """Return the index along one of the axes that make up a row, or the blocks of a row."""
+    columns, name = structure.columns, "cols"
+    if of_blocks:
+        columns, name = structure.outer, "blocks"
     inner = structure.size(columns[columns.index(axis) + 1 :])
-    text = "cols" if inner == 1 else f"(cols // {inner})"
+    text = name if inner == 1 else f"({name} // {inner})"
     if axis == columns[0]:
         return text
     return f"({text} % {structure.sizes[axis]})"

@@ -364,7 +364,9 @@ def _late_tiles(emitter: Emitter, phases: Phases, numbers: Sequence[str]) -> lis
     lines += [f"late_{name} = tl.zeros((ROWS, 1), ACC)" for name in numbers]
     for node in _in_order(phases.carried):
         tiles = f"late_{emitter.tiles[node]}"
-        zeros = f"tl.zeros((ROWS, BLOCK_N), {emitter.pointer_of(node)}.dtype.element_ty)"
+        block = emitter.structure.block
+        columns = f"BLOCK_N // {block}" if emitter.has_blocks(node) else "BLOCK_N"
+        zeros = f"tl.zeros((ROWS, {columns}), {emitter.pointer_of(node)}.dtype.element_ty)"
         lines += [f"{tiles} = ()", "for part in tl.static_range(PARTS):"]
         lines.append(f"    {tiles} = {tiles} + ({zeros},)")
     return ["ahead = 0", 'if EXCHANGE == "wait":', *indented(lines)]

@@ -195,10 +195,15 @@ def _candidates(
 
 
 def _check_reductions(structure: Structure, roots: list[Node]) -> None:
-    """Raise if a derivative sums over a part of a row, which no kernel does."""
+    """Raise if a derivative sums over a part of a row other than the forward, or its blocks."""
     columns = set(structure.columns)
+    known = [columns, set(structure.inner), set(structure.outer)]
     for node in topological(roots):
-        if node.op in REDUCTIONS and set(node.attrs[0]) != columns:
+        if node.op not in REDUCTIONS:
+            continue
+        over = set(node.attrs[0])
+        is_over_blocks = over != columns and over == set(structure.inner)
+        if over not in known or (is_over_blocks and not columns <= node.args[0].axes):
             raise NotRowwiseError(
                 "its derivative sums over a part of a row. Take rows apart outside, and pass the "
                 "parts as arguments of their own"

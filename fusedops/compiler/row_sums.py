@@ -80,7 +80,7 @@ class _Columns(RowSum):
 
     def add_columns(self) -> None:
         """See `RowSum`."""
-        value = self._added(self.emitter.block(self.node))
+        value = self._added(self.emitter.wide(self.node))
         self.emitter.extend(self.following, f"{self.name}[part] + {value}")
 
     def add_rows(self) -> list[str]:
@@ -109,7 +109,7 @@ class _Lanes(RowSum):
 
     def add_columns(self) -> None:
         """See `RowSum`."""
-        value = f"tl.where(in_cols, {self.emitter.block(self.node)}, 0)"
+        value = f"tl.where(in_cols, {self.emitter.wide(self.node)}, 0)"
         assert self.emitter.body is not None
         self.emitter.body.append(f"{self.name} += {self._added(value)}")
 

@@ -16,7 +16,7 @@ from .errors import NotRowwiseError
 from .ir import REDUCTIONS, Node, topological
 from .numbering import Numbering
 from .parts import Parts
-from .structure import MOST_PARTS, Operand, Structure, nodes_of, within, without
+from .structure import MOST_PARTS, Operand, Structure, inner_of, nodes_of, within, without
 from .traced import TWICE, Traced, Value, twice
 
 __all__ = ["structured"]
@@ -49,6 +49,10 @@ def structured(traced: Traced) -> Structure:
 # A kernel's program has some rows, all columns, and code of its own for each index along the
 # unrolled axes. So rows have to be outside of columns in every tensor, and all reductions have to
 # be over the same columns.
+
+
+# The fewest columns of a block. A thread has about as many neighbouring columns.
+_SMALLEST_BLOCK = 8
 
 
 class _Structuring:
@@ -157,9 +161,42 @@ class _Structuring:
                 raise self._refused(
                     f"{operand.name} does not vary along all rows, and is returned", value.node
                 )
-        for node, over in self._reductions().items():
-            if set(over) - set(self.numbering.unrolled) != set(columns):
+        self._check_reductions([*inputs, *outputs], columns)
+
+    def _check_reductions(self, operands: Sequence[Operand], columns: Label) -> None:
+        """Raise if reductions are neither over rows nor over the same blocks of them."""
+        unrolled = self.numbering.unrolled
+        over = {node: without(axes, unrolled) for node, axes in self._reductions().items()}
+        inner = inner_of(over.values(), columns)
+        for node, axes in over.items():
+            if set(axes) == set(columns):
+                continue
+            is_over_blocks = tuple(axes) == inner and node.op != "pick"
+            outer = without(columns, inner)
+            is_over_numbers = inner and axes == outer and node.op == "amax"
+            if not (is_over_blocks or is_over_numbers) or columns != (*outer, *inner):
                 raise self._refused("it reduces over other dimensions than elsewhere", node)
+            if is_over_blocks and not set(columns) <= set(self.numbering.of(node.args[0].axes)):
+                raise self._refused("it reduces over blocks what is the same in each block", node)
+        if not inner:
+            return
+        size = self.numbering.size(inner)
+        if size < _SMALLEST_BLOCK or size & (size - 1):
+            raise NotRowwiseError(
+                f"it reduces over rows and over blocks of {size} of their columns; blocks of "
+                f"{_SMALLEST_BLOCK}, 16, 32 and so on fit"
+            )
+        values = [*self.traced.inputs, *self.traced.outputs]
+        for operand, value in zip(operands, values, strict=True):
+            varying = within(columns, operand.axes)
+            is_input = value.node.op == "input"
+            fits = varying in ([], list(columns)) or (not is_input and varying == outer)
+            if self._is_computed(value) and not fits:
+                raise self._refused(
+                    f"{operand.name} has some of the dimensions of rows whose blocks it reduces; "
+                    "expand it outside",
+                    value.node,
+                )
 
     def _check_operand(self, operand: Operand, node: Node, rows: Label) -> None:
         """Raise if an operand's rows are not its outer dimensions."""
@@ -221,12 +258,15 @@ class _Structuring:
         self._join_reduced()
 
     def _join_reduced(self) -> None:
-        """Unify reduced dimensions with the last dimensions of inputs."""
+        """Unify reduced dimensions with the last dimensions of inputs, and with each other."""
         axes = self.traced.axes
         reduced = dict.fromkeys([node.attrs[0] for node in self._reducing()])
         last_labels = [value.labels[-1] for value in self.used if value.labels]
         for over, label in itertools.product(reduced, last_labels):
             self._join(axes.leaves_of(over), axes.leaves(label))
+        # Blocks of two inputs' rows: these are split into the same blocks.
+        for first, second in itertools.combinations(reduced, 2):
+            self._join(axes.leaves_of(first), axes.leaves_of(second))
 
     def _reducing(self) -> list[Node]:
         """Return the nodes that reduce over a dimension."""

@@ -15,7 +15,7 @@ MASK = "mask = in_rows & in_cols"
 
 
 def column_lines(
-    inside: str = "{} < {}", *, masked: bool = True, grouped: bool, pairs: bool
+    inside: str = "{} < {}", *, masked: bool = True, grouped: bool, pairs: bool, block: int
 ) -> list[str]:
     """Return the lines that compute the columns of a tile, which begins at ``start``.
 
@@ -25,13 +25,16 @@ def column_lines(
         masked: whether the tile may reach beyond the last column.
         grouped: whether axis 1 of the grid is groups of rows.
         pairs: whether there are tiles with the columns of two parts: see `layouts.pair_axis`.
+        block: the columns of a block, if there are numbers of blocks in memory; else 0.
     """
-    blocks = [("cols", "start", "N", "BLOCK_N")]
+    ranges = [("cols", "start", "N", "BLOCK_N")]
     if pairs:
-        blocks.append(("pairs", "2 * start", "2 * N", "2 * BLOCK_N"))
+        ranges.append(("pairs", "2 * start", "2 * N", "2 * BLOCK_N"))
+    if block:
+        ranges.append(("blocks", f"start // {block}", f"N // {block}", f"BLOCK_N // {block}"))
     lines = []
-    for name, start, count, block in blocks:
-        lines.append(f"{name} = {start} + tl.arange(0, {block})[None, :]")
+    for name, start, count, length in ranges:
+        lines.append(f"{name} = {start} + tl.arange(0, {length})[None, :]")
         if not masked:
             continue
         condition = inside.format(name, count)

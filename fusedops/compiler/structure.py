@@ -14,14 +14,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .axes import Label
-from .ir import Graph, Node, topological
+from .ir import REDUCTIONS, Graph, Node, topological
 
 __all__ = [
     "MOST_COLUMNS_READ_TWICE",
@@ -29,6 +29,7 @@ __all__ = [
     "Operand",
     "Part",
     "Structure",
+    "inner_of",
     "nodes_of",
     "parts_along",
     "within",
@@ -140,6 +141,32 @@ class Structure:
         axes = {node.attrs[0] for node in nodes if node.op == "iota"}
         return frozenset(axes).intersection(self.rows)
 
+    @functools.cached_property
+    def inner(self) -> tuple[int, ...]:
+        """The column axes of a block, if something reduces over blocks of a row; else ().
+
+        Beside reductions over blocks there are others over whole rows: otherwise the blocks would
+        be the rows.
+        """
+        nodes = topological(nodes_of(self.results))
+        return inner_of([node.attrs[0] for node in nodes if node.op in REDUCTIONS], self.columns)
+
+    @property
+    def outer(self) -> tuple[int, ...]:
+        """The column axes along which blocks of a row differ."""
+        return tuple(without(self.columns, self.inner))
+
+    @property
+    def block(self) -> int:
+        """The columns of a block; 0 if nothing reduces over blocks."""
+        return self.size(self.inner) if self.inner else 0
+
+    def has_blocks(self, axes: Collection[int]) -> bool:
+        """Whether a value with these axes has one number for each block of a row."""
+        if not self.inner or not set(self.inner).isdisjoint(axes):
+            return False
+        return not set(self.outer).isdisjoint(axes)
+
     def size(self, axes: Iterable[int]) -> int:
         """Return the number of elements along axes, in the trace."""
         return math.prod([self.sizes[axis] for axis in axes])
@@ -216,6 +243,17 @@ def _item_text(item: Any, names: Mapping[int, str]) -> str:
     if isinstance(item, int):
         return names.get(item, str(item))
     return f"{item[1]}"
+
+
+def inner_of(reduced: Iterable[Iterable[int]], columns: Sequence[int]) -> tuple[int, ...]:
+    """Return the axes of the shortest reductions that include the last column axis.
+
+    They are () if all these are over all columns.
+    """
+    lasts = [axes for axes in map(set, reduced) if columns and columns[-1] in axes]
+    shortest = min(lasts, key=len, default=set(columns))
+    inner = within(columns, shortest)
+    return tuple(inner) if len(inner) < len(columns) else ()
 
 
 def parts_along(axes: Sequence[int], sizes: Sequence[int]) -> Iterator[Part]:

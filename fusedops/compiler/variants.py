@@ -339,7 +339,13 @@ def _most_programs(kernel: Kernel, config: tuning.Config) -> int:
 
 
 def _holding(kernel: Kernel, config: tuning.Config, cols: int) -> tuning.Config:
-    """Return the config; if programs cannot share a row, with as many tiles as hold a row."""
+    """Return the config, with tiles of whole blocks.
+
+    If programs cannot share a row, it has as many tiles as hold a row.
+    """
+    if config.block_n < kernel.block:
+        parts = -(-config.columns // kernel.block)
+        config = replace(config, block_n=kernel.block, parts=parts)
     if not kernel.held or kernel.shares or config.columns >= cols:
         return config
     return replace(config, parts=-(-cols // config.block_n))

@@ -390,6 +390,37 @@ def test_generated_backwards_of_wide_rows_do_not_spill(
     assert not spilled(launch.compile_kernel(backward, TARGETS["sm_90"]))
 
 
+def quantised(x: Tensor, residual: Tensor, weight: Tensor, block: int) -> tuple[Tensor, ...]:
+    """A norm in float8_e4m3fn, with a scale for each block of a row, and the pre-norm sum."""
+    z = x + residual
+    normed = F.rms_norm(z.float(), z.shape[-1:], weight.float()).unflatten(-1, (-1, block))
+    scale = (normed.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-12)
+    return (normed / scale).to(torch.float8_e4m3fn).flatten(-2), scale.squeeze(-1), z
+
+
+@pytest.mark.parametrize("cols", [4096, 7168, 16384, 32768])
+@pytest.mark.parametrize("by_blocks", [True, False], ids=["blocks", "rows"])
+def test_quantised_norms_do_not_spill_and_have_the_instruction_of_8_bits(
+    cols: int, by_blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs that share the longest rows wait for one another in the backward."""
+
+    def function(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return quantised(x, residual, weight, 128 if by_blocks else cols)
+
+    monkeypatch.setattr(launch, "waits", lambda index, acc, programs: True)
+    shapes = (2048, cols), (2048, cols), (cols,)
+    inputs = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+    for request in requests_of(function, inputs):
+        compiled = launch.compile_kernel(request, TARGETS["sm_90"])
+        if "forward" in request.kernel.fn.__name__:
+            assert not spilled(compiled)
+            assert "moments" in request.kernel.fn.__name__ or _E4M3 in compiled.asm["ptx"]
+
+
+_E4M3 = "cvt.rn.satfinite.e4m3x2.f32"
+
+
 @pytest.mark.shared("member", most=10)
 @each_plan(
     *(

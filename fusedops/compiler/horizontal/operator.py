@@ -50,6 +50,8 @@ def why_not(program: Program) -> str:
         return program.uncompiled
     if structure.fixed or structure.indexed:
         return "it reads an index of rows"
+    if structure.inner:
+        return "it reduces over blocks of rows"
     if not all(structure.used):
         return "it has an unused input"
     operands = [*structure.inputs, *structure.outputs]
