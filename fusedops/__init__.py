@@ -1,6 +1,7 @@
 """Fused operators for PyTorch in Triton: the functional API. The modules are in `fusedops.nn`."""
 
 from . import nn as nn  # not in __all__: a star import must not shadow torch.nn
+from . import quant as quant
 from .activations.ops import bias_act, bias_gelu, gated_act, geglu, gelu, swiglu
 from .backend.blocks import compile_blocks
 from .backend.entry import compile, explain  # noqa: A004

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
+from ..compiler.quantising import Format
 from ..core.activations import ACTIVATIONS, ActivationName
 from ..core.calls.call import run
 from ..core.calls.checks import check_choice, check_p_off
 from .operator import ACTIVATION
+from .quantised import quantised_unit
 from .site import ActivationConstants, Kind
 
 __all__ = [
@@ -105,15 +107,39 @@ def bias_act(
     return run(ACTIVATION, constants, (x, bias), p_applied)[0]  # type: ignore[no-any-return]
 
 
-def geglu(gate: Tensor, up: Tensor | None = None, approximate: Approximate = "none") -> Tensor:
+@overload
+def geglu(
+    gate: Tensor,
+    up: Tensor | None = ...,
+    approximate: Approximate = ...,
+    *,
+    quantize: None = ...,
+) -> Tensor: ...
+@overload
+def geglu(
+    gate: Tensor,
+    up: Tensor | None = ...,
+    approximate: Approximate = ...,
+    *,
+    quantize: Format,
+) -> tuple[Tensor, Tensor]: ...
+def geglu(
+    gate: Tensor,
+    up: Tensor | None = None,
+    approximate: Approximate = "none",
+    *,
+    quantize: Format | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """``gelu(gate) * up`` in one pass.
 
     Args:
         gate: ``(*, N)``, fp16, bf16, fp32 or fp64; any strides.
         up: gate's shape; or None if ``gate`` is packed: ``(*, 2 N)``, the gate first and up second.
         approximate: as in `gelu`.
+        quantize: a format of `fusedops.quant`: the result is quantised in the same pass.
     Returns:
         ``(*, N)``, in the dtype to which PyTorch promotes the arguments.
+        With ``quantize``, a tuple: the values, and their fp32 scales: see `fusedops.quant`.
     Raises:
         ValueError: the shapes differ, a packed tensor's last dimension is odd, or approximate is
             unknown.
@@ -126,17 +152,40 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: Approximate = "no
     constants = _record(
         "geglu", "packed" if up is None else "glu", _approximation("geglu", approximate)
     )
+    if quantize is not None:
+        return quantised_unit(constants, gate, up, quantize)
     return run(ACTIVATION, constants, (gate, up))[0]  # type: ignore[no-any-return]
 
 
-def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+@overload
+def swiglu(
+    gate: Tensor,
+    up: Tensor | None = ...,
+    *,
+    quantize: None = ...,
+) -> Tensor: ...
+@overload
+def swiglu(
+    gate: Tensor,
+    up: Tensor | None = ...,
+    *,
+    quantize: Format,
+) -> tuple[Tensor, Tensor]: ...
+def swiglu(
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    quantize: Format | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """``silu(gate) * up`` in one pass.
 
     Args:
         gate: ``(*, N)``, fp16, bf16, fp32 or fp64; any strides.
         up: gate's shape; or None if ``gate`` is packed: ``(*, 2 N)``, the gate first and up second.
+        quantize: a format of `fusedops.quant`: the result is quantised in the same pass.
     Returns:
         ``(*, N)``, in the dtype to which PyTorch promotes the arguments.
+        With ``quantize``, a tuple: the values, and their fp32 scales: see `fusedops.quant`.
     Raises:
         ValueError: the shapes differ, or a packed tensor's last dimension is odd.
         TypeError: an argument is not a floating-point tensor.
@@ -146,6 +195,8 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     Source: Shazeer 2020, arXiv:2002.05202.
     """
     constants = _record("swiglu", "packed" if up is None else "glu", "silu")
+    if quantize is not None:
+        return quantised_unit(constants, gate, up, quantize)
     return run(ACTIVATION, constants, (gate, up))[0]  # type: ignore[no-any-return]
 
 

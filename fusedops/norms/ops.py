@@ -13,10 +13,12 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from ..compiler.quantising import Format
 from ..core.calls.call import run
 from ..core.calls.checks import check_p_off
 from ..core.calls.words import record
 from .operator import NORM, check_constants
+from .quantised import quantised_norm
 from .reference import Rounding
 from .site import NormConstants
 
@@ -35,6 +37,28 @@ __all__ = [
 Save = Literal["sum", "output", "inputs"]
 
 
+@overload
+def layer_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    out_dtype: torch.dtype | None = ...,
+    quantize: None = ...,
+) -> Tensor: ...
+@overload
+def layer_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    out_dtype: torch.dtype | None = ...,
+    quantize: Format,
+) -> tuple[Tensor, Tensor]: ...
 def layer_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
@@ -43,7 +67,8 @@ def layer_norm(
     eps: float = 1e-5,
     *,
     out_dtype: torch.dtype | None = None,
-) -> Tensor:
+    quantize: Format | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Layer normalisation over the last dimensions; a drop-in for `torch.nn.functional.layer_norm`.
 
     Args:
@@ -53,8 +78,11 @@ def layer_norm(
         bias: ``normalized_shape``, or None for zeros.
         eps: added to the variance, at least 0.
         out_dtype: the output's dtype; None for the input's, or fp32 under GPU autocast.
+        quantize: a format of `fusedops.quant`: the result is quantised in the same pass. Then
+            `out_dtype` is None, and normalised rows are one dimension.
     Returns:
         The input's shape.
+        With ``quantize``, a tuple: the values, and their fp32 scales: see `fusedops.quant`.
     Raises:
         ValueError: a shape does not fit or eps is negative; the message names it.
         TypeError: an argument is not a floating-point tensor.
@@ -73,9 +101,35 @@ def layer_norm(
         NormConstants,
         ("layer_norm", "layer", "once", eps, 0.0, shape, "sum", False, out_dtype, None),
     )
+    if quantize is not None:
+        return quantised_norm(constants, (input, None, None, weight, bias), quantize)
     return run(NORM, constants, (input, None, None, weight, bias))[0]  # type: ignore[no-any-return]
 
 
+@overload
+def rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = ...,
+    eps: float | None = ...,
+    *,
+    weight_offset: float = ...,
+    rounding: Rounding = ...,
+    out_dtype: torch.dtype | None = ...,
+    quantize: None = ...,
+) -> Tensor: ...
+@overload
+def rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = ...,
+    eps: float | None = ...,
+    *,
+    weight_offset: float = ...,
+    rounding: Rounding = ...,
+    out_dtype: torch.dtype | None = ...,
+    quantize: Format,
+) -> tuple[Tensor, Tensor]: ...
 def rms_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
@@ -85,7 +139,8 @@ def rms_norm(
     weight_offset: float = 0.0,
     rounding: Rounding = "once",
     out_dtype: torch.dtype | None = None,
-) -> Tensor:
+    quantize: Format | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Root-mean-square normalisation over the last dimensions.
 
     A drop-in for `torch.nn.functional.rms_norm`.
@@ -101,8 +156,11 @@ def rms_norm(
             module do; "llama" and "t5" round where the Hugging Face modules of that name do. If the
             weight has a wider dtype than the input, their output has the wider dtype too.
         out_dtype: the output's dtype; None for the input's (see ``rounding``).
+        quantize: a format of `fusedops.quant`: the result is quantised in the same pass. Then
+            `out_dtype` is None, `rounding` is "once", and normalised rows are one dimension.
     Returns:
         The input's shape.
+        With ``quantize``, a tuple: the values, and their fp32 scales: see `fusedops.quant`.
     Raises:
         ValueError: a shape does not fit, eps is negative or rounding unknown; the message names it.
         TypeError: an argument is not a floating-point tensor.
@@ -121,6 +179,8 @@ def rms_norm(
         NormConstants,
         ("rms_norm", "rms", rounding, eps, weight_offset, shape, "sum", False, out_dtype, None),
     )
+    if quantize is not None:
+        return quantised_norm(constants, (input, None, None, weight, None), quantize)
     return run(NORM, constants, (input, None, None, weight, None))[0]  # type: ignore[no-any-return]
 
 
@@ -452,6 +512,28 @@ def bias_dropout_add_rms_norm(
     return _several(outputs, return_sum, cast_dtype)
 
 
+@overload
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float = ...,
+    *,
+    out_dtype: torch.dtype | None = ...,
+    quantize: None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float = ...,
+    *,
+    out_dtype: torch.dtype | None = ...,
+    quantize: Format,
+) -> tuple[Tensor, Tensor, Tensor]: ...
 def add_layer_norm(
     x: Tensor,
     residual: Tensor,
@@ -460,7 +542,8 @@ def add_layer_norm(
     eps: float = 1e-5,
     *,
     out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+    quantize: Format | None = None,
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """``layer_norm(x + residual)`` and the sum, in one pass.
 
     For the residual additions of a pre-norm block. The same as `bias_dropout_add_ln` with
@@ -473,9 +556,11 @@ def add_layer_norm(
         bias: ``(N,)`` of the norm, or None for zeros.
         eps: added to the variance, at least 0.
         out_dtype: the normalised output's dtype; None for the sum's, or fp32 under GPU autocast.
+        quantize: as in `layer_norm`, for the normalised sum.
     Returns:
         The normalised sum, then the sum: both x's shape. The sum is in the promoted dtype of x and
             residual.
+            With ``quantize``, the values, their scales, then the sum.
     Raises:
         ValueError: a shape does not fit or eps is negative; the message names it.
         TypeError: an argument is not a floating-point tensor.
@@ -493,9 +578,35 @@ def add_layer_norm(
         ("add_layer_norm", "layer", "once", eps, 0.0, None, "sum", True, out_dtype, None),
     )
     tensors = (x, None, residual, weight, bias)
+    if quantize is not None:
+        return quantised_norm(constants, tensors, quantize)
     return run(NORM, constants, tensors)[:2]  # type: ignore[no-any-return]
 
 
+@overload
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float | None = ...,
+    *,
+    weight_offset: float = ...,
+    rounding: Rounding = ...,
+    out_dtype: torch.dtype | None = ...,
+    quantize: None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float | None = ...,
+    *,
+    weight_offset: float = ...,
+    rounding: Rounding = ...,
+    out_dtype: torch.dtype | None = ...,
+    quantize: Format,
+) -> tuple[Tensor, Tensor, Tensor]: ...
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -505,7 +616,8 @@ def add_rms_norm(
     weight_offset: float = 0.0,
     rounding: Rounding = "once",
     out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+    quantize: Format | None = None,
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """``rms_norm(x + residual)`` and the sum, in one pass.
 
     For the residual additions of a Llama block. The same as `bias_dropout_add_rms_norm` with
@@ -520,9 +632,11 @@ def add_rms_norm(
         weight_offset: added to the weight; 1.0 for Gemma's convention.
         rounding: as in `rms_norm`; "llama" gives the same bits as the Llama of Hugging Face.
         out_dtype: the normalised output's dtype; None for the sum's (see ``rounding``).
+        quantize: as in `rms_norm`, for the normalised sum.
     Returns:
         The normalised sum, then the sum: both x's shape. The sum is in the promoted dtype of x and
             residual.
+            With ``quantize``, the values, their scales, then the sum.
     Raises:
         ValueError: a shape does not fit, eps is negative or rounding unknown; the message names it.
         TypeError: an argument is not a floating-point tensor.
@@ -540,6 +654,8 @@ def add_rms_norm(
         ("add_rms_norm", "rms", rounding, eps, weight_offset, None, "sum", True, out_dtype, None),
     )
     tensors = (x, None, residual, weight, None)
+    if quantize is not None:
+        return quantised_norm(constants, tensors, quantize)
     return run(NORM, constants, tensors)[:2]  # type: ignore[no-any-return]
 
 
