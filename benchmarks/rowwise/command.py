@@ -19,7 +19,13 @@ from .workloads import FUNCTIONS, workloads
 
 __all__ = ["add_options", "run", "table"]
 
-_SUITE = Suite(providers=PROVIDERS, ours=("rowwise",), build=build, offered=offered)
+_SUITE = Suite(
+    providers=PROVIDERS,
+    ours=("rowwise",),
+    build=build,
+    offered=offered,
+    modes_of=lambda workload, modes: [mode for mode in modes if mode in workload.elements],
+)
 _HEADING = (
     f"{'function':32}{'shape':16}{'mode':8}{'rowwise':>9}{'floor':>7}"
     f"{'compile':>9}{'faster':>8}{'eager':>9}{'by hand':>9}"

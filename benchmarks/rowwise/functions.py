@@ -13,6 +13,8 @@ import fusedops
 
 __all__ = [
     "adaptive_layer_norm",
+    "add_rms_norm_to_fp8_blocks",
+    "add_rms_norm_to_fp8_blocks_by_hand",
     "cross_entropy",
     "dropout_add_layer_norm",
     "dropout_add_layer_norm_by_hand",
@@ -31,8 +33,12 @@ __all__ = [
     "qk_norm_rotary_interleaved",
     "qk_norm_rotary_packed",
     "qk_norm_rotary_partial",
+    "rms_norm_to_fp8",
+    "rms_norm_to_fp8_by_hand",
     "soft_capped_softmax",
     "swiglu_norm",
+    "swiglu_to_fp8_blocks",
+    "swiglu_to_fp8_blocks_by_hand",
 ]
 
 _P = 0.1
@@ -224,3 +230,57 @@ def soft_capped_softmax(scores: Tensor, mask: Tensor) -> Tensor:
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """Computes the cross-entropy of each row."""
     return F.cross_entropy(logits, target, reduction="none")
+
+
+# --- quantised results ----------------------------------------------------------------------------
+
+_FP8 = torch.float8_e4m3fn
+
+
+def _quantised(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Divides by a scale for each row."""
+    scales = (y.abs().amax(-1, keepdim=True) / torch.finfo(_FP8).max).clamp(min=1e-12)
+    return (y * (1.0 / scales)).to(_FP8), scales
+
+
+def _quantised_blocks(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Divides by a scale for each block of 128 columns."""
+    values, scales = _quantised(y.unflatten(-1, (-1, 128)))
+    return values.flatten(-2), scales.squeeze(-1)
+
+
+def rms_norm_to_fp8(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the input of a product in fp8, with a scale for each row."""
+    return _quantised(_rms_norm(x.float(), weight.float()))
+
+
+def rms_norm_to_fp8_by_hand(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the same by this package's operator."""
+    return fusedops.rms_norm(x, x.shape[-1], weight, _EPS, quantize=fusedops.quant.PerRow())
+
+
+def add_rms_norm_to_fp8_blocks(
+    x: Tensor, residual: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the end of a pre-norm block, and the input of a product in fp8."""
+    z = residual + x
+    return *_quantised_blocks(_rms_norm(z.float(), weight.float())), z
+
+
+def add_rms_norm_to_fp8_blocks_by_hand(
+    x: Tensor, residual: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the same by this package's operator."""
+    form = fusedops.quant.PerBlock(128)
+    return fusedops.add_rms_norm(x, residual, weight, _EPS, quantize=form)
+
+
+def swiglu_to_fp8_blocks(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the input of an MLP's second product in fp8."""
+    gate, up = packed.float().chunk(2, -1)
+    return _quantised_blocks(F.silu(gate) * up)
+
+
+def swiglu_to_fp8_blocks_by_hand(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the same by this package's operator."""
+    return fusedops.swiglu(packed, quantize=fusedops.quant.PerBlock(128))

@@ -68,6 +68,7 @@ class Suite:
         modes: the modes to measure.
         plain: the providers that have nothing to compile ahead.
         gauge: returns the microseconds and MiB of a callable, for sets of tensors and a mode.
+        modes_of: returns those of some modes that a workload has.
         sets: the number of sets of tensors; None for as many as exceed the L2.
         floor: the provider whose time is the floor of the others, which come after it. None: the
             floor is the time to move the bytes of `Measurable.moved`.
@@ -80,6 +81,7 @@ class Suite:
     modes: tuple[str, ...] = MODES
     plain: tuple[str, ...] = ("eager",)
     gauge: Callable[[Call, Sets, str], tuple[float, float]] = replayed
+    modes_of: Callable[[Any, Sequence[str]], Sequence[str]] = lambda workload, modes: modes
     sets: int | None = None
     floor: str | None = None
 
@@ -141,11 +143,12 @@ def measure(
             print(f"stopped before {workload.name} {workload.shape_name}: the budget is spent")
             break
         print(f"{workload.name} {workload.shape_name} {workload.dtype_name}", flush=True)
-        rows = list(_measured(suite, workload, wanted, modes, machine))
+        own = suite.modes_of(workload, modes)
+        rows = list(_measured(suite, workload, wanted, own, machine))
         results.write(path, rows)
         torch.cuda.empty_cache()
         ours = [name for name in suite.offered(workload, wanted) if name in suite.ours]
-        missing += len(modes) * len(ours) - sum(row.provider in ours for row in rows)
+        missing += len(own) * len(ours) - sum(row.provider in ours for row in rows)
     return 1 if missing else 0
 
 
@@ -163,7 +166,7 @@ def _compile_ahead(
         (workload, name, mode)
         for workload in workloads
         for name in suite.offered(workload, wanted)
-        for mode in modes
+        for mode in suite.modes_of(workload, modes)
         if name not in suite.plain
     ]
     # torch.compile takes the longest, so it starts first.

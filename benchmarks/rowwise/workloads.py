@@ -32,6 +32,8 @@ class Sizes:
         head: the columns of a head.
         scores: the length of a row of attention weights.
         vocabulary: the classes of the cross-entropy.
+        quantised: rows and columns of quantised norms, of quantised norms of sums, and of quantised
+            gated units.
     """
 
     rows: int
@@ -42,6 +44,7 @@ class Sizes:
     head: int
     scores: int
     vocabulary: int
+    quantised: tuple[tuple[Shape, ...], ...]
 
     @property
     def length(self) -> int:
@@ -63,8 +66,19 @@ FULL = Sizes(
     head=64,
     scores=1024,
     vocabulary=128_256,
+    quantised=(((4096, 16384), (8192, 4096)), ((8192, 4096), (8192, 7168)), ((8192, 14336),)),
 )
-TINY = Sizes(rows=6, batch=2, widths=(48,), width=56, groups=1, head=16, scores=24, vocabulary=40)
+TINY = Sizes(
+    rows=6,
+    batch=2,
+    widths=(48,),
+    width=56,
+    groups=1,
+    head=16,
+    scores=24,
+    vocabulary=40,
+    quantised=(((6, 384),),) * 3,
+)
 
 
 @dataclass(frozen=True)
@@ -106,8 +120,9 @@ class Workload:
         function: the function.
         shape: the rows and columns in the results file.
         arguments: the function's arguments.
-        elements: by mode, the number of elements that must be read or written: each tensor of rows
-            counts once in the forward, and once in the backward.
+        elements: by mode, the number of elements of 16 bits that must be read or written: each
+            tensor of rows counts once in the forward, and once in the backward. Functions without a
+            backward have no such mode.
         caller: for a workload that calls the function more than once, a function that does so; its
             first argument is the function.
         by_hand: this package's hand-written operator for the function, if there is one.
@@ -152,7 +167,13 @@ class Workload:
 
 def workloads(names: Sequence[str] = (), sizes: Sizes = FULL) -> list[Workload]:
     """Returns the workloads of the named functions, or of all if none are named."""
-    result = [*_rows(sizes), *_heads(sizes), *_queries_and_keys(sizes), *_scores(sizes)]
+    result = [
+        *_rows(sizes),
+        *_heads(sizes),
+        *_queries_and_keys(sizes),
+        *_scores(sizes),
+        *_quantised(sizes),
+    ]
     if not names:
         return result
     return [workload for workload in result if workload.name in names]
@@ -372,6 +393,42 @@ def _scores(sizes: Sizes) -> Iterator[Workload]:
         ),
         elements=_elements(rows * classes, 2 * rows * classes),
     )
+
+
+def _quantised(sizes: Sizes) -> Iterator[Workload]:
+    """Yields forwards of results in fp8: half an element of 16 bits each, a scale two."""
+    norms, sums, units = sizes.quantised
+    for rows, cols in norms:
+        yield Workload(
+            name="rms_norm_to_fp8",
+            function=functions.rms_norm_to_fp8,
+            shape=(rows, cols),
+            arguments=_untrained((rows, cols), (cols,)),
+            elements={"fwd": rows * cols * 3 // 2 + 2 * rows},
+            by_hand=functions.rms_norm_to_fp8_by_hand,
+        )
+    for rows, cols in sums:
+        yield Workload(
+            name="add_rms_norm_to_fp8_blocks",
+            function=functions.add_rms_norm_to_fp8_blocks,
+            shape=(rows, cols),
+            arguments=_untrained((rows, cols), (rows, cols), (cols,)),
+            elements={"fwd": rows * cols * 7 // 2 + rows * cols // 64},
+            by_hand=functions.add_rms_norm_to_fp8_blocks_by_hand,
+        )
+    for rows, cols in units:
+        yield Workload(
+            name="swiglu_to_fp8_blocks",
+            function=functions.swiglu_to_fp8_blocks,
+            shape=(rows, cols),
+            arguments=_untrained((rows, 2 * cols)),
+            elements={"fwd": rows * cols * 5 // 2 + rows * cols // 64},
+            by_hand=functions.swiglu_to_fp8_blocks_by_hand,
+        )
+
+
+def _untrained(*shapes: Shape) -> tuple[Argument, ...]:
+    return tuple([Argument(shape, trained=False) for shape in shapes])
 
 
 FUNCTIONS = tuple(dict.fromkeys(workload.name for workload in workloads()))

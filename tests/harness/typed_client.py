@@ -39,6 +39,10 @@ def norms() -> None:
     assert_type(fusedops.bias_dropout_add(X, W, X, p=0.1), Tensor)
     assert_type(fusedops.add_layer_norm(X, X, W, W), tuple[Tensor, Tensor])
     assert_type(fusedops.add_rms_norm(X, X, W, 1e-6), tuple[Tensor, Tensor])
+    quantize = fusedops.quant.PerRow()
+    assert_type(fusedops.rms_norm(X, 8, W, quantize=quantize), tuple[Tensor, Tensor])
+    assert_type(fusedops.add_rms_norm(X, X, W, quantize=quantize), tuple[Tensor, Tensor, Tensor])
+    assert_type(fusedops.swiglu(X, X, quantize=quantize), tuple[Tensor, Tensor])
 
 
 def norms_of_sums() -> None:
@@ -150,7 +154,7 @@ def wrong() -> None:
     fusedops.bias_dropout_add_ln(X, W, X, W, W)  # type: ignore[call-overload]
     fusedops.bias_act(X, W, "swish")  # type: ignore[arg-type]
     fusedops.gelu(X, "exact")  # type: ignore[arg-type]
-    fusedops.rms_norm(X, 8, W, rounding="gemma")  # type: ignore[arg-type]
+    fusedops.rms_norm(X, 8, W, rounding="gemma")  # type: ignore[call-overload]
     fusedops.bias_dropout_add_ln(X, W, X, W, W, p=0.1, save="mask")  # type: ignore[call-overload]
     fusedops.batched_layer_norm_act([X], activation="tan")  # type: ignore[call-overload]
     scaled(X)  # type: ignore[call-arg]

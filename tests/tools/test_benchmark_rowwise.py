@@ -17,7 +17,9 @@ from benchmarks.rowwise.workloads import TINY, Workload, workloads
 from rowwise_checks import assert_as_good, cotangents_of, kernels
 from support import DEVICE, as_tuple
 
-every = pytest.mark.parametrize("workload", workloads(sizes=TINY), ids=lambda w: w.name)
+TRAINED = [workload for workload in workloads(sizes=TINY) if "fwd_bwd" in workload.elements]
+QUANTISED = [workload for workload in workloads(sizes=TINY) if "fwd_bwd" not in workload.elements]
+every = pytest.mark.parametrize("workload", TRAINED, ids=lambda w: w.name)
 STRIDED = workloads(
     [
         "qk_norm_rotary_halves",
@@ -63,6 +65,22 @@ def test_rowwise_computes_the_function(
 
 
 @kernels
+@pytest.mark.parametrize("provider", ["rowwise", "by_hand"])
+@pytest.mark.parametrize("workload", QUANTISED, ids=lambda w: w.name)
+def test_quantised_results_are_those_of_the_function(workload: Workload, provider: str) -> None:
+    """Values differ by one step at most, because of other roundings before the last."""
+    tensors = workload.tensors(torch.device(DEVICE), torch.bfloat16)
+    expected = as_tuple(workload.function(*tensors))
+    results = as_tuple(providers.build(provider, workload)(*tensors))
+    assert [result.dtype for result in results] == [value.dtype for value in expected]
+    values, exact = results[0].float(), expected[0].float()
+    assert ((values - exact).abs() <= exact.abs() * 2.0**-3 + 2.0**-9).all()
+    assert (values == exact).float().mean() > 0.99
+    for result, value in zip(results[1:], expected[1:], strict=True):
+        torch.testing.assert_close(result, value, rtol=2.0**-20, atol=0)
+
+
+@kernels
 @pytest.mark.parametrize("workload", STRIDED, ids=lambda w: w.name)
 def test_heads_of_a_packed_projection_are_not_copied(
     workload: Workload, monkeypatch: pytest.MonkeyPatch
@@ -96,6 +114,12 @@ def test_moved_bytes_of_each_direction() -> None:
     tensor = 8 * 1024 * 16 * 64 * 2
     assert workload.moved("fwd") == 4 * tensor
     assert workload.moved("fwd_bwd") == 10 * tensor
+
+
+def test_moved_bytes_of_quantised_results() -> None:
+    (workload, _) = workloads(["add_rms_norm_to_fp8_blocks"])
+    elements = 8192 * 4096
+    assert workload.moved("fwd") == 2 * 2 * elements + elements + 2 * elements + elements // 32
 
 
 def row(provider: str, us: float, mode: str = "fwd", commit: str = "commit") -> results.Row:

@@ -13,9 +13,9 @@ __all__ = ["saturates_float8"]
 
 @functools.cache
 def saturates_float8() -> bool:
-    """Returns whether a cast to float8_e4m3fn saturates at 448: it does from PyTorch 2.12 on.
+    """Returns whether a cast to float8_e4m3fn saturates at 448.
 
-    In earlier releases numbers out of range become NaN.
+    Up to PyTorch 2.11 numbers out of range become NaN.
     """
     with without_modes():
         large = torch.tensor(1024.0, device="cpu").to(torch.float8_e4m3fn)
