@@ -112,7 +112,8 @@ def test_round_is_to_even_and_keeps_the_sign_of_zero(dtype: torch.dtype, decimal
     # A quotient by a number may be a product with its reciprocal: see `ir._simplified_div`.
     rtol = 0.0 if decimals == 0 else 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(result.cpu(), expected, rtol=rtol, atol=0, equal_nan=True)
-    assert torch.equal(result.cpu().signbit(), expected.signbit())
+    # A GPU computes NaNs without a sign.
+    assert ((result.cpu().signbit() == expected.signbit()) | expected.isnan()).all()
 
 
 def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
