@@ -657,10 +657,9 @@ class Emitter:
 
     def reducible(self, node: Node) -> str:
         """Return the argument of a reduction, with its neutral element in the padding."""
-        value = (
-            self.wide(node.args[0]) if self.has_blocks(node.args[0]) else self.value(node.args[0])
-        )
-        if self.has_blocks(node.args[0]) and node.op == "sum":
+        (reduced, *_) = node.args
+        value = self.wide(reduced)
+        if node.op == "sum" and self.has_blocks(reduced):
             # Each number is repeated, and its share is exact: a block has a power of two columns.
             value = f"{value} * {1 / self.structure.block}"
         if node.op == "pick":
