@@ -38,7 +38,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest tests $(PARALLEL) $(STUCK) $(FULL) $(
 .PHONY: help release-check venv demo demo-distributed test test-all test-plain test-interpret coverage backend-coverage lint format docs wheel clean
 
 help:
-	@echo "make demo      train a small language model with torch.nn and with fusedops.nn, and compare"
+	@echo "make demo      train a small language model with torch.nn and with fusedops, and compare"
 	@echo "make demo-distributed  train one on RANKS processes, FSDP2 times tensor parallel, and compare with one process"
 	@echo "make test      the short suite: a choice of each test's cases; those that need a GPU run where there is one"
 	@echo "make test-all  all cases of all tests, which takes hours"

@@ -239,6 +239,8 @@ def filled(page: Path, path: Path) -> str:
         first, *others = marker.split()
         if first == "distributed":
             return several_gpus.markdown(path.parent)
+        if first == "headline":
+            return model_pages.headline(path.with_name(f"models_{path.name}"))
         if first == "models":
             return model_pages.summary(path.with_name(f"models_{path.name}"))
         if first == "compile":

@@ -176,10 +176,10 @@ def _views(swept: list[Row], specs: Sequence[Spec]) -> list[figures.Data]:
 
 def _sources(files: dict[str, list[Row]]) -> str:
     """Returns a table of the files: device, versions and number of rows."""
-    lines = ["| file | device | torch | Triton | commit | rows |", "|---|---|---|---|---|--:|"]
+    lines = ["| file | device | torch | Triton | rows |", "|---|---|---|---|--:|"]
     for name, rows in files.items():
         if rows:
-            versions = (all_values(rows, field) for field in ("torch", "triton", "commit"))
+            versions = (all_values(rows, field) for field in ("torch", "triton"))
             lines.append(
                 f"| [{name}.csv](../benchmarks/results/{name}.csv) | {_device(name)} | "
                 f"{' | '.join(versions)} | {len(rows)} |"

@@ -14,7 +14,10 @@ from .results import Row
 __all__ = ["fill", "markdown"]
 
 _MODES = {"fwd": "Forward", "fwd_bwd": "Forward + backward"}
-_FIGURES = re.compile(r"(<!-- figures: (.+?) -->\n).*?(<!-- /figures -->)", re.DOTALL)
+_FIGURES = re.compile(
+    r"(?P<open><!-- figures: (?P<what>.+?) -->)(?P<gap>\n*).*?\n*(?P<close><!-- /figures -->)",
+    re.DOTALL,
+)
 
 
 def markdown(rows: Iterable[Row], device: str, mode: str = "fwd_bwd") -> str:
@@ -46,9 +49,15 @@ def markdown(rows: Iterable[Row], device: str, mode: str = "fwd_bwd") -> str:
 def fill(text: str, content: Callable[[str], str]) -> str:
     """Returns a page with its figures replaced.
 
-    Between ``<!-- figures: WHAT -->`` and the next ``<!-- /figures -->`` it has ``content(WHAT)``.
+    Between ``<!-- figures: WHAT -->`` and the next ``<!-- /figures -->`` it has ``content(WHAT)``,
+    within the line if the first marker does not end a line.
     """
-    return _FIGURES.sub(lambda match: f"{match[1]}\n{content(match[2])}\n\n{match[3]}", text)
+
+    def filled(match: re.Match[str]) -> str:
+        gap = "\n\n" if match["gap"] else ""
+        return f"{match['open']}{gap}{content(match['what'])}{gap}{match['close']}"
+
+    return _FIGURES.sub(filled, text)
 
 
 def _table(

@@ -1,8 +1,9 @@
-"""Train the same small language model with ``torch.nn`` and with ``fusedops.nn``, and compare.
+"""Train the same small language model with ``torch.nn`` and with fusedops, and compare.
 
 The model is a post-norm transformer over bytes; it learns the source text of Python's standard
-library. Both runs start from the same weights and see the same batches. The two models differ only
-in the methods ``join`` and ``expand`` of their blocks, ``TorchBlock`` and ``FusedBlock``.
+library. All runs start from the same weights and see the same batches. The first is plain PyTorch.
+``fusedops.compile`` and ``fuse_model`` take the same model; ``fusedops.nn`` is a model that is
+written with the operators: ``FusedBlock`` differs from ``TorchBlock`` in ``join`` and ``expand``.
 
     python examples/train_lm.py                  # sizes to suit the machine
     python examples/train_lm.py --steps 1000 --layers 12 --output curves.png
@@ -138,6 +139,31 @@ class LanguageModel(nn.Module):
         return logits
 
 
+def plain(model: LanguageModel) -> nn.Module:
+    """Return the model as it is."""
+    return model
+
+
+def compiled(model: LanguageModel) -> nn.Module:
+    """Return the model, compiled with fused operators for its row-wise parts."""
+    return fusedops.compile(model)
+
+
+def fused_in_place(model: LanguageModel) -> nn.Module:
+    """Return the model, whose modules call fused operators, and print which do."""
+    print(f"fuse_model: {fusedops.fuse_model(model)}".splitlines()[0])
+    return model
+
+
+# Each way to train: the block, and what is done with the model.
+WAYS: dict[str, tuple[type[TorchBlock], Callable[[LanguageModel], nn.Module]]] = {
+    "torch.nn": (TorchBlock, plain),
+    "fusedops.compile": (TorchBlock, compiled),
+    "fuse_model": (TorchBlock, fused_in_place),
+    "fusedops.nn": (FusedBlock, plain),
+}
+
+
 # Training.
 # --------------------------------------------------------------------------------------------------
 
@@ -183,7 +209,7 @@ def batches(corpus: Tensor, config: Config) -> Iterator[tuple[Tensor, Tensor]]:
         yield tokens[:, :-1], tokens[:, 1:]
 
 
-def train(name: str, model: LanguageModel, corpus: Tensor, config: Config) -> Run:
+def train(name: str, model: nn.Module, corpus: Tensor, config: Config) -> Run:
     """Train ``model`` on random windows of ``corpus``, in bf16 autocast on a GPU, else in fp32."""
     device = corpus.device
     on_gpu = device.type == "cuda"
@@ -252,7 +278,7 @@ def show_progress(name: str, step: int, steps: int, loss: float) -> None:
         start, end = ("\r", "") if sys.stderr.isatty() else ("", "\n")
         bar = "█" * done + "░" * (30 - done)
         print(
-            f"{start}{name:>9} {bar} {step}/{steps}  loss {loss:.3f} ",
+            f"{start}{name:>16} {bar} {step}/{steps}  loss {loss:.3f} ",
             end=end,
             file=sys.stderr,
             flush=True,
@@ -266,22 +292,24 @@ def show_progress(name: str, step: int, steps: int, loss: float) -> None:
 
 
 def report(runs: list[Run]) -> None:
-    """Print both loss curves, the speed and the memory."""
+    """Print the loss curves, the speed and the memory."""
     last = len(runs[0].losses) - 1
     steps = sorted({round(last * i / 8) for i in range(9)})
     print("\nloss in nats per byte, mean of the last 10 steps")
-    print(f"{'step':>12}" + "".join(f"{step + 1:>8}" for step in steps))
+    print(f"{'step':>16}" + "".join(f"{step + 1:>8}" for step in steps))
     for run in runs:
         curve = smooth(run.losses)
-        print(f"{run.name:>12}" + "".join(f"{curve[step]:>8.3f}" for step in steps))
-    gap = max(abs(a - b) for a, b in zip(runs[0].losses, runs[1].losses, strict=True))
-    print(f"largest difference between the two at any step: {gap:.2g}\n")
+        print(f"{run.name:>16}" + "".join(f"{curve[step]:>8.3f}" for step in steps))
+    first, *others = runs
+    gaps = (abs(a - b) for run in others for a, b in zip(first.losses, run.losses, strict=True))
+    print(f"largest difference from {first.name} at any step: {max(gaps):.2g}\n")
 
     for run in runs:
         memory = "" if run.peak_mib is None else f"   peak memory {run.peak_mib:,.0f} MiB"
-        print(f"{run.name:>12} {run.tokens_per_second:>12,.0f} tokens/s{memory}")
+        speed_up = run.tokens_per_second / first.tokens_per_second
+        print(f"{run.name:>16} {run.tokens_per_second:>12,.0f} tokens/s   {speed_up:.2f} x{memory}")
     if runs[0].peak_mib is None:
-        print(f"peak memory of the process, over both trainings: {resident_mib()} MiB")
+        print(f"peak memory of the process, over all trainings: {resident_mib()} MiB")
     print()
 
 
@@ -305,7 +333,7 @@ def smooth(losses: list[float]) -> list[float]:
 
 
 def plot(runs: list[Run], path: Path) -> None:
-    """Draw both loss curves."""
+    """Draw the loss curves."""
     try:
         import matplotlib
     except ImportError:
@@ -315,7 +343,7 @@ def plot(runs: list[Run], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for run, style in zip(runs, ("-", "--"), strict=True):
+    for run, style in zip(runs, ("-", "--", "-.", ":"), strict=False):
         steps = range(1, len(run.losses) + 1)
         axes.plot(
             steps,
@@ -326,7 +354,7 @@ def plot(runs: list[Run], path: Path) -> None:
     axes.set(
         xlabel="step",
         ylabel="loss (nats per byte, mean of 10 steps)",
-        title="The same model, trained twice",
+        title="The same model, trained in each way",
     )
     axes.legend()
     figure.savefig(path, dpi=150)
@@ -404,7 +432,7 @@ class Arguments:
 def parse_arguments() -> Arguments:
     """Read the command line; missing sizes are those of the device's preset."""
     parser = argparse.ArgumentParser(
-        description="Train the same small language model with torch.nn and with fusedops.nn, "
+        description="Train the same small language model with torch.nn and with fusedops, "
         "and compare."
     )
     parser.add_argument(
@@ -416,7 +444,7 @@ def parse_arguments() -> Arguments:
         "--output", type=Path, default=Path("demo.png"), help="where to draw the loss curves"
     )
     parser.add_argument(
-        "--seconds", type=float, default=45.0, help="limit on each training unless --steps is given"
+        "--seconds", type=float, default=30.0, help="limit on each training unless --steps is given"
     )
     for field in fields(Config):
         cpu, gpu = (getattr(PRESETS[device], field.name) for device in ("cpu", "cuda"))
@@ -443,7 +471,7 @@ def parse_arguments() -> Arguments:
 
 
 def main() -> None:
-    """Train both models, then report."""
+    """Train the model in each way, then report."""
     arguments = parse_arguments()
     device = arguments.device
     corpus = read_corpus().to(device)
@@ -457,25 +485,28 @@ def main() -> None:
     torch.manual_seed(config.seed)
     weights = LanguageModel(config, TorchBlock).state_dict()
     runs = []
-    for name, block in {"torch.nn": TorchBlock, "fusedops.nn": FusedBlock}.items():
+    for name, (block, prepare) in WAYS.items():
+        if prepare is compiled and device.type == "cpu":
+            print("fusedops.compile: left out, as it fuses nothing on a CPU")
+            continue
         model = LanguageModel(config, block)
         model.load_state_dict(weights)
-        runs.append(train(name, model.to(device), corpus, config))
+        runs.append(train(name, prepare(model.to(device)), corpus, config))
         del model  # so that the next run's peak memory does not include it
 
     report(runs)
     if device.type == "cuda":
         print(
-            "On a GPU the two draw different dropout masks, so the losses agree closely, "
+            "On a GPU each draws different dropout masks, so the losses agree closely, "
             "but not exactly."
         )
         time_block(config, device)
     else:
         print(
-            "The fused kernels need a GPU. Here both models ran on PyTorch's own CPU operators: "
+            "The fused kernels need a GPU. Here all models ran on PyTorch's own CPU operators: "
             "the losses agree to"
         )
-        print("rounding, and neither is meant to be faster. Run it on a GPU to see the difference.")
+        print("rounding, and none is meant to be faster. Run it on a GPU to see the difference.")
     plot(runs, arguments.output)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ..columns import all_values, sized
@@ -13,18 +14,19 @@ from .providers import WITHOUT_TRICK
 from .results import Row, WorkloadKey, by_workload, read
 from .workloads import MODELS, MODES
 
-__all__ = ["compiled", "inference", "markdown", "summary", "table"]
+__all__ = ["compiled", "headline", "inference", "markdown", "summary", "table"]
 
+# In the order of columns: ours first, so that narrow screens show them.
 _NAMES = {
     "eager": "eager",
-    "fused": "fused",
-    "operators": "operators written in",
-    "liger": "Liger-Kernel",
-    "compile": "torch.compile",
-    "compile_autotune": "torch.compile, max-autotune",
-    "fused_compile": "fused + torch.compile",
     "backend": "`fusedops.compile`",
+    "fused": "fused",
+    "fused_compile": "fused + torch.compile",
+    "compile": "torch.compile",
+    "liger": "Liger-Kernel",
+    "compile_autotune": "torch.compile, max-autotune",
     "fused_backend": "fused + `fusedops.compile`",
+    "operators": "operators written in",
     "fused_loss": "fused + loss of hidden states",
     "backend_loss": "`fusedops.compile` + loss of hidden states",
     "backend_speed": '`fusedops.compile`, memory "speed"',
@@ -36,6 +38,11 @@ _NAMES = {
     "backend_reduce_overhead": "`fusedops.compile`, reduce-overhead",
     "operators_compile_reduce_overhead": "operators written in + torch.compile, reduce-overhead",
 }
+# The columns of each page's first table. Few workloads have the others, which have a table of their own.
+_FIRST_COLUMNS = ("eager", "backend", "fused", "fused_compile", "compile", "liger")
+# In the table of other columns, to compare with.
+_BASE_COLUMNS = ("eager", "backend", "compile")
+_OURS_ALONE = {"backend": "`fusedops.compile`", "fused": "`fuse_model` alone"}
 _MODE_TITLES = {
     "train": "## Training step\n\nForward and backward, bf16 autocast over fp32 weights, dropout on.",
     "generate": "## Generation\n\n64 tokens, greedy, after prompts of 64, with `no_repeat_ngram_size=3`, bf16 weights.",
@@ -63,7 +70,8 @@ _MODEL_NAMES = {
 
 _HEAD = """# Whole models: figures
 
-The speed-up of [`fuse_model`](models.md) on models of Transformers, built from config with random weights.
+[`fusedops.compile`](compile.md) and [`fuse_model`](models.md) beside eager PyTorch, torch.compile and Liger-Kernel, on models of
+Transformers and by hand, with random weights. "fused" is `fuse_model`.
 `python -m benchmarks models --page` writes this page from the results file."""
 
 _HOW = """## How it is measured
@@ -71,7 +79,8 @@ _HOW = """## How it is measured
 - **Time** is wall-clock time per step, including the host's. Steps run back to back, with a synchronisation only around each
   block of steps. A figure is the median of five to sixty blocks, in which the candidates take turns. The number after ± is the
   interquartile range. The number in brackets is the speed-up over eager: above 1 is faster.
-- **†** marks a comparison of two commits, and so of two runs. The state of the machine may differ between them.
+- **†** marks a comparison of two commits, and so of two runs. The state of the machine may differ between them. Each line of
+  the results file has its commit.
 - **Host time** is the median of single steps that start with an empty queue. It was measured at another moment than the time
   per step, and so may exceed it.
 - **GPU time** is the sum of the times of a step's kernels, by the profiler. Where it is below the host time, the step is
@@ -175,33 +184,14 @@ def markdown(path: Path) -> str:
         of_mode = [row for row in rows if row.mode == mode]
         workloads = _ordered(of_mode)
         if workloads:
-            parts += [
-                _MODE_TITLES[mode],
-                "Time per step in ms, and in brackets the speed-up over eager:",
-                _grid(workloads, _time),
-            ]
-            parts += [
-                (
-                    "Host time per step in ms, until the Python call returns, and in brackets the "
-                    "speed-up over eager:"
-                ),
-                _grid(workloads, _host),
-            ]
-            if any(row.gpu_ms is not None for row in of_mode):
-                parts += [
-                    "GPU time per step in ms, and in brackets the speed-up over eager:",
-                    _grid(workloads, _gpu),
-                ]
-            parts += [
-                "Peak memory in MiB, and in brackets its ratio to eager's:",
-                _grid(workloads, _memory),
-            ]
+            parts += [_MODE_TITLES[mode], *_grids_of_mode(workloads)]
+            parts += _peers_ahead(workloads) if mode == "train" else ()
     tricks = _tricks(rows)
     if tricks:
         parts += [_TRICKS, tricks]
     losses = _ordered(row for row in rows if row.mode == "loss")
     if losses:
-        parts += [_LOSS, _grid(losses, _loss)]
+        parts += [_LOSS, _grid(losses, _loss, _columns(losses))]
     present = {row.provider for row in rows} | {row.model for row in rows}
     notes = " ".join(note for name, note in _NOTES.items() if name in present)
     if notes:
@@ -209,39 +199,37 @@ def markdown(path: Path) -> str:
     return "\n\n".join([*parts, _HOW]) + "\n"
 
 
-def summary(path: Path) -> str:
-    """Returns the README's table: speed-ups of a training step over eager, the greatest in bold.
+def headline(path: Path) -> str:
+    """Returns the README's first claim: the range of speed-ups of `fusedops.compile` over eager.
 
-    Below it are the workloads in which another provider is faster than `fuse_model`.
+    Behind it is how often it is faster than torch.compile. Both are of the workloads of `summary`.
     """
+    times = [ms for _, ms in _summarised(path) if "backend" in ms]
+    if not times:
+        return "with fused operators"
+    over_eager = [ms["eager"] / ms["backend"] for ms in times]
+    compared = [ms for ms in times if "compile" in ms]
+    ahead = sum([ms["backend"] < ms["compile"] for ms in compared])
+    return (
+        f"{min(over_eager):.1f} to {max(over_eager):.1f} times as fast as eager PyTorch, and faster than "
+        f"torch.compile in {ahead} of {len(compared)} cases"
+    )
+
+
+def summary(path: Path) -> str:
+    """Returns the README's table: speed-ups of a training step over eager, the greatest in bold."""
     names = {
+        "backend": _NAMES["backend"],
         "fused": "`fuse_model`",
-        "compile": "torch.compile",
         "fused_compile": "both",
+        "compile": "torch.compile",
         "liger": "Liger-Kernel",
     }
-    if "backend" in {row.provider for row in read(path)}:
-        names["backend"] = _NAMES["backend"]
     lines = [
         "| model, batch | eager, ms | " + " | ".join(names.values()) + " |",
         "|---|--:|" + "--:|" * len(names),
     ]
-    slower = []
-    rows = [row for row in read(path) if row.mode == "train"]
-    complete = [
-        (workload, by_provider)
-        for workload, by_provider in _ordered(rows)
-        if {"eager", "fused"} <= by_provider.keys()
-    ]
-    superseded = {_SUPERSEDES.get(model) for (model, _, _), _ in complete}
-    for (model, _, shape), by_provider in complete:
-        if model in superseded:
-            continue
-        ms = {}
-        for name in ("eager", *names):
-            row = by_provider.get(name)
-            if row is not None and row.ms is not None:
-                ms[name] = row.ms
+    for where, ms in _summarised(path):
         least = min(ms.values())
         cells = []
         for name in names:
@@ -249,20 +237,50 @@ def summary(path: Path) -> str:
             if name in ms:
                 cell = _bold(f"{ms['eager'] / ms[name]:.2f}", when=ms[name] == least)
             cells.append(cell)
-        where = f"{_MODEL_NAMES[model]}, {sized(shape)}"
         lines.append(f"| {where} | {ms['eager']:.1f} | {' | '.join(cells)} |")
-        faster = [
-            _NAMES[name]
-            for name in ("eager", "compile", "liger")
-            if ms.get(name, math.inf) < ms["fused"]
-        ]
-        if faster:
-            slower.append(f"{' and '.join(faster)} on {where}")
-    text = "Some entries are from another run than eager's: the figures of whole models mark these, and list the spread."
-    if slower:
-        text = f"Faster than `fuse_model` alone: {'; '.join(slower)}. {text}"
-    text = f"The fastest of a row is bold. {text}"
-    return "\n".join(lines) + "\n\n" + textwrap.fill(text, 120, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def _summarised(path: Path) -> list[tuple[str, dict[str, float]]]:
+    """Returns the workloads of the README's table, each with the ms of the first columns."""
+    complete = [
+        (workload, by_provider)
+        for workload, by_provider in _ordered(row for row in read(path) if row.mode == "train")
+        if {"eager", "fused"} <= by_provider.keys()
+    ]
+    superseded = {_SUPERSEDES.get(model) for (model, _, _), _ in complete}
+    return [
+        (_named(workload), _first_times(by_provider))
+        for workload, by_provider in complete
+        if workload[0] not in superseded
+    ]
+
+
+def _named(workload: WorkloadKey) -> str:
+    model, _, shape = workload
+    return f"{_MODEL_NAMES[model]}, {sized(shape)}"
+
+
+def _first_times(by_provider: dict[str, Row]) -> dict[str, float]:
+    """Returns the ms of the providers of the first columns that were measured."""
+    present = {name: by_provider[name].ms for name in _FIRST_COLUMNS if name in by_provider}
+    return {name: ms for name, ms in present.items() if ms is not None}
+
+
+def _peers_ahead(workloads: Workloads) -> Iterator[str]:
+    """Yields the list of training steps in which a peer is faster, and its title."""
+    ahead: dict[str, list[str]] = {}
+    for workload, by_provider in workloads:
+        ms = _first_times(by_provider)
+        for ours, peer in itertools.product(("backend", "fused"), ("compile", "liger", "eager")):
+            if ms.get(peer, math.inf) < ms.get(ours, 0.0):
+                claim = f"{_NAMES[peer]} is faster than {_OURS_ALONE[ours]} on"
+                ahead.setdefault(claim, []).append(_named(workload))
+    if ahead:
+        yield "### Where a peer is faster"
+        yield "\n".join(
+            [f"- {claim} {'; '.join(names)}." for claim, names in sorted(ahead.items())]
+        )
 
 
 def compiled(path: Path, first_calls: Path) -> str:
@@ -271,7 +289,7 @@ def compiled(path: Path, first_calls: Path) -> str:
     In brackets are the speed-ups over torch.compile in the same run. A second table has the seconds
     to compile, if they were measured.
     """
-    names = ("compile", "fused_compile", "backend")
+    names = ("backend", "compile", "fused_compile")
     compared: Workloads = []
     for workload, by_provider in _ordered(row for row in read(path) if row.mode == "train"):
         if "compile" not in by_provider or "backend" not in by_provider:
@@ -288,7 +306,7 @@ def compiled(path: Path, first_calls: Path) -> str:
     rows = [row for _, by_provider in compared for row in by_provider.values()]
     for figure, field, cell in (("GPU time, ms", "gpu_ms", _gpu), ("peak, MiB", "peak_mib", _peak)):
         if any(getattr(row, field) is not None for row in rows):
-            for name in ("compile", "backend"):
+            for name in ("backend", "compile"):
                 heads.append(f"{_NAMES[name]}, {figure}")
                 extra_columns.append((name, cell))
     lines = [f"| model, batch | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
@@ -432,25 +450,59 @@ def _cells(by_provider: dict[str, Row], columns: list[str], cell: Cell) -> list[
     return [cell(by_provider[name], eager) if name in by_provider else "" for name in columns]
 
 
-def _grid(workloads: Workloads, cell: Cell) -> str:
-    """Returns a table with a line per workload and a column per provider."""
-    columns = _columns(workloads)
+def _grids_of_mode(workloads: Workloads) -> Iterator[str]:
+    """Yields the tables of a mode with their titles: times, times of other forms, and more."""
+    others = [name for name in _columns(workloads) if name not in _FIRST_COLUMNS]
+    with_others = [entry for entry in workloads if not entry[1].keys().isdisjoint(others)]
+
+    def grids(cell: Cell, *, least: str = "") -> Iterator[str]:
+        columns = [name for name in _columns(workloads) if name in _FIRST_COLUMNS]
+        yield _grid(workloads, cell, columns, least=least)
+        if with_others:
+            base = [name for name in _columns(with_others) if name in _BASE_COLUMNS]
+            yield "Other forms of the candidates:"
+            yield _grid(with_others, cell, [*base, *others], least=least)
+
+    yield "Time per step in ms, and in brackets the speed-up over eager. The least of a row is bold:"
+    yield from grids(_time, least="ms")
+    yield "Host time per step in ms, until the Python call returns, and in brackets the speed-up over eager:"
+    yield from grids(_host)
+    if any(row.gpu_ms is not None for _, rows in workloads for row in rows.values()):
+        yield "GPU time per step in ms, and in brackets the speed-up over eager:"
+        yield from grids(_gpu)
+    yield "Peak memory in MiB, and in brackets its ratio to eager's:"
+    yield from grids(_memory)
+
+
+def _grid(workloads: Workloads, cell: Cell, columns: list[str], *, least: str = "") -> str:
+    """Returns a table with a line per workload and a column per provider.
+
+    The least value of the field ``least`` is bold. Workloads without a cell are left out.
+    """
     lines = [
-        "| model | shape | " + " | ".join(_NAMES[name] for name in columns) + " |",
-        "|---|---|" + "--:|" * len(columns),
+        "| model, shape | " + " | ".join(_NAMES[name] for name in columns) + " |",
+        "|---|" + "--:|" * len(columns),
     ]
-    for (model, _, shape), by_provider in workloads:
-        cells = [_MODEL_NAMES[model], sized(shape), *_cells(by_provider, columns, cell)]
-        lines.append(f"| {' | '.join(cells)} |")
+    for workload, by_provider in workloads:
+        cells = _cells(by_provider, columns, cell)
+        if least:
+            values = [getattr(by_provider.get(name), least, None) for name in columns]
+            best = min((value for value in values if value is not None), default=None)
+            cells = [
+                _bold(text, when=bool(text) and value == best)
+                for text, value in zip(cells, values, strict=True)
+            ]
+        if any(cells):
+            lines.append(f"| {_named(workload)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _source(path: Path, rows: list[Row]) -> str:
     """Returns a table of the results file: device, versions and number of rows."""
-    fields = ("torch", "triton", "transformers", "commit")
+    fields = ("torch", "triton", "transformers")
     versions = " | ".join(all_values(rows, field) for field in fields)
     device = path.stem.removeprefix("models_").replace("_", " ").upper()
     return (
-        "| file | device | torch | Triton | Transformers | commit | rows |\n|---|---|---|---|---|---|--:|\n"
+        "| file | device | torch | Triton | Transformers | rows |\n|---|---|---|---|---|--:|\n"
         f"| [{path.name}](../benchmarks/results/{path.name}) | {device} | {versions} | {len(rows)} |"
     )

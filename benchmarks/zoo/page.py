@@ -215,10 +215,10 @@ def _aligned(lines: list[list[str]]) -> list[str]:
 
 def _source(path: Path, rows: list[Row]) -> str:
     """Returns a table of the results file: device, versions and number of rows."""
-    fields = ("torch", "triton", "transformers", "commit")
+    fields = ("torch", "triton", "transformers")
     versions = " | ".join(all_values(rows, field) for field in fields)
     device = path.stem.removeprefix("zoo_").replace("_", " ").upper()
     return (
-        "| file | device | torch | Triton | Transformers | commit | rows |\n|---|---|---|---|---|---|--:|\n"
+        "| file | device | torch | Triton | Transformers | rows |\n|---|---|---|---|---|--:|\n"
         f"| [{path.name}](../benchmarks/results/{path.name}) | {device} | {versions} | {len(rows)} |"
     )

@@ -375,11 +375,20 @@ def test_page_on_tests_names_every_folder_and_helper() -> None:
     assert files | folders <= named
 
 
-def test_readme_is_one_page_and_begins_with_code() -> None:
+def test_readme_is_one_page_and_begins_with_a_figure_and_code() -> None:
     text = TEXTS["README.md"]
-    assert len(text.splitlines()) <= 130
+    lines = text.splitlines()
+    assert len(lines) <= 120
+    assert any(re.search(r"\d times as fast", line) for line in lines[:3])
     first = next(block for block in blocks(text) if block.language in _PYTHON)
-    assert first.line + first.text.count("\n") <= 25
+    assert first.line <= 10
+    assert "fusedops.compile(model)" in "".join(first.text.splitlines()[:10])
+
+
+def test_readme_shows_compile_then_fuse_model_then_an_operator() -> None:
+    examples = [b.text for b in blocks(TEXTS["README.md"]) if b.language in _PYTHON]
+    calls = [re.findall(r"fusedops\.(\w+)", text) for text in examples]
+    assert [names[0] for names in calls] == ["compile", "fuse_model", "rowwise"]
 
 
 # --- the site's HTML ------------------------------------------------------------------------------

@@ -414,8 +414,22 @@ def test_speed_up_over_another_run_is_marked(tmp_path):
     path = tmp_path / "models_nvidia_h200.csv"
     results.write(path, [row(), row("fused", 8.0, 700.0), row("liger", 5.0, commit="other")])
     text = page.markdown(path)
-    assert " | 10.00 ± 0.10 | 8.00 ± 0.10 (1.25) | 5.00 ± 0.10 (2.00†) |\n" in text
+    assert " | 10.00 ± 0.10 | 8.00 ± 0.10 (1.25) | **5.00 ± 0.10 (2.00†)** |\n" in text
     assert " | 1000 | 700 (0.70) | 1000 (1.00) |\n" in text
+
+
+def test_columns_that_few_workloads_have_are_in_a_table_of_their_own(tmp_path):
+    path = tmp_path / "models_nvidia_h200.csv"
+    other = replace(row(), shape="2x16")
+    results.write(path, [row(), row("backend", 5.0), row("backend_low", 4.0), other])
+    first, second = page.markdown(path).split("Other forms of the candidates:\n\n")[:2]
+    assert "| model, shape | eager | `fusedops.compile` |\n" in first
+    assert 'eager | `fusedops.compile` | `fusedops.compile`, memory "low" |' in second
+    assert "**4.00 ± 0.10 (2.50)**" in second.partition("\n\n")[0]
+    assert (
+        "2\u00a0\u00d7\u00a016" in first
+        and "2\u00a0\u00d7\u00a016" not in second.partition("\n\n")[0]
+    )
 
 
 def test_summary_has_the_larger_vocabulary(tmp_path):
@@ -432,17 +446,35 @@ def test_summary_has_the_larger_vocabulary(tmp_path):
     text = measured("llama_1b", eager=8.0)
     assert "| Llama-like, 1B" not in text
     (line,) = [line for line in text.splitlines() if line.startswith("| Llama-3.2-like")]
-    assert line.endswith("| 8.0 | 2.00 |  |  |  | **4.00** |")
+    assert line.endswith("| 8.0 | **4.00** | 2.00 |  |  |  |")
 
 
-def test_summary_marks_the_fastest_and_names_faster_peers(tmp_path):
+def test_summary_marks_the_fastest_and_the_page_names_faster_peers(tmp_path):
     path = tmp_path / "models_nvidia_h200.csv"
     results.write(path, [row(), row("fused", 8.0), row("compile", 12.5), row("liger", 5.0)])
     case = "BERT-base, 32\u00a0\u00d7\u00a0512"
-    assert f"| {case} | 10.0 | 1.25 | 0.80 |  | **2.00** |\n" in page.summary(path)
-    assert f"Faster than `fuse_model` alone: Liger-Kernel on {case}. " in page.summary(path)
-    results.write(path, [row("liger", 9.0)])
-    assert "Faster than" not in page.summary(path)
+    assert f"| {case} | 10.0 |  | 1.25 |  | 0.80 | **2.00** |" in page.summary(path)
+    line = f"- Liger-Kernel is faster than `fuse_model` alone on {case}.\n"
+    assert line in page.markdown(path)
+    results.write(path, [row("liger", 9.0), row("backend", 7.0)])
+    assert "Where a peer" not in page.markdown(path)
+    results.write(path, [row("compile", 6.0)])
+    text = page.markdown(path)
+    assert f"- torch.compile is faster than `fusedops.compile` on {case}.\n" in text
+    assert f"- torch.compile is faster than `fuse_model` alone on {case}.\n" in text
+
+
+def test_headline_has_the_range_over_eager_and_counts_torch_compile(tmp_path):
+    path = tmp_path / "models_nvidia_h200.csv"
+    cases = []
+    for shape, backend, compiled in (("32x512", 5.0, 6.0), ("2x16", 4.0, 3.0), ("4x16", 8.0, None)):
+        rows = [row(), row("fused", 9.0), row("backend", backend)]
+        rows += [row("compile", compiled)] if compiled else []
+        cases += [replace(r, shape=shape) for r in rows]
+    results.write(path, cases)
+    assert page.headline(path) == (
+        "1.2 to 2.5 times as fast as eager PyTorch, and faster than torch.compile in 1 of 2 cases"
+    )
 
 
 @transformers_only
@@ -487,8 +519,8 @@ def test_compiled_steps_of_one_run_are_compared(tmp_path):
     other = row("fused_compile", 9.0, commit="other")
     results.write(path, [row("backend", 4.0, 500.0, gpu_ms=3.5), other])
     line = page.compiled(path, missing).splitlines()[2]
-    times = "8.00 ± 0.10 |  | **4.00 ± 0.10 (2.00)** | 7.00 | 3.50 (2.00)"
-    assert line.endswith(f" | {times} | 1000 | 500 |")
+    times = "**4.00 ± 0.10 (2.00)** | 8.00 ± 0.10 |  | 3.50 (2.00) | 7.00"
+    assert line.endswith(f" | {times} | 500 | 1000 |")
 
 
 def test_committed_page_is_what_its_results_give():
