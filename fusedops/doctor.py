@@ -57,15 +57,15 @@ def run(options: argparse.Namespace) -> int:
 
 def _lines() -> Iterator[_Line]:
     """Yields all lines."""
-    triton = _triton_version()
+    triton, unusable = _triton()
     libraries = f"fusedops {__version__}, torch {torch.__version__}, Triton {triton or 'none'}"
     yield _Line(f"versions: {libraries}, Python {platform.python_version()}, {_toolkit()}")
     tested = f"torch {ON_GPUS[0]} with Triton {ON_GPUS[1]}"
     yield _Line(f"tested on GPUs: {tested}; other releases on CPUs")
     gpu = torch.cuda.is_available()
     yield _Line(f"device: {_device() if gpu else 'no GPU'}")
-    yield _launcher(gpu, triton)
-    path, why = _path(gpu, triton)
+    yield _launcher(gpu, triton, unusable)
+    path, why = _path(gpu, unusable)
     reason = f" ({why})" if why else ""
     losses = "linear_cross_entropy", "linear_log_probs", "linear_rowwise"
     for name in (*operators(), "rowwise", *losses):
@@ -76,13 +76,18 @@ def _lines() -> Iterator[_Line]:
 
 
 @functools.cache
-def _triton_version() -> str:
-    """Returns the version of Triton; "" if it is not installed."""
+def _triton() -> tuple[str, str]:
+    """Returns the version of Triton, or "" and the reason why it cannot be imported."""
     try:
         import triton
-    except ImportError:
-        return ""
-    return str(triton.__version__)
+    except ModuleNotFoundError as error:
+        if error.name == "triton":
+            return "", "Triton is not installed"
+        # Under the interpreter Triton imports numpy, which it does not require.
+        return "", f"Triton needs {error.name}, which is not installed"
+    except ImportError as error:
+        return "", f"Triton cannot be imported: {error}"
+    return str(triton.__version__), ""
 
 
 def _toolkit() -> str:
@@ -100,11 +105,12 @@ def _device() -> str:
     return f"{name}, capability {major}.{minor}, {processors} multiprocessors"
 
 
-def _launcher(gpu: bool, triton: str) -> _Line:
+def _launcher(gpu: bool, triton: str, unusable: str) -> _Line:
     """Returns the line that reports how kernels are launched."""
     # Without Triton, or under the interpreter, a GPU is not used: then it is a fault to have one.
-    if not triton:
-        return _Line("launcher: none, as Triton is not installed", is_fault=gpu)
+    # The interpreter is asked for, so it is a fault if it cannot run.
+    if unusable:
+        return _Line(f"launcher: none, as {unusable}", is_fault=gpu or launch.interpreting())
     if launch.interpreting():
         text = "Triton's interpreter, as TRITON_INTERPRET is set; it is for tests, and slow"
         return _Line(f"launcher: {text}", is_fault=gpu)
@@ -125,13 +131,13 @@ def _launcher(gpu: bool, triton: str) -> _Line:
     return _Line(f"launcher: {slower[kernel.launcher]} more a launch, as {kernel.reason}")
 
 
-def _path(gpu: bool, triton: str) -> tuple[str, str]:
+def _path(gpu: bool, unusable: str) -> tuple[str, str]:
     """Returns the path of all operators, and the reason if it is not "kernel"."""
-    if launch.interpreting() and triton:
+    if unusable and (gpu or launch.interpreting()):
+        return "reference", unusable
+    if launch.interpreting():
         return "interpreter", "TRITON_INTERPRET is set"
-    if gpu and triton:
-        return "kernel", ""
-    return "reference", "Triton is not installed" if gpu else "no GPU"
+    return ("kernel", "") if gpu else ("reference", "no GPU")
 
 
 def _configs(gpu: bool, path: str) -> str:

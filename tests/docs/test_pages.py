@@ -391,6 +391,12 @@ def test_readme_shows_compile_then_fuse_model_then_an_operator() -> None:
     assert [names[0] for names in calls] == ["compile", "fuse_model", "rowwise"]
 
 
+def test_formulas_have_no_square_root() -> None:
+    """Browsers without a font for formulas draw no sign: the exponent -1/2 is read everywhere."""
+    formulas = [b.text for text in TEXTS.values() for b in blocks(text) if b.language == "math"]
+    assert formulas and not any("sqrt" in formula for formula in formulas)
+
+
 # --- the site's HTML ------------------------------------------------------------------------------
 
 

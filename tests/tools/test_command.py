@@ -315,11 +315,46 @@ def test_gpu_without_triton(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor, "_device", lambda: "Test GPU")
-    monkeypatch.setattr(doctor, "_triton_version", lambda: "")
+    monkeypatch.setattr(doctor, "_triton", lambda: ("", "Triton is not installed"))
     code, lines = diagnosed(capsys)
     assert code == 1
     assert "WRONG  launcher: none, as Triton is not installed" in lines
     assert "layer_norm: reference (Triton is not installed)" in lines
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (
+            "import a_package_that_is_missing",
+            "Triton needs a_package_that_is_missing, which is not",
+        ),
+        ("from math import nothing", "Triton cannot be imported: cannot import name 'nothing'"),
+        (None, "Triton is not installed"),
+    ],
+)
+def test_triton_that_cannot_be_imported_is_a_fault_under_the_interpreter(
+    source: str | None,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "triton", raising=False)
+        if source is None:
+            patch.setitem(sys.modules, "triton", None)
+        else:
+            (tmp_path / "triton.py").write_text(source)
+            patch.syspath_prepend(tmp_path)
+        unusable = doctor._triton.__wrapped__()
+    assert unusable[0] == "" and unusable[1].startswith(reason)
+    monkeypatch.setattr(doctor, "_triton", lambda: unusable)
+    monkeypatch.setattr(launch, "interpreting", lambda: True)
+    code, lines = diagnosed(capsys)
+    assert code == 1
+    assert f"WRONG  launcher: none, as {unusable[1]}" in lines
+    assert f"layer_norm: reference ({unusable[1]})" in lines
 
 
 @pytest.mark.parametrize(
@@ -372,7 +407,7 @@ def _pretend_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(doctor, "_device", lambda: "Test GPU")
     monkeypatch.setattr(doctor, "_configs", lambda gpu, path: "configs: some")
-    monkeypatch.setattr(doctor, "_triton_version", lambda: "3.9.0")
+    monkeypatch.setattr(doctor, "_triton", lambda: ("3.9.0", ""))
     monkeypatch.setattr(launch, "interpreting", lambda: False)
 
 
