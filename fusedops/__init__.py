@@ -1,10 +1,12 @@
 """Fused operators for PyTorch in Triton: the functional API. The modules are in `fusedops.nn`."""
 
-from . import nn as nn  # not in __all__: a star import must not shadow torch.nn
+# Not in __all__: a star import must shadow neither torch.nn nor Python's compile.
+from . import nn as nn
 from . import quant as quant
 from .activations.ops import bias_act, bias_gelu, gated_act, geglu, gelu, swiglu
 from .backend.blocks import compile_blocks
-from .backend.entry import compile, explain  # noqa: A004
+from .backend.entry import compile as compile  # noqa: A004
+from .backend.entry import explain
 from .compiler.errors import NotRowwiseError
 from .compiler.function import rowwise
 from .core.configs.tuning import Tuner, register_tuner
@@ -36,7 +38,6 @@ __all__ = [
     "bias_dropout_add_ln",
     "bias_dropout_add_rms_norm",
     "bias_gelu",
-    "compile",
     "compile_blocks",
     "explain",
     "fuse_model",

@@ -90,7 +90,12 @@ def test_wrong_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("tune", "geglu, gelu"), ("doctor", "Prints diagnostics of the setup")]
+    ("name", "expected"),
+    [
+        ("tune", "geglu, gelu"),
+        ("doctor", "Prints diagnostics of the setup"),
+        ("cache", "Prints the size of the cache"),
+    ],
 )
 def test_help_is_plain_text_and_lists_operators(
     name: str, expected: str, capsys: pytest.CaptureFixture[str]
@@ -229,6 +234,74 @@ def test_progress_bar_only_on_a_terminal(
     bar.at(2, "second")
     bar.close()
     assert "2/4" in capsys.readouterr().err
+
+
+# --- cache ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def filled(root: Path) -> dict[str, Path]:
+    """Files of each kind, written one after the other, and files of others."""
+    assert cache.write(KEY, "Test GPU", Config(block_n=1024, rows=4, warps=4), {})
+    (entry,) = cache.entries()
+    graph = cache.file_of("graphs", ["a"])
+    function = cache.file_of("rowwise", ["b"])
+    assert graph is not None and function is not None
+    files = {"entry": entry, "graph": graph, "function": function}
+    files["scratch"] = graph.with_name(f"{cache.SCRATCH}01")
+    files["foreign"] = root / "notes.json"
+    files["other"] = root / "graphs" / "by_hand.json"
+    for second, path in enumerate(files.values()):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(2**20))
+        os.utime(path, (second, second))
+    return files
+
+
+def test_cache_prints_files_and_bytes_of_each_kind(
+    filled: dict[str, Path], root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cache"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{root}: 4 files, 4.0 MiB",
+        "  tuned configs: 1 files, 1.0 MiB",
+        "  functions of rowwise: 1 files, 1.0 MiB",
+        "  compiled graphs: 2 files, 2.0 MiB",
+    ]
+    assert all(path.exists() for path in filled.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remaining"),
+    [
+        (["--clear"], {"foreign", "other"}),
+        (["--limit", "2.5"], {"function", "scratch", "foreign", "other"}),
+        (["--limit", "4"], {"entry", "graph", "function", "scratch", "foreign", "other"}),
+    ],
+)
+def test_cache_deletes_the_files_written_first(
+    arguments: list[str], remaining: set[str], filled: dict[str, Path]
+) -> None:
+    assert main(["cache", *arguments]) == 0
+    assert {name for name, path in filled.items() if path.exists()} == remaining
+
+
+@pytest.mark.parametrize("limit", ["-1", "nan", "inf", "many"])
+def test_limit_of_the_cache_is_checked(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["cache", "--limit", limit])
+    assert "invalid" in capsys.readouterr().err
+
+
+def test_cache_reports_files_that_cannot_be_deleted(
+    filled: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    assert main(["cache", "--clear"]) == 1
+    assert "4 files cannot be deleted" in capsys.readouterr().err
 
 
 # --- doctor ---------------------------------------------------------------------------------------

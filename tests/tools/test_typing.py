@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib.util
 import subprocess
 import sys
@@ -62,6 +63,13 @@ def test_values_have_the_inferred_types(
 )
 def test_literals_have_the_names(literal: Any, names: Any) -> None:
     assert get_args(literal) == tuple(names)
+
+
+def test_star_import_shadows_neither_builtins_nor_torch() -> None:
+    names: dict[str, Any] = {}
+    exec("from fusedops import *", names)
+    assert {"rms_norm", "rowwise", "fuse_model"} <= names.keys()
+    assert not names.keys() & (vars(builtins).keys() | {"nn", "torch", "F"})
 
 
 @pytest.mark.full

@@ -36,6 +36,7 @@ __all__ = [
     "directory",
     "entries",
     "file_of",
+    "files",
     "opened",
     "path_of",
     "read",
@@ -166,6 +167,20 @@ def entries() -> Iterator[Path]:
     root = directory()
     if root is not None:
         yield from sorted(root.glob("*/*/*.json"))
+
+
+def files(root: Path) -> Iterator[Path]:
+    """Yields all files that this package wrote to a directory, of all versions.
+
+    Their names are 32 hexadecimal digits, or those of incomplete files: others are not yielded, so
+    that a directory with other content may be cleared.
+    """
+    for pattern in ("*/*.json", "*/*/*.json"):
+        for path in root.glob(pattern):
+            if re.fullmatch("[0-9a-f]{32}", path.stem):
+                yield path
+    for pattern in (f"*/{SCRATCH}*", f"*/*/{SCRATCH}*"):
+        yield from root.glob(pattern)
 
 
 def read(key: TuningKey, device: str) -> Config | None:
