@@ -243,6 +243,8 @@ def filled(page: Path, path: Path) -> str:
             return model_pages.headline(path.with_name(f"models_{path.name}"))
         if first == "models":
             return model_pages.summary(path.with_name(f"models_{path.name}"))
+        if first == "liger":
+            return model_pages.against_liger(path.with_name(f"models_{path.name}"))
         if first == "compile":
             # The results of the device that the marker names, or else of the file's.
             name = f"{others[0] if others else path.stem}.csv"

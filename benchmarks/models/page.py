@@ -14,7 +14,15 @@ from .providers import WITHOUT_TRICK
 from .results import Row, WorkloadKey, by_workload, read
 from .workloads import MODELS, MODES
 
-__all__ = ["compiled", "headline", "inference", "markdown", "summary", "table"]
+__all__ = [
+    "against_liger",
+    "compiled",
+    "headline",
+    "inference",
+    "markdown",
+    "summary",
+    "table",
+]
 
 # In the order of columns: ours first, so that narrow screens show them.
 _NAMES = {
@@ -254,6 +262,33 @@ def _summarised(path: Path) -> list[tuple[str, dict[str, float]]]:
         for workload, by_provider in complete
         if workload[0] not in superseded
     ]
+
+
+def against_liger(path: Path) -> str:
+    """Returns the table of training steps that were measured with Liger-Kernel.
+
+    It has speed-ups over eager, the greatest in bold, and peak memory in GiB.
+    """
+    names = ("backend", "backend_loss", "fused", "fused_loss", "compile", "liger")
+    lines = [
+        "| model, batch | " + " | ".join(_NAMES[name] for name in names) + " |",
+        "|---|" + "--:|" * len(names),
+    ]
+    for workload, by_provider in _ordered(row for row in read(path) if row.mode == "train"):
+        eager = by_provider.get("eager")
+        if eager is None or "liger" not in by_provider:
+            continue
+        least = min(by_provider[name].ms or math.inf for name in names if name in by_provider)
+        cells = []
+        for name in names:
+            row = by_provider.get(name)
+            cell = ""
+            if row is not None and row.ms and eager.ms and row.peak_mib is not None:
+                speed_up = _bold(f"{eager.ms / row.ms:.2f}", when=row.ms == least)
+                cell = f"{speed_up}, {row.peak_mib / 1024:.1f} GiB"
+            cells.append(cell)
+        lines.append(f"| {_named(workload)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _named(workload: WorkloadKey) -> str:

@@ -512,6 +512,14 @@ def test_tokens_of_prefill_and_decoding(tmp_path):
     assert "BERT" not in text_of_page
 
 
+def test_table_beside_liger_has_its_workloads_alone(tmp_path):
+    path = tmp_path / "models_nvidia_h200.csv"
+    other = replace(row("backend", 5.0), model="gpt2")
+    results.write(path, [row(), row("liger", 8.0, 512.0), row("backend", 4.0, 1536.0), other])
+    (line,) = page.against_liger(path).splitlines()[2:]
+    assert line.endswith("| **2.50**, 1.5 GiB |  |  |  |  | 1.25, 0.5 GiB |")
+
+
 def test_compiled_steps_of_one_run_are_compared(tmp_path):
     path, missing = tmp_path / "models_nvidia_h200.csv", tmp_path / "compile_nvidia_h200.csv"
     results.write(path, [row("compile", 8.0, gpu_ms=7.0), row("backend", 4.0, commit="other")])
