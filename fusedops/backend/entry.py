@@ -232,7 +232,9 @@ def _explained(
     report: CompileReport, gm: fx.GraphModule, inputs: Sequence[Any]
 ) -> Callable[..., Any]:
     """Reports a graph, and runs it as it is."""
-    _with_operators(gm, inputs, report)
+    # The captured nodes get the modules and lines of Dynamo's, which `places` reads.
+    with fx.traceback.preserve_node_meta():
+        _with_operators(gm, inputs, report)
     return gm.forward
 
 

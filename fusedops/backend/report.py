@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..compiler.operator import Program
 from ..core.calls.words import name_in
 from ..core.launches import launch
 from ..losses import registration
+from .advice import next_step
 from .fx import namespace
 from .graphs import captured_body
 
@@ -96,6 +97,8 @@ class RegionReport:
         lookups: the number of embeddings that the operator reads from their tables.
         of_tables: bytes of their rows that its backward reads again, and which are not saved.
         outside: why it does not read those of other embeddings.
+        modules: the names of the modules whose forwards compute it, in their order.
+        lines: the lines of the model's code that compute it, each as ``file:number``.
     """
 
     operators: tuple[str, ...]
@@ -111,6 +114,19 @@ class RegionReport:
     lookups: int = 0
     of_tables: int = 0
     outside: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+
+    def source(self) -> str:
+        """The Triton source of its kernels, forward and backward.
+
+        Raises:
+            ValueError: it is no operator.
+        """
+        if self.program is None:
+            raise ValueError(f"source: the region is left to Inductor: {self.reason}")
+        forward, backward = _kernels(self.program, self.has_gradient)
+        return "\n\n".join([kernel.source for kernel in (*forward, *backward)])
 
     @property
     def forward(self) -> int:
@@ -147,17 +163,23 @@ def _moved_of_row(program: Program | None, has_gradient: bool) -> tuple[int, int
     """Bytes that the kernels move for a row, forward and backward; 0 without a program."""
     if program is None:
         return 0, 0
+    forward, backward = _kernels(program, has_gradient)
+    cols = program.structure.cols
+    return cols * _moved_of_column(forward), cols * _moved_of_column(backward)
+
+
+def _kernels(program: Program, has_gradient: bool) -> tuple[list[Kernel], list[Kernel]]:
+    """The kernels of a program, forward, and backward with all gradients if it has any."""
     plan, acc = program.plan, program.acc
     options: dict[str, Any] = {"group": (), "tiled": program.tiled}
     forward = forward_kernels(plan, acc, **options, saves=has_gradient)
     wanted = plan.differentiable if has_gradient else ()
-    backward = []
+    backward = list[Kernel]()
     if wanted:
         backward = backward_kernels(
             plan, acc, **options, cotangents=range(program.count), wanted=wanted
         )
-    cols = program.structure.cols
-    return cols * _moved_of_column(forward), cols * _moved_of_column(backward)
+    return forward, backward
 
 
 def _moved_of_column(kernels: Sequence[Kernel]) -> int:
@@ -228,9 +250,14 @@ class CompileReport:
         """A line for each kind of region, and for each kind of change."""
         lines = [self._summary()]
         for reason, count in Counter(self.left).items():
-            lines.append(f"a graph is left to Inductor: {reason} ({count} x)")
-        for kind, count in Counter(map(_line, self.regions)).items():
-            lines.append(f"  {count} x {kind}")
+            step = next_step(reason)
+            lines.append(f"a graph is left to Inductor: {reason}{step} ({count} x)")
+        kinds: dict[str, list[RegionReport]] = {}
+        for region in self.regions:
+            kinds.setdefault(_line(region), []).append(region)
+        for kind, regions in kinds.items():
+            lines.append(f"  {len(regions)} x {kind}")
+            lines += _where(regions)
         for name, count in sorted(self.operators.items()):
             lines.append(f"  called by the model: {count} x {name}")
         for description, count in sorted(self.changes.items()):
@@ -269,7 +296,9 @@ class CompileReport:
         """The reason why there is no region, if it is the device, after a colon; else empty."""
         if not self.devices or any(map(launch.runs_kernels, self.devices)):
             return ""
-        return f": there are no kernels for {' and '.join(sorted(self.devices))} tensors"
+        names = " and ".join(sorted(self.devices))
+        step = " (set TRITON_INTERPRET=1 to see what a GPU fuses)" if "cpu" in self.devices else ""
+        return f": there are no kernels for {names} tensors{step}"
 
 
 def _line(region: RegionReport) -> str:
@@ -277,7 +306,7 @@ def _line(region: RegionReport) -> str:
     shape, names = ", ".join(map(str, region.shape)), ", ".join(region.operators)
     if region.functions:
         names += f" of {', '.join(region.functions)}"
-    outcome = f"left: {region.reason}"
+    outcome = f"left: {region.reason}{next_step(region.reason)}"
     if not region.reason:
         forward, unfused = _bytes(region.forward), _bytes(region.unfused)
         outcome = f"{forward} moved instead of {unfused}"
@@ -291,6 +320,15 @@ def _line(region: RegionReport) -> str:
         for reason in region.outside:
             outcome += f"; an embedding is not part of it: {reason}"
     return f"({shape})  {names}  {outcome}"
+
+
+def _where(regions: Sequence[RegionReport]) -> Iterator[str]:
+    """A line with the modules and the code of the first of several regions, if they are known."""
+    first = regions[0]
+    parts = [", ".join(names) for names in (first.modules, first.lines) if names]
+    if parts:
+        others = f", and {len(regions) - 1} more" if len(regions) > 1 else ""
+        yield f"      in {' at '.join(parts)}{others}"
 
 
 def _bytes(size: int) -> str:

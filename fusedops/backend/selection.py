@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from ..compiler.errors import NotRowwiseError
 from ..core.compat.fake import hints
+from . import places
 from .alike import BYTES_OF_LAUNCH, LEAST_ALIKE, Former, parts_alike, pays
 from .graphs import (
     BIAS,
@@ -309,6 +310,8 @@ def _report_of(region: Region, needs: set[fx.Node]) -> RegionReport:
         border=_border(region),
         has_gradient=_has_gradient(region, needs),
         functions=_functions(region),
+        modules=places.modules(region.nodes),
+        lines=places.lines(region.nodes),
     )
 
 

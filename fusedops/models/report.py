@@ -127,6 +127,7 @@ class FusionReport:
             *self._counted_lines(),
             *self._checked(),
             *self.hints,
+            *self._next_step(),
             "table() has a line for each module",
         ]
         return "\n".join(lines)
@@ -145,6 +146,12 @@ class FusionReport:
         for count, kind, outcome in rows:
             lines.append(f"  {count:>{counts}} {kind:{kinds}}  {outcome}")
         return lines
+
+    def _next_step(self) -> list[str]:
+        """A line for modules that have another reason than that no rule matches."""
+        if not any(map(_is_left_with_reason, self.modules)):
+            return []
+        return ["fusedops.compile fuses row-wise code that is left, and fusedops.rowwise your own"]
 
     def _counted_lines(self) -> list[str]:
         counts = Counter(map(_reason, filter(_is_only_counted, self.modules)))
@@ -199,6 +206,13 @@ def _is_shown(module: ModuleReport) -> bool:
     if module.replaced:
         return True
     return module.by is None and not _is_only_counted(module)
+
+
+def _is_left_with_reason(module: ModuleReport) -> bool:
+    """Whether the module is left for another reason than the user's or that no rule matches."""
+    if module.replaced or not _is_shown(module):
+        return False
+    return not module.reason.startswith("excluded")
 
 
 def _is_only_counted(module: ModuleReport) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import fusedops
 from backends import randn
 from fusedops.backend.report import memory_bandwidth
 from fusedops.core.launches import launch
+from pages import ROOT, blocks
 from support import DEVICE
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
@@ -94,7 +96,20 @@ def test_report_without_regions_gives_the_reason(monkeypatch: pytest.MonkeyPatch
     torch.compiler.reset()
     text = str(fusedops.explain(nn.LayerNorm(4).to(DEVICE), randn(3, 4)))
     reason = f"there are no kernels for {DEVICE.type} tensors"
+    if DEVICE.type == "cpu":
+        reason += " (set TRITON_INTERPRET=1 to see what a GPU fuses)"
     assert text == f"no row-wise region was found, in 1 graph: {reason}"
+
+
+def test_reasons_end_in_a_next_step() -> None:
+    def function(x: Tensor) -> Tensor:
+        return torch.softmax(x, -1)
+
+    (line,) = str(fusedops.explain(function, randn(6, 8))).splitlines()[1:2]
+    step = "Inductor is as fast; decorate its function with fusedops.rowwise to fuse it anyway"
+    assert line.endswith(
+        f"left: no gradient is summed over its rows, and no mask is stored ({step})"
+    )
 
 
 def test_region_that_triton_cannot_compile_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,11 +216,77 @@ def test_report_has_a_line_for_each_kind_of_region() -> None:
     # Each of three norms moves x and y forward, and dy, x and dx backward. It saves x.
     moved = f"{3 * 5 * size:.1f} KiB moved"
     saved = f"{3 * size:.1f} KiB saved"
-    summary, line, _ = lines
+    summary, line, place, _ = lines
     assert summary == (
         f"3 of 3 row-wise regions are one operator, in 1 graph: {moved}, {saved} for backward"
     )
     assert line.startswith(f"  3 x (6, 8)  native_layer_norm  {5 * size:.1f} KiB moved, ")
+    assert place == "      in 0.0, and 2 more"
+
+
+class _Block(nn.Module):
+    """A region in three modules and one line, and one in the block itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.drop, self.norm = nn.Dropout(0.1), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(x))
+        return self.norm(x + self.drop(self.down(h)))
+
+
+def test_regions_have_the_modules_and_lines_of_the_model() -> None:
+    model = nn.Sequential(_Block(), nn.Sequential(_Block())).to(DEVICE)
+    first = _Block.forward.__code__.co_firstlineno
+    name = Path(__file__).name
+    regions = fusedops.explain(model, randn(6, 8)).regions
+    places = {(region.modules, region.lines) for region in regions}
+    for prefix in ("0", "1.0"):
+        joined = tuple(f"{prefix}.{part}" for part in ("down", "drop", "norm"))
+        assert (joined, (f"{name}:{first + 2}",)) in places
+        assert ((f"{prefix}.up",), (f"{name}:{first + 1}",)) in places
+
+
+def test_region_of_the_outermost_module_has_the_name_of_its_class() -> None:
+    norm = nn.LayerNorm(8).to(DEVICE)
+    (region,) = fusedops.explain(lambda x: norm(x), randn(6, 8)).regions
+    assert region.modules == ("LayerNorm",)
+
+
+def test_region_in_a_function_has_its_line_alone() -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return F.layer_norm(x, (8,), weight)
+
+    weight = randn(8).requires_grad_()
+    report = fusedops.explain(function, randn(6, 8), weight)
+    (region,) = report.regions
+    line = f"{Path(__file__).name}:{function.__code__.co_firstlineno + 1}"
+    assert (region.modules, region.lines) == ((), (line,))
+    assert f"      in {line}" in str(report).splitlines()
+
+
+def test_source_of_a_region_is_that_of_its_kernels() -> None:
+    norm, weight = nn.LayerNorm(8).to(DEVICE), randn(8, 4)
+    report = fusedops.explain(lambda x: torch.softmax(norm(x) @ weight, -1), randn(6, 8))
+    fused, left = report.regions
+    source = fused.source()
+    assert source.count("@triton.jit") == 2
+    assert "def forward_kernel" in source and "def backward_kernel" in source
+    with pytest.raises(ValueError, match="left to Inductor: no gradient is summed"):
+        left.source()
+
+
+def test_report_in_the_page_is_printed() -> None:
+    """The first example of docs/compile.md, and the block that follows it."""
+    example, printed, *_ = blocks((ROOT / "docs" / "compile.md").read_text(encoding="utf-8"))
+    names: dict[str, Any] = {}
+    with torch.device(DEVICE):
+        exec(example.text.replace("print(report)", ""), names)
+    # The last line depends on the GPU. The example's own lines of code have no file.
+    lines = str(names["report"]).splitlines()[:-1]
+    assert lines == printed.text.splitlines()[:-1]
 
 
 @pytest.mark.parametrize("bits", [0, 1024])

@@ -604,6 +604,11 @@ class WritesToWeight(MetaNorm):
         return self._norm(x.float()).type_as(x) * self.weight
 
 
+class CalledThis(MetaNorm):
+    def forward(this, x: Tensor) -> Tensor:  # noqa: N805
+        return this._norm(x.float()).type_as(x) * this.weight
+
+
 # Each class with a part of the reason for which it is left.
 _LEFT = {
     EpsOutside: _NO_NORM,
@@ -633,6 +638,7 @@ _LEFT = {
     Loops: "branches",
     WithoutGradients: "changes what others see",
     Gated: "takes more than one tensor",
+    CalledThis: "calls its first argument this; name it self",
     ThreeVectors: "more than a weight and a bias",
     Matrix: "its weight is no vector",
     BiasedRms: _NO_NORM,

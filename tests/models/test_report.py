@@ -219,6 +219,16 @@ def test_printed_report_has_a_line_for_each_kind_of_module() -> None:
     ]
 
 
+def test_report_of_modules_that_are_left_ends_in_a_next_step() -> None:
+    class OtherNorm(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x / x.abs().mean()
+
+    step = "fusedops.compile fuses row-wise code that is left, and fusedops.rowwise your own"
+    assert step in str(fusedops.fuse_model(OtherNorm())).splitlines()
+    assert step not in str(fusedops.fuse_model(nn.Sequential(nn.LayerNorm(4))))
+
+
 class _Slices(nn.Module):
     """Norms that each have a slice of their own."""
 

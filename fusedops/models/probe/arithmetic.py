@@ -375,6 +375,8 @@ def _only_argument(arguments: ast.arguments) -> str:
     match names:
         case ["self", name] if not any(others):
             return name
+        case [first, _] if first != "self" and not any(others):
+            raise RefusedError(f"its forward calls its first argument {first}; name it self")
     raise RefusedError("its forward takes more than one tensor")
 
 
