@@ -15,8 +15,10 @@ __all__ = ["lines", "modules"]
 _NOT_OF_MODEL = (Path(__file__).parents[1], Path(str(torch.__file__)).parent)
 # A frame of a stack trace: the file and the number of the line.
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
-# A step of a path in other forms than ``.name``: ``['name']``, ``[0]``, and ``._modules``.
+# A step of a path in other forms than ``.name``: ``['name']`` and ``[0]``.
 _INDEX = re.compile(r"\[['\"]?(\w+)['\"]?\]")
+# Steps by which a path reaches a module without its parent's attributes.
+_INTERNAL = ("__dict__", "_modules")
 
 
 def modules(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
@@ -40,7 +42,8 @@ def _module(node: fx.Node) -> str:
 
 
 def _dotted(path: str) -> str:
-    return _INDEX.sub(r".\1", path.replace("._modules", ""))
+    steps = _INDEX.sub(r".\1", path).split(".")
+    return ".".join([step for step in steps if step not in _INTERNAL])
 
 
 def lines(nodes: Iterable[fx.Node]) -> tuple[str, ...]:

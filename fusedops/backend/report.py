@@ -325,7 +325,12 @@ def _line(region: RegionReport) -> str:
 def _where(regions: Sequence[RegionReport]) -> Iterator[str]:
     """A line with the modules and the code of the first of several regions, if they are known."""
     first = regions[0]
-    parts = [", ".join(names) for names in (first.modules, first.lines) if names]
+    numbers: dict[str, list[str]] = {}
+    for line in first.lines:
+        file, _, number = line.rpartition(":")
+        numbers.setdefault(file, []).append(number)
+    lines = [f"{file}:{', '.join(of_file)}" for file, of_file in numbers.items()]
+    parts = [", ".join(names) for names in (first.modules, lines) if names]
     if parts:
         others = f", and {len(regions) - 1} more" if len(regions) > 1 else ""
         yield f"      in {' at '.join(parts)}{others}"

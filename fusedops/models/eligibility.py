@@ -122,7 +122,7 @@ _OBSTACLES: tuple[tuple[Callable[[nn.Module], bool], str], ...] = (
     ),
     (
         _is_quantized,
-        "is quantised; fuse the model before it is quantised, or load it unquantised",
+        "is quantised; use fusedops.compile(model), or fuse the model before it is quantised",
     ),
     (
         _is_prepared,

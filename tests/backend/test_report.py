@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._inductor import list_mode_options
 from torch.nn import functional as F
 
 import fusedops
 from backends import randn
+from fusedops.backend import places
 from fusedops.backend.report import memory_bandwidth
 from fusedops.core.launches import launch
 from pages import ROOT, blocks
@@ -265,6 +266,35 @@ def test_region_in_a_function_has_its_line_alone() -> None:
     line = f"{Path(__file__).name}:{function.__code__.co_firstlineno + 1}"
     assert (region.modules, region.lines) == ((), (line,))
     assert f"      in {line}" in str(report).splitlines()
+
+
+def test_lines_of_a_file_are_joined_in_the_report() -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        mean = x.square().mean(-1, keepdim=True)
+        return x * torch.rsqrt(mean + 1e-6) * weight
+
+    report = fusedops.explain(function, randn(6, 8), randn(8).requires_grad_())
+    first = function.__code__.co_firstlineno + 1
+    assert f"      in {Path(__file__).name}:{first}, {first + 1}" in str(report).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("G['model'].layers.0.norm", "layers.0.norm"),
+        ("G['model'].layers[0].norm", "layers.0.norm"),
+        ("G['model'].__dict__['_modules']['base'].norm", "base.norm"),
+        ("G['model']._modules['layers']._modules['0']", "layers.0"),
+        ("G['model']", "LayerNorm"),
+    ],
+)
+def test_names_of_modules_are_those_of_named_modules(path: str, name: str) -> None:
+    node = fx.Graph().placeholder("x")
+    node.meta["nn_module_stack"] = {
+        "1": ("G['model']", nn.LayerNorm),
+        "2": (path, nn.LayerNorm),
+    }
+    assert places.modules([node]) == (name,)
 
 
 def test_source_of_a_region_is_that_of_its_kernels() -> None:

@@ -341,6 +341,14 @@ def test_forward_of_a_prepared_model_is_not_replaced() -> None:
     )
 
 
+def test_accelerate_has_a_list_of_its_own_of_backends() -> None:
+    """The page says that naming the backend raises."""
+    from accelerate import Accelerator
+
+    with pytest.raises(ValueError, match="'FUSEDOPS' is not a valid DynamoBackend"):
+        Accelerator(cpu=True, dynamo_backend="fusedops")
+
+
 def test_unfusing_a_prepared_model() -> None:
     """The troubleshooting page says how."""
     from accelerate import Accelerator

@@ -72,10 +72,10 @@ _BAD = {
         lambda: _with_inner(_silently(lambda: torch.jit.script(_model()))),
         "module 'inner' is scripted",
     ),
-    "quantised": (_quantized, "module '0' is quantised; fuse the model before it is quantised"),
+    "quantised": (_quantized, "module '0' is quantised; use fusedops.compile"),
     "quantised by Transformers": (
         _marked_as_quantized,
-        "the model is quantised; fuse the model before",
+        "the model is quantised; use fusedops.compile",
     ),
 }
 
