@@ -375,9 +375,11 @@ def inference(path: Path) -> str:
     for mode, title in (("infer", "Prefill"), ("decode", "One token")):
         rows = [row for row in read(path) if row.mode == mode and MODELS[row.model].caches]
         if rows:
+            ordered = _ordered(rows)
+            columns = _columns(ordered)
             parts += [f"{title}, ms, and in brackets the speed-up over eager:"]
-            parts += [_grid(_ordered(rows), _time)]
-            parts += [f"{title}, tokens a second:", _grid(_ordered(rows), _tokens)]
+            parts += [_grid(ordered, _time, columns, least="ms")]
+            parts += [f"{title}, tokens a second:", _grid(ordered, _tokens, columns)]
     return "\n\n".join(parts) or "Nothing has been measured yet."
 
 
