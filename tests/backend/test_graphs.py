@@ -957,7 +957,7 @@ def test_nested_compile_regions_are_fused_like_unmarked_code() -> None:
 
 def test_a_checkpoint_around_a_compiled_block_does_not_count_the_capture() -> None:
     """The hooks of `checkpoint` count the tensors that the first forward saves."""
-    block, x = PostNorm(), randn(2, 3, 24).requires_grad_()
+    block, x = PostNorm().to(DEVICE), randn(2, 3, 24).requires_grad_()
     backend = Backend()
     output = checkpoint(torch.compile(block, backend=backend), x, use_reentrant=False)
     expected = torch.autograd.grad(block(x).sum(), x)

@@ -168,6 +168,7 @@ def _with_scales(x: Tensor, s: Tensor) -> Tensor:
     return (x.softmax(-1).unflatten(-1, (-1, 8)) * s[..., None]).amax(-1)
 
 
+@kernels
 @pytest.mark.parametrize(
     ("function", "message"),
     [

@@ -171,6 +171,7 @@ def test_gradient_through_casts_to_8_bits_is_that_of_casts() -> None:
     torch.testing.assert_close(results[1], expected[1])
 
 
+@kernels
 @_named(FLOAT8)
 @pytest.mark.parametrize("name", ["neg", "sum", "add", "lt"])
 def test_arithmetic_of_8_bits_is_refused(name: str, dtype: torch.dtype) -> None:

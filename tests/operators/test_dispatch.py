@@ -527,6 +527,24 @@ def test_numbers_of_constants_have_the_names_of_their_fields() -> None:
     assert Constants("op", None, 1e-5).numbers() == (1e-5,)  # type: ignore[attr-defined]
 
 
+@pytest.mark.kernels
+def test_derivative_in_an_eager_graph_is_launched_on_the_device_of_its_tensors(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    indices = list[int]()
+    backward: Callable[..., None] = NORM.backward
+
+    def recorded(site: Any, *args: Any) -> None:
+        indices.append(site.device_index)
+        backward(site, *args)
+
+    monkeypatch.setattr(NORM, "backward", recorded)
+    x = torch.randn(6, 24, device=device, requires_grad=True)
+    compiled = torch.compile(lambda x: fusedops.layer_norm(x, (24,)), backend="eager")
+    compiled(x).sum().backward()
+    assert indices == [x.get_device()]
+
+
 @fusedops.rowwise
 def _softmax_of_double(x: Tensor) -> Tensor:
     return torch.softmax(2 * x, -1)

@@ -504,11 +504,11 @@ def test_tokens_of_prefill_and_decoding(tmp_path):
     results.write(path, [*rows, replace(row(ms=7.0), mode="infer")])  # BERT's
     text_of_page = page.inference(path)
     for shape, cells in (
-        ("4x2048", ("10.00 ± 0.10", "819,200")),
-        ("64x2048", ("8.00 ± 0.10", "8,000")),
+        ("4x2048", ("**10.00 ± 0.10**", "819,200")),
+        ("64x2048", ("**8.00 ± 0.10**", "8,000")),
     ):
         for cell in cells:
-            assert f"| Llama-3.2-like, 1.2B | {sized(shape)} | {cell} |" in text_of_page
+            assert f"| Llama-3.2-like, 1.2B, {sized(shape)} | {cell} |" in text_of_page
     assert "BERT" not in text_of_page
 
 

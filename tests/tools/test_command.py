@@ -329,7 +329,7 @@ def test_doctor_without_faults(capsys: pytest.CaptureFixture[str], kernel_path: 
     others = {
         "NotRowwiseError",
         "__version__",
-        "compile",
+        "compile_blocks",
         "explain",
         "fuse_model",
         "fusion_status",

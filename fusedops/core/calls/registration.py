@@ -251,15 +251,18 @@ def _differentiate(
     Args:
         op: the operator.
         library: where it is registered.
-        site_of: a function that returns the site, from the forward's constants and ``dropout``,
-            whether the forward draws a mask.
+        site_of: a function that returns the site, from the forward's constants, ``dropout``,
+            whether the forward draws a mask, and ``device_index``.
     """
     count = len(op.tensors)
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         tensors, seed, constants = inputs[:count], inputs[count], inputs[count + 1 :]
         tensors = _flat(op, tensors)
-        site = site_of(constants, dropout=seed is not None)
+        first: Any = tensors[op.first]
+        # An eager call of the forward launches the derivative there.
+        index = first.get_device()
+        site = site_of(constants, dropout=seed is not None, device_index=index)
         outs = present(output, site.outs)
         ctx.save_for_backward(*site.saved((*tensors, *outs, None)), seed)
         ctx.set_materialize_grads(False)
