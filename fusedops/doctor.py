@@ -156,7 +156,7 @@ def _configs(gpu: bool, path: str) -> str:
     # A dict, because several workloads may have the same key, which is counted once.
     keys = dict.fromkeys(key for case in cases for key in keys_of(case, device))
     counts = Counter(str(tuning.source(key, device.index)) for key in keys)
-    used = [kind for kind in ("cache", "table", "heuristic") if counts[kind]]
+    used = filter(counts.get, ("cache", "table", "heuristic"))
     parts = ", ".join([f"{counts[kind]} from the {kind}" for kind in used])
     return f"configs: {table} for this device; of the benchmark's shapes, {parts}"
 

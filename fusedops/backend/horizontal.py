@@ -213,8 +213,8 @@ class _Replacement:
         point = insertion_point(self.members, outputs)
         with self.graph.inserting_before(point):
             self._find_embeddings()
-            inputs = [self._input(index) for index in range(len(self.lead.structure.inputs))]
-            cats = [self._cat(number) for number in range(self.lead.count)]
+            inputs = list(map(self._input, range(len(self.lead.structure.inputs))))
+            cats = list(map(self._cat, range(self.lead.count)))
             group = self._operator([form for form, _ in inputs], cats)
             if not self._compiles(group):
                 return None

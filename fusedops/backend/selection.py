@@ -279,7 +279,7 @@ class Selector:
     def _reached(self, region: Region, program: RegionProgram) -> set[fx.Node]:
         """The inputs to which the backward of a region passes gradients, perhaps all zeros."""
         members, reached = set(region.nodes), set[fx.Node]()
-        todo = [node for node in region.outputs if node in self.receives]
+        todo = list(self.receives.intersection(region.outputs))
         while todo:
             new = self.needs.intersection(todo.pop().all_input_nodes) - reached
             reached |= new

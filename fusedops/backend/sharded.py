@@ -17,7 +17,8 @@ change a tensor.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from .fx import (
     recording_nothing,
     returning,
 )
-from .graphs import SHARD, are_numbers
+from .graphs import SHARD, are_numbers, direct_tensors
 from .shards import Shard
 from .targets import OnDTensors, from_local, to_local
 
@@ -261,18 +262,21 @@ def _local_call(
 
     if len(calls) != 1 or calls[0][0] is not func or draws(func):
         return None
-    returned: list[Any] = [value for value in results if isinstance(value, Tensor)]
+    returned = direct_tensors(results)
     if set(map(type, returned)) != {DTensor}:
         return None
     # The gradient of a replicated result may be whole on each rank, or a part of a sum. PyTorch
     # decides that in the backward, and here it would have to be known.
-    of_results = itertools.chain.from_iterable(tensor.placements for tensor in returned)
-    if Replicate in set(map(type, of_results)):
+    if Replicate in set(map(type, _placements(returned))):
         return None
-    of_tensors = [tensor.placements for tensor in (*returned, *dtensors)]
-    if not all(map(_is_known, itertools.chain.from_iterable(of_tensors))):
+    if not all(map(_is_known, _placements((*returned, *dtensors)))):
         return None
     return calls[0][1:]  # type: ignore[no-any-return]
+
+
+def _placements(dtensors: Iterable[Any]) -> list[Any]:
+    """The placements of all DTensors, one after the other."""
+    return list(itertools.chain(*map(attrgetter("placements"), dtensors)))
 
 
 def _form(dtensor: Any) -> Any:

@@ -63,7 +63,7 @@ def numbers_of(region: Region, program: RegionProgram) -> tuple[int, ...]:
     rows = list(axes.rows)
     for dim, axis in zip(dims, axes_of_mesh, strict=True):
         rows[axis] = shard.shape[dim]
-    ranks = [shard.mesh.size(dim) for dim in range(shard.mesh.ndim)]
+    ranks = list(map(shard.mesh.size, range(shard.mesh.ndim)))
     coordinate = shard.mesh.get_coordinate() or [0] * shard.mesh.ndim
     mask = (*rows, axes.parts, axes.columns)
     return tuple(numbers(mask, ranks, coordinate, axes_of_mesh))
@@ -71,7 +71,7 @@ def numbers_of(region: Region, program: RegionProgram) -> tuple[int, ...]:
 
 def _permutes(region: Region) -> bool:
     """Whether dimensions of one tensor of a region may be others of another."""
-    return any(name_of(node) in _PERMUTING for node in region.nodes)
+    return not _PERMUTING.isdisjoint(map(name_of, region.nodes))
 
 
 def _axes_of(

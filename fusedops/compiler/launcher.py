@@ -38,6 +38,7 @@ from ..core.launches.launch import MOST_ALONE
 from ..core.launches.operand import Spacing, spacing, spacing_of, spacing_written, vector
 from ..core.launches.operand import rows as as_rows
 from ..core.launches.streams import plan_of_stream
+from ..core.optional import present_indices
 from ..core.random.rng import seed_kind
 from .addresses import Argument, Spacings
 from .axes import Label
@@ -119,7 +120,7 @@ class Launcher:
         gradients = [(a.kind, a.index) for a in self.arguments if a.kind == "gradient"]
         summed = {("gradient", index) for index in (*dict(self.last.sums), *self.last.written)}
         self._unallocated = set() if site.fitted else set(gradients) - summed
-        output = next((i for i, dtype in enumerate(cotangents) if dtype is not None), 0)
+        output = next(iter(present_indices(cotangents)), 0)
         self.like = names["cotangent" if cotangents else "output", output], output
         # For tensors whose rows may be spaced: how many dimensions precede those of a row.
         self._leading = self._leading_dims()
@@ -584,7 +585,7 @@ class Launcher:
         summed = [dim for dim, axis in enumerate(axes) if axis not in operand.axes]
         remaining = within(axes, operand.axes)
         total = gradient.sum(summed) if summed else gradient
-        order = [remaining.index(axis) for axis in operand.axes]
+        order = list(map(remaining.index, operand.axes))
         out.copy_(total.permute(order).reshape(out.shape))
 
 

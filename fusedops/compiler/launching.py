@@ -21,6 +21,7 @@ from torch import Tensor
 from ..core.configs import tuning
 from ..core.configs.tuning import BUCKET, TuningKey
 from ..core.launches import launch
+from ..core.optional import present_indices
 from ..core.random.rng import State
 from . import configs, fallback
 from .addresses import EVEN, Spacings
@@ -189,7 +190,7 @@ def _backward(
     spacings: Spacings = EVEN,
 ) -> Launcher:
     program = site.program
-    cotangents = [i for i, dtype in enumerate(dtypes) if dtype is not None]
+    cotangents = present_indices(dtypes)
     kernels = backward_kernels(
         program.plan,
         program.acc,

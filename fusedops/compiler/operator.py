@@ -24,6 +24,7 @@ from ..core.calls.registration import MOST_ARGUMENTS, arguments, define
 from ..core.calls.words import dispatched
 from ..core.configs import tuning
 from ..core.launches import launch
+from ..core.optional import present_indices
 from ..core.random import rng
 from ..core.random.dropout import Dropout, dropout_of
 from ..core.random.rng import NO_DROPOUT
@@ -37,7 +38,7 @@ from .ir import Node, gradient_sources
 from .layouts import groups_of, outer_group
 from .planning import Plan
 from .site import BackwardKey, RowwiseSite
-from .structure import Operand, Part, Structure
+from .structure import Operand, Part, Structure, without
 
 __all__ = ["LONGEST_ROW", "Program", "RowwiseConstants", "dynamic_axes", "fits"]
 
@@ -339,7 +340,7 @@ class Program(Operator):
         """Return the gradients, computed by PyTorch's operators from the graph of the backward."""
         plan, structure = self.plan, self.structure
         *inputs, intermediate, _ = saved
-        outputs = [i for i, grad in enumerate(grads) if grad is not None]
+        outputs = present_indices(grads)
         differentiable = [i for i, need in enumerate(needs) if need and self.wanted[i]]
         saved_inputs = dict(zip(plan.saved_inputs, inputs, strict=True))
         intermediate_parts = {node: part for part, node in plan.intermediate.items()}
@@ -487,8 +488,8 @@ class Program(Operator):
     def size_of_row(self, operand: Operand) -> int:
         """Return the number of elements in a row of an operand."""
         structure = self.structure
-        columns = [axis for axis in operand.axes if axis not in structure.rows]
-        return math.prod([structure.sizes[axis] for axis in columns])
+        columns = without(operand.axes, structure.rows)
+        return math.prod(map(structure.sizes.__getitem__, columns))
 
     def dims_of(self, output: int) -> dict[int, int]:
         """Return the dimension of an output that each axis has to itself."""
@@ -505,7 +506,7 @@ class Program(Operator):
     def sizes_by(self, grads: Any) -> list[int]:
         """Return the sizes of all axes, read from a cotangent."""
         sizes = list(self.structure.sizes)
-        number = next(i for i, g in enumerate(grads) if g is not None)
+        number = present_indices(grads)[0]
         dims = self.dims_of(number)
         for axis in self.dynamic:
             sizes[axis] = grads[number].shape[dims[axis]]

@@ -321,7 +321,7 @@ def _has_early_vectors(emitter: Emitter, phases: Phases) -> bool:
         return False
     if emitter.addresses.sliced:  # the answer must be the same for all lengths
         return False
-    nodes = [node for node in emitter.tiles if not emitter.has_rows(node)]
+    nodes = list(itertools.filterfalse(emitter.has_rows, emitter.tiles))
     computed = filter(lambda node: node.op != "const", reachable(nodes))
     # A number of a group, such as the sum of its vector, is computed later.
     if not all(map(emitter.has_columns, computed)):

@@ -359,7 +359,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     *lists, ctx.call = inputs
     called = _read(ctx.call)
     ctx.loss = called.loss  # it lives as long as the backward may need it
-    ctx.lengths = [len(tensors) for tensors in lists]
+    ctx.lengths = list(map(len, lists))
     count = 1 if called.loss.reduction != "none" else len(output) - 1
     ctx.count = count
     ctx.used = False

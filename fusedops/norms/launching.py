@@ -19,6 +19,7 @@ from ..core.launches.launch import SEED_TYPES, Variant, pointer_type, triton_dty
 from ..core.launches.operand import rows as as_rows
 from ..core.launches.operand import vector
 from ..core.launches.streams import plan_of_stream
+from ..core.optional import without_none
 from ..core.random.rng import State, seed_kind
 from . import configs
 from .site import NormSite
@@ -370,7 +371,7 @@ def _backward_tuning_key(
     ``moved`` has the dtype of each tensor of rows that is read or written, None for an absent one.
     The first is that of dy.
     """
-    present = [dtype for dtype in moved if dtype is not None]
+    present = without_none(moved)
     # Without dy there is nothing to normalise, even if the forward normalised.
     kind = "none" if moved[0] is None else site.rule.kind
     parts: tuple[str, ...] = (

@@ -23,6 +23,7 @@ from ..core.calls.operator import Operator
 from ..core.configs import tuning
 from ..core.configs.tuning_key import BUCKETS, Grid, TuningKey
 from ..core.launches import launch
+from ..core.optional import without_none
 from ..core.spec import Shape, Spec
 
 __all__ = [
@@ -228,7 +229,7 @@ class Step:
         gradients = torch.autograd.grad(
             outputs, self._leaves, self._cotangents, retain_graph=True, allow_unused=True
         )
-        return tuple([gradient for gradient in gradients if gradient is not None])
+        return tuple(without_none(gradients))
 
     def __call__(self) -> None:
         """Run inference, training forward and backward."""

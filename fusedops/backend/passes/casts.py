@@ -207,7 +207,7 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _derivative(ctx: Any, grad: Tensor) -> tuple[list[Tensor], None]:
     """The gradients as views of one tensor that is cast at once, instead of a cast for each."""
-    parts = grad.to(ctx.dtype).split([math.prod(shape) for shape in ctx.shapes])
+    parts = grad.to(ctx.dtype).split(list(map(math.prod, ctx.shapes)))
     return [part.view(shape) for part, shape in zip(parts, ctx.shapes, strict=True)], None
 
 

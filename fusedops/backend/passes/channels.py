@@ -125,7 +125,7 @@ def _is_channels_last(node: fx.Node) -> bool:
     value = value_of(node)
     if value.dim() < 3 or value.layout is not torch.strided or not have_hints(value.shape):
         return False
-    sizes, strides = (hints(numbers) for numbers in (value.shape, value.stride()))
+    sizes, strides = map(hints, (value.shape, value.stride()))
     expected = 1
     # From the innermost dimension of the memory. Strides of one element mean nothing.
     for dim in reversed(_to_last(value.dim())):

@@ -44,7 +44,7 @@ def _narrowed(cast: fx.Node) -> fx.Node | None:
     cat: Any = cast.args[0]
     if name_of(cat) not in ("cat", "stack") or len(cat.users) > 1:
         return None
-    dtypes = {dtype_of(node) for node in cat.all_input_nodes} | {dtype_of(cat)}
+    dtypes = set(map(dtype_of, (cat, *cat.all_input_nodes)))
     # Tensors of several dtypes would be promoted first.
     return cat if len(dtypes) == 1 and _is_narrower(dtype_of(cast), dtype_of(cat)) else None
 

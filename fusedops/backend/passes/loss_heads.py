@@ -21,6 +21,7 @@ from torch import fx
 
 from ...compiler.errors import NotRowwiseError
 from ...core.launches import launch
+from ...core.optional import without_none
 from ...losses.cross_entropy import encoded, scale_and_cap
 from ...losses.registration import OPERATOR
 from ..fx import CAST, recording_nothing
@@ -267,7 +268,7 @@ def _replace(rewrite: Rewrite, head: _Head) -> str:
             scale=head.scale,
             dtype=dtype_of(product),
         )
-        others = [other for other in (target, *weights) if other is not None]
+        others = without_none((target, *weights))
         results = created.call(OPERATOR, [source], [weight], biases, others, text)
     except NotRowwiseError as error:
         return str(error)

@@ -51,7 +51,7 @@ def smoothing_of(loss: fx.Node, log_p: fx.Node) -> Smoothing:
     none = Smoothing(0.0, list(loss.users), set())
     results = _through_products(loss)
     classes = value_of(log_p).shape[1]
-    if [name_of(node) for node in results] != ["add"]:
+    if list(map(name_of, results)) != ["add"]:
         return none
     (result,) = results
     rest, share = map(_factor, result.args)

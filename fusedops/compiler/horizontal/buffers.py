@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.optional import without_none
 from .forms import JOINT
 from .rows import Rows
 
@@ -32,7 +33,7 @@ def empty(
 
 def with_zeros(tensors: Sequence[Any], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return the tensors, and zeros of these shapes in place of None; one is no None."""
-    like: Tensor = next(tensor for tensor in tensors if tensor is not None)
+    like: Tensor = without_none(tensors)[0]
     return [
         like.new_zeros(shape) if tensor is None else tensor
         for tensor, shape in zip(tensors, shapes, strict=True)

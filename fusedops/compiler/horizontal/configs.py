@@ -14,6 +14,7 @@ The key's columns are those of the longest slice.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from ...core.configs.tuning_key import Config, TuningKey, around, block_holding, in_buckets
@@ -104,21 +105,17 @@ def _ragged(key: TuningKey, block: int, registers: int) -> Config:
 
 def candidates(key: TuningKey) -> list[Config]:
     """Return the heuristic's config, those of other buckets, and their neighbours."""
-    configs = {heuristic(key): None}
+    configs = [heuristic(key)]
     for config in in_buckets(heuristic, key):
-        for neighbour in around(config) if config.per_sm else _neighbours(config):
-            configs[neighbour] = None
-    return [config for config in configs if valid(key, config)]
+        configs += around(config) if config.per_sm else _neighbours(config)
+    return [config for config in dict.fromkeys(configs) if valid(key, config)]
 
 
 def _neighbours(config: Config) -> list[Config]:
     """Return the config with half, as many and twice the rows and warps."""
-    pairs = [
-        (config.rows * rows // 2, config.warps * warps // 2)
-        for rows in (1, 2, 4)
-        for warps in (1, 2, 4)
-    ]
-    return [replace(config, rows=rows, warps=warps) for rows, warps in pairs if rows and warps]
+    rows, warps = ([number // 2, number, number * 2] for number in (config.rows, config.warps))
+    pairs = filter(all, itertools.product(rows, warps))
+    return [replace(config, rows=rows, warps=warps) for rows, warps in pairs]
 
 
 def valid(key: TuningKey, config: Config) -> bool:

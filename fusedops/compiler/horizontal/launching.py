@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, not_
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from ...core.launches.launch import (
 from ...core.launches.operand import rows as as_rows
 from ...core.launches.operand import vector
 from ...core.launches.tables import constants, gather
+from ...core.optional import present_indices, without_none
 from ...core.random.rng import State, seed_kind
 from ..addresses import LOOKUP as LOOKED_UP
 from ..addresses import Argument, Sliced, Spacings
@@ -110,7 +112,7 @@ def _divide_lookups(group: Any, passed: _Tensors) -> None:
 
 def _cotangents(group: Any, number: int, parts: Sequence[Any], rows: Rows) -> Sequence[Any]:
     """Return the cotangents of a result, all of one dtype; () if it has none."""
-    present = list(filter(_is_present, parts))
+    present = without_none(parts)
     if not present:
         return ()
     like = present[0]
@@ -119,10 +121,6 @@ def _cotangents(group: Any, number: int, parts: Sequence[Any], rows: Rows) -> Se
     sizes = group.sizes("cotangent", number)
     filled = with_zeros(parts, [*zip(group.by_slice(rows), sizes, strict=True)])
     return [grad.to(like.dtype) for grad in filled]
-
-
-def _is_present(value: Any) -> bool:
-    return value is not None
 
 
 def _way_of(site: SliceSite, key: tuple[Any, ...]) -> _Way:
@@ -195,7 +193,7 @@ def _backward(
     has_separate_results: bool,
 ) -> _Way:
     group = site.group
-    cotangents = tuple([number for number, dtype in enumerate(dtypes) if dtype is not None])
+    cotangents = tuple(present_indices(dtypes))
     gradients = tuple([index for index, want in enumerate(wanted) if want])
     acc = group.lead.acc
     gradients_of = functools.partial(
@@ -428,15 +426,17 @@ class _Way:
         self.reduction: Kind | None = None
         if self.function.sums:
             reductions = {kernel: slice_reduction(plan, kernel) for kernel, plan in plans.items()}
-            (self.reduction,), _ = _kinds_of([reductions[kernel] for kernel in kernels])
+            (self.reduction,), _ = _kinds_of(list(map(reductions.__getitem__, kernels)))
         self.neighbours = self._neighbours()
         self.plans: dict[Any, _Plan] = tuning.register_cache({})
         thresholds = self.group.lead.thresholds
         self.thresholds = {("threshold", n): value for n, value in enumerate(thresholds)}
         # In the order of the kernel's arguments.
-        self.separate = [key for key in storages if storages[key].kind == SEPARATE]
+        by_kind = defaultdict[str, list[_Key]](list)
+        for key, storage in storages.items():
+            by_kind[storage.kind].append(key)
+        self.separate, self.looked_up = by_kind[SEPARATE], by_kind[LOOKUP]
         self.whole = [key for key in storages if storages[key].kind not in (SEPARATE, LOOKUP)]
-        self.looked_up = [key for key in storages if storages[key].kind == LOOKUP]
         arguments = itertools.chain(*map(attrgetter("arguments"), functions))
         strides = [(a.of, a.index) for a in arguments if a.kind == "stride"]
         self.strided = set(strides).difference(self.looked_up)
@@ -455,7 +455,7 @@ class _Way:
         """
         kind = self.kinds[0]
         inputs = self.group.lead.structure.inputs
-        vectors = itertools.compress(inputs, [not by_row for by_row in self.group.by_row])
+        vectors = itertools.compress(inputs, map(not_, self.group.by_row))
         has_columns = all(map(self.group.lead.structure.has_columns, vectors))
         forms = {storage.kind for storage in self.storages.values() if storage.by_row}
         is_plain = not (kind.numbers or kind.function.drops)

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...core.calls.buffers import separated
 from ...core.calls.operator import Axes, Dtypes, SequenceOperator
 from ...core.calls.registration import define
+from ...core.optional import without_none
 from ...core.random.dropout import Dropout
 from ..addresses import Sliced
 from ..layouts import row_layout
@@ -130,7 +131,7 @@ class SliceGroup(SequenceOperator):
         self.saved = ("saved_stats", "saved")  # type: ignore[misc]
         self.record = RowwiseConstants(self.op)
         self.separate = SEPARATE in self.results
-        self.by_row = tuple([self._is_by_row(o) for o in lead.structure.inputs])
+        self.by_row = tuple(map(self._is_by_row, lead.structure.inputs))
         first = max(range(len(inputs)), key=lambda i: (self.by_row[i], -i))
         # A table has other rows than the call; its index has the call's.
         self.first = self.starts[first] + self.slices * (first in self.lookups)  # type: ignore[misc]
@@ -274,8 +275,8 @@ class SliceGroup(SequenceOperator):
         """See `Operator`."""
         outs = self.writes(constants, dtypes, dropout=dropout, saves=saves)
         plan = self.plan
-        spans = [self.span(i) for i in plan.saved_inputs]
-        spans += [self.span_of_indices(i) for i in self.indices_saved]
+        spans = list(map(self.span, plan.saved_inputs))
+        spans += map(self.span_of_indices, self.indices_saved)
         count = self.starts[-1]
         places = [-1] if not self.stats else [count + self.visible]
         for span in spans:
@@ -618,7 +619,7 @@ class SliceGroup(SequenceOperator):
         self, site: SliceSite, grads: Any, saved: Any, needed: Any
     ) -> tuple[Tensor | None, ...]:
         """Return uninitialised gradients, one for each input: as `allocate` does for results."""
-        like = next(grad for grad in grads if grad is not None)
+        like = without_none(grads)[0]
         rows = self.rows_by(grads, saved)
         outs: list[Tensor | None] = []
         for index, (form, need) in enumerate(zip(self.inputs, needed, strict=True)):

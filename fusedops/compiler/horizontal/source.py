@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -378,9 +379,11 @@ class _Call:
         for i, values in enumerate(itertools.chain(*numbers)):
             lines.append(f"number{i} = {_number(columns, values)}")
         arguments = self._arguments = _arguments_of(kinds)
-        pointers = [a for a in arguments.values() if (a.kind, a.index) in storages]
-        separate = [a for a in pointers if storages[a.kind, a.index].kind == SEPARATE]
-        looked_up = [a for a in pointers if storages[a.kind, a.index].kind == LOOKUP]
+        by_storage = defaultdict[str, list[Argument]](list)
+        for argument in arguments.values():
+            if (argument.kind, argument.index) in storages:
+                by_storage[storages[argument.kind, argument.index].kind].append(argument)
+        separate, looked_up = by_storage[SEPARATE], by_storage[LOOKUP]
         parameters: list[tuple[str, Argument | None]] = [("slice_table", None)]
         if separate:
             parameters.append(("slice_addresses", None))

@@ -142,7 +142,7 @@ class Tiling:
             rows: with sums over rows, the most rows of a slice; 0 for any number.
         """
         elements = config.block_n * config.rows
-        widths = [block_holding(length) for length in lengths]
+        widths = list(map(block_holding, lengths))
         tiles = [Tile(width, max(elements // width, 1)) for width in sorted(set(widths))[::-1]]
         rows_of = {tile.columns: tile.rows for tile in tiles}
         most = max(rows_of.values())

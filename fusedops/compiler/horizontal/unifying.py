@@ -39,7 +39,7 @@ def unified(kernels: Sequence[Kernel]) -> tuple[Kernel, list[tuple[Any, ...]]]:
     """
     sources = [kernel.source for kernel in kernels]
     first = kernels[0]
-    if len({outline(source) for source in sources}) > 1:
+    if len(set(map(outline, sources))) > 1:
         raise ValueError(f"the kernels of {len(kernels)} lengths differ")
     columns: dict[tuple[Any, ...], str] = {}
     texts = zip(*map(_NUMBER.findall, sources), strict=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...core.compat.autograd import clamp_has_gradients_at_limits, fmax_shares_ties
+from ...core.optional import without_none
 from ..errors import NotRowwiseError
 from ..ir import Node, promoted, value_of
 from ..traced import Value, kind_of
@@ -436,7 +437,7 @@ def _clamp(r: Any, out: Any, x: Value, min: Any = None, max: Any = None) -> Valu
     """
     has_low = min is not None
     has_high = max is not None
-    values = [value for value in (x, min, max) if value is not None]
+    values = without_none((x, min, max))
     is_float = kind_of(out.dtype) == "float"
     between = _between
     if _share_ties(min, max):

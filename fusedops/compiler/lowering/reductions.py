@@ -12,6 +12,7 @@ from typing import Any
 from ..axes import Label
 from ..errors import NotRowwiseError
 from ..ir import Node
+from ..structure import within
 from ..traced import Value, kind_of
 from .common import (
     as_kind,
@@ -52,7 +53,7 @@ def reduced(
             labels.append(())
     varying = r.axes.leaves_of(node.axes)
     reduced_axes = set(r.axes.leaves_of(axes))
-    along = tuple([axis for axis in varying if axis in reduced_axes])
+    along = tuple(within(varying, reduced_axes))
     if along:
         remaining_axes = frozenset(varying) - reduced_axes
         node = r.graph.make(op, node, attrs=(along,), axes=remaining_axes)

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..compat import autograd
 from ..compat.dispatch import in_forward_mode, is_intercepted, transforms
 from ..launches import launch
+from ..optional import present_indices, without_none
 from ..random import dropout, rng
 from ..random.dropout import Dropout
 from ..random.rng import State
@@ -153,7 +154,7 @@ class EmptyCall(torch.autograd.Function):
             # another one: for a norm, the call computes only the pre-norm sum, and
             # `Axes.over_columns` computes the norm. So each of the call's tensors has a gradient on
             # other ranks.
-            like = next(g for g in grads if g is not None)
+            like = without_none(grads)[0]
             zeros = [
                 like.new_zeros(shape, dtype=dtype) if need else None
                 for shape, dtype, need in zip(ctx.shapes, site.dtypes, needs, strict=True)
@@ -371,7 +372,7 @@ def _vjp_under_transforms(
     There `vjp`'s ``requires_grad_`` does not work: so `torch.func.vjp` differentiates.
     """
     wanted = _needed(primals, needs)
-    present = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
+    present = present_indices(cotangents)
 
     def function_of_wanted(*values: Tensor) -> tuple[Tensor | None, ...]:
         inputs = list(primals)

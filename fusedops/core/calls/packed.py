@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..compat import dispatch
+from ..optional import without_none
 from . import registration
 from .function import constant, reached
 from .operator import Tensors
@@ -137,7 +138,7 @@ class _Run:
         *tensors, seed = saved
         site = call.site(seed)
         needs = reached(op, site, grads, self.needs)
-        if not any(needs) or not _present(grads):
+        if not any(needs) or not without_none(grads):
             return [None] * len(needs)
         needed = op.needed(site, grads, needs)
         digits = "".join(map(str, map(int, needed)))
@@ -192,7 +193,7 @@ class _Packed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """Returns the gradient of ``packed``, and those of the calls' other tensors."""
         layout: _Layout = ctx.layout
-        present_grads = _present(grads)
+        present_grads = without_none(grads)
         if not present_grads:
             return (None,) * len(ctx.needs_input_grad)
         # A part has a gradient of zeros if it has no cotangent, or if nothing reads it.
@@ -236,11 +237,6 @@ def _take_outs(run: _Run) -> Tensors:
 
 def _alias(part: Tensor) -> Tensor:
     return part.view_as(part)
-
-
-def _present(tensors: Tensors) -> list[Tensor]:
-    """Returns the tensors that are not None."""
-    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _listed(outs: Any) -> Any:

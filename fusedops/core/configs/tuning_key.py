@@ -364,5 +364,5 @@ def fingerprint(key: TuningKey) -> str:
     if family is not None:
         # Sorted, because the order of the candidates depends on the bucket: the heuristic's config
         # comes first.
-        space = sorted(astuple(config) for config in family.candidates(key))
+        space = sorted(map(astuple, family.candidates(key)))
     return hashlib.sha256(repr(space).encode()).hexdigest()[:16]

@@ -35,6 +35,7 @@ from ..compat.triton import (
     overlaps_launches,
 )
 from ..configs.tuning_key import Config
+from ..optional import without_none
 from . import direct, driver
 
 __all__ = [
@@ -271,7 +272,7 @@ def vector_width(*dtypes: torch.dtype | None, config: Config | None = None) -> i
         dtypes: the tensors' dtypes, None where absent.
         config: the launch parameters; None for a tile that is not small.
     """
-    narrowest = min(d.itemsize for d in dtypes if d is not None)
+    narrowest = min([dtype.itemsize for dtype in without_none(dtypes)])
     per_thread = 8 if config is None else config.block_n * config.rows // (32 * config.warps)
     return 8 if narrowest == 2 and per_thread >= 8 else 4
 
