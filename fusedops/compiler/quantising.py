@@ -122,7 +122,7 @@ def quantised(y: Tensor, scale: Tensor | None, dtype: torch.dtype, size: int) ->
     # Integers are symmetric: -128 is not used.
     largest = torch.finfo(dtype).max if dtype.is_floating_point else 127.0
     if scale is not None:
-        limited = (y * (1.0 / scale)).clamp(-largest, largest)
+        limited = (y * (1.0 / scale.float())).clamp(-largest, largest)
         return (_rounded(limited, dtype),)
     rows = y.unflatten(-1, (-1, size)) if size else y
     scales = (rows.abs().amax(-1, keepdim=True) * (1.0 / largest)).clamp(min=_LEAST)

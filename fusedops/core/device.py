@@ -387,7 +387,7 @@ def tanh_in_16_bits(x):
     """
     far = tl.fma(reciprocal(1.0 + exponential(x, 2.0)), -2.0, 1.0)
     square = x * x
-    return tl.where(square < 0.0064, tl.fma(x * square, -0.3333333, x), far)
+    return tl.where(square < 0.0064, x * tl.fma(square, -0.3333333, 1.0), far)
 
 
 @triton.jit

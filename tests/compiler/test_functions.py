@@ -153,6 +153,12 @@ def test_tanh_of_16_bits_has_fewer_instructions(
 
 
 @kernels
+def test_tanh_of_a_negative_zero_in_16_bits() -> None:
+    x = torch.full((4, 24), -0.0, device=DEVICE, dtype=torch.bfloat16)
+    assert fusedops.rowwise(lambda x: x.tanh())(x).signbit().all()
+
+
+@kernels
 def test_differences_of_equal_values() -> None:
     """They are zero without a sign, or NaN for values that are not finite."""
     x = torch.tensor([[3.0, -3.0, 0.0, -0.0, math.inf, -math.inf, math.nan]], device=DEVICE)

@@ -349,7 +349,7 @@ def test_integer_inputs(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str
 )
-@pytest.mark.parametrize("case", ["add", "sub", "mul", "neg", "cast"])
+@pytest.mark.parametrize("case", ["add", "sub", "mul", "neg", "cast", "sum"])
 def test_integers_wrap_as_in_pytorch(case: str, dtype: torch.dtype) -> None:
     """Functions whose integers would not wrap are refused."""
     functions: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -358,6 +358,7 @@ def test_integers_wrap_as_in_pytorch(case: str, dtype: torch.dtype) -> None:
         "mul": lambda x, i: x * (i * i),
         "neg": lambda x, i: x * -i,
         "cast": lambda x, i: x * (x * 1000).long().to(i.dtype),
+        "sum": lambda x, i: x * i.sum(-1, keepdim=True, dtype=i.dtype),
     }
     x, top = randn(5, 24), torch.iinfo(dtype).max
     i = torch.tensor([1, 2, top - 1, top], device=DEVICE).to(dtype).repeat(6)

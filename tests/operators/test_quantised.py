@@ -70,6 +70,7 @@ def _formats() -> dict[str, quant.Format]:
         "block int8": quant.PerBlock(16, torch.int8),
         "static": quant.Static(torch.tensor(0.004, device=DEVICE)),
         "static int8": quant.Static(torch.tensor([0.01], device=DEVICE), torch.int8),
+        "static fp16": quant.Static(torch.tensor(1.3e-5, device=DEVICE).half()),
     }
 
 

@@ -9,12 +9,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ..axes import Label
 from ..errors import NotRowwiseError
 from ..ir import Node
 from ..structure import within
 from ..traced import Value, kind_of
 from .common import (
+    as_integer,
     as_kind,
     check_computes,
     differentiated,
@@ -75,8 +78,12 @@ def length(r: Any, axes: Sequence[int]) -> int:
 
 @lowers("sum")
 def _sum(r: Any, out: Any, x: Value, dim: Any = None, keepdim: bool = False, **_: Any) -> Value:
-    node, labels, axes = reduced(r, "sum", x, dim, keepdim, kind_of(out.dtype))
-    return Value(repeated(r, x, node, axes), labels, out.dtype)
+    kind = kind_of(out.dtype)
+    node, labels, axes = reduced(r, "sum", x, dim, keepdim, kind)
+    node = repeated(r, x, node, axes)
+    if kind == "int":
+        node = as_integer(r, node, torch.int64, out.dtype)
+    return Value(node, labels, out.dtype)
 
 
 def repeated(r: Any, x: Value, node: Node, axes: Sequence[int]) -> Node:
