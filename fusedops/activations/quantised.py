@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..compiler.function import rowwise
-from ..compiler.quantising import Format, form_of, quantised
+from ..compiler.quantising import Format, called_by_row, form_of, quantised
 from .operator import ACTIVATION
 from .reference import accumulator
 from .site import ActivationConstants
@@ -29,7 +29,7 @@ def quantised_unit(
     tensors = gate, up
     ACTIVATION.check(constants, tensors, nested=False)
     form, scale = form_of(constants.op, quantize, ACTIVATION.cols(constants, tensors))
-    values, *scales = _unit(gate, up, scale, constants.activation, *form)
+    values, *scales = called_by_row(_unit, tensors, scale, constants.activation, *form)
     return values, (scales[0] if scale is None else scale)
 
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Form", "Format", "PerBlock", "PerRow", "Static", "form_of", "quantised"]
+__all__ = [
+    "Form",
+    "Format",
+    "PerBlock",
+    "PerRow",
+    "Static",
+    "called_by_row",
+    "form_of",
+    "quantised",
+]
 
 _DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 # The least scale: that of a row of zeros.
@@ -110,6 +120,21 @@ def form_of(op: str, quantize: Any, cols: int) -> tuple[Form, Tensor | None]:
         raise ValueError(f"{op}: rows have {cols} columns, expected a multiple of {size}")
     scale = quantize.scale if isinstance(quantize, Static) else None
     return Form(quantize.dtype, size), scale
+
+
+def called_by_row(
+    function: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Any], *others: Any
+) -> tuple[Tensor, ...]:
+    """Return a row-wise function's results; tensors of one dimension are one row.
+
+    Args:
+        function: takes the tensors, then the others.
+        tensors: of equally many dimensions; all but the first may be None.
+    """
+    if tensors[0].dim() > 1:
+        return function(*tensors, *others)
+    rows = [None if tensor is None else tensor[None] for tensor in tensors]
+    return tuple([result[0] for result in function(*rows, *others)])
 
 
 # Row-wise functions call this one. Dynamo guards on what they read, and so on the number `_LEAST`;

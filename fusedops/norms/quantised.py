@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..compiler.function import rowwise
-from ..compiler.quantising import Format, form_of, quantised
+from ..compiler.quantising import Format, called_by_row, form_of, quantised
 from .operator import NORM
 from .reference import accumulator
 from .site import NormConstants
@@ -40,10 +40,12 @@ def quantised_norm(
     form, scale = form_of(op, quantize, x.shape[-1])
     if constants.kind == "rms":
         numbers = constants.eps, constants.weight_offset
-        values, *others = _rms_norm(x, residual, weight, scale, *numbers, *form)
+        values, *others = called_by_row(_rms_norm, (x, residual), weight, scale, *numbers, *form)
     else:
         assert constants.eps is not None  # checked: a LayerNorm has one
-        values, *others = _layer_norm(x, residual, weight, bias, scale, constants.eps, *form)
+        values, *others = called_by_row(
+            _layer_norm, (x, residual), weight, bias, scale, constants.eps, *form
+        )
     if scale is not None:
         others.insert(0, scale)
     return (values, *others)

@@ -137,6 +137,18 @@ def test_values_and_scales(function: Callable[..., Any], name: str, dtype: torch
 
 
 @kernels
+@pytest.mark.parametrize("function", _FUNCTIONS)
+def test_blocks_of_one_dimension_are_those_of_one_row(function: Callable[..., Any]) -> None:
+    tensors, form = _tensors(torch.float32), quant.PerBlock(64)
+    expected = function(tensors | {name: tensors[name][1:2] for name in "xz"}, quantize=form)
+    with launch.record() as names:
+        results = function(tensors | {name: tensors[name][1] for name in "xz"}, quantize=form)
+    assert names == ["forward_kernel"]
+    for result, (row,) in zip(results, expected, strict=True):
+        assert torch.equal(result.view(torch.uint8), row.view(torch.uint8))
+
+
+@kernels
 def test_gradient_of_the_sum() -> None:
     """A block goes on with the sum, whatever becomes of the values."""
     tensors = {name: t.requires_grad_() for name, t in _tensors(torch.float32).items()}
