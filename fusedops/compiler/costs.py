@@ -25,6 +25,7 @@ _BALANCE = 5.0
 _INSTRUCTIONS = {
     **dict.fromkeys(SAME_VALUE, 0),
     "div": 2,  # mostly by a number of the row, whose reciprocal is computed once
+    "div_rn": 8,
     "quotient": 8,
     "reciprocal": 8,
     "exp": 4,

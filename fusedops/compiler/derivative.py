@@ -461,6 +461,7 @@ _RULES: dict[str, _Rule] = {
     "sub": lambda graph, node, g: (g, graph.unary("neg", g)),
     "mul": lambda graph, node, g: (_mul(graph, g, node.args[1]), _mul(graph, g, node.args[0])),
     "div": _divided,
+    "div_rn": _nothing,  # a part of `round`
     "power": _powered,
     "xlogy": _xlogy,
     "fmod": _nothing,

@@ -125,6 +125,15 @@ def expm1(x):
 
 
 @triton.jit
+def div_rn(x, y):
+    """Return the quotient, correctly rounded; that of ``/`` in fp32 is off by up to two units."""
+    if x.dtype == tl.float64:
+        return x / y
+    else:
+        return tl.div_rn(x, y)
+
+
+@triton.jit
 def rint(x):
     """Return the nearest whole numbers; of two that are equally near, the even one.
 

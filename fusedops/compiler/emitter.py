@@ -888,6 +888,7 @@ _METHODS: dict[str, Callable[[Emitter, Node, Sequence[str]], str]] = {
     "neg": Emitter._negative,
     "sub": Emitter._difference,
     "div": Emitter._quotient,
+    "div_rn": Emitter._device_call,
     "exp": Emitter._exponential,
     "fmod": Emitter._device_call,
     "pow": Emitter._device_call,

@@ -55,6 +55,7 @@ _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
     "sub": torch.sub,
     "mul": torch.mul,
     "div": torch.div,
+    "div_rn": torch.div,
     "maximum": torch.maximum,
     "minimum": torch.minimum,
     "and": torch.bitwise_and,  # of truth values and of integers

@@ -32,6 +32,7 @@ _OWN = (
     "block_largest",
     "block_spread",
     "block_sum",
+    "div_rn",
     "existing_rows",
     "expm1",
     "fmod",

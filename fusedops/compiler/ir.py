@@ -86,6 +86,7 @@ BINARY = frozenset(
     {
         "power",
         "fmod",
+        "div_rn",
         "quotient",
         "xlogy",
         "add",

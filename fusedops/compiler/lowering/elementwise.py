@@ -78,7 +78,8 @@ def _round(r: Any, out: Any, x: Value, *, decimals: int = 0) -> Value:
     if not decimals or x.node.kind != "float":
         return _rounded("rint")(r, out, x)
     scale = graph.const(10.0 ** abs(decimals))
-    before, after = ("mul", "div") if decimals > 0 else ("div", "mul")
+    # A product with the reciprocal would not keep 10.9, nor find that 6500 is halfway.
+    before, after = ("mul", "div_rn") if decimals > 0 else ("div_rn", "mul")
 
     def rounded(a: Node) -> Node:
         whole = graph.unary("rint", graph.binary(before, a, scale))
