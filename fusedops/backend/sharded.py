@@ -64,12 +64,13 @@ class LocalCalls(DispatchMode):  # type: ignore[misc]
     def __init__(self, inputs: Sequence[Any]) -> None:
         super().__init__()
         self._tracer = current_tracer()
-        # Local tensors by the nodes of their DTensors, and by the placements that the gradients of
-        # the local tensors have.
-        self._local: dict[tuple[fx.Node, Any], Tensor] = {}
+        # Local tensors by the nodes of their DTensors, by the placements that the gradients of the
+        # local tensors have, and by whether gradients are enabled: what is recorded under
+        # `torch.no_grad` has none, and what is recorded outside must not be used as if it had none.
+        self._local: dict[tuple[fx.Node, Any, bool], Tensor] = {}
         # The nodes of DTensors that are results of operators, and whose memory no other value has.
         self._unshared: set[fx.Node] = set()
-        # The nodes of views of DTensors, by what they are views of.
+        # The nodes of views of DTensors, by what they are views of, and by the same.
         self._views: dict[Any, fx.Node] = {}
         # The first DTensor on each mesh.
         self._first: list[Any] = []
@@ -115,7 +116,7 @@ class LocalCalls(DispatchMode):  # type: ignore[misc]
         recorded_call(OnDTensors(target), args, kwargs, result)
         if name == "redistribute" and result.placements == args[0].placements:
             self._remember(result, self._local_of(args[0], _of_gradient(result.placements)))
-        if name == "from_local" and gradients is None:
+        if name == "from_local" and gradients is None and _keeps_gradient(args[0]):
             self._remember(result, args[0])
         return result
 
@@ -135,7 +136,7 @@ class LocalCalls(DispatchMode):  # type: ignore[misc]
         """Records a call on DTensors; equal views of one DTensor once."""
         if not aliased_arguments(func, args, kwargs) or not isinstance(result, Tensor):
             return recorded_call(OnDTensors(func), args, kwargs, result)
-        key = str((func, mapped(_node_or_value, (args, kwargs))))
+        key = str((torch.is_grad_enabled(), func, mapped(_node_or_value, (args, kwargs))))
         if key in self._views:
             record_as(result, self._views[key])
         else:
@@ -169,6 +170,9 @@ class LocalCalls(DispatchMode):  # type: ignore[misc]
         changed, operator = args[0], returning(func)
         if operator is None or recorded_node(changed) not in self._unshared:
             raise NotCapturedError("it changes a DTensor in place")
+        # The gradient of the tensor stays that of its old value; the new value would have none.
+        if not _keeps_gradient(changed):
+            raise NotCapturedError("it changes a DTensor in place without a gradient")
         result = self.__torch_dispatch__(operator, types, args, kwargs)
         if _form(result) != _form(changed):
             raise NotCapturedError("it changes a DTensor in place")
@@ -191,7 +195,7 @@ class LocalCalls(DispatchMode):  # type: ignore[misc]
 
     def _remember(self, dtensor: Any, local: Tensor) -> None:
         """Remembers the local tensor that a DTensor consists of."""
-        self._local[recorded_node(dtensor), _of_gradient(dtensor.placements)] = local
+        self._local[_key(dtensor, _of_gradient(dtensor.placements))] = local
 
     def _local_of(self, dtensor: Any, gradients: Any) -> Tensor:
         """The local tensor of a DTensor, as a value of the graph.
@@ -200,7 +204,7 @@ class LocalCalls(DispatchMode):  # type: ignore[misc]
             dtensor: the DTensor.
             gradients: the placements of the local tensor's gradient.
         """
-        key = recorded_node(dtensor), tuple(gradients)
+        key = _key(dtensor, gradients)
         if key not in self._local:
             conversion = to_local(tuple(gradients))
             with recording_nothing(), torch.no_grad():
@@ -222,6 +226,16 @@ class LocalCalls(DispatchMode):  # type: ignore[misc]
         with recording_nothing(), torch.no_grad():
             likes = (torch.empty_like(dtensor), torch.empty_like(dtensor, dtype=torch.bool))
         return tuple(map(self._as_dtensor, outs, likes))
+
+
+def _key(dtensor: Any, gradients: Sequence[Any]) -> tuple[fx.Node, Any, bool]:
+    """The key of a DTensor's local tensor, in the current grad mode."""
+    return recorded_node(dtensor), tuple(gradients), torch.is_grad_enabled()
+
+
+def _keeps_gradient(tensor: Tensor) -> bool:
+    """Whether what is computed from a tensor now has a gradient if the tensor has one."""
+    return torch.is_grad_enabled() or not tensor.requires_grad
 
 
 def _node_or_value(value: Any) -> Any:

@@ -266,6 +266,63 @@ def _check_saved(mesh: Any, folder: str) -> None:
         assert torch.equal(_full(other.state_dict()[name]), t), name
 
 
+def _check_grad_modes(mesh: Any) -> None:
+    """A value that is used both under `no_grad` and outside has its gradient outside only."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    def local_of_an_argument(x: Any, w: Any) -> Any:
+        with torch.no_grad():
+            scaled = x * 2
+        return x * w + scaled
+
+    def view(x: Any, w: Any) -> Any:
+        with torch.no_grad():
+            scaled = w.view(1, WIDTH) * 1
+        return x * w.view(1, WIDTH) + scaled
+
+    def redistributed(x: Any, w: Any) -> Any:
+        product = x * w
+        with torch.no_grad():
+            same = product.redistribute(placements=[Shard(1)])
+        return same * w + x
+
+    def from_and_to_local(x: Any, w: Any) -> Any:
+        doubled = x.to_local() * 2
+        with torch.no_grad():
+            same = DTensor.from_local(doubled, mesh, [Shard(1)]).to_local()
+        return DTensor.from_local(same * x.to_local(), mesh, [Shard(1)]) * w
+
+    def changed(x: Any, w: Any) -> Any:
+        product = x * w
+        with torch.no_grad():
+            product.mul_(2)
+        return product * w
+
+    generator = torch.Generator().manual_seed(4)
+    x, cotangent = torch.randn(2, BATCH, LENGTH, WIDTH, generator=generator)
+    w = torch.randn(WIDTH, generator=generator)
+    cotangent = cotangent.chunk(2, 1)[dist.get_rank()]
+    functions = (local_of_an_argument, view, redistributed, from_and_to_local, changed)
+    for function in functions:
+        found, backend = [], Backend("auto")
+        torch._dynamo.reset()
+        for call in (function, torch.compile(function, backend=backend, fullgraph=True)):
+            own = [
+                distribute_tensor(x, mesh, [Shard(1)]),
+                distribute_tensor(w, mesh, [Replicate()]),
+            ]
+            own = [t.detach().requires_grad_() for t in own]
+            output = call(*own).to_local()
+            output.backward(cotangent)
+            found.append((output.detach(), *(t.grad.full_tensor() for t in own)))
+        assert bool(backend.report.left) == (function is changed), function.__name__
+        # Sums of BATCH * LENGTH terms of a few roundings each.
+        tolerance = 4 * BATCH * LENGTH * torch.finfo(x.dtype).eps
+        for one, other in zip(*found, strict=True):
+            error = (one - other).abs().max()
+            assert error <= tolerance * one.abs().max(), (function.__name__, error)
+
+
 def _work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
@@ -276,6 +333,7 @@ def _work(rank: int, folder: str) -> None:
     for make, layout in CASES:
         _check(make, layout, mesh)
     _check_saved(mesh, f"{folder}/saved")
+    _check_grad_modes(mesh)
     dist.destroy_process_group()
 
 
