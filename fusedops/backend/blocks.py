@@ -25,9 +25,10 @@ def compile_blocks(
     """Compiles each repeated block of a model in place, as `fusedops.compile` does.
 
     Blocks are the members of an ``nn.ModuleList``, ``nn.ModuleDict`` or ``nn.Sequential`` that has
-    several modules of one class, with modules of their own. Of nested ones, the outermost are
-    compiled. The result is that of ``block.compile(backend="fusedops", ...)`` for each. Equal
-    blocks have one graph, which is compiled once. Parameters and the keys of ``state_dict`` stay.
+    several modules of one class, with modules of their own, or one such module several times. Of
+    nested ones, the outermost are compiled. The result is that of
+    ``block.compile(backend="fusedops", ...)`` for each. Equal blocks have one graph, which is
+    compiled once. Parameters and the keys of ``state_dict`` stay.
 
     It may be called before or after ``fully_shard``. As PyTorch requires, ``parallelize_module``
     and wrappers of activation checkpointing come before ``fully_shard``.
@@ -39,7 +40,7 @@ def compile_blocks(
         mode: as in `torch.compile`, for Inductor.
         options: as in `fusedops.compile`.
     Returns:
-        The qualified names of the blocks.
+        The qualified names of the blocks; of a block with several names, the first.
     Raises:
         TypeError: the model is no module, or options are no mapping.
         ValueError: the model has no repeated blocks, or an option of this backend is wrong.
@@ -48,7 +49,9 @@ def compile_blocks(
     if not isinstance(model, nn.Module):
         raise TypeError(f"compile_blocks: model must be a module, got {type(model).__name__}")
     check_options("compile_blocks", mode, options)
-    blocks = dict(_blocks(model, ""))
+    blocks: dict[nn.Module, str] = {}
+    for name, block in _blocks(model, ""):
+        blocks.setdefault(block, name)
     if not blocks:
         raise ValueError(
             "compile_blocks: the model has no list of several modules of one class; "
@@ -60,14 +63,15 @@ def compile_blocks(
         "mode": mode,
         "options": options,
     }
-    for block in blocks.values():
+    for block in blocks:
         block.compile(backend=backend, **arguments)
-    return list(blocks)
+    return list(blocks.values())
 
 
 def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost repeated blocks in a module, with their names."""
-    children = dict(module.named_children())
+    """The outermost repeated blocks in a module, with their names; a shared one at each place."""
+    # `named_children` leaves out the repeats of a module.
+    children = {name: child for name, child in module._modules.items() if child is not None}
     counts = Counter(map(_kind, children.values()))
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
     for name, child in children.items():

@@ -390,6 +390,17 @@ class Nested(nn.Module):
 
 
 @pytest.mark.once
+def test_a_block_that_is_used_several_times_is_compiled_once() -> None:
+    shared = nn.Sequential(nn.Linear(4, 4))
+    model = nn.Sequential(
+        nn.ModuleList([shared, shared]), nn.ModuleDict({"a": shared, "b": shared})
+    )
+    with mock.patch.object(nn.Module, "compile", autospec=True) as compiled:
+        assert fusedops.compile_blocks(model) == ["0.0"]
+    assert [call.args[0] for call in compiled.call_args_list] == [shared]
+
+
+@pytest.mark.once
 def test_blocks_are_the_outermost_repeated_modules() -> None:
     model = Nested()
     assert fusedops.compile_blocks(model) == ["parts.a", "parts.b"]
