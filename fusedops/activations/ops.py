@@ -139,7 +139,7 @@ def geglu(
         quantize: a format of `fusedops.quant`: the result is quantised in the same pass.
     Returns:
         ``(*, N)``, in the dtype to which PyTorch promotes the arguments.
-        With ``quantize``, a tuple: the values, and their fp32 scales: see `fusedops.quant`.
+        With ``quantize``, a tuple: the values, and their scales: see `fusedops.quant`.
     Raises:
         ValueError: the shapes differ, a packed tensor's last dimension is odd, or approximate is
             unknown.
@@ -185,7 +185,7 @@ def swiglu(
         quantize: a format of `fusedops.quant`: the result is quantised in the same pass.
     Returns:
         ``(*, N)``, in the dtype to which PyTorch promotes the arguments.
-        With ``quantize``, a tuple: the values, and their fp32 scales: see `fusedops.quant`.
+        With ``quantize``, a tuple: the values, and their scales: see `fusedops.quant`.
     Raises:
         ValueError: the shapes differ, or a packed tensor's last dimension is odd.
         TypeError: an argument is not a floating-point tensor.

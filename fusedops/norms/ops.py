@@ -82,7 +82,7 @@ def layer_norm(
             `out_dtype` is None, and normalised rows are one dimension.
     Returns:
         The input's shape.
-        With ``quantize``, a tuple: the values, and their fp32 scales: see `fusedops.quant`.
+        With ``quantize``, a tuple: the values, and their scales: see `fusedops.quant`.
     Raises:
         ValueError: a shape does not fit or eps is negative; the message names it.
         TypeError: an argument is not a floating-point tensor.
@@ -160,7 +160,7 @@ def rms_norm(
             `out_dtype` is None, `rounding` is "once", and normalised rows are one dimension.
     Returns:
         The input's shape.
-        With ``quantize``, a tuple: the values, and their fp32 scales: see `fusedops.quant`.
+        With ``quantize``, a tuple: the values, and their scales: see `fusedops.quant`.
     Raises:
         ValueError: a shape does not fit, eps is negative or rounding unknown; the message names it.
         TypeError: an argument is not a floating-point tensor.

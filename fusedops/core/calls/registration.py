@@ -402,14 +402,14 @@ def in_rows(op: Operator, tensors: Sequence[Any]) -> list[Any]:
 
     Without the copy a launch would copy them, by PyTorch's operator.
     """
-    return [
-        in_rows(op, t)
-        if isinstance(t, (list, tuple))
-        else t.contiguous()
-        if isinstance(t, Tensor) and op.by_rows and not has_adjacent_columns(t)
-        else t
-        for t in tensors
-    ]
+    return list(map(functools.partial(_as_read, op), tensors))
+
+
+def _as_read(op: Operator, t: Any) -> Any:
+    if isinstance(t, (list, tuple)):
+        return in_rows(op, t)
+    is_copied = isinstance(t, Tensor) and op.by_rows and not has_adjacent_columns(t)
+    return t.contiguous() if is_copied else t
 
 
 def is_planned(args: Sequence[Any]) -> bool:
