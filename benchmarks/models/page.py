@@ -84,9 +84,10 @@ Transformers and by hand, with random weights. "fused" is `fuse_model`.
 
 _HOW = """## How it is measured
 
-- **Time** is wall-clock time per step, including the host's. Steps run back to back, with a synchronisation only around each
-  block of steps. A figure is the median of five to sixty blocks, in which the candidates take turns. The number after ± is the
-  interquartile range. The number in brackets is the speed-up over eager: above 1 is faster.
+- **Time** is that between the completions of two steps, which run back to back in blocks. A block's first step is not timed:
+  the device is idle when it starts. A step includes the host's time where the device waits for it. A figure is the median of
+  five to sixty blocks, in which the candidates take turns. The number after ± is the interquartile range. The number in brackets
+  is the speed-up over eager: above 1 is faster. In lines of commits up to 7ab65ec6 the first step is timed, too.
 - **†** marks a comparison of two commits, and so of two runs. The state of the machine may differ between them. Each line of
   the results file has its commit.
 - **Host time** is the median of single steps that start with an empty queue. It was measured at another moment than the time

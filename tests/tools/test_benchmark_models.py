@@ -305,20 +305,21 @@ def blocks_of(contenders, step_s, **effort):
 def test_contenders_take_turns_of_equal_seconds(stepping):
     both = {"a": stepping("a", 0.1), "b": stepping("b", 0.3)}
     result = blocks_of(both, {"a": 0.1, "b": 0.3}, rounds=3, block_s=0.25)
-    assert "".join(stepping.order) == "aaab" * 3
+    assert "".join(stepping.order) == "aaaabb" * 3
     assert [result[name].ms for name in "ab"] == pytest.approx([100.0, 300.0])
 
 
 def test_ms_is_the_median_and_spread_the_range_of_quartiles(stepping):
-    alone = {"a": stepping("a", 0.010, 0.020, 0.030, 0.040, 9.0)}
+    # A block's first step is not timed.
+    alone = {"a": stepping("a", 7.0, 0.010, 7.0, 0.020, 7.0, 0.030, 7.0, 0.040, 7.0, 9.0)}
     result = blocks_of(alone, {"a": 1.0}, rounds=5, block_s=0.1, most=5)["a"]
     assert (result.ms, result.spread) == pytest.approx((30.0, 20.0))
 
 
 def test_all_have_more_rounds_while_the_times_of_one_differ(stepping):
-    both = {"a": stepping("a", 1.0), "b": stepping("b", 0.5, 1.0, 0.5, 2.0)}
+    both = {"a": stepping("a", 1.0), "b": stepping("b", 1.0, 0.5, 1.0, 1.0, 1.0, 0.5, 1.0, 2.0)}
     blocks_of(both, {"a": 1.0, "b": 1.0}, rounds=2, block_s=0.1, most=4)
-    assert "".join(stepping.order) == "ab" * 4
+    assert "".join(stepping.order) == "aabb" * 4
 
 
 def test_compilation_is_not_timed(stepping):
