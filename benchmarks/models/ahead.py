@@ -40,10 +40,10 @@ def compile_ahead(
         The number of models that were compiled, and that of all. The measuring process compiles the
         others, and reports errors.
     """
-    # In the other modes shapes change, so the compiled models would not be used.
     todo = list[Task]()
     for item in work:
-        if item.workload.mode in ("train", "infer", "decode"):
+        # In these modes shapes change, so the compiled models would not be used.
+        if item.workload.mode not in ("generate", "loss"):
             todo += [(item.workload, name) for name in item.providers if name in COMPILING]
     if not todo:
         return 0, 0

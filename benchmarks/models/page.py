@@ -55,6 +55,8 @@ _MODE_TITLES = {
     "train": "## Training step\n\nForward and backward, bf16 autocast over fp32 weights, dropout on.",
     "generate": "## Generation\n\n64 tokens, greedy, after prompts of 64, with `no_repeat_ngram_size=3`, bf16 weights.",
     "infer": "## Inference\n\nThe forward in evaluation mode, without gradients, bf16 weights.",
+    "prefill": "## Prefill\n\nThe forward of prompts, without gradients, with the logits of each prompt's last token alone; a "
+    "shape is the number of prompts, and their length. bf16 weights. Keys and values are not returned.",
     "decode": "## Decoding\n\nOne token of each sequence, with a static cache; a shape is the number of sequences, and the "
     "places of the cache. Logits are whole. bf16 weights. Peak memory does not include the cache.",
 }
@@ -64,7 +66,7 @@ _MODEL_NAMES = {
     "t5": "T5-base",
     "llama": "Llama-like, 1B",
     "llama_1b": "Llama-3.2-like, 1.2B",
-    "llama_8b": "Llama-3.1-like, 8B",
+    "llama_8b": "Llama-3.1-8B-like, 8 layers",
     "vit": "ViT-B/16",
     "qwen3": "Qwen-3-like, 0.6B",
     "gemma2": "Gemma-2-like, 1.6B",
@@ -130,6 +132,7 @@ _NOTES = {
     "fused_loss": "With a loss of hidden states, the model's forward calls `fusedops.linear_cross_entropy` on what its last "
     "norm returns. The others have whole logits, except Liger-Kernel, whose loss has chunks too.",
     "llama_1b": "Llama-3.2-like has Llama 3.2's vocabulary of 128,256 words; the Llama-like model has 32,000.",
+    "llama_8b": "Llama-3.1-8B-like is a quarter of the layers of Llama 3.1 8B, at their width.",
     "nanogpt": "nanoGPT and Llama by hand are not Transformers' code but in the manner of nanoGPT's and Meta's, at the "
     "sizes of GPT-2 and the Llama-like model.",
     "gemma2": "Gemma-2-like is half of the layers of Gemma 2 2B; its attention has a soft cap, and is the one that "
@@ -373,8 +376,8 @@ def compiled(path: Path, first_calls: Path) -> str:
 def inference(path: Path) -> str:
     """Returns tables of the models that are decoded: prefill, and one token of each sequence."""
     parts = []
-    for mode, title in (("infer", "Prefill"), ("decode", "One token")):
-        rows = [row for row in read(path) if row.mode == mode and MODELS[row.model].caches]
+    for mode, title in (("prefill", "Prefill"), ("decode", "One token")):
+        rows = [row for row in read(path) if row.mode == mode]
         if rows:
             ordered = _ordered(rows)
             columns = _columns(ordered)
@@ -433,7 +436,7 @@ def _gpu(row: Row, eager: Row | None) -> str:
 
 
 def _tokens(row: Row, eager: Row | None) -> str:
-    """Returns the tokens a second: those of a forward, or one of each sequence."""
+    """Returns the tokens a second: those of the prompts, or one of each sequence."""
     sizes = list(map(int, row.shape.split("x")))
     tokens = sizes[0] if row.mode == "decode" else math.prod(sizes)
     return "" if row.ms is None else f"{1e3 * tokens / row.ms:,.0f}"

@@ -79,7 +79,7 @@ def _step(
 ) -> Callable[[], object]:
     if workload.mode == "train":
         return lambda: _train(model, batch, device)
-    if workload.mode == "infer":
+    if workload.mode in ("infer", "prefill"):
         return lambda: _infer(model, batch)
     if workload.mode == "decode":
         return _Decoding(model, batch, workload.sizes[-1])
@@ -110,12 +110,12 @@ def offered(workload: Workload) -> list[str]:
     Autotuning takes minutes per model, so it is measured on one model only. Other choices of what a
     backward computes again have the values of the backend's own choice. CUDA graphs are
     measured on a model whose steps are bound by the host. Generation is not compiled: its cache
-    grows by one token per step, and each size would be compiled. Decoding has a static cache, and
-    is measured with all. A short training is not compiled, because its sizes are not those of the
+    grows by one token per step, and each size would be compiled. Prefill, and decoding with a static cache, are
+    measured with all. A short training is not compiled, because its sizes are not those of the
     compiled steps.
     """
-    if workload.mode == "decode":
-        return [name for name in _OF_DECODING if applies(name, workload)]
+    if workload.mode in ("prefill", "decode"):
+        return [name for name in _OF_SERVING if applies(name, workload)]
     excluded = {name for name in PROVIDERS if not applies(name, workload)} | _ON_REQUEST
     if workload.name != "llama":
         excluded.add("compile_autotune")
@@ -322,4 +322,4 @@ _WITH_LOSS = frozenset(_OF_HIDDEN_STATES)
 # Measured only if they are named.
 _ON_REQUEST = frozenset({*WITHOUT_TRICK, *_OF_MEMORY, "backend_loss_speed", "backend_loss_low"})
 _WITH_LIGER = frozenset(("llama", "llama_1b", "llama_8b", "qwen3", "gemma2"))
-_OF_DECODING = ("eager", "fused", "liger", "compile", "backend", *list(_REPLAYING)[:2])
+_OF_SERVING = ("eager", "fused", "liger", "compile", "backend", *list(_REPLAYING)[:2])

@@ -24,7 +24,7 @@ from .written import DLRM, DiT, GatedDecoder, MetaLlama, NanoGPT
 
 __all__ = ["MODELS", "MODES", "Model", "Workload", "loss_workloads", "named", "workloads"]
 
-MODES = ("train", "generate", "infer", "decode")  # in the order in which they are measured
+MODES = ("train", "generate", "infer", "prefill", "decode")  # in the order of measuring
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class Model:
             none.
         prompts: the number of prompts to continue, their length, and the number of new tokens; None
             if the model does not generate.
+        prefills: the number of prompts to compute, and their length, the most important first. Empty
+            if that is not measured.
         caches: the number of sequences, and the places of their static cache, to generate one token
             of each; the most important first. Empty if that is not measured.
         trains: whether a training step fits into a GPU's memory.
@@ -63,6 +65,7 @@ class Model:
     tiny_sizes: Sizes
     loss_sizes: Sizes = ()
     prompts: Sizes | None = None
+    prefills: tuple[Sizes, ...] = ()
     caches: tuple[Sizes, ...] = ()
     trains: bool = True
     decodes: bool = False
@@ -134,6 +137,9 @@ class Workload:
             return {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
         if self.mode == "decode":
             return {"input_ids": text.tokens(self.sizes[0], 1)}
+        if self.mode == "prefill":
+            # Only the last logits select a token.
+            return {"input_ids": text.tokens(*self.sizes), "logits_to_keep": 1}
         batch = self.model.batch(text, self.sizes)
         if self.mode != "infer":
             return batch
@@ -160,7 +166,7 @@ _TINY_SIZES = {
 _TINY_GROUPS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _TINY_PROMPTS = (2, 8, 6)  # see `Model.prompts`
 _TINY_CACHE = (2, 8)  # see `Model.caches`
-_CACHES = ((1, 2048), (64, 2048))
+_SERVED = {"prefills": ((1, 2048), (64, 512)), "caches": ((1, 2048), (64, 2048))}
 
 _LLAMA = _SPECIAL | {
     "hidden_size": 2048,
@@ -242,9 +248,9 @@ MODELS = {
         sizes=((4, 2048),),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
-        caches=_CACHES,
+        **_SERVED,
     ),
-    # Llama 3.1 8B, for inference.
+    # A quarter of the layers of Llama 3.1 8B, for inference.
     "llama_8b": Model(
         cls="LlamaForCausalLM",
         config="LlamaConfig",
@@ -253,14 +259,14 @@ MODELS = {
             "vocab_size": 128_256,
             "hidden_size": 4096,
             "intermediate_size": 14_336,
-            "num_hidden_layers": 32,
+            "num_hidden_layers": 8,
             "tie_word_embeddings": False,
         },
         tiny={"vocab_size": TOKENS, **_TINY_SIZES, **_TINY_GROUPS},
         batch=batches.next_token,
         sizes=((4, 2048),),
         tiny_sizes=(2, 16),
-        caches=_CACHES,
+        **_SERVED,
         trains=False,
     ),
     # Its config's default is no dropout; it was trained with 0.1.
@@ -451,6 +457,8 @@ def _sizes(name: str, mode: str, *, tiny: bool) -> tuple[Sizes, ...]:
     sizes, tiny_sizes = model.sizes, model.tiny_sizes
     if mode == "generate":
         sizes, tiny_sizes = (model.prompts,) if model.prompts else (), _TINY_PROMPTS
+    elif mode == "prefill":
+        sizes = model.prefills
     elif mode == "decode":
         sizes, tiny_sizes = model.caches, _TINY_CACHE
     elif mode == "train" and not model.trains:
