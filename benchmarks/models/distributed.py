@@ -15,21 +15,23 @@ A layout is how a model is distributed:
                          2 or 4 processes split its layers
 
 The providers ``compile`` and ``backend`` compile each block, by torch.compile and by
-`fusedops.compile_blocks`.
+`fusedops.compile_blocks`. A provider that raises an error is left out, with a message.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import statistics
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,9 +41,8 @@ import fusedops
 
 from .. import results
 from . import distributed_masks as masks
-from . import example
+from . import example, plans
 from .distributed_results import MASKS, Row, line, write
-from .plans import plan
 from .text import Text
 from .traffic import Traffic
 from .workloads import Workload, named, workloads
@@ -50,8 +51,9 @@ __all__ = ["add_options", "run"]
 
 LAYOUTS = ("tp", "fsdp", "fsdp-checkpointed", "fsdp-tp")
 PROVIDERS = ("eager", "fused", "compile", "backend")
-_COMPILED = ("compile", "backend")
-_MODELS = ("llama", "bert", example.NAME)
+_MODELS = (MASKS, *plans.MODELS, example.NAME)
+# After this long a collective that a process waits for is an error, of a process that has failed.
+_TIMEOUT = timedelta(seconds=300)
 _RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
@@ -70,6 +72,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=LAYOUTS,
         help="only this one; may be repeated; fsdp-tp is "
         f"that of {example.NAME}, the others are those of the other models",
+    )
+    parser.add_argument(
+        "--provider",
+        action="append",
+        choices=PROVIDERS,
+        help=f"only this one; may be repeated; {example.NAME} and {MASKS} have all of theirs",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="measure no other model or layout after this long",
     )
     parser.add_argument("--steps", type=int, default=10, help="of a block of steps (default: 10)")
     parser.add_argument(
@@ -103,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"distributed: {error}", file=sys.stderr)
         return 2
     device = _device()
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     path = options.output
     if path is None and device.type == "cuda" and not options.tiny:
@@ -134,23 +149,41 @@ def _device() -> torch.device:
 def _rows(
     models: list[str], device: torch.device, name: str, options: argparse.Namespace
 ) -> Iterator[Row]:
-    """Yields each row as soon as it is measured, masks first. All processes must run this."""
-    layouts = options.layout or LAYOUTS
-    for mesh, count in masks.differences(device):
-        yield _row((MASKS, masks.SHAPE, mesh, "fused"), name, difference=float(count))
+    """Yields each row as soon as it is measured. All processes must run this."""
+    start = time.perf_counter()
+    for model, layout in _settings(models, options.layout or LAYOUTS):
+        seconds = _largest(time.perf_counter() - start, device)
+        if seconds > options.budget:
+            _say(f"stopped before {model} {layout}: the budget is spent after {seconds:.0f} s")
+            return
+        if model == MASKS:
+            for mesh, count in masks.differences(device):
+                yield _row((MASKS, masks.SHAPE, mesh, "fused"), name, difference=float(count))
+        elif model == example.NAME:
+            yield from _trained(device, name, options)
+        else:
+            workload = workloads([model], ["train"], tiny=options.tiny)[0]
+            yield from _measured(workload, layout, device, name, options)
+            gc.collect()
+            torch.compiler.reset()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def _settings(models: list[str], layouts: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields each model with each of the chosen layouts that it is measured in."""
     for model in models:
-        if model == example.NAME:
-            if "fsdp-tp" in layouts:
-                yield from _trained(device, name, options)
-            continue
-        workload = workloads([model], ["train"], tiny=options.tiny)[0]
+        if model == MASKS:
+            yield model, ""
         for layout in layouts:
-            if layout != "fsdp-tp":
-                yield from _measured(workload, layout, device, name, options)
-                gc.collect()
-                torch.compiler.reset()
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
+            if model in (plans.MODELS, (example.NAME,))[layout == "fsdp-tp"]:
+                yield model, layout
+
+
+def _say(message: str) -> None:
+    """Prints a message of the first process."""
+    if dist.get_rank() == 0:
+        print(message, file=sys.stderr, flush=True)
 
 
 def _row(measured: tuple[str, str, str, str], device: str, **figures: Any) -> Row:
@@ -186,7 +219,6 @@ def _distributed(workload: Workload, layout: str, provider: str, device: torch.d
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import parallelize_module
 
     model, mesh = workload.build(device), init_device_mesh(device.type, (dist.get_world_size(),))
     head = getattr(model, "lm_head", None)
@@ -196,8 +228,8 @@ def _distributed(workload: Workload, layout: str, provider: str, device: torch.d
     if provider == "fused":
         fusedops.fuse_model(model)
     if layout == "tp":
-        parallelize_module(model, mesh, plan(workload.name))
-    blocks = _blocks(model, workload.name)
+        plans.parallelize(model, workload.name, mesh)
+    blocks = plans.blocks(model, workload.name)
     if layout == "fsdp-checkpointed":
         for name, block in blocks.items():
             blocks[name] = checkpoint_wrapper(block)
@@ -212,13 +244,14 @@ def _distributed(workload: Workload, layout: str, provider: str, device: torch.d
     return model
 
 
-def _blocks(model: Any, name: str) -> Any:
-    """Returns the layers of a model, by their names; a change of a value replaces the layer."""
-    layers = model.model.layers if name == "llama" else model.bert.encoder.layer
-    return layers._modules
-
-
 # --- steps ----------------------------------------------------------------------------------------
+
+
+class _Prepared(NamedTuple):
+    """A provider's step, which has run, and its figures besides the times."""
+
+    step: Callable[[], torch.Tensor]
+    figures: dict[str, Any]
 
 
 def _measured(
@@ -228,27 +261,17 @@ def _measured(
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # With tensor parallelism all processes have the same batch.
     batch = workload.batch(Text(device, seed=0 if layout == "tp" else rank))
-    steps = {
-        provider: _step(_distributed(workload, layout, provider, device), batch, device)
-        for provider in PROVIDERS
-    }
-    block_seconds: dict[str, list[float]] = {provider: [] for provider in PROVIDERS}
-    figures: dict[str, dict[str, Any]] = {}
-    for provider, step in steps.items():
-        torch.manual_seed(1)
-        # The first step compiles and loads everything, before steps are timed.
-        loss = _largest(float(step()), device)
-        traffic = _profiled(step) if provider in _COMPILED else _traffic(step)
-        figures[provider] = {
-            "loss": loss,
-            "peak_mib": _largest(_peak_mib(step, device), device),
-            **traffic,
-        }
+    ready: dict[str, _Prepared] = {}
+    for provider in options.provider or PROVIDERS:
+        prepared = _prepared(workload, layout, provider, batch, device)
+        if prepared is not None:
+            ready[provider] = prepared
+    block_seconds: dict[str, list[float]] = {provider: [] for provider in ready}
     for _ in range(options.blocks):
-        for provider, step in steps.items():
-            seconds = _largest(_seconds(step, options.steps, device), device)
+        for provider, prepared in ready.items():
+            seconds = _largest(_seconds(prepared.step, options.steps, device), device)
             block_seconds[provider].append(seconds)
-    tokens = batch["input_ids"].numel() * (1 if layout == "tp" else ranks)
+    tokens = batch["labels"].numel() * (1 if layout == "tp" else ranks)
     for provider, times in block_seconds.items():
         seconds = statistics.median(times)
         yield _row(
@@ -257,8 +280,42 @@ def _measured(
             ms=seconds * 1e3,
             spread=_quartile_range(times) * 1e3,
             tokens=tokens / seconds,
-            **figures[provider],
+            **ready[provider].figures,
         )
+
+
+def _prepared(
+    workload: Workload, layout: str, provider: str, batch: dict[str, Any], device: torch.device
+) -> _Prepared | None:
+    """Returns a provider that is ready to be timed; None, with a message, if it has failed."""
+    start, prepared = time.perf_counter(), None
+    try:
+        step = _step(_distributed(workload, layout, provider, device), batch, device)
+        torch.manual_seed(1)
+        # The first step compiles and loads everything.
+        loss = float(step())
+        with Traffic() as traffic:
+            step()
+        figures = {
+            "loss": loss,
+            "peak_mib": _peak_mib(step, device),
+            "collectives": str(traffic),
+            "moved_mib": traffic.bytes / 2**20,
+        }
+        prepared = _Prepared(step, figures)
+    # Whatever a provider raises, the others are measured.
+    except Exception:  # noqa: BLE001
+        traceback.print_exc()
+    # A process that fails alone leaves the others in a collective until `_TIMEOUT`.
+    failed = _largest(float(prepared is None), device)
+    seconds = time.perf_counter() - start
+    state = "failed" if failed else "is ready"
+    _say(f"{workload.name} {layout} {provider} {state} after {seconds:.0f} s")
+    if failed or prepared is None:
+        return None
+    for figure in ("loss", "peak_mib"):
+        prepared.figures[figure] = _largest(prepared.figures[figure], device)
+    return prepared
 
 
 def _trained(device: torch.device, name: str, options: argparse.Namespace) -> Iterator[Row]:
@@ -293,22 +350,6 @@ def _step(
         return loss.detach()
 
     return step
-
-
-def _traffic(step: Callable[[], object]) -> dict[str, Any]:
-    with Traffic() as traffic:
-        step()
-    return {"collectives": str(traffic), "moved_mib": traffic.bytes / 2**20}
-
-
-def _profiled(step: Callable[[], object]) -> dict[str, Any]:
-    """Returns the collectives of compiled blocks, which do not run in a dispatch mode."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        step()
-    names = [event.name.split("::") for event in profile.events()]
-    counts = Counter(name[1] for name in names if name[0] in ("c10d", "_c10d_functional"))
-    calls = {name: count for name, count in counts.items() if not name.startswith("wait_")}
-    return {"collectives": " ".join(f"{name}:{count}" for name, count in sorted(calls.items()))}
 
 
 def _quartile_range(times: list[float]) -> float:

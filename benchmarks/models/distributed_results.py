@@ -16,6 +16,7 @@ MASKS = "masks"
 _MODEL_NAMES = {
     "llama": "Llama-like, 1B",
     "bert": "BERT-base",
+    "gated_decoder": "Gated decoder",
     "train_lm": "`train_lm_distributed.py`",
     MASKS: "masks",
 }
@@ -30,7 +31,7 @@ _EAGER = ("eager", "fused")
 _EMPTY = "Figures of several GPUs are not measured yet."
 _HOW = """A row is a training step in bf16 autocast, forward and backward; the example's step has its optimizer too. Two figures
 in a cell are those of torch.nn and of the fused model, and two more those of torch.compile and of `fusedops.compile_blocks`, for
-each block; all take turns in one run. ms is the median over blocks of steps
+each block; all take turns in one run. A provider that was not measured has no figure. ms is the median over blocks of steps
 of the slowest process's time. Scaling is the fused model's tokens per second and GPU, over those of one GPU. Collectives
 are those of a step on one process: their number, and the sum of the larger side of each. Peak memory is that of the process
 that needs the most: of the example all that it holds, of the others what a step allocates. The last column is the largest
@@ -147,7 +148,8 @@ def _device(device: str, rows: list[Row]) -> str:
         if row.model != MASKS:
             pairs.setdefault(row.key[:-1], {})[row.provider] = row
     lines = ["| " + " | ".join(_COLUMNS) + " |", "|---|---|" + "--:|" * (len(_COLUMNS) - 2)]
-    lines += [_pair(pair, rows) for pair in pairs.values() if pair.keys() >= set(_EAGER)]
+    compared = [pair for pair in pairs.values() if _times(pair, _EAGER) or _times(pair, _COMPILED)]
+    lines += [_pair(pair, rows) for pair in compared]
     parts = ["\n".join(lines)] if len(lines) > 2 else []
     masks = [row for row in rows if row.model == MASKS]
     if masks:
@@ -165,24 +167,24 @@ def _device(device: str, rows: list[Row]) -> str:
 
 def _pair(pair: dict[str, Row], rows: list[Row]) -> str:
     """Returns the table's line for the rows of all providers of a model in a layout."""
-    eager, fused = pair["eager"], pair["fused"]
     measured = [pair[name] for name in (*_EAGER, *_COMPILED) if name in pair]
-    name = _MODEL_NAMES[fused.model]
-    layout = _LAYOUT_NAMES.get(fused.layout, f"FSDP2 × TP, {sized(fused.layout)}")  # noqa: RUF001
+    first, ours = measured[0], pair.get("fused", measured[-1])
+    name = _MODEL_NAMES[first.model]
+    layout = _LAYOUT_NAMES.get(first.layout, f"FSDP2 × TP, {sized(first.layout)}")  # noqa: RUF001
     difference = ""
-    if fused.difference is not None:
-        difference = f"{eager.difference or 0.0:.0e} / {fused.difference:.0e}"
+    if ours.difference is not None:
+        difference = f"{first.difference or 0.0:.0e} / {ours.difference:.0e}"
     collectives = " / ".join(
         f"{_count(row)}, {_mib(row)}".strip(", ") if row.collectives else "" for row in measured
     )
     cells = [
-        f"{name}, {sized(fused.shape)}",
+        f"{name}, {sized(first.shape)}",
         layout,
-        str(fused.ranks),
-        *_times(pair, _EAGER),
-        *_times(pair, _COMPILED),
+        str(first.ranks),
+        *(_times(pair, _EAGER) or [""] * 3),
+        *(_times(pair, _COMPILED) or [""] * 3),
         " / ".join(f"{row.tokens:,.0f}" for row in measured),
-        _scaling(fused, rows),
+        _scaling(ours, rows),
         " / ".join(f"{row.peak_mib or 0:,.0f}" for row in measured),
         collectives.strip(" /"),
         difference,
@@ -191,9 +193,9 @@ def _pair(pair: dict[str, Row], rows: list[Row]) -> str:
 
 
 def _times(pair: dict[str, Row], providers: tuple[str, str]) -> list[str]:
-    """Returns the milliseconds of two providers and their ratio; empty cells without them."""
+    """Returns the milliseconds of two providers and their ratio; nothing without them."""
     if not pair.keys() >= set(providers):
-        return ["", "", ""]
+        return []
     first, second = (pair[name].ms or 0.0 for name in providers)
     return [f"{first:.1f}", f"{second:.1f}", f"{first / second:.2f}" if second else ""]
 

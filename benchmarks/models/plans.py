@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["plan"]
+from torch import nn
+
+__all__ = ["MODELS", "blocks", "parallelize"]
+
+# The models that have a plan, and the names of their lists of blocks.
+MODELS = {"llama": "model.layers", "bert": "bert.encoder.layer", "gated_decoder": "blocks"}
 
 
-def plan(model: str) -> dict[str, Any]:
-    """Returns a model's plan, with sequence parallelism.
+def blocks(model: nn.Module, name: str) -> Any:
+    """Returns the blocks of a model, by their names; a change of a value replaces the block."""
+    return model.get_submodule(MODELS[name])._modules
+
+
+def parallelize(model: nn.Module, name: str, mesh: Any) -> None:
+    """Makes a model tensor and sequence parallel.
 
     Linear layers are split by columns or rows. Between them, sums, dropout and norms have a part of
     each sequence.
     """
-    return _llama() if model == "llama" else _bert()
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    plans = {"llama": _llama, "bert": _bert, "gated_decoder": _gated_decoder}
+    parallelize_module(model, mesh, plans[name]())
 
 
 def _llama() -> dict[str, Any]:
@@ -59,6 +72,36 @@ def _bert() -> dict[str, Any]:
         **{layer + f"{name}.dense": tp.RowwiseParallel(**_rows()) for name in sums},
         **{layer + f"{name}.LayerNorm": tp.SequenceParallel() for name in sums},
         "cls": _gathered(),
+    }
+
+
+def _gated_decoder() -> dict[str, Any]:
+    """Returns the plan of the gated decoder.
+
+    Its packed layer is split like any other: each rank reads its part of the rows as the queries,
+    keys, values and gates of its own heads. That is a permutation of the random rows.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import parallel as tp
+
+    layer = "blocks.*."
+    heads = tp.SequenceParallel(sequence_dim=2, use_local_output=True)
+    gathered = tp.PrepareModuleInput(
+        input_layouts=(Shard(1), None, None),
+        desired_input_layouts=(Replicate(), None, None),
+        use_local_output=True,
+    )
+    return {
+        "embed": tp.RowwiseParallel(input_layouts=Replicate(), **_rows()),
+        layer + "attn": gathered,
+        layer + "attn.qkvg": tp.ColwiseParallel(),
+        **{layer + f"attn.{name}_norm": heads for name in "qk"},
+        layer + "mlp": _gathered(),
+        layer + "mlp.fc": tp.ColwiseParallel(),
+        **{layer + f"{name}.proj": tp.RowwiseParallel(**_rows()) for name in ("attn", "mlp")},
+        **{layer + f"{name}_norm": tp.SequenceParallel() for name in ("attn", "mlp")},
+        "norm": tp.SequenceParallel(),
+        "lm_head": tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
 
 

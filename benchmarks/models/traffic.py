@@ -14,13 +14,19 @@ __all__ = ["Traffic"]
 class Traffic(TorchDispatchMode):
     """Context manager: counts the collectives of a block on this process, by name, and their bytes.
 
-    The bytes of a collective are those of its input or its output, whichever is larger.
+    The bytes of a collective are those of its input or its output, whichever is larger. The
+    functions that torch.compile compiles must have been compiled before.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
         self.bytes = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Returns True: compiled functions run as they do without this mode."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Counts a collective. DTensor's operators are counted when it calls them on shards."""

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import types
+import unittest.mock
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +18,12 @@ from benchmarks import __main__ as command
 from benchmarks.columns import sized
 from benchmarks.models import command as models_command
 from benchmarks.models import (
+    distributed,
     distributed_results,
     first_calls,
     measuring,
     page,
+    plans,
     results,
     runner,
     text,
@@ -545,7 +548,7 @@ def test_committed_page_is_what_its_results_give():
 def test_two_processes_have_the_losses_masks_and_collectives_of_one(tmp_path):
     path = tmp_path / "distributed_cpu.csv"
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks distributed"
-    words = "--tiny --layout tp --layout fsdp-tp --steps 1 --blocks 1 --output"
+    words = "--tiny --layout tp --layout fsdp-tp --steps 1 --blocks 1 --provider eager --provider fused --output"
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     result = subprocess.run(
         [sys.executable, *torchrun.split(), *words.split(), str(path)],
@@ -560,7 +563,8 @@ def test_two_processes_have_the_losses_masks_and_collectives_of_one(tmp_path):
     rows = {(row.model, row.layout, row.provider): row for row in distributed_results.read(path)}
     assert rows.pop(("masks", "2", "fused")).difference == 0.0
     settings = {key[:2] for key in rows}
-    assert settings == {("llama", "tp"), ("bert", "tp"), ("train_lm", "2x1"), ("train_lm", "1x2")}
+    parallel = {(name, "tp") for name in plans.MODELS}
+    assert settings == {*parallel, ("train_lm", "2x1"), ("train_lm", "1x2")}
     for setting in settings:
         eager, fused = (rows[(*setting, provider)] for provider in ("eager", "fused"))
         assert eager.collectives == fused.collectives != ""
@@ -589,20 +593,42 @@ def test_table_has_speed_up_and_scaling_of_each_pair(tmp_path):
         "| 50, 2,000 MiB / 50, 2,000 MiB / 50 / 50 | 1e-06 / 1e-06 |"
     )
     assert not lines[3]  # rows without a peer are not in the table
+    folder = tmp_path / "of-compilers"
+    distributed_results.write(folder / "distributed_nvidia_h100.csv", [compiled, backend])
+    assert (
+        distributed_results.markdown(folder)
+        .splitlines()[2]
+        .endswith(
+            " | 2 |  |  |  | 90.0 | 72.0 | 1.25 | 160,000 / 160,000 |  | 1,000 / 800 | 50 / 50 | 1e-06 / 1e-06 |"
+        )
+    )
 
 
-def test_collectives_count_the_larger_side_in_bytes():
-    from torch.distributed import tensor as dtensor
-    from torch.distributed.device_mesh import init_device_mesh
+@pytest.fixture
+def simulated_ranks():
+    """A group of two processes, of which this is one."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        mesh, ones = init_device_mesh("cpu", (2,)), torch.ones(4, 8)
-        sharded = dtensor.distribute_tensor(ones, mesh, [dtensor.Shard(0)])
-        halves = [torch.empty(4, 8) for _ in range(2)]
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_collectives_count_the_larger_side_in_bytes(simulated_ranks, fresh_dynamo):
+    from torch.distributed import tensor as dtensor
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def gathered(sharded):
+        return sharded.redistribute(placements=[dtensor.Replicate()]).to_local()
+
+    mesh, ones = init_device_mesh("cpu", (2,)), torch.ones(4, 8)
+    sharded = dtensor.distribute_tensor(ones, mesh, [dtensor.Shard(0)])
+    halves = [torch.empty(4, 8) for _ in range(2)]
+    compiled = torch.compile(gathered, backend="aot_eager", fullgraph=True)
+    compiled(sharded)
+    with unittest.mock.patch.object(dtensor.DTensor, "redistribute", side_effect=AssertionError):
         for work, moved in (
-            (lambda: sharded.redistribute(placements=[dtensor.Replicate()]), 128),
+            (lambda: compiled(sharded), 128),  # not as it is without torch.compile
             (lambda: torch.distributed.all_gather(halves, ones), 256),
             (lambda: torch.distributed.all_reduce(torch.ones(3)), 12),
             (lambda: sharded + 1, 0),
@@ -611,5 +637,40 @@ def test_collectives_count_the_larger_side_in_bytes():
                 work()
             assert recorded.bytes == moved
             assert sum(recorded.counts.values()) == (moved > 0)
-    finally:
-        torch.distributed.destroy_process_group()
+    with traffic.Traffic() as recorded:
+        gathered(sharded)
+    assert recorded.bytes == 128
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_provider_that_fails_is_left_out(fails, simulated_ranks, monkeypatch, capsys):
+    weight = torch.ones(2, requires_grad=True)
+
+    def build(*_):
+        model = torch.nn.Module()
+        model.forward = lambda: types.SimpleNamespace(loss=1 / (0 if fails else weight.sum()))
+        return model
+
+    monkeypatch.setattr(distributed, "_distributed", build)
+    prepared = distributed._prepared(workloads(["bert"])[0], "tp", "eager", {}, CPU)
+    assert (prepared is None) == fails
+    text = capsys.readouterr().err
+    assert ("bert tp eager failed after" in text) == ("ZeroDivisionError" in text) == fails
+
+
+def test_budget_ends_before_the_next_setting(simulated_ranks, monkeypatch, capsys):
+    measured = []
+    monkeypatch.setattr(distributed, "_measured", lambda *setting: measured.append(setting) or ())
+    monkeypatch.setattr(distributed.masks, "differences", lambda _: [("2", 0)])
+    options = types.SimpleNamespace(budget=3.5, layout=["tp", "fsdp", "fsdp-tp"], tiny=True)
+    clock = iter(range(10))
+    monkeypatch.setattr(
+        distributed, "time", types.SimpleNamespace(perf_counter=lambda: next(clock))
+    )
+    rows = list(distributed._rows(["masks", "llama", "bert"], CPU, "CPU", options))
+    assert [row.model for row in rows] == ["masks"]
+    assert [(setting[0].name, setting[1]) for setting in measured] == [
+        ("llama", "tp"),
+        ("llama", "fsdp"),
+    ]
+    assert "stopped before bert tp: the budget is spent after 4 s" in capsys.readouterr().err

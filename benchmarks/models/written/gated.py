@@ -46,21 +46,20 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, n_heads: int) -> None:
         super().__init__()
-        self.n_heads, self.head_dim = n_heads, dim // n_heads
+        self.head_dim = dim // n_heads
         self.qkvg = nn.Linear(dim, 4 * dim, bias=False)
         self.q_norm, self.k_norm = RMSNorm(self.head_dim), RMSNorm(self.head_dim)
         self.proj = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Maps ``(batch, length, width)`` to the same shape."""
-        batch, length, width = x.shape
         q, k, v, gate = self.qkvg(x).chunk(4, dim=-1)
-        q, k, v = (t.view(batch, length, self.n_heads, self.head_dim) for t in (q, k, v))
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
         q = apply_rotary(self.q_norm(q), cos, sin)
         k = apply_rotary(self.k_norm(k), cos, sin)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y = y.transpose(1, 2).reshape(batch, length, width)
+        y = y.transpose(1, 2).flatten(2)
         out: Tensor = self.proj(y * torch.sigmoid(gate))
         return out
 
