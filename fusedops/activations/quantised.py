@@ -29,7 +29,7 @@ def quantised_unit(
     tensors = gate, up
     ACTIVATION.check(constants, tensors, nested=False)
     form, scale = form_of(constants.op, quantize, ACTIVATION.cols(constants, tensors))
-    values, *scales = called_by_row(_unit, tensors, scale, constants.activation, *form)
+    values, *scales = called_by_row(_unit, tensors, (scale, constants.activation), form)
     return values, (scales[0] if scale is None else scale)
 
 
@@ -41,6 +41,7 @@ def _unit(
     activation: str,
     dtype: torch.dtype,
     size: int,
+    column_major: bool,
 ) -> tuple[Tensor, ...]:
     """Returns the values, and their scales unless they are static."""
     if up is None:
@@ -51,4 +52,4 @@ def _unit(
         gate = F.silu(gate)
     else:
         gate = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return quantised(gate * up, scale, dtype, size)
+    return quantised(gate * up, scale, dtype, size, column_major)

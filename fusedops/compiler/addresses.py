@@ -196,7 +196,7 @@ class Addresses:
             terms.append("pairs")
             self.pairs = True
         elif columns:
-            terms.append(offsets_along(structure, strides, of_blocks=of_blocks))
+            terms.append(self._column_offset(operand, columns))
             self.blocks |= of_blocks
         terms += self._part_offsets(operand, part)
         by_column = bool(columns) and not (element or full)
@@ -225,6 +225,15 @@ class Addresses:
         if spacing == LOOKUP:
             row = self._row_of_table(index)
         return [times(row, self._row_stride(kind, index, operand, layout))]
+
+    def _column_offset(self, operand: Operand, columns: Sequence[int]) -> str:
+        """Return the offset of a tile's columns, or blocks, inside of which there may be rows."""
+        structure = self.structure
+        strides, _ = strides_of(structure, operand)
+        offset = offsets_along(structure, strides, of_blocks=structure.has_blocks(columns))
+        inner = operand.axes[operand.axes.index(columns[-1]) + 1 :]
+        sizes = map(self._size, within(inner, structure.rows))
+        return product([f"({offset})" if "+" in offset else offset, *sizes])
 
     def _row_of_table(self, index: int) -> str:
         """Return the variable with the row of a table, which `indices` assigns."""
@@ -299,8 +308,11 @@ class Addresses:
         """Return the offset of a row of a contiguous operand that has other rows than the call."""
         structure = self.structure
         terms = []
+        rows = structure.rows
+        if operand.axes[len(operand.axes) - len(rows) :] == rows:
+            return "rows"
         for dim, axis in enumerate(operand.axes):
-            if axis not in structure.rows:
+            if axis not in rows:
                 continue
             self._indexed_axes.add(axis)
             sizes = map(self._size_of, operand.axes[dim + 1 :])

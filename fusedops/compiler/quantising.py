@@ -48,16 +48,23 @@ class PerBlock:
     Args:
         size: the columns of a block, a power of two from 8 on.
         dtype: as in `PerRow`.
+        column_major: whether the scales of a column of blocks are neighbours in memory, as
+            `torch.nn.functional.scaled_mm` reads those of its blocks of 128 columns. Their shape is
+            the same, and of M rows the strides are (1, M).
     Raises:
         ValueError: another size.
-        TypeError: another dtype.
+        TypeError: another dtype; column_major is no bool.
     """
 
     size: int = 128
     dtype: torch.dtype = torch.float8_e4m3fn
+    column_major: bool = False
 
     def __post_init__(self) -> None:
         _check_dtype("PerBlock", self.dtype)
+        if not isinstance(self.column_major, bool):
+            got = type(self.column_major).__name__
+            raise TypeError(f"PerBlock: column_major must be a bool, got {got}")
         is_whole = isinstance(self.size, int) and not isinstance(self.size, bool)
         if not is_whole or self.size < 8 or self.size & (self.size - 1):
             raise ValueError(f"PerBlock: size must be 8, 16, 32 or so on, got {self.size!r}")
@@ -99,10 +106,12 @@ class Form(NamedTuple):
     Attributes:
         dtype: the dtype of the values.
         size: the columns of a block; 0 for whole rows.
+        column_major: whether a row-wise function returns the scales with rows last.
     """
 
     dtype: torch.dtype
     size: int
+    column_major: bool
 
 
 def form_of(op: str, quantize: Any, cols: int) -> tuple[Form, Tensor | None]:
@@ -115,31 +124,45 @@ def form_of(op: str, quantize: Any, cols: int) -> tuple[Form, Tensor | None]:
     if not isinstance(quantize, (PerRow, PerBlock, Static)):
         got = type(quantize).__name__
         raise TypeError(f"{op}: quantize must be a format of fusedops.quant, got {got}")
-    size = quantize.size if isinstance(quantize, PerBlock) else 0
-    if size and cols % size:
-        raise ValueError(f"{op}: rows have {cols} columns, expected a multiple of {size}")
     scale = quantize.scale if isinstance(quantize, Static) else None
-    return Form(quantize.dtype, size), scale
+    if not isinstance(quantize, PerBlock):
+        return Form(quantize.dtype, 0, False), scale
+    if cols % quantize.size:
+        raise ValueError(f"{op}: rows have {cols} columns, expected a multiple of {quantize.size}")
+    return Form(quantize.dtype, quantize.size, quantize.column_major), scale
 
 
 def called_by_row(
-    function: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Any], *others: Any
+    function: Callable[..., tuple[Tensor, ...]],
+    tensors: Sequence[Any],
+    others: Sequence[Any],
+    form: Form,
 ) -> tuple[Tensor, ...]:
     """Return a row-wise function's results; tensors of one dimension are one row.
 
     Args:
-        function: takes the tensors, then the others.
+        function: takes the tensors, the others, and the fields of the form. It returns the results
+            of `quantised` first.
         tensors: of equally many dimensions; all but the first may be None.
+        others: its other arguments.
+        form: the form of the results.
     """
-    if tensors[0].dim() > 1:
-        return function(*tensors, *others)
-    rows = [None if tensor is None else tensor[None] for tensor in tensors]
-    return tuple([result[0] for result in function(*rows, *others)])
+    is_one_row = tensors[0].dim() <= 1
+    if is_one_row:
+        tensors = [None if tensor is None else tensor[None] for tensor in tensors]
+    values, *results = function(*tensors, *others, *form)
+    if form.column_major:
+        results[0] = results[0].movedim(0, -1)
+    if is_one_row:
+        return tuple([result[0] for result in (values, *results)])
+    return (values, *results)
 
 
 # Row-wise functions call this one. Dynamo guards on what they read, and so on the number `_LEAST`;
 # it could not guard on a table, and would trace the function in place of calling the kernel.
-def quantised(y: Tensor, scale: Tensor | None, dtype: torch.dtype, size: int) -> tuple[Tensor, ...]:
+def quantised(
+    y: Tensor, scale: Tensor | None, dtype: torch.dtype, size: int, column_major: bool
+) -> tuple[Tensor, ...]:
     """Return a tensor's values in 8 bits, and their scales unless ``scale`` is one for all.
 
     The last arguments are those of a `Form`.
@@ -154,6 +177,8 @@ def quantised(y: Tensor, scale: Tensor | None, dtype: torch.dtype, size: int) ->
     values = _rounded(rows * (1.0 / scales), dtype)
     if size:
         values, scales = values.flatten(-2), scales.squeeze(-1)
+    if column_major:
+        scales = scales.movedim(-1, 0).contiguous()
     return values, scales.float()
 
 

@@ -155,7 +155,7 @@ class _Structuring:
         values = [*self.traced.inputs, *self.traced.outputs]
         for operand, value in zip(operands, values, strict=True):
             if self._is_computed(value):
-                self._check_operand(operand, value.node, rows)
+                self._check_operand(operand, value.node, rows, columns)
         for operand, value in zip(outputs, self.traced.outputs, strict=True):
             if not set(rows) <= set(operand.axes):
                 raise self._refused(
@@ -165,14 +165,13 @@ class _Structuring:
 
     def _check_reductions(self, operands: Sequence[Operand], columns: Label) -> None:
         """Raise if reductions are neither over rows nor over the same blocks of them."""
-        unrolled = self.numbering.unrolled
-        over = {node: without(axes, unrolled) for node, axes in self._reductions().items()}
+        over = self._reductions_of_parts()
         inner = inner_of(over.values(), columns)
         for node, axes in over.items():
             if set(axes) == set(columns):
                 continue
-            is_over_blocks = tuple(axes) == inner and node.op != "pick"
-            outer = without(columns, inner)
+            is_over_blocks = axes == inner and node.op != "pick"
+            outer = tuple(without(columns, inner))
             is_over_numbers = inner and axes == outer and node.op == "amax"
             if not (is_over_blocks or is_over_numbers) or columns != (*outer, *inner):
                 raise self._refused("it reduces over other dimensions than elsewhere", node)
@@ -188,9 +187,9 @@ class _Structuring:
             )
         values = [*self.traced.inputs, *self.traced.outputs]
         for operand, value in zip(operands, values, strict=True):
-            varying = within(columns, operand.axes)
+            varying = tuple(within(columns, operand.axes))
             is_input = value.node.op == "input"
-            fits = varying in ([], list(columns)) or (not is_input and varying == outer)
+            fits = varying in ((), columns) or (not is_input and varying == outer)
             if self._is_computed(value) and not fits:
                 raise self._refused(
                     f"{operand.name} has some of the dimensions of rows whose blocks it reduces; "
@@ -198,12 +197,14 @@ class _Structuring:
                     value.node,
                 )
 
-    def _check_operand(self, operand: Operand, node: Node, rows: Label) -> None:
+    def _check_operand(self, operand: Operand, node: Node, rows: Label, columns: Label) -> None:
         """Raise if an operand's rows are not its outer dimensions."""
         if len(set(operand.axes)) < len(operand.axes):
             raise self._refused(
                 f"{operand.name} has one dimension twice: rows and columns are mixed", node
             )
+        if self._has_numbers_of_blocks(operand, columns):
+            return
         # Parts of a row may be rows of another tensor, such as heads of a packed projection: row
         # axes may lie inside unrolled ones, but not inside columns.
         is_row = [axis in rows for axis in without(operand.axes, self.numbering.unrolled)]
@@ -218,6 +219,19 @@ class _Structuring:
         joins_rows = not set(rows).isdisjoint(first)
         if not columns_last or (parts_first and joins_rows):
             raise self._refused(f"in {operand.name} the rows are not the outer dimensions", node)
+
+    def _has_numbers_of_blocks(self, operand: Operand, columns: Label) -> bool:
+        """Whether an operand has one number for each block of a row, in adjacent dimensions.
+
+        Rows may be inside of these, as in scales that a product reads column by column.
+        """
+        inner = inner_of(self._reductions_of_parts().values(), columns)
+        outer = tuple(without(columns, inner))
+        if not inner or not set(outer) <= set(operand.axes):
+            return False
+        first = operand.axes.index(outer[0])
+        adjacent = operand.axes[first : first + len(outer)] == outer
+        return adjacent and set(self.numbering.unrolled + inner).isdisjoint(operand.axes)
 
     def _refused(self, why: str, node: Node) -> NotRowwiseError:
         """Return the error, with the user's line if it is known."""
@@ -300,6 +314,11 @@ class _Structuring:
     def _reductions(self) -> dict[Node, Label]:
         """Return the reductions, each with the axes that it is over."""
         return {node: self.numbering.of(node.attrs[0]) for node in self._reducing()}
+
+    def _reductions_of_parts(self) -> dict[Node, Label]:
+        """Return the reductions, each with the axes that it is over in every part of a row."""
+        unrolled = self.numbering.unrolled
+        return {node: tuple(without(axes, unrolled)) for node, axes in self._reductions().items()}
 
     def _rows_and_columns(self) -> tuple[Label, Label]:
         """Return the axes of rows and of columns; raise if the function reduces over rows."""

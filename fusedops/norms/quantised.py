@@ -39,12 +39,12 @@ def quantised_norm(
     x, _, residual, weight, bias = tensors
     form, scale = form_of(op, quantize, x.shape[-1])
     if constants.kind == "rms":
-        numbers = constants.eps, constants.weight_offset
-        values, *others = called_by_row(_rms_norm, (x, residual), weight, scale, *numbers, *form)
+        arguments = weight, scale, constants.eps, constants.weight_offset
+        values, *others = called_by_row(_rms_norm, (x, residual), arguments, form)
     else:
         assert constants.eps is not None  # checked: a LayerNorm has one
         values, *others = called_by_row(
-            _layer_norm, (x, residual), weight, bias, scale, constants.eps, *form
+            _layer_norm, (x, residual), (weight, bias, scale, constants.eps), form
         )
     if scale is not None:
         others.insert(0, scale)
@@ -61,6 +61,7 @@ def _rms_norm(
     weight_offset: float,
     dtype: torch.dtype,
     size: int,
+    column_major: bool,
 ) -> tuple[Tensor, ...]:
     """Returns the values, their scales unless ``scale`` is theirs, and the sum with a residual."""
     z = x if residual is None else residual + x
@@ -68,7 +69,7 @@ def _rms_norm(
     if weight is not None:
         weight = weight.to(acc) + weight_offset
     y = F.rms_norm(z.to(acc), z.shape[-1:], weight, eps)
-    results = quantised(y, scale, dtype, size)
+    results = quantised(y, scale, dtype, size, column_major)
     return results if residual is None else (*results, z)
 
 
@@ -82,6 +83,7 @@ def _layer_norm(
     eps: float,
     dtype: torch.dtype,
     size: int,
+    column_major: bool,
 ) -> tuple[Tensor, ...]:
     """Returns the same of a LayerNorm."""
     z = x if residual is None else residual + x
@@ -89,5 +91,5 @@ def _layer_norm(
     weight = None if weight is None else weight.to(acc)
     bias = None if bias is None else bias.to(acc)
     y = F.layer_norm(z.to(acc), z.shape[-1:], weight, bias, eps)
-    results = quantised(y, scale, dtype, size)
+    results = quantised(y, scale, dtype, size, column_major)
     return results if residual is None else (*results, z)

@@ -99,6 +99,20 @@ def test_gradient_of_a_number_is_summed_over_blocks(cols: int) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("dims", [(-1, 0), (-1, -2)], ids=["first", "before the last rows"])
+@pytest.mark.parametrize("shape", [(2, 3), (2, 17)], ids=["rows", "groups of rows"])
+def test_numbers_of_blocks_with_rows_inside(shape: tuple[int, int], dims: tuple[int, int]) -> None:
+    """Scales for products that read them column by column."""
+
+    def moved(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        row, scale = _scaled_blocks(x, w, 16)
+        return row, scale.movedim(*dims)
+
+    sample = RowwiseFunction("moved", moved, lambda rows: {"x": (*shape, 384), "w": (2, 1, 384)})
+    check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
+
+
+@kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     _check(_scaled_blocks, 256, 32, dtype)
@@ -164,6 +178,11 @@ def _of_columns_of_blocks(x: Tensor, s: Tensor) -> Tensor:
     return x.softmax(-1).unflatten(-1, (-1, 8)).amax(-2)
 
 
+def _with_columns_outside_rows(x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    y = x.softmax(-1)
+    return y.t(), y.unflatten(-1, (-1, 8)).amax(-1)
+
+
 def _with_scales(x: Tensor, s: Tensor) -> Tensor:
     return (x.softmax(-1).unflatten(-1, (-1, 8)) * s[..., None]).amax(-1)
 
@@ -175,6 +194,7 @@ def _with_scales(x: Tensor, s: Tensor) -> Tensor:
         (_of_two_sizes, "over other dimensions than elsewhere"),
         (_of_twelve, "blocks of 12 of their columns; blocks of 8, 16, 32 and so on fit"),
         (_of_columns_of_blocks, "it reduces over other dimensions than elsewhere"),
+        (_with_columns_outside_rows, "the rows are not the outer dimensions"),
         (_with_scales, "s has some of the dimensions of rows whose blocks it reduces"),
     ],
 )

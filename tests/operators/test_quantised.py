@@ -68,6 +68,7 @@ def _formats() -> dict[str, quant.Format]:
         "row e5m2": quant.PerRow(torch.float8_e5m2),
         "block": quant.PerBlock(),
         "block int8": quant.PerBlock(16, torch.int8),
+        "block columns": quant.PerBlock(64, column_major=True),
         "static": quant.Static(torch.tensor(0.004, device=DEVICE)),
         "static int8": quant.Static(torch.tensor([0.01], device=DEVICE), torch.int8),
         "static fp16": quant.Static(torch.tensor(1.3e-5, device=DEVICE).half()),
@@ -105,6 +106,8 @@ def _assert_quantised(values: Tensor, scales: Tensor, exact: Tensor, form: quant
         expected = (blocks.abs().amax(-1, keepdim=True) / largest).clamp(min=1e-12)
         if isinstance(form, quant.PerBlock):
             expected = expected.squeeze(-1)
+            strides = (1, ROWS) if form.column_major else (expected.shape[-1], 1)
+            assert scales.stride() == strides
         torch.testing.assert_close(scales.double(), expected, rtol=slack, atol=0)
     if isinstance(form, quant.PerBlock):
         scales = scales.repeat_interleave(form.size, -1)
@@ -138,8 +141,11 @@ def test_values_and_scales(function: Callable[..., Any], name: str, dtype: torch
 
 @kernels
 @pytest.mark.parametrize("function", _FUNCTIONS)
-def test_blocks_of_one_dimension_are_those_of_one_row(function: Callable[..., Any]) -> None:
-    tensors, form = _tensors(torch.float32), quant.PerBlock(64)
+@pytest.mark.parametrize("column_major", [False, True])
+def test_blocks_of_one_dimension_are_those_of_one_row(
+    function: Callable[..., Any], column_major: bool
+) -> None:
+    tensors, form = _tensors(torch.float32), quant.PerBlock(64, column_major=column_major)
     expected = function(tensors | {name: tensors[name][1:2] for name in "xz"}, quantize=form)
     with launch.record() as names:
         results = function(tensors | {name: tensors[name][1] for name in "xz"}, quantize=form)
@@ -185,9 +191,9 @@ def test_torch_compile_has_one_graph(function: Callable[..., Any]) -> None:
 
 def test_without_kernels_the_function_runs_in_pytorch() -> None:
     tensors = {name: tensor.cpu() for name, tensor in _tensors(torch.float32).items()}
-    values, scales = _rms_norm(tensors, quantize=quant.PerRow())
     exact = F.rms_norm(tensors["x"].double(), (COLS,), tensors["w"].double() + 1, _EPS)
-    _assert_quantised(values, scales, exact, quant.PerRow())
+    for form in (quant.PerRow(), quant.PerBlock(column_major=True)):
+        _assert_quantised(*_rms_norm(tensors, quantize=form), exact, form)
 
 
 _X = torch.randn(ROWS, COLS)
@@ -199,6 +205,11 @@ _ROW = quant.PerRow()
     [
         (lambda: quant.PerRow(torch.uint8), TypeError, "dtype must be one of"),
         (lambda: quant.PerBlock(12), ValueError, "size must be 8, 16, 32 or so on, got 12"),
+        (
+            lambda: quant.PerBlock(column_major="columns"),  # type: ignore[arg-type]
+            TypeError,
+            "column_major must be a bool, got str",
+        ),
         (lambda: quant.Static(torch.ones(2)), ValueError, "scale has shape (2,)"),
         (lambda: quant.Static(1.0), TypeError, "scale must be a floating-point tensor"),  # type: ignore[arg-type]
         (
