@@ -660,8 +660,9 @@ class Emitter:
         (reduced, *_) = node.args
         value = self.wide(reduced)
         if node.op == "sum" and self.has_blocks(reduced):
-            # Each number is repeated, and its share is exact: a block has a power of two columns.
-            value = f"{value} * {1 / self.structure.block}"
+            # Each number is repeated along its block, and only the first column is added: the sum
+            # of equal shares, added one by one, would have a rounding error for each column.
+            value = f"tl.where(cols % {self.structure.block} == 0, {value}, 0)"
         if node.op == "pick":
             index = column_index(self.structure, node.attrs[0][0])
             return f"tl.where({index} == {self.value(node.args[1])}, {value}, 0)"

@@ -375,7 +375,18 @@ def _is_stat(structure: Structure, node: Node) -> bool:
         return False
     if not node.args or node.axes != set(structure.rows):
         return False
-    return _has_reduction(node)
+    return _has_reduction(node) and not _is_largest_of_sums(structure, node)
+
+
+def _is_largest_of_sums(structure: Structure, node: Node) -> bool:
+    """Whether this is the largest of values that depend on sums over blocks of a row.
+
+    A backward finds the largest value by comparing all with it. It computes sums over blocks again,
+    perhaps in another order, so it has to compute their largest value again, too.
+    """
+    sums = filter(lambda inner: inner.op == "sum", reachable([node]))
+    inner = structure.inner
+    return node.op == "amax" and bool(inner) and inner in [one.attrs[0] for one in sums]
 
 
 def _has_reduction(node: Node) -> bool:

@@ -112,6 +112,34 @@ def test_numbers_of_blocks_with_rows_inside(shape: tuple[int, int], dims: tuple[
     check(sample, rowwise(sample), sample.tensors(torch.float32, DEVICE))
 
 
+def test_backward_finds_the_largest_among_its_own_sums() -> None:
+    """The forward's sums may have been added in another order, so that no sum equals its largest.
+
+    The interpreter adds in one order, so the test reads the source.
+    """
+    x, w = torch.randn(5, 768, device=DEVICE), torch.rand(768, device=DEVICE)
+    source = fusedops.rowwise(lambda x, w: _softmax_of_blocks(x, w, 256)).source(x, w)
+    _, backward = source.split("def backward_kernel")
+    assert "= largest(" in backward
+
+
+@kernels
+@pytest.mark.parametrize("cols", [64, 384])
+def test_sum_over_blocks_adds_each_number_once(cols: int) -> None:
+    """Equal shares of a number in each column would each be rounded, here to zero."""
+
+    @fusedops.rowwise(strict=True)
+    def scaled(x: Tensor, number: Tensor) -> Tensor:
+        blocks = x.unflatten(-1, (-1, 32))
+        return blocks.amax(-1) / x.amax(-1, keepdim=True) * number
+
+    x = torch.ones(1, cols, device=DEVICE)
+    number = torch.ones(1, device=DEVICE, requires_grad=True)
+    least = torch.full((1, cols // 32), 2.0**-149, device=DEVICE)
+    (gradient,) = torch.autograd.grad(scaled(x, number), number, least)
+    assert gradient.item() == cols // 32 * 2.0**-149
+
+
 @kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes(dtype: torch.dtype) -> None:
