@@ -35,6 +35,8 @@ __all__ = [
     "qk_norm_rotary_partial",
     "rms_norm_to_fp8",
     "rms_norm_to_fp8_by_hand",
+    "router",
+    "router_weights",
     "soft_capped_softmax",
     "swiglu_norm",
     "swiglu_to_fp8_blocks",
@@ -230,6 +232,17 @@ def soft_capped_softmax(scores: Tensor, mask: Tensor) -> Tensor:
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """Computes the cross-entropy of each row."""
     return F.cross_entropy(logits, target, reduction="none")
+
+
+def router(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the eight experts of each token and their weights, as in Qwen3-MoE (2025)."""
+    weights, indices = logits.float().softmax(-1).topk(8, dim=-1)
+    return weights / weights.sum(-1, keepdim=True), indices
+
+
+def router_weights(function: Callable[..., Any], logits: Tensor) -> Tensor:
+    """Returns the router's weights, which have a gradient, and not the indices."""
+    return function(logits)[0]
 
 
 # --- quantised results ----------------------------------------------------------------------------

@@ -32,6 +32,7 @@ class Sizes:
         head: the columns of a head.
         scores: the length of a row of attention weights.
         vocabulary: the classes of the cross-entropy.
+        experts: tokens and experts of a router.
         quantised: rows and columns of quantised norms, of quantised norms of sums, and of quantised
             gated units.
     """
@@ -44,6 +45,7 @@ class Sizes:
     head: int
     scores: int
     vocabulary: int
+    experts: tuple[int, int]
     quantised: tuple[tuple[Shape, ...], ...]
 
     @property
@@ -66,6 +68,7 @@ FULL = Sizes(
     head=64,
     scores=1024,
     vocabulary=128_256,
+    experts=(16384, 128),
     quantised=(((4096, 16384), (8192, 4096)), ((8192, 4096), (8192, 7168)), ((8192, 14336),)),
 )
 TINY = Sizes(
@@ -77,6 +80,7 @@ TINY = Sizes(
     head=16,
     scores=24,
     vocabulary=40,
+    experts=(6, 24),
     quantised=(((6, 384),),) * 3,
 )
 
@@ -172,6 +176,7 @@ def workloads(names: Sequence[str] = (), sizes: Sizes = FULL) -> list[Workload]:
         *_heads(sizes),
         *_queries_and_keys(sizes),
         *_scores(sizes),
+        *_routers(sizes),
         *_quantised(sizes),
     ]
     if not names:
@@ -392,6 +397,22 @@ def _scores(sizes: Sizes) -> Iterator[Workload]:
             Argument((rows,), "target", trained=False, classes=classes),
         ),
         elements=_elements(rows * classes, 2 * rows * classes),
+    )
+
+
+def _routers(sizes: Sizes) -> Iterator[Workload]:
+    """Yields a router with eight weights for each token, of two elements of 16 bits each.
+
+    The forward writes indices, too, of four elements each.
+    """
+    rows, cols = sizes.experts
+    yield Workload(
+        name="router",
+        function=functions.router,
+        shape=(rows, cols),
+        arguments=_floats((rows, cols)),
+        elements=_elements(rows * (cols + 6 * 8), rows * (2 * cols + 2 * 8)),
+        caller=functions.router_weights,
     )
 
 

@@ -87,6 +87,7 @@ _OF_EXACT = COMPARISONS | {
     "fmod",
     "maximum",
     "minimum",
+    "ordinal",
     "quotient",
     "rint",
     "sign",

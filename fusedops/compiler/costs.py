@@ -41,6 +41,7 @@ _INSTRUCTIONS = {
     "power": 60,
     "xlogy": 8,
     "fmod": 20,
+    "ordinal": 4,
     "sin": 20,
     "cos": 20,
     "erf": 20,

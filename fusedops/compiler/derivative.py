@@ -457,6 +457,7 @@ _RULES: dict[str, _Rule] = {
     "rint": _nothing,
     "constant_to_gradients": _nothing,
     "detached": _nothing,
+    "of_ordinal": _nothing,
     "add": lambda graph, node, g: (g, g),
     "sub": lambda graph, node, g: (g, graph.unary("neg", g)),
     "mul": lambda graph, node, g: (_mul(graph, g, node.args[1]), _mul(graph, g, node.args[0])),

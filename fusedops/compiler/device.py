@@ -221,6 +221,35 @@ def largest(x):
 
 
 @triton.jit
+def ordinal(x):
+    """Return integers that are in the order of numbers, from the least to infinity and NaN.
+
+    These are the numbers' bits, which for negative numbers are complemented without the sign. The
+    least and the largest integer belong to no number.
+    """
+    if x.dtype == tl.float64:
+        bits = x.to(tl.int64, bitcast=True)
+        index = bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+        return tl.where(x == x, index, 0x7FFFFFFFFFFFFFFE)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        index = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        return tl.where(x == x, index, 0x7FFFFFFE)
+
+
+@triton.jit
+def of_ordinal(index, WIDE: tl.constexpr):
+    """Return the numbers that have these ordinals, in fp64 if ``WIDE``, else in fp32."""
+    if WIDE:
+        bits = index ^ ((index >> 63) & 0x7FFFFFFFFFFFFFFF)
+        return bits.to(tl.float64, bitcast=True)
+    else:
+        bits = index.to(tl.int32)
+        bits ^= (bits >> 31) & 0x7FFFFFFF
+        return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _in_blocks(x, BLOCK: tl.constexpr):
     """Return a tile with a dimension for the columns of each block."""
     return tl.reshape(x, (x.shape[0], x.shape[1] // BLOCK, BLOCK))

@@ -28,6 +28,7 @@ from .addresses import Addresses, Sliced, Spacings
 from .axes import Label
 from .costs import is_compute_bound
 from .identifiers import Identifiers
+from .integers import Ranges
 from .ir import (
     BINARY,
     COMPARISONS,
@@ -190,6 +191,7 @@ class Emitter:
         self.named: dict[Node, str] = {}
         self.stores_after: dict[Node, list[Callable[[], None]]] = {}
         self.computed: set[Node] = set()
+        self.ranges = Ranges(plan.structure.sizes, plan.structure.columns)
         self.inexact: Collection[Node] = ()
         self.narrow: Collection[Node] = ()
         self._literals: set[str] = set()  # the texts of values that are written as numbers
@@ -547,10 +549,20 @@ class Emitter:
         """
         arguments = self._arguments(node)
         names = [self._argument(node, argument) for argument in arguments]
+        if node.kind == "int" and not self.ranges.are_narrow(node):
+            names = list(map(self._in_64_bits, arguments, names))
         if node.op == "where" or not self._literals.issuperset(names):
             return names
         kinds = [argument.kind for argument in arguments]
         return list(map(filled, names, kinds))
+
+    def _in_64_bits(self, argument: Node, name: str) -> str:
+        """Return an argument of an integer of 64 bits."""
+        is_short = name not in self._literals and self.ranges.are_narrow(argument)
+        return f"{name}.to(tl.int64)" if is_short else name
+
+    def _type_of(self, node: Node) -> str:
+        return "tl.int32" if self.ranges.are_narrow(node) else KINDS[node.kind]
 
     def _argument(self, node: Node, argument: Node) -> str:
         """Return the name of an argument, as a tile of the columns that the value has."""
@@ -560,16 +572,16 @@ class Emitter:
         return self._spread_name(argument, name)
 
     def _cast(self, node: Node, args: Sequence[str]) -> str:
-        value = args[0]
+        value, dtype = args[0], self._type_of(node)
         if node.kind == "bool":
             return f"{value} != 0"
-        if node.attrs:
+        if node.attrs and f"tl.{node.attrs[0]}" != dtype:
             (name,) = node.attrs
             # PyTorch casts floats to unsigned integers in two steps: a negative number wraps.
             if node.args[0].kind == "float" and name == "uint8":
                 value = f"{value}.to(tl.int64)"
             value = f"{value}.to(tl.{name})"
-        return f"{value}.to({KINDS[node.kind]})"
+        return f"{value}.to({dtype})"
 
     def _round(self, node: Node, args: Sequence[str]) -> str:
         return self._rounded_to(node, node.attrs[0], args[0])
@@ -598,7 +610,7 @@ class Emitter:
         # For two numbers Triton's result is in fp32, whatever ACC is, or in int32, in which later
         # products could overflow.
         if node.kind != "bool" and self._literals.issuperset(args[1:]):
-            text += f".to({KINDS[node.kind]})"
+            text += f".to({self._type_of(node)})"
         return text
 
     def _quotient(self, node: Node, args: Sequence[str]) -> str:
@@ -636,6 +648,14 @@ class Emitter:
             return f"{args[0]} * -1.0"
         return f"-{args[0]}"
 
+    def _ordinal(self, node: Node, args: Sequence[str]) -> str:
+        value = f"{as_tensor(args[0])}.to(tl.{node.attrs[0]})"
+        return f"ordinal({value})"
+
+    def _of_ordinal(self, node: Node, args: Sequence[str]) -> str:
+        is_wide = node.attrs == ("float64",)
+        return f"of_ordinal({args[0]}, {is_wide}).to(ACC)"
+
     def _device_call(self, node: Node, args: Sequence[str]) -> str:
         """Return a call of a function of two numbers; the second may be an attribute."""
         if node.kind != "float":
@@ -668,7 +688,8 @@ class Emitter:
             return f"tl.where({index} == {self.value(node.args[1])}, {value}, 0)"
         if not self._is_padded():
             return value
-        return f"tl.where(in_cols, {value}, {neutral(node.op, node.kind)})"
+        kind = "narrow" if self.ranges.are_narrow(node) else node.kind
+        return f"tl.where(in_cols, {value}, {neutral(node.op, kind)})"
 
     def _is_padded(self) -> bool:
         """Whether a tile may have more columns than the row: blocks are powers of two, from 16.
@@ -723,7 +744,7 @@ class Emitter:
         if axis in self.structure.columns:
             of_blocks = self.has_blocks(node)
             self.addresses.blocks |= of_blocks
-            return f"{column_index(self.structure, axis, of_blocks=of_blocks)}.to(tl.int64)"
+            return column_index(self.structure, axis, of_blocks=of_blocks)
         return self.addresses.index_of_row(axis)
 
     def _keep(self, node: Node, args: Sequence[str]) -> str:
@@ -841,7 +862,7 @@ class Emitter:
         """Return an element of each row; zero if its index is out of range."""
         source, index_node = node.args
         (number, part) = source.attrs
-        index = self.named[index_node]
+        index = self._in_64_bits(index_node, self.named[index_node])
         operand = self.structure.inputs[number]
         if index_node.op == "const" and not self.addresses.varies_by_row(operand):
             # The address depends on the index alone. It has to be a block, because the mask is one.
@@ -892,6 +913,8 @@ _METHODS: dict[str, Callable[[Emitter, Node, Sequence[str]], str]] = {
     "div_rn": Emitter._device_call,
     "exp": Emitter._exponential,
     "fmod": Emitter._device_call,
+    "of_ordinal": Emitter._of_ordinal,
+    "ordinal": Emitter._ordinal,
     "pow": Emitter._device_call,
     "power": Emitter._device_call,
     "xlogy": Emitter._device_call,

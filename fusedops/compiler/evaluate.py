@@ -69,6 +69,8 @@ _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
     "ne": torch.ne,
 }
 _DTYPES = {"int": torch.int64, "bool": torch.bool}
+# The integers that floats have for their bits, and the largest of them.
+_INTEGERS = {"float32": (torch.int32, 2**31 - 1), "float64": (torch.int64, 2**63 - 1)}
 
 
 def part_of(structure: Structure, operand: Operand, tensor: Tensor, part: Part) -> Tensor:
@@ -235,6 +237,16 @@ class _Evaluation:
     def _rounded(self, node: Node, args: list[Tensor]) -> Tensor:
         return args[0].to(getattr(torch, node.attrs[0])).to(self.dtype)
 
+    def _ordinal(self, node: Node, args: list[Tensor]) -> Tensor:
+        integers, most = _INTEGERS[node.attrs[0]]
+        value = args[0].to(getattr(torch, node.attrs[0]))
+        return torch.where(value.isnan(), most - 1, _places(value.view(integers), most)).long()
+
+    def _of_ordinal(self, node: Node, args: list[Tensor]) -> Tensor:
+        integers, most = _INTEGERS[node.attrs[0]]
+        bits = _places(args[0].to(integers), most)
+        return bits.view(getattr(torch, node.attrs[0])).to(self.dtype)
+
     def _instead(self, node: Node, args: list[Tensor]) -> Tensor:
         # `derived_of` leaves out the second argument, unless the first is detached or a constant.
         if len(args) == 1:
@@ -285,6 +297,8 @@ _METHODS: dict[str, Callable[[_Evaluation, Node, list[Tensor]], Tensor]] = {
     "cast": _Evaluation._cast,
     "round": _Evaluation._round,
     "rounded": _Evaluation._rounded,
+    "ordinal": _Evaluation._ordinal,
+    "of_ordinal": _Evaluation._of_ordinal,
     "instead": _Evaluation._instead,
     "root": _Evaluation._root,
     "pow": _Evaluation._pow,
@@ -293,6 +307,11 @@ _METHODS: dict[str, Callable[[_Evaluation, Node, list[Tensor]], Tensor]] = {
     "sum": _Evaluation._sum,
     "amax": _Evaluation._amax,
 }
+
+
+def _places(bits: Tensor, most: int) -> Tensor:
+    """Return the ordinals of numbers from their bits, or their bits from the ordinals."""
+    return torch.where(bits < 0, bits ^ most, bits)
 
 
 def _instead(value: Tensor, substitute: Tensor) -> Tensor:

@@ -232,6 +232,9 @@ class _Checker:
             _require(set(over) <= set(self.fields["columns"]), "reduction")
             return axes - set(over)
         _require(all(map(_is_attribute, attrs)), "attributes")
+        if op in ("ordinal", "of_ordinal"):
+            _require(attrs in (["float32"], ["float64"]), "attributes")
+            _require(kind == ("int" if op == "ordinal" else "float"), "kind")
         if op == "pow":
             (exponent,) = attrs
             _require(type(exponent) is float, "exponent")

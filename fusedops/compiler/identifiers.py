@@ -41,6 +41,8 @@ _OWN = (
     "largest",
     "log1p",
     "negative_zero",
+    "of_ordinal",
+    "ordinal",
     "power",
     "rint",
     "row_of_table",

@@ -80,6 +80,8 @@ UNARY = frozenset(
         "rint",
         "not",
         "isnan",
+        "ordinal",
+        "of_ordinal",
     }
 )
 BINARY = frozenset(
@@ -112,6 +114,7 @@ _WITHOUT_GRADIENTS = ("constant_to_gradients", "detached")
 # If an argument of one of these operators is constant along a row, it moves out of a `pick`.
 _PICKED_BY_ARGUMENT = ("add", "sub", "mul")
 _NUMBER = operator.attrgetter("number")
+_ARGUMENTS = operator.attrgetter("args")
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,16 +223,20 @@ class Graph:
         """Return one element of each row, by its index.
 
         Terms and factors that are constant along a row stay outside: ``pick(x - mean)`` is
-        ``pick(x) - mean``.
+        ``pick(x) - mean``. What is computed of inputs is computed of their elements, which are
+        loaded: ``pick(sigmoid(x))`` is ``sigmoid(pick(x))``.
         """
         over = set(axes)
         if x.axes.isdisjoint(over):
             return x
         if x.op == "neg":
             return self.unary("neg", self.pick(x.args[0], index, over))
-        if x.op in _PICKED_BY_ARGUMENT and _has_constant(x.args, over):
-            first, second = [self.pick(arg, index, over) for arg in x.args]
-            return self.binary(x.op, first, second)
+        is_term = x.op in _PICKED_BY_ARGUMENT and _has_constant(x.args, over)
+        if is_term or (x.args and _is_of_inputs(x, over)):
+            arguments = [self.pick(arg, index, over) for arg in x.args]
+            if x.op in BINARY:
+                return self.binary(x.op, *arguments)
+            return self.make(x.op, *arguments, attrs=x.attrs, kind=x.kind)
         picked = (tuple(sorted(over & x.axes)),)
         remaining = (x.axes | index.axes) - over
         return self.make("pick", x, index, attrs=picked, axes=remaining, kind=x.kind)
@@ -286,6 +293,15 @@ def is_below_largest(node: Node) -> bool:
 def _has_constant(args: Iterable[Node], axes: Set[int]) -> bool:
     """Whether one of the values does not vary along axes."""
     return any(arg.axes.isdisjoint(axes) for arg in args)
+
+
+def _is_of_inputs(node: Node, axes: Set[int]) -> bool:
+    """Whether a value along axes is computed element by element of inputs and of numbers."""
+    computed = reachable([node], lambda inner: inner.axes.isdisjoint(axes), _ARGUMENTS)
+    along = [inner for inner in computed if not inner.axes.isdisjoint(axes)]
+    return all(
+        inner.op == "input" or (inner.args and inner.op not in REDUCTIONS) for inner in along
+    )
 
 
 def _axes_of(args: Iterable[Node]) -> frozenset[int]:

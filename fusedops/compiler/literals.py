@@ -14,12 +14,15 @@ __all__ = ["KINDS", "as_tensor", "filled", "in_fp32", "literal", "neutral"]
 # Triton's dtype of each kind of values.
 KINDS = {"float": "ACC", "int": "tl.int64", "bool": "tl.int1"}
 # The largest element of an empty row.
-_LEAST = {"float": 'float("-inf")', "int": str(-(2**63))}
+_LEAST = {"float": 'float("-inf")', "int": str(-(2**63)), "narrow": str(-(2**31))}
 _NAME = re.compile(r"[^\W\d]\w*")
 
 
 def neutral(op: str, kind: str) -> str:
-    """Return the number that changes no result of a reduction: its start, and the padding."""
+    """Return the number that changes no result of a reduction: its start, and the padding.
+
+    The kind "narrow" is that of integers of 32 bits.
+    """
     return _LEAST[kind] if op == "amax" else "0"
 
 

@@ -182,7 +182,7 @@ def _candidates(
     structure: Structure, roots: list[Node], also_saved: Collection[int]
 ) -> list[tuple[Alternative, Parts, torch.dtype | None]]:
     """Return all choices of what is saved: nothing, or one whole tensor of the forward."""
-    forward = reachable(nodes_of(structure.results))
+    forward = _forward(structure)
     nothing = Alternative("", *_cost(structure, forward, roots, {}, None, also_saved))
     candidates: list[tuple[Alternative, Parts, torch.dtype | None]] = [(nothing, {}, None)]
     for parts, dtype in structure.values:
@@ -264,13 +264,23 @@ def _completed(
     return replace(plan, stats=tuple(stats), saved_inputs=tuple(saved))
 
 
+def _forward(structure: Structure) -> set[Node]:
+    """Return the values that a forward can save.
+
+    Among them are the indices of elements of which only the gradient is picked by an index.
+    """
+    results = nodes_of(structure.results)
+    picks = [node for node in topological(results) if node.op == "pick"]
+    return reachable([*results, *itertools.chain(*[pick.args[1].args for pick in picks])])
+
+
 def _stats(structure: Structure, roots: list[Node], intermediate: set[Node]) -> list[Node]:
     """Return the numbers of each row that a backward reads.
 
     A number that only other saved numbers are computed from is not among them: the backward reads
     ``rstd = rsqrt(variance + eps)``, and needs the variance for nothing else.
     """
-    forward = reachable(nodes_of(structure.results))
+    forward = _forward(structure)
     stats = {node for node in forward if _is_stat(structure, node)}
     saved = intermediate | stats
     read = stats & reachable(roots, saved.__contains__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from .axes import AxisError, Label
@@ -16,7 +16,16 @@ from .errors import NotRowwiseError
 from .ir import REDUCTIONS, Node, topological
 from .numbering import Numbering
 from .parts import Parts
-from .structure import MOST_PARTS, Operand, Structure, inner_of, nodes_of, within, without
+from .structure import (
+    MOST_NUMBERS,
+    MOST_PARTS,
+    Operand,
+    Structure,
+    inner_of,
+    nodes_of,
+    within,
+    without,
+)
 from .traced import TWICE, Traced, Value, twice
 
 __all__ = ["structured"]
@@ -74,10 +83,6 @@ class _Structuring:
         self._join_columns()
         self._check_dimensions()
         self.numbering = Numbering(traced, self.nodes, self.used)
-        widest = max(self.nodes, key=self.numbering.count_of_parts)
-        count = self.numbering.count_of_parts(widest)
-        if count > MOST_PARTS:
-            raise self._refused(f"rows are taken apart into more than {MOST_PARTS} parts", widest)
 
     def result(self) -> Structure:
         """Return the structure, after checks of its operands."""
@@ -86,6 +91,7 @@ class _Structuring:
         inputs = [self._operand(value, value.node.names[0]) for value in traced.inputs]
         outputs = self._outputs()
         rows, columns = self._rows_and_columns()
+        self._check_parts(columns)
         self._check(inputs, outputs, rows, columns)
         parts = Parts(traced, numbering, columns)
         fixed = numbering.of(itertools.chain(*traced.fixed))
@@ -132,6 +138,15 @@ class _Structuring:
 
     # --- checks -----------------------------------------------------------------------------------
 
+    def _check_parts(self, columns: Label) -> None:
+        """Raise if a value has too many parts."""
+        numbering = self.numbering
+        for node in self.nodes:
+            has_columns = not set(columns).isdisjoint(numbering.of(node.axes))
+            most = MOST_PARTS if has_columns else MOST_NUMBERS
+            if numbering.count_of_parts(node) > most:
+                raise self._refused(f"rows are taken apart into more than {most} parts", node)
+
     def _check_dimensions(self) -> None:
         """Raise if two dimensions of a value became the same axis.
 
@@ -168,7 +183,7 @@ class _Structuring:
         over = self._reductions_of_parts()
         inner = inner_of(over.values(), columns)
         for node, axes in over.items():
-            if set(axes) == set(columns):
+            if not axes or set(axes) == set(columns):
                 continue
             is_over_blocks = axes == inner and node.op != "pick"
             outer = tuple(without(columns, inner))
@@ -272,10 +287,11 @@ class _Structuring:
         self._join_reduced()
 
     def _join_reduced(self) -> None:
-        """Unify reduced dimensions with the last dimensions of inputs, and with each other."""
+        """Unify reduced dimensions with the last dimensions of tensors, and with each other."""
         axes = self.traced.axes
         reduced = dict.fromkeys([node.attrs[0] for node in self._reducing()])
-        last_labels = [value.labels[-1] for value in self.used if value.labels]
+        tensors = [*self.used, *self.traced.outputs]
+        last_labels = [value.labels[-1] for value in tensors if value.labels]
         for over, label in itertools.product(reduced, last_labels):
             self._join(axes.leaves_of(over), axes.leaves(label))
         # Blocks of two inputs' rows: these are split into the same blocks.
@@ -303,11 +319,21 @@ class _Structuring:
         have_common_axis = not set(first).isdisjoint(second)
         if have_common_axis or axes.size(first) != axes.size(second):
             return
+        # Axes that elements are picked along are not unrolled.
+        for one, other in ((first, second), (second, first)):
+            if self._is_of(one, ("pick",)) and self._is_of(other, ("select", "stack")):
+                return
         for node in self.nodes:
             axes_of_node = set(axes.leaves_of(node.axes))
             if axes_of_node & set(first) and axes_of_node & set(second):
                 return
         axes.unify(first, second)
+
+    def _is_of(self, label: Label, ops: Collection[str]) -> bool:
+        """Whether one of these operators selects, stacks or picks along axes."""
+        axes = self.traced.axes
+        over = [node.attrs[0] for node in self.nodes if node.op in ops]
+        return not set(label).isdisjoint(axes.leaves_of(itertools.chain(*over)))
 
     # --- rows and columns -------------------------------------------------------------------------
 

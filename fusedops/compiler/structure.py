@@ -25,6 +25,7 @@ from .ir import REDUCTIONS, Graph, Node, topological
 
 __all__ = [
     "MOST_COLUMNS_READ_TWICE",
+    "MOST_NUMBERS",
     "MOST_PARTS",
     "Operand",
     "Part",
@@ -38,8 +39,10 @@ __all__ = [
 
 # A part of a row: pairs of an unrolled axis and an index along it.
 Part = tuple[tuple[int, int], ...]
-# The most parts of a row: more are too much code.
+# The most parts of a row, and of numbers of a row, such as its largest elements: more are too much
+# code.
 MOST_PARTS = 16
+MOST_NUMBERS = 32
 # The most columns of a row that is read twice to avoid cancellation: see `Parts._sum`. The second
 # pass over longer rows takes too long.
 MOST_COLUMNS_READ_TWICE = 16384

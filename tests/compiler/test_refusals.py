@@ -45,10 +45,6 @@ def sorted_(x: Tensor) -> Tensor:
     return x.sort(-1).values  # here
 
 
-def largest_two(x: Tensor) -> Tensor:
-    return x.topk(2).values  # here
-
-
 def batch_norm(x: Tensor) -> Tensor:
     y = x + 1
     return F.batch_norm(y, None, None, training=True)  # here
@@ -242,7 +238,6 @@ REFUSED: dict[Callable[..., Any], str] = {
     reversed_gradient: "Reversed is a torch.autograd.Function",
     cumulated: "cumsum|each column depends on those before it",
     sorted_: "sort",
-    largest_two: "topk|sort",
     batch_norm: "BatchNorm mixes rows",
     matrix_product: "matrix product|matmul|mm",
     linear: "linear|matrix product",

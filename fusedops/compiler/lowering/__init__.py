@@ -11,6 +11,7 @@ from . import functions as functions
 from . import losses as losses
 from . import norms as norms
 from . import reductions as reductions
+from . import selections as selections
 from . import shapes as shapes
 from .common import TABLE
 
@@ -22,9 +23,7 @@ REFUSED: dict[str, str] = {
         ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"),
         "each column depends on those before it",
     ),
-    **dict.fromkeys(
-        ("sort", "topk", "kthvalue", "median", "argsort", "unique"), "it sorts columns"
-    ),
+    **dict.fromkeys(("sort", "kthvalue", "median", "argsort", "unique"), "it sorts columns"),
     **dict.fromkeys(
         (
             "native_batch_norm",
@@ -73,8 +72,8 @@ REFUSED: dict[str, str] = {
     ),
     **dict.fromkeys(
         ("index", "index_select", "embedding", "_unsafe_index"),
-        "indexing with a tensor reads other rows or columns; index before the call, or take a "
-        "column of each row with gather",
+        "indexing with a tensor reads other rows or columns; index before the call, or take "
+        "columns of each row with gather",
     ),
     **dict.fromkeys(
         ("index_put", "index_put_", "index_fill_", "slice_scatter", "scatter", "scatter_"),

@@ -199,7 +199,7 @@ def _is_exact(node: Node) -> bool:
     return node.op in _SELECTING and all(map(_is_exact, node.args))
 
 
-def _as_represented(r: Any, value: Value) -> Value:
+def as_represented(r: Any, value: Value) -> Value:
     """A value as its dtype represents it.
 
     One value of a comparison may be saved, and read back in its dtype, while the other one has all
@@ -222,7 +222,7 @@ def _compare(op: str) -> Lower:
     def lower(r: Any, out: Any, x: Any, y: Any) -> Value:
         check_computes(x, y)
         x, y = _in_dtype_of_tensor(r, [as_value(r, value) for value in (x, y)])
-        x, y = _as_represented(r, x), _as_represented(r, y)
+        x, y = as_represented(r, x), as_represented(r, y)
         kind = promoted([x.node.kind, y.node.kind])
         result = pointwise(r, out, lambda a, b: r.graph.make(op, a, b), x, y, kind=kind)
         return Value(result.node, result.labels, torch.bool)

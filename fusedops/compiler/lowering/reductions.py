@@ -549,14 +549,11 @@ def _logsumexp(r: Any, out: Any, x: Value, dim: Any, keepdim: bool = False) -> V
     return Value(graph.make("instead", result, gradient), labels, out.dtype)
 
 
-@lowers("gather")
 def gather(r: Any, out: Any, x: Value, dim: int, index: Value, **_: Any) -> Value:
     """One column of each row, by its number."""
     if not x.labels:
         raise NotRowwiseError("gather from a number")
     dim %= len(x.labels)
-    if index.labels[dim]:
-        raise NotRowwiseError("gather takes more than one column of a row")
     # The rows of both; the picked dimension is that of the index.
     rows = [() if d == dim else label for d, label in enumerate(x.labels)]
     labels = joined(r, tuple(rows), index.labels)

@@ -170,10 +170,11 @@ def _part(
         part_label, axis = _split_label(r, label, (inner, count))
     else:
         axis, part_label = _split_label(r, label, (count, inner))
-    return _select_node(r, x.node, axis, position), part_label
+    return selected_part(r, x.node, axis, position), part_label
 
 
-def _select_node(r: Any, node: Node, axis: Label, position: int) -> Node:
+def selected_part(r: Any, node: Node, axis: Label, position: int) -> Node:
+    """One part of a value along an axis, which is unrolled."""
     leaves = r.axes.leaves_of(node.axes)
     remaining_axes = frozenset(leaves) - set(axis)
     if len(remaining_axes) == len(leaves):  # all its parts are the same
@@ -229,7 +230,7 @@ def _columns(r: Any, x: Value, dim: int, first: int, count: int) -> tuple[Node, 
     nodes = [node for node, _ in pieces]
     _, part_label = pieces[0]
     axis = r.axes.new(len(nodes))
-    return _stack_node(r, nodes, axis, x.node.kind), (*axis, *part_label)
+    return stacked_parts(r, nodes, axis, x.node.kind), (*axis, *part_label)
 
 
 def _too_many(parts: int) -> str:
@@ -347,10 +348,11 @@ def _stacked(r: Any, values: Sequence[Value], kind: str) -> tuple[Node, tuple[La
     if axis is None or not varying.isdisjoint(r.axes.leaves(axis)):
         axis = r.axes.new(len(values))
     nodes = [as_kind(r, value.node, kind) for value in values]
-    return _stack_node(r, nodes, axis, kind), labels, axis
+    return stacked_parts(r, nodes, axis, kind), labels, axis
 
 
-def _stack_node(r: Any, nodes: Sequence[Node], axis: Label, kind: str) -> Node:
+def stacked_parts(r: Any, nodes: Sequence[Node], axis: Label, kind: str) -> Node:
+    """Values as the parts of one value along an axis, which is unrolled."""
     axes = _varying(r, nodes) | set(axis)
     return r.graph.make("stack", *nodes, attrs=(axis,), axes=axes, kind=kind)
 
