@@ -53,6 +53,9 @@ _BASE_COLUMNS = ("eager", "backend", "compile")
 _OURS_ALONE = {"backend": "`fusedops.compile`", "fused": "`fuse_model` alone"}
 _MODE_TITLES = {
     "train": "## Training step\n\nForward and backward, bf16 autocast over fp32 weights, dropout on.",
+    "train_bf16": "## Training step with bf16 weights\n\nForward and backward, without autocast.",
+    "lora": "## Training step with LoRA\n\nForward and backward, bf16 autocast. The weights are bf16 and frozen; all linear "
+    "layers of the blocks have adapters of rank 16 by PEFT, in fp32.",
     "generate": "## Generation\n\n64 tokens, greedy, after prompts of 64, with `no_repeat_ngram_size=3`, bf16 weights.",
     "infer": "## Inference\n\nThe forward in evaluation mode, without gradients, bf16 weights.",
     "prefill": "## Prefill\n\nThe forward of prompts, without gradients, with the logits of each prompt's last token alone; a "
@@ -273,12 +276,13 @@ def against_liger(path: Path) -> str:
 
     It has speed-ups over eager, the greatest in bold, and peak memory in GiB.
     """
+    labels = {"train": "", "train_bf16": ", bf16 weights", "lora": ", LoRA"}
     names = ("backend", "backend_loss", "fused", "fused_loss", "compile", "liger")
     lines = [
         "| model, batch | " + " | ".join(_NAMES[name] for name in names) + " |",
         "|---|" + "--:|" * len(names),
     ]
-    for workload, by_provider in _ordered(row for row in read(path) if row.mode == "train"):
+    for workload, by_provider in _ordered(row for row in read(path) if row.mode in labels):
         eager = by_provider.get("eager")
         if eager is None or "liger" not in by_provider:
             continue
@@ -291,7 +295,7 @@ def against_liger(path: Path) -> str:
                 speed_up = _bold(f"{eager.ms / row.ms:.2f}", when=row.ms == least)
                 cell = f"{speed_up}, {row.peak_mib / 1024:.1f} GiB"
             cells.append(cell)
-        lines.append(f"| {_named(workload)} | {' | '.join(cells)} |")
+        lines.append(f"| {_named(workload)}{labels[workload[1]]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

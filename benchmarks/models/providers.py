@@ -21,7 +21,7 @@ import fusedops
 from fusedops.backend.entry import backend
 
 from .text import Text
-from .workloads import Workload
+from .workloads import TRAINING, Workload
 
 __all__ = [
     "COMPILING",
@@ -77,8 +77,9 @@ def contender(name: str, workload: Workload, device: torch.device, text: Text) -
 def _step(
     model: nn.Module, workload: Workload, batch: dict[str, Any], device: torch.device
 ) -> Callable[[], object]:
-    if workload.mode == "train":
-        return lambda: _train(model, batch, device)
+    if workload.mode in TRAINING:
+        autocasts = workload.mode != "train_bf16"
+        return lambda: _train(model, batch, device, autocasts=autocasts)
     if workload.mode in ("infer", "prefill"):
         return lambda: _infer(model, batch)
     if workload.mode == "decode":
@@ -98,7 +99,7 @@ def applies(name: str, workload: Workload) -> bool:
         return workload.name in _WITH_LIGER and workload.mode != "generate"
     if name in _WITH_LOSS:
         is_decoder = str(workload.model.cls).endswith("ForCausalLM")
-        return is_decoder and workload.mode in ("train", "loss")
+        return is_decoder and workload.mode in (*TRAINING, "loss")
     if name in _WITH_OPERATORS:
         return hasattr(workload.model.cls, "use_operators")
     return True
@@ -121,16 +122,18 @@ def offered(workload: Workload) -> list[str]:
         excluded.add("compile_autotune")
     if workload.name != "dlrm":
         excluded |= set(_REPLAYING)
-    if workload.mode not in ("train", "infer"):
+    if workload.mode not in (*TRAINING, "infer"):
         excluded |= set(COMPILING)
     names = [name for name in PROVIDERS if name not in excluded]
     # Autotuning comes last.
     return sorted(names, key=lambda name: name == "compile_autotune")
 
 
-def _train(model: nn.Module, batch: dict[str, Any], device: torch.device) -> Tensor:
+def _train(
+    model: nn.Module, batch: dict[str, Any], device: torch.device, *, autocasts: bool
+) -> Tensor:
     model.zero_grad(set_to_none=True)
-    with torch.autocast(device.type, torch.bfloat16):
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocasts):
         loss: Tensor = model(**batch).loss
     loss.backward()
     return loss.detach()

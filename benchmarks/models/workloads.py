@@ -22,9 +22,10 @@ from .batches import Batch, Sizes
 from .text import EOS, PAD, TOKENS, Text
 from .written import DLRM, DiT, GatedDecoder, MetaLlama, NanoGPT
 
-__all__ = ["MODELS", "MODES", "Model", "Workload", "loss_workloads", "named", "workloads"]
+__all__ = ["MODELS", "MODES", "TRAINING", "Model", "Workload", "loss_workloads", "named", "workloads"]
 
-MODES = ("train", "generate", "infer", "prefill", "decode")  # in the order of measuring
+TRAINING = ("train", "train_bf16", "lora")
+MODES = (*TRAINING, "generate", "infer", "prefill", "decode")  # in the order of measuring
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Model:
             if that is not measured.
         caches: the number of sequences, and the places of their static cache, to generate one token
             of each; the most important first. Empty if that is not measured.
-        trains: whether a training step fits into a GPU's memory.
+        trains: whether training steps are measured.
+        in_bf16: whether training steps with bf16 weights, and with LoRA on them, are measured.
         decodes: whether the model has an encoder and a decoder. Without labels it then needs the
             decoder's inputs.
         cost: how long it compiles, as a multiple of the usual time.
@@ -68,6 +70,7 @@ class Model:
     prefills: tuple[Sizes, ...] = ()
     caches: tuple[Sizes, ...] = ()
     trains: bool = True
+    in_bf16: bool = False
     decodes: bool = False
     cost: float = 1.0
 
@@ -105,16 +108,20 @@ class Workload:
         return "x".join(map(str, self.sizes))
 
     def build(self, device: torch.device, seed: int = 0) -> nn.Module:
-        """Returns the model: in fp32 for training, otherwise in bf16 and in evaluation mode.
+        """Returns the model, with weights that the seed determines.
 
-        The seed determines the weights.
+        It is in training mode for training, and otherwise in evaluation mode. The weights are fp32
+        in the modes "train" and "loss", and bf16 in the others. Adapters of LoRA are fp32.
         """
         torch.manual_seed(seed)
         with device:
             model = self._new_model()
         if self.mode in ("train", "loss"):
             return model.to(device).train()
-        return model.to(device, torch.bfloat16).eval()
+        model.to(device, torch.bfloat16)
+        if self.mode == "lora":
+            _add_adapters(model)
+        return model.train(self.mode in TRAINING)
 
     def _new_model(self) -> nn.Module:
         options = self.model.options | (self.model.tiny if self.tiny else {})
@@ -154,6 +161,16 @@ class Workload:
 
     def __str__(self) -> str:
         return f"{self.name} {self.mode} {self.shape}"
+
+
+def _add_adapters(model: nn.Module) -> None:
+    """Adds adapters of LoRA to all linear layers of the blocks, and freezes all other weights."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    inject_adapter_in_model(LoraConfig(r=16, target_modules="all-linear"), model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()  # as `get_peft_model` does
 
 
 _SPECIAL = {"pad_token_id": PAD, "eos_token_id": EOS}
@@ -248,6 +265,7 @@ MODELS = {
         sizes=((4, 2048),),
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
+        in_bf16=True,
         **_SERVED,
     ),
     # A quarter of the layers of Llama 3.1 8B, for inference.
@@ -461,6 +479,6 @@ def _sizes(name: str, mode: str, *, tiny: bool) -> tuple[Sizes, ...]:
         sizes = model.prefills
     elif mode == "decode":
         sizes, tiny_sizes = model.caches, _TINY_CACHE
-    elif mode == "train" and not model.trains:
+    elif mode in TRAINING and not (model.trains if mode == "train" else model.in_bf16):
         sizes = ()
     return (tiny_sizes,) if tiny and sizes else sizes

@@ -33,7 +33,7 @@ from benchmarks.models import (
 from benchmarks.models import providers as contenders
 from benchmarks.models.providers import COMPILING, PROVIDERS, Contender, contender
 from benchmarks.models.results import Row
-from benchmarks.models.workloads import MODELS, Workload, workloads
+from benchmarks.models.workloads import MODELS, TRAINING, Workload, workloads
 from zoo import counted, transformers_only
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ MILLIONS = [
     223,
     1039,
     1236,
-    8030,
+    2796,
     87,
     596,
     1602,
@@ -100,11 +100,11 @@ def test_models_have_the_published_sizes_and_attention(name, millions):
 def test_workload_has_its_mode_and_is_reproducible(workload):
     model, second_model = workload.build(CPU), workload.build(CPU)
     batch, second_batch = (workload.batch(TEXT.reseeded(0)) for _ in range(2))
-    in_training = workload.mode == "train"
+    in_training = workload.mode in TRAINING
     assert model.training == in_training == ("labels" in batch)
     assert {p.dtype for p in model.parameters()} == {
-        torch.float32 if in_training else torch.bfloat16
-    }
+        torch.float32 if workload.mode == "train" else torch.bfloat16
+    } | ({torch.float32} if workload.mode == "lora" else set())
     has_dropout = any(isinstance(m, torch.nn.Dropout) and m.p == 0.1 for m in model.modules())
     assert has_dropout == (workload.name not in WITHOUT_DROPOUT)
     torch.testing.assert_close(second_model.state_dict(), model.state_dict(), rtol=0, atol=0)
@@ -129,7 +129,10 @@ def test_fused_operators_run_only_in_the_fused_model(workload, provider, monkeyp
     assert sum(calls.values()) >= 4 if provider == "fused" else not calls
     assert len(tokens) == (workload.sizes[-1] if workload.mode == "generate" else 0)
     has_gradients = any(p.grad is not None for p in built.model.parameters())
-    assert has_gradients == (workload.mode == "train")
+    assert has_gradients == (workload.mode in TRAINING)
+    assert workload.mode != "lora" or all(
+        "lora_" in name for name, p in built.model.named_parameters() if p.grad is not None
+    )
 
 
 def test_operators_written_in_have_eagers_gradients():
@@ -261,7 +264,7 @@ def test_loss_of_hidden_states_trains_decoders_of_transformers_only():
     names = {w.name for w in workloads(tiny=True) if "fused_loss" in contenders.offered(w)}
     assert names == {"llama", "llama_1b", "qwen3", "gemma2", "mixtral"}
     modes = {w.mode for w in workloads(tiny=True) if contenders.applies("backend_loss", w)}
-    assert modes == {"train"}
+    assert modes == set(TRAINING)
 
 
 @transformers_only
@@ -492,8 +495,9 @@ def test_decoding_empties_a_full_cache():
     assert lengths == [*range(1, 9), 1]
 
 
-def test_decoding_is_measured_with_and_without_cuda_graphs():
-    first, second = runner.stages([Workload("llama_1b", "decode", (1, 2048))])
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_inference_is_measured_with_and_without_cuda_graphs(mode):
+    first, second = runner.stages([Workload("llama_1b", mode, (1, 2048))])
     assert first[0].providers == ("eager", "fused", "liger")
     compiled = ("compile", "backend")
     graphs = tuple([f"{name}_reduce_overhead" for name in compiled])
@@ -502,7 +506,7 @@ def test_decoding_is_measured_with_and_without_cuda_graphs():
 
 def test_tokens_of_prefill_and_decoding(tmp_path):
     path, of_llama = tmp_path / "models_nvidia_h200.csv", {"model": "llama_1b"}
-    prefill = {**of_llama, "mode": "infer", "shape": "4x2048"}
+    prefill = {**of_llama, "mode": "prefill", "shape": "4x2048"}
     decoding = {**of_llama, "mode": "decode", "shape": "64x2048"}
     rows = [replace(row(), **prefill), replace(row("fused", 8.0), **decoding)]
     results.write(path, [*rows, replace(row(ms=7.0), mode="infer")])  # BERT's
@@ -519,9 +523,13 @@ def test_tokens_of_prefill_and_decoding(tmp_path):
 def test_table_beside_liger_has_its_workloads_alone(tmp_path):
     path = tmp_path / "models_nvidia_h200.csv"
     other = replace(row("backend", 5.0), model="gpt2")
-    results.write(path, [row(), row("liger", 8.0, 512.0), row("backend", 4.0, 1536.0), other])
-    (line,) = page.against_liger(path).splitlines()[2:]
-    assert line.endswith("| **2.50**, 1.5 GiB |  |  |  |  | 1.25, 0.5 GiB |")
+    rows = [row(), row("liger", 8.0, 512.0), row("backend", 4.0, 1536.0)]
+    results.write(path, [*rows, other, *[replace(row, mode="lora") for row in rows]])
+    lines = page.against_liger(path).splitlines()[2:]
+    name = f"BERT-base, {sized('32x512')}"
+    assert [line.split(" | ")[0] for line in lines] == [f"| {name}", f"| {name}, LoRA"]
+    for line in lines:
+        assert line.endswith("| **2.50**, 1.5 GiB |  |  |  |  | 1.25, 0.5 GiB |")
 
 
 def test_compiled_steps_of_one_run_are_compared(tmp_path):
