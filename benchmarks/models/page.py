@@ -48,7 +48,7 @@ _NAMES = {
 }
 # The columns of each page's first table. Few workloads have the others, which have a table of their own.
 _FIRST_COLUMNS = ("eager", "backend", "fused", "fused_compile", "compile", "liger")
-# In the table of other columns, to compare with.
+# In the table of other forms, to compare with.
 _BASE_COLUMNS = ("eager", "backend", "compile")
 _OURS_ALONE = {"backend": "`fusedops.compile`", "fused": "`fuse_model` alone"}
 _MODE_TITLES = {
@@ -496,27 +496,42 @@ def _cells(by_provider: dict[str, Row], columns: list[str], cell: Cell) -> list[
 
 
 def _grids_of_mode(workloads: Workloads) -> Iterator[str]:
-    """Yields the tables of a mode with their titles: times, times of other forms, and more."""
+    """Yields the tables of a mode with their titles: times, other forms, and more."""
+    columns = [name for name in _columns(workloads) if name in _FIRST_COLUMNS]
     others = [name for name in _columns(workloads) if name not in _FIRST_COLUMNS]
-    with_others = [entry for entry in workloads if not entry[1].keys().isdisjoint(others)]
-
-    def grids(cell: Cell, *, least: str = "") -> Iterator[str]:
-        columns = [name for name in _columns(workloads) if name in _FIRST_COLUMNS]
-        yield _grid(workloads, cell, columns, least=least)
-        if with_others:
-            base = [name for name in _columns(with_others) if name in _BASE_COLUMNS]
-            yield "Other forms of the candidates:"
-            yield _grid(with_others, cell, [*base, *others], least=least)
-
     yield "Time per step in ms, and in brackets the speed-up over eager. The least of a row is bold:"
-    yield from grids(_time, least="ms")
+    yield _grid(workloads, _time, columns, least="ms")
     yield "Host time per step in ms, until the Python call returns, and in brackets the speed-up over eager:"
-    yield from grids(_host)
+    yield _grid(workloads, _host, columns)
     if any(row.gpu_ms is not None for _, rows in workloads for row in rows.values()):
         yield "GPU time per step in ms, and in brackets the speed-up over eager:"
-        yield from grids(_gpu)
+        yield _grid(workloads, _gpu, columns)
     yield "Peak memory in MiB, and in brackets its ratio to eager's:"
-    yield from grids(_memory)
+    yield _grid(workloads, _memory, columns)
+    if others:
+        yield "Other forms of the candidates. The least time of a model and shape is bold:"
+        yield _forms(workloads, others)
+
+
+def _forms(workloads: Workloads, others: list[str]) -> str:
+    """Returns a table with a line per form: few workloads have each, so columns would be empty."""
+    lines = [
+        "| model, shape | form | time, ms | host time, ms | GPU time, ms | peak, MiB |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for workload, by_provider in workloads:
+        if by_provider.keys().isdisjoint(others):
+            continue
+        present = [name for name in (*_BASE_COLUMNS, *others) if name in by_provider]
+        least = min(by_provider[name].ms or math.inf for name in present)
+        eager, where = by_provider.get("eager"), _named(workload)
+        for name in present:
+            row = by_provider[name]
+            time, *more = [cell(row, eager) for cell in (_time, _host, _gpu, _memory)]
+            cells = [where, _NAMES[name], _bold(time, when=row.ms == least), *more]
+            lines.append(f"| {' | '.join(cells)} |")
+            where = ""
+    return "\n".join(lines)
 
 
 def _grid(workloads: Workloads, cell: Cell, columns: list[str], *, least: str = "") -> str:

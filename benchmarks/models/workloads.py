@@ -22,7 +22,16 @@ from .batches import Batch, Sizes
 from .text import EOS, PAD, TOKENS, Text
 from .written import DLRM, DiT, GatedDecoder, MetaLlama, NanoGPT
 
-__all__ = ["MODELS", "MODES", "TRAINING", "Model", "Workload", "loss_workloads", "named", "workloads"]
+__all__ = [
+    "MODELS",
+    "MODES",
+    "TRAINING",
+    "Model",
+    "Workload",
+    "loss_workloads",
+    "named",
+    "workloads",
+]
 
 TRAINING = ("train", "train_bf16", "lora")
 MODES = (*TRAINING, "generate", "infer", "prefill", "decode")  # in the order of measuring

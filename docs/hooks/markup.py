@@ -33,7 +33,8 @@ def breakable(text: str) -> str:
     """Return the HTML with possible line breaks in the names of tables.
 
     They are in the words of a table's head, and in its cells in names of more than 12 characters.
-    Narrow screens need them: a table is as wide as its longest words.
+    Narrow screens need them: a table is as wide as its longest words. A number and its spread stay
+    on one line.
     """
 
     def broken_word(word: re.Match[str]) -> str:
@@ -46,6 +47,7 @@ def breakable(text: str) -> str:
         return opening + name + closing
 
     text = _HEAD.sub(lambda head: _WORD.sub(broken_word, head[0]), text)
+    text = _CELL.sub(lambda cell: cell[0].replace(" ± ", "&nbsp;±&nbsp;"), text)
     return _CELL.sub(lambda cell: _NAME.sub(broken_name, cell[0]), text)
 
 

@@ -425,18 +425,20 @@ def test_speed_up_over_another_run_is_marked(tmp_path):
     assert " | 1000 | 700 (0.70) | 1000 (1.00) |\n" in text
 
 
-def test_columns_that_few_workloads_have_are_in_a_table_of_their_own(tmp_path):
+def test_forms_that_few_workloads_have_are_lines_of_a_table_of_their_own(tmp_path):
     path = tmp_path / "models_nvidia_h200.csv"
     other = replace(row(), shape="2x16")
     results.write(path, [row(), row("backend", 5.0), row("backend_low", 4.0), other])
-    first, second = page.markdown(path).split("Other forms of the candidates:\n\n")[:2]
+    first, second = page.markdown(path).split("Other forms of the candidates.")
     assert "| model, shape | eager | `fusedops.compile` |\n" in first
-    assert 'eager | `fusedops.compile` | `fusedops.compile`, memory "low" |' in second
-    assert "**4.00 ± 0.10 (2.50)**" in second.partition("\n\n")[0]
-    assert (
-        "2\u00a0\u00d7\u00a016" in first
-        and "2\u00a0\u00d7\u00a016" not in second.partition("\n\n")[0]
+    lines = second.partition("\n\n")[2].partition("\n\n")[0].splitlines()[2:]
+    shape, times = f"BERT-base, {sized('32x512')}", ("10.00", "5.00", "**4.00")
+    assert [line.split(" | ")[0] for line in lines] == [f"| {shape}", "| ", "| "]
+    assert all(f" | {ms} " in line for ms, line in zip(times, lines, strict=True))
+    assert lines[2].endswith(
+        ' memory "low" | **4.00 ± 0.10 (2.50)** | 5.00 (1.00) |  | 1000 (1.00) |'
     )
+    assert sized("2x16") in first
 
 
 def test_summary_has_the_larger_vocabulary(tmp_path):
