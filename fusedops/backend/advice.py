@@ -10,6 +10,7 @@ _STEPS = (
         "no gradient is summed over its rows",
         "Inductor is as fast; decorate its function with fusedops.rowwise to fuse it anyway",
     ),
+    ("so small that a launch", "Inductor is as fast; mode='reduce-overhead' saves the host's time"),
     ("adds a bias to a matrix product", "nothing to do: the product adds it at no cost"),
     (
         "a length that changes from call to call",

@@ -78,6 +78,7 @@ def test_small_regions_are_left_in_inference(name: str, monkeypatch: pytest.Monk
     if not count:
         (region,) = report.regions
         assert region.reason.startswith("it has no gradient, and is so small")
+        assert "kernel (Inductor is as fast; mode='reduce-overhead' saves" in str(report)
         assert not region.moved
 
 
