@@ -5,7 +5,8 @@
 ``zoo`` many architectures under both compilers, ``regions`` the regions of models both ways,
 ``distributed`` models on several GPUs, ``rowwise`` users' functions, ``horizontal`` functions of
 many slices, ``heads`` losses of a head, and ``generated`` hand-written operators and generated
-ones. ``table`` and ``report`` show the results. ``compare`` lists regressions.
+ones. ``code`` counts what compiled models do, without a GPU. ``table`` and ``report`` show the
+results. ``compare`` lists regressions.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from fusedops.core.spec import Spec
 
 from . import commands, comparing, generated, limits, results, sweep, targets, timing
 from .cases import DTYPES, MODES, Case, cases, discover
+from .code import command as generated_code
+from .code import results as code_tables
 from .heads import command as losses_of_heads
 from .horizontal import command as functions_of_slices
 from .models import command as whole_models
@@ -251,6 +254,8 @@ def filled(page: Path, path: Path) -> str:
             return model_pages.compiled(
                 path.with_name(f"models_{name}"), path.with_name(f"compile_{name}")
             )
+        if first == "code":
+            return code_tables.markdown(path.parent)
         if first == "inference":
             return model_pages.inference(path.with_name(f"models_{path.name}"))
         operators = {first, *others}
@@ -340,6 +345,7 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser("horizontal", help=functions_of_slices.run.__doc__)
     )
     losses_of_heads.add_options(commands.add_parser("heads", help=losses_of_heads.run.__doc__))
+    generated_code.add_options(commands.add_parser("code", help=generated_code.run.__doc__))
     compares = commands.add_parser("compare", help=compare.__doc__)
     compares.set_defaults(command=compare)
     compares.add_argument("old", type=Path)

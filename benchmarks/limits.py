@@ -12,6 +12,7 @@ _LEAST = {
     "steps": (1, ""),
     "jobs": (0, ""),
     "processes": (1, ""),
+    "layers": (0, ""),
     "limit": (1, " seconds"),
     "budget": (0, " seconds"),
     "threshold": (0, " percent"),

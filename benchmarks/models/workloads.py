@@ -91,6 +91,7 @@ class Workload:
     Attributes:
         registry: the Python module whose ``MODELS`` has the model. It is a name, so that other
             processes can load the model: functions that draw batches cannot be sent to them.
+        layers: the number of layers; 0 for all. A model without layers ignores it.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Workload:
     sizes: Sizes
     tiny: bool = False
     registry: str = __name__
+    layers: int = 0
 
     @property
     def model(self) -> Model:
@@ -134,6 +136,8 @@ class Workload:
 
     def _new_model(self) -> nn.Module:
         options = self.model.options | (self.model.tiny if self.tiny else {})
+        if self.layers:
+            options |= dict.fromkeys(_NAMES_OF_LAYERS & self.model.tiny.keys(), self.layers)
         if not isinstance(self.model.cls, str):
             return self.model.cls(**options)
         import transformers
@@ -182,6 +186,8 @@ def _add_adapters(model: nn.Module) -> None:
             parameter.data = parameter.data.float()  # as `get_peft_model` does
 
 
+# The options for the number of layers. A tiny model has few.
+_NAMES_OF_LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth"}
 _SPECIAL = {"pad_token_id": PAD, "eos_token_id": EOS}
 _TINY_SIZES = {
     "hidden_size": 32,

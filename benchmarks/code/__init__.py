@@ -1,0 +1,1 @@
+"""Counts what compiled code does, without a GPU: its kernels, and the bytes that they move."""
