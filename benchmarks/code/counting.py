@@ -23,8 +23,12 @@ from fusedops.core.calls.registration import defined
 
 __all__ = ["Counts", "counts_of"]
 
-# A launch of one of Inductor's kernels, in the code that it generates.
-_LAUNCH = re.compile(r"^ +\w+\.run\(", re.MULTILINE)
+# A launch of one of Inductor's kernels, in the code that it generates, and of one of PyTorch's that
+# adds up partial sums of such a kernel:
+#
+#     triton_per_fused_0.run(buf0, workspace_0, 16384, 768, stream=stream0)
+#     buf1 = workspace_0[0 * 1024 * 768 : 1 * 1024 * 768].view(1024, 768).sum(dim=0)
+_LAUNCH = re.compile(r"^ +(\w+\.run\(|\w+ = workspace_\d+\[.*\.sum\()", re.MULTILINE)
 _PRODUCTS = frozenset(
     {
         "mm",
@@ -44,7 +48,7 @@ class Counts:
     """What the code of graphs does.
 
     Attributes:
-        generated: launches of Inductor's kernels.
+        generated: launches of Inductor's kernels, and of the sums of their partial sums.
         generated_bytes: the bytes that they read and write.
         operators: launches of the kernels of this package's operators.
         operator_bytes: the bytes of whole tensors that they read and write.
