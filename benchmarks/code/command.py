@@ -107,8 +107,10 @@ def _count(options: argparse.Namespace) -> int:
 def _chosen(options: argparse.Namespace) -> list[Workload]:
     """Returns the workloads of the options: each model at its most important sizes."""
     chosen = workloads(options.model, [options.mode], tiny=options.tiny)
-    first = {workload.name: workload for workload in reversed(chosen)}
-    return [replace(workload, layers=options.layers) for workload in reversed(first.values())]
+    first: dict[str, Workload] = {}
+    for workload in chosen:
+        first.setdefault(workload.name, replace(workload, layers=options.layers))
+    return list(first.values())
 
 
 def _row(workload: Workload, provider: str, at: str) -> results.Row:

@@ -261,19 +261,36 @@ def test_gate_accepts_eager_and_rejects_a_wrong_layer(mode):
     assert gate.judged(changed(built, enlarge), reference).wrong.startswith("wrong: differs by ")
 
 
-def test_gate_accepts_other_masks_of_dropout_and_rejects_gradients_of_half_the_size():
-    workload = tiny("graph_transformer", "train")
+def text_of(seed):
+    """Returns a text that does not depend on the release of Python."""
+    text, generator = TEXT.reseeded(0), torch.Generator().manual_seed(seed)
+    text._bytes = torch.randint(256, (4096,), dtype=torch.uint8, generator=generator)
+    return text
+
+
+# Means over 8 steps make the yardstick narrow with the first text, and not with the second.
+@pytest.mark.parametrize(("seed", "steps"), [(0, 8), (2, 32)])
+def test_gate_accepts_other_masks_of_dropout_and_rejects_gradients_of_half_the_size(seed, steps):
+    workload, text = tiny("graph_transformer", "train"), text_of(seed)
 
     def halve(model):
         for parameter in model.parameters():
             parameter.grad.mul_(0.5)
 
     torch.manual_seed(1)
-    reference = gate.reference_of(workload, CPU, TEXT)
-    assert reference.steps > 1
-    built = contender("eager", workload, CPU, TEXT.reseeded(0))
+    reference = gate.reference_of(workload, CPU, text)
+    assert reference.steps == steps
+    built = contender("eager", workload, CPU, text.reseeded(0))
     assert gate.judged(built, reference).wrong == ""
-    assert gate.judged(changed(built, halve), reference).wrong != ""
+    assert gate.judged(changed(built, halve), reference).wrong.startswith("wrong: differs by ")
+
+
+def test_gate_does_not_judge_by_a_wide_yardstick(monkeypatch):
+    workload, text = tiny("graph_transformer", "train"), text_of(2)
+    monkeypatch.setattr(gate, "_STEPS", (8,))
+    reference = gate.reference_of(workload, CPU, text)
+    built = contender("eager", workload, CPU, text.reseeded(0))
+    assert gate.judged(built, reference).wrong.startswith("not judged: ")
 
 
 @pytest.mark.parametrize("mode", ["train", "infer"])
