@@ -6,10 +6,10 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -79,15 +79,16 @@ def _count(options: argparse.Namespace) -> int:
     """Counts what the options ask for, and returns the exit status."""
     if torch.cuda.is_available():
         raise ValueError("pretends a GPU; hide the real ones: CUDA_VISIBLE_DEVICES=''")
-    path: Path | None = options.output
-    if path is None and not options.tiny:
-        path = results.path_of(torch.__version__)
+    if torch.version.cuda is None:
+        raise ValueError("needs a PyTorch that is built for CUDA; it needs no GPU")
+    path = _output(options)
     rows, failures = list[results.Row](), 0
     print(f"torch {torch.__version__}; results to {path or 'the terminal only'}", flush=True)
+    at = commit()
     for workload in _chosen(options):
         started = time.perf_counter()
         try:
-            new = [_row(workload, provider, commit()) for provider in _PROVIDERS]
+            new = [_row(workload, provider, at) for provider in _PROVIDERS]
         # The other models are counted, whatever a model raises.
         except Exception as error:  # noqa: BLE001
             print(f"{workload}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -102,6 +103,14 @@ def _count(options: argparse.Namespace) -> int:
             results.write(path, new)
     print(results.table(rows))
     return 1 if failures else 0
+
+
+def _output(options: argparse.Namespace) -> Path | None:
+    """Returns the results file; by default tiny models have none."""
+    if options.output is not None or options.tiny:
+        path: Path | None = options.output
+        return path
+    return results.path_of(torch.__version__)
 
 
 def _chosen(options: argparse.Namespace) -> list[Workload]:
@@ -138,11 +147,10 @@ def counted(workload: Workload, provider: str) -> Counts:
     """Returns the counts of a step that a provider compiles for a GPU that is not there."""
     built = contender(provider, workload, _CPU, Text(_CPU))
     found: list[Counts] = []
-    with pretended(lambda graph, code: found.append(counts_of(graph, code))):
-        with built.context(), generated():
-            built.step()
-    return _sum(found)
 
+    def observe(graph: Any, code: str) -> None:
+        found.append(counts_of(graph, code))
 
-def _sum(counts: Sequence[Counts]) -> Counts:
-    return sum(counts, start=Counts())
+    with pretended(observe), built.context(), generated():
+        built.step()
+    return sum(found, start=Counts())

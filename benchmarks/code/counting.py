@@ -24,10 +24,7 @@ from fusedops.core.calls.registration import defined
 __all__ = ["Counts", "counts_of"]
 
 # A launch of one of Inductor's kernels, in the code that it generates, and of one of PyTorch's that
-# adds up partial sums of such a kernel:
-#
-#     triton_per_fused_0.run(buf0, workspace_0, 16384, 768, stream=stream0)
-#     buf1 = workspace_0[0 * 1024 * 768 : 1 * 1024 * 768].view(1024, 768).sum(dim=0)
+# adds up partial sums of such a kernel: ``x.run(...)``, and ``x = workspace_0[...]....sum(dim=0)``.
 _LAUNCH = re.compile(r"^ +(\w+\.run\(|\w+ = workspace_\d+\[.*\.sum\()", re.MULTILINE)
 _PRODUCTS = frozenset(
     {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from fusedops.backend import programs, storing
+from fusedops.backend import storing
 from fusedops.core.calls import registration
 from fusedops.core.launches import launch
 
 from .rules import rules_of_cuda
 
-__all__ = ["CAPABILITY", "pretended", "tensors_on_gpu"]
+__all__ = ["generated", "pretended"]
 
-CAPABILITY = (9, 0)
+_CAPABILITY = (9, 0)
 _GPU = torch.device("cuda", 0)
 # As `torch.cuda.get_device_properties` reports an H200.
 _PROPERTIES = {
     "name": "NVIDIA H200",
-    "major": CAPABILITY[0],
-    "minor": CAPABILITY[1],
+    "major": _CAPABILITY[0],
+    "minor": _CAPABILITY[1],
     "multi_processor_count": 132,
     "regs_per_multiprocessor": 65536,
     "max_threads_per_multi_processor": 2048,
@@ -66,11 +66,10 @@ def pretended(observe: Callable[[Any, str], None]) -> Iterator[None]:
     with ExitStack() as stack:
         for patch in (
             of_autograd.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
-            of_inductor.patch(force_disable_caches=True, compile_threads=1),
-            mock.patch.object(registration, "is_planned", lambda args: True),
-            mock.patch.object(launch, "runs_kernels", lambda device: True),
-            mock.patch.object(programs, "prepare", lambda *args: None),
-            mock.patch.object(storing, "stored_at", lambda *args: None),
+            of_inductor.patch(fx_graph_cache=False, fx_graph_remote_cache=False, compile_threads=1),
+            mock.patch.object(registration, "is_planned", return_value=True),
+            mock.patch.object(launch, "runs_kernels", return_value=True),
+            mock.patch.object(storing, "stored_at", return_value=None),
             mock.patch.object(
                 compile_fx,
                 "_recursive_joint_graph_passes",
@@ -114,10 +113,10 @@ def _move_to_gpu(gm: fx.GraphModule) -> None:
     """Puts the inputs of a graph, what it creates, and the values of its nodes on the GPU."""
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-    inputs = tensors_on_gpu([node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")])
+    inputs = _tensors_on_gpu([node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")])
     for node in gm.graph.nodes:
-        node.args = map_aggregate(node.args, _device_on_gpu)  # type: ignore[assignment]
-        node.kwargs = map_aggregate(node.kwargs, _device_on_gpu)  # type: ignore[assignment]
+        node.args = map_aggregate(node.args, _device_on_gpu)
+        node.kwargs = map_aggregate(node.kwargs, _device_on_gpu)
     mode = torch._guards.detect_fake_mode(inputs)
     with torch.no_grad():
         FakeTensorProp(gm, mode=mode).propagate_dont_convert_inputs(*inputs)
@@ -128,7 +127,7 @@ def _device_on_gpu(value: Any) -> Any:
     return _GPU if isinstance(value, torch.device) else value
 
 
-def tensors_on_gpu(values: Any) -> list[Any]:
+def _tensors_on_gpu(values: Any) -> list[Any]:
     """Returns values with the fake tensors among them on the GPU."""
     return list(map(_tensor_on_gpu, values))
 
@@ -153,11 +152,9 @@ def _generating(
         raise _Generated
 
     def compile_to_code(gm: fx.GraphModule, inputs: Any, **options: Any) -> Callable[..., Any]:
-        with mock.patch.object(GraphLowering, "compile_to_module", end):
-            try:
-                compile_graph(gm, tensors_on_gpu(inputs), **options)
-            except _Generated:
-                pass
+        patch = mock.patch.object(GraphLowering, "compile_to_module", end)
+        with patch, suppress(_Generated):
+            compile_graph(gm, _tensors_on_gpu(inputs), **options)
         return _end_of_call
 
     return compile_to_code
@@ -188,25 +185,24 @@ def _device() -> Iterator[None]:
     from triton.backends.compiler import GPUTarget
 
     properties = SimpleNamespace(**_PROPERTIES)
-
-    class Interface(device_interface.CudaInterface):  # type: ignore[misc]
-        class Worker(device_interface.CudaInterface.Worker):  # type: ignore[misc]
-            current_device = staticmethod(lambda: 0)
-            get_device_properties = staticmethod(lambda device=None: properties)
-
-        current_device = staticmethod(lambda: 0)
-        device_count = staticmethod(lambda: 1)
-        is_available = staticmethod(lambda: True)
-        is_bf16_supported = staticmethod(lambda including_emulation=True: True)
-        get_device_properties = staticmethod(lambda device=None: properties)
-        get_compute_capability = staticmethod(lambda device=None: 90)
-        is_triton_capable = staticmethod(lambda device=None: True)
-        raise_if_triton_unavailable = staticmethod(lambda device=None: None)
-        synchronize = staticmethod(lambda device=None: None)
-
+    functions: dict[str, Callable[..., Any]] = {
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "get_compute_capability": lambda device=None: 10 * _CAPABILITY[0] + _CAPABILITY[1],
+        "get_device_properties": lambda device=None: properties,
+        "is_available": lambda: True,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "is_triton_capable": lambda device=None: True,
+        "raise_if_triton_unavailable": lambda device=None: None,
+        "synchronize": lambda device=None: None,
+    }
+    methods = {name: staticmethod(function) for name, function in functions.items()}
+    cuda: Any = device_interface.CudaInterface
+    worker = type("Worker", (cuda.Worker,), methods)
+    interface = type("Interface", (cuda,), methods | {"Worker": worker})
     driver = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
-        get_device_interface=lambda: Interface,
+        get_device_interface=lambda: interface,
         get_active_torch_device=lambda: _GPU,
         get_current_device=lambda: 0,
         utils=SimpleNamespace(get_device_properties=lambda device: _OF_TRITON),
@@ -215,13 +211,13 @@ def _device() -> Iterator[None]:
     caches = [f for f in vars(_triton).values() if hasattr(f, "cache_clear")]
     with ExitStack() as stack:
         for patch in (
-            mock.patch.dict(device_interface.device_interfaces, {"cuda": Interface}),
+            mock.patch.dict(device_interface.device_interfaces, {"cuda": interface}),
             mock.patch.multiple(
                 torch.cuda,
                 current_device=lambda: 0,
                 device_count=lambda: 1,
                 get_device_properties=lambda device=None: properties,
-                get_device_capability=lambda device=None: CAPABILITY,
+                get_device_capability=lambda device=None: _CAPABILITY,
                 device=nullcontext,
             ),
             mock.patch.object(triton.runtime.driver, "_active", driver),

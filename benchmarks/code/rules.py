@@ -92,18 +92,19 @@ def rules_of_cuda() -> Iterator[None]:
 
 
 def _overloads(name: str) -> list[Any]:
-    """Returns the overloads of an operator that this release of PyTorch casts on GPUs."""
+    """Returns the overloads of an operator that this release of PyTorch casts on GPUs alone."""
     packet = getattr(torch.ops.aten, name)
     overloads = [getattr(packet, overload) for overload in packet.overloads()]
-    return list(filter(_is_cast, overloads))
+    return list(filter(_is_cast_on_gpus, overloads))
 
 
-def _is_cast(operator: Any) -> bool:
+def _is_cast_on_gpus(operator: Any) -> bool:
     name: str = operator.name()
     # Overloads for numbers are operators of TorchScript, which have no kernels.
     if not torch._C._dispatch_has_kernel(name):
         return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(name, "AutocastCUDA") and not has_kernel(name, "AutocastCPU")
 
 
 def _in_fp32(operator: Any) -> Callable[..., Any]:
