@@ -21,7 +21,9 @@ from ..results import device_slug
 from ..rowwise.ahead import compile_ahead
 from ..rowwise.measuring import replayed
 from ..runner import Machine, this_machine
+from ..zoo import registry
 from . import results
+from .fitting import fitted
 from .providers import PROVIDERS, build
 from .workloads import Workload, regions_of
 
@@ -35,11 +37,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     parser.set_defaults(command=run)
     parser.add_argument(
-        "model", nargs="*", metavar="MODEL", help=f"default: all of {', '.join(MODELS)}"
+        "model",
+        nargs="*",
+        metavar="MODEL",
+        help=f"also of the zoo; default: all of {', '.join(MODELS)}",
     )
     parser.add_argument("--mode", choices=_MODES, default="train", help="default: train")
     parser.add_argument(
         "--budget", type=float, metavar="SECONDS", help="start no new model after this long"
+    )
+    parser.add_argument(
+        "--predict",
+        action="store_true",
+        help="only print the table of the results file, and the rates that fit it best",
     )
     commands.add_options(parser, "regions")
 
@@ -47,23 +57,41 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Times each kind of region of models both ways: as an operator, and by torch.compile."""
     path = options.output or _RESULTS / "regions_nvidia_h200.csv"
-    if options.table:
-        print(results.table(results.read(path)))
+    if options.table or options.predict:
+        rows = results.read(path)
+        print(results.table(rows))
+        if options.predict:
+            print(fitted(rows))
         return 0
     if commands.lacks_gpu("regions"):
         return 2
     try:
-        chosen = [named("model", name, MODELS) for name in options.model]
+        models = _workloads(options.model, options.mode)
     except ValueError as error:
         print(f"regions: {error}", file=sys.stderr)
         return 2
     device, machine = this_machine()
     path = options.output or _RESULTS / f"regions_{device_slug(device)}.csv"
     print(f"{machine.described(device)}; results to {path}", flush=True)
-    found = _found(model_workloads(chosen, [options.mode]), options, machine.device)
+    found = _found(models, options, machine.device)
     status = _measure(found, options, machine, path)
     print(results.table([row for row in results.read(path) if row.commit == machine.commit]))
     return status
+
+
+def _workloads(names: Sequence[str], mode: str) -> list[ModelWorkload]:
+    """Returns the workloads of some models, which may be of the zoo; by default all others.
+
+    Raises:
+        ValueError: a model is not known.
+    """
+    if not names:
+        return model_workloads((), [mode])
+    workloads: list[ModelWorkload] = []
+    for name in names:
+        named("model", name, [*MODELS, *registry.MODELS])
+        workloads += (model_workloads if name in MODELS else registry.workloads)([name], [mode])
+    return workloads
 
 
 Found = dict[ModelWorkload, list[Workload]]
@@ -142,6 +170,7 @@ def _us(provider: str, region: Workload, mode: str, machine: Machine) -> float:
 def _row(
     workload: ModelWorkload, region: Workload, us: dict[str, float], machine: Machine
 ) -> results.Row:
+    works = region.works(has_backward=workload.mode == "train")
     return results.Row(
         model=workload.name,
         mode=workload.mode,
@@ -153,7 +182,8 @@ def _row(
         reason=region.reason,
         operator_us=us["operator"],
         compile_us=us["compile"],
-        moved_mib=region.moved_by_operator / 2**20,
+        operator=works.operator,
+        compile=works.inductor,
         commit=machine.commit,
         torch=machine.torch,
         triton=machine.triton,

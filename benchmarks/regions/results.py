@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+from fusedops.backend.prediction import H200, Times, Work, Works
 
 from ..results import read_records, write_records
 
-__all__ = ["Row", "read", "table", "write"]
+__all__ = ["Row", "errors", "read", "table", "write"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class Row:
         reason: why `fusedops.compile` leaves it to Inductor; "" if it does not.
         operator_us: the microseconds of its operator; NaN if it cannot be one.
         compile_us: the microseconds of Inductor's kernels, alone.
-        moved_mib: MiB of whole tensors that the operator's kernels read and write; 0 if it is left.
+        operator: the work of the operator.
+        compile: the work of Inductor's kernels.
     """
 
     model: str
@@ -41,7 +45,8 @@ class Row:
     reason: str
     operator_us: float
     compile_us: float
-    moved_mib: float
+    operator: Work
+    compile: Work
     commit: str
     torch: str
     triton: str
@@ -51,13 +56,38 @@ class Row:
         """The microseconds that all its operators save in a step."""
         return self.count * (self.compile_us - self.operator_us)
 
+    @property
+    def predicted(self) -> Times:
+        """The predicted seconds of a call."""
+        return Works(self.operator, self.compile).times(H200)
+
+    @property
+    def predicted_gain(self) -> float:
+        """The predicted speed of the operator, relative to Inductor's."""
+        return self.predicted.inductor / self.predicted.operator
+
+    @property
+    def gain(self) -> float:
+        """The measured speed of the operator, relative to Inductor's."""
+        return self.compile_us / self.operator_us
+
 
 _HEADING = (
     f"{'model':22}{'count':>6}{'chosen':>10}{'operator':>10}{'compile':>9}{'faster':>8}"
-    f"{'gain':>9}  region"
+    f"{'predicted':>11}{'compile':>9}{'faster':>8}{'gain':>9}  region"
 )
-_COLUMNS = tuple([field.name for field in fields(Row)])
-_FLOATS = ("operator_us", "compile_us", "moved_mib")
+_FLOATS = ("operator_us", "compile_us")
+_WORKS = ("operator", "compile")
+# A loss of more than this, relative to Inductor, counts where a gain was predicted.
+_LOSS = 0.05
+
+
+def _columns() -> tuple[str, ...]:
+    names: list[str] = []
+    for field in fields(Row):
+        terms = [term.name for term in fields(Work)] if field.name in _WORKS else [""]
+        names += [f"{field.name}_{term}".strip("_") for term in terms]
+    return tuple(names)
 
 
 def read(path: Path) -> list[Row]:
@@ -66,7 +96,7 @@ def read(path: Path) -> list[Row]:
     Raises:
         UnreadableError: it has other columns.
     """
-    return [_row(record) for record in read_records(path, _COLUMNS)]
+    return [_row(record) for record in read_records(path, _columns())]
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
@@ -78,13 +108,19 @@ def write(path: Path, rows: Iterable[Row]) -> None:
     records = []
     for row in merged:
         record: dict[str, Any] = asdict(row)
-        records.append(record | {name: f"{record[name]:.3f}" for name in _FLOATS})
-    write_records(path, _COLUMNS, records)
+        record |= {name: f"{record[name]:.3f}" for name in _FLOATS}
+        for name in _WORKS:
+            record |= {f"{name}_{term}": f"{value:.10g}" for term, value in record[name].items()}
+        records.append({name: record[name] for name in _columns()})
+    write_records(path, _columns(), records)
 
 
-def _row(record: dict[str, str]) -> Row:
-    values: dict[str, Any] = dict(record)
+def _row(record: Mapping[str, str]) -> Row:
+    values: dict[str, Any] = {field.name: record.get(field.name) for field in fields(Row)}
     values |= {name: float(record[name]) for name in _FLOATS}
+    for name in _WORKS:
+        terms = [float(record[f"{name}_{term.name}"]) for term in fields(Work)]
+        values[name] = Work(*terms)
     values["count"] = int(record["count"])
     return Row(**values)
 
@@ -96,13 +132,33 @@ def table(rows: Sequence[Row]) -> str:
         chosen = "compile" if row.reason else "operator"
         lines.append(
             f"{row.model + ' ' + row.mode:22}{row.count:6}{chosen:>10}{row.operator_us:10.1f}"
-            f"{row.compile_us:9.1f}{row.compile_us / row.operator_us:8.2f}{row.gain_us:9.0f}"
-            f"  ({row.shape}) {row.operators}"
+            f"{row.compile_us:9.1f}{row.gain:8.2f}"
+            f"{row.predicted.operator * 1e6:11.1f}{row.predicted.inductor * 1e6:9.1f}"
+            f"{row.predicted_gain:8.2f}{row.gain_us:9.0f}  ({row.shape}) {row.operators}"
         )
     wrong = [row for row in rows if _loss_of_choice(row) > 0]
     lost = sum([_loss_of_choice(row) for row in wrong])
     lines.append(f"{len(wrong)} of {len(rows)} kinds are slower as chosen: {lost:.0f} us in all")
-    return "\n".join(lines)
+    return "\n".join([*lines, *errors(rows)])
+
+
+def errors(rows: Sequence[Row]) -> list[str]:
+    """Returns lines with the errors of predictions, and with the gains that are losses."""
+    timed = [row for row in rows if not math.isnan(row.gain_us)]
+    if not timed:
+        return []
+    pairs = [
+        ("gain", [row.predicted_gain / row.gain for row in timed]),
+        ("operator", [row.predicted.operator * 1e6 / row.operator_us for row in timed]),
+        ("compile", [row.predicted.inductor * 1e6 / row.compile_us for row in timed]),
+    ]
+    texts = [f"{name} {median([abs(x - 1) for x in ratios]):.1%}" for name, ratios in pairs]
+    wrong = [row for row in timed if row.predicted_gain > 1 and row.gain < 1 - _LOSS]
+    lines = [
+        f"median error of predictions: {', '.join(texts)}",
+        f"{len(wrong)} of {len(timed)} kinds lose over {_LOSS:.0%} though a gain was predicted",
+    ]
+    return lines + [f"  {row.gain:.2f}  {row.model} ({row.shape}) {row.operators}" for row in wrong]
 
 
 def _loss_of_choice(row: Row) -> float:

@@ -15,20 +15,17 @@ from torch import Tensor, fx
 import fusedops
 from fusedops.backend.graphs import is_tensor, value_of
 from fusedops.backend.passes import fusion
-from fusedops.backend.programs import function_of
+from fusedops.backend.prediction import Works, works
+from fusedops.backend.programs import function_of, source_of
 from fusedops.backend.regions import Region
 from fusedops.backend.report import RegionReport
-from fusedops.backend.selection import Selector
+from fusedops.backend.selection import AS_FAST, Selector
 
 from ..models.providers import contender
 from ..models.text import Text
 from ..models.workloads import Workload as ModelWorkload
 
 __all__ = ["Input", "Workload", "regions_of"]
-
-# How the reasons begin for which regions are left because Inductor is expected to be as fast. Other
-# regions that are left cannot be operators.
-_AS_FAST = ("no gradient is summed", "it adds a bias")
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,6 @@ class Workload:
         inputs: the tensors.
         device: their device.
         shape: the shape of its largest output.
-        moved_by_operator: bytes of whole tensors that the operator's kernels read and write.
     """
 
     operators: str
@@ -74,7 +70,6 @@ class Workload:
     inputs: tuple[Input, ...]
     device: torch.device
     shape: tuple[int, ...]
-    moved_by_operator: int
 
     @property
     def shape_name(self) -> str:
@@ -91,6 +86,18 @@ class Workload:
         """Returns random tensors for a call."""
         return tuple([item.tensor(device) for item in self.inputs])
 
+    def works(self, *, has_backward: bool) -> Works:
+        """Returns what the region takes both ways."""
+        tensors = self.tensors(torch.device("meta"))
+        program = source_of(self.graph, tensors).program
+        return works(
+            program,
+            tuple([item.shape for item in self.inputs]),
+            tuple([item.strides for item in self.inputs]),
+            tuple([item.requires_grad and has_backward for item in self.inputs]),
+            (True,) * program.count,
+        )
+
 
 def regions_of(workload: ModelWorkload, device: torch.device) -> list[Workload]:
     """Returns the kinds of regions of a model, with their numbers."""
@@ -102,7 +109,7 @@ def regions_of(workload: ModelWorkload, device: torch.device) -> list[Workload]:
     with _collecting(is_training) as found, torch.set_grad_enabled(is_training), autocast:
         fusedops.explain(model, **batch)
     for region in found:
-        if region.reason and not region.reason.startswith(_AS_FAST):
+        if region.reason not in ("", AS_FAST):  # no operator
             continue
         known = kinds.get(region.key, replace(region, count=0))
         kinds[region.key] = replace(known, count=known.count + 1)
@@ -144,7 +151,6 @@ def _workload(region: Region, report: RegionReport, needs: Collection[fx.Node]) 
         inputs=inputs,
         device=value_of(tensors[0]).device,
         shape=report.shape,
-        moved_by_operator=report.moved,
     )
 
 

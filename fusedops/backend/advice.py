@@ -7,11 +7,9 @@ __all__ = ["next_step"]
 # A part of a reason, and the step. The first that is in a reason counts.
 _STEPS = (
     (
-        "no gradient is summed over its rows",
-        "Inductor is as fast; decorate its function with fusedops.rowwise to fuse it anyway",
+        "predicted to be as fast",
+        "nothing to do; decorate its function with fusedops.rowwise to fuse it anyway",
     ),
-    ("so small that a launch", "Inductor is as fast; mode='reduce-overhead' saves the host's time"),
-    ("adds a bias to a matrix product", "nothing to do: the product adds it at no cost"),
     (
         "a length that changes from call to call",
         "compile with dynamic=False if there are few lengths",

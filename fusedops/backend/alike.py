@@ -9,7 +9,6 @@ towers. The graph is then reordered, layer by layer::
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -17,30 +16,23 @@ from torch import fx
 
 from .graphs import (
     ancestors_of,
-    is_input,
     is_tensor,
-    is_view,
     name_of,
     parts_of,
     positions_of,
     size_of,
     users_of,
-    users_through,
 )
-from .order import Units, aliases, bytes_of, has_kernel
+from .order import Units
 from .regions import Region, connected
 
-__all__ = ["BYTES_OF_LAUNCH", "LEAST_ALIKE", "Former", "Group", "parts_alike", "pays"]
+__all__ = ["LEAST_ALIKE", "Former", "Group", "parts_alike"]
 
 _T = TypeVar("_T")
 
 # The fewest parts of a region that become operators of their own, and the fewest regions that
 # become one operator only because they are alike.
 LEAST_ALIKE = 4
-# The bytes that a GPU moves in the time that a launch of a small kernel takes: 2 µs of an H200.
-BYTES_OF_LAUNCH = 8 * 2**20
-# Kernels of slices take longer than Inductor's for the same bytes, by this factor at most.
-_SLOWER = 1.25
 
 
 def parts_alike(region: Region) -> list[Region]:
@@ -200,61 +192,3 @@ class Former(Generic[_T]):
 
 def _union(region: Region, other: Region) -> Region:
     return Region([*region.nodes, *other.nodes])
-
-
-# --- whether a group pays -------------------------------------------------------------------------
-
-
-def pays(regions: Sequence[Region], selected: Collection[fx.Node]) -> bool:
-    """Whether regions are faster as one operator than as kernels of Inductor.
-
-    Inductor has a kernel for each region. It fuses a region with neighbours that it computes
-    itself: such a region saves no launch, and an operator would read and write the values between.
-
-    Args:
-        regions: the regions.
-        selected: the nodes of the regions that become operators.
-    """
-    members = {node for region in regions for node in region.nodes}
-    moved = between = alone = 0
-    for region in regions:
-        inputs = list(filter(is_tensor, region.inputs))
-        fused = _fused_values(region, members, selected)
-        moved += sum(map(bytes_of, [*inputs, *region.outputs]))
-        between += 2 * sum(map(bytes_of, fused))
-        alone += not fused
-    return between + (_SLOWER - 1) * moved < (alone - 1) * BYTES_OF_LAUNCH
-
-
-def _fused_values(
-    region: Region, members: set[fx.Node], selected: Collection[fx.Node]
-) -> list[fx.Node]:
-    """The inputs and outputs that stay in registers if Inductor fuses a region with neighbours.
-
-    Args:
-        region: the region.
-        members: the nodes of its group.
-        selected: the nodes of the regions that become operators.
-    """
-    inputs = filter(is_tensor, region.inputs)
-    fused = [node for node in inputs if not _is_computed_alone(node, selected)]
-    for node in region.outputs:
-        users = itertools.filterfalse(is_view, users_through(node, is_view))
-        if not all(_is_read_alone(user, members, selected) for user in users):
-            fused.append(node)
-    return fused
-
-
-def _is_computed_alone(node: fx.Node, selected: Collection[fx.Node]) -> bool:
-    """Whether Inductor does not compute a value in a kernel that it generates."""
-    while aliases(node) and node not in selected:
-        node = node.all_input_nodes[0]
-    return is_input(node) or node in selected or has_kernel(node)
-
-
-def _is_read_alone(node: fx.Node, members: set[fx.Node], selected: Collection[fx.Node]) -> bool:
-    """Whether Inductor does not read a value in a kernel that it generates."""
-    if node.op == "output" or node in members or node in selected or has_kernel(node):
-        return True
-    # The operator writes results in place that are concatenated.
-    return name_of(node) in ("cat", "stack") and members.issuperset(node.all_input_nodes)

@@ -17,7 +17,7 @@ from torch import fx
 
 from ..core.compat.fake import hints
 from .fx import namespace
-from .graphs import arguments_first, is_input, is_view, tensors_of, users_of
+from .graphs import arguments_first, is_input, is_view, name_of, tensors_of, users_of
 from .regions import Region
 
 __all__ = ["Units", "aliases", "bytes_of", "has_kernel", "order_with", "peak_of", "reorder"]
@@ -182,6 +182,9 @@ def has_kernel(node: fx.Node) -> bool:
     """Whether an operator has a kernel of its own: a product, an attention, a custom operator."""
     from torch.utils.flop_counter import flop_registry  # imports much
 
+    # The registry has attentions of GPUs alone.
+    if "attention" in name_of(node):
+        return True
     packet = getattr(node.target, "overloadpacket", None)
     return packet in flop_registry or namespace(node.target) not in ("", "aten", "prims")
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..compiler.codegen import backward_kernels, forward_kernels
@@ -22,20 +21,18 @@ from ..losses import registration
 from .advice import next_step
 from .fx import namespace
 from .graphs import captured_body
+from .prediction import Times, machine_of
 
 __all__ = [
     "CompileReport",
     "RegionReport",
     "changes_in",
-    "memory_bandwidth",
     "note_change",
     "operators_in",
 ]
 
 # The mark of nodes that differ from the model's, in `fx.Node.meta`: a tuple of changes.
 _CHANGES = "fusedops_changes"
-# The bandwidth of an H200's memory, in bytes a second.
-_BANDWIDTH = 4.8e12
 # The bytes of a backward, relative to those of the forward.
 _BACKWARD = 2
 
@@ -93,6 +90,7 @@ class RegionReport:
         rows: the rows of that operator, in the call that was traced.
         program: that operator; None if there is none.
         functions: the functions of `rowwise` that are in it.
+        times: the predicted times both ways, without neighbours; None if no kernel computes it.
         slices: the number of regions that are one operator with it, itself included.
         lookups: the number of embeddings that the operator reads from their tables.
         of_tables: bytes of their rows that its backward reads again, and which are not saved.
@@ -110,6 +108,7 @@ class RegionReport:
     rows: int = 0
     program: Program | None = field(default=None, repr=False)
     functions: tuple[str, ...] = ()
+    times: Times | None = None
     slices: int = 1
     lookups: int = 0
     of_tables: int = 0
@@ -140,15 +139,14 @@ class RegionReport:
 
     @property
     def seconds(self) -> float:
-        """The predicted time forward and backward: the bytes at the memory's bandwidth.
+        """The predicted time forward and backward, of the operator or of Inductor's kernels.
 
-        A region that is left reads its inputs and writes its outputs. Its backward, if it has one,
-        reads and writes as much twice: inputs and gradients.
+        A region that no kernel computes reads its inputs and writes its outputs, at the memory's
+        bandwidth. Its backward, if it has one, reads and writes as much twice.
         """
-        moved = self.moved
-        if self.program is None:
-            moved = self.border * (1 + _BACKWARD * self.has_gradient)
-        return moved / memory_bandwidth()[0]
+        if self.times is not None:
+            return self.times.inductor if self.program is None else self.times.operator
+        return self.border * (1 + _BACKWARD * self.has_gradient) / machine_of().bandwidth
 
     @property
     def saved(self) -> int:
@@ -186,21 +184,6 @@ def _moved_of_column(kernels: Sequence[Kernel]) -> int:
     """Bytes that kernels move for one column of a row."""
     moved = itertools.chain.from_iterable(kernel.moved for kernel in kernels)
     return sum([dtype.itemsize for dtype in moved])
-
-
-@functools.lru_cache(maxsize=1)
-def memory_bandwidth() -> tuple[float, str]:
-    """The bytes a second of the current GPU's memory, and whose they are.
-
-    Those of an H200 where no GPU reports its own.
-    """
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties()
-        # Kilohertz, with two transfers in each clock, of a number of bits.
-        bandwidth = 2e3 * properties.memory_clock_rate * properties.memory_bus_width / 8
-        if bandwidth > 0:
-            return bandwidth, properties.name
-    return _BANDWIDTH, "an H200, assumed"
 
 
 @dataclass
@@ -267,13 +250,15 @@ class CompileReport:
         return "\n".join(lines)
 
     def _prediction(self) -> str:
-        bandwidth, owner = memory_bandwidth()
+        name, bandwidth, _ = machine_of()
         fused = sum([region.seconds for region in self.fused])
+        instead = sum([region.times.inductor for region in self.fused if region.times is not None])
         left = sum([region.seconds for region in self.regions if region.reason])
         rest = (self.rest + _BACKWARD * self.differentiated) / bandwidth
         return (
-            f"predicted from bytes, at {bandwidth / 1e12:.2f} TB/s ({owner}): {_time(fused)} for "
-            f"operators, {_time(left)} for regions that are left, {_time(rest)} for the rest"
+            f"predicted at {bandwidth / 1e12:.2f} TB/s ({name}): {_time(fused)} for operators "
+            f"instead of {_time(instead)}, {_time(left)} for regions that are left, "
+            f"{_time(rest)} for the rest"
         )
 
     def _summary(self) -> str:

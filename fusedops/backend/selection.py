@@ -1,8 +1,8 @@
 """Selects the regions of a captured graph that become operators.
 
 A region becomes an operator if the compiler can build a program for it, if the operator returns the
-same gradients as the model, and if `_RULES` expect it to be faster than Inductor's kernels. If a
-region cannot be one kernel, smaller regions within it are tried.
+same gradients as the model, and if it is predicted to be faster than Inductor's kernels (see
+`prediction`). Otherwise smaller regions within it are tried.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from ..compiler.errors import NotRowwiseError
 from ..core.compat.fake import hints
-from . import places
-from .alike import BYTES_OF_LAUNCH, LEAST_ALIKE, Former, parts_alike, pays
+from . import places, prediction
+from .alike import LEAST_ALIKE, Former, parts_alike
 from .graphs import (
-    BIAS,
-    COPIES,
     FUNCTION,
     VIEWS,
     dtype_of,
@@ -36,16 +35,20 @@ from .graphs import (
     written,
 )
 from .order import Units
+from .prediction import H200, Machine, Works, machine_of
 from .programs import RegionProgram, build, prepare
-from .regions import CHANGING, Finder, Region, columns_of
+from .regions import CHANGING, Finder, Region
 from .report import RegionReport
 from .shards import numbers_of
 from .symbols import fix, have_hints
 
-__all__ = ["Match", "Selector"]
+__all__ = ["AS_FAST", "Match", "Selector"]
 
-# The longest row, in columns, that Inductor's kernels hold in registers.
-_LONGEST_OF_INDUCTOR = 1024
+# Why a region is left that could be an operator.
+AS_FAST = "Inductor is predicted to be as fast"
+# Predictions that differ by less, relative to the other, are no reason to leave a region in
+# inference that is an operator in training.
+_CLOSE = 0.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +59,8 @@ class Match:
         region: the region.
         program: the operator.
         reached: the inputs that receive gradients from the operator's backward.
+        works: what it takes by itself, without neighbours.
+        machine: the GPU for which times are predicted.
         is_slice: whether it pays only as one of several slices of an operator.
         shard: locates this rank's part of its dropouts' mask; () where they have the whole mask.
     """
@@ -63,6 +68,8 @@ class Match:
     region: Region
     program: RegionProgram
     reached: set[fx.Node]
+    works: Works
+    machine: Machine
     is_slice: bool = False
     shard: tuple[int, ...] = ()
 
@@ -93,6 +100,7 @@ class Selector:
         # with that: in a residual stream they then recompute every other sum and save the rest.
         self.saved = set[fx.Node]()
         self.matches: list[Match] = []
+        self._selected = set[fx.Node]()  # the nodes of their regions
         self._units = Units()
         self._reported = set[fx.Node]()
         self.reports: list[RegionReport] = []
@@ -117,9 +125,12 @@ class Selector:
             report = _report_of(region, self.needs)
             try:
                 match = self._match(region)
+                report = replace(report, times=match.works.times(match.machine))
+                if not self._pays(match, match.works):
+                    raise NotRowwiseError(AS_FAST)
                 # Regions of the same operators may be one operator: see `horizontal`. Only that is
                 # compiled then.
-                if is_alone and not _why_not_alone(match, self.needs):
+                if is_alone:
                     prepare(match.program, match.reached, self.receives)
                 else:
                     self._unprepared.add(match)
@@ -138,7 +149,7 @@ class Selector:
 
     def _select_slices(self) -> None:
         """Tries the other regions of which several are one operator."""
-        selected = {node for match in self.matches for node in match.region.nodes}
+        selected = set(self._selected)
         regions = list[Region]()
         for region in self.finder.rest(selected):
             regions += parts_alike(region) or [region]
@@ -147,7 +158,10 @@ class Selector:
             # Numbers of rows, such as computed indices, are no slices.
             has_columns = all(tensor.dim() > 1 for tensor in tensors_of(group.region.outputs))
             is_group = len(group.members) >= LEAST_ALIKE and has_columns
-            if not is_group or not pays(group.members, selected):
+            if not is_group:
+                continue
+            times = prediction.of_slices(group.members, selected).times(_machine_of(group.region))
+            if times.operator >= times.inductor:
                 continue
             for region in group.members:
                 self._select_slice(region)
@@ -156,7 +170,7 @@ class Selector:
         """Tries a region of a group, which is one operator with the others."""
         report = _report_of(region, self.needs)
         try:
-            match = replace(self._match(region, is_slice=True), is_slice=True)
+            match = replace(self._match(region), is_slice=True)
         # As in `select`.
         except Exception as error:  # noqa: BLE001
             self._report(region, replace(report, reason=_reason_of(error)))
@@ -178,6 +192,7 @@ class Selector:
         # Also if there is no backward: inference has to build the same programs as training.
         self.saved.update(_saved(program))
         self.matches.append(match)
+        self._selected.update(match.region.nodes)
         self._units.add(match.region)
         report = replace(
             report,
@@ -187,18 +202,15 @@ class Selector:
         )
         self._places[match] = self._report(match.region, report)
 
-    def _match(self, region: Region, *, is_slice: bool = False) -> Match:
+    def _match(self, region: Region) -> Match:
         """The operator of a region.
 
-        Args:
-            region: the region.
-            is_slice: whether it is to be one of several slices.
         Raises:
-            NotRowwiseError: the region cannot be one operator, or Inductor's kernels are as fast.
+            NotRowwiseError: the region cannot be one operator.
         """
-        reason = _why_not(region, self.needs, is_slice=is_slice)
-        if reason:
-            raise NotRowwiseError(reason)
+        # An output may be the several results of an operator.
+        if not all(map(is_tensor, region.outputs)):
+            raise NotRowwiseError("a part of it has several results")
         self._copy_views(region)
         program = build(region, self.saved)
         reached = self._reached(region, program)
@@ -213,7 +225,28 @@ class Selector:
             raise NotRowwiseError("a tensor that it saves is changed later")
         if self._units.are_cyclic_with(region):
             raise NotRowwiseError("as an operator it would be in a cycle with another region")
-        return Match(region, program, reached, shard=numbers_of(region, program))
+        works = prediction.works_of(region, program, reached, self.receives)
+        shard = numbers_of(region, program)
+        return Match(region, program, reached, works, _machine_of(region), shard=shard)
+
+    def _pays(self, match: Match, works: Works) -> bool:
+        """Whether an operator is predicted to be faster than Inductor, or the user asks for it.
+
+        Args:
+            match: the operator.
+            works: the work of its region.
+        """
+        region = match.region
+        if _functions(region):
+            return True
+        operator, inductor = works.times(match.machine)
+        if operator < inductor or _has_gradient(region, self.needs):
+            return operator < inductor
+        # Inference selects the regions of training, so that it computes the same bits.
+        if operator > (1 + _CLOSE) * inductor:
+            return False
+        operator, inductor = _in_training(match).times(match.machine)
+        return operator < inductor
 
     def rest(self) -> tuple[int, int]:
         """The bytes that operators outside of the reported regions read and write, one by one.
@@ -242,9 +275,11 @@ class Selector:
                 for index, operand in operands.items()
             }
             saved = [size for index, size in sizes.items() if index in program.plan.saved_inputs]
+            works = match.works.shared(len(matches))
             self.reports[place] = replace(
                 report,
                 slices=len(matches),
+                times=works.times(match.machine),
                 # An operator of its own would read and write the rows.
                 unfused=report.unfused + 2 * sum(sizes.values()),
                 lookups=len(lookups),
@@ -257,7 +292,8 @@ class Selector:
 
         Its kernels are compiled, or are now.
         """
-        reason = _why_not_alone(match, self.needs)
+        works = prediction.among_neighbours(match.works, match.region, self.needs, self._selected)
+        reason = "" if not match.is_slice and self._pays(match, works) else AS_FAST
         if match in self._unprepared and not reason:
             try:
                 prepare(match.program, match.reached, self.receives)
@@ -391,92 +427,19 @@ def _replace_outside(node: fx.Node, copy: fx.Node, members: set[fx.Node]) -> Non
     node.replace_all_uses_with(copy, lambda user: user not in members and user is not copy)
 
 
-def _has_several_results(region: Region, needs: set[fx.Node]) -> bool:
-    """Whether an output is not one tensor but the several results of an operator."""
-    return not all(map(is_tensor, region.outputs))
+def _machine_of(region: Region) -> Machine:
+    """The GPU of a region; an H200 if it is on another device."""
+    device: torch.device = tensors_of(region.outputs)[0].device
+    return machine_of(device.index) if device.type == "cuda" else H200
 
 
-def _is_of_rowwise(region: Region, needs: set[fx.Node]) -> bool:
-    return bool(_functions(region))
-
-
-def _has_dropout(region: Region, needs: set[fx.Node]) -> bool:
-    return "native_dropout" in map(name_of, region.nodes)
-
-
-def _has_long_rows(region: Region, needs: set[fx.Node]) -> bool:
-    return max(map(columns_of, region.nodes)) > _LONGEST_OF_INDUCTOR
-
-
-def _sums_no_gradient(region: Region, needs: set[fx.Node]) -> bool:
-    """Whether no input has a gradient that is summed over rows, as that of a norm's weight is."""
-    # Without such a sum Inductor is as fast as an operator, and may fuse the region with its
-    # neighbours.
-    full_size = max(map(size_of, region.nodes))
-    return not any(_is_summed_over_rows(node, full_size, needs) for node in region.inputs)
-
-
-def _is_summed_over_rows(node: fx.Node, full_size: int, needs: set[fx.Node]) -> bool:
-    """Whether the gradient of an input is a sum over rows: the input is smaller than the region.
-
-    A vector counts even if it has no gradient, so that inference selects the regions of training.
-    """
-    if not is_tensor(node) or size_of(node) >= full_size:
-        return False
-    if not dtype_of(node).is_floating_point:
-        return False
-    is_vector = value_of(node).dim() == 1
-    return is_vector or node in needs
-
-
-def _adds_bias_alone(region: Region, needs: set[fx.Node]) -> bool:
-    # A matrix product adds a bias in its own kernel, at no cost.
-    return all(node.meta.get(BIAS) or name_of(node) in COPIES for node in region.nodes)
-
-
-_UNSUMMED = "no gradient is summed over its rows, and no mask is stored"
-_SMALL = "it has no gradient, and is so small that a launch takes as long as its kernel"
-# Pairs of a condition and a reason. The first condition that holds for a region decides: with a
-# reason the region is left to Inductor, with "" it becomes an operator. If none holds, it becomes
-# one, too.
-_RULES: tuple[tuple[Callable[[Region, set[fx.Node]], bool], str], ...] = (
-    (_has_several_results, "a part of it has several results"),
-    (_is_of_rowwise, ""),  # the user has asked for one kernel
-    (_has_dropout, ""),  # an operator stores no mask, Inductor does
-    (_has_long_rows, ""),  # Inductor reads a row for each reduction
-    (_sums_no_gradient, _UNSUMMED),
-    (_adds_bias_alone, "it adds a bias to a matrix product, and nothing more"),
-)
-
-
-def _why_not(region: Region, needs: set[fx.Node], *, is_slice: bool) -> str:
-    """The reason to leave a region to Inductor; "" if it is to become an operator.
-
-    As one of several slices it pays even if no gradient is summed: see `alike.pays`.
-    """
-    reasons = [reason for holds, reason in _RULES if holds(region, needs)]
-    return next((reason for reason in reasons if not (is_slice and reason == _UNSUMMED)), "")
-
-
-def _why_not_alone(match: Match, needs: set[fx.Node]) -> str:
-    """The reason to leave a selected region to Inductor if it is in no group; else ""."""
-    if match.is_slice:
-        return _UNSUMMED
-    is_wanted = _is_of_rowwise(match.region, needs) or _has_dropout(match.region, needs)
-    return _SMALL if _is_small_inference(match.region, needs) and not is_wanted else ""
-
-
-def _is_small_inference(region: Region, needs: set[fx.Node]) -> bool:
-    """Whether a region has no gradient, and its kernel takes no longer than any launch does.
-
-    So it is in a decoder that generates: 64 rows of 2048 columns are 256 KiB in half precision. An
-    operator then saves nothing. Inductor's second read of a long row comes from a cache, there is
-    no backward whose sums one kernel could compute, and each kernel takes the same two
-    microseconds, in CUDA graphs, too. Inductor may need fewer kernels, as it computes a region in
-    the kernel of a neighbour, and the host launches its kernels in less time than it calls an
-    operator.
-    """
-    return _border(region) < BYTES_OF_LAUNCH and not _has_gradient(region, needs)
+def _in_training(match: Match) -> Works:
+    """The work if vectors, and inputs of the region's size, had gradients."""
+    program = match.program
+    full_size = max(map(size_of, match.region.nodes))
+    inputs = [program.inputs[index] for index in program.program.plan.differentiable]
+    trained = [x for x in inputs if value_of(x).dim() == 1 or size_of(x) >= full_size]
+    return prediction.works_of(match.region, program, trained, match.region.outputs)
 
 
 def _has_gradient(region: Region, needs: set[fx.Node]) -> bool:

@@ -50,6 +50,7 @@ from .encoding import (
 from .fx import attention_order, is_traceable_subclass
 from .graphs import are_numbers, direct_tensors
 from .horizontal import groups_in
+from .prediction import machine_of
 from .programs import Source
 
 __all__ = ["read", "stored_at", "write"]
@@ -198,11 +199,11 @@ def _settings() -> list[str]:
 
 
 def _settings_of_gpus() -> list[Any]:
-    """The index of the current GPU, and the names and compute capabilities of all GPUs."""
+    """The index of the current GPU, and what captures and predictions read of all GPUs."""
     indices = range(torch.cuda.device_count())
     names = list(map(torch.cuda.get_device_name, indices))
     capabilities = list(map(torch.cuda.get_device_capability, indices))
-    return [torch.cuda.current_device(), names, capabilities]
+    return [torch.cuda.current_device(), names, capabilities, *map(machine_of, indices)]
 
 
 def _text(gm: fx.GraphModule) -> list[str]:

@@ -13,11 +13,11 @@ import torch
 
 from .ir import SAME_VALUE, Node
 
-__all__ = ["is_compute_bound"]
+__all__ = ["excess", "instructions"]
 
 # At this number of instructions per byte, a kernel computes as long as it reads and writes. It is
 # less than six, because lanes do wait. Measured kernels are well above or below this number:
-# see `is_compute_bound`.
+# see `excess`.
 _BALANCE = 5.0
 
 # The instructions of each operator, in fp32 on an H100 or H200. Operators that are not listed have
@@ -64,10 +64,22 @@ _INSTRUCTIONS = {
 _INSTRUCTIONS_OF_ACCESS = 3
 
 
-def is_compute_bound(computed: Iterable[Node], moved: Sequence[torch.dtype]) -> bool:
-    """Whether a kernel computes longer than it reads and writes.
+def instructions(computed: Iterable[Node], moved: Sequence[torch.dtype]) -> int:
+    """The instructions of a kernel for an element.
 
-    This is the estimate of instructions per byte for some backwards in bf16::
+    Args:
+        computed: the values of each element.
+        moved: the dtypes of the whole tensors.
+    """
+    count = sum([_INSTRUCTIONS.get(node.op, 1) for node in computed])
+    return count + _INSTRUCTIONS_OF_ACCESS * len(moved)
+
+
+def excess(count: int, moved: Sequence[torch.dtype]) -> float:
+    """The instructions of a kernel beyond those that take as long as what it reads and writes.
+
+    It is above zero if the kernel is bound by its instructions. This is the estimate of
+    instructions per byte for some backwards in bf16::
 
         softmax                       3.8
         RMSNorm of a SwiGLU           3.9
@@ -75,9 +87,7 @@ def is_compute_bound(computed: Iterable[Node], moved: Sequence[torch.dtype]) -> 
         softmax with dropout          8.5
 
     Args:
-        computed: the values of each element.
+        count: its instructions for an element.
         moved: the dtypes of the whole tensors.
     """
-    instructions = sum([_INSTRUCTIONS.get(node.op, 1) for node in computed])
-    instructions += _INSTRUCTIONS_OF_ACCESS * len(moved)
-    return instructions > _BALANCE * sum([dtype.itemsize for dtype in moved])
+    return max(0.0, count - _BALANCE * sum([dtype.itemsize for dtype in moved]))

@@ -26,7 +26,7 @@ from ..core.activations import ACTIVATIONS
 from ..core.compat.casts import saturates_float8
 from .addresses import Addresses, Sliced, Spacings
 from .axes import Label
-from .costs import is_compute_bound
+from .costs import instructions
 from .identifiers import Identifiers
 from .integers import Ranges
 from .ir import (
@@ -145,7 +145,7 @@ class Emitter:
         vector_tuples: the names of the tuples that this loop adds tiles to.
         leaves: values that are read, not computed: "intermediate", "stats 3" or "moments 0".
         moved: the dtypes of whole tensors that are read or written.
-        read: the number of whole tensors that are read.
+        read: the dtypes of those of them that are read.
         computed: the values that have lines.
         inexact: the values that another kernel may have rounded otherwise.
         narrow: the values that are rounded to 16 bits, and not read otherwise.
@@ -187,7 +187,7 @@ class Emitter:
         self.leaves: dict[Node, str] = {}
         self.intermediate_parts: dict[Node, Part] = {}
         self.moved: list[torch.dtype] = []
-        self.read = 0
+        self.read: list[torch.dtype] = []
         self.named: dict[Node, str] = {}
         self.stores_after: dict[Node, list[Callable[[], None]]] = {}
         self.computed: set[Node] = set()
@@ -439,10 +439,10 @@ class Emitter:
         vectors = [line for line in self.invariant if line.partition(" = ")[0] in wide]
         return _most_live(self.lines, wide) + len(vectors) + len(self.tiles)
 
-    def is_compute_bound(self) -> bool:
-        """Whether the kernel computes longer than it reads and writes: see `costs`."""
+    def instructions(self) -> int:
+        """Return the instructions of the kernel for an element: see `costs`."""
         wide = [node for node in self.computed if self.has_columns(node) and self.has_rows(node)]
-        return is_compute_bound(wide, self.moved)
+        return instructions(wide, self.moved)
 
     def is_reduced(self, node: Node) -> bool:
         """Whether a reduction passes over the columns of rows."""
@@ -818,7 +818,8 @@ class Emitter:
         )
 
     def _load(self, node: Node, kind: str, index: int, operand: Operand, part: Part) -> str:
-        self.read += self._count(operand)
+        if self._count(operand):
+            self.read.append(operand.dtype)
         axis = pair_axis(self.structure, operand)
         if axis is not None:
             first, number = paired(part, axis)

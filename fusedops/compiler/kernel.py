@@ -9,6 +9,7 @@ import torch
 
 from .addresses import Argument
 from .axes import Label
+from .costs import excess
 from .structure import Part
 from .text import indented
 
@@ -45,9 +46,9 @@ class Kernel:
         held: whether a program holds its columns of a row at once, in PARTS adjacent tiles.
         joins: whether a tile may have several slices: see `horizontal.tiles`.
         shares: whether several programs may share the columns of a row.
-        read: the number of loads of tensors with all rows and columns.
+        read: the dtypes of those of them that it reads, one for each load.
         reductions: the number of reductions of rows that depend on one another.
-        compute_bound: whether it computes longer than it reads and writes: see `costs`.
+        instructions: its instructions for an element of whole tensors, an estimate: see `costs`.
         drops: whether it draws random numbers.
         exchanged: the number of sums of a row that the programs sharing it exchange.
         loops: whether a program has several tiles of rows, one after the other.
@@ -71,9 +72,9 @@ class Kernel:
     held: bool = False
     joins: bool = False
     shares: bool = False
-    read: int = 0
+    read: tuple[torch.dtype, ...] = ()
     reductions: int = 0
-    compute_bound: bool = False
+    instructions: int = 0
     drops: bool = False
     exchanged: int = 0
     loops: bool = False
@@ -82,10 +83,23 @@ class Kernel:
     block: int = 0
 
     @property
+    def excess(self) -> float:
+        """The instructions for an element beyond those that its loads and stores hide."""
+        return excess(self.instructions, self.moved)
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it reads gradients of results."""
+        return "cotangent" in self._kinds
+
+    @property
     def checks(self) -> bool:
         """Whether it checks indices of tables: a forward does, with the backward's indices."""
-        kinds = {argument.kind for argument in self.arguments}
-        return "index" in kinds and "cotangent" not in kinds
+        return "index" in self._kinds and not self.is_backward
+
+    @property
+    def _kinds(self) -> set[str]:
+        return {argument.kind for argument in self.arguments}
 
 
 def first_lines(*, drops: bool) -> list[str]:

@@ -11,6 +11,7 @@ tilings, by alignment and the bucket of the rows::
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,7 +34,16 @@ from .site import BackwardKey, LaunchedProgram, RowwiseSite
 from .structure import without
 from .text import product, tuple_of
 
-__all__ = ["backward", "backward_key", "chosen", "forward", "grouping", "kernels_of", "prepare"]
+__all__ = [
+    "backward",
+    "backward_key",
+    "chosen",
+    "forward",
+    "grouping",
+    "kernels_by_pass",
+    "kernels_of",
+    "prepare",
+]
 
 tuning.register(
     configs,
@@ -233,8 +243,21 @@ def chosen(
 def kernels_of(program: LaunchedProgram, tensors: Sequence[Tensor]) -> list[Kernel]:
     """Return the kernels of a call with all gradients, without configs."""
     cotangents = [True] * len(program.structure.outputs)
-    launchers = _launchers(program, -1, tensors, program.wanted, cotangents)
-    return [kernel for launcher, _ in launchers for kernel in launcher.kernels]
+    return list(itertools.chain(*kernels_by_pass(program, tensors, program.wanted, cotangents)))
+
+
+def kernels_by_pass(
+    program: LaunchedProgram,
+    tensors: Sequence[Tensor],
+    wanted: Sequence[bool],
+    cotangents: Sequence[bool],
+) -> list[Sequence[Kernel]]:
+    """Return the kernels of a call's forward, and of its backward if there is one.
+
+    The arguments are those of `prepare`.
+    """
+    launchers = _launchers(program, -1, tensors, wanted, cotangents)
+    return [launcher.kernels for launcher, _ in launchers]
 
 
 def _launchers(

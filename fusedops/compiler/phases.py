@@ -317,7 +317,7 @@ def _has_early_vectors(emitter: Emitter, phases: Phases) -> bool:
     vectors take more than three quarters of a multiprocessor's 65,536 registers.
     """
     structure = emitter.structure
-    if emitter.read < 2 * structure.parts_of_row or not phases.reductions:
+    if len(emitter.read) < 2 * structure.parts_of_row or not phases.reductions:
         return False
     if emitter.addresses.sliced:  # the answer must be the same for all lengths
         return False

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from fusedops.backend import selection
+from fusedops.backend import prediction
 
 
 @pytest.fixture(autouse=True)
-def operators_of_small_regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regions of the tests' small tensors become operators in inference, too."""
-    monkeypatch.setattr(selection, "BYTES_OF_LAUNCH", 0)
+def rates_of_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' small tensors are selected as large ones: bytes decide, and not launches."""
+    rates = replace(prediction.RATES, kernels=0.0, calls=0.0, sums=0.0, summed=3.0)
+    monkeypatch.setattr(prediction, "RATES", rates)

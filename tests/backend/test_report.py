@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 import fusedops
 from backends import randn
-from fusedops.backend import places
-from fusedops.backend.report import memory_bandwidth
+from fusedops.backend import places, prediction
 from fusedops.core.launches import launch
 from pages import ROOT, blocks
 from support import DEVICE
@@ -107,10 +106,8 @@ def test_reasons_end_in_a_next_step() -> None:
         return torch.softmax(x, -1)
 
     (line,) = str(fusedops.explain(function, randn(6, 8))).splitlines()[1:2]
-    step = "Inductor is as fast; decorate its function with fusedops.rowwise to fuse it anyway"
-    assert line.endswith(
-        f"left: no gradient is summed over its rows, and no mask is stored ({step})"
-    )
+    step = "nothing to do; decorate its function with fusedops.rowwise to fuse it anyway"
+    assert line.endswith(f"left: Inductor is predicted to be as fast ({step})")
 
 
 def test_region_that_triton_cannot_compile_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +301,7 @@ def test_source_of_a_region_is_that_of_its_kernels() -> None:
     source = fused.source()
     assert source.count("@triton.jit") == 2
     assert "def forward_kernel" in source and "def backward_kernel" in source
-    with pytest.raises(ValueError, match="left to Inductor: no gradient is summed"):
+    with pytest.raises(ValueError, match="left to Inductor: Inductor is predicted"):
         left.source()
 
 
@@ -320,21 +317,24 @@ def test_report_in_the_page_is_printed() -> None:
 
 
 @pytest.mark.parametrize("bits", [0, 1024])
-def test_times_are_bytes_by_the_bandwidth_of_the_memory(
+def test_machine_is_the_gpu_if_it_reports_its_bandwidth(
     bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a GPU, or with one of unknown bandwidth, it is that of an H200."""
+    """Without a GPU, or with one of unknown bandwidth, it is an H200."""
     properties = types.SimpleNamespace(
-        name="a GPU", memory_clock_rate=1_000_000, memory_bus_width=bits
+        name="a GPU",
+        memory_clock_rate=1_000_000,
+        memory_bus_width=bits,
+        multi_processor_count=66,
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
-    memory_bandwidth.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    prediction.machine_of.cache_clear()
     try:
-        bandwidth, owner = memory_bandwidth()
+        machine = prediction.machine_of()
     finally:
-        memory_bandwidth.cache_clear()
-    assert (bandwidth, owner) == ((256e9, "a GPU") if bits else (4.8e12, "an H200, assumed"))
+        prediction.machine_of.cache_clear()
+    assert machine == (prediction.Machine("a GPU", 256e9, 66) if bits else prediction.H200)
 
 
 def test_prediction_has_the_slowest_region_first() -> None:
@@ -348,18 +348,24 @@ def test_prediction_has_the_slowest_region_first() -> None:
     fused, left = report.slowest
     assert left.reason
     assert not fused.reason
-    bandwidth, owner = memory_bandwidth()
-    # As above. The softmax reads 24 numbers and writes as many, and its backward twice as many.
-    times = [5 * 6 * 8 * 4 / bandwidth, 3 * 2 * 6 * 4 * 4 / bandwidth]
+    # The norm reads and writes rows of 8 numbers, and its backward reads two and writes one. Sums
+    # of Inductor read those two once more. The softmax has rows of 4.
+    bandwidth, rates = prediction.H200.bandwidth, prediction.RATES
+    row, short = 6 * 8 * 4 / bandwidth, 6 * 4 * 4 / bandwidth
+    times = [5 * row * rates.moved, 5 * short * rates.moved]
     assert [fused.seconds, left.seconds] == pytest.approx(times)
+    instead = times[0] + 2 * row * rates.summed
+    assert fused.times is not None and fused.times.inductor == pytest.approx(instead)
     assert report.rest == (6 * 8 + 8 * 4 + 6 * 4) * 4
     *_, line = str(report).splitlines()
-    fused_time, left_time, rest_time = [
-        f"{seconds * 1e6:.1f} µs" for seconds in (*times, 3 * report.rest / bandwidth)
+    fused_time, instead_time, left_time, rest_time = [
+        f"{seconds * 1e6:.1f} µs"
+        for seconds in (times[0], instead, times[1], 3 * report.rest / bandwidth)
     ]
+    name, bandwidth, _ = prediction.machine_of()
     assert line == (
-        f"  predicted from bytes, at {bandwidth / 1e12:.2f} TB/s ({owner}): {fused_time} for "
-        f"operators, {left_time} for regions that are left, {rest_time} for the rest"
+        f"  predicted at {bandwidth / 1e12:.2f} TB/s ({name}): {fused_time} for operators instead "
+        f"of {instead_time}, {left_time} for regions that are left, {rest_time} for the rest"
     )
 
 
@@ -375,16 +381,16 @@ def test_report_of_inference_has_the_forward_alone() -> None:
     (fused,) = report.fused
     size = 6 * 8 * 4
     assert (fused.forward, fused.moved, fused.saved) == (2 * size, 2 * size, 0)
-    bandwidth, _ = memory_bandwidth()
+    bandwidth = prediction.machine_of().bandwidth
     left_bytes = 2 * 6 * 4 * 4
-    times = [region.seconds * bandwidth for region in report.slowest]
+    times = [region.seconds * bandwidth / prediction.RATES.moved for region in report.slowest]
     assert times == pytest.approx([2 * size, left_bytes])
     assert (report.rest, report.differentiated) == ((6 * 8 + 8 * 4 + 6 * 4) * 4, 0)
-    summary, line, *_, prediction = str(report).splitlines()
+    summary, line, *_, last = str(report).splitlines()
     assert summary.endswith("in 1 graph: 0.4 KiB moved")
     assert line.startswith("  1 x (6, 8)  native_layer_norm  0.4 KiB moved instead of ")
     rest = f"{report.rest / bandwidth * 1e6:.1f} µs for the rest"
-    assert prediction.endswith(rest)
+    assert last.endswith(rest)
 
 
 def test_compile_raises_for_what_is_not_callable() -> None:
