@@ -8,12 +8,14 @@ return the argument unchanged.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic
 
 from torch import Tensor, nn
 
+from ..compiler.quantising import Format, Quantising
 from ..core.activations import ACTIVATIONS, ActivationName
 from ..core.calls.checks import check_choice, check_p
+from ..core.typevars import Returned
 from ..distributed.modules import TensorsBeside
 from . import ops
 
@@ -172,12 +174,15 @@ class FusedGatedAct(TensorsBeside):
         return f"{self.activation!r}"
 
 
-class FusedSwiGLU(TensorsBeside):
+class FusedSwiGLU(Quantising, TensorsBeside, Generic[Returned]):
     """``silu(gate) * up`` in one pass.
 
+    Args:
+        quantize: as in `fusedops.swiglu`; in no ``state_dict``.
     Shape:
         gate and up: ``(*, N)``. Without up, gate is a packed tensor ``(*, 2 N)``: the gate in the
-        first half, up in the second. Returns ``(*, N)`` in the promoted dtype of the inputs.
+        first half, up in the second. Returns ``(*, N)`` in the promoted dtype of the inputs; with
+        ``quantize``, the values and their scales.
     Raises:
         ValueError: the shapes differ.
         TypeError: an input is not a floating-point tensor.
@@ -188,23 +193,31 @@ class FusedSwiGLU(TensorsBeside):
 
     _beside = ("up",)
 
-    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+    def __init__(self, *, quantize: Format[Returned, Any] | None = None) -> None:
+        super().__init__()
+        self._quantise(quantize)
+
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Returned:
         """Activate ``gate`` and multiply by ``up``; see the class."""
-        return ops.swiglu(gate, self._rows(up, gate))
+        return ops.swiglu(  # type: ignore[no-any-return]
+            gate, self._rows(up, gate), quantize=self.quantize
+        )
 
     if TYPE_CHECKING:  # the ``__call__`` of nn.Module returns Any
 
-        def __call__(self, gate: Tensor, up: Tensor | None = None) -> Tensor: ...  # noqa: D102
+        def __call__(self, gate: Tensor, up: Tensor | None = None) -> Returned: ...  # noqa: D102
 
 
-class FusedGEGLU(TensorsBeside):
+class FusedGEGLU(Quantising, TensorsBeside, Generic[Returned]):
     """``gelu(gate) * up`` in one pass.
 
     Args:
         approximate: "none" or "tanh".
+        quantize: as in `fusedops.geglu`; in no ``state_dict``.
     Shape:
         gate and up: ``(*, N)``. Without up, gate is a packed tensor ``(*, 2 N)``: the gate in the
-        first half, up in the second. Returns ``(*, N)`` in the promoted dtype of the inputs.
+        first half, up in the second. Returns ``(*, N)`` in the promoted dtype of the inputs; with
+        ``quantize``, the values and their scales.
     Raises:
         ValueError: ``approximate`` is unknown; the shapes differ.
         TypeError: an input is not a floating-point tensor.
@@ -215,19 +228,28 @@ class FusedGEGLU(TensorsBeside):
 
     _beside = ("up",)
 
-    def __init__(self, approximate: ops.Approximate = "none") -> None:
+    def __init__(
+        self,
+        approximate: ops.Approximate = "none",
+        *,
+        quantize: Format[Returned, Any] | None = None,
+    ) -> None:
         super().__init__()
         check_choice(type(self).__name__, "approximate", approximate, ops.APPROXIMATIONS)
         self.approximate: ops.Approximate = approximate
+        self._quantise(quantize)
 
-    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Returned:
         """Activate ``gate`` and multiply by ``up``; see the class."""
-        return ops.geglu(gate, self._rows(up, gate), self.approximate)
+        return ops.geglu(  # type: ignore[no-any-return]
+            gate, self._rows(up, gate), self.approximate, quantize=self.quantize
+        )
 
     if TYPE_CHECKING:  # the ``__call__`` of nn.Module returns Any
 
-        def __call__(self, gate: Tensor, up: Tensor | None = None) -> Tensor: ...  # noqa: D102
+        def __call__(self, gate: Tensor, up: Tensor | None = None) -> Returned: ...  # noqa: D102
 
     def extra_repr(self) -> str:
         """Returns the arguments in ``print(module)``, as `torch.nn.GELU` prints them."""
-        return f"approximate={self.approximate!r}"
+        line = super().extra_repr()
+        return f"approximate={self.approximate!r}, {line}".removesuffix(", ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -10,6 +10,7 @@ from ..compiler.quantising import Format
 from ..core.activations import ACTIVATIONS, ActivationName
 from ..core.calls.call import run
 from ..core.calls.checks import check_choice, check_p_off
+from ..core.typevars import Returned
 from .operator import ACTIVATION
 from .quantised import quantised_unit
 from .site import ActivationConstants, Kind
@@ -107,29 +108,13 @@ def bias_act(
     return run(ACTIVATION, constants, (x, bias), p_applied)[0]  # type: ignore[no-any-return]
 
 
-@overload
-def geglu(
-    gate: Tensor,
-    up: Tensor | None = ...,
-    approximate: Approximate = ...,
-    *,
-    quantize: None = ...,
-) -> Tensor: ...
-@overload
-def geglu(
-    gate: Tensor,
-    up: Tensor | None = ...,
-    approximate: Approximate = ...,
-    *,
-    quantize: Format,
-) -> tuple[Tensor, Tensor]: ...
 def geglu(
     gate: Tensor,
     up: Tensor | None = None,
     approximate: Approximate = "none",
     *,
-    quantize: Format | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    quantize: Format[Returned, Any] | None = None,
+) -> Returned:
     """``gelu(gate) * up`` in one pass.
 
     Args:
@@ -153,30 +138,16 @@ def geglu(
         "geglu", "packed" if up is None else "glu", _approximation("geglu", approximate)
     )
     if quantize is not None:
-        return quantised_unit(constants, gate, up, quantize)
+        return quantised_unit(constants, gate, up, quantize)  # type: ignore[return-value]
     return run(ACTIVATION, constants, (gate, up))[0]  # type: ignore[no-any-return]
 
 
-@overload
-def swiglu(
-    gate: Tensor,
-    up: Tensor | None = ...,
-    *,
-    quantize: None = ...,
-) -> Tensor: ...
-@overload
-def swiglu(
-    gate: Tensor,
-    up: Tensor | None = ...,
-    *,
-    quantize: Format,
-) -> tuple[Tensor, Tensor]: ...
 def swiglu(
     gate: Tensor,
     up: Tensor | None = None,
     *,
-    quantize: Format | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    quantize: Format[Returned, Any] | None = None,
+) -> Returned:
     """``silu(gate) * up`` in one pass.
 
     Args:
@@ -196,7 +167,7 @@ def swiglu(
     """
     constants = _record("swiglu", "packed" if up is None else "glu", "silu")
     if quantize is not None:
-        return quantised_unit(constants, gate, up, quantize)
+        return quantised_unit(constants, gate, up, quantize)  # type: ignore[return-value]
     return run(ACTIVATION, constants, (gate, up))[0]  # type: ignore[no-any-return]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,7 +18,7 @@ __all__ = ["quantised_unit"]
 
 
 def quantised_unit(
-    constants: ActivationConstants, gate: Tensor, up: Tensor | None, quantize: Format
+    constants: ActivationConstants, gate: Tensor, up: Tensor | None, quantize: Format[Any, Any]
 ) -> tuple[Tensor, Tensor]:
     """Returns the values of a gated unit, and their scales.
 
@@ -41,7 +43,6 @@ def _unit(
     activation: str,
     dtype: torch.dtype,
     size: int,
-    column_major: bool,
 ) -> tuple[Tensor, ...]:
     """Returns the values, and their scales unless they are static."""
     if up is None:
@@ -52,4 +53,4 @@ def _unit(
         gate = F.silu(gate)
     else:
         gate = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return quantised(gate * up, scale, dtype, size, column_major)
+    return quantised(gate * up, scale, dtype, size)

@@ -27,10 +27,12 @@ __all__ = ["gradient_allocator", "output_allocator"]
 Allocated = tuple[Tensor | None, ...]
 
 
-def output_allocator(program: LaunchedProgram) -> Callable[[Any, bool], Allocated]:
+def output_allocator(
+    program: LaunchedProgram, omitted: int = -1
+) -> Callable[[Any, bool], Allocated]:
     """Return a function that allocates the outputs, the intermediate and the numbers of each row.
 
-    Its arguments are the inputs, and whether a backward follows.
+    Its arguments are the inputs, and whether a backward follows. The output ``omitted`` is None.
     """
     structure = program.structure
     plan = program.plan
@@ -41,6 +43,8 @@ def output_allocator(program: LaunchedProgram) -> Callable[[Any, bool], Allocate
     }
     likes = [(operand.labels, f"tensors[{i}]") for i, operand in enumerate(structure.inputs)]
     expressions = [_new(program, operand, first, sizes, likes) for operand in structure.outputs]
+    if omitted >= 0:
+        expressions[omitted] = "None"
     if program.own:
         assert plan.intermediate_operand is not None
         intermediate = _new(program, plan.intermediate_operand, first, sizes, likes)

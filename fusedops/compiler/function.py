@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..core.calls import checks
-from ..core.calls.call import launched, run
+from ..core.calls.call import launched, launched_into, run
 from ..core.compat.dispatch import (
     any_autocast_enabled,
     in_forward_mode,
@@ -263,7 +263,6 @@ class Rowwise(Generic[_P, _R]):
 
     def _called(self, args: Any) -> Any:
         """Return the outputs for all arguments by position. This is the hot path of a call."""
-        autocast = any_autocast_enabled() and _autocast()
         # The function itself runs in three cases: as a part of another trace; under a transform,
         # because kernels have no rules for it; and for `torch.export`, because the process that
         # loads the exported program has not registered this program's operators.
@@ -271,6 +270,46 @@ class Rowwise(Generic[_P, _R]):
         differentiates = is_observed and (transforms() or in_forward_mode())
         if differentiates or recording() or is_exporting():
             return self._run(*args)
+        call, args, state_tensors = self._call_of(args)
+        program = call.program
+        if program is None:
+            return self._run(*args)
+        tensors = call.select((*args, *state_tensors) if state_tensors else args)
+        saves = False
+        if _records_gradients():
+            for t in tensors:
+                if t.requires_grad:
+                    saves = True
+                    break
+        site = call.sites[saves]
+        if is_observed or site is None:
+            return call.results(run(program, call.constants, tensors, program.p))
+        return call.results(launched(program, site, tensors, program.p))
+
+    def into(self, out: Tensor, output: int, *args: Any) -> Any:
+        """Return the outputs of a call without gradients, one of several in the tensor ``out``.
+
+        It is for calls that no mode, transform or tracer sees.
+
+        Args:
+            out: a contiguous tensor of that output's shape and dtype. It may be one of the
+                arguments, but shares no part of their memory otherwise.
+            output: the position of that output; -1 for the last.
+            args: all arguments, by position.
+        """
+        call, args, state_tensors = self._call_of(args)
+        program = call.program
+        site = call.sites[False] if call.sites else None
+        if program is None or site is None:
+            outs = list(self._run(*args))
+            outs[output] = out.copy_(outs[output])
+            return tuple(outs)
+        tensors = call.select((*args, *state_tensors))
+        return call.results(launched_into(program, site, tensors, out, output % program.count))
+
+    def _call_of(self, args: Any) -> tuple[_Call, Any, list[Tensor]]:
+        """Return the call of these arguments, the arguments, and the tensors in the state."""
+        autocast = any_autocast_enabled() and _autocast()
         # Two lookups lead to a program: by the kinds of the arguments to a group of calls, and by
         # the state around the function (its globals, closures, objects) to a call of the group.
         #
@@ -294,20 +333,7 @@ class Rowwise(Generic[_P, _R]):
             call = None
         if call is None:
             call, state_tensors = self._new_call(group, args, autocast)
-        program = call.program
-        if program is None:
-            return self._run(*args)
-        tensors = call.select((*args, *state_tensors) if state_tensors else args)
-        saves = False
-        if _records_gradients():
-            for t in tensors:
-                if t.requires_grad:
-                    saves = True
-                    break
-        site = call.sites[saves]
-        if is_observed or site is None:
-            return call.results(run(program, call.constants, tensors, program.p))
-        return call.results(launched(program, site, tensors, program.p))
+        return call, args, state_tensors
 
     def _new_group(self, key: Any, args: Sequence[Any]) -> _CallGroup:
         """Return a group of calls that is added to the cache."""

@@ -131,6 +131,7 @@ class Program(Operator):
         )
         self.thresholds = tuple(map(rng.threshold, structure.drops))
         self._outputs = output_allocator(self)
+        self._outputs_except: dict[int, Any] = {}
         self._gradients: dict[int, Any] = {}
         self._again: dict[int, tuple[Program, tuple[Saved, ...]] | None] = {}
         # By the device's index, and whether a backward follows.
@@ -439,6 +440,14 @@ class Program(Operator):
     def allocate(self, site: RowwiseSite, tensors: Any) -> tuple[Tensor | None, ...]:
         """Return new tensors for the outputs, the intermediate and the numbers of each row."""
         return self._outputs(tensors, site.saves)
+
+    def allocate_except(
+        self, site: RowwiseSite, tensors: Any, output: int
+    ) -> tuple[Tensor | None, ...]:
+        """See `Operator`."""
+        if output not in self._outputs_except:
+            self._outputs_except[output] = output_allocator(self, output)
+        return self._outputs_except[output](tensors, site.saves)  # type: ignore[no-any-return]
 
     forward = staticmethod(launching.forward)
     backward = staticmethod(launching.backward)

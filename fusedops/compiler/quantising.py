@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ..core.typevars import Quantised, QuantisedSum
 
 __all__ = [
     "Form",
     "Format",
     "PerBlock",
     "PerRow",
+    "Quantising",
     "Static",
     "called_by_row",
     "form_of",
@@ -25,8 +28,23 @@ _DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 _LEAST = 1e-12
 
 
+class Format(Generic[Quantised, QuantisedSum]):
+    """A format of quantised results: `PerRow`, `PerBlock` or `Static`.
+
+    Its parameters are for type checkers: what a call with it returns, and a call that also returns
+    a sum. So a function's signature has the types with and without a format::
+
+        def rms_norm(..., quantize: Format[Returned, Any] | None = None) -> Returned: ...
+
+    Attributes:
+        dtype: the dtype of the values.
+    """
+
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True)
-class PerRow:
+class PerRow(Format):
     """A scale for each row: its largest magnitude, divided by the largest number of the dtype.
 
     Args:
@@ -42,7 +60,7 @@ class PerRow:
 
 
 @dataclass(frozen=True)
-class PerBlock:
+class PerBlock(Format):
     """A scale for each block of neighbouring columns.
 
     Args:
@@ -71,7 +89,7 @@ class PerBlock:
 
 
 @dataclass(frozen=True, eq=False)
-class Static:
+class Static(Format):
     """One scale for all values, which the caller has measured before.
 
     Values beyond the largest number of the dtype, times the scale, are limited to it.
@@ -97,7 +115,35 @@ class Static:
             raise ValueError(f"Static: scale has shape {shape}, expected one element")
 
 
-Format = PerRow | PerBlock | Static
+class Quantising(nn.Module):
+    """A module whose results may be quantised.
+
+    Attributes:
+        quantize: the format; None for plain results. It is in no ``state_dict``. The scale of a
+            `Static` moves to another device with the module, and keeps its dtype.
+    """
+
+    quantize: Format[Any, Any] | None = None
+
+    def _quantise(self, quantize: Any) -> None:
+        """Set the format, or none."""
+        if quantize is not None:
+            _check_format(type(self).__name__, quantize)
+            self.quantize = quantize
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if isinstance(self.quantize, Static):
+            scale = self.quantize.scale
+            self.quantize = replace(self.quantize, scale=scale.to(fn(scale).device))
+        return self
+
+    def extra_repr(self) -> str:
+        """Return the line of the base class, and the format if there is one."""
+        line = super().extra_repr()
+        if self.quantize is None:
+            return line
+        return f"{line}, quantize={self.quantize!r}".removeprefix(", ")
 
 
 class Form(NamedTuple):
@@ -105,13 +151,11 @@ class Form(NamedTuple):
 
     Attributes:
         dtype: the dtype of the values.
-        size: the columns of a block; 0 for whole rows.
-        column_major: whether a row-wise function returns the scales with rows last.
+        size: the columns of a block; 0 for whole rows. If it is negative, scales are column-major.
     """
 
     dtype: torch.dtype
     size: int
-    column_major: bool
 
 
 def form_of(op: str, quantize: Any, cols: int) -> tuple[Form, Tensor | None]:
@@ -121,37 +165,41 @@ def form_of(op: str, quantize: Any, cols: int) -> tuple[Form, Tensor | None]:
         TypeError: it is no format.
         ValueError: the columns are no whole blocks.
     """
-    if not isinstance(quantize, (PerRow, PerBlock, Static)):
-        got = type(quantize).__name__
-        raise TypeError(f"{op}: quantize must be a format of fusedops.quant, got {got}")
+    _check_format(op, quantize)
     scale = quantize.scale if isinstance(quantize, Static) else None
     if not isinstance(quantize, PerBlock):
-        return Form(quantize.dtype, 0, False), scale
+        return Form(quantize.dtype, 0), scale
     if cols % quantize.size:
         raise ValueError(f"{op}: rows have {cols} columns, expected a multiple of {quantize.size}")
-    return Form(quantize.dtype, quantize.size, quantize.column_major), scale
+    size = -quantize.size if quantize.column_major else quantize.size
+    return Form(quantize.dtype, size), scale
 
 
 def called_by_row(
-    function: Callable[..., tuple[Tensor, ...]],
+    function: Any,
     tensors: Sequence[Any],
     others: Sequence[Any],
     form: Form,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Return a row-wise function's results; tensors of one dimension are one row.
 
     Args:
-        function: takes the tensors, the others, and the fields of the form. It returns the results
-            of `quantised` first.
+        function: a `Rowwise`. It takes the tensors, the others, and the fields of the form, and
+            returns the results of `quantised` first.
         tensors: of equally many dimensions; all but the first may be None.
         others: its other arguments.
         form: the form of the results.
+        out: a tensor that the last result is written to, in a call without gradients; or None.
     """
     is_one_row = tensors[0].dim() <= 1
     if is_one_row:
-        tensors = [None if tensor is None else tensor[None] for tensor in tensors]
-    values, *results = function(*tensors, *others, *form)
-    if form.column_major:
+        *tensors, out = [None if tensor is None else tensor[None] for tensor in (*tensors, out)]
+    if out is None:
+        values, *results = function(*tensors, *others, *form)
+    else:
+        values, *results = function.into(out, -1, *tensors, *others, *form)
+    if form.size < 0:
         results[0] = results[0].movedim(0, -1)
     if is_one_row:
         return tuple([result[0] for result in (values, *results)])
@@ -160,24 +208,22 @@ def called_by_row(
 
 # Row-wise functions call this one. Dynamo guards on what they read, and so on the number `_LEAST`;
 # it could not guard on a table, and would trace the function in place of calling the kernel.
-def quantised(
-    y: Tensor, scale: Tensor | None, dtype: torch.dtype, size: int, column_major: bool
-) -> tuple[Tensor, ...]:
+def quantised(y: Tensor, scale: Tensor | None, dtype: torch.dtype, size: int) -> tuple[Tensor, ...]:
     """Return a tensor's values in 8 bits, and their scales unless ``scale`` is one for all.
 
-    The last arguments are those of a `Form`.
+    The last arguments are those of a `Form`. Column-major scales have rows last.
     """
     # Integers are symmetric: -128 is not used.
     largest = torch.finfo(dtype).max if dtype.is_floating_point else 127.0
     if scale is not None:
         limited = (y * (1.0 / scale.float())).clamp(-largest, largest)
         return (_rounded(limited, dtype),)
-    rows = y.unflatten(-1, (-1, size)) if size else y
+    rows = y.unflatten(-1, (-1, abs(size))) if size else y
     scales = (rows.abs().amax(-1, keepdim=True) * (1.0 / largest)).clamp(min=_LEAST)
     values = _rounded(rows * (1.0 / scales), dtype)
     if size:
         values, scales = values.flatten(-2), scales.squeeze(-1)
-    if column_major:
+    if size < 0:
         scales = scales.movedim(-1, 0).contiguous()
     return values, scales.float()
 
@@ -186,6 +232,12 @@ def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     # A cast to a float rounds to the nearest, a cast to an integer towards zero.
     whole = values if dtype.is_floating_point else values.round()
     return whole.to(dtype)
+
+
+def _check_format(op: str, quantize: Any) -> None:
+    if not isinstance(quantize, (PerRow, PerBlock, Static)):
+        got = type(quantize).__name__
+        raise TypeError(f"{op}: quantize must be a format of fusedops.quant, got {got}")
 
 
 def _check_dtype(name: str, dtype: Any) -> None:

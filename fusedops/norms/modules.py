@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from ..compiler.quantising import Format, Quantising
 from ..core.calls.checks import check_p
-from ..core.typevars import Returned
+from ..core.typevars import Returned, Summed
 from ..distributed.modules import TensorsBeside
 from . import ops
 from .reference import Rounding
@@ -32,7 +33,7 @@ __all__ = [
 Save = Literal["sum", "output", "inputs"]
 
 
-class FusedLayerNorm(nn.LayerNorm):
+class FusedLayerNorm(Quantising, nn.LayerNorm, Generic[Returned]):
     """Drop-in for `torch.nn.LayerNorm`: same constructor, parameters and initial values.
 
     The ``state_dict`` has the same keys.
@@ -45,9 +46,10 @@ class FusedLayerNorm(nn.LayerNorm):
         bias: whether the module has a ``bias``; used only with ``elementwise_affine``.
         device: the parameters' device.
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the input's.
+        quantize: as in `fusedops.layer_norm`; in no ``state_dict``.
     Shape:
         input and output: ``(*, *normalized_shape)``, in the input's dtype (fp32 under GPU
-            autocast).
+            autocast). With ``quantize``, the values and their scales.
     Raises:
         ValueError: ``eps`` or a size is negative; the input's trailing dimensions are not
             ``normalized_shape``.
@@ -65,23 +67,28 @@ class FusedLayerNorm(nn.LayerNorm):
         bias: bool = True,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        quantize: Format[Returned, Any] | None = None,
     ) -> None:
         name = type(self).__name__
         ops.check_constants(name, "layer", eps)
         super().__init__(
             ops.check_sizes(name, normalized_shape), eps, elementwise_affine, bias, device, dtype
         )
+        self._quantise(quantize)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Returned:  # type: ignore[override]
         """Normalise ``input``; see the class."""
-        return ops.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        return ops.layer_norm(  # type: ignore[no-any-return]
+            input, self.normalized_shape, self.weight, self.bias, self.eps, quantize=self.quantize
+        )
 
     if TYPE_CHECKING:  # torch.nn's returns Any
 
-        def __call__(self, input: Tensor) -> Tensor: ...  # noqa: D102
+        def __call__(self, input: Tensor) -> Returned: ...  # noqa: D102
 
 
-class _RoundedRMSNorm(nn.RMSNorm):
+class _RoundedRMSNorm(Quantising, nn.RMSNorm, Generic[Returned]):
     """`torch.nn.RMSNorm` with an offset that is added to the weight, and a rounding mode.
 
     The weight starts at ``1 - weight_offset``, so that the scale itself starts at one as torch.nn's
@@ -101,12 +108,14 @@ class _RoundedRMSNorm(nn.RMSNorm):
         *,
         weight_offset: float = 0.0,
         rounding: Rounding = "once",
+        quantize: Format[Returned, Any] | None = None,
     ) -> None:
         name = type(self).__name__
         ops.check_constants(name, "rms", eps, weight_offset, rounding)
         super().__init__(
             ops.check_sizes(name, normalized_shape), eps, elementwise_affine, device, dtype
         )
+        self._quantise(quantize)
         self.rounding = rounding
         self.weight_offset = weight_offset
         if weight_offset:
@@ -122,7 +131,7 @@ class _RoundedRMSNorm(nn.RMSNorm):
         return super().extra_repr() + _differences(self, weight_offset=0.0, rounding="once")
 
 
-class FusedRMSNorm(_RoundedRMSNorm):
+class FusedRMSNorm(_RoundedRMSNorm[Returned]):
     """Drop-in for `torch.nn.RMSNorm`: same constructor, parameters and initial values.
 
     The ``state_dict`` has the same keys.
@@ -137,9 +146,10 @@ class FusedRMSNorm(_RoundedRMSNorm):
         weight_offset: added to ``weight`` before it scales; 1.0 for Gemma.
         rounding: "once" rounds at the end only, as Gemma's module does; "llama" and "t5" round
             where those Hugging Face modules do.
+        quantize: as in `fusedops.rms_norm`; in no ``state_dict``.
     Shape:
         input and output: ``(*, *normalized_shape)``, in the input's dtype; with "llama" and "t5" in
-            the weight's dtype if that is wider.
+            the weight's dtype if that is wider. With ``quantize``, the values and their scales.
     Raises:
         ValueError: ``eps`` or a size is negative, ``rounding`` is unknown; the input's trailing
             dimensions are not ``normalized_shape``.
@@ -149,20 +159,21 @@ class FusedRMSNorm(_RoundedRMSNorm):
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Returned:  # type: ignore[override]
         """Normalise ``x``; see the class."""
-        return ops.rms_norm(
+        return ops.rms_norm(  # type: ignore[no-any-return]
             x,
             self.normalized_shape,
             self.weight,
             self.eps,
             weight_offset=self.weight_offset,
             rounding=self.rounding,
+            quantize=self.quantize,
         )
 
     if TYPE_CHECKING:  # torch.nn's returns Any
 
-        def __call__(self, x: Tensor) -> Tensor: ...  # noqa: D102
+        def __call__(self, x: Tensor) -> Returned: ...  # noqa: D102
 
 
 class FusedBiasDropoutAdd(TensorsBeside, nn.Dropout):
@@ -339,7 +350,7 @@ class FusedBiasDropoutAddLayerNorm(TensorsBeside, nn.LayerNorm, Generic[Returned
         )
 
 
-class FusedBiasDropoutAddRMSNorm(TensorsBeside, _RoundedRMSNorm, Generic[Returned]):
+class FusedBiasDropoutAddRMSNorm(TensorsBeside, _RoundedRMSNorm[Any], Generic[Returned]):
     """``rms_norm(dropout(x + bias) + residual)`` in one pass.
 
     The module's ``weight`` is the norm's, with the ``state_dict`` key of `torch.nn.RMSNorm`. The
@@ -487,7 +498,7 @@ class FusedBiasDropoutAddRMSNorm(TensorsBeside, _RoundedRMSNorm, Generic[Returne
         )
 
 
-class FusedAddLayerNorm(TensorsBeside, nn.LayerNorm):
+class FusedAddLayerNorm(Quantising, TensorsBeside, nn.LayerNorm, Generic[Summed]):
     """``layer_norm(x + residual)`` and the sum, in one pass.
 
     For the residual additions of a pre-norm block.
@@ -500,10 +511,11 @@ class FusedAddLayerNorm(TensorsBeside, nn.LayerNorm):
         bias: whether the norm has a ``bias``; used only with ``elementwise_affine``.
         device: the parameters' device.
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the inputs'.
+        quantize: as in `fusedops.add_layer_norm`; in no ``state_dict``.
     Shape:
         x and residual: ``(..., N)``.
         Returns ``(y, z)``, each ``(..., N)``: the normalised sum, and the sum in the promoted dtype
-        of the inputs.
+        of the inputs. With ``quantize``, the values, their scales, then the sum.
     Raises:
         ValueError: a shape does not fit; ``eps`` is negative; ``normalized_shape`` has several
             dimensions.
@@ -523,26 +535,30 @@ class FusedAddLayerNorm(TensorsBeside, nn.LayerNorm):
         bias: bool = True,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        quantize: Format[Any, Summed] | None = None,
     ) -> None:
         name = type(self).__name__
         ops.check_constants(name, "layer", eps)
         super().__init__(
             _width(name, normalized_shape), eps, elementwise_affine, bias, device, dtype
         )
+        self._quantise(quantize)
 
     def forward(  # type: ignore[override]
         self, x: Tensor, residual: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Summed:
         """Add ``residual`` and normalise; see the class."""
         if self.weight is None:
             _check_width(self, x)
         try:
-            return ops.add_layer_norm(
+            return ops.add_layer_norm(  # type: ignore[no-any-return]
                 x,
                 self._rows(residual, x),  # type: ignore[arg-type]
                 self.weight,
                 self.bias,
                 self.eps,
+                quantize=self.quantize,
             )
         except ValueError:
             _check_width(self, x)
@@ -550,10 +566,10 @@ class FusedAddLayerNorm(TensorsBeside, nn.LayerNorm):
 
     if TYPE_CHECKING:  # torch.nn's returns Any
 
-        def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...  # noqa: D102
+        def __call__(self, x: Tensor, residual: Tensor) -> Summed: ...  # noqa: D102
 
 
-class FusedAddRMSNorm(TensorsBeside, _RoundedRMSNorm):
+class FusedAddRMSNorm(TensorsBeside, _RoundedRMSNorm[Any], Generic[Summed]):
     """``rms_norm(x + residual)`` and the sum, in one pass.
 
     For the residual additions of a Llama block.
@@ -567,10 +583,11 @@ class FusedAddRMSNorm(TensorsBeside, _RoundedRMSNorm):
         dtype: the parameters' dtype: fp16, bf16, fp32 or fp64; it may differ from the inputs'.
         weight_offset: added to ``weight`` before it scales; 1.0 for Gemma.
         rounding: as in `FusedRMSNorm`.
+        quantize: as in `fusedops.add_rms_norm`; in no ``state_dict``.
     Shape:
         x and residual: ``(..., N)``.
         Returns ``(y, z)``, each ``(..., N)``: the normalised sum, and the sum in the promoted dtype
-        of the inputs.
+        of the inputs. With ``quantize``, the values, their scales, then the sum.
     Raises:
         ValueError: a shape does not fit; ``eps`` is negative; ``rounding`` is unknown;
             ``normalized_shape`` has several dimensions.
@@ -592,6 +609,7 @@ class FusedAddRMSNorm(TensorsBeside, _RoundedRMSNorm):
         *,
         weight_offset: float = 0.0,
         rounding: Rounding = "once",
+        quantize: Format[Any, Summed] | None = None,
     ) -> None:
         super().__init__(
             _width(type(self).__name__, normalized_shape),
@@ -601,22 +619,24 @@ class FusedAddRMSNorm(TensorsBeside, _RoundedRMSNorm):
             dtype,
             weight_offset=weight_offset,
             rounding=rounding,
+            quantize=quantize,
         )
 
     def forward(  # type: ignore[override]
         self, x: Tensor, residual: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Summed:
         """Add ``residual`` and normalise; see the class."""
         if self.weight is None:
             _check_width(self, x)
         try:
-            return ops.add_rms_norm(
+            return ops.add_rms_norm(  # type: ignore[no-any-return]
                 x,
                 self._rows(residual, x),  # type: ignore[arg-type]
                 self.weight,
                 self.eps,
                 weight_offset=self.weight_offset,
                 rounding=self.rounding,
+                quantize=self.quantize,
             )
         except ValueError:
             _check_width(self, x)
@@ -624,7 +644,7 @@ class FusedAddRMSNorm(TensorsBeside, _RoundedRMSNorm):
 
     if TYPE_CHECKING:  # torch.nn's returns Any
 
-        def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...  # noqa: D102
+        def __call__(self, x: Tensor, residual: Tensor) -> Summed: ...  # noqa: D102
 
 
 def _width(name: str, normalized_shape: int | Sequence[int]) -> int:

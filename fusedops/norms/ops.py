@@ -17,6 +17,8 @@ from ..compiler.quantising import Format
 from ..core.calls.call import run
 from ..core.calls.checks import check_p_off
 from ..core.calls.words import record
+from ..core.typevars import Returned, Summed
+from .inplace import summed_into
 from .operator import NORM, check_constants
 from .quantised import quantised_norm
 from .reference import Rounding
@@ -37,28 +39,6 @@ __all__ = [
 Save = Literal["sum", "output", "inputs"]
 
 
-@overload
-def layer_norm(
-    input: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = ...,
-    bias: Tensor | None = ...,
-    eps: float = ...,
-    *,
-    out_dtype: torch.dtype | None = ...,
-    quantize: None = ...,
-) -> Tensor: ...
-@overload
-def layer_norm(
-    input: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = ...,
-    bias: Tensor | None = ...,
-    eps: float = ...,
-    *,
-    out_dtype: torch.dtype | None = ...,
-    quantize: Format,
-) -> tuple[Tensor, Tensor]: ...
 def layer_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
@@ -67,8 +47,8 @@ def layer_norm(
     eps: float = 1e-5,
     *,
     out_dtype: torch.dtype | None = None,
-    quantize: Format | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    quantize: Format[Returned, Any] | None = None,
+) -> Returned:
     """Layer normalisation over the last dimensions; a drop-in for `torch.nn.functional.layer_norm`.
 
     Args:
@@ -102,34 +82,12 @@ def layer_norm(
         ("layer_norm", "layer", "once", eps, 0.0, shape, "sum", False, out_dtype, None),
     )
     if quantize is not None:
-        return quantised_norm(constants, (input, None, None, weight, bias), quantize)
+        return quantised_norm(  # type: ignore[return-value]
+            constants, (input, None, None, weight, bias), quantize
+        )
     return run(NORM, constants, (input, None, None, weight, bias))[0]  # type: ignore[no-any-return]
 
 
-@overload
-def rms_norm(
-    input: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = ...,
-    eps: float | None = ...,
-    *,
-    weight_offset: float = ...,
-    rounding: Rounding = ...,
-    out_dtype: torch.dtype | None = ...,
-    quantize: None = ...,
-) -> Tensor: ...
-@overload
-def rms_norm(
-    input: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None = ...,
-    eps: float | None = ...,
-    *,
-    weight_offset: float = ...,
-    rounding: Rounding = ...,
-    out_dtype: torch.dtype | None = ...,
-    quantize: Format,
-) -> tuple[Tensor, Tensor]: ...
 def rms_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
@@ -139,8 +97,8 @@ def rms_norm(
     weight_offset: float = 0.0,
     rounding: Rounding = "once",
     out_dtype: torch.dtype | None = None,
-    quantize: Format | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    quantize: Format[Returned, Any] | None = None,
+) -> Returned:
     """Root-mean-square normalisation over the last dimensions.
 
     A drop-in for `torch.nn.functional.rms_norm`.
@@ -180,7 +138,9 @@ def rms_norm(
         ("rms_norm", "rms", rounding, eps, weight_offset, shape, "sum", False, out_dtype, None),
     )
     if quantize is not None:
-        return quantised_norm(constants, (input, None, None, weight, None), quantize)
+        return quantised_norm(  # type: ignore[return-value]
+            constants, (input, None, None, weight, None), quantize
+        )
     return run(NORM, constants, (input, None, None, weight, None))[0]  # type: ignore[no-any-return]
 
 
@@ -512,28 +472,6 @@ def bias_dropout_add_rms_norm(
     return _several(outputs, return_sum, cast_dtype)
 
 
-@overload
-def add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float = ...,
-    *,
-    out_dtype: torch.dtype | None = ...,
-    quantize: None = ...,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float = ...,
-    *,
-    out_dtype: torch.dtype | None = ...,
-    quantize: Format,
-) -> tuple[Tensor, Tensor, Tensor]: ...
 def add_layer_norm(
     x: Tensor,
     residual: Tensor,
@@ -542,8 +480,9 @@ def add_layer_norm(
     eps: float = 1e-5,
     *,
     out_dtype: torch.dtype | None = None,
-    quantize: Format | None = None,
-) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    quantize: Format[Any, Summed] | None = None,
+    out: Tensor | None = None,
+) -> Summed:
     """``layer_norm(x + residual)`` and the sum, in one pass.
 
     For the residual additions of a pre-norm block. The same as `bias_dropout_add_ln` with
@@ -557,14 +496,16 @@ def add_layer_norm(
         eps: added to the variance, at least 0.
         out_dtype: the normalised output's dtype; None for the sum's, or fp32 under GPU autocast.
         quantize: as in `layer_norm`, for the normalised sum.
+        out: as in `add_rms_norm`.
     Returns:
         The normalised sum, then the sum: both x's shape. The sum is in the promoted dtype of x and
-            residual.
+            residual, or ``out``.
             With ``quantize``, the values, their scales, then the sum.
     Raises:
-        ValueError: a shape does not fit or eps is negative; the message names it.
-        TypeError: an argument is not a floating-point tensor.
-        RuntimeError: an argument is on another device.
+        ValueError: a shape does not fit or eps is negative; the message names it. ``out`` is not
+            contiguous, or shares other memory with an argument.
+        TypeError: an argument is not a floating-point tensor; ``out`` has another dtype.
+        RuntimeError: an argument is on another device; one requires a gradient, with ``out``.
     Numerics: as `bias_dropout_add_ln`.
     Saved for backward: the sum, and two numbers per row.
     Source: Ba et al. 2016, arXiv:1607.06450.
@@ -578,35 +519,13 @@ def add_layer_norm(
         ("add_layer_norm", "layer", "once", eps, 0.0, None, "sum", True, out_dtype, None),
     )
     tensors = (x, None, residual, weight, bias)
+    if out is not None:
+        return summed_into(constants, tensors, quantize, out)  # type: ignore[return-value]
     if quantize is not None:
-        return quantised_norm(constants, tensors, quantize)
+        return quantised_norm(constants, tensors, quantize)  # type: ignore[return-value]
     return run(NORM, constants, tensors)[:2]  # type: ignore[no-any-return]
 
 
-@overload
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float | None = ...,
-    *,
-    weight_offset: float = ...,
-    rounding: Rounding = ...,
-    out_dtype: torch.dtype | None = ...,
-    quantize: None = ...,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float | None = ...,
-    *,
-    weight_offset: float = ...,
-    rounding: Rounding = ...,
-    out_dtype: torch.dtype | None = ...,
-    quantize: Format,
-) -> tuple[Tensor, Tensor, Tensor]: ...
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -616,8 +535,9 @@ def add_rms_norm(
     weight_offset: float = 0.0,
     rounding: Rounding = "once",
     out_dtype: torch.dtype | None = None,
-    quantize: Format | None = None,
-) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    quantize: Format[Any, Summed] | None = None,
+    out: Tensor | None = None,
+) -> Summed:
     """``rms_norm(x + residual)`` and the sum, in one pass.
 
     For the residual additions of a Llama block. The same as `bias_dropout_add_rms_norm` with
@@ -633,14 +553,18 @@ def add_rms_norm(
         rounding: as in `rms_norm`; "llama" gives the same bits as the Llama of Hugging Face.
         out_dtype: the normalised output's dtype; None for the sum's (see ``rounding``).
         quantize: as in `rms_norm`, for the normalised sum.
+        out: a contiguous tensor of the sum's shape and dtype that the sum is written to: the
+            residual itself, to update it in place; x; or a tensor that shares no memory with the
+            arguments. No argument may need a gradient then. None for a new tensor.
     Returns:
         The normalised sum, then the sum: both x's shape. The sum is in the promoted dtype of x and
-            residual.
+            residual, or ``out``.
             With ``quantize``, the values, their scales, then the sum.
     Raises:
         ValueError: a shape does not fit, eps is negative or rounding unknown; the message names it.
-        TypeError: an argument is not a floating-point tensor.
-        RuntimeError: an argument is on another device.
+            ``out`` is not contiguous, or shares other memory with an argument.
+        TypeError: an argument is not a floating-point tensor; ``out`` has another dtype.
+        RuntimeError: an argument is on another device; one requires a gradient, with ``out``.
     Numerics: as `bias_dropout_add_ln`.
     Saved for backward: the sum, and one number per row.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
@@ -654,8 +578,10 @@ def add_rms_norm(
         ("add_rms_norm", "rms", rounding, eps, weight_offset, None, "sum", True, out_dtype, None),
     )
     tensors = (x, None, residual, weight, None)
+    if out is not None:
+        return summed_into(constants, tensors, quantize, out)  # type: ignore[return-value]
     if quantize is not None:
-        return quantised_norm(constants, tensors, quantize)
+        return quantised_norm(constants, tensors, quantize)  # type: ignore[return-value]
     return run(NORM, constants, tensors)[:2]  # type: ignore[no-any-return]
 
 

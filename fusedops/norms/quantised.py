@@ -15,19 +15,11 @@ from .operator import NORM
 from .reference import accumulator
 from .site import NormConstants
 
-__all__ = ["quantised_norm"]
+__all__ = ["check_quantised", "quantised_norm"]
 
 
-def quantised_norm(
-    constants: NormConstants, tensors: Sequence[Any], quantize: Format
-) -> tuple[Any, ...]:
-    """Returns the values, their scales, and the pre-norm sum if the call has a residual.
-
-    Args:
-        constants: those of the call without ``quantize``.
-        tensors: x, None, the residual, the weight and the norm's bias; all but x may be None.
-        quantize: the format.
-    """
+def check_quantised(constants: NormConstants, tensors: Sequence[Any]) -> None:
+    """Raises if a call is invalid, or has an option that its format replaces."""
     op = constants.op
     NORM.check(constants, tensors, nested=False)
     if constants.rounding != "once":
@@ -36,15 +28,32 @@ def quantised_norm(
         raise ValueError(f"{op}: out_dtype has no effect with quantize, whose format has the dtype")
     if constants.shape is not None and len(constants.shape) != 1:
         raise ValueError(f"{op}: normalized_shape must be one dimension with quantize")
+
+
+def quantised_norm(
+    constants: NormConstants,
+    tensors: Sequence[Any],
+    quantize: Format[Any, Any],
+    out: Tensor | None = None,
+) -> tuple[Any, ...]:
+    """Returns the values, their scales, and the pre-norm sum if the call has a residual.
+
+    Args:
+        constants: those of the call without ``quantize``.
+        tensors: x, None, the residual, the weight and the norm's bias; all but x may be None.
+        quantize: the format.
+        out: the tensor that the sum is written to, in a call without gradients; None for a new one.
+    """
+    check_quantised(constants, tensors)
     x, _, residual, weight, bias = tensors
-    form, scale = form_of(op, quantize, x.shape[-1])
+    form, scale = form_of(constants.op, quantize, x.shape[-1])
     if constants.kind == "rms":
         arguments = weight, scale, constants.eps, constants.weight_offset
-        values, *others = called_by_row(_rms_norm, (x, residual), arguments, form)
+        values, *others = called_by_row(_rms_norm, (x, residual), arguments, form, out)
     else:
         assert constants.eps is not None  # checked: a LayerNorm has one
         values, *others = called_by_row(
-            _layer_norm, (x, residual), (weight, bias, scale, constants.eps), form
+            _layer_norm, (x, residual), (weight, bias, scale, constants.eps), form, out
         )
     if scale is not None:
         others.insert(0, scale)
@@ -61,7 +70,6 @@ def _rms_norm(
     weight_offset: float,
     dtype: torch.dtype,
     size: int,
-    column_major: bool,
 ) -> tuple[Tensor, ...]:
     """Returns the values, their scales unless ``scale`` is theirs, and the sum with a residual."""
     z = x if residual is None else residual + x
@@ -69,7 +77,7 @@ def _rms_norm(
     if weight is not None:
         weight = weight.to(acc) + weight_offset
     y = F.rms_norm(z.to(acc), z.shape[-1:], weight, eps)
-    results = quantised(y, scale, dtype, size, column_major)
+    results = quantised(y, scale, dtype, size)
     return results if residual is None else (*results, z)
 
 
@@ -83,7 +91,6 @@ def _layer_norm(
     eps: float,
     dtype: torch.dtype,
     size: int,
-    column_major: bool,
 ) -> tuple[Tensor, ...]:
     """Returns the same of a LayerNorm."""
     z = x if residual is None else residual + x
@@ -91,5 +98,5 @@ def _layer_norm(
     weight = None if weight is None else weight.to(acc)
     bias = None if bias is None else bias.to(acc)
     y = F.layer_norm(z.to(acc), z.shape[-1:], weight, bias, eps)
-    results = quantised(y, scale, dtype, size, column_major)
+    results = quantised(y, scale, dtype, size)
     return results if residual is None else (*results, z)

@@ -27,6 +27,7 @@ from fusedops.nn import (
     FusedGELU,
     FusedLayerNorm,
     FusedRMSNorm,
+    FusedSwiGLU,
 )
 
 X, W = torch.randn(4, 8), torch.ones(8)
@@ -43,6 +44,7 @@ def norms() -> None:
     assert_type(fusedops.rms_norm(X, 8, W, quantize=quantize), tuple[Tensor, Tensor])
     assert_type(fusedops.add_rms_norm(X, X, W, quantize=quantize), tuple[Tensor, Tensor, Tensor])
     assert_type(fusedops.swiglu(X, X, quantize=quantize), tuple[Tensor, Tensor])
+    assert_type(fusedops.add_rms_norm(X, X, None, out=X.clone()), tuple[Tensor, Tensor])
 
 
 def norms_of_sums() -> None:
@@ -95,6 +97,11 @@ def slices() -> None:
 
 
 def modules() -> None:
+    quantize = fusedops.quant.PerBlock(8)
+    assert_type(FusedLayerNorm(8, quantize=quantize)(X), tuple[Tensor, Tensor])
+    assert_type(FusedRMSNorm(8, quantize=quantize)(X), tuple[Tensor, Tensor])
+    assert_type(FusedAddRMSNorm(8, quantize=quantize)(X, X), tuple[Tensor, Tensor, Tensor])
+    assert_type(FusedSwiGLU(quantize=quantize)(X, X), tuple[Tensor, Tensor])
     assert_type(FusedLayerNorm(8)(X), Tensor)
     assert_type(FusedRMSNorm(8)(X), Tensor)
     assert_type(FusedBiasDropoutAdd(0.1)(X, None, X), Tensor)
@@ -154,7 +161,7 @@ def wrong() -> None:
     fusedops.bias_dropout_add_ln(X, W, X, W, W)  # type: ignore[call-overload]
     fusedops.bias_act(X, W, "swish")  # type: ignore[arg-type]
     fusedops.gelu(X, "exact")  # type: ignore[arg-type]
-    fusedops.rms_norm(X, 8, W, rounding="gemma")  # type: ignore[call-overload]
+    fusedops.rms_norm(X, 8, W, rounding="gemma")  # type: ignore[arg-type]
     fusedops.bias_dropout_add_ln(X, W, X, W, W, p=0.1, save="mask")  # type: ignore[call-overload]
     fusedops.batched_layer_norm_act([X], activation="tan")  # type: ignore[call-overload]
     scaled(X)  # type: ignore[call-arg]

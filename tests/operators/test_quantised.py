@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +17,14 @@ from torch.nn import functional as F
 import fusedops
 from fusedops import quant
 from fusedops.core.launches import launch
+from fusedops.nn import (
+    FusedAddLayerNorm,
+    FusedAddRMSNorm,
+    FusedGEGLU,
+    FusedLayerNorm,
+    FusedRMSNorm,
+    FusedSwiGLU,
+)
 from support import DEVICE
 
 kernels = pytest.mark.kernels
@@ -51,6 +62,25 @@ def _geglu(t: Inputs, **options: Any) -> Any:
     return fusedops.geglu(t["x"], t["z"], "tanh", **options)
 
 
+# Each function as a module, and as a call with a module's inputs and parameters.
+_MODULES: dict[Callable[..., Any], Callable[..., Any]] = {
+    _layer_norm: partial(FusedLayerNorm, COLS),
+    _rms_norm: partial(FusedRMSNorm, COLS, _EPS, weight_offset=1.0),
+    _add_layer_norm: partial(FusedAddLayerNorm, COLS),
+    _add_rms_norm: partial(FusedAddRMSNorm, COLS),
+    _swiglu: FusedSwiGLU,
+    _geglu: partial(FusedGEGLU, "tanh"),
+}
+_CALLS: dict[Callable[..., Any], Callable[..., Any]] = {
+    _layer_norm: lambda x, p, **o: fusedops.layer_norm(*x, COLS, p["weight"], p["bias"], **o),
+    _rms_norm: lambda x, p, **o: fusedops.rms_norm(
+        *x, COLS, p["weight"], _EPS, weight_offset=1.0, **o
+    ),
+    _add_layer_norm: lambda x, p, **o: fusedops.add_layer_norm(*x, p["weight"], p["bias"], **o),
+    _add_rms_norm: lambda x, p, **o: fusedops.add_rms_norm(*x, p["weight"], **o),
+    _swiglu: lambda x, p, **o: fusedops.swiglu(*x, **o),
+    _geglu: lambda x, p, **o: fusedops.geglu(*x, "tanh", **o),
+}
 _FUNCTIONS: list[Callable[..., Any]] = [
     _layer_norm,
     _rms_norm,
@@ -189,6 +219,38 @@ def test_torch_compile_has_one_graph(function: Callable[..., Any]) -> None:
         assert torch.equal(result.view(torch.uint8), expected.view(torch.uint8))
 
 
+@kernels
+@pytest.mark.parametrize("name", _formats())
+@pytest.mark.parametrize("function", _FUNCTIONS)
+def test_modules(function: Callable[..., Any], name: str) -> None:
+    """The format is no parameter, and survives a copy, a pickle and a move."""
+    form, tensors = _formats()[name], _tensors(torch.bfloat16)
+    kind = _MODULES[function]
+    plain, module = kind(), kind(quantize=form)
+    module = pickle.loads(pickle.dumps(copy.deepcopy(module))).to(DEVICE)
+    assert list(module.state_dict()) == list(plain.state_dict())
+    if plain.state_dict():
+        module.load_state_dict({"weight": tensors["w"], "bias": tensors["b"]}, strict=False)
+    inputs = [tensors["x"]] + [tensors["z"]] * (function not in (_layer_norm, _rms_norm))
+    parameters = {**dict(module.named_parameters()), "bias": getattr(module, "bias", None)}
+    call = _CALLS[function]
+    with torch.no_grad():
+        results = module(*inputs)
+        expected = call(inputs, parameters, quantize=form)
+    for result, other in zip(results, expected, strict=True):
+        assert torch.equal(*[t.reshape(-1).view(torch.uint8) for t in (result, other)])
+    assert plain.extra_repr() in repr(plain)
+    assert f"quantize={type(form).__name__}(" in repr(module)
+    assert "quantize" not in repr(plain)
+
+
+def test_scale_of_a_module_keeps_its_dtype() -> None:
+    scale = torch.tensor(0.1, dtype=torch.float32)
+    module = FusedSwiGLU(quantize=quant.Static(scale)).to(torch.bfloat16)
+    assert module.quantize is not None and module.quantize.scale.dtype == torch.float32
+    assert module.to("meta").quantize.scale.is_meta
+
+
 def test_without_kernels_the_function_runs_in_pytorch() -> None:
     tensors = {name: tensor.cpu() for name, tensor in _tensors(torch.float32).items()}
     exact = F.rms_norm(tensors["x"].double(), (COLS,), tensors["w"].double() + 1, _EPS)
@@ -209,6 +271,11 @@ _ROW = quant.PerRow()
             lambda: quant.PerBlock(column_major="columns"),  # type: ignore[arg-type]
             TypeError,
             "column_major must be a bool, got str",
+        ),
+        (
+            lambda: FusedRMSNorm(8, quantize=FLOAT8),  # type: ignore[arg-type]
+            TypeError,
+            "FusedRMSNorm: quantize must be a format of fusedops.quant, got dtype",
         ),
         (lambda: quant.Static(torch.ones(2)), ValueError, "scale has shape (2,)"),
         (lambda: quant.Static(1.0), TypeError, "scale must be a floating-point tensor"),  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ from .function import PLAIN, Call, EmptyCall, apply, exposed, forward, on_device
 from .operator import Operator, SequenceOperator, Site, Tensors
 from .words import encode
 
-__all__ = ["as_references", "launched", "run"]
+__all__ = ["as_references", "launched", "launched_into", "run", "site_without_gradients"]
 
 # The most sites in a cache. Few programs have so many different calls; if one does, its cache is
 # emptied.
@@ -153,6 +153,31 @@ def launched(op: Operator, site: Site, tensors: Any, p: Any) -> Any:
     else:
         on_device(site, op.forward, tensors, outs, state)
     return exposed(op, site, tensors, outs) if site.splits else outs
+
+
+def launched_into(
+    op: Operator, site: Site, tensors: Any, out: Tensor, output: int
+) -> tuple[Tensor | None, ...]:
+    """Launches the kernels of a call without gradients; one output is written to ``out``.
+
+    ``out`` may be one of the tensors if kernels read each element before they write it.
+    """
+    outs = list(op.allocate_except(site, tensors, output))
+    outs[output] = out
+    on_device(site, op.forward, tensors, outs, NO_DROPOUT)
+    # PyTorch does not see the launch. A backward that has saved ``out`` compares the version.
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+    return exposed(op, site, tensors, outs)
+
+
+def site_without_gradients(op: Operator, constants: Any, tensors: Any) -> Any:
+    """Returns the site of a call without dropout and gradients, after its checks."""
+    mode = _AUTOCAST * torch.is_autocast_enabled("cuda")
+    site = None
+    with contextlib.suppress(AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+        site = op.sites.get(op.key(mode, constants, tensors))
+    return site or _validated(op, mode, constants, tensors)
 
 
 def _probability(site: Site, p: Any) -> float:

@@ -13,9 +13,10 @@ stays the same from step to step (constants, dtypes, widths, device) is collecte
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -82,6 +83,13 @@ class Site:
     def call(self) -> str:
         """The constants and dtypes as registered operators take them."""
         return words.encode(self.constants, self.dtypes, self.saves)
+
+
+@functools.lru_cache(maxsize=1024)
+def _without(site: Site, output: int) -> Site:
+    """Returns a site that does not write an output, for the allocation of the others."""
+    outs = [number != output and out for number, out in enumerate(site.outs)]
+    return replace(site, outs=tuple(outs))
 
 
 class Axes(NamedTuple):
@@ -312,6 +320,10 @@ class Operator(ABC):
     @abstractmethod
     def allocate(self, site: Any, tensors: Any) -> tuple[Tensor | None, ...]:
         """Returns uninitialised tensors for ``outputs``, None where the site has none."""
+
+    def allocate_except(self, site: Any, tensors: Any, output: int) -> tuple[Tensor | None, ...]:
+        """Returns what `allocate` returns, with None in place of an output that the caller has."""
+        return self.allocate(_without(site, output), tensors)
 
     @abstractmethod
     def forward(self, site: Any, tensors: Any, outs: Any, state: State) -> None:

@@ -67,14 +67,16 @@ def _forward_sum(
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
     VECTOR: tl.constexpr,
+    STORES: tl.constexpr = True,
 ):
-    """Returns a tile of the sum, rounded to ``SUM``; stores it unless ``z`` is None."""
+    """Returns a tile of the sum, rounded to ``SUM``; ``STORES`` it unless ``z`` is None."""
     cols = first_col + tl.arange(0, BLOCK_N)
     mask = _inside(in_rows, cols, EXACT, N)
     # The mask depends on seed, row and column only: a second pass over the row draws the same one.
     scale = keep_scale(seed, offset, threshold, rows, first_col, N, ROWS, BLOCK_N, VECTOR, ACC)
     h = _load_sum(x, bias_row, residual, scale, x_stride, residual_stride, rows, cols, mask, ACC)
-    _store_sum(z, h, rows, cols, mask, N)
+    if STORES:
+        _store_sum(z, h, rows, cols, mask, N)
     # The backward reads the stored, rounded sum, so the statistics must be those of the rounded
     # sum.
     return _round(h, SUM, ACC)
@@ -368,6 +370,7 @@ def norm_forward_kernel(
                 cols = start + tl.arange(0, BLOCK_N)
                 mask = in_rows[:, None] & (cols < N)[None, :]
                 bias_row = load_row_vector(bias, cols, N, ACC)
+                # Before the second pass the residual must not change: it may have z's memory.
                 h = _forward_sum(
                     x,
                     bias_row,
@@ -388,6 +391,7 @@ def norm_forward_kernel(
                     BLOCK_N,
                     ROWS,
                     VECTOR,
+                    STORES=SUM != ACC,
                 )
                 if KIND == "layer":
                     # Two sets of n and m numbers have the means a and b, and the sums S and T of
@@ -412,9 +416,10 @@ def norm_forward_kernel(
                 cols = start + tl.arange(0, BLOCK_N)
                 mask = in_rows[:, None] & (cols < N)[None, :]
                 # A rounded sum is loaded if it was stored, and else computed again, with the same
-                # bits. An unrounded sum is always computed again: the compiler contracts a computed
-                # sum with the operations that follow, but not a loaded one. Training stores the sum
-                # and inference does not, so their last bits would differ if one loaded it.
+                # bits. An unrounded sum is always computed again, and stored now: the compiler
+                # contracts a computed sum with the operations that follow, but not a loaded one.
+                # Training stores the sum and inference does not, so their last bits would differ if
+                # one loaded it.
                 if z is not None and SUM != ACC:
                     h = tl.load(z + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(ACC)
                 else:
@@ -423,7 +428,7 @@ def norm_forward_kernel(
                         x,
                         bias_row,
                         residual,
-                        None,
+                        z,
                         seed,
                         offset,
                         threshold,
