@@ -53,4 +53,4 @@ def _unit(
         gate = F.silu(gate)
     else:
         gate = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return quantised(gate * up, scale, dtype, size)
+    return quantised(gate * up, 1.0, scale, dtype, size)

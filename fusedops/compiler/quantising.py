@@ -208,19 +208,35 @@ def called_by_row(
 
 # Row-wise functions call this one. Dynamo guards on what they read, and so on the number `_LEAST`;
 # it could not guard on a table, and would trace the function in place of calling the kernel.
-def quantised(y: Tensor, scale: Tensor | None, dtype: torch.dtype, size: int) -> tuple[Tensor, ...]:
-    """Return a tensor's values in 8 bits, and their scales unless ``scale`` is one for all.
+def quantised(
+    y: Tensor,
+    factor: Tensor | float,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    size: int,
+) -> tuple[Tensor, ...]:
+    """Return the values of ``y * factor`` in 8 bits, and their scales unless ``scale`` is theirs.
 
-    The last arguments are those of a `Form`. Column-major scales have rows last.
+    Args:
+        y: rows.
+        factor: a positive number of each row, or 1.0. The largest magnitudes of ``y`` do not depend
+            on it, so that a kernel finds them while it computes the factor.
+        scale: one scale for all values, or None.
+        dtype: of a `Form`.
+        size: of a `Form`. Column-major scales have rows last.
     """
     # Integers are symmetric: -128 is not used.
     largest = torch.finfo(dtype).max if dtype.is_floating_point else 127.0
     if scale is not None:
-        limited = (y * (1.0 / scale.float())).clamp(-largest, largest)
+        limited = (y * (factor * (1.0 / scale.float()))).clamp(-largest, largest)
         return (_rounded(limited, dtype),)
-    rows = y.unflatten(-1, (-1, abs(size))) if size else y
-    scales = (rows.abs().amax(-1, keepdim=True) * (1.0 / largest)).clamp(min=_LEAST)
-    values = _rounded(rows * (1.0 / scales), dtype)
+    rows = y
+    if size:
+        rows = y.unflatten(-1, (-1, abs(size)))
+        factor = factor if isinstance(factor, float) else factor.unsqueeze(-1)
+    magnitudes = rows.abs().amax(-1, keepdim=True) * factor
+    scales = (magnitudes * (1.0 / largest)).clamp(min=_LEAST)
+    values = _rounded(rows * (factor * (1.0 / scales)), dtype)
     if size:
         values, scales = values.flatten(-2), scales.squeeze(-1)
     if size < 0:

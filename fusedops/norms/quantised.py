@@ -73,11 +73,12 @@ def _rms_norm(
 ) -> tuple[Tensor, ...]:
     """Returns the values, their scales unless ``scale`` is theirs, and the sum with a residual."""
     z = x if residual is None else residual + x
-    acc = accumulator(z.dtype)
+    row = z.to(accumulator(z.dtype))
+    square = row.square().mean(-1, keepdim=True)
+    rstd = torch.rsqrt(square + (torch.finfo(row.dtype).eps if eps is None else eps))
     if weight is not None:
-        weight = weight.to(acc) + weight_offset
-    y = F.rms_norm(z.to(acc), z.shape[-1:], weight, eps)
-    results = quantised(y, scale, dtype, size)
+        row = row * (weight.to(row.dtype) + weight_offset)
+    results = quantised(row, rstd, scale, dtype, size)
     return results if residual is None else (*results, z)
 
 
@@ -98,5 +99,5 @@ def _layer_norm(
     weight = None if weight is None else weight.to(acc)
     bias = None if bias is None else bias.to(acc)
     y = F.layer_norm(z.to(acc), z.shape[-1:], weight, bias, eps)
-    results = quantised(y, scale, dtype, size)
+    results = quantised(y, 1.0, scale, dtype, size)
     return results if residual is None else (*results, z)
