@@ -121,7 +121,7 @@ def line(row: Row) -> str:
         "" if row.difference is None else f"  difference from one process {row.difference:.1e}"
     )
     return (
-        f"{row.model} {row.shape} {row.layout:<14}{row.provider:<7}{row.ms:9.2f} ms ± {row.spread:.2f} "
+        f"{row.model} {row.shape} {row.layout:<18} {row.provider:<7}{row.ms:9.2f} ms ± {row.spread:.2f} "
         f"{row.tokens:12,.0f} tokens/s  peak {row.peak_mib or 0.0:9,.0f} MiB  loss {row.loss:.4f}{difference}  "
         f"{row.collectives} {_mib(row)}"
     )

@@ -56,6 +56,7 @@ from .fx import (
 )
 from .graphs import (
     FUNCTION,
+    OF_RANK,
     are_numbers,
     direct_tensors,
     drop_unused,
@@ -135,6 +136,7 @@ def _captured(
 ) -> fx.GraphModule:
     """See `captured`; ``known`` are the values of placeholders, by their positions."""
     _check_operators(gm)
+    modes: list[LocalCalls | None] = []
 
     def run(*args: Any) -> Any:
         constants = {}
@@ -142,6 +144,7 @@ def _captured(
             constants[recorded_node(args[position])] = value
         values = [node.meta.get("example_value") for node in gm.graph.nodes]
         local_calls = LocalCalls(args) if has_dtensors(values) else None
+        modes.append(local_calls)
         capture = _Capture(gm, rewrite_body, Constants(constants), local_calls)
         try:
             with local_calls or nullcontext():
@@ -166,6 +169,8 @@ def _captured(
         raise NotCapturedError("it changes an input that others are differentiated through")
     _inline_constants(result, {name.replace(".", "_") for name in held_names(gm.graph)})
     copy_metadata(gm, result)
+    if any(mode is not None and mode.is_of_rank for mode in modes):
+        result.meta[OF_RANK] = True
     placeholders = result.graph.find_nodes(op="placeholder")
     for node, fake, is_required in zip(placeholders, fakes, requires_grad, strict=True):
         node.meta["requires_grad"] = is_required

@@ -1,12 +1,16 @@
 """Captured graphs as JSON, and back.
 
 A file is text that others may have written. What is read from it can name PyTorch's operators, this
-package's, and the few functions of `_FUNCTIONS`: no attribute of a module, and no code. FX writes
-names and keywords into source that it executes, so each must be an identifier.
+package's, the few functions of `_FUNCTIONS`, the conversions of DTensors, and the functions of the
+graph from Dynamo: no attribute of a module, and no code. FX writes names and keywords into source
+that it executes, so each must be an identifier.
+
+The current GPU is written as such, without its index: each rank of a mesh has another one.
 """
 
 from __future__ import annotations
 
+import json
 import keyword
 import operator
 import sys
@@ -18,11 +22,14 @@ from torch import fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ..core.compat.distributed import is_mesh
 from .capture import WITHOUT_EFFECT, copy_metadata
-from .fx import AUTOCASTS, CHECKPOINTED, GRAD_MODES, OPERATORS, is_pure
+from .fx import AUTOCASTS, CHECKPOINTED, CONVERSIONS, GRAD_MODES, OPERATORS, conversion, is_pure
 from .graphs import held_names, positions_of
+from .meshes import decoded_placement, described, encoded_placement, parameters_of
 from .passes.grouped_products import is_grouped
 from .passes.padding import PADDED
+from .targets import FromLocal, OfShards, OnDTensors, ToLocal
 
 __all__ = [
     "DEVICE_TYPES",
@@ -30,6 +37,7 @@ __all__ = [
     "NoValueError",
     "attribute",
     "decoded",
+    "device_name",
     "encoded",
     "graph_of",
     "name_of_function",
@@ -56,6 +64,8 @@ _FUNCTIONS = {
 DEVICE_TYPES = ("cpu", "cuda")
 # The kinds of nodes of captured graphs.
 _NODES = ("placeholder", "get_attr", "call_function", "output")
+# The name of the current GPU.
+_CURRENT = "the current GPU"
 # Marks of nodes that are read after the capture, with the types of their values.
 _MARKS: dict[str, Callable[[Any], Any]] = {PADDED: bool, "recompute": CheckpointPolicy}
 
@@ -92,7 +102,14 @@ def encoded(gm: fx.GraphModule, captured: fx.GraphModule) -> dict[str, Any]:
         body = attribute(captured, node.target)
         if isinstance(body, fx.GraphModule):
             held[node.target]["body"] = encoded(attribute(gm, name), body)
-    return {"nodes": nodes_of(captured.graph, restorable_name), "held": held}
+    positions = {node.target: position for position, node in enumerate(gm.graph.nodes)}
+
+    def name_of(function: Any) -> Any:
+        if isinstance(function, OnDTensors):
+            return _name_on_dtensors(function, positions)
+        return restorable_name(function)
+
+    return {"nodes": nodes_of(captured.graph, name_of), "held": held}
 
 
 def decoded(content: Any, gm: fx.GraphModule) -> fx.GraphModule:
@@ -106,17 +123,18 @@ def decoded(content: Any, gm: fx.GraphModule) -> fx.GraphModule:
         if "body" in description:
             value = decoded(description["body"], value)
         held[target] = value
-    result = fx.GraphModule(held, graph_of(content["nodes"]))
+    targets = [node.target for node in gm.graph.nodes]
+    result = fx.GraphModule(held, graph_of(content["nodes"], targets))
     copy_metadata(gm, result)
     return result
 
 
-def nodes_of(graph: fx.Graph, name: Callable[[Any], str]) -> list[Any]:
+def nodes_of(graph: fx.Graph, name: Callable[[Any], Any]) -> list[Any]:
     """For each node its operator, name, target, arguments and marks.
 
     Args:
         graph: the graph.
-        name: returns the name of a function.
+        name: returns the name of a function, in types of JSON.
     """
     positions = positions_of(graph)
     nodes = []
@@ -135,8 +153,8 @@ def _marks_of(node: fx.Node) -> dict[str, Any]:
     return marks
 
 
-def graph_of(content: Any) -> fx.Graph:
-    """A graph from JSON.
+def graph_of(content: Any, targets: Sequence[Any] = ()) -> fx.Graph:
+    """A graph from JSON; ``targets`` are those of the nodes of the graph from Dynamo.
 
     FX writes names and targets into source that is executed: a file must not contain code there.
     They are identifiers, and so are keywords of calls.
@@ -144,7 +162,7 @@ def graph_of(content: Any) -> fx.Graph:
     graph, nodes = fx.Graph(), list[fx.Node]()
     for op, name, target, args, kwargs, marks in content:
         _check_words(op, name, target, kwargs)
-        called = _function(target) if op == "call_function" else target
+        called = _called(target, targets) if op == "call_function" else target
         node = graph.create_node(op, called, _value(args, nodes), _value(kwargs, nodes), name)
         for key, mark in marks.items():
             node.meta[key] = _MARKS[key](mark)
@@ -178,7 +196,17 @@ def _plain(value: Any, positions: Mapping[fx.Node, int]) -> Any:
     for types, encode in _ENCODERS:
         if isinstance(value, types):
             return encode(value, positions)
-    raise NoValueError
+    # A mesh is written for the digest of a graph from Dynamo alone: it is not read.
+    if is_mesh(value):
+        return {"mesh": described(value)}
+    return {"placement": _placement(value)}
+
+
+def _placement(value: Any) -> list[Any]:
+    encoded = encoded_placement(value)
+    if encoded is None:
+        raise NoValueError
+    return encoded
 
 
 def _plain_list(value: Sequence[Any], positions: Mapping[fx.Node, int]) -> list[Any]:
@@ -197,7 +225,20 @@ def _plain_slice(value: slice, positions: Mapping[fx.Node, int]) -> Any:
 def _plain_device(value: torch.device, positions: Mapping[fx.Node, int]) -> Any:
     if value.type not in (*DEVICE_TYPES, "meta"):
         raise NoValueError
-    return {"device": str(value)}
+    return {"device": device_name(value)}
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a device; the current GPU's is `_CURRENT`."""
+    is_current = device.type == "cuda" and device.index == torch.cuda.current_device()
+    return _CURRENT if is_current else str(device)
+
+
+def _device(name: str) -> torch.device:
+    """The device of a name."""
+    if name == _CURRENT:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(name)
 
 
 _Encoder = Callable[[Any, Mapping[fx.Node, int]], Any]
@@ -253,7 +294,8 @@ _DECODERS: dict[str, Callable[[Any, Sequence[fx.Node]], Any]] = {
     "node": lambda position, nodes: nodes[position],
     "tuple": lambda items, nodes: tuple(_value_list(items, nodes)),
     "dict": _value_dict,
-    "device": lambda name, nodes: torch.device(name),
+    "device": lambda name, nodes: _device(name),
+    "placement": lambda words, nodes: decoded_placement(*words),
     "torch": _value_torch,
 }
 
@@ -268,6 +310,8 @@ def name_of_function(function: Any) -> str:
             return name
     if isinstance(function, OPERATORS):
         return _name_of_operator(function)
+    if conversion(function):
+        return json.dumps([conversion(function), _plain(parameters_of(function), {})])
     if _has_importable_name(function):
         return _importable_name(function)
     raise NoValueError
@@ -329,3 +373,58 @@ def _function(name: str) -> Any:
     if not isinstance(function, OPERATORS):
         raise NoValueError
     return function
+
+
+# --- functions of DTensors ------------------------------------------------------------------------
+
+
+def _name_on_dtensors(function: OnDTensors, positions: Mapping[Any, int]) -> dict[str, Any]:
+    """A function of DTensors as JSON, by which `_on_dtensors` finds or makes it.
+
+    Args:
+        function: the function.
+        positions: the positions of nodes in the graph from Dynamo, by their targets.
+    """
+    if isinstance(function, OfShards):
+        return {type(function).__name__: _plain_list(function.parameters, {})}
+    called = function.function
+    if called in positions:  # a function of Dynamo's, which holds a mesh
+        return {"at": positions[called]}
+    if isinstance(called, OPERATORS):
+        return {"operator": restorable_name(called)}
+    name = conversion(called)
+    if name not in CONVERSIONS or _method(name) is not called:
+        raise NoValueError
+    return {"method": name}
+
+
+def _called(target: Any, targets: Sequence[Any]) -> Any:
+    """The function of a node, from its name; see `graph_of`."""
+    if isinstance(target, str):
+        return _function(target)
+    [(kind, content)] = target.items()
+    if kind in _OF_SHARDS:
+        return _OF_SHARDS[kind](*_value_list(content, ()))
+    return OnDTensors(_FUNCTIONS_ON_DTENSORS[kind](content, targets))
+
+
+def _at_position(position: int, targets: Sequence[Any]) -> Any:
+    """A function of the graph from Dynamo: one that converts DTensors."""
+    if not conversion(targets[position]):
+        raise NoValueError
+    return targets[position]
+
+
+def _method(name: str) -> Any:
+    """The method of DTensors with a name."""
+    from torch.distributed.tensor import DTensor
+
+    return getattr(DTensor, name) if name in CONVERSIONS else None
+
+
+_OF_SHARDS: dict[str, Callable[..., Any]] = {"FromLocal": FromLocal, "ToLocal": ToLocal}
+_FUNCTIONS_ON_DTENSORS: dict[str, Callable[[Any, Sequence[Any]], Any]] = {
+    "at": _at_position,
+    "operator": lambda name, targets: _function(name),
+    "method": lambda name, targets: _method(name),
+}

@@ -209,14 +209,16 @@ def _are_parameters(value: Any) -> list[bool]:
 def _stored(gm: fx.GraphModule, inputs: Sequence[Any], report: CompileReport) -> fx.GraphModule:
     """The graph with operators in the place of its regions, read from disk if it is stored."""
     path = storing.stored_at(gm, inputs)
-    graph = None if path is None else storing.read(path, gm)
-    if graph is not None:
-        return graph
+    paths = [] if path is None else [path, *storing.of_rank(path, gm, inputs)]
+    for stored in paths:
+        graph = storing.read(stored, gm)
+        if graph is not None:
+            return graph
     graph = _with_operators(gm, inputs, report)
     # A graph that is left is captured by each process, so that each warns of it.
-    if path is None or report.left:
+    if not paths or report.left:
         return graph
-    return storing.write(path, gm, graph, report.programs)
+    return storing.write(paths[storing.depends_on_rank(graph)], gm, graph, report.programs)
 
 
 def _autocast_of(report: CompileReport) -> AbstractContextManager[None]:

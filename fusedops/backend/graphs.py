@@ -31,6 +31,7 @@ __all__ = [
     "BIAS",
     "COPIES",
     "FUNCTION",
+    "OF_RANK",
     "SHARD",
     "VIEWS",
     "aliased_inputs",
@@ -77,6 +78,8 @@ BIAS = "fusedops_bias"
 REACHED = "fusedops_reached"
 # ``meta[FUNCTION]`` is the name of the `rowwise` function that returned the node's value.
 FUNCTION = "fusedops_function"
+# ``meta[OF_RANK]`` of a graph is whether that of another rank of a mesh may differ from it.
+OF_RANK = "fusedops_of_rank"
 # ``meta[SHARD]`` of a dropout is the part of a tensor that this rank has: see `shards.Shard`.
 SHARD = "fusedops_shard"
 # Operators whose results are views: they address the same elements by other indices.

@@ -43,8 +43,9 @@ from .fx import (
     returning,
 )
 from .graphs import SHARD, are_numbers, direct_tensors
+from .meshes import has_equal_shards
 from .shards import Shard
-from .targets import OnDTensors, from_local, to_local
+from .targets import FromLocal, OnDTensors, ToLocal
 
 __all__ = ["LocalCalls", "has_dtensors"]
 
@@ -59,11 +60,16 @@ class LocalCalls(DispatchMode):  # type: ignore[misc]
 
     Args:
         inputs: the inputs of the graph that is being recorded.
+
+    Attributes:
+        is_of_rank: whether the graph differs between ranks: a rank's shard has another size, or its
+            part of a dropout mask another place.
     """
 
     def __init__(self, inputs: Sequence[Any]) -> None:
         super().__init__()
         self._tracer = current_tracer()
+        self.is_of_rank = False
         # Local tensors by the nodes of their DTensors, by the placements that the gradients of the
         # local tensors have, and by whether gradients are enabled: what is recorded under
         # `torch.no_grad` has none, and what is recorded outside must not be used as if it had none.
@@ -185,7 +191,7 @@ class LocalCalls(DispatchMode):  # type: ignore[misc]
             return local
         if not are_numbers((*like.shape, *like.stride())):
             raise NotCapturedError("a size of a DTensor changes from call to call")
-        conversion = from_local(like.placements, like.shape, like.stride())
+        conversion = FromLocal(like.placements, like.shape, like.stride())
         reference = next(one for one in self._first if one.device_mesh == like.device_mesh)
         with recording_nothing(), torch.no_grad():
             dtensor = conversion(local, reference)
@@ -195,7 +201,7 @@ class LocalCalls(DispatchMode):  # type: ignore[misc]
 
     def _remember(self, dtensor: Any, local: Tensor) -> None:
         """Remembers the local tensor that a DTensor consists of."""
-        self._local[_key(dtensor, _of_gradient(dtensor.placements))] = local
+        self._local[self._key(dtensor, _of_gradient(dtensor.placements))] = local
 
     def _local_of(self, dtensor: Any, gradients: Any) -> Tensor:
         """The local tensor of a DTensor, as a value of the graph.
@@ -204,14 +210,19 @@ class LocalCalls(DispatchMode):  # type: ignore[misc]
             dtensor: the DTensor.
             gradients: the placements of the local tensor's gradient.
         """
-        key = _key(dtensor, gradients)
+        key = self._key(dtensor, gradients)
         if key not in self._local:
-            conversion = to_local(tuple(gradients))
+            conversion = ToLocal(gradients)
             with recording_nothing(), torch.no_grad():
                 local = conversion(dtensor)
             recorded_call(conversion, (dtensor,), {}, local)
             self._local[key] = local
         return self._local[key]
+
+    def _key(self, dtensor: Any, gradients: Sequence[Any]) -> tuple[fx.Node, Any, bool]:
+        """The key of a DTensor's local tensor, in the current grad mode."""
+        self.is_of_rank |= not has_equal_shards(dtensor)
+        return recorded_node(dtensor), tuple(gradients), torch.is_grad_enabled()
 
     # --- dropout ----------------------------------------------------------------------------------
 
@@ -220,17 +231,13 @@ class LocalCalls(DispatchMode):  # type: ignore[misc]
         local = self._local_of(dtensor, dtensor.placements)
         outs = torch.ops.aten.native_dropout.default(local, p, train)
         (call,) = recorded_node(outs[0]).all_input_nodes
+        self.is_of_rank = True
         call.meta[SHARD] = Shard(
             dtensor.device_mesh, tuple(dtensor.placements), tuple(dtensor.shape)
         )
         with recording_nothing(), torch.no_grad():
             likes = (torch.empty_like(dtensor), torch.empty_like(dtensor, dtype=torch.bool))
         return tuple(map(self._as_dtensor, outs, likes))
-
-
-def _key(dtensor: Any, gradients: Sequence[Any]) -> tuple[fx.Node, Any, bool]:
-    """The key of a DTensor's local tensor, in the current grad mode."""
-    return recorded_node(dtensor), tuple(gradients), torch.is_grad_enabled()
 
 
 def _keeps_gradient(tensor: Tensor) -> bool:

@@ -1,7 +1,10 @@
 """Stores fused graphs on disk, so that later processes neither capture nor plan them.
 
 A file belongs to a graph of Dynamo. Its name is a digest of the nodes with their arguments, the
-metadata of the inputs, the settings of PyTorch that a capture reads, and the versions. Where any of
+metadata of the inputs, the settings of PyTorch that a capture reads, and the versions. The ranks of
+a mesh have one file, which the first writes and the others read: the name depends on the shape of
+the mesh, and not on the rank. Where ranks have different shards or dropout masks, each coordinate
+of the mesh has a file. Where any of
 that may differ in another process (a size that is a symbol, an operator of another library, a
 function of the user's), nothing is stored.
 
@@ -19,6 +22,7 @@ captured again.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -32,6 +36,7 @@ from ..compiler import storing
 from ..compiler.horizontal.lookups import Lookup
 from ..compiler.horizontal.operator import SliceGroup, group_of
 from ..compiler.operator import Program
+from ..core.compat.distributed import is_dtensor, is_mesh, local_of
 from ..core.compat.fake import memory_of
 from ..core.configs import cache
 from ..core.launches import launch
@@ -41,6 +46,7 @@ from .encoding import (
     NoValueError,
     attribute,
     decoded,
+    device_name,
     encoded,
     graph_of,
     name_of_function,
@@ -48,12 +54,13 @@ from .encoding import (
     restorable_name,
 )
 from .fx import attention_order, is_traceable_subclass
-from .graphs import are_numbers, direct_tensors
+from .graphs import OF_RANK, are_numbers, direct_tensors
 from .horizontal import groups_in
+from .meshes import described, encoded_placement, meshes_of
 from .prediction import machine_of
 from .programs import Source
 
-__all__ = ["read", "stored_at", "write"]
+__all__ = ["depends_on_rank", "of_rank", "read", "stored_at", "write"]
 
 
 def stored_at(gm: fx.GraphModule, inputs: Sequence[Any]) -> Path | None:
@@ -62,11 +69,34 @@ def stored_at(gm: fx.GraphModule, inputs: Sequence[Any]) -> Path | None:
         return None
     try:
         tensors = direct_tensors(list(inputs))
+        _check_meshes(meshes_of(gm.graph, inputs))
         text = [*_settings(), *map(_input, inputs), _sharing(tensors), *_text(gm)]
         return cache.file_of("graphs", text)
     # A graph with an unknown part is captured in each process.
     except Exception:  # noqa: BLE001
         return None
+
+
+def of_rank(path: Path, gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Path]:
+    """The file of a graph that differs between the coordinates of its meshes; [] without meshes.
+
+    Args:
+        path: the file of a graph that is the same on all ranks.
+        gm: the graph from Dynamo.
+        inputs: its inputs.
+    """
+    meshes = meshes_of(gm.graph, inputs)
+    if not meshes:
+        return []
+    coordinates = [(described(mesh), mesh.get_coordinate()) for mesh in meshes]
+    digest = hashlib.sha256(repr((path.stem, coordinates)).encode()).hexdigest()
+    return [path.with_stem(digest[:32])]
+
+
+def depends_on_rank(captured: fx.GraphModule) -> bool:
+    """Whether a graph with operators, or a checkpointed part, may be another on other ranks."""
+    graphs = [module for module in captured.modules() if isinstance(module, fx.GraphModule)]
+    return any(OF_RANK in graph.meta for graph in graphs)
 
 
 def read(path: Path, gm: fx.GraphModule) -> fx.GraphModule | None:
@@ -167,7 +197,7 @@ def _settings() -> list[str]:
         torch.is_inference_mode_enabled(),
         torch.is_autocast_cache_enabled(),
         torch.get_default_dtype(),
-        torch.get_default_device(),
+        device_name(torch.get_default_device()),
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cudnn.enabled,
         torch.backends.cudnn.benchmark,
@@ -199,11 +229,14 @@ def _settings() -> list[str]:
 
 
 def _settings_of_gpus() -> list[Any]:
-    """The index of the current GPU, and what captures and predictions read of all GPUs."""
+    """What captures read of all GPUs, and predictions of the current one.
+
+    Without its index: the processes of one machine share what is stored.
+    """
     indices = range(torch.cuda.device_count())
     names = list(map(torch.cuda.get_device_name, indices))
     capabilities = list(map(torch.cuda.get_device_capability, indices))
-    return [torch.cuda.current_device(), names, capabilities, *map(machine_of, indices)]
+    return [names, capabilities, machine_of(torch.cuda.current_device())]
 
 
 def _text(gm: fx.GraphModule) -> list[str]:
@@ -226,8 +259,33 @@ def _input(value: Any) -> str:
     """An input of a graph as text: of a tensor its metadata, not its elements."""
     if type(value) in PLAIN:
         return repr(value)
+    if is_mesh(value):
+        return repr(described(value))
+    if is_dtensor(value):
+        return _dtensor(value)
     if not isinstance(value, Tensor) or not _is_described(value):
         raise NoValueError
+    return _metadata(value)
+
+
+def _dtensor(value: Any) -> str:
+    """A DTensor as text: its layout, and its metadata with those of its local tensor."""
+    placements = list(map(encoded_placement, value.placements))
+    if None in placements:
+        raise NoValueError
+    layout = [described(value.device_mesh), placements]
+    return repr((layout, _metadata(value), _input(local_of(value))))
+
+
+def _check_meshes(meshes: Sequence[Any]) -> None:
+    """Raises where the text of two meshes is the same, so that one might pass for the other."""
+    texts = {repr(described(mesh)) for mesh in meshes}
+    if len(texts) != len(meshes):
+        raise NoValueError
+
+
+def _metadata(value: Tensor) -> str:
+    """The metadata of a tensor as text."""
     numbers = (*value.shape, *value.stride(), value.storage_offset())
     # A size that is a symbol may be another one in the next process.
     if not are_numbers(numbers):
@@ -236,7 +294,7 @@ def _input(value: Any) -> str:
         (
             numbers,
             value.dtype,
-            value.device,
+            device_name(value.device),
             value.requires_grad,
             value.is_leaf,
             value.is_conj(),

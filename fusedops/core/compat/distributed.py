@@ -20,6 +20,7 @@ __all__ = [
     "dtensor_spec",
     "is_distributed",
     "is_dtensor",
+    "is_mesh",
     "local_of",
     "replicates_implicitly",
     "rows_placed_by",
@@ -92,6 +93,12 @@ def is_dtensor(value: Any) -> bool:
     # The module is not imported here: until something imports it, there is no DTensor.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+def is_mesh(value: Any) -> bool:
+    """Returns whether a value is a mesh of devices."""
+    module = sys.modules.get("torch.distributed.device_mesh")
+    return module is not None and isinstance(value, module.DeviceMesh)
 
 
 def local_of(t: Tensor) -> Tensor:
