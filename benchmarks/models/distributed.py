@@ -16,6 +16,9 @@ A layout is how a model is distributed:
 
 The providers ``compile`` and ``backend`` compile each block, by torch.compile and by
 `fusedops.compile_blocks`. A provider that raises an error is left out, with a message.
+
+With ``--first-calls`` the command starts the processes itself, and measures how long these two
+compile, with caches that the ranks share: see `shared_caches`.
 """
 
 from __future__ import annotations
@@ -41,16 +44,17 @@ import fusedops
 
 from .. import results
 from . import distributed_masks as masks
-from . import example, plans
+from . import example, plans, shared_caches
 from .distributed_results import MASKS, Row, line, write
 from .text import Text
 from .traffic import Traffic
 from .workloads import Workload, named, workloads
 
-__all__ = ["add_options", "run"]
+__all__ = ["add_options", "run", "seconds", "step_of"]
 
 LAYOUTS = ("tp", "fsdp", "fsdp-checkpointed", "fsdp-tp")
 PROVIDERS = ("eager", "fused", "compile", "backend")
+_COMPILED = ("compile", "backend")
 _MODELS = (MASKS, *plans.MODELS, example.NAME)
 # After this long a collective that a process waits for is an error, of a process that has failed.
 _TIMEOUT = timedelta(seconds=300)
@@ -86,6 +90,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="measure no other model or layout after this long",
     )
+    parser.add_argument(
+        "--first-calls",
+        type=int,
+        metavar="RANKS",
+        help="instead of timing steps, start this many processes and time how long "
+        f"{' and '.join(_COMPILED)} compile, with caches that the ranks share; without torchrun",
+    )
     parser.add_argument("--steps", type=int, default=10, help="of a block of steps (default: 10)")
     parser.add_argument(
         "--blocks", type=int, default=5, help="of each provider, in turn (default: 5)"
@@ -106,7 +117,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measures training steps of whole models on several GPUs; torchrun starts it."""
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ and not options.first_calls:
         print(
             "distributed: run it by torchrun --nproc-per-node N -m benchmarks distributed",
             file=sys.stderr,
@@ -117,6 +128,8 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"distributed: {error}", file=sys.stderr)
         return 2
+    if options.first_calls:
+        return _time_first_calls(models, options)
     device = _device()
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -137,6 +150,24 @@ def run(options: argparse.Namespace) -> int:
     return 1 if masks_differ else 0
 
 
+def _time_first_calls(models: list[str], options: argparse.Namespace) -> int:
+    """Measures how long providers compile; see `shared_caches`."""
+    gpu, path = torch.cuda.is_available(), options.output
+    if path is None and gpu and not options.tiny:
+        slug = results.device_slug(torch.cuda.get_device_name())
+        path = _RESULTS / f"ranks_{slug}.csv"
+    for model, layout in _settings(models, options.layout or LAYOUTS):
+        if model not in plans.MODELS:
+            continue
+        workload = workloads([model], ["train"], tiny=options.tiny)[0]
+        for provider in options.provider or _COMPILED:
+            row = shared_caches.measured(workload, layout, provider, options.first_calls, gpu=gpu)
+            print(shared_caches.line(row), flush=True)
+            if path is not None:
+                shared_caches.write(path, [row])
+    return 0
+
+
 def _device() -> torch.device:
     """Returns this process's GPU, or the CPU if there are fewer GPUs than processes."""
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
@@ -152,9 +183,9 @@ def _rows(
     """Yields each row as soon as it is measured. All processes must run this."""
     start = time.perf_counter()
     for model, layout in _settings(models, options.layout or LAYOUTS):
-        seconds = _largest(time.perf_counter() - start, device)
-        if seconds > options.budget:
-            _say(f"stopped before {model} {layout}: the budget is spent after {seconds:.0f} s")
+        spent = _largest(time.perf_counter() - start, device)
+        if spent > options.budget:
+            _say(f"stopped before {model} {layout}: the budget is spent after {spent:.0f} s")
             return
         if model == MASKS:
             for mesh, count in masks.differences(device):
@@ -269,17 +300,17 @@ def _measured(
     block_seconds: dict[str, list[float]] = {provider: [] for provider in ready}
     for _ in range(options.blocks):
         for provider, prepared in ready.items():
-            seconds = _largest(_seconds(prepared.step, options.steps, device), device)
-            block_seconds[provider].append(seconds)
+            duration = _largest(seconds(prepared.step, options.steps, device), device)
+            block_seconds[provider].append(duration)
     tokens = batch["labels"].numel() * (1 if layout == "tp" else ranks)
     for provider, times in block_seconds.items():
-        seconds = statistics.median(times)
+        duration = statistics.median(times)
         yield _row(
             (workload.name, workload.shape, layout, provider),
             name,
-            ms=seconds * 1e3,
+            ms=duration * 1e3,
             spread=_quartile_range(times) * 1e3,
-            tokens=tokens / seconds,
+            tokens=tokens / duration,
             **ready[provider].figures,
         )
 
@@ -290,7 +321,7 @@ def _prepared(
     """Returns a provider that is ready to be timed; None, with a message, if it has failed."""
     start, prepared = time.perf_counter(), None
     try:
-        step = _step(_distributed(workload, layout, provider, device), batch, device)
+        step = step_of(workload, layout, provider, batch, device)
         torch.manual_seed(1)
         # The first step compiles and loads everything.
         loss = float(step())
@@ -308,9 +339,9 @@ def _prepared(
         traceback.print_exc()
     # A process that fails alone leaves the others in a collective until `_TIMEOUT`.
     failed = _largest(float(prepared is None), device)
-    seconds = time.perf_counter() - start
+    duration = time.perf_counter() - start
     state = "failed" if failed else "is ready"
-    _say(f"{workload.name} {layout} {provider} {state} after {seconds:.0f} s")
+    _say(f"{workload.name} {layout} {provider} {state} after {duration:.0f} s")
     if failed or prepared is None:
         return None
     for figure in ("loss", "peak_mib"):
@@ -337,10 +368,11 @@ def _trained(device: torch.device, name: str, options: argparse.Namespace) -> It
         )
 
 
-def _step(
-    model: nn.Module, batch: dict[str, Any], device: torch.device
+def step_of(
+    workload: Workload, layout: str, provider: str, batch: dict[str, Any], device: torch.device
 ) -> Callable[[], torch.Tensor]:
-    """Returns a function that runs a training step and returns the loss."""
+    """Returns a function that runs a training step of a provider's model, and returns the loss."""
+    model = _distributed(workload, layout, provider, device)
 
     def step() -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -359,7 +391,7 @@ def _quartile_range(times: list[float]) -> float:
     return high - low
 
 
-def _seconds(step: Callable[[], object], steps: int, device: torch.device) -> float:
+def seconds(step: Callable[[], object], steps: int, device: torch.device) -> float:
     """Returns the mean time of a step, in a loop that all processes start together."""
     _wait(device)
     dist.barrier()

@@ -18,6 +18,9 @@ class Traffic(TorchDispatchMode):
     functions that torch.compile compiles must have been compiled before.
     """
 
+    # Checkpointed blocks that are compiled save the random state by an operator of this kind.
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()

@@ -10,7 +10,7 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import floors, providers, results, runner, sweep, targets, timing, warm
 from benchmarks.cases import Case, discover
-from benchmarks.models import distributed_results, first_calls
+from benchmarks.models import distributed_results, first_calls, shared_caches
 from benchmarks.models import results as model_results
 from benchmarks.values import oracle_of
 
@@ -54,6 +54,10 @@ def test_training_step_returns_gradients_and_accumulates_none():
 STORES = {
     "operators": (results, ("op", "shape", "dtype", "mode", "provider")),
     "models": (model_results, ("model", "mode", "shape", "provider")),
+    "several ranks' first calls": (
+        shared_caches,
+        ("model", "shape", "layout", "ranks", "provider"),
+    ),
     "several GPUs": (distributed_results, ("model", "shape", "layout", "ranks", "provider")),
     "first calls": (first_calls, ("model", "mode", "shape", "provider")),
 }
