@@ -393,7 +393,7 @@ def _name_on_dtensors(function: OnDTensors, positions: Mapping[Any, int]) -> dic
     if isinstance(called, OPERATORS):
         return {"operator": restorable_name(called)}
     name = conversion(called)
-    if name not in CONVERSIONS or _method(name) is not called:
+    if _method(name) is not called:
         raise NoValueError
     return {"method": name}
 
@@ -419,7 +419,9 @@ def _method(name: str) -> Any:
     """The method of DTensors with a name."""
     from torch.distributed.tensor import DTensor
 
-    return getattr(DTensor, name) if name in CONVERSIONS else None
+    if name not in CONVERSIONS:
+        raise NoValueError
+    return getattr(DTensor, name)
 
 
 _OF_SHARDS: dict[str, Callable[..., Any]] = {"FromLocal": FromLocal, "ToLocal": ToLocal}

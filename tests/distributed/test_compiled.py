@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,109 +13,16 @@ import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.nn import functional as F
 
 import fusedops
 from backends import Backend
 from fusedops.backend import blocks, entry
 from fusedops.backend.report import CompileReport
 from ranks import run_ranks
+from sharded_blocks import BATCH, LAYERS, LENGTH, WIDTH, BertLike, LlamaLike, Model, parallel, plan
 from support import INTERPRETED
 
-WIDTH, HEADS, BATCH, LENGTH, LAYERS, P = 16, 2, 2, 4, 2, 0.2
 pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
-
-
-class Attention(nn.Module):
-    def __init__(self, bias: bool) -> None:
-        super().__init__()
-        self.query, self.key, self.value, self.out = (
-            nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(4)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        layers = (self.query, self.key, self.value)
-        query, key, value = (
-            layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in layers
-        )
-        y = F.scaled_dot_product_attention(query, key, value)
-        return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
-
-
-class LlamaLike(nn.Module):
-    """A block with norms before its parts; between parts, rows are plain tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.mlp = Attention(bias=False), Gated()
-        self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
-
-
-class BertLike(nn.Module):
-    """A block with norms behind its parts, biases and dropout; all its rows are DTensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = Attention(bias=True)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.dropout = nn.Dropout(P)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm1(x + self.dropout(self.attention(x)))
-        return self.norm2(x + self.dropout(self.down(F.gelu(self.up(x)))))  # type: ignore[no-any-return]
-
-
-class Model(nn.Module):
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([make() for _ in range(LAYERS)])
-        for parameter in self.parameters():
-            if parameter.dim() == 1:  # ones and zeros would hide errors
-                nn.init.normal_(parameter, 1.0, 0.3)
-
-    def forward(self, x: Tensor) -> Any:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def _plan(make: type[nn.Module]) -> dict[str, Any]:
-    """Tensor and sequence parallel, as trainers write it."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor import parallel as tp
-
-    rows = Shard(1)
-    gather = tp.PrepareModuleInput(input_layouts=rows, desired_input_layouts=Replicate())
-    common: dict[str, Any] = {
-        "attention": gather,
-        **{f"attention.{name}": tp.ColwiseParallel() for name in ("query", "key", "value")},
-        "norm1": tp.SequenceParallel(),
-        "norm2": tp.SequenceParallel(),
-    }
-    if make is LlamaLike:
-        out = tp.RowwiseParallel(output_layouts=rows)
-        columns = tp.ColwiseParallel()
-        mlp = {"mlp": gather, "mlp.gate": columns, "mlp.up": columns, "mlp.down": out}
-        return {**common, "attention.out": out, **mlp}
-    out = tp.RowwiseParallel(output_layouts=rows, use_local_output=False)
-    up = tp.ColwiseParallel(input_layouts=rows)
-    return {**common, "attention.out": out, "up": up, "down": out}
 
 
 class _Uncompiled:
@@ -171,24 +78,6 @@ def _step(model: nn.Module, x: Tensor, cotangent: Tensor) -> Tensor:
     return output.detach()  # type: ignore[no-any-return]
 
 
-def _parallel(make: type[nn.Module], layout: str, mesh: Any) -> nn.Module:
-    """A model in a layout; its blocks are not compiled yet."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    model = Model(make)
-    for number, layer in enumerate(model.layers):
-        if "tp" in layout:
-            parallelize_module(layer, mesh, _plan(make))
-        if layout == "fsdp, checkpointed":
-            model.layers[number] = checkpoint_wrapper(layer)
-    if "fsdp" in layout:
-        for part in (*model.layers, model):
-            fully_shard(part, mesh=mesh)
-    return model
-
-
 # Along which dimension the ranks share the batch.
 LAYOUTS = {"tp": 1, "fsdp": 0, "fsdp, checkpointed": 0}
 # Under FSDP each rank draws masks of its own, so that blocks with dropout have no counterpart.
@@ -214,14 +103,14 @@ def _check(make: type[nn.Module], layout: str, mesh: Any) -> None:
     own_x, own_cotangent = (t.chunk(2, dim)[rank].contiguous() for t in (x, cotangent))
     if make is BertLike and layout == "tp":
         own_x = DTensor.from_local(own_x, mesh, [Shard(dim)], run_check=False)
-    reference, plain = Model(make), _parallel(make, layout, mesh)
+    reference, plain = Model(make), parallel(make, layout, mesh)
     _compiled(reference, Backend("auto"))
     expected = _step(reference, x, cotangent)
     uncompiled = _Uncompiled()
     _compiled(plain, uncompiled)
     _step(plain, own_x, own_cotangent)
     traced = _graphs()
-    model, backend = _parallel(make, layout, mesh), Backend("auto")
+    model, backend = parallel(make, layout, mesh), Backend("auto")
     _compiled(model, backend)
     output = _step(model, own_x, own_cotangent)
     what = (make.__name__, layout)
@@ -252,12 +141,12 @@ def _check_saved(mesh: Any, folder: str) -> None:
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-    model = _parallel(LlamaLike, "fsdp", mesh)
+    model = parallel(LlamaLike, "fsdp", mesh)
     fusedops.compile_blocks(model)
     state = get_model_state_dict(model)
     assert list(state) == list(Model(LlamaLike).state_dict())
     checkpoint.save(state, checkpoint_id=folder)
-    other = _parallel(LlamaLike, "tp", mesh)
+    other = parallel(LlamaLike, "tp", mesh)
     fusedops.compile_blocks(other)
     state = {name: torch.zeros_like(t) for name, t in get_model_state_dict(other).items()}
     checkpoint.load(state, checkpoint_id=folder)
@@ -361,7 +250,7 @@ def _captured_on(ranks: int, rank: int) -> list[str]:
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))["tp"]
-        block = parallelize_module(LlamaLike(), mesh, _plan(LlamaLike))
+        block = parallelize_module(LlamaLike(), mesh, plan(LlamaLike))
         torch.compile(block, backend=record)(torch.randn(BATCH, LENGTH // 2, WIDTH))
     finally:
         dist.destroy_process_group()
