@@ -19,6 +19,7 @@ from fusedops.backend.report import CompileReport
 from sharded_blocks import BATCH, LENGTH, WIDTH, LlamaLike, parallel
 
 P = 0.5
+pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
 
 
 def _graph(function: Callable[..., Any], *args: Any) -> tuple[fx.GraphModule, list[Any]]:
@@ -64,20 +65,24 @@ def _of_block(mesh: Any) -> tuple[fx.GraphModule, list[Any]]:
 
 
 def _of_dropout(mesh: Any) -> tuple[fx.GraphModule, list[Any]]:
-    return _graph(_dropped, *_sharded(mesh, LENGTH, "Shard"))
+    from torch.distributed.tensor import Replicate, Shard
+
+    rows = _placed(mesh, Shard(1), BATCH, LENGTH // 2, WIDTH)
+    return _graph(_dropped, rows, _placed(mesh, Replicate(), WIDTH))
 
 
 def _of_uneven_shards(mesh: Any) -> tuple[fx.GraphModule, list[Any]]:
-    return _graph(_uneven, *_sharded(mesh, LENGTH + 1, "Replicate"))
+    from torch.distributed.tensor import Replicate
+
+    rows = _placed(mesh, Replicate(), BATCH, LENGTH + 1, WIDTH)
+    return _graph(_uneven, rows, _placed(mesh, Replicate(), WIDTH))
 
 
-def _sharded(mesh: Any, length: int, placement: str) -> tuple[Any, Any]:
-    """Rows of a placement, and replicated weights."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+def _placed(mesh: Any, placement: Any, *shape: int) -> Any:
+    """A DTensor whose local tensor has this shape."""
+    from torch.distributed.tensor import DTensor
 
-    placements = [Shard(1) if placement == "Shard" else Replicate()]
-    x, w = torch.randn(BATCH, length, WIDTH), torch.randn(WIDTH)
-    return distribute_tensor(x, mesh, placements), distribute_tensor(w, mesh, [Replicate()])
+    return DTensor.from_local(torch.randn(shape), mesh, [placement], run_check=False)
 
 
 _CASES = (_of_block, _of_dropout, _of_uneven_shards)
@@ -214,11 +219,10 @@ def test_file_names_no_other_function_of_dtensors(target: dict[str, Any]) -> Non
 @pytest.mark.once
 def test_shards_are_equal_if_the_ranks_divide_the_size() -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     with _ranks(6):
         mesh = init_device_mesh("cpu", (2, 3))
-        x = distribute_tensor(torch.randn(4, 6), mesh, [Replicate(), Replicate()])
         for placements, expected in (
             ([Shard(0), Replicate()], True),
             ([Replicate(), Shard(0)], False),
@@ -226,4 +230,6 @@ def test_shards_are_equal_if_the_ranks_divide_the_size() -> None:
             ([Shard(0), Shard(0)], False),
             ([Partial(), Shard(1)], True),
         ):
-            assert meshes.has_equal_shards(x.redistribute(placements=placements)) == expected
+            sizes: Any = {"shape": torch.Size((4, 6)), "stride": (6, 1)}
+            x = DTensor.from_local(torch.randn(4, 6), mesh, placements, run_check=False, **sizes)
+            assert meshes.has_equal_shards(x) == expected
