@@ -36,7 +36,13 @@ from ..compiler import storing
 from ..compiler.horizontal.lookups import Lookup
 from ..compiler.horizontal.operator import SliceGroup, group_of
 from ..compiler.operator import Program
-from ..core.compat.distributed import is_dtensor, is_mesh, local_of
+from ..core.compat.distributed import (
+    handled_operators,
+    is_dtensor,
+    is_mesh,
+    local_of,
+    replicates_implicitly,
+)
 from ..core.compat.fake import memory_of
 from ..core.configs import cache
 from ..core.launches import launch
@@ -273,7 +279,8 @@ def _dtensor(value: Any) -> str:
     placements = list(map(encoded_placement, value.placements))
     if None in placements:
         raise NoValueError
-    layout = [described(value.device_mesh), placements]
+    rules = [handled_operators(), replicates_implicitly()]
+    layout = [described(value.device_mesh), placements, rules]
     return repr((layout, _metadata(value), _input(local_of(value))))
 
 

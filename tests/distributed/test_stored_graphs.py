@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -135,12 +135,15 @@ def _path(
     rank: int = 0,
     dims: tuple[int, ...] = (0,),
     size: int = 4,
+    with_loss: bool = False,
 ) -> Any:
     """The path of a function's graph of a sharded tensor, and that of a rank's own graph."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.parallel import loss_parallel
 
-    with _ranks(torch.Size(shape).numel(), rank):
+    context = loss_parallel() if with_loss else nullcontext()
+    with _ranks(torch.Size(shape).numel(), rank), context:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         placements = [Shard(dim) for dim in dims]
         x = DTensor.from_local(torch.randn(size, size), mesh, placements, run_check=False)
@@ -158,6 +161,7 @@ def test_path_depends_on_the_layout_and_not_on_the_rank() -> None:
         _path(shape=(4,)),
         _path(names=("tp",)),
         _path(size=8),
+        _path(with_loss=True),
         _path(shape=(2, 2), dims=(0, 1)),
         _path(shape=(2, 2), dims=(1, 0)),
         _path(_whole_gradient),

@@ -18,6 +18,7 @@ __all__ = [
     "default_store",
     "dtensor",
     "dtensor_spec",
+    "handled_operators",
     "is_distributed",
     "is_dtensor",
     "is_mesh",
@@ -134,6 +135,16 @@ def replicates_implicitly() -> bool:
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     dispatcher = getattr(kind, "_op_dispatcher", None)
     return bool(getattr(dispatcher, "_allow_implicit_replication", False))
+
+
+def handled_operators() -> list[str]:
+    """Returns the operators on DTensors with handlers of their own; [] without the private name.
+
+    `loss_parallel` adds some, whose results have other placements.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    dispatcher = getattr(kind, "_op_dispatcher", None)
+    return sorted(map(str, getattr(dispatcher, "_custom_op_handlers", ())))
 
 
 @functools.cache
