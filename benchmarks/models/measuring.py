@@ -168,7 +168,8 @@ def _block(step: Callable[[], object], steps: int, device: torch.device) -> floa
         step()
     last.record(stream)
     last.synchronize()
-    return first.elapsed_time(last) / 1e3 / steps
+    milliseconds: float = first.elapsed_time(last)
+    return milliseconds / 1e3 / steps
 
 
 def seconds(step: Callable[[], object], device: torch.device) -> tuple[float, float]:

@@ -149,7 +149,7 @@ class Workload:
         model: nn.Module = getattr(transformers, self.model.cls)(config)
         return model
 
-    def batch(self, text: Text) -> Batch:
+    def batch(self, text: Text) -> dict[str, Any]:
         """Returns the arguments of a call, or of ``generate``."""
         if self.mode == "generate":
             count, length, _ = self.sizes
@@ -198,7 +198,7 @@ _TINY_SIZES = {
 _TINY_GROUPS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _TINY_PROMPTS = (2, 8, 6)  # see `Model.prompts`
 _TINY_CACHE = (2, 8)  # see `Model.caches`
-_SERVED = {"prefills": ((1, 2048), (64, 512)), "caches": ((1, 2048), (64, 2048))}
+_PREFILLS, _CACHES = ((1, 2048), (64, 512)), ((1, 2048), (64, 2048))
 
 _LLAMA = _SPECIAL | {
     "hidden_size": 2048,
@@ -281,7 +281,8 @@ MODELS = {
         tiny_sizes=(2, 16),
         loss_sizes=(8, 128),
         in_bf16=True,
-        **_SERVED,
+        prefills=_PREFILLS,
+        caches=_CACHES,
     ),
     # A quarter of the layers of Llama 3.1 8B, for inference.
     "llama_8b": Model(
@@ -299,7 +300,8 @@ MODELS = {
         batch=batches.next_token,
         sizes=((4, 2048),),
         tiny_sizes=(2, 16),
-        **_SERVED,
+        prefills=_PREFILLS,
+        caches=_CACHES,
         trains=False,
     ),
     # Its config's default is no dropout; it was trained with 0.1.
