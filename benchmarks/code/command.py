@@ -6,6 +6,7 @@ import argparse
 import gc
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +22,7 @@ from . import results
 from .counting import Counts, counts_of
 from .pretending import generated, pretended
 
-__all__ = ["add_options", "counted", "run"]
+__all__ = ["add_options", "counted", "counts_of_step", "run"]
 
 _CPU = torch.device("cpu")
 _MODES = ("train", "infer")
@@ -146,11 +147,28 @@ def _row(workload: Workload, provider: str, at: str) -> results.Row:
 def counted(workload: Workload, provider: str) -> Counts:
     """Returns the counts of a step that a provider compiles for a GPU that is not there."""
     built = contender(provider, workload, _CPU, Text(_CPU))
+    with built.context():
+        return counts_of_step(built.step)
+
+
+def counts_of_step(step: Callable[[], object]) -> Counts:
+    """Returns the counts of what a step compiles, and then calls.
+
+    Raises:
+        RuntimeError: the step is compiled in several parts. After the first one nothing would be
+            counted.
+    """
+    from torch._dynamo.utils import counters
+
     found: list[Counts] = []
 
     def observe(graph: Any, code: str) -> None:
         found.append(counts_of(graph, code))
 
-    with pretended(observe), built.context(), generated():
-        built.step()
+    breaks = counters["graph_break"]
+    breaks.clear()
+    with pretended(observe), generated():
+        step()
+    if breaks:
+        raise RuntimeError(f"its graph has breaks: {'; '.join(breaks)}")
     return sum(found, start=Counts())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -148,7 +149,22 @@ def _of_release(rows: Sequence[Row]) -> str:
     ]
     lines = [_HEADS, ["---"] * len(_HEADS), *map(_cells, sorted(rows, key=_order))]
     grid = "\n".join([f"| {' | '.join(line)} |" for line in lines])
-    return f"{'; '.join(heads)}:\n\n{grid}"
+    return f"{'; '.join(heads)}. {_means(rows)}\n\n{grid}"
+
+
+def _means(rows: Sequence[Row]) -> str:
+    """Returns the geometric means of what ours does, as a multiple of what theirs does."""
+    theirs = {(row.model, row.mode): row for row in rows if row.provider == "compile"}
+    pairs = [(row, theirs.get((row.model, row.mode))) for row in rows if row.provider == "backend"]
+    both = [(ours, other) for ours, other in pairs if other is not None]
+    if not both:
+        return ""
+    kernels = statistics.geometric_mean([ours.kernels / other.kernels for ours, other in both])
+    moved = statistics.geometric_mean([ours.gib / other.gib for ours, other in both])
+    return (
+        f"fusedops.compile launches {kernels:.2f} times torch.compile's kernels, and these move "
+        f"{moved:.2f} times the bytes: geometric means of {len(both)} models."
+    )
 
 
 def _cells(row: Row) -> list[str]:

@@ -155,6 +155,30 @@ def test_a_workload_may_have_fewer_layers(name: str) -> None:
     assert one < two == size(replace(tiny(name), layers=0))
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_code_of_a_function_is_counted_if_it_is_one_graph(broken: bool) -> None:
+    @torch.compile
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        y = torch.relu(x @ weight)
+        if broken:
+            torch._dynamo.graph_break()
+        return y + 1
+
+    x, weight = torch.ones(64, 32), torch.ones(32, 16)
+
+    @torch.no_grad()
+    def step() -> Tensor:
+        return function(x, weight)
+
+    if broken:
+        with pytest.raises(RuntimeError, match="its graph has breaks"):
+            command.counts_of_step(step)
+        return
+    # One kernel reads and writes the product.
+    expected = Counts(generated=1, generated_bytes=2 * 64 * 16 * 4, products=1)
+    assert command.counts_of_step(step) == expected
+
+
 @pytest.mark.skipif(
     torch.version.cuda is None or torch.cuda.is_available(),
     reason="needs a PyTorch for CUDA on a machine without a GPU",
@@ -232,10 +256,12 @@ def test_new_rows_replace_old_ones_and_pages_have_the_oldest_release_first(tmp_p
     old, new = tmp_path / "code_torch_2_9.csv", tmp_path / "code_torch_2_15.csv"
     results.write(old, [row(products=4), row(provider="compile"), row(model="vit")])
     results.write(old, [row()])
-    results.write(new, [row(torch="2.15.0")])
+    theirs = row(provider="compile", torch="2.15.0", generated=20, generated_gib=3.75)
+    results.write(new, [row(torch="2.15.0"), theirs])
     assert results.read(old) == [row(provider="compile"), row(), row(model="vit")]
     text = results.markdown(tmp_path)
     assert text.index("PyTorch 2.9.0") < text.index("PyTorch 2.15.0")
+    assert "0.23 times torch.compile's kernels, and these move 0.25 times the bytes" in text
     assert text.count("| bert 2x16 | fusedops.compile | 5 | 2 | 1.00 | 25% | 5 | 1 |") == 2
 
 
