@@ -19,17 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.compat.distributed import waited
+from ..core.compat.distributed import group_of, waited
 from ..core.launches import launch
 from ..losses.cross_entropy import CROSS_ENTROPY, CrossEntropy, scores
 from ..losses.function import LinearRowwise
 from ..losses.log_probs import LOG_PROBS, OfTokens
 from ..losses.operands import Operands
+from ..losses.registration import identified, written
 
-__all__ = ["cross_entropy_of_shards", "log_probs_of_shards"]
-
-# The groups of ranks that have the shards of one weight, by name.
-_GROUPS: dict[str, Any] = {}
+__all__ = ["cross_entropy_of_shards", "encoded", "log_probs_of_shards", "shard_of"]
 
 
 def _numbers(
@@ -174,14 +172,14 @@ class _EntropiesOfShards(_TokensOfShards):
 def _largest(own: Tensor, group: str) -> Tensor:
     """Returns the largest number of all ranks, for each row."""
     largest = own.clone()
-    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, _GROUPS[group])
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group_of(group))
     return largest
 
 
 def _summed_over(group: str, numbers: Sequence[Tensor]) -> Tensor:
     """Returns the sums over all ranks of some numbers of each row, (numbers, R)."""
     packed = torch.stack(list(numbers))
-    torch.distributed.all_reduce(packed, group=_GROUPS[group])
+    torch.distributed.all_reduce(packed, group=group_of(group))
     return packed
 
 
@@ -201,7 +199,7 @@ class _Placed:
 
     Attributes:
         input, weight, bias: the tensors of this rank.
-        shard: the arguments of a function of shards, see `_shard`; () if classes are not sharded.
+        shard: the arguments of a function of shards, see `shard_of`; () if classes are not sharded.
         mesh: the mesh of ranks.
         rows: the placements of rows.
         over_rows: for each dimension of the mesh, whether rows are sharded along it.
@@ -249,7 +247,7 @@ def _placed(op: str, input: Any, linear_weight: Any, linear_bias: Any) -> _Place
     x = waited(input.redistribute(mesh, rows).to_local(grad_placements=of_rows))
     over_rows = [isinstance(p, Shard) for p in rows]
     weight, bias = _local_parameters(linear_weight, linear_bias, over_rows)
-    shard = () if dim is None else _shard(op, linear_weight, mesh, dim)
+    shard = () if dim is None else shard_of(op, linear_weight.shape[0], mesh, dim)
     return _Placed(x, weight, bias, shard, mesh, rows, over_rows, is_plain)
 
 
@@ -281,6 +279,40 @@ def cross_entropy_of_shards(
     if reduction == "none":
         return placed.whole(loss, placed.rows)
     return placed.whole(loss, _summed(placed.over_rows, _replicated(placed.mesh)))
+
+
+def encoded(
+    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor],
+    needs: tuple[bool, bool, bool],
+    shard: tuple[str, int, int, int],
+    *,
+    reduction: str,
+    ignore_index: int,
+    softcap: float | None,
+    scale: float,
+    dtype: torch.dtype,
+) -> str:
+    """Returns the string of a call of ``fusedops::linear_rowwise`` of a rank's classes.
+
+    As `losses.cross_entropy.encoded`, for a sum of rows or each row.
+
+    Args:
+        tensors: rows (M, D), this rank's weight and bias or None, and targets (M,).
+        needs: whether the gradients of rows, weight and bias are wanted.
+        shard: what `shard_of` returns.
+        reduction, ignore_index, softcap, scale: as in `linear_cross_entropy`.
+        dtype: the dtype of the products.
+    Raises:
+        NotRowwiseError: the operator has no kernel for them.
+    """
+    rows, weight, bias, target = tensors
+    others = target, ignore_index, 0.0, softcap, scale, 0.0, *shard
+    by_row = True, *[False] * (len(others) - 1)
+    operands = Operands((rows,), (weight,), (bias,), others, by_row, dtype, None)
+    flags = (*needs, *[False] * len(others))
+    with torch.autocast(rows.device.type, enabled=False):
+        loss = _OF_SHARDS[reduction]
+        return identified(written(loss, operands, flags), loss, operands)
 
 
 def log_probs_of_shards(
@@ -378,18 +410,15 @@ def _local(t: Any, mesh: Any, rows: Sequence[Any]) -> Any:
     return waited(_distributed(t, mesh).redistribute(mesh, rows).to_local())
 
 
-def _shard(op: str, weight: Any, mesh: Any, dim: int) -> tuple[str, int, int, int]:
+def shard_of(op: str, classes: int, mesh: Any, dim: int) -> tuple[str, int, int, int]:
     """Returns the group's name, the first class of this rank, all classes, and the most of a rank.
 
     A sharded dimension has shards of one size, and the last are smaller, or empty.
     """
-    group = mesh.get_group(dim)
-    _GROUPS[group.group_name] = group
-    classes = weight.shape[0]
     most = -(-classes // mesh.size(dim))
     if most * (mesh.size(dim) - 1) >= classes:
         raise ValueError(f"{op}: {classes} classes leave a rank of {mesh.size(dim)} without any")
-    return group.group_name, most * mesh.get_local_rank(dim), classes, most
+    return mesh.get_group(dim).group_name, most * mesh.get_local_rank(dim), classes, most
 
 
 def _divisor(counted: Tensor, mesh: Any, over_rows: Sequence[bool]) -> Tensor:

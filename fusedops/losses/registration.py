@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 import torch
 from torch import Tensor
@@ -119,9 +119,14 @@ def written(loss: Loss, operands: Operands, needs: Sequence[bool]) -> str:
     ]
     for position, other in enumerate(operands.others):
         if not isinstance(other, Tensor):
-            value = quote(other, safe="") if isinstance(other, str) else other
+            value = _quoted(other) if isinstance(other, str) else other
             words.append(f"{position}{_letter(loss, other)}{value}")
     return "|".join(words)
+
+
+def _quoted(text: str) -> str:
+    """Returns a text without the separator, for `unquote`. Dynamo cannot trace `quote`."""
+    return text.replace("%", "%25").replace("|", "%7C")
 
 
 def identified(text: str, loss: Loss, operands: Operands) -> str:

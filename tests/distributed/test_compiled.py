@@ -13,15 +13,18 @@ import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.nn import functional as F
 
 import fusedops
 from backends import Backend
 from fusedops.backend import blocks, entry
+from fusedops.backend.passes import loss_heads
 from fusedops.backend.report import CompileReport
 from ranks import run_ranks
 from sharded_blocks import BATCH, LAYERS, LENGTH, WIDTH, BertLike, LlamaLike, Model, parallel, plan
 from support import INTERPRETED
 
+CLASSES = 21  # one rank has eleven
 pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
 
 
@@ -212,6 +215,62 @@ def _check_grad_modes(mesh: Any) -> None:
             assert error <= tolerance * one.abs().max(), (function.__name__, error)
 
 
+class Head(nn.Module):
+    """The end of a language model, with PyTorch's loss or with this package's."""
+
+    def __init__(self, loss: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.lm_head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
+        nn.init.normal_(self.norm.weight, 1.0, 0.3)
+        self.loss = loss
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        x = self.norm(x)
+        if self.loss == "linear_cross_entropy":
+            return fusedops.linear_cross_entropy(x, self.lm_head.weight, labels)
+        logits = self.lm_head(x).flatten(0, 1)
+        return F.cross_entropy(logits, labels.flatten(), reduction=self.loss)
+
+
+def _check_loss_heads(mesh: Any) -> None:
+    """Losses of sharded classes are those of one process, and no logits are whole."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor import parallel as tp
+
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(BATCH, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, CLASSES, (BATCH, LENGTH), generator=generator)
+    labels[0, 1] = -100
+    rank, options = dist.get_rank(), {"use_local_output": False}
+    columns = tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), **options)
+    for loss in ("mean", "sum", "none", "linear_cross_entropy"):
+        reference, model = Head(loss).double(), Head(loss).double()
+        tp.parallelize_module(model, mesh, {"norm": tp.SequenceParallel(), "lm_head": columns})
+        whole, own = (t.requires_grad_() for t in (x.clone(), x.chunk(2, 1)[rank].clone()))
+        expected = reference(whole, labels)
+        cotangent = torch.linspace(0.5, 1.5, expected.numel(), dtype=x.dtype).view_as(expected)
+        expected.backward(cotangent)
+        torch._dynamo.reset()
+        backend = Backend("auto")
+        with (
+            tp.loss_parallel(),
+            mock.patch.object(loss_heads, "_LEAST_BYTES", 0),
+            mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced,
+        ):
+            result = torch.compile(model, backend=backend, fullgraph=True)(own, labels).to_local()
+            result.backward(cotangent)
+        targets = [node.target for graph in backend.forwards for node in graph.nodes]
+        assert torch.ops.fusedops.linear_rowwise.default in targets, loss
+        rows = BATCH * LENGTH  # three numbers of each
+        assert all(call.args[0].numel() <= 3 * rows for call in reduced.call_args_list)
+        tensors = [(result, expected), (own.grad, whole.grad.chunk(2, 1)[rank])]
+        for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+            tensors.append((_full(parameter.grad), other.grad))
+        for tensor, value in tensors:
+            torch.testing.assert_close(tensor, value, rtol=1e-12, atol=1e-12, msg=loss)
+
+
 def _work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
@@ -223,6 +282,7 @@ def _work(rank: int, folder: str) -> None:
         _check(make, layout, mesh)
     _check_saved(mesh, f"{folder}/saved")
     _check_grad_modes(mesh)
+    _check_loss_heads(mesh)
     dist.destroy_process_group()
 
 

@@ -6,6 +6,11 @@ becomes ``fusedops::linear_rowwise``, also with class weights and label smoothin
 computes logits, loss and gradients of some rows at a time.
 Otherwise the logits, a copy of them in fp32 and their gradient are in memory at the same time: for
 16,384 tokens of 128,256 words in bf16, 3.9, 7.8 and 7.8 GiB.
+
+If the words are sharded over the ranks of a mesh (`loss_parallel`), so are the logits. The operator
+then takes a rank's words, and reduces three numbers of each row over the ranks:
+
+    rows ──mm──▶ ... ──▶ logits of a rank ──▶ DTensor ──▶ log-softmax ──▶ loss of targets, a DTensor
 """
 
 from __future__ import annotations
@@ -20,12 +25,15 @@ import torch
 from torch import fx
 
 from ...compiler.errors import NotRowwiseError
+from ...core.compat.distributed import is_dtensor
 from ...core.launches import launch
 from ...core.optional import without_none
+from ...distributed import losses as sharded
 from ...losses.cross_entropy import encoded, scale_and_cap
 from ...losses.registration import OPERATOR
-from ..fx import CAST, recording_nothing
+from ..fx import CAST, aten_name, recording_nothing
 from ..graphs import (
+    OF_RANK,
     are_numbers,
     drop_unused,
     dtype_of,
@@ -38,6 +46,7 @@ from ..graphs import (
 )
 from ..report import RegionReport, note_change
 from ..rewrite import Rewrite
+from ..targets import FromLocal, OnDTensors, ToLocal
 from .smoothing import Smoothing, smoothing_of
 
 __all__ = ["fuse_loss_heads"]
@@ -46,6 +55,7 @@ __all__ = ["fuse_loss_heads"]
 # saves memory, which matters where logits are among the largest tensors of a step. And it waits for
 # the number of targets that count, which small models would notice.
 _LEAST_BYTES = 64 * 2**20
+_LOSS = torch.ops.aten.nll_loss_forward.default
 # PyTorch's numbers of reductions.
 _REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 # Operators that do the same to logits and to rows before the product, if they leave the last
@@ -66,6 +76,7 @@ class _Head:
         smoothing: the label smoothing of the loss.
         scale: the factor of logits before they are capped.
         softcap: the soft cap of logits; None without one.
+        sharded: the node of the DTensor of logits; None without one.
     """
 
     loss: fx.Node
@@ -75,6 +86,7 @@ class _Head:
     smoothing: Smoothing
     scale: float
     softcap: float | None
+    sharded: fx.Node | None = None
 
     @property
     def inside(self) -> set[fx.Node]:
@@ -84,13 +96,12 @@ class _Head:
 
 def fuse_loss_heads(rewrite: Rewrite) -> None:
     """Replaces the cross-entropies of large logits that nothing else reads."""
-    for loss in rewrite.graph.find_nodes(
-        op="call_function", target=torch.ops.aten.nll_loss_forward.default
-    ):
-        head = _head_of(rewrite, loss)
+    for loss in list(rewrite.graph.nodes):
+        head = _head_of(rewrite, loss) if _is_call_of("nll_loss_forward", loss) else None
         if head is None:
             continue
-        reason = _why_left(rewrite, head) or _replace(rewrite, head)
+        replace = _replace if head.sharded is None else _replace_sharded
+        reason = _why_left(rewrite, head) or replace(rewrite, head)
         if reason:
             operators = dict.fromkeys(map(name_of, [*reversed(head.nodes), loss]))
             shape = hints_of(head.product)
@@ -102,7 +113,7 @@ def _head_of(rewrite: Rewrite, loss: fx.Node) -> _Head | None:
     """The head of a loss; None where it has no large logits, or its gradient is not wanted."""
     if not launch.runs_kernels(loss.args[0].meta["val"].device.type):  # type: ignore[union-attr]
         return None
-    head = _walked(loss)
+    head = _walked(loss) if loss.target is _LOSS else _walked_through_shards(loss)
     if head is None or loss not in rewrite.receives:
         return None
     size = math.prod(hints_of(head.product)) * dtype_of(head.product).itemsize
@@ -144,7 +155,12 @@ def _walked(loss: fx.Node) -> _Head | None:
     if not _is_log_softmax(log_p) or reduction not in _REDUCTIONS:
         return None
     walk.nodes.append(log_p)
-    node: Any = log_p.args[0]
+    smoothing = smoothing_of(loss, log_p)
+    return _walked_to_product(loss, walk, log_p.args[0], smoothing)
+
+
+def _walked_to_product(loss: fx.Node, walk: _Walk, node: Any, smoothing: Smoothing) -> _Head | None:
+    """The head of a loss, from the last node before its log-softmax; None where it is no head."""
     while name_of(node) not in ("mm", "addmm"):
         if not walk.add(node):
             return None
@@ -152,8 +168,39 @@ def _walked(loss: fx.Node) -> _Head | None:
     numbers = scale_and_cap(reversed(walk.steps))
     if numbers is None or not _is_linear(node):
         return None
-    smoothing = smoothing_of(loss, log_p)
     return _Head(loss, node, [*walk.nodes, node], walk.of_rows, smoothing, *numbers)
+
+
+def _walked_through_shards(loss: fx.Node) -> _Head | None:
+    """The head of a loss of DTensors, whose logits are sharded by class; None for others."""
+    log_p, target, class_weight, reduction, _ = loss.args
+    if not _is_call_of("_log_softmax", log_p) or class_weight is not None:
+        return None
+    logits: Any = log_p.args[0]  # type: ignore[union-attr]
+    if not _is_sharded_by_class(logits) or reduction not in _REDUCTIONS:
+        return None
+    if value_of(target).dtype != torch.int64:  # type: ignore[arg-type]
+        return None
+    walk = _Walk([log_p, logits])  # type: ignore[list-item]
+    head = _walked_to_product(loss, walk, logits.args[0], Smoothing(0.0, list(loss.users), set()))
+    if head is not None:
+        head.sharded = logits
+    return head
+
+
+def _is_sharded_by_class(logits: fx.Node) -> bool:
+    """Whether a node is a DTensor of rows of logits, whose classes alone are sharded."""
+    if not isinstance(logits.target, FromLocal):
+        return False
+    [[placement, *others], shape, _] = logits.target.parameters
+    is_matrix = len(shape) == 2 and are_numbers(shape)
+    return is_matrix and not others and placement.is_shard() and placement.dim in (1, -1)
+
+
+def _is_call_of(name: str, node: Any) -> bool:
+    """Whether a node calls the operator of a name, on tensors or on DTensors."""
+    target = node.target
+    return aten_name(target.function if isinstance(target, OnDTensors) else target) == name
 
 
 def _is_log_softmax(node: fx.Node) -> bool:
@@ -280,6 +327,57 @@ def _replace(rewrite: Rewrite, head: _Head) -> str:
             value = created.call(CAST, result, dtype=wanted)
         note_change(value, "a loss whose logits are never whole in memory")
         user.replace_all_uses_with(value)
+    return ""
+
+
+def _replace_sharded(rewrite: Rewrite, head: _Head) -> str:
+    """Replaces a head of a rank's classes; returns the reason if that cannot be done."""
+    created, logits = _Created(rewrite, head.loss), head.sharded
+    assert logits is not None
+    assert isinstance(logits.target, FromLocal)
+    *bias, rows, factor = head.product.args
+    _, target, _, reduction, ignore_index = head.loss.args
+    mesh, classes = value_of(logits).device_mesh, logits.target.parameters[1][1]
+    for value in [value_of(user) for user in head.loss.users] + [value_of(target)]:  # type: ignore[arg-type]
+        if not all(one.is_replicate() for one in getattr(value, "placements", ())):
+            return "its targets are sharded"
+    if is_dtensor(value_of(target)):  # type: ignore[arg-type]
+        target = created.call(ToLocal(value_of(target).placements), target)  # type: ignore[arg-type]
+    source = _rows(created, head, rows)
+    weight = _uncast(created, created.transposed(factor))
+    biases = [_uncast(created, node) for node in bias]
+    tensors: Any = (source, weight, biases[0] if biases else None, target)
+    try:
+        text = sharded.encoded(
+            fx.node.map_arg(tensors, value_of),
+            (source in rewrite.needs, weight in rewrite.needs, bool(rewrite.needs & {*biases})),
+            sharded.shard_of("linear_cross_entropy", classes, mesh, 0),
+            reduction="none" if reduction == 0 else "sum",
+            ignore_index=ignore_index,  # type: ignore[arg-type]
+            softcap=head.softcap,
+            scale=head.scale,
+            dtype=dtype_of(head.product),
+        )
+    except (NotRowwiseError, ValueError) as error:
+        return str(error)
+    results = created.call(OPERATOR, [source], [weight], biases, [target], text)
+    result = created.call(operator.getitem, results, 0)
+    if _REDUCTIONS[reduction] == "mean":  # type: ignore[index]
+        counted = created.call(torch.ops.aten.ne.Scalar, target, ignore_index)
+        result = created.call(
+            torch.ops.aten.div.Tensor, result, created.call(torch.ops.aten.sum.default, counted)
+        )
+    for user in head.smoothing.results:
+        value = result
+        if dtype_of(result) != dtype_of(user):
+            value = created.call(CAST, result, dtype=dtype_of(user))
+        like = value_of(user)
+        placed = FromLocal(like.placements, like.shape, like.stride())
+        note_change(value, "a loss whose logits are never whole in memory")
+        user.replace_all_uses_with(created.call(placed, value, logits.args[1]))
+    # Which classes are this rank's is in the operator's arguments.
+    module: Any = rewrite.graph.owning_module
+    module.meta[OF_RANK] = True
     return ""
 
 

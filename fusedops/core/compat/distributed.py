@@ -18,6 +18,7 @@ __all__ = [
     "default_store",
     "dtensor",
     "dtensor_spec",
+    "group_of",
     "handled_operators",
     "is_distributed",
     "is_dtensor",
@@ -38,6 +39,12 @@ def default_store() -> Any:
     Without the private function an AttributeError names it.
     """
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def group_of(name: str) -> Any:
+    """Returns the process group of a name, which has no public name either."""
+    module: Any = torch.distributed.distributed_c10d
+    return module._resolve_process_group(name)
 
 
 # --- FSDP -----------------------------------------------------------------------------------------
