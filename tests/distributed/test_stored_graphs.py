@@ -15,6 +15,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from fusedops.backend import encoding, entry, meshes, storing
+from fusedops.backend.passes import loss_heads
 from fusedops.backend.report import CompileReport
 from sharded_blocks import BATCH, LENGTH, WIDTH, LlamaLike, parallel
 
@@ -85,20 +86,34 @@ def _placed(mesh: Any, placement: Any, *shape: int) -> Any:
     return DTensor.from_local(torch.randn(shape), mesh, [placement], run_check=False)
 
 
-_CASES = (_of_block, _of_dropout, _of_uneven_shards)
+def _of_loss_head(mesh: Any) -> tuple[fx.GraphModule, list[Any]]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    rows, weight = _placed(mesh, Replicate(), 4, WIDTH), _placed(mesh, Shard(0), 8, WIDTH)
+    labels = torch.tensor([0, 3, 9, 15])
+    weight = weight.requires_grad_()
+    return _graph(lambda x, w, y: F.cross_entropy(F.linear(x, w), y), rows, weight, labels)
+
+
+_CASES = (_of_block, _of_dropout, _of_uneven_shards, _of_loss_head)
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("case", range(3), ids=["block", "dropout", "uneven shards"])
+@pytest.mark.parametrize(
+    "case", range(4), ids=["block", "dropout", "uneven shards", "sharded loss head"]
+)
 def test_second_rank_reads_the_graph_of_the_first_unless_they_differ(
     case: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import loss_parallel
 
+    monkeypatch.setattr(loss_heads, "_LEAST_BYTES", 0)
     monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path))
     for rank in range(2):
         with (
             _ranks(2, rank),
+            loss_parallel(),
             mock.patch.object(entry, "captured", wraps=entry.captured) as captured,
         ):
             gm, inputs = _CASES[case](init_device_mesh("cpu", (2,)))
