@@ -242,7 +242,8 @@ def router(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def router_weights(function: Callable[..., Any], logits: Tensor) -> Tensor:
     """Returns the router's weights, which have a gradient, and not the indices."""
-    return function(logits)[0]
+    weights: Tensor = function(logits)[0]
+    return weights
 
 
 # --- quantised results ----------------------------------------------------------------------------
