@@ -6,6 +6,7 @@ its dimensions, and not by its ranks.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Iterable
@@ -63,7 +64,7 @@ def encoded_placement(placement: Any) -> list[Any] | None:
     name = type(placement).__name__
     if _PLACEMENTS.keys().isdisjoint((name,)) or type(placement) is not _class_of(name):
         return None
-    return [name, *[getattr(placement, field) for field in _PLACEMENTS[name]]]
+    return [name, *map(functools.partial(getattr, placement), _PLACEMENTS[name])]
 
 
 def decoded_placement(name: str, *values: Any) -> Any:

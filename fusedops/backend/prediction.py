@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
@@ -231,9 +231,9 @@ def works(
     ]
     passes = kernels_by_pass(program, tensors, wanted, received)
     structure, sizes = program.structure, program.sizes_of(tensors)
-    rows = math.prod([sizes[axis] for axis in structure.rows])
+    rows = math.prod(map(sizes.__getitem__, structure.rows))
     # Kernels read columns side by side. Tensors that have them elsewhere are copied.
-    copied = [tensor.nbytes for tensor in tensors if tensor.dim() and tensor.stride(-1) > 1]
+    copied = [tensor.nbytes for tensor in tensors if tensor.stride()[-1:] > (1,)]
     operator, inductor = Work(2.0 * sum(copied), len(copied), len(passes)), Work()
     for kernels in passes:
         operator = operator.plus(_of_operator(kernels, rows, structure.cols))
@@ -245,10 +245,10 @@ def works(
 
 def _of_operator(kernels: Sequence[Kernel], rows: int, cols: int) -> Work:
     """The work of an operator's forward or backward."""
-    moved = rows * cols * sum([_bytes(kernel.moved) for kernel in kernels])
-    sums = sum([len(kernel.sums) for kernel in kernels])
+    moved = rows * cols * _total(kernels, lambda kernel: _bytes(kernel.moved))
+    sums = _total(kernels, lambda kernel: len(kernel.sums))
     # The caller sums gradients that are written with all rows.
-    whole = sum([len(kernel.written) for kernel in kernels])
+    whole = _total(kernels, lambda kernel: len(kernel.written))
     read = rows * cols * torch.float32.itemsize * whole
     # One more kernel adds up the partial sums of programs.
     return Work(moved + read, len(kernels) + (sums > 0) + whole)
@@ -257,13 +257,13 @@ def _of_operator(kernels: Sequence[Kernel], rows: int, cols: int) -> Work:
 def _of_inductor(kernels: Sequence[Kernel], rows: int, cols: int, *, has_backward: bool) -> Work:
     """The work of Inductor's kernels for an operator's forward or backward."""
     elements = rows * cols
-    read = sum([_bytes(kernel.read) for kernel in kernels])
-    moved = sum([_bytes(kernel.moved) for kernel in kernels])
-    whole = sum([len(kernel.written) for kernel in kernels])
-    sums = whole + sum([len(kernel.sums) for kernel in kernels])
-    reductions = sum([kernel.reductions for kernel in kernels]) * (cols > _LONGEST_OF_INDUCTOR)
-    drops = any(kernel.drops for kernel in kernels)
-    is_forward = not any(kernel.is_backward for kernel in kernels)
+    read = _total(kernels, lambda kernel: _bytes(kernel.read))
+    moved = _total(kernels, lambda kernel: _bytes(kernel.moved))
+    whole = _total(kernels, lambda kernel: len(kernel.written))
+    sums = whole + _total(kernels, lambda kernel: len(kernel.sums))
+    reductions = _total(kernels, lambda kernel: kernel.reductions) * (cols > _LONGEST_OF_INDUCTOR)
+    drops = bool(_total(kernels, lambda kernel: kernel.drops))
+    is_forward = not _total(kernels, lambda kernel: kernel.is_backward)
     mask = torch.bool.itemsize * drops * has_backward
     return Work(
         # Gradients that the caller sums have fewer columns if they are numbers of a row.
@@ -274,8 +274,12 @@ def _of_inductor(kernels: Sequence[Kernel], rows: int, cols: int, *, has_backwar
         sums=sums * min(1.0, rows / _ROWS_OF_SUM),
         summed=elements * read * (sums > 0),
         drawn=elements * (drops and is_forward),
-        computed=elements * sum([kernel.excess for kernel in kernels]),
+        computed=elements * _total(kernels, lambda kernel: kernel.excess),
     )
+
+
+def _total(kernels: Iterable[Kernel], count: Callable[[Kernel], float]) -> float:
+    return sum(map(count, kernels))
 
 
 def _bytes(dtypes: Iterable[torch.dtype]) -> int:
@@ -294,7 +298,7 @@ def among_neighbours(
         alone: the work of the region alone.
         region: the region.
         needs: the nodes whose values have gradients.
-        selected: the nodes of the regions that become operators.
+        selected: the nodes that Inductor does not fuse it with.
     """
     fusions = _of_fusions(region, set(region.nodes), needs, selected)
     return alone._replace(inductor=alone.inductor.plus(fusions, -1))

@@ -100,7 +100,7 @@ class Selector:
         # with that: in a residual stream they then recompute every other sum and save the rest.
         self.saved = set[fx.Node]()
         self.matches: list[Match] = []
-        self._selected = set[fx.Node]()  # the nodes of their regions
+        self._of_regions = set[fx.Node]()  # the nodes of all regions, also of those that are left
         self._units = Units()
         self._reported = set[fx.Node]()
         self.reports: list[RegionReport] = []
@@ -142,6 +142,8 @@ class Selector:
                     self._report(region, replace(report, reason=_reason_of(error)))
             else:
                 self._add(match, report)
+        # Inductor rarely fuses a region with another, whose rows or reductions differ.
+        self._of_regions.update(self.finder.claimed)
         self._select_slices()
         for region in self.finder.changing():
             self._reported.update(region.nodes)
@@ -149,7 +151,7 @@ class Selector:
 
     def _select_slices(self) -> None:
         """Tries the other regions of which several are one operator."""
-        selected = set(self._selected)
+        selected = {node for match in self.matches for node in match.region.nodes}
         regions = list[Region]()
         for region in self.finder.rest(selected):
             regions += parts_alike(region) or [region]
@@ -192,7 +194,7 @@ class Selector:
         # Also if there is no backward: inference has to build the same programs as training.
         self.saved.update(_saved(program))
         self.matches.append(match)
-        self._selected.update(match.region.nodes)
+        self._of_regions.update(match.region.nodes)
         self._units.add(match.region)
         report = replace(
             report,
@@ -292,7 +294,7 @@ class Selector:
 
         Its kernels are compiled, or are now.
         """
-        works = prediction.among_neighbours(match.works, match.region, self.needs, self._selected)
+        works = prediction.among_neighbours(match.works, match.region, self.needs, self._of_regions)
         reason = "" if not match.is_slice and self._pays(match, works) else AS_FAST
         if match in self._unprepared and not reason:
             try:

@@ -66,7 +66,7 @@ class Ranges:
         combine = _COMBINED.get(node.op)
         if combine is None or not integers:
             return _ANY
-        return combine([self._ranges[integer] for integer in integers])
+        return combine(list(map(self._ranges.__getitem__, integers)))
 
 
 def _range_of_cast(node: Node) -> _Range:
@@ -77,7 +77,8 @@ def _range_of_cast(node: Node) -> _Range:
 
 
 def _hull(ranges: Sequence[_Range]) -> _Range:
-    return min(least for least, _ in ranges), max(most for _, most in ranges)
+    least, most = zip(*ranges, strict=True)
+    return min(least), max(most)
 
 
 def _sum(ranges: Sequence[_Range]) -> _Range:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ __all__ = ["summed_into"]
 
 # The index of the sum among the outputs of `NORM`.
 _SUM = 1
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 def summed_into(
@@ -87,8 +89,8 @@ def _check_out(constants: NormConstants, tensors: Sequence[Any], out: Any) -> No
         raise TypeError(f"{op}: out has dtype {out.dtype}, expected {dtype}, the sum's")
     if not out.is_contiguous():
         raise ValueError(f"{op}: out has strides {out.stride()}, expected a contiguous tensor")
-    everything = [t for t in (*tensors, out) if t is not None]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in everything):
+    everything = list(filter(torch.is_tensor, (*tensors, out)))
+    if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, everything)):
         raise RuntimeError(
             f"{op}: a call with out has no gradients, and an argument requires one; call it under "
             "torch.no_grad()"
@@ -150,9 +152,7 @@ def _registered(
 def _text_of(quantize: Format[Any, Any] | None) -> str:
     if quantize is None:
         return ""
-    size, column_major = 0, False
-    if isinstance(quantize, PerBlock):
-        size, column_major = quantize.size, quantize.column_major
+    size, column_major = getattr(quantize, "size", 0), getattr(quantize, "column_major", False)
     return f"{NAMES[quantize.dtype]} {size} {int(column_major)}"
 
 

@@ -14,3 +14,9 @@ def rates_of_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests' small tensors are selected as large ones: bytes decide, and not launches."""
     rates = replace(prediction.RATES, kernels=0.0, calls=0.0, sums=0.0, summed=3.0)
     monkeypatch.setattr(prediction, "RATES", rates)
+
+
+@pytest.fixture
+def every_region(rates_of_large_tensors: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every region that may be an operator is one."""
+    monkeypatch.setattr(prediction, "RATES", prediction.Work(calls=-1.0))

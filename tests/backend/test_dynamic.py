@@ -172,6 +172,7 @@ def test_rows_that_are_flattened_in_between_are_fused_at_every_size(
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.usefixtures("every_region")
 def test_number_of_rows_that_a_position_table_fixes_is_a_constant(tokens: int) -> None:
     """The number of patches is an expression of the image's size.
 
@@ -264,6 +265,7 @@ def test_graph_with_a_tensor_of_sizes_is_captured_once() -> None:
     assert backend.report.graphs == len(backend.report.fused) == 1
 
 
+@pytest.mark.usefixtures("every_region")
 def test_softmax_over_a_dynamic_length_is_reported_as_left() -> None:
     """It is reported although it has no dropout, as in an attention with a sink."""
     sink, weight = nn.Parameter(randn(4, 1, 1)), nn.Parameter(randn(24))

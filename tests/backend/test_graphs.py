@@ -380,6 +380,7 @@ def _layer_of_one_number(x: Tensor, w: Tensor) -> Tensor:
         _written_without_gradients,
     ],
 )
+@pytest.mark.usefixtures("every_region")
 def test_semantics_of_the_graph(function: Callable[..., Any]) -> None:
     """Values, gradients and shared memory of outputs are those of eager mode.
 
@@ -570,6 +571,7 @@ def _slices_normalised(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [_hidden_states_summed, _slices_normalised])
+@pytest.mark.usefixtures("every_region")
 def test_gradients_through_many_tensors(function: Callable[..., Any]) -> None:
     """They are right in each graph, also in later graphs, which reuse programs of the first."""
     w, backend = randn(8).requires_grad_(), Backend()
@@ -701,6 +703,7 @@ def test_parameters_are_marked_as_static_inputs(has_constant: bool) -> None:
     assert len(static_inputs[0]) == len(list(model.parameters())) + static_constants
 
 
+@pytest.mark.usefixtures("every_region")
 def test_parts_without_gradients_save_nothing() -> None:
     """These are parts under `torch.no_grad`, and parts of detached tensors."""
 

@@ -128,7 +128,7 @@ def test_regions_that_inductor_fuses_with_neighbours_are_left(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A value between is neither written nor read, nor its gradient: four of five moved tensors."""
-    monkeypatch.setattr(prediction, "RATES", replace(prediction.RATES, summed=1.0))
+    monkeypatch.setattr(prediction, "RATES", replace(prediction.RATES, summed=1.5))
     report = fusedops.explain(_Between(where).to(DEVICE), torch.arange(9, device=DEVICE))
     (region,) = [region for region in report.regions if "native_layer_norm" in region.operators]
     assert region.reason == ("" if where == "products" else "Inductor is predicted to be as fast")

@@ -29,8 +29,7 @@ def _topk(
     r: Any, out: Any, x: Value, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> Any:
     """The largest or smallest elements of each row, in order, and their indices."""
-    dim = dim % len(x.labels) if x.labels else 0
-    label = x.labels[dim] if x.labels else ()
+    dim, label = _axis(x, dim)
     size = length(r, label)
     _check(k, size, x.dtype)
     x = as_represented(r, x)
@@ -47,6 +46,14 @@ def _topk(
         Value(_joined(r, nodes, axis), labels, result.dtype)
         for nodes, result in zip((values, indices), out, strict=True)
     ]
+
+
+def _axis(value: Value, dim: int) -> tuple[int, Any]:
+    """A dimension from zero on, and its axis; a number has none."""
+    if not value.labels:
+        return 0, ()
+    dim %= len(value.labels)
+    return dim, value.labels[dim]
 
 
 def _check(k: int, size: int, dtype: torch.dtype) -> None:
@@ -144,8 +151,7 @@ class _Largest:
 @lowers("gather")
 def _gather(r: Any, out: Any, x: Value, dim: int, index: Value, **_: Any) -> Value:
     """Columns of each row, by their numbers."""
-    dim = dim % len(index.labels) if index.labels else 0
-    axis = index.labels[dim] if index.labels else ()
+    dim, axis = _axis(index, dim)
     count = length(r, axis)
     if count > MOST_NUMBERS:
         raise NotRowwiseError(
@@ -154,10 +160,10 @@ def _gather(r: Any, out: Any, x: Value, dim: int, index: Value, **_: Any) -> Val
     if not axis:
         return gather(r, out, x, dim, index)
     labels = (*index.labels[:dim], (), *index.labels[dim + 1 :])
-    elements = []
+    nodes = []
     for position in range(count):
         node = selected_part(r, index.node, axis, position)
-        elements.append(gather(r, out, x, dim, Value(node, labels, index.dtype)))
-    node = _joined(r, [element.node for element in elements], axis)
-    labels = elements[0].labels
-    return Value(node, (*labels[:dim], axis, *labels[dim + 1 :]), out.dtype)
+        element = gather(r, out, x, dim, Value(node, labels, index.dtype))
+        nodes.append(element.node)
+    labels = (*element.labels[:dim], axis, *element.labels[dim + 1 :])
+    return Value(_joined(r, nodes, axis), labels, out.dtype)
