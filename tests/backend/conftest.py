@@ -11,9 +11,10 @@ from fusedops.backend import prediction
 
 @pytest.fixture(autouse=True)
 def rates_of_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests' small tensors are selected as large ones: bytes decide, and not launches."""
+    """Small regions are selected as large ones: by bytes, not by launches, nor by neighbours."""
     rates = replace(prediction.RATES, kernels=0.0, calls=0.0, sums=0.0, summed=3.0)
     monkeypatch.setattr(prediction, "RATES", rates)
+    monkeypatch.setattr(prediction, "among_neighbours", lambda alone, *_: alone)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import fusedops
 from backends import randn
 from fusedops.backend import prediction, storing
-from fusedops.backend.prediction import Machine, Work, Works
+from fusedops.backend.prediction import Machine, Work, Works, among_neighbours
 from support import DEVICE
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
@@ -129,6 +129,7 @@ def test_regions_that_inductor_fuses_with_neighbours_are_left(
 ) -> None:
     """A value between is neither written nor read, nor its gradient: four of five moved tensors."""
     monkeypatch.setattr(prediction, "RATES", replace(prediction.RATES, summed=1.5))
+    monkeypatch.setattr(prediction, "among_neighbours", among_neighbours)
     report = fusedops.explain(_Between(where).to(DEVICE), torch.arange(9, device=DEVICE))
     (region,) = [region for region in report.regions if "native_layer_norm" in region.operators]
     assert region.reason == ("" if where == "products" else "Inductor is predicted to be as fast")
