@@ -40,6 +40,7 @@ import torch
 import transformers
 
 import architectures
+from backends import select_as_large
 from fusedops.backend import entry
 from fusedops.backend.regions import CHANGING
 from fusedops.backend.report import CompileReport
@@ -256,6 +257,7 @@ def main(arguments: list[str] | None = None) -> int:
     if (options.check or options.dynamic) and not path().exists():
         print(f"there is no {path()}: write it first, with --write")
         return 1
+    select_as_large()
     start, results = time.monotonic(), list[Regions]()
     signal.signal(signal.SIGPROF, _raise_late)
     for name in options.names or architectures.names()[:: options.every]:

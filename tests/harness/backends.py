@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
-from fusedops.backend import entry, storing
+from fusedops.backend import entry, prediction, storing
 from fusedops.backend.report import CompileReport
 from support import DEVICE
 
@@ -142,3 +143,14 @@ def check(
         eager_error = max([(sample.double() - want).abs().max() for sample in theirs])
         error = (ours.double() - want).abs().max()
         assert error <= 4 * (eager_error + eps * want.abs().max()), number
+
+
+def select_as_large(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Selects small regions as large ones: by bytes, not by launches, nor by neighbours.
+
+    Args:
+        set_attribute: sets an attribute of a module.
+    """
+    rates = replace(prediction.RATES, kernels=0.0, calls=0.0, sums=0.0, summed=3.0)
+    set_attribute(prediction, "RATES", rates)
+    set_attribute(prediction, "among_neighbours", lambda alone, *_: alone)
