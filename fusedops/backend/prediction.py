@@ -137,7 +137,7 @@ RATES = Work(
     calls=3e-7,
     again=0.69,
     sums=1.4e-5,
-    summed=0.12,
+    summed=0.134,
     drawn=1.7e-12,
     computed=3.7e-14,
 )
