@@ -31,13 +31,7 @@ def _sigmoid_router(x: Tensor, bias: Tensor, k: int) -> Tensor:
     return chosen / chosen.sum(-1, keepdim=True) + bias.mean()
 
 
-def _smallest_of_differences(x: Tensor, bias: Tensor, k: int) -> Tensor:
-    values, indices = (x.cos() - bias).topk(k, dim=-1, largest=False, sorted=False)
-    return values * (indices + 1) + x.amax(-1, keepdim=True)
-
-
-@kernels
-@pytest.mark.parametrize("function", [_softmax_router, _sigmoid_router, _smallest_of_differences])
+@pytest.mark.parametrize("function", [_softmax_router, _sigmoid_router])
 @pytest.mark.parametrize(
     ("cols", "k"), [(8, 8), (24, 5), (128, 1), (300, 3)], ids=["all", "some", "one", "in tiles"]
 )
@@ -80,20 +74,19 @@ def _rows_with_ties(dtype: torch.dtype) -> Tensor:
 
 
 @kernels
-@pytest.mark.parametrize("largest", [True, False])
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int32]
 )
-def test_first_of_equal_elements_is_first(dtype: torch.dtype, largest: bool) -> None:
+def test_first_of_equal_elements_is_first(dtype: torch.dtype) -> None:
     x = _rows_with_ties(dtype)
 
     @fusedops.rowwise(strict=True)
     def top(x: Tensor) -> tuple[Tensor, Tensor]:
-        values, indices = torch.topk(x, 9, dim=-1, largest=largest)
+        values, indices = torch.topk(x, 9, dim=-1)
         return values, indices
 
     values, indices = top(x)
-    expected, order = torch.sort(x, dim=-1, descending=largest, stable=True)
+    expected, order = torch.sort(x, dim=-1, descending=True, stable=True)
     assert values.dtype == dtype and torch.equal(indices, order[:, :9])
     torch.testing.assert_close(values, expected[:, :9], rtol=0, atol=0, equal_nan=True)
 

@@ -28,7 +28,9 @@ _LONGEST_ROW = 1024
 def _topk(
     r: Any, out: Any, x: Value, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> Any:
-    """The largest or smallest elements of each row, in order, and their indices."""
+    """The largest elements of each row, in descending order, and their indices."""
+    if not largest:
+        raise NotRowwiseError("topk of the smallest elements")
     dim, label = _axis(x, dim)
     size = length(r, label)
     _check(k, size, x.dtype)
@@ -36,7 +38,7 @@ def _topk(
     if set(r.axes.leaves(label)).isdisjoint(r.axes.leaves_of(x.node.axes)):  # all are equal
         numbers = [(x.node, r.graph.const(index)) for index in range(k)]
     else:
-        numbers = _Largest(r, x, dim, smallest=not largest).elements(k)
+        numbers = _Largest(r, x, dim).elements(k)
     axis = r.axes.new(k)
     labels = x.labels
     if labels:
@@ -77,7 +79,7 @@ class _Largest:
 
     Floats are compared by their `ordinal`, an integer: NaN is above infinity, and -0.0 below 0.0,
     as in PyTorch on GPUs. Each element takes two reductions, and then has the least integer, which
-    is no ordinal, nor the complement of one::
+    is no ordinal::
 
         ordinals        7  9  2  9
         largest         9
@@ -88,11 +90,10 @@ class _Largest:
         r: the recorder.
         x: the rows.
         dim: the dimension of columns.
-        smallest: whether the order is ascending, with NaN last.
     """
 
-    def __init__(self, r: Any, x: Value, dim: int, *, smallest: bool) -> None:
-        self.r, self.graph, self.x, self.dim, self.smallest = r, r.graph, x, dim, smallest
+    def __init__(self, r: Any, x: Value, dim: int) -> None:
+        self.r, self.graph, self.x, self.dim = r, r.graph, x, dim
         self.dtype = "float64" if x.dtype == torch.float64 else "float32"
 
     def elements(self, k: int) -> list[tuple[Node, Node]]:
@@ -120,15 +121,11 @@ class _Largest:
         node = self.x.node
         if node.kind == "float":
             node = self.graph.make("ordinal", node, attrs=(self.dtype,), kind="int")
-        return self._opposite(node) if self.smallest else node
+        return node
 
     def _amax(self, node: Node) -> Node:
         value = Value(node, self.x.labels, torch.int64)
         return reduced(self.r, "amax", value, self.dim, False, "int")[0]
-
-    def _opposite(self, ordinal: Node) -> Node:
-        """The ordinal in the opposite order. It is a complement: the least integer has one, too."""
-        return self.graph.binary("sub", self.graph.const(-1), ordinal)  # type: ignore[no-any-return]
 
     def _element(self, ordinal: Node, index: Node) -> tuple[Node, Node]:
         """An element and its index, from its ordinal.
@@ -137,8 +134,6 @@ class _Largest:
         floating-point numbers of rows, so the index is one of these.
         """
         graph = self.graph
-        if self.smallest:
-            ordinal = self._opposite(ordinal)
         if self.x.node.kind != "float":
             return ordinal, index
         number = as_kind(self.r, index, "float")
