@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +26,6 @@ __all__ = ["summed_into"]
 
 # The index of the sum among the outputs of `NORM`.
 _SUM = 1
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 def summed_into(
@@ -90,7 +88,7 @@ def _check_out(constants: NormConstants, tensors: Sequence[Any], out: Any) -> No
     if not out.is_contiguous():
         raise ValueError(f"{op}: out has strides {out.stride()}, expected a contiguous tensor")
     everything = list(filter(torch.is_tensor, (*tensors, out)))
-    if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, everything)):
+    if torch.is_grad_enabled() and any(map(_requires_grad, everything)):
         raise RuntimeError(
             f"{op}: a call with out has no gradients, and an argument requires one; call it under "
             "torch.no_grad()"
@@ -107,6 +105,10 @@ def _check_out(constants: NormConstants, tensors: Sequence[Any], out: Any) -> No
                 f"{op}: out shares memory with {name}; expected the residual or x itself, or a "
                 "tensor of other memory"
             )
+
+
+def _requires_grad(tensor: Tensor) -> bool:
+    return tensor.requires_grad
 
 
 def _shares_a_part(tensor: Tensor, out: Tensor) -> bool:
