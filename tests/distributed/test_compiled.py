@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 import fusedops
-from backends import Backend
+from backends import Backend, select_as_large
 from fusedops.backend import blocks, entry
 from fusedops.backend.passes import loss_heads
 from fusedops.backend.report import CompileReport
@@ -278,6 +278,7 @@ def _work(rank: int, folder: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2,))
+    select_as_large()
     for make, layout in CASES:
         _check(make, layout, mesh)
     _check_saved(mesh, f"{folder}/saved")
