@@ -32,8 +32,9 @@ class Logits(nn.Module):
         # At least the norms at attention and at the MLP of both layers.
         ("gated_decoder", False, 4),
         ("gated_decoder", True, 4),
-        ("meta_llama", False, 4),
-        ("meta_llama", True, 4),
+        # The first norm has no residual sum before it: Inductor computes it as fast.
+        ("meta_llama", False, 3),
+        ("meta_llama", True, 3),
         # Not in bf16: if a rounding moves the input of a ReLU across zero, the gradient jumps.
         ("dlrm", False, 1),
     ],
