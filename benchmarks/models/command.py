@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from .. import results as operator_results
-from . import ahead, first_calls, page, profiling, results
+from . import ahead, first_calls, page, profiling, rest, results
 from .measuring import Effort
 from .providers import OURS, PROVIDERS
 from .runner import Setting, Work, run_work, stages, without
@@ -25,6 +25,7 @@ __all__ = ["add_options", "device_of", "run"]
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _RESULTS = _ROOT / "benchmarks" / "results"
 _DEFAULT = _RESULTS / "models_nvidia_h200.csv"
+_DEFAULT_OF_REST = _RESULTS / "rest_nvidia_h200.csv"
 _TINY = Effort(rounds=3, block_s=0.01, singles=1, most=3)
 
 
@@ -65,6 +66,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--steps", type=int, default=100, help="of --loss: the steps of each (default: 100)"
     )
     parser.add_argument(
+        "--rest",
+        action="store_true",
+        help="compare fuse_model with fusedops.compile(rest='eager'), on models of this command and "
+        "of the zoo; results and page are files of their own",
+    )
+    parser.add_argument(
         "--profile",
         action="store_true",
         help="instead of timing, print the kernels with the most time",
@@ -103,8 +110,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--page",
         type=Path,
         nargs="?",
-        const=_ROOT / "docs" / "model_figures.md",
-        help="only write the page of the results file (default: docs/model_figures.md)",
+        const=Path(),
+        help="only write the page of the results file (default: docs/model_figures.md, or "
+        "rest_figures.md)",
     )
 
 
@@ -121,14 +129,17 @@ def run(options: argparse.Namespace) -> int:
 
 def _show(options: argparse.Namespace) -> int:
     """Prints the table of the results file, or writes its page. Measures nothing."""
-    path = options.output or _DEFAULT
+    path = options.output or (_DEFAULT_OF_REST if options.rest else _DEFAULT)
     if not path.is_file():
         raise operator_results.UnreadableError(f"no such file: {path}")
+    pages = rest if options.rest else page
     if options.page is None:
-        print(page.table(results.read(path)))
-    else:
-        options.page.write_text(page.markdown(path), encoding="utf-8")
-        print(f"wrote {options.page}")
+        print(pages.table(results.read(path)))
+        return 0
+    name = "rest_figures.md" if options.rest else "model_figures.md"
+    target = _ROOT / "docs" / name if options.page == Path() else options.page
+    target.write_text(pages.markdown(path), encoding="utf-8")
+    print(f"wrote {target}")
     return 0
 
 
@@ -136,8 +147,12 @@ def _work(options: argparse.Namespace) -> int:
     """Measures what the options ask for, and returns the exit status."""
     models, modes = options.model or (), options.mode or ()
     wanted = [named("provider", name, PROVIDERS) for name in options.provider or ()]
+    if options.rest and models:
+        raise ValueError("--rest has models of its own")
     if options.loss:
         chosen = loss_workloads(models, tiny=options.tiny)
+    elif options.rest:
+        chosen = rest.workloads_of(modes, tiny=options.tiny)
     else:
         chosen = workloads(models, modes, tiny=options.tiny)
     device = device_of(options)
@@ -152,7 +167,8 @@ def _work(options: argparse.Namespace) -> int:
         return _time_first_calls(chosen, wanted or first_calls.DEFAULT, setting, options)
     if options.profile:
         return _profile(chosen, wanted or ["eager", "fused"], setting)
-    return _measure(stages(chosen, wanted), setting, options)
+    plan = rest.stages(chosen, wanted) if options.rest else stages(chosen, wanted)
+    return _measure(plan, setting, options)
 
 
 def device_of(options: argparse.Namespace) -> torch.device:
@@ -214,12 +230,13 @@ def _output(options: argparse.Namespace, device: torch.device, kind: str) -> Pat
 
 def _measure(plan: list[list[Work]], setting: Setting, options: argparse.Namespace) -> int:
     name = torch.cuda.get_device_name(setting.device) if setting.device.type == "cuda" else "CPU"
-    path = _output(options, setting.device, "models")
+    path = _output(options, setting.device, "rest" if options.rest else "models")
     print(
         f"{name}, torch {torch.__version__}; results to {path or 'the terminal only'}", flush=True
     )
     rows, missing = _run_all(plan, setting, options, path)
-    print(page.table(rows if path is None else results.read(path)))
+    table = rest.table if options.rest else page.table
+    print(table(rows if path is None else results.read(path)))
     # A missing row of fusedops is an error; a missing row of a peer is not.
     return 1 if missing else 0
 

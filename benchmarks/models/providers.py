@@ -19,6 +19,8 @@ from torch.nn import functional as F
 
 import fusedops
 from fusedops.backend.entry import backend
+from fusedops.models.rules import bert, t5, torch_nn
+from fusedops.models.tricks import TRICKS
 
 from .text import Text
 from .workloads import TRAINING, Workload
@@ -27,6 +29,7 @@ __all__ = [
     "COMPILING",
     "OURS",
     "PROVIDERS",
+    "REST",
     "WITHOUT_TRICK",
     "Contender",
     "applies",
@@ -293,6 +296,17 @@ _OF_MEMORY: dict[str, Callable[..., Context]] = {
     f"backend_{memory}": partial(_compile, backend=backend, options={"fusedops.memory": memory})
     for memory in ("speed", "low")
 }
+# Rules of blocks: without them `fuse_model` changes norms, activations and gated units alone.
+_OF_BLOCKS = (
+    *[rule.name for rule in (*bert.RULES, *t5.RULES, *torch_nn.RULES)],
+    *("attention", "block"),
+    *sorted(TRICKS - {"one_token"}),
+)
+# What `fuse_model` compares with: `fusedops.compile` without Inductor, and leaves alone.
+REST: dict[str, Callable[..., Context]] = {
+    "leaves": partial(_fused, exclude=_OF_BLOCKS),
+    "rest_eager": partial(_compile, backend=backend, options={"fusedops.rest": "eager"}),
+}
 # The same with this package's loss of hidden states, which the model calls itself.
 _OF_HIDDEN_STATES: dict[str, Callable[..., Context]] = {
     "fused_loss": partial(_with_loss, provider=_fused),
@@ -308,6 +322,7 @@ PROVIDERS: dict[str, Callable[[nn.Module], Context]] = {
     **_COMPILED,
     **_OF_MEMORY,
     **_OF_HIDDEN_STATES,
+    **REST,
     "compile_autotune": partial(_compile, mode="max-autotune-no-cudagraphs"),
     "fused_compile": partial(_fused, compile_rest=True),
     "fused_backend": _fused_backend,
@@ -319,10 +334,14 @@ PROVIDERS: dict[str, Callable[[nn.Module], Context]] = {
 }
 COMPILING = tuple([name for name in PROVIDERS if "compile" in name or "backend" in name])
 # A run must have rows of these providers. Rows of peers may be missing.
-OURS = frozenset(name for name in PROVIDERS if name.startswith(("fused", "operators", "backend")))
+OURS = frozenset(
+    name for name in PROVIDERS if name.startswith(("fused", "operators", "backend", *REST))
+)
 _WITH_OPERATORS = frozenset(name for name in PROVIDERS if name.startswith("operators"))
 _WITH_LOSS = frozenset(_OF_HIDDEN_STATES)
 # Measured only if they are named.
-_ON_REQUEST = frozenset({*WITHOUT_TRICK, *_OF_MEMORY, "backend_loss_speed", "backend_loss_low"})
+_ON_REQUEST = frozenset(
+    {*WITHOUT_TRICK, *_OF_MEMORY, *REST, "backend_loss_speed", "backend_loss_low"}
+)
 _WITH_LIGER = frozenset(("llama", "llama_1b", "llama_8b", "qwen3", "gemma2"))
 _OF_SERVING = ("eager", "fused", "liger", "compile", "backend", *list(_REPLAYING)[:2])

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from ..core.compat.distributed import unsharded_class
-from .entry import backend, check_options
+from .entry import backend
+from .options import INDUCTOR, check_options, with_rest
 
 __all__ = ["compile_blocks"]
 
@@ -21,6 +22,7 @@ def compile_blocks(
     dynamic: bool | None = None,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
+    rest: str = INDUCTOR,
 ) -> list[str]:
     """Compiles each repeated block of a model in place, as `fusedops.compile` does.
 
@@ -39,6 +41,7 @@ def compile_blocks(
         dynamic: as in `torch.compile`.
         mode: as in `torch.compile`, for Inductor.
         options: as in `fusedops.compile`.
+        rest: as in `fusedops.compile`.
     Returns:
         The qualified names of the blocks; of a block with several names, the first.
     Raises:
@@ -48,6 +51,7 @@ def compile_blocks(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"compile_blocks: model must be a module, got {type(model).__name__}")
+    options, mode = with_rest("compile_blocks", options, mode, rest)
     check_options("compile_blocks", mode, options)
     blocks: dict[nn.Module, str] = {}
     for name, block in _blocks(model, ""):

@@ -17,25 +17,26 @@ from ..core.compat.distributed import is_dtensor
 from ..core.version import __version__
 from . import joint, storing
 from .capture import NotCapturedError, captured
+from .eager import calls_operators, runnable
 from .fusing import fused
 from .fx import (
     JointPass,
     casts_recorded,
-    check_of_inductor,
     compile_by_inductor,
     contiguous_tangents,
 )
 from .graphs import tensors_of
+from .options import EAGER, INDUCTOR, check_options, options_of, with_rest
 from .passes import PASSES_OF_WHOLE_GRAPHS
 from .passes.padding import returns_padded
 from .report import CompileReport, changes_in, operators_in
 from .rewrite import Rewrite
 
-__all__ = ["backend", "check_options", "compile", "explain"]
+__all__ = ["backend", "compile", "explain"]
 
 _Compiled = TypeVar("_Compiled", bound=nn.Module | Callable[..., Any])
-# The option that is this backend's own, and what the name of another would begin with.
-_MEMORY, _PREFIX = "fusedops.memory", "fusedops."
+# What runs the rest of a graph, for messages.
+_COMPILERS = {INDUCTOR: "Inductor", EAGER: "eager PyTorch"}
 
 
 def compile(  # noqa: A001
@@ -45,6 +46,7 @@ def compile(  # noqa: A001
     dynamic: bool | None = None,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
+    rest: str = INDUCTOR,
 ) -> _Compiled:
     """A compiled model in which row-wise regions are fused operators.
 
@@ -54,6 +56,10 @@ def compile(  # noqa: A001
     `fusedops.rowwise`; Inductor compiles the rest of the graph. On a device without kernels, such
     as a CPU, Inductor compiles everything. If a graph cannot be captured, a ``RuntimeWarning``
     names the reason, and Inductor compiles it whole.
+
+    With ``rest="eager"`` nothing is compiled but the regions' kernels. PyTorch's eager operators
+    run the rest of the graph, and a graph that cannot be captured; autograd differentiates it. The
+    first call takes less time, and derivatives of any order exist.
 
     Args:
         model: a module or a function.
@@ -65,12 +71,15 @@ def compile(  # noqa: A001
             save it: ``"speed"`` for nothing, ``"low"`` for all results of norms and activations
             that only the gradients of weights read, and ``"auto"``, the default, for those of them
             that cost no more than they save.
+        rest: what runs the rest of a graph: ``"inductor"`` or ``"eager"``. It is also the option
+            ``"fusedops.rest"``. With ``"eager"``, modes, Inductor's options and
+            ``"fusedops.memory"`` do not apply.
     Returns:
         The compiled model, as from `torch.compile`. `explain` reports its regions.
     Raises:
         TypeError: the model cannot be called, or options are no mapping.
-        ValueError: ``"fusedops.memory"`` is none of these words, or another option begins with
-            ``"fusedops."``.
+        ValueError: ``"fusedops.memory"`` or ``rest`` is none of these words, another option begins
+            with ``"fusedops."``, or one that does not apply comes with ``rest="eager"``.
         RuntimeError: Inductor has no such mode or option, or an option is of another type; or both
             are given.
     """
@@ -78,6 +87,7 @@ def compile(  # noqa: A001
         raise TypeError(
             f"compile: model must be a module or a function, got {type(model).__name__}"
         )
+    options, mode = with_rest("compile", options, mode, rest)
     check_options("compile", mode, options)
     arguments: dict[str, Any] = {
         "fullgraph": fullgraph,
@@ -89,32 +99,9 @@ def compile(  # noqa: A001
     return compiled  # type: ignore[no-any-return]
 
 
-def check_options(caller: str, mode: str | None, options: Any) -> None:
-    """Raises an error, as `compile` documents it, for a mode or options that are wrong."""
-    if options is not None and not isinstance(options, Mapping):
-        raise TypeError(
-            f"{caller}: options must be a mapping of Inductor's options, "
-            f"got {type(options).__name__}"
-        )
-    _, of_inductor = _separate(options)
-    check_of_inductor(mode, of_inductor)
-
-
-def _separate(options: Mapping[str, Any] | None) -> tuple[str, dict[str, Any] | None]:
-    """The option of this backend, and those of Inductor; None if there are none."""
-    of_inductor = dict(options or {})
-    memory = of_inductor.pop(_MEMORY, "auto")
-    # A tuple: the value of a wrong type may have no hash.
-    if memory not in tuple(joint.CHOICES):
-        words = ", ".join(map(repr, joint.CHOICES))
-        raise ValueError(f"compile: option {_MEMORY!r} must be one of {words}, got {memory!r}")
-    for name in of_inductor:
-        if name.startswith(_PREFIX):
-            raise ValueError(f"compile: no option {name!r}; this backend has {_MEMORY!r} alone")
-    return memory, of_inductor or None
-
-
-def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileReport:
+def explain(
+    model: Callable[..., Any], *args: Any, rest: Any = INDUCTOR, **kwargs: Any
+) -> CompileReport:
     """Reports the row-wise regions that `fusedops.compile` finds in a call of a model.
 
     The report names the reasons why other regions are left, and what else is changed. The model is
@@ -123,18 +110,21 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> CompileRepo
 
     Args:
         model: a module or a function.
+        rest: as in `compile`.
     Returns:
         The report, for `print`.
     Raises:
         TypeError: the model cannot be called.
+        ValueError: ``rest`` is no word that `compile` takes.
     """
     if not callable(model):
         raise TypeError(
             f"explain: model must be a module or a function, got {type(model).__name__}"
         )
-    report = CompileReport()
+    with_rest("explain", None, None, rest)
+    report = _report_of(rest)
     traced: Any = torch.compile(
-        _in_code_of_its_own(model), backend=functools.partial(_explained, report)
+        _in_code_of_its_own(model), backend=functools.partial(_explained, report, rest=rest)
     )
     # Each graph is reported when Dynamo compiles it, and then runs as it is.
     traced(*args, **kwargs)
@@ -168,22 +158,34 @@ def backend(
         gm: the graph, from Dynamo.
         inputs: its inputs.
         mode: Inductor's mode.
-        options: Inductor's options, and ``"fusedops.memory"``.
+        options: Inductor's options, ``"fusedops.memory"`` and ``"fusedops.rest"``.
     """
-    memory, of_inductor = _separate(options)
-    report = CompileReport()
-    graph = _stored(gm, inputs, report)
+    chosen = options_of(options, mode)
+    report = _report_of(chosen.rest)
+    graph = _stored(gm, inputs, report, chosen.rest)
     for reason in report.left:
         warnings.warn(
-            f"fusedops leaves a graph to Inductor: {reason}", RuntimeWarning, stacklevel=2
+            f"fusedops leaves a graph to {report.compiler}: {reason}",
+            RuntimeWarning,
+            stacklevel=2,
         )
+    if chosen.rest == EAGER:
+        # Without an operator of this library, the model's own calls take the least host time. A
+        # graph that is left needs the caller's autocast.
+        is_run = not report.left and calls_operators(graph)
+        return runnable(graph) if is_run else gm.forward
     # The model returns a view of padded rows, [rows, :columns]. Its gradient comes from a loss that
     # allocates it without padding. A backward for the view's strides would copy it.
     is_padded = returns_padded(graph.graph)
     tangents = contiguous_tangents() if is_padded else nullcontext()
-    joint.prepare(graph, memory)
+    joint.prepare(graph, chosen.memory)
+    change = _joint_pass(inputs, chosen.memory)
     with _autocast_of(report), tangents:
-        return compile_by_inductor(graph, inputs, mode, of_inductor, _joint_pass(inputs, memory))
+        return compile_by_inductor(graph, inputs, mode, chosen.of_inductor, change)
+
+
+def _report_of(rest: str) -> CompileReport:
+    return CompileReport(compiler=_COMPILERS[rest])
 
 
 def _joint_pass(inputs: Sequence[Any], memory: str) -> JointPass:
@@ -206,15 +208,17 @@ def _are_parameters(value: Any) -> list[bool]:
     return [is_parameter] * len(value.__tensor_flatten__()[0])
 
 
-def _stored(gm: fx.GraphModule, inputs: Sequence[Any], report: CompileReport) -> fx.GraphModule:
+def _stored(
+    gm: fx.GraphModule, inputs: Sequence[Any], report: CompileReport, rest: str
+) -> fx.GraphModule:
     """The graph with operators in the place of its regions, read from disk if it is stored."""
-    path = storing.stored_at(gm, inputs)
+    path = storing.stored_at(gm, inputs, rest)
     paths = [] if path is None else [path, *storing.of_rank(path, gm, inputs)]
     for stored in paths:
         graph = storing.read(stored, gm)
         if graph is not None:
             return graph
-    graph = _with_operators(gm, inputs, report)
+    graph = _with_operators(gm, inputs, report, rest)
     # A graph that is left is captured by each process, so that each warns of it.
     if not paths or report.left:
         return graph
@@ -231,17 +235,17 @@ def _autocast_of(report: CompileReport) -> AbstractContextManager[None]:
 
 
 def _explained(
-    report: CompileReport, gm: fx.GraphModule, inputs: Sequence[Any]
+    report: CompileReport, gm: fx.GraphModule, inputs: Sequence[Any], *, rest: str = INDUCTOR
 ) -> Callable[..., Any]:
     """Reports a graph, and runs it as it is."""
     # The captured nodes get the modules and lines of Dynamo's, which `places` reads.
     with fx.traceback.preserve_node_meta():
-        _with_operators(gm, inputs, report)
+        _with_operators(gm, inputs, report, rest)
     return gm.forward
 
 
 def _with_operators(
-    gm: fx.GraphModule, inputs: Sequence[Any], report: CompileReport
+    gm: fx.GraphModule, inputs: Sequence[Any], report: CompileReport, rest: str = INDUCTOR
 ) -> fx.GraphModule:
     """The graph with operators in the place of its regions; unchanged if it cannot be captured."""
     # If the capture fails half-way, nothing of this graph is reported.
@@ -249,16 +253,16 @@ def _with_operators(
 
     def rewrite_body(body: fx.GraphModule) -> fx.GraphModule:
         report_of_graph.operators += operators_in(body.graph)
-        fused(body, report_of_graph)
+        fused(body, report_of_graph, rest)
         return body
 
     report.graphs += 1
     try:
         result = rewrite_body(captured(gm, inputs, rewrite_body))
-        rewrite = Rewrite(result.graph)
-        for apply in PASSES_OF_WHOLE_GRAPHS:
+        rewrite = Rewrite(result.graph, rest)
+        for apply in PASSES_OF_WHOLE_GRAPHS[rest]:
             apply(rewrite)
-    except Exception as error:  # noqa: BLE001 - a graph with an unknown part is Inductor's
+    except Exception as error:  # noqa: BLE001 - a graph with an unknown part is left
         report.left.append(_reason_of(error))
         return gm
     report.regions += report_of_graph.regions

@@ -12,12 +12,18 @@ from .rewrite import Rewrite
 __all__ = ["fused"]
 
 
-def fused(gm: fx.GraphModule, report: CompileReport) -> None:
-    """Replaces the regions of a captured graph by operators, and adds each region to a report."""
-    rewrite = Rewrite(gm.graph)
+def fused(gm: fx.GraphModule, report: CompileReport, rest: str) -> None:
+    """Replaces the regions of a captured graph by operators, and adds each region to a report.
+
+    Args:
+        gm: the captured graph.
+        report: the report.
+        rest: what runs the rest of the graph: see `options`.
+    """
+    rewrite = Rewrite(gm.graph, rest)
     # Passes compute nodes of the graph, and trace regions: autocast would cast once more.
     with without_autocast():
-        for apply in PASSES:
+        for apply in PASSES[rest]:
             apply(rewrite)
             rewrite.drop_sets()
     gm.graph.lint()

@@ -21,7 +21,7 @@ import functools
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,13 +45,11 @@ from .graphs import (
     users_of,
     value_of,
 )
+from .options import CHOICES
 from .replacing import call_operator
 
-__all__ = ["CHOICES", "prepare", "recompute"]
+__all__ = ["prepare", "recompute"]
 
-# The bytes that a backward may move for each byte that is not saved. The planner of regions, too,
-# counts a byte that is saved as one that is moved.
-CHOICES: Mapping[str, float] = {"speed": 0.0, "auto": 1.0, "low": 3.0}
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm"})
 _ALIASES = VIEWS | {"detach"}
 # An operator that computes a result of a region again, and what it reads.

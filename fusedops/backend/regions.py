@@ -187,10 +187,16 @@ def _computes(node: fx.Node) -> bool:
 
 
 class Finder:
-    """Finds the regions of a graph."""
+    """Finds the regions of a graph.
 
-    def __init__(self, graph: fx.Graph) -> None:
+    Args:
+        graph: the graph.
+        keeps_views: whether regions have the views of a tensor that they read in several ways.
+    """
+
+    def __init__(self, graph: fx.Graph, *, keeps_views: bool = False) -> None:
         self.nodes = list(graph.nodes)
+        self.keeps_views = keeps_views
         self.position = positions_of(graph)
         self.ancestors = ancestors_of(graph)
         self.descendants = closure(self.nodes[::-1], lambda node: node.users, self.position)
@@ -347,9 +353,20 @@ class Finder:
         while count != len(members):
             count = len(members)
             for node in filter(is_view, list(members)):
-                if _is_at_border(node, members):
+                if _is_at_border(node, members) and not self._is_of_input(node, members):
                     del members[node]
         return list(members)
+
+    def _is_of_input(self, node: fx.Node, members: Mapping[fx.Node, None]) -> bool:
+        """Whether a view is of a tensor that the region reads in another way, too.
+
+        Outside of the region, autograd would compute a gradient of the tensor's size for each view,
+        and add them up. Inductor computes views and sums in the kernels around.
+        """
+        if not self.keeps_views:
+            return False
+        base = node.all_input_nodes[0]
+        return base not in members and len(members.keys() & base.users.keys()) > 1
 
 
 def _is_eligible(node: fx.Node) -> bool:

@@ -83,7 +83,7 @@ class RegionReport:
     Attributes:
         operators: PyTorch's operators that are in it, each once, in their order.
         shape: the shape of its largest output, in the call that was traced.
-        reason: why it was left to Inductor; "" if it is one operator.
+        reason: why it was left; "" if it is one operator.
         border: bytes of its inputs and outputs.
         has_gradient: whether a backward follows, so whether its results have gradients.
         unfused: bytes that PyTorch's operators read and write forward, one by one.
@@ -123,7 +123,7 @@ class RegionReport:
             ValueError: it is no operator.
         """
         if self.program is None:
-            raise ValueError(f"source: the region is left to Inductor: {self.reason}")
+            raise ValueError(f"source: the region is left: {self.reason}")
         forward, backward = _kernels(self.program, self.has_gradient)
         return "\n\n".join([kernel.source for kernel in (*forward, *backward)])
 
@@ -192,13 +192,14 @@ class CompileReport:
 
     Attributes:
         regions: the regions of all graphs.
-        left: why whole graphs were left to Inductor, one entry for each such graph.
+        left: why whole graphs were left to ``compiler``, one entry for each such graph.
         graphs: the number of graphs.
         devices: the types of the devices whose tensors are in the graphs.
         changes: other computations that differ from the model's, and how often each occurs.
         operators: this library's operators that the model itself calls, and how often.
         rest: bytes that the operators outside of regions read and write forward, one by one.
         differentiated: those of operators whose results have gradients.
+        compiler: what runs the rest of the graphs.
     """
 
     regions: list[RegionReport] = field(default_factory=list)
@@ -209,6 +210,7 @@ class CompileReport:
     operators: Counter[str] = field(default_factory=Counter)
     rest: int = 0
     differentiated: int = 0
+    compiler: str = "Inductor"
 
     @property
     def slowest(self) -> list[RegionReport]:
@@ -234,7 +236,7 @@ class CompileReport:
         lines = [self._summary()]
         for reason, count in Counter(self.left).items():
             step = next_step(reason)
-            lines.append(f"a graph is left to Inductor: {reason}{step} ({count} x)")
+            lines.append(f"a graph is left to {self.compiler}: {reason}{step} ({count} x)")
         kinds: dict[str, list[RegionReport]] = {}
         for region in self.regions:
             kinds.setdefault(_line(region), []).append(region)

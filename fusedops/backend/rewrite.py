@@ -22,6 +22,7 @@ class Rewrite:
 
     Attributes:
         graph: a graph of operators. PyTorch has not differentiated it yet.
+        runner: what runs the nodes that are in no region: see `options`.
         sums: from each sum with a bias to the matrix product that it was split from.
         results: the nodes that have replaced the outputs of regions.
         reports: the reports of all regions.
@@ -30,6 +31,7 @@ class Rewrite:
     """
 
     graph: fx.Graph
+    runner: str
     sums: dict[fx.Node, fx.Node] = field(default_factory=dict)
     results: list[fx.Node] = field(default_factory=list)
     reports: list[RegionReport] = field(default_factory=list)

@@ -2,7 +2,8 @@
 
 A region becomes an operator if the compiler can build a program for it, if the operator returns the
 same gradients as the model, and if it is predicted to be faster than Inductor's kernels (see
-`prediction`). Otherwise smaller regions within it are tried.
+`prediction`). Where eager operators run the rest, it becomes one if it is several kernels of
+PyTorch's. Otherwise smaller regions within it are tried.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from ..core.compat.fake import hints
 from . import places, prediction
 from .alike import LEAST_ALIKE, Former, parts_alike
 from .graphs import (
+    BIAS,
+    COPIES,
     FUNCTION,
     VIEWS,
     dtype_of,
@@ -34,6 +37,7 @@ from .graphs import (
     value_of,
     written,
 )
+from .options import EAGER
 from .order import Units
 from .prediction import H200, Machine, Works, machine_of
 from .programs import RegionProgram, build, prepare
@@ -81,6 +85,7 @@ class Selector:
         graph: the captured graph.
         needs: the nodes whose values have gradients.
         receives: the nodes of ``needs`` whose gradients come from a result of the graph.
+        runner: what runs the nodes that are in no region: see `options`.
     Attributes:
         matches: the selected regions, in the order of their selection.
         saved: the nodes that the selected regions save for the backward.
@@ -88,9 +93,12 @@ class Selector:
         replaced: a map from views in regions to their copies outside.
     """
 
-    def __init__(self, graph: fx.Graph, needs: set[fx.Node], receives: set[fx.Node]) -> None:
+    def __init__(
+        self, graph: fx.Graph, needs: set[fx.Node], receives: set[fx.Node], runner: str
+    ) -> None:
         self.graph, self.needs, self.receives = graph, needs, receives
-        self.finder = Finder(graph)
+        self.runner = runner
+        self.finder = Finder(graph, keeps_views=runner == EAGER)
         # Pairs of a part of the graph (see `parts_of`) and a tensor that a node of it writes into.
         self.changes: list[tuple[int, Tensor]] = []
         for node in graph.nodes:
@@ -110,8 +118,25 @@ class Selector:
         self._left: dict[fx.Node, int] = {}  # the same, by the regions' first nodes
 
     def select(self) -> None:
+        """Tries all regions of the graph."""
+        self._select_each(self.finder.regions())
+        # Inductor rarely fuses a region with another, whose rows or reductions differ.
+        self._of_regions.update(self.finder.claimed)
+        if self.runner == EAGER:
+            # Regions without a reduction or a dropout are several kernels of PyTorch's, too.
+            self._select_each(filter(_has_columns, self.finder.rest(self._selected())))
+        self._select_slices()
+        for region in self.finder.changing():
+            self._reported.update(region.nodes)
+            self.reports.append(replace(_report_of(region, self.needs), reason=CHANGING))
+
+    def _selected(self) -> set[fx.Node]:
+        """The nodes of the selected regions."""
+        return {node for match in self.matches for node in match.region.nodes}
+
+    def _select_each(self, regions: Iterable[Region]) -> None:
         """Tries each region; if one cannot be one operator, tries smaller regions within it."""
-        todo = deque(self.finder.regions())
+        todo = deque(regions)
         kinds = Counter(map(_operators_of, todo))
         while todo:
             region = todo.popleft()
@@ -142,25 +167,16 @@ class Selector:
                     self._report(region, replace(report, reason=_reason_of(error)))
             else:
                 self._add(match, report)
-        # Inductor rarely fuses a region with another, whose rows or reductions differ.
-        self._of_regions.update(self.finder.claimed)
-        self._select_slices()
-        for region in self.finder.changing():
-            self._reported.update(region.nodes)
-            self.reports.append(replace(_report_of(region, self.needs), reason=CHANGING))
 
     def _select_slices(self) -> None:
         """Tries the other regions of which several are one operator."""
-        selected = {node for match in self.matches for node in match.region.nodes}
+        selected = self._selected()
         regions = list[Region]()
         for region in self.finder.rest(selected):
             regions += parts_alike(region) or [region]
         former = Former[Region](self.graph, lambda region: region, _kind, lambda *_: True)
         for group in former.form(regions):
-            # Numbers of rows, such as computed indices, are no slices.
-            has_columns = all(tensor.dim() > 1 for tensor in tensors_of(group.region.outputs))
-            is_group = len(group.members) >= LEAST_ALIKE and has_columns
-            if not is_group:
+            if len(group.members) < LEAST_ALIKE or not _has_columns(group.region):
                 continue
             times = prediction.of_slices(group.members, selected).times(_machine_of(group.region))
             if times.operator >= times.inductor:
@@ -213,6 +229,9 @@ class Selector:
         # An output may be the several results of an operator.
         if not all(map(is_tensor, region.outputs)):
             raise NotRowwiseError("a part of it has several results")
+        reason = _why_eager(region, self.needs) if self.runner == EAGER else ""
+        if reason:
+            raise NotRowwiseError(reason)
         self._copy_views(region)
         program = build(region, self.saved)
         reached = self._reached(region, program)
@@ -239,7 +258,8 @@ class Selector:
             works: the work of its region.
         """
         region = match.region
-        if _functions(region):
+        # Among eager operators `_why_eager` has decided.
+        if _functions(region) or self.runner == EAGER:
             return True
         operator, inductor = works.times(match.machine)
         if operator < inductor or _has_gradient(region, self.needs):
@@ -329,6 +349,11 @@ class Selector:
         part = self.finder.part[region.nodes[0]]
         later = [tensor for other, tensor in self.changes if other > part]
         return overlap(tensors_of(_saved(program)), later)
+
+
+def _has_columns(region: Region) -> bool:
+    """Whether no result is a number of each row, such as a computed index."""
+    return all(tensor.dim() > 1 for tensor in tensors_of(region.outputs))
 
 
 def _kind(region: Region) -> Any:
@@ -442,6 +467,34 @@ def _in_training(match: Match) -> Works:
     inputs = [program.inputs[index] for index in program.program.plan.differentiable]
     trained = [x for x in inputs if value_of(x).dim() == 1 or size_of(x) >= full_size]
     return prediction.works_of(match.region, program, trained, match.region.outputs)
+
+
+def _why_eager(region: Region, needs: set[fx.Node]) -> str:
+    """The reason to leave a region to eager operators; "" if it is to become an operator."""
+    names = list(map(name_of, region.nodes))
+    if _functions(region):
+        return ""
+    # A matrix product adds a bias in its own kernel, at no cost.
+    if all(node.meta.get(BIAS) or name_of(node) in COPIES for node in region.nodes):
+        return "it adds a bias to a matrix product, and nothing more"
+    kernels = sum([bool(name) and name not in VIEWS for name in names])
+    if kernels < 2 and not _has_vector(region):
+        return "it is one operator of PyTorch"
+    is_small = _border(region) < BYTES_OF_LAUNCH and not _has_gradient(region, needs)
+    if is_small and kernels < _LEAST_KERNELS:
+        return "it has no gradient, and the host calls it in the time of one operator"
+    return ""
+
+
+def _has_vector(region: Region) -> bool:
+    """Whether an input is a vector, such as a norm's weight, whose gradient is a sum over rows."""
+    return any(value_of(node).dim() == 1 for node in filter(is_tensor, region.inputs))
+
+
+# Where regions are small, the host calls two of PyTorch's kernels in the time of one operator.
+_LEAST_KERNELS = 3
+# The bytes that a GPU moves in the time that a launch of a small kernel takes: 2 µs of an H200.
+BYTES_OF_LAUNCH = 8 * 2**20
 
 
 def _has_gradient(region: Region, needs: set[fx.Node]) -> bool:

@@ -63,20 +63,27 @@ from .fx import attention_order, is_traceable_subclass
 from .graphs import OF_RANK, are_numbers, direct_tensors
 from .horizontal import groups_in
 from .meshes import described, encoded_placement, meshes_of
+from .options import INDUCTOR
 from .prediction import machine_of
 from .programs import Source
 
 __all__ = ["depends_on_rank", "of_rank", "read", "stored_at", "write"]
 
 
-def stored_at(gm: fx.GraphModule, inputs: Sequence[Any]) -> Path | None:
-    """The file of a graph from Dynamo; None if a part of it cannot be written as text."""
+def stored_at(gm: fx.GraphModule, inputs: Sequence[Any], rest: str = INDUCTOR) -> Path | None:
+    """The file of a graph from Dynamo; None if a part of it cannot be written as text.
+
+    Args:
+        gm: the graph.
+        inputs: its inputs.
+        rest: what runs the part of it that is in no region: see `options`.
+    """
     if getattr(torch.compiler.config, "force_disable_caches", False):
         return None
     try:
         tensors = direct_tensors(list(inputs))
         _check_meshes(meshes_of(gm.graph, inputs))
-        text = [*_settings(), *map(_input, inputs), _sharing(tensors), *_text(gm)]
+        text = [rest, *_settings(), *map(_input, inputs), _sharing(tensors), *_text(gm)]
         return cache.file_of("graphs", text)
     # A graph with an unknown part is captured in each process.
     except Exception:  # noqa: BLE001

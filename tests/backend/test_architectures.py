@@ -34,7 +34,7 @@ from architectures.comparing import (
     moved_by,
     size_of,
 )
-from architectures.compiled import compiled, compiled_alone
+from architectures.compiled import compiled, compiled_alone, compiled_with_eager_rest
 from fusedops.backend import entry
 from fusedops.backend.entry import backend
 from fusedops.backend.regions import CHANGING
@@ -74,10 +74,10 @@ def _own_warnings() -> Iterator[None]:
         yield
 
 
-def _holds(check: Check) -> None:
+def _holds(check: Check, compile_it: Callable[[nn.Module], Any] = compiled) -> None:
     """Runs a check under the backend, and skips the test if it fails without fused operators too."""
     try:
-        check(compiled)
+        check(compile_it)
     except pytest.skip.Exception:
         raise
     except (Exception, pytest.fail.Exception):
@@ -121,6 +121,12 @@ def _draws(model: nn.Module, arguments: dict[str, Any]) -> bool:
 def test_training_has_eager_values_and_gradients(name: str) -> None:
     """Outputs and gradients agree in training mode, with all dropout set to zero."""
     _holds(partial(_agrees, name, without_dropout))
+
+
+@every("gpt_neox")
+def test_training_with_an_eager_rest_has_eager_values_and_gradients(name: str) -> None:
+    """As before, with the rest of the graph run by PyTorch's eager operators."""
+    _holds(partial(_agrees, name, without_dropout), compiled_with_eager_rest)
 
 
 @every("t5")

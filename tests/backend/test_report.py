@@ -301,7 +301,7 @@ def test_source_of_a_region_is_that_of_its_kernels() -> None:
     source = fused.source()
     assert source.count("@triton.jit") == 2
     assert "def forward_kernel" in source and "def backward_kernel" in source
-    with pytest.raises(ValueError, match="left to Inductor: Inductor is predicted"):
+    with pytest.raises(ValueError, match="the region is left: Inductor is predicted"):
         left.source()
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fusedops
 from benchmarks import __main__ as command
 from benchmarks.columns import sized
 from benchmarks.models import command as models_command
@@ -24,6 +25,7 @@ from benchmarks.models import (
     measuring,
     page,
     plans,
+    rest,
     results,
     runner,
     text,
@@ -406,6 +408,54 @@ def test_failing_provider_is_named_and_fails_the_run_if_ours(tmp_path, monkeypat
     monkeypatch.setitem(PROVIDERS, "fused", failing)
     assert run(*words, "fused") == 1
     assert run("--model", "bert", "--loss", "--provider", "fused") == 1
+
+
+def test_ways_to_run_the_rest_are_compared_on_models_of_both_commands():
+    first, second = rest.stages(rest.workloads_of())
+    assert {work.providers for work in first} == {("eager", "leaves", "rest_eager", "fused")}
+    assert {work.providers for work in second} == {("compile", "backend")}
+    # Inductor would compile each size of a cache that grows.
+    assert {work.workload.mode for work in first} - {work.workload.mode for work in second} == {
+        "generate"
+    }
+    shapes = {str(work.workload) for work in first}
+    assert shapes >= {
+        "bert train 32x512",
+        "bert infer 32x128",
+        "whisper train 8x3000+128",
+        "modernbert infer 16x1024",
+        "t5 generate 256x64+64",
+        "llama_1b decode 1x2048",
+    }
+    assert "bert train 64x512" not in shapes
+
+
+def test_leaves_are_norms_activations_and_gated_units():
+    """Without blocks the sum before a norm stays an operator of its own."""
+    model = tiny("bert", "train").build(CPU)
+    contenders.prepare("leaves", model)
+    status = str(fusedops.fusion_status(model))
+    assert "layer_norm" in status
+    assert "bias_dropout_add_ln" not in status
+    other = tiny("bert", "train").build(CPU)
+    contenders.prepare("fused", other)
+    assert "bias_dropout_add_ln" in str(fusedops.fusion_status(other))
+
+
+def test_table_of_the_rest_marks_what_is_slower_by_more_than_the_margin(tmp_path):
+    path = tmp_path / "rest.csv"
+    results.write(
+        path,
+        [
+            row("fused", 10.0),
+            row("rest_eager", 10.2),
+            replace(row("fused", 10.0), mode="infer"),
+            replace(row("rest_eager", 10.4), mode="infer"),
+        ],
+    )
+    infer, train = rest.markdown(path).strip().splitlines()[-2:]
+    assert train == "| bert | train | 32x512 | 10.20 (5.0) | 10.00 (5.0) | 0.980 |"
+    assert infer == "| bert | infer | 32x512 | 10.40 (5.0) | 10.00 (5.0) | 0.962 (slower) |"
 
 
 def test_resumed_run_measures_missing_rows_and_those_of_other_commits(tmp_path, monkeypatch):

@@ -35,6 +35,7 @@ __all__ = [
     "draw_state",
     "keep_probability",
     "kernel_arguments",
+    "probability",
     "record_seed",
     "record_state",
     "seed_kind",
@@ -69,6 +70,11 @@ def threshold(p: float) -> int:
 
 
 _threshold = functools.lru_cache(maxsize=256)(threshold)
+
+
+def probability(threshold: int) -> float:
+    """Returns the drop probability whose `threshold` this is, and which kernels apply."""
+    return threshold / _STEPS
 
 
 def keep_probability(p: float) -> float:

@@ -16,10 +16,10 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from fusedops.backend.entry import _autocast_of, _with_operators
+from fusedops.backend.entry import _autocast_of, _with_operators, backend
 from fusedops.backend.report import CompileReport
 
-__all__ = ["compiled", "compiled_alone"]
+__all__ = ["compiled", "compiled_alone", "compiled_with_eager_rest"]
 
 
 def compiled(model: nn.Module, **options: Any) -> CompileReport:
@@ -29,14 +29,19 @@ def compiled(model: nn.Module, **options: Any) -> CompileReport:
     """
     report = CompileReport()
 
-    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def with_operators(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         graph_module = _with_operators(gm, inputs, report)
         _raise_errors(report)
         with _autocast_of(report):
             return _aot(graph_module, list(inputs))
 
-    _compile(model, backend, options)
+    _compile(model, with_operators, options)
     return report
+
+
+def compiled_with_eager_rest(model: nn.Module) -> None:
+    """Compiles a model in place as users do, without Inductor and without AOTAutograd."""
+    _compile(model, backend, {"options": {"fusedops.rest": "eager"}})
 
 
 def _raise_errors(report: CompileReport) -> None:

@@ -1,0 +1,83 @@
+"""Products as linear layers, with the views of their rows, weight and result.
+
+    x ──▶ view ──▶ addmm ──▶ view            x ──▶ linear
+    weight ──▶ t ──┘                         weight ──┘
+
+Both compute and save the same. As eager operators the first are four calls, and the second is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..graphs import is_tensor, name_of, parts_of, value_of
+from ..rewrite import Rewrite
+from .products import is_product
+
+__all__ = ["restore_linears"]
+
+
+def restore_linears(rewrite: Rewrite) -> None:
+    """Replaces products of rows and a transposed weight by linear layers."""
+    parts = parts_of(rewrite.graph)
+    for product in list(filter(_is_recorded_product, rewrite.graph.nodes)):
+        _restore(rewrite.graph, product, parts)
+
+
+def _is_recorded_product(node: fx.Node) -> bool:
+    """Whether a node is a product of the model: those that passes insert have no shapes."""
+    return is_product(node) and is_tensor(node)
+
+
+def _restore(graph: fx.Graph, product: fx.Node, parts: Mapping[fx.Node, int]) -> None:
+    """Replaces a product, unless it is not that of a linear layer."""
+    arguments: Any = product.args
+    *bias, rows, transposed = arguments
+    if name_of(transposed) != "t" or not _is_of_layer(bias, transposed):
+        return
+    result, source = _around(product, rows)
+    # In another part a tensor has changed, or the gradient mode.
+    if parts[result] != parts[product] or parts[result] != parts[transposed]:
+        return
+    with graph.inserting_before(result):
+        linear = graph.call_function(
+            torch.ops.aten.linear.default, (source, transposed.args[0], *bias)
+        )
+    linear.meta.update(result.meta)
+    # The other nodes have no users then, and are erased by `clean_up`.
+    result.replace_all_uses_with(linear)
+
+
+def _is_of_layer(bias: Sequence[fx.Node], transposed: fx.Node) -> bool:
+    """Whether the bias of a product, if it has one, is a vector of the weight's length."""
+    if not bias:
+        return True
+    sizes = value_of(bias[0]).shape
+    return len(sizes) == 1 and str(sizes[0]) == str(_shape(transposed)[-1])
+
+
+def _around(product: fx.Node, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The result of a layer and its input: without the views to two dimensions, if it has both."""
+    users = list(product.users)
+    if not _is_view(rows) or len(rows.users) > 1 or len(users) != 1:
+        return product, rows
+    (result,), source = users, rows.args[0]
+    if not _is_view(result):
+        return product, rows
+    assert isinstance(source, fx.Node)
+    *leading, columns = _shape(source)
+    is_layer = [*leading, _shape(product)[-1]] == _shape(result) and columns == _shape(rows)[-1]
+    return (result, source) if is_layer else (product, rows)
+
+
+def _is_view(node: fx.Node) -> bool:
+    return name_of(node) in ("view", "_unsafe_view")
+
+
+def _shape(node: fx.Node) -> list[str]:
+    """The sizes of a node's tensor as text: to compare sizes that are symbols adds a guard."""
+    return list(map(str, value_of(node).shape))
