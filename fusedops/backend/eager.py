@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from ..core.calls.registration import defined
 from ..core.compat.bindings import binding
 from ..core.compat.dispatch import is_intercepted
 from ..core.random.rng import probability
-from .fx import CHECKPOINTED, GRAD_MODES, OVERLOAD, namespace, without_autocast
+from .fx import CHECKPOINTED, OVERLOAD, namespace, without_autocast
 from .graphs import value_of
 
 __all__ = ["calls_operators", "runnable"]
@@ -53,20 +52,11 @@ def runnable(gm: fx.GraphModule) -> Callable[..., Any]:
     """
     _lower(gm)
     run = gm.forward
-    is_cast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
-    contexts: list[Callable[[], AbstractContextManager[Any]]] = []
-    if is_cast:
-        contexts.append(without_autocast)
-    # An error between two switches of the gradient mode must not leave the caller in the inner one.
-    if any(node.target in GRAD_MODES for node in gm.graph.nodes):
-        contexts.append(lambda: torch.set_grad_enabled(torch.is_grad_enabled()))
-    if not contexts:
-        return run
-    outer, inner = (*contexts, nullcontext)[:2]
 
-    @functools.wraps(run)
     def in_context(*args: Any) -> Any:
-        with outer(), inner():
+        # An error between two switches of the gradient mode must not leave the caller in the inner
+        # one.
+        with without_autocast(), torch.set_grad_enabled(torch.is_grad_enabled()):
             return run(*args)
 
     return in_context

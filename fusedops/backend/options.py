@@ -44,14 +44,15 @@ def options_of(options: Mapping[str, Any] | None, mode: str | None = None) -> Op
     of_inductor = dict(options or {})
     memory = _choice(of_inductor, _MEMORY, "auto", tuple(CHOICES))
     rest = _choice(of_inductor, _REST, INDUCTOR, _RESTS)
-    for name in of_inductor:
-        if name.startswith(_PREFIX):
-            raise ValueError(
-                f"compile: no option {name!r}; this backend has {_MEMORY!r} and {_REST!r}"
-            )
+    for name in filter(_is_own, of_inductor):
+        raise ValueError(f"compile: no option {name!r}; this backend has {_MEMORY!r} and {_REST!r}")
     if rest == EAGER:
         _check_of_eager(memory, mode, of_inductor)
     return Options(memory, rest, of_inductor or None)
+
+
+def _is_own(name: str) -> bool:
+    return name.startswith(_PREFIX)
 
 
 def _choice(options: dict[str, Any], name: str, default: str, words: Sequence[str]) -> str:
@@ -81,12 +82,16 @@ def _check_of_eager(memory: str, mode: str | None, of_inductor: Mapping[str, Any
 
 def check_options(caller: str, mode: str | None, options: Any) -> None:
     """Raises an error, as `compile` documents it, for a mode or options that are wrong."""
-    if options is not None and not isinstance(options, Mapping):
+    _check_mapping(caller, options)
+    check_of_inductor(mode, options_of(options, mode).of_inductor)
+
+
+def _check_mapping(caller: str, options: Any) -> None:
+    if not isinstance(options, (Mapping, type(None))):
         raise TypeError(
             f"{caller}: options must be a mapping of Inductor's options, "
             f"got {type(options).__name__}"
         )
-    check_of_inductor(mode, options_of(options, mode).of_inductor)
 
 
 def with_rest(caller: str, options: Any, mode: str | None, rest: str) -> tuple[Any, str | None]:
@@ -95,13 +100,14 @@ def with_rest(caller: str, options: Any, mode: str | None, rest: str) -> tuple[A
     Raises:
         ValueError: ``rest`` is no such word, or the options have another one.
     """
-    if rest == INDUCTOR or (options is not None and not isinstance(options, Mapping)):
-        return options, mode
     if rest not in _RESTS:
         listed = ", ".join(map(repr, _RESTS))
         raise ValueError(f"{caller}: rest must be one of {listed}, got {rest!r}")
-    named = dict(options or {})
-    if named.setdefault(_REST, rest) != rest:
+    if rest == INDUCTOR:
+        return options, mode
+    _check_mapping(caller, options)
+    named = {_REST: rest, **(options or {})}
+    if named[_REST] != rest:
         raise ValueError(f"{caller}: rest={rest!r}, but option {_REST!r} is {named[_REST]!r}")
-    # With options `torch.compile` refuses any mode.
-    return named, None if mode == "default" else mode
+    # With options `torch.compile` refuses any mode, also its default.
+    return named, {"default": None}.get(str(mode), mode)

@@ -345,8 +345,8 @@ MUTANTS = (
     Mutant(
         "casts by autocast while eager operators run a captured graph",
         "backend/eager.py",
-        "    if is_cast:\n",
-        "    if False:\n",
+        "with without_autocast(), ",
+        "with ",
         ("backend/test_eager.py", "training and mixed"),
     ),
     Mutant(
