@@ -209,7 +209,7 @@ def _are_parameters(value: Any) -> list[bool]:
 
 
 def _stored(
-    gm: fx.GraphModule, inputs: Sequence[Any], report: CompileReport, rest: str
+    gm: fx.GraphModule, inputs: Sequence[Any], report: CompileReport, rest: str = INDUCTOR
 ) -> fx.GraphModule:
     """The graph with operators in the place of its regions, read from disk if it is stored."""
     path = storing.stored_at(gm, inputs, rest)
