@@ -16,6 +16,7 @@ higher derivatives work as there. A node's function is exchanged for one that co
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,8 +41,11 @@ __all__ = ["calls_operators", "runnable"]
 def calls_operators(gm: fx.GraphModule) -> bool:
     """Whether a graph calls operators of this library, or a body in it does."""
     bodies = filter(None, map(_body, gm.graph.nodes))
-    has_own = any(namespace(node.target) == "fusedops" for node in gm.graph.nodes)
-    return has_own or any(map(calls_operators, bodies))
+    return any(itertools.chain(map(_is_own, gm.graph.nodes), map(calls_operators, bodies)))
+
+
+def _is_own(node: fx.Node) -> bool:
+    return namespace(node.target) == "fusedops"
 
 
 def runnable(gm: fx.GraphModule) -> Callable[..., Any]:
@@ -111,11 +115,12 @@ def _operator_of(target: Any) -> Operator | None:
     if namespace(target) != "fusedops":
         return None
     name: str = target.overloadpacket.__name__
-    suffix = "_call" if name.endswith("_call") else "_forward"
-    operator = defined(name.removesuffix(suffix))
+    operator = defined(name.rpartition("_")[0])
+    if operator is None:
+        return None
     # The forward of an operator of many slices returns buffers, and no launch does.
-    is_callers = operator is not None and operator.variadic == (suffix == "_call")
-    return operator if is_callers and name.endswith(suffix) else None
+    kind = ("forward", "call")[operator.variadic]
+    return operator if name == f"{operator.name}_{kind}" else None
 
 
 def _call_directly(node: fx.Node, op: Operator) -> None:
@@ -134,7 +139,7 @@ def _call_directly(node: fx.Node, op: Operator) -> None:
 
 def _is_state(node: Any) -> bool:
     """Whether a node draws a random state of a whole mask."""
-    return isinstance(node, fx.Node) and node.target is torch.ops.fusedops.random_state.default
+    return getattr(node, "target", None) is torch.ops.fusedops.random_state.default
 
 
 def _launching(
@@ -150,7 +155,7 @@ def _launching(
     """
     threshold, cols, call, *numbers = constants
     first, fixed, is_single = op.first, len(op.tensors) - 1, len(op.outputs) == 1
-    p = probability(threshold) if dropout else 0.0
+    p = probability(threshold)
     _, _, saves = decode(op, call, tuple(numbers))
 
     @functools.cache

@@ -471,14 +471,15 @@ def _in_training(match: Match) -> Works:
 
 def _why_eager(region: Region, needs: set[fx.Node]) -> str:
     """The reason to leave a region to eager operators; "" if it is to become an operator."""
-    names = list(map(name_of, region.nodes))
     if _functions(region):
         return ""
     # A matrix product adds a bias in its own kernel, at no cost.
-    if all(node.meta.get(BIAS) or name_of(node) in COPIES for node in region.nodes):
+    if all(map(_is_free_in_products, region.nodes)):
         return "it adds a bias to a matrix product, and nothing more"
-    kernels = sum([bool(name) and name not in VIEWS for name in names])
-    if kernels < 2 and not _has_vector(region):
+    kernels = sum(map(_is_kernel, region.nodes))
+    # The gradient of a vector, such as a norm's weight, is a sum over rows: another kernel.
+    has_vector = 1 in map(Tensor.dim, tensors_of(region.inputs))
+    if kernels < 2 and not has_vector:
         return "it is one operator of PyTorch"
     is_small = _border(region) < BYTES_OF_LAUNCH and not _has_gradient(region, needs)
     if is_small and kernels < _LEAST_KERNELS:
@@ -486,9 +487,13 @@ def _why_eager(region: Region, needs: set[fx.Node]) -> str:
     return ""
 
 
-def _has_vector(region: Region) -> bool:
-    """Whether an input is a vector, such as a norm's weight, whose gradient is a sum over rows."""
-    return any(value_of(node).dim() == 1 for node in filter(is_tensor, region.inputs))
+def _is_free_in_products(node: fx.Node) -> bool:
+    return bool(node.meta.get(BIAS)) or name_of(node) in COPIES
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    """Whether PyTorch's eager operator launches a kernel: no view, and no item of a tuple."""
+    return name_of(node) not in VIEWS | {""}
 
 
 # Where regions are small, the host calls two of PyTorch's kernels in the time of one operator.

@@ -8,7 +8,7 @@ Both compute and save the same. As eager operators the first are four calls, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,11 +37,13 @@ def _restore(graph: fx.Graph, product: fx.Node, parts: Mapping[fx.Node, int]) ->
     """Replaces a product, unless it is not that of a linear layer."""
     arguments: Any = product.args
     *bias, rows, transposed = arguments
-    if name_of(transposed) != "t" or not _is_of_layer(bias, transposed):
+    # A bias of another shape is no layer's.
+    is_layer = list(map(_shape, bias)) in ([], [_shape(product)[-1:]])
+    if name_of(transposed) != "t" or not is_layer:
         return
     result, source = _around(product, rows)
     # In another part a tensor has changed, or the gradient mode.
-    if parts[result] != parts[product] or parts[result] != parts[transposed]:
+    if len({parts[result], parts[product], parts[transposed]}) > 1:
         return
     with graph.inserting_before(result):
         linear = graph.call_function(
@@ -52,25 +54,15 @@ def _restore(graph: fx.Graph, product: fx.Node, parts: Mapping[fx.Node, int]) ->
     result.replace_all_uses_with(linear)
 
 
-def _is_of_layer(bias: Sequence[fx.Node], transposed: fx.Node) -> bool:
-    """Whether the bias of a product, if it has one, is a vector of the weight's length."""
-    if not bias:
-        return True
-    sizes = value_of(bias[0]).shape
-    return len(sizes) == 1 and str(sizes[0]) == str(_shape(transposed)[-1])
-
-
 def _around(product: fx.Node, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
     """The result of a layer and its input: without the views to two dimensions, if it has both."""
-    users = list(product.users)
-    if not _is_view(rows) or len(rows.users) > 1 or len(users) != 1:
+    nodes = [rows, *product.users]
+    if (len(nodes), len(rows.users)) != (2, 1) or not all(map(_is_view, nodes)):
         return product, rows
-    (result,), source = users, rows.args[0]
-    if not _is_view(result):
-        return product, rows
-    assert isinstance(source, fx.Node)
+    result, source = nodes[1], rows.all_input_nodes[0]
     *leading, columns = _shape(source)
-    is_layer = [*leading, _shape(product)[-1]] == _shape(result) and columns == _shape(rows)[-1]
+    viewed = [*leading, *_shape(product)[-1:]], [columns]
+    is_layer = viewed == (_shape(result), _shape(rows)[-1:])
     return (result, source) if is_layer else (product, rows)
 
 
