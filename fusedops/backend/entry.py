@@ -29,14 +29,12 @@ from .graphs import tensors_of
 from .options import EAGER, INDUCTOR, check_options, options_of, with_rest
 from .passes import PASSES_OF_WHOLE_GRAPHS
 from .passes.padding import returns_padded
-from .report import CompileReport, changes_in, operators_in
+from .report import RUNNERS, CompileReport, changes_in, operators_in
 from .rewrite import Rewrite
 
 __all__ = ["backend", "compile", "explain"]
 
 _Compiled = TypeVar("_Compiled", bound=nn.Module | Callable[..., Any])
-# What runs the rest of a graph, for messages.
-_COMPILERS = {INDUCTOR: "Inductor", EAGER: "eager PyTorch"}
 
 
 def compile(  # noqa: A001
@@ -122,7 +120,7 @@ def explain(
             f"explain: model must be a module or a function, got {type(model).__name__}"
         )
     with_rest("explain", None, None, rest)
-    report = _report_of(rest)
+    report = CompileReport(runner=rest)
     traced: Any = torch.compile(
         _in_code_of_its_own(model), backend=functools.partial(_explained, report, rest=rest)
     )
@@ -161,11 +159,11 @@ def backend(
         options: Inductor's options, ``"fusedops.memory"`` and ``"fusedops.rest"``.
     """
     chosen = options_of(options, mode)
-    report = _report_of(chosen.rest)
+    report = CompileReport(runner=chosen.rest)
     graph = _stored(gm, inputs, report, chosen.rest)
     for reason in report.left:
         warnings.warn(
-            f"fusedops leaves a graph to {report.compiler}: {reason}",
+            f"fusedops leaves a graph to {RUNNERS[report.runner]}: {reason}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -182,10 +180,6 @@ def backend(
     change = _joint_pass(inputs, chosen.memory)
     with _autocast_of(report), tangents:
         return compile_by_inductor(graph, inputs, mode, chosen.of_inductor, change)
-
-
-def _report_of(rest: str) -> CompileReport:
-    return CompileReport(compiler=_COMPILERS[rest])
 
 
 def _joint_pass(inputs: Sequence[Any], memory: str) -> JointPass:

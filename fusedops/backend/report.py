@@ -21,9 +21,11 @@ from ..losses import registration
 from .advice import next_step
 from .fx import namespace
 from .graphs import captured_body
+from .options import EAGER, INDUCTOR
 from .prediction import Times, machine_of
 
 __all__ = [
+    "RUNNERS",
     "CompileReport",
     "RegionReport",
     "changes_in",
@@ -31,6 +33,8 @@ __all__ = [
     "operators_in",
 ]
 
+# What runs the rest of a graph, for messages.
+RUNNERS = {INDUCTOR: "Inductor", EAGER: "eager PyTorch"}
 # The mark of nodes that differ from the model's, in `fx.Node.meta`: a tuple of changes.
 _CHANGES = "fusedops_changes"
 # The bytes of a backward, relative to those of the forward.
@@ -146,7 +150,15 @@ class RegionReport:
         """
         if self.times is not None:
             return self.times.inductor if self.program is None else self.times.operator
-        return self.border * (1 + _BACKWARD * self.has_gradient) / machine_of().bandwidth
+        return self._of_bytes(self.border)
+
+    @property
+    def in_turn(self) -> float:
+        """The predicted time of PyTorch's operators, one by one."""
+        return self._of_bytes(self.unfused)
+
+    def _of_bytes(self, forward: int) -> float:
+        return forward * (1 + _BACKWARD * self.has_gradient) / machine_of().bandwidth
 
     @property
     def saved(self) -> int:
@@ -192,14 +204,14 @@ class CompileReport:
 
     Attributes:
         regions: the regions of all graphs.
-        left: why whole graphs were left to ``compiler``, one entry for each such graph.
+        left: why whole graphs were left to ``runner``, one entry for each such graph.
         graphs: the number of graphs.
         devices: the types of the devices whose tensors are in the graphs.
         changes: other computations that differ from the model's, and how often each occurs.
         operators: this library's operators that the model itself calls, and how often.
         rest: bytes that the operators outside of regions read and write forward, one by one.
         differentiated: those of operators whose results have gradients.
-        compiler: what runs the rest of the graphs.
+        runner: what runs the rest of the graphs: see `options`.
     """
 
     regions: list[RegionReport] = field(default_factory=list)
@@ -210,7 +222,7 @@ class CompileReport:
     operators: Counter[str] = field(default_factory=Counter)
     rest: int = 0
     differentiated: int = 0
-    compiler: str = "Inductor"
+    runner: str = INDUCTOR
 
     @property
     def slowest(self) -> list[RegionReport]:
@@ -236,7 +248,7 @@ class CompileReport:
         lines = [self._summary()]
         for reason, count in Counter(self.left).items():
             step = next_step(reason)
-            lines.append(f"a graph is left to {self.compiler}: {reason}{step} ({count} x)")
+            lines.append(f"a graph is left to {RUNNERS[self.runner]}: {reason}{step} ({count} x)")
         kinds: dict[str, list[RegionReport]] = {}
         for region in self.regions:
             kinds.setdefault(_line(region), []).append(region)
@@ -254,7 +266,7 @@ class CompileReport:
     def _prediction(self) -> str:
         name, bandwidth, _ = machine_of()
         fused = sum([region.seconds for region in self.fused])
-        instead = sum([region.times.inductor for region in self.fused if region.times is not None])
+        instead = sum(map(self._instead, self.fused))
         left = sum([region.seconds for region in self.regions if region.reason])
         rest = (self.rest + _BACKWARD * self.differentiated) / bandwidth
         return (
@@ -262,6 +274,12 @@ class CompileReport:
             f"instead of {_time(instead)}, {_time(left)} for regions that are left, "
             f"{_time(rest)} for the rest"
         )
+
+    def _instead(self, region: RegionReport) -> float:
+        """The predicted time of a fused region, if it were not one operator."""
+        if self.runner == EAGER:
+            return region.in_turn
+        return 0.0 if region.times is None else region.times.inductor
 
     def _summary(self) -> str:
         where = "1 graph" if self.graphs == 1 else f"{self.graphs} graphs"
