@@ -30,7 +30,7 @@ __all__ = [
     "warm_up",
 ]
 
-_PROFILED_STEPS = 5
+_PROFILED_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,15 @@ def kernels(contender: Contender, device: torch.device) -> list[Kernel]:
     after all timing, because the profiler may slow down later launches.
     """
     on_gpu = device.type == "cuda"
-    with (
-        contender.context(),
-        profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as run,
-    ):
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with contender.context():
+        # A GPU that was idle, as while the last profile was read, has a higher clock at first.
         for _ in range(_PROFILED_STEPS):
             contender.step()
-        synchronize(device)
+        with profile(activities=[activity]) as run:
+            for _ in range(_PROFILED_STEPS):
+                contender.step()
+            synchronize(device)
     contender.clear()
     result = []
     for event in run.key_averages():
