@@ -131,31 +131,35 @@ class _Joint:
 
     Attributes:
         graph: the graph.
-        parameters: the inputs that are parameters.
+        nodes: its nodes.
         position: the position of each node.
+        parameters: the inputs that are parameters, as a bit set of positions.
         backward: the nodes that depend on gradients of results.
         forward: the other nodes.
         elementwise: the elementwise nodes of the forward.
-        forwards: the calls of the forwards of each program, without those in parts that
-            `torch.utils.checkpoint` computes again.
+        forwards: for each program and value, the calls of the program's forward that read or
+            return the value, without those in parts that `torch.utils.checkpoint` computes again.
         returned: the results, and the gradients.
     """
 
     def __init__(self, graph: fx.Graph, parameters: set[fx.Node | None]) -> None:
-        self.graph, self.parameters = graph, parameters
+        self.graph, self.nodes = graph, list(graph.nodes)
         self.position = positions_of(graph)
+        self.parameters = sum(1 << self.position[node] for node in filter(None, parameters))
         self.backward: set[fx.Node] = set()
         for node in graph.nodes:
             if is_tangent(node) or not self.backward.isdisjoint(node.all_input_nodes):
                 self.backward.add(node)
+        self.forward = list(itertools.filterfalse(self.backward.__contains__, graph.nodes))
         end = graph.output_node()
         self.returned = set(end.all_input_nodes)
         self.backward.discard(end)
-        self.forward = list(itertools.filterfalse(self.backward.__contains__, graph.nodes))
         self.elementwise = dict.fromkeys(filter(_is_elementwise, self.forward))
-        self.forwards: dict[Program | None, list[fx.Node]] = defaultdict(list)
+        self.forwards: dict[Any, dict[fx.Node, None]] = defaultdict(dict)
         for node in itertools.filterfalse(_has_policy, self.forward):
-            self.forwards[_program_of_forward(node)].append(node)
+            program = _program_of_forward(node)
+            for value in () if program is None else _values_of(node):
+                self.forwards[program, value][node] = None
 
     def aliases(self, node: fx.Node) -> list[fx.Node]:
         """A value of the forward with its views, each after its base."""
@@ -181,13 +185,30 @@ class _Joint:
         return later if _PRODUCTS.issuperset(map(name_of, later)) else set()
 
     @functools.cached_property
-    def needed(self) -> dict[fx.Node, bool]:
-        """The values that are saved whatever is computed again.
+    def sources(self) -> dict[fx.Node, int]:
+        """The values from which elementwise nodes compute each value of the forward, as bit sets.
 
-        The value is true if one of the backward's elementwise nodes reads it. An elementwise value
-        is computed again from others, if these have no more bytes.
+        A residual stream has a source in each layer, and several ways through each.
         """
-        needed: dict[fx.Node, bool] = {}
+        sources: dict[fx.Node, int] = {}
+        for node in self.forward:
+            arguments = [sources[other] for other in node.all_input_nodes]
+            if name_of(node) in _ALIASES:
+                sources[node] = arguments[0]
+            elif node in self.elementwise:
+                sources[node] = functools.reduce(operator.or_, arguments, 0)
+            else:
+                sources[node] = 1 << self.position[node]
+        return sources
+
+    @functools.cached_property
+    def needed(self) -> tuple[int, int]:
+        """The values that are saved whatever is computed again, as bit sets.
+
+        The first are those that elementwise nodes of the backward read, the second the others. An
+        elementwise value is computed again from others, if these have no more bytes.
+        """
+        inline = others = 0
         for node in filter(is_tensor, self.forward):
             readers = self.backward.intersection(node.users)
             kinds = set(map(name_of, readers))
@@ -196,13 +217,22 @@ class _Joint:
                 kinds -= _PRODUCTS
             if not kinds:
                 continue
-            saved = _sources(node)
-            if sum(map(_bytes, saved)) > _bytes(node):
-                saved = [base]
-            is_inline = any(map(_is_elementwise, readers))
-            for source in saved:
-                needed[source] = needed.get(source, False) or is_inline
-        return needed
+            saved = self.sources[node]
+            if not self.fit(saved, _bytes(node)):
+                saved = 1 << self.position[base]
+            if any(map(_is_elementwise, readers)):
+                inline |= saved
+            else:
+                others |= saved
+        return inline, others
+
+    def fit(self, values: int, most: float) -> bool:
+        """Whether values, a bit set, have no more bytes than ``most``."""
+        while values and most >= 0:
+            last = values.bit_length() - 1
+            most -= _bytes(self.nodes[last])
+            values ^= 1 << last
+        return most >= 0
 
 
 def _has_policy(node: fx.Node) -> bool:
@@ -222,19 +252,6 @@ def _base_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def _sources(node: fx.Node) -> list[fx.Node]:
-    """The values from which a chain of elementwise nodes computes a value, each once."""
-    sources: dict[fx.Node, None] = {}
-    todo = [node]
-    while todo:
-        base = _base_of(todo.pop())
-        if _is_elementwise(base):
-            todo += base.all_input_nodes
-        else:
-            sources[base] = None
-    return list(sources)
-
-
 def _bytes(node: fx.Node) -> int:
     """The bytes of a node's elements in the traced call; 0 of other values than tensors."""
     return size_of(node) * dtype_of(node).itemsize if is_tensor(node) else 0
@@ -248,12 +265,11 @@ def _pays(joint: _Joint, node: fx.Node, memory: str) -> bool:
     """
     if not joint.readers(joint.aliases(node)):
         return False
-    sources = _sources(node)
-    unneeded = set(sources) - joint.needed.keys()
+    inline, others = joint.needed
+    read = joint.sources[node] & ~inline
     held = _bytes(node)
-    read = itertools.filterfalse(joint.needed.get, sources)
-    moved = held + sum(map(_bytes, read))
-    return unneeded <= joint.parameters and moved <= CHOICES[memory] * held
+    is_saved = not read & ~(others | joint.parameters)
+    return is_saved and joint.fit(read, (CHOICES[memory] - 1.0) * held)
 
 
 # --- results of regions ---------------------------------------------------------------------------
@@ -261,10 +277,11 @@ def _pays(joint: _Joint, node: fx.Node, memory: str) -> bool:
 
 def _recompute_results(joint: _Joint, program: Program, backward: Called, memory: str) -> None:
     """Computes results of a region again, for the products of the backward that read them."""
-    is_its = functools.partial(_is_of, program, backward)
-    for forward in map(called, filter(is_its, joint.forwards[program])):
-        for output in range(program.count):
-            again = _again(program, output, memory)
+    agains = [_again(program, output, memory) for output in range(program.count)]
+    if not any(agains):
+        return
+    for forward in map(called, _forwards_of(joint, program, backward)):
+        for output, again in enumerate(agains):
             if again is not None:
                 _recompute_result(joint, program, again, forward, output)
 
@@ -283,13 +300,18 @@ def _recompute_result(
             _replace(graph, aliases, new, readers)
 
 
-def _is_of(program: Program, backward: Called, node: fx.Node) -> bool:
-    """Whether all that a backward reads is an argument or a result of a forward."""
-    forward = called(node)
-    arguments = map(_base_of, nodes_in(forward.arguments.values()))
-    own = {*arguments, *node.users}
-    saved = map(backward.arguments.get, program.saved)
-    return own.issuperset(map(_base_of, nodes_in(saved)))
+def _values_of(forward: fx.Node) -> set[fx.Node]:
+    """The values that a call of a forward reads or returns."""
+    return {*map(_base_of, nodes_in(called(forward).arguments.values())), *forward.users}
+
+
+def _forwards_of(joint: _Joint, program: Program, backward: Called) -> list[fx.Node]:
+    """The forwards that read or return all that a backward reads."""
+    saved = set(map(_base_of, nodes_in(map(backward.arguments.get, program.saved))))
+    calls = [joint.forwards[program, value] for value in saved]
+    # Many layers may read one weight, but few a layer's own values.
+    fewest = min(calls, key=len, default={})
+    return [call for call in fewest if all(call in others for others in calls)]
 
 
 def _output_of(program: Program, kind: str) -> tuple[str, int]:
