@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fusedops.backend
-from backends import PostNorm, randn
-from fusedops.backend import entry, programs
+from backends import Backend, PostNorm, randn
+from fusedops.backend import entry, joint, programs
 from fusedops.backend.report import CompileReport
 from support import DEVICE
 
@@ -145,3 +145,38 @@ def test_work_is_linear_in_the_number_of_layers(monkeypatch: pytest.MonkeyPatch)
         nodes.append(counter.nodes)
     for first, second, third in (lines, nodes):
         assert 0 < third - second <= 1.01 * (second - first)
+
+
+class Chain(nn.Module):
+    """Layers with a residual stream, and an elementwise value with two ways to it in each."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([PostNorm(_WIDTH, 0.1) for _ in range(layers)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for layer in self.layers:
+            x = layer(x)
+            y = y + torch.sigmoid(y)
+        return F.linear(y, self.layers[0].up.weight) * x.sum()
+
+
+def test_choice_of_what_is_computed_again_is_linear_in_the_number_of_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = []
+    recompute = joint.recompute
+    for layers in (1, 3, 6, 9):
+        counter = _Counter()
+
+        def counted(*arguments: Any, counter: _Counter = counter, **options: Any) -> None:
+            with counter.counting(monkeypatch):
+                recompute(*arguments, **options)
+
+        monkeypatch.setattr(joint, "recompute", counted)
+        torch._dynamo.reset()
+        model = Chain(layers).to(DEVICE)
+        torch.compile(model, backend=Backend("low"))(randn(4, 8, _WIDTH).requires_grad_())
+        lines.append(counter.lines)
+    assert 0 < lines[3] - lines[2] <= 1.01 * (lines[2] - lines[1])
