@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -58,6 +59,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="instead of timing steps, time how long each provider "
         f"compiles (default: {' and '.join(first_calls.DEFAULT)}), cold and in a second process",
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of --first-calls: the layers of each model, 0 for all (default: 0); otherwise writes "
+        "no file unless --output names one",
     )
     parser.add_argument(
         "--seeds", type=int, default=3, help="of --loss: how many trainings (default: 3)"
@@ -201,9 +210,9 @@ def _profile(chosen: list[Workload], wanted: list[str], setting: Setting) -> int
 def _time_first_calls(
     chosen: list[Workload], wanted: Sequence[str], setting: Setting, options: argparse.Namespace
 ) -> int:
-    path = _output(options, setting.device, "compile")
+    path = options.output if options.layers else _output(options, setting.device, "compile")
     rows = []
-    timed = [workload for workload in chosen if workload.mode != "generate"]
+    timed = [replace(one, layers=options.layers) for one in chosen if one.mode != "generate"]
     for workload in timed:
         for name in wanted:
             rows.append(first_calls.measured(workload, name, setting.device))
