@@ -145,7 +145,7 @@ class _Joint:
     def __init__(self, graph: fx.Graph, parameters: set[fx.Node | None]) -> None:
         self.graph, self.nodes = graph, list(graph.nodes)
         self.position = positions_of(graph)
-        self.parameters = sum(1 << self.position[node] for node in filter(None, parameters))
+        self.parameters = sum(map(self.bit_of, filter(None, parameters)))
         self.backward: set[fx.Node] = set()
         for node in graph.nodes:
             if is_tangent(node) or not self.backward.isdisjoint(node.all_input_nodes):
@@ -155,11 +155,11 @@ class _Joint:
         self.returned = set(end.all_input_nodes)
         self.backward.discard(end)
         self.elementwise = dict.fromkeys(filter(_is_elementwise, self.forward))
-        self.forwards: dict[Any, dict[fx.Node, None]] = defaultdict(dict)
+        self.forwards: dict[Any, set[fx.Node]] = defaultdict(set)
         for node in itertools.filterfalse(_has_policy, self.forward):
             program = _program_of_forward(node)
-            for value in () if program is None else _values_of(node):
-                self.forwards[program, value][node] = None
+            for value in _values_of(node):
+                self.forwards[program, value].add(node)
 
     def aliases(self, node: fx.Node) -> list[fx.Node]:
         """A value of the forward with its views, each after its base."""
@@ -192,13 +192,13 @@ class _Joint:
         """
         sources: dict[fx.Node, int] = {}
         for node in self.forward:
-            arguments = [sources[other] for other in node.all_input_nodes]
+            arguments = list(map(sources.__getitem__, node.all_input_nodes))
             if name_of(node) in _ALIASES:
                 sources[node] = arguments[0]
             elif node in self.elementwise:
                 sources[node] = functools.reduce(operator.or_, arguments, 0)
             else:
-                sources[node] = 1 << self.position[node]
+                sources[node] = self.bit_of(node)
         return sources
 
     @functools.cached_property
@@ -208,7 +208,7 @@ class _Joint:
         The first are those that elementwise nodes of the backward read, the second the others. An
         elementwise value is computed again from others, if these have no more bytes.
         """
-        inline = others = 0
+        needed = {True: 0, False: 0}
         for node in filter(is_tensor, self.forward):
             readers = self.backward.intersection(node.users)
             kinds = set(map(name_of, readers))
@@ -219,12 +219,13 @@ class _Joint:
                 continue
             saved = self.sources[node]
             if not self.fit(saved, _bytes(node)):
-                saved = 1 << self.position[base]
-            if any(map(_is_elementwise, readers)):
-                inline |= saved
-            else:
-                others |= saved
-        return inline, others
+                saved = self.bit_of(base)
+            needed[any(map(_is_elementwise, readers))] |= saved
+        return needed[True], needed[False]
+
+    def bit_of(self, node: fx.Node) -> int:
+        """The bit set of one node."""
+        return 1 << self.position[node]
 
     def fit(self, values: int, most: float) -> bool:
         """Whether values, a bit set, have no more bytes than ``most``."""
@@ -277,7 +278,8 @@ def _pays(joint: _Joint, node: fx.Node, memory: str) -> bool:
 
 def _recompute_results(joint: _Joint, program: Program, backward: Called, memory: str) -> None:
     """Computes results of a region again, for the products of the backward that read them."""
-    agains = [_again(program, output, memory) for output in range(program.count)]
+    computed = functools.partial(_again, program, memory=memory)
+    agains = list(map(computed, range(program.count)))
     if not any(agains):
         return
     for forward in map(called, _forwards_of(joint, program, backward)):
@@ -310,8 +312,8 @@ def _forwards_of(joint: _Joint, program: Program, backward: Called) -> list[fx.N
     saved = set(map(_base_of, nodes_in(map(backward.arguments.get, program.saved))))
     calls = [joint.forwards[program, value] for value in saved]
     # Many layers may read one weight, but few a layer's own values.
-    fewest = min(calls, key=len, default={})
-    return [call for call in fewest if all(call in others for others in calls)]
+    fewest = min(calls, key=len, default=set[fx.Node]())
+    return sorted(fewest.intersection(*calls), key=joint.position.__getitem__)
 
 
 def _output_of(program: Program, kind: str) -> tuple[str, int]:
