@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +22,18 @@ from fusedops.backend import blocks, entry
 from fusedops.backend.passes import loss_heads
 from fusedops.backend.report import CompileReport
 from ranks import run_ranks
-from sharded_blocks import BATCH, LAYERS, LENGTH, WIDTH, BertLike, LlamaLike, Model, parallel, plan
+from sharded_blocks import (
+    BATCH,
+    LAYERS,
+    LENGTH,
+    WIDTH,
+    BertLike,
+    LlamaLike,
+    Model,
+    gather_keys_on_cpus,
+    parallel,
+    plan,
+)
 from support import INTERPRETED
 
 CLASSES = 21  # one rank has eleven
@@ -56,6 +68,12 @@ def _collectives(graphs: Sequence[fx.Graph]) -> list[tuple[str, int]]:
     return sorted(found)
 
 
+def _products(graphs: Sequence[fx.Graph]) -> int:
+    """The number of matrix products."""
+    targets = [node.target for graph in graphs for node in graph.nodes]
+    return sum(map(targets.count, (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)))
+
+
 def _full(t: Tensor | None) -> Any:
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
@@ -81,41 +99,61 @@ def _step(model: nn.Module, x: Tensor, cotangent: Tensor) -> Tensor:
     return output.detach()  # type: ignore[no-any-return]
 
 
-# Along which dimension the ranks share the batch.
-LAYOUTS = {"tp": 1, "fsdp": 0, "fsdp, checkpointed": 0}
+@contextmanager
+def _shared(layout: str, mesh: Any, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Context manager: this rank's parts of batches, whose sequences or rows the ranks share."""
+    if "context parallel" not in layout:
+        dim = 1 if layout == "tp" else 0
+        yield [t.chunk(2, dim)[dist.get_rank()].contiguous() for t in tensors]
+        return
+    from torch.distributed.tensor.experimental import context_parallel
+
+    gather_keys_on_cpus()
+    parts = [t.clone() for t in tensors]  # PyTorch replaces what they hold
+    with context_parallel(mesh, buffers=parts, buffer_seq_dims=[1] * len(parts)):
+        yield parts
+
+
 # Under FSDP each rank draws masks of its own, so that blocks with dropout have no counterpart.
-CASES = ((LlamaLike, "tp"), (BertLike, "tp"), (LlamaLike, "fsdp, checkpointed"))
+CASES = (
+    (LlamaLike, "tp"),
+    (BertLike, "tp"),
+    (LlamaLike, "fsdp, checkpointed"),
+    (LlamaLike, "fsdp, selective, bf16"),
+    (LlamaLike, "fsdp, context parallel"),
+)
 # The regions of a block. Of the biases of products, the one before GELU is in a region.
 REGIONS = {LlamaLike: 2, BertLike: 3}
 
 
 def _check(make: type[nn.Module], layout: str, mesh: Any) -> None:
-    """Values, gradients, masks, collectives and compilations of a model in a layout.
+    """Values, gradients, masks, collectives, products and compilations of a model in a layout.
 
     A term of a product, a norm or an attention is rounded once, and each of a few tens of these
     steps amplifies an error by a factor of about one: rows are normalised, and weights of layers
-    have a norm of about one. So a result differs by some ``eps`` for each of the terms of a sum in
-    each step, as a random walk. A dropped element that one process keeps would differ by the size
-    of the values.
+    have a norm of about one. So a result differs by some ``eps`` of fp32 for each of the terms of a
+    sum in each step, as a random walk. A dropped element that one process keeps would differ by the
+    size of the values. In bf16 one process rounds the same values as the ranks. An element may be
+    rounded to its neighbour, and of a gradient each rank rounds its part.
     """
     from torch.distributed.tensor import DTensor, Shard
 
-    dim, rank = LAYOUTS[layout], dist.get_rank()
+    dtype = torch.bfloat16 if "bf16" in layout else torch.float32
     generator = torch.Generator().manual_seed(1)
-    x, cotangent = torch.randn(2, BATCH, LENGTH, WIDTH, generator=generator)
-    own_x, own_cotangent = (t.chunk(2, dim)[rank].contiguous() for t in (x, cotangent))
-    if make is BertLike and layout == "tp":
-        own_x = DTensor.from_local(own_x, mesh, [Shard(dim)], run_check=False)
-    reference, plain = Model(make), parallel(make, layout, mesh)
+    x, cotangent = torch.randn(2, BATCH, LENGTH, WIDTH, generator=generator).to(dtype)
+    reference, plain = Model(make).to(dtype), parallel(make, layout, mesh)
     _compiled(reference, Backend("auto"))
-    expected = _step(reference, x, cotangent)
-    uncompiled = _Uncompiled()
-    _compiled(plain, uncompiled)
-    _step(plain, own_x, own_cotangent)
-    traced = _graphs()
-    model, backend = parallel(make, layout, mesh), Backend("auto")
-    _compiled(model, backend)
-    output = _step(model, own_x, own_cotangent)
+    whole = _step(reference, x, cotangent)
+    uncompiled, backend = _Uncompiled(), Backend("auto")
+    with _shared(layout, mesh, (x, cotangent, whole)) as (own_x, own_cotangent, expected):
+        if make is BertLike and layout == "tp":
+            own_x = DTensor.from_local(own_x, mesh, [Shard(1)], run_check=False)
+        _compiled(plain, uncompiled)
+        _step(plain, own_x, own_cotangent)
+        traced = _graphs()
+        model = parallel(make, layout, mesh)
+        _compiled(model, backend)
+        error = (_step(model, own_x, own_cotangent) - expected).abs().max()
     what = (make.__name__, layout)
     assert _graphs() == traced == 1, what
     assert not backend.report.left, what
@@ -123,10 +161,11 @@ def _check(make: type[nn.Module], layout: str, mesh: Any) -> None:
     assert len(fused) == REGIONS[make], (*what, str(backend.report))
     graphs = [*backend.forwards, *backend.backwards]
     assert _collectives(graphs) == _collectives(uncompiled.graphs), what
-    assert bool(_collectives(graphs)) == ("tp" in layout), what
-    tolerance = LAYERS * 8 * WIDTH**0.5 * torch.finfo(x.dtype).eps
-    error = (output - expected.chunk(2, dim)[rank]).abs().max()
-    assert error <= tolerance * expected.abs().max(), (*what, error)
+    assert bool(_collectives(graphs)) == (layout in ("tp", "fsdp, context parallel")), what
+    assert _products(graphs) == _products(uncompiled.graphs), what
+    tolerance = LAYERS * 8 * WIDTH**0.5 * torch.finfo(torch.float32).eps
+    tolerance += 0 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    assert error <= tolerance * whole.abs().max(), (*what, error)
     # FSDP averages the gradients of the ranks, which one process adds.
     scale = 2 if "fsdp" in layout else 1
     pairs = zip(model.named_parameters(), reference.parameters(), strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ __all__ = [
     "BertLike",
     "LlamaLike",
     "Model",
+    "gather_keys_on_cpus",
     "parallel",
     "plan",
 ]
@@ -116,19 +118,61 @@ def plan(make: type[nn.Module]) -> dict[str, Any]:
     return {**common, "attention.out": out, "up": up, "down": out}
 
 
+def _saving_products() -> Any:
+    """Contexts of selective checkpointing that save every second product, and no other value."""
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    products: Counter[bool] = Counter()
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_product = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        products[context.is_recompute] += is_product
+        if is_product and products[context.is_recompute] % 2:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def gather_keys_on_cpus() -> None:
+    """Registers a rule by which PyTorch's `context_parallel` runs on a CPU.
+
+    PyTorch has ring attention for GPUs' kernels of attention, and no rule for a CPU's. By this rule
+    keys and values are gathered, and each rank computes the attention of its queries.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    rows, whole = Shard(2), Replicate()
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+
+    @register_sharding(getattr(torch.ops.aten, name).default)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return [([rows, rows], [rows, whole, whole, None, None])]
+
+    @register_sharding(getattr(torch.ops.aten, f"{name}_backward").default)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        gradients = [rows, Partial(), Partial()]
+        return [(gradients, [rows, rows, whole, whole, rows, rows, None, None])]
+
+
 def parallel(make: type[nn.Module], layout: str, mesh: Any) -> nn.Module:
     """A model in a layout; its blocks are not compiled yet."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor.parallel import parallelize_module
 
     model = Model(make)
     for number, layer in enumerate(model.layers):
         if "tp" in layout:
             parallelize_module(layer, mesh, plan(make))
-        if layout == "fsdp, checkpointed":
+        if "checkpointed" in layout:
             model.layers[number] = checkpoint_wrapper(layer)
+        if "selective" in layout:
+            model.layers[number] = checkpoint_wrapper(layer, context_fn=_saving_products)
     if "fsdp" in layout:
+        dtype = torch.bfloat16 if "bf16" in layout else None
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for part in (*model.layers, model):
-            fully_shard(part, mesh=mesh)
+            fully_shard(part, mesh=mesh, mp_policy=policy)
     return model
