@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
-__all__ = ["FromLocal", "OfShards", "OnDTensors", "ToLocal", "is_of_dtensors"]
+__all__ = ["FromLocal", "OfShards", "OnDTensors", "ToLocal", "is_of_dtensors", "whole_of"]
 
 
 class OnDTensors:
@@ -56,6 +57,11 @@ class ToLocal(OfShards):
             return dtensor.to_local(grad_placements=tuple(gradients))
 
         super().__init__(to_local, list(gradients))
+
+
+def whole_of(node: fx.Node) -> fx.Node:
+    """The DTensor that a node is this rank's part of; the node itself if it is no such part."""
+    return node.all_input_nodes[0] if isinstance(node.target, ToLocal) else node
 
 
 class FromLocal(OfShards):

@@ -254,6 +254,42 @@ def _check_grad_modes(mesh: Any) -> None:
             assert error <= tolerance * one.abs().max(), (function.__name__, error)
 
 
+def _check_joined_products(mesh: Any) -> None:
+    """Under autocast the query, key and value of sharded weights are one product and one cast."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    def attention(sharded: bool) -> nn.Module:
+        torch.manual_seed(0)
+        block = BertLike()
+        return (parallelize_module(block, mesh, plan(BertLike)) if sharded else block).attention
+
+    def results(model: nn.Module, x: Tensor, cotangent: Tensor, autocast: bool) -> list[Tensor]:
+        x = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output = model(x)
+        output = output.to_local() if hasattr(output, "to_local") else output
+        output.backward(cotangent.to(output.dtype))
+        whole = [_full(p.grad) for name, p in model.named_parameters() if name != "key.bias"]
+        return [output.detach(), x.grad, *whole]
+
+    generator = torch.Generator().manual_seed(6)
+    x, cotangent = torch.randn(2, BATCH, LENGTH, WIDTH, generator=generator)
+    own = [t.chunk(2, 1)[dist.get_rank()].contiguous() for t in (x, cotangent)]
+    exact = results(attention(False).double(), x.double(), cotangent, False)
+    exact[:2] = [t.chunk(2, 1)[dist.get_rank()] for t in exact[:2]]
+    theirs = results(attention(True), *own, True)
+    torch._dynamo.reset()
+    model, backend = attention(True), Backend("auto")
+    model.compile(backend=backend, fullgraph=True)
+    ours = results(model, *own, True)
+    assert _products(backend.forwards) == 2
+    assert backend.report.changes["one cast of several parameters"] == 1
+    for one, other, want in zip(ours, theirs, exact, strict=True):
+        # Another order of sums, and of roundings to bf16.
+        limit = 2 * (other - want).abs().max() + torch.finfo(torch.bfloat16).eps * want.abs().max()
+        assert (one - want).abs().max() <= limit
+
+
 class Head(nn.Module):
     """The end of a language model, with PyTorch's loss or with this package's."""
 
@@ -322,6 +358,7 @@ def _work(rank: int, folder: str) -> None:
         _check(make, layout, mesh)
     _check_saved(mesh, f"{folder}/saved")
     _check_grad_modes(mesh)
+    _check_joined_products(mesh)
     _check_loss_heads(mesh)
     dist.destroy_process_group()
 

@@ -32,6 +32,7 @@ from ..graphs import (
 )
 from ..report import note_change
 from ..rewrite import Rewrite
+from ..targets import whole_of
 
 __all__ = ["JOINED", "cast_together"]
 
@@ -166,8 +167,8 @@ def _is_joinable(cast: fx.Node) -> bool:
 
 
 def _is_parameter(node: Any) -> TypeGuard[fx.Node]:
-    """Whether a node may be a weight or a bias of a layer, of a known size."""
-    if not isinstance(node, fx.Node) or not is_input(node):
+    """Whether a node may be a weight or a bias of a layer, or a rank's part, of a known size."""
+    if not isinstance(node, fx.Node) or not is_input(whole_of(node)):
         return False
     value = value_of(node)
     if value.dim() not in (1, 2) or not value.is_contiguous():

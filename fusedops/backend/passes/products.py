@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ...core.alignment import ALIGNED
-from ..fx import namespace
+from ..fx import aten_name, namespace
 from ..graphs import (
     VIEWS,
     are_numbers,
@@ -26,6 +26,7 @@ from ..graphs import (
 from ..regions import is_of_elements
 from ..report import note_change
 from ..rewrite import Rewrite
+from ..targets import ToLocal, is_of_dtensors, whole_of
 from .casts import JOINED
 
 __all__ = ["is_product", "join_products", "product_like"]
@@ -95,7 +96,8 @@ def _has_bias(product: fx.Node) -> bool:
 def _weight(node: fx.Node) -> fx.Node | None:
     """The weight of a linear layer whose product may be joined; None for other nodes.
 
-    The weight is an input of the graph that is cast for this product only.
+    The weight is an input of the graph, or this rank's part of one, that is cast for this product
+    only.
     """
     cast = _only_cast(node)
     if cast is None:
@@ -106,7 +108,7 @@ def _weight(node: fx.Node) -> fx.Node | None:
     bias: Any = node.args[0]
     if _has_bias(node) and tuple(value_of(bias).shape) != (outputs,):
         return None
-    if not is_input(weight) or not are_numbers(sizes):
+    if not is_input(whole_of(weight)) or not are_numbers(sizes):
         return None
     # In the joined weight, a weight after this one must begin at a multiple of 16 bytes.
     return weight if outputs % ALIGNED == 0 else None
@@ -137,12 +139,23 @@ def _rows_of(node: fx.Node, parts: dict[fx.Node, int]) -> Any:
     """A key that is equal for equal rows.
 
     The key is a node that is neither a view nor a cast, or it describes a view or a cast: operator,
-    key of its input, arguments and part of the graph.
+    key of its input, arguments and part of the graph. A rank's part of a DTensor is a view.
     """
-    if name_of(node) not in ("view", "_to_copy"):
+    kind = _kind_of_view(node)
+    if not kind:
         return node
     source = _rows_of(node.args[0], parts)  # type: ignore[arg-type]
-    return name_of(node), source, str(node.args[1:]), str(node.kwargs), parts[node]
+    return kind, source, str(node.args[1:]), str(node.kwargs), parts[node]
+
+
+def _kind_of_view(node: fx.Node) -> str:
+    """The operator of a view or a cast, of a tensor or of a DTensor; "" for other nodes."""
+    target: Any = node.target
+    if isinstance(target, ToLocal):
+        return str(target.parameters)
+    operator_of = target.function if is_of_dtensors(target) else target
+    name = aten_name(operator_of)
+    return f"{type(target)} {name}" if name in ("view", "_to_copy") else ""
 
 
 def _with_separate_descendants(products: list[fx.Node]) -> list[fx.Node]:
