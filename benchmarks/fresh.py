@@ -6,7 +6,8 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -15,7 +16,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 from unittest import mock
 
-__all__ = ["Worker", "caches", "in_a_new_process"]
+__all__ = ["Worker", "caches", "in_a_new_process", "together"]
 
 _R = TypeVar("_R")
 _CLOSING_SECONDS = 10.0  # until a process that should end is killed
@@ -38,6 +39,30 @@ def in_a_new_process(
     """Returns the function's result from a new process; raises the errors of `Worker.run`."""
     with Worker() as worker:
         return worker.run(function, *arguments, limit=limit)
+
+
+def together(
+    workers: Sequence[Worker], function: Callable[..., _R], arguments: Sequence[tuple[Any, ...]]
+) -> list[_R]:
+    """Returns the function's results from several processes, which run it at the same time.
+
+    If it raises an error in one of them, the others are killed: they may wait for that one.
+
+    Raises:
+        RuntimeError: the function raised an error, or a process ended without a result.
+    """
+    with ThreadPoolExecutor(len(workers)) as pool:
+        calls = [
+            pool.submit(worker.run, function, *own)
+            for worker, own in zip(workers, arguments, strict=True)
+        ]
+        done, _ = wait(calls, return_when=FIRST_EXCEPTION)
+        failed = any(call.exception() for call in done)
+        for worker in workers if failed else ():
+            worker.stop()
+        for call in done:
+            call.result()
+        return [call.result() for call in calls]
 
 
 class Worker:
@@ -99,6 +124,10 @@ class Worker:
     def resume(self) -> None:
         """Continues the process."""
         self._signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        """Kills the process, also while another thread waits for its result."""
+        self._signal(signal.SIGKILL)
 
     def close(self) -> None:
         """Ends the process, if there is one."""

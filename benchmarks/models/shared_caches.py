@@ -15,7 +15,6 @@ import os
 import statistics
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -96,7 +95,6 @@ def _last_rank(
         folders: the folder of each rank's caches.
         gpu: whether each rank has a GPU.
     """
-    ranks = len(folders)
     with ExitStack() as stack, tempfile.TemporaryDirectory() as store:
         workers = []
         for rank, folder in enumerate(folders):
@@ -104,13 +102,9 @@ def _last_rank(
             with fresh.caches(folder), mock.patch.dict(os.environ, visible):
                 workers.append(stack.enter_context(fresh.Worker()))
                 workers[-1].start()
-        pool = stack.enter_context(ThreadPoolExecutor(ranks))
-        place = f"file://{store}/store"
-        calls = [
-            pool.submit(worker.run, _first_step, place, rank, ranks, (workload, layout, provider))
-            for rank, worker in enumerate(workers)
-        ]
-        return [call.result() for call in calls][-1]
+        place, setting = f"file://{store}/store", (workload, layout, provider)
+        arguments = [(place, rank, len(folders), setting) for rank in range(len(folders))]
+        return fresh.together(workers, _first_step, arguments)[-1]
 
 
 def _first_step(store: str, rank: int, ranks: int, setting: tuple[Workload, str, str]) -> float:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as benchmarks
-from benchmarks.fresh import Worker
+from benchmarks.fresh import Worker, together
 from benchmarks.models import ahead, text
 from benchmarks.models.measuring import Effort
 from benchmarks.models.providers import PROVIDERS, Contender, contender
@@ -101,6 +101,13 @@ def test_paused_worker_runs_nothing_until_it_resumes():
         started = time.perf_counter()
         worker.run(os.getpid)
         assert time.perf_counter() - started > 0.3
+
+
+def test_workers_run_together_and_an_error_in_one_ends_all():
+    with Worker() as one, Worker() as other:
+        assert together([one, other], divmod, [(7, 2), (9, 4)]) == [(3, 1), (2, 1)]
+        with pytest.raises(RuntimeError, match="TypeError"):
+            together([one, other], time.sleep, [(600.0,), ("a minute",)])
 
 
 @dataclass(eq=False)
