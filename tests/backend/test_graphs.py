@@ -718,8 +718,8 @@ def test_parts_without_gradients_save_nothing() -> None:
     graphs = []
     fuse = entry.fused
 
-    def recording(gm: torch.fx.GraphModule, report: CompileReport) -> None:
-        fuse(gm, report)
+    def recording(gm: torch.fx.GraphModule, report: CompileReport, rest: str) -> None:
+        fuse(gm, report, rest)
         graphs.append(gm)
 
     with mock.patch.object(entry, "fused", recording):
