@@ -25,7 +25,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from ..compiler.operator import Program
-from ..core.calls.call import launched
+from ..core.calls.call import elsewhere, launched
 from ..core.calls.operator import Operator
 from ..core.calls.operators import decode, site_from
 from ..core.calls.registration import defined
@@ -58,10 +58,15 @@ def runnable(gm: fx.GraphModule) -> Callable[..., Any]:
     run = gm.forward
 
     def in_context(*args: Any) -> Any:
-        # An error between two switches of the gradient mode must not leave the caller in the inner
-        # one.
-        with without_autocast(), torch.set_grad_enabled(torch.is_grad_enabled()):
-            return run(*args)
+        is_enabled = torch.is_grad_enabled()
+        with without_autocast():
+            try:
+                return run(*args)
+            except BaseException:
+                # Between two switches of the gradient mode an error must not leave the caller in
+                # the inner one. Without an error the graph leaves its own, as the model does.
+                torch.set_grad_enabled(is_enabled)
+                raise
 
     return in_context
 
@@ -130,9 +135,9 @@ def _call_directly(node: fx.Node, op: Operator) -> None:
     # The mask of a rank's part has a state of more numbers.
     if seed is not None and not _is_state(seed):
         return
-    dispatched, dropout = node.target, seed is not None
+    dropout = seed is not None
     constants = (int(threshold), int(cols), str(call), *numbers)  # type: ignore[arg-type]
-    node.target = _launching(op, dispatched, constants, dropout=dropout)
+    node.target = _launching(op, constants, dropout=dropout)
     tensors: Any = node.args[:count]
     node.args = (*tensors[:-1], *tensors[-1]) if op.variadic else tensors
 
@@ -142,19 +147,16 @@ def _is_state(node: Any) -> bool:
     return getattr(node, "target", None) is torch.ops.fusedops.random_state.default
 
 
-def _launching(
-    op: Operator, dispatched: Any, constants: Sequence[Any], *, dropout: bool
-) -> Callable[..., Any]:
+def _launching(op: Operator, constants: Sequence[Any], *, dropout: bool) -> Callable[..., Any]:
     """A function of an operator's tensors, which are like those of the graph's trace.
 
     Args:
         op: the operator.
-        dispatched: the registered operator.
         constants: its arguments after the random state.
         dropout: whether it draws a mask.
     """
     threshold, cols, call, *numbers = constants
-    first, fixed, is_single = op.first, len(op.tensors) - 1, len(op.outputs) == 1
+    first, is_single = op.first, len(op.outputs) == 1
     p = probability(threshold)
     _, _, saves = decode(op, call, tuple(numbers))
 
@@ -162,23 +164,19 @@ def _launching(
     def site_on(index: int) -> Any:
         return site_from(op, index, dropout, cols, call, tuple(numbers))
 
-    def registered(tensors: Sequence[Any]) -> Any:
-        seed = torch.ops.fusedops.random_state(tensors[first].device) if dropout else None
-        if op.variadic:
-            tensors = (*tensors[:fixed], list(tensors[fixed:]))
-        return dispatched(*tensors, seed, *constants)
+    def fitted(tensors: Sequence[Any]) -> Any:
+        # Of a program there is none if a tensor is of a subclass.
+        if isinstance(op, Program):
+            return op.fitted_site(tensors, saves=saves)
+        return site_on(tensors[first].get_device())
 
     def launching(*tensors: Any) -> Any:
         like = tensors[first]
-        if is_intercepted() or not like.numel():
-            return registered(tensors)
-        if isinstance(op, Program):
-            site = op.fitted_site(tensors, saves=saves)
+        site = None if is_intercepted() or not like.numel() else fitted(tensors)
+        if site is None:
+            outs = elsewhere(op, site_on(like.get_device()), tensors, p)
         else:
-            site = site_on(like.get_device())
-        if site is None:  # a tensor is of a subclass
-            return registered(tensors)
-        outs = launched(op, site, tensors, p)
+            outs = launched(op, site, tensors, p)
         return outs[0] if is_single else outs
 
     launching.__name__ = launching.__qualname__ = op.name

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -171,6 +172,21 @@ def test_derivatives_of_second_order_are_eager_ones() -> None:
         (slope,) = torch.autograd.grad((call(x) * weight).sum(), x, create_graph=True)
         both.append(torch.autograd.grad((slope * weight).sum(), x)[0])
     torch.testing.assert_close(*both, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("norm", [F.rms_norm, fusedops.rms_norm], ids=["region", "operator"])
+def test_forward_mode_has_eager_tangents(norm: Callable[..., Tensor]) -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return norm(x, x.shape[-1:], w) @ x.T
+
+    x, w, direction = randn(4, _WIDTH), randn(_WIDTH), randn(4, _WIDTH)
+    tangents = []
+    for call in (fusedops.compile(function, rest="eager"), function):
+        with forward_ad.dual_level():
+            dual = call(forward_ad.make_dual(x, direction), w)
+            tangents.append(forward_ad.unpack_dual(dual).tangent)
+    torch.testing.assert_close(*tangents, rtol=1e-4, atol=1e-4)
 
 
 # --- dropout --------------------------------------------------------------------------------------
@@ -417,6 +433,18 @@ def test_an_error_within_no_grad_restores_the_gradient_mode() -> None:
         with pytest.raises(IndexError):
             compiled(x, torch.full((2,), 9))
         assert torch.is_grad_enabled()
+
+
+@pytest.mark.kernels
+def test_a_model_that_ends_in_another_gradient_mode_leaves_it() -> None:
+    def function(x: Tensor) -> Tensor:
+        torch.set_grad_enabled(False)
+        return F.rms_norm(x, x.shape[-1:], x[0])
+
+    compiled = fusedops.compile(function, rest="eager")
+    with torch.enable_grad():
+        compiled(randn(4, 6))
+        assert not torch.is_grad_enabled()
 
 
 @pytest.mark.plain

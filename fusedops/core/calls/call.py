@@ -46,7 +46,14 @@ from .function import PLAIN, Call, EmptyCall, apply, exposed, forward, on_device
 from .operator import Operator, SequenceOperator, Site, Tensors
 from .words import encode
 
-__all__ = ["as_references", "launched", "launched_into", "run", "site_without_gradients"]
+__all__ = [
+    "as_references",
+    "elsewhere",
+    "launched",
+    "launched_into",
+    "run",
+    "site_without_gradients",
+]
 
 # The most sites in a cache. Few programs have so many different calls; if one does, its cache is
 # emptied.
@@ -126,7 +133,7 @@ def run(op: Operator, constants: Any, tensors: Any, p: Any = 0.0) -> Any:
     try:
         elements = first.numel()
         if site.special or not elements or is_intercepted():
-            return _elsewhere(op, site, tensors, p)
+            return elsewhere(op, site, tensors, p)
         native = site.native if elements <= op.native_elements else None
         if native is not None and site.device_index >= 0 and not mode & _CHANGES_NATIVE:
             return (native(site.constants, tensors),)
@@ -250,7 +257,7 @@ def _check_dense(op: Operator, site: Site, tensors: Tensors) -> None:
             checks.check_dense(site.constants.op, op.argument(site.constants, i), t)
 
 
-def _elsewhere(op: Operator, site: Site, tensors: Tensors, p: float) -> Any:
+def elsewhere(op: Operator, site: Site, tensors: Tensors, p: float) -> Any:
     """Computes a call that is not directly a launch: see the module's table."""
     constants = site.constants
     first = tensors[op.first]
