@@ -26,6 +26,8 @@ __all__ = ["summed_into"]
 
 # The index of the sum among the outputs of `NORM`.
 _SUM = 1
+# The positions of x and the residual: kernels read their elements before they write the sum's.
+_SUMMANDS = (0, 2)
 
 
 def summed_into(
@@ -60,6 +62,8 @@ def _computed(
     constants: NormConstants, tensors: Sequence[Any], quantize: Format[Any, Any] | None, out: Tensor
 ) -> tuple[Tensor, Any]:
     """Returns the normalised sum, and its scales or None; writes the sum."""
+    # Here and not in `summed_into`: while a graph is traced, memory cannot be compared.
+    _check_memory(constants, tensors, out)
     if quantize is not None:
         first, *scales, _ = quantised_norm(constants, tensors, quantize, out)
         return first, scales[0]
@@ -93,17 +97,21 @@ def _check_out(constants: NormConstants, tensors: Sequence[Any], out: Any) -> No
             f"{op}: a call with out has no gradients, and an argument requires one; call it under "
             "torch.no_grad()"
         )
-    # Memory cannot be compared while a graph is traced.
-    if torch.compiler.is_dynamo_compiling() or not PLAIN.issuperset(map(type, everything)):
-        return
+
+
+def _check_memory(constants: NormConstants, tensors: Sequence[Any], out: Tensor) -> None:
+    """Raises unless ``out`` is a summand, or shares no memory with a tensor."""
     if out.is_neg():
-        raise ValueError(f"{op}: out has the negative of its memory; pass out.resolve_neg()")
+        raise ValueError(
+            f"{constants.op}: out has the negative of its memory; pass out.resolve_neg()"
+        )
     for position, tensor in enumerate(tensors):
-        if tensor is not None and _shares_a_part(tensor, out):
+        is_summand = position in _SUMMANDS and _is_same(tensor, out)
+        if tensor is not None and not is_summand and _overlap(tensor, out):
             name = NORM.argument(constants, position)
             raise ValueError(
-                f"{op}: out shares memory with {name}; expected the residual or x itself, or a "
-                "tensor of other memory"
+                f"{constants.op}: out shares memory with {name}; expected the residual or x "
+                "itself, or a tensor of other memory"
             )
 
 
@@ -111,10 +119,13 @@ def _requires_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad
 
 
-def _shares_a_part(tensor: Tensor, out: Tensor) -> bool:
-    """Whether memory is shared by other elements than those of the same position."""
-    if tensor.data_ptr() == out.data_ptr() and tensor.dtype == out.dtype:
-        return tensor.shape != out.shape or not tensor.is_contiguous()
+def _is_same(tensor: Tensor, out: Tensor) -> bool:
+    """Whether each element has the memory of that of ``out`` at its position."""
+    is_like = (tensor.dtype, tensor.shape) == (out.dtype, out.shape) and tensor.is_contiguous()
+    return is_like and tensor.data_ptr() == out.data_ptr()
+
+
+def _overlap(tensor: Tensor, out: Tensor) -> bool:
     first, last = _memory(tensor)
     first_of_out, last_of_out = _memory(out)
     return first < last_of_out and first_of_out < last

@@ -187,6 +187,24 @@ def test_memory_in_another_order_is_refused(name: str, form: quant.Format | None
         fusedops.add_rms_norm(**tensors, quantize=form, out=memory[:4])
 
 
+def test_a_weight_is_no_place_for_the_sum_of_one_row() -> None:
+    """Kernels read the weight after they have written the sum."""
+    weight = torch.randn(8)
+    with pytest.raises(ValueError, match="out shares memory with weight"):
+        fusedops.add_rms_norm(_X[0], _X[1].clone(), weight, out=weight)
+
+
+def test_memory_in_another_order_is_refused_in_a_compiled_graph() -> None:
+    memory = torch.randn(6, 8)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def call(residual: Tensor, out: Tensor) -> Any:
+        return fusedops.add_rms_norm(_X, residual, None, out=out)
+
+    with pytest.raises(ValueError, match="out shares memory with residual"):
+        call(memory[2:], memory[:4])
+
+
 def test_rows_of_one_memory_in_another_order_are_refused() -> None:
     residual = torch.randn(8, 8)
     with pytest.raises(ValueError, match="out shares memory with residual"):
