@@ -20,23 +20,17 @@ _PLACES = (torch, find("_C._nn", torch), Tensor)
 # A generated function is one of these; functions written in Python may do more than dispatch.
 _GENERATED = (types.BuiltinFunctionType, types.MethodDescriptorType)
 _CAST: Any = find("ops.aten._to_copy.default", None)
-# Whether PyTorch computes an operator by others, to which its function dispatches at once.
-_is_composite: Any = find("_C._dispatch_has_kernel_for_dispatch_key", lambda name, key: False)
 
 
 class _DispatchedError(Exception):
     """Ends a call at the operator that it dispatches to."""
-
-    def __init__(self, operator: Any) -> None:
-        super().__init__(operator)
-        self.operator = operator
 
 
 class _Ending(DispatchMode):  # type: ignore[misc]
     """Ends calls before they compute anything."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise _DispatchedError(func)
+        raise _DispatchedError(func, args, kwargs or {})
 
 
 def binding(
@@ -45,8 +39,9 @@ def binding(
     """Returns a function of Python that dispatches to an operator, and its keyword arguments.
 
     It takes half of the host time of the operator's Python object, which converts arguments by the
-    operator's schema. It is called once, to see which operator it dispatches to; nothing is
-    computed. Returns None if there is none for such arguments.
+    operator's schema. Both are called once, to compare what they dispatch to, with which arguments:
+    some functions have other defaults than their operators, such as the reduction of `mse_loss`.
+    Nothing is computed. Returns None if there is none for such arguments.
 
     Args:
         operator: an operator, with its overload.
@@ -60,24 +55,20 @@ def binding(
     name = str(operator.overloadpacket.__name__)
     if operator is _CAST:  # the method may return the tensor itself, unless it is to copy
         name, named["copy"] = "to", True
+    dispatched = _dispatched(operator, args, kwargs)
     for place in _PLACES:
         function = getattr(place, name, None)
-        if isinstance(function, _GENERATED) and _dispatches(function, operator, args, named):
+        if isinstance(function, _GENERATED) and _dispatched(function, args, named) == dispatched:
             return function, named
     return None
 
 
-def _dispatches(
-    function: Any, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> bool:
-    """Returns whether a call dispatches to an operator, or to those that it consists of."""
-    is_composite = _is_composite(operator.name(), "CompositeImplicitAutograd")
-    try:
-        with without_modes(), torch.no_grad(), _Ending():
-            function(*args, **kwargs)
-    except _DispatchedError as end:
-        return is_composite or end.operator is operator
-    # The function does not take such arguments; or it takes them, and their values are wrong.
-    except Exception as error:  # noqa: BLE001
-        return is_composite and not isinstance(error, TypeError)
-    return False
+def _dispatched(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Returns the first call that a function dispatches to, as text, or its error."""
+    with without_modes(), torch.no_grad():
+        try:
+            with _Ending():
+                return f"no call, but {function(*args, **kwargs)}"
+        # The values of the arguments may be wrong: then both raise the same error.
+        except Exception as error:  # noqa: BLE001
+            return repr(error)
