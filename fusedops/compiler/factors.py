@@ -43,7 +43,7 @@ class Factoring:
 
     def __call__(self, root: Node) -> Node:
         """Return the replacement of a node."""
-        for node in itertools.filterfalse(self.done.__contains__, topological([root])):
+        for node in topological([root], self.done):
             self.done[node] = self._rewritten(node)
         return self.done[root]
 

@@ -138,12 +138,17 @@ class Identifiers:
 
     def __init__(self) -> None:
         self._used = set(_RESERVED)
+        # From a name in use to a later one that may be free: those between are in use.
+        self._later: dict[str, str] = {}
 
     def free(self, name: str) -> str:
         """Return a name that is not in use, as similar as possible."""
         name = _valid(name)
+        passed = []
         while name in self._used or not name.isidentifier():
-            name = _valid(_following(name))
+            passed.append(name)
+            name = self._later.get(name) or _valid(_following(name))
+        self._later.update(dict.fromkeys(passed, name))
         self._used.add(name)
         return name
 

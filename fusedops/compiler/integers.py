@@ -6,7 +6,6 @@ instructions. Most integers along a row are columns, which are few.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -38,8 +37,7 @@ class Ranges:
     def are_narrow(self, node: Node) -> bool:
         """Whether these are integers that fit in 32 bits, computed from such integers."""
         if node not in self._narrow:
-            missing = itertools.filterfalse(self._narrow.__contains__, topological([node]))
-            for inner in list(missing):
+            for inner in topological([node], self._narrow):
                 self._add(inner)
         return self._narrow[node]
 

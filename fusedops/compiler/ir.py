@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -458,17 +458,21 @@ def _is_positive(node: Node, least: float = 0.0) -> bool:
     return number is not None and number > least
 
 
-def topological(roots: Iterable[Node]) -> list[Node]:
-    """Return all nodes that the roots are computed from, arguments first."""
+def topological(roots: Iterable[Node], known: Container[Node] = ()) -> list[Node]:
+    """Return all nodes that the roots are computed from, arguments first.
+
+    The search ends at nodes that are ``known``, which are left out.
+    """
     seen: dict[Node, None] = {}
     # A stack in place of recursion, which a long chain of operators would take too deep.
     stack: list[tuple[Node, Iterator[Node]]] = []
-    for root in roots:
+    for root in itertools.filterfalse(known.__contains__, roots):
         if root not in seen:
             stack.append((root, iter(root.args)))
         while stack:
             node, arguments = stack[-1]
-            following = next(itertools.filterfalse(seen.__contains__, arguments), None)
+            unknown = itertools.filterfalse(known.__contains__, arguments)
+            following = next(itertools.filterfalse(seen.__contains__, unknown), None)
             if following is None:
                 seen.setdefault(node)
                 stack.pop()

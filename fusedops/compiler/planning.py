@@ -11,6 +11,7 @@ gradient: training and inference compute the same.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -24,11 +25,13 @@ from .ir import (
     SAME_VALUE,
     Graph,
     Node,
+    computed_of,
     derived_of,
     reachable,
     topological,
     value_of,
 )
+from .needs import Needs
 from .structure import Operand, Part, Structure, nodes_of, within, without
 
 __all__ = ["Alternative", "Plan", "planned", "rebuilt"]
@@ -183,14 +186,18 @@ def _candidates(
 ) -> list[tuple[Alternative, Parts, torch.dtype | None]]:
     """Return all choices of what is saved: nothing, or one whole tensor of the forward."""
     forward = _forward(structure)
-    nothing = Alternative("", *_cost(structure, forward, roots, {}, None, also_saved))
-    candidates: list[tuple[Alternative, Parts, torch.dtype | None]] = [(nothing, {}, None)]
-    for parts, dtype in structure.values:
-        is_computed = forward.issuperset(parts.values())
-        if is_computed and _are_whole(structure, parts.values()):
-            cost = _cost(structure, forward, roots, parts, dtype, also_saved)
-            alternative = Alternative(_name_of(structure, parts), *cost)
-            candidates.append((alternative, parts, dtype))
+    choices: list[tuple[Parts, torch.dtype | None]] = [({}, None)]
+    for value in structure.values:
+        nodes = value[0].values()
+        if forward.issuperset(nodes) and _are_whole(structure, nodes):
+            choices.append(value)
+    saved = [parts.values() for parts, _ in choices]
+    needs = Needs(roots, saved, _numbers(structure, forward, roots))
+    candidates: list[tuple[Alternative, Parts, torch.dtype | None]] = []
+    for index, (parts, dtype) in enumerate(choices):
+        cost = _cost(structure, needs.needed(index), parts, dtype, also_saved)
+        alternative = Alternative(_name_of(structure, parts), *cost)
+        candidates.append((alternative, parts, dtype))
     return candidates
 
 
@@ -211,7 +218,9 @@ def _check_reductions(structure: Structure, roots: list[Node]) -> None:
 
 
 def _name_of(structure: Structure, parts: Parts) -> str:
-    """Return the user's name of a value, or the line that computes it."""
+    """Return the user's name of a value, or the line that computes it; "" for no value."""
+    if not parts:
+        return ""
     line = 0
     for node in parts.values():
         if node.number in structure.lines:
@@ -280,8 +289,7 @@ def _stats(structure: Structure, roots: list[Node], intermediate: set[Node]) -> 
     A number that only other saved numbers are computed from is not among them: the backward reads
     ``rstd = rsqrt(variance + eps)``, and needs the variance for nothing else.
     """
-    forward = _forward(structure)
-    stats = {node for node in forward if _is_stat(structure, node)}
+    stats = _numbers(structure, _forward(structure), roots)
     saved = intermediate | stats
     read = stats & reachable(roots, saved.__contains__)
     return list(filter(read.__contains__, topological(roots)))
@@ -315,23 +323,14 @@ def _output_of(structure: Structure, parts: Parts) -> int:
 
 def _cost(
     structure: Structure,
-    forward: set[Node],
-    roots: list[Node],
+    needed: set[Node],
     parts: Parts,
     dtype: torch.dtype | None,
     also_saved: Collection[int],
 ) -> tuple[int, int, int]:
     """Return the bytes moved, the bytes held and the operators of a backward, of one row."""
-    intermediate = set(parts.values())
-
-    def is_saved(node: Node) -> bool:
-        if node in intermediate:
-            return True
-        return node in forward and _is_stat(structure, node)
-
-    reached = reachable(roots, is_saved)
     # Only whole tensors count. Vectors, and tensors with one number for each row, are few bytes.
-    read = {node for node in reached if node.op == "input" and _is_whole(structure, node)}
+    read = [node for node in needed if node.op == "input" and _is_whole(structure, node)]
     held = sum([_bytes_of(structure, node) for node in read if node.attrs[0] not in also_saved])
     moved = sum([_bytes_of(structure, node) for node in read])
     if dtype is not None:
@@ -340,7 +339,7 @@ def _cost(
         if not _returned(structure, parts, dtype):
             moved += saved_bytes  # the forward writes it
             held += saved_bytes
-    computed = [node for node in reached - intermediate if node.args]
+    computed = [node for node in needed.difference(parts.values()) if node.args]
     return moved * structure.cols, held * structure.cols, len(computed)
 
 
@@ -379,13 +378,30 @@ def _is_counted(structure: Structure, operand: Operand) -> bool:
     return rows == structure.rows[: len(rows)]
 
 
+def _numbers(structure: Structure, forward: set[Node], roots: list[Node]) -> set[Node]:
+    """Return the numbers of each row that reductions give, and that a backward need not compute.
+
+    There are none if the backward would read more of them than a row has elements: the row is read
+    anyway, and they are computed of it again. In iterations on small matrices, each sum is one.
+    """
+    # A function of small matrices has thousands of values, so that each is visited once.
+    reduced: set[Node] = set()
+    for node in topological(forward):
+        if node.op in REDUCTIONS or not reduced.isdisjoint(computed_of(node)):
+            reduced.add(node)
+    is_stat = functools.partial(_is_stat, structure)
+    numbers = set(filter(is_stat, reduced & forward))
+    read = numbers & reachable(roots, numbers.__contains__)
+    return numbers if len(read) <= structure.parts_of_row * structure.cols else set()
+
+
 def _is_stat(structure: Structure, node: Node) -> bool:
-    """Whether this is a number of each row that a reduction gives."""
+    """Whether a value that depends on a reduction is a number of each row that can be saved."""
     if node.kind != "float" or node.op in SAME_VALUE:
         return False
     if not node.args or node.axes != set(structure.rows):
         return False
-    return _has_reduction(node) and not _is_largest_of_sums(structure, node)
+    return not _is_largest_of_sums(structure, node)
 
 
 def _is_largest_of_sums(structure: Structure, node: Node) -> bool:
@@ -394,13 +410,11 @@ def _is_largest_of_sums(structure: Structure, node: Node) -> bool:
     A backward finds the largest value by comparing all with it. It computes sums over blocks again,
     perhaps in another order, so it has to compute their largest value again, too.
     """
-    sums = filter(lambda inner: inner.op == "sum", reachable([node]))
+    if node.op != "amax":
+        return False
     inner = structure.inner
-    return node.op == "amax" and bool(inner) and inner in [one.attrs[0] for one in sums]
-
-
-def _has_reduction(node: Node) -> bool:
-    return any(inner.op in REDUCTIONS for inner in reachable([node]))
+    sums = filter(lambda inner: inner.op == "sum", reachable([node]))
+    return bool(inner) and inner in [one.attrs[0] for one in sums]
 
 
 # --- rounding -------------------------------------------------------------------------------------
@@ -499,7 +513,7 @@ def rebuilt(graph: Graph, change: Callable[[Node, Node], Node]) -> Callable[[Nod
     done: dict[Node, Node] = {}
 
     def again(root: Node) -> Node:
-        for node in itertools.filterfalse(done.__contains__, topological([root])):
+        for node in topological([root], done):
             args = map(done.__getitem__, node.args)
             built = graph.make(node.op, *args, attrs=node.attrs, axes=node.axes, kind=node.kind)
             _add_names(built, node)
