@@ -21,6 +21,7 @@ __all__ = [
     "dynamic_tanh",
     "gated_residual_norm",
     "gated_rms_norm",
+    "hyper_connection",
     "layer_scale",
     "masked_softmax",
     "norm_and_rotary",
@@ -37,6 +38,7 @@ __all__ = [
     "rms_norm_to_fp8_by_hand",
     "router",
     "router_weights",
+    "sinkhorn_of",
     "soft_capped_softmax",
     "swiglu_norm",
     "swiglu_to_fp8_blocks",
@@ -244,6 +246,28 @@ def router_weights(function: Callable[..., Any], logits: Tensor) -> Tensor:
     """Returns the router's weights, which have a gradient, and not the indices."""
     weights: Tensor = function(logits)[0]
     return weights
+
+
+# --- streams of a residual ------------------------------------------------------------------------
+
+
+def hyper_connection(x: Tensor, out: Tensor, mixing: Tensor, weights: Tensor) -> Tensor:
+    """Mixes the streams of a residual, and adds a layer's output to each (arXiv:2409.19606)."""
+    mixed = (mixing.float()[..., None] * x.float().unsqueeze(-3)).sum(-2)
+    return (mixed + weights.float()[..., None] * out.float().unsqueeze(-2)).to(x.dtype)
+
+
+def sinkhorn_of(steps: int) -> Callable[[Tensor], Tensor]:
+    """Returns a function that normalises the rows and the columns of a small matrix in turn."""
+
+    def sinkhorn(logits: Tensor) -> Tensor:
+        matrix = logits.float().exp()
+        for _ in range(steps):
+            matrix = matrix / matrix.sum(-1, keepdim=True)
+            matrix = matrix / matrix.sum(-2, keepdim=True)
+        return matrix
+
+    return sinkhorn
 
 
 # --- quantised results ----------------------------------------------------------------------------

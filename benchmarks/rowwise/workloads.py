@@ -33,6 +33,7 @@ class Sizes:
         scores: the length of a row of attention weights.
         vocabulary: the classes of the cross-entropy.
         experts: tokens and experts of a router.
+        steps: the iterations of Sinkhorn and Knopp.
         quantised: rows and columns of quantised norms, of quantised norms of sums, and of quantised
             gated units.
     """
@@ -46,6 +47,7 @@ class Sizes:
     scores: int
     vocabulary: int
     experts: tuple[int, int]
+    steps: int
     quantised: tuple[tuple[Shape, ...], ...]
 
     @property
@@ -69,6 +71,7 @@ FULL = Sizes(
     scores=1024,
     vocabulary=128_256,
     experts=(16384, 128),
+    steps=20,
     quantised=(((4096, 16384), (8192, 4096)), ((8192, 4096), (8192, 7168)), ((8192, 14336),)),
 )
 TINY = Sizes(
@@ -81,6 +84,7 @@ TINY = Sizes(
     scores=24,
     vocabulary=40,
     experts=(6, 24),
+    steps=2,
     quantised=(((6, 384),),) * 3,
 )
 
@@ -177,6 +181,7 @@ def workloads(names: Sequence[str] = (), sizes: Sizes = FULL) -> list[Workload]:
         *_queries_and_keys(sizes),
         *_scores(sizes),
         *_routers(sizes),
+        *_streams(sizes),
         *_quantised(sizes),
     ]
     if not names:
@@ -413,6 +418,25 @@ def _routers(sizes: Sizes) -> Iterator[Workload]:
         arguments=_floats((rows, cols)),
         elements=_elements(rows * (cols + 6 * 8), rows * (2 * cols + 2 * 8)),
         caller=functions.router_weights,
+    )
+
+
+def _streams(sizes: Sizes) -> Iterator[Workload]:
+    """Yields a hyper-connection of four streams, and matrices to mix them, whose results are fp32."""
+    rows, cols = sizes.rows, sizes.widths[0]
+    yield Workload(
+        name="hyper_connection",
+        function=functions.hyper_connection,
+        shape=(rows, 4 * cols),
+        arguments=_floats((rows, 4, cols), (rows, cols), (rows, 4, 4), (rows, 4)),
+        elements=_elements(rows * (9 * cols + 20), rows * (14 * cols + 40)),
+    )
+    yield Workload(
+        name="sinkhorn",
+        function=functions.sinkhorn_of(sizes.steps),
+        shape=(rows, 16),
+        arguments=_floats((rows, 4, 4)),
+        elements=_elements(rows * 48, rows * 64),
     )
 
 

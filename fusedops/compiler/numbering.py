@@ -34,6 +34,7 @@ class Numbering:
         traced: the function.
         nodes: the nodes that outputs depend on.
         used: the inputs among these.
+        small: traced axes that are unrolled, beside those of parts that are selected or stacked.
     Attributes:
         order: the traced axes, the outermost first; a structure's axis is an index into it.
         sizes: the sizes of the structure's axes.
@@ -46,6 +47,7 @@ class Numbering:
         traced: Traced,
         nodes: Sequence[Node],
         used: Sequence[Value],
+        small: Label = (),
     ) -> None:
         self._axes = traced.axes
         self.order: list[int] = []
@@ -57,7 +59,7 @@ class Numbering:
             self._append_new(_flat(value.labels))
         self._numbers = {axis: number for number, axis in enumerate(self.order)}
         self.sizes = tuple([self._axes.sizes[axis] for axis in self.order])
-        unrolled = set[int]()
+        unrolled = set(self.of(small))
         for node in nodes:
             if node.op in _UNROLLING:
                 unrolled.update(self.of_label(node.attrs[0]))

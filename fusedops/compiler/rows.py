@@ -43,9 +43,27 @@ def structured(traced: Traced) -> Structure:
         NotRowwiseError: its rows and columns are not those of one kernel.
     """
     try:
-        return _Structuring(traced).result()
+        return _with_small_axes(traced)
     except AxisError as error:  # raised when dimensions are joined that cannot be the same
         raise NotRowwiseError(str(error)) from None
+
+
+def _with_small_axes(traced: Traced) -> Structure:
+    """Return the structure; small axes that are reduced are unrolled if no kernel fits otherwise.
+
+    For example, a sum over four streams of a residual is three sums of their columns. Of a matrix
+    whose rows and columns are both reduced, the columns remain an axis.
+    """
+    structuring = _Structuring(traced)
+    try:
+        return structuring.result()
+    except NotRowwiseError:
+        small = structuring.small_axes()
+        if not small:
+            raise
+        structure = _Structuring(traced, small).result()
+        _check_size(structure)
+        return structure
 
 
 # Example: the axes of ``q, k, v = x.unbind(2)``, with sums over the last dimension of each:
@@ -58,6 +76,22 @@ def structured(traced: Traced) -> Structure:
 # A kernel's program has some rows, all columns, and code of its own for each index along the
 # unrolled axes. So rows have to be outside of columns in every tensor, and all reductions have to
 # be over the same columns.
+
+
+# The most values of a function with small axes that are unrolled. The time in which Triton
+# compiles a kernel grows with the square of their number: for 20 iterations on matrices of 4 x 4,
+# which have 300, it is half a minute.
+_MOST_VALUES = 400
+
+
+def _check_size(structure: Structure) -> None:
+    """Raise if unrolling small axes makes too much code."""
+    count = len(topological(nodes_of(structure.results)))
+    if count > _MOST_VALUES:
+        raise NotRowwiseError(
+            f"with its small dimensions unrolled it has {count} values, and {_MOST_VALUES} are the "
+            "most. Make iterations on small matrices a function of their own"
+        )
 
 
 # The fewest columns of a block. A thread has about as many neighbouring columns.
@@ -73,7 +107,7 @@ class _Structuring:
         numbering: the axes, with those that are unrolled.
     """
 
-    def __init__(self, traced: Traced) -> None:
+    def __init__(self, traced: Traced, small: Label = ()) -> None:
         self.traced = traced
         self.nodes = topological([value.node for value in traced.outputs])
         self.node_set = set(self.nodes)
@@ -82,7 +116,7 @@ class _Structuring:
         # check raises. The numbering is of the axes that remain after all joins.
         self._join_columns()
         self._check_dimensions()
-        self.numbering = Numbering(traced, self.nodes, self.used)
+        self.numbering = Numbering(traced, self.nodes, self.used, small)
 
     def result(self) -> Structure:
         """Return the structure, after checks of its operands."""
@@ -123,6 +157,21 @@ class _Structuring:
         )
         _check_dropouts(structure)
         return structure
+
+    def small_axes(self) -> Label:
+        """Return the traced axes of reductions that could be unrolled; () if they do not fit.
+
+        The innermost axis is the columns, and reductions that are not over it may be of small axes.
+        The outermost axis has the rows of a batch, whose number differs between calls.
+        """
+        numbering = self.numbering
+        rolled = without(range(numbering.count), numbering.unrolled)
+        columns = frozenset(rolled[-1:])
+        beside = filter(columns.isdisjoint, self._reductions().values())
+        small = without(sorted(set(itertools.chain(*beside))), numbering.unrolled)
+        if rolled[0] in small or numbering.size(small) > MOST_PARTS:
+            return ()
+        return tuple(map(numbering.order.__getitem__, small))
 
     def _outputs(self) -> list[Operand]:
         """Return the outputs, with the last name that the user gave to each."""

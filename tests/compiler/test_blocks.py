@@ -231,5 +231,5 @@ def test_other_reductions_are_refused(
 ) -> None:
     with pytest.raises(fusedops.NotRowwiseError, match=message):
         fusedops.rowwise(function, strict=True)(
-            torch.randn(5, 48, device=DEVICE), torch.rand(5, 6, device=DEVICE)
+            torch.randn(5, 816, device=DEVICE), torch.rand(5, 102, device=DEVICE)
         )
