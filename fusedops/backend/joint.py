@@ -279,11 +279,11 @@ def _pays(joint: _Joint, node: fx.Node, memory: str) -> bool:
 def _recompute_results(joint: _Joint, program: Program, backward: Called, memory: str) -> None:
     """Computes results of a region again, for the products of the backward that read them."""
     computed = functools.partial(_again, program, memory=memory)
-    agains = list(map(computed, range(program.count)))
-    if not any(agains):
+    operators = list(map(computed, range(program.count)))
+    if not any(operators):
         return
     for forward in map(called, _forwards_of(joint, program, backward)):
-        for output, again in enumerate(agains):
+        for output, again in enumerate(operators):
             if again is not None:
                 _recompute_result(joint, program, again, forward, output)
 
