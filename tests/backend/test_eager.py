@@ -108,6 +108,7 @@ class Broken(nn.Module):
 
 
 @pytest.mark.kernels
+@pytest.mark.pairs("build autocast")
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 @pytest.mark.parametrize(
     "build",

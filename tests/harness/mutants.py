@@ -345,8 +345,8 @@ MUTANTS = (
     Mutant(
         "casts by autocast while eager operators run a captured graph",
         "backend/eager.py",
-        "with without_autocast(), ",
-        "with ",
+        "with without_autocast():",
+        "if True:",
         ("backend/test_eager.py", "training and mixed"),
     ),
     Mutant(
