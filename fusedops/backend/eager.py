@@ -9,7 +9,7 @@ higher derivatives work as there. A node's function is exchanged for one that co
     a region, or an operator of this       a launch, with an autograd Function where a backward
       library that the model calls           follows: see `core.calls.call`
     an operator of PyTorch                 the function or method of Python that dispatches to it,
-                                             which takes half of the host time
+                                             which takes less host time
     a checkpointed part                    `torch.utils.checkpoint`, without re-entrance
 """
 

@@ -56,8 +56,8 @@ def compile(  # noqa: A001
     names the reason, and Inductor compiles it whole.
 
     With ``rest="eager"`` nothing is compiled but the regions' kernels. PyTorch's eager operators
-    run the rest of the graph, and a graph that cannot be captured; autograd differentiates it. The
-    first call takes less time, and derivatives of any order exist.
+    run the rest of the graph, and a graph that cannot be captured; autograd differentiates it, so
+    that derivatives of any order exist.
 
     Args:
         model: a module or a function.
@@ -98,7 +98,7 @@ def compile(  # noqa: A001
 
 
 def explain(
-    model: Callable[..., Any], *args: Any, rest: Any = INDUCTOR, **kwargs: Any
+    model: Callable[..., Any], *args: Any, rest: str = INDUCTOR, **kwargs: Any
 ) -> CompileReport:
     """Reports the row-wise regions that `fusedops.compile` finds in a call of a model.
 
@@ -108,7 +108,7 @@ def explain(
 
     Args:
         model: a module or a function.
-        rest: as in `compile`.
+        rest: as in `compile`; it is not passed to the model.
     Returns:
         The report, for `print`.
     Raises:

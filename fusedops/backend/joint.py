@@ -158,7 +158,7 @@ class _Joint:
         self.forwards: dict[Any, set[fx.Node]] = defaultdict(set)
         for node in itertools.filterfalse(_has_policy, self.forward):
             program = _program_of_forward(node)
-            for value in _values_of(node):
+            for value in [] if program is None else _values_of(node):
                 self.forwards[program, value].add(node)
 
     def aliases(self, node: fx.Node) -> list[fx.Node]:

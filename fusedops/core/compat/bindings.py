@@ -38,14 +38,14 @@ def binding(
 ) -> tuple[Any, dict[str, Any]] | None:
     """Returns a function of Python that dispatches to an operator, and its keyword arguments.
 
-    It takes half of the host time of the operator's Python object, which converts arguments by the
+    It takes less host time than the operator's Python object, which converts arguments by the
     operator's schema. Both are called once, to compare what they dispatch to, with which arguments:
     some functions have other defaults than their operators, such as the reduction of `mse_loss`.
     Nothing is computed. Returns None if there is none for such arguments.
 
     Args:
         operator: an operator, with its overload.
-        args: examples of its positional arguments; only their types count.
+        args: examples of its positional arguments; their values may be wrong.
         kwargs: examples of its keyword arguments.
     """
     named = dict(kwargs)
