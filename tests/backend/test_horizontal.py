@@ -495,7 +495,7 @@ def test_cycles_through_regions_that_are_single_nodes() -> None:
 
 
 def _norm_of_cat(module: Slices, x: Tensor) -> Tensor:
-    joined, weight = torch.cat(module.all(x.split(WIDTH, -1)), -1), torch.cat([*module.weights])
+    joined, weight = torch.cat(module.all(x.split(WIDTH, -1)), -1), torch.cat(list(module.weights))
     return F.rms_norm(joined, weight.shape, weight)
 
 

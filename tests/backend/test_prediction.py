@@ -173,7 +173,7 @@ def test_biases_of_products_are_left_to_the_products() -> None:
     assert region.reason == "Inductor is predicted to be as fast"
     # Its forward is the product's, and Inductor reads dy to sum it.
     assert region.times is not None
-    size = 9 * 16 * 4 / prediction.H200.bandwidth
+    size = 9 * 16 * 4 / prediction.machine_of().bandwidth
     assert region.times.inductor == pytest.approx(size * prediction.RATES.summed)
 
 

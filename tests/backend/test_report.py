@@ -350,7 +350,7 @@ def test_prediction_has_the_slowest_region_first() -> None:
     assert not fused.reason
     # The norm reads and writes rows of 8 numbers, and its backward reads two and writes one. Sums
     # of Inductor read those two once more. The softmax has rows of 4.
-    bandwidth, rates = prediction.H200.bandwidth, prediction.RATES
+    bandwidth, rates = prediction.machine_of().bandwidth, prediction.RATES
     row, short = 6 * 8 * 4 / bandwidth, 6 * 4 * 4 / bandwidth
     times = [5 * row * rates.moved, 5 * short * rates.moved]
     assert [fused.seconds, left.seconds] == pytest.approx(times)

@@ -18,6 +18,7 @@ from fusedops.backend import encoding, entry, meshes, storing
 from fusedops.backend.passes import loss_heads
 from fusedops.backend.report import CompileReport
 from sharded_blocks import BATCH, LENGTH, WIDTH, LlamaLike, parallel
+from support import INTERPRETED
 
 P = 0.5
 pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
@@ -98,7 +99,7 @@ def _of_loss_head(mesh: Any) -> tuple[fx.GraphModule, list[Any]]:
 _CASES = (_of_block, _of_dropout, _of_uneven_shards, _of_loss_head)
 
 
-@pytest.mark.kernels
+@pytest.mark.skipif(not INTERPRETED, reason="the kernels run on a CPU in the interpreter only")
 @pytest.mark.parametrize(
     "case", range(4), ids=["block", "dropout", "uneven shards", "sharded loss head"]
 )
