@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedops
+from fusedops.backend.blocks import repeated_blocks
 from fusedops.backend.entry import backend
 from fusedops.models.rules import bert, t5, torch_nn
 from fusedops.models.tricks import TRICKS
@@ -212,6 +213,14 @@ def _fused_backend(model: nn.Module) -> Context:
     return _compile(model, backend=backend)
 
 
+def _eager_blocks(model: nn.Module) -> Context:
+    """Changes the leaves outside of the repeated blocks, which it compiles without Inductor."""
+    blocks = [name for name, _ in repeated_blocks(model)]
+    fusedops.fuse_model(model, exclude=[*_OF_BLOCKS, *blocks])
+    fusedops.compile_blocks(model, rest="eager")
+    return nullcontext
+
+
 def _operators(model: Any) -> Context:
     """Writes operators of fusedops into a model that has a form with them."""
     if not hasattr(model, "use_operators"):
@@ -302,10 +311,12 @@ _OF_BLOCKS = (
     *("attention", "block"),
     *sorted(TRICKS - {"one_token"}),
 )
-# What `fuse_model` compares with: `fusedops.compile` without Inductor, and leaves alone.
+# What `fuse_model` compares with: leaves alone, and `fusedops.compile` without Inductor, of the whole
+# model and of its blocks.
 REST: dict[str, Callable[..., Context]] = {
     "leaves": partial(_fused, exclude=_OF_BLOCKS),
     "rest_eager": partial(_compile, backend=backend, options={"fusedops.rest": "eager"}),
+    "blocks_eager": _eager_blocks,
 }
 # The same with this package's loss of hidden states, which the model calls itself.
 _OF_HIDDEN_STATES: dict[str, Callable[..., Context]] = {

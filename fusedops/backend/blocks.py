@@ -12,7 +12,7 @@ from ..core.compat.distributed import unsharded_class
 from .entry import backend
 from .options import INDUCTOR, check_options, with_rest
 
-__all__ = ["compile_blocks"]
+__all__ = ["compile_blocks", "repeated_blocks"]
 
 
 def compile_blocks(
@@ -54,7 +54,7 @@ def compile_blocks(
     options, mode = with_rest("compile_blocks", options, mode, rest)
     check_options("compile_blocks", mode, options)
     blocks: dict[nn.Module, str] = {}
-    for name, block in _blocks(model, ""):
+    for name, block in repeated_blocks(model):
         blocks.setdefault(block, name)
     if not blocks:
         raise ValueError(
@@ -72,7 +72,7 @@ def compile_blocks(
     return list(blocks.values())
 
 
-def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The outermost repeated blocks in a module, with their names; a shared one at each place."""
     # `named_children` leaves out the repeats of a module.
     children = {name: child for name, child in module._modules.items() if child is not None}
@@ -83,7 +83,7 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         if is_list and has_parts and counts[_kind(child)] > 1:
             yield prefix + name, child
         else:
-            yield from _blocks(child, f"{prefix}{name}.")
+            yield from repeated_blocks(child, f"{prefix}{name}.")
 
 
 def _kind(module: nn.Module) -> Any:

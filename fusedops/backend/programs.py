@@ -6,9 +6,11 @@ import functools
 import itertools
 import math
 import operator
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -229,47 +231,32 @@ def _source_or_reason(
 
 
 def prepare(
-    program: RegionProgram, wanted: Collection[fx.Node], receives: Collection[fx.Node]
-) -> None:
-    """Compiles the kernels of a program for the call that is traced.
+    programs: Sequence[tuple[RegionProgram, Collection[fx.Node]]], receives: Collection[fx.Node]
+) -> list[str]:
+    """Compiles the kernels of programs for the call that is traced, several at the same time.
 
     Args:
-        program: the program.
-        wanted: the inputs that have gradients through it.
+        programs: the programs, each with the inputs that have gradients through it.
         receives: the nodes to whose values the backward passes a gradient.
-    Raises:
-        NotRowwiseError: Triton cannot compile one.
+    Returns:
+        For each program the reason why Triton cannot compile a kernel; "" where it compiles all.
     """
-    device = _device_of(program.inputs)
-    if not launch.runs_kernels(device.type) or tuning.on_demand():  # the tuner would run them
-        return
-    # The backward kernel depends on which gradients are wanted: with a frozen norm it is another.
+    if tuning.on_demand():  # the tuner would run them
+        return [""] * len(programs)
     with recording_nothing(), without_modes():
-        received = {number for node, number in program.outputs if node in receives}
-        reason = _prepared(
-            program.program,
-            device,
-            program.shapes,
-            program.strides,
-            tuple(map(wanted.__contains__, program.inputs)),
-            tuple(map(received.__contains__, range(program.program.count))),
-        )
-    if reason:
-        raise NotRowwiseError(reason)
+        calls = [_call(program, wanted, receives) for program, wanted in programs]
+    distinct = dict.fromkeys(calls)
+    # Triton's passes and the assembler leave the interpreter's lock to other threads, which have
+    # none of this thread's modes.
+    with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="fusedops-compile") as pool:
+        reasons = dict(zip(distinct, pool.map(_prepared, distinct), strict=True))
+    return list(map(reasons.__getitem__, calls))
 
 
-@functools.lru_cache(maxsize=_MOST)
-def _prepared(
-    program: Program,
-    device: torch.device,
-    shapes: Sequence[tuple[int, ...]],
-    strides: Sequence[tuple[int, ...]],
-    wanted: tuple[bool, ...],
-    received: tuple[bool, ...],
-) -> str:
-    """The reason why Triton cannot compile a kernel; "" where it compiles all.
+class _Call(NamedTuple):
+    """A call of a program, for which its kernels are compiled.
 
-    Args:
+    Attributes:
         program: the program.
         device: the device of its tensors.
         shapes: the shapes of its inputs.
@@ -277,16 +264,46 @@ def _prepared(
         wanted: whether each input has a gradient.
         received: whether each output has one.
     """
+
+    program: Program
+    device: torch.device
+    shapes: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...], ...]
+    wanted: tuple[bool, ...]
+    received: tuple[bool, ...]
+
+
+def _call(
+    program: RegionProgram, wanted: Collection[fx.Node], receives: Collection[fx.Node]
+) -> _Call:
+    """The call that is traced."""
+    received = {number for node, number in program.outputs if node in receives}
+    return _Call(
+        program.program,
+        _device_of(program.inputs),
+        program.shapes,
+        program.strides,
+        # The backward kernel depends on which gradients are wanted: with a frozen norm it differs.
+        tuple(map(wanted.__contains__, program.inputs)),
+        tuple(map(received.__contains__, range(program.program.count))),
+    )
+
+
+@functools.lru_cache(maxsize=_MOST)
+def _prepared(call: _Call) -> str:
+    """The reason why Triton cannot compile a kernel of a call; "" where it compiles all."""
+    if not launch.runs_kernels(call.device.type):
+        return ""
     # Without memory: kernels are compiled, but not launched.
     tensors = [
         torch.empty_strided(shape, steps, dtype=dtype, device="meta")
-        for shape, steps, dtype in zip(shapes, strides, program.dtypes, strict=True)
+        for shape, steps, dtype in zip(call.shapes, call.strides, call.program.dtypes, strict=True)
     ]
-    is_gpu = device.type == "cuda"
+    is_gpu = call.device.type == "cuda"
     try:
-        with torch.cuda.device(device) if is_gpu else nullcontext():
+        with torch.cuda.device(call.device) if is_gpu else nullcontext():
             index = launch.current_device() if is_gpu else -1
-            launching.prepare(program, index, tensors, wanted, received)
+            launching.prepare(call.program, index, tensors, call.wanted, call.received)
     except launch.NotCompiledError as error:
         return str(error)
     return ""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, deque
+import operator
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -113,7 +114,6 @@ class Selector:
         self._reported = set[fx.Node]()
         self.reports: list[RegionReport] = []
         self.replaced: dict[fx.Node, fx.Node] = {}
-        self._unprepared: set[Match] = set()
         self._places: dict[Match, int] = {}  # of reports
         self._left: dict[fx.Node, int] = {}  # the same, by the regions' first nodes
 
@@ -137,15 +137,12 @@ class Selector:
     def _select_each(self, regions: Iterable[Region]) -> None:
         """Tries each region; if one cannot be one operator, tries smaller regions within it."""
         todo = deque(regions)
-        kinds = Counter(map(_operators_of, todo))
         while todo:
             region = todo.popleft()
             alike = parts_alike(region)
             if alike:
-                kinds.update(map(_operators_of, alike))
                 todo.extendleft(reversed(alike))
                 continue
-            is_alone = kinds[_operators_of(region)] < 2
             # `_match` may copy views out of the region, so describe the region before.
             report = _report_of(region, self.needs)
             try:
@@ -153,12 +150,6 @@ class Selector:
                 report = replace(report, times=match.works.times(match.machine))
                 if not self._pays(match, match.works):
                     raise NotRowwiseError(AS_FAST)
-                # Regions of the same operators may be one operator: see `horizontal`. Only that is
-                # compiled then.
-                if is_alone:
-                    prepare(match.program, match.reached, self.receives)
-                else:
-                    self._unprepared.add(match)
             # After any error the region is left to Inductor, and the report has the reason.
             except Exception as error:  # noqa: BLE001
                 smaller = self.finder.smaller(region)
@@ -193,7 +184,6 @@ class Selector:
         except Exception as error:  # noqa: BLE001
             self._report(region, replace(report, reason=_reason_of(error)))
         else:
-            self._unprepared.add(match)
             self._add(match, report)
 
     def _report(self, region: Region, report: RegionReport) -> int:
@@ -261,14 +251,14 @@ class Selector:
         # Among eager operators `_why_eager` has decided.
         if _functions(region) or self.runner == EAGER:
             return True
-        operator, inductor = works.times(match.machine)
-        if operator < inductor or _has_gradient(region, self.needs):
-            return operator < inductor
+        ours, inductors = works.times(match.machine)
+        if ours < inductors or _has_gradient(region, self.needs):
+            return ours < inductors
         # Inference selects the regions of training, so that it computes the same bits.
-        if operator > (1 + _CLOSE) * inductor:
+        if ours > (1 + _CLOSE) * inductors:
             return False
-        operator, inductor = _in_training(match).times(match.machine)
-        return operator < inductor
+        ours, inductors = _in_training(match).times(match.machine)
+        return ours < inductors
 
     def rest(self) -> tuple[int, int]:
         """The bytes that operators outside of the reported regions read and write, one by one.
@@ -309,22 +299,30 @@ class Selector:
                 outside=tuple(dict.fromkeys(outside)),
             )
 
-    def is_alone(self, match: Match) -> bool:
-        """Whether a match is to be an operator by itself; reports why if it is not.
+    def alone(self, matches: Iterable[Match]) -> list[Match]:
+        """The matches that are to be an operator each; reports why the others are not.
 
-        Its kernels are compiled, or are now.
+        Their kernels are compiled.
         """
+        paying = list(filter(self._pays_alone, matches))
+        programs = list(map(operator.attrgetter("program", "reached"), paying))
+        reasons = prepare(programs, self.receives)
+        for match, reason in zip(paying, reasons, strict=True):
+            self._leave(match, reason)
+        return list(itertools.compress(paying, map(operator.not_, reasons)))
+
+    def _pays_alone(self, match: Match) -> bool:
+        """Whether an operator of a match by itself pays; reports if it does not."""
         works = prediction.among_neighbours(match.works, match.region, self.needs, self._of_regions)
-        reason = "" if not match.is_slice and self._pays(match, works) else AS_FAST
-        if match in self._unprepared and not reason:
-            try:
-                prepare(match.program, match.reached, self.receives)
-            except NotRowwiseError as error:
-                reason = _reason_of(error)
+        pays = not match.is_slice and self._pays(match, works)
+        self._leave(match, "" if pays else AS_FAST)
+        return pays
+
+    def _leave(self, match: Match, reason: str) -> None:
+        """Reports that a match is no operator, if there is a reason."""
+        place = self._places[match]
         if reason:
-            place = self._places[match]
             self.reports[place] = replace(self.reports[place], program=None, reason=reason)
-        return not reason
 
     def _copy_views(self, region: Region) -> None:
         """Copies views that are used outside a region; updates the sets of nodes and `replaced`."""

@@ -72,8 +72,14 @@ def test_small_regions_are_left_in_inference(name: str, monkeypatch: pytest.Monk
     make_model, call, has_gradients, count = CASES[name]
     rates = replace(prediction.RATES, kernels=1e-6, calls=call * 1e-6)
     monkeypatch.setattr(prediction, "RATES", rates)
-    prepared, prepare = [], selection.prepare
-    monkeypatch.setattr(selection, "prepare", lambda *args: prepared.append(prepare(*args)))
+    prepared: list[Any] = []
+    prepare = selection.prepare
+
+    def counting(programs: Sequence[Any], receives: Any) -> list[str]:
+        prepared.extend(programs)
+        return prepare(programs, receives)
+
+    monkeypatch.setattr(selection, "prepare", counting)
     with nullcontext() if has_gradients else torch.no_grad():
         report = fusedops.explain(make_model().to(DEVICE), randn(_ROWS, _COLS))
     assert len(report.fused) == count

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +15,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+import fusedops
 import fusedops.backend
 from backends import Backend, PostNorm, randn
 from fusedops.backend import entry, joint, programs
 from fusedops.backend.report import CompileReport
+from fusedops.core.launches import launch
 from support import DEVICE
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
@@ -180,3 +184,23 @@ def test_choice_of_what_is_computed_again_is_linear_in_the_number_of_layers(
         torch.compile(model, backend=Backend("low"))(randn(4, 8, _WIDTH).requires_grad_())
         lines.append(counter.lines)
     assert 0 < lines[3] - lines[2] <= 1.01 * (lines[2] - lines[1])
+
+
+def test_kernels_of_a_graph_are_compiled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two norms: each of two threads compiles a kernel, and waits until the other does."""
+    seen, both = threading.local(), threading.Barrier(2, timeout=60.0)
+    specialise = launch.specialise
+
+    def waiting(request: Any, device_index: int) -> Any:
+        if not hasattr(seen, "one"):
+            seen.one = both.wait()
+        return specialise(request, device_index)
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(launch, "specialise", waiting)
+    # Widths of no other test, since the process keeps what it has compiled.
+    norms = nn.ModuleList([nn.LayerNorm(cols) for cols in (1037, 1043)]).to(DEVICE)
+    rows = [randn(3, 1037).requires_grad_(), randn(3, 1043).requires_grad_()]
+    report = fusedops.explain(lambda x, y: (norms[0](x), norms[1](y)), *rows)
+    assert [region.program is not None for region in report.regions] == [True, True]
+    assert not both.broken

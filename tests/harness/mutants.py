@@ -441,6 +441,13 @@ MUTANTS = (
         ("backend/test_graphs.py", "test_parameters_are_marked_as_static"),
     ),
     Mutant(
+        "the kernels of a graph compiled one after the other",
+        "core/launches/launch.py",
+        "_locks.setdefault(key, threading.Lock())",
+        "_locks.setdefault(0, threading.Lock())",
+        ("backend/test_work.py", "compiled_at_the_same_time"),
+    ),
+    Mutant(
         "a view of a region's input in a later region not replaced",
         "backend/selection.py",
         "        self.replaced |= copies\n",

@@ -430,7 +430,9 @@ def test_failing_provider_is_named_and_fails_the_run_if_ours(tmp_path, monkeypat
 
 def test_ways_to_run_the_rest_are_compared_on_models_of_both_commands():
     first, second = rest.stages(rest.workloads_of())
-    assert {work.providers for work in first} == {("eager", "leaves", "rest_eager", "fused")}
+    assert {work.providers for work in first} == {
+        ("eager", "leaves", "rest_eager", "blocks_eager", "fused")
+    }
     assert {work.providers for work in second} == {("compile", "backend")}
     # Inductor would compile each size of a cache that grows.
     assert {work.workload.mode for work in first} - {work.workload.mode for work in second} == {

@@ -26,12 +26,19 @@ def fuse_regions(rewrite: Rewrite) -> None:
     # A concatenation may be a region by itself, which a group of regions replaces as well.
     regions = [match.region.nodes for match in selector.matches]
     left = set(itertools.chain(*[nodes for nodes in regions if len(nodes) > 1]))
-    for matches in groups_of(graph, selector.matches, rewrite.needs, selector.saved):
+    groups = groups_of(graph, selector.matches, rewrite.needs, selector.saved)
+    # All at once, so that their kernels are compiled at the same time.
+    alone = set(selector.alone([match for match, *others in groups if not others]))
+    for matches in groups:
         if left.isdisjoint(matches[0].region.nodes) and matches[0].region.nodes[0] in replaced:
             continue
-        _replace(rewrite, selector, matches, left)
+        if not _are_replaced(rewrite, selector, matches, left):
+            # Members of a group that is none may be operators by themselves.
+            separate = alone.intersection(matches) if len(matches) == 1 else selector.alone(matches)
+            for match in separate:
+                replace(graph, match, replaced)
         outputs = [old for match in matches for old, _ in match.program.outputs]
-        rewrite.results += [selector.replaced[old] for old in outputs if old in selector.replaced]
+        rewrite.results += [replaced[old] for old in outputs if old in replaced]
     rewrite.reports += selector.reports
     # Last: an operator of slices also replaces what concatenates its results.
     rewrite.rest, rewrite.differentiated = selector.rest()
@@ -40,10 +47,10 @@ def fuse_regions(rewrite: Rewrite) -> None:
         raise NotCapturedError("a dropout of a DTensor is in no region")
 
 
-def _replace(
+def _are_replaced(
     rewrite: Rewrite, selector: Selector, matches: Sequence[Match], left: Collection[fx.Node]
-) -> None:
-    """Replaces the regions of a group by one operator, or by one each where these pay.
+) -> bool:
+    """Replaces the regions of a group by one operator; returns whether that is possible.
 
     Args:
         rewrite: the graph of the regions.
@@ -51,12 +58,11 @@ def _replace(
         matches: the group.
         left: see `replace_group`.
     """
-    grouped = None
     # Slices that pay only together may turn out to be other functions.
-    if len(matches) >= (LEAST_ALIKE if matches[0].is_slice else 2):
-        grouped = replace_group(rewrite.graph, matches, selector.replaced, rewrite.receives, left)
-    if grouped is not None:
-        selector.note_group(matches, grouped.lookups, grouped.outside)
-        return
-    for match in filter(selector.is_alone, matches):
-        replace(rewrite.graph, match, selector.replaced)
+    if len(matches) < (LEAST_ALIKE if matches[0].is_slice else 2):
+        return False
+    grouped = replace_group(rewrite.graph, matches, selector.replaced, rewrite.receives, left)
+    if grouped is None:
+        return False
+    selector.note_group(matches, grouped.lookups, grouped.outside)
+    return True

@@ -93,7 +93,8 @@ _collectors: list[list[Request]] = []  # the lists of active blocks of `collecti
 _built: dict[Any, Variant] = {}  # by device index and `Request.key`
 _resident: dict[Variant, int] = {}  # see `resident`; of cooperative kernels only
 _variants = 0
-_build_lock = threading.Lock()
+_count_lock = threading.Lock()
+_locks: dict[Any, threading.Lock] = {}  # by the keys of `_built`
 _interpreter_lock = threading.RLock()
 
 
@@ -387,7 +388,8 @@ Variant: TypeAlias = Callable[..., None]
 def specialise(request: Request, device_index: int) -> Variant:
     """Returns the variant for a request, compiled for a device; index -1 is the interpreter."""
     global _variants
-    _variants += 1
+    with _count_lock:
+        _variants += 1
     return Kernel(request, device_index).variant
 
 
@@ -557,9 +559,9 @@ def build(
         _collectors[-1].append(request)
         return _Collected()
     # The key contains the device, because a variant launches on one device. With the lock, threads
-    # that need the same variant compile it once.
+    # that need the same variant compile it once; other variants are compiled at the same time.
     key = (device_index, *request.key)
-    with _build_lock:
+    with _locks.setdefault(key, threading.Lock()):
         variant = _built.get(key)
         if variant is None:
             variant = _built[key] = specialise(request, device_index)
