@@ -10,6 +10,7 @@ __all__ = ["check"]
 _LEAST = {
     "seeds": (1, ""),
     "steps": (1, ""),
+    "rounds": (1, ""),
     "jobs": (0, ""),
     "processes": (1, ""),
     "layers": (0, ""),

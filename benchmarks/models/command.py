@@ -93,6 +93,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="processes that compile ahead on a GPU, 0 for none; each holds a model (default: 6)",
     )
     parser.add_argument(
+        "--rounds",
+        type=int,
+        default=Effort.most,
+        metavar="N",
+        help="the most rounds of blocks of steps; there are fewer where medians are exact before "
+        f"(default: {Effort.most})",
+    )
+    parser.add_argument(
         "--budget", type=float, metavar="SECONDS", help="start no new workload after this long"
     )
     parser.add_argument(
@@ -156,19 +164,17 @@ def _work(options: argparse.Namespace) -> int:
     """Measures what the options ask for, and returns the exit status."""
     models, modes = options.model or (), options.mode or ()
     wanted = [named("provider", name, PROVIDERS) for name in options.provider or ()]
-    if options.rest and models:
-        raise ValueError("--rest has models of its own")
     if options.loss:
         chosen = loss_workloads(models, tiny=options.tiny)
     elif options.rest:
-        chosen = rest.workloads_of(modes, tiny=options.tiny)
+        chosen = rest.workloads_of(modes, models, tiny=options.tiny)
     else:
         chosen = workloads(models, modes, tiny=options.tiny)
     device = device_of(options)
     setting = Setting(
         device=device,
         text=Text(device),
-        effort=_TINY if options.tiny else Effort(),
+        effort=_TINY if options.tiny else Effort(most=options.rounds),
         seeds=tuple(range(options.seeds)),
         steps=options.steps,
     )

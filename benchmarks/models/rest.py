@@ -31,8 +31,11 @@ the page of [whole models](model_figures.md). ModernBERT and Whisper have the la
 per step; in brackets is the host's."""
 
 
-def workloads_of(modes: Sequence[str] = (), *, tiny: bool = False) -> list[Workload]:
-    """Returns the workloads in the given modes, or in all."""
+def workloads_of(
+    modes: Sequence[str] = (), models: Sequence[str] = (), *, tiny: bool = False
+) -> list[Workload]:
+    """Returns the workloads of the given models in the given modes, or of all."""
+    names = [named("model", name, (*_MODELS, *_ZOO)) for name in models]
     wanted = [named("mode", mode, MODES) for mode in modes] or list(MODES)
     chosen = [
         workload
@@ -40,7 +43,8 @@ def workloads_of(modes: Sequence[str] = (), *, tiny: bool = False) -> list[Workl
         if (workload.name, workload.sizes) not in _LEFT
     ]
     of_zoo = [mode for mode in wanted if mode in registry.MODES]
-    return chosen + (registry.workloads(_ZOO, of_zoo, tiny=tiny) if of_zoo else [])
+    chosen += registry.workloads(_ZOO, of_zoo, tiny=tiny) if of_zoo else []
+    return [workload for workload in chosen if not names or workload.name in names]
 
 
 def stages(chosen: Sequence[Workload], wanted: Sequence[str] = ()) -> list[list[Work]]:

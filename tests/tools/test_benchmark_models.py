@@ -448,6 +448,10 @@ def test_ways_to_run_the_rest_are_compared_on_models_of_both_commands():
         "llama_1b decode 1x2048",
     }
     assert "bert train 64x512" not in shapes
+    only = rest.workloads_of(["infer"], ["whisper"])
+    assert list(map(str, only)) == ["whisper infer 8x3000+128"]
+    with pytest.raises(ValueError, match="no model 'gemma2'"):
+        rest.workloads_of(models=["gemma2"])
 
 
 def test_leaves_are_norms_activations_and_gated_units():
