@@ -449,7 +449,7 @@ def test_ways_to_run_the_rest_are_compared_on_models_of_both_commands():
     }
     assert "bert train 64x512" not in shapes
     only = rest.workloads_of(["infer"], ["whisper"])
-    assert list(map(str, only)) == ["whisper infer 8x3000+128"]
+    assert list(map(str, only)) == ["whisper infer 16x3000+128"]
     with pytest.raises(ValueError, match="no model 'gemma2'"):
         rest.workloads_of(models=["gemma2"])
 
