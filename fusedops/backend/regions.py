@@ -363,10 +363,12 @@ class Finder:
         Outside of the region, autograd would compute a gradient of the tensor's size for each view,
         and add them up. Inductor computes views and sums in the kernels around.
         """
-        if not self.keeps_views:
-            return False
         base = node.all_input_nodes[0]
-        return base not in members and len(members.keys() & base.users.keys()) > 1
+        if not self.keeps_views or base in members:
+            return False
+        # A split stays with its items.
+        ways = base.users if is_tensor(node) else node.users
+        return len(members.keys() & ways.keys()) > 1
 
 
 def _is_eligible(node: fx.Node) -> bool:

@@ -379,20 +379,35 @@ def test_elementwise_operators_are_one_kernel() -> None:
     assert not fusedops.explain(function, randn(400, 6), randn(400, 6)).fused
 
 
+def _rotated(x: Tensor, cos: Tensor) -> Tensor:
+    first, second = x[..., :8], x[..., 8:]
+    return x * cos + torch.cat((-second, first), -1) * cos
+
+
+def _gated(x: Tensor, scale: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.gelu(gate) * up * scale[:, :8]
+
+
+def _of_packed(x: Tensor, scale: Tensor) -> Tensor:
+    query, key, _ = x.unbind(2)
+    return F.silu(query) * scale * key
+
+
 @pytest.mark.kernels
-def test_rotary_embeddings_have_one_gradient() -> None:
-    """The halves of a query are read in the kernel: as views they would have gradients, too."""
-
-    def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        first, second = x[..., :8], x[..., 8:]
-        return x * cos + torch.cat((-second, first), -1) * sin
-
-    cos, sin = randn(5, 16), randn(5, 16)
-    x, cotangent = randn(2, 5, 16).requires_grad_(), randn(2, 5, 16)
-    compiled = fusedops.compile(rotated, rest="eager")
-    gradients = []
-    for call in (rotated, compiled):
-        y = call(x, cos, sin)
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [(_rotated, (2, 5, 16)), (_gated, (2, 5, 16)), (_of_packed, (2, 5, 3, 16))],
+)
+def test_parts_of_a_tensor_have_one_gradient(
+    function: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...]
+) -> None:
+    """Parts are read in the kernel: as views of the tensor they would have gradients, too."""
+    x, scale = randn(*shape).requires_grad_(), randn(5, 16)
+    compiled, gradients = fusedops.compile(function, rest="eager"), []
+    cotangent = torch.randn_like(function(x, scale))
+    for call in (function, compiled):
+        y = call(x, scale)
         gradients += [y.detach(), *torch.autograd.grad(y, x, cotangent)]
     torch.testing.assert_close(gradients[:2], gradients[2:])
     assert y.grad_fn is not None

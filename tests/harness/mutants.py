@@ -441,6 +441,13 @@ MUTANTS = (
         ("backend/test_graphs.py", "test_parameters_are_marked_as_static"),
     ),
     Mutant(
+        "an item of a split in a region without the split",
+        "backend/regions.py",
+        "base.users if is_tensor(node) else node.users",
+        "base.users",
+        ("backend/test_eager.py", "have_one_gradient"),
+    ),
+    Mutant(
         "the kernels of a graph compiled one after the other",
         "core/launches/launch.py",
         "_locks.setdefault(key, threading.Lock())",

@@ -38,7 +38,7 @@ def fuse_regions(rewrite: Rewrite) -> None:
             for match in separate:
                 replace(graph, match, replaced)
         outputs = [old for match in matches for old, _ in match.program.outputs]
-        rewrite.results += [replaced[old] for old in outputs if old in replaced]
+        rewrite.results += filter(None, map(replaced.get, outputs))
     rewrite.reports += selector.reports
     # Last: an operator of slices also replaces what concatenates its results.
     rewrite.rest, rewrite.differentiated = selector.rest()
