@@ -364,9 +364,9 @@ class Finder:
         and add them up. Inductor computes views and sums in the kernels around.
         """
         base = node.all_input_nodes[0]
-        if not self.keeps_views or base in members:
+        # An item of a split stays only with the split, and the split with several items.
+        if not self.keeps_views or base in members or not is_tensor(base):
             return False
-        # A split stays with its items.
         ways = base.users if is_tensor(node) else node.users
         return len(members.keys() & ways.keys()) > 1
 

@@ -395,6 +395,19 @@ def _of_packed(x: Tensor, scale: Tensor) -> Tensor:
 
 
 @pytest.mark.kernels
+def test_parts_of_a_smaller_tensor_are_inputs() -> None:
+    """A split of which another region has items is in neither region."""
+
+    def modulated(x: Tensor, condition: Tensor) -> Tensor:
+        shift, scale, gate = condition.chunk(3, -1)
+        y = F.layer_norm(x, (16,)) * (1 + scale[:, None]) + shift[:, None]
+        return torch.relu(y @ y.mT) @ (x * gate[:, None]).relu()
+
+    report = fusedops.explain(modulated, randn(2, 5, 16), randn(2, 48), rest="eager")
+    assert len(report.fused) == 2
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("function", "shape"),
     [(_rotated, (2, 5, 16)), (_gated, (2, 5, 16)), (_of_packed, (2, 5, 3, 16))],

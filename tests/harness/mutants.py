@@ -441,11 +441,18 @@ MUTANTS = (
         ("backend/test_graphs.py", "test_parameters_are_marked_as_static"),
     ),
     Mutant(
-        "an item of a split in a region without the split",
+        "a split outside of the region of its items",
         "backend/regions.py",
         "base.users if is_tensor(node) else node.users",
         "base.users",
         ("backend/test_eager.py", "have_one_gradient"),
+    ),
+    Mutant(
+        "an item of a split in a region without the split",
+        "backend/regions.py",
+        " or not is_tensor(base):",
+        ":",
+        ("backend/test_eager.py", "smaller_tensor_are_inputs"),
     ),
     Mutant(
         "the kernels of a graph compiled one after the other",
