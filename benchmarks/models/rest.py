@@ -23,12 +23,24 @@ _COMPILED = ("compile", "backend")
 # Behind this part of a step a provider is slower, and not equal.
 _MARGIN = 0.03
 
-_HEAD = """# The rest of a graph: figures
+_HEAD = """# Without Inductor: figures
 
-`fuse_model` with leaves alone (norms, activations, gated units), `fuse_model`, `fusedops.compile(rest="eager")`, torch.compile and
-`fusedops.compile`. `python -m benchmarks models --rest --page` writes this page from the results file. How it is measured is on
-the page of [whole models](model_figures.md). ModernBERT and Whisper have the layers of the [zoo](zoo.md). Times are milliseconds
-per step; in brackets is the host's."""
+What runs a model without Inductor, on an H200: milliseconds per step, and in brackets the host's. Of a row, `rest_eager` and
+`fused` are from one run, in which the candidates take turns, and their quotient is in the last column: above 1,
+[`rest="eager"`](compile.md#without-inductor) is faster than [`fuse_model`](models.md).
+
+| column | what it is |
+|---|---|
+| `eager` | the model as it is |
+| `leaves` | `fuse_model` with leaves alone: norms, activations, gated units |
+| `fused` | `fuse_model` |
+| `rest_eager` | `fusedops.compile(model, rest="eager")` |
+| `blocks_eager` | `fusedops.compile_blocks(model, rest="eager")`, and leaves outside of the blocks |
+| `compile`, `backend` | torch.compile, and `fusedops.compile` |
+
+How it is measured is on the page of [whole models](model_figures.md#how-it-is-measured). ModernBERT and Whisper have the layers
+of the [zoo](zoo.md). Training is under bf16 autocast. `python -m benchmarks models --rest --page` writes this page from the
+results file."""
 
 
 def workloads_of(

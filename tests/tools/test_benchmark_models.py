@@ -619,10 +619,17 @@ def test_compiled_steps_of_one_run_are_compared(tmp_path):
     assert line.endswith(f" | {times} | 500 | 1000 |")
 
 
-def test_committed_page_is_what_its_results_give():
-    """If this fails, run ``python -m benchmarks models --page`` and commit the page."""
-    text = page.markdown(ROOT / "benchmarks" / "results" / "models_nvidia_h200.csv")
-    assert (ROOT / "docs" / "model_figures.md").read_text(encoding="utf-8") == text
+@pytest.mark.parametrize(
+    ("pages", "name", "file"),
+    [
+        (page, "model_figures.md", "models_nvidia_h200.csv"),
+        (rest, "rest_figures.md", "rest_nvidia_h200.csv"),
+    ],
+)
+def test_committed_page_is_what_its_results_give(pages, name, file):
+    """If this fails, run ``python -m benchmarks models --page`` (``--rest``) and commit the page."""
+    text = pages.markdown(ROOT / "benchmarks" / "results" / file)
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == text
 
 
 # --- several processes ----------------------------------------------------------------------------
