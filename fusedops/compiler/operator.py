@@ -596,7 +596,9 @@ def _digest_of(program: Program) -> str:
         variable.update(itertools.chain.from_iterable(operand.labels[:count]))
     sizes = [None if axis in variable else size for axis, size in enumerate(structure.sizes)]
     operands = (structure.inputs, structure.outputs, plan.intermediate_operand)
-    words = list(map(repr, (*operands, sizes, structure.drops, program.tiled)))
+    # The text does not say along which axes parts are: halves of a row, or every other column.
+    axes = (structure.rows, structure.columns, structure.unrolled)
+    words = list(map(repr, (*operands, sizes, *axes, structure.drops, program.tiled)))
     if plan.of_results:
         words.append("derivatives of results")
     key = "\n".join([program.text, *words])

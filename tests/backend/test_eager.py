@@ -430,6 +430,30 @@ def test_parts_of_a_tensor_have_one_gradient(
 
 
 @pytest.mark.kernels
+def test_halves_of_a_row_are_not_its_alternate_columns() -> None:
+    """Two regions whose parts and columns have the same numbers, two each, are two programs."""
+
+    def of_heads(rotated: Callable[[Tensor], Tensor], x: Tensor, cos: Tensor) -> Tensor:
+        heads = x.view(2, 5, 3, 8).transpose(1, 2)
+        turned = heads[..., :4] * cos + rotated(heads[..., :4]) * cos
+        return torch.cat((turned, heads[..., 4:]), -1)
+
+    def halves(x: Tensor, cos: Tensor) -> Tensor:
+        return of_heads(lambda x: torch.cat((-x[..., 2:], x[..., :2]), -1), x, cos)
+
+    def pairs(x: Tensor, cos: Tensor) -> Tensor:
+        return of_heads(lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2), x, cos)
+
+    x, cos, cotangent = randn(2, 5, 24).requires_grad_(), randn(5, 4), randn(2, 3, 5, 8)
+    for function in (pairs, halves):
+        expected = function(x, cos)
+        actual = fusedops.compile(function, rest="eager")(x, cos)
+        torch.testing.assert_close(actual, expected)
+        gradients = [torch.autograd.grad(y, x, cotangent) for y in (actual, expected)]
+        torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.kernels
 def test_a_graph_that_cannot_be_captured_runs_as_it_is() -> None:
     @torch.compiler.allow_in_graph
     def unknown(x: Tensor) -> Tensor:
