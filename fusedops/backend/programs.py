@@ -245,12 +245,12 @@ def prepare(
         return [""] * len(programs)
     with recording_nothing(), without_modes():
         calls = [_call(program, wanted, receives) for program, wanted in programs]
-    distinct = dict.fromkeys(calls)
+    tasks = dict.fromkeys(itertools.product(calls, launching.PASSES))
     # Triton's passes and the assembler leave the interpreter's lock to other threads, which have
     # none of this thread's modes.
     with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="fusedops-compile") as pool:
-        reasons = dict(zip(distinct, pool.map(_prepared, distinct), strict=True))
-    return list(map(reasons.__getitem__, calls))
+        reasons = dict(zip(tasks, pool.map(_prepared, tasks), strict=True))
+    return ["".join([reasons[call, name] for name in launching.PASSES]) for call in calls]
 
 
 class _Call(NamedTuple):
@@ -290,8 +290,9 @@ def _call(
 
 
 @functools.lru_cache(maxsize=_MOST)
-def _prepared(call: _Call) -> str:
-    """The reason why Triton cannot compile a kernel of a call; "" where it compiles all."""
+def _prepared(task: tuple[_Call, str]) -> str:
+    """The reason why Triton cannot compile a kernel of a pass; "" where it compiles all."""
+    call, pass_name = task
     if not launch.runs_kernels(call.device.type):
         return ""
     # Without memory: kernels are compiled, but not launched.
@@ -303,7 +304,7 @@ def _prepared(call: _Call) -> str:
     try:
         with torch.cuda.device(call.device) if is_gpu else nullcontext():
             index = launch.current_device() if is_gpu else -1
-            launching.prepare(call.program, index, tensors, call.wanted, call.received)
+            launching.prepare(call.program, index, tensors, call.wanted, call.received, pass_name)
     except launch.NotCompiledError as error:
         return str(error)
     return ""

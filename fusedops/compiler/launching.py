@@ -35,6 +35,7 @@ from .structure import without
 from .text import product, tuple_of
 
 __all__ = [
+    "PASSES",
     "backward",
     "backward_key",
     "chosen",
@@ -53,6 +54,8 @@ tuning.register(
     "rowwise_moments_backward",
 )
 
+# The passes of a call, in the order of their launchers.
+PASSES = ("forward", "backward")
 # Groups of fewer rows are read by index: a program of their own would have too little to do.
 _LEAST_ROWS = 16
 
@@ -306,8 +309,9 @@ def prepare(
     tensors: Sequence[Tensor],
     wanted: Sequence[bool],
     cotangents: Sequence[bool],
+    pass_name: str,
 ) -> None:
-    """Compile the kernels of a registered operator's call.
+    """Compile the kernels of one pass of a registered operator's call.
 
     Args:
         program: the function.
@@ -316,11 +320,13 @@ def prepare(
         wanted: for each tensor, whether the backward computes its gradient. If it computes none, no
             backward is compiled.
         cotangents: for each output, whether the backward has its gradient.
+        pass_name: one of `PASSES`.
     Raises:
         NotCompiledError: Triton cannot compile one.
     """
     if program.is_long:
         return
     drawn = 1 if device_index < 0 else 2  # on a GPU the state is a tensor
-    for launcher, bucket in _launchers(program, device_index, tensors, wanted, cotangents):
+    launchers = _launchers(program, device_index, tensors, wanted, cotangents)
+    for launcher, bucket in launchers[PASSES.index(pass_name) :][:1]:
         launcher.variants.compile(drawn if program.structure.drops else 0, bucket)
