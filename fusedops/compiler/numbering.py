@@ -34,7 +34,6 @@ class Numbering:
         traced: the function.
         nodes: the nodes that outputs depend on.
         used: the inputs among these.
-        small: traced axes that are unrolled, beside those of parts that are selected or stacked.
     Attributes:
         order: the traced axes, the outermost first; a structure's axis is an index into it.
         sizes: the sizes of the structure's axes.
@@ -47,7 +46,6 @@ class Numbering:
         traced: Traced,
         nodes: Sequence[Node],
         used: Sequence[Value],
-        small: Label = (),
     ) -> None:
         self._axes = traced.axes
         self.order: list[int] = []
@@ -59,11 +57,13 @@ class Numbering:
             self._append_new(_flat(value.labels))
         self._numbers = {axis: number for number, axis in enumerate(self.order)}
         self.sizes = tuple([self._axes.sizes[axis] for axis in self.order])
-        unrolled = set(self.of(small))
-        for node in nodes:
-            if node.op in _UNROLLING:
-                unrolled.update(self.of_label(node.attrs[0]))
-        self.unrolled = tuple(sorted(unrolled))
+        parts = [self.of_label(node.attrs[0]) for node in nodes if node.op in _UNROLLING]
+        self._of_parts = frozenset(itertools.chain(*parts))
+        self.unroll(())
+
+    def unroll(self, axes: Iterable[int]) -> None:
+        """Unroll axes of the structure, beside those of parts that are selected or stacked."""
+        self.unrolled = tuple(sorted(self._of_parts.union(axes)))
 
     def of_label(self, label: Label) -> Label:
         """Return the axes of a dimension."""

@@ -31,9 +31,9 @@ from .objects import PLAIN
 from .operator import Program, dynamic_axes, fits
 from .planning import planned
 from .reader import Look
-from .rows import structured
+from .rows import structured, structured_as
 from .state import Looks, plain_state
-from .structure import Operand, Structure
+from .structure import Operand, Structure, without
 from .traced import Traced
 from .tracing import trace
 
@@ -365,7 +365,7 @@ class Programs:
             traced = self._trace(call, _shapes(structure, structure.inputs, sizes))
             if len(traced.outputs) != len(structure.outputs):
                 return depends
-            again = structured(traced)
+            again = structured_as(traced, _unrolled(structure, sizes))
         except Exception:  # noqa: BLE001 - whatever fails for other sizes shows that they matter
             return "" if has_one else depends
         expected = _shapes(structure, structure.outputs, sizes)
@@ -460,6 +460,15 @@ def _without_memory(like: Tensor, shape: tuple[int, ...]) -> Tensor:
         meta = torch.view_as_complex(meta)
     meta.fusedops_device = like.device  # type: ignore[attr-defined]
     return meta
+
+
+def _unrolled(structure: Structure, sizes: Mapping[int, int]) -> Label:
+    """Return the numbers that the unrolled axes have in a trace with other sizes of some axes.
+
+    There an axis of size one has no number.
+    """
+    numbered = without(range(len(structure.sizes)), [axis for axis in sizes if sizes[axis] == 1])
+    return tuple(map(numbered.index, structure.unrolled))
 
 
 def _used_axes(structure: Structure) -> set[int]:

@@ -6,6 +6,7 @@ rows inside columns, one dimension twice.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import linecache
 from collections.abc import Collection, Sequence
@@ -28,7 +29,7 @@ from .structure import (
 )
 from .traced import TWICE, Traced, Value, twice
 
-__all__ = ["structured"]
+__all__ = ["structured", "structured_as"]
 
 _MIXES_ROWS = (
     "it reduces over a dimension that is not the last: it mixes rows. Move the dimension to "
@@ -39,20 +40,15 @@ _MIXES_ROWS = (
 def structured(traced: Traced) -> Structure:
     """Return the structure of a traced function.
 
+    Small axes that are reduced are unrolled if no kernel fits otherwise. For example, a sum over
+    four streams of a residual is three sums of their columns. Of a matrix whose rows and columns
+    are both reduced, the columns remain an axis.
+
+    Axes along which rows are repeated are unrolled with them, if that makes few enough parts and
+    values.
+
     Raises:
         NotRowwiseError: its rows and columns are not those of one kernel.
-    """
-    try:
-        return _with_small_axes(traced)
-    except AxisError as error:  # raised when dimensions are joined that cannot be the same
-        raise NotRowwiseError(str(error)) from None
-
-
-def _with_small_axes(traced: Traced) -> Structure:
-    """Return the structure; small axes that are reduced are unrolled if no kernel fits otherwise.
-
-    For example, a sum over four streams of a residual is three sums of their columns. Of a matrix
-    whose rows and columns are both reduced, the columns remain an axis.
     """
     structuring = _Structuring(traced)
     try:
@@ -61,9 +57,20 @@ def _with_small_axes(traced: Traced) -> Structure:
         small = structuring.small_axes()
         if not small:
             raise
-        structure = _Structuring(traced, small).result()
-        _check_size(structure)
-        return structure
+    with contextlib.suppress(NotRowwiseError):
+        return _of_few_values(structuring.result((*small, *structuring.repeated_axes(small))))
+    return _of_few_values(structuring.result(small))
+
+
+def structured_as(traced: Traced, unrolled: Label) -> Structure:
+    """Return the structure of a traced function, with these axes unrolled.
+
+    The choice of `structured` may depend on sizes: of one row, the outermost axis is not the rows.
+
+    Raises:
+        NotRowwiseError: its rows and columns are not those of one kernel.
+    """
+    return _Structuring(traced).result(unrolled)
 
 
 # Example: the axes of ``q, k, v = x.unbind(2)``, with sums over the last dimension of each:
@@ -84,14 +91,15 @@ def _with_small_axes(traced: Traced) -> Structure:
 _MOST_VALUES = 400
 
 
-def _check_size(structure: Structure) -> None:
-    """Raise if unrolling small axes makes too much code."""
+def _of_few_values(structure: Structure) -> Structure:
+    """Return the structure; raise if unrolling small axes makes too much code."""
     count = len(topological(nodes_of(structure.results)))
     if count > _MOST_VALUES:
         raise NotRowwiseError(
             f"with its small dimensions unrolled it has {count} values, and {_MOST_VALUES} are the "
             "most. Make iterations on small matrices a function of their own"
         )
+    return structure
 
 
 # The fewest columns of a block. A thread has about as many neighbouring columns.
@@ -107,21 +115,25 @@ class _Structuring:
         numbering: the axes, with those that are unrolled.
     """
 
-    def __init__(self, traced: Traced, small: Label = ()) -> None:
+    def __init__(self, traced: Traced) -> None:
         self.traced = traced
         self.nodes = topological([value.node for value in traced.outputs])
         self.node_set = set(self.nodes)
         self.used = list(filter(self._is_computed, traced.inputs))
         # The order of these steps matters. Joining may make two dimensions of a value one: then the
         # check raises. The numbering is of the axes that remain after all joins.
-        self._join_columns()
+        try:
+            self._join_columns()
+        except AxisError as error:  # raised when dimensions are joined that cannot be the same
+            raise NotRowwiseError(str(error)) from None
         self._check_dimensions()
-        self.numbering = Numbering(traced, self.nodes, self.used, small)
+        self.numbering = Numbering(traced, self.nodes, self.used)
 
-    def result(self) -> Structure:
-        """Return the structure, after checks of its operands."""
+    def result(self, unrolled: Label = ()) -> Structure:
+        """Return the structure, after checks of its operands, with further axes unrolled."""
         traced = self.traced
         numbering = self.numbering
+        numbering.unroll(unrolled)
         inputs = [self._operand(value, value.node.names[0]) for value in traced.inputs]
         outputs = self._outputs()
         rows, columns = self._rows_and_columns()
@@ -159,7 +171,7 @@ class _Structuring:
         return structure
 
     def small_axes(self) -> Label:
-        """Return the traced axes of reductions that could be unrolled; () if they do not fit.
+        """Return the axes of reductions that could be unrolled; () if they do not fit.
 
         The innermost axis is the columns, and reductions that are not over it may be of small axes.
         The outermost axis has the rows of a batch, whose number differs between calls.
@@ -171,7 +183,29 @@ class _Structuring:
         small = without(sorted(set(itertools.chain(*beside))), numbering.unrolled)
         if rolled[0] in small or numbering.size(small) > MOST_PARTS:
             return ()
-        return tuple(map(numbering.order.__getitem__, small))
+        return tuple(small)
+
+    def repeated_axes(self, small: Label) -> Label:
+        """Return further axes to unroll, along which rows are repeated.
+
+        Inputs with columns do not have these axes, but results do. For example, each mix of a
+        residual's streams reads all streams::
+
+            (batch, 4 mixes, 4 streams, 1)   *   (batch, 1, 4 streams, 64)
+
+        With the mixes as rows, a program reads all streams again for each of them, and the gradient
+        of the streams is written for each, for the caller to sum. Unrolled, both happen once.
+        """
+        numbering = self.numbering
+        first, *_, last = without(range(numbering.count), numbering.unrolled)
+        wide = set[int]()
+        for value in self.used:
+            axes = numbering.of(value.node.axes)
+            if last in axes:
+                wide.update(axes)
+        if first not in wide:  # rows of a batch share the inputs
+            return ()
+        return tuple(without(range(first, last), {*wide, *numbering.unrolled, *small}))
 
     def _outputs(self) -> list[Operand]:
         """Return the outputs, with the last name that the user gave to each."""
@@ -314,10 +348,8 @@ class _Structuring:
         for candidate in self.nodes:
             if not users.keys().isdisjoint(candidate.args):
                 users[candidate] = None
-        for user in users:
-            if user.number in self.traced.lines:
-                return self.traced.lines[user.number]
-        return 0
+        lines = [self.traced.lines.get(user.number, 0) for user in users]
+        return next(filter(None, lines), 0)
 
     # --- dimensions that are the same -------------------------------------------------------------
 
@@ -338,7 +370,7 @@ class _Structuring:
     def _join_reduced(self) -> None:
         """Unify reduced dimensions with the last dimensions of tensors, and with each other."""
         axes = self.traced.axes
-        reduced = dict.fromkeys([node.attrs[0] for node in self._reducing()])
+        reduced = dict.fromkeys([node.attrs[0] for node in self._nodes_of(REDUCTIONS)])
         tensors = [*self.used, *self.traced.outputs]
         last_labels = [value.labels[-1] for value in tensors if value.labels]
         for over, label in itertools.product(reduced, last_labels):
@@ -347,9 +379,9 @@ class _Structuring:
         for first, second in itertools.combinations(reduced, 2):
             self._join(axes.leaves_of(first), axes.leaves_of(second))
 
-    def _reducing(self) -> list[Node]:
-        """Return the nodes that reduce over a dimension."""
-        return [node for node in self.nodes if node.op in REDUCTIONS]
+    def _nodes_of(self, ops: Collection[str]) -> list[Node]:
+        """Return the nodes of these operators."""
+        return [node for node in self.nodes if node.op in ops]
 
     def _shape(self, value: Value) -> list[int]:
         """Return the shape of a tensor, as the trace has it."""
@@ -381,14 +413,14 @@ class _Structuring:
     def _is_of(self, label: Label, ops: Collection[str]) -> bool:
         """Whether one of these operators selects, stacks or picks along axes."""
         axes = self.traced.axes
-        over = [node.attrs[0] for node in self.nodes if node.op in ops]
+        over = [node.attrs[0] for node in self._nodes_of(ops)]
         return not set(label).isdisjoint(axes.leaves_of(itertools.chain(*over)))
 
     # --- rows and columns -------------------------------------------------------------------------
 
     def _reductions(self) -> dict[Node, Label]:
         """Return the reductions, each with the axes that it is over."""
-        return {node: self.numbering.of(node.attrs[0]) for node in self._reducing()}
+        return {node: self.numbering.of(node.attrs[0]) for node in self._nodes_of(REDUCTIONS)}
 
     def _reductions_of_parts(self) -> dict[Node, Label]:
         """Return the reductions, each with the axes that it is over in every part of a row."""
@@ -408,7 +440,7 @@ class _Structuring:
         # The outermost axis has the smallest number: no reduced axis may be before a row axis.
         last_row = max(rows, default=0)
         for node, axes in over.items():
-            if any(axis < last_row for axis in axes):
+            if min(axes, default=last_row) < last_row:
                 raise self._refused(_MIXES_ROWS, node)
         return tuple(rows), tuple(columns)
 

@@ -173,6 +173,27 @@ MUTANTS = (
         "square < 0.0064, x * tl.fma(square, -3.3333333, 1.0), far",
         ("operators/test_values.py", "batched and test_values and bfloat16"),
     ),
+    Mutant(
+        "streams read again for each mix",
+        "compiler/rows.py",
+        "(*small, *structuring.repeated_axes(small))",
+        "small",
+        ("compiler/test_small_axes.py", "test_streams_are_read_once"),
+    ),
+    Mutant(
+        "mixes of streams refused for too many parts",
+        "compiler/rows.py",
+        "contextlib.suppress(NotRowwiseError)",
+        "contextlib.nullcontext()",
+        ("compiler/test_small_axes.py", "test_values_and_gradients and hyper"),
+    ),
+    Mutant(
+        "one row of small matrices that is not compared",
+        "compiler/programs.py",
+        "structured_as(traced, _unrolled(structure, sizes))",
+        "structured(traced)",
+        ("compiler/test_small_axes.py", "test_one_row"),
+    ),
     # --- launches ---------------------------------------------------------------------------------
     Mutant(
         "the row stride of a saved tensor ignored",
