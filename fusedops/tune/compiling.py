@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+from ..core.children import child_environment, how_it_ended, replies_in
 from ..core.launches.launch import Request
 from ..core.launches.usage import Usage
-from .replies import how_it_ended, replies_in
 from .worker import encode
 
-__all__ = ["Pool", "child_environment"]
-
-
-def child_environment() -> dict[str, str]:
-    """Return the environment of the tuner's child processes.
-
-    They import this package, whatever the current directory, and do not tune on demand themselves.
-    """
-    root = str(Path(__file__).parents[2])
-    # This package comes first, so that a child does not import another installed release of it.
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
-    return {**os.environ, "PYTHONPATH": path, "FUSEDOPS_TUNE": "", "OMP_NUM_THREADS": "1"}
+__all__ = ["Pool"]
 
 
 def _reap(worker: subprocess.Popen[str]) -> None:

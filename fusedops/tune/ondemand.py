@@ -30,13 +30,12 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+from ..core.children import child_environment, how_it_ended, replies_in
 from ..core.compat.dispatch import dispatch_modes
-from ..core.compat.distributed import default_store
+from ..core.compat.distributed import default_store, has_other_ranks
 from ..core.configs import tuning
 from ..core.configs.tuning_key import Config, TuningKey, valid
 from ..core.launches import launch
-from .compiling import child_environment
-from .replies import how_it_ended, replies_in
 
 __all__ = ["improve"]
 
@@ -66,16 +65,9 @@ def improve(key: TuningKey, device_index: int, config: Config, origin: tuning.So
     is_users = key.kernel.startswith("rowwise")
     if is_users or _is_recording(device_index):
         return config
-    if _has_other_ranks():
+    if has_other_ranks():
         return _agreed(key, device_index, config, origin)
     return _tuned(key, device_index, config, origin)
-
-
-def _has_other_ranks() -> bool:
-    """Return whether this process is one of several ranks."""
-    if not dist.is_available() or not dist.is_initialized():
-        return False
-    return dist.get_world_size() > 1
 
 
 def _is_recording(device_index: int) -> bool:

@@ -14,9 +14,9 @@ from typing import Any, TextIO
 
 import torch
 
+from ..core.children import send
 from ..core.configs import cache, tuning
 from ..core.configs.tuning_key import TuningKey
-from .replies import send
 from .sweep import Outcome, Sweeper
 from .timing import GraphTimer
 from .workloads import discover, kernels_alone, workload_for

@@ -1,7 +1,7 @@
 """``python -m fusedops.tune.worker``: compiles kernels into Triton's cache on disk.
 
-A request is one line of JSON, and a reply is a line in the format of `replies`. The process exits
-when its input ends, so that it does not outlive its parent.
+A request is one line of JSON, and a reply is a line in the format of `core.children`. The process
+exits when its input ends, so that it does not outlive its parent.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from ..compiler import loading
+from ..core.children import send
 from ..core.compat.triton import gpu_target
 from ..core.configs.tuning_key import Config
 from ..core.launches import launch
 from ..core.launches.usage import Usage, usage_of
-from .replies import send
 
 __all__ = ["decode", "encode", "serve"]
 

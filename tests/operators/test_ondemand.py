@@ -23,10 +23,11 @@ import torch.distributed as dist
 
 import fusedops
 import made_up
+from fusedops.core import children
 from fusedops.core.configs import cache, tuning
 from fusedops.core.configs.tuning_key import Config, TuningKey
 from fusedops.core.launches import launch
-from fusedops.tune import ondemand, replies, server
+from fusedops.tune import ondemand, server
 from support import DEVICE
 
 KEY = TuningKey("norm_forward", ("rms", "plain", "alone"), "32bit", 64, 1)
@@ -239,7 +240,7 @@ def test_tuner_that_exits_or_cannot_start_warns(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_text_that_the_tuner_prints_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = "import sys; from fusedops.tune.replies import send; sys.stdin.readline(); print(3); "
+    script = "import sys; from fusedops.core.children import send; sys.stdin.readline(); print(3); "
     script += "print('no line', end=''); send({'config': [64, 8, 2]}, sys.stdout)"
     start_real(monkeypatch, script)
     assert tuning.choose(KEY, -1) == TUNED
@@ -277,7 +278,7 @@ def test_server_replies_with_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [json.dumps({"key": q, "device": index}) for q in (strange, asdict(KEY))] + ["not json"]
     answers = io.StringIO()
     server.serve(io.StringIO("\n".join(lines)), answers, lambda index: made_up.sweeper())
-    first, second, third = replies.replies_in(answers.getvalue().splitlines())
+    first, second, third = children.replies_in(answers.getvalue().splitlines())
     assert "no workload has this key" in first["error"]
     assert len(second["config"]) == len(fields(Config))
     assert "error" in third

@@ -426,7 +426,7 @@ def test_worker_that_dies_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path:
     target, requests = _target_and_requests()
     script = tmp_path / "worker.py"
     script.write_text(
-        "import os, pathlib, sys\nfrom fusedops.tune.replies import send\nfor line in sys.stdin:\n"
+        "import os, pathlib, sys\nfrom fusedops.core.children import send\nfor line in sys.stdin:\n"
         f"    flag = pathlib.Path({str(tmp_path / 'died')!r})\n"
         "    if not flag.exists():\n        flag.touch()\n        os.kill(os.getpid(), 9)\n"
         "    send({'registers': 7}, sys.stdout)\n"

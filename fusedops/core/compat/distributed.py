@@ -20,6 +20,7 @@ __all__ = [
     "dtensor_spec",
     "group_of",
     "handled_operators",
+    "has_other_ranks",
     "is_distributed",
     "is_dtensor",
     "is_mesh",
@@ -45,6 +46,14 @@ def group_of(name: str) -> Any:
     """Returns the process group of a name, which has no public name either."""
     module: Any = torch.distributed.distributed_c10d
     return module._resolve_process_group(name)
+
+
+def has_other_ranks() -> bool:
+    """Returns whether this process is one of several ranks."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return False
+    return distributed.get_world_size() > 1
 
 
 # --- FSDP -----------------------------------------------------------------------------------------

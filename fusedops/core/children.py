@@ -1,19 +1,33 @@
-"""Replies of the tuner's child processes, on their standard output.
+"""Child processes that measure and compile: their environment, and their replies.
 
-The output may have other lines too: imported packages, C code and the user's startup files print.
+Replies are on the standard output, which may have other lines too: imported packages, C code and
+the user's startup files print.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["how_it_ended", "replies_in", "send"]
+__all__ = ["child_environment", "how_it_ended", "replies_in", "send"]
 
 _MARK = "fusedops replies "
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment of child processes.
+
+    They import this package, whatever the current directory, and do not tune on demand themselves.
+    """
+    root = str(Path(__file__).parents[2])
+    # This package comes first, so that a child does not import another installed release of it.
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
+    return {**os.environ, "PYTHONPATH": path, "FUSEDOPS_TUNE": "", "OMP_NUM_THREADS": "1"}
 
 
 def send(reply: dict[str, Any], output: TextIO) -> None:
