@@ -13,7 +13,11 @@ from .core.configs import cache
 
 __all__ = ["add_parser", "run"]
 
-_KINDS = {"rowwise": "functions of rowwise", "graphs": "compiled graphs"}
+_KINDS = {
+    "rowwise": "functions of rowwise",
+    "graphs": "compiled graphs",
+    "measured": "measured regions",
+}
 _CONFIGS = "tuned configs"
 _MIB = 2**20
 

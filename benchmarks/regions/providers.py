@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from fusedops.backend.programs import source_of
-from fusedops.backend.replacing import call_operator, results_of
+from fusedops.tune.regions import operator_of
 
 from .workloads import Workload
 
@@ -32,23 +32,14 @@ def build(provider: str, workload: Workload) -> Callable[..., Any]:
     return differentiable
 
 
-def _operator(workload: Workload) -> fx.GraphModule:
-    """Returns a graph that calls the operator of a region."""
+def _operator(workload: Workload) -> Callable[..., tuple[Tensor, ...]]:
+    """Returns a function that calls the operator of a region."""
     tensors = workload.tensors(workload.device)
     source = source_of(workload.graph, tensors)
-    graph = fx.Graph()
-    inputs = [_placeholder(graph, index, tensor) for index, tensor in enumerate(tensors)]
-    dtypes = [tensor.dtype for tensor in tensors]
-    reached = [tensor.requires_grad for tensor in tensors]
-    call = call_operator(graph, source.program, inputs, inputs, dtypes, reached)
-    results = results_of(graph, call, 0, source.program.count)
-    graph.output(tuple([results[number] for number in source.output_numbers]))
-    for node in graph.nodes:
-        node.meta.clear()
-    return fx.GraphModule(torch.nn.Module(), graph)
+    call = operator_of(source, [item.requires_grad for item in workload.inputs], workload.device)
 
+    def results(*tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs = call(*tensors)
+        return tuple([outputs[number] for number in source.output_numbers])
 
-def _placeholder(graph: fx.Graph, index: int, tensor: Tensor) -> fx.Node:
-    node = graph.placeholder(f"t{index}")
-    node.meta["val"] = tensor
-    return node
+    return results

@@ -7,7 +7,7 @@ __all__ = ["next_step"]
 # A part of a reason, and the step. The first that is in a reason counts.
 _STEPS = (
     (
-        "predicted to be as fast",
+        "to be as fast",
         "nothing to do; decorate its function with fusedops.rowwise to fuse it anyway",
     ),
     (

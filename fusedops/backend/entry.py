@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from ..core.compat.distributed import is_dtensor
 from ..core.version import __version__
-from . import joint, storing
+from . import joint, measuring, storing
 from .capture import NotCapturedError, captured
 from .eager import calls_operators, runnable
 from .fusing import fused
@@ -26,7 +26,7 @@ from .fx import (
     contiguous_tangents,
 )
 from .graphs import tensors_of
-from .options import EAGER, INDUCTOR, check_options, options_of, with_rest
+from .options import EAGER, INDUCTOR, Options, check_options, options_of, with_rest
 from .passes import PASSES_OF_WHOLE_GRAPHS
 from .passes.padding import returns_padded
 from .report import RUNNERS, CompileReport, changes_in, operators_in
@@ -63,7 +63,10 @@ def compile(  # noqa: A001
         model: a module or a function.
         fullgraph: as in `torch.compile`.
         dynamic: as in `torch.compile`.
-        mode: as in `torch.compile`, for Inductor.
+        mode: as in `torch.compile`, for Inductor. With ``"max-autotune"`` and
+            ``"max-autotune-no-cudagraphs"``, each kind of region is measured as an operator and
+            as kernels of Inductor, where it otherwise is predicted which is faster. The times are
+            stored on disk.
         options: as in `torch.compile`, for Inductor. One more, ``"fusedops.memory"``, is for this
             backend, and selects what the backward computes again, so that the forward does not
             save it: ``"speed"`` for nothing, ``"low"`` for all results of norms and activations
@@ -98,7 +101,11 @@ def compile(  # noqa: A001
 
 
 def explain(
-    model: Callable[..., Any], *args: Any, rest: str = INDUCTOR, **kwargs: Any
+    model: Callable[..., Any],
+    *args: Any,
+    rest: str = INDUCTOR,
+    mode: str | None = None,
+    **kwargs: Any,
 ) -> CompileReport:
     """Reports the row-wise regions that `fusedops.compile` finds in a call of a model.
 
@@ -109,21 +116,24 @@ def explain(
     Args:
         model: a module or a function.
         rest: as in `compile`; it is not passed to the model.
+        mode: the same. In a mode in which regions are measured, they are measured here, too.
     Returns:
         The report, for `print`.
     Raises:
         TypeError: the model cannot be called.
-        ValueError: ``rest`` is no word that `compile` takes.
+        ValueError: ``rest`` is no word that `compile` takes, or excludes the mode.
+        RuntimeError: Inductor has no such mode.
     """
     if not callable(model):
         raise TypeError(
             f"explain: model must be a module or a function, got {type(model).__name__}"
         )
-    with_rest("explain", None, None, rest)
+    options, mode = with_rest("explain", None, mode, rest)
+    check_options("explain", mode, options)
     report = CompileReport(runner=rest)
-    traced: Any = torch.compile(
-        _in_code_of_its_own(model), backend=functools.partial(_explained, report, rest=rest)
-    )
+    measures = _measures(options_of(options, mode), report)
+    explained = functools.partial(_explained, report, rest=rest, measures=measures)
+    traced: Any = torch.compile(_in_code_of_its_own(model), backend=explained)
     # Each graph is reported when Dynamo compiles it, and then runs as it is.
     traced(*args, **kwargs)
     return report
@@ -160,7 +170,8 @@ def backend(
     """
     chosen = options_of(options, mode)
     report = CompileReport(runner=chosen.rest)
-    graph = _stored(gm, inputs, report, chosen.rest)
+    measures = _measures(chosen, report)
+    graph = _stored(gm, inputs, report, chosen.rest, measures=measures)
     for reason in report.left:
         warnings.warn(
             f"fusedops leaves a graph to {RUNNERS[report.runner]}: {reason}",
@@ -180,6 +191,13 @@ def backend(
     change = _joint_pass(inputs, chosen.memory)
     with _autocast_of(report), tangents:
         return compile_by_inductor(graph, inputs, mode, chosen.of_inductor, change)
+
+
+def _measures(chosen: Options, report: CompileReport) -> bool:
+    """Whether regions are measured; otherwise a report says why, if they were to be."""
+    if chosen.measures:
+        report.unmeasured = measuring.why_not()
+    return chosen.measures and not report.unmeasured
 
 
 def _joint_pass(inputs: Sequence[Any], memory: str) -> JointPass:
@@ -203,18 +221,23 @@ def _are_parameters(value: Any) -> list[bool]:
 
 
 def _stored(
-    gm: fx.GraphModule, inputs: Sequence[Any], report: CompileReport, rest: str = INDUCTOR
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    report: CompileReport,
+    rest: str = INDUCTOR,
+    *,
+    measures: bool = False,
 ) -> fx.GraphModule:
     """The graph with operators in the place of its regions, read from disk if it is stored."""
-    path = storing.stored_at(gm, inputs, rest)
+    path = storing.stored_at(gm, inputs, rest, measuring.choice(measures=measures))
     paths = [] if path is None else [path, *storing.of_rank(path, gm, inputs)]
     for stored in paths:
         graph = storing.read(stored, gm)
         if graph is not None:
             return graph
-    graph = _with_operators(gm, inputs, report, rest)
+    graph = _with_operators(gm, inputs, report, rest, measures=measures)
     # A graph that is left is captured by each process, so that each warns of it.
-    if not paths or report.left:
+    if not paths or report.left or report.is_provisional:
         return graph
     return storing.write(paths[storing.depends_on_rank(graph)], gm, graph, report.programs)
 
@@ -229,30 +252,42 @@ def _autocast_of(report: CompileReport) -> AbstractContextManager[None]:
 
 
 def _explained(
-    report: CompileReport, gm: fx.GraphModule, inputs: Sequence[Any], *, rest: str = INDUCTOR
+    report: CompileReport,
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    rest: str = INDUCTOR,
+    measures: bool = False,
 ) -> Callable[..., Any]:
     """Reports a graph, and runs it as it is."""
     # The captured nodes get the modules and lines of Dynamo's, which `places` reads.
     with fx.traceback.preserve_node_meta():
-        _with_operators(gm, inputs, report, rest)
+        _with_operators(gm, inputs, report, rest, measures=measures)
     return gm.forward
 
 
 def _with_operators(
-    gm: fx.GraphModule, inputs: Sequence[Any], report: CompileReport, rest: str = INDUCTOR
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    report: CompileReport,
+    rest: str = INDUCTOR,
+    *,
+    measures: bool = False,
 ) -> fx.GraphModule:
     """The graph with operators in the place of its regions; unchanged if it cannot be captured."""
     # If the capture fails half-way, nothing of this graph is reported.
     report_of_graph = CompileReport()
+    measurer = measuring.Measurer()
 
     def rewrite_body(body: fx.GraphModule) -> fx.GraphModule:
         report_of_graph.operators += operators_in(body.graph)
-        fused(body, report_of_graph, rest)
+        fused(body, report_of_graph, rest, measurer.times if measures else None)
         return body
 
     report.graphs += 1
     try:
-        result = rewrite_body(captured(gm, inputs, rewrite_body))
+        with measurer:
+            result = rewrite_body(captured(gm, inputs, rewrite_body))
         rewrite = Rewrite(result.graph, rest)
         for apply in PASSES_OF_WHOLE_GRAPHS[rest]:
             apply(rewrite)

@@ -13,6 +13,9 @@ __all__ = ["CHOICES", "EAGER", "INDUCTOR", "Options", "check_options", "options_
 # What runs the part of a graph that is in no region.
 INDUCTOR, EAGER = "inductor", "eager"
 _RESTS = (INDUCTOR, EAGER)
+# Inductor's option of the modes in which regions are measured: see `measuring`.
+_MEASURING = "max_autotune"
+_MEASURING_MODES = ("max-autotune", "max-autotune-no-cudagraphs")
 # By the value of the option of memory, the bytes that a backward may move for each byte that is not
 # saved. The planner of regions, too, counts a byte that is saved as one that is moved.
 CHOICES: Mapping[str, float] = {"speed": 0.0, "auto": 1.0, "low": 3.0}
@@ -27,11 +30,13 @@ class Options:
     Attributes:
         memory: a key of `CHOICES`.
         rest: what runs the part of a graph that is in no region, `INDUCTOR` or `EAGER`.
+        measures: whether regions are to be measured.
         of_inductor: Inductor's options; None if there are none.
     """
 
     memory: str
     rest: str
+    measures: bool
     of_inductor: dict[str, Any] | None
 
 
@@ -48,7 +53,8 @@ def options_of(options: Mapping[str, Any] | None, mode: str | None = None) -> Op
         raise ValueError(f"compile: no option {name!r}; this backend has {_MEMORY!r} and {_REST!r}")
     if rest == EAGER:
         _check_of_eager(memory, mode, of_inductor)
-    return Options(memory, rest, of_inductor or None)
+    measures = mode in _MEASURING_MODES or of_inductor.get(_MEASURING) is True
+    return Options(memory, rest, measures, of_inductor or None)
 
 
 def _is_own(name: str) -> bool:

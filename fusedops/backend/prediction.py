@@ -36,6 +36,7 @@ __all__ = [
     "H200",
     "RATES",
     "Machine",
+    "Measure",
     "Times",
     "Work",
     "Works",
@@ -155,6 +156,11 @@ class Times(NamedTuple):
     inductor: float
 
 
+# Measures the operator of a program and Inductor, or returns why it does not: see
+# `measuring.Measurer.times`.
+Measure = Callable[[RegionProgram, Collection[fx.Node], Collection[fx.Node]], Times | str]
+
+
 class Works(NamedTuple):
     """The work of a region both ways, as of `Times`."""
 
@@ -189,13 +195,12 @@ def works_of(
         reached: the inputs that receive gradients.
         receives: the nodes whose gradients come from a result of the graph.
     """
-    received = {number for node, number in program.outputs if node in receives}
     alone = works(
         program.program,
         program.shapes,
         program.strides,
-        tuple(map(reached.__contains__, program.inputs)),
-        tuple(map(received.__contains__, range(program.program.count))),
+        program.wanted(reached),
+        program.received(receives),
     )
     if not all(node.meta.get(BIAS) or name_of(node) in COPIES for node in region.nodes):
         return alone

@@ -85,6 +85,15 @@ class RegionProgram:
         """The strides of the program's inputs in the call that is traced."""
         return tuple(map(_strides_in, self.inputs, self.shapes))
 
+    def wanted(self, reached: Collection[fx.Node]) -> tuple[bool, ...]:
+        """Whether each input has a gradient, from the nodes that have one."""
+        return tuple(map(reached.__contains__, self.inputs))
+
+    def received(self, receives: Collection[fx.Node]) -> tuple[bool, ...]:
+        """Whether each output of the program has a gradient, from the nodes that get one."""
+        received = {number for node, number in self.outputs if node in receives}
+        return tuple(map(received.__contains__, range(self.program.count)))
+
     @property
     def rows(self) -> int:
         """The number of rows of the program in the call that is traced."""
@@ -277,15 +286,14 @@ def _call(
     program: RegionProgram, wanted: Collection[fx.Node], receives: Collection[fx.Node]
 ) -> _Call:
     """The call that is traced."""
-    received = {number for node, number in program.outputs if node in receives}
     return _Call(
         program.program,
         _device_of(program.inputs),
         program.shapes,
         program.strides,
         # The backward kernel depends on which gradients are wanted: with a frozen norm it differs.
-        tuple(map(wanted.__contains__, program.inputs)),
-        tuple(map(received.__contains__, range(program.program.count))),
+        program.wanted(wanted),
+        program.received(receives),
     )
 
 

@@ -94,7 +94,9 @@ class RegionReport:
         rows: the rows of that operator, in the call that was traced.
         program: that operator; None if there is none.
         functions: the functions of `rowwise` that are in it.
-        times: the predicted times both ways, without neighbours; None if no kernel computes it.
+        times: the times both ways, without neighbours; None if no kernel computes it.
+        is_measured: whether these are measured, and not predicted.
+        unmeasured: why they are predicted though they were to be measured; "" otherwise.
         slices: the number of regions that are one operator with it, itself included.
         lookups: the number of embeddings that the operator reads from their tables.
         of_tables: bytes of their rows that its backward reads again, and which are not saved.
@@ -113,6 +115,8 @@ class RegionReport:
     program: Program | None = field(default=None, repr=False)
     functions: tuple[str, ...] = ()
     times: Times | None = None
+    is_measured: bool = False
+    unmeasured: str = ""
     slices: int = 1
     lookups: int = 0
     of_tables: int = 0
@@ -143,7 +147,7 @@ class RegionReport:
 
     @property
     def seconds(self) -> float:
-        """The predicted time forward and backward, of the operator or of Inductor's kernels.
+        """The time forward and backward, of the operator or of Inductor's kernels.
 
         A region that no kernel computes reads its inputs and writes its outputs, at the memory's
         bandwidth. Its backward, if it has one, reads and writes as much twice.
@@ -212,6 +216,7 @@ class CompileReport:
         rest: bytes that the operators outside of regions read and write forward, one by one.
         differentiated: those of operators whose results have gradients.
         runner: what runs the rest of the graphs: see `options`.
+        unmeasured: why no region is measured though regions were to be; "" otherwise.
     """
 
     regions: list[RegionReport] = field(default_factory=list)
@@ -223,16 +228,22 @@ class CompileReport:
     rest: int = 0
     differentiated: int = 0
     runner: str = INDUCTOR
+    unmeasured: str = ""
 
     @property
     def slowest(self) -> list[RegionReport]:
-        """All regions by their predicted time, the longest first."""
+        """All regions by their time, the longest first."""
         return sorted(self.regions, key=lambda region: region.seconds, reverse=True)
 
     @property
     def fused(self) -> list[RegionReport]:
         """The regions that are one operator each."""
         return [region for region in self.regions if not region.reason]
+
+    @property
+    def is_provisional(self) -> bool:
+        """Whether a region could not be measured, so that another process may choose others."""
+        return any(region.unmeasured for region in self.regions)
 
     @property
     def programs(self) -> list[Program]:
@@ -246,6 +257,8 @@ class CompileReport:
     def __str__(self) -> str:
         """A line for each kind of region, and for each kind of change."""
         lines = [self._summary()]
+        if self.unmeasured:
+            lines.append(f"no region is measured: {self.unmeasured}")
         for reason, count in Counter(self.left).items():
             step = next_step(reason)
             lines.append(f"a graph is left to {RUNNERS[self.runner]}: {reason}{step} ({count} x)")
@@ -269,10 +282,12 @@ class CompileReport:
         instead = sum(map(self._instead, self.fused))
         left = sum([region.seconds for region in self.regions if region.reason])
         rest = (self.rest + _BACKWARD * self.differentiated) / bandwidth
+        measured = sum([region.is_measured for region in self.regions])
+        text = f"{measured} of {len(self.regions)} regions measured, others " if measured else ""
         return (
-            f"predicted at {bandwidth / 1e12:.2f} TB/s ({name}): {_time(fused)} for operators "
-            f"instead of {_time(instead)}, {_time(left)} for regions that are left, "
-            f"{_time(rest)} for the rest"
+            f"{text}predicted at {bandwidth / 1e12:.2f} TB/s ({name}): "
+            f"{_time(fused)} for operators instead of {_time(instead)}, "
+            f"{_time(left)} for regions that are left, {_time(rest)} for the rest"
         )
 
     def _instead(self, region: RegionReport) -> float:
@@ -324,6 +339,11 @@ def _line(region: RegionReport) -> str:
             outcome += ", which reads the rows of embeddings from their tables"
         for reason in region.outside:
             outcome += f"; an embedding is not part of it: {reason}"
+    if region.is_measured and region.times is not None:
+        operator, inductor = map(_time, region.times)
+        outcome += f"; measured: {operator}, and {inductor} by Inductor"
+    if region.unmeasured:
+        outcome += f"; not measured: {region.unmeasured}"
     return f"({shape})  {names}  {outcome}"
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from .gradients import needs_gradients, receives_gradients
+from .prediction import Measure
 from .report import RegionReport
 
 __all__ = ["Rewrite"]
@@ -23,6 +24,7 @@ class Rewrite:
     Attributes:
         graph: a graph of operators. PyTorch has not differentiated it yet.
         runner: what runs the nodes that are in no region: see `options`.
+        measure: measures regions; None to predict all times.
         sums: from each sum with a bias to the matrix product that it was split from.
         results: the nodes that have replaced the outputs of regions.
         reports: the reports of all regions.
@@ -32,6 +34,7 @@ class Rewrite:
 
     graph: fx.Graph
     runner: str
+    measure: Measure | None = None
     sums: dict[fx.Node, fx.Node] = field(default_factory=dict)
     results: list[fx.Node] = field(default_factory=list)
     reports: list[RegionReport] = field(default_factory=list)

@@ -2,8 +2,8 @@
 
 A region becomes an operator if the compiler can build a program for it, if the operator returns the
 same gradients as the model, and if it is predicted to be faster than Inductor's kernels (see
-`prediction`). Where eager operators run the rest, it becomes one if it is several kernels of
-PyTorch's. Otherwise smaller regions within it are tried.
+`prediction`), or measured to be (see `measuring`). Where eager operators run the rest, it becomes
+one if it is several kernels of PyTorch's. Otherwise smaller regions within it are tried.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ from .graphs import (
 )
 from .options import EAGER
 from .order import Units
-from .prediction import H200, Machine, Works, machine_of
+from .prediction import H200, Machine, Measure, Times, Work, Works, machine_of
 from .programs import RegionProgram, build, prepare
 from .regions import CHANGING, Finder, Region
 from .report import RegionReport
 from .shards import numbers_of
 from .symbols import fix, have_hints
 
-__all__ = ["AS_FAST", "Match", "Selector"]
+__all__ = ["AS_FAST", "MEASURED_AS_FAST", "Match", "Selector"]
 
 # Why a region is left that could be an operator.
 AS_FAST = "Inductor is predicted to be as fast"
+MEASURED_AS_FAST = "Inductor is measured to be as fast"
 # Predictions that differ by less, relative to the other, are no reason to leave a region in
 # inference that is an operator in training.
 _CLOSE = 0.1
@@ -66,6 +67,7 @@ class Match:
         reached: the inputs that receive gradients from the operator's backward.
         works: what it takes by itself, without neighbours.
         machine: the GPU for which times are predicted.
+        measured: the times that are measured, without neighbours; None where they are predicted.
         is_slice: whether it pays only as one of several slices of an operator.
         shard: locates this rank's part of its dropouts' mask; () where they have the whole mask.
     """
@@ -75,6 +77,7 @@ class Match:
     reached: set[fx.Node]
     works: Works
     machine: Machine
+    measured: Times | None = None
     is_slice: bool = False
     shard: tuple[int, ...] = ()
 
@@ -87,6 +90,7 @@ class Selector:
         needs: the nodes whose values have gradients.
         receives: the nodes of ``needs`` whose gradients come from a result of the graph.
         runner: what runs the nodes that are in no region: see `options`.
+        measure: measures regions; None to predict all times.
     Attributes:
         matches: the selected regions, in the order of their selection.
         saved: the nodes that the selected regions save for the backward.
@@ -95,10 +99,15 @@ class Selector:
     """
 
     def __init__(
-        self, graph: fx.Graph, needs: set[fx.Node], receives: set[fx.Node], runner: str
+        self,
+        graph: fx.Graph,
+        needs: set[fx.Node],
+        receives: set[fx.Node],
+        runner: str,
+        measure: Measure | None = None,
     ) -> None:
         self.graph, self.needs, self.receives = graph, needs, receives
-        self.runner = runner
+        self.runner, self._measure = runner, measure
         self.finder = Finder(graph, keeps_views=runner == EAGER)
         # Pairs of a part of the graph (see `parts_of`) and a tensor that a node of it writes into.
         self.changes: list[tuple[int, Tensor]] = []
@@ -147,9 +156,9 @@ class Selector:
             report = _report_of(region, self.needs)
             try:
                 match = self._match(region)
-                report = replace(report, times=match.works.times(match.machine))
+                match, report = self._timed(match, report)
                 if not self._pays(match, match.works):
-                    raise NotRowwiseError(AS_FAST)
+                    raise NotRowwiseError(MEASURED_AS_FAST if match.measured else AS_FAST)
             # After any error the region is left to Inductor, and the report has the reason.
             except Exception as error:  # noqa: BLE001
                 smaller = self.finder.smaller(region)
@@ -240,8 +249,38 @@ class Selector:
         shard = numbers_of(region, program)
         return Match(region, program, reached, works, _machine_of(region), shard=shard)
 
+    def _timed(self, match: Match, report: RegionReport) -> tuple[Match, RegionReport]:
+        """A match and its report with the times of the region alone, measured if they are to be."""
+        report = replace(report, times=match.works.times(match.machine))
+        # These are operators, or left, whatever their times alone.
+        is_decided = bool(_functions(match.region)) or _is_of_products(match.region)
+        if self._measure is None or is_decided:
+            return match, report
+        times = self._measure(match.program, match.reached, self.receives)
+        if isinstance(times, str):
+            return match, replace(report, unmeasured=times)
+        report = replace(report, times=times, is_measured=True)
+        return replace(match, measured=times), report
+
+    def _times(self, match: Match, works: Works) -> Times:
+        """The times of a region: measured ones, with what is only predicted.
+
+        Args:
+            match: its operator.
+            works: its work, perhaps among neighbours.
+        """
+        predicted = works.times(match.machine)
+        if match.measured is None:
+            return predicted
+        # Not measured is the host's time for calls, which a CUDA graph lacks, and what Inductor
+        # saves by a fusion with neighbours.
+        calls = Work(calls=works.operator.calls).seconds(match.machine)
+        saved = match.works.times(match.machine).inductor - predicted.inductor
+        operator, inductor = match.measured
+        return Times(operator + calls, inductor - saved)
+
     def _pays(self, match: Match, works: Works) -> bool:
-        """Whether an operator is predicted to be faster than Inductor, or the user asks for it.
+        """Whether an operator is faster than Inductor, or the user asks for it.
 
         Args:
             match: the operator.
@@ -251,8 +290,9 @@ class Selector:
         # Among eager operators `_why_eager` has decided.
         if _functions(region) or self.runner == EAGER:
             return True
-        ours, inductors = works.times(match.machine)
-        if ours < inductors or _has_gradient(region, self.needs):
+        ours, inductors = self._times(match, works)
+        is_final = match.measured is not None or _has_gradient(region, self.needs)
+        if ours < inductors or is_final:
             return ours < inductors
         # Inference selects the regions of training, so that it computes the same bits.
         if ours > (1 + _CLOSE) * inductors:
@@ -292,6 +332,8 @@ class Selector:
                 report,
                 slices=len(matches),
                 times=works.times(match.machine),
+                is_measured=False,
+                unmeasured="",
                 # An operator of its own would read and write the rows.
                 unfused=report.unfused + 2 * sum(sizes.values()),
                 lookups=len(lookups),
@@ -472,7 +514,7 @@ def _why_eager(region: Region, needs: set[fx.Node]) -> str:
     if _functions(region):
         return ""
     # A matrix product adds a bias in its own kernel, at no cost.
-    if all(map(_is_free_in_products, region.nodes)):
+    if _is_of_products(region):
         return "it adds a bias to a matrix product, and nothing more"
     kernels = sum(map(_is_kernel, region.nodes))
     # The gradient of a vector, such as a norm's weight, is a sum over rows: another kernel.
@@ -483,6 +525,11 @@ def _why_eager(region: Region, needs: set[fx.Node]) -> str:
     if is_small and kernels < _LEAST_KERNELS:
         return "it has no gradient, and the host calls it in the time of one operator"
     return ""
+
+
+def _is_of_products(region: Region) -> bool:
+    """Whether matrix products add all of a region in their own kernels."""
+    return all(map(_is_free_in_products, region.nodes))
 
 
 def _is_free_in_products(node: fx.Node) -> bool:

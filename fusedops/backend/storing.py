@@ -67,23 +67,40 @@ from .options import INDUCTOR
 from .prediction import machine_of
 from .programs import Source
 
-__all__ = ["depends_on_rank", "of_rank", "read", "stored_at", "write"]
+__all__ = [
+    "caches_are_off",
+    "depends_on_rank",
+    "encoded_program",
+    "of_rank",
+    "read",
+    "source_in",
+    "stored_at",
+    "write",
+]
 
 
-def stored_at(gm: fx.GraphModule, inputs: Sequence[Any], rest: str = INDUCTOR) -> Path | None:
+def caches_are_off() -> bool:
+    """Whether the user has switched all caches of compiled code off."""
+    return bool(getattr(torch.compiler.config, "force_disable_caches", False))
+
+
+def stored_at(
+    gm: fx.GraphModule, inputs: Sequence[Any], rest: str = INDUCTOR, choice: str = ""
+) -> Path | None:
     """The file of a graph from Dynamo; None if a part of it cannot be written as text.
 
     Args:
         gm: the graph.
         inputs: its inputs.
         rest: what runs the part of it that is in no region: see `options`.
+        choice: how regions are chosen: see `measuring.choice`.
     """
-    if getattr(torch.compiler.config, "force_disable_caches", False):
+    if caches_are_off():
         return None
     try:
         tensors = direct_tensors(list(inputs))
         _check_meshes(meshes_of(gm.graph, inputs))
-        text = [rest, *_settings(), *map(_input, inputs), _sharing(tensors), *_text(gm)]
+        text = [rest, choice, *_settings(), *map(_input, inputs), _sharing(tensors), *_text(gm)]
         return cache.file_of("graphs", text)
     # A graph with an unknown part is captured in each process.
     except Exception:  # noqa: BLE001
@@ -134,7 +151,7 @@ def write(
         The graph as later processes will read it, or unchanged if it cannot be stored.
     """
     try:
-        encoded_programs = {program.name: _program(program) for program in programs}
+        encoded_programs = {program.name: encoded_program(program) for program in programs}
         groups = {group.name: _group(group) for group in groups_in(captured.graph)}
         operators = {"programs": encoded_programs, "groups": groups}
         text = json.dumps(encoded(gm, captured) | operators)
@@ -147,8 +164,12 @@ def write(
     return restored
 
 
-def _program(program: Program) -> dict[str, Any]:
-    """A program as JSON."""
+def encoded_program(program: Program) -> dict[str, Any]:
+    """A region's program as JSON.
+
+    Raises:
+        NoValueError: a part of it cannot be written as text.
+    """
     source = program.function
     assert isinstance(source, Source)
     return {
@@ -157,6 +178,13 @@ def _program(program: Program) -> dict[str, Any]:
         "output_numbers": source.output_numbers,
         "nodes": nodes_of(source.graph, restorable_name),
     }
+
+
+def source_in(parts: Any) -> Source:
+    """The source of a program from JSON."""
+    structure = storing.decoded(parts["structure"])
+    graph = graph_of(parts["nodes"])
+    return Source(graph, parts["output_numbers"], structure, parts["also_saved"])
 
 
 def _group(group: SliceGroup) -> dict[str, Any]:
@@ -176,10 +204,7 @@ def _restored(content: Any, gm: fx.GraphModule) -> fx.GraphModule:
     """
     programs: dict[str, Program] = {}
     for name, parts in content["programs"].items():
-        structure = storing.decoded(parts["structure"])
-        source = Source(
-            graph_of(parts["nodes"]), parts["output_numbers"], structure, parts["also_saved"]
-        )
+        source = source_in(parts)
         # The name is a digest: a program of another name is not the one that was stored.
         programs[name] = source.program
         if source.program.name != name:

@@ -22,14 +22,15 @@ from ..core.configs.tuning_key import Config, TuningKey
 from ..core.random import rng
 from .workloads import Step, Tunable
 
-__all__ = ["Bench", "GraphTimer", "Timer", "copy_bandwidth", "events", "set_count"]
+__all__ = ["Bench", "GraphTimer", "Timer", "copy_bandwidth", "events", "replay", "set_count"]
 
 # The total size of the sets of inputs, as a multiple of the L2's size.
 _CACHES = 4
 # The least number of calls in a graph, so that the gap before the graph counts little.
 _CALLS = 16
-# The milliseconds for replays of a graph in the first and in the second round.
-_QUICK_MS, _CAREFUL_MS = 2.0, 8.0
+# The milliseconds for replays of a graph, and their least number, in the first and in the second
+# round.
+_QUICK, _CAREFUL = (2.0, 3), (8.0, 5)
 # Two configs add numbers in different orders. Their results may differ by this many roundings of
 # their dtype.
 _ROUNDINGS = 8.0
@@ -146,7 +147,8 @@ class _GraphBench:
             finally:
                 graph.capture_end()
             try:
-                return _replay(graph, careful=careful) * 1e3 / (rounds * len(calls))
+                total, least = _CAREFUL if careful else _QUICK
+                return replay(graph, total, least) * 1e3 / (rounds * len(calls))
             finally:
                 graph.reset()
 
@@ -194,11 +196,16 @@ class _GraphBench:
         torch.cuda.current_stream().wait_stream(self._stream)
 
 
-def _replay(graph: torch.cuda.CUDAGraph, *, careful: bool) -> float:
-    """Return the median milliseconds of a replay."""
+def replay(graph: torch.cuda.CUDAGraph, total: float, least: int) -> float:
+    """Return the median milliseconds of a replay.
+
+    Args:
+        graph: the graph.
+        total: the milliseconds for all replays.
+        least: their least number.
+    """
     graph.replay()
     estimate = max(1e-3, events(graph.replay, 1)[0])
-    total, least = (_CAREFUL_MS, 5) if careful else (_QUICK_MS, 3)
     repeats = max(least, min(200, math.ceil(total / estimate)))
     return statistics.median(events(graph.replay, repeats))
 

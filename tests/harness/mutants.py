@@ -448,6 +448,27 @@ MUTANTS = (
         ("backend/test_storing.py", "test_path_depends"),
     ),
     Mutant(
+        "graphs of measured and of predicted regions in one file",
+        "backend/storing.py",
+        "[rest, choice, *_settings()",
+        "[rest, *_settings()",
+        ("backend/test_measuring.py", "test_graphs_of_measured_regions"),
+    ),
+    Mutant(
+        "measured times without effect on the choice of regions",
+        "backend/selection.py",
+        "ours, inductors = self._times(match, works)",
+        "ours, inductors = works.times(match.machine)",
+        ("backend/test_measuring.py", "test_the_time_of_calls"),
+    ),
+    Mutant(
+        "regions measured in a mode that does not tune",
+        "backend/options.py",
+        "mode in _MEASURING_MODES or",
+        "mode is not None or",
+        ("backend/test_measuring.py", "test_only_modes_that_tune"),
+    ),
+    Mutant(
         "an activation recomputed although a matrix product reads it",
         "backend/passes/recomputation.py",
         "        if _is_activation(node) and _is_read_by_elements(node):\n",

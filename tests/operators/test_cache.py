@@ -86,7 +86,7 @@ def test_modes_of_files_and_directories_follow_the_umask(root: Path) -> None:
 
 def test_versions_have_separate_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     write_entry()
-    for name, value in (("__version__", "9.9"), ("_triton_version", lambda: "9.9")):
+    for name, value in (("__version__", "9.9"), ("triton_version", lambda: "9.9")):
         with monkeypatch.context() as patch:
             patch.setattr(cache, name, value)
             assert warnings_of_ignored() == []

@@ -267,6 +267,7 @@ def test_cache_prints_files_and_bytes_of_each_kind(
         "  tuned configs: 1 files, 1.0 MiB",
         "  functions of rowwise: 1 files, 1.0 MiB",
         "  compiled graphs: 2 files, 2.0 MiB",
+        "  measured regions: 0 files, 0.0 KiB",
     ]
     assert all(path.exists() for path in filled.values())
 

@@ -20,7 +20,9 @@ __all__ = ["fuse_regions"]
 
 def fuse_regions(rewrite: Rewrite) -> None:
     """Replaces the regions for which an operator pays, and reports all regions."""
-    selector = Selector(rewrite.graph, rewrite.needs, rewrite.receives, rewrite.runner)
+    selector = Selector(
+        rewrite.graph, rewrite.needs, rewrite.receives, rewrite.runner, rewrite.measure
+    )
     selector.select()
     graph, replaced = rewrite.graph, selector.replaced
     # A concatenation may be a region by itself, which a group of regions replaces as well.

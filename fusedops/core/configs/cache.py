@@ -43,6 +43,7 @@ __all__ = [
     "replace",
     "sealed",
     "slug",
+    "triton_version",
     "write",
 ]
 
@@ -295,12 +296,13 @@ def replace(path: Path, text: str) -> None:
 
 def _entry_key(key: TuningKey, device: str) -> dict[str, Any]:
     """Returns the key of an entry in JSON's types, with the device and the versions."""
-    versions = {"fusedops": __version__, "triton": _triton_version()}
+    versions = {"fusedops": __version__, "triton": triton_version()}
     return {**asdict(key), "variant": list(key.variant), "device": device, **versions}
 
 
 @functools.cache
-def _triton_version() -> str:
+def triton_version() -> str:
+    """Returns Triton's version; "none" where it is not installed."""
     try:
         import triton
     except ImportError:

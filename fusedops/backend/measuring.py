@@ -1,0 +1,186 @@
+"""Measures the times of a region both ways, where the user's mode asks for it.
+
+A process of its own times a region: so the caller's random state, streams, memory statistics and
+compilations are as they were. It starts for the first region of a graph that is not known, and ends
+with the choice of that graph's regions.
+
+    region ──▶ this process ──▶ file ──▶ process of tune/regions.py ──▶ seconds both ways
+               known?           known?
+
+A region is known by its program, the shapes, strides and wanted gradients of its tensors, the GPU's
+name, and all versions: equal layers are measured once, and other processes read the file.
+
+Ranks of a job measure nothing, and read nothing: times differ from run to run, and ranks with
+different regions would round differently and might order collectives differently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import subprocess
+import sys
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..compiler.operator import Program
+from ..core.children import child_environment, how_it_ended, replies_in
+from ..core.compat.distributed import has_other_ranks
+from ..core.configs import cache, tuning
+from ..core.launches import launch
+from . import storing
+from .encoding import NoValueError
+from .graphs import value_of
+from .prediction import Times
+from .programs import RegionProgram
+
+__all__ = ["Measurer", "choice", "why_not"]
+
+command: Sequence[str] = (sys.executable, "-m", "fusedops.tune.regions")
+# The seconds for one region: the process starts, and Inductor tunes its kernels.
+patience = 600.0
+# By region: its times, or the reason why there are none.
+_known: dict[tuple[str, ...], Times | str] = {}
+
+
+def why_not() -> str:
+    """Why this process measures nothing; "" if it may."""
+    if not torch.cuda.is_available() or launch.interpreting():
+        return "there is no GPU"
+    if has_other_ranks():
+        return "ranks of one job might choose differently"
+    return ""
+
+
+def choice(*, measures: bool) -> str:
+    """How regions are chosen, for the key of a stored graph."""
+    return f"measured with Triton {cache.triton_version()}" if measures else ""
+
+
+class Measurer:
+    """Measures regions; a context, at whose end the process that times them ends."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._problem = ""
+
+    def __enter__(self) -> Measurer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        # The end of the block waits and closes the pipes. That raises if a request is still in a
+        # pipe's buffer and can no longer be written.
+        with contextlib.suppress(OSError), process:
+            pass
+
+    def times(
+        self, program: RegionProgram, reached: Collection[fx.Node], receives: Collection[fx.Node]
+    ) -> Times | str:
+        """The times of a region, forward and backward; the reason if there are none.
+
+        Args:
+            program: its program.
+            reached: the inputs that receive gradients.
+            receives: the nodes whose gradients come from a result of the graph.
+        """
+        try:
+            region = {
+                "program": _encoded(program.program),
+                "shapes": program.shapes,
+                "strides": program.strides,
+                "wanted": program.wanted(reached),
+                "received": program.received(receives),
+            }
+            device: torch.device = value_of(program.inputs[0]).device
+            return self._times(region, -1 if device.index is None else device.index)
+        except NoValueError:
+            return "it computes with sizes that are symbols, or by operators of other libraries"
+        # Whatever fails, the times are predicted.
+        except Exception as error:  # noqa: BLE001
+            return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+    def _times(self, region: Mapping[str, Any], index: int) -> Times | str:
+        text = [json.dumps(region), tuning.device_name(index), cache.triton_version()]
+        key = tuple(text)
+        if key in _known:
+            return _known[key]
+        path = None if storing.caches_are_off() else cache.file_of("measured", text)
+        times: Times | str | None = None if path is None else _read(path)
+        if times is None:
+            times = self.ask({"device": index, **region})
+            if path is not None and not isinstance(times, str):
+                _write(path, times)
+        _known[key] = times
+        return times
+
+    def ask(self, region: Mapping[str, Any]) -> Times | str:
+        """The answer of the process about a region."""
+        # Work of this process would slow the kernels down, and its cache would take memory.
+        torch.cuda.synchronize(region["device"])
+        torch.cuda.empty_cache()
+        if not self._problem:
+            reply = self._reply(json.dumps(region))
+            if reply is not None:
+                return reply["error"] if "error" in reply else Times(*reply["seconds"])
+            # Not again for each of the other regions.
+            self._problem = f"the process that measures ended {how_it_ended(self._started())}"
+        return self._problem
+
+    def _reply(self, line: str) -> dict[str, Any] | None:
+        """The reply to a line; None if the process has ended."""
+        process = self._started()
+        assert process.stdin is not None and process.stdout is not None
+        # A read of a pipe has no timeout; it ends with the process.
+        timer = threading.Timer(patience, process.kill)
+        timer.start()
+        try:
+            print(line, file=process.stdin, flush=True)
+            return next(replies_in(process.stdout), None)
+        finally:
+            timer.cancel()
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                errors="replace",  # output other than replies may be in any encoding
+                env=child_environment(),
+            )
+        return self._process
+
+
+@functools.lru_cache(maxsize=4096)
+def _encoded(program: Program) -> dict[str, Any]:
+    """A program as JSON; equal layers have one."""
+    return storing.encoded_program(program)
+
+
+def _read(path: Path) -> Times | None:
+    """The times in a file; None without a usable file."""
+    try:
+        times = Times(*json.loads(cache.opened(path.read_text())))
+        is_usable = all(0 < seconds < math.inf for seconds in times)
+    except Exception:  # noqa: BLE001 - whatever is wrong with a file, the region is measured again
+        return None
+    return times if is_usable else None
+
+
+def _write(path: Path, times: Times) -> None:
+    try:
+        cache.replace(path, cache.sealed(json.dumps(times)))
+    except OSError:  # then each process measures
+        return
