@@ -258,8 +258,9 @@ def prepare(
     # Triton's passes and the assembler leave the interpreter's lock to other threads, which have
     # none of this thread's modes.
     with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="fusedops-compile") as pool:
-        reasons = dict(zip(tasks, pool.map(_prepared, tasks), strict=True))
-    return ["".join([reasons[call, name] for name in launching.PASSES]) for call in calls]
+        reasons = dict(zip(tasks, pool.map(_reason, tasks), strict=True))
+    forward, backward = launching.PASSES
+    return [reasons[call, forward] or reasons[call, backward] for call in calls]
 
 
 class _Call(NamedTuple):
@@ -295,6 +296,15 @@ def _call(
         program.wanted(wanted),
         program.received(receives),
     )
+
+
+def _reason(task: tuple[_Call, str]) -> str:
+    """The reason why a pass is not compiled, whether the kernel's fault or the machine's."""
+    try:
+        return _prepared(task)
+    # Of a full disk or a full GPU, say: it is not remembered.
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"
 
 
 @functools.lru_cache(maxsize=_MOST)

@@ -364,11 +364,13 @@ class Finder:
         and add them up. Inductor computes views and sums in the kernels around.
         """
         base = node.all_input_nodes[0]
-        # An item of a split stays only with the split, and the split with several items.
+        # An item of a split is in a region only with the split.
         if not self.keeps_views or base in members or not is_tensor(base):
             return False
-        ways = base.users if is_tensor(node) else node.users
-        return len(members.keys() & ways.keys()) > 1
+        # The items of a split have one gradient. If another node reads one, the split is outside.
+        if not is_tensor(node):
+            return users_of(node.users) <= members.keys()
+        return len(members.keys() & base.users.keys()) > 1
 
 
 def _is_eligible(node: fx.Node) -> bool:

@@ -64,9 +64,11 @@ def kernel_of(path: str, name: str, text: str) -> Any:
             "__name__": f"fusedops.compiler.generated.{re.sub(r'[^A-Za-z0-9]+', '_', path)}"
         }
         exec(compile(text, path, "exec"), namespace)
-        kernel = _kernels[path] = namespace[name]
+        kernel = namespace[name]
         kernel.contracts = not text.startswith(_ROUNDS)
         kernel.checks = text.removeprefix(_ROUNDS).startswith(_CHECKS)
+        # Last, and of several threads the first: others read it without a lock.
+        kernel = _kernels.setdefault(path, kernel)
     return kernel
 
 

@@ -136,7 +136,8 @@ def _input(
     last = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
     memory = torch.zeros(max(0, 1 + sum(last)), dtype=dtype, device=device)
     if dtype.is_floating_point:
-        memory.normal_()
+        # Not in the dtype itself: PyTorch draws no numbers of 8 bits.
+        memory.copy_(torch.randn(memory.shape, device=device))
     return memory.as_strided(shape, strides).requires_grad_(is_wanted)
 
 

@@ -395,6 +395,18 @@ def _of_packed(x: Tensor, scale: Tensor) -> Tensor:
 
 
 @pytest.mark.kernels
+def test_a_split_with_other_readers_is_outside_of_the_region() -> None:
+    """Its gradient is put together once, from those of the region's inputs and of the values."""
+
+    def attended(x: Tensor) -> Tensor:
+        query, key, value = x.unbind(2)
+        return (F.silu(query) * key) @ value.mT
+
+    (region,) = fusedops.explain(attended, randn(2, 5, 3, 16).requires_grad_(), rest="eager").fused
+    assert region.operators == ("silu", "mul")
+
+
+@pytest.mark.kernels
 def test_parts_of_a_smaller_tensor_are_inputs() -> None:
     """A split of which another region has items is in neither region."""
 

@@ -204,3 +204,22 @@ def test_kernels_of_a_graph_are_compiled_at_the_same_time(monkeypatch: pytest.Mo
     report = fusedops.explain(lambda x, y: (norms[0](x), norms[1](y)), *rows)
     assert [region.program is not None for region in report.regions] == [True, True]
     assert not both.broken
+
+
+def test_a_fault_of_the_machine_leaves_one_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that cannot be written to disk, say; later it may be."""
+    prepare = programs.launching.prepare
+
+    def failing(program: Any, *args: Any) -> None:
+        if program.structure.cols == 1051:
+            raise OSError("no space left")
+        prepare(program, *args)
+
+    norms = nn.ModuleList([nn.LayerNorm(cols) for cols in (1049, 1051)]).to(DEVICE)
+    rows = [randn(3, 1049).requires_grad_(), randn(3, 1051).requires_grad_()]
+    function = lambda x, y: (norms[0](x), norms[1](y))  # noqa: E731
+    with monkeypatch.context() as patched:
+        patched.setattr(programs.launching, "prepare", failing)
+        report = fusedops.explain(function, *rows)
+    assert [region.reason for region in report.regions] == ["", "OSError: no space left"]
+    assert len(fusedops.explain(function, *rows).fused) == 2

@@ -485,9 +485,23 @@ MUTANTS = (
     Mutant(
         "a split outside of the region of its items",
         "backend/regions.py",
-        "base.users if is_tensor(node) else node.users",
-        "base.users",
+        "return users_of(node.users) <= members.keys()",
+        "return False",
         ("backend/test_eager.py", "have_one_gradient"),
+    ),
+    Mutant(
+        "a split in a region though another node reads an item",
+        "backend/regions.py",
+        "return users_of(node.users) <= members.keys()",
+        "return True",
+        ("backend/test_eager.py", "other_readers"),
+    ),
+    Mutant(
+        "the whole graph left because a kernel cannot be written to disk",
+        "backend/programs.py",
+        '    except Exception as error:  # noqa: BLE001\n        return f"{type(error).__name__}: {error}"\n\n\n@functools',
+        '    except ZeroDivisionError as error:\n        return f"{type(error).__name__}: {error}"\n\n\n@functools',
+        ("backend/test_work.py", "fault_of_the_machine"),
     ),
     Mutant(
         "an item of a split in a region without the split",
