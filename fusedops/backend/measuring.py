@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from ..compiler.operator import Program
-from ..core.children import child_environment, how_it_ended, replies_in
+from ..core.children import how_it_ended, replies_in, start
 from ..core.compat.distributed import has_other_ranks
 from ..core.configs import cache, tuning
 from ..core.launches import launch
@@ -145,21 +145,16 @@ class Measurer:
         timer = threading.Timer(patience, process.kill)
         timer.start()
         try:
-            print(line, file=process.stdin, flush=True)
+            # If the process has ended, its output has, too.
+            with contextlib.suppress(BrokenPipeError):
+                print(line, file=process.stdin, flush=True)
             return next(replies_in(process.stdout), None)
         finally:
             timer.cancel()
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                errors="replace",  # output other than replies may be in any encoding
-                env=child_environment(),
-            )
+            self._process = start(command)
         return self._process
 
 

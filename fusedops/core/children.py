@@ -10,11 +10,11 @@ import contextlib
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["child_environment", "how_it_ended", "replies_in", "send"]
+__all__ = ["child_environment", "how_it_ended", "replies_in", "send", "start"]
 
 _MARK = "fusedops replies "
 
@@ -28,6 +28,18 @@ def child_environment() -> dict[str, str]:
     # This package comes first, so that a child does not import another installed release of it.
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
     return {**os.environ, "PYTHONPATH": path, "FUSEDOPS_TUNE": "", "OMP_NUM_THREADS": "1"}
+
+
+def start(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    """Start a child process that reads lines and replies; ``options`` are those of `Popen`."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        errors="replace",  # output other than replies may be in any encoding
+        **{"env": child_environment(), **options},
+    )
 
 
 def send(reply: dict[str, Any], output: TextIO) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from ..core.children import child_environment, how_it_ended, replies_in
+from ..core.children import child_environment, how_it_ended, replies_in, start
 from ..core.launches.launch import Request
 from ..core.launches.usage import Usage
 from .worker import encode
@@ -105,12 +105,4 @@ class Pool:
     def _start(self) -> subprocess.Popen[str]:
         # Workers need no GPU, and on a GPU each worker's context would take memory.
         environment = {**child_environment(), "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
-        return subprocess.Popen(
-            self.command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            errors="replace",  # output other than replies may be in any encoding
-            env=environment,
-        )
+        return start(self.command, stderr=subprocess.DEVNULL, env=environment)

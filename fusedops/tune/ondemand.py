@@ -30,7 +30,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from ..core.children import child_environment, how_it_ended, replies_in
+from ..core.children import how_it_ended, replies_in, start
 from ..core.compat.dispatch import dispatch_modes
 from ..core.compat.distributed import default_store, has_other_ranks
 from ..core.configs import tuning
@@ -135,14 +135,7 @@ def _request(message: dict[str, Any]) -> dict[str, Any]:
 def _start() -> None:
     """Start the tuner, and a thread that reads its replies."""
     global _server, _replies
-    _server = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        errors="replace",  # output other than replies may be in any encoding
-        env=child_environment(),
-    )
+    _server = start(command)
     # A new queue, so that replies of an earlier tuner are not read as those of this one.
     _replies = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(_server.stdout, _replies), daemon=True).start()

@@ -412,6 +412,15 @@ def test_a_process_that_ends_is_not_asked_again(
     assert own_process.ask({"device": 1}) == reason
 
 
+def test_a_process_that_ends_before_it_is_asked_is_named(
+    own_process: Measurer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "command", (sys.executable, "-c", "raise SystemExit(3)"))
+    own_process._started().wait()
+    reason = "the process that measures ended with exit code 3"
+    assert [own_process.ask({"device": 1}) for _ in range(2)] == [reason, reason]
+
+
 def test_an_error_of_a_region_is_its_reply() -> None:
     replies = io.StringIO()
     regions.serve(io.StringIO('{"device": 0}\n[]\n'), replies)

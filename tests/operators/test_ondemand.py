@@ -191,9 +191,9 @@ server.serve(sys.stdin, sys.stdout, lambda index: made_up.sweeper())
 
 
 def start_real(monkeypatch: pytest.MonkeyPatch, code: str = _SERVER) -> None:
-    environment = ondemand.child_environment()
+    environment = children.child_environment()
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "FUSEDOPS_TUNE": ""}
-    monkeypatch.setattr(ondemand, "child_environment", lambda: environment)
+    monkeypatch.setattr(children, "child_environment", lambda: environment)
     monkeypatch.setattr(ondemand, "command", (sys.executable, "-c", code))
 
 
