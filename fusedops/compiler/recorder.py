@@ -147,17 +147,20 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         if captured is None:
             raise NotRowwiseError("it uses a tensor of unknown origin; make it an argument")
         position, name = captured
-        # Arguments are on one device.
-        devices = {argument.device for argument, _ in self.protected}
-        if tensor.device not in devices:
-            raise NotRowwiseError(
-                f"{name} is on {tensor.device}, and the arguments are on "
-                f"{', '.join(map(str, devices))}; move it outside, or pass it as a number"
-            )
+        self._check_device(tensor, name, "move it outside, or pass it as a number")
         self.traced.captured.append(position)
         fake = self.input(tensor, name)
         self.stand_ins[id(tensor)] = (tensor, fake)
         return fake
+
+    def _check_device(self, tensor: Tensor, name: str, advice: str) -> None:
+        """Refuse a tensor that is not on the device of the arguments, which are on one."""
+        devices = {argument.device for argument, _ in self.protected}
+        if tensor.device not in devices:
+            raise NotRowwiseError(
+                f"{name} is on {tensor.device}, and the arguments are on "
+                f"{', '.join(map(str, devices))}; {advice}"
+            )
 
     # --- operators --------------------------------------------------------------------------------
 
@@ -329,6 +332,8 @@ class Recorder(DispatchMode):  # type: ignore[misc]
             node = self.graph.make("detached", node)
         if out.dtype not in NAMES:
             raise NotRowwiseError(f"a tensor of {out.dtype}, which kernels do not write")
+        if out.dim():  # PyTorch takes a number of any device
+            self._check_device(out, "a result", "move it outside")
         recorded = Value(node, value.labels, out.dtype)
         self.set(out, recorded)
         self.traced.wide |= out.dtype == torch.float64

@@ -222,6 +222,14 @@ def weighted_classes(x: Tensor) -> Tensor:
     return F.cross_entropy(x, target, torch.ones(24, device=x.device), reduction="none")  # here
 
 
+def on_another_device(x: Tensor) -> Tensor:
+    return x.new_zeros(x.shape, device="meta")  # here
+
+
+def moved(x: Tensor) -> Tensor:
+    return (x + 1).to("meta")  # here
+
+
 # Refused functions with a pattern of the message.
 REFUSED: dict[Callable[..., Any], str] = {
     sink: "a term of its sum",
@@ -260,6 +268,8 @@ REFUSED: dict[Callable[..., Any], str] = {
     embedded: "index before the call",
     without_a_kernel: "without a kernel",
     complex_numbers: "fft",
+    on_another_device: "a result is on meta, and the arguments are on .*; move it outside",
+    moved: "a result is on meta",
 }
 every = pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)
 
@@ -299,6 +309,10 @@ def test_refused_function_runs_in_eager_pytorch(function: Callable[..., Any]) ->
     assert re.search(REFUSED[function], str(warning.message))
     assert warning.filename == __file__
     assert launched == []
+    if expected.is_meta:
+        assert first.is_meta
+        assert second.is_meta
+        return
     assert torch.equal(first, second)
     if function not in (random, noise):
         assert torch.equal(first, expected)
