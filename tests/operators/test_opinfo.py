@@ -186,6 +186,7 @@ def test_values_and_gradients(
 
 
 @every_op
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 def test_other_dtypes_and_arguments_are_refused(name: str, device: torch.device) -> None:
     """`test_values_and_gradients` runs the samples that no entry of `REFUSALS` refuses."""
     for dtype in OPS[name].supported_dtypes(device.type):
