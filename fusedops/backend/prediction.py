@@ -279,7 +279,9 @@ def _of_inductor(kernels: Sequence[Kernel], rows: int, cols: int, *, has_backwar
         sums=sums * min(1.0, rows / _ROWS_OF_SUM),
         summed=elements * read * (sums > 0),
         drawn=elements * (drops and is_forward),
-        computed=elements * _total(kernels, lambda kernel: kernel.excess),
+        # The operator has the same instructions. They are no difference in a kernel that moves no
+        # whole tensor, since all are broadcast.
+        computed=elements * _total(kernels, lambda kernel: kernel.excess * bool(kernel.moved)),
     )
 
 

@@ -70,6 +70,17 @@ def test_only_wanted_gradients_count() -> None:
     assert inductor == Work(2 * _ROWS * 64 * 4, kernels=1)
 
 
+def test_instructions_are_no_gain_without_a_whole_tensor() -> None:
+    """Both run the same instructions, for products of broadcast tensors."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return (torch.exp(x) * torch.exp(y)).sum(-1)
+
+    sizes = (64, 1, 128), (1, 64, 128)
+    operator, inductor = works(function, *(_tensor(*shape, trains=False) for shape in sizes))
+    assert operator.moved == inductor.moved == inductor.computed == 0
+
+
 @pytest.mark.parametrize("trains", [True, False])
 def test_masks_are_drawn_by_inductor_and_stored_for_a_backward(trains: bool) -> None:
     operator, inductor = works(_dropped, _tensor(_ROWS, 64, trains=trains))
