@@ -33,19 +33,19 @@ from ..core.compat.bindings import binding
 from ..core.compat.dispatch import is_intercepted
 from ..core.random.rng import probability
 from .fx import CHECKPOINTED, OVERLOAD, namespace, without_autocast
-from .graphs import value_of
+from .graphs import FUSED, value_of
 
 __all__ = ["calls_operators", "runnable"]
 
 
 def calls_operators(gm: fx.GraphModule) -> bool:
-    """Whether a graph calls operators of this library, or a body in it does."""
+    """Whether a graph, or a body in it, calls operators in the place of several of the model."""
     bodies = filter(None, map(_body, gm.graph.nodes))
-    return any(itertools.chain(map(_is_own, gm.graph.nodes), map(calls_operators, bodies)))
+    return any(itertools.chain(map(_is_fused, gm.graph.nodes), map(calls_operators, bodies)))
 
 
-def _is_own(node: fx.Node) -> bool:
-    return namespace(node.target) == "fusedops"
+def _is_fused(node: fx.Node) -> bool:
+    return bool(namespace(node.target) == "fusedops" or node.meta.get(FUSED))
 
 
 def runnable(gm: fx.GraphModule) -> Callable[..., Any]:

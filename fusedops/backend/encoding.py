@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ..core.compat.distributed import is_mesh
 from .capture import WITHOUT_EFFECT, copy_metadata
 from .fx import AUTOCASTS, CHECKPOINTED, CONVERSIONS, GRAD_MODES, OPERATORS, conversion, is_pure
-from .graphs import held_names, positions_of
+from .graphs import FUSED, held_names, positions_of
 from .meshes import decoded_placement, described, encoded_placement, parameters_of
 from .passes.grouped_products import is_grouped
 from .passes.padding import PADDED
@@ -67,7 +67,11 @@ _NODES = ("placeholder", "get_attr", "call_function", "output")
 # The name of the current GPU.
 _CURRENT = "the current GPU"
 # Marks of nodes that are read after the capture, with the types of their values.
-_MARKS: dict[str, Callable[[Any], Any]] = {PADDED: bool, "recompute": CheckpointPolicy}
+_MARKS: dict[str, Callable[[Any], Any]] = {
+    FUSED: bool,
+    PADDED: bool,
+    "recompute": CheckpointPolicy,
+}
 
 
 class NoValueError(Exception):

@@ -179,8 +179,8 @@ def backend(
             stacklevel=2,
         )
     if chosen.rest == EAGER:
-        # Without an operator of this library, the model's own calls take the least host time. A
-        # graph that is left needs the caller's autocast.
+        # Without an operator in the place of others, the model's own calls take the least host
+        # time. A graph that is left needs the caller's autocast.
         is_run = not report.left and calls_operators(graph)
         return runnable(graph) if is_run else gm.forward
     # The model returns a view of padded rows, [rows, :columns]. Its gradient comes from a loss that

@@ -31,6 +31,7 @@ __all__ = [
     "BIAS",
     "COPIES",
     "FUNCTION",
+    "FUSED",
     "OF_RANK",
     "SHARD",
     "VIEWS",
@@ -61,6 +62,7 @@ __all__ = [
     "positions_of",
     "reshapes",
     "size_of",
+    "sort_nodes",
     "strides_of",
     "tensors_in",
     "tensors_of",
@@ -76,6 +78,8 @@ _Kind = TypeVar("_Kind")
 BIAS = "fusedops_bias"
 # ``meta[REACHED]`` is, for each tensor of a region's operator, whether a gradient reaches it.
 REACHED = "fusedops_reached"
+# ``meta[FUSED]`` is true for an operator of PyTorch's that replaces several of the model.
+FUSED = "fusedops_fused"
 # ``meta[FUNCTION]`` is the name of the `rowwise` function that returned the node's value.
 FUNCTION = "fusedops_function"
 # ``meta[OF_RANK]`` of a graph is whether that of another rank of a mesh may differ from it.
@@ -299,6 +303,17 @@ def _add_after_arguments(
 
 
 # --- users ----------------------------------------------------------------------------------------
+
+
+def sort_nodes(graph: fx.Graph) -> None:
+    """Sorts a graph topologically, and otherwise leaves its order.
+
+    A pass puts an operator before the first of its users. Other arguments of it may come later:
+
+        a   operator(a, b)   user   b        becomes        a   b   operator(a, b)   user
+    """
+    for node, following in itertools.pairwise(arguments_first(graph.nodes)):
+        node.append(following)  # moves `following` to the position after `node`
 
 
 def users_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -42,6 +42,7 @@ from .graphs import (
     nodes_in,
     positions_of,
     size_of,
+    sort_nodes,
     users_of,
     value_of,
 )
@@ -115,6 +116,8 @@ def recompute(graph: fx.Graph, memory: str, parameters: Collection[int] = ()) ->
         parameters: the positions of the inputs that are parameters, and so in memory anyway. They
             are counted from the end, since AOTAutograd puts tensors that a graph holds first.
     """
+    # Inductor's own passes, such as that for attention, leave it unsorted.
+    sort_nodes(graph)
     inputs = dict(enumerate(reversed(primals(graph))))
     joint = _Joint(graph, set(map(inputs.get, parameters)))
     for node in list(graph.nodes):

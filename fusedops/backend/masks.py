@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from enum import Enum, auto
 from typing import Any
 
@@ -102,12 +102,16 @@ class Constants:
         """
         backwards = itertools.takewhile(lambda node: node is not self._last, reversed(graph.nodes))
         new = list(backwards)
-        for node in reversed(new):
+        self.visit(reversed(new))
+        self._last = next(iter(new), self._last)
+
+    def visit(self, nodes: Iterable[fx.Node]) -> None:
+        """Finds the constants and the writes among new nodes, arguments first."""
+        for node in nodes:
             is_constant = self._constant.issuperset(node.all_input_nodes) and _is_constant(node)
             if is_constant:
                 self._constant.add(node)
             self._written.update({memory_of(tensor): tensor for tensor in written(node)})
-        self._last = next(iter(new), self._last)
 
     def _is_changed(self, nodes: list[fx.Node]) -> bool:
         """Whether an operator writes into the memory of one of the nodes."""
@@ -175,8 +179,8 @@ def _is_constant(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return True
-    # Inputs and attributes have an empty name.
-    is_operator = bool(name_of(node))
+    # Inputs and attributes have an empty name, and so has the call that makes a number a tensor.
+    is_operator = bool(name_of(node)) or node.target is torch.tensor
     return is_operator and not draws(node.target)
 
 

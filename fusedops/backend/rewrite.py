@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -26,7 +27,8 @@ class Rewrite:
         runner: what runs the nodes that are in no region: see `options`.
         measure: measures regions; None to predict all times.
         sums: from each sum with a bias to the matrix product that it was split from.
-        results: the nodes that have replaced the outputs of regions.
+        results: the nodes that have replaced the outputs of regions. They are contiguous.
+        restrided: from other nodes whose strides are not the model's to their values.
         reports: the reports of all regions.
         rest: the bytes that operators outside of regions read and write forward, one by one.
         differentiated: those of operators whose results have gradients.
@@ -37,6 +39,7 @@ class Rewrite:
     measure: Measure | None = None
     sums: dict[fx.Node, fx.Node] = field(default_factory=dict)
     results: list[fx.Node] = field(default_factory=list)
+    restrided: dict[fx.Node, Any] = field(default_factory=dict)
     reports: list[RegionReport] = field(default_factory=list)
     rest: int = 0
     differentiated: int = 0

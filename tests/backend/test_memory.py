@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
 from torch.nn import functional as F
 
 import fusedops
 from backends import Backend, PostNorm, randn
-from fusedops.backend import entry
+from fusedops.backend import entry, joint
 from fusedops.backend.fx import JointPass, _joined
 from fusedops.core.calls import registration
 from support import DEVICE
@@ -301,3 +301,17 @@ def test_passes_of_the_user_run_first() -> None:
     assert joined.uuid() is None  # a pass without a key: PyTorch caches nothing
     assert _joined(joined, change).uuid() is None
     assert _joined(_joined(None, change), change).uuid() == (("key",), "key")
+
+
+def test_joint_graph_need_not_be_sorted() -> None:
+    """Inductor replaces attentions by nodes that come before their arguments."""
+    graph, value = fx.Graph(), torch.ones(2, device=DEVICE)
+    first = graph.placeholder("primals_1")
+    inner = graph.call_function(torch.ops.aten.exp.default, (first,))
+    outer = graph.call_function(torch.ops.aten.relu.default, (inner,))
+    graph.output((outer,))
+    for node in (first, inner, outer):
+        node.meta["val"] = value
+    outer.append(inner)
+    joint.recompute(graph, "auto")
+    graph.lint()

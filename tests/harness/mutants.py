@@ -595,6 +595,48 @@ MUTANTS = (
         "        alive = choice.held\n",
         ("backend/test_saved.py", "test_sums"),
     ),
+    Mutant(
+        "an attention that is written out, whose mask is not scaled",
+        "backend/passes/attentions.py",
+        "mask=lambda creator: creator.call(target, mask(creator), number)",
+        "mask=mask",
+        ("backend/test_written_attention.py", "eager"),
+    ),
+    Mutant(
+        "an attention of scores that something else reads",
+        "backend/passes/attentions.py",
+        "len(argument.users) != 1",
+        "not argument.users",
+        ("backend/test_written_attention.py", "stays"),
+    ),
+    Mutant(
+        "an attention whose mask gets no gradient",
+        "backend/passes/attentions.py",
+        "rewrite.needs.isdisjoint(scores.terms)",
+        "True",
+        ("backend/test_written_attention.py", "stays"),
+    ),
+    Mutant(
+        "an attention in which rows are hidden by -inf",
+        "backend/passes/attentions.py",
+        "max(_HIDDEN, torch.finfo(dtype).min)",
+        '-float("inf")',
+        ("backend/test_written_attention.py", "hidden"),
+    ),
+    Mutant(
+        "an attention with other strides than the model's",
+        "backend/passes/attentions.py",
+        "    rewrite.restrided[node] = value_of(node)\n",
+        "",
+        ("backend/test_written_attention.py", "strides"),
+    ),
+    Mutant(
+        "a joint graph that is not sorted",
+        "backend/joint.py",
+        "    sort_nodes(graph)\n",
+        "",
+        ("backend/test_memory.py", "sorted"),
+    ),
     # --- losses -----------------------------------------------------------------------------------
     Mutant(
         "a gradient of another argument, written over the argument",

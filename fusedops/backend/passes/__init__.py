@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 from ..options import EAGER, INDUCTOR
 from ..rewrite import Rewrite
+from .attentions import fuse_attentions
 from .biases import restore_biases, split_biases
 from .casts import cast_together
 from .channels import move_channels_last
@@ -37,6 +38,7 @@ Pass = Callable[[Rewrite], None]
 _PASSES: tuple[Pass, ...] = (
     move_channels_last,  # regions can then have these reductions
     split_complex,  # regions can then have them
+    fuse_attentions,  # before regions have their softmaxes
     fuse_loss_heads,  # before biases are split from products, and regions have log-softmaxes
     split_biases,  # regions can then add them
     cast_before_concatenating,  # regions can then have the casts

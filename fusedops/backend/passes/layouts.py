@@ -46,22 +46,26 @@ def restore_strides(rewrite: Rewrite) -> None:
     The graph's caller sees the strides of what it returns. So do a change in place, `as_strided`,
     an operator of another library, and an operator that accepts some strides only.
     """
-    # The graph is walked once. Other strides begin at the result of a region. A node passes them on
-    # to its users, until a copy restores the model's strides, or an operator's result has them.
+    # The graph is walked once. Other strides begin at the result of a region, or of an attention. A
+    # node passes them on to its users, until a copy restores the model's strides, or an operator's
+    # result has them.
     contiguous = set(rewrite.results)
     # The values of nodes whose strides are no longer the model's.
     restrided = dict[fx.Node, Any]()
     with recording_nothing(), torch.no_grad():
         for node in list(rewrite.graph.nodes):
             wanted = value_of(node)  # with the strides of the model
-            if node in contiguous:
-                value: Any = torch.empty_like(wanted, memory_format=torch.contiguous_format)
+            if node in rewrite.restrided:
+                value: Any = rewrite.restrided[node]
+            elif node in contiguous:
+                value = torch.empty_like(wanted, memory_format=torch.contiguous_format)
             else:
                 value = _restrided_value(rewrite.graph, node, restrided)
             if value is None or _have_equal_strides(value, wanted):
                 continue
             # No view is copied: its base was, as `_are_strides_visible` considers users of views.
-            has_memory = node in contiguous or not _shares_memory(node)
+            is_new = node in contiguous or node in rewrite.restrided
+            has_memory = is_new or not _shares_memory(node)
             if has_memory and _are_strides_visible(node) and isinstance(value, Tensor):
                 _copy(rewrite.graph, node)
             else:

@@ -31,7 +31,7 @@ from ...core.optional import without_none
 from ...distributed import losses as sharded
 from ...losses.cross_entropy import encoded, scale_and_cap
 from ...losses.registration import OPERATOR
-from ..fx import CAST, aten_name, recording_nothing
+from ..fx import CAST, aten_name
 from ..graphs import (
     OF_RANK,
     are_numbers,
@@ -47,6 +47,7 @@ from ..graphs import (
 from ..report import RegionReport, note_change
 from ..rewrite import Rewrite
 from ..targets import FromLocal, OnDTensors, ToLocal
+from .creating import Creator
 from .smoothing import Smoothing, smoothing_of
 
 __all__ = ["fuse_loss_heads"]
@@ -297,9 +298,9 @@ def _replace(rewrite: Rewrite, head: _Head) -> str:
     product = head.product
     *bias, rows, factor = product.args
     _, target, class_weight, reduction, ignore_index = head.loss.args
-    created = _Created(rewrite, head.loss)
+    created = Creator(rewrite, head.loss)
     source = _rows(created, head, rows)
-    weight = _uncast(created, created.transposed(factor))
+    weight = _uncast(created, _transposed(created, factor))
     biases = [_uncast(created, node) for node in bias]
     weights = _weights(created, target, class_weight)
     tensors: Any = (source, weight, biases[0] if biases else None, target, *weights)
@@ -332,7 +333,7 @@ def _replace(rewrite: Rewrite, head: _Head) -> str:
 
 def _replace_sharded(rewrite: Rewrite, head: _Head) -> str:
     """Replaces a head of a rank's classes; returns the reason if that cannot be done."""
-    created, logits = _Created(rewrite, head.loss), head.sharded
+    created, logits = Creator(rewrite, head.loss), head.sharded
     assert logits is not None
     assert isinstance(logits.target, FromLocal)
     *bias, rows, factor = head.product.args
@@ -344,7 +345,7 @@ def _replace_sharded(rewrite: Rewrite, head: _Head) -> str:
     if is_dtensor(value_of(target)):  # type: ignore[arg-type]
         target = created.call(ToLocal(value_of(target).placements), target)  # type: ignore[arg-type]
     source = _rows(created, head, rows)
-    weight = _uncast(created, created.transposed(factor))
+    weight = _uncast(created, _transposed(created, factor))
     biases = [_uncast(created, node) for node in bias]
     tensors: Any = (source, weight, biases[0] if biases else None, target)
     try:
@@ -381,41 +382,7 @@ def _replace_sharded(rewrite: Rewrite, head: _Head) -> str:
     return ""
 
 
-@dataclass
-class _Created:
-    """Adds nodes to a graph, before one of its nodes.
-
-    Attributes:
-        rewrite: the graph.
-        before: the node.
-    """
-
-    rewrite: Rewrite
-    before: fx.Node
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new node, with its fake value."""
-        graph, sets = self.rewrite.graph, (self.rewrite.needs, self.rewrite.receives)
-        values = fx.node.map_arg((args, kwargs), value_of)
-        with recording_nothing(), torch.no_grad():
-            value = target(*values[0], **values[1])
-        with graph.inserting_before(self.before):
-            node = graph.call_function(target, args, kwargs)
-        node.meta["val"] = value
-        for nodes in sets:
-            if not nodes.isdisjoint(node.all_input_nodes):
-                nodes.add(node)
-        return node
-
-    def transposed(self, factor: Any) -> fx.Node:
-        """The weight (V, D) of a product's second factor, (D, V)."""
-        if name_of(factor) == "t":
-            weight: fx.Node = factor.args[0]
-            return weight
-        return self.call(torch.ops.aten.t.default, factor)
-
-
-def _rows(created: _Created, head: _Head, rows: Any) -> fx.Node:
+def _rows(created: Creator, head: _Head, rows: Any) -> fx.Node:
     """The rows of the loss: views and copies of logits become those of the product's rows."""
     columns = value_of(rows).shape[-1]
     for node in reversed(head.of_rows):
@@ -432,7 +399,7 @@ def _rows(created: _Created, head: _Head, rows: Any) -> fx.Node:
 
 
 def _weights(
-    created: _Created, target: Any, class_weight: Any
+    created: Creator, target: Any, class_weight: Any
 ) -> tuple[fx.Node | None, fx.Node | None]:
     """The weight of each target, any number for those that are ignored, and of each class."""
     if class_weight is None:
@@ -443,7 +410,15 @@ def _weights(
     return of_target, class_weight
 
 
-def _uncast(created: _Created, weight: Any) -> fx.Node:
+def _transposed(created: Creator, factor: Any) -> fx.Node:
+    """The weight (V, D) of a product's second factor, (D, V)."""
+    if name_of(factor) == "t":
+        weight: fx.Node = factor.args[0]
+        return weight
+    return created.call(torch.ops.aten.t.default, factor)
+
+
+def _uncast(created: Creator, weight: Any) -> fx.Node:
     """The parameter that a weight is a cast of, or the weight itself.
 
     The operator casts it, and computes its gradient in the dtype of the parameter.
