@@ -294,6 +294,12 @@ def _with_operators(
     except Exception as error:  # noqa: BLE001 - a graph with an unknown part is left
         report.left.append(_reason_of(error))
         return gm
+    if measurer.problem:
+        warnings.warn(
+            f"fusedops predicts the times of regions that it was to measure: {measurer.problem}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     report.regions += report_of_graph.regions
     report.rest += report_of_graph.rest
     report.differentiated += report_of_graph.differentiated

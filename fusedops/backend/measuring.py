@@ -16,13 +16,10 @@ different regions would round differently and might order collectives differentl
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import math
-import subprocess
 import sys
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,8 +28,8 @@ import torch
 from torch import fx
 
 from ..compiler.operator import Program
-from ..core.children import how_it_ended, replies_in, start
-from ..core.compat.distributed import has_other_ranks
+from ..core.children import Child
+from ..core.compat.distributed import has_other_ranks, is_launched_with_others
 from ..core.configs import cache, tuning
 from ..core.launches import launch
 from . import storing
@@ -54,7 +51,7 @@ def why_not() -> str:
     """Why this process measures nothing; "" if it may."""
     if not torch.cuda.is_available() or launch.interpreting():
         return "there is no GPU"
-    if has_other_ranks():
+    if has_other_ranks() or is_launched_with_others():
         return "ranks of one job might choose differently"
     return ""
 
@@ -68,21 +65,19 @@ class Measurer:
     """Measures regions; a context, at whose end the process that times them ends."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-        self._problem = ""
+        self._child: Child | None = None
+        self.problem = ""  # why the process measures no more
 
     def __enter__(self) -> Measurer:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        # The end of the block waits and closes the pipes. That raises if a request is still in a
-        # pipe's buffer and can no longer be written.
-        with contextlib.suppress(OSError), process:
-            pass
+        self._drop()
+
+    def _drop(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.end()
 
     def times(
         self, program: RegionProgram, reached: Collection[fx.Node], receives: Collection[fx.Node]
@@ -129,33 +124,26 @@ class Measurer:
         # Work of this process would slow the kernels down, and its cache would take memory.
         torch.cuda.synchronize(region["device"])
         torch.cuda.empty_cache()
-        if not self._problem:
+        # After a problem no other region is measured.
+        if not self.problem:
             reply = self._reply(json.dumps(region))
             if reply is not None:
                 return reply["error"] if "error" in reply else Times(*reply["seconds"])
-            # Not again for each of the other regions.
-            self._problem = f"the process that measures ended {how_it_ended(self._started())}"
-        return self._problem
+        return self.problem
 
     def _reply(self, line: str) -> dict[str, Any] | None:
-        """The reply to a line; None if the process has ended."""
-        process = self._started()
-        assert process.stdin is not None and process.stdout is not None
-        # A read of a pipe has no timeout; it ends with the process.
-        timer = threading.Timer(patience, process.kill)
-        timer.start()
+        """The reply to a line; None if there is a problem."""
+        if self._child is None:
+            self._child = Child(command)
         try:
-            # If the process has ended, its output has, too.
-            with contextlib.suppress(BrokenPipeError):
-                print(line, file=process.stdin, flush=True)
-            return next(replies_in(process.stdout), None)
-        finally:
-            timer.cancel()
-
-    def _started(self) -> subprocess.Popen[str]:
-        if self._process is None:
-            self._process = start(command)
-        return self._process
+            reply = self._child.reply(line, patience)
+        except TimeoutError as error:
+            self.problem = f"the process that measures was stopped: {error}"
+            self._drop()
+            return None
+        if reply is None:
+            self.problem = f"the process that measures ended {self._child.how_it_ended()}"
+        return reply
 
 
 @functools.lru_cache(maxsize=4096)

@@ -272,12 +272,13 @@ class Selector:
         predicted = works.times(match.machine)
         if match.measured is None:
             return predicted
-        # Not measured is the host's time for calls, which a CUDA graph lacks, and what Inductor
-        # saves by a fusion with neighbours.
+        # Not measured is the host's time for calls, which a CUDA graph lacks, and the part of its
+        # time that Inductor saves by a fusion with neighbours.
         calls = Work(calls=works.operator.calls).seconds(match.machine)
-        saved = match.works.times(match.machine).inductor - predicted.inductor
+        alone = match.works.times(match.machine).inductor
+        part = predicted.inductor / alone if alone > 0 else 1.0
         operator, inductor = match.measured
-        return Times(operator + calls, inductor - saved)
+        return Times(operator + calls, inductor * part)
 
     def _pays(self, match: Match, works: Works) -> bool:
         """Whether an operator is faster than Inductor, or the user asks for it.

@@ -9,14 +9,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
+import signal
 import subprocess
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["child_environment", "how_it_ended", "replies_in", "send", "start"]
+__all__ = ["Child", "child_environment", "replies_in", "send"]
 
 _MARK = "fusedops replies "
+# The seconds that a killed process may take to end.
+_END = 5.0
 
 
 def child_environment() -> dict[str, str]:
@@ -28,18 +33,6 @@ def child_environment() -> dict[str, str]:
     # This package comes first, so that a child does not import another installed release of it.
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
     return {**os.environ, "PYTHONPATH": path, "FUSEDOPS_TUNE": "", "OMP_NUM_THREADS": "1"}
-
-
-def start(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-    """Start a child process that reads lines and replies; ``options`` are those of `Popen`."""
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        errors="replace",  # output other than replies may be in any encoding
-        **{"env": child_environment(), **options},
-    )
 
 
 def send(reply: dict[str, Any], output: TextIO) -> None:
@@ -57,10 +50,68 @@ def replies_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
                 yield json.loads(line.removeprefix(_MARK))
 
 
-def how_it_ended(process: subprocess.Popen[str]) -> str:
-    """Return the exit code or signal of a process whose output has ended, as text."""
-    try:
-        code = process.wait(timeout=5.0)
-    except subprocess.TimeoutExpired:
-        return "without an exit code"
-    return f"by signal {-code}" if code < 0 else f"with exit code {code}"
+class Child:
+    """A child process that replies to lines, one after the other.
+
+    Args:
+        command: the command.
+        options: those of `subprocess.Popen`.
+    """
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        self.process: subprocess.Popen[str] = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            errors="replace",  # output other than replies may be in any encoding
+            start_new_session=True,  # its own children are in its group, and end with it
+            **{"env": child_environment(), **options},
+        )
+        # The replies, and None at the end of the output. A read of a queue can have a timeout, and
+        # a read of a pipe cannot.
+        self._replies: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for reply in replies_in(lines):
+                self._replies.put(reply)
+        self._replies.put(None)
+
+    def reply(self, line: str, seconds: float | None = None) -> dict[str, Any] | None:
+        """Return the reply to a line; None if the process has ended.
+
+        Raises:
+            TimeoutError: there is none after some seconds.
+        """
+        assert self.process.stdin is not None
+        # If the process has ended, so have its replies.
+        with contextlib.suppress(BrokenPipeError):
+            print(line, file=self.process.stdin, flush=True)
+        try:
+            return self._replies.get(timeout=seconds)
+        except queue.Empty:
+            raise TimeoutError(f"no reply within {seconds:g} s") from None
+
+    def how_it_ended(self) -> str:
+        """Return the exit code or signal of the process, whose output has ended, as text."""
+        try:
+            code = self.process.wait(timeout=_END)
+        except subprocess.TimeoutExpired:
+            return "without an exit code"
+        return f"by signal {-code}" if code < 0 else f"with exit code {code}"
+
+    def end(self) -> None:
+        """Kill the process and its own children. One that hangs in a driver may end much later."""
+        # The group of a process that was waited for may be another's by now.
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=_END)
+        # This raises if a request is still in the pipe's buffer and can no longer be written.
+        with contextlib.suppress(OSError):
+            if self.process.stdin is not None:
+                self.process.stdin.close()

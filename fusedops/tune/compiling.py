@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -11,20 +10,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from ..core.children import child_environment, how_it_ended, replies_in, start
+from ..core.children import Child, child_environment
 from ..core.launches.launch import Request
 from ..core.launches.usage import Usage
 from .worker import encode
 
 __all__ = ["Pool"]
-
-
-def _reap(worker: subprocess.Popen[str]) -> None:
-    """Wait for a killed worker's end and close its pipes."""
-    # The end of the block waits and closes the pipes. That raises if a request is still in a pipe's
-    # buffer and can no longer be written.
-    with contextlib.suppress(OSError), worker:
-        pass
 
 
 class Pool:
@@ -44,7 +35,7 @@ class Pool:
         self._limit = limit
         self._threads = ThreadPoolExecutor(jobs, thread_name_prefix="fusedops-compile")
         self._futures: dict[Any, Future[Usage]] = {}
-        self._workers: dict[int, subprocess.Popen[str]] = {}
+        self._workers: dict[int, Child] = {}
 
     def submit(self, request: Request, *, fit: bool = False) -> Future[Usage]:
         """Return a future of the compiled kernel's usage.
@@ -70,10 +61,8 @@ class Pool:
         # that wait for replies read the end of a pipe, and end.
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in list(self._workers.values()):
-            worker.kill()
+            worker.end()
         self._threads.shutdown()
-        for worker in self._workers.values():
-            _reap(worker)
         self._workers.clear()
 
     def __enter__(self) -> Pool:
@@ -87,22 +76,16 @@ class Pool:
         worker = self._workers.get(threading.get_ident())
         if worker is None:
             worker = self._workers[threading.get_ident()] = self._start()
-        assert worker.stdin is not None and worker.stdout is not None
-        try:
-            print(message, file=worker.stdin, flush=True)
-            reply = next(replies_in(worker.stdout), None)
-        except OSError:
-            reply = None
+        reply = worker.reply(message)
         # The compiler crashed and ended the worker. The sweep goes on without the config.
         if reply is None:
-            ending = how_it_ended(worker)
-            worker.kill()
-            _reap(worker)
+            ending = worker.how_it_ended()
+            worker.end()
             self._workers.pop(threading.get_ident(), None)
             return Usage(error=f"the compiler died {ending}")
         return Usage(**reply)
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self) -> Child:
         # Workers need no GPU, and on a GPU each worker's context would take memory.
         environment = {**child_environment(), "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
-        return start(self.command, stderr=subprocess.DEVNULL, env=environment)
+        return Child(self.command, stderr=subprocess.DEVNULL, env=environment)

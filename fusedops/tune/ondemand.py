@@ -15,22 +15,19 @@ Every wait has a timeout, and after a timeout the same wait is not tried again.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import json
-import queue
-import subprocess
 import sys
 import threading
 import warnings
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..core.children import how_it_ended, replies_in, start
+from ..core.children import Child
 from ..core.compat.dispatch import dispatch_modes
 from ..core.compat.distributed import default_store, has_other_ranks
 from ..core.configs import tuning
@@ -46,9 +43,7 @@ patience = datetime.timedelta(seconds=180)
 reach = datetime.timedelta(seconds=60)
 
 _lock = threading.Lock()
-_server: subprocess.Popen[str] | None = None
-# The tuner's replies, and None at the end of its output.
-_replies: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+_server: Child | None = None
 _warned: set[str] = set()
 
 
@@ -104,18 +99,15 @@ def _request(message: dict[str, Any]) -> dict[str, Any]:
 
     The first request starts the tuner, which ends with this process.
     """
+    global _server
     try:
         if _server is None:
-            _start()
-        assert _server is not None and _server.stdin is not None
-        # If the tuner has ended, `_replies` has None.
-        with contextlib.suppress(BrokenPipeError):
-            print(json.dumps(message), file=_server.stdin, flush=True)
-        reply = _replies.get(timeout=patience.total_seconds())
+            _server = Child(command)
+        reply = _server.reply(json.dumps(message), patience.total_seconds())
         if reply is not None:
             return reply
-        problem = f"the tuner died {how_it_ended(_server)}"
-    except queue.Empty:
+        problem = f"the tuner died {_server.how_it_ended()}"
+    except TimeoutError:
         problem = f"no reply within {patience}"
         _warn_once(
             "hang",
@@ -132,39 +124,11 @@ def _request(message: dict[str, Any]) -> dict[str, Any]:
     return {"error": problem}
 
 
-def _start() -> None:
-    """Start the tuner, and a thread that reads its replies."""
-    global _server, _replies
-    _server = start(command)
-    # A new queue, so that replies of an earlier tuner are not read as those of this one.
-    _replies = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(_server.stdout, _replies), daemon=True).start()
-
-
-def _listen(lines: TextIO, replies: queue.SimpleQueue[dict[str, Any] | None]) -> None:
-    """Put the tuner's replies into a queue, and None at the end of its output.
-
-    A read of a queue can have a timeout, and a read of a pipe cannot.
-    """
-    with lines:
-        for reply in replies_in(lines):
-            replies.put(reply)
-    replies.put(None)
-
-
 def _drop() -> None:
     """End the tuner; the next request starts another."""
     global _server
-    if _server is None:
-        return
-    _server.kill()
-    # A process that hangs in a driver may end much later.
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        _server.wait(timeout=5.0)
-    # Closing the pipe raises if a request is still in its buffer and can no longer be written.
-    with contextlib.suppress(OSError):
-        if _server.stdin is not None:
-            _server.stdin.close()
+    if _server is not None:
+        _server.end()
     _server = None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import io
@@ -48,8 +47,7 @@ def on_demand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     yield
     tuning.forget()
     if ondemand._server is not None:
-        with contextlib.suppress(OSError), ondemand._server as server:
-            server.kill()
+        ondemand._server.end()
 
 
 @pytest.fixture
@@ -223,7 +221,7 @@ def test_tuned_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
         assert made_up.cost(key, tuned) <= made_up.cost(key, family.heuristic(key))
     # One process for all keys, and no request for a key that is in the cache.
     running = ondemand._server
-    assert running is not None and running.poll() is None
+    assert running is not None and running.process.poll() is None
     monkeypatch.setattr(ondemand, "_request", lambda message: pytest.fail("requested again"))
     tuning.forget()
     fusedops.rms_norm(x, (64,), weight, 1e-6)
@@ -250,7 +248,7 @@ def test_tuner_that_hangs_is_killed_after_one_timeout(monkeypatch: pytest.Monkey
     """No other tuner is started."""
     start_real(monkeypatch, "import time; time.sleep(600)")
     monkeypatch.setattr(ondemand, "patience", datetime.timedelta(seconds=0.2))
-    started: list[subprocess.Popen[str]] = []
+    started: list[children.Child] = []
     drop = ondemand._drop
 
     def dropped() -> None:
@@ -265,8 +263,8 @@ def test_tuner_that_hangs_is_killed_after_one_timeout(monkeypatch: pytest.Monkey
             assert tuning.choose(replace(KEY, cols=cols), -1) != TUNED
     (one,) = caught
     assert "did not reply for norm_forward within 0:00:00.2" in str(one.message)
-    (process,) = started
-    assert process.poll() is not None and ondemand._server is None
+    (child,) = started
+    assert child.process.poll() is not None and ondemand._server is None
 
 
 @pytest.mark.kernels

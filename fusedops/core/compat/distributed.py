@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import sys
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "has_other_ranks",
     "is_distributed",
     "is_dtensor",
+    "is_launched_with_others",
     "is_mesh",
     "local_of",
     "replicates_implicitly",
@@ -54,6 +56,14 @@ def has_other_ranks() -> bool:
     if not distributed.is_available() or not distributed.is_initialized():
         return False
     return distributed.get_world_size() > 1
+
+
+def is_launched_with_others() -> bool:
+    """Returns whether a launcher has started this process as one of several ranks.
+
+    Launchers such as torchrun tell each rank by its environment, before it makes a process group.
+    """
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "1")
 
 
 # --- FSDP -----------------------------------------------------------------------------------------
