@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import fusedops
 from fusedops.backend import entry
-from fusedops.backend.graphs import name_of
+from fusedops.backend.graphs import name_of, value_of
 from fusedops.backend.passes import attentions
 from fusedops.backend.report import CompileReport
 from rowwise_checks import assert_as_good
@@ -91,6 +91,11 @@ def _adds_then_scales(scores: Tensor) -> Tensor:
     return (scores + (query - key).to(scores.dtype)) * 0.25
 
 
+def _adds_truth_values(scores: Tensor) -> Tensor:
+    query, key = _positions()
+    return scores + (key > query)
+
+
 def _adds_in_three_dimensions(scores: Tensor) -> Tensor:
     query, key = _positions()
     flat = scores.flatten(0, 1) + (query - key).to(scores.dtype) / 16
@@ -110,6 +115,7 @@ _MASKS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[bool, bool]]] = {
     "adds nothing": (_adds_nothing, (False, False)),
     "per query": (_adds_per_query, (True, False)),
     "adds, then scales": (_adds_then_scales, (True, False)),
+    "truth values": (_adds_truth_values, (True, False)),
     "in three dimensions": (_adds_in_three_dimensions, (True, False)),
     "adds twice": (_adds_twice, (True, False)),
 }
@@ -189,6 +195,18 @@ def test_result_has_the_strides_of_the_model() -> None:
     assert result.stride() == function(*tensors).stride() != attention.stride()
 
 
+def test_factors_get_adjacent_columns() -> None:
+    """A product reads transposed factors in place, the fused kernels do not."""
+
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return torch.matmul(torch.matmul(query.mT, key).softmax(-1), value.mT)
+
+    compiled, found = _compiled(function)
+    compiled(*(_heads(_BATCH, _HEADS, _WIDTH, _LENGTH) for _ in range(3)))
+    (call,) = found
+    assert [value_of(node).stride()[-1] for node in call.all_input_nodes] == [1, 1, 1]
+
+
 def _returns_weights(query: Tensor, key: Tensor, value: Tensor) -> Any:
     weights = torch.matmul(query, key.transpose(-1, -2)).softmax(-1)
     return torch.matmul(weights, value), weights
@@ -216,6 +234,10 @@ def _with_a_trained_bias(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.matmul((torch.matmul(query, key.mT) + query[..., :1]).softmax(-1), value)
 
 
+def _with_a_negative_scale(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return torch.matmul((torch.matmul(query, key.transpose(-1, -2)) * -0.5).softmax(-1), value)
+
+
 def _of_squares(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.matmul(torch.matmul(query, key.transpose(-1, -2)).square().softmax(-1), value)
 
@@ -234,6 +256,7 @@ _LEFT = (
     _with_a_finite_fill,
     _with_a_trained_bias,
     _of_squares,
+    _with_a_negative_scale,
     _without_gradients_of_scores,
 )
 
@@ -243,6 +266,19 @@ def test_what_is_no_attention_stays_written_out(function: Callable[..., Any]) ->
     compiled, found = _compiled(function)
     compiled(*(_heads() for _ in range(3)))
     assert not found
+
+
+def test_attention_whose_mask_changes_stays_written_out() -> None:
+    def function(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        weights = (torch.matmul(query, key.mT) + mask).softmax(-1)
+        mask.zero_()
+        return torch.matmul(weights, value)
+
+    compiled, found = _compiled(function)
+    tensors, mask = [_heads() for _ in range(3)], _heads(_LENGTH, _LENGTH).detach()
+    eager = function(*tensors, mask.clone())
+    assert torch.equal(compiled(*tensors, mask), eager)
+    assert not found and not mask.any()
 
 
 @pytest.mark.parametrize(

@@ -617,6 +617,13 @@ MUTANTS = (
         ("backend/test_written_attention.py", "stays"),
     ),
     Mutant(
+        "an attention that reads a changed mask",
+        "backend/passes/attentions.py",
+        "if len({part[node] for node in nodes}) == 1:",
+        "if nodes:",
+        ("backend/test_written_attention.py", "changes"),
+    ),
+    Mutant(
         "an attention in which rows are hidden by -inf",
         "backend/passes/attentions.py",
         "max(_HIDDEN, torch.finfo(dtype).min)",

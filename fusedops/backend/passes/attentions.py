@@ -109,6 +109,7 @@ def fuse_attentions(rewrite: Rewrite) -> None:
         attention = _attention_of(softmax, masks.constants)
         if attention is None or not _gains(attention, rewrite):
             continue
+        # Nothing between them changes a tensor, or the gradient mode.
         nodes = (softmax, attention.scores.product, attention.product)
         if len({part[node] for node in nodes}) == 1:
             _replace(rewrite, attention, masks)
@@ -324,7 +325,8 @@ def _gains(attention: _Attention, rewrite: Rewrite) -> bool:
     if not are_numbers(widths) or any(not _is_width(width) for width in widths):
         return False
     *_, queries, keys = hints_of(attention.softmax)
-    if min(queries, keys) < _LEAST_TOKENS:
+    # Kernels look for the largest score before they scale.
+    if min(queries, keys) < _LEAST_TOKENS or scores.scale <= 0:
         return False
     if scores.mask is None:
         return True
@@ -351,9 +353,10 @@ def _replace(rewrite: Rewrite, attention: _Attention, masks: _Masks) -> None:
     softmax = attention.softmax
     result = _view_as_heads(product, value_of(softmax).shape[:2]) or product
     creator = Creator(rewrite, result)
-    query, transposed = [_of_heads(creator, arg, softmax) for arg in scores.product.all_input_nodes]
+    query, transposed = [_of_heads(creator, arg, softmax) for arg in scores.product.args]
     key = creator.call(_ATEN.transpose.int, transposed, -2, -1)
     value = _of_heads(creator, product.args[1], softmax)
+    query, key, value = [_in_rows(creator, node) for node in (query, key, value)]
     mask, is_causal = None, False
     if scores.mask is not None:
         mask, is_causal = _needed_mask(creator, scores, transposed, masks)
@@ -401,6 +404,13 @@ def _of_heads(creator: Creator, factor: Any, softmax: fx.Node) -> fx.Node:
     return creator.call(_ATEN.unflatten.int, factor, 0, [-1, heads])
 
 
+def _in_rows(creator: Creator, node: fx.Node) -> fx.Node:
+    """A tensor whose columns are adjacent, as the fused kernels demand; a product does not."""
+    if value_of(node).stride()[-1] == 1:
+        return node
+    return creator.call(_ATEN.clone.default, node, memory_format=torch.contiguous_format)
+
+
 def _sources(node: Any) -> Iterator[fx.Node]:
     """The tensors, the first one first, that a node is a view or a copy of, element by element."""
     chain: list[fx.Node] = []
@@ -432,7 +442,7 @@ def _needed_mask(
     if kind is Mask.ALL:
         return None, False
     sizes, dtype = value_of(scores.product).shape[-2:], dtype_of(scores.product)
-    if kind is Mask.CAUSAL and scores.scale > 0 and _are_same(value_of(mask).shape[-2:], sizes):
+    if kind is Mask.CAUSAL and _are_same(value_of(mask).shape[-2:], sizes):
         return None, True
     if (mask, dtype) not in masks.prepared:
         masks.prepared[mask, dtype] = _prepared(creator, mask, dtype, keys)
@@ -446,6 +456,8 @@ def _prepared(creator: Creator, mask: fx.Node, dtype: torch.dtype, keys: fx.Node
     powers of two, the lowest numbers of bf16 and fp32 would be -inf.
     """
     lowest = max(_HIDDEN, torch.finfo(dtype).min)
+    if not dtype_of(mask).is_floating_point:
+        mask = creator.call(CAST, mask, dtype=dtype)
     mask = creator.call(_ATEN.clamp.default, mask, lowest)
     if dtype_of(mask) != dtype:
         mask = creator.call(CAST, mask, dtype=dtype)
