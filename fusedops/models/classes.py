@@ -28,6 +28,7 @@ from typing import Any
 from torch import nn
 
 from ..core.compat.distributed import sharded_class, unsharded_class
+from . import graph
 from .hooks import ORIGINAL
 from .rule import Family, Rule
 
@@ -256,17 +257,23 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
 
 
 def _stored_class(cls: Any) -> tuple[type[nn.Module], Any, frozenset[str]]:
-    """Return what pickle stores for a fused class: original class, rule and disabled tricks.
+    """Return what pickle stores for a fused class: original class, rule and disabled tricks."""
+    return (cls._fusedops_original, _stored_rule(cls._fusedops_rule), cls._fusedops_off)
 
-    The rule is stored in one of three forms: ``(family's name, key)`` if a `Family` built it, its
-    name if it is in the table `RULES`, and otherwise the rule itself.
+
+def _stored_rule(rule: Rule) -> Any:
+    """Return what pickle stores for a rule.
+
+    It is ``(family's name, key)`` if a `Family` built it, its name if it is in the table `RULES`,
+    and otherwise the rule itself. The key of a unit's rule has that of the rule in it.
     """
-    rule: Rule = cls._fusedops_rule
     # The functions of a family's rule cannot be pickled: the family builds it again on loading.
-    stored: Any = rule.origin
-    if not stored:
-        stored = rule.name if _builtin(rule.name) is rule else rule
-    return (cls._fusedops_original, stored, cls._fusedops_off)
+    match rule.origin:
+        case (graph.GRAPH, (rest, Rule() as inner)):
+            return (graph.GRAPH, (rest, _stored_rule(inner)))
+        case None:
+            return rule.name if _builtin(rule.name) is rule else rule
+    return rule.origin
 
 
 def _builtin(name: str) -> Rule | Family | None:
@@ -306,6 +313,11 @@ def _rebuilt_class(
 def _restored_rule(original: type[nn.Module], stored: Any) -> Rule | None:
     """Return the rule that `_stored_class` stored, if it applies to the class."""
     match stored:
+        case (graph.GRAPH, (rest, None)):
+            return graph.rule_of(original, rest)
+        case (graph.GRAPH, (rest, inner)):
+            within = _restored_rule(original, inner)
+            return within and graph.rule_of(original, rest, within)
         case (name, key):
             family = _builtin(name)
             if not isinstance(family, Family):

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..core.compat.modules import forget_compiled
+from ..backend.options import EAGER, INDUCTOR
 from ..distributed.sequence import rows_of_norm
 from . import classes, eligibility
-from .hints import hints
+from . import graph as graphs
 from .hooks import has_hooks, is_simple, submodule
-from .report import NO_RULE, NOT_FUSED, FusionReport, ModuleReport
+from .report import FUSED, NO_RULE, NOT_FUSED, FusionReport, ModuleReport
 from .rule import At, Family, Rule, Verdict, judge
-from .rules import OPTIONAL, RULES
+from .rules import LEAVES, OPTIONAL, RULES, WITHIN_GRAPHS
 from .rules.loss import is_causal_model
 from .tricks import TRICKS
 
 __all__ = ["fuse_model", "fusion_status", "unfuse_model"]
 
+# What runs the rest of graphs, by ``compile_rest``.
+_RESTS = {False: EAGER, True: INDUCTOR}
 _NO_LOSS = "loss=True changes nothing: there is no causal language model of Transformers"
-# The models that ``compile_rest`` compiled: `unfuse_model` undoes that, not the user's compilation.
-_compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def fuse_model(
@@ -34,6 +34,7 @@ def fuse_model(
     rules: Sequence[Rule] | None = None,
     dry_run: bool = False,
     check: Any = False,
+    graph: bool = False,
     compile_rest: bool = False,
     loss: bool = False,
 ) -> FusionReport:
@@ -59,8 +60,12 @@ def fuse_model(
             True for the model's own ``dummy_inputs``. The model and each fused module run on them
             in evaluation mode before and after, forward and backward. A module that differs by more
             than rounding is restored, and reported as left.
-        compile_rest: afterwards compile the model with torch.compile, in place; fused operators
-            stay whole in the graph.
+        graph: run the whole model as `fusedops.compile` with ``rest="eager"`` does: the regions
+            of its graph become operators, and PyTorch's eager operators run the rest. The first
+            call takes seconds. If ``exclude`` names modules in it, the largest modules without one
+            of them run so. On a device without kernels, and for the tokens of a generation, the
+            model runs as it is.
+        compile_rest: the same with Inductor for the rest of the graph.
         loss: causal language models of Transformers compute their loss by `linear_cross_entropy`
             in training with labels: their logits, which are then None in the output, are never
             whole in memory. In evaluation and without labels they are as before. If a model's head
@@ -68,51 +73,62 @@ def fuse_model(
             to the logits than to scale and cap them, the report has the reason.
     Returns:
         A report: which operators each module calls now, or why it was left. ``print`` shows a
-        summary; ``table()`` has a line for each module; ``hints`` has the lines that join a list of
-        norms, which stay separate otherwise.
+        summary; ``table()`` has a line for each module; ``hints`` has remarks about the model.
     Raises:
         TypeError: the model is not a torch.nn.Module; a class cannot be subclassed; an entry of
             exclude is neither a name nor a class; check is True and the model has no
-            ``dummy_inputs``; rules is not a sequence of `Rule`; dry_run, compile_rest or loss is
-            not a bool.
+            ``dummy_inputs``; rules is not a sequence of `Rule`; dry_run, graph, compile_rest or
+            loss is not a bool.
         ValueError: the model is compiled, scripted, quantised or wrapped in
             `FullyShardedDataParallel`; check is passed for a sharded model; a name in exclude is
             unknown, or the model has no module of a class in it.
     """
     eligibility.check_module(model, "fuse_model")
-    eligibility.check_flags(dry_run=dry_run, compile_rest=compile_rest, loss=loss)
+    eligibility.check_flags(dry_run=dry_run, graph=graph, compile_rest=compile_rest, loss=loss)
+    rest = _RESTS[compile_rest] if graph or compile_rest else ""
     with classes.unsharded(model) as sharded:
         eligibility.check_model(model)
         if check is not False:
             eligibility.check_whole(model, sharded)
-        table = (*eligibility.check_rules(rules), *(OPTIONAL["loss"] if loss else ()), *RULES)
-        report = _fused(model, exclude, table, dry_run=dry_run, check=check)
+        first = (*eligibility.check_rules(rules), *(OPTIONAL["loss"] if loss else ()))
+        report = _fused(model, exclude, first, rest, dry_run=dry_run, check=check)
         if loss and not any(map(is_causal_model, model.modules())):
             report = replace(report, hints=(*report.hints, _NO_LOSS))
-    # After fusing, since it compiles the forwards that the modules have then.
-    if compile_rest and not dry_run:
-        model.compile()
-        _compiled.add(model)
     return report
 
 
 def _fused(
     model: nn.Module,
     exclude: Sequence[str | type[nn.Module]],
-    table: tuple[Rule | Family, ...],
+    first: tuple[Rule | Family, ...],
+    rest: str,
     *,
     dry_run: bool,
     check: Any,
 ) -> FusionReport:
-    rules_and_tricks = TRICKS.union(*map(_names, table))
+    """Fuse a model.
+
+    Args:
+        model: the model.
+        exclude: modules and rules to leave.
+        first: the rules before those of the library.
+        rest: what runs the rest of graphs; "" for no graphs.
+        dry_run: whether to change nothing.
+        check: example inputs, True or False.
+    """
+    rules_and_tricks = TRICKS.union({graphs.GRAPH}, *map(_names, (*first, *RULES)))
     excluded_modules, excluded_names = eligibility.excluded(model, exclude, rules_and_tricks)
     excluded_tricks = excluded_names & TRICKS
-    verdicts = {}
-    for module in model.modules():
-        if module in excluded_modules:
-            verdicts[module] = Verdict(None, "excluded")
-        else:
-            verdicts[module] = _judge(module, table, excluded_names)
+    units: list[nn.Module] = []
+    if rest and graphs.GRAPH not in excluded_names:
+        units = list(graphs.units(model, excluded_modules))
+    tables = _Tables(
+        within_graphs=(*first, *WITHIN_GRAPHS),
+        beside=(*first, *(LEAVES if rest else RULES)),
+    )
+    verdicts = _judged(model, units, tables, excluded_modules, excluded_names)
+    for unit in units:
+        verdicts[unit] = _verdict_of_unit(unit, verdicts[unit], rest)
     # First, as a block that calls no operator does not compute the last steps of its branches.
     _drop_idle(verdicts)
     _drop_unused_ends(model, verdicts)
@@ -132,6 +148,45 @@ def _fused(
     return report
 
 
+class _Tables(NamedTuple):
+    """The rules of modules in graphs, and of modules beside them."""
+
+    within_graphs: tuple[Rule | Family, ...]
+    beside: tuple[Rule | Family, ...]
+
+
+def _judged(
+    model: nn.Module,
+    units: Iterable[nn.Module],
+    tables: _Tables,
+    excluded_modules: Collection[nn.Module],
+    excluded_names: frozenset[str],
+) -> dict[nn.Module, Verdict]:
+    """Return the verdict of each module, without the rules of units."""
+    inside = set(itertools.chain.from_iterable(unit.modules() for unit in units))
+    verdicts = {}
+    for module in model.modules():
+        if module in excluded_modules:
+            verdicts[module] = Verdict(None, "excluded")
+            continue
+        table = tables.beside
+        if module in inside:
+            table = tables.within_graphs
+        verdicts[module] = _judge(module, table, excluded_names)
+    return verdicts
+
+
+def _verdict_of_unit(unit: nn.Module, verdict: Verdict, rest: str) -> Verdict:
+    """Return the rule of a unit, with the rule of its class for what no graph does.
+
+    If that rule does not fit the module, the reason stays.
+    """
+    if verdict.reason == FUSED:
+        return verdict
+    reason = "" if verdict.reason == NO_RULE else verdict.reason
+    return Verdict(graphs.rule_of(type(unit), rest, verdict.rule), reason)
+
+
 def _check_fused(
     model: nn.Module,
     verdicts: dict[nn.Module, Verdict],
@@ -144,6 +199,9 @@ def _check_fused(
 
     # On errors all modules are as they were before.
     differences, whole = fuse_and_check(model, planned, check, excluded_tricks)
+    # What was compiled has guards for copies of the parameters.
+    for module in planned:
+        graphs.forget(module)
     for module, difference in differences.items():
         if not difference.passes:
             verdicts[module] = Verdict(None, f"{planned[module].name} differs from it")
@@ -157,7 +215,7 @@ def _check_fused(
 def unfuse_model(model: nn.Module) -> None:
     """Undo `fuse_model`, in place.
 
-    Each fused module gets its own class back, and ``compile_rest`` is undone.
+    Each fused module gets its own class back, and graphs are dropped.
 
     Args:
         model: the model, or a part of it.
@@ -188,9 +246,7 @@ def _unfuse(model: nn.Module) -> None:
             )
     for module in model.modules():
         classes.unfuse(module)
-        if module in _compiled:
-            _compiled.remove(module)
-            forget_compiled(module)
+        graphs.forget(module)
 
 
 def fusion_status(model: nn.Module) -> FusionReport:
@@ -245,7 +301,7 @@ def _judge(
     module: nn.Module, rules: tuple[Rule | Family, ...], excluded: frozenset[str]
 ) -> Verdict:
     if hasattr(type(module), "_fusedops_original"):
-        return Verdict(None, "fused already")
+        return Verdict(None, FUSED)
     return judge(module, rules, excluded)
 
 
@@ -339,13 +395,16 @@ def _report(model: nn.Module, verdicts: Mapping[nn.Module, Verdict]) -> FusionRe
     lines = {}
     for module, name in names.items():
         lines[module] = _line(name, module, verdicts, block=blocks.get(module))
-    return FusionReport(tuple(lines.values()), hints=tuple(hints(model, lines)))
+    return FusionReport(tuple(lines.values()))
 
 
 def _computed_by(module: nn.Module, verdicts: Mapping[nn.Module, Verdict]) -> Iterator[nn.Module]:
     """Yield the modules inside that a fused module computes itself, without calling them."""
     rule = verdicts[module].rule
     if rule is None:
+        return
+    if graphs.is_unit(rule):
+        yield from itertools.filterfalse(lambda inner: verdicts[inner].rule, module.modules())
         return
     parts = rule.parts
     paths = parts if isinstance(parts, tuple) else parts(module)
@@ -370,6 +429,8 @@ def _line(
     calls, helps = rule.calls, rule.helps
     if not isinstance(calls, str):
         calls = calls(module, _rules_in(module, verdicts))
+    # The reason why a unit's loss, for one, is not fused.
+    calls = "; ".join(filter(None, (calls, reason)))
     if not isinstance(helps, str):
         helps = helps(module)
     return ModuleReport(name, cls, rule.name, calls, helps)

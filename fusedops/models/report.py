@@ -8,11 +8,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["NOT_FUSED", "NO_RULE", "Difference", "FusionReport", "ModuleReport"]
+__all__ = ["FUSED", "NOT_FUSED", "NO_RULE", "Difference", "FusionReport", "ModuleReport"]
 
 
 # Reasons of modules that the summary only counts.
 NO_RULE, NOT_FUSED = "no rule", "not fused"
+# The reason of modules that were fused before.
+FUSED = "fused already"
 _ONLY_COUNTED = {NO_RULE: "left as they are: no rule matches", NOT_FUSED: "not fused"}
 
 
@@ -89,7 +91,7 @@ class FusionReport:
     Attributes:
         modules: all modules of the model.
         difference: the result of ``check`` for the whole model; None without a check.
-        hints: for each list of norms that one module computes in one launch, the lines to write.
+        hints: remarks about the model, such as that it has no loss to fuse.
     """
 
     modules: tuple[ModuleReport, ...]

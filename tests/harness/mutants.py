@@ -194,6 +194,56 @@ MUTANTS = (
         "structured(traced)",
         ("compiler/test_small_axes.py", "test_one_row"),
     ),
+    # --- graphs of models ---------------------------------------------------------------------
+    Mutant(
+        "hooks that come after the first call of a graph left out",
+        "models/graph.py",
+        "        with guarding_hooks():\n",
+        "        if True:\n",
+        ("models/test_graph.py", "test_hook_after_the_first_call"),
+    ),
+    Mutant(
+        "one code object for the graphs of all models",
+        "models/graph.py",
+        "_call.__code__.replace()",
+        "_call.__code__",
+        ("models/test_graph.py", "test_each_of_many_models"),
+    ),
+    Mutant(
+        "a checkpointed part of few rows run without its graph first",
+        "models/graph.py",
+        "torch.is_grad_enabled() or module.training",
+        "torch.is_grad_enabled()",
+        ("models/test_graph.py", "test_checkpointed_model or test_inference_of_many_rows"),
+    ),
+    Mutant(
+        "the rows of an encoder counted instead of the tokens",
+        "models/graph.py",
+        "values = itertools.chain(tokens, args, kwargs.values())",
+        "values = itertools.chain(args, kwargs.values())",
+        ("models/test_graph.py", "test_tokens_of_a_generation"),
+    ),
+    Mutant(
+        "the rule in a unit's lost in a pickle",
+        "models/classes.py",
+        "            return (graph.GRAPH, (rest, _stored_rule(inner)))\n",
+        "            return (graph.GRAPH, (rest, None))\n",
+        ("models/test_graph.py", "test_loss_and_generation"),
+    ),
+    Mutant(
+        "compiled functions that outlive the fusion",
+        "models/fuse.py",
+        "        classes.unfuse(module)\n        graphs.forget(module)\n",
+        "        classes.unfuse(module)\n",
+        ("models/test_graph.py", "test_compile_rest"),
+    ),
+    Mutant(
+        "an excluded module in a graph",
+        "models/graph.py",
+        "if _can_be_unit(model) and not any(map(excluded.__contains__, model.modules())):",
+        "if _can_be_unit(model):",
+        ("models/test_graph.py", "test_excluded_module"),
+    ),
     # --- launches ---------------------------------------------------------------------------------
     Mutant(
         "the row stride of a saved tensor ignored",

@@ -1,4 +1,4 @@
-"""Fused models under torch.compile: one graph with whole operators, few guards, `compile_rest`."""
+"""Fused models under torch.compile: one graph with whole operators and few guards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 import fusedops
 from sample_models import ModelSpec
 from support import DEVICE, KERNEL_PATH, torch_version
-from zoo import SAMPLES, build, counted, inputs, making_kernels, outputs, undropped
+from zoo import SAMPLES, counted, inputs, making_kernels, outputs, undropped
 
 _NAMES = (
     "leaves",
@@ -209,42 +209,6 @@ def test_fusing_and_unfusing_compile_again(spec: ModelSpec) -> None:
         assert recorder.graphs > fused_graphs
 
 
-@some("gpt2")
-def test_compile_rest_compiles_in_place_and_unfuse_model_undoes_it(
-    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The compiled model has the outputs of the original one, and its backward runs."""
-    recorder = _Recorder()
-    monkeypatch.setattr(nn.Module, "compile", _with_backend(recorder))
-    model, arguments = build(spec), _arguments(spec)
-    original = build(spec)
-    expected = outputs(original(**arguments))
-    report = fusedops.fuse_model(model, compile_rest=True)
-    assert report
-    assert type(model).__name__ == type(original).__name__
-    result = outputs(model(**arguments))
-    assert recorder.graphs >= 1
-    for eager, compiled in zip(expected, result, strict=True):
-        atol = 1e-5 * float(eager.detach().abs().max())
-        torch.testing.assert_close(compiled, eager, rtol=0, atol=atol)
-    sum(y.sum() for y in result).backward()
-    graphs = recorder.graphs
-    fusedops.unfuse_model(model)
-    assert vars(model).keys() == vars(original).keys()
-    assert all(map(torch.equal, outputs(model(**arguments)), expected))
-    assert recorder.graphs == graphs
-
-
-def _with_backend(backend: Any) -> Any:
-    """Return a method in the place of `nn.Module.compile` that compiles with a backend."""
-    original = nn.Module.compile
-
-    def compile(self: nn.Module) -> None:  # noqa: A001, the method's name
-        original(self, backend=backend)
-
-    return compile
-
-
 def test_unfuse_model_does_not_undo_the_users_compile() -> None:
     model = nn.Sequential(nn.LayerNorm(4))
     fusedops.fuse_model(model)
@@ -252,9 +216,3 @@ def test_unfuse_model_does_not_undo_the_users_compile() -> None:
     fusedops.unfuse_model(model)
     assert type(model[0]) is nn.LayerNorm
     assert model._compiled_call_impl is not None
-
-
-def test_dry_run_with_compile_rest_compiles_nothing() -> None:
-    model = nn.Sequential(nn.LayerNorm(4))
-    fusedops.fuse_model(model, dry_run=True, compile_rest=True)
-    assert model._compiled_call_impl is None

@@ -1,6 +1,6 @@
 """Rules for imports, private names and arguments of all files of the package.
 
-The layers are, from the top: API; models and the compile backend; families; compiler; core. Each
+The layers are, from the top: API; models; the compile backend; families; compiler; core. Each
 imports only itself and those below it, and importing the package does no heavy work. Only
 ``core/compat/`` and two files of the backend use private names of PyTorch and Triton. Functions
 take few arguments.
@@ -28,9 +28,9 @@ from support import EVERY_SPEC
 PACKAGE = Path(fusedops.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Each layer imports only itself and those before it.
-CORE, COMPILER, FAMILY, MODEL, API = range(5)
+CORE, COMPILER, FAMILY, BACKEND, MODEL, API = range(6)
 # Layers of several folders that do not import one another.
-SEPARATE = (FAMILY, MODEL)
+SEPARATE = (FAMILY,)
 
 
 def _name(path: Path) -> str:
@@ -113,7 +113,7 @@ def _layer(name: str) -> int:
     if parts[1:2] == ["distributed"]:
         return _DISTRIBUTED[parts[2] if len(parts) > 2 else ""]
     folder = parts[1] if len(parts) > 1 else ""
-    layers = {"core": CORE, "compiler": COMPILER, "models": MODEL, "backend": MODEL}
+    layers = {"core": CORE, "compiler": COMPILER, "models": MODEL, "backend": BACKEND}
     layers |= dict.fromkeys(_families(), FAMILY)
     return layers.get(folder, API)
 

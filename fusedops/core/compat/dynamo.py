@@ -5,16 +5,27 @@ This module does not import `torch._dynamo`, which takes a second.
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 
 from .dispatch import transforms
+from .lookup import imported
 
-__all__ = ["constant_when_traced", "is_exporting", "transforms_when_traced"]
+__all__ = [
+    "constant_when_traced",
+    "guarding_hooks",
+    "is_exporting",
+    "skips_hooks",
+    "transforms_when_traced",
+]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_CONFIG = "torch._dynamo.config"
 
 
 def constant_when_traced(function: _Function) -> _Function:
@@ -41,3 +52,20 @@ def is_exporting() -> bool:
 def transforms_when_traced() -> bool:
     """Returns `transforms`, for traced code; PyTorch itself guards the result."""
     return transforms()
+
+
+@functools.cache
+def skips_hooks() -> bool:
+    """Returns whether torch.compile lacks the private option that `guarding_hooks` sets."""
+    return imported(_CONFIG, "skip_nnmodule_hook_guards") is None
+
+
+def guarding_hooks() -> AbstractContextManager[Any]:
+    """Returns a context in which torch.compile guards on modules without hooks staying so.
+
+    By default it does not: a hook that is registered after a graph was compiled does not run in it.
+    """
+    patched: AbstractContextManager[Any] = importlib.import_module(_CONFIG).patch(
+        skip_nnmodule_hook_guards=False
+    )
+    return patched

@@ -18,13 +18,13 @@ __all__ = [
     "FORWARD_HOOKS",
     "MODULE_INTERNALS",
     "MODULE_MEMBERS",
-    "forget_compiled",
     "has_backward_hooks",
     "has_compiled_call",
     "has_global_hooks",
     "has_own_backward_hooks",
     "has_own_hooks",
     "is_compiled",
+    "is_replica",
 ]
 
 # Attributes of a module that hold its hooks, by the pass in which PyTorch calls them.
@@ -121,9 +121,6 @@ def has_compiled_call(module: torch.nn.Module) -> bool:
     return module.__dict__.get("_compiled_call_impl") is not None
 
 
-def forget_compiled(module: torch.nn.Module) -> None:
-    """Undoes ``module.compile()``, for which PyTorch has no function.
-
-    Without the private attribute there is nothing to undo.
-    """
-    module.__dict__.pop("_compiled_call_impl", None)
+def is_replica(module: torch.nn.Module) -> bool:
+    """Returns whether this is a replica of DataParallel; False without the private attribute."""
+    return getattr(module, "_is_replica", False)

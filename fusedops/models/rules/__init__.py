@@ -10,8 +10,17 @@ from ..structure import family
 from ..tricks import padding
 from . import activations, bert, generation, loss, norms, t5, torch_nn
 
-__all__ = ["OPTIONAL", "RULES"]
+__all__ = ["LEAVES", "OPTIONAL", "RULES", "WITHIN_GRAPHS"]
 
+# The rules in a graph, which the compile backend fuses itself.
+WITHIN_GRAPHS: tuple[Rule | Family, ...] = generation.RULES
+# The rules beside graphs.
+LEAVES: tuple[Rule | Family, ...] = (
+    *norms.RULES,
+    *activations.RULES,
+    *padding.RULES,
+    *generation.RULES,
+)
 RULES: tuple[Rule | Family, ...] = (
     *norms.RULES,
     *activations.RULES,

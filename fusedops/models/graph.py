@@ -1,0 +1,194 @@
+"""Units: modules that run as a graph of the compile backend, whatever their class does.
+
+A unit is the whole model, or, where ``exclude`` names modules in it, the largest modules without
+one of these. Its fused class has a forward that either calls the original forward, or a function
+that torch.compile makes of it::
+
+    unit(x) ─▶ hooks ─▶ forward ─▶ compiled: regions are kernels, the rest is eager or Inductor's
+                              └──▶ original: another tracer runs, nothing has kernels, or the
+                                   host's time decides (`_runs_as_it_is`)
+
+Each module has a compiled function of its own. It is no part of the module's state: copies and
+unpickled modules compile at their first call.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..backend.entry import backend
+from ..backend.options import EAGER
+from ..core.compat.dispatch import is_intercepted, jit_tracing
+from ..core.compat.dynamo import guarding_hooks, skips_hooks
+from ..core.compat.modules import has_global_hooks, is_replica
+from ..core.launches import launch
+from .hooks import original
+from .rule import Rule
+
+__all__ = ["FEW_ROWS", "GRAPH", "forget", "is_unit", "rule_of", "units"]
+
+GRAPH = "graph"
+# A call with so many rows at most is bound by the host, and in a generation its shapes grow with
+# each token. Where no gradient is recorded, it runs as it is.
+FEW_ROWS = 64
+# The arguments of Transformers' models whose elements are the rows, if they have them.
+_TOKENS = ("decoder_input_ids", "input_ids")
+
+# The compiled functions of modules.
+_compiled: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]]
+_compiled = weakref.WeakKeyDictionary()
+
+
+def units(model: nn.Module, excluded: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the largest modules of a model that can be units, without excluded modules in them."""
+    if _can_be_unit(model) and not any(map(excluded.__contains__, model.modules())):
+        yield model
+    elif model not in excluded:
+        for child in model.children():
+            yield from units(child, excluded)
+
+
+def _can_be_unit(module: nn.Module) -> bool:
+    """Whether a module has parts, and a forward of its class, which a fused class can replace."""
+    # A parametrization has changed the class already.
+    if "parametrizations" in module._modules or "forward" in vars(module):
+        return False
+    is_callable = type(module).forward is not nn.Module.forward
+    return is_callable and any(True for _ in module.children())
+
+
+def rule_of(cls: Any, rest: str, inner: Rule | None = None) -> Rule:
+    """The rule of a unit.
+
+    Args:
+        cls: its class.
+        rest: what runs the rest of its graphs, as in `fusedops.compile`.
+        inner: the rule of its class for what no graph does, such as the loss, or None.
+    """
+    return _rule_of(cls, rest, inner or _NOTHING_ELSE)
+
+
+# The inner rule of a unit without one.
+_NOTHING_ELSE = Rule(name="", methods={})
+
+
+@functools.cache
+def _rule_of(cls: Any, rest: str, inner: Rule) -> Rule:
+    methods = {**inner.methods, "forward": _forward(cls, rest, inner.methods.get("forward"))}
+    own = "operators in the regions of its graph, which fusedops.explain lists"
+    return Rule(
+        name=GRAPH,
+        calls="; ".join(filter(None, (own, str(inner.calls)))),
+        methods=methods,
+        base=nn.Module,
+        known=(),
+        origin=(GRAPH, (rest, inner if inner.name else None)),
+    )
+
+
+def is_unit(rule: Rule | None) -> bool:
+    """Whether a rule is that of units."""
+    return rule is not None and rule.name == GRAPH
+
+
+def forget(module: nn.Module) -> None:
+    """Drop what was compiled for a module."""
+    _compiled.pop(module, None)
+
+
+# --- the forward ----------------------------------------------------------------------------------
+
+
+def _forward(cls: Any, rest: str, replacement: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The forward of a unit.
+
+    Args:
+        cls: the unit's class, for the signature.
+        rest: what runs the rest of its graphs.
+        replacement: a rule's forward, to call instead of the class's own.
+    """
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        body = replacement or original(self, "forward")
+        if _runs_as_it_is(self, rest, args, kwargs):
+            return body(self, *args, **kwargs)
+        # Otherwise hooks of inner modules that come after the first call would not run.
+        with guarding_hooks():
+            return _compiled_function(self, rest)(body, self, *args, **kwargs)
+
+    return forward
+
+
+def _compiled_function(module: nn.Module, rest: str) -> Callable[..., Any]:
+    """The compiled function of a module. It calls a forward with the module and its arguments."""
+    function = _compiled.get(module)
+    if function is None:
+        # Dynamo counts compilations by code object, and after eight it traces no more.
+        own = FunctionType(_call.__code__.replace(), globals(), _call.__name__)
+        function = torch.compile(own, backend=backend, options={"fusedops.rest": rest})
+        _compiled[module] = function
+    return function
+
+
+def _call(forward: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return forward(module, *args, **kwargs)
+
+
+# Whether another tracer, a mode, a transform, or a hook of all modules sees each operation. An
+# outer graph takes those of the unit: the first answer is a constant for torch.compile. Without
+# PyTorch's option for hooks, those that come after a call would not run in a graph.
+_OBSERVERS: tuple[Callable[[], bool], ...] = (
+    torch.compiler.is_compiling,
+    jit_tracing,
+    is_intercepted,
+    has_global_hooks,
+    skips_hooks,
+)
+
+
+def _runs_as_it_is(
+    module: nn.Module, rest: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a call runs the original forward."""
+    # A replica of DataParallel exists for one call.
+    if any(is_active() for is_active in _OBSERVERS) or is_replica(module):
+        return True
+    tokens = [kwargs.get(name) for name in _TOKENS]
+    values = itertools.chain(tokens, args, kwargs.values())
+    rows = next(filter(_is_traced_or_tensor, values), None)
+    # Inductor was asked for, and compiles for all devices.
+    if rest != EAGER or isinstance(rows, fx.Proxy):
+        return isinstance(rows, fx.Proxy)
+    return not _gains(module, rows)
+
+
+def _is_traced_or_tensor(value: Any) -> bool:
+    return isinstance(value, (Tensor, fx.Proxy))
+
+
+def _gains(module: nn.Module, rows: Tensor | None) -> bool:
+    """Whether a graph without Inductor is faster than the module as it is.
+
+    Args:
+        module: the module.
+        rows: the argument that has the rows; None if no argument is a tensor.
+    """
+    tensor = next(module.parameters(), None) if rows is None else rows
+    if tensor is None or not launch.runs_kernels(tensor.device.type):
+        return False
+    # In training, a part that is checkpointed with re-entrance runs first without gradients, and
+    # has to draw the same masks again.
+    if rows is None or torch.is_grad_enabled() or module.training:
+        return True
+    columns = rows.shape[-1:] if rows.is_floating_point() else ()
+    return rows.numel() > FEW_ROWS * math.prod(columns)
