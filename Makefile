@@ -2,7 +2,7 @@
 #
 #   PYTHON   the interpreter that makes the virtual environment
 #   VENV     where it goes; VENV=system installs nothing and uses PYTHON as it is (it must have torch and triton)
-#   ARGS     further arguments for the demo, pytest or coverage: make demo ARGS="--steps 50", make test ARGS="-k values"
+#   ARGS     further arguments for the demo, pytest or backend-coverage: make demo ARGS="--steps 50", make test ARGS="-k values"
 #   JOBS     test processes at a time
 #   RANKS    processes of demo-distributed: as many as there are GPUs, or any number on a CPU
 #   PINS     the file of pinned versions that are installed
@@ -35,14 +35,13 @@ STUCK := $(if $(READY),-o faulthandler_timeout=600 -o faulthandler_exit_on_timeo
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest tests $(PARALLEL) $(STUCK) $(FULL) $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help release-check venv demo demo-distributed test test-all test-plain test-interpret coverage backend-coverage lint format docs wheel clean
+.PHONY: help release-check venv demo demo-distributed test test-all test-plain test-interpret backend-coverage lint format docs wheel clean
 
 help:
 	@echo "make demo      train a small language model with torch.nn and with fusedops, and compare"
 	@echo "make demo-distributed  train one on RANKS processes, FSDP2 times tensor parallel, and compare with one process"
 	@echo "make test      the short suite: a choice of each test's cases; those that need a GPU run where there is one"
 	@echo "make test-all  all cases of all tests, which takes hours"
-	@echo "make coverage  which classes of the installed Transformers fuse_model knows"
 	@echo "make backend-coverage  which row-wise regions the compile backend fuses, in some 450 architectures"
 	@echo "make lint      ruff, mypy, codespell"
 	@echo "make format    let ruff rewrite the code"
@@ -82,9 +81,6 @@ test-plain: $(READY)
 
 test-interpret: $(READY)
 	TRITON_INTERPRET=1 $(PYTEST)
-
-coverage: $(READY)
-	OMP_NUM_THREADS=1 $(PY) tests/harness/model_coverage.py $(ARGS)
 
 backend-coverage: $(READY)
 	OMP_NUM_THREADS=1 $(PY) tests/harness/backend_coverage.py $(ARGS)

@@ -106,8 +106,8 @@ _HOW = """## How it is measured
   dropout. Llama has none; for ViT, whose config has 0, it is set to 0.1. A training step has no optimizer, and a forward returns
   no keys and values.
 - **torch.compile** compiles the whole model in its default mode. "fused + torch.compile" is
-  `fuse_model(model, compile_rest=True)`. With PyTorch 2.11, a BERT or ViT that is only compiled gets a [mask](models.md#masks)
-  that rules out PyTorch's fused attention. Generation is not compiled: its cache grows by one token per step, and each size
+  `fuse_model(model, compile_rest=True)`. With PyTorch 2.11, a BERT or ViT that is only compiled gets a mask that rules out
+  PyTorch's fused attention. Generation is not compiled: its cache grows by one token per step, and each size
   would be compiled.
 - **Liger-Kernel** patches Llama, Qwen 3 and Gemma 2, with its own loss of hidden states, and none of the other models.
 
@@ -116,7 +116,7 @@ To repeat all measurements, on a GPU, with `pip install .[bench,hf]`:
 ```
 python -m benchmarks models --provider eager --provider fused --provider liger
 python -m benchmarks models --provider compile --provider fused_compile --provider backend --provider fused_backend
-python -m benchmarks models --model bert --provider fused --provider fused_without_packing    # and so on
+python -m benchmarks models --model t5 --mode generate --provider fused --provider fused_without_one_token
 python -m benchmarks models --model dlrm                       # also with operators written in, and with CUDA graphs
 python -m benchmarks models --loss
 python -m benchmarks models --first-calls                      # seconds to compile, cold and in a second process
@@ -164,7 +164,7 @@ are windows of the text's bytes, and the class is the byte that follows."""
 
 _TRICKS = """## Tricks
 
-The effect of each [trick](models.md#turning-tricks-off): a step of the fused model with all tricks, and without this one."""
+The effect of [T5's fast path for one token](models.md#t5-a-token-at-a-time): the fused model with it, and without it."""
 
 Workloads = list[tuple[WorkloadKey, dict[str, Row]]]
 # A function that returns the text of a cell, for a row and eager's row of the same workload.

@@ -20,8 +20,6 @@ from torch.nn import functional as F
 import fusedops
 from fusedops.backend.blocks import repeated_blocks
 from fusedops.backend.entry import backend
-from fusedops.models.rules import bert, t5, torch_nn
-from fusedops.models.tricks import TRICKS
 
 from .text import Text
 from .workloads import TRAINING, Workload
@@ -216,7 +214,7 @@ def _fused_backend(model: nn.Module) -> Context:
 def _eager_blocks(model: nn.Module) -> Context:
     """Changes the leaves outside of the repeated blocks, which it compiles without Inductor."""
     blocks = [name for name, _ in repeated_blocks(model)]
-    fusedops.fuse_model(model, exclude=[*_OF_BLOCKS, *blocks])
+    fusedops.fuse_model(model, exclude=blocks, graph=False)
     fusedops.compile_blocks(model, rest="eager")
     return nullcontext
 
@@ -283,12 +281,7 @@ def _with_loss(model: nn.Module, provider: Callable[[nn.Module], Context]) -> Co
 
 # Fused without one trick: the name of the trick, and the provider that has all tricks.
 WITHOUT_TRICK = {
-    "fused_without_packing": ("packing", "fused"),
-    "fused_without_padded_linear": ("padded_linear", "fused"),
     "fused_without_one_token": ("one_token", "fused"),
-    "fused_compile_without_packing": ("packing", "fused_compile"),
-    "fused_compile_without_casts": ("casts", "fused_compile"),
-    "fused_compile_without_masks": ("masks", "fused_compile"),
 }
 _COMPILED: dict[str, Callable[..., Context]] = {
     "compile": _compile,
@@ -305,16 +298,10 @@ _OF_MEMORY: dict[str, Callable[..., Context]] = {
     f"backend_{memory}": partial(_compile, backend=backend, options={"fusedops.memory": memory})
     for memory in ("speed", "low")
 }
-# Rules of blocks: without them `fuse_model` changes norms, activations and gated units alone.
-_OF_BLOCKS = (
-    *[rule.name for rule in (*bert.RULES, *t5.RULES, *torch_nn.RULES)],
-    *("attention", "block"),
-    *sorted(TRICKS - {"one_token"}),
-)
 # What `fuse_model` compares with: leaves alone, and `fusedops.compile` without Inductor, of the whole
 # model and of its blocks.
 REST: dict[str, Callable[..., Context]] = {
-    "leaves": partial(_fused, exclude=_OF_BLOCKS),
+    "leaves": partial(_fused, graph=False),
     "rest_eager": partial(_compile, backend=backend, options={"fusedops.rest": "eager"}),
     "blocks_eager": _eager_blocks,
 }
@@ -338,10 +325,7 @@ PROVIDERS: dict[str, Callable[[nn.Module], Context]] = {
     "fused_compile": partial(_fused, compile_rest=True),
     "fused_backend": _fused_backend,
     **_REPLAYING,
-    **{
-        name: partial(_fused, exclude=[trick], compile_rest=base_provider == "fused_compile")
-        for name, (trick, base_provider) in WITHOUT_TRICK.items()
-    },
+    **{name: partial(_fused, exclude=[trick]) for name, (trick, _) in WITHOUT_TRICK.items()},
 }
 COMPILING = tuple([name for name in PROVIDERS if "compile" in name or "backend" in name])
 # A run must have rows of these providers. Rows of peers may be missing.

@@ -32,7 +32,7 @@ What runs a model without Inductor, on an H200: milliseconds per step, and in br
 | column | what it is |
 |---|---|
 | `eager` | the model as it is |
-| `leaves` | `fuse_model` with leaves alone: norms, activations, gated units |
+| `leaves` | `fuse_model` with leaves alone: norms and activations |
 | `fused` | `fuse_model` |
 | `rest_eager` | `fusedops.compile(model, rest="eager")` |
 | `blocks_eager` | `fusedops.compile_blocks(model, rest="eager")`, and leaves outside of the blocks |

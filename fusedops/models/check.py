@@ -63,7 +63,6 @@ def fuse_and_check(
     model: nn.Module,
     planned: Mapping[nn.Module, Rule],
     check: Any,
-    off: frozenset[str] = frozenset(),
 ) -> tuple[dict[nn.Module, Difference], Difference]:
     """Fuse the planned modules, and restore those that differ.
 
@@ -71,7 +70,6 @@ def fuse_and_check(
         model: the model.
         planned: the modules to fuse, with their rules.
         check: `fuse_model`'s argument: True, or example inputs.
-        off: the names of disabled tricks, see `classes`.
     Returns:
         The differences of each module that ran, and of the model.
     """
@@ -82,29 +80,25 @@ def fuse_and_check(
         calls = _recorded(model, list(planned), call)
         for module in reversed(list(planned)):  # children before their parents
             if module in calls:
-                differences[module] = _fuse_one(module, planned, calls[module], off)
+                differences[module] = _fuse_one(module, planned, calls[module])
             else:
-                classes.fuse(module, planned[module], off)
-        return differences, _compare(model, planned, call, off)
+                classes.fuse(module, planned[module])
+        return differences, _compare(model, planned, call)
 
 
-def _fuse_one(
-    module: nn.Module, planned: Mapping[nn.Module, Rule], call: _Call, off: frozenset[str]
-) -> Difference:
+def _fuse_one(module: nn.Module, planned: Mapping[nn.Module, Rule], call: _Call) -> Difference:
     """Fuse one module, after its children, and restore it if it differs."""
-    classes.fuse(module, planned[module], off)
-    difference = _compare(module, planned, call, off)
+    classes.fuse(module, planned[module])
+    difference = _compare(module, planned, call)
     if not difference.passes:
         classes.unfuse(module)
     return difference
 
 
-def _compare(
-    module: nn.Module, planned: Mapping[nn.Module, Rule], call: _Call, off: frozenset[str]
-) -> Difference:
+def _compare(module: nn.Module, planned: Mapping[nn.Module, Rule], call: _Call) -> Difference:
     """Compare the module with itself while nothing in it is fused."""
     after = _run(module, call)
-    with _restored(module, planned, off):
+    with _restored(module, planned):
         before = _run(module, call)
         perturbed = [_run(module, call, _perturbation(seed)) for seed in range(_DRAWS)]
     output, allowed_output = _worst(
@@ -117,9 +111,7 @@ def _compare(
 
 
 @contextmanager
-def _restored(
-    module: nn.Module, planned: Mapping[nn.Module, Rule], off: frozenset[str]
-) -> Iterator[None]:
+def _restored(module: nn.Module, planned: Mapping[nn.Module, Rule]) -> Iterator[None]:
     """Restore a module and all modules inside for a while: the original calls original children."""
     fused = [inner for inner in module.modules() if inner in planned and classes.is_fused(inner)]
     for inner in fused:
@@ -128,7 +120,7 @@ def _restored(
         yield
     finally:
         for inner in fused:
-            classes.fuse(inner, planned[inner], off)
+            classes.fuse(inner, planned[inner])
 
 
 # The difference between results that cannot be compared.

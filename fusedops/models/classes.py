@@ -8,10 +8,9 @@ Only ``module.__class__`` changes:
 - ``isinstance`` stays true.
 - Restoring the class undoes the fusion exactly.
 
-There is one fused class for each original class, rule and set of disabled tricks. A trick is an
-optional optimization in `fusedops.models.tricks`, which the user can disable by name. A fused class
-has the name of the original class, because other libraries recognise classes by name. A printed
-model shows it with the prefix "Fused".
+There is one fused class for each original class and rule. A fused class has the name of the
+original class, because other libraries recognise classes by name. A printed model shows it with the
+prefix "Fused".
 """
 
 from __future__ import annotations
@@ -45,17 +44,12 @@ __all__ = [
 
 # The function by which `object.__reduce_ex__` creates new objects.
 _new_object: Any = copyreg.__newobj__  # type: ignore[attr-defined]
-_classes: dict[tuple[type, Rule, frozenset[str]], type[nn.Module]] = {}
+_classes: dict[tuple[type, Rule], type[nn.Module]] = {}
 
 
-def fused_class(
-    original: type[nn.Module], rule: Rule, off: frozenset[str] = frozenset()
-) -> type[nn.Module]:
-    """Return the subclass of ``original`` with the rule's methods.
-
-    The tricks whose names are in ``off`` are disabled.
-    """
-    key = (original, rule, off)
+def fused_class(original: type[nn.Module], rule: Rule) -> type[nn.Module]:
+    """Return the subclass of ``original`` with the rule's methods."""
+    key = (original, rule)
     if key in _classes:
         return _classes[key]
     body = {
@@ -66,7 +60,6 @@ def fused_class(
         "_get_name": _get_name,
         "_fusedops_original": original,
         "_fusedops_rule": rule,
-        "_fusedops_off": off,
         **_original_methods(original, rule),
         **rule.methods,
     }
@@ -77,9 +70,6 @@ def fused_class(
         {"metaclass": _metaclass(kind)},
         lambda namespace: namespace.update(body),
     )
-    # A user's subclass inherits this attribute. `hooks.keeps_method` compares the forwards of both
-    # classes, to find out whether the subclass has a forward of its own.
-    cls._fusedops_class = cls
     _classes[key] = cls
     return _classes[key]
 
@@ -133,15 +123,15 @@ def is_fused(module: nn.Module) -> bool:
     return "_fusedops_original" in vars(type(module))
 
 
-def fuse(module: nn.Module, rule: Rule, off: frozenset[str] = frozenset()) -> None:
-    """Switch the module to its fused class, with the tricks in ``off`` disabled.
+def fuse(module: nn.Module, rule: Rule) -> None:
+    """Switch the module to its fused class.
 
     Raises:
         TypeError: its class cannot be subclassed, or the module's class cannot be changed.
     """
     cls = type(module)
     try:
-        _become(module, fused_class(cls, rule, off))
+        _become(module, fused_class(cls, rule))
     except Exception as error:
         name = f"{cls.__module__}.{cls.__qualname__}"
         raise TypeError(
@@ -150,11 +140,11 @@ def fuse(module: nn.Module, rule: Rule, off: frozenset[str] = frozenset()) -> No
         ) from error
 
 
-def fuse_all(planned: Mapping[nn.Module, Rule], off: frozenset[str] = frozenset()) -> None:
+def fuse_all(planned: Mapping[nn.Module, Rule]) -> None:
     """Switch all modules to their fused classes, or none if one raises."""
     try:
         for module, rule in planned.items():
-            fuse(module, rule, off)
+            fuse(module, rule)
     except TypeError:
         for module in planned:
             unfuse(module)
@@ -176,11 +166,16 @@ def replaced_since(module: nn.Module) -> str:
     """Return the name of a method that was replaced on the instance after it was fused, or "".
 
     A replaced forward counts only if the rule matches classes by their forward or replaces it. The
-    rule for ``generate`` does neither.
+    rule for ``generate`` does neither. That of a unit may be called by what replaced it, such as
+    Accelerate's mixed precision, also after unfusing.
     """
     if not is_fused(module):
         return ""
-    for name in _replaceable(module):
+    cls: Any = type(module)
+    names = set(_replaceable(module))
+    if graph.is_unit(cls._fusedops_rule):
+        names.discard("forward")
+    for name in sorted(names):
         if name in vars(module) and not _is_own(module, name):
             return name
     return ""
@@ -256,21 +251,23 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
     return (_rebuild, _stored_class(cls), *reduced[2:])
 
 
-def _stored_class(cls: Any) -> tuple[type[nn.Module], Any, frozenset[str]]:
-    """Return what pickle stores for a fused class: original class, rule and disabled tricks."""
-    return (cls._fusedops_original, _stored_rule(cls._fusedops_rule), cls._fusedops_off)
+def _stored_class(cls: Any) -> tuple[type[nn.Module], Any]:
+    """Return what pickle stores for a fused class: the original class and the rule."""
+    return (cls._fusedops_original, _stored_rule(cls._fusedops_rule))
 
 
 def _stored_rule(rule: Rule) -> Any:
     """Return what pickle stores for a rule.
 
     It is ``(family's name, key)`` if a `Family` built it, its name if it is in the table `RULES`,
-    and otherwise the rule itself. The key of a unit's rule has that of the rule in it.
+    and otherwise the rule itself. Rules of `graph` are stored with the rules in them.
     """
     # The functions of a family's rule cannot be pickled: the family builds it again on loading.
     match rule.origin:
         case (graph.GRAPH, (rest, Rule() as inner)):
             return (graph.GRAPH, (rest, _stored_rule(inner)))
+        case (graph.BESIDE, Rule() as inner):
+            return (graph.BESIDE, _stored_rule(inner))
         case None:
             return rule.name if _builtin(rule.name) is rule else rule
     return rule.origin
@@ -284,15 +281,13 @@ def _builtin(name: str) -> Rule | Family | None:
 
 
 # Pickled models refer to `_rebuild` and `_rebuilt_class` by name: do not rename or move them.
-def _rebuild(original: type[nn.Module], rule: Any, off: frozenset[str] = frozenset()) -> nn.Module:
+def _rebuild(original: type[nn.Module], rule: Any) -> nn.Module:
     """Create an empty module of the fused class."""
-    cls = _rebuilt_class(original, rule, off)
+    cls = _rebuilt_class(original, rule)
     return cls.__new__(cls)
 
 
-def _rebuilt_class(
-    original: type[nn.Module], rule: Any, off: frozenset[str] = frozenset()
-) -> type[nn.Module]:
+def _rebuilt_class(original: type[nn.Module], rule: Any) -> type[nn.Module]:
     """Return the fused class, or the original if the stored rule does not apply to it.
 
     This fusedops may lack the rule, or the installed class may have other code than the saved one.
@@ -300,7 +295,7 @@ def _rebuilt_class(
     """
     current = _restored_rule(original, rule)
     if current is not None:
-        return fused_class(original, current, off)
+        return fused_class(original, current)
     name = rule[0] if isinstance(rule, tuple) else getattr(rule, "name", rule)
     warnings.warn(
         f"fusedops: {original.__name__} was saved fused and is loaded unfused: "
@@ -318,6 +313,9 @@ def _restored_rule(original: type[nn.Module], stored: Any) -> Rule | None:
         case (graph.GRAPH, (rest, inner)):
             within = _restored_rule(original, inner)
             return within and graph.rule_of(original, rest, within)
+        case (graph.BESIDE, inner):
+            within = _restored_rule(original, inner)
+            return within and graph.beside(within)
         case (name, key):
             family = _builtin(name)
             if not isinstance(family, Family):

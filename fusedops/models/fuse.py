@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from ..backend.options import EAGER, INDUCTOR
-from ..distributed.sequence import rows_of_norm
 from . import classes, eligibility
 from . import graph as graphs
-from .hooks import has_hooks, is_simple, submodule
 from .report import FUSED, NO_RULE, NOT_FUSED, FusionReport, ModuleReport
-from .rule import At, Family, Rule, Verdict, judge
-from .rules import LEAVES, OPTIONAL, RULES, WITHIN_GRAPHS
+from .rule import Family, Rule, Verdict, judge
+from .rules import LEAVES, OPTIONAL, OTHERS, RULES
 from .rules.loss import is_causal_model
-from .tricks import TRICKS
 
 __all__ = ["fuse_model", "fusion_status", "unfuse_model"]
 
-# What runs the rest of graphs, by ``compile_rest``.
-_RESTS = {False: EAGER, True: INDUCTOR}
 _NO_LOSS = "loss=True changes nothing: there is no causal language model of Transformers"
+
+
+def _names(entry: Rule | Family) -> tuple[str, ...]:
+    if isinstance(entry, Rule):
+        return (entry.name,)
+    return entry.names
+
+
+_NAMES_OF_LEAVES = frozenset(itertools.chain.from_iterable(map(_names, LEAVES)))
 
 
 def fuse_model(
@@ -34,7 +38,7 @@ def fuse_model(
     rules: Sequence[Rule] | None = None,
     dry_run: bool = False,
     check: Any = False,
-    graph: bool = False,
+    graph: bool = True,
     compile_rest: bool = False,
     loss: bool = False,
 ) -> FusionReport:
@@ -85,7 +89,9 @@ def fuse_model(
     """
     eligibility.check_module(model, "fuse_model")
     eligibility.check_flags(dry_run=dry_run, graph=graph, compile_rest=compile_rest, loss=loss)
-    rest = _RESTS[compile_rest] if graph or compile_rest else ""
+    rest = EAGER if graph else ""
+    if compile_rest:
+        rest = INDUCTOR
     with classes.unsharded(model) as sharded:
         eligibility.check_model(model)
         if check is not False:
@@ -116,22 +122,9 @@ def _fused(
         dry_run: whether to change nothing.
         check: example inputs, True or False.
     """
-    rules_and_tricks = TRICKS.union({graphs.GRAPH}, *map(_names, (*first, *RULES)))
-    excluded_modules, excluded_names = eligibility.excluded(model, exclude, rules_and_tricks)
-    excluded_tricks = excluded_names & TRICKS
-    units: list[nn.Module] = []
-    if rest and graphs.GRAPH not in excluded_names:
-        units = list(graphs.units(model, excluded_modules))
-    tables = _Tables(
-        within_graphs=(*first, *WITHIN_GRAPHS),
-        beside=(*first, *(LEAVES if rest else RULES)),
-    )
-    verdicts = _judged(model, units, tables, excluded_modules, excluded_names)
-    for unit in units:
-        verdicts[unit] = _verdict_of_unit(unit, verdicts[unit], rest)
-    # First, as a block that calls no operator does not compute the last steps of its branches.
-    _drop_idle(verdicts)
-    _drop_unused_ends(model, verdicts)
+    names = frozenset({graphs.GRAPH}.union(*map(_names, (*first, *RULES))))
+    excluded = _Excluded(*eligibility.excluded(model, exclude, names))
+    verdicts = _judged(model, first, excluded, rest)
     planned = {
         module: verdict.rule for module, verdict in verdicts.items() if verdict.rule is not None
     }
@@ -139,41 +132,50 @@ def _fused(
     report = _report(model, verdicts)
     if check is not False:
         # It fuses the modules: there is no other way to run them.
-        report = _check_fused(model, verdicts, planned, check, excluded_tricks)
+        report = _check_fused(model, verdicts, planned, check)
         if dry_run:
             for module in planned:
                 classes.unfuse(module)
     elif not dry_run:
-        classes.fuse_all(planned, excluded_tricks)
+        classes.fuse_all(planned)
     return report
 
 
-class _Tables(NamedTuple):
-    """The rules of modules in graphs, and of modules beside them."""
+class _Excluded(NamedTuple):
+    """What `fuse_model` leaves: modules, and rules by name."""
 
-    within_graphs: tuple[Rule | Family, ...]
-    beside: tuple[Rule | Family, ...]
+    modules: Collection[nn.Module]
+    rules: frozenset[str]
 
 
 def _judged(
-    model: nn.Module,
-    units: Iterable[nn.Module],
-    tables: _Tables,
-    excluded_modules: Collection[nn.Module],
-    excluded_names: frozenset[str],
+    model: nn.Module, first: tuple[Rule | Family, ...], excluded: _Excluded, rest: str
 ) -> dict[nn.Module, Verdict]:
-    """Return the verdict of each module, without the rules of units."""
+    """Return the verdict of each module; see `_fused`."""
+    units: list[nn.Module] = []
+    if rest and graphs.GRAPH not in excluded.rules:
+        units = list(graphs.units(model, excluded.modules))
     inside = set(itertools.chain.from_iterable(unit.modules() for unit in units))
     verdicts = {}
     for module in model.modules():
-        if module in excluded_modules:
+        if module in excluded.modules:
             verdicts[module] = Verdict(None, "excluded")
-            continue
-        table = tables.beside
-        if module in inside:
-            table = tables.within_graphs
-        verdicts[module] = _judge(module, table, excluded_names)
+        elif module in inside:
+            verdict = _judge(module, (*first, *LEAVES, *OTHERS), excluded.rules)
+            verdicts[module] = _within_graph(verdict, first)
+        else:
+            verdicts[module] = _judge(module, (*first, *RULES), excluded.rules)
+    for unit in units:
+        verdicts[unit] = _verdict_of_unit(unit, verdicts[unit], rest)
     return verdicts
+
+
+def _within_graph(verdict: Verdict, first: tuple[Rule | Family, ...]) -> Verdict:
+    """Return the verdict of a module in a unit, whose graph has the formulas of leaves."""
+    rule = verdict.rule
+    if rule is None or rule in first or rule.name not in _NAMES_OF_LEAVES:
+        return verdict
+    return Verdict(graphs.beside(rule))
 
 
 def _verdict_of_unit(unit: nn.Module, verdict: Verdict, rest: str) -> Verdict:
@@ -192,13 +194,12 @@ def _check_fused(
     verdicts: dict[nn.Module, Verdict],
     planned: Mapping[nn.Module, Rule],
     check: Any,
-    excluded_tricks: frozenset[str],
 ) -> FusionReport:
     """Fuse the planned modules that pass the check; report all modules with their differences."""
     from .check import fuse_and_check
 
     # On errors all modules are as they were before.
-    differences, whole = fuse_and_check(model, planned, check, excluded_tricks)
+    differences, whole = fuse_and_check(model, planned, check)
     # What was compiled has guards for copies of the parameters.
     for module in planned:
         graphs.forget(module)
@@ -252,23 +253,20 @@ def _unfuse(model: nn.Module) -> None:
 def fusion_status(model: nn.Module) -> FusionReport:
     """Report which modules of a model call fused operators now, whatever changed since.
 
-    If a module got hooks after it was fused (for example from ZeRO, PEFT or Accelerate), its block
-    calls it as PyTorch would, and the module calls its own operator. If a module's forward or class
-    was replaced, it calls no fused operator.
+    If a module's forward or class was replaced, it calls no fused operator.
 
     Args:
         model: the model, or a part of it; it is not changed.
     Returns:
-        A report like that of `fuse_model`: which operators each module calls, which modules its
-        block computes, and why other modules call no fused operator. The report is true if any
-        module is fused.
+        A report like that of `fuse_model`: which operators each module calls, which modules are in
+        graphs, and why other modules call no fused operator. The report is true if any module is
+        fused.
     Raises:
         TypeError: the model is not a torch.nn.Module.
     """
     eligibility.check_module(model, "fusion_status")
     with classes.unsharded(model):
         verdicts = {module: _current_verdict(module) for module in model.modules()}
-        _drop_idle(verdicts, hooks_count=True)
         return _report(model, verdicts)
 
 
@@ -291,12 +289,6 @@ def _was_changed(module: nn.Module) -> bool:
     return not classes.is_fused(module)
 
 
-def _names(entry: Rule | Family) -> tuple[str, ...]:
-    if isinstance(entry, Rule):
-        return (entry.name,)
-    return entry.names
-
-
 def _judge(
     module: nn.Module, rules: tuple[Rule | Family, ...], excluded: frozenset[str]
 ) -> Verdict:
@@ -305,132 +297,24 @@ def _judge(
     return judge(module, rules, excluded)
 
 
-def _rules_in(
-    module: nn.Module, verdicts: Mapping[nn.Module, Verdict], *, hooks_count: bool = True
-) -> At:
-    """Return a function from paths in a module to rules, planned ones and those already applied.
-
-    With ``hooks_count``, a module with hooks has no rule, since its block calls it as PyTorch
-    would. Norms under `SequenceParallel` are an exception: see `sequence`.
-    """
-
-    def at(path: str) -> Rule | None:
-        inner = submodule(module, path)
-        if inner is None or inner not in verdicts:
-            return None
-        if hooks_count and _is_called(inner):
-            return None
-        # A module that was fused before has no verdict of its own, but its rule still holds.
-        return verdicts[inner].rule or getattr(type(inner), "_fusedops_rule", None)
-
-    return at
-
-
-def _is_called(module: nn.Module) -> bool:
-    """Whether the module's block has to call it, to run its hooks."""
-    return has_hooks(module) and not rows_of_norm(module)
-
-
-def _drop_idle(verdicts: dict[nn.Module, Verdict], *, hooks_count: bool = False) -> None:
-    """Drop the rules of modules that would call no operator.
-
-    `fuse_model` ignores hooks inside such a module: they may be removed again, and then it calls
-    an operator. `fusion_status`, which reports the present state, counts them (``hooks_count``).
-    """
-    # Inner modules come first: whether a block calls an operator depends on the rules inside.
-    for module, verdict in reversed(list(verdicts.items())):
-        if verdict.rule is None:
-            continue
-        at = _rules_in(module, verdicts, hooks_count=hooks_count)
-        reason = verdict.rule.needs(module, at)
-        if reason:
-            verdicts[module] = Verdict(None, reason)
-
-
-def _drop_unused_ends(model: nn.Module, verdicts: dict[nn.Module, Verdict]) -> None:
-    """Drop the rules of modules that only leave their last steps to a block that does not exist."""
-    used: set[nn.Module] = set()
-    # Outer modules come first: only a block that keeps its rule computes what is inside.
-    for module in model.modules():
-        rule = verdicts[module].rule
-        if rule is None:
-            continue
-        if _only_leaves(rule) and module not in used:
-            verdicts[module] = Verdict(None, NO_RULE)
-        else:
-            used.update(_taken(module, rule))
-
-
-def _only_leaves(rule: Rule) -> bool:
-    """Whether modules of the rule only leave their last steps to the block around them.
-
-    Rules without ``takes`` are applied also where no such block has a rule: T5's attention, for
-    one, has a fast path.
-    """
-    return not rule.calls and rule.takes is not None
-
-
-def _taken(module: nn.Module, rule: Rule) -> Iterable[nn.Module]:
-    """Return the modules inside whose last steps the module computes."""
-    if rule.takes is None:
-        return module.modules()
-    return [inner for _, inner in _inner(module, rule.takes)]
-
-
-def _inner(module: nn.Module, paths: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules at these paths in a module, as far as they exist, with their paths."""
-    for path in paths:
-        inner = submodule(module, path)
-        if inner is not None:
-            yield path, inner
-
-
 def _report(model: nn.Module, verdicts: Mapping[nn.Module, Verdict]) -> FusionReport:
+    units: dict[nn.Module, str] = {}
     names = {module: name for name, module in model.named_modules()}
-    blocks: dict[nn.Module, str] = {}
-    # Outer modules come first, so of several blocks the innermost is reported.
+    for unit, name in names.items():
+        if graphs.is_unit(verdicts[unit].rule):
+            units.update(dict.fromkeys(unit.modules(), name))
+            del units[unit]
+    lines = []
     for module, name in names.items():
-        for inner in _computed_by(module, verdicts):
-            blocks[inner] = name
-    lines = {}
-    for module, name in names.items():
-        lines[module] = _line(name, module, verdicts, block=blocks.get(module))
-    return FusionReport(tuple(lines.values()))
+        lines.append(_line(name, module, verdicts[module], units.get(module)))
+    return FusionReport(tuple(lines))
 
 
-def _computed_by(module: nn.Module, verdicts: Mapping[nn.Module, Verdict]) -> Iterator[nn.Module]:
-    """Yield the modules inside that a fused module computes itself, without calling them."""
-    rule = verdicts[module].rule
-    if rule is None:
-        return
-    if graphs.is_unit(rule):
-        yield from itertools.filterfalse(lambda inner: verdicts[inner].rule, module.modules())
-        return
-    parts = rule.parts
-    paths = parts if isinstance(parts, tuple) else parts(module)
-    at = _rules_in(module, verdicts)
-    for path, inner in _inner(module, paths):
-        if at(path) or is_simple(inner):
-            yield inner
-
-
-def _line(
-    name: str, module: nn.Module, verdicts: Mapping[nn.Module, Verdict], block: str | None
-) -> ModuleReport:
-    """Report one module. ``block`` is the name of the block that computes it, or None."""
-    rule, reason = verdicts[module].rule, verdicts[module].reason
-    cls = type(module).__name__
-    if rule is None:
-        # Any other reason is specific to the module, and is reported instead of its block.
-        is_general = reason in (NO_RULE, NOT_FUSED)
-        return ModuleReport(name, cls, reason=reason, by=block if is_general else None)
-    if block is not None:
-        return ModuleReport(name, cls, rule.name, helps="computed by its block", by=block)
-    calls, helps = rule.calls, rule.helps
-    if not isinstance(calls, str):
-        calls = calls(module, _rules_in(module, verdicts))
-    # The reason why a unit's loss, for one, is not fused.
-    calls = "; ".join(filter(None, (calls, reason)))
-    if not isinstance(helps, str):
-        helps = helps(module)
-    return ModuleReport(name, cls, rule.name, calls, helps)
+def _line(name: str, module: nn.Module, verdict: Verdict, unit: str | None) -> ModuleReport:
+    """Report one module. ``unit`` is the name of the unit in whose graph it is, or None."""
+    rule, reason, cls = verdict.rule, verdict.reason, type(module).__name__
+    if rule is not None:
+        # The reason is why a unit's loss, for one, is not fused.
+        calls = "; ".join(filter(None, (rule.calls, reason)))
+        return ModuleReport(name, cls, rule.name, calls, by=unit)
+    return ModuleReport(name, cls, reason=reason, by=unit)

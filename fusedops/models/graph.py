@@ -19,6 +19,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -31,14 +32,14 @@ from ..core.compat.dispatch import is_intercepted, jit_tracing
 from ..core.compat.dynamo import guarding_hooks, skips_hooks
 from ..core.compat.modules import has_global_hooks, is_replica
 from ..core.launches import launch
-from .hooks import original
+from .hooks import ORIGINAL, original
 from .rule import Rule
 
-__all__ = ["FEW_ROWS", "GRAPH", "forget", "is_unit", "rule_of", "units"]
+__all__ = ["BESIDE", "FEW_ROWS", "GRAPH", "beside", "forget", "is_unit", "rule_of", "units"]
 
-GRAPH = "graph"
-# A call with so many rows at most is bound by the host, and in a generation its shapes grow with
-# each token. Where no gradient is recorded, it runs as it is.
+GRAPH, BESIDE = "graph", "beside"
+# A call with so many rows at most is bound by the host. Where no gradient is recorded, it runs as
+# it is, and so does each token of a generation, whose shapes grow.
 FEW_ROWS = 64
 # The arguments of Transformers' models whose elements are the rows, if they have them.
 _TOKENS = ("decoder_input_ids", "input_ids")
@@ -87,12 +88,28 @@ def _rule_of(cls: Any, rest: str, inner: Rule) -> Rule:
     own = "operators in the regions of its graph, which fusedops.explain lists"
     return Rule(
         name=GRAPH,
-        calls="; ".join(filter(None, (own, str(inner.calls)))),
+        calls="; ".join(filter(None, (own, inner.calls))),
         methods=methods,
         base=nn.Module,
         known=(),
         origin=(GRAPH, (rest, inner if inner.name else None)),
     )
+
+
+@functools.cache
+def beside(rule: Rule) -> Rule:
+    """The rule of a norm or activation in a unit: where no graph runs, it calls its operator.
+
+    In a graph its formula is part of a region. `torch.jit.trace` takes no operators.
+    """
+    fused = rule.methods["forward"]
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_traced = torch.compiler.is_compiling() or jit_tracing()
+        return (original(self, "forward") if is_traced else fused)(self, *args, **kwargs)
+
+    calls = f"{rule.calls}, where no graph runs"
+    return replace(rule, calls=calls, methods={"forward": forward}, origin=(BESIDE, rule))
 
 
 def is_unit(rule: Rule | None) -> bool:
@@ -109,7 +126,7 @@ def forget(module: nn.Module) -> None:
 
 
 def _forward(cls: Any, rest: str, replacement: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The forward of a unit.
+    """Build the forward of a unit.
 
     Args:
         cls: the unit's class, for the signature.
@@ -119,6 +136,9 @@ def _forward(cls: Any, rest: str, replacement: Callable[..., Any] | None) -> Cal
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # What wrapped the bound method, such as Accelerate's mixed precision, outlives the fusion.
+        if not hasattr(self, ORIGINAL + "forward"):
+            return type(self).forward(self, *args, **kwargs)
         body = replacement or original(self, "forward")
         if _runs_as_it_is(self, rest, args, kwargs):
             return body(self, *args, **kwargs)
@@ -190,5 +210,6 @@ def _gains(module: nn.Module, rows: Tensor | None) -> bool:
     # has to draw the same masks again.
     if rows is None or torch.is_grad_enabled() or module.training:
         return True
-    columns = rows.shape[-1:] if rows.is_floating_point() else ()
-    return rows.numel() > FEW_ROWS * math.prod(columns)
+    if rows.is_floating_point():
+        return rows.numel() > FEW_ROWS * math.prod(rows.shape[-1:])
+    return rows.numel() > FEW_ROWS and rows.shape[-1] > 1

@@ -11,15 +11,12 @@ from ..core.compat.modules import has_compiled_call, has_global_hooks, has_own_h
 
 __all__ = [
     "ORIGINAL",
-    "can_call",
     "has_hooks",
     "is_conv1d",
     "is_linear",
     "is_named",
     "is_plain",
-    "is_simple",
     "is_unchanged",
-    "keeps_method",
     "original",
     "submodule",
 ]
@@ -32,7 +29,7 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether a call of the module runs more, or other code, than its class's forward.
 
     That is so if it has hooks, a forward of its own (patched on the instance) or a compiled one.
-    Hooks on all modules count: if there are any, a fused block calls each of its modules.
+    Hooks on all modules count.
     """
     # Accelerate, for one, replaces the forward on the instance.
     if has_own_hooks(module) or "forward" in module.__dict__:
@@ -40,28 +37,6 @@ def has_hooks(module: nn.Module) -> bool:
     if has_compiled_call(module):
         return True
     return has_global_hooks()
-
-
-# The usual ``__call__`` of modules. If a class or a patch replaces it, only a call of the module
-# runs the new one.
-_CALL = nn.Module.__call__
-
-
-# A constant to torch.compile, which guards on the class of each module anyway. If it traced this
-# function instead, each attribute that is read from the class would become one more guard, which is
-# checked before every step.
-@constant_when_traced
-def keeps_method(cls: Any, method: str) -> bool:
-    """Whether a block may call a rule's method of a fused class instead of the module itself.
-
-    That is so if the class has the method, and neither its forward nor its call is replaced.
-    """
-    if not hasattr(cls, method):
-        return False
-    # If the forward was replaced, in the fused class or in a subclass, the rule's method would skip
-    # the new one.
-    has_own_forward = cls.forward is cls._fusedops_class.forward
-    return has_own_forward and cls.__call__ is _CALL
 
 
 @constant_when_traced
@@ -77,13 +52,6 @@ def original(module: Any, method: str) -> Any:
     if is_unchanged(type(module), method):
         return getattr(module, ORIGINAL + method)
     return getattr(type(module)._fusedops_original, method)
-
-
-def can_call(module: nn.Module, method: str) -> bool:
-    """Whether a block may call this method of a rule instead of the module: see `keeps_method`."""
-    if not keeps_method(type(module), method):
-        return False
-    return not has_hooks(module)
 
 
 def is_named(cls: type, module: str, name: str) -> bool:
@@ -110,15 +78,6 @@ def _multiplies(cls: type) -> bool:
 def is_linear(module: nn.Module) -> bool:
     """Whether the module is a linear layer of exactly a known class, or fused from one."""
     return _multiplies(type(module))
-
-
-def is_simple(module: nn.Module) -> bool:
-    """Whether a block computes this linear layer, dropout or activation without calling it."""
-    is_known = is_linear(module) or type(module) in _SIMPLE
-    return is_known and not has_hooks(module)
-
-
-_SIMPLE = (nn.Dropout, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity)
 
 
 def submodule(module: nn.Module, path: str) -> nn.Module | None:

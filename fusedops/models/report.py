@@ -54,10 +54,8 @@ class ModuleReport:
         type: the name of its class.
         rule: the name of the rule by which it is fused; "" if it was left.
         calls: the fused operators that it calls; "" if it calls none.
-        helps: how a fused module that calls no operator itself supports its block, for example
-            "leaves its last bias to its block"; "" otherwise.
         reason: why the module was left.
-        by: the name of the fused module that computes this one too; None if there is none.
+        by: the name of the module in whose graph this one is; None if it is in none.
         difference: the result of ``check``; None if the module was not compared.
     """
 
@@ -65,7 +63,6 @@ class ModuleReport:
     type: str
     rule: str = ""
     calls: str = ""
-    helps: str = ""
     reason: str = ""
     difference: Difference | None = None
     by: str | None = None
@@ -100,7 +97,7 @@ class FusionReport:
 
     @property
     def replaced(self) -> tuple[ModuleReport, ...]:
-        """The modules that got another class: they call operators, or help their block."""
+        """The modules that got another class."""
         return tuple(filter(_is_replaced, self.modules))
 
     @property
@@ -135,11 +132,11 @@ class FusionReport:
         return "\n".join(lines)
 
     def _headline(self) -> str:
-        fused = sum(map(_is_fused, self.modules))
-        headline = f"{fused} of {len(self.modules)} modules call fused operators"
-        if len(self) > fused:
-            headline += f", {len(self) - fused} more are computed inside them or support them"
-        return headline
+        modules = len(self.modules)
+        if not any(map(_is_in_graph, self.modules)):
+            return f"{sum(map(_is_fused, self.modules))} of {modules} modules call fused operators"
+        run = [module for module in self.modules if module.fused or _is_in_graph(module)]
+        return f"{len(run)} of {modules} modules are in graphs or call fused operators"
 
     def _kind_lines(self) -> list[str]:
         rows = [(f"{count} x", kind, outcome) for (kind, outcome), count in _kinds(self.modules)]
@@ -187,6 +184,10 @@ _is_fused = operator.attrgetter("fused")
 _reason = operator.attrgetter("reason")
 
 
+def _is_in_graph(module: ModuleReport) -> bool:
+    return module.by is not None
+
+
 def _is_compared(module: ModuleReport) -> bool:
     """Whether ``check`` compared the module."""
     return module.difference is not None
@@ -195,7 +196,7 @@ def _is_compared(module: ModuleReport) -> bool:
 def _kinds(modules: Iterable[ModuleReport]) -> list[tuple[tuple[str, str], int]]:
     """Count classes with their outcomes; modules that call operators come first.
 
-    Modules that the summary only counts, or that their block computes, are left out.
+    Modules that the summary only counts, or that are only in a graph, are left out.
     """
     shown = list(filter(_is_shown, modules))
     # The sort is stable: within each group the order is the model's.
@@ -227,11 +228,9 @@ def _width(rows: Iterable[tuple[str, ...]], column: int) -> int:
 
 
 def _outcome(module: ModuleReport) -> str:
-    if module.by is not None:
-        return "computed by its block"
-    if not module.replaced:
-        return f"left: {module.reason}"
-    return module.calls or module.helps
+    if module.replaced:
+        return module.calls
+    return "in the graph" if _is_in_graph(module) else f"left: {module.reason}"
 
 
 def _difference(module: ModuleReport, *, unchecked: bool) -> str:

@@ -4,63 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch import nn
 
 from .fingerprint import fingerprint, is_unpatched
 
-__all__ = ["At", "Family", "Rule", "Verdict", "has_method", "judge", "named_cache", "needs_norm"]
+__all__ = ["Family", "Rule", "Verdict", "judge"]
 
 
-# Maps a path in a module to the rule of the module at that path, or to None if it has no rule.
-At = Callable[[str], "Rule | None"]
-
-
-# The defaults of functions of rules and families. A pickled rule refers to them by name: do not
-# rename them.
-
-
+# The default of functions of rules and families. Pickled rules have its name: do not rename it.
 def _no_reason(module: nn.Module) -> str:
     return ""
-
-
-def _needs_nothing(module: nn.Module, at: At) -> str:
-    return ""
-
-
-def _leaves_steps(module: nn.Module, at: At) -> bool:
-    return True
-
-
-def has_method(rule: Rule | None, method: str) -> TypeGuard[Rule]:
-    """Whether a module fused by this rule has the method."""
-    return rule is not None and method in rule.methods
-
-
-def named_cache(past_key_values: Any) -> dict[str, Any]:
-    """Keyword arguments that pass a cache to layers of Transformers up to 5.23.
-
-    Layers of later releases take ``cache``, which the caller passes through unchanged.
-    """
-    if past_key_values is None:
-        return {}
-    return {"past_key_values": past_key_values}
-
-
-def needs_norm(*paths: str) -> Callable[[nn.Module, At], str]:
-    """Return a function for `Rule.needs`: at least one of the norms at these paths must be fused.
-
-    It is for blocks that compute the last steps of a residual branch with the norm behind it.
-    """
-
-    def needs(module: nn.Module, at: At) -> str:
-        fused = any(has_method(at(path), "_fusedops_add_norm") for path in paths)
-        if fused:
-            return ""
-        return "none of the norms behind its branches is fused"
-
-    return needs
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -74,47 +29,27 @@ class Rule:
 
     Attributes:
         name: the rule's name, in reports and in ``exclude``.
-        calls: the operators that a fused module calls, for the report; "" if it calls none itself.
-            May be a function of the module and `At`.
-        helps: for the report, how a fused module that calls no operator itself supports its block.
-            May be a function of the module.
+        calls: the operators that a fused module calls, for the report.
         methods: the methods of the fused class, which replace the original's or come in addition. A
-            ``forward`` must also be correct if the module's children have hooks or were replaced:
-            see `fusedops.models.parts`.
+            ``forward`` must also be correct if the module's children have hooks or were replaced.
         base: the class that the rule is written for: a class of torch.nn, or the full name of
             another one.
         fingerprints: those of the ``known`` methods, for classes outside of torch.nn.
         names: names of classes outside of torch.nn for which the rule is written.
         known: the names of the methods that decide whether the rule matches a class.
         fits: a function that returns why a module of a matching class is left; "" if it is fused.
-        parts: paths of inner modules that the fused module computes itself. It calls those that
-            have hooks, and those whose class is not one that it can compute. May be a function of
-            the module.
-        needs: a function of the module and `At` that returns why it would call no operator; "" if
-            it would.
-        leaves: a function of the module and `At` that returns whether the block around the module
-            may compute the module's last steps. For example, an attention that ends in a linear
-            layer without a bias has no such steps. It is called only if the rule has the method
-            ``_fusedops_branch``.
-        takes: paths of inner modules whose last steps the fused module computes; None for all inner
-            modules. If the rule has paths here and no ``calls``, its modules only postpone their
-            last steps. Then the rule is applied only to modules in the ``takes`` of a fused block.
-        origin: for a rule built by a `Family`, its name and key; None for a rule of the table.
+        origin: for a rule built by a `Family` or in `fusedops.models.graph`, its name and key;
+            None for a rule of the table.
     """
 
     name: str
     methods: Mapping[str, Callable[..., Any]]
-    calls: str | Callable[[nn.Module, At], str] = ""
-    helps: str | Callable[[nn.Module], str] = ""
+    calls: str = ""
     base: type[nn.Module] | str | None = None
     fingerprints: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     known: tuple[str, ...] = ("forward",)
     fits: Callable[[nn.Module], str] = field(default=_no_reason)
-    parts: tuple[str, ...] | Callable[[nn.Module], tuple[str, ...]] = ()
-    needs: Callable[[nn.Module, At], str] = field(default=_needs_nothing)
-    leaves: Callable[[nn.Module, At], bool] = field(default=_leaves_steps)
-    takes: tuple[str, ...] | None = None
     origin: tuple[str, Any] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rule:

@@ -5,17 +5,15 @@ Their values, gradients and checkpoints are those of one process.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,8 +22,9 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import fusedops
+from backends import select_as_large
 from benchmarks.models import plans
-from fusedops.models.rules import norms
+from fusedops.core.launches import launch
 from ranks import run_ranks
 from support import INTERPRETED
 
@@ -244,60 +243,6 @@ def _check_modules_under_sequence_parallel(mesh: Any) -> None:
                 _close(gradient, _own_part(expected))
 
 
-def _check_sums_of_plain_rows(mesh: Any) -> None:
-    """Under `SequenceParallel` a block fuses sum and norm of plain tensors, too.
-
-    A norm with another hook is called by itself.
-    """
-    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
-
-    torch.manual_seed(4)
-    reference = _randomised(_Block())
-    x, cotangent = torch.randn(2, BATCH, LENGTH, WIDTH)
-    expected = reference(x)
-    expected.backward(cotangent)
-    for hooked in (False, True):
-        model: Any = parallelize_module(
-            copy.deepcopy(reference), mesh, {"norm": SequenceParallel(use_local_output=True)}
-        )
-        fusedops.fuse_model(model)
-        hook_inputs: list[Any] = []
-        if hooked:
-            model.norm.register_forward_pre_hook(
-                lambda module, inputs, hook_inputs=hook_inputs: hook_inputs.append(inputs[0])
-            )
-        calls = {line.name: line.calls for line in fusedops.fusion_status(model).replaced}
-        assert ("bias_dropout_add_ln" in calls[""]) == (not hooked), calls
-        model.norm.zero_grad()
-        with _recorded_sum_norms() as fused_calls:
-            output = model(_own_part(x))
-        assert len(fused_calls) == (0 if hooked else 1)
-        _close(output, _own_part(expected))
-        output.backward(_own_part(cotangent))
-        _close(_full(model.norm.weight.grad), reference.norm.weight.grad)
-        assert len(hook_inputs) == (1 if hooked else 0)
-
-
-@contextlib.contextmanager
-def _recorded_sum_norms() -> Iterator[list[str]]:
-    """Record the names of operators that fuse a sum and a norm, as the rules of norms call them."""
-    called: list[str] = []
-
-    def recording(name: str) -> Callable[..., Any]:
-        operator = getattr(fusedops, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            called.append(name)
-            return operator(*args, **kwargs)
-
-        return call
-
-    with contextlib.ExitStack() as stack:
-        for name in ("bias_dropout_add_ln", "bias_dropout_add_rms_norm"):
-            stack.enter_context(mock.patch.object(norms, name, recording(name)))
-        yield called
-
-
 def _check_equal(model: nn.Module, reference: nn.Module, data_mesh: Any = None) -> None:
     """Check that loss and gradients of a model are those of a reference on one process.
 
@@ -330,7 +275,10 @@ def _check_equal(model: nn.Module, reference: nn.Module, data_mesh: Any = None) 
 
 
 def _check_tensor_parallel_models(mesh: Any, full: bool) -> None:
-    """Fused before or after the plan is applied, the same modules call the same operators."""
+    """Fused before or after the plan is applied, a model has the same graph.
+
+    The hooks of the plan are in it.
+    """
     from torch.distributed.tensor.parallel import parallelize_module
 
     cases: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
@@ -356,21 +304,20 @@ def _check_tensor_parallel_models(mesh: Any, full: bool) -> None:
             reports.append(
                 [(line.name, line.calls) for line in fusedops.fusion_status(model).replaced]
             )
-            reference = make()
-            fusedops.fuse_model(reference)
-            with _recorded_sum_norms() as fused_calls:
-                _check_equal(model, reference)
-            # Sums are fused with the norms, whether these are under `SequenceParallel` or not. A
-            # layer of Llama has one such sum, and one of BERT two. Both the model and the
-            # reference call the operators.
-            sums_per_layer = 1 if make is _llama else 2
-            if not INTERPRETED:
-                assert len(fused_calls) == 2 * LAYERS * sums_per_layer, fused_calls
+            _check_regions(model, make())
         assert reports[0] == reports[1]
-        if not INTERPRETED:  # under the interpreter Llama's norms round in another way
-            blocks = [calls for name, calls in reports[0] if re.search(r"layers?\.\d+$", name)]
-            operator = "bias_dropout_add_rms_norm" if make is _llama else "bias_dropout_add_ln"
-            assert blocks == [operator] * LAYERS, blocks
+
+
+def _check_regions(model: nn.Module, reference: nn.Module, data_mesh: Any = None) -> None:
+    """Check results as `_check_equal` does, and that a graph with regions has them, if any can run.
+
+    A layer has two norms and a gated unit, in each direction.
+    """
+    with launch.record() as names:
+        _check_equal(model, reference, data_mesh)
+    if INTERPRETED:
+        for kernel in ("forward_kernel", "backward_kernel"):
+            assert names.count(kernel) >= 3 * LAYERS, names
 
 
 def _shard(model: nn.Module, mesh: Any) -> None:
@@ -400,7 +347,7 @@ def _check_sharded_models(mesh: Any, full: bool) -> None:
                 fusedops.fuse_model(model)
             classes.append([type(module) for module in model.modules()])
             assert isinstance(model, FSDPModule)
-            _check_equal(model, make(), mesh)
+            _check_regions(model, make(), mesh)
         assert classes[0] == classes[1]
 
 
@@ -421,7 +368,7 @@ def _check_compiled_blocks(mesh: Any) -> None:
     import torch._dynamo
 
     model, reference = _llama(), _llama()
-    fusedops.fuse_model(model)
+    fusedops.fuse_model(model, graph=False)
     for layer in _layers(model):
         layer.compile(backend="aot_eager", fullgraph=True)
     _parallelise(model, mesh)
@@ -484,10 +431,9 @@ def _mesh(rank: int, folder: str, size: int) -> Any:
 def _work(rank: int, folder: str, full: bool) -> None:
     mesh = _mesh(rank, folder, size=2)["tp"]
     _check_modules_under_sequence_parallel(mesh)
-    _check_sums_of_plain_rows(mesh)
+    select_as_large(setattr)
     _check_tensor_parallel_models(mesh, full)
-    if not INTERPRETED:
-        _check_sharded_models(mesh, full)
+    _check_sharded_models(mesh, full)
     dist.destroy_process_group()
 
 
@@ -502,7 +448,6 @@ def _compile_and_save(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.once
 def test_parallel_models_on_two_processes_equal_one_process(tmp_path: Path, full: bool) -> None:
     preloaded = "transformers.models.llama.modeling_llama"
     run_ranks(_work, (str(tmp_path), full), 2, preloaded)

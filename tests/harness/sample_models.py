@@ -1,7 +1,4 @@
-"""Tiny sample models for the tests, one at least for each architecture that has a rule.
-
-To add a rule, add an entry in `fusedops.models.rules`, and here a model with such a module.
-"""
+"""Tiny sample models for the tests."""
 
 from __future__ import annotations
 
@@ -25,16 +22,12 @@ class ModelSpec:
         name: the name in tests.
         build: returns the model, with random weights.
         inputs: returns keyword arguments for a call.
-        rules: maps each class that must be fused to the rule that must fuse it.
-        calls: the number of calls of each operator in one forward in training.
         transformers: whether the model needs Transformers installed.
     """
 
     name: str
     build: Callable[[], nn.Module]
     inputs: Callable[[], dict[str, Any]]
-    rules: dict[str, str]
-    calls: dict[str, int]
     transformers: bool = True
 
 
@@ -73,9 +66,7 @@ def _hf(
     model: str,
     config: str,
     options: dict[str, Any],
-    rules: dict[str, str],
     inputs: Callable[[], dict[str, Any]] | None = None,
-    **calls: int,
 ) -> ModelSpec:
     """A model of Transformers, built from a config.
 
@@ -84,9 +75,7 @@ def _hf(
         model: the class of the model.
         config: the class of the config.
         options: arguments of the config.
-        rules: see `ModelSpec`.
         inputs: see `ModelSpec`; by default tokens and their mask.
-        **calls: see `ModelSpec`.
     """
 
     def build() -> nn.Module:
@@ -95,7 +84,11 @@ def _hf(
         model_class, config_class = getattr(transformers, model), getattr(transformers, config)
         return randomised(model_class(config_class(**options)))
 
-    return ModelSpec(name, build=build, inputs=inputs or _tokens(), rules=rules, calls=calls)
+    return ModelSpec(
+        name,
+        build=build,
+        inputs=inputs or _tokens(),
+    )
 
 
 def randomised(model: nn.Module) -> nn.Module:
@@ -177,37 +170,6 @@ _OPT: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 2,
 }
-_LLAMA_RULES = {
-    "LlamaRMSNorm": "norm",
-    "LlamaMLP": "mlp",
-    "LlamaDecoderLayer": "block",
-    "LlamaAttention": "attention",
-}
-_T5_RULES = {
-    "T5LayerNorm": "norm",
-    "T5LayerSelfAttention": "t5_self_attention",
-    "T5LayerCrossAttention": "t5_cross_attention",
-    "T5LayerFF": "t5_feed_forward",
-    "T5Block": "t5_block",
-    "T5Attention": "t5_attention",
-}
-
-
-def _renamed(rules: dict[str, str], old: str, new: str) -> dict[str, str]:
-    return {name.replace(old, new): rule for name, rule in rules.items()}
-
-
-def _bert_like(prefix: str) -> dict[str, str]:
-    return {
-        f"{prefix}SelfOutput": "bert_output",
-        f"{prefix}Output": "bert_output",
-        f"{prefix}Intermediate": "dense_act",
-        f"{prefix}SelfAttention": "bert_self_attention",
-        f"{prefix}Attention": "bert_attention",
-        f"{prefix}Layer": "bert_layer",
-        "LayerNorm": "layer_norm",
-        "GELUActivation": "gelu_activation",
-    }
 
 
 # --- models of torch.nn ---------------------------------------------------------------------------
@@ -257,21 +219,11 @@ def _sequences() -> dict[str, Any]:
     }
 
 
-_TORCH_RULES = {
-    "TransformerEncoderLayer": "encoder_layer",
-    "TransformerDecoderLayer": "decoder_layer",
-    "MultiheadAttention": "multihead_attention",
-    "LayerNorm": "layer_norm",
-}
-
-
-def _torch(name: str, options: dict[str, Any], **calls: int) -> ModelSpec:
+def _torch(name: str, options: dict[str, Any]) -> ModelSpec:
     return ModelSpec(
         name,
         build=lambda: randomised(_Transformer(batch_first=True, **options)),
         inputs=_sequences,
-        rules=_TORCH_RULES,
-        calls=calls,
         transformers=False,
     )
 
@@ -324,13 +276,6 @@ _DISTILBERT: dict[str, Any] = {
     "max_position_embeddings": 32,
 }
 _DECODER = {"is_decoder": True, "add_cross_attention": True}
-_GPT2_RULES = {
-    "GPT2Block": "block",
-    "GPT2Attention": "attention",
-    "GPT2MLP": "mlp",
-    "NewGELUActivation": "new_gelu",
-    "LayerNorm": "layer_norm",
-}
 _GPT_NEO: dict[str, Any] = {
     "vocab_size": _VOCABULARY,
     "hidden_size": _WIDTH,
@@ -375,12 +320,6 @@ _TOWERS: dict[str, Any] = {
     "text_config": _TEXT,
     "vision_config": {"image_size": 16, "patch_size": 8, **_TOWER},
 }
-_CLIP_RULES = {"CLIPEncoderLayer": "block", "CLIPAttention": "attention", "CLIPMLP": "mlp"}
-_MBART_RULES = {
-    "MBartEncoderLayer": "block",
-    "MBartDecoderLayer": "block",
-    "MBartAttention": "attention",
-}
 _WHISPER: dict[str, Any] = {
     **_BART_LIKE,
     "num_mel_bins": 8,
@@ -398,367 +337,211 @@ def _speech() -> dict[str, Any]:
     return {"input_features": _noise(2, 8, 24), "decoder_input_ids": _tokens()()["input_ids"]}
 
 
-_OPT_RULES = {"OPTDecoderLayer": "block", "OPTAttention": "attention"}
-
 MODELS = (
     ModelSpec(
         "leaves",
         build=lambda: randomised(_Leaves()),
         inputs=lambda: {"x": _noise(5, 12)},
-        rules={"LayerNorm": "layer_norm", "RMSNorm": "rms_norm", "GELU": "gelu"},
-        calls={"layer_norm": 4, "rms_norm": 2, "gelu": 2},
         transformers=False,
     ),
     ModelSpec(
         "vocabulary",
         build=lambda: randomised(nn.Sequential(nn.Linear(12, 4099))),
         inputs=lambda: {"input": _noise(5, 12)},
-        rules={"Linear": "padded_linear"},
-        calls={},
         transformers=False,
     ),
-    _torch("torch_post_norm", options={}, bias_act=4, bias_dropout_add_ln=10, layer_norm=2),
+    _torch(
+        "torch_post_norm",
+        options={},
+    ),
     _torch(
         "torch_pre_norm",
         options={"norm_first": True, "activation": "gelu"},
-        bias_act=4,
-        bias_dropout_add=4,
-        bias_dropout_add_ln=6,
-        layer_norm=6,
     ),
     _torch(
-        "torch_unbiased", options={"bias": False}, bias_act=4, bias_dropout_add_ln=10, layer_norm=2
+        "torch_unbiased",
+        options={"bias": False},
     ),
     ModelSpec(
         "activations",
         build=lambda: randomised(_Activations()),
         inputs=lambda: {"x": _noise(5, 12)},
-        rules={
-            "GELUActivation": "gelu_activation",
-            "GELUTanh": "gelu_tanh",
-            "NewGELUActivation": "new_gelu",
-            "FastGELUActivation": "new_gelu",
-            "AccurateGELUActivation": "accurate_gelu",
-            "QuickGELUActivation": "quick_gelu",
-            "ReLUSquaredActivation": "relu_squared",
-        },
-        calls={"gelu": 7, "bias_act": 2},
     ),
     _hf(
         "bert",
         "BertForMaskedLM",
         "BertConfig",
         options=_BERT_LIKE,
-        rules=_bert_like("Bert"),
-        bias_act=3,
-        bias_dropout_add_ln=4,
-        layer_norm=2,
     ),
     _hf(
         "bert_decoder",
         "BertLMHeadModel",
         "BertConfig",
         options={**_BERT_LIKE, **_DECODER},
-        rules=_bert_like("Bert"),
         inputs=_tokens(encoder_hidden_states=_encoded),
-        bias_act=3,
-        bias_dropout_add_ln=6,
-        layer_norm=2,
     ),
     _hf(
         "roberta",
         "RobertaForMaskedLM",
         "RobertaConfig",
         options=_BERT_LIKE,
-        rules=_bert_like("Roberta"),
-        bias_act=2,
-        bias_dropout_add_ln=4,
-        layer_norm=2,
     ),
     _hf(
         "electra",
         "ElectraForPreTraining",
         "ElectraConfig",
         options={"embedding_size": 16, **_BERT_LIKE},
-        rules=_bert_like("Electra"),
-        bias_act=3,
-        bias_dropout_add_ln=4,
-        layer_norm=1,
     ),
     _hf(
         "distilbert",
         "DistilBertForMaskedLM",
         "DistilBertConfig",
         options=_DISTILBERT,
-        rules={
-            "TransformerBlock": "block",
-            "FFN": "distilbert_ffn",
-            "DistilBertSelfAttention": "attention",
-        },
-        bias_act=2,
-        bias_dropout_add_ln=4,
-        gelu=1,
-        layer_norm=2,
     ),
     _hf(
         "bart",
         "BartForConditionalGeneration",
         "BartConfig",
         options=_BART_LIKE,
-        rules={
-            "BartEncoderLayer": "block",
-            "BartDecoderLayer": "block",
-            "BartAttention": "attention",
-        },
-        bias_act=4,
-        bias_dropout_add_ln=10,
-        layer_norm=2,
     ),
     _hf(
         "marian",
         "MarianMTModel",
         "MarianConfig",
         options=_BART_LIKE,
-        rules={"MarianEncoderLayer": "block", "MarianDecoderLayer": "block"},
         inputs=_tokens(decoder_input_ids=_same),
-        bias_act=4,
-        bias_dropout_add_ln=10,
     ),
     _hf(
         "gpt2",
         "GPT2LMHeadModel",
         "GPT2Config",
         options=_GPT2,
-        rules={**_GPT2_RULES, "GPT2LMHeadModel": "generation"},
-        bias_act=2,
-        bias_dropout_add=2,
-        bias_dropout_add_ln=2,
-        layer_norm=3,
     ),
     _hf(
         "gpt2_decoder",
         "GPT2LMHeadModel",
         "GPT2Config",
         options={"add_cross_attention": True, **_GPT2},
-        rules=_GPT2_RULES,
         inputs=_tokens(encoder_hidden_states=_encoded),
-        bias_act=2,
-        bias_dropout_add=2,
-        bias_dropout_add_ln=4,
-        layer_norm=3,
     ),
     _hf(
         "opt",
         "OPTForCausalLM",
         "OPTConfig",
         options=_OPT,
-        rules=_OPT_RULES,
-        bias_act=2,
-        bias_dropout_add=2,
-        bias_dropout_add_ln=2,
-        layer_norm=3,
     ),
     _hf(
         "opt_post_norm",
         "OPTForCausalLM",
         "OPTConfig",
         options={"do_layer_norm_before": False, **_OPT},
-        rules=_OPT_RULES,
-        bias_act=2,
-        bias_dropout_add_ln=4,
     ),
     _hf(
         "vit",
         "ViTForImageClassification",
         "ViTConfig",
         options=_VIT,
-        rules={"ViTLayer": "block", "ViTAttention": "attention", "ViTMLP": "mlp"},
         inputs=lambda: {"pixel_values": _noise(2, 3, 16, 16)},
-        bias_act=2,
-        bias_dropout_add=2,
-        bias_dropout_add_ln=2,
-        layer_norm=3,
     ),
     _hf(
         "mbart",
         "MBartForConditionalGeneration",
         "MBartConfig",
         options=_BART_LIKE,
-        rules=_MBART_RULES,
-        bias_act=4,
-        bias_dropout_add=4,
-        bias_dropout_add_ln=6,
-        layer_norm=8,
     ),
     _hf(
         "whisper",
         "WhisperForConditionalGeneration",
         "WhisperConfig",
         options=_WHISPER,
-        rules={**_renamed(_MBART_RULES, "MBart", "Whisper"), "WhisperAttention": "attention"},
         inputs=_speech,
-        bias_act=4,
-        bias_dropout_add=4,
-        bias_dropout_add_ln=6,
-        layer_norm=6,
     ),
     _hf(
         "clip",
         "CLIPModel",
         "CLIPConfig",
         options=_TOWERS,
-        rules=_CLIP_RULES,
         inputs=_tokens(pixel_values=_images),
-        bias_act=4,
-        bias_dropout_add=4,
-        bias_dropout_add_ln=4,
-        layer_norm=7,
     ),
     _hf(
         "siglip",
         "SiglipModel",
         "SiglipConfig",
         options=_TOWERS,
-        rules=_renamed(_CLIP_RULES, "CLIP", "Siglip"),
         inputs=_tokens(pixel_values=_images),
-        bias_act=5,
-        bias_dropout_add=5,
-        bias_dropout_add_ln=4,
-        layer_norm=7,
     ),
     _hf(
         "gpt_neo",
         "GPTNeoForCausalLM",
         "GPTNeoConfig",
         options=_GPT_NEO,
-        rules={
-            "GPTNeoBlock": "block",
-            "GPTNeoAttention": "attention",
-            "GPTNeoSelfAttention": "attention",
-            "GPTNeoMLP": "mlp",
-        },
-        bias_act=2,
-        bias_dropout_add=2,
-        bias_dropout_add_ln=2,
-        layer_norm=3,
     ),
     _hf(
         "gptj",
         "GPTJForCausalLM",
         "GPTJConfig",
         options=_GPTJ,
-        rules={"GPTJMLP": "mlp"},
-        bias_act=2,
-        bias_dropout_add=2,
-        layer_norm=3,
     ),
     _hf(
         "t5",
         "T5ForConditionalGeneration",
         "T5Config",
         options=_T5,
-        rules={**_T5_RULES, "T5DenseActDense": "t5_dense"},
         inputs=_tokens(decoder_input_ids=_same),
-        bias_act=4,
-        bias_dropout_add=4,
-        bias_dropout_add_rms_norm=6,
-        rms_norm=6,
     ),
     _hf(
         "t5_gated",
         "T5ForConditionalGeneration",
         "T5Config",
         options={"feed_forward_proj": "gated-gelu", **_T5},
-        rules={**_T5_RULES, "T5DenseGatedActDense": "t5_gated_dense"},
         inputs=_tokens(decoder_input_ids=_same),
-        bias_dropout_add=4,
-        bias_dropout_add_rms_norm=6,
-        gated_act=4,
-        rms_norm=6,
     ),
     _hf(
         "llama",
         "LlamaForCausalLM",
         "LlamaConfig",
         options=_LLAMA_LIKE,
-        rules=_LLAMA_RULES,
-        bias_dropout_add_rms_norm=2,
-        gated_act=2,
-        rms_norm=3,
     ),
     _hf(
         "llama_biased",
         "LlamaForCausalLM",
         "LlamaConfig",
         options={"mlp_bias": True, "attention_bias": True, **_LLAMA_LIKE},
-        rules=_LLAMA_RULES,
-        bias_dropout_add=2,
-        bias_dropout_add_rms_norm=2,
-        gated_act=2,
-        rms_norm=3,
     ),
     _hf(
         "mistral",
         "MistralForCausalLM",
         "MistralConfig",
         options=_LLAMA_LIKE,
-        rules=_renamed(_LLAMA_RULES, "Llama", "Mistral"),
-        bias_dropout_add_rms_norm=2,
-        gated_act=2,
-        rms_norm=3,
     ),
     _hf(
         "qwen2",
         "Qwen2ForCausalLM",
         "Qwen2Config",
         options=_LLAMA_LIKE,
-        rules=_renamed(_LLAMA_RULES, "Llama", "Qwen2"),
-        bias_dropout_add_rms_norm=2,
-        gated_act=2,
-        rms_norm=3,
     ),
     _hf(
         "qwen3",
         "Qwen3ForCausalLM",
         "Qwen3Config",
         options={"head_dim": 16, **_LLAMA_LIKE},
-        rules=_renamed(_LLAMA_RULES, "Llama", "Qwen3"),
-        bias_dropout_add_rms_norm=2,
-        gated_act=2,
-        rms_norm=7,
     ),
     _hf(
         "phi3",
         "Phi3ForCausalLM",
         "Phi3Config",
         options=_LLAMA_LIKE,
-        rules={"Phi3RMSNorm": "norm", "Phi3MLP": "mlp", "Phi3DecoderLayer": "block"},
-        bias_dropout_add_rms_norm=2,
-        gated_act=2,
-        rms_norm=3,
     ),
     _hf(
         "olmo2",
         "Olmo2ForCausalLM",
         "Olmo2Config",
         options=_LLAMA_LIKE,
-        rules={"Olmo2RMSNorm": "norm", "Olmo2MLP": "mlp"},
-        gated_act=2,
-        rms_norm=9,
     ),
     _hf(
         "gemma",
         "GemmaForCausalLM",
         "GemmaConfig",
         options={"head_dim": 16, **_LLAMA_LIKE},
-        rules={
-            "GemmaRMSNorm": "norm",
-            "GemmaMLP": "mlp",
-            "GemmaDecoderLayer": "block",
-            "GELUTanh": "gelu_tanh",
-        },
-        bias_dropout_add_rms_norm=2,
-        gated_act=2,
-        rms_norm=3,
     ),
 )

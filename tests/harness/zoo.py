@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -30,13 +29,11 @@ __all__ = [
     "counted",
     "every",
     "inputs",
-    "making_kernels",
     "observed",
     "outputs",
     "run",
     "transformers_only",
     "undropped",
-    "unpacked",
     "without_dropout",
 ]
 
@@ -59,11 +56,7 @@ SAMPLES = [spec for spec in _PRESENT if not INTERPRETED or spec.name in _INTERPR
 # The operators that rules call.
 _OPERATORS = (
     "bias_act",
-    "bias_dropout_add",
-    "bias_dropout_add_ln",
-    "bias_dropout_add_rms_norm",
     "gelu",
-    "gated_act",
     "layer_norm",
     "rms_norm",
 )
@@ -152,15 +145,6 @@ def run(
     return [y.detach().clone() for y in results], gradients
 
 
-@contextmanager
-def unpacked() -> Iterator[None]:
-    """Within this context, query, key and value of an attention are separate matrix products."""
-    from fusedops.models.tricks import packing
-
-    with mock.patch.object(packing, "_packs", return_value=False):
-        yield
-
-
 class Counting(TorchDispatchMode):
     """Counts the operators for which ``counts(operator, keyword_arguments)`` is true."""
 
@@ -173,20 +157,6 @@ class Counting(TorchDispatchMode):
         kwargs = kwargs or {}
         self.count += self._counts(func, kwargs)
         return func(*args, **kwargs)
-
-
-@contextmanager
-def making_kernels(always: bool = True) -> Iterator[None]:
-    """Within this context, rules assume that torch.compile generates kernels, compiled or not.
-
-    With ``always=False`` they assume that it generates none.
-    """
-
-    def answer(x: Tensor) -> bool:  # a function, since torch.compile does not trace mocks
-        return always
-
-    with mock.patch("fusedops.models.compiling.makes_kernels", answer):
-        yield
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,41 +33,18 @@ from architectures.comparing import (
     moved_by,
     size_of,
 )
-from fusedops.models import classes
-from support import DEVICE, KERNEL_PATH
-from zoo import observed
+from backends import select_as_large
+from fusedops.models import classes, graph
+from support import DEVICE
+from zoo import without_dropout
 
-# What a model calls does not depend on the kernels, whose values the operators' own tests check.
-pytestmark = [pytest.mark.once, pytest.mark.plain]
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("fresh_dynamo")]
 
-_SHORT = {
-    "bert",
-    "gpt2",
-    "t5",
-    "llama",
-    "gemma2",
-    "vit",
-    "mixtral",
-    "written/nanogpt",
-    "written/meta_llama",
-    "torch/decoder_pre_norm",
-}
+_SHORT = {"bert", "t5", "mixtral", "written/nanogpt", "torch/decoder_pre_norm"}
 every = pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n in _SHORT else pytest.mark.full) for n in architectures.names()],
 )
-_OPERATORS = (
-    "bias_act",
-    "bias_dropout_add_ln",
-    "bias_dropout_add_rms_norm",
-    "bias_dropout_add",
-    "gelu",
-    "gated_act",
-    "layer_norm",
-    "rms_norm",
-)
-# Classes whose operators depend on the inputs.
-_BY_INPUT = {"HiggsAudioV2DecoderLayer"}
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +54,12 @@ def _own_warnings() -> Iterator[None]:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", module=r"fusedops\.")
         yield
+
+
+@pytest.fixture(autouse=True)
+def _small_regions_are_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    select_as_large(monkeypatch.setattr)
+    monkeypatch.setattr(graph, "FEW_ROWS", 0)
 
 
 _fused: list[nn.Module] = []
@@ -131,23 +113,19 @@ def test_check_passes_for_each_module_and_the_model(name: str) -> None:
 
 
 @every
-def test_training_with_dropout_has_the_results_of_the_original(name: str) -> None:
-    """On a CPU the masks are those of the original. On a GPU the test only runs the model."""
+def test_training_has_the_results_of_the_original(name: str) -> None:
+    """Without dropout, as masks differ."""
     model, arguments = _built(name)
-    if KERNEL_PATH:
-        fusedops.fuse_model(model)
-        assert first_results(model.train(), arguments)[1]
-    else:
-        _check_unchanged_by_fusing(model.train(), arguments)
+    _check_unchanged_by_fusing(without_dropout(model), arguments)
 
 
 @every
 def test_gradient_checkpointing_has_the_results_of_the_original(name: str) -> None:
     model, arguments = _built(name)
-    if not getattr(model, "supports_gradient_checkpointing", False) or KERNEL_PATH:
+    if not getattr(model, "supports_gradient_checkpointing", False):
         return
     try:
-        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+        without_dropout(model).gradient_checkpointing_enable({"use_reentrant": False})
     except ValueError as error:
         pytest.skip(f"says that it supports checkpointing, but: {error}")
     _check_unchanged_by_fusing(model, arguments)
@@ -206,59 +184,6 @@ def test_hooks_are_called_as_often_as_in_the_original(name: str) -> None:
     fusedops.fuse_model(model)
     torch.manual_seed(3)
     assert _counted(model, arguments) == expected
-
-
-def _operators_within(model: nn.Module, arguments: dict[str, Any]) -> dict[str, set[str]]:
-    """Return the operators that are called within a module's methods, by the module's name."""
-    names = {module: name for name, module in model.named_modules()}
-    operators: dict[str, set[str]] = {}
-
-    def observe(operator: str, *_: Any) -> None:
-        frame = sys._getframe(1)
-        while frame is not None:
-            module = frame.f_locals.get("self")
-            if isinstance(module, nn.Module) and module in names:
-                operators.setdefault(names[module], set()).add(operator)
-            frame = frame.f_back
-
-    with observed(observe), torch.no_grad():
-        model(**arguments)
-    return operators
-
-
-@every
-def test_modules_call_the_operators_that_the_report_names(name: str) -> None:
-    """A module that runs calls them itself, or the fused block around it does."""
-    model, arguments = _built(name)
-    model.train()
-    torch.manual_seed(3)
-    call_counts = _counted(model, arguments)
-    report = fusedops.fuse_model(model)
-    torch.manual_seed(3)
-    operators_within = _operators_within(model, arguments)
-    types = {m.name: m.type for m in report.modules if m.fused}
-    missing = {}
-    for line in report.modules:
-        is_computed_elsewhere = line.by is not None
-        if not line.calls or is_computed_elsewhere or not call_counts[line.name]:
-            continue
-        reported = set(_OPERATORS) & set(line.calls.replace(",", " ").split())
-        called = operators_within.get(line.name, set())
-        block = _block(line.name, types)
-        if block is not None:
-            called = called | operators_within.get(block, set())
-        if reported - called and types[line.name] not in _BY_INPUT:
-            missing[line.name] = (types[line.name], sorted(reported - called))
-    assert not missing
-
-
-def _block(name: str, fused: dict[str, str]) -> str | None:
-    """Return the name of the innermost fused module around another, or None if there is none."""
-    while name:
-        name = name.rpartition(".")[0]
-        if name in fused:
-            return name
-    return None
 
 
 @every

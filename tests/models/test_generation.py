@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
 from fusedops.generation import FusedNoRepeatNGramLogitsProcessor
-from fusedops.models.tricks import one_token
+from fusedops.models.rules import one_token
 from support import DEVICE
 from tolerances import unit_roundoff
 from zoo import SAMPLES, build, handed_on, inputs, transformers_only
@@ -59,7 +59,7 @@ def test_fused_model_generates_the_same_tokens_with_the_fused_processor(
     expected = generate()
     assert not ngram_sizes
     report = fusedops.fuse_model(model)
-    assert report.modules[0].rule == "generation"
+    assert "no_repeat_ngram" in report.modules[0].calls
     assert torch.equal(generate(), expected)
     if "no_repeat_ngram_size" in options:
         assert set(ngram_sizes) == {options["no_repeat_ngram_size"]}
@@ -75,13 +75,13 @@ def test_fused_model_generates_the_same_tokens_with_the_fused_processor(
 def test_exclude_leaves_only_the_processor_in_generate() -> None:
     spec = next(s for s in SAMPLES if s.name == "gpt2")
     report = fusedops.fuse_model(build(spec), exclude=["generation"])
-    assert report.modules[0].reason == "excluded, with rule generation"
-    assert {m.rule for m in report} >= {"block", "layer_norm"}
+    assert report.modules[0].calls.endswith("excluded, with rule generation")
+    assert {m.rule for m in report} >= {"graph", "layer_norm"}
 
 
 # --- T5's attention, which has a fast path for one token ------------------------------------------
 
-_T5 = [s for s in SAMPLES if "t5_attention" in s.rules.values()]
+_T5 = [s for s in SAMPLES if s.name in ("t5", "t5_gated")]
 _LAYERS, _STEPS = 2, 12
 t5 = pytest.mark.parametrize("spec", _T5, ids=lambda spec: spec.name)
 
@@ -117,7 +117,7 @@ def _fast_paths() -> Iterator[Counter[Any]]:
 
 def _fuse_attention_only(model: nn.Module) -> None:
     """Fuse a T5 without norms and activations, so that it computes the same bits."""
-    assert fusedops.fuse_model(model, exclude=["norm", "t5_gated_dense", "new_gelu"])
+    assert fusedops.fuse_model(model, exclude=["norm", "new_gelu"])
 
 
 _GENERATION_MODES: dict[str, dict[str, Any]] = {
@@ -358,25 +358,6 @@ def test_t5_fast_path_calls_fewer_operators(spec: Any) -> None:
     # On a GPU the original's attention consists of separate operators, and has some more.
     assert saved["transpose"] >= layers * (2 * 2 + 2)
     assert saved["_unsafe_view"] >= layers * 6  # of the rows of the six linear layers
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-@t5
-def test_t5_position_bias_is_contiguous(spec: Any, gradients: bool) -> None:
-    """PyTorch's fused attention on GPUs requires a mask whose last stride is one."""
-    model = build(spec)
-    fusedops.fuse_model(model)
-    attention = model.encoder.block[0].layer[0].SelfAttention
-    with torch.set_grad_enabled(gradients):
-        result = attention.compute_bias(5, 5)
-        fusedops.unfuse_model(model)
-        expected = attention.compute_bias(5, 5)
-    assert torch.equal(result, expected)
-    assert not expected.is_contiguous()
-    assert result.is_contiguous()
-    short = one_token._aligned(result[..., :3])
-    assert torch.equal(short, expected[..., :3])
-    assert all(stride % 8 == 0 for stride in short.stride()[:-1])
 
 
 def test_t5_sum_of_mask_and_bias_is_computed_once_for_each_mask_and_dtype() -> None:

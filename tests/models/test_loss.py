@@ -138,7 +138,7 @@ def test_fused_models_can_be_copied_pickled_and_restored() -> None:
         assert type(other) is type(model)
         assert other(**batch).logits is None
         _assert_close(_results(other, **batch), expected)
-    assert _line(fusedops.fusion_status(model)).rule == "loss"
+    assert "linear_cross_entropy" in _line(fusedops.fusion_status(model)).calls
     fusedops.unfuse_model(model)
     assert type(model) is cls
     assert model(**batch).logits is not None
@@ -202,7 +202,7 @@ def test_logits_are_whole_where_the_model_needs_them(
     report = fusedops.fuse_model(model, loss=True)
     if first:
         line = _line(report)
-        assert line.rule == "generation"
+        assert "no_repeat_ngram" in line.calls
         assert _LEFT[change] in line.calls
         assert model.generate(batch["input_ids"], max_new_tokens=1).shape == (2, 8)
     else:

@@ -203,7 +203,7 @@ fused_norms = pytest.mark.parametrize(
 @fused_norms
 def test_form_of_a_norm_is_recognised(make: Any, expected: tuple[Any, ...]) -> None:
     module = make()
-    (line,) = fusedops.fuse_model(module).modules
+    (line,) = fusedops.fuse_model(module, graph=False).modules
     assert (line.rule, line.reason) == ("norm", "")
     assert line.calls.startswith(f"{expected[0]}_norm")
     assert type(module)._fusedops_rule.origin[1][:8] == expected
@@ -224,7 +224,7 @@ def test_eps_attribute_is_read_in_each_call(make: Any, expected: tuple[Any, ...]
     eps = expected[3]
     if not isinstance(eps, str):
         return
-    fusedops.fuse_model(module)
+    fusedops.fuse_model(module, graph=False)
     setattr(module, eps, 0.5)
     x = torch.randn(3, _N)
     fused = module(x)
@@ -272,7 +272,7 @@ def _compare(module: nn.Module, name: str, *, same_bits: bool) -> None:
     cases = [(rows.to(rows_dtype), weight_dtype) for rows_dtype, weight_dtype in _DTYPES]
     before = [_run(module, x, w) for x, w in cases]
     exact = [_run(copy.deepcopy(module).to(w), x.double(), torch.float64) for x, w in cases]
-    assert fusedops.fuse_model(module)
+    assert fusedops.fuse_model(module, graph=False)
     for (x, w), originals, truths in zip(cases, before, exact, strict=True):
         if originals is None or truths is None:
             continue
@@ -659,10 +659,12 @@ def test_modules_that_only_look_like_norms_are_left(cls: Any) -> None:
 
     For other classes, the reason is "no rule".
     """
-    (named_norm,) = fusedops.fuse_model(type(f"{cls.__name__}Norm", (cls,), {})()).modules
+    (named_norm,) = fusedops.fuse_model(
+        type(f"{cls.__name__}Norm", (cls,), {})(), graph=False
+    ).modules
     assert not named_norm.rule
     assert _LEFT[cls] in named_norm.reason
-    (line,) = fusedops.fuse_model(cls()).modules
+    (line,) = fusedops.fuse_model(cls(), graph=False).modules
     is_norm_in_fp32 = _LEFT[cls] in ("rounds as none", "autocast changes")
     assert not line.rule
     assert line.reason == (named_norm.reason if is_norm_in_fp32 else "no rule")
@@ -670,23 +672,23 @@ def test_modules_that_only_look_like_norms_are_left(cls: Any) -> None:
 
 def test_class_with_a_patched_method_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds although the class was fused before it was patched."""
-    assert fusedops.fuse_model(MetaNorm())
+    assert fusedops.fuse_model(MetaNorm(), graph=False)
     forward = MetaNorm.forward
     monkeypatch.setattr(
         MetaNorm, "forward", functools.wraps(forward)(lambda self, x: 2.0 * forward(self, x))
     )
-    assert not fusedops.fuse_model(MetaNorm())
+    assert not fusedops.fuse_model(MetaNorm(), graph=False)
     monkeypatch.undo()
     monkeypatch.setattr(MetaNorm, "_norm", lambda self, x: 2.0 * x)
-    assert not fusedops.fuse_model(MetaNorm())
+    assert not fusedops.fuse_model(MetaNorm(), graph=False)
 
 
 @pytest.mark.parametrize("name", ["forward", "_norm"])
 def test_instance_with_a_replaced_method_is_left(name: str) -> None:
     module = MetaNorm()
     setattr(module, name, lambda x: x)
-    assert not fusedops.fuse_model(module)
-    assert fusedops.fuse_model(MetaNorm())
+    assert not fusedops.fuse_model(module, graph=False)
+    assert fusedops.fuse_model(MetaNorm(), graph=False)
 
 
 @fused_norms
@@ -699,7 +701,7 @@ def test_fused_norms_have_the_dtype_and_values_of_the_originals_under_autocast(
     x = torch.randn(64, _N, device=device).to(stream)
     with torch.autocast(device.type, torch.bfloat16):
         before = module(x)
-        fusedops.fuse_model(module)
+        fusedops.fuse_model(module, graph=False)
         after = module(x)
     assert after.dtype == before.dtype
     bound = 3 * torch.finfo(_narrower(stream, torch.float32)).eps
@@ -731,7 +733,7 @@ def test_probe_has_no_side_effects() -> None:
 def test_norm_on_the_meta_device_is_fused() -> None:
     with torch.device("meta"):
         module = MetaNorm()
-    assert fusedops.fuse_model(module)
+    assert fusedops.fuse_model(module, graph=False)
 
 
 def test_probe_runs_once_for_each_class_size_and_configuration() -> None:
@@ -742,7 +744,7 @@ def test_probe_runs_once_for_each_class_size_and_configuration() -> None:
         (WithoutScale(with_scale=True), 3),
         (WithoutScale(with_scale=False), 5),  # without a weight, of two sizes in one run
     ):
-        assert fusedops.fuse_model(model)
+        assert fusedops.fuse_model(model, graph=False)
         assert forms._fitted.cache_info().misses <= runs
 
 
@@ -753,7 +755,7 @@ def test_copies_are_fused_and_unfused_norms_have_the_same_bits(
     module = randomise(make())
     x, cls = torch.randn(3, _N), type(module)
     before = module(x)
-    fusedops.fuse_model(module)
+    fusedops.fuse_model(module, graph=False)
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert type(other) is type(module)
         assert torch.equal(other(x), module(x))
@@ -764,7 +766,7 @@ def test_copies_are_fused_and_unfused_norms_have_the_same_bits(
 
 def test_pickle_of_a_class_that_has_changed_loads_unfused(monkeypatch: pytest.MonkeyPatch) -> None:
     module = MetaNorm()
-    fusedops.fuse_model(module)
+    fusedops.fuse_model(module, graph=False)
     data = pickle.dumps(module)
     monkeypatch.setattr(MetaNorm, "_norm", lambda self, x: 2.0 * x)
     with pytest.warns(UserWarning, match="no rule norm"):
@@ -776,38 +778,11 @@ def test_fused_forward_has_the_argument_name_of_the_original(
     make: Any, expected: tuple[Any, ...]
 ) -> None:
     module = randomise(make())
-    fusedops.fuse_model(module)
+    fusedops.fuse_model(module, graph=False)
     x = torch.randn(3, _N)
     argument = expected[6]
     assert list(inspect.signature(type(module).forward).parameters) == ["self", argument]
     assert torch.equal(module(**{argument: x}), module(x))
-
-
-def test_fused_sum_and_norm_equal_the_sum_and_then_the_norm() -> None:
-    """A block calls ``_fusedops_add_norm``. The test compares its results in all dtypes."""
-    from fusedops.models.parts import Branch
-
-    for make, _ in _FUSED:
-        module: Any = randomise(make())
-        fusedops.fuse_model(module)
-        for rows_dtype, weight_dtype in _DTYPES[:5]:
-            fused = copy.deepcopy(module).to(weight_dtype)
-            x, residual = torch.randn(2, 8, _N).to(rows_dtype)
-            branch = Branch(x)
-            y, z = fused._fusedops_add_norm(branch, residual, return_sum=True, low=None)
-            torch.testing.assert_close(z, x + residual)
-            torch.testing.assert_close(y, fused(z), rtol=0.02, atol=1e-3)
-            for low in (torch.bfloat16, torch.float16):
-                low_y = fused._fusedops_add_norm(branch, residual, return_sum=False, low=low)
-                assert low_y.dtype == (low if y.dtype == torch.float32 else y.dtype)
-                result = fused._fusedops_add_norm(
-                    branch, residual, return_sum=False, low=low, with_cast=True
-                )
-                # There is one tensor if the output and its copy have the same dtype.
-                output, low_copy = result if isinstance(result, tuple) else (result, result)
-                assert output.dtype == y.dtype
-                assert low_copy.dtype == low_y.dtype
-                assert torch.equal(low_copy, low_y)
 
 
 # --- all of Transformers --------------------------------------------------------------------------

@@ -15,9 +15,8 @@ from torch.nn import functional as F
 
 import fusedops
 from fusedops.core.alignment import LEAST_ROWS
-from fusedops.models import parts
-from fusedops.models.tricks import padding
-from fusedops.models.tricks.padding import padded_linear
+from fusedops.models.rules import padding
+from fusedops.models.rules.padding import padded_linear
 from support import DEVICE
 
 OUTPUTS = 4099
@@ -82,7 +81,7 @@ def test_second_derivatives_of_padded_layers_are_those_of_the_layer() -> None:
 )
 def test_layers_with_many_outputs_that_are_not_aligned_are_fused(outputs: int, fused: bool) -> None:
     model = nn.Sequential(nn.Linear(8, outputs, device="meta"))
-    assert [line.rule for line in fusedops.fuse_model(model).replaced] == (
+    assert [line.rule for line in fusedops.fuse_model(model, graph=False).replaced] == (
         ["padded_linear"] if fused else []
     )
 
@@ -91,7 +90,7 @@ def test_on_a_cpu_the_layer_has_the_same_bits_and_is_not_padded() -> None:
     model = nn.Sequential(_layer(device=torch.device("cpu")))
     rows = _rows(2 * LEAST_ROWS, device=torch.device("cpu"))
     before = model(rows)
-    assert fusedops.fuse_model(model)
+    assert fusedops.fuse_model(model, graph=False)
     assert torch.equal(model(rows), before)
     assert model(rows).is_contiguous()
     assert padding._product_dtype(rows, model[0].weight, model[0].bias) is None
@@ -161,15 +160,6 @@ def test_products_in_half_precision_of_many_aligned_rows_are_padded(
         assert padding._product_dtype(*inputs) is None
 
 
-def test_padded_layer_leaves_its_bias_to_a_fused_block() -> None:
-    """The block adds the bias, as it does for any linear layer."""
-    model = nn.TransformerEncoderLayer(16, 2, OUTPUTS, norm_first=True)
-    fusedops.fuse_model(model)
-    branch = parts.linear(model.linear1, torch.randn(3, 16))
-    assert branch.bias is model.linear1.bias
-    assert branch.product.shape == (3, OUTPUTS)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("autocast", [True, False])
 def test_on_a_gpu_the_layer_is_padded_with_the_same_results(autocast: bool) -> None:
@@ -179,7 +169,7 @@ def test_on_a_gpu_the_layer_is_padded_with_the_same_results(autocast: bool) -> N
     model = nn.Sequential(layer)
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         before = _with_gradients(layer, rows, model(rows))
-        report = fusedops.fuse_model(model)
+        report = fusedops.fuse_model(model, graph=False)
         after = _with_gradients(layer, rows, model(rows))
     assert "a view of padded rows" in report.table()
     assert before[0].is_contiguous()

@@ -1,4 +1,4 @@
-"""A fused model has the outputs and gradients of the original, and calls the reported operators."""
+"""A fused model has the outputs and gradients of the original."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import fusedops
-from fusedops.core.launches import launch
 from sample_models import MODELS, ModelSpec
-from support import INTERPRETED, KERNEL_PATH
+from support import KERNEL_PATH
 from tolerances import unit_roundoff
-from zoo import HAS_TRANSFORMERS, SAMPLES, build, counted, every, inputs, outputs, run
+from zoo import HAS_TRANSFORMERS, SAMPLES, build, every, inputs, outputs, run
 
 # What a model calls does not depend on the kernels, whose values the operators' own tests check.
 pytestmark = pytest.mark.once
@@ -128,36 +127,6 @@ def test_errors_of_fused_models_are_within_bounds_from_eagers(
         assert error <= bounds[name], f"{name}: off by {error:.3g}, allowed {bounds[name]:.3g}"
 
 
-@every
-def test_fused_model_calls_each_operator_as_often_as_its_spec_says(spec: ModelSpec) -> None:
-    """A block that silently called its modules instead would have other counts."""
-    model = build(spec).train()
-    fusedops.fuse_model(model)
-    with counted() as calls:
-        model(**inputs(spec))
-    assert dict(calls) == spec.calls
-
-
-@every
-@pytest.mark.kernels
-def test_each_call_of_an_operator_launches_one_kernel(spec: ModelSpec) -> None:
-    model = build(spec).train()
-    fusedops.fuse_model(model)
-    with launch.record() as names, counted() as calls:
-        model(**inputs(spec))
-    assert len(names) == sum(calls.values())
-
-
-@every
-def test_report_has_the_rule_of_each_class_in_the_spec(spec: ModelSpec) -> None:
-    report = fusedops.fuse_model(build(spec))
-    rules_of_class: dict[str, set[str]] = {}
-    for module in report.modules:
-        rules_of_class.setdefault(module.type, set()).add(module.rule)
-    for name, rule in spec.rules.items():
-        assert rules_of_class.get(name) == {rule}, name
-
-
 def _drops(model: nn.Module) -> bool:
     """Return whether a model has dropout, by a module or by a number in an attribute."""
     probabilities = [
@@ -184,53 +153,6 @@ def test_dropout_masks_depend_on_the_seed(spec: ModelSpec) -> None:
         for fused, original in zip(first, eager, strict=True):
             atol = 1e-5 * float(original.abs().max())
             torch.testing.assert_close(fused, original, rtol=0, atol=atol)
-
-
-class _Output(nn.Module):
-    """A module with the attributes and the code of BERT's output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = nn.Linear(64, 64)
-        self.dropout = nn.Dropout(0.25)
-        self.LayerNorm = nn.LayerNorm(64)
-
-    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        hidden_states = self.dense(hidden_states)
-        hidden_states = self.dropout(hidden_states)
-        hidden_states = self.LayerNorm(hidden_states + input_tensor)
-        return hidden_states  # noqa: RET504, the code must equal BERT's
-
-
-def test_dropout_has_the_distribution_of_the_original(device: torch.device) -> None:
-    """Means and deviations over many masks agree within five standard errors.
-
-    A seed gives one mask, and evaluation mode draws none.
-    """
-    draws = 400 if not INTERPRETED else 60
-    module = _Output().to(device)
-    x, residual = torch.randn(2, 4, 64, device=device)
-    means, deviations = [], []
-    for fuse in (False, True):
-        if fuse:
-            assert [m.rule for m in fusedops.fuse_model(module)] == ["bert_output", "layer_norm"]
-        torch.manual_seed(9)
-        with torch.no_grad():
-            values = torch.stack([module(x, residual) for _ in range(draws)])
-        assert len(values.unique(dim=0)) == draws
-        torch.manual_seed(9)
-        assert torch.equal(module(x, residual), values[0])
-        means.append(values.mean(0))
-        deviations.append(values.std(0))
-    standard_error = (deviations[0].square() + deviations[1].square()).sqrt() / draws**0.5
-    assert ((means[0] - means[1]).abs() <= 5 * standard_error).all()
-    # The standard error of a deviation is 0.71 of the mean's for normal values. Tails are heavier
-    # here, and it is at most about twice as large.
-    assert ((deviations[0] - deviations[1]).abs() <= 5 * 1.5 * standard_error).all()
-    module.eval()
-    state = torch.get_rng_state()
-    assert torch.equal(module(x, residual), module(x, residual))
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(
@@ -293,48 +215,13 @@ def test_checkpointed_models_with_dropout_have_the_same_gradients(spec: ModelSpe
         )
 
 
-@pytest.mark.parametrize(
-    "name, layer, part, factor, size",
-    [
-        ("t5_gated", "T5Block", "layer.0.SelfAttention.o", 2e3, 6e4),
-        ("bart", "BartEncoderLayer", "final_layer_norm", 3e4, 1.0),
-        ("mbart", "MBartEncoderLayer", "fc2", 2e3, 6e4),
-    ]
-    if HAS_TRANSFORMERS
-    else [],
-)
-def test_fused_blocks_clamp_infinities_in_fp16(
-    name: str, layer: str, part: str, factor: float, size: float, device: torch.device
-) -> None:
-    """T5's blocks, and BART's and MBart's encoder layers, clamp infinities in fp16.
-
-    Args:
-        name: the sample model.
-        layer: the class of the block.
-        part: the module in the block whose weight is multiplied, so that its output overflows.
-        factor: the factor of the weight.
-        size: the size of the inputs.
-        device: the device of the block.
-    """
-    spec = next(s for s in MODELS if s.name == name)
-    module = next(m for m in build(spec, torch.float16).modules() if type(m).__name__ == layer)
-    x = (torch.randn(2, 5, 32, device=device).sign() * size).half()
-    results = []
-    with torch.no_grad():
-        module.get_submodule(part).weight.mul_(factor)
-        for fuse in (False, True):
-            if fuse:
-                assert any(line.name == "" for line in fusedops.fuse_model(module))
-            results.append(outputs(module(x, attention_mask=None))[0])
-    original, fused = results
-    assert torch.isfinite(original).all()
-    assert (original.abs() >= 64504).any()  # some elements are clamped
-    assert original.unique().numel() > 10
-    bound = 16 * torch.finfo(torch.float16).eps * 65504
-    torch.testing.assert_close(fused.float(), original.float(), rtol=0, atol=bound)
-
-
-_ROUNDED = ("LlamaRMSNorm", "Olmo2RMSNorm", "T5LayerNorm", "GemmaRMSNorm")
+# Norms, with a sample model that has each.
+_ROUNDED = {
+    "LlamaRMSNorm": "llama",
+    "Olmo2RMSNorm": "olmo2",
+    "T5LayerNorm": "t5",
+    "GemmaRMSNorm": "gemma",
+}
 
 
 @pytest.mark.parametrize("name", _ROUNDED if HAS_TRANSFORMERS else [])
@@ -356,7 +243,7 @@ def test_norms_round_where_transformers_does(
     A few elements differ, because the last bit of the statistics may change a rounding.
     """
     rows_dtype, weight_dtype = dtypes
-    model = build(next(s for s in MODELS if name in s.rules))
+    model = build(next(s for s in MODELS if s.name == _ROUNDED[name]))
     norm = next(m for m in model.modules() if type(m).__name__ == name).to(weight_dtype)
     x = torch.randn(256, norm.weight.shape[0], device=device).to(rows_dtype)
     eager = norm(x)
@@ -368,74 +255,6 @@ def test_norms_round_where_transformers_does(
         torch.testing.assert_close(result, eager)
     else:
         assert float((result != eager).float().mean()) < 2e-3
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_encoder_layer_takes_pytorchs_fast_path_as_before(
-    norm_first: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It takes the path in evaluation mode without gradients, also for a padded batch.
-
-    It does not if gradients are recorded, or in training mode.
-    """
-    fast_calls = []
-    original = torch._transformer_encoder_layer_fwd
-
-    def recording(*args: Any) -> Tensor:
-        fast_calls.append(1)
-        return original(*args)
-
-    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", recording)
-    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first).to(
-        device
-    )
-    x = torch.randn(2, 5, 16, device=device)
-    padding = torch.zeros(2, 5, dtype=torch.bool, device=device)
-    padding[1, 3:] = True
-    fast_counts, results, calls_operators = [], [], []
-    for fuse in (False, True):
-        if fuse:
-            fusedops.fuse_model(layer)
-        for training, grad in ((False, False), (False, True), (True, False)):
-            layer.train(training)
-            with torch.set_grad_enabled(grad), counted() as calls:
-                results.append((layer(x), layer(x, src_key_padding_mask=padding)[0]))
-            fast_counts.append(len(fast_calls))
-            calls_operators.append(calls["bias_dropout_add_ln"] > 0)
-            fast_calls.clear()
-    # The original in three settings, and then the fused layer in the same three.
-    assert fast_counts == [2, 0, 0, 2, 0, 0]
-    assert calls_operators == [False, False, False, False, True, True]
-    for before, after in zip(results[:3], results[3:], strict=True):
-        torch.testing.assert_close(after, before)
-
-
-def test_frozen_attention_in_evaluation_mode_has_the_same_output(device: torch.device) -> None:
-    """PyTorch's attention then takes a fast path of its own, which adds its last bias."""
-    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True).to(device).eval()
-    layer.self_attn.requires_grad_(False)
-    x = torch.randn(2, 5, 16, device=device)
-    before = layer(x)
-    fusedops.fuse_model(layer)
-    torch.testing.assert_close(layer(x), before)
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_bf16_residual_stream_stays_in_bf16_under_autocast(
-    norm_first: bool, device: torch.device
-) -> None:
-    """A fused block adds an fp32 bias to it, which does not promote it to fp32."""
-    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=norm_first).to(
-        device
-    )
-    x = torch.randn(2, 5, 16, device=device, dtype=torch.bfloat16)
-    with torch.autocast(device.type, torch.bfloat16):
-        original = layer(x)
-        fusedops.fuse_model(layer)
-        fused = layer(x)
-    assert fused.dtype == original.dtype
-    atol = 8 * 2.0**-8 * float(original.detach().float().abs().max())
-    torch.testing.assert_close(fused, original, rtol=0, atol=atol)
 
 
 # These models read the values of tokens, which tensors on the meta device do not have.

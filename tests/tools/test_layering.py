@@ -255,7 +255,7 @@ ALLOWED = {
     ("backend/heads.py", "_version"): "as in capture.py",
     ("models/probe/arithmetic.py", "_buffers"): "a module's own buffers by name, absent ones too",
     (
-        "models/tricks/one_token.py",
+        "models/rules/one_token.py",
         "_attn_implementation",
     ): "of Transformers, whose sources rules know",
     (
@@ -277,7 +277,7 @@ _DOTTED = re.compile(r"(torch|triton)(\.\w+)+\.?")
 @functools.cache
 def _own() -> frozenset[str]:
     """Names of the package's own functions, classes, variables and attributes."""
-    names = {"_module"}  # which `models.parts` sets by `object.__setattr__`
+    names = set[str]()
     for path in FILES:
         for node in _nodes(path):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):

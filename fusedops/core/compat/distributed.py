@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .lookup import imported
-from .modules import has_own_backward_hooks
 
 __all__ = [
     "FSDP",
@@ -28,7 +27,6 @@ __all__ = [
     "is_mesh",
     "local_of",
     "replicates_implicitly",
-    "rows_placed_by",
     "sharded_class",
     "unsharded_class",
     "wait_for",
@@ -226,55 +224,3 @@ def waited(t: Tensor) -> Tensor:
     module = sys.modules.get("torch.distributed._functional_collectives")
     kind: Any = getattr(module, "AsyncCollectiveTensor", ())
     return t.trigger_wait() if isinstance(t, kind) else t
-
-
-# --- hooks of parallel styles ---------------------------------------------------------------------
-
-
-def rows_placed_by(module: torch.nn.Module) -> Any:
-    """Returns the layout of rows that the hooks of `SequenceParallel` on a module produce, or None.
-
-    The pre-hook converts the argument to a DTensor with this mesh and these placements. The forward
-    hook converts the output to a plain tensor if ``to_local`` is true.
-
-    Returns:
-        ``(mesh, placements, to_local)``; None if the module has further hooks, or if PyTorch lacks
-        the private names. Then the caller calls the module, which is slower.
-    """
-    if not is_distributed(module) or has_own_backward_hooks(module):
-        return None
-    pre_hooks: Any = getattr(module, "_forward_pre_hooks", ())
-    hooks: Any = getattr(module, "_forward_hooks", ())
-    if (len(pre_hooks), len(hooks)) != (1, 1):
-        return None
-    mesh, prepare_input = _closed_over(*pre_hooks.values())
-    _, prepare_output = _closed_over(*hooks.values())
-    # The hooks of a user's style may also close over a mesh and a function. So the functions are
-    # compared with those of PyTorch's style.
-    style = imported("torch.distributed.tensor.parallel", "SequenceParallel")
-    is_of_style = _calls(prepare_input, style, "_prepare_input_fn") and _calls(
-        prepare_output, style, "_prepare_output_fn"
-    )
-    if is_of_style:
-        return mesh, tuple(prepare_input.args[0]), prepare_output.args[0]
-    return None
-
-
-def _closed_over(hook: Any) -> tuple[Any, Any]:
-    """Returns the mesh and the function of a hook that `distribute_module` registered.
-
-    The hook is a lambda, and only its closure refers to them. If one is missing, both are None.
-    """
-    mesh, function = None, None
-    for cell in getattr(hook, "__closure__", None) or ():
-        value = cell.cell_contents
-        if isinstance(value, functools.partial):
-            function = value
-        elif type(value).__name__ == "DeviceMesh":
-            mesh = value
-    return (mesh, function) if mesh is not None else (None, None)
-
-
-def _calls(function: Any, style: Any, name: str) -> bool:
-    """Returns whether a hook's function is a `partial` of the method ``name`` of a style."""
-    return function is not None and function.func is getattr(style, name, None)

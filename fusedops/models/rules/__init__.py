@@ -1,36 +1,19 @@
-"""The table of rules: which modules `fusedops.fuse_model` replaces.
+"""The tables of rules: which modules `fusedops.fuse_model` replaces.
 
-Norms are recognized by what they compute, most other modules by what their forwards do
-(`fusedops.models.structure`). The rules here are for the rest: PyTorch's own layers, and blocks
-whose steps are spread over several modules.
+A graph has the operators of norms and activations in its regions. The rules are for modules that
+run beside a graph, and for what no graph does.
 """
 
 from ..rule import Family, Rule
-from ..structure import family
-from ..tricks import padding
-from . import activations, bert, generation, loss, norms, t5, torch_nn
+from . import activations, generation, loss, norms, one_token, padding
 
-__all__ = ["LEAVES", "OPTIONAL", "RULES", "WITHIN_GRAPHS"]
+__all__ = ["LEAVES", "OPTIONAL", "OTHERS", "RULES"]
 
-# The rules in a graph, which the compile backend fuses itself.
-WITHIN_GRAPHS: tuple[Rule | Family, ...] = generation.RULES
-# The rules beside graphs.
-LEAVES: tuple[Rule | Family, ...] = (
-    *norms.RULES,
-    *activations.RULES,
-    *padding.RULES,
-    *generation.RULES,
-)
-RULES: tuple[Rule | Family, ...] = (
-    *norms.RULES,
-    *activations.RULES,
-    *bert.RULES,
-    *t5.RULES,
-    *torch_nn.RULES,
-    *padding.RULES,
-    *generation.RULES,
-    family((*norms.RULES, *activations.RULES)),
-)
+# Modules that one operator computes.
+LEAVES: tuple[Rule | Family, ...] = (*norms.RULES, *activations.RULES)
+# What no graph does, or not for the tokens of a generation.
+OTHERS: tuple[Rule | Family, ...] = (*one_token.RULES, *generation.RULES)
+RULES: tuple[Rule | Family, ...] = (*LEAVES, *OTHERS, *padding.RULES)
 
 # The rules that an argument of `fuse_model` adds to the table, by its name.
 OPTIONAL: dict[str, tuple[Rule | Family, ...]] = {"loss": loss.RULES}

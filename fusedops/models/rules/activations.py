@@ -1,7 +1,4 @@
-"""Activation modules: torch.nn's GELU, and those of Transformers, which take several kernels.
-
-Each gets a forward, and ``_fusedops_activation``, its name among the operators' activations.
-"""
+"""Activation modules: torch.nn's GELU, and those of Transformers, which take several kernels."""
 
 from __future__ import annotations
 
@@ -25,10 +22,6 @@ def _gelu(self: Any, input: Tensor) -> Tensor:
     return gelu(input, self.approximate)
 
 
-def _gelu_name(self: Any) -> str | None:
-    return {"none": "gelu", "tanh": "gelu_tanh"}.get(self.approximate)
-
-
 def _named(activation: ActivationName) -> dict[str, Callable[..., Any]]:
     """The methods of a module that is one activation and nothing else."""
 
@@ -38,10 +31,7 @@ def _named(activation: ActivationName) -> dict[str, Callable[..., Any]]:
             return bias_act(input, None, activation)
         return gelu(input, approximate)
 
-    def name(self: Any) -> str:
-        return activation
-
-    return {"forward": forward, "_fusedops_activation": name}
+    return {"forward": forward}
 
 
 def _calls_gelu(approximate: str, method: str) -> Callable[[nn.Module], str]:
@@ -81,7 +71,7 @@ RULES = (
     Rule(
         name="gelu",
         calls="gelu",
-        methods={"forward": _gelu, "_fusedops_activation": _gelu_name},
+        methods={"forward": _gelu},
         base=nn.GELU,
     ),
     _rule(

@@ -32,6 +32,5 @@ RULES = (
         methods={"_get_logits_processor": _get_logits_processor},
         base="transformers.generation.utils.GenerationMixin",
         known=("generate", "_get_logits_processor"),
-        takes=(),
     ),
 )

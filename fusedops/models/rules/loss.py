@@ -36,9 +36,13 @@ from torch.nn import functional as F
 from ...losses.cross_entropy import scale_and_cap
 from ...losses.ops import linear_cross_entropy
 from ..hooks import has_hooks, is_conv1d, is_linear, is_plain, submodule
-from ..rewriting import PREFIX, compiled, readable, rewrapped, self_name_of
-from ..rewriting.trees import (
+from ..rule import Family, Rule
+from . import generation
+from .adapters import added_by, is_adapted, why_not_adapted
+from .rewriting import (
+    PREFIX,
     assign,
+    compiled,
     helper,
     helper_call,
     load,
@@ -46,10 +50,10 @@ from ..rewriting.trees import (
     nodes,
     only_target,
     path_of,
+    readable,
+    rewrapped,
+    self_name_of,
 )
-from ..rule import Family, Rule
-from . import generation
-from .adapters import added_by, is_adapted, why_not_adapted
 
 __all__ = ["RULES", "is_causal_model"]
 
@@ -423,7 +427,7 @@ def _built(cls: Any, forward: Any, reason: str) -> Rule | None:
     if not other.knows(cls):
         methods, calls = {}, []
     form, _ = _form(forward)
-    options: dict[str, Any] = {"takes": (), "origin": ("loss", reason)}
+    options: dict[str, Any] = {"origin": ("loss", reason)}
     if form is not None and not reason:
         function, wrappers = _unwrapped(forward)
         tree = copy.deepcopy(form.tree)

@@ -1,4 +1,4 @@
-"""Functions that are compiled again from a changed tree, in the place of those of a class."""
+"""Functions that are compiled again from a changed tree, and the pieces of such trees."""
 
 from __future__ import annotations
 
@@ -8,14 +8,33 @@ import inspect
 import types
 from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 from ..fingerprint import definition
-from .trees import PREFIX
 
-__all__ = ["compiled", "readable", "rewrapped"]
+__all__ = [
+    "PREFIX",
+    "assign",
+    "compiled",
+    "helper",
+    "helper_call",
+    "load",
+    "names_captured",
+    "nodes",
+    "only_target",
+    "path_of",
+    "readable",
+    "rewrapped",
+    "self_name_of",
+]
 
 Method = Callable[..., Any]
+_Node = TypeVar("_Node", bound=ast.AST)
+
+# No name of a model begins so.
+PREFIX = "_fusedops_"
+# Scopes whose bodies may run after the statement in which they stand.
+_DEFERRED = (ast.Lambda, ast.GeneratorExp, ast.FunctionDef, ast.ClassDef)
 
 
 def readable(function: Any) -> ast.FunctionDef | None:
@@ -117,3 +136,69 @@ def rewrapped(function: Method, wrappers: list[Any]) -> Method:
         copied.__kwdefaults__ = wrapper.__kwdefaults__
         function = functools.update_wrapper(copied, function)
     return function
+
+
+# --- pieces of trees ------------------------------------------------------------------------------
+
+
+def load(name: str) -> ast.Name:
+    """The expression that reads a name."""
+    return ast.Name(name, ast.Load())
+
+
+def helper(name: str) -> ast.expr:
+    """The name by which a rewritten function reads one of the helpers."""
+    return load(PREFIX + name)
+
+
+def helper_call(name: str, *args: ast.expr, **options: Any) -> ast.Call:
+    """A call of a helper; an option is an expression, or a constant's value."""
+    keywords = []
+    for key, option in options.items():
+        value = option if isinstance(option, ast.expr) else ast.Constant(option)
+        keywords.append(ast.keyword(key, value))
+    return ast.Call(helper(name), list(args), keywords)
+
+
+def assign(name: str, value: ast.expr) -> ast.Assign:
+    """``name = value``."""
+    return ast.Assign([ast.Name(name, ast.Store())], value)
+
+
+def nodes(tree: ast.AST, kind: type[_Node] | tuple[type[_Node], ...]) -> list[_Node]:
+    """The nodes of these types in a tree."""
+    return [node for node in ast.walk(tree) if isinstance(node, kind)]
+
+
+def self_name_of(function: ast.FunctionDef) -> str:
+    """The name of the function's first parameter; "" if it has none by position."""
+    positional = (*function.args.posonlyargs, *function.args.args)
+    return positional[0].arg if positional else ""
+
+
+def path_of(node: ast.expr, self_name: str) -> str:
+    """``a.b`` for ``self.a.b``; "" for anything else."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    if isinstance(node, ast.Name) and node.id == self_name:
+        return ".".join(reversed(names))
+    return ""
+
+
+def only_target(node: ast.AST) -> ast.Name | None:
+    """The name that an assignment binds, if that is its one target."""
+    match node:
+        case ast.Assign(targets=[ast.Name() as name]):
+            return name
+    return None
+
+
+def names_captured(function: ast.FunctionDef) -> set[str]:
+    """The names in nested functions, lambdas and generators, whose bodies may run later."""
+    names = set()
+    for scope in nodes(function, _DEFERRED):
+        if scope is not function:
+            names |= {name.id for name in nodes(scope, ast.Name)}
+    return names

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..fingerprint import digest, unwrapped
-from ..hooks import has_hooks, is_named
-from ..parts import Branch
-from . import allowed
+from ..hooks import has_hooks, is_named, original
+from ..rule import Rule
 
-__all__ = ["has_plain_weights", "next_token"]
+__all__ = ["RULES"]
 
 # Transformers' `sdpa_attention_forward` with its `create_position_bias_mask`, in 5.17, 5.23 and
 # 5.24. For one query they only call PyTorch's attention, with the sum of mask and position bias as
@@ -31,28 +30,26 @@ _SDPA = ("6b854b7295d1", "4eceba25d5ea", "8b9f4b6b4211")
 _ALIGNED = 8
 
 
-def next_token(
+def _forward(
     self: Any,
     hidden_states: Tensor,
-    mask: Tensor | None,
-    is_cross: bool,
-    position_bias: Tensor | None,
-    cache: Any,
-) -> tuple[Branch, tuple[Any, ...]] | None:
-    """The output of T5's attention for one token; None to run the module's own forward instead."""
-    if cache is None or hidden_states.shape[1] != 1:
-        return None
-    if not allowed(self, "one_token"):
-        return None
-    weights = _weights(self, is_cross, cache, position_bias is not None)
-    if weights is None:
-        return None
-    return _next_token(self, hidden_states, mask, is_cross, position_bias, cache, weights)
-
-
-def has_plain_weights(self: Any) -> bool:
-    """Whether the fast path supports the attention's linear layers."""
-    return _plain_weights(self) is not None
+    mask: Tensor | None = None,
+    key_value_states: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> Any:
+    # From Transformers 5.24 on the argument's name is ``cache``.
+    cache = kwargs.pop("cache", past_key_values)
+    is_cross = key_value_states is not None
+    # The fast path takes no other options.
+    if hidden_states.shape[1] == 1 and not kwargs:
+        weights = _weights(self, is_cross, cache, position_bias is not None)
+        if weights is not None:
+            return _next_token(self, hidden_states, mask, is_cross, position_bias, cache, weights)
+    return original(self, "forward")(
+        self, hidden_states, mask, key_value_states, position_bias, cache, **kwargs
+    )
 
 
 def _weights(self: Any, is_cross: bool, cache: Any, has_bias: bool) -> tuple[Tensor, ...] | None:
@@ -112,7 +109,7 @@ def _next_token(
     position_bias: Tensor | None,
     cache: Any,
     weights: tuple[Tensor, ...],
-) -> tuple[Branch, tuple[Any, ...]]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     q, k, v, o = weights
     count, layer = x.shape[0], self.layer_idx
     # (batch, heads, 1 token, size): with one token this is a view of (batch, heads * size).
@@ -131,7 +128,7 @@ def _next_token(
     if position_bias is None:
         position_bias = _bias(self, query, keys.shape[2], seen)
     y, attention = _attended(self, query, keys, values, mask, position_bias)
-    return Branch(F.linear(y.reshape(count, -1), o).unsqueeze(1)), (position_bias, attention)
+    return F.linear(y.reshape(count, -1), o).unsqueeze(1), position_bias, attention
 
 
 def _attended(
@@ -213,3 +210,14 @@ def _aligned(bias: Tensor) -> Tensor:
     if length % _ALIGNED == 0:
         return bias.contiguous()
     return F.pad(bias, (0, -length % _ALIGNED))[..., :length]
+
+
+RULES = (
+    Rule(
+        name="one_token",  # and those of MT5, LongT5, UDOP, Switch Transformers, Pop2Piano
+        calls="a fast path for one token",
+        methods={"forward": _forward},
+        fingerprints=("12564b5b1c2f", "f4d1a173d280"),
+        names=("T5Attention", "MT5Attention"),
+    ),
+)

@@ -93,8 +93,8 @@ def _fits(module: nn.Module) -> str:
 RULES = (
     Rule(
         name="padded_linear",
-        helps="its output is a view of padded rows",
-        # A block may still take its bias, as that of any linear layer.
+        calls="a product with padded rows",
+        # It is a plain linear layer to the rule of a loss.
         methods={"forward": _linear, "_fusedops_multiplies": lambda self: True},
         base=nn.Linear,
         fits=_fits,
