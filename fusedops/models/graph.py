@@ -165,14 +165,12 @@ def _call(forward: Callable[..., Any], module: nn.Module, /, *args: Any, **kwarg
 
 
 # Whether another tracer, a mode, a transform, or a hook of all modules sees each operation. An
-# outer graph takes those of the unit: the first answer is a constant for torch.compile. Without
-# PyTorch's option for hooks, those that come after a call would not run in a graph.
+# outer graph takes those of the unit: the first answer is a constant for torch.compile.
 _OBSERVERS: tuple[Callable[[], bool], ...] = (
     torch.compiler.is_compiling,
     jit_tracing,
     is_intercepted,
     has_global_hooks,
-    skips_hooks,
 )
 
 
@@ -186,10 +184,12 @@ def _runs_as_it_is(
     tokens = [kwargs.get(name) for name in _TOKENS]
     values = itertools.chain(tokens, args, kwargs.values())
     rows = next(filter(_is_traced_or_tensor, values), None)
+    if isinstance(rows, fx.Proxy):
+        return True
     # Inductor was asked for, and compiles for all devices.
-    if rest != EAGER or isinstance(rows, fx.Proxy):
-        return isinstance(rows, fx.Proxy)
-    return not _gains(module, rows)
+    is_left = rest == EAGER and not _gains(module, rows)
+    # Without PyTorch's option for hooks, those that come after a call would not run in a graph.
+    return is_left or skips_hooks()
 
 
 def _is_traced_or_tensor(value: Any) -> bool:
@@ -212,4 +212,7 @@ def _gains(module: nn.Module, rows: Tensor | None) -> bool:
         return True
     if rows.is_floating_point():
         return rows.numel() > FEW_ROWS * math.prod(rows.shape[-1:])
-    return rows.numel() > FEW_ROWS and rows.shape[-1] > 1
+    if rows.numel() <= FEW_ROWS:
+        return False
+    # One token of each sequence of a generation.
+    return rows.shape[-1] > 1 or not hasattr(module, "generate")

@@ -134,13 +134,23 @@ def test_inference_of_many_rows_is_a_graph_and_of_few_is_not() -> None:
     assert _launches(fused.eval(), _rows(graph.FEW_ROWS)) > 0
 
 
+def test_norm_is_part_of_a_region_in_a_graph_and_calls_its_operator_beside_it() -> None:
+    _, fused = _fused()
+    with launch.record() as names:
+        fused(_rows())
+    assert set(names) == {"forward_kernel"}
+    with launch.record() as names, torch.no_grad():
+        fused.eval()(_rows())
+    assert names == ["norm_forward_kernel"] * 2
+
+
 @transformers_only
 def test_tokens_of_a_generation_run_as_they_are() -> None:
     """The prompt's tokens are counted, and not the encoder's rows or masks, which come first."""
     (spec,) = (s for s in SAMPLES if s.name == "t5_gated")
     model = build(spec)
     fusedops.fuse_model(model, graph=True)
-    prompt = torch.randint(1, 30, (9, 8), device=DEVICE)
+    prompt = torch.randint(1, 30, (graph.FEW_ROWS + 1, 2), device=DEVICE)
     token = {"attention_mask": torch.ones_like(prompt), "decoder_input_ids": prompt[:, :1]}
     with torch.no_grad():
         states = model.encoder(input_ids=prompt)  # no unit by itself
@@ -148,6 +158,7 @@ def test_tokens_of_a_generation_run_as_they_are() -> None:
         assert _launches(lambda: model(**token)) == 0
         token["decoder_input_ids"] = prompt
         assert _launches(lambda: model(**token)) > 0
+    assert graph._gains(_blocks().eval(), prompt[:, :1])  # it generates nothing
 
 
 def test_device_without_kernels_runs_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +263,7 @@ def test_without_pytorchs_option_for_hooks_the_original_runs(
 ) -> None:
     """Hooks that come later could not run in a graph."""
     model, fused = _fused()
-    monkeypatch.setattr(dynamo, "imported", lambda *_: None)
+    monkeypatch.setattr(dynamo, "_OPTION", "an option of another release")
     dynamo.skips_hooks.cache_clear()
     _agree(model, fused, _rows(), launches=False)
 
